@@ -1,0 +1,1 @@
+"""NumPy backend of linattn."""

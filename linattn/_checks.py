@@ -1,0 +1,302 @@
+"""Input checks: every public function is given its arguments through here, before any work.
+
+A message says the argument, what was wanted and what came.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from types import ModuleType
+from typing import Any
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Array, Exponential, Pointwise, Spec, State
+
+__all__ = [
+    "accumulation_dtype",
+    "check_arrays",
+    "check_finite_number",
+    "check_key_mask",
+    "check_leading_axes",
+    "check_positive_int",
+    "check_state",
+    "device_array",
+    "is_lazy",
+    "library_name",
+    "spec_lead",
+    "to_numpy",
+]
+
+
+def library_name(xp: ModuleType) -> str:
+    """Root module of the array library behind a namespace: ``numpy``, ``cupy``, ``torch``..."""
+    return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
+
+
+def is_lazy(array: Array) -> bool:
+    """Whether looking at the array's values is impossible (traced) or expensive (lazy)."""
+    return bool(array_api_compat.is_lazy_array(array))
+
+
+def to_numpy(array: Array) -> NDArray[Any]:
+    """Copy an array of any library to the host as NumPy."""
+    if array_api_compat.is_cupy_array(array):
+        return np.asarray(array.get())
+    if array_api_compat.is_torch_array(array):
+        return np.asarray(array.detach().cpu())
+    if library_name(array_api_compat.array_namespace(array)) == "array_api_strict":
+        xp = array_api_compat.array_namespace(array)
+        array = array_api_compat.to_device(array, xp.Device("CPU_DEVICE"))
+    return np.asarray(array)
+
+
+def device_array(array: NDArray[np.float64], xp: ModuleType, dtype: Any, device: Any) -> Array:
+    """Cast float64 numbers on the host, so that all libraries get the same bits, and move them."""
+    host = array.astype(np.float64 if dtype == xp.float64 else np.float32)
+    return xp.asarray(host, device=device)
+
+
+def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
+    if isinstance(array, np.ndarray):
+        if type(array) not in (np.ndarray, np.memmap):
+            message = (
+                f"{name} must be a plain array, got {type(array).__module__}."
+                f"{type(array).__name__}, whose extra meaning (mask, unit, shape) would be lost; "
+                f"convert it first, for a mask use key_mask"
+            )
+            raise TypeError(message)
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+    try:
+        if isinstance(array, numbers.Number | np.generic | str | bytes):
+            raise TypeError  # noqa: TRY301
+        xp = array_api_compat.array_namespace(array)
+    except TypeError:
+        message = (
+            f"{name} must be an array of NumPy, CuPy, torch, JAX, Dask or another array-API "
+            f"library, got {type(array).__name__}; convert it, for example with "
+            f"numpy.asarray({name})"
+        )
+        raise TypeError(message) from None
+    if array.ndim == 0:
+        message = f"{name} must be an array with axes (..., length, dim), got a 0-d array"
+        raise TypeError(message)
+    return xp, array
+
+
+def _check_float(name: str, array: Array, xp: ModuleType) -> None:
+    dtype = array.dtype
+    try:
+        floating = bool(xp.isdtype(dtype, "real floating"))
+    except (TypeError, ValueError):
+        floating = False
+    if not floating or dtype_bits(dtype) not in (16, 32, 64):
+        hint = ""
+        if "int" in str(dtype) or "bool" in str(dtype):
+            hint = "; convert it to a floating dtype first"
+        message = (
+            f"{name} must have dtype float16, bfloat16, float32 or float64, got {dtype}{hint}"
+        )
+        raise TypeError(message)
+
+
+def dtype_bits(dtype: Any) -> int:
+    """Width of a floating dtype of any library."""
+    bits = getattr(dtype, "itemsize", None)
+    if bits is None:
+        bits = np.dtype(dtype._np_dtype if hasattr(dtype, "_np_dtype") else dtype).itemsize
+    return 8 * int(bits)
+
+
+def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[Array]]:
+    """Check that all are floating arrays of one library, device and dtype.
+
+    Returns the namespace and the arrays, in native byte order.
+
+    Raises
+    ------
+    TypeError
+        Not an array, a subclass that means more than its numbers, not real floating, or arrays
+        of different libraries.
+    ValueError
+        Too few axes, an empty dim, different dtypes or devices.
+    """
+    checked = {name: _one_array(name, array) for name, array in named.items()}
+    first, (xp, first_array) = next(iter(checked.items()))
+    for name, (other_xp, array) in checked.items():
+        if other_xp is not xp:
+            message = (
+                f"{first} and {name} must come from one array library, got "
+                f"{library_name(xp)} and {library_name(other_xp)}"
+            )
+            raise TypeError(message)
+        _check_float(name, array, xp)
+        axes = "(..., length, dim)" if min_ndim == 2 else "(..., dim)"
+        if array.ndim < min_ndim:
+            message = (
+                f"{name} must have at least {min_ndim} axes {axes}, got shape {tuple(array.shape)}"
+            )
+            raise ValueError(message)
+        if array.shape[-1] == 0:
+            message = f"{name} must have a last axis of at least 1, got {tuple(array.shape)}"
+            raise ValueError(message)
+        if array.dtype != first_array.dtype:
+            message = (
+                f"{first} and {name} must have one dtype, got {first_array.dtype} and {array.dtype}"
+            )
+            raise ValueError(message)
+        devices = (array_api_compat.device(first_array), array_api_compat.device(array))
+        if devices[0] != devices[1]:
+            message = f"{first} and {name} must be on one device, got {devices[0]} and {devices[1]}"
+            raise ValueError(message)
+    return xp, [array for _, array in checked.values()]
+
+
+def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any:
+    """float64 for float64 or when the precision asks for it, else float32."""
+    if precision != "float64" and dtype != xp.float64:
+        return xp.float32
+    if xp.zeros((), dtype=xp.float64).dtype != xp.float64:
+        message = (
+            f"precision='float64' needs a library with float64 switched on, which "
+            f"{library_name(xp)} has not"
+        )
+        raise ValueError(message)
+    return xp.float64
+
+
+def check_positive_int(name: str, value: Any) -> int:
+    """Check a count: a positive integer, bool refused."""
+    if isinstance(value, bool | np.bool_):
+        message = f"{name} must be a positive integer, got {value!r}"
+        raise TypeError(message)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        message = f"{name} must be a positive integer, got {value!r}"
+        raise TypeError(message) from None
+    if number < 1:
+        message = f"{name} must be at least 1, got {number}"
+        raise ValueError(message)
+    return number
+
+
+def check_finite_number(name: str, value: Any, *, positive: bool = False) -> float:
+    """Check a finite real number, bool refused."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        message = f"{name} must be a real number, got {value!r}"
+        raise TypeError(message)
+    number = float(value)
+    if not np.isfinite(number) or (positive and number <= 0):
+        wanted = "a positive finite number" if positive else "a finite number"
+        message = f"{name} must be {wanted}, got {number}"
+        raise ValueError(message)
+    return number
+
+
+def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Broadcast leading axes; the error shows every shape."""
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        came = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        message = f"leading axes must broadcast against each other, got {came}"
+        raise ValueError(message) from None
+
+
+def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int | None) -> Array:
+    """Check a boolean key mask and return it as ``(..., S, 1)``.
+
+    Raises
+    ------
+    TypeError
+        Not a boolean array of the library of ``key``.
+    ValueError
+        Not of shape ``(S,)`` or ``key.shape[:-1]`` up to axes of 1.
+    """
+    mask_xp, mask = _one_array("key_mask", key_mask)
+    if mask_xp is not xp:
+        message = (
+            f"key and key_mask must come from one array library, got {library_name(xp)} and "
+            f"{library_name(mask_xp)}"
+        )
+        raise TypeError(message)
+    if mask.dtype != xp.bool:
+        message = f"key_mask must be boolean (True = attend), got dtype {mask.dtype}"
+        raise TypeError(message)
+    wanted = tuple(key.shape[:-1])
+    shape = tuple(mask.shape)
+    fits = len(shape) == len(wanted) and all(
+        a in (1, b) for a, b in zip(shape, wanted, strict=True)
+    )
+    if not fits and shape != wanted[-1:]:
+        message = (
+            f"key_mask must have shape ({wanted[-1]},), or one axis for each axis of key but the "
+            f"last, each 1 or equal, that is {wanted}; got {shape}. A mask of shape (batch, "
+            f"length) is given to keys with a heads axis as mask[:, None, :]"
+        )
+        if query_len is not None and shape[-2:] == (query_len, wanted[-1]):
+            message += (
+                ". A mask for each pair of query and key cannot be honoured: linear attention "
+                "never forms the pairs; use is_causal, or softmax attention"
+            )
+        raise ValueError(message)
+    if len(shape) == 1:
+        mask = xp.reshape(mask, (1,) * (len(wanted) - 1) + shape)
+    return xp.broadcast_to(mask, (*mask.shape[:-1], wanted[-1]))[..., None]
+
+
+def spec_lead(spec: Spec) -> tuple[int, ...]:
+    """Leading axes (heads) of a spec's parameters."""
+    shapes: list[tuple[int, ...]] = []
+    if isinstance(spec, Exponential):
+        shapes = [tuple(spec.P.shape[:-2]), tuple(spec.col.shape[:-1])]
+        if not isinstance(spec.Q, float):
+            shapes.append(tuple(spec.Q.shape[:-2]))
+    elif isinstance(spec, Pointwise):
+        if not isinstance(spec.P, float):
+            shapes.append(tuple(spec.P.shape[:-2]))
+        if spec.bias is not None:
+            shapes.append(tuple(spec.bias.shape[:-1]))
+        if not isinstance(spec.factor, float):
+            shapes.append(tuple(spec.factor.shape[:-1]))
+    return np.broadcast_shapes(*shapes)
+
+
+def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, xp: ModuleType) -> State:
+    """Check that a state belongs to a map with ``m`` columns and values of dim ``e``."""
+    if not isinstance(state, State):
+        message = f"{name} must be a linattn.State, got {type(state).__name__}"
+        raise TypeError(message)
+    for field in ("kvz", "log_scale"):
+        array = getattr(state, field)
+        try:
+            state_xp = array_api_compat.array_namespace(array)
+        except TypeError:
+            message = f"{name}.{field} must be an array, got {type(array).__name__}"
+            raise TypeError(message) from None
+        if state_xp is not xp:
+            message = (
+                f"{name} must come from the array library of the other arguments, got "
+                f"{library_name(state_xp)} and {library_name(xp)}"
+            )
+            raise TypeError(message)
+        if array.dtype != dtype:
+            message = (
+                f"{name}.{field} must have the accumulation dtype {dtype}, got {array.dtype}; a "
+                f"state is float64 for float64 inputs and float32 for all narrower ones"
+            )
+            raise ValueError(message)
+    shape, scale_shape = tuple(state.kvz.shape), tuple(state.log_scale.shape)
+    if shape[-2:] != (m, e + 1) or scale_shape != shape[:-1]:
+        message = (
+            f"{name} must have kvz (..., {m}, {e + 1}) and log_scale (..., {m}) for this feature "
+            f"map and values of dim {e}, got {shape} and {scale_shape}"
+        )
+        raise ValueError(message)
+    return state
+

@@ -1,0 +1,211 @@
+"""States on disk: one npz file, never pickle, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _checks
+from linattn._problem import check_feature_map
+from linattn.typing import Array, FeatureMap, State
+
+__all__ = ["StateFileError", "load_state", "save_state"]
+
+FORMAT_VERSION = 1
+MEMBERS = {
+    "format_version": ("i", 0),
+    "fingerprint": ("U", 0),
+    "kvz": ("f", None),
+    "log_scale": ("f", None),
+    "length": ("i", 0),
+}
+"""Name of each array -> (dtype kind, number of axes or None)."""
+
+
+class StateFileError(ValueError):
+    """A file is not a state that linattn saved, or is the state of another feature map."""
+
+
+def _fingerprint(feature_map: Any) -> str:
+    check_feature_map(feature_map)
+    if not hasattr(feature_map, "fingerprint"):
+        message = (
+            f"feature_map must have a method fingerprint() for its states to be recognised, which "
+            f"{type(feature_map).__name__} has not; pass feature_map=None to do without"
+        )
+        raise TypeError(message)
+    return str(feature_map.fingerprint())
+
+
+def save_state(
+    path: str | os.PathLike[str], state: State, feature_map: FeatureMap | None = None
+) -> None:
+    """Save a state to a file.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Where to; the name is used as it is. An existing file is replaced in one step, so that
+        an interruption leaves the old file or the new one.
+    state : State
+        Of any library and device.
+    feature_map : FeatureMap, optional
+        The map of the state; its fingerprint is saved, and :func:`load_state` checks it.
+
+    Raises
+    ------
+    TypeError
+        Not a state, or a map without ``fingerprint()``.
+    OSError
+        The file cannot be written.
+
+    Notes
+    -----
+    An uncompressed npz file of ``m (e + 2)`` numbers a head, in the state's dtype.
+    """
+    if not isinstance(state, State):
+        message = f"state must be a linattn.State, got {type(state).__name__}"
+        raise TypeError(message)
+    fingerprint = "" if feature_map is None else _fingerprint(feature_map)
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(
+                file,
+                format_version=np.int64(FORMAT_VERSION),
+                fingerprint=np.str_(fingerprint),
+                kvz=_checks.to_numpy(state.kvz),
+                log_scale=_checks.to_numpy(state.log_scale),
+                length=np.int64(int(state.length)),
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def load_state(
+    path: str | os.PathLike[str],
+    feature_map: FeatureMap | None = None,
+    like: Array | None = None,
+) -> State:
+    """Load a state saved by :func:`save_state`.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file; it need not be trusted.
+    feature_map : FeatureMap, optional
+        The map that the state must belong to. None does not check.
+    like : array, optional
+        Gives the library and device of the state. Default NumPy.
+
+    Returns
+    -------
+    State
+        In the dtype in which it was saved.
+
+    Raises
+    ------
+    StateFileError
+        Not such a file, damaged, of a newer format, or the state of another feature map.
+    OSError
+        The file cannot be read.
+
+    Notes
+    -----
+    Nothing is unpickled, and no more is read than the file holds.
+    """
+    wanted = None if feature_map is None else _fingerprint(feature_map)
+    try:
+        arrays = _read_members(Path(path))
+    except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError) as error:
+        message = f"{path} is not a linattn state file: {error}"
+        raise StateFileError(message) from error
+    _check_fingerprint(str(arrays["fingerprint"]), wanted, path)
+    state = (arrays["kvz"], arrays["log_scale"])
+    if like is not None:
+        xp, _ = _checks.check_arrays(1, like=like)
+        device = array_api_compat.device(like)
+        state = (xp.asarray(state[0], device=device), xp.asarray(state[1], device=device))
+    return State(*state, int(arrays["length"]))
+
+
+def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
+    if wanted is None or saved == wanted:
+        return
+    if not saved:
+        message = (
+            f"{path} was saved without its feature map and cannot be checked; pass "
+            f"feature_map=None to load it unchecked"
+        )
+    else:
+        message = f"{path} holds the state of another feature map than the one given"
+    raise StateFileError(message)
+
+
+def _read_members(path: Path) -> dict[str, NDArray[Any]]:
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        if set(infos) != set(MEMBERS) or len(archive.infolist()) != len(MEMBERS):
+            message = f"it must hold the arrays {sorted(MEMBERS)}, got {sorted(infos)[:9]}"
+            raise ValueError(message)
+        stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos.values())
+        if not stored or sum(info.file_size for info in infos.values()) > size:
+            message = f"its arrays claim more than the {size} bytes of the file"
+            raise ValueError(message)
+        arrays = {name: _parse(name, archive.read(info)) for name, info in infos.items()}
+    version = int(arrays["format_version"])
+    if version != FORMAT_VERSION:
+        message = f"it has format version {version}, this linattn reads {FORMAT_VERSION}"
+        raise ValueError(message)
+    kvz, log_scale = arrays["kvz"], arrays["log_scale"]
+    if kvz.ndim < 2 or log_scale.shape != kvz.shape[:-1] or log_scale.dtype != kvz.dtype:
+        message = (
+            f"kvz and log_scale do not fit: {kvz.dtype} {kvz.shape} and {log_scale.dtype} "
+            f"{log_scale.shape}"
+        )
+        raise ValueError(message)
+    if int(arrays["length"]) < 0:
+        message = f"length must not be negative, got {int(arrays['length'])}"
+        raise ValueError(message)
+    return arrays
+
+
+def _parse(name: str, data: bytes) -> NDArray[Any]:
+    """Parse one npy member without trusting its header."""
+    kind, ndim = MEMBERS[name]
+    stream = BytesIO(data)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        message = f"{name} has an unknown npy version"
+        raise ValueError(message)
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    body = data[stream.tell() :]
+    count = 1
+    for length in shape:
+        count *= length
+    if (
+        dtype.kind != kind
+        or dtype.hasobject
+        or (kind == "f" and dtype.itemsize not in (4, 8))
+        or (ndim is not None and len(shape) != ndim)
+        or count * dtype.itemsize != len(body)
+    ):
+        message = f"{name} has dtype {dtype} and shape {shape} in {len(body)} bytes"
+        raise ValueError(message)
+    array = np.frombuffer(body, dtype=dtype).reshape(shape, order="F" if fortran else "C")
+    return array.astype(dtype.newbyteorder("="), order="C", copy=True)

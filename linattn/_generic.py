@@ -1,0 +1,274 @@
+"""The block tier in plain array API: right for every library and every spec.
+
+Everything here works on one block of tokens and never looks at a value, so that it also traces.
+Arrays are in the accumulation dtype. ``n`` tokens, ``m`` features, ``e`` value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+
+import array_api_compat
+import numpy as np
+
+from linattn.typing import (
+    Array,
+    Exact,
+    Exponential,
+    Features,
+    Index,
+    Partial,
+    Plan,
+    Pointwise,
+    Problem,
+    Spec,
+    State,
+    Tokens,
+)
+
+__all__ = [
+    "absorb",
+    "combine",
+    "empty_state",
+    "evaluate",
+    "exact_block",
+    "finite_shift",
+    "merge",
+    "namespace",
+    "plan",
+    "quiet",
+    "read",
+    "read_block",
+    "reduce_block",
+    "run_in_order",
+    "scan_block",
+]
+
+quiet = partial(np.errstate, over="ignore", under="ignore", invalid="ignore", divide="ignore")
+"""Overflow and NaN show in the result, by contract; NumPy's warnings would only repeat it."""
+
+# Blocks of 256 tokens keep a block of features near the cache; a causal block also pays for its
+# n x n triangle, and a block that cannot be checked pays log2(n) levels.
+FULL_BLOCK = 256
+CAUSAL_BLOCK = 128
+LAZY_CAUSAL_BLOCK = 64
+
+
+def namespace(array: Array) -> ModuleType:
+    """Return the array-API namespace of an array."""
+    return array_api_compat.array_namespace(array)
+
+
+def finite_shift(log: Array, xp: ModuleType) -> Array:
+    """Replace -inf (nothing seen) by 0, so that ``exp(-inf - shift)`` is 0 and not NaN."""
+    return xp.where(log == -xp.inf, xp.zeros_like(log), log)
+
+
+def evaluate(spec: Spec, tokens: Tokens) -> Features:
+    """Evaluate a spec on a block; the log is always there, and includes the tokens' log weight.
+
+    A row whose squared norm overflows becomes NaN: its features would all be an exact, and
+    wrong, zero.
+    """
+    x = tokens.x
+    xp = namespace(x)
+    if isinstance(spec, Exponential):
+        features = Features(_exponential_log(spec, x, xp), None)
+    elif isinstance(spec, Pointwise):
+        features = _pointwise(spec, x, xp)
+    else:
+        features = spec.fn(tokens)
+    log = features.log
+    if log is None:
+        log = xp.zeros_like(features.values[..., :1])
+    if tokens.log_weight is not None:
+        log = log + tokens.log_weight
+    return Features(log, features.values)
+
+
+def _exponential_log(spec: Exponential, x: Array, xp: ModuleType) -> Array:
+    u = xp.matmul(x, spec.P)
+    if spec.paired:
+        u = xp.concat([u, -u], axis=-1)
+    half = spec.Q / 2
+    if isinstance(spec.Q, float):
+        quad = half * xp.sum(x * x, axis=-1, keepdims=True)
+    else:
+        quad = xp.sum(x * xp.matmul(x, half), axis=-1, keepdims=True)
+    return u - _nan_if_infinite(quad) + spec.col[..., None, :]
+
+
+def _pointwise(spec: Pointwise, x: Array, xp: ModuleType) -> Features:
+    if isinstance(spec.P, float):
+        u = x if spec.P == 1.0 else x * spec.P
+    else:
+        u = xp.matmul(x, spec.P)
+    if spec.bias is not None:
+        u = u + spec.bias[..., None, :]
+    values, log = spec.f.apply(u, xp)
+    if spec.offset != 0.0:
+        values = values + spec.offset
+    if not isinstance(spec.factor, float):
+        values = values * spec.factor[..., None, :]
+    elif spec.factor != 1.0:
+        values = values * spec.factor
+    if spec.quad is not None:
+        quad = _nan_if_infinite(spec.quad * xp.sum(x * x, axis=-1, keepdims=True))
+        log = quad if log is None else log + quad
+    return Features(log, values)
+
+
+def _nan_if_infinite(x: Array) -> Array:
+    return x + (x - x)
+
+
+def empty_state(lead: tuple[int, ...], m: int, e: int, like: Array) -> State:
+    """Return the identity of :func:`merge`, in the namespace, dtype and device of an array."""
+    xp = namespace(like)
+    device = array_api_compat.device(like)
+    kvz = xp.zeros((*lead, m, e + 1), dtype=like.dtype, device=device)
+    log_scale = xp.full((*lead, m), -float("inf"), dtype=like.dtype, device=device)
+    return State(kvz, log_scale, 0)
+
+
+def merge(first: State, second: State) -> State:
+    """Merge two states: rescale both to the larger shift of each feature, and add."""
+    xp = namespace(first.kvz)
+    c = xp.maximum(first.log_scale, second.log_scale)
+    shift = finite_shift(c, xp)
+    kvz = (
+        first.kvz * xp.exp(first.log_scale - shift)[..., None]
+        + second.kvz * xp.exp(second.log_scale - shift)[..., None]
+    )
+    return State(kvz, c, first.length + second.length)
+
+
+def combine(first: Partial, second: Partial) -> Partial:
+    """Add two numerators and denominators that are on different scales."""
+    xp = namespace(first.nd)
+    log = xp.maximum(first.log, second.log)
+    shift = finite_shift(log, xp)
+    nd = first.nd * xp.exp(first.log - shift) + second.nd * xp.exp(second.log - shift)
+    return Partial(nd, log)
+
+
+def _key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
+    """Keys on the shift ``c`` that their state will have: (weights, c, finite c)."""
+    log, values = features
+    xp = namespace(log)
+    c = xp.max(log, axis=-2)
+    if log_scale is not None:
+        c = xp.maximum(log_scale, c)
+    shift = finite_shift(c, xp)
+    weights = xp.exp(log - shift[..., None, :])
+    return (weights if values is None else values * weights), c, shift
+
+
+def _query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
+    """Queries on a state's shift, the largest of each row scaled to 1: (weights, row log)."""
+    log, values = features
+    xp = namespace(log)
+    e = log + log_scale[..., None, :]
+    row = xp.max(e, axis=-1, keepdims=True)
+    weights = xp.exp(e - finite_shift(row, xp))
+    return (weights if values is None else values * weights), row
+
+
+def absorb(features: Features, v1: Array, state: State | None) -> State:
+    """Add evaluated keys and their ``[v, 1]`` to a state (None: nothing seen before)."""
+    xp = namespace(v1)
+    weights, c, shift = _key_weights(features, None if state is None else state.log_scale)
+    kvz = xp.matmul(xp.matrix_transpose(weights), v1)
+    if state is None:
+        return State(kvz, c, v1.shape[-2])
+    kvz = state.kvz * xp.exp(state.log_scale - shift)[..., None] + kvz
+    return State(kvz, c, state.length + v1.shape[-2])
+
+
+def read(features: Features, state: State) -> Partial:
+    """Read a state with evaluated queries."""
+    xp = namespace(state.kvz)
+    weights, row = _query_weights(features, state.log_scale)
+    return Partial(xp.matmul(weights, state.kvz), row)
+
+
+def reduce_block(key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> State:
+    """Add a block of keys to the state. O(n m (d + e)) time, O(n m) memory."""
+    return absorb(evaluate(key_spec, tokens), v1, state)
+
+
+def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
+    """Read the state with a block of queries. O(n m (d + e)) time, O(n m) memory."""
+    return read(evaluate(query_spec, tokens), state)
+
+
+def scan_block(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Array,
+    state: State,
+    want_log: bool,
+) -> tuple[Partial, State]:
+    """Causal attention of a block under one shift. O(n m (d + e) + n^2 (m + e)) time.
+
+    The shift includes later keys, so an early row may come out small or non-finite; the caller
+    checks it, on a scale where no product of a query feature and a key feature exceeds 1.
+    """
+    xp = namespace(v1)
+    queries, keys = evaluate(query_spec, query), evaluate(key_spec, key)
+    weights_k, c, shift = _key_weights(keys, state.log_scale)
+    weights_q, row = _query_weights(queries, c)
+    before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
+
+    scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k))
+    scores = xp.tril(scores)
+    nd = xp.matmul(scores, v1) + xp.matmul(weights_q, before)
+    if queries.values is not None or keys.values is not None:
+        largest_k = xp.maximum(_largest(weights_k, (-2, -1), xp), _largest(before[..., -1:], (-2, -1), xp))
+        unit = _largest(weights_q, (-1,), xp) * largest_k
+        unit = xp.where(unit > 0, unit, xp.ones_like(unit))
+        nd, row = nd / unit, row + xp.log(unit)
+    after = before + xp.matmul(xp.matrix_transpose(weights_k), v1)
+    return Partial(nd, row), State(after, c, state.length + v1.shape[-2])
+
+
+def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
+    """Softmax attention of queries to keys, all visible. O(n s (d + e)) time, O(n s) memory.
+
+    A row whose logits all overflow to -inf becomes NaN: its weights are not known to be zero.
+    """
+    xp = namespace(v1)
+    logits = xp.matmul(query.x * spec.scale, xp.matrix_transpose(key.x))
+    row = xp.max(logits, axis=-1, keepdims=True)
+    overflowed = row == -xp.inf
+    if key.log_weight is not None:
+        logits = logits + xp.matrix_transpose(key.log_weight)
+        row = xp.max(logits, axis=-1, keepdims=True)
+    weights = xp.exp(logits - finite_shift(row, xp))
+    row = xp.where(overflowed, xp.full_like(row, float("nan")), row)
+    return Partial(xp.matmul(weights, v1), row)
+
+
+def _largest(x: Array, axis: tuple[int, ...], xp: ModuleType) -> Array:
+    return xp.max(xp.abs(x), axis=axis, keepdims=True)
+
+
+def run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:
+    """Run the tasks of a plan one after the other."""
+    for task in tasks:
+        work(task)
+
+
+def plan(problem: Problem) -> Plan:
+    """Everything in one task: a library's own batching and threads do the rest."""
+    if problem.chunk_size is not None:
+        block = problem.chunk_size
+    elif not problem.is_causal:
+        block = FULL_BLOCK
+    else:
+        block = LAZY_CAUSAL_BLOCK if problem.lazy else CAUSAL_BLOCK
+    return Plan(block, [()], run_in_order)

@@ -1,0 +1,186 @@
+"""From a caller's arguments to a :class:`~linattn.typing.Problem`: all checks, no work."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import array_api_compat
+
+from linattn import _checks, _dispatch
+from linattn.typing import Array, Exact, FeatureMap, Opaque, Problem, Spec, State, Tokens
+
+__all__ = ["check_feature_map", "exact_problem", "linear_problem", "map_columns", "map_specs", "step_problem"]
+
+
+def check_feature_map(feature_map: Any) -> None:
+    """Check that an object is a feature map (and not, say, the class of one)."""
+    if isinstance(feature_map, type) or not isinstance(feature_map, FeatureMap):
+        name = feature_map.__name__ if isinstance(feature_map, type) else type(feature_map).__name__
+        came = f"the class {name}; make one, {name}(...)" if isinstance(feature_map, type) else name
+        message = (
+            f"feature_map must have num_features, query_features and key_features, such as "
+            f"linattn.feature_maps.PositiveFeatures(dim), got {came}"
+        )
+        raise TypeError(message)
+
+
+def map_columns(feature_map: FeatureMap, name: str, dim: int) -> int:
+    """Columns of a map for inputs of this dim, which must be the map's own if it has one."""
+    wanted = getattr(feature_map, "dim", None)
+    if wanted is not None and wanted != dim:
+        message = (
+            f"{name} must have {wanted} coordinates, the dim of feature_map, got a last axis of "
+            f"{dim}"
+        )
+        raise ValueError(message)
+    return dim if feature_map.num_features is None else feature_map.num_features
+
+
+def map_specs(
+    feature_map: FeatureMap, xp: ModuleType, dtype: Any, device: Any
+) -> tuple[Spec, Spec]:
+    """Specs of the query and the key side, with parameters on the device."""
+    if hasattr(feature_map, "query_spec") and hasattr(feature_map, "key_spec"):
+        return feature_map.query_spec(xp, dtype, device), feature_map.key_spec(xp, dtype, device)
+
+    def query_features(tokens: Tokens) -> Any:
+        return feature_map.query_features(tokens.x)
+
+    def key_features(tokens: Tokens) -> Any:
+        return feature_map.key_features(tokens.x)
+
+    return Opaque(query_features), Opaque(key_features)
+
+
+def _check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, remedy: str) -> None:
+    if query.shape[-1] != key.shape[-1]:
+        message = (
+            f"query and key must have one last axis (dim), got shapes {tuple(query.shape)} and "
+            f"{tuple(key.shape)}"
+        )
+        raise ValueError(message)
+    if key.shape[-2] != value.shape[-2]:
+        message = (
+            f"key and value must have one length (axis -2), got shapes {tuple(key.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+        raise ValueError(message)
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        message = (
+            f"causal attention needs query and key of equal length, got {query.shape[-2]} and "
+            f"{key.shape[-2]}: which key each query stands at would be a guess; {remedy}"
+        )
+        raise ValueError(message)
+
+
+def linear_problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    feature_map: Any,
+    *,
+    is_causal: bool = False,
+    key_mask: Any = None,
+    state: Any = None,
+    state_name: str = "initial_state",
+    chunk_size: Any = None,
+    want_log: bool = False,
+) -> Problem:
+    """Check the arguments of linear attention and describe the computation."""
+    check_feature_map(feature_map)
+    xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
+    remedy = (
+        "to go on with a stream pass its state as initial_state with the new query, key and "
+        "value; to attend to earlier keys only use read_state"
+    )
+    _check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
+    m = map_columns(feature_map, "query and key", query.shape[-1])
+    if is_causal and not getattr(feature_map, "causal", True):
+        message = (
+            f"is_causal needs a feature map that has not seen the whole sequence, got "
+            f"{feature_map!r}, fitted to it: its features would leak later keys"
+        )
+        raise ValueError(message)
+    settings = _dispatch.current_settings()
+    dtype = _checks.accumulation_dtype(xp, query.dtype, settings.precision)
+    specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
+    mask = None
+    if key_mask is not None:
+        mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
+    shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
+    key_spec_lead, query_spec_lead = _checks.spec_lead(specs[1]), _checks.spec_lead(specs[0])
+    if key_spec_lead or query_spec_lead:
+        shapes["feature_map"] = _checks.check_leading_axes(key=key_spec_lead, query=query_spec_lead)
+    if state is not None:
+        e = value.shape[-1]
+        state = _checks.check_state(state_name, state, m=m, e=e, dtype=dtype, xp=xp)
+        shapes[state_name] = tuple(state.kvz.shape[:-2])
+    state_lead = _checks.check_leading_axes(**shapes)
+    lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
+    if chunk_size is not None:
+        chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
+    return Problem(
+        xp=xp,
+        dtype=dtype,
+        query=query,
+        key=key,
+        value=value,
+        key_mask=mask,
+        query_spec=specs[0],
+        key_spec=specs[1],
+        num_features=m,
+        state_lead=state_lead,
+        lead=lead,
+        state=state,
+        is_causal=bool(is_causal),
+        chunk_size=chunk_size,
+        want_log=want_log,
+        lazy=_checks.is_lazy(query),
+        num_threads=settings.num_threads,
+    )
+
+
+def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
+    """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it."""
+    _, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
+    rows = [array[..., None, :] for array in arrays]
+    if not isinstance(state, State):
+        message = f"state must be a linattn.State, got {type(state).__name__}"
+        raise TypeError(message)
+    return linear_problem(*rows, feature_map, is_causal=True, state=state, state_name="state")
+
+
+def exact_problem(
+    query: Any, key: Any, value: Any, *, scale: Any, is_causal: bool, key_mask: Any
+) -> Problem:
+    """Check the arguments of softmax attention and describe the computation."""
+    xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
+    remedy = "pass equal lengths"
+    _check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    spec = Exact(_checks.check_finite_number("scale", scale))
+    settings = _dispatch.current_settings()
+    mask = None
+    if key_mask is not None:
+        mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
+    shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
+    return Problem(
+        xp=xp,
+        dtype=_checks.accumulation_dtype(xp, query.dtype, settings.precision),
+        query=query,
+        key=key,
+        value=value,
+        key_mask=mask,
+        query_spec=spec,
+        key_spec=spec,
+        num_features=0,
+        state_lead=_checks.check_leading_axes(**shapes),
+        lead=_checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes),
+        state=None,
+        is_causal=bool(is_causal),
+        chunk_size=None,
+        want_log=False,
+        lazy=_checks.is_lazy(query),
+        num_threads=settings.num_threads,
+    )

@@ -1,0 +1,221 @@
+"""Attention in linear time, exact attention, and one token at a time: check, then fold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linattn import folds
+from linattn._problem import exact_problem, linear_problem, step_problem
+from linattn.typing import Array, FeatureMap, State
+
+__all__ = ["decode_step", "linear_attention", "softmax_attention"]
+
+
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    return_log_normalizer: bool = False,
+    chunk_size: int | None = None,
+) -> Any:
+    r"""Attention whose time grows with the length, not its square.
+
+    .. math::
+        o_i = \frac{\sum_j \phi(q_i) \cdot \psi(k_j) \, v_j}{\sum_j \phi(q_i) \cdot \psi(k_j)}
+
+    over all keys j, or j <= i when causal. Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``m``
+    features, ``e`` value dim, ``...`` leading axes (batch, heads), which broadcast: grouped
+    queries are a key with a heads axis of 1.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        float16, bfloat16, float32 or float64, of any array-API library.
+    key : array, (..., S, d)
+        Same library, dtype and device.
+    value : array, (..., S, e)
+        Same library, dtype and device.
+    feature_map : FeatureMap
+        From :mod:`linattn.feature_maps`, or any object with ``num_features``,
+        ``query_features(x)`` and ``key_features(x)``. The scale of the logits is the map's.
+    is_causal : bool, optional
+        Query i sees keys 0..i only; needs L = S. Default False.
+    key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
+        True = attend. What a masked key and value hold does not matter, NaN included.
+    initial_state : State, optional
+        Keys seen before these: full attention attends to both, a causal stream goes on.
+    return_state : bool, optional
+        Also return the state after the last key. Default False.
+    return_log_normalizer : bool, optional
+        Also return the log of the denominator, ``(..., L)``, in the accumulation dtype; NaN where
+        a signed map makes it negative, -inf where no key is seen. Default False.
+    chunk_size : int, optional
+        Tokens a block. By default chosen by length, features and backend; any value gives the
+        same result to rounding.
+
+    Returns
+    -------
+    output : array, (..., L, e)
+        In the library, dtype and device of the inputs; or the tuple
+        ``(output[, state][, log_normalizer])``. A query that sees no key, or whose denominator
+        is exactly 0, gets 0. NaN stays NaN.
+
+    Raises
+    ------
+    TypeError
+        Not an array, masked array or matrix, not a real floating dtype, arrays of different
+        libraries, not a feature map.
+    ValueError
+        Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
+        fitted to the whole sequence with ``is_causal``.
+
+    See Also
+    --------
+    softmax_attention : exact, in quadratic time.
+    decode_step : one token.
+    linattn.update_state, linattn.read_state : the same in parts.
+
+    Notes
+    -----
+    Time O((L + S) m (d + e)), causal O(L m (d + e + c) + L c e) with blocks of c tokens. Extra
+    memory O(c m + m e) for each head worked on at once, whatever the length. float16 and bfloat16
+    are accumulated in float32.
+
+    Random maps estimate the kernel without bias, but the ratio of two estimates is biased by
+    O(1 / m), and its error grows like ``exp(|q + k|^2) / m``: on real queries and keys look at
+    the error first (``linattn compare``).
+
+    Features are summed on a running log scale that cancels in the ratio, so that no constant is
+    added anywhere and no scale leaks from later keys; for exponential maps the denominator of a
+    row lies in [1, m S] on its own scale. A causal block whose shared scale would cost a row its
+    precision is computed again by halves.
+
+    References
+    ----------
+    Katharopoulos et al., "Transformers are RNNs" (2020), section 3.2; Choromanski et al.,
+    "Rethinking Attention with Performers" (2021), section 2.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> rng = np.random.default_rng(0)
+    >>> query, key, value = rng.standard_normal((3, 8, 1000, 64), dtype=np.float32)
+    >>> phi = linattn.feature_maps.PositiveFeatures(64, num_features=256, rng=0)
+    >>> linattn.linear_attention(query, key, value, phi, is_causal=True).shape
+    (8, 1000, 64)
+    """
+    problem = linear_problem(
+        query,
+        key,
+        value,
+        feature_map,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        state=initial_state,
+        chunk_size=chunk_size,
+        want_log=return_log_normalizer,
+    )
+    output, state, norm = folds.solve(problem, return_state=return_state)
+    extra = [x for x, wanted in ((state, return_state), (norm, return_log_normalizer)) if wanted]
+    return (output, *extra) if extra else output
+
+
+def softmax_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+) -> Array:
+    r"""Exact softmax attention in linear memory.
+
+    .. math::
+        o_i = \sum_j \mathrm{softmax}_j(s \, q_i \cdot k_j) \, v_j
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        float16, bfloat16, float32 or float64, of any array-API library.
+    key : array, (..., S, d)
+        Same library, dtype and device.
+    value : array, (..., S, e)
+        Same library, dtype and device.
+    scale : float, optional
+        s; default ``1 / sqrt(d)``.
+    is_causal : bool, optional
+        Query i sees keys 0..i only; needs L = S. Default False.
+    key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
+        True = attend.
+
+    Returns
+    -------
+    array, (..., L, e)
+        In the library, dtype and device of the inputs; 0 for a query that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linear_attention`.
+
+    Notes
+    -----
+    Time O(L S (d + e)); memory O(c^2 + c e) beyond inputs and outputs, c tokens a block: blocks of
+    keys are combined by their running maxima. Logits of any size are safe.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need" (2017), eq. 1; Rabe and Staats, "Self-attention
+    Does Not Need O(n^2) Memory" (2021).
+    """
+    problem = exact_problem(
+        query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask
+    )
+    return folds.solve(problem, return_state=False)[0]
+
+
+def decode_step(
+    query: Array, key: Array, value: Array, state: State, feature_map: FeatureMap
+) -> tuple[Array, State]:
+    """Causal linear attention of one token after a state.
+
+    Parameters
+    ----------
+    query, key : array, (..., d)
+        One token; no length axis.
+    value : array, (..., e)
+        Its value.
+    state : State
+        Everything seen before; it is not changed.
+    feature_map : FeatureMap
+        The map of the state.
+
+    Returns
+    -------
+    output : array, (..., e)
+        What causal attention over the whole sequence gives at this token.
+    state : State
+        The state after it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linear_attention`; a state of another shape, dtype or library.
+
+    See Also
+    --------
+    linattn.Decoder : the same, keeping the state.
+
+    Notes
+    -----
+    Time and memory O(m (d + e)), whatever the context length.
+    """
+    return folds.step(step_problem(query, key, value, state, feature_map), state)

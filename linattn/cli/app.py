@@ -1,0 +1,233 @@
+"""The commands: options in; tables on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from linattn.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from linattn.cli.settings import Settings
+
+__all__ = ["app"]
+
+# What only a running command needs is imported inside it: --help stays quick.
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import linattn
+
+        typer.echo(f"linattn {linattn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Measure linear attention against exact softmax attention."""
+
+
+@app.command()
+def compare(
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            metavar="FILE.npz",
+            help="Arrays query, key and value, each (..., length, dim); leading axes are heads. "
+            "Without it: the real sample that linattn ships.",
+        ),
+    ] = None,
+    maps: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
+            "elu+1, relu. Repeat the option or use commas, here and below.  [default: all]",
+        ),
+    ] = None,
+    num_features: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NUMBERS", help="Columns of the maps.  [default: 64,256,1024]"),
+    ] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Let each query see the keys up to its own only.")
+    ] = False,
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Sequence lengths of the time curves.  [default: 1024, doubled up to 65536]",
+        ),
+    ] = None,
+    time_budget: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="For the time curves; points that would not fit are left out and named.",
+        ),
+    ] = 25.0,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of everything random.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Tokens of a head in the error table, at most.")
+    ] = 4096,
+    max_heads: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Heads in the error table, at most.")
+    ] = 32,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder for compare.json, error.png and time.png."),
+    ] = Path("linattn-compare"),
+) -> None:
+    """Measure feature maps against exact attention, and say whether one is good enough."""
+    with _one_line_errors():
+        from linattn.cli import methods, settings
+
+        try:
+            chosen = methods.select(settings.words(maps or []))
+        except ValueError as error:
+            message = f"--maps: {error}"
+            raise CommandError(message) from None
+        columns = settings.integers(
+            "--num-features",
+            num_features or settings.NUM_FEATURES,
+            minimum=1,
+            maximum=settings.MAX_COLUMNS,
+        )
+        _compare(
+            settings.Settings(
+                input=input_file,
+                maps=tuple(method.name for method in chosen),
+                num_features=columns,
+                lengths=settings.integers(
+                    "--lengths",
+                    lengths or settings.LENGTHS,
+                    minimum=1,
+                    maximum=settings.MAX_LENGTH,
+                ),
+                is_causal=causal,
+                seed=seed,
+                time_budget=time_budget,
+                max_tokens=max_tokens,
+                max_heads=max_heads,
+                out=out,
+            )
+        )
+
+
+@app.command()
+def info() -> None:
+    """Show versions, backends and whether each can run here, BLAS and threads, GPUs."""
+    from rich.console import Console
+
+    from linattn.cli import info as here
+    from linattn.cli.tables import facts_table
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    backends = [
+        (f"{library} ({module})", f"{'yes' if runs else 'no'}: {detail}")
+        for library, module, runs, detail in here.backends()
+    ]
+    machine = here.machine()
+    facts = [
+        ("system", str(machine["system"])),
+        ("processor", str(machine["processor"])),
+        ("cores", f"{machine['cores']}, {machine['usable_cores']} usable by this process"),
+        ("BLAS", here.blas()),
+        ("threads", "\n".join(here.threads())),
+        ("GPU", "\n".join(here.gpus()) or "none found (nvidia-smi)"),
+    ]
+    console.print(facts_table("Versions", list(here.versions().items())))
+    console.print(facts_table("Backends: can they run here?", backends))
+    console.print(facts_table("Machine", facts))
+
+
+def _compare(settings: Settings) -> None:
+    from rich.console import Console
+
+    from linattn.cli import inputs, plots, report, tables
+    from linattn.cli.run import run, steps
+
+    given = inputs.sample() if settings.input is None else inputs.load(settings.input)
+    report.prepare_folder(settings.out)
+    with _progress(steps(settings)) as notify:
+        results = run(settings, given, notify)
+    found, is_causal = results.sweep, settings.is_causal
+    files = {
+        "compare.json": report.as_json(results.record()),
+        "error.png": plots.error_plot(results.rows, results.inputs, is_causal=is_causal),
+        "time.png": plots.time_plot(found, results.inputs, is_causal=is_causal),
+    }
+    for name, content in files.items():
+        report.write(settings.out / name, content)
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    console.print(f"Input: {results.inputs.source}", soft_wrap=True)
+    if results.inputs.left_out:
+        console.print(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
+    console.print(tables.error_table(results.rows, results.inputs, is_causal=is_causal))
+    console.print(tables.time_table(found, is_causal=is_causal))
+    console.print(tables.crossover_text(found))
+    if found.left_out:
+        console.print(tables.left_out_text(found))
+    console.print(f"Written to {settings.out}: {', '.join(files)}", soft_wrap=True)
+    console.print(f"Verdict: {results.verdict.sentence}", soft_wrap=True)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar on stderr where that is a terminal; call what it yields before each step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    with Progress(
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=total)
+        begun = 0
+
+        def notify(description: str) -> None:
+            nonlocal begun
+            progress.update(task, completed=begun, description=description)
+            begun += 1
+
+        yield notify
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except CommandError as error:
+        typer.echo(f"linattn: error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None
+    except MemoryError:
+        typer.echo(
+            "linattn: error: not enough memory: try smaller --lengths, --max-heads or --max-tokens",
+            err=True,
+        )
+        raise typer.Exit(2) from None

@@ -1,0 +1,185 @@
+"""What is installed here and what can run. Prints nothing, and never fails because of it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import linattn
+
+__all__ = ["BackendStatus", "backends", "blas", "gpus", "machine", "threads", "versions"]
+
+DISTRIBUTIONS = (
+    "numpy",
+    "array-api-compat",
+    "threadpoolctl",
+    "typer",
+    "rich",
+    "matplotlib",
+    "hypothesis",
+    "array-api-strict",
+    "dask",
+    "torch",
+    "jax",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "cupy",
+)
+"""Distributions whose versions are told where they are installed; none of them is imported."""
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class BackendStatus(NamedTuple):
+    """A registered backend.
+
+    Attributes
+    ----------
+    library : str
+        Root module of the array library that it serves.
+    module : str
+        The backend's module.
+    runs : bool
+        Whether it can run here.
+    detail : str
+        On what it runs, or why it does not.
+    """
+
+    library: str
+    module: str
+    runs: bool
+    detail: str
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, linattn and the libraries that are installed."""
+    found = {"python": platform.python_version(), "linattn": linattn.__version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str | int | None]:
+    """Return the system, the processor and how many cores this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+    }
+
+
+def blas() -> str:
+    """Return the BLAS that NumPy was built with."""
+    try:
+        config: Any = np.show_config(mode="dicts")
+        entry = config["Build Dependencies"]["blas"]
+        return f"{entry['name']} {entry['version']}"
+    except (KeyError, TypeError):
+        return "unknown"
+
+
+def threads() -> list[str]:
+    """Return the thread pools of this process, and the variables that set their size."""
+    lines = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
+    if find_spec("threadpoolctl") is None:
+        return [*lines, "pools unknown: pip install 'linattn[threads]' to see and cap them"]
+    from threadpoolctl import threadpool_info
+
+    for pool in threadpool_info():
+        name = f"{pool.get('internal_api', 'pool')} {pool.get('version') or ''}".strip()
+        lines.append(f"{name}: {pool.get('num_threads')} threads")
+    return lines
+
+
+def backends() -> list[BackendStatus]:
+    """Return every registered backend, and whether it can run here.
+
+    A backend runs if its library and its own module can be imported, a CuPy backend if there is a
+    device as well. An array library that is installed is imported for this.
+    """
+    return [
+        BackendStatus(library, module, *_status(library, module))
+        for library, module in sorted(linattn.registered_backends().items())
+    ]
+
+
+def gpus() -> list[str]:
+    """Return the NVIDIA GPUs that the driver lists."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    try:
+        result = subprocess.run(
+            [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()]
+
+
+def _status(library: str, module: str) -> tuple[bool, str]:
+    try:
+        if find_spec(library) is None:
+            return False, f"{library} is not installed{_remedy(library)}"
+    except (ImportError, ValueError):
+        return False, f"{library} is broken"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            array_library = importlib.import_module(library)
+            importlib.import_module(module)
+    except Exception as error:  # a broken installation may raise anything, and is to be reported
+        return False, f"import fails: {_short(error)}"
+    if library == "cupy":
+        return _cupy_devices(array_library)
+    return True, f"{library} {getattr(array_library, '__version__', '')}".strip()
+
+
+def _cupy_devices(cupy: Any) -> tuple[bool, str]:
+    try:
+        runtime = cupy.cuda.runtime
+        count = int(runtime.getDeviceCount())
+        names = [runtime.getDeviceProperties(index)["name"].decode() for index in range(count)]
+    except Exception as error:  # without a driver CuPy raises errors of its own
+        return False, f"no usable driver: {_short(error)}"
+    if not names:
+        return False, "no device"
+    return True, f"{count} device{'s' if count > 1 else ''}: {', '.join(names)}"
+
+
+def _remedy(library: str) -> str:
+    return " (pip install 'linattn[cuda13]' or 'linattn[cuda12]')" if library == "cupy" else ""
+
+
+def _short(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

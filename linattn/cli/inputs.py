@@ -1,0 +1,223 @@
+"""Queries, keys and values to compare on: the shipped sample or a file of the user's."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from linattn import datasets
+from linattn.cli.errors import CommandError
+
+__all__ = ["NAMES", "NOISE", "Inputs", "continued", "limited", "load", "sample"]
+
+NAMES = ("query", "key", "value")
+
+NOISE = 0.1
+"""Noise on repeated tokens, in units of each coordinate's standard deviation."""
+
+FloatArray: TypeAlias = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Attention inputs, one row of the first axis per head.
+
+    Attributes
+    ----------
+    source : str
+        Where they come from.
+    query, key, value : ndarray
+        ``(H, L, d)``, ``(H, S, d)``, ``(H, S, e)``, all float32 or all float64, finite.
+    left_out : tuple of str
+        What of the source is not here, in words.
+    """
+
+    source: str
+    query: FloatArray
+    key: FloatArray
+    value: FloatArray
+    left_out: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, str | int | tuple[str, ...]]:
+        """Return source, sizes and dtype under the names that the JSON file uses."""
+        return {
+            "source": self.source,
+            "heads": self.query.shape[0],
+            "query_length": self.query.shape[1],
+            "key_length": self.key.shape[1],
+            "dim": self.query.shape[2],
+            "value_dim": self.value.shape[2],
+            "dtype": str(self.query.dtype),
+            "left_out": self.left_out,
+        }
+
+
+def sample() -> Inputs:
+    """Return the shipped sample: real attention inputs of a trained sentence encoder."""
+    query, key, value = (
+        array.reshape(-1, *array.shape[-2:]) for array in datasets.pretrained_qkv()
+    )
+    return Inputs("linattn.datasets.pretrained_qkv()", query, key, value)
+
+
+def load(path: Path) -> Inputs:
+    """Read query, key and value from an .npz file and check them.
+
+    Leading axes broadcast and become heads. float16 is computed in float32; nothing is ever
+    unpickled.
+
+    Raises
+    ------
+    CommandError
+        The file cannot be read, or holds no such arrays.
+    """
+    query, key, value = (_checked(path, name, array) for name, array in _read(path).items())
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if query.shape[-1] != key.shape[-1]:
+        message = f"{path}: want query and key of one dim (last axis), got {shapes}"
+        raise CommandError(message)
+    if key.shape[-2] != value.shape[-2]:
+        message = f"{path}: want key and value of one length (second last axis), got {shapes}"
+        raise CommandError(message)
+    try:
+        batch = np.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    except ValueError:
+        message = f"{path}: want leading axes that broadcast, got {shapes}"
+        raise CommandError(message) from None
+    dtype = np.result_type(query, key, value, np.float32)
+    query, key, value = (
+        np.broadcast_to(array, batch + array.shape[-2:])
+        .reshape(-1, *array.shape[-2:])
+        .astype(dtype, copy=False)
+        for array in (query, key, value)
+    )
+    return Inputs(str(path), query, key, value)
+
+
+def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool) -> Inputs:
+    """Keep the first tokens and heads spread evenly over all, and say what was left out.
+
+    Raises
+    ------
+    CommandError
+        Causal attention is asked for and the lengths differ.
+    """
+    heads, query_length, _ = inputs.query.shape
+    key_length = inputs.key.shape[1]
+    if is_causal and query_length != key_length:
+        message = (
+            f"--causal: want query and key of one length, got {query_length} and {key_length} "
+            f"in {inputs.source}"
+        )
+        raise CommandError(message)
+    left_out = []
+    chosen: slice | npt.NDArray[np.intp] = slice(None)
+    if heads > max_heads:
+        chosen = np.linspace(0, heads - 1, max_heads).round().astype(np.intp)
+        left_out.append(f"{heads - max_heads} of {heads} heads (--max-heads {max_heads})")
+    for name, length in (("query", query_length), ("key", key_length)):
+        if length > max_tokens:
+            left_out.append(
+                f"{length - max_tokens} of {length} {name} tokens (--max-tokens {max_tokens})"
+            )
+    query, key, value = (
+        np.ascontiguousarray(array[chosen, :max_tokens])
+        for array in (inputs.query, inputs.key, inputs.value)
+    )
+    return replace(inputs, query=query, key=key, value=value, left_out=tuple(left_out))
+
+
+def continued(
+    inputs: Inputs, length: int, rng: np.random.Generator
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return one head of the inputs at any length, as query, key and value ``(length, ...)``.
+
+    The first tokens are the head's own. Each further token repeats one of them, drawn at random
+    (query, key and value of one position together where the lengths agree), plus Gaussian noise of
+    `NOISE` times the standard deviation of each coordinate over the head.
+    """
+    query, key, value = inputs.query[0], inputs.key[0], inputs.value[0]
+    key_index = _positions(key.shape[0], length, rng)
+    if query.shape[0] == key.shape[0]:
+        query_index = key_index
+    else:
+        query_index = _positions(query.shape[0], length, rng)
+    return (
+        _with_noise(query, query_index, rng),
+        _with_noise(key, key_index, rng),
+        _with_noise(value, key_index, rng),
+    )
+
+
+def _positions(own: int, length: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
+    repeated = rng.integers(own, size=max(0, length - own))
+    return np.concatenate([np.arange(min(own, length)), repeated])
+
+
+def _with_noise(
+    tokens: FloatArray, index: npt.NDArray[np.intp], rng: np.random.Generator
+) -> FloatArray:
+    out = tokens[index]
+    fresh = out[tokens.shape[0] :]
+    fresh += rng.standard_normal(fresh.shape, dtype=fresh.dtype) * (NOISE * tokens.std(axis=0))
+    return out
+
+
+def _read(path: Path) -> dict[str, npt.NDArray[np.generic]]:
+    try:
+        with path.open("rb") as stream:
+            return _arrays(path, stream)
+    except OSError as error:
+        message = f"{path}: cannot be read: {error.strerror or error}"
+        raise CommandError(message) from None
+
+
+def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
+    try:
+        archive = np.load(stream, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile):
+        message = f"{path}: want an .npz file of NumPy arrays (numpy.savez), got something else"
+        raise CommandError(message) from None
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        message = f"{path}: want an .npz file with {', '.join(NAMES)}, got a single .npy array"
+        raise CommandError(message)
+    missing = [name for name in NAMES if name not in archive.files]
+    if missing:
+        found = ", ".join(archive.files) or "nothing"
+        wanted = f"{', '.join(NAMES)}; missing: {', '.join(missing)}"
+        message = f"{path}: want arrays {wanted}; found: {found}"
+        raise CommandError(message)
+    arrays = {}
+    for name in NAMES:
+        try:
+            arrays[name] = np.asarray(archive[name])
+        except MemoryError:
+            raise
+        except Exception as error:  # damaged bytes make zipfile and NumPy raise nearly anything
+            message = f"{path}: {name} cannot be read: {error or type(error).__name__}"
+            raise CommandError(message) from None
+    return arrays
+
+
+def _checked(path: Path, name: str, array: npt.NDArray[np.generic]) -> FloatArray:
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        message = f"{path}: {name}: want float16, float32 or float64, got {array.dtype}"
+        raise CommandError(message)
+    if array.ndim < 2:
+        message = f"{path}: {name}: want shape (..., length, dim), got {array.shape}"
+        raise CommandError(message)
+    if array.size == 0:
+        message = (
+            f"{path}: {name}: want at least one head, one token and one dim, got {array.shape}"
+        )
+        raise CommandError(message)
+    bad = int(np.count_nonzero(~np.isfinite(array)))
+    if bad:
+        message = f"{path}: {name}: want finite numbers, got {bad} NaN or infinite of {array.size}"
+        raise CommandError(message)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

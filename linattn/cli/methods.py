@@ -1,0 +1,140 @@
+"""The methods that ``linattn compare`` measures.
+
+To add one, append a :class:`Method` to :data:`METHODS`: the command, its tables, plots and JSON
+file read nothing else. What has to be done again for every new sequence belongs into the callable,
+which is timed; what is done once (drawing a projection) belongs into `make`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+import linattn
+from linattn import feature_maps
+from linattn.typing import Array, FeatureMap
+
+__all__ = ["BASELINES", "EXACT", "METHODS", "UNIFORM", "Attend", "Method", "select"]
+
+
+class Attend(Protocol):
+    """One attention call, ready to be timed."""
+
+    def __call__(self, query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+        """Return the output, ``(..., L, e)``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to compute attention.
+
+    Attributes
+    ----------
+    name : str
+        What ``--maps`` and the JSON file call it.
+    label : str
+        What tables and plots call it.
+    make : callable
+        ``make(query, key, num_features, rng)`` returns the call. query and key are there for
+        maps that are fitted; num_features is None exactly when has_columns is False.
+    has_columns : bool
+        Whether the number of columns is a choice; if not, the method is measured once.
+    """
+
+    name: str
+    label: str
+    make: Callable[[Array, Array, int | None, np.random.Generator], Attend]
+    has_columns: bool = True
+
+
+def _linear(feature_map: FeatureMap) -> Attend:
+    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+        return linattn.linear_attention(query, key, value, feature_map, is_causal=is_causal)
+
+    return attend
+
+
+def _softmax(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+    return linattn.softmax_attention(query, key, value, is_causal=is_causal)
+
+
+def _uniform(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+    """Every query gives each key that it sees the same weight."""
+    length = value.shape[-2]
+    if is_causal:
+        count = np.arange(1, length + 1, dtype=value.dtype)[:, None]
+        return np.cumsum(value, axis=-2) / count
+    mean = np.mean(value, axis=-2, keepdims=True)
+    return np.repeat(mean, query.shape[-2], axis=-2)
+
+
+METHODS: tuple[Method, ...] = (
+    Method(
+        "favor+",
+        "FAVOR+",
+        lambda query, key, num_features, rng: _linear(
+            feature_maps.PositiveFeatures(query.shape[-1], num_features, rng=rng)
+        ),
+    ),
+    Method(
+        "hyperbolic",
+        "hyperbolic",
+        lambda query, key, num_features, rng: _linear(
+            feature_maps.HyperbolicFeatures(query.shape[-1], num_features, rng=rng)
+        ),
+    ),
+    Method(
+        "trigonometric",
+        "trigonometric",
+        lambda query, key, num_features, rng: _linear(
+            feature_maps.TrigonometricFeatures(query.shape[-1], num_features, rng=rng)
+        ),
+    ),
+    Method(
+        "relu-performer",
+        "ReLU Performer",
+        lambda query, key, num_features, rng: _linear(
+            feature_maps.ActivationFeatures(query.shape[-1], num_features, rng=rng)
+        ),
+    ),
+    Method(
+        "elu+1",
+        "elu + 1",
+        lambda query, key, num_features, rng: _linear(feature_maps.EluFeatures()),
+        has_columns=False,
+    ),
+    Method(
+        "relu",
+        "ReLU",
+        lambda query, key, num_features, rng: _linear(feature_maps.ReluFeatures()),
+        has_columns=False,
+    ),
+)
+
+UNIFORM = Method(
+    "uniform", "uniform attention", lambda query, key, num_features, rng: _uniform, False
+)
+EXACT = Method("exact", "exact softmax", lambda query, key, num_features, rng: _softmax, False)
+
+BASELINES: tuple[Method, ...] = (UNIFORM, EXACT)
+"""What the methods are held against: always measured, never the winner."""
+
+
+def select(names: tuple[str, ...]) -> tuple[Method, ...]:
+    """Return the methods of these names, in the order of the registry; all of them for no name.
+
+    Raises
+    ------
+    ValueError
+        A name is unknown.
+    """
+    known = [method.name for method in METHODS]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        message = f"want names out of {', '.join(known)}, got {', '.join(unknown)}"
+        raise ValueError(message)
+    return tuple(method for method in METHODS if not names or method.name in names)

@@ -1,0 +1,128 @@
+"""The options of ``linattn compare``, checked."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from linattn.cli.errors import CommandError
+
+__all__ = [
+    "LENGTHS",
+    "MAX_COLUMNS",
+    "MAX_LENGTH",
+    "NUM_FEATURES",
+    "Settings",
+    "integers",
+    "words",
+]
+
+NUM_FEATURES = ("64", "256", "1024")
+LENGTHS = tuple(str(1024 * 2**doubling) for doubling in range(7))
+
+MAX_COLUMNS = 2**16
+MAX_LENGTH = 2**22
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one run of ``linattn compare`` does.
+
+    Attributes
+    ----------
+    input : Path or None
+        The user's file; None for the shipped sample.
+    maps : tuple of str
+        Names of the methods measured, at least one.
+    num_features, lengths : tuple of int
+        Ascending, without repetition.
+    is_causal : bool
+        Whether query i sees the keys up to i only.
+    seed : int
+        Of everything random.
+    time_budget : float
+        Seconds for the time against sequence length.
+    max_tokens, max_heads : int
+        Of the error table.
+    out : Path
+        Folder of the results.
+    """
+
+    input: Path | None
+    maps: tuple[str, ...]
+    num_features: tuple[int, ...]
+    lengths: tuple[int, ...]
+    is_causal: bool
+    seed: int
+    time_budget: float
+    max_tokens: int
+    max_heads: int
+    out: Path
+
+    def __post_init__(self) -> None:
+        """Check what the options' types do not say."""
+        if self.seed < 0:
+            message = f"--seed: want a whole number >= 0, got {self.seed}"
+            raise CommandError(message)
+        if not (math.isfinite(self.time_budget) and self.time_budget >= 0):
+            message = f"--time-budget: want seconds >= 0, got {self.time_budget}"
+            raise CommandError(message)
+        for option, limit in (("--max-tokens", self.max_tokens), ("--max-heads", self.max_heads)):
+            if limit < 1:
+                message = f"{option}: want a whole number >= 1, got {limit}"
+                raise CommandError(message)
+
+    def command(self) -> str:
+        """Return the command line that repeats this run, every option spelled out."""
+        line = ["linattn", "compare"]
+        if self.input is not None:
+            line += ["--input", str(self.input)]
+        line += ["--maps", ",".join(self.maps)]
+        line += ["--num-features", ",".join(map(str, self.num_features))]
+        line += ["--lengths", ",".join(map(str, self.lengths))]
+        if self.is_causal:
+            line.append("--causal")
+        line += ["--seed", str(self.seed), "--time-budget", f"{self.time_budget:g}"]
+        line += ["--max-tokens", str(self.max_tokens), "--max-heads", str(self.max_heads)]
+        return shlex.join([*line, "--out", str(self.out)])
+
+
+def words(texts: Sequence[str]) -> tuple[str, ...]:
+    """Split words at commas, dropping empty ones."""
+    return tuple(word.strip() for text in texts for word in text.split(",") if word.strip())
+
+
+def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -> tuple[int, ...]:
+    """Return the whole numbers that an option lists, ascending, without repetition.
+
+    Parameters
+    ----------
+    option : str
+        For messages.
+    texts : sequence of str
+        One for each time that the option was given, each a number or several with commas.
+    minimum, maximum : int
+        Bounds of each number, themselves allowed.
+
+    Raises
+    ------
+    CommandError
+        There is no number, or something that is not one within the bounds.
+    """
+    numbers = set()
+    for word in words(texts):
+        try:
+            number = int(word)
+        except ValueError:
+            number = minimum - 1
+        if not minimum <= number <= maximum:
+            message = f"{option}: want whole numbers from {minimum} to {maximum}, got {word!r}"
+            raise CommandError(message)
+        numbers.add(number)
+    if not numbers:
+        message = f"{option}: want at least one whole number, got none"
+        raise CommandError(message)
+    return tuple(sorted(numbers))

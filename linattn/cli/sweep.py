@@ -1,0 +1,223 @@
+"""Time of one head against sequence length, linear and exact; the crossover. Prints nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from linattn.cli.methods import Attend
+from linattn.cli.timing import fastest
+
+__all__ = ["EXPONENTS", "WARM_UP", "Crossover", "LeftOut", "Point", "Sweep", "crossover", "sweep"]
+
+EXPONENTS: Mapping[str, int] = {"linear": 1, "exact": 2}
+"""The two curves, and the power of the length with which each grows."""
+
+WARM_UP = 1024
+"""Length of the first call of each curve, which is not reported: shorter ones say nothing about
+longer ones, since their time does not depend on the length."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured time.
+
+    Attributes
+    ----------
+    curve : str
+        "linear" or "exact".
+    length : int
+        Tokens.
+    seconds : float
+        Time of the fastest call.
+    calls : int
+        Calls of which it is the fastest.
+    """
+
+    curve: str
+    length: int
+    seconds: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A point that was not measured, because it was expected not to fit into the time budget.
+
+    Attributes
+    ----------
+    curve, length
+        As in `Point`.
+    expected_seconds : float
+        Time of the longest measured call, times the length's ratio to the curve's exponent. It
+        decides what is measured and is never plotted or used for the crossover.
+    """
+
+    curve: str
+    length: int
+    expected_seconds: float
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From which length on linear attention is faster, as far as it was measured.
+
+    Attributes
+    ----------
+    status : str
+        "crossed": linear was slower at between[0], and faster from between[1] on; "below": linear
+        was faster at every length, of which between[1] is the shortest; "not reached": exact was
+        faster at the longest length where both were measured, between[0]; "not measured".
+    length : float or None
+        Where the lines through the two points around it meet in log-log axes, if crossed.
+    between : tuple of (int or None)
+        The measured lengths around it.
+    """
+
+    status: str
+    length: float | None = None
+    between: tuple[int | None, int | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Time against sequence length.
+
+    Attributes
+    ----------
+    label : str
+        The linear method.
+    points : tuple of Point
+        What was measured.
+    left_out : tuple of LeftOut
+        What was not.
+    time_budget : float
+        Seconds that were allowed.
+    """
+
+    label: str
+    points: tuple[Point, ...]
+    left_out: tuple[LeftOut, ...]
+    time_budget: float
+
+    @property
+    def crossover(self) -> Crossover:
+        """Where linear attention overtakes exact attention."""
+        return crossover(self.seconds("linear"), self.seconds("exact"))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every length that was asked for, ascending."""
+        measured = {point.length for point in self.points}
+        return tuple(sorted(measured | {point.length for point in self.left_out}))
+
+    def seconds(self, curve: str) -> dict[int, float]:
+        """Return the measured times of a curve by length."""
+        return {point.length: point.seconds for point in self.points if point.curve == curve}
+
+
+def sweep(
+    arrays: Sequence[Any],
+    lengths: Sequence[int],
+    curves: Mapping[str, Attend],
+    *,
+    label: str,
+    is_causal: bool,
+    time_budget: float,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Sweep:
+    """Time both curves at every length that is expected to fit into the time budget.
+
+    The next point of a curve is expected to take the time of its longest one so far, times the
+    ratio of the lengths to the power in `EXPONENTS`. The exact curve leaves enough for what remains
+    of the linear one. The budget decides which calls start; a call that has started is not stopped.
+
+    Parameters
+    ----------
+    arrays : sequence of ndarray
+        Query, key and value of one head, at least as long as the longest length.
+    lengths : sequence of int
+        Ascending.
+    curves : mapping
+        The call for "linear" and for "exact".
+    label : str
+        Name of the linear method.
+    is_causal : bool
+        Passed on to the calls.
+    time_budget : float
+        Seconds.
+    notify : callable
+        Called with a description before each of the ``2 * len(lengths)`` points.
+    """
+    last: dict[str, tuple[int, float]] = {}
+    for curve, attend in curves.items():
+        length = min(lengths[-1], WARM_UP)
+        timing = fastest(_call(attend, arrays, length, is_causal), max_calls=2, max_seconds=0.1)
+        last[curve] = (length, timing.seconds)
+
+    points: list[Point] = []
+    left_out: list[LeftOut] = []
+    remaining = time_budget
+    for index, length in enumerate(lengths):
+        for curve, attend in curves.items():
+            notify(f"{curve} attention, {length:,} tokens")
+            expected = _expected(curve, last[curve], length)
+            reserve = 0.0
+            if curve == "exact":
+                later = lengths[index + 1 :]
+                reserve = sum(_expected("linear", last["linear"], tokens) for tokens in later)
+            if expected > remaining - reserve:
+                left_out.append(LeftOut(curve, length, expected))
+                continue
+            timing = fastest(
+                _call(attend, arrays, length, is_causal),
+                max_calls=5,
+                max_seconds=min(0.5, remaining - reserve),
+            )
+            remaining -= timing.total_seconds
+            last[curve] = max(last[curve], (length, timing.seconds))
+            points.append(Point(curve, length, timing.seconds, timing.calls))
+
+    return Sweep(label, tuple(points), tuple(left_out), time_budget)
+
+
+def crossover(linear: Mapping[int, float], exact: Mapping[int, float]) -> Crossover:
+    """Find from which length on linear attention is faster than exact attention.
+
+    Only lengths where both were measured count. Between the last of them where linear is not
+    faster and the next, log(linear / exact) is interpolated over log(length), linearly; beyond the
+    measured lengths nothing is said.
+
+    Parameters
+    ----------
+    linear, exact : mapping
+        Seconds by length.
+    """
+    lengths = sorted(linear.keys() & exact.keys())
+    if not lengths:
+        return Crossover("not measured")
+    ratio = [math.log(linear[length] / exact[length]) for length in lengths]
+    slower = [index for index, value in enumerate(ratio) if value >= 0]
+    if not slower:
+        return Crossover("below", between=(None, lengths[0]))
+    low = slower[-1]
+    if low == len(lengths) - 1:
+        return Crossover("not reached", between=(lengths[low], None))
+    left, right = math.log(lengths[low]), math.log(lengths[low + 1])
+    share = ratio[low] / (ratio[low] - ratio[low + 1])
+    length = math.exp(left + share * (right - left))
+    return Crossover("crossed", length, (lengths[low], lengths[low + 1]))
+
+
+def _expected(curve: str, last: tuple[int, float], length: int) -> float:
+    last_length, seconds = last
+    return seconds * float(length / last_length) ** EXPONENTS[curve]
+
+
+def _call(
+    attend: Attend, arrays: Sequence[Any], length: int, is_causal: bool
+) -> Callable[[], object]:
+    query, key, value = (array[:length] for array in arrays)
+    return lambda: attend(query, key, value, is_causal=is_causal)

@@ -1,0 +1,245 @@
+"""What all feature maps share: immutability, equality, evaluation from specs, kernel estimates."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ClassVar, TypeAlias
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _checks, _generic
+from linattn.typing import Array, Features, Spec, Tokens
+
+__all__ = ["BaseFeatureMap", "PairFunction", "dots", "square_norms"]
+
+PairFunction: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
+
+
+class BaseFeatureMap(ABC):
+    """A feature map described by its specs; subclasses give the specs and the kernel.
+
+    Maps are immutable: to change one, make a new one. Two are equal if they give the same
+    features. They pickle, copy and may be shared by threads.
+    """
+
+    positive: ClassVar[bool]
+    """Whether no feature is negative, so that the denominator cannot cancel."""
+    unbiased: bool
+    """Whether ``estimate`` has ``kernel`` as its mean."""
+    causal: bool = True
+    """Whether the map may be used causally: it has not seen the sequence."""
+
+    _parameters: ClassVar[tuple[str, ...]]
+    """Names of the attributes that determine the features, in the order of ``repr``."""
+
+    dim: int | None
+    num_features: int | None
+    scale: float
+
+    def _set(self, **attributes: Any) -> None:
+        for value in attributes.values():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+        self.__dict__.update(attributes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse: maps are immutable."""
+        message = f"{type(self).__name__} is immutable: make a new map to change {name}"
+        raise AttributeError(message)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse: maps are immutable."""
+        message = f"{type(self).__name__} is immutable: {name} cannot be deleted"
+        raise AttributeError(message)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled map, read-only as it was."""
+        self._set(**state)
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that determines the features.
+
+        Saved states carry it, so that they are not read with another map.
+
+        Raises
+        ------
+        ValueError
+            A parameter is a function without a name of its own (a lambda, a local function).
+        """
+        digest = hashlib.sha256(type(self).__qualname__.encode())
+        for name in self._parameters:
+            value = getattr(self, name)
+            if isinstance(value, np.ndarray):
+                digest.update(f"{name}:{value.shape}".encode())
+                digest.update(np.ascontiguousarray(value, dtype="<f8").tobytes())
+            elif callable(value):
+                digest.update(f"{name}={_qualified_name(name, value)}".encode())
+            else:
+                digest.update(f"{name}={value!r}".encode())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other map is of this class and gives the same features."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self._parameters
+        )
+
+    def __hash__(self) -> int:
+        """Hash of what is cheap to hash; equal maps have equal hashes."""
+        return hash((type(self), self.dim, self.num_features, self.scale))
+
+    def _repr_parameters(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._parameters}
+
+    def __repr__(self) -> str:
+        """Show the class and its parameters."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._repr_parameters().items())
+        return f"{type(self).__name__}({shown})"
+
+    @abstractmethod
+    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Spec:
+        """Spec of the query side, with its arrays in this namespace, dtype and device."""
+
+    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Spec:
+        """Spec of the key side; that of the query side unless a map says otherwise."""
+        return self.query_spec(xp, dtype, device)
+
+    def _check(self, **named: Any) -> tuple[ModuleType, list[Array]]:
+        xp, arrays = _checks.check_arrays(**named)
+        for name, array in zip(named, arrays, strict=True):
+            if self.dim is not None and array.shape[-1] != self.dim:
+                message = (
+                    f"{name} must have {self.dim} coordinates, the dim of the map, got shape "
+                    f"{tuple(array.shape)}"
+                )
+                raise ValueError(message)
+        if len({array.shape[-1] for array in arrays}) > 1:
+            message = f"x and y must have one dim, got {[tuple(a.shape) for a in arrays]}"
+            raise ValueError(message)
+        return xp, arrays
+
+    def _features(self, x: Array, side: str) -> Features:
+        xp, (x,) = self._check(x=x)
+        dtype = _checks.accumulation_dtype(xp, x.dtype, None)
+        make = self.query_spec if side == "query" else self.key_spec
+        spec = make(xp, dtype, array_api_compat.device(x))
+        with _generic.quiet():
+            return _generic.evaluate(spec, Tokens(xp.astype(x, dtype, copy=False), None, 0))
+
+    def query_features(self, x: Array) -> Features:
+        """Features of queries.
+
+        Parameters
+        ----------
+        x : array, (..., n, d)
+            Queries, unscaled.
+
+        Returns
+        -------
+        Features
+            ``phi = values * exp(log)``, m columns, in the accumulation dtype.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not a floating array, or of another dim.
+        """
+        return self._features(x, "query")
+
+    def key_features(self, x: Array) -> Features:
+        """Features of keys; see :meth:`query_features`."""
+        return self._features(x, "key")
+
+    @abstractmethod
+    def kernel(self, x: Array, y: Array) -> Array:
+        """Exact kernel that the map estimates or equals.
+
+        Parameters
+        ----------
+        x : array, (..., n, d)
+            Queries, unscaled: the scale is inside.
+        y : array, (..., s, d)
+            Keys.
+
+        Returns
+        -------
+        array, (..., n, s)
+            In the library, dtype and device of the inputs.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not floating arrays of one library, dtype, device and dim.
+        NotImplementedError
+            No closed form is known; the message says of what.
+        """
+
+    def _on_host(self, function: PairFunction, x: Array, y: Array) -> Array:
+        """Apply a closed form in float64 NumPy to arrays of any library."""
+        xp, (x, y) = self._check(x=x, y=y)
+        with _generic.quiet():
+            result = function(*(_checks.to_numpy(array).astype(np.float64) for array in (x, y)))
+        array = xp.asarray(np.asarray(result), device=array_api_compat.device(x))
+        return xp.astype(array, x.dtype, copy=False)
+
+    def estimate(self, x: Array, y: Array) -> Array:
+        """Return the map's kernel estimate ``phi(x) . phi(y)``, shapes as :meth:`kernel`."""
+        xp, (x, y) = self._check(x=x, y=y)
+        with _generic.quiet():
+            (log_x, unit_x), (log_y, unit_y) = (
+                _unit_rows(features, xp)
+                for features in (self.query_features(x), self.key_features(y))
+            )
+            products = xp.matmul(unit_x, xp.matrix_transpose(unit_y))
+            result = products * xp.exp(log_x + xp.matrix_transpose(log_y))
+            return xp.astype(result, x.dtype, copy=False)
+
+    def variance(self, x: Array, y: Array) -> Array:
+        """Exact variance of :meth:`estimate`, shapes as :meth:`kernel`; 0 for a deterministic map.
+
+        Raises
+        ------
+        NotImplementedError
+            No closed form is known; the message says what is missing.
+        """
+        xp, (x, y) = self._check(x=x, y=y)
+        return xp.zeros_like(xp.matmul(x, xp.matrix_transpose(y)))
+
+
+def _qualified_name(name: str, function: Any) -> str:
+    qualified = f"{function.__module__}.{getattr(function, '__qualname__', '<object>')}"
+    if "<" in qualified:
+        message = (
+            f"{name} must be a function defined at the top of a module to be recognised in "
+            f"another process, got {qualified}"
+        )
+        raise ValueError(message)
+    return qualified
+
+
+def dots(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """All inner products, ``(..., n, s)``."""
+    return np.asarray(x @ np.swapaxes(y, -1, -2))
+
+
+def square_norms(
+    x: NDArray[np.float64], y: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """``|x|^2`` as ``(..., n, 1)`` and ``|y|^2`` as ``(..., 1, s)``."""
+    return np.sum(x * x, axis=-1)[..., :, None], np.sum(y * y, axis=-1)[..., None, :]
+
+
+def _unit_rows(features: Features, xp: ModuleType) -> tuple[Array, Array]:
+    """Split features into a log for each row and values of moderate size."""
+    log, values = features
+    if values is not None:
+        return log, values
+    row = _generic.finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
+    return row, xp.exp(log - row)

@@ -1,0 +1,221 @@
+"""Maps with a random projection, and what all maps of the softmax kernel share."""
+
+from __future__ import annotations
+
+from math import ceil, log, sqrt
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn import _checks
+from linattn.feature_maps._base import BaseFeatureMap, dots
+from linattn.sampling import SAMPLERS, Sampler, Seed
+from linattn.typing import Array
+
+__all__ = ["ProjectedFeatureMap", "SoftmaxKernelFeatures", "find_sampler"]
+
+
+def find_sampler(sampler: Any) -> Any:
+    """Return a sampler by name, or the callable given."""
+    if isinstance(sampler, str):
+        if sampler not in SAMPLERS:
+            message = f"sampler must be one of {sorted(SAMPLERS)} or a callable, got {sampler!r}"
+            raise ValueError(message)
+        return SAMPLERS[sampler]
+    if not callable(sampler):
+        message = f"sampler must be one of {sorted(SAMPLERS)} or a callable, got {sampler!r}"
+        raise TypeError(message)
+    return sampler
+
+
+class ProjectedFeatureMap(BaseFeatureMap):
+    """A map with a projection: rows omega, drawn on the host in float64, unscaled."""
+
+    dim: int
+    num_features: int
+    projection: NDArray[np.float64]
+    sampler: str | Any
+
+    _columns_per_row: ClassVar[int] = 1
+
+    def _draw(
+        self, dim: Any, num_features: Any, sampler: Any, rng: Seed
+    ) -> NDArray[np.float64]:
+        """Check dim and num_features, and draw the projection."""
+        dim = _checks.check_positive_int("dim", dim)
+        columns = self._columns_per_row
+        if num_features is None:
+            blocks = max(1, ceil(dim * log(dim) / (columns * dim)))
+            num_features = blocks * columns * dim
+        m = _checks.check_positive_int("num_features", num_features)
+        if m % columns:
+            message = (
+                f"num_features must be even, each row of the projection making a pair of columns, "
+                f"got {m}"
+            )
+            raise ValueError(message)
+        draw = find_sampler(sampler)
+        projection = np.asarray(draw(m // columns, dim, rng), dtype=np.float64)
+        if projection.shape != (m // columns, dim):
+            message = (
+                f"sampler must return shape {(m // columns, dim)}, got {projection.shape}"
+            )
+            raise ValueError(message)
+        return projection
+
+    @staticmethod
+    def _check_projection(projection: Any) -> NDArray[np.float64]:
+        array = np.array(projection, dtype=np.float64)
+        if array.ndim < 2 or 0 in array.shape[-2:]:
+            message = f"projection must have shape (..., rows, dim), got {array.shape}"
+            raise ValueError(message)
+        if not np.isfinite(array).all():
+            message = "projection must be finite, got NaN or inf"
+            raise ValueError(message)
+        return array
+
+    @property
+    def _rows(self) -> int:
+        return int(self.projection.shape[-2])
+
+    def _repr_parameters(self) -> dict[str, Any]:
+        """Show sizes instead of the numbers of the projection."""
+        shown: dict[str, Any] = {"dim": self.dim, "num_features": self.num_features}
+        if self.projection is not None and self.projection.ndim > 2:
+            shown["heads"] = self.projection.shape[:-2]
+        for name in self._parameters:
+            if name not in ("projection", "log_weights"):
+                shown[name] = getattr(self, name)
+        shown["sampler"] = self.sampler
+        return shown
+
+    @staticmethod
+    def _sampler_unbiased(sampler: Any) -> bool:
+        return sampler is not None and bool(getattr(find_sampler(sampler), "unbiased", False))
+
+    def _check_redraw(self) -> None:
+        if self.sampler is None:
+            message = (
+                f"redraw needs a sampler, and this {type(self).__name__} has none: it has no "
+                f"projection, or was made from a given one"
+            )
+            raise ValueError(message)
+
+    def _known_sampler(self, what: str) -> Sampler:
+        """Return the sampler of this map, or say what is missing for a variance."""
+        sampler = SAMPLERS.get(self.sampler) if isinstance(self.sampler, str) else self.sampler
+        if not isinstance(sampler, Sampler):
+            message = (
+                f"the variance of {what} needs to know how the projection was drawn: this map has "
+                f"sampler={self.sampler!r}, which states no pair function; make the map with a "
+                f"sampler of linattn.sampling.SAMPLERS"
+            )
+            raise NotImplementedError(message)
+        return sampler
+
+
+class SoftmaxKernelFeatures(ProjectedFeatureMap):
+    """A random map of the kernel ``exp(scale x.y)``."""
+
+    _parameters = ("scale", "projection", "log_weights")
+
+    log_weights: NDArray[np.float64] | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None = None,
+        *,
+        scale: float | None = None,
+        sampler: str | Any = "orthogonal",
+        rng: Seed = None,
+    ) -> None:
+        self._finish(self._draw(dim, num_features, sampler, rng), scale, sampler, None)
+
+    def _finish(
+        self,
+        projection: NDArray[np.float64],
+        scale: Any,
+        sampler: Any,
+        log_weights: NDArray[np.float64] | None,
+    ) -> None:
+        dim = int(projection.shape[-1])
+        scale = 1 / sqrt(dim) if scale is None else scale
+        self._set(
+            dim=dim,
+            num_features=int(projection.shape[-2]) * self._columns_per_row,
+            scale=_checks.check_finite_number("scale", scale, positive=True),
+            projection=projection,
+            sampler=sampler,
+            log_weights=log_weights,
+            unbiased=self._sampler_unbiased(sampler),
+        )
+
+    @classmethod
+    def from_projection(
+        cls,
+        projection: ArrayLike,
+        *,
+        scale: float | None = None,
+        log_weights: ArrayLike | None = None,
+    ) -> Self:
+        """Make a map from given rows omega.
+
+        Parameters
+        ----------
+        projection : array_like, (..., rows, d)
+            Unscaled rows; leading axes are heads, each with rows of its own.
+        scale : float, optional
+            s; default ``1 / sqrt(d)``.
+        log_weights : array_like, (..., rows), optional
+            Log importance weights: the estimate is ``mean_r exp(log_weights_r) f_r``. Default 0.
+            Quadrature weights w that sum to 1 are ``log(w * rows)``.
+
+        Returns
+        -------
+        feature map
+            With ``sampler`` None: nothing is known of how the rows were drawn, so ``unbiased`` is
+            False and ``variance`` raises.
+
+        Raises
+        ------
+        ValueError
+            Wrong shapes, NaN or inf.
+        """
+        rows = cls._check_projection(projection)
+        weights = None
+        if log_weights is not None:
+            weights = np.array(log_weights, dtype=np.float64)
+            if weights.shape != rows.shape[:-1] or not np.isfinite(weights).all():
+                message = (
+                    f"log_weights must be finite and of shape {rows.shape[:-1]}, one for each row "
+                    f"of projection, got shape {weights.shape}"
+                )
+                raise ValueError(message)
+        new = cls.__new__(cls)
+        new._finish(rows, scale, None, weights)
+        return new
+
+    def redraw(self, rng: Seed = None) -> Self:
+        """Return the same map with a new projection.
+
+        Raises
+        ------
+        ValueError
+            The map was made by ``from_projection``: there is no sampler to draw with.
+        """
+        self._check_redraw()
+        return type(self)(
+            self.dim, self.num_features, scale=self.scale, sampler=self.sampler, rng=rng
+        )
+
+    def kernel(self, x: Array, y: Array) -> Array:
+        """Return ``exp(scale x.y)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not floating arrays of one library, dtype, device and dim.
+        """
+        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)

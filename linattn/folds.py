@@ -1,0 +1,463 @@
+"""The driver: every mode of attention is a walk over blocks, written once for every backend.
+
+It cleans masked tokens, walks the blocks, accepts a causal block or redoes it exactly, combines
+parts on different scales, and puts rows where they belong. Block bodies and the plan come from
+:mod:`linattn._dispatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+import array_api_compat
+
+from linattn import _dispatch, _generic
+from linattn.typing import (
+    Array,
+    Exact,
+    Exponential,
+    Features,
+    Index,
+    Partial,
+    Pointwise,
+    Problem,
+    Spec,
+    State,
+    Tokens,
+)
+
+__all__ = ["scan_exact", "solve", "step", "token_block", "update"]
+
+AnySpec = TypeVar("AnySpec", bound="Spec | Exact")
+_Put: TypeAlias = Callable[[Index, slice, Partial], None]
+
+
+# Leading axes -----------------------------------------------------------------------------------
+
+
+def _at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
+    """Index of a task in an array of this shape: axes of 1 stay whole, trailing axes too."""
+    index = [slice(None)] * len(shape)
+    lead = len(shape) - trailing
+    for back in range(1, min(lead, len(task)) + 1):
+        if shape[lead - back] != 1:
+            index[lead - back] = task[-back]
+    return tuple(index)
+
+
+def _take_lead(lead: tuple[int, ...], task: Index) -> tuple[int, ...]:
+    index = _at(lead, 0, task)
+    return tuple(len(range(*s.indices(size))) for s, size in zip(index, lead, strict=True))
+
+
+def _take(array: Any, trailing: int, task: Index) -> Any:
+    if not task or array is None or isinstance(array, float):
+        return array
+    return array[_at(tuple(array.shape), trailing, task)]
+
+
+def _take_spec(spec: AnySpec, task: Index) -> AnySpec:
+    if isinstance(spec, Exponential):
+        return replace(
+            spec,
+            P=_take(spec.P, 2, task),
+            Q=_take(spec.Q, 2, task),
+            col=_take(spec.col, 1, task),
+        )
+    if isinstance(spec, Pointwise):
+        return replace(
+            spec,
+            P=_take(spec.P, 2, task),
+            bias=_take(spec.bias, 1, task),
+            factor=_take(spec.factor, 1, task),
+        )
+    return spec
+
+
+def _take_problem(problem: Problem, task: Index) -> Problem:
+    if not task:
+        return problem
+    state = problem.state
+    return replace(
+        problem,
+        query=_take(problem.query, 2, task),
+        key=_take(problem.key, 2, task),
+        value=_take(problem.value, 2, task),
+        key_mask=_take(problem.key_mask, 2, task),
+        query_spec=_take_spec(problem.query_spec, task),
+        key_spec=_take_spec(problem.key_spec, task),
+        state_lead=_take_lead(problem.state_lead, task),
+        lead=_take_lead(problem.lead, task),
+        state=None if state is None else _take_state(state, task),
+    )
+
+
+def _take_state(state: State, task: Index) -> State:
+    return State(_take(state.kvz, 2, task), _take(state.log_scale, 1, task), state.length)
+
+
+# Blocks of tokens -------------------------------------------------------------------------------
+
+
+def _blocks(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
+    """Tokens of one block of queries or keys; masked keys are zeros of log weight -inf."""
+    xp = problem.xp
+    source = problem.query if side == "query" else problem.key
+    x = xp.astype(source[..., rows, :], problem.dtype, copy=False)
+    if side == "query" or problem.key_mask is None:
+        return Tokens(x, None, start + rows.start)
+    mask = problem.key_mask[..., rows, :]
+    zero = xp.zeros_like(mask, dtype=problem.dtype)
+    x = xp.where(mask, x, zero)
+    return Tokens(x, xp.where(mask, zero, zero - xp.inf), start + rows.start)
+
+
+def _v1_block(problem: Problem, rows: slice) -> Array:
+    """``[v, 1]``, so that numerator and denominator come out of one product."""
+    xp = problem.xp
+    v = xp.astype(problem.value[..., rows, :], problem.dtype, copy=False)
+    if problem.key_mask is not None:
+        mask = problem.key_mask[..., rows, :]
+        v = xp.where(mask, v, xp.zeros_like(mask, dtype=problem.dtype))
+    return xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
+
+
+# Rows of the result -----------------------------------------------------------------------------
+
+
+class _Rows:
+    """Where finished rows go: a preallocated array, or a list for arrays that cannot be set."""
+
+    def __init__(self, problem: Problem, width: int, dtype: Any) -> None:
+        self._xp = problem.xp
+        self._shape = (*problem.lead, problem.query.shape[-2], width)
+        self._blocks: list[Array] = []
+        self._array = None
+        if not problem.lazy or 0 in self._shape:
+            device = array_api_compat.device(problem.query)
+            self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
+        self._dtype = dtype
+
+    def put(self, task: Index, rows: slice, block: Array) -> None:
+        block = self._xp.astype(block, self._dtype, copy=False)
+        if self._array is None:
+            self._blocks.append(block)
+        else:
+            index = _at(self._shape, 2, task)[:-2]
+            self._array[(*index, rows, slice(None))] = block
+
+    def result(self) -> Array:
+        return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
+
+
+def _divide(part: Partial, problem: Problem) -> Array:
+    """Numerator over denominator; exactly 0 where the denominator is, unless it is NaN."""
+    xp = problem.xp
+    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
+    empty = denominator == 0
+    output = numerator / xp.where(empty, xp.ones_like(denominator), denominator)
+    return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
+
+
+def _log_normalizer(part: Partial, problem: Problem) -> Array:
+    return part.log + problem.xp.log(part.nd[..., -1:])
+
+
+# Halves: causal attention whose every gauge holds visible keys only ------------------------------
+
+
+def _halves(x: Array | None, half: int, side: int) -> Array | None:
+    """Left (0) or right (1) halves of all stretches of ``2 half`` tokens: a new axis before -2."""
+    if x is None:
+        return None
+    xp = _generic.namespace(x)
+    *lead, n, width = x.shape
+    return xp.reshape(x, (*lead, n // (2 * half), 2, half, width))[..., side, :, :]
+
+
+def _on_right_halves(part: Partial, n: int) -> Partial:
+    """Spread rows of right halves over all ``n`` rows; left halves see nothing."""
+    xp = _generic.namespace(part.nd)
+
+    def spread(right: Array, left: Array) -> Array:
+        both = xp.concat([left, right], axis=-2)
+        return xp.reshape(both, (*both.shape[:-3], n, both.shape[-1]))
+
+    nothing = xp.full_like(part.log, -float("inf"))
+    return Partial(spread(part.nd, xp.zeros_like(part.nd)), spread(part.log, nothing))
+
+
+def _levels(n: int) -> Iterator[int]:
+    half = 1
+    while half < n:
+        yield half
+        half *= 2
+
+
+def _pad(tokens: Tokens, size: int, *, masked: bool) -> Tokens:
+    """Append zero tokens, masked if they are keys."""
+    x = tokens.x
+    xp = _generic.namespace(x)
+    missing = size - x.shape[-2]
+    if missing == 0:
+        return tokens
+    zeros = xp.zeros_like(xp.broadcast_to(x[..., :1, :], (*x.shape[:-2], missing, x.shape[-1])))
+    log = tokens.log_weight
+    if masked:
+        if log is None:
+            log = xp.zeros_like(x[..., :1])
+        nothing = xp.zeros_like(xp.broadcast_to(log[..., :1, :], (*log.shape[:-2], missing, 1)))
+        log = xp.concat([log, nothing - xp.inf], axis=-2)
+    return Tokens(xp.concat([x, zeros], axis=-2), log, tokens.start)
+
+
+def scan_exact(
+    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, v1: Array, state: State
+) -> tuple[Partial, State]:
+    """Causal attention of a block in which no row's scale depends on a later key.
+
+    Each token reads itself and the incoming state; then in ``log2(n)`` levels right halves read
+    left halves, and a row's parts are combined by their own logs. No branch depends on data.
+    O(n m (d + e log n)) time, O(n m) memory.
+    """
+    n = v1.shape[-2]
+    size = 1 << (n - 1).bit_length()
+    queries = _generic.evaluate(query_spec, _pad(query, size, masked=False))
+    keys = _generic.evaluate(key_spec, _pad(key, size, masked=True))
+    v1 = _pad(Tokens(v1, None, 0), size, masked=False).x
+    part = _generic.combine(_own_tokens(queries, keys, v1), _generic.read(queries, state))
+    for half in _levels(size):
+        left = Features(_halves(keys.log, half, 0), _halves(keys.values, half, 0))
+        right = Features(_halves(queries.log, half, 1), _halves(queries.values, half, 1))
+        seen = _generic.absorb(left, _halves(v1, half, 0), None)
+        part = _generic.combine(part, _on_right_halves(_generic.read(right, seen), size))
+    after = _generic.absorb(keys, v1, state)
+    after = State(after.kvz, after.log_scale, state.length + n)
+    return Partial(part.nd[..., :n, :], part.log[..., :n, :]), after
+
+
+def _own_tokens(queries: Features, keys: Features, v1: Array) -> Partial:
+    xp = _generic.namespace(v1)
+    e = queries.log + keys.log
+    row = xp.max(e, axis=-1, keepdims=True)
+    weights = xp.exp(e - _generic.finite_shift(row, xp))
+    for values in (queries.values, keys.values):
+        weights = weights if values is None else weights * values
+    return Partial(xp.sum(weights, axis=-1, keepdims=True) * v1, row)
+
+
+# Accepting a block ------------------------------------------------------------------------------
+
+
+def _refused(part: Partial, log_weight: Array | None, state: State, m: int) -> Array | None:
+    """Heads ``(..., 1, 1)`` with a row that the block's common shift may have spoilt, or None.
+
+    A row is sound if it is finite and its denominator is at least ``(tiny / eps) m N``, N tokens
+    so far: what underflow can have taken from it, at most ``tiny m N``, is then below rounding.
+    A row that sees no key at all is sound too. A head whose state is not finite is past repair.
+    """
+    xp = _generic.namespace(part.nd)
+    info = xp.finfo(part.nd.dtype)
+    n = part.nd.shape[-2]
+    floor = float(info.smallest_normal) / float(info.eps) * m * (state.length + n)
+    sound = xp.abs(part.nd[..., -1:]) >= floor
+    if log_weight is not None:
+        sees = xp.cumulative_sum(xp.astype(log_weight > -xp.inf, xp.int64), axis=-2) > 0
+        before = xp.any(state.log_scale > -xp.inf, axis=-1)[..., None, None]
+        sound = sound | ~(sees | before)
+    sound = sound & xp.all(xp.isfinite(part.nd), axis=-1, keepdims=True)
+    refused = ~xp.all(sound, axis=-2, keepdims=True)
+    if not bool(xp.any(refused)):
+        return None
+    kvz_finite = xp.all(xp.isfinite(state.kvz), axis=(-2, -1), keepdims=True)
+    log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
+    refused = refused & kvz_finite & log_finite
+    return refused if bool(xp.any(refused)) else None
+
+
+def _causal_block(
+    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
+) -> tuple[Partial, State]:
+    specs = (problem.query_spec, problem.key_spec)
+    if problem.lazy:
+        return scan_exact(*specs, query, key, v1, state)
+    scan_block = _dispatch.block_function("scan_block", problem.xp)
+    part, after = scan_block(*specs, query, key, v1, state, problem.want_log)
+    refused = _refused(part, key.log_weight, state, problem.num_features)
+    if refused is None:
+        return part, after
+    redone, _ = scan_exact(*specs, query, key, v1, state)
+    where = problem.xp.where
+    return Partial(where(refused, redone.nd, part.nd), where(refused, redone.log, part.log)), after
+
+
+# Walks ------------------------------------------------------------------------------------------
+
+
+def _initial_state(problem: Problem) -> State:
+    m, e = problem.num_features, problem.value.shape[-1]
+    if problem.state is None:
+        like = problem.xp.empty(
+            (0,), dtype=problem.dtype, device=array_api_compat.device(problem.key)
+        )
+        return _generic.empty_state(problem.state_lead, m, e, like)
+    xp, state = problem.xp, problem.state
+    kvz = xp.broadcast_to(state.kvz, (*problem.state_lead, m, e + 1))
+    log_scale = xp.broadcast_to(state.log_scale, (*problem.state_lead, m))
+    return State(kvz, log_scale, state.length)
+
+
+def update(problem: Problem, state: State, block_size: int) -> State:
+    """Add all keys and values of a problem to a state, block by block."""
+    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
+    start = state.length
+    for rows in _blocks(problem.key.shape[-2], block_size):
+        tokens = token_block(problem, "key", rows, start)
+        state = reduce_block(problem.key_spec, tokens, _v1_block(problem, rows), state)
+    return state
+
+
+def _walk_full(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
+    state = _initial_state(problem)
+    start = state.length
+    state = update(problem, state, block_size)
+    read_block = _dispatch.block_function("read_block", problem.xp)
+    for rows in _blocks(problem.query.shape[-2], block_size):
+        tokens = token_block(problem, "query", rows, start)
+        put(task, rows, read_block(problem.query_spec, tokens, state, problem.want_log))
+    return state
+
+
+def _walk_causal(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
+    state = _initial_state(problem)
+    start = state.length
+    for rows in _blocks(problem.query.shape[-2], block_size):
+        query = token_block(problem, "query", rows, start)
+        key = token_block(problem, "key", rows, start)
+        part, state = _causal_block(problem, query, key, _v1_block(problem, rows), state)
+        put(task, rows, part)
+    return state
+
+
+def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> None:
+    """Softmax attention: every block of keys is one more part of a block of queries."""
+    spec, xp = problem.query_spec, problem.xp
+    exact_block = _dispatch.block_function("exact_block", xp)
+    keys_len = problem.key.shape[-2]
+    for rows in _blocks(problem.query.shape[-2], block_size):
+        query = token_block(problem, "query", rows, 0)
+        part = None
+        if problem.is_causal:
+            key = token_block(problem, "key", rows, 0)
+            part = _exact_halves(problem, query, key, _v1_block(problem, rows))
+        for others in _blocks(rows.start if problem.is_causal else keys_len, block_size):
+            key = token_block(problem, "key", others, 0)
+            more = exact_block(spec, query, key, _v1_block(problem, others))
+            part = more if part is None else _generic.combine(part, more)
+        if part is None:
+            part = _nothing(problem, query)
+        put(task, rows, part)
+
+
+def _nothing(problem: Problem, query: Tokens) -> Partial:
+    shape = (*problem.lead, query.x.shape[-2], problem.value.shape[-1] + 1)
+    device = array_api_compat.device(query.x)
+    nd = problem.xp.zeros(shape, dtype=problem.dtype, device=device)
+    return Partial(nd, nd[..., -1:] - problem.xp.inf)
+
+
+def _exact_halves(problem: Problem, query: Tokens, key: Tokens, v1: Array) -> Partial:
+    """Causal softmax attention within a block: each token itself, then right halves read left."""
+    spec, xp, n = problem.query_spec, problem.xp, v1.shape[-2]
+    exact_block = _dispatch.block_function("exact_block", xp)
+    size = 1 << (n - 1).bit_length()
+    query, key = _pad(query, size, masked=False), _pad(key, size, masked=True)
+    v1 = _pad(Tokens(v1, None, 0), size, masked=False).x
+    logit = xp.sum(query.x * key.x, axis=-1, keepdims=True) * spec.scale
+    logit = logit + (logit - logit)
+    logit = logit if key.log_weight is None else logit + key.log_weight
+    part = Partial(v1 + xp.zeros_like(logit), logit)
+    for half in _levels(size):
+        right = Tokens(_halves(query.x, half, 1), None, 0)
+        left = Tokens(_halves(key.x, half, 0), _halves(key.log_weight, half, 0), 0)
+        seen = exact_block(spec, right, left, _halves(v1, half, 0))
+        part = _generic.combine(part, _on_right_halves(seen, size))
+    return Partial(part.nd[..., :n, :], part.log[..., :n, :])
+
+
+def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None, Array | None]:
+    """Run a problem: (output, state after it, log normaliser), the last two where asked for."""
+    whole = _dispatch.whole_function("attention", problem.xp)
+    if whole is not None:
+        answer: Any = whole(problem)
+        if answer is not NotImplemented:
+            return answer  # type: ignore[no-any-return]
+
+    plan = _dispatch.block_function("plan", problem.xp)(problem)
+    output = _Rows(problem, problem.value.shape[-1], problem.query.dtype)
+    norms = _Rows(problem, 1, problem.dtype) if problem.want_log else None
+    states: list[tuple[Index, State]] = []
+    if isinstance(problem.query_spec, Exact):
+        walk: Any = _walk_exact
+    else:
+        walk = _walk_causal if problem.is_causal else _walk_full
+
+    def put(task: Index, rows: slice, part: Partial) -> None:
+        output.put(task, rows, _divide(part, problem))
+        if norms is not None:
+            norms.put(task, rows, _log_normalizer(part, problem))
+
+    def work(task: Index) -> None:
+        with _generic.quiet():
+            state = walk(_take_problem(problem, task), task, plan.block_size, put)
+        if return_state:
+            states.append((task, state))
+
+    plan.run(work, plan.tasks)
+    norm = None if norms is None else norms.result()[..., 0]
+    return output.result(), _join(problem, states) if return_state else None, norm
+
+
+def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
+    """Put the states of all tasks into one that shares no memory with the caller's."""
+    xp = problem.xp
+    if len(states) == 1:
+        state = states[0][1]
+        if problem.key.shape[-2]:
+            return state
+        kvz, log_scale = (xp.asarray(a, copy=True) for a in (state.kvz, state.log_scale))
+        return State(kvz, log_scale, state.length)
+    whole = _initial_state(replace(problem, state=None))
+    for task, state in states:
+        whole.kvz[_at(tuple(whole.kvz.shape), 2, task)] = state.kvz
+        whole.log_scale[_at(tuple(whole.log_scale.shape), 1, task)] = state.log_scale
+    return State(whole.kvz, whole.log_scale, states[0][1].length)
+
+
+def step(problem: Problem, state: State) -> tuple[Array, State]:
+    """One token: add its key and value to the state, then read with its query.
+
+    The read sees the token itself and nothing later, so it needs no check.
+    """
+    whole = _dispatch.whole_function("decode", problem.xp)
+    if whole is not None:
+        answer: Any = whole(replace(problem, state=state))
+        if answer is not NotImplemented:
+            return answer  # type: ignore[no-any-return]
+    one = slice(0, 1)
+    start = state.length
+    with _generic.quiet():
+        state = update(problem, _initial_state(replace(problem, state=state)), 1)
+        read_block = _dispatch.block_function("read_block", problem.xp)
+        tokens = token_block(problem, "query", one, start)
+        part = read_block(problem.query_spec, tokens, state, problem.want_log)
+        output = _divide(part, problem)
+    output = problem.xp.astype(output, problem.query.dtype, copy=False)
+    return output[..., 0, :], state

@@ -1,0 +1,298 @@
+"""The oracles: quadratic attention in float64, written to be obviously right.
+
+Everything here visits one query row at a time, selects the keys which that row may see, and adds
+up their terms. No code is shared with the linear-time folds: agreement of the two is evidence.
+
+Shape letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` features; ``...`` are
+leading axes (batch, heads), which broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+    from linattn.typing import FeatureMap
+
+    Float64 = npt.NDArray[np.float64]
+    Kernel = Callable[[Float64, Float64], npt.ArrayLike]
+    Visible = npt.NDArray[np.bool_]
+
+__all__ = ["KernelSums", "kernel_attention", "kernel_sums", "softmax_attention"]
+
+
+class KernelSums(NamedTuple):
+    """The sums that attention divides, one row per query, each known up to ``exp(log_scale)``.
+
+    With ``w_ij`` the weight of key j for query i, and ``a_ij`` the sum of its absolute terms
+    (``|w_ij|`` for a kernel, ``sum_r |phi_r(q_i) phi_r(k_j)|`` for a feature map)::
+
+        sum_j w_ij v_j   = numerator            * exp(log_scale)      (..., L, e)
+        sum_j w_ij       = denominator          * exp(log_scale)      (..., L, 1)
+        sum_j a_ij |v_j| = absolute_numerator   * exp(log_scale)      (..., L, e)
+        sum_j a_ij       = absolute_denominator * exp(log_scale)      (..., L, 1)
+
+    ``log_scale`` is (..., L, 1): zero for a kernel, the largest log term of the row for a feature
+    map, and -inf (with four zero sums) for a row that has no term different from zero.
+
+    Where features change sign the sums may cancel, and no error bound relative to their result can
+    hold; rounding is bounded by a few eps times the absolute sums.
+    """
+
+    numerator: Float64
+    denominator: Float64
+    absolute_numerator: Float64
+    absolute_denominator: Float64
+    log_scale: Float64
+
+
+def kernel_attention(
+    query: npt.ArrayLike,
+    key: npt.ArrayLike,
+    value: npt.ArrayLike,
+    kernel: Kernel | FeatureMap,
+    *,
+    is_causal: bool = False,
+    key_mask: npt.ArrayLike | None = None,
+) -> Float64:
+    """Attention with the weights of a kernel, or of a feature map, in quadratic time.
+
+    ``out_i = (sum_j w_ij v_j) / (sum_j w_ij)`` over the keys j that query i may see.
+
+    Parameters
+    ----------
+    query : array_like, (..., L, d)
+        Any real dtype; computed in float64, whatever comes in.
+    key : array_like, (..., S, d)
+        The leading axes of query, key and value broadcast.
+    value : array_like, (..., S, e)
+        What the weights average.
+    kernel : callable or feature map
+        A callable ``(x, y) -> (..., L, S)`` returns the weights themselves; they must be finite in
+        float64. A feature map is anything with ``query_features(x)`` and ``key_features(y)`` that
+        return ``(log, values)``, meaning ``phi = values * exp(log)`` and ``values=None`` meaning 1;
+        then ``w_ij = phi(q_i) . phi(k_j)``, computed from logarithms, so that features may span
+        any range.
+    is_causal : bool
+        Query i sees the keys j <= i only. Needs L == S.
+    key_mask : array_like of bool, optional
+        True = attend: shape (S,), or ``key.ndim - 1`` axes each 1 or equal to those of key. Masked
+        keys and values are left out before any arithmetic: NaN there leaves no trace.
+
+    Returns
+    -------
+    ndarray, (..., L, e), float64
+        Exact 0 in rows whose denominator is exactly 0, for instance rows that see no key. NaN in a
+        query, a visible key or a visible value propagates to the rows that use it.
+
+    Raises
+    ------
+    TypeError
+        An argument is not real, or `key_mask` is not boolean.
+    ValueError
+        Shapes do not fit, or `is_causal` with L != S.
+
+    Notes
+    -----
+    Time O(L S (m + e)) per head and O(S (m + e)) of extra memory per row for a feature map; a
+    callable makes its whole (..., L, S) block. The logarithms of a map's features are added in
+    float64, so its weights carry a relative error of about eps times the largest of them. Weights
+    that change sign may make the denominator cancel: it is not clamped. `kernel_sums` gives the
+    pieces.
+    """
+    sums = kernel_sums(query, key, value, kernel, is_causal=is_causal, key_mask=key_mask)
+    # A row of dead features is 0, but NaN in a value that it sees stays NaN.
+    empty = (sums.denominator == 0) & ~np.isnan(sums.numerator)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(empty, 0.0, sums.numerator / sums.denominator)
+
+
+def kernel_sums(
+    query: npt.ArrayLike,
+    key: npt.ArrayLike,
+    value: npt.ArrayLike,
+    kernel: Kernel | FeatureMap,
+    *,
+    is_causal: bool = False,
+    key_mask: npt.ArrayLike | None = None,
+) -> KernelSums:
+    """Numerator and denominator of `kernel_attention`, and the sums of their absolute terms.
+
+    Takes the arguments of `kernel_attention`, raises what it raises and costs what it costs.
+
+    Returns
+    -------
+    KernelSums
+        Float64 arrays, each row on a scale of its own.
+    """
+    q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
+    parts = _parts(q, k, kernel)
+    batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v, *parts)))
+    v, *parts = (np.broadcast_to(a, batch + a.shape[-2:]) for a in [v, *parts])
+    shape = (*batch, q.shape[-2])
+    numerator, absolute_numerator = (np.zeros((*shape, v.shape[-1])) for _ in range(2))
+    denominator, absolute_denominator, log_scale = (np.zeros((*shape, 1)) for _ in range(3))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row, visible in _rows(shape, mask, is_causal):
+            *head, i = row
+            terms, log_scale[row] = _row_terms([a[*head] for a in parts], i, visible)
+            weight, absolute = terms.sum(axis=-1), np.abs(terms).sum(axis=-1)
+            values = v[*head][visible]
+            numerator[row], denominator[row] = weight @ values, weight.sum()
+            absolute_numerator[row] = absolute @ np.abs(values)
+            absolute_denominator[row] = absolute.sum()
+    return KernelSums(numerator, denominator, absolute_numerator, absolute_denominator, log_scale)
+
+
+def softmax_attention(
+    query: npt.ArrayLike,
+    key: npt.ArrayLike,
+    value: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_mask: npt.ArrayLike | None = None,
+) -> Float64:
+    """Exact softmax attention in quadratic time.
+
+    ``out_i = sum_j p_ij v_j``, ``p_ij = softmax_j(scale * q_i . k_j)`` over the keys j that query i
+    may see.
+
+    Parameters
+    ----------
+    query, key, value, is_causal, key_mask
+        As in `kernel_attention`.
+    scale : float, optional
+        Factor of the logits; None means ``1 / sqrt(d)``.
+
+    Returns
+    -------
+    ndarray, (..., L, e), float64
+        Exact 0 in rows that see no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `kernel_attention`.
+
+    Notes
+    -----
+    Time O(L S (d + e)) per head, O(S (d + e)) of extra memory.
+    """
+    q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v)))
+    q, k, v = (np.broadcast_to(a, batch + a.shape[-2:]) for a in (q, k, v))
+    out = np.zeros((*batch, q.shape[-2], v.shape[-1]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row, visible in _rows(out.shape[:-1], mask, is_causal):
+            if visible.any():
+                logits = scale * (k[row[:-1]][visible] @ q[row])
+                weight = np.exp(logits - logits.max())
+                out[row] = weight @ v[row[:-1]][visible] / weight.sum()
+    return out
+
+
+def _prepare(
+    query: npt.ArrayLike,
+    key: npt.ArrayLike,
+    value: npt.ArrayLike,
+    is_causal: bool,
+    key_mask: npt.ArrayLike | None,
+) -> tuple[Float64, Float64, Float64, Visible]:
+    q, k, v = _float64("query", query), _float64("key", key), _float64("value", value)
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        message = f"query and key: want the same last axis >= 1, got {q.shape} and {k.shape}"
+        raise ValueError(message)
+    if k.shape[-2] != v.shape[-2]:
+        message = f"key and value: want the same length (axis -2), got {k.shape} and {v.shape}"
+        raise ValueError(message)
+    if is_causal and q.shape[-2] != k.shape[-2]:
+        message = f"is_causal: want query and key of one length, got {q.shape} and {k.shape}"
+        raise ValueError(message)
+    mask = _mask(key_mask, k.shape)
+    return q, np.where(mask[..., None], k, 0.0), v, mask
+
+
+def _float64(name: str, array: npt.ArrayLike) -> Float64:
+    raw = np.asarray(array)
+    if not np.can_cast(raw.dtype, np.float64, "same_kind"):
+        message = f"{name}: want real numbers, got dtype {raw.dtype}"
+        raise TypeError(message)
+    if raw.ndim < 2:
+        message = f"{name}: want shape (..., length, dim), got {raw.shape}"
+        raise ValueError(message)
+    return raw.astype(np.float64)
+
+
+def _mask(key_mask: npt.ArrayLike | None, key_shape: tuple[int, ...]) -> Visible:
+    if key_mask is None:
+        return np.ones(key_shape[-2], dtype=bool)
+    mask = np.asarray(key_mask)
+    if mask.dtype != np.bool_:
+        message = f"key_mask: want dtype bool (True = attend), got {mask.dtype}"
+        raise TypeError(message)
+    want = key_shape[:-1]
+    per_batch = mask.ndim == len(want) and all(
+        m in (1, n) for m, n in zip(mask.shape, want, strict=True)
+    )
+    if mask.shape != want[-1:] and not per_batch:
+        message = (
+            f"key_mask: want shape {want[-1:]}, or {len(want)} axes each 1 or equal to {want}, "
+            f"got {mask.shape}"
+        )
+        raise ValueError(message)
+    return np.broadcast_to(mask, (*mask.shape[:-1], want[-1]))
+
+
+def _rows(
+    shape: tuple[int, ...], mask: Visible, is_causal: bool
+) -> Iterator[tuple[tuple[int, ...], Visible]]:
+    """Yield each row's index in (..., L), and which of the S keys it may see."""
+    mask = np.broadcast_to(mask, (*shape[:-1], mask.shape[-1]))
+    position = np.arange(mask.shape[-1])
+    for row in np.ndindex(*shape):
+        visible = mask[row[:-1]]
+        yield row, visible & (position <= row[-1]) if is_causal else visible
+
+
+def _parts(query: Float64, key: Float64, kernel: Any) -> list[Float64]:
+    """Return ``[weights]`` of a callable, ``[log, sign, log, sign]`` of a map's two sides."""
+    if hasattr(kernel, "query_features"):
+        return [
+            *_log_and_sign(kernel.query_features(query)),
+            *_log_and_sign(kernel.key_features(key)),
+        ]
+    return [np.asarray(kernel(query, key), dtype=np.float64)]
+
+
+def _row_terms(parts: list[Float64], i: int, visible: Visible) -> tuple[Float64, float]:
+    """Terms whose sums over axis -1 are row i's weights over exp(shift); and that shift."""
+    if len(parts) == 1:
+        return parts[0][i, visible][:, None], 0.0
+    log_query, sign_query, log_key, sign_key = parts
+    exponent = log_query[i] + log_key[visible]
+    shift = exponent.max(initial=-np.inf)
+    if shift == -np.inf:
+        return np.zeros_like(exponent), shift
+    return sign_query[i] * sign_key[visible] * np.exp(exponent - shift), shift
+
+
+def _log_and_sign(features: Any) -> tuple[Float64, Float64]:
+    """``phi = sign * exp(log)`` of a map's features, each (..., length, m)."""
+    log, values = features
+    if values is None:
+        log = np.asarray(log, dtype=np.float64)
+        return log, np.ones_like(log)
+    values = np.asarray(values, dtype=np.float64)
+    with np.errstate(divide="ignore"):
+        magnitude = np.log(np.abs(values))
+    return magnitude if log is None else magnitude + log, np.sign(values)

@@ -1,0 +1,295 @@
+"""The state of linear attention: make, update, read, merge, keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import array_api_compat
+
+from linattn import _checks, _dispatch, _generic, folds
+from linattn._problem import (
+    check_feature_map,
+    linear_problem,
+    map_columns,
+    map_specs,
+    step_problem,
+)
+from linattn.typing import Array, FeatureMap, Problem, State
+
+__all__ = ["Decoder", "State", "init_state", "merge_states", "read_state", "update_state"]
+
+
+def init_state(
+    feature_map: FeatureMap,
+    value_dim: int,
+    *,
+    batch_shape: tuple[int, ...] = (),
+    like: Array,
+) -> State:
+    """Return the state that has seen nothing: the identity of :func:`merge_states`.
+
+    Parameters
+    ----------
+    feature_map : FeatureMap
+        Gives the number of columns m.
+    value_dim : int
+        e, the last axis of the values to come.
+    batch_shape : tuple of int, optional
+        Leading axes, those of the keys and values to come. Default ().
+    like : array
+        Gives library, device and dtype: a float64 array a float64 state, any other a float32
+        state. For maps without a dim of their own its last axis is the dim.
+
+    Returns
+    -------
+    State
+        ``kvz`` (*batch_shape, m, e + 1) of zeros, ``log_scale`` of -inf, ``length`` 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not a feature map or array; a value_dim below 1; a bad batch_shape.
+
+    Notes
+    -----
+    Memory m (e + 2) numbers a head.
+    """
+    check_feature_map(feature_map)
+    xp, (like,) = _checks.check_arrays(1, like=like)
+    e = _checks.check_positive_int("value_dim", value_dim)
+    lead = _check_batch_shape(batch_shape)
+    m = feature_map.num_features
+    if m is None:
+        m = map_columns(feature_map, "like", like.shape[-1])
+    precision = _dispatch.current_settings().precision
+    dtype = _checks.accumulation_dtype(xp, like.dtype, precision)
+    device = array_api_compat.device(like)
+    lead = _checks.check_leading_axes(
+        batch_shape=lead,
+        feature_map=_checks.spec_lead(map_specs(feature_map, xp, dtype, device)[1]),
+    )
+    return _generic.empty_state(lead, m, e, xp.empty((0,), dtype=dtype, device=device))
+
+
+def _check_batch_shape(batch_shape: Any) -> tuple[int, ...]:
+    if not isinstance(batch_shape, tuple | list):
+        message = f"batch_shape must be a tuple of lengths, got {batch_shape!r}"
+        raise TypeError(message)
+    for axis in batch_shape:
+        if axis != 0:
+            _checks.check_positive_int("batch_shape", axis)
+    return tuple(batch_shape)
+
+
+def _update_problem(
+    state: Any, key: Any, value: Any, feature_map: Any, key_mask: Any
+) -> Problem:
+    """Describe an update: full attention with no queries."""
+    _, (key, value) = _checks.check_arrays(key=key, value=value)
+    return linear_problem(
+        key[..., :0, :],
+        key,
+        value,
+        feature_map,
+        key_mask=key_mask,
+        state=state,
+        state_name="state",
+    )
+
+
+def update_state(
+    state: State,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    key_mask: Array | None = None,
+) -> State:
+    """Add keys and values to a state.
+
+    Parameters
+    ----------
+    state : State
+        What was seen before; it is not changed.
+    key : array, (..., S, d)
+        New keys.
+    value : array, (..., S, e)
+        Their values.
+    feature_map : FeatureMap
+        The map of the state.
+    key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
+        True = attend.
+
+    Returns
+    -------
+    State
+        The state after them; masked positions count in ``length``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.linear_attention`.
+
+    Notes
+    -----
+    Time O(S m (d + e)); extra memory O(c m) with blocks of c tokens.
+    """
+    problem = _update_problem(state, key, value, feature_map, key_mask)
+    after = folds.solve(problem, return_state=True)[1]
+    assert after is not None
+    return after
+
+
+def read_state(query: Array, state: State, feature_map: FeatureMap) -> Array:
+    """Attend to everything a state has seen.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        Any number of queries.
+    state : State
+        Keys and values seen.
+    feature_map : FeatureMap
+        The map of the state.
+
+    Returns
+    -------
+    array, (..., L, e)
+        The same as full linear attention to all those keys; 0 for an empty state.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.linear_attention`.
+
+    Notes
+    -----
+    Time O(L m (d + e)).
+    """
+    xp, (query,) = _checks.check_arrays(query=query)
+    if not isinstance(state, State):
+        message = f"state must be a linattn.State, got {type(state).__name__}"
+        raise TypeError(message)
+    e = state.kvz.shape[-1] - 1
+    lead = tuple(state.kvz.shape[:-2])
+    device = array_api_compat.device(query)
+    nothing = xp.empty((*lead, 0, e), dtype=query.dtype, device=device)
+    no_key = xp.empty((*lead, 0, query.shape[-1]), dtype=query.dtype, device=device)
+    problem = linear_problem(query, no_key, nothing, feature_map, state=state, state_name="state")
+    return folds.solve(problem, return_state=False)[0]
+
+
+def merge_states(first: State, second: State) -> State:
+    """Merge the states of two stretches of keys into the state of both.
+
+    Associative and commutative, with :func:`init_state` as identity, so that stretches may be
+    reduced anywhere and in any order.
+
+    Parameters
+    ----------
+    first, second : State
+        Of one feature map; neither is changed.
+
+    Returns
+    -------
+    State
+        Equal, to rounding, to one state that has seen both.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not states, or of different shape, dtype or library.
+
+    Notes
+    -----
+    ``c = max(c_1, c_2)``, each side rescaled by ``exp(c_i - c)``. Time O(m e).
+    """
+    for name, state in (("first", first), ("second", second)):
+        if not isinstance(state, State):
+            message = f"{name} must be a linattn.State, got {type(state).__name__}"
+            raise TypeError(message)
+    xp, _ = _checks.check_arrays(first=first.kvz, second=second.kvz)
+    m, width = first.kvz.shape[-2:]
+    _checks.check_state("second", second, m=m, e=width - 1, dtype=first.kvz.dtype, xp=xp)
+    _checks.check_leading_axes(
+        first=tuple(first.kvz.shape[:-2]), second=tuple(second.kvz.shape[:-2])
+    )
+    with _generic.quiet():
+        return _generic.merge(first, second)
+
+
+class Decoder:
+    """Causal linear attention one token at a time, keeping the state.
+
+    Parameters
+    ----------
+    feature_map : FeatureMap
+        The map of the state.
+    state : State
+        Where to start: :func:`init_state`, or what a prompt left
+        (``linear_attention(..., return_state=True)``).
+
+    Attributes
+    ----------
+    state : State
+        The state after the last step. Earlier states are not changed by later steps.
+
+    Raises
+    ------
+    TypeError
+        Not a feature map or not a state.
+
+    Notes
+    -----
+    Checks run in full when the shapes or dtypes of a step differ from the step before. One object
+    serves one stream: it is not meant to be shared by threads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> token = np.ones((8, 64), dtype=np.float32)
+    >>> decoder = linattn.Decoder(phi, linattn.init_state(phi, 64, batch_shape=(8,), like=token))
+    >>> decoder.step(token, token, token).shape
+    (8, 64)
+    >>> decoder.state.length
+    1
+    """
+
+    def __init__(self, feature_map: FeatureMap, state: State) -> None:
+        check_feature_map(feature_map)
+        if not isinstance(state, State):
+            message = f"state must be a linattn.State, got {type(state).__name__}"
+            raise TypeError(message)
+        self._feature_map = feature_map
+        self._state = state
+        self._last: Any = None
+        self._problem: Problem | None = None
+
+    @property
+    def state(self) -> State:
+        """The state after the last step."""
+        return self._state
+
+    def step(self, query: Array, key: Array, value: Array) -> Array:
+        """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :func:`linattn.decode_step`; the state is then as before.
+        """
+        arrays = (query, key, value)
+        settings = _dispatch.current_settings()
+        kind = [(type(a), getattr(a, "shape", None), getattr(a, "dtype", None)) for a in arrays]
+        if self._problem is None or self._last != (kind, settings):
+            self._problem = step_problem(query, key, value, self._state, self._feature_map)
+            self._last = (kind, settings)
+            problem = self._problem
+        else:
+            rows = [array[..., None, :] for array in arrays]
+            problem = replace(self._problem, query=rows[0], key=rows[1], value=rows[2])
+        output, self._state = folds.step(problem, self._state)
+        return output

@@ -1,0 +1,347 @@
+"""Records and protocols: the words in which maps, folds and backends talk to each other.
+
+Shape letters used everywhere: ``L`` queries, ``S`` keys, ``n`` tokens of one block, ``d`` dim,
+``m`` features (columns), ``e`` value dim. The sequence axis is always -2; ``...`` are leading
+axes (batch, heads), which broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+__all__ = [
+    "Activation",
+    "Array",
+    "Backend",
+    "Exact",
+    "Exponential",
+    "FeatureMap",
+    "Features",
+    "Index",
+    "Opaque",
+    "Partial",
+    "Plan",
+    "Pointwise",
+    "Problem",
+    "Spec",
+    "State",
+    "Tokens",
+]
+
+Array: TypeAlias = Any
+"""Any array that array-api-compat knows (NumPy, CuPy, torch, JAX, Dask, array-api-strict)."""
+
+Index: TypeAlias = tuple[slice, ...]
+"""One slice for each leading axis of a problem's state, aligned to the right."""
+
+
+class Tokens(NamedTuple):
+    """A block of queries or keys, already masked, clean and in the accumulation dtype.
+
+    Attributes
+    ----------
+    x : Array
+        ``(..., n, d)``.
+    log_weight : Array or None
+        ``(..., n, 1)``: exact log weight of each token, -inf where it is masked.
+    start : int
+        Position of the first token of the block in its sequence.
+    """
+
+    x: Array
+    log_weight: Array | None
+    start: int
+
+
+class Features(NamedTuple):
+    """Features kept in the log domain: ``phi = values * exp(log)``.
+
+    Attributes
+    ----------
+    log : Array or None
+        ``(..., n, m)`` for exponential maps; ``(..., n, 1)`` or None (zero) for all others.
+    values : Array or None
+        None (one) for exponential maps; ``(..., n, m)`` for all others.
+    """
+
+    log: Array | None
+    values: Array | None
+
+
+class State(NamedTuple):
+    """Everything that linear attention remembers of the keys and values seen so far.
+
+    It stands for ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``; states of two stretches merge
+    associatively and commutatively (:func:`linattn.merge_states`).
+
+    Attributes
+    ----------
+    kvz : Array
+        ``(..., m, e + 1)``: weighted values, and in the last column the weights themselves.
+    log_scale : Array
+        ``(..., m)``: the log shift of each feature, -inf while it has seen nothing.
+    length : int
+        Positions consumed, masked ones included.
+    """
+
+    kvz: Array
+    log_scale: Array
+    length: int
+
+    @property
+    def kv(self) -> Array:
+        """View ``(..., m, e)`` of the weighted values, to be read times ``exp(log_scale)``."""
+        return self.kvz[..., :-1]
+
+    @property
+    def z(self) -> Array:
+        """View ``(..., m)`` of the summed features, to be read times ``exp(log_scale)``."""
+        return self.kvz[..., -1]
+
+
+class Partial(NamedTuple):
+    """An attention numerator and denominator on an explicit scale.
+
+    Attributes
+    ----------
+    nd : Array
+        ``(..., n, e + 1)``: ``[numerator, denominator] = nd * exp(log)``.
+    log : Array
+        ``(..., n, 1)``; -inf for a row that sees no key.
+    """
+
+    nd: Array
+    log: Array
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A named pointwise function of a :class:`Pointwise` spec.
+
+    Attributes
+    ----------
+    name : str
+        What a backend matches on.
+    apply : callable
+        ``apply(u, xp) -> (values, log)``: ``f(u) = values * exp(log)``, log ``(..., n, 1)`` or
+        None. It may widen the last axis (cosine and sine).
+    """
+
+    name: str
+    apply: Callable[[Array, ModuleType], tuple[Array, Array | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Exponential:
+    """Spec of a positive exponential map: ``log phi = x P - x.(Q x) / 2 + col``.
+
+    Attributes
+    ----------
+    P : Array
+        ``(..., d, r)``, r = m, or m / 2 when paired.
+    Q : float or Array
+        The curvature: a number, or ``(..., d, d)``.
+    col : Array
+        ``(..., m)``: ``-log(m) / 2``, log importance weights and the like.
+    paired : bool
+        Whether the second half of the columns uses ``-P``.
+    """
+
+    P: Array
+    Q: Array | float
+    col: Array
+    paired: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Pointwise:
+    """Spec of a pointwise map: ``phi = factor * (f(x P + bias) + offset) * exp(quad |x|^2)``.
+
+    Attributes
+    ----------
+    f : Activation
+        The function.
+    P : Array or float
+        ``(..., d, r)``, or a number that multiplies every coordinate (no projection).
+    bias : Array or None
+        ``(..., r)``.
+    quad : float or None
+        The curvature of the row's log.
+    offset : float
+        Added to every feature; only for activations whose log is None.
+    factor : float or Array
+        Multiplies every feature, or each column, ``(..., m)``.
+    """
+
+    f: Activation
+    P: Array | float
+    bias: Array | None = None
+    quad: float | None = None
+    offset: float = 0.0
+    factor: Array | float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """Spec of a map that only the map itself can evaluate: ``fn(tokens) -> Features``.
+
+    The function need not know about ``tokens.log_weight``: it is added outside.
+    """
+
+    fn: Callable[[Tokens], Features]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Spec of exact attention with weights ``exp(scale q.k)``: no features, no state.
+
+    Attributes
+    ----------
+    scale : float
+        Multiplies every logit.
+    """
+
+    scale: float
+
+
+Spec: TypeAlias = Exponential | Pointwise | Opaque
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention computation, validated: what a backend's ``plan`` and whole tier are given.
+
+    Attributes
+    ----------
+    xp : module
+        The array namespace.
+    dtype : dtype
+        The accumulation dtype: float32 or float64.
+    query, key, value : Array
+        ``(..., L, d)``, ``(..., S, d)``, ``(..., S, e)`` in the caller's dtype.
+    key_mask : Array or None
+        ``(..., S, 1)``, True = attend.
+    query_spec, key_spec : Spec or Exact
+        The two sides of the feature map; both ``Exact`` for softmax attention.
+    num_features : int
+        Columns m of the map; 0 for softmax attention.
+    state_lead, lead : tuple of int
+        Leading axes of the state (those of key, value and the map) and of the output.
+    state : State or None
+        What was seen before, or None.
+    is_causal : bool
+        Whether query i sees keys up to i only.
+    chunk_size : int or None
+        Tokens a block, or None for the plan's choice.
+    want_log : bool
+        Whether the log normaliser is asked for.
+    lazy : bool
+        Whether values must not be looked at (traced or lazy arrays).
+    num_threads : int or None
+        What the caller allows; None leaves it to the plan.
+    """
+
+    xp: ModuleType
+    dtype: Any
+    query: Array
+    key: Array
+    value: Array
+    key_mask: Array | None
+    query_spec: Spec | Exact
+    key_spec: Spec | Exact
+    num_features: int
+    state_lead: tuple[int, ...]
+    lead: tuple[int, ...]
+    state: State | None
+    is_causal: bool
+    chunk_size: int | None
+    want_log: bool
+    lazy: bool
+    num_threads: int | None
+
+
+class Plan(NamedTuple):
+    """How a problem is walked.
+
+    Attributes
+    ----------
+    block_size : int
+        Tokens a block.
+    tasks : sequence of Index
+        Independent pieces along the leading axes of the state; ``[()]`` is everything at once.
+    run : callable
+        ``run(work, tasks)`` calls ``work(task)`` for each task, in any order, and returns when
+        all are done. Errors are raised.
+    """
+
+    block_size: int
+    tasks: Sequence[Index]
+    run: Callable[[Callable[[Index], None], Sequence[Index]], None]
+
+
+@runtime_checkable
+class FeatureMap(Protocol):
+    """What linear attention needs of a feature map; any object with these will do.
+
+    ``num_features`` is the number of columns, None meaning "as many as the inputs have
+    coordinates". A map that has ``query_spec(xp, dtype, device)`` and ``key_spec(...)`` as well is
+    evaluated by the backends from those records; otherwise the two methods here are called on
+    blocks of tokens.
+    """
+
+    @property
+    def num_features(self) -> int | None:
+        """Columns m."""
+        ...
+
+    def query_features(self, x: Array) -> Features:
+        """Features of queries ``(..., n, d)``."""
+        ...
+
+    def key_features(self, x: Array) -> Features:
+        """Features of keys ``(..., n, d)``."""
+        ...
+
+
+class Backend(Protocol):
+    """The block tier that a backend may replace, function by function.
+
+    A backend is a module that defines any of these, and optionally the whole tier
+    ``attention(problem) -> (output, state, log_normalizer)`` and
+    ``decode(problem) -> (output, state)``. Each may return ``NotImplemented`` for a spec that it
+    does not know; the generic code then takes over.
+    """
+
+    def plan(self, problem: Problem) -> Plan:
+        """Choose tasks, block length and threads."""
+        ...
+
+    def reduce_block(self, key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> State:
+        """Add a block of keys and values to the state."""
+        ...
+
+    def read_block(
+        self, query_spec: Spec, tokens: Tokens, state: State, want_log: bool
+    ) -> Partial:
+        """Read the state with a block of queries."""
+        ...
+
+    def scan_block(
+        self,
+        query_spec: Spec,
+        key_spec: Spec,
+        query: Tokens,
+        key: Tokens,
+        v1: Array,
+        state: State,
+        want_log: bool,
+    ) -> tuple[Partial, State]:
+        """Causal attention within a block, after the state; also the state after it."""
+        ...
+
+    def exact_block(self, spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
+        """Softmax attention of a block of queries to a block of keys."""
+        ...

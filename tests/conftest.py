@@ -1,0 +1,280 @@
+"""What the tests share: every array library (`xp`) and hypothesis strategies (`draws`).
+
+A test that takes `xp` runs once per array library. A test that draws its shapes takes
+`xp_any_shape` instead: the same without the frameworks, which would compile anew for each shape::
+
+    @given(data=st.data())
+    def test_something(xp_any_shape, draws, data):
+        xp = xp_any_shape
+        case = data.draw(draws.cases())
+        query = xp.array(case.query, "float32")
+        ...
+        xp.assert_like(out, query, shape=case.output_shape)
+        numpy.testing.assert_allclose(xp.numpy(out), expected)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import mutually_broadcastable_shapes
+
+# The libraries of `xp` hold nothing that one example could change for the next.
+_shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.register_profile("ci", _shared, derandomize=True, max_examples=25)
+settings.register_profile("fresh", _shared, max_examples=200, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@dataclass(frozen=True)
+class ArrayLibrary:
+    """One array library on one device, as the tests see it.
+
+    Attributes
+    ----------
+    name : str
+        The fixture's parameter, for instance "array-api-strict-device1".
+    xp : module
+        The library's array-api-compat namespace.
+    """
+
+    name: str
+    xp: ModuleType
+    _make: Callable[[npt.NDArray[Any]], Any]
+    _fetch: Callable[[Any], npt.NDArray[Any]]
+
+    def array(self, array: npt.ArrayLike, dtype: str | None = None) -> Any:
+        """Return a copy of a NumPy array in this library, with the dtype of that name."""
+        host = np.array(array)
+        name = host.dtype.name if dtype is None else dtype
+        wanted = self.dtype(name)
+        if name == "bfloat16":
+            return self.xp.astype(self._make(host.astype(np.float32)), wanted)
+        return self._make(host.astype(name, copy=False))
+
+    def numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Return a NumPy copy; bfloat16, which NumPy lacks, becomes float32."""
+        if str(array.dtype).endswith("bfloat16"):
+            array = self.xp.astype(array, self.xp.float32)
+        return np.array(self._fetch(array))
+
+    def dtype(self, name: str) -> Any:
+        """Return this library's dtype of that name; skip the test where it has none."""
+        if name != "bfloat16":
+            np.dtype(name)
+        if name in {"float16", "bfloat16"} and not hasattr(self.xp, name):
+            pytest.skip(f"{self.name}: the library has no {name}")
+        return getattr(self.xp, name)
+
+    def assert_like(
+        self, array: Any, reference: Any, *, shape: tuple[int, ...] | None = None
+    ) -> None:
+        """Assert the namespace, type, dtype, device and shape of `reference`, or another shape."""
+        assert array_api_compat.array_namespace(array) is self.xp
+        assert array_api_compat.array_namespace(reference) is self.xp
+        assert type(array) is type(reference)
+        assert array.dtype == reference.dtype
+        assert array_api_compat.device(array) == array_api_compat.device(reference)
+        assert tuple(array.shape) == tuple(reference.shape if shape is None else shape)
+
+
+def _library(
+    name: str, make: Callable[[npt.NDArray[Any]], Any], fetch: Callable[[Any], npt.NDArray[Any]]
+) -> ArrayLibrary:
+    return ArrayLibrary(name, array_api_compat.array_namespace(make(np.zeros(1))), make, fetch)
+
+
+def _numpy(name: str) -> ArrayLibrary:
+    return _library(name, np.array, np.asarray)
+
+
+def _numpy_readonly(name: str) -> ArrayLibrary:
+    def make(host: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        array = np.array(host)
+        array.flags.writeable = False
+        return array
+
+    return _library(name, make, np.asarray)
+
+
+def _strict(name: str, device_name: str) -> ArrayLibrary:
+    strict = _need("array_api_strict", name)
+    device, host_device = strict.Device(device_name), strict.Device("CPU_DEVICE")
+    return _library(
+        name,
+        lambda host: strict.asarray(host, device=device, copy=True),
+        lambda array: np.asarray(array_api_compat.to_device(array, host_device)),
+    )
+
+
+def _torch(name: str) -> ArrayLibrary:
+    torch = _need("torch", name)
+    return _library(
+        name, lambda host: torch.asarray(host, copy=True), lambda array: array.detach().numpy()
+    )
+
+
+def _jax(name: str) -> ArrayLibrary:
+    jax = _need("jax", name)
+    # Without it JAX makes float32 of every float64.
+    jax.config.update("jax_enable_x64", True)
+    return _library(name, lambda host: jax.numpy.array(host), np.asarray)
+
+
+def _dask(name: str) -> ArrayLibrary:
+    dask_array = _need("dask.array", name)
+
+    def make(host: npt.NDArray[Any]) -> Any:
+        # Two chunks on every axis but the last: what only works in one chunk fails here.
+        halves = [max(1, -(-n // 2)) for n in host.shape[:-1]]
+        return dask_array.from_array(np.array(host), chunks=(*halves, *host.shape[-1:]))
+
+    return _library(name, make, lambda array: np.asarray(array.compute(scheduler="synchronous")))
+
+
+def _need(module: str, name: str) -> Any:
+    return pytest.importorskip(module, reason=f"{name}: {module} is not installed")
+
+
+_LIBRARIES: dict[str, Callable[[str], ArrayLibrary]] = {
+    "numpy": _numpy,
+    "numpy-readonly": _numpy_readonly,
+    "numpy-without-backends": _numpy,
+    "array-api-strict": lambda name: _strict(name, "CPU_DEVICE"),
+    "array-api-strict-device1": lambda name: _strict(name, "device1"),
+    "dask": _dask,
+}
+_FRAMEWORKS: dict[str, Callable[[str], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
+
+
+def _each(name: str) -> Iterator[ArrayLibrary]:
+    import linattn
+
+    library = (_LIBRARIES | _FRAMEWORKS)[name](name)
+    with linattn.without_backends() if name == "numpy-without-backends" else nullcontext():
+        yield library
+
+
+@pytest.fixture(
+    params=[*_LIBRARIES, *(pytest.param(n, marks=pytest.mark.frameworks) for n in _FRAMEWORKS)]
+)
+def xp(request: pytest.FixtureRequest) -> Iterator[ArrayLibrary]:
+    """Every array library that is installed, as an `ArrayLibrary`."""
+    yield from _each(request.param)
+
+
+@pytest.fixture(params=list(_LIBRARIES))
+def xp_any_shape(request: pytest.FixtureRequest) -> Iterator[ArrayLibrary]:
+    """The array libraries that do not mind a new shape at each call."""
+    yield from _each(request.param)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Inputs of attention, float64 NumPy, and how to call it."""
+
+    query: npt.NDArray[np.float64]
+    key: npt.NDArray[np.float64]
+    value: npt.NDArray[np.float64]
+    key_mask: npt.NDArray[np.bool_] | None
+    is_causal: bool
+    chunk_size: int | None
+    scale: float
+    seed: int
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Leading axes broadcast, then (L, e)."""
+        leading = np.broadcast_shapes(*(a.shape[:-2] for a in (self.query, self.key, self.value)))
+        return (*leading, self.query.shape[-2], self.value.shape[-1])
+
+    def __repr__(self) -> str:
+        mask = None if self.key_mask is None else self.key_mask.shape
+        return (
+            f"Case(query={self.query.shape}, key={self.key.shape}, value={self.value.shape}, "
+            f"key_mask={mask}, is_causal={self.is_causal}, chunk_size={self.chunk_size}, "
+            f"scale={self.scale}, seed={self.seed})"
+        )
+
+
+class Draws:
+    """Strategies: they draw shapes, scales and an integer seed, never noise."""
+
+    seeds = st.integers(0, 2**32 - 1)
+    scales = st.sampled_from([1.0, 0.0, 0.01, 0.3, 3.0, 10.0])
+    dims = st.integers(1, 9)
+
+    @staticmethod
+    def lengths(max_length: int = 70) -> st.SearchStrategy[int]:
+        """Draw the length of a sequence: one in three is 0, 1 or 2."""
+        longer = st.integers(3, max_length)
+        return st.sampled_from([0, 1, 2]) | longer | longer
+
+    @staticmethod
+    def leading(number: int = 3) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
+        """Draw the leading axes of so many arrays, at most two each, which broadcast."""
+        shapes = mutually_broadcastable_shapes(num_shapes=number, max_dims=2, max_side=3)
+        return shapes.map(lambda drawn: drawn.input_shapes)
+
+    @staticmethod
+    def chunks(length: int) -> st.SearchStrategy[int | None]:
+        """Draw a chunk length: None, 1, or anything up to more than the whole."""
+        return st.none() | st.just(1) | st.integers(1, length + 2)
+
+    @staticmethod
+    @st.composite
+    def mask_shapes(draw: st.DrawFn, key_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Draw None or a shape that `key_mask` may have beside a key of that shape."""
+        kind = draw(st.sampled_from(["none", "one for all", "broadcast"]))
+        if kind == "none":
+            return None
+        if kind == "one for all":
+            return key_shape[-2:-1]
+        return tuple(draw(st.sampled_from([n, 1])) for n in key_shape[:-1])
+
+    @staticmethod
+    @st.composite
+    def cases(
+        draw: st.DrawFn,
+        is_causal: bool | None = None,
+        masked: bool | None = None,
+        dim: int | None = None,
+        max_length: int = 70,
+    ) -> Case:
+        """Draw a whole `Case`; what is not None is given, not drawn."""
+        if is_causal is None:
+            is_causal = draw(st.booleans())
+        leading = draw(Draws.leading())
+        num_keys = draw(Draws.lengths(max_length))
+        num_queries = num_keys if is_causal else draw(Draws.lengths(max_length))
+        dim = draw(Draws.dims) if dim is None else dim
+        scale, seed = draw(Draws.scales), draw(Draws.seeds)
+        rng = np.random.default_rng(seed)
+        query = scale * rng.standard_normal((*leading[0], num_queries, dim))
+        key = scale * rng.standard_normal((*leading[1], num_keys, dim))
+        value = rng.standard_normal((*leading[2], num_keys, draw(Draws.dims)))
+        mask_shape = None if masked is False else draw(Draws.mask_shapes(key.shape))
+        if masked and mask_shape is None:
+            mask_shape = (num_keys,)
+        key_mask = None
+        if mask_shape is not None:
+            key_mask = rng.random(mask_shape) < draw(st.sampled_from([0.5, 0.9, 0.0]))
+        chunk_size = draw(Draws.chunks(max(num_queries, num_keys)))
+        return Case(query, key, value, key_mask, is_causal, chunk_size, scale, seed)
+
+
+@pytest.fixture(scope="session")
+def draws() -> type[Draws]:
+    """The strategies; a fixture because test files cannot import this one."""
+    return Draws

@@ -1,0 +1,688 @@
+"""The `linattn` command, by what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="the command needs the extra cli")
+
+from typer.testing import CliRunner
+
+import linattn
+from linattn import reference
+from linattn.cli import compare, info, inputs, methods, report, sweep, tables, timing
+from linattn.cli.app import app
+
+PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "NO_COLOR": "1"}
+SMALL = ["--num-features", "16", "--lengths", "64,128", "--time-budget", "2"]
+
+
+def call(*arguments, **environment):
+    return CliRunner().invoke(app, [str(word) for word in arguments], env={**PLAIN, **environment})
+
+
+def python(*words):
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def save(path, **arrays):
+    rng = np.random.default_rng(5)
+    shapes = {"query": (2, 3, 20, 8), "key": (2, 3, 20, 8), "value": (2, 3, 20, 4)}
+    content = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    content.update(arrays)
+    np.savez(path, **{name: array for name, array in content.items() if array is not None})
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return save(tmp_path / "mine.npz")
+
+
+@pytest.fixture
+def small(file):
+    return inputs.load(file)
+
+
+def row(method, median, *, is_baseline=False, num_features=None):
+    return compare.Row(
+        method, method.upper(), num_features, is_baseline, median, median, (median,), 0, 1, 1, 1
+    )
+
+
+UNIFORM = row("uniform", 0.5, is_baseline=True)
+EXACT = row("exact", 0.0, is_baseline=True)
+
+
+class TestCompare:
+    def test_sample(self, tmp_path):
+        out = tmp_path / "out"
+        result = call("compare", "--maps", "favor+,elu+1", *SMALL, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert result.stderr == ""
+        lines = result.stdout.splitlines()
+        tables_end = next(i for i, line in enumerate(lines) if line.startswith("Crossover"))
+        assert max(map(len, lines[1:tables_end])) <= 80
+        for text in ("FAVOR+", "elu + 1", "uniform attention", "exact softmax", "24 heads"):
+            assert text in result.stdout
+        assert "hyperbolic" not in result.stdout
+        assert lines[-1].startswith("Verdict: ")
+        assert lines[-1].endswith(": use exact softmax attention.")
+        for name in ("error.png", "time.png"):
+            assert (out / name).read_bytes().startswith(b"\x89PNG\r\n")
+        record = json.loads((out / "compare.json").read_text())
+        assert record["versions"]["linattn"] == linattn.__version__
+        assert record["input"]["heads"] == 24
+        assert [len(entry["heads"]) for entry in record["errors"]] == [24] * 4
+        assert record["verdict"]["sentence"] in lines[-1]
+        assert sorted(path.name for path in out.iterdir()) == [
+            "compare.json",
+            "error.png",
+            "time.png",
+        ]
+
+    def test_sample_errors_are_those_of_uniform_attention(self, tmp_path):
+        """What the project says of its sample, so that nobody is promised more."""
+        result = call("compare", *SMALL, "--num-features", "64", "--out", tmp_path)
+        assert result.exit_code == 0, result.output
+        entries = json.loads((tmp_path / "compare.json").read_text())["errors"]
+        median = {(entry["method"], entry["num_features"]): entry["median"] for entry in entries}
+        assert median["uniform", None] == pytest.approx(0.88, abs=0.01)
+        assert median["elu+1", None] == pytest.approx(0.86, abs=0.01)
+        assert median["favor+", 64] > median["uniform", None]
+        assert median["trigonometric", 64] > 5
+
+    def test_command_in_the_record_repeats_the_run(self, file, tmp_path):
+        first, second = tmp_path / "a b", tmp_path / "second"
+        options = ["--input", file, "--causal", "--seed", 7, "--max-heads", 2, *SMALL]
+        assert call("compare", *options, "--out", first).exit_code == 0
+        record = json.loads((first / "compare.json").read_text())
+        words = shlex.split(record["command"])
+        assert words[0] == "linattn"
+        assert words[-1] == str(first)
+        assert call(*words[1:-1], second).exit_code == 0
+        again = json.loads((second / "compare.json").read_text())
+        assert [e["heads"] for e in again["errors"]] == [e["heads"] for e in record["errors"]]
+        assert call("compare", *options, "--seed", 8, "--out", second).exit_code == 0
+        other = json.loads((second / "compare.json").read_text())
+        assert other["errors"][0]["heads"] != record["errors"][0]["heads"]
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("method", [*methods.METHODS, *methods.BASELINES], ids=lambda m: m.name)
+    def test_every_method_against_the_oracle(self, small, method, is_causal):
+        exact = compare.exact_output(small, is_causal=is_causal)
+        truth = reference.softmax_attention(
+            small.query, small.key, small.value, is_causal=is_causal
+        )
+        np.testing.assert_allclose(exact, truth, rtol=1e-12, atol=1e-12)
+        case = compare.Case(method, 16 if method.has_columns else None)
+        output = compare.prepare(case, small, seed=0)(
+            small.query, small.key, small.value, is_causal=is_causal
+        )
+        errors = [
+            np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+            for ours, theirs in zip(output, truth, strict=True)
+        ]
+        measured = compare.measure(
+            case, small, exact, is_causal=is_causal, seed=0, max_calls=1, max_seconds=0
+        )
+        np.testing.assert_allclose(measured.heads, errors, rtol=1e-6, atol=1e-9)
+        assert measured.median == pytest.approx(np.median(errors), abs=1e-9)
+        assert measured.percentile_90 == pytest.approx(np.quantile(errors, 0.9), abs=1e-9)
+        if method is methods.EXACT:
+            assert max(errors) < 1e-6
+        if method is methods.UNIFORM:
+            sees = np.tril(np.ones((20, 20))) if is_causal else np.ones((20, 20))
+            mean = sees / sees.sum(axis=1, keepdims=True) @ small.value
+            np.testing.assert_allclose(output, mean, atol=1e-6)
+
+    def test_a_draw_does_not_depend_on_what_else_is_measured(self, file, tmp_path):
+        heads = []
+        for maps, columns in (("favor+", "16"), ("hyperbolic,favor+", "8,16")):
+            options = ["--maps", maps, "--num-features", columns, "--lengths", "8"]
+            assert call("compare", "--input", file, *options, "--out", tmp_path).exit_code == 0
+            record = json.loads((tmp_path / "compare.json").read_text())
+            heads += [
+                entry["heads"]
+                for entry in record["errors"]
+                if (entry["method"], entry["num_features"]) == ("favor+", 16)
+            ]
+        assert heads[0] == heads[1]
+
+    def test_good_enough_map(self, tmp_path):
+        """Queries of zero attend uniformly: FAVOR+ with many columns does nearly the same."""
+        path = save(tmp_path / "in.npz", query=np.zeros((20, 8)), key=np.full((20, 8), 0.01))
+        options = ["--maps", "favor+,elu+1", "--num-features", "256", "--lengths", "8"]
+        result = call("compare", "--input", path, *options, "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert "is best and good enough to use unretrained" in result.stdout.splitlines()[-1]
+
+    def test_only_maps_without_columns(self, file, tmp_path):
+        options = ["--maps", "relu", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", file, *options)
+        assert result.exit_code == 0, result.output
+        assert "ReLU" in result.stdout
+
+    def test_points_beyond_the_budget_are_named(self, file, tmp_path):
+        options = ["--maps", "elu+1", "--lengths", "32,4096", "--time-budget", "0"]
+        result = call("compare", "--input", file, *options, "--out", tmp_path)
+        assert result.exit_code == 0, result.output
+        text = " ".join(result.stdout.split())
+        assert "Crossover: not reached; no length was measured with both." in text
+        for point in ("elu + 1 at 32 tokens", "elu + 1 at 4,096", "exact softmax at 4,096 tokens"):
+            assert point in text
+        curve = json.loads((tmp_path / "compare.json").read_text())["lengths"]
+        assert curve["points"] == []
+        assert len(curve["left_out"]) == 4
+        assert curve["crossover"]["status"] == "not measured"
+
+    def test_what_is_left_out_of_the_table_is_named(self, file, tmp_path):
+        options = ["--max-heads", "2", "--max-tokens", "16", *SMALL, "--out", tmp_path]
+        result = call("compare", "--input", file, *options)
+        text = " ".join(result.stdout.split())
+        assert "4 of 6 heads (--max-heads 2)" in text
+        assert "4 of 20 query tokens (--max-tokens 16)" in text
+        assert "2 heads, 16 tokens" in text
+
+    def test_progress_only_on_a_terminal(self, file, tmp_path):
+        options = ["compare", "--input", file, "--maps", "relu", *SMALL, "--out", tmp_path]
+        assert call(*options).stderr == ""
+        assert "exact attention" in call(*options, FORCE_COLOR="1").stderr
+
+    def test_brackets_in_a_path_are_printed_as_they_are(self, file, tmp_path):
+        out = tmp_path / "[bold]x[/bold]"
+        options = ["--maps", "relu", "--lengths", "8", "--out", out]
+        result = call("compare", "--input", file, *options)
+        assert result.exit_code == 0, result.output
+        assert "[bold]x[/bold]" in result.stdout
+
+
+def _corrupt(path):
+    content = bytearray(save(path).read_bytes())
+    content[400:600] = bytes(200)
+    path.write_bytes(content)
+
+
+def _pickled(path):
+    save(path, query=np.array([{"a": 1}], dtype=object))
+
+
+BAD_FILES = {
+    "missing file": (lambda path: None, "cannot be read: No such file"),
+    "folder": (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+    "empty": (lambda path: path.write_bytes(b""), "want an .npz file"),
+    "text": (lambda path: path.write_text("hello\nworld"), "want an .npz file"),
+    "half a zip": (lambda path: path.write_bytes(save(path).read_bytes()[:700]), "want an .npz"),
+    "corrupt": (_corrupt, "query cannot be read"),
+    "pickled": (_pickled, "query cannot be read: Object arrays cannot be loaded"),
+    "no arrays": (lambda path: np.savez(path), "missing: query, key, value; found: nothing"),
+    "missing array": (lambda path: save(path, key=None), "missing: key; found: query, value"),
+    "integers": (lambda path: save(path, key=np.ones((20, 8), int)), "key: want float16, float32"),
+    "complex": (lambda path: save(path, key=np.ones((20, 8), complex)), "got complex128"),
+    "one axis": (lambda path: save(path, query=np.ones(8)), "(..., length, dim), got (8,)"),
+    "no heads": (lambda path: save(path, query=np.ones((0, 20, 8))), "at least one head"),
+    "no tokens": (lambda path: save(path, value=np.ones((0, 8))), "at least one head, one token"),
+    "dims differ": (lambda path: save(path, query=np.ones((20, 4))), "query and key of one dim"),
+    "lengths": (lambda path: save(path, value=np.ones((21, 4))), "key and value of one length"),
+    "heads": (lambda path: save(path, value=np.ones((5, 20, 4))), "axes that broadcast"),
+    "nan": (lambda path: save(path, value=np.full((20, 4), np.nan)), "got 80 NaN or infinite"),
+    "inf": (lambda path: save(path, query=np.full((20, 8), np.inf)), "query: want finite numbers"),
+    "overflow": (
+        lambda path: save(path, query=np.full((20, 8), 1e200), key=np.full((20, 8), 1e200)),
+        "exact softmax attention overflows",
+    ),
+}
+
+
+class TestErrors:
+    """One line on stderr, exit code 2, no traceback."""
+
+    @staticmethod
+    def check(result, text):
+        assert result.exit_code == 2, result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        lines = result.stderr.splitlines()
+        assert len(lines) == 1, result.stderr
+        assert lines[0].startswith("linattn: error: ")
+        assert text in lines[0]
+        assert result.stdout == ""
+
+    @pytest.mark.parametrize("name", BAD_FILES)
+    def test_bad_file(self, tmp_path, name):
+        path = tmp_path / "bad.npz"
+        make, text = BAD_FILES[name]
+        make(path)
+        out = tmp_path / "out"
+        result = call("compare", "--input", path, *SMALL, "--out", out)
+        self.check(result, text)
+        assert "bad.npz" in result.stderr
+        assert not (out / "compare.json").exists()
+
+    def test_single_array(self, tmp_path):
+        np.save(tmp_path / "one.npy", np.ones((4, 4)))
+        result = call("compare", "--input", tmp_path / "one.npy", "--out", tmp_path)
+        self.check(result, "want an .npz file with query, key, value, got a single .npy array")
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            (["--lengths", "0"], "--lengths: want whole numbers from 1 to 4194304, got '0'"),
+            (["--lengths", "64,many"], "got 'many'"),
+            (["--lengths", "1e3"], "got '1e3'"),
+            (["--lengths", "-5"], "got '-5'"),
+            (["--lengths", "99999999"], "got '99999999'"),
+            (["--lengths", ","], "--lengths: want at least one whole number, got none"),
+            (["--num-features", "0"], "--num-features: want whole numbers from 1 to 65536"),
+            (["--num-features", "65"], "hyperbolic with 65 columns: num_features"),
+            (["--maps", "favour"], "--maps: want names out of favor+, hyperbolic"),
+            (["--seed", "-1"], "--seed: want a whole number >= 0, got -1"),
+            (["--time-budget", "-1"], "--time-budget: want seconds >= 0, got -1"),
+            (["--time-budget", "nan"], "--time-budget: want seconds >= 0, got nan"),
+            (["--max-heads", "0"], "--max-heads: want a whole number >= 1, got 0"),
+            (["--max-tokens", "0"], "--max-tokens: want a whole number >= 1, got 0"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_bad_option(self, file, tmp_path, options, text):
+        result = call("compare", "--input", file, *options, "--out", tmp_path)
+        self.check(result, text)
+
+    def test_causal_needs_equal_lengths(self, tmp_path):
+        path = save(tmp_path / "cross.npz", query=np.ones((7, 8)))
+        result = call("compare", "--input", path, "--causal", *SMALL, "--out", tmp_path)
+        self.check(result, "--causal: want query and key of one length, got 7 and 20")
+
+    @pytest.mark.parametrize("below", ["", "folder"])
+    def test_unwritable_out(self, file, tmp_path, below):
+        (tmp_path / "out").write_text("a file")
+        out = tmp_path / "out" / below
+        result = call("compare", "--input", file, *SMALL, "--out", out)
+        self.check(result, "cannot be written to")
+
+    def test_not_enough_memory(self, file, tmp_path, monkeypatch):
+        def fail(*arguments, **options):
+            raise MemoryError
+
+        monkeypatch.setattr(compare, "linattn", types.SimpleNamespace(softmax_attention=fail))
+        result = call("compare", "--input", file, *SMALL, "--out", tmp_path)
+        self.check(result, "not enough memory")
+
+    @pytest.mark.parametrize("words", [["--nonsense"], ["--time-budget", "soon"], ["extra"]])
+    def test_usage(self, words):
+        result = call("compare", *words)
+        assert result.exit_code == 2
+        assert "Traceback" not in result.output
+
+    def test_a_pickle_is_never_loaded(self, tmp_path):
+        class Trap:
+            def __reduce__(self):
+                return Path.touch, (tmp_path / "sprung",)
+
+        path = save(tmp_path / "bad.npz", query=np.array([Trap()], dtype=object))
+        self.check(call("compare", "--input", path, "--out", tmp_path / "o"), "query cannot be")
+        assert not (tmp_path / "sprung").exists()
+
+
+class TestInputs:
+    def test_leading_axes_broadcast_to_heads(self, tmp_path):
+        shared = np.arange(2 * 20 * 8, dtype=np.float64).reshape(2, 1, 20, 8) / 100
+        loaded = inputs.load(save(tmp_path / "grouped.npz", key=shared))
+        assert loaded.query.shape == loaded.key.shape == (6, 20, 8)
+        assert loaded.query.dtype == loaded.key.dtype == loaded.value.dtype == np.float64
+        np.testing.assert_array_equal(loaded.key[4], shared[1, 0])
+
+    def test_half_precision_and_byte_order(self, tmp_path):
+        half = np.ones((20, 8), np.float16)
+        names = {"query": half, "key": half.astype(">f2"), "value": half}
+        loaded = inputs.load(save(tmp_path / "half.npz", **names))
+        assert {a.dtype for a in (loaded.query, loaded.key, loaded.value)} == {np.dtype("f4")}
+        assert loaded.query.shape == (1, 20, 8)
+        assert (loaded.key == 1).all()
+
+    def test_heads_kept_are_spread_evenly(self, small):
+        kept = inputs.limited(small, max_heads=3, max_tokens=5, is_causal=False)
+        np.testing.assert_array_equal(kept.query, small.query[[0, 2, 5], :5])
+        np.testing.assert_array_equal(kept.value, small.value[[0, 2, 5], :5])
+
+    def test_continued_repeats_the_head_with_noise(self):
+        sample = inputs.sample()
+        arrays = inputs.continued(sample, 4000, np.random.default_rng(0))
+        again = inputs.continued(sample, 4000, np.random.default_rng(0))
+        source = []
+        for ours, theirs, same in zip(
+            arrays, (sample.query[0], sample.key[0], sample.value[0]), again, strict=True
+        ):
+            assert ours.shape == (4000, 32)
+            assert ours.dtype == np.float32
+            np.testing.assert_array_equal(ours, same)
+            np.testing.assert_array_equal(ours[:256], theirs)
+            distance = np.linalg.norm(ours[256:, None] - theirs, axis=-1)
+            nearest = distance.argmin(axis=1)
+            source.append(nearest)
+            noise = (ours[256:] - theirs[nearest]) / theirs.std(axis=0)
+            assert noise.std() == pytest.approx(0.1, rel=0.02)
+        np.testing.assert_array_equal(source[1], source[2])
+        np.testing.assert_array_equal(source[0], source[1])
+
+    def test_continued_shorter_than_the_head_is_its_prefix(self, small):
+        query, key, value = inputs.continued(small, 7, np.random.default_rng(0))
+        np.testing.assert_array_equal(query, small.query[0, :7])
+        np.testing.assert_array_equal(key, small.key[0, :7])
+        np.testing.assert_array_equal(value, small.value[0, :7])
+
+    def test_continued_cross_attention(self, tmp_path):
+        loaded = inputs.load(save(tmp_path / "cross.npz", query=np.ones((3, 8))))
+        arrays = inputs.continued(loaded, 50, np.random.default_rng(0))
+        assert [array.shape for array in arrays] == [(50, 8), (50, 8), (50, 4)]
+
+
+class TestError:
+    def test_scale_does_not_matter(self):
+        rng = np.random.default_rng(0)
+        exact = rng.standard_normal((2, 5, 3))
+        output = exact + 0.1 * rng.standard_normal(exact.shape)
+        want = np.linalg.norm(output - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
+        for scale in (1.0, 1e-200, 1e200):
+            np.testing.assert_allclose(compare.relative_error(output * scale, exact * scale), want)
+
+    def test_zero_and_not_finite(self):
+        exact = np.zeros((4, 2, 2))
+        exact[2:] = 1
+        output = exact.copy()
+        output[1, 0, 0] = 1
+        output[2, 0, 0] = np.nan
+        np.testing.assert_array_equal(
+            compare.relative_error(output, exact), [0, math.inf, math.inf, 0]
+        )
+
+    def test_a_head_that_is_not_finite_counts_as_the_worst(self, small):
+        def attend(query, key, value, *, is_causal):
+            output = value.copy()
+            output[:2] = np.nan
+            return output
+
+        broken = methods.Method("broken", "broken", lambda *arguments: attend, False)
+        exact = small.value.astype(np.float64)
+        found = compare.measure(
+            compare.Case(broken, None), small, exact, is_causal=False, seed=0, max_calls=1
+        )
+        assert found.median == 0
+        assert found.percentile_90 == math.inf
+        assert found.heads == (math.inf, math.inf, 0, 0, 0, 0)
+
+
+class TestVerdict:
+    def test_good_enough(self):
+        verdict = compare.judge([row("a", 0.1, num_features=64), row("b", 0.3), UNIFORM, EXACT])
+        assert verdict.good_enough
+        assert (verdict.best, verdict.num_features, verdict.median) == ("a", 64, 0.1)
+        assert verdict.sentence.startswith("A with 64 columns is best and good enough")
+
+    def test_not_good_enough(self):
+        verdict = compare.judge([row("a", 0.2), row("b", 0.11), UNIFORM, EXACT])
+        assert not verdict.good_enough
+        assert verdict.sentence.startswith("B is the best map but not good enough")
+        assert verdict.sentence.endswith("use exact softmax attention.")
+
+    def test_no_better_than_uniform(self):
+        verdict = compare.judge([row("a", 0.6), row("b", 0.55), UNIFORM, EXACT])
+        assert "B is the best map but no better than uniform attention" in verdict.sentence
+        assert verdict.sentence.endswith("use exact softmax attention.")
+
+    def test_nothing_finite(self):
+        verdict = compare.judge([row("a", math.inf), UNIFORM, EXACT])
+        assert verdict.best is None
+        assert verdict.sentence == "no map gave a finite error: use exact softmax attention."
+
+
+class TestSweep:
+    lengths = (256, 512, 1024, 2048)
+
+    def test_crossover_of_power_laws_is_exact(self):
+        linear = {length: 3e-6 * length for length in self.lengths}
+        exact = {length: 5e-9 * length**2 for length in self.lengths}
+        found = sweep.crossover(linear, exact)
+        assert found.status == "crossed"
+        assert found.length == pytest.approx(600)
+        assert found.between == (512, 1024)
+
+    def test_below_and_not_reached(self):
+        fast = dict.fromkeys(self.lengths, 1.0)
+        slow = dict.fromkeys(self.lengths, 2.0)
+        assert sweep.crossover(fast, slow) == sweep.Crossover("below", None, (None, 256))
+        assert sweep.crossover(slow, fast) == sweep.Crossover("not reached", None, (2048, None))
+        assert sweep.crossover(fast, {}) == sweep.Crossover("not measured")
+
+    def test_only_lengths_measured_with_both_count(self):
+        linear = dict.fromkeys(self.lengths, 1.0)
+        exact = {256: 0.5, 512: 0.9, 4096: 9.0}
+        assert sweep.crossover(linear, exact) == sweep.Crossover("not reached", None, (512, None))
+
+    def test_after_noise_the_last_crossing_counts(self):
+        linear = dict.fromkeys(self.lengths, 1.0)
+        exact = dict(zip(self.lengths, (0.5, 2.0, 0.5, 2.0), strict=True))
+        found = sweep.crossover(linear, exact)
+        assert found.between == (1024, 2048)
+        assert found.length == pytest.approx(1024 * math.sqrt(2))
+
+    def test_budget_decides_what_is_measured(self, monkeypatch):
+        """Times of the pretended calls: 1 ms and 4 ms at 1024 tokens, growing by power laws."""
+
+        def attend(curve):
+            def run(query, key, value, *, is_causal):
+                calls.append((curve, len(query)))
+
+            return run
+
+        def pretend(call, **limits):
+            call()
+            curve, length = calls[-1]
+            unit = {"linear": 1e-3, "exact": 4e-3}[curve]
+            seconds = unit * (length / 1024) ** sweep.EXPONENTS[curve]
+            return timing.Timing(seconds, 1, seconds)
+
+        monkeypatch.setattr(sweep, "fastest", pretend)
+        calls = []
+        told = []
+        lengths = [1024 * 2**k for k in range(5)]
+        found = sweep.sweep(
+            [np.zeros((lengths[-1], 2))] * 3,
+            lengths,
+            {"linear": attend("linear"), "exact": attend("exact")},
+            label="x",
+            is_causal=False,
+            time_budget=0.3,
+            notify=told.append,
+        )
+        # Exact takes 4, 16, 64 ms; its 256 ms at 8,192 tokens would leave nothing.
+        assert sorted(found.seconds("linear")) == lengths
+        assert sorted(found.seconds("exact")) == lengths[:3]
+        assert [(p.curve, p.length) for p in found.left_out] == [("exact", 8192), ("exact", 16384)]
+        assert found.left_out[0].expected_seconds == pytest.approx(0.256)
+        assert found.lengths == tuple(lengths)
+        assert len(told) == 2 * len(lengths)
+        assert max(length for curve, length in calls if curve == "exact") == 4096
+        text = tables.left_out_text(found)
+        assert "exact softmax at 8,192 tokens (expected 256 ms)" in text
+        assert "exact softmax at 16,384 tokens" in text
+
+    @pytest.mark.parametrize(
+        ("exact", "text"),
+        [
+            ({256: 1.0, 512: 4.0}, "from about 360 tokens on (interpolated between 256 and 512)"),
+            ({256: 3.0, 512: 4.0}, "Crossover: below 256 tokens"),
+            ({256: 1.0, 512: 1.5}, "not reached; exact attention was faster at 512 tokens"),
+        ],
+    )
+    def test_sentences(self, exact, text):
+        points = [sweep.Point("exact", length, time, 1) for length, time in exact.items()]
+        points += [sweep.Point("linear", length, 2.0, 1) for length in exact]
+        found = sweep.Sweep("x", tuple(points), (), 1.0)
+        assert text in tables.crossover_text(found)
+        assert tables.left_out_text(found) == ""
+
+
+class TestMeasuring:
+    def test_peak_memory_counts_the_call_only(self):
+        before = np.ones(10**6)
+        peak = timing.peak_memory(lambda: (np.empty(10**6), None)[1])
+        assert 8e6 <= peak < 8.2e6
+        assert before.nbytes == 8e6
+
+    def test_calls(self):
+        calls = []
+        timed = timing.fastest(lambda: calls.append(1), max_calls=4, max_seconds=60)
+        assert timed.calls == len(calls) == 4
+        assert timed.total_seconds >= 4 * timed.seconds
+        assert timing.fastest(lambda: None, max_calls=4, max_seconds=0).calls == 1
+
+    @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [
+            (0, "0.00 us"),
+            (1.234e-5, "12.3 us"),
+            (0.1234, "123 ms"),
+            (12.34, "12.3 s"),
+            (4e3, "4,000 s"),
+        ],
+    )
+    def test_durations(self, seconds, text):
+        assert tables.duration(seconds) == text
+
+
+class TestReport:
+    def test_json_has_null_for_what_json_cannot_say(self):
+        record = {"a": (1.5, math.inf), "b": {"c": [math.nan, True, None, "x"]}}
+        assert json.loads(report.as_json(record)) == {
+            "a": [1.5, None],
+            "b": {"c": [None, True, None, "x"]},
+        }
+
+    def test_a_failed_write_leaves_the_old_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "compare.json"
+        report.write(path, b"old")
+
+        def fail(self, target):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "replace", fail)
+        with pytest.raises(Exception, match=r"compare\.json: cannot be written: No space left"):
+            report.write(path, b"new")
+        assert path.read_bytes() == b"old"
+        assert list(tmp_path.iterdir()) == [path]
+
+
+class TestInfo:
+    def fake(self, monkeypatch, *, count):
+        cupy = types.ModuleType("cupy")
+        cupy.__spec__ = types.SimpleNamespace()
+        cupy.__version__ = "14"
+
+        class Error(Exception):
+            pass
+
+        def device_count():
+            if count is None:
+                message = "cudaErrorInsufficientDriver:\nsecond line"
+                raise Error(message)
+            return count
+
+        cupy.cuda = types.SimpleNamespace(
+            runtime=types.SimpleNamespace(
+                getDeviceCount=device_count,
+                getDeviceProperties=lambda index: {"name": f"Device {index}".encode()},
+            )
+        )
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr(linattn, "registered_backends", lambda: {"cupy": "json"})
+        return info.backends()[0]
+
+    def test_command(self):
+        result = python("-m", "linattn", "info")
+        assert result.returncode == 0, result.stderr
+        assert result.stderr == ""
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        for text in (linattn.__version__, np.__version__, "linattn_numpy", "BLAS", "GPU"):
+            assert text in result.stdout
+
+    def test_numpy_runs(self):
+        status = {entry.library: entry for entry in info.backends()}["numpy"]
+        assert status.runs
+        assert np.__version__ in status.detail
+
+    def test_devices(self, monkeypatch):
+        status = self.fake(monkeypatch, count=2)
+        assert status.runs
+        assert status.detail == "2 devices: Device 0, Device 1"
+
+    def test_no_device(self, monkeypatch):
+        assert self.fake(monkeypatch, count=0)[2:] == (False, "no device")
+
+    def test_no_driver(self, monkeypatch):
+        status = self.fake(monkeypatch, count=None)
+        assert not status.runs
+        assert status.detail == "no usable driver: Error: cudaErrorInsufficientDriver:"
+
+    def test_not_installed(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        monkeypatch.setattr(linattn, "registered_backends", lambda: {"cupy": "json"})
+        status = info.backends()[0]
+        assert not status.runs
+        assert "cupy is not installed (pip install 'linattn[cuda13]'" in status.detail
+
+    def test_broken_backend(self, monkeypatch):
+        backends = {"numpy": "no_such_backend", "json": "json"}
+        monkeypatch.setattr(linattn, "registered_backends", lambda: backends)
+        found = {entry.library: entry for entry in info.backends()}
+        assert not found["numpy"].runs
+        assert "No module named 'no_such_backend'" in found["numpy"].detail
+        assert found["json"].runs
+
+    def test_threads_without_threadpoolctl(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "threadpoolctl", None)
+        assert "pip install 'linattn[threads]'" in info.threads()[-1]
+
+
+class TestEntry:
+    def test_missing_extra(self):
+        code = "import sys; sys.modules['rich'] = None; from linattn.cli import main; main()"
+        result = python("-c", code)
+        assert result.returncode == 2
+        assert result.stdout == ""
+        assert result.stderr.splitlines() == [
+            "linattn: error: the command needs rich: pip install 'linattn[cli]'"
+        ]
+
+    def test_help_is_light(self):
+        code = (
+            "import sys; sys.argv = ['linattn', 'compare', '--help']\n"
+            "from linattn.cli import main\n"
+            "try: main()\n"
+            "finally: print({'matplotlib', 'rich', 'linattn_numpy'} & set(sys.modules))"
+        )
+        result = python("-c", code)
+        assert result.returncode == 0, result.stderr
+        assert "--time-budget" in result.stdout
+        assert result.stdout.splitlines()[-1] == "set()"
+
+    def test_version(self):
+        assert call("--version").stdout == f"linattn {linattn.__version__}\n"
+
+    def test_maps_in_the_help_are_the_registry(self):
+        text = " ".join(call("compare", "--help").stdout.split())
+        assert f"measure: {', '.join(method.name for method in methods.METHODS)}." in text
+
+    def test_unknown_method(self):
+        with pytest.raises(ValueError, match="got nonsense, other"):
+            methods.select(("nonsense", "favor+", "other"))

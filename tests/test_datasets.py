@@ -1,0 +1,104 @@
+"""The real sample: what is in it, what its docstring says of it, and how it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn.datasets import pretrained_qkv
+
+SHA256 = "b4ee838788ac671f5bee201d30683ec6a7ae462c013fadba507514da58c2dfc5"
+
+
+def test_file_is_the_one_that_the_readme_names():
+    folder = resources.files("linattn.datasets")
+    assert hashlib.sha256((folder / "minilm_qkv.npz").read_bytes()).hexdigest() == SHA256
+    assert SHA256 in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_default_is_float32():
+    for array in pretrained_qkv():
+        assert array.dtype == np.float32
+        assert array.shape == (2, 12, 256, 32)
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.float32, np.dtype(float), np.longdouble, ">f4"])
+def test_dtypes(dtype):
+    half = pretrained_qkv(np.float16)
+    arrays = pretrained_qkv(dtype)
+    assert len(arrays) == 3
+    for array, stored in zip(arrays, half, strict=True):
+        assert array.dtype == np.dtype(dtype).newbyteorder("=")
+        assert array.dtype.isnative
+        assert np.isfinite(array).all()
+        # float16 fits into every wider dtype: nothing was rounded twice.
+        assert np.array_equal(array, stored)
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int32, bool, np.complex64, object, "S4", "float7", None, 32, "f4,f4"]
+)
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(TypeError, match="dtype: want a real floating NumPy dtype, got "):
+        pretrained_qkv(dtype)
+
+
+def test_arrays_are_fresh_and_writable():
+    first = pretrained_qkv()
+    kept = [array.copy() for array in first]
+    for array in first:
+        assert array.flags.writeable
+        assert array.flags.c_contiguous
+        array[...] = 0
+    for again, array in zip(pretrained_qkv(), kept, strict=True):
+        assert np.array_equal(again, array)
+
+
+def test_loads_from_a_package_that_is_not_a_folder(tmp_path):
+    archive = tmp_path / "linattn.zip"
+    root = Path(linattn.__file__).parent
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in root.rglob("*"):
+            if path.suffix in {".py", ".npz"}:
+                packed.write(path, Path("linattn") / path.relative_to(root))
+    program = f"""
+import sys
+sys.path.insert(0, {str(archive)!r})
+from linattn import datasets
+assert {str(archive)!r} in datasets.__file__
+print([array.shape for array in datasets.pretrained_qkv()])
+"""
+    command = [sys.executable, "-W", "error", "-c", program]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.strip() == str([(2, 12, 256, 32)] * 3)
+
+
+def test_query_key_and_value_differ():
+    query, key, value = pretrained_qkv()
+    assert not np.array_equal(query, key)
+    assert not np.array_equal(key, value)
+    for array in (query, key, value):
+        assert not np.array_equal(array[0], array[1])
+
+
+def test_figures_of_the_docstring():
+    query, key, _ = pretrained_qkv(np.float64)
+    logits = query @ key.mT / np.sqrt(32)
+    assert [round(x, 1) for x in logits.min(axis=(1, 2, 3))] == [-24.2, -18.4]
+    assert [round(x, 1) for x in logits.max(axis=(1, 2, 3))] == [14.5, 12.4]
+    for array, lengths in ((query, [8.3, 7.2]), (key, [9.3, 7.1])):
+        norm = np.linalg.norm(array, axis=-1)
+        assert [round(x, 1) for x in np.median(norm, axis=(1, 2))] == lengths
+    weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p = weight / weight.sum(axis=-1, keepdims=True)
+    perplexity = np.exp(-(p * np.log(p)).sum(axis=-1))
+    assert [round(x) for x in np.median(perplexity, axis=(1, 2))] == [14, 35]

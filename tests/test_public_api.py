@@ -1,0 +1,217 @@
+"""The names, signatures and docstrings that users rely on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from types import ModuleType
+
+import pytest
+
+import linattn
+import linattn_numpy
+
+# Words in a fixed order: a reader of this table sees the whole interface, and so does a review.
+SIGNATURES = {
+    "linear_attention": (
+        "(query, key, value, feature_map, *, is_causal=False, key_mask=None, initial_state=None, "
+        "return_state=False, return_log_normalizer=False, chunk_size=None)"
+    ),
+    "softmax_attention": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
+    "State": "(kvz, log_scale, length)",
+    "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
+    "update_state": "(state, key, value, feature_map, *, key_mask=None)",
+    "read_state": "(query, state, feature_map)",
+    "merge_states": "(first, second)",
+    "decode_step": "(query, key, value, state, feature_map)",
+    "Decoder": "(feature_map, state)",
+    "Decoder.step": "(self, query, key, value)",
+    "save_state": "(path, state, feature_map=None)",
+    "load_state": "(path, feature_map=None, like=None)",
+    "config": "(num_threads=None, precision=None)",
+    "without_backends": "()",
+    "registered_backends": "()",
+    "sampling.gaussian": "(num, dim, rng=None, *, batch_shape=())",
+    "sampling.orthogonal": "(num, dim, rng=None, *, batch_shape=())",
+    "reference.kernel_attention": (
+        "(query, key, value, kernel, *, is_causal=False, key_mask=None)"
+    ),
+    "reference.softmax_attention": (
+        "(query, key, value, *, scale=None, is_causal=False, key_mask=None)"
+    ),
+    "datasets.pretrained_qkv": "(dtype=<class 'numpy.float32'>)",
+    "feature_maps.PositiveFeatures": (
+        "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"
+    ),
+    "feature_maps.HyperbolicFeatures": (
+        "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"
+    ),
+    "feature_maps.TrigonometricFeatures": (
+        "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"
+    ),
+    "feature_maps.ActivationFeatures": (
+        "(dim=None, num_features=None, *, activation='relu', epsilon=0.001, scale=1.0, "
+        "sampler='orthogonal', rng=None)"
+    ),
+    "feature_maps.EluFeatures": "(dim=None, *, scale=1.0)",
+    "feature_maps.ReluFeatures": "(dim=None, *, scale=1.0)",
+}
+
+MAP_METHODS = {
+    "query_features": "(self, x)",
+    "key_features": "(self, x)",
+    "kernel": "(self, x, y)",
+    "estimate": "(self, x, y)",
+    "variance": "(self, x, y)",
+}
+RANDOM_MAP_METHODS = {"redraw": "(self, rng=None)"}
+RANDOM_MAPS = [
+    linattn.feature_maps.PositiveFeatures(4, rng=0),
+    linattn.feature_maps.HyperbolicFeatures(4, rng=0),
+    linattn.feature_maps.TrigonometricFeatures(4, rng=0),
+    linattn.feature_maps.ActivationFeatures(4, rng=0),
+]
+MAPS = [*RANDOM_MAPS, linattn.feature_maps.EluFeatures(), linattn.feature_maps.ReluFeatures()]
+
+
+def is_public(name: str) -> bool:
+    # The command's interface is its command line: the modules behind `main` are its own affair.
+    return not name.startswith("linattn.cli.") and "._" not in name
+
+
+def public_modules() -> list[ModuleType]:
+    names = [info.name for info in pkgutil.walk_packages(linattn.__path__, "linattn.")]
+    submodules = [importlib.import_module(name) for name in names if is_public(name)]
+    return [linattn, linattn_numpy, *submodules]
+
+
+def resolve(path: str) -> object:
+    found: object = linattn
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def signature(function: object) -> str:
+    bare = inspect.signature(function)  # type: ignore[arg-type]
+    parameters = [p.replace(annotation=p.empty) for p in bare.parameters.values()]
+    return str(bare.replace(parameters=parameters, return_annotation=bare.empty))
+
+
+def written_docstring(thing: object) -> str:
+    """Return the docstring that somebody wrote: not inherited, not made by a decorator."""
+    text = vars(thing).get("__doc__") if isinstance(thing, type) else inspect.getdoc(thing)
+    made = isinstance(thing, type) and (text or "").startswith(f"{thing.__name__}(")
+    return "" if made else text or ""
+
+
+@pytest.fixture(params=public_modules(), ids=lambda module: module.__name__)
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    found: ModuleType = request.param
+    return found
+
+
+def test_public_modules_are_the_designed_ones():
+    names = {module.__name__ for module in public_modules()}
+    assert names >= {
+        "linattn",
+        "linattn.attention",
+        "linattn.cli",
+        "linattn.datasets",
+        "linattn.feature_maps",
+        "linattn.feature_maps.elementwise",
+        "linattn.feature_maps.exponential",
+        "linattn.feature_maps.trigonometric",
+        "linattn.folds",
+        "linattn.reference",
+        "linattn.sampling",
+        "linattn.state",
+        "linattn.typing",
+    }
+
+
+def test_all_names_exist_once(module):
+    names = module.__all__
+    assert [name for name in names if not hasattr(module, name)] == []
+    assert len(names) == len(set(names))
+
+
+def test_all_holds_what_the_module_defines_in_public(module):
+    defined = {
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(thing) or inspect.isfunction(thing))
+        and thing.__module__ == module.__name__
+    }
+    assert defined - set(module.__all__) == set()
+
+
+def test_public_names_are_documented(module):
+    assert written_docstring(module)
+    things = {name: getattr(module, name) for name in module.__all__}
+    documentable = {
+        name: thing
+        for name, thing in things.items()
+        if inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)
+    }
+    assert [name for name, thing in documentable.items() if not written_docstring(thing)] == []
+
+
+def test_public_methods_are_documented(module):
+    undocumented = [
+        f"{owner.__name__}.{name}"
+        for owner in (getattr(module, name) for name in module.__all__)
+        if inspect.isclass(owner) and owner.__module__ == module.__name__
+        for name, member in inspect.getmembers(owner)
+        if not name.startswith("_")
+        and (inspect.isroutine(member) or isinstance(member, property))
+        and not inspect.getdoc(member)
+    ]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signature_is_the_designed_one(path):
+    assert signature(resolve(path)) == SIGNATURES[path]
+
+
+def test_top_level_exports_the_designed_names():
+    top = {path for path in SIGNATURES if "." not in path}
+    modules = {"datasets", "feature_maps", "reference", "sampling"}
+    assert set(linattn.__all__) >= top | modules | {"__version__"}
+
+
+def test_version_is_three_numbers():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", linattn.__version__)
+
+
+@pytest.mark.parametrize("feature_map", MAPS, ids=lambda map_: type(map_).__name__)
+def test_feature_map_has_the_designed_members(feature_map):
+    methods = MAP_METHODS | (RANDOM_MAP_METHODS if feature_map in RANDOM_MAPS else {})
+    assert {name: signature(getattr(type(feature_map), name)) for name in methods} == methods
+    for attribute in ("dim", "num_features", "scale", "positive", "unbiased", "causal"):
+        assert hasattr(feature_map, attribute), attribute
+    assert type(feature_map).__name__ in linattn.feature_maps.__all__
+
+
+@pytest.mark.parametrize("feature_map", RANDOM_MAPS, ids=lambda map_: type(map_).__name__)
+def test_random_map_comes_back_from_its_projection(feature_map):
+    parameters = list(inspect.signature(type(feature_map).from_projection).parameters.values())
+    assert parameters[0].name == "projection"
+    assert {p.kind for p in parameters[1:]} <= {inspect.Parameter.KEYWORD_ONLY}
+    assert type(feature_map).from_projection(feature_map.projection) == feature_map
+
+
+def test_samplers_are_found_by_name():
+    samplers = linattn.sampling.SAMPLERS
+    assert samplers["gaussian"] is linattn.sampling.gaussian
+    assert samplers["orthogonal"] is linattn.sampling.orthogonal
+
+
+def test_state_fields_keep_their_order():
+    assert linattn.State._fields == ("kvz", "log_scale", "length")
+    assert isinstance(linattn.State.kv, property)
+    assert isinstance(linattn.State.z, property)
