@@ -73,7 +73,7 @@ def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
             array = array.astype(array.dtype.newbyteorder("="))
     try:
         if isinstance(array, numbers.Number | np.generic | str | bytes):
-            raise TypeError  # noqa: TRY301
+            raise TypeError
         xp = array_api_compat.array_namespace(array)
     except TypeError:
         message = (
@@ -98,9 +98,7 @@ def _check_float(name: str, array: Array, xp: ModuleType) -> None:
         hint = ""
         if "int" in str(dtype) or "bool" in str(dtype):
             hint = "; convert it to a floating dtype first"
-        message = (
-            f"{name} must have dtype float16, bfloat16, float32 or float64, got {dtype}{hint}"
-        )
+        message = f"{name} must have dtype float16, bfloat16, float32 or float64, got {dtype}{hint}"
         raise TypeError(message)
 
 
@@ -299,4 +297,3 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, xp: Module
         )
         raise ValueError(message)
     return state
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,7 +32,8 @@ class Settings(NamedTuple):
     precision: str | None = None
 
 
-_settings: ContextVar[Settings] = ContextVar("linattn_settings", default=Settings())
+DEFAULTS = Settings()
+_settings: ContextVar[Settings] = ContextVar("linattn_settings", default=DEFAULTS)
 _backends_on: ContextVar[bool] = ContextVar("linattn_backends_on", default=True)
 
 
@@ -114,8 +114,11 @@ def without_backends() -> Iterator[None]:
 
 @functools.cache
 def _entry_points() -> dict[str, str]:
+    # Here and not at the top: it costs a third of what importing numpy does.
+    from importlib.metadata import entry_points
+
     found: dict[str, str] = {}
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in entry_points(group=GROUP):
         other = found.setdefault(entry.name, entry.value)
         if other != entry.value:
             message = (

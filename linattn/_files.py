@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
-import zipfile
 from contextlib import suppress
 from io import BytesIO
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import array_api_compat
 import numpy as np
@@ -17,6 +14,9 @@ from numpy.typing import NDArray
 from linattn import _checks
 from linattn._problem import check_feature_map
 from linattn.typing import Array, FeatureMap, State
+
+if TYPE_CHECKING:
+    from zipfile import ZipFile
 
 __all__ = ["StateFileError", "load_state", "save_state"]
 
@@ -75,9 +75,11 @@ def save_state(
     if not isinstance(state, State):
         message = f"state must be a linattn.State, got {type(state).__name__}"
         raise TypeError(message)
+    import tempfile  # here and not at the top, for an import that costs little
+
     fingerprint = "" if feature_map is None else _fingerprint(feature_map)
-    target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    folder, base = os.path.split(os.fspath(path))
+    handle, name = tempfile.mkstemp(dir=folder or os.curdir, prefix=f".{base}-")
     try:
         with os.fdopen(handle, "wb") as file:
             np.savez(
@@ -90,7 +92,7 @@ def save_state(
             )
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, target)
+        os.replace(name, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
@@ -129,9 +131,12 @@ def load_state(
     -----
     Nothing is unpickled, and no more is read than the file holds.
     """
+    import zipfile  # here and not at the top, for an import that costs little
+
     wanted = None if feature_map is None else _fingerprint(feature_map)
     try:
-        arrays = _read_members(Path(path))
+        with zipfile.ZipFile(path) as archive:
+            arrays = _read_members(archive, os.path.getsize(path))
     except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError) as error:
         message = f"{path} is not a linattn state file: {error}"
         raise StateFileError(message) from error
@@ -157,18 +162,17 @@ def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
     raise StateFileError(message)
 
 
-def _read_members(path: Path) -> dict[str, NDArray[Any]]:
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        if set(infos) != set(MEMBERS) or len(archive.infolist()) != len(MEMBERS):
-            message = f"it must hold the arrays {sorted(MEMBERS)}, got {sorted(infos)[:9]}"
-            raise ValueError(message)
-        stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos.values())
-        if not stored or sum(info.file_size for info in infos.values()) > size:
-            message = f"its arrays claim more than the {size} bytes of the file"
-            raise ValueError(message)
-        arrays = {name: _parse(name, archive.read(info)) for name, info in infos.items()}
+def _read_members(archive: ZipFile, size: int) -> dict[str, NDArray[Any]]:
+    """Read all members of an npz file of this size, none of which is compressed."""
+    infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    if set(infos) != set(MEMBERS) or len(archive.infolist()) != len(MEMBERS):
+        message = f"it must hold the arrays {sorted(MEMBERS)}, got {sorted(infos)[:9]}"
+        raise ValueError(message)
+    stored = all(info.compress_type == 0 for info in infos.values())
+    if not stored or sum(info.file_size for info in infos.values()) > size:
+        message = f"its arrays claim more than the {size} bytes of the file"
+        raise ValueError(message)
+    arrays = {name: _parse(name, archive.read(info)) for name, info in infos.items()}
     version = int(arrays["format_version"])
     if version != FORMAT_VERSION:
         message = f"it has format version {version}, this linattn reads {FORMAT_VERSION}"

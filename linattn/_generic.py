@@ -101,10 +101,7 @@ def _exponential_log(spec: Exponential, x: Array, xp: ModuleType) -> Array:
 
 
 def _pointwise(spec: Pointwise, x: Array, xp: ModuleType) -> Features:
-    if isinstance(spec.P, float):
-        u = x if spec.P == 1.0 else x * spec.P
-    else:
-        u = xp.matmul(x, spec.P)
+    u = x * spec.P if isinstance(spec.P, float) else xp.matmul(x, spec.P)
     if spec.bias is not None:
         u = u + spec.bias[..., None, :]
     values, log = spec.f.apply(u, xp)
@@ -155,7 +152,7 @@ def combine(first: Partial, second: Partial) -> Partial:
 
 
 def _key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
-    """Keys on the shift ``c`` that their state will have: (weights, c, finite c)."""
+    """Put keys on the shift ``c`` that their state will have: (weights, c, finite c)."""
     log, values = features
     xp = namespace(log)
     c = xp.max(log, axis=-2)
@@ -167,7 +164,7 @@ def _key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Ar
 
 
 def _query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
-    """Queries on a state's shift, the largest of each row scaled to 1: (weights, row log)."""
+    """Put queries on a state's shift, the largest of each row at 1: (weights, row log)."""
     log, values = features
     xp = namespace(log)
     e = log + log_scale[..., None, :]
@@ -228,8 +225,8 @@ def scan_block(
     scores = xp.tril(scores)
     nd = xp.matmul(scores, v1) + xp.matmul(weights_q, before)
     if queries.values is not None or keys.values is not None:
-        largest_k = xp.maximum(_largest(weights_k, (-2, -1), xp), _largest(before[..., -1:], (-2, -1), xp))
-        unit = _largest(weights_q, (-1,), xp) * largest_k
+        seen = xp.maximum(_largest(weights_k, xp), _largest(before[..., -1:], xp))
+        unit = xp.max(xp.abs(weights_q), axis=-1, keepdims=True) * seen
         unit = xp.where(unit > 0, unit, xp.ones_like(unit))
         nd, row = nd / unit, row + xp.log(unit)
     after = before + xp.matmul(xp.matrix_transpose(weights_k), v1)
@@ -253,8 +250,8 @@ def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
     return Partial(xp.matmul(weights, v1), row)
 
 
-def _largest(x: Array, axis: tuple[int, ...], xp: ModuleType) -> Array:
-    return xp.max(xp.abs(x), axis=axis, keepdims=True)
+def _largest(x: Array, xp: ModuleType) -> Array:
+    return xp.max(xp.abs(x), axis=(-2, -1), keepdims=True)
 
 
 def run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:

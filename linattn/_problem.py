@@ -10,7 +10,14 @@ import array_api_compat
 from linattn import _checks, _dispatch
 from linattn.typing import Array, Exact, FeatureMap, Opaque, Problem, Spec, State, Tokens
 
-__all__ = ["check_feature_map", "exact_problem", "linear_problem", "map_columns", "map_specs", "step_problem"]
+__all__ = [
+    "check_feature_map",
+    "exact_problem",
+    "linear_problem",
+    "map_columns",
+    "map_specs",
+    "step_problem",
+]
 
 
 def check_feature_map(feature_map: Any) -> None:
@@ -144,11 +151,13 @@ def linear_problem(
 def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
     """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it."""
     _, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
-    rows = [array[..., None, :] for array in arrays]
+    query, key, value = (array[..., None, :] for array in arrays)
     if not isinstance(state, State):
         message = f"state must be a linattn.State, got {type(state).__name__}"
         raise TypeError(message)
-    return linear_problem(*rows, feature_map, is_causal=True, state=state, state_name="state")
+    return linear_problem(
+        query, key, value, feature_map, is_causal=True, state=state, state_name="state"
+    )
 
 
 def exact_problem(

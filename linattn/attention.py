@@ -176,9 +176,7 @@ def softmax_attention(
     Vaswani et al., "Attention Is All You Need" (2017), eq. 1; Rabe and Staats, "Self-attention
     Does Not Need O(n^2) Memory" (2021).
     """
-    problem = exact_problem(
-        query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask
-    )
+    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
     return folds.solve(problem, return_state=False)[0]
 
 

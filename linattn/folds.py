@@ -173,7 +173,7 @@ def _log_normalizer(part: Partial, problem: Problem) -> Array:
 # Halves: causal attention whose every gauge holds visible keys only ------------------------------
 
 
-def _halves(x: Array | None, half: int, side: int) -> Array | None:
+def _halves(x: Array, half: int, side: int) -> Array:
     """Left (0) or right (1) halves of all stretches of ``2 half`` tokens: a new axis before -2."""
     if x is None:
         return None
@@ -256,7 +256,7 @@ def _own_tokens(queries: Features, keys: Features, v1: Array) -> Partial:
 # Accepting a block ------------------------------------------------------------------------------
 
 
-def _refused(part: Partial, log_weight: Array | None, state: State, m: int) -> Array | None:
+def _refused(part: Partial, log_weight: Array, state: State, m: int) -> Array:
     """Heads ``(..., 1, 1)`` with a row that the block's common shift may have spoilt, or None.
 
     A row is sound if it is finite and its denominator is at least ``(tiny / eps) m N``, N tokens

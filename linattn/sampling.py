@@ -22,7 +22,10 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["SAMPLERS", "Sampler", "Seed", "as_generator", "gaussian", "num_pairs", "orthogonal"]
 
-Seed: TypeAlias = int | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator | None
+# Quoted, because numpy.random is loaded by its first use only.
+Seed: TypeAlias = (
+    "int | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator | None"
+)
 """What ``rng`` may be. None draws a fresh seed from the operating system."""
 
 

@@ -82,9 +82,7 @@ def _check_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     return tuple(batch_shape)
 
 
-def _update_problem(
-    state: Any, key: Any, value: Any, feature_map: Any, key_mask: Any
-) -> Problem:
+def _update_problem(state: Any, key: Any, value: Any, feature_map: Any, key_mask: Any) -> Problem:
     """Describe an update: full attention with no queries."""
     _, (key, value) = _checks.check_arrays(key=key, value=value)
     return linear_problem(

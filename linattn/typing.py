@@ -67,8 +67,8 @@ class Features(NamedTuple):
         None (one) for exponential maps; ``(..., n, m)`` for all others.
     """
 
-    log: Array | None
-    values: Array | None
+    log: Array
+    values: Array
 
 
 class State(NamedTuple):
@@ -250,8 +250,8 @@ class Problem:
     key: Array
     value: Array
     key_mask: Array | None
-    query_spec: Spec | Exact
-    key_spec: Spec | Exact
+    query_spec: Any
+    key_spec: Any
     num_features: int
     state_lead: tuple[int, ...]
     lead: tuple[int, ...]
@@ -323,9 +323,7 @@ class Backend(Protocol):
         """Add a block of keys and values to the state."""
         ...
 
-    def read_block(
-        self, query_spec: Spec, tokens: Tokens, state: State, want_log: bool
-    ) -> Partial:
+    def read_block(self, query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
         """Read the state with a block of queries."""
         ...
 

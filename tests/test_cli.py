@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def save(path, **arrays):
     shapes = {"query": (2, 3, 20, 8), "key": (2, 3, 20, 8), "value": (2, 3, 20, 4)}
     content = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     content.update(arrays)
-    np.savez(path, **{name: array for name, array in content.items() if array is not None})
+    present: dict[str, Any] = {name: a for name, a in content.items() if a is not None}
+    np.savez(path, **present)
     return path
 
 
@@ -57,7 +59,7 @@ def small(file):
 
 def row(method, median, *, is_baseline=False, num_features=None):
     return compare.Row(
-        method, method.upper(), num_features, is_baseline, median, median, (median,), 0, 1, 1, 1
+        method, method.upper(), num_features, is_baseline, median, median, ((median,),), 0, 1, 1, 1
     )
 
 
@@ -84,7 +86,9 @@ class TestCompare:
         record = json.loads((out / "compare.json").read_text())
         assert record["versions"]["linattn"] == linattn.__version__
         assert record["input"]["heads"] == 24
-        assert [len(entry["heads"]) for entry in record["errors"]] == [24] * 4
+        draws = {entry["method"]: entry["heads"] for entry in record["errors"]}
+        assert [len(heads) for heads in draws.values()] == [5, 1, 1, 1]
+        assert {len(heads) for one in draws.values() for heads in one} == {24}
         assert record["verdict"]["sentence"] in lines[-1]
         assert sorted(path.name for path in out.iterdir()) == [
             "compare.json",
@@ -134,10 +138,8 @@ class TestCompare:
             np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
             for ours, theirs in zip(output, truth, strict=True)
         ]
-        measured = compare.measure(
-            case, small, exact, is_causal=is_causal, seed=0, max_calls=1, max_seconds=0
-        )
-        np.testing.assert_allclose(measured.heads, errors, rtol=1e-6, atol=1e-9)
+        measured = compare.measure(case, small, exact, is_causal=is_causal, seed=0, draws=1)
+        np.testing.assert_allclose(measured.heads, [errors], rtol=1e-6, atol=1e-9)
         assert measured.median == pytest.approx(np.median(errors), abs=1e-9)
         assert measured.percentile_90 == pytest.approx(np.quantile(errors, 0.9), abs=1e-9)
         if method is methods.EXACT:
@@ -146,6 +148,16 @@ class TestCompare:
             sees = np.tril(np.ones((20, 20))) if is_causal else np.ones((20, 20))
             mean = sees / sees.sum(axis=1, keepdims=True) @ small.value
             np.testing.assert_allclose(output, mean, atol=1e-6)
+
+    def test_draws_are_different_and_all_count(self, small):
+        case = compare.Case(methods.select(("favor+",))[0], 16)
+        exact = compare.exact_output(small, is_causal=False)
+        found = compare.measure(case, small, exact, is_causal=False, seed=0, draws=3)
+        assert len(set(found.heads)) == 3
+        assert found.median == pytest.approx(np.median(found.heads))
+        assert found.percentile_90 == pytest.approx(np.quantile(found.heads, 0.9))
+        fewer = compare.measure(case, small, exact, is_causal=False, seed=0, draws=2)
+        assert fewer.heads == found.heads[:2]
 
     def test_a_draw_does_not_depend_on_what_else_is_measured(self, file, tmp_path):
         heads = []
@@ -180,8 +192,9 @@ class TestCompare:
         assert result.exit_code == 0, result.output
         text = " ".join(result.stdout.split())
         assert "Crossover: not reached; no length was measured with both." in text
-        for point in ("elu + 1 at 32 tokens", "elu + 1 at 4,096", "exact softmax at 4,096 tokens"):
-            assert point in text
+        left_out = text[text.index("Left out, beyond the time budget of 0 s: ") :]
+        for point in ("elu + 1 at 32 tokens", "exact softmax at 32 tokens", "), 4,096 tokens"):
+            assert point in left_out
         curve = json.loads((tmp_path / "compare.json").read_text())["lengths"]
         assert curve["points"] == []
         assert len(curve["left_out"]) == 4
@@ -289,6 +302,7 @@ class TestErrors:
             (["--seed", "-1"], "--seed: want a whole number >= 0, got -1"),
             (["--time-budget", "-1"], "--time-budget: want seconds >= 0, got -1"),
             (["--time-budget", "nan"], "--time-budget: want seconds >= 0, got nan"),
+            (["--draws", "0"], "--draws: want a whole number >= 1, got 0"),
             (["--max-heads", "0"], "--max-heads: want a whole number >= 1, got 0"),
             (["--max-tokens", "0"], "--max-tokens: want a whole number >= 1, got 0"),
         ],
@@ -415,11 +429,11 @@ class TestError:
         broken = methods.Method("broken", "broken", lambda *arguments: attend, False)
         exact = small.value.astype(np.float64)
         found = compare.measure(
-            compare.Case(broken, None), small, exact, is_causal=False, seed=0, max_calls=1
+            compare.Case(broken, None), small, exact, is_causal=False, seed=0, draws=3
         )
         assert found.median == 0
         assert found.percentile_90 == math.inf
-        assert found.heads == (math.inf, math.inf, 0, 0, 0, 0)
+        assert found.heads == ((math.inf, math.inf, 0, 0, 0, 0),)
 
 
 class TestVerdict:
@@ -493,8 +507,8 @@ class TestSweep:
             return timing.Timing(seconds, 1, seconds)
 
         monkeypatch.setattr(sweep, "fastest", pretend)
-        calls = []
-        told = []
+        calls: list[tuple[str, int]] = []
+        told: list[str] = []
         lengths = [1024 * 2**k for k in range(5)]
         found = sweep.sweep(
             [np.zeros((lengths[-1], 2))] * 3,
@@ -515,7 +529,7 @@ class TestSweep:
         assert max(length for curve, length in calls if curve == "exact") == 4096
         text = tables.left_out_text(found)
         assert "exact softmax at 8,192 tokens (expected 256 ms)" in text
-        assert "exact softmax at 16,384 tokens" in text
+        assert ", 16,384 tokens (expected 1.0 s)" in text
 
     @pytest.mark.parametrize(
         ("exact", "text"),
@@ -585,7 +599,7 @@ class TestReport:
 
 class TestInfo:
     def fake(self, monkeypatch, *, count):
-        cupy = types.ModuleType("cupy")
+        cupy: Any = types.ModuleType("cupy")
         cupy.__spec__ = types.SimpleNamespace()
         cupy.__version__ = "14"
 

@@ -1,1 +1,13 @@
-"""NumPy backend of linattn."""
+"""NumPy backend of linattn: the block tier in place, on cache-sized blocks, threads over heads.
+
+Registered under the entry-point group ``linattn.backends``; it has no public functions of its own
+beyond the protocol :class:`linattn.typing.Backend`. A function returns ``NotImplemented`` for what
+it does not speed up, and the generic code takes over.
+"""
+
+from __future__ import annotations
+
+from linattn_numpy.blocks import exact_block, read_block, reduce_block, scan_block
+from linattn_numpy.planning import plan
+
+__all__ = ["exact_block", "plan", "read_block", "reduce_block", "scan_block"]

@@ -74,7 +74,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="NUMBERS",
-            help="Sequence lengths of the time curves.  [default: 1024, doubled up to 65536]",
+            help="Sequence lengths of the time curves.  [default: 256, doubled up to 65536]",
         ),
     ] = None,
     time_budget: Annotated[
@@ -85,9 +85,15 @@ def compare(
         ),
     ] = 25.0,
     seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of everything random.")] = 0,
+    draws: Annotated[
+        int,
+        typer.Option(
+            metavar="NUMBER", help="Draws of each map with columns; errors are over all of them."
+        ),
+    ] = 5,
     max_tokens: Annotated[
         int, typer.Option(metavar="NUMBER", help="Tokens of a head in the error table, at most.")
-    ] = 4096,
+    ] = 2048,
     max_heads: Annotated[
         int, typer.Option(metavar="NUMBER", help="Heads in the error table, at most.")
     ] = 32,
@@ -125,6 +131,7 @@ def compare(
                 is_causal=causal,
                 seed=seed,
                 time_budget=time_budget,
+                draws=draws,
                 max_tokens=max_tokens,
                 max_heads=max_heads,
                 out=out,

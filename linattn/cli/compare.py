@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
@@ -66,11 +67,11 @@ class Row:
     is_baseline : bool
         Whether the row is there to be compared with, not to win.
     median, percentile_90 : float
-        Of the relative output error over heads; inf where heads are not finite.
-    heads : tuple of float
-        The error of each head; inf where its output is not finite.
+        Of the relative output error over heads and draws; inf where too many are not finite.
+    heads : tuple of tuple of float
+        For each draw the error of each head; inf where its output is not finite.
     setup_seconds : float
-        Time to draw or fit the map, once.
+        Time to draw or fit the map, the fastest of the draws.
     seconds : float
         Time of the fastest call over all heads.
     calls : int
@@ -85,7 +86,7 @@ class Row:
     is_baseline: bool
     median: float
     percentile_90: float
-    heads: tuple[float, ...]
+    heads: tuple[tuple[float, ...], ...]
     setup_seconds: float
     seconds: float
     calls: int
@@ -160,18 +161,18 @@ def relative_error(output: npt.NDArray[np.floating], exact: Float64) -> Float64:
     return np.where(np.isnan(error), np.inf, error)
 
 
-def prepare(case: Case, inputs: Inputs, *, seed: int) -> Attend:
+def prepare(case: Case, inputs: Inputs, *, seed: int, draw: int = 0) -> Attend:
     """Draw or fit the map of a case.
 
-    The draw depends on the seed, the method and the number of columns only, not on what else is
-    measured.
+    What is drawn depends on the seed, the method, the number of columns and the number of the draw
+    only, not on what else is measured.
 
     Raises
     ------
     CommandError
         The map refuses this number of columns or these inputs.
     """
-    words = [seed, zlib.crc32(case.method.name.encode()), case.num_features or 0]
+    words = [seed, zlib.crc32(case.method.name.encode()), case.num_features or 0, draw]
     rng = np.random.default_rng(words)
     try:
         return case.method.make(inputs.query, inputs.key, case.num_features, rng)
@@ -181,46 +182,39 @@ def prepare(case: Case, inputs: Inputs, *, seed: int) -> Attend:
 
 
 def measure(
-    case: Case,
-    inputs: Inputs,
-    exact: Float64,
-    *,
-    is_causal: bool,
-    seed: int,
-    max_calls: int = 5,
-    max_seconds: float = 0.5,
+    case: Case, inputs: Inputs, exact: Float64, *, is_causal: bool, seed: int, draws: int
 ) -> Row:
-    """Measure one case: error per head, then time, then memory, in separate calls.
+    """Measure one case: error per draw and head, then time, then memory, in separate calls.
+
+    A method without a choice of columns is not drawn again.
 
     Raises
     ------
     CommandError
         The map refuses its number of columns or the inputs.
     """
-    start = perf_counter()
-    attend = prepare(case, inputs, seed=seed)
-    setup_seconds = perf_counter() - start
-
-    def call() -> npt.NDArray[np.floating]:
-        output: npt.NDArray[np.floating] = attend(
-            inputs.query, inputs.key, inputs.value, is_causal=is_causal
-        )
-        return output
-
-    try:
-        errors = relative_error(call(), exact)
-    except ValueError as error:
-        message = f"{case.label}: {error}"
-        raise CommandError(message) from error
-    timing = fastest(call, max_calls=max_calls, max_seconds=max_seconds)
+    errors = []
+    setup_seconds = math.inf
+    for draw in range(draws if case.method.has_columns else 1):
+        start = perf_counter()
+        attend = prepare(case, inputs, seed=seed, draw=draw)
+        setup_seconds = min(setup_seconds, perf_counter() - start)
+        call = partial(attend, inputs.query, inputs.key, inputs.value, is_causal=is_causal)
+        try:
+            errors.append(relative_error(call(), exact))
+        except ValueError as error:
+            message = f"{case.label}: {error}"
+            raise CommandError(message) from error
+    timing = fastest(call, max_calls=10, max_seconds=0.5)
+    over_all = np.concatenate(errors)
     return Row(
         method=case.method.name,
         label=case.method.label,
         num_features=case.num_features,
         is_baseline=case.method in BASELINES,
-        median=_quantile(errors, 0.5),
-        percentile_90=_quantile(errors, 0.9),
-        heads=tuple(errors.tolist()),
+        median=_quantile(over_all, 0.5),
+        percentile_90=_quantile(over_all, 0.9),
+        heads=tuple(tuple(heads.tolist()) for heads in errors),
         setup_seconds=setup_seconds,
         seconds=timing.seconds,
         calls=timing.calls,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from linattn.cli.compare import GOOD_ENOUGH, Row, uniform_row
 from linattn.cli.inputs import Inputs
-from linattn.cli.sweep import Crossover, Sweep
+from linattn.cli.sweep import EXPONENTS, Crossover, Sweep
 from linattn.cli.tables import duration
 
 __all__ = ["error_plot", "time_plot"]
@@ -74,7 +75,7 @@ def error_plot(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> bytes
     axes.set_xticks(columns, [f"{number:,}" for number in columns])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(0, None)
-    axes.set_ylabel("relative output error, median over heads (no unit)")
+    axes.set_ylabel("relative output error, median (no unit)")
     sizes = inputs.describe()
     causal = ", causal" if is_causal else ""
     axes.set_title(
@@ -82,7 +83,7 @@ def error_plot(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> bytes
         f"{sizes['heads']} heads, {sizes['key_length']} tokens, dim {sizes['dim']}{causal}"
     )
     if off_scale:
-        figure.text(0.01, 0.01, "Above the axis: " + "; ".join(off_scale), fontsize=8, wrap=True)
+        _footnote(figure, f"Above the axis: {'; '.join(off_scale)}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return _png(figure)
 
@@ -120,8 +121,12 @@ def time_plot(found: Sweep, inputs: Inputs, *, is_causal: bool) -> bytes:
         axes.axvline(result.length, color="black", linewidth=1, linestyle=":")
     axes.text(0.98, 0.03, _crossover_label(result), transform=axes.transAxes, ha="right")
     if found.left_out:
-        named = ", ".join(f"{point.curve} at {point.length:,}" for point in found.left_out)
-        figure.text(0.01, 0.01, f"Left out (time budget): {named}", fontsize=8, wrap=True)
+        named = [
+            f"{curve} at {', '.join(tokens)} tokens"
+            for curve in EXPONENTS
+            if (tokens := [f"{p.length:,}" for p in found.left_out if p.curve == curve])
+        ]
+        _footnote(figure, f"Left out (time budget): {'; '.join(named)}")
     if found.points:
         axes.legend(loc="upper left")
     return _png(figure)
@@ -138,11 +143,15 @@ def _crossover_label(result: Crossover) -> str:
 
 def _axes() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8, 4.8), dpi=120)
-    figure.set_layout_engine("constrained", rect=(0, 0.05, 1, 0.95))
+    figure.set_layout_engine("constrained", rect=(0, 0.08, 1, 0.92))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
     return figure, axes
+
+
+def _footnote(figure: Figure, text: str) -> None:
+    figure.text(0.01, 0.01, "\n".join(textwrap.wrap(text, 115)), fontsize=9)
 
 
 def _at(row: Row) -> str:

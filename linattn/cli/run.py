@@ -130,7 +130,9 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     rows = []
     for case in cases(chosen, settings.num_features):
         notify(case.label)
-        rows.append(measure(case, inputs, exact, is_causal=is_causal, seed=seed))
+        rows.append(
+            measure(case, inputs, exact, is_causal=is_causal, seed=seed, draws=settings.draws)
+        )
 
     case = _curve_case(chosen, settings.num_features, rows)
     rng = np.random.default_rng([seed, zlib.crc32(b"lengths")])

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 NUM_FEATURES = ("64", "256", "1024")
-LENGTHS = tuple(str(1024 * 2**doubling) for doubling in range(7))
+LENGTHS = tuple(str(256 * 2**doubling) for doubling in range(9))
 
 MAX_COLUMNS = 2**16
 MAX_LENGTH = 2**22
@@ -45,6 +45,8 @@ class Settings:
         Of everything random.
     time_budget : float
         Seconds for the time against sequence length.
+    draws : int
+        Of each map with a choice of columns, in the error table.
     max_tokens, max_heads : int
         Of the error table.
     out : Path
@@ -58,6 +60,7 @@ class Settings:
     is_causal: bool
     seed: int
     time_budget: float
+    draws: int
     max_tokens: int
     max_heads: int
     out: Path
@@ -70,9 +73,13 @@ class Settings:
         if not (math.isfinite(self.time_budget) and self.time_budget >= 0):
             message = f"--time-budget: want seconds >= 0, got {self.time_budget}"
             raise CommandError(message)
-        for option, limit in (("--max-tokens", self.max_tokens), ("--max-heads", self.max_heads)):
-            if limit < 1:
-                message = f"{option}: want a whole number >= 1, got {limit}"
+        for option, number in (
+            ("--draws", self.draws),
+            ("--max-tokens", self.max_tokens),
+            ("--max-heads", self.max_heads),
+        ):
+            if number < 1:
+                message = f"{option}: want a whole number >= 1, got {number}"
                 raise CommandError(message)
 
     def command(self) -> str:
@@ -86,6 +93,7 @@ class Settings:
         if self.is_causal:
             line.append("--causal")
         line += ["--seed", str(self.seed), "--time-budget", f"{self.time_budget:g}"]
+        line += ["--draws", str(self.draws)]
         line += ["--max-tokens", str(self.max_tokens), "--max-heads", str(self.max_heads)]
         return shlex.join([*line, "--out", str(self.out)])
 

@@ -131,8 +131,9 @@ def sweep(
     """Time both curves at every length that is expected to fit into the time budget.
 
     The next point of a curve is expected to take the time of its longest one so far, times the
-    ratio of the lengths to the power in `EXPONENTS`. The exact curve leaves enough for what remains
-    of the linear one. The budget decides which calls start; a call that has started is not stopped.
+    ratio of the lengths to the power in `EXPONENTS`. The exact curve leaves what the rest of
+    the linear one is expected to need, or half of what there is. The budget decides which calls
+    start; a call that has started is not stopped.
 
     Parameters
     ----------
@@ -167,14 +168,15 @@ def sweep(
             reserve = 0.0
             if curve == "exact":
                 later = lengths[index + 1 :]
-                reserve = sum(_expected("linear", last["linear"], tokens) for tokens in later)
+                rest = sum(_expected("linear", last["linear"], tokens) for tokens in later)
+                reserve = min(rest, remaining / 2)
             if expected > remaining - reserve:
                 left_out.append(LeftOut(curve, length, expected))
                 continue
             timing = fastest(
                 _call(attend, arrays, length, is_causal),
-                max_calls=5,
-                max_seconds=min(0.5, remaining - reserve),
+                max_calls=20,
+                max_seconds=min(1.0, remaining - reserve),
             )
             remaining -= timing.total_seconds
             last[curve] = max(last[curve], (length, timing.seconds))

@@ -25,6 +25,7 @@ __all__ = [
 
 def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Table:
     """Return error, time and memory of every case, the best one marked."""
+    draws = max(len(row.heads) for row in rows)
     sizes = inputs.describe()
     length = (
         f"{sizes['key_length']} tokens"
@@ -36,7 +37,8 @@ def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Tabl
         caption_justify="left",
         caption=(
             f"{sizes['heads']} heads, {length}, dim {sizes['dim']}, {sizes['dtype']}"
-            f"{', causal' if is_causal else ''}; error: Frobenius, each head by itself; "
+            f"{', causal' if is_causal else ''}; error: Frobenius, each head and each of "
+            f"{draws} draw{'s' if draws > 1 else ''} by itself; "
             "time (fastest call) and peak memory: all heads in one call. "
             f"* lowest median of the maps; good enough to use unretrained: <= {GOOD_ENOUGH:g}."
         ),
@@ -123,12 +125,16 @@ def left_out_text(found: Sweep) -> str:
     """Return what was left out of the time against length, and why; "" if nothing was."""
     if not found.left_out:
         return ""
-    named = "; ".join(
-        f"{found.label if point.curve == 'linear' else 'exact softmax'} at {point.length:,} tokens"
-        f" (expected {duration(point.expected_seconds)})"
-        for point in found.left_out
-    )
-    return f"Left out, beyond the time budget of {found.time_budget:g} s: {named}."
+    named = []
+    for curve, label in (("linear", found.label), ("exact", "exact softmax")):
+        points = [
+            f"{point.length:,} tokens (expected {duration(point.expected_seconds)})"
+            for point in found.left_out
+            if point.curve == curve
+        ]
+        if points:
+            named.append(f"{label} at {', '.join(points)}")
+    return f"Left out, beyond the time budget of {found.time_budget:g} s: {'; '.join(named)}."
 
 
 def duration(seconds: float) -> str:

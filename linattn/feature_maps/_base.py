@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
@@ -71,6 +70,8 @@ class BaseFeatureMap(ABC):
         ValueError
             A parameter is a function without a name of its own (a lambda, a local function).
         """
+        import hashlib  # loads OpenSSL, for the few who save a state
+
         digest = hashlib.sha256(type(self).__qualname__.encode())
         for name in self._parameters:
             value = getattr(self, name)

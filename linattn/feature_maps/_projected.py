@@ -39,9 +39,7 @@ class ProjectedFeatureMap(BaseFeatureMap):
 
     _columns_per_row: ClassVar[int] = 1
 
-    def _draw(
-        self, dim: Any, num_features: Any, sampler: Any, rng: Seed
-    ) -> NDArray[np.float64]:
+    def _draw(self, dim: Any, num_features: Any, sampler: Any, rng: Seed) -> NDArray[np.float64]:
         """Check dim and num_features, and draw the projection."""
         dim = _checks.check_positive_int("dim", dim)
         columns = self._columns_per_row
@@ -58,9 +56,7 @@ class ProjectedFeatureMap(BaseFeatureMap):
         draw = find_sampler(sampler)
         projection = np.asarray(draw(m // columns, dim, rng), dtype=np.float64)
         if projection.shape != (m // columns, dim):
-            message = (
-                f"sampler must return shape {(m // columns, dim)}, got {projection.shape}"
-            )
+            message = f"sampler must return shape {(m // columns, dim)}, got {projection.shape}"
             raise ValueError(message)
         return projection
 

@@ -27,6 +27,7 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
     """Everything the exponential family shares."""
 
     positive = True
+
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
         """Spec of both sides: ``P = sqrt(s) Omega^T``, ``Q = s``, ``col = (log w - log m) / 2``."""
         P = sqrt(self.scale) * np.swapaxes(self.projection, -1, -2)

@@ -1,0 +1,371 @@
+"""Block bodies in place: buffers kept by each thread, shifts only where a block's range needs them.
+
+A block of exponents ``u = x P`` within ``+-REACH`` is *plain*: it is exponentiated as it is. The
+row term (curvature and log weight) goes onto ``[v, 1]``, relative to its largest in the block; that
+largest and the constants of the columns go into log_scale. What underflows is below rounding in
+every column: a lost term is under ``exp(REACH - 87)``, and the column holds at least
+``exp(-REACH)`` (float32). Any other block is *shifted* by the exact running maximum of each column.
+
+A plain causal block shares one scale with its state, so it is checked here by the rule of the
+driver, on the scale of its largest product; refused, it is done again shifted, and the driver
+checks that. Blocks with NaN or inf go to the generic code.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exact, Exponential, Partial, Pointwise, Spec, State, Tokens
+
+__all__ = ["exact_block", "read_block", "reduce_block", "scan_block"]
+
+Floats = NDArray[Any]
+
+REACH = {4: 30.0, 8: 300.0}
+"""Exponents up to this size need no shift, by bytes a number; the range is about 3 REACH."""
+
+NEAR = {4: 20.0, 8: 80.0}
+"""Column logs of a state that differ by no more than this may share one scale."""
+
+LOWEST = {4: -80.0, 8: -700.0}
+"""elu + 1 below this is hardly a normal number."""
+
+SUB_BLOCK = 32
+"""Rows of a causal block that share one triangle; longer ones waste half a square."""
+
+_scratch = threading.local()
+
+
+def _buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
+    """Return this thread's buffer of that name, made anew when the shape changes."""
+    buffer = getattr(_scratch, name, None)
+    if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+        buffer = np.empty(shape, dtype)
+        setattr(_scratch, name, buffer)
+    return buffer
+
+
+def _t(x: Floats) -> Floats:
+    return np.swapaxes(x, -1, -2)
+
+
+class _Plain(NamedTuple):
+    """Weights of a block on their natural scale: ``phi = weights * exp(col)`` without row term."""
+
+    weights: Floats
+    col: Floats
+    highest: float
+    """Log of the largest weight, at least 0."""
+
+
+def _exponents(spec: Exponential, x: Floats, name: str) -> Floats:
+    """Return ``x P`` in a buffer, for one sign of a paired map."""
+    lead = np.broadcast_shapes(x.shape[:-2], spec.P.shape[:-2])
+    return np.matmul(x, spec.P, out=_buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
+
+
+def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
+    """Weights of a block, or None where it needs a shift or generic code."""
+    if isinstance(spec, Exponential):
+        u = _exponents(spec, x, name)
+        reach = max(float(u.max()), -float(u.min()))
+        if not reach <= REACH[u.itemsize]:
+            return None
+        if not spec.paired:
+            return _Plain(np.exp(u, out=u), spec.col, reach)
+        r = u.shape[-1]
+        both = _buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
+        np.exp(u, out=both[..., :r])
+        np.divide(1.0, both[..., :r], out=both[..., r:])
+        return _Plain(both, spec.col, reach)
+    if isinstance(spec, Pointwise) and spec.f.name in ("elu_plus_one", "relu"):
+        return _plain_pointwise(spec, x, name)
+    return None
+
+
+def _plain_pointwise(spec: Pointwise, x: Floats, name: str) -> _Plain | None:
+    if spec.quad is not None or spec.bias is not None or not isinstance(spec.factor, float):
+        return None
+    if isinstance(spec.P, float):
+        u = np.multiply(x, spec.P, out=_buffer(name, x.shape, x.dtype))
+    else:
+        lead = np.broadcast_shapes(x.shape[:-2], spec.P.shape[:-2])
+        shape = (*lead, x.shape[-2], spec.P.shape[-1])
+        u = np.matmul(x, spec.P, out=_buffer(name, shape, x.dtype))
+    low, high = float(u.min()), float(u.max())
+    if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -np.inf):
+        return None
+    if not high < np.inf:
+        return None
+    if spec.f.name == "relu":
+        weights = np.maximum(u, 0, out=u)
+    else:
+        weights = np.minimum(u, 0, out=_buffer(name + "_both", u.shape, u.dtype))
+        np.exp(weights, out=weights)
+        np.maximum(u, 0, out=u)
+        weights += u
+    if spec.offset != 0.0:
+        weights += spec.offset
+    if spec.factor != 1.0:
+        weights *= spec.factor
+    highest = max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor)
+    return _Plain(weights, np.zeros(weights.shape[-1], weights.dtype), float(np.log(highest)))
+
+
+def _row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
+    """Log that all features of a token share, ``(..., n, 1)``; None for 0; NaN past range."""
+    row: Floats | None = tokens.log_weight
+    if isinstance(spec, Exponential):
+        x = tokens.x
+        if isinstance(spec.Q, float):
+            quad = np.einsum("...i,...i->...", x, x)[..., None] * (-0.5 * spec.Q)
+        else:
+            quad = np.einsum("...i,...i->...", x, x @ spec.Q)[..., None] * -0.5
+        quad += quad - quad
+        row = quad if row is None else quad + row
+    return row
+
+
+def _finite(log: Floats) -> Floats:
+    """Replace -inf, nothing seen, by 0."""
+    return np.where(log == -np.inf, log.dtype.type(0), log)
+
+
+def _shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
+    """Full log features of a block, but for ``col``, in a buffer."""
+    u = _exponents(spec, tokens.x, name)
+    if spec.paired:
+        r = u.shape[-1]
+        both = _buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
+        both[..., :r] = u
+        np.negative(u, out=both[..., r:])
+        u = both
+    row = _row_term(spec, tokens)
+    assert row is not None
+    u += row
+    return u
+
+
+def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> Any:
+    """Add a block of keys to the state."""
+    plain = _plain(key_spec, tokens.x, "key")
+    if plain is None:
+        return _reduce_shifted(key_spec, tokens, v1, state)
+    row = _row_term(key_spec, tokens)
+    c = plain.col
+    if row is not None:
+        top = row.max(axis=-2, keepdims=True)
+        v1 = v1 * np.exp(row - _finite(top))
+        c = c + top[..., 0]
+    return _merged(state, np.matmul(_t(plain.weights), v1), c, v1.shape[-2])
+
+
+def _reduce_shifted(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> Any:
+    if not isinstance(key_spec, Exponential):
+        return NotImplemented
+    log = _shifted_log(key_spec, tokens, "key")
+    top = log.max(axis=-2)
+    if not np.isfinite(log.max(initial=-np.inf)) and not np.all(top == -np.inf):
+        return NotImplemented
+    log -= _finite(top)[..., None, :]
+    np.exp(log, out=log)
+    return _merged(state, np.matmul(_t(log), v1), top + key_spec.col, v1.shape[-2])
+
+
+def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
+    """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is ours to change."""
+    if np.array_equal(state.log_scale, c):
+        kvz += state.kvz
+        return State(kvz, state.log_scale, state.length + n)
+    after = np.maximum(state.log_scale, c)
+    shift = _finite(after)
+    kvz = kvz * np.exp(c - shift)[..., None]
+    kvz = kvz + state.kvz * np.exp(state.log_scale - shift)[..., None]
+    return State(kvz, after, state.length + n)
+
+
+def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
+    """Read the state with a block of queries."""
+    plain = _plain(query_spec, tokens.x, "query")
+    if plain is None:
+        return _read_shifted(query_spec, tokens, state)
+    c = state.log_scale + plain.col
+    top = c.max(axis=-1, keepdims=True)
+    kvz = state.kvz
+    if not np.all(c == top):
+        kvz = kvz * np.exp(c - _finite(top))[..., None]
+    nd = np.matmul(plain.weights, kvz)
+    return Partial(nd, _row_log(query_spec, tokens, top[..., None], want_log))
+
+
+def _read_shifted(query_spec: Spec, tokens: Tokens, state: State) -> Any:
+    if not isinstance(query_spec, Exponential):
+        return NotImplemented
+    log = _shifted_log(query_spec, tokens, "query")
+    c = (state.log_scale + query_spec.col)[..., None, :]
+    if np.broadcast_shapes(log.shape, c.shape) == log.shape:
+        log += c
+    else:
+        log = log + c
+    row = log.max(axis=-1, keepdims=True)
+    log -= _finite(row)
+    np.exp(log, out=log)
+    return Partial(np.matmul(log, state.kvz), row)
+
+
+def _row_log(spec: Spec, tokens: Tokens, log: Floats, want_log: bool) -> Floats:
+    """Log of the rows of a plain block; the query's own term only where somebody asks."""
+    row = _row_term(spec, tokens) if want_log else None
+    if row is not None:
+        return log + row
+    return np.broadcast_to(log, (*log.shape[:-2], tokens.x.shape[-2], 1))
+
+
+def scan_block(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    state: State,
+    want_log: bool,
+) -> Any:
+    """Causal attention of a block after the state, and the state after it."""
+    answer = _scan_plain(query_spec, key_spec, query, key, v1, state, want_log)
+    if answer is None and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
+        return _scan_shifted(query_spec, key_spec, query, key, v1, state)
+    return NotImplemented if answer is None else answer
+
+
+def _scan_plain(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    state: State,
+    want_log: bool,
+) -> tuple[Partial, State] | None:
+    """Scan without shifts, on one scale for block and state; None where that is not sound."""
+    queries = _plain(query_spec, query.x, "query")
+    keys = None if queries is None else _plain(key_spec, key.x, "key")
+    if queries is None or keys is None:
+        return None
+    near, dtype = NEAR[v1.itemsize], v1.dtype
+    # In the common scale g every column log, of the state and of this block, is at most 0.
+    before = state.log_scale + queries.col
+    block = keys.col + queries.col
+    row = _row_term(key_spec, key)
+    if row is not None:
+        top = row.max(axis=-2, keepdims=True)
+        v1 = v1 * np.exp(row - _finite(top))
+        block = block + top[..., 0]
+    g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
+    if not (np.all(_is_near(before, g, near)) and np.all(_is_near(block, g, near))):
+        return None
+    g = _finite(g)
+    block = np.exp(block - g)
+    if np.all(block == block[..., :1]):
+        v1 = v1 * block[..., :1, None]
+    else:
+        keys.weights[...] *= block[..., None, :]
+    start = state.kvz * np.exp(before - g)[..., None]
+    nd, kvz = _triangles(queries.weights, keys.weights, v1, start)
+
+    info = np.finfo(dtype)
+    m, n = keys.weights.shape[-1], v1.shape[-2]
+    floor = float(info.smallest_normal) / float(info.eps) * m * (state.length + n)
+    floor *= float(np.exp(queries.highest + keys.highest))
+    if not (nd[..., -1].min() >= floor and np.isfinite(nd).all()):
+        return None
+    log = _row_log(query_spec, query, g[..., None], want_log)
+    empty = ~np.any(kvz[..., -1:] != 0, axis=-2)
+    c = np.where(empty, -np.inf, g - queries.col).astype(dtype)
+    return Partial(nd, log), State(kvz, c, state.length + n)
+
+
+def _is_near(log: Floats, g: Floats, near: float) -> NDArray[np.bool_]:
+    """Whether all columns of a head are within reach of g, or all hold nothing."""
+    lowest = log.min(axis=-1, keepdims=True)
+    highest = log.max(axis=-1, keepdims=True)
+    return np.asarray((g - lowest <= near) | (highest == -np.inf))
+
+
+def _scan_shifted(
+    query_spec: Exponential,
+    key_spec: Exponential,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    state: State,
+) -> tuple[Partial, State]:
+    """Scan on the running maximum of each column, each row on its own largest."""
+    log_k = _shifted_log(key_spec, key, "key")
+    c = np.maximum(state.log_scale, log_k.max(axis=-2) + key_spec.col)
+    shift = _finite(c)
+    log_k -= (shift - key_spec.col)[..., None, :]
+    np.exp(log_k, out=log_k)
+    log_q = _shifted_log(query_spec, query, "query")
+    column = (c + query_spec.col)[..., None, :]
+    if np.broadcast_shapes(log_q.shape, column.shape) == log_q.shape:
+        log_q += column
+    else:
+        log_q = log_q + column
+    row = log_q.max(axis=-1, keepdims=True)
+    log_q -= _finite(row)
+    np.exp(log_q, out=log_q)
+    start = state.kvz * np.exp(state.log_scale - shift)[..., None]
+    nd, kvz = _triangles(log_q, log_k, v1, start)
+    return Partial(nd, row), State(kvz, c, state.length + v1.shape[-2])
+
+
+def _triangles(q: Floats, k: Floats, v1: Floats, kvz: Floats) -> tuple[Floats, Floats]:
+    """Causal sums of a block, by sub-blocks: ``nd_i = q_i (kvz + sum_{j<=i} k_j v1_j)``."""
+    n = v1.shape[-2]
+    whole = n // SUB_BLOCK * SUB_BLOCK
+    parts = []
+    for rows, size in ((slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)):
+        if rows.start < rows.stop:
+            nd, kvz = _triangle_row(q[..., rows, :], k[..., rows, :], v1[..., rows, :], kvz, size)
+            parts.append(nd)
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)), kvz
+
+
+def _triangle_row(
+    q: Floats, k: Floats, v1: Floats, kvz: Floats, size: int
+) -> tuple[Floats, Floats]:
+    """Do sub-blocks of one size: their triangles at once, their states one after the other."""
+    q, k, v = (x.reshape(*x.shape[:-2], -1, size, x.shape[-1]) for x in (q, k, v1))
+    count = q.shape[-3]
+    scores = np.matmul(q, _t(k))
+    above = np.triu(np.ones((size, size), dtype=bool), 1)
+    np.copyto(scores, 0, where=above)
+    nd = np.matmul(scores, v)
+    lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3], kvz.shape[:-2])
+    states = _buffer("states", (*lead, count + 1, *kvz.shape[-2:]), kvz.dtype)
+    states[..., 0, :, :] = kvz
+    np.matmul(_t(k), v, out=states[..., 1:, :, :])
+    for i in range(count):
+        states[..., i + 1, :, :] += states[..., i, :, :]
+    nd += np.matmul(q, states[..., :count, :, :])
+    return nd.reshape(*nd.shape[:-3], -1, nd.shape[-1]), states[..., count, :, :].copy()
+
+
+def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Floats) -> Any:
+    """Softmax attention of a block of queries to a block of keys."""
+    q, k = query.x * spec.scale, _t(key.x)
+    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    logits = np.matmul(q, k, out=_buffer("logits", (*lead, q.shape[-2], k.shape[-1]), q.dtype))
+    if key.log_weight is not None:
+        masked = np.broadcast_to(_t(key.log_weight) == -np.inf, logits.shape)
+        np.copyto(logits, -np.inf, where=masked)
+    row = logits.max(axis=-1, keepdims=True)
+    if not np.isfinite(row).all():
+        return NotImplemented
+    logits -= row
+    np.exp(logits, out=logits)
+    return Partial(np.matmul(logits, v1), row)

@@ -1,0 +1,89 @@
+"""Tasks, block lengths and threads for NumPy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from math import prod
+
+from linattn.typing import Exact, Index, Plan, Pointwise, Problem
+from linattn_numpy.blas import blas
+
+__all__ = ["plan"]
+
+BLOCK_NUMBERS = 512 * 256
+"""Numbers in a block of features: 512 kB in float32, which a second-level cache holds."""
+
+PARALLEL_FLOPS = 2e7
+"""Below this much work the start of a thread costs more than it gains."""
+
+
+def plan(problem: Problem) -> Plan:
+    """One task a head, short heads grouped; blocks that fit the cache; threads over tasks."""
+    block = problem.chunk_size or _block_size(problem)
+    tasks = _tasks(problem, block)
+    threads = min(_num_threads(problem), len(tasks))
+    if threads < 2 or _flops(problem) < PARALLEL_FLOPS:
+        return Plan(block, tasks, _run_in_order)
+    return Plan(block, tasks, partial(_run_in_threads, threads))
+
+
+def _block_size(problem: Problem) -> int:
+    if isinstance(problem.query_spec, Exact):
+        return 512
+    if problem.is_causal:
+        return 256
+    wide = isinstance(problem.key_spec, Pointwise)
+    block = BLOCK_NUMBERS // problem.num_features
+    return max(128, min(block, 1024 if wide else 512))
+
+
+def _tasks(problem: Problem, block: int) -> Sequence[Index]:
+    lead = problem.state_lead
+    if not lead:
+        return [()]
+    longest = max(problem.query.shape[-2], problem.key.shape[-2], 1)
+    width = problem.num_features or longest
+    group = max(1, BLOCK_NUMBERS // (width * min(longest, block)))
+    axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead[:-1]]
+    n = lead[-1]
+    last = [slice(i, min(i + group, n)) for i in range(0, n, group)] if n > 1 else [slice(None)]
+    return list(product(*axes, last))
+
+
+def _flops(problem: Problem) -> float:
+    heads = prod(problem.lead)
+    queries, keys = int(problem.query.shape[-2]), int(problem.key.shape[-2])
+    width = int(problem.query.shape[-1] + problem.value.shape[-1])
+    if isinstance(problem.query_spec, Exact):
+        return 2.0 * heads * queries * keys * width
+    return 2.0 * heads * (queries + keys) * problem.num_features * width
+
+
+def _num_threads(problem: Problem) -> int:
+    """Threads allowed: the caller's setting, OMP_NUM_THREADS, the cores; 1 without threadpoolctl.
+
+    Several threads are only of use if each runs BLAS on its own, which threadpoolctl arranges.
+    """
+    if blas.controller() is None:
+        return 1
+    if problem.num_threads is not None:
+        return problem.num_threads
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:
+    for task in tasks:
+        work(task)
+
+
+def _run_in_threads(threads: int, work: Callable[[Index], None], tasks: Sequence[Index]) -> None:
+    with blas.one_thread(), ThreadPoolExecutor(threads, "linattn") as pool:
+        for _ in pool.map(work, tasks):
+            pass

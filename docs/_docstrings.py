@@ -1,0 +1,36 @@
+"""Docstrings as the site wants them: the few reStructuredText marks they use become Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+DISPLAYED_FORMULA = re.compile(r"^( *)\.\. math::(.*\n(?:\1 +.*\n|\n(?=\1 ))*)", re.MULTILINE)
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
+CITED = re.compile(r"(\[\d+\])_")
+CITATION = re.compile(r"^( *)\.\. (\[\d+\])", re.MULTILINE)
+LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
+
+
+def to_markdown(text: str) -> str:
+    """Translate one docstring."""
+    text = DISPLAYED_FORMULA.sub(_formula, text + "\n")
+    text = ROLE.sub(r"`\1`", text)
+    text = CITATION.sub(r"\n\1\2", CITED.sub(r"\1", text))
+    return LITERAL_BLOCK.sub(":", text)
+
+
+def _formula(match: re.Match[str]) -> str:
+    indent, body = match.groups()
+    return f"{indent}\\[ {' '.join(body.split())} \\]\n\n"
+
+
+class MarkdownDocstrings(griffe.Extension):
+    """Translates every docstring before it is parsed."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Replace the docstring of an object that has been read."""
+        if obj.docstring is not None:
+            obj.docstring.value = to_markdown(obj.docstring.value)

@@ -1,0 +1,787 @@
+"""Linear and exact attention against the oracles: values, order of time, NaN, memory, libraries."""
+
+from __future__ import annotations
+
+import functools
+import tracemalloc
+from contextlib import nullcontext
+
+import array_api_compat
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn import folds, reference
+from linattn.feature_maps import (
+    ActivationFeatures,
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+    TrigonometricFeatures,
+)
+from linattn.typing import Features
+
+
+class OwnMap:
+    """A map as a user writes one; its two sides differ, so that mixing them up shows."""
+
+    def __init__(self, dim):
+        self.num_features = 2 * dim
+
+    def query_features(self, x):
+        return Features(array_api_compat.array_namespace(x).concat([x, -0.5 * x], axis=-1), None)
+
+    def key_features(self, x):
+        return Features(array_api_compat.array_namespace(x).concat([0.3 * x, x], axis=-1), None)
+
+
+MAPS = {
+    "positive": lambda dim: PositiveFeatures(dim, 2 * dim, rng=1),
+    "hyperbolic": lambda dim: HyperbolicFeatures(dim, 2 * dim, rng=1),
+    "trigonometric": lambda dim: TrigonometricFeatures(dim, 2 * dim, rng=1),
+    "activation": lambda dim: ActivationFeatures(dim, 2 * dim, rng=1),
+    "activation-unprojected": lambda dim: ActivationFeatures(sampler=None),
+    "elu": lambda dim: EluFeatures(),
+    "relu": lambda dim: ReluFeatures(),
+    "own": OwnMap,
+}
+EXPONENTIAL = ["positive", "hyperbolic"]
+BOUNDS = {"float64": 1e-12, "float32": 3e-6}
+
+every_map = pytest.mark.parametrize("name", MAPS)
+full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+@pytest.fixture(params=[True, False], ids=["backends", "generic"])
+def numpy_path(request):
+    """NumPy with its backend, and on the generic path."""
+    with nullcontext() if request.param else linattn.without_backends():
+        yield
+
+
+def inputs(*shapes, seed=0):
+    """Random numbers that float32 holds exactly, so that one oracle serves both dtypes."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes)
+
+
+def is_signed(phi):
+    return not getattr(phi, "positive", True)
+
+
+def errors(out, sums, signed):
+    """Errors of an output in units of the absolute terms behind it.
+
+    For maps without negative features the error of numerator / denominator; for signed ones how
+    far the output is from being a ratio of the two, each within the unit.
+    """
+    unit = sums.absolute_numerator
+    if signed:
+        unit = unit + np.abs(out) * sums.absolute_denominator
+    empty = sums.absolute_denominator == 0
+    assert_array_equal(np.where(empty, out, 0), 0)
+    return np.abs(out * sums.denominator - sums.numerator) / np.where(unit > 0, unit, 1)
+
+
+def conditioning(phi, *arrays):
+    """Size of what goes into exp, cos and sin: they turn its rounding into a relative error."""
+    largest = 10.0
+    for x in arrays:
+        if x.size and getattr(phi, "projection", None) is not None:
+            quad = phi.scale * (x * x).sum(axis=-1).max() / 2
+            linear = np.abs(x @ np.swapaxes(phi.projection, -1, -2)).max() * phi.scale**0.5
+            largest = max(largest, quad + linear)
+        elif x.size:
+            largest = max(largest, np.abs(x).max())
+    return largest / 10
+
+
+def check(out, phi, case, dtype="float64", **options):
+    """Check an output of query, key and value against the oracle."""
+    query, key, value = case
+    sums = reference.kernel_sums(query, key, value, phi, **options)
+    check_sums(out, phi, sums, BOUNDS[dtype] * conditioning(phi, query, key))
+
+
+def check_sums(out, phi, sums, bound):
+    assert out.shape == sums.numerator.shape
+    out = out.astype(np.float64)
+    assert np.isfinite(out).all()
+    assert errors(out, sums, is_signed(phi)).max(initial=0) <= bound
+
+
+def check_log_normalizer(norm, phi, sums, bound):
+    """Check logs of denominators; signed ones may be negative (NaN), within rounding of zero."""
+    den = sums.denominator[..., 0]
+    assert norm.shape == den.shape
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.log(den) + sums.log_scale[..., 0]
+        relative = bound * sums.absolute_denominator[..., 0] / np.abs(den)
+    negative = np.isnan(norm)
+    if is_signed(phi):
+        assert (den[negative] <= bound * sums.absolute_denominator[..., 0][negative]).all()
+    else:
+        assert not negative.any()
+    empty = sums.absolute_denominator[..., 0] == 0
+    assert_array_equal(norm[empty], -np.inf)
+    seen = ~negative & ~empty
+    size = np.maximum(np.abs(exact[seen]), 1)
+    assert (np.abs(norm[seen] - exact[seen]) <= 2 * relative[seen] + bound * size).all()
+
+
+# Every library, fixed shapes --------------------------------------------------------------------
+# Few shapes, used again and again: JAX compiles every operation anew for each.
+
+DIM, VALUE_DIM, LENGTH, CHUNK = 6, 3, 16, 8
+
+
+def library_inputs(xp, dtype, *shapes, seed=0):
+    host = inputs(*shapes, seed=seed)
+    return host, [xp.array(a, dtype) for a in host]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@every_map
+def test_full_in_every_library(xp, name, dtype):
+    phi = MAPS[name](DIM)
+    shapes = [(2, 2, 9, DIM), (2, 1, LENGTH, DIM), (2, 1, LENGTH, VALUE_DIM)]
+    host, arrays = library_inputs(xp, dtype, *shapes)
+    mask = np.arange(LENGTH) % 5 != 1
+    out, norm = linattn.linear_attention(
+        *arrays, phi, key_mask=xp.array(mask), return_log_normalizer=True
+    )
+    xp.assert_like(out, arrays[0], shape=(2, 2, 9, VALUE_DIM))
+    xp.assert_like(norm, arrays[0], shape=(2, 2, 9))
+    sums = reference.kernel_sums(*host, phi, key_mask=mask)
+    bound = BOUNDS[dtype] * conditioning(phi, *host[:2])
+    check_sums(xp.numpy(out), phi, sums, bound)
+    check_log_normalizer(xp.numpy(norm), phi, sums, bound)
+
+
+@every_map
+def test_causal_in_every_library(xp, name):
+    phi = MAPS[name](DIM)
+    shapes = [(2, LENGTH, DIM), (1, LENGTH, DIM), (LENGTH, VALUE_DIM)]
+    host, arrays = library_inputs(xp, "float32", *shapes)
+    # The first key is masked, so that one row sees no key at all.
+    mask = np.arange(LENGTH) % 5 != 0
+    out, state, norm = linattn.linear_attention(
+        *arrays,
+        phi,
+        is_causal=True,
+        key_mask=xp.array(mask),
+        return_state=True,
+        return_log_normalizer=True,
+        chunk_size=CHUNK,
+    )
+    xp.assert_like(out, arrays[0], shape=(2, LENGTH, VALUE_DIM))
+    xp.assert_like(norm, arrays[0], shape=(2, LENGTH))
+    m = phi.num_features or DIM
+    xp.assert_like(state.kvz, arrays[0], shape=(1, m, VALUE_DIM + 1))
+    xp.assert_like(state.log_scale, arrays[0], shape=(1, m))
+    assert state.length == LENGTH
+    sums = reference.kernel_sums(*host, phi, is_causal=True, key_mask=mask)
+    bound = BOUNDS["float32"] * conditioning(phi, *host[:2])
+    out = xp.numpy(out)
+    assert_array_equal(out[:, 0], 0)
+    check_sums(out, phi, sums, bound)
+    check_log_normalizer(xp.numpy(norm), phi, sums, bound)
+
+
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_causal_float64_in_every_library(xp, name):
+    phi = MAPS[name](DIM)
+    host, arrays = library_inputs(
+        xp, "float64", (LENGTH, DIM), (LENGTH, DIM), (LENGTH, VALUE_DIM), seed=2
+    )
+    out = linattn.linear_attention(*arrays, phi, is_causal=True, chunk_size=CHUNK)
+    xp.assert_like(out, arrays[0], shape=(LENGTH, VALUE_DIM))
+    check(xp.numpy(out), phi, host, is_causal=True)
+
+
+def test_initial_state_in_every_library(xp):
+    phi = MAPS["positive"](DIM)
+    shapes = [(LENGTH, DIM), (LENGTH, DIM), (LENGTH, VALUE_DIM)]
+    host, arrays = library_inputs(xp, "float64", *shapes, seed=3)
+    first = [a[:CHUNK, :] for a in arrays]
+    rest = [a[CHUNK:, :] for a in arrays]
+    options = {"is_causal": True, "chunk_size": CHUNK}
+    head, state = linattn.linear_attention(*first, phi, return_state=True, **options)
+    tail = linattn.linear_attention(*rest, phi, initial_state=state, **options)
+    stream = np.concatenate([xp.numpy(head), xp.numpy(tail)])
+    check(stream, phi, host, is_causal=True)
+    # Full attention with a state attends to its keys and the new ones.
+    both = linattn.linear_attention(*rest, phi, initial_state=state)
+    check(xp.numpy(both), phi, (host[0][CHUNK:], *host[1:]))
+
+
+@pytest.mark.parametrize("name", ["positive", "trigonometric", "activation"])
+def test_projections_per_head_in_every_library(xp, name):
+    single = MAPS[name](DIM)
+    rows = single.projection.shape[0]
+    rows = np.random.default_rng(5).standard_normal((2, rows, DIM))
+    phi = type(single).from_projection(rows)
+    shapes = [(2, 9, DIM), (LENGTH, DIM), (LENGTH, VALUE_DIM)]
+    host, arrays = library_inputs(xp, "float64", *shapes)
+    out, state = linattn.linear_attention(*arrays, phi, return_state=True)
+    xp.assert_like(out, arrays[0], shape=(2, 9, VALUE_DIM))
+    assert tuple(state.kvz.shape) == (2, phi.num_features, VALUE_DIM + 1)
+    check(xp.numpy(out), phi, host)
+    for head in range(2):
+        one = type(single).from_projection(rows[head])
+        alone = linattn.linear_attention(arrays[0][head, ...], *arrays[1:], one)
+        assert_allclose(xp.numpy(alone), xp.numpy(out)[head], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_accumulated_in_float32(xp, dtype):
+    # A float16 sum of ones stalls at 2048, a bfloat16 one at 256.
+    host = inputs((4, DIM), (5000, DIM), (5000, 2))
+    arrays = [xp.array(a, dtype) for a in (host[0], host[1], 1 + host[2] / 4)]
+    rounded = [xp.numpy(a).astype(np.float64) for a in arrays]
+    phi = EluFeatures()
+    out, state, norm = linattn.linear_attention(
+        *arrays, phi, return_state=True, return_log_normalizer=True
+    )
+    xp.assert_like(out, arrays[0], shape=(4, 2))
+    for array in (state.kvz, state.log_scale, norm):
+        assert array.dtype == xp.dtype("float32")
+    expected = reference.kernel_attention(*rounded, phi)
+    half_ulp = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    assert_allclose(xp.numpy(out), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
+    short = [a[:CHUNK, :] for a in (arrays[1], arrays[1], arrays[2])]
+    causal = linattn.linear_attention(*short, phi, is_causal=True, chunk_size=CHUNK)
+    xp.assert_like(causal, arrays[0], shape=(CHUNK, 2))
+    short = [xp.numpy(a).astype(np.float64) for a in short]
+    expected = reference.kernel_attention(*short, phi, is_causal=True)
+    assert_allclose(xp.numpy(causal), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
+
+
+@pytest.mark.frameworks
+@full_and_causal
+@pytest.mark.parametrize("name", ["positive", "relu"])
+def test_jit_gives_what_eager_gives(name, is_causal):
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jax.config.update("jax_enable_x64", True)
+    phi = MAPS[name](DIM)
+    host = inputs((2, LENGTH, DIM), (2, LENGTH, DIM), (2, LENGTH, VALUE_DIM))
+    arrays = [jax.numpy.asarray(a) for a in host]
+    mask = jax.numpy.asarray(np.arange(LENGTH) % 5 != 0)
+
+    def attend(query, key, value, key_mask):
+        return linattn.linear_attention(
+            query,
+            key,
+            value,
+            phi,
+            is_causal=is_causal,
+            key_mask=key_mask,
+            return_state=True,
+            return_log_normalizer=True,
+            chunk_size=CHUNK,
+        )
+
+    out, state, norm = jax.jit(attend)(*arrays, mask)
+    eager_out, eager_state, eager_norm = attend(*arrays, mask)
+    assert_allclose(out, eager_out, rtol=1e-13, atol=1e-13)
+    assert_allclose(norm, eager_norm, rtol=1e-13, atol=1e-13)
+    assert_allclose(state.kvz, eager_state.kvz, rtol=1e-13, atol=1e-13)
+    assert_allclose(state.log_scale, eager_state.log_scale, rtol=1e-13)
+    assert int(state.length) == LENGTH
+    check(np.asarray(out), phi, host, is_causal=is_causal, key_mask=np.asarray(mask))
+
+
+# NumPy with and without its backend: lengths and chunks ------------------------------------------
+
+
+@functools.cache
+def sums_of_length(name, length, is_causal):
+    """Inputs and oracle of one length; quadratic, so made once."""
+    case = inputs((2, length, DIM), (2, length, DIM), (length, VALUE_DIM), seed=length)
+    return case, reference.kernel_sums(*case, MAPS[name](DIM), is_causal=is_causal)
+
+
+@full_and_causal
+@pytest.mark.parametrize("length", [0, 1, 63, 257, 1030])
+@every_map
+def test_lengths(numpy_path, name, length, is_causal):
+    phi = MAPS[name](DIM)
+    case, sums = sums_of_length(name, length, is_causal)
+    for dtype, bound in BOUNDS.items():
+        arrays = [a.astype(dtype) for a in case]
+        for chunk_size in (None, 100, length + 5):
+            out = linattn.linear_attention(*arrays, phi, is_causal=is_causal, chunk_size=chunk_size)
+            assert out.dtype == dtype
+            check_sums(out, phi, sums, bound * conditioning(phi, *case[:2]))
+
+
+@full_and_causal
+@pytest.mark.parametrize("name", ["positive", "trigonometric", "elu", "own"])
+def test_chunk_lengths_from_one_to_all(numpy_path, name, is_causal):
+    phi = MAPS[name](DIM)
+    case, sums = sums_of_length(name, 63, is_causal)
+    for dtype, bound in BOUNDS.items():
+        arrays = [a.astype(dtype) for a in case]
+        for chunk_size in range(1, 65):
+            out = linattn.linear_attention(*arrays, phi, is_causal=is_causal, chunk_size=chunk_size)
+            check_sums(out, phi, sums, bound * conditioning(phi, *case[:2]))
+
+
+@every_map
+def test_cross_lengths(numpy_path, name):
+    phi = MAPS[name](DIM)
+    for num_queries, num_keys in [(1, 300), (300, 1), (37, 0), (0, 37), (130, 259)]:
+        case = inputs((num_queries, DIM), (2, num_keys, DIM), (2, num_keys, VALUE_DIM))
+        for dtype in BOUNDS:
+            arrays = [a.astype(dtype) for a in case]
+            check(linattn.linear_attention(*arrays, phi), phi, case, dtype)
+
+
+@every_map
+def test_grouped_queries_are_a_broadcast(numpy_path, name):
+    phi = MAPS[name](DIM)
+    case = inputs((2, 2, 3, 70, DIM), (2, 2, 1, 70, DIM), (2, 2, 1, 70, VALUE_DIM))
+    out, state = linattn.linear_attention(*case, phi, is_causal=True, return_state=True)
+    assert out.shape == (2, 2, 3, 70, VALUE_DIM)
+    assert state.kvz.shape == (2, 2, 1, phi.num_features or DIM, VALUE_DIM + 1)
+    repeated = [np.repeat(a, 3, axis=2) for a in case[1:]]
+    expected = linattn.linear_attention(case[0], *repeated, phi, is_causal=True)
+    assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
+
+
+# Any shape --------------------------------------------------------------------------------------
+
+
+def check_any_shape(xp, case, phi, dtype):
+    """Check one drawn case, its state and normaliser."""
+    query, key, value = (a.astype(dtype) for a in (case.query, case.key, case.value))
+    arrays = [xp.array(a) for a in (query, key, value)]
+    mask = None if case.key_mask is None else xp.array(case.key_mask)
+    out, state, norm = linattn.linear_attention(
+        *arrays,
+        phi,
+        is_causal=case.is_causal,
+        key_mask=mask,
+        chunk_size=case.chunk_size,
+        return_state=True,
+        return_log_normalizer=True,
+    )
+    xp.assert_like(out, arrays[0], shape=case.output_shape)
+    lead = np.broadcast_shapes(key.shape[:-2], value.shape[:-2])
+    m = phi.num_features or key.shape[-1]
+    xp.assert_like(state.kvz, arrays[0], shape=(*lead, m, value.shape[-1] + 1))
+    xp.assert_like(state.log_scale, arrays[0], shape=(*lead, m))
+    assert state.length == key.shape[-2]
+    sums = reference.kernel_sums(
+        query, key, value, phi, is_causal=case.is_causal, key_mask=case.key_mask
+    )
+    bound = BOUNDS[dtype] * conditioning(phi, query, key)
+    check_sums(xp.numpy(out), phi, sums, bound)
+    norms = np.broadcast_to(xp.numpy(norm), sums.denominator.shape[:-1])
+    check_log_normalizer(norms, phi, sums, bound)
+    # Reading the state sees every key, which is what full attention saw.
+    if not case.is_causal:
+        again = xp.numpy(linattn.read_state(arrays[0], state, phi))
+        assert_allclose(again, xp.numpy(out), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@every_map
+@given(data=st.data())
+def test_any_shape(numpy_path, draws, name, dtype, data):
+    case = data.draw(draws.cases())
+    numpy = _NumpyLibrary()
+    check_any_shape(numpy, case, MAPS[name](case.query.shape[-1]), dtype)
+
+
+class _NumpyLibrary:
+    """What `check_any_shape` needs of NumPy, beside the fixture that draws shapes."""
+
+    array = staticmethod(np.array)
+    numpy = staticmethod(np.asarray)
+
+    @staticmethod
+    def assert_like(array, reference, *, shape):
+        assert type(array) is np.ndarray
+        assert array.dtype == reference.dtype
+        assert array.shape == shape
+
+
+@given(data=st.data())
+def test_any_shape_in_every_library(xp_any_shape, draws, data):
+    case = data.draw(draws.cases(max_length=20))
+    name = data.draw(st.sampled_from(sorted(MAPS)))
+    dtype = data.draw(st.sampled_from(sorted(BOUNDS)))
+    check_any_shape(xp_any_shape, case, MAPS[name](case.query.shape[-1]), dtype)
+
+
+# Range ------------------------------------------------------------------------------------------
+
+
+def jumps():
+    """Keys whose features grow or shrink a lot, within a sequence and as a whole."""
+    length = 500
+    query, key, value = inputs((1, length, 16), (1, length, 16), (1, length, 8))
+    half = length // 2
+    cases = {f"times {factor}": key * factor for factor in (1, 2, 4, 6, 8)}
+    for what, change in {
+        "jump to times 30": (slice(half, None), 30, 0),
+        "jump by +30": (slice(half, None), 1, 30),
+        "fall from times 8": (slice(0, half), 8, 0),
+    }.items():
+        rows, factor, offset = change
+        cases[what] = key.copy()
+        cases[what][:, rows] = key[:, rows] * factor + offset
+    return query, cases, value
+
+
+JUMPS = ["times 1", "times 2", "times 4", "times 6", "times 8"]
+JUMPS += ["jump to times 30", "jump by +30", "fall from times 8"]
+
+
+@full_and_causal
+@pytest.mark.parametrize("jump", JUMPS)
+@pytest.mark.parametrize("name", [n for n in MAPS if n != "trigonometric"])
+def test_large_and_jumping_keys(numpy_path, name, jump, is_causal):
+    query, keys, value = jumps()
+    assert list(keys) == JUMPS
+    if name == "own":
+        # Its features have no quadratic term that keeps them from overflowing by themselves.
+        keys[jump] = keys[jump] / 8
+    phi = MAPS[name](16)
+    arrays = [a.astype(np.float32) for a in (query, keys[jump], value)]
+    narrow = linattn.linear_attention(*arrays, phi, is_causal=is_causal)
+    wide = linattn.linear_attention(
+        *(a.astype(np.float64) for a in arrays), phi, is_causal=is_causal
+    )
+    assert_allclose(narrow, wide, rtol=0, atol=3e-5)
+    check(wide, phi, arrays, is_causal=is_causal)
+
+
+def test_a_fall_of_thirty_loses_only_the_rounding_of_the_logs(numpy_path):
+    # |k|^2 s / 2 is about 1800 early: its float32 rounding is a relative error of the weights.
+    query, keys, value = jumps()
+    key = keys["times 1"].copy()
+    key[:, :250] *= 30
+    phi = MAPS["positive"](16)
+    arrays = [a.astype(np.float32) for a in (query, key, value)]
+    narrow = linattn.linear_attention(*arrays, phi, is_causal=True)
+    wide = linattn.linear_attention(*(a.astype(np.float64) for a in arrays), phi, is_causal=True)
+    largest = np.abs(phi.key_features(key).log).max()
+    assert largest > 1000
+    assert_allclose(narrow, wide, rtol=0, atol=2 * np.finfo(np.float32).eps * largest)
+
+
+@pytest.mark.parametrize("name", EXPONENTIAL)
+def test_blocks_are_accepted_and_redone_where_they_should_be(numpy_path, monkeypatch, name):
+    redone, verdicts = [], []
+    scan_exact, refused = folds.scan_exact, folds._refused
+
+    def counting_scan(*args):
+        redone.append(1)
+        return scan_exact(*args)
+
+    def recording(*args):
+        verdict = refused(*args)
+        verdicts.append(verdict is not None)
+        return verdict
+
+    monkeypatch.setattr(folds, "scan_exact", counting_scan)
+    monkeypatch.setattr(folds, "_refused", recording)
+    query, keys, value = jumps()
+
+    def count(key, dtype):
+        redone.clear()
+        verdicts.clear()
+        arrays = [a.astype(dtype) for a in (query, key, value)]
+        phi = MAPS[name](16)
+        linattn.linear_attention(*arrays, phi, is_causal=True, chunk_size=100)
+        assert len(redone) == sum(verdicts)
+        return len(redone), len(verdicts)
+
+    # The third block of 100 holds the fall; the first two are uniform.
+    assert count(keys["times 1"], np.float32) == (0, 5)
+    assert count(keys["jump to times 30"], np.float32) == (0, 5)
+    assert count(keys["fall from times 8"], np.float32) == (1, 5)
+    # float64 has the range: nothing is redone.
+    assert count(keys["fall from times 8"], np.float64) == (0, 5)
+
+
+def test_a_refused_head_does_not_touch_the_others(numpy_path, monkeypatch):
+    query, keys, value = jumps()
+    phi = MAPS["positive"](16)
+    both = np.concatenate([keys["times 1"], keys["fall from times 8"]]).astype(np.float32)
+    query, value = (np.repeat(a, 2, axis=0).astype(np.float32) for a in (query, value))
+    together = linattn.linear_attention(query, both, value, phi, is_causal=True)
+    for head in range(2):
+        one = slice(head, head + 1)
+        alone = linattn.linear_attention(query[one], both[one], value[one], phi, is_causal=True)
+        assert_allclose(together[one], alone, rtol=0, atol=3e-6)
+
+
+# Order of time ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [63, 300])
+@every_map
+def test_the_last_key_moves_no_earlier_output(numpy_path, name, length):
+    phi = MAPS[name](DIM)
+    query, key, value = inputs((2, length, DIM), (2, length, DIM), (2, length, VALUE_DIM))
+    before = linattn.linear_attention(query, key, value, phi, is_causal=True)[:, :-1]
+    for change in (lambda k: 1.5 * k, lambda k: 30 * k, lambda k: 0 * k, lambda k: k - 30):
+        other = key.copy()
+        other[:, -1] = change(key[:, -1])
+        after = linattn.linear_attention(query, other, value, phi, is_causal=True)[:, :-1]
+        scale = max(np.abs(before).max(), 1)
+        assert np.abs(after - before).max() <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+@pytest.mark.parametrize("chunk_size", [None, 7])
+@every_map
+def test_a_live_nan_reaches_its_rows_and_no_earlier_one(numpy_path, name, chunk_size, what):
+    phi = MAPS[name](DIM)
+    arrays = dict(
+        zip(
+            ("query", "key", "value"),
+            inputs((2, 40, DIM), (2, 40, DIM), (2, 40, VALUE_DIM)),
+            strict=True,
+        )
+    )
+    options = {"is_causal": True, "chunk_size": chunk_size}
+    clean = linattn.linear_attention(*arrays.values(), phi, **options)
+    for t in (0, 17, 39):
+        dirty = {key: a.copy() for key, a in arrays.items()}
+        # In one head only; one coordinate is enough, except in values, whose columns are apart.
+        dirty[what][1, t, slice(None) if what == "value" else 0] = np.nan
+        out = linattn.linear_attention(*dirty.values(), phi, **options)
+        assert_allclose(out[0], clean[0], rtol=1e-12, atol=1e-13)
+        assert_allclose(out[1, :t], clean[1, :t], rtol=1e-12, atol=1e-13)
+        rows = slice(t, t + 1) if what == "query" else slice(t, None)
+        assert np.isnan(out[1, rows]).all()
+        if what == "query":
+            assert_allclose(out[1, t + 1 :], clean[1, t + 1 :], rtol=1e-12, atol=1e-13)
+
+
+# Masks ------------------------------------------------------------------------------------------
+
+
+@full_and_causal
+@every_map
+def test_masked_tokens_leave_no_trace(numpy_path, name, is_causal):
+    phi = MAPS[name](DIM)
+    query, key, value = inputs((2, 300, DIM), (2, 300, DIM), (2, 300, VALUE_DIM))
+    mask = np.random.default_rng(1).random((2, 300)) < 0.7
+    options = {"is_causal": is_causal, "key_mask": mask, "return_state": True}
+    clean, clean_state = linattn.linear_attention(query, key, value, phi, **options)
+    for bad in (np.nan, np.inf, -np.inf, 1e300):
+        k, v = (np.where(mask[..., None], a, bad) for a in (key, value))
+        out, state = linattn.linear_attention(query, k, v, phi, **options)
+        assert_array_equal(out, clean)
+        assert_array_equal(state.kvz, clean_state.kvz)
+        assert_array_equal(state.log_scale, clean_state.log_scale)
+    check(clean, phi, (query, key, value), is_causal=is_causal, key_mask=mask)
+
+
+@full_and_causal
+@every_map
+def test_a_masked_key_is_a_key_left_out(numpy_path, name, is_causal):
+    phi = MAPS[name](DIM)
+    query, key, value = inputs((70, DIM), (70, DIM), (70, VALUE_DIM))
+    live = np.arange(70) < 50
+    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal, key_mask=live)
+    shorter = [key[:50], value[:50]]
+    rows = slice(0, 50 if is_causal else 70)
+    expected = linattn.linear_attention(query[rows], *shorter, phi, is_causal=is_causal)
+    assert_allclose(out[rows], expected, rtol=1e-12, atol=1e-13)
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+def extra_memory(call):
+    """Peak of what a call allocates beyond what it returns."""
+    call()
+    tracemalloc.start()
+    try:
+        out = call()
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept >= out.nbytes
+    return peak - out.nbytes
+
+
+@full_and_causal
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_extra_memory_does_not_grow_with_the_length(numpy_path, name, masked, is_causal):
+    phi = MAPS[name](16)
+
+    def extra(length, dtype):
+        arrays = [a.astype(dtype) for a in inputs(*[(2, length, 16)] * 3)]
+        mask = np.arange(length) % 7 > 0 if masked else None
+        with linattn.config(num_threads=1):
+            return extra_memory(
+                lambda: linattn.linear_attention(*arrays, phi, is_causal=is_causal, key_mask=mask)
+            )
+
+    for dtype in (np.float16, np.float32):
+        # What does not grow stays below one more copy of any input at 16k.
+        assert extra(16384, dtype) <= 1.1 * extra(4096, dtype) + 16384
+
+
+@full_and_causal
+def test_extra_memory_of_softmax_attention_is_linear_at_most(numpy_path, is_causal):
+    def extra(length):
+        arrays = [a.astype(np.float32) for a in inputs(*[(1, length, 16)] * 3)]
+        return extra_memory(lambda: linattn.softmax_attention(*arrays, is_causal=is_causal))
+
+    assert extra(4096) <= 4.4 * extra(1024)
+    assert extra(4096) < 4096 * 4096
+
+
+# Exact attention --------------------------------------------------------------------------------
+
+
+def check_softmax(out, case, dtype, **options):
+    expected = reference.softmax_attention(*case, **options)
+    assert out.shape == expected.shape
+    # Logits are rounded before the exponential, so their size counts.
+    query, key, value = case
+    scale = options.get("scale") or query.shape[-1] ** -0.5
+    sizes = [np.sqrt((a * a).sum(axis=-1)).max(initial=0) for a in (query, key)]
+    logit = max(abs(scale) * sizes[0] * sizes[1], 10.0)
+    bound = BOUNDS[dtype] * logit / 10 * np.abs(value).max(initial=0)
+    assert_allclose(out, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("mode", ["full", "causal", "masked", "cross"])
+def test_softmax_in_every_library(xp, mode, dtype):
+    num_queries = 9 if mode == "cross" else LENGTH
+    shapes = [(2, num_queries, DIM), (1, LENGTH, DIM), (LENGTH, VALUE_DIM)]
+    host, arrays = library_inputs(xp, dtype, *shapes)
+    options = {"is_causal": mode == "causal"}
+    mask = np.arange(LENGTH) % 5 != 0
+    out = linattn.softmax_attention(
+        *arrays, key_mask=xp.array(mask) if mode == "masked" else None, **options
+    )
+    xp.assert_like(out, arrays[0], shape=(2, num_queries, VALUE_DIM))
+    if mode == "masked":
+        options["key_mask"] = mask
+    check_softmax(xp.numpy(out), host, dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@given(data=st.data())
+def test_softmax_any_shape(xp_any_shape, draws, dtype, data):
+    xp = xp_any_shape
+    case = data.draw(draws.cases(max_length=20 if "numpy" not in xp.name else 70))
+    host = [a.astype(dtype) for a in (case.query, case.key, case.value)]
+    arrays = [xp.array(a) for a in host]
+    mask = None if case.key_mask is None else xp.array(case.key_mask)
+    out = linattn.softmax_attention(*arrays, is_causal=case.is_causal, key_mask=mask)
+    xp.assert_like(out, arrays[0], shape=case.output_shape)
+    check_softmax(
+        xp.numpy(out),
+        [a.astype(np.float64) for a in host],
+        dtype,
+        is_causal=case.is_causal,
+        key_mask=case.key_mask,
+    )
+
+
+@full_and_causal
+@pytest.mark.parametrize("length", [0, 1, 63, 257, 1030])
+def test_softmax_lengths(numpy_path, length, is_causal):
+    case = inputs((length, DIM), (length, DIM), (length, VALUE_DIM))
+    for dtype in BOUNDS:
+        for scale in (None, 0.7, -0.5):
+            arrays = [a.astype(dtype) for a in case]
+            out = linattn.softmax_attention(*arrays, scale=scale, is_causal=is_causal)
+            assert out.dtype == dtype
+            check_softmax(out, case, dtype, scale=scale, is_causal=is_causal)
+
+
+@full_and_causal
+def test_softmax_of_logits_of_ten_thousand(numpy_path, is_causal):
+    # Integers: the logits are exact in float32, so nothing but the shift can go wrong.
+    rng = np.random.default_rng(0)
+    query, key = (rng.integers(-100, 101, (2, 300, 1)).astype(np.float32) for _ in range(2))
+    value = rng.standard_normal((2, 300, VALUE_DIM)).astype(np.float32)
+    logits = query @ key.mT
+    assert logits.max() > 9000
+    assert logits.min() < -9000
+    out = linattn.softmax_attention(query, key, value, scale=1.0, is_causal=is_causal)
+    expected = reference.softmax_attention(query, key, value, scale=1.0, is_causal=is_causal)
+    assert_allclose(out, expected, rtol=0, atol=3e-6 * np.abs(value).max())
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_softmax_a_live_nan_reaches_its_rows_and_no_earlier_one(numpy_path, what):
+    names = ("query", "key", "value")
+    arrays = dict(zip(names, inputs((300, DIM), (300, DIM), (300, VALUE_DIM)), strict=True))
+    clean = linattn.softmax_attention(*arrays.values(), is_causal=True)
+    for t in (0, 17, 130, 299):
+        dirty = {key: a.copy() for key, a in arrays.items()}
+        dirty[what][t] = np.nan
+        out = linattn.softmax_attention(*dirty.values(), is_causal=True)
+        assert_allclose(out[:t], clean[:t], rtol=1e-12, atol=1e-13)
+        rows = slice(t, t + 1) if what == "query" else slice(t, None)
+        assert np.isnan(out[rows]).all()
+
+
+@full_and_causal
+def test_softmax_masked_tokens_leave_no_trace(numpy_path, is_causal):
+    query, key, value = inputs((2, 300, DIM), (2, 300, DIM), (2, 300, VALUE_DIM))
+    mask = np.random.default_rng(1).random((2, 300)) < 0.7
+    mask[0, :9] = False
+    options = {"is_causal": is_causal, "key_mask": mask}
+    clean = linattn.softmax_attention(query, key, value, **options)
+    for bad in (np.nan, np.inf, 1e300):
+        k, v = (np.where(mask[..., None], a, bad) for a in (key, value))
+        assert_array_equal(linattn.softmax_attention(query, k, v, **options), clean)
+    check_softmax(clean, (query, key, value), "float64", **options)
+    if is_causal:
+        assert_array_equal(clean[0, :9], 0)
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+def test_a_map_that_has_seen_the_sequence_is_not_used_causally():
+    class Fitted(OwnMap):
+        causal = False
+
+    arrays = inputs((5, DIM), (5, DIM), (5, VALUE_DIM))
+    linattn.linear_attention(*arrays, Fitted(DIM))
+    with pytest.raises(ValueError, match="would leak later keys"):
+        linattn.linear_attention(*arrays, Fitted(DIM), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "match"),
+    [(EluFeatures, r"EluFeatures\(\.\.\.\)"), ("elu", "got str"), (None, "got NoneType")],
+)
+def test_what_is_no_feature_map(feature_map, match):
+    arrays = inputs((5, DIM), (5, DIM), (5, VALUE_DIM))
+    with pytest.raises(TypeError, match=f"feature_map must have.*{match}"):
+        linattn.linear_attention(*arrays, feature_map)
+
+
+def test_the_dim_of_the_map_is_that_of_the_inputs():
+    arrays = inputs((5, DIM), (5, DIM), (5, VALUE_DIM))
+    with pytest.raises(ValueError, match=f"4 coordinates, the dim of feature_map.*{DIM}"):
+        linattn.linear_attention(*arrays, PositiveFeatures(4, rng=0))
+
+
+@pytest.mark.parametrize(("chunk_size", "error"), [(0, ValueError), (True, TypeError), (1.5, TypeError)])
+def test_chunk_size_is_a_positive_integer(chunk_size, error):
+    arrays = inputs((5, DIM), (5, DIM), (5, VALUE_DIM))
+    with pytest.raises(error, match="chunk_size must be"):
+        linattn.linear_attention(*arrays, EluFeatures(), chunk_size=chunk_size)
