@@ -148,7 +148,8 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
             )
             raise ValueError(message)
         devices = (array_api_compat.device(first_array), array_api_compat.device(array))
-        if devices[0] != devices[1]:
+        # A traced array does not know its device.
+        if None not in devices and devices[0] != devices[1]:
             message = f"{first} and {name} must be on one device, got {devices[0]} and {devices[1]}"
             raise ValueError(message)
     return xp, [array for _, array in checked.values()]

@@ -14,6 +14,7 @@ checks that. Blocks with NaN or inf go to the generic code.
 from __future__ import annotations
 
 import threading
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +41,14 @@ SUB_BLOCK = 32
 _scratch = threading.local()
 
 
+KEPT_BYTES = 1 << 22
+"""Larger buffers, of long blocks that a caller asked for, are not kept between calls."""
+
+
 def _buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
     """Return this thread's buffer of that name, made anew when the shape changes."""
+    if prod(shape) * np.dtype(dtype).itemsize > KEPT_BYTES:
+        return np.empty(shape, dtype)
     buffer = getattr(_scratch, name, None)
     if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
         buffer = np.empty(shape, dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -164,16 +163,15 @@ def relative_error(output: npt.NDArray[np.floating], exact: Float64) -> Float64:
 def prepare(case: Case, inputs: Inputs, *, seed: int, draw: int = 0) -> Attend:
     """Draw or fit the map of a case.
 
-    What is drawn depends on the seed, the method, the number of columns and the number of the draw
-    only, not on what else is measured.
+    What is drawn depends on the seed, the number of columns and the number of the draw only, not on
+    what else is measured; maps with the same columns share it.
 
     Raises
     ------
     CommandError
         The map refuses this number of columns or these inputs.
     """
-    words = [seed, zlib.crc32(case.method.name.encode()), case.num_features or 0, draw]
-    rng = np.random.default_rng(words)
+    rng = np.random.default_rng([seed, case.num_features or 0, draw])
     try:
         return case.method.make(inputs.query, inputs.key, case.num_features, rng)
     except ValueError as error:

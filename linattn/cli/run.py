@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -135,8 +134,7 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         )
 
     case = _curve_case(chosen, settings.num_features, rows)
-    rng = np.random.default_rng([seed, zlib.crc32(b"lengths")])
-    arrays = continued(given, settings.lengths[-1], rng)
+    arrays = continued(given, settings.lengths[-1], np.random.default_rng(seed))
     curves = {
         "linear": prepare(case, inputs, seed=seed),
         "exact": prepare(Case(EXACT, None), inputs, seed=seed),

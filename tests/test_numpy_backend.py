@@ -1,0 +1,253 @@
+"""The NumPy backend: each of its branches against the generic code, and its threads."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import linattn
+import linattn_numpy
+from linattn.feature_maps import (
+    ActivationFeatures,
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+)
+from linattn_numpy import blocks, planning
+from linattn_numpy.blas import Blas
+
+D = 8
+MAPS = {
+    "positive": PositiveFeatures(D, 24, rng=0),
+    "hyperbolic": HyperbolicFeatures(D, 32, rng=0),
+    "weighted": PositiveFeatures.from_projection(
+        np.random.default_rng(5).standard_normal((20, D)),
+        log_weights=np.random.default_rng(6).standard_normal(20),
+    ),
+    "per-head": PositiveFeatures.from_projection(
+        np.random.default_rng(7).standard_normal((3, 20, D))
+    ),
+    "activation": ActivationFeatures(D, 24, rng=0),
+    "plain-activation": ActivationFeatures(D, sampler=None),
+    "elu": EluFeatures(),
+    "relu": ReluFeatures(),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count how often the branches of the backend finish a block."""
+    counts = {"plain": 0, "shifted": 0, "generic": 0}
+
+    def counted(name, branch):
+        inner = getattr(blocks, name)
+
+        def outer(*args):
+            answer = inner(*args)
+            if answer is not None:
+                counts["generic" if answer is NotImplemented else branch] += 1
+            return answer
+
+        monkeypatch.setattr(blocks, name, outer)
+
+    counted("_scan_plain", "plain")
+    counted("_scan_shifted", "shifted")
+    counted("_reduce_shifted", "shifted")
+    counted("_read_shifted", "shifted")
+    return counts
+
+
+def inputs(n, scale=1.0, heads=(3,), seed=0):
+    rng = np.random.default_rng(seed)
+    query, key, value = rng.standard_normal((3, *heads, n, D))
+    return query * scale, key * scale, value
+
+
+def agree(first, second, tolerance=1e-12):
+    scale = np.abs(second).max()
+    np.testing.assert_allclose(first, second, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_every_branch_equals_the_generic_code(name, is_causal, masked, scale, calls):
+    query, key, value = inputs(150, scale)
+    mask = np.random.default_rng(1).random((3, 150)) > 0.4 if masked else None
+    options = dict(
+        is_causal=is_causal, key_mask=mask, return_state=True, return_log_normalizer=True
+    )
+    out, state, norm = linattn.linear_attention(query, key, value, MAPS[name], **options)
+    taken = dict(calls)
+    with linattn.without_backends():
+        want, want_state, want_norm = linattn.linear_attention(
+            query, key, value, MAPS[name], **options
+        )
+    agree(out, want)
+    finite = np.isfinite(want_norm)
+    assert np.array_equal(finite, np.isfinite(norm))
+    np.testing.assert_allclose(norm[finite], want_norm[finite], rtol=1e-12, atol=1e-12)
+    agree(
+        linattn.read_state(query, state, MAPS[name]),
+        linattn.read_state(query, want_state, MAPS[name]),
+    )
+    if isinstance(MAPS[name], PositiveFeatures | HyperbolicFeatures):
+        assert taken["shifted"] > 0 if scale > 1 else taken["shifted"] == 0 or masked
+        assert taken["generic"] == 0
+
+
+def test_a_spoilt_plain_block_is_done_again_shifted(calls):
+    # Long keys late in the block pull the common scale away from the early ones.
+    query, key, value = (x.astype(np.float32) for x in inputs(64, heads=()))
+    key[40:] *= 9
+    phi = PositiveFeatures(D, 24, rng=0)
+    out = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    assert calls == {"plain": 0, "shifted": 1, "generic": 0}
+    want = linattn.reference.kernel_attention(query, key, value, phi, is_causal=True)
+    agree(out, want, 3e-6)
+
+
+def test_plain_blocks_take_no_shift(calls):
+    query, key, value = (x.astype(np.float32) for x in inputs(600, heads=()))
+    phi = PositiveFeatures(D, 24, rng=0)
+    linattn.linear_attention(query, key, value, phi, is_causal=True)
+    assert calls == {"plain": 3, "shifted": 0, "generic": 0}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_grouped_queries_share_the_state(is_causal):
+    rng = np.random.default_rng(3)
+    query = rng.standard_normal((2, 3, 4, 70, D))
+    key, value = rng.standard_normal((2, 2, 3, 1, 70, D))
+    phi = PositiveFeatures(D, 24, rng=0)
+    out, state = linattn.linear_attention(
+        query, key, value, phi, is_causal=is_causal, return_state=True
+    )
+    assert state.kvz.shape == (2, 3, 1, 24, D + 1)
+    want = linattn.reference.kernel_attention(query, key, value, phi, is_causal=is_causal)
+    agree(out, want)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_threads_change_no_bit(threads, is_causal, monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
+    query, key, value = inputs(300, heads=(2, 3))
+    phi = PositiveFeatures(D, 24, rng=0)
+    seen = set()
+    scan = blocks._triangles
+
+    def spy(*args):
+        seen.add(threading.current_thread().name)
+        return scan(*args)
+
+    monkeypatch.setattr(blocks, "_triangles", spy)
+    options = dict(is_causal=is_causal, return_state=True, return_log_normalizer=True)
+    with linattn.config(num_threads=1):
+        want, want_state, want_norm = linattn.linear_attention(query, key, value, phi, **options)
+    seen.clear()
+    with linattn.config(num_threads=threads):
+        out, state, norm = linattn.linear_attention(query, key, value, phi, **options)
+    if is_causal:
+        assert (threading.current_thread().name in seen) == (threads == 1)
+    for got, wanted in ((out, want), (state.kvz, want_state.kvz), (norm, want_norm)):
+        assert np.array_equal(got, wanted)
+    assert state.length == want_state.length
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
+
+    def fail(*args):
+        message = "from a thread"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(linattn_numpy, "reduce_block", fail)
+    query, key, value = inputs(50)
+    with linattn.config(num_threads=2), pytest.raises(RuntimeError, match="from a thread"):
+        linattn.linear_attention(query, key, value, PositiveFeatures(D, rng=0))
+
+
+def test_tasks_cover_every_head_once():
+    query, key, value = inputs(40, heads=(2, 5))
+    with linattn.config(num_threads=2):
+        for group in (1, 40 * 24 * 2, 10**9):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(planning, "BLOCK_NUMBERS", group)
+                out = linattn.linear_attention(query, key, value, PositiveFeatures(D, 24, rng=0))
+            want = linattn.reference.kernel_attention(
+                query, key, value, PositiveFeatures(D, 24, rng=0)
+            )
+            agree(out, want)
+
+
+class FakeController:
+    """Stands in for threadpoolctl: one number of threads for the process."""
+
+    def __init__(self):
+        self.threads = 7
+        self.taken = 0
+
+    def limit(self, *, limits):
+        self.taken += 1
+        before, self.threads = self.threads, limits
+        controller = self
+
+        class Limit:
+            def restore_original_limits(self):
+                controller.threads = before
+
+        return Limit()
+
+
+def test_blas_limit_is_taken_once_and_given_back_by_the_last():
+    blas, fake = Blas(), FakeController()
+    blas._controller, blas._looked = fake, True
+    with blas.one_thread():
+        assert fake.threads == 1
+        with blas.one_thread():
+            assert (fake.threads, fake.taken) == (1, 1)
+        assert fake.threads == 1
+    assert fake.threads == 7
+    with pytest.raises(KeyError), blas.one_thread():
+        raise KeyError
+    assert fake.threads == 7
+
+
+def test_blas_setting_of_the_user_survives_a_call():
+    threadpoolctl = pytest.importorskip("threadpoolctl", reason="extra 'threads' not installed")
+    query, key, value = inputs(50)
+    with threadpoolctl.threadpool_limits(2, "blas"):
+        before = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+        linattn.linear_attention(query, key, value, PositiveFeatures(D, rng=0))
+        assert [pool["num_threads"] for pool in threadpoolctl.threadpool_info()] == before
+
+
+def test_number_of_threads(monkeypatch):
+    class Problem:
+        num_threads = None
+
+    monkeypatch.setattr(planning.blas, "controller", lambda: object())
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert planning._num_threads(Problem()) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "no number")
+    assert planning._num_threads(Problem()) >= 1
+    Problem.num_threads = 5
+    assert planning._num_threads(Problem()) == 5
+    Problem.num_threads = None
+    monkeypatch.setattr(planning.blas, "controller", lambda: None)
+    assert planning._num_threads(Problem()) == 1
+
+
+def test_long_buffers_are_not_kept():
+    small = blocks._buffer("test_name", (10, 10), np.float64)
+    assert blocks._buffer("test_name", (10, 10), np.float64) is small
+    long = blocks._buffer("test_name", (1000, 1000), np.float64)
+    assert blocks._buffer("test_name", (10, 10), np.float64) is small
+    assert blocks._buffer("test_name", (1000, 1000), np.float64) is not long
