@@ -135,10 +135,10 @@ def stabiliser_of_all_keys() -> Row:
         lambda k: np.asarray(linattn.linear_attention(query, k, value, favor(), is_causal=True))
     )
     return Row(
-        f"one shift for all keys, with that {EPSILON:g}",
+        f"one shift for all keys, and that {EPSILON:g}",
         f"the last key times 1.5 moves earlier causal outputs by up to {theirs:.1f} times their "
         f"rms",
-        f"{ours:.0e}",
+        f"{ours:.1g}",
     )
 
 

@@ -12,11 +12,13 @@ ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 CITED = re.compile(r"(\[\d+\])_")
 CITATION = re.compile(r"^( *)\.\. (\[\d+\])", re.MULTILINE)
 LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
+SEE_ALSO = re.compile(r"(?<=^See Also\n--------\n)(?:.+\n)+", re.MULTILINE)
 
 
 def to_markdown(text: str) -> str:
     """Translate one docstring."""
     text = DISPLAYED_FORMULA.sub(_formula, text + "\n")
+    text = SEE_ALSO.sub(_list, text)
     text = ROLE.sub(r"`\1`", text)
     text = CITATION.sub(r"\n\1\2", CITED.sub(r"\1", text))
     return LITERAL_BLOCK.sub(":", text)
@@ -25,6 +27,11 @@ def to_markdown(text: str) -> str:
 def _formula(match: re.Match[str]) -> str:
     indent, body = match.groups()
     return f"{indent}\\[ {' '.join(body.split())} \\]\n\n"
+
+
+def _list(match: re.Match[str]) -> str:
+    items = [line.partition(" : ") for line in match[0].splitlines()]
+    return "".join(f"* `{names}`: {text}\n" for names, _, text in items)
 
 
 class MarkdownDocstrings(griffe.Extension):

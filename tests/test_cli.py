@@ -7,6 +7,7 @@ import math
 import shlex
 import subprocess
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 import linattn
 from linattn import reference
-from linattn.cli import compare, info, inputs, methods, report, sweep, tables, timing
+from linattn.cli import compare, info, inputs, methods, report, run, sweep, tables, timing
 from linattn.cli.app import app
 
 PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "NO_COLOR": "1"}
@@ -324,6 +325,15 @@ class TestErrors:
         result = call("compare", "--input", file, *SMALL, "--out", out)
         self.check(result, "cannot be written to")
 
+    def test_out_is_tried_before_anything_is_measured(self, file, tmp_path, monkeypatch):
+        def fail(*arguments):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "write_bytes", fail)
+        monkeypatch.setattr(run, "exact_output", None)
+        result = call("compare", "--input", file, *SMALL, "--out", tmp_path)
+        self.check(result, "cannot be written to: Permission denied")
+
     def test_not_enough_memory(self, file, tmp_path, monkeypatch):
         def fail(*arguments, **options):
             raise MemoryError
@@ -516,10 +526,11 @@ class TestSweep:
             {"linear": attend("linear"), "exact": attend("exact")},
             label="x",
             is_causal=False,
-            time_budget=0.3,
+            time_budget=0.36,
             notify=told.append,
         )
-        # Exact takes 4, 16, 64 ms; its 256 ms at 8,192 tokens would leave nothing.
+        # Exact takes 4, 16, 64 ms; its 256 ms at 8,192 tokens would fit into the 261 ms that are
+        # left, but not leave the 16 ms that linear needs for 16,384 tokens.
         assert sorted(found.seconds("linear")) == lengths
         assert sorted(found.seconds("exact")) == lengths[:3]
         assert [(p.curve, p.length) for p in found.left_out] == [("exact", 8192), ("exact", 16384)]
@@ -553,6 +564,16 @@ class TestMeasuring:
         peak = timing.peak_memory(lambda: (np.empty(10**6), None)[1])
         assert 8e6 <= peak < 8.2e6
         assert before.nbytes == 8e6
+
+    def test_peak_memory_while_somebody_else_traces(self):
+        tracemalloc.start()
+        try:
+            before = np.ones(10**6)
+            peak = timing.peak_memory(lambda: (np.empty(10**5), None)[1])
+            assert tracemalloc.is_tracing()
+        finally:
+            tracemalloc.stop()
+        assert 8e5 <= peak < 1e6 < before.nbytes
 
     def test_calls(self):
         calls = []

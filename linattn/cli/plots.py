@@ -142,8 +142,7 @@ def _crossover_label(result: Crossover) -> str:
 
 
 def _axes() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 4.8), dpi=120)
-    figure.set_layout_engine("constrained", rect=(0, 0.08, 1, 0.92))
+    figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
@@ -151,7 +150,10 @@ def _axes() -> tuple[Figure, Axes]:
 
 
 def _footnote(figure: Figure, text: str) -> None:
-    figure.text(0.01, 0.01, "\n".join(textwrap.wrap(text, 115)), fontsize=9)
+    lines = textwrap.wrap(text, 115)
+    figure.text(0.01, 0.01, "\n".join(lines), fontsize=9)
+    bottom = 0.02 + 0.033 * len(lines)
+    figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom))
 
 
 def _at(row: Row) -> str:

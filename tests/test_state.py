@@ -1,0 +1,704 @@
+"""States: step == chunk == whole, merging, decoding, prefixes, and what a state may not do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import nullcontext
+
+import array_api_compat
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn import (
+    Decoder,
+    State,
+    decode_step,
+    init_state,
+    linear_attention,
+    merge_states,
+    read_state,
+    reference,
+    update_state,
+)
+from linattn.feature_maps import (
+    ActivationFeatures,
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+    TrigonometricFeatures,
+)
+from linattn.typing import Features
+
+
+class OwnMap:
+    """A map as a user writes one; its two sides differ, so that mixing them up shows."""
+
+    def __init__(self, dim):
+        self.num_features = 2 * dim
+
+    def query_features(self, x):
+        return Features(array_api_compat.array_namespace(x).concat([x, -0.5 * x], axis=-1), None)
+
+    def key_features(self, x):
+        return Features(array_api_compat.array_namespace(x).concat([0.3 * x, x], axis=-1), None)
+
+
+MAPS = {
+    "positive": lambda dim: PositiveFeatures(dim, 2 * dim, rng=1),
+    "hyperbolic": lambda dim: HyperbolicFeatures(dim, 2 * dim, rng=1),
+    "activation": lambda dim: ActivationFeatures(dim, 2 * dim, rng=1),
+    "activation-unprojected": lambda dim: ActivationFeatures(sampler=None),
+    "elu": lambda dim: EluFeatures(),
+    "relu": lambda dim: ReluFeatures(),
+    "own": OwnMap,
+}
+DIM, VALUE_DIM = 6, 3
+
+every_map = pytest.mark.parametrize("name", MAPS)
+
+
+@pytest.fixture(params=[True, False], ids=["backends", "generic"])
+def numpy_path(request):
+    """NumPy with its backend, and on the generic path."""
+    with nullcontext() if request.param else linattn.without_backends():
+        yield
+
+
+def inputs(*shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(shape) for shape in shapes)
+
+
+def tokens(length, *lead, seed=0):
+    return inputs((*lead, length, DIM), (*lead, length, DIM), (*lead, length, VALUE_DIM), seed=seed)
+
+
+def meaning(state):
+    """What a state stands for: log of the scale that its largest entry has, and the rest."""
+    with np.errstate(divide="ignore"):
+        log = np.log(np.abs(state.kvz)) + state.log_scale[..., None]
+    top = np.max(log, initial=-np.inf)
+    return top, np.sign(state.kvz) * np.exp(log - (top if np.isfinite(top) else 0))
+
+
+def assert_same_state(actual, expected, *, bound=1e-12):
+    """Assert that two states stand for the same sums; their gauges may differ."""
+    assert actual.length == expected.length
+    assert actual.kvz.shape == expected.kvz.shape
+    top, sums = meaning(actual)
+    expected_top, expected_sums = meaning(expected)
+    assert_allclose(top, expected_top, rtol=0, atol=bound * max(1, abs(expected_top)))
+    assert_allclose(sums, expected_sums, rtol=0, atol=bound)
+
+
+def assert_close(actual, expected):
+    """Assert equality to 1e-12 of the scale of values, which is 1 here."""
+    assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+# One stream, cut in any way ----------------------------------------------------------------------
+
+
+@every_map
+def test_step_chunk_and_whole_agree(numpy_path, name):
+    phi = MAPS[name](DIM)
+    query, key, value = tokens(150, 2)
+    whole, whole_state = linear_attention(
+        query, key, value, phi, is_causal=True, return_state=True
+    )
+    assert_close(whole, reference.kernel_attention(query, key, value, phi, is_causal=True))
+
+    state = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
+    steps = []
+    for t in range(150):
+        out, state = decode_step(query[:, t], key[:, t], value[:, t], state, phi)
+        assert state.length == t + 1
+        steps.append(out)
+    assert_close(np.stack(steps, axis=-2), whole)
+    assert_same_state(state, whole_state)
+
+    for size in (1, 7, 64, 149):
+        state = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
+        chunks = []
+        for start in range(0, 150, size):
+            rows = slice(start, start + size)
+            out, state = linear_attention(
+                query[:, rows],
+                key[:, rows],
+                value[:, rows],
+                phi,
+                is_causal=True,
+                initial_state=state,
+                return_state=True,
+            )
+            chunks.append(out)
+        assert_close(np.concatenate(chunks, axis=-2), whole)
+        assert_same_state(state, whole_state)
+
+
+@every_map
+@given(data=st.data())
+def test_any_cut_gives_the_whole(numpy_path, draws, name, data):
+    case = data.draw(draws.cases(is_causal=True))
+    query, key, value = case.query, case.key, case.value
+    length = key.shape[-2]
+    lead = np.broadcast_shapes(key.shape[:-2], value.shape[:-2])
+    phi = MAPS[name](key.shape[-1])
+    cut = data.draw(st.integers(0, length))
+
+    def run(rows, state):
+        mask = case.key_mask
+        if mask is not None and mask.shape[-1] == length:
+            mask = mask[..., rows]
+        return linear_attention(
+            query[..., rows, :],
+            key[..., rows, :],
+            value[..., rows, :],
+            phi,
+            is_causal=True,
+            key_mask=mask,
+            initial_state=state,
+            return_state=True,
+            chunk_size=case.chunk_size,
+        )
+
+    whole, whole_state = run(slice(None), None)
+    start = init_state(phi, value.shape[-1], batch_shape=lead, like=key)
+    head, state = run(slice(0, cut), start)
+    tail, state = run(slice(cut, None), state)
+    # Logs of size 1e3 and more carry the rounding of that size.
+    bound = 1e-12 * max(1, case.scale**2 / 10)
+    stream = np.concatenate([head, tail], axis=-2)
+    assert_allclose(stream, whole, rtol=0, atol=bound * max(1, np.abs(value).max(initial=0)))
+    assert_same_state(state, whole_state, bound=bound * max(1, np.abs(value).max(initial=0)))
+
+
+@every_map
+def test_two_halves_merge_to_the_whole(numpy_path, name):
+    phi = MAPS[name](DIM)
+    query, key, value = tokens(150, 2)
+    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
+    whole = update_state(empty, key, value, phi)
+    expected = linear_attention(query, key, value, phi)
+    assert_close(read_state(query, whole, phi), expected)
+    for cut in (0, 1, 64, 75, 149, 150):
+        first = update_state(empty, key[:, :cut], value[:, :cut], phi)
+        second = update_state(empty, key[:, cut:], value[:, cut:], phi)
+        merged = merge_states(first, second)
+        assert_same_state(merged, whole)
+        assert_close(read_state(query, merged, phi), expected)
+        assert_same_state(update_state(first, key[:, cut:], value[:, cut:], phi), whole)
+
+
+@every_map
+@pytest.mark.parametrize("factor", [1, 40])
+def test_merging_is_associative_and_commutative_with_an_identity(numpy_path, name, factor):
+    phi = MAPS[name](DIM)
+    if name == "own":
+        factor = min(factor, 10)
+    empty = init_state(phi, VALUE_DIM, like=np.ones(DIM))
+    states = []
+    for seed in range(3):
+        _, key, value = tokens(20, seed=seed)
+        # The second stretch lies on another scale altogether.
+        states.append(update_state(empty, key * (factor if seed == 1 else 1), value, phi))
+    a, b, c = states
+    left, right = merge_states(merge_states(a, b), c), merge_states(a, merge_states(b, c))
+    bound = 1e-12 * np.abs(right.kvz).max()
+    assert_allclose(left.kvz, right.kvz, rtol=0, atol=bound)
+    assert_allclose(left.log_scale, right.log_scale, rtol=1e-15)
+    assert left.length == right.length == 60
+    for first, second in [(a, b), (b, c), (a, empty)]:
+        one, other = merge_states(first, second), merge_states(second, first)
+        assert_array_equal(one.kvz, other.kvz)
+        assert_array_equal(one.log_scale, other.log_scale)
+        assert one.length == other.length
+    for state in (a, b, empty):
+        same = merge_states(state, empty)
+        assert_array_equal(same.kvz, state.kvz)
+        assert_array_equal(same.log_scale, state.log_scale)
+        assert same.length == state.length
+
+
+def test_a_signed_map_merges_too(numpy_path):
+    phi = TrigonometricFeatures(DIM, 2 * DIM, rng=1)
+    _, key, value = tokens(50, 2)
+    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
+    whole = update_state(empty, key, value, phi)
+    halves = [update_state(empty, key[:, r], value[:, r], phi) for r in (slice(20), slice(20, 50))]
+    assert_same_state(merge_states(*halves), whole)
+
+
+def test_a_state_is_the_sum_it_stands_for(numpy_path):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    _, key, value = tokens(50)
+    state = update_state(init_state(phi, VALUE_DIM, like=key), key, value, phi)
+    features = np.exp(phi.key_features(key).log)
+    scale = np.exp(state.log_scale)
+    assert_allclose(state.kv * scale[:, None], features.T @ value, rtol=1e-12, atol=1e-13)
+    assert_allclose(state.z * scale, features.sum(axis=0), rtol=1e-12)
+    # The gauge is the largest feature seen, so that each sum of weights is at least 1.
+    assert_allclose(state.log_scale, phi.key_features(key).log.max(axis=0), rtol=1e-14)
+    assert (state.z >= 1 - 1e-14).all()
+
+
+# Every library ----------------------------------------------------------------------------------
+
+
+def test_stream_in_every_library(xp):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    host = tokens(5, 2)
+    query, key, value = (xp.array(a, "float32") for a in host)
+    state = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
+    xp.assert_like(state.kvz, key, shape=(2, 2 * DIM, VALUE_DIM + 1))
+    xp.assert_like(state.log_scale, key, shape=(2, 2 * DIM))
+    assert (xp.numpy(state.log_scale) == -np.inf).all()
+    assert not xp.numpy(state.kvz).any()
+
+    state = update_state(state, key[:, :2, :], value[:, :2, :], phi)
+    xp.assert_like(state.kvz, key, shape=(2, 2 * DIM, VALUE_DIM + 1))
+    decoder = Decoder(phi, state)
+    for t in (2, 3):
+        token = (query[:, t, :], key[:, t, :], value[:, t, :])
+        out, state = decode_step(*token, state, phi)
+        xp.assert_like(out, key, shape=(2, VALUE_DIM))
+        xp.assert_like(state.kvz, key, shape=(2, 2 * DIM, VALUE_DIM + 1))
+        assert_array_equal(xp.numpy(decoder.step(*token)), xp.numpy(out))
+    last = update_state(
+        init_state(phi, VALUE_DIM, batch_shape=(2,), like=key), key[:, 4:, :], value[:, 4:, :], phi
+    )
+    merged = merge_states(state, last)
+    assert merged.length == 5
+    out = read_state(query, merged, phi)
+    xp.assert_like(out, key, shape=(2, 5, VALUE_DIM))
+    expected = reference.kernel_attention(*(a.astype(np.float32) for a in host), phi)
+    assert_allclose(xp.numpy(out), expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_states_of_half_precision_are_float32(xp, dtype):
+    phi = EluFeatures()
+    key = xp.array(np.ones((4, DIM)), dtype)
+    value = xp.array(np.ones((4, VALUE_DIM)), dtype)
+    state = update_state(init_state(phi, VALUE_DIM, like=key), key, value, phi)
+    merged = merge_states(state, state)
+    out, stepped = decode_step(key[0, :], key[0, :], value[0, :], merged, phi)
+    for s in (state, merged, stepped):
+        assert s.kvz.dtype == s.log_scale.dtype == xp.dtype("float32")
+    for array in (out, read_state(key, stepped, phi)):
+        assert array.dtype == key.dtype
+        assert_array_equal(xp.numpy(array), 1)
+
+
+# Decoding ---------------------------------------------------------------------------------------
+
+
+@every_map
+def test_decoder_is_decode_step_is_causal_attention(numpy_path, name):
+    phi = MAPS[name](DIM)
+    query, key, value = tokens(30, 2)
+    prompt, prompt_state = linear_attention(
+        query[:, :10], key[:, :10], value[:, :10], phi, is_causal=True, return_state=True
+    )
+    decoder, state = Decoder(phi, prompt_state), prompt_state
+    outs = [prompt]
+    for t in range(10, 30):
+        token = (query[:, t], key[:, t], value[:, t])
+        out, state = decode_step(*token, state, phi)
+        assert_array_equal(decoder.step(*token), out)
+        assert_array_equal(decoder.state.kvz, state.kvz)
+        assert_array_equal(decoder.state.log_scale, state.log_scale)
+        assert decoder.state.length == state.length == t + 1
+        outs.append(out[:, None])
+    expected = reference.kernel_attention(query, key, value, phi, is_causal=True)
+    assert_close(np.concatenate(outs, axis=-2), expected)
+
+
+def test_decoding_broadcasts_leading_axes(numpy_path):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    query, key, value = inputs((4, 3, 9, DIM), (1, 9, DIM), (9, VALUE_DIM))
+    state = init_state(phi, VALUE_DIM, batch_shape=(1,), like=key)
+    outs = []
+    for t in range(9):
+        token = (query[..., t, :], key[..., t, :], value[..., t, :])
+        out, state = decode_step(*token, state, phi)
+        assert out.shape == (4, 3, VALUE_DIM)
+        assert state.kvz.shape == (1, 2 * DIM, VALUE_DIM + 1)
+        outs.append(out)
+    expected = reference.kernel_attention(query, key, value, phi, is_causal=True)
+    assert_close(np.stack(outs, axis=-2), expected)
+
+
+def test_decoder_takes_steps_of_changing_shape_and_dtype(numpy_path):
+    phi = EluFeatures()
+    decoder = Decoder(phi, init_state(phi, VALUE_DIM, like=np.ones(DIM, dtype=np.float32)))
+    one, value = np.ones(DIM, dtype=np.float32), np.ones(VALUE_DIM, dtype=np.float32)
+    assert decoder.step(one, one, value).dtype == np.float32
+    halves = [a.astype(np.float16) for a in (one, one, value)]
+    assert decoder.step(*halves).dtype == np.float16
+    queries = np.ones((5, DIM), dtype=np.float32)
+    assert decoder.step(queries, one, value).shape == (5, VALUE_DIM)
+    # A step that is refused leaves the state as it was.
+    before = decoder.state
+    with pytest.raises(ValueError, match="accumulation dtype"):
+        decoder.step(*(a.astype(np.float64) for a in (one, one, value)))
+    with pytest.raises(ValueError, match="dim"):
+        decoder.step(one, one, value[:2])
+    with pytest.raises(TypeError, match="must be an array"):
+        decoder.step(one, one, [1.0, 2.0, 3.0])
+    assert decoder.state is before
+    assert before.length == 3
+    assert_array_equal(decoder.step(one, one, value), 1)
+
+
+# Prefixes ---------------------------------------------------------------------------------------
+
+
+@every_map
+def test_prefix_lm_is_a_prefix_state_then_a_scan(numpy_path, name):
+    # Query i sees all of the prefix, and keys up to itself.
+    phi = MAPS[name](DIM)
+    query, key, value = tokens(40, 2)
+    prefix = 15
+    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
+    state = update_state(empty, key[:, :prefix], value[:, :prefix], phi)
+    inside = read_state(query[:, :prefix], state, phi)
+    after = linear_attention(
+        query[:, prefix:],
+        key[:, prefix:],
+        value[:, prefix:],
+        phi,
+        is_causal=True,
+        initial_state=state,
+    )
+    for i in range(40):
+        seen = slice(0, max(i + 1, prefix))
+        expected = reference.kernel_attention(
+            query[:, i : i + 1], key[:, seen], value[:, seen], phi
+        )
+        out = inside[:, i] if i < prefix else after[:, i - prefix]
+        assert_close(out, expected[:, 0])
+
+
+def test_full_attention_with_a_state_sees_both(numpy_path):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    query, key, value = tokens(30)
+    state = update_state(init_state(phi, VALUE_DIM, like=key), key[:12], value[:12], phi)
+    out, after = linear_attention(
+        query, key[12:], value[12:], phi, initial_state=state, return_state=True
+    )
+    assert_close(out, reference.kernel_attention(query, key, value, phi))
+    assert after.length == 30
+
+
+# Leading axes and lengths -----------------------------------------------------------------------
+
+
+def test_leading_axes_are_those_of_key_and_value(numpy_path):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    query, key, value = inputs((5, 1, 1, 8, DIM), (3, 1, 8, DIM), (2, 8, VALUE_DIM))
+    for is_causal in (False, True):
+        out, state = linear_attention(
+            query, key, value, phi, is_causal=is_causal, return_state=True
+        )
+        assert out.shape == (5, 3, 2, 8, VALUE_DIM)
+        assert state.kvz.shape == (3, 2, 2 * DIM, VALUE_DIM + 1)
+        assert state.log_scale.shape == (3, 2, 2 * DIM)
+    assert_close(read_state(query, state, phi), reference.kernel_attention(query, key, value, phi))
+
+
+def test_a_state_of_one_stream_serves_many(numpy_path):
+    # A prompt shared by a batch: its state broadcasts.
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    _, key, value = tokens(10)
+    prompt = update_state(init_state(phi, VALUE_DIM, like=key), key, value, phi)
+    query, more_key, more_value = tokens(7, 4, seed=1)
+    out, state = linear_attention(
+        query, more_key, more_value, phi, initial_state=prompt, return_state=True
+    )
+    assert state.kvz.shape == (4, 2 * DIM, VALUE_DIM + 1)
+    keys, values = (
+        np.concatenate([np.broadcast_to(a, (4, *a.shape)), b], axis=-2)
+        for a, b in ((key, more_key), (value, more_value))
+    )
+    assert_close(out, reference.kernel_attention(query, keys, values, phi))
+
+
+def test_heads_of_a_map_are_leading_axes_of_its_states(numpy_path):
+    rows = np.random.default_rng(0).standard_normal((2, 7, DIM))
+    phi = PositiveFeatures.from_projection(rows)
+    like = np.ones(DIM)
+    assert init_state(phi, VALUE_DIM, like=like).kvz.shape == (2, 7, VALUE_DIM + 1)
+    assert init_state(phi, VALUE_DIM, batch_shape=(3, 1), like=like).kvz.shape[:2] == (3, 2)
+    query, key, value = tokens(9)
+    state = update_state(init_state(phi, VALUE_DIM, like=like), key, value, phi)
+    assert state.kvz.shape == (2, 7, VALUE_DIM + 1)
+    out = read_state(query, state, phi)
+    for head in range(2):
+        alone = PositiveFeatures.from_projection(rows[head])
+        assert_close(out[head], reference.kernel_attention(query, key, value, alone))
+
+
+@pytest.mark.parametrize(
+    ("phi", "columns"),
+    [
+        (PositiveFeatures(DIM, 9, rng=0), 9),
+        (HyperbolicFeatures(DIM, 8, rng=0), 8),
+        (EluFeatures(DIM), DIM),
+        (EluFeatures(), DIM),
+        (OwnMap(DIM), 2 * DIM),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+@pytest.mark.parametrize("batch_shape", [(), (0,), (2, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"), [("float16", "float32"), ("float32", "float32"), ("float64",) * 2]
+)
+def test_init_state(phi, columns, batch_shape, dtype, state_dtype):
+    state = init_state(phi, 4, batch_shape=batch_shape, like=np.ones((5, DIM), dtype=dtype))
+    assert state.kvz.shape == (*batch_shape, columns, 5)
+    assert state.log_scale.shape == (*batch_shape, columns)
+    assert state.kvz.dtype == state.log_scale.dtype == state_dtype
+    assert_array_equal(state.kvz, 0)
+    assert_array_equal(state.log_scale, -np.inf)
+    assert state.length == 0
+    assert_array_equal(read_state(np.ones((3, DIM), dtype=dtype), state, phi), 0)
+
+
+def test_precision_float64_makes_float64_states():
+    phi, like = EluFeatures(), np.ones((4, DIM), dtype=np.float32)
+    with linattn.config(precision="float64"):
+        state = update_state(init_state(phi, DIM, like=like), like, like, phi)
+        assert state.kvz.dtype == np.float64
+        assert read_state(like, state, phi).dtype == np.float32
+    with pytest.raises(ValueError, match="accumulation dtype"):
+        update_state(state, like, like, phi)
+
+
+def test_length_counts_masked_positions(numpy_path):
+    phi = EluFeatures()
+    _, key, value = tokens(10)
+    empty = init_state(phi, VALUE_DIM, like=key)
+    state = update_state(empty, key, value, phi, key_mask=np.arange(10) < 4)
+    assert state.length == 10
+    visible = update_state(empty, key[:4], value[:4], phi)
+    assert_close(state.kvz, visible.kvz)
+    nothing = update_state(empty, key, value, phi, key_mask=np.zeros(10, dtype=bool))
+    assert nothing.length == 10
+    assert_array_equal(read_state(key, nothing, phi), 0)
+    assert_same_state(merge_states(state, nothing), State(state.kvz, state.log_scale, 20))
+
+
+# Nothing changes under the caller's hands --------------------------------------------------------
+
+
+def snapshot(*arrays):
+    return [np.array(a) for a in arrays]
+
+
+@pytest.mark.parametrize("name", ["positive", "elu", "own"])
+def test_no_call_changes_its_inputs_or_an_earlier_state(numpy_path, name):
+    phi = MAPS[name](DIM)
+    query, key, value = tokens(300, 2)
+    mask = np.arange(300) % 3 > 0
+    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
+    first = update_state(empty, key, value, phi, key_mask=mask)
+    objects = [query, key, value, mask, *empty[:2], *first[:2]]
+    before = snapshot(*objects)
+    for is_causal in (False, True):
+        linear_attention(
+            query,
+            key,
+            value,
+            phi,
+            is_causal=is_causal,
+            key_mask=mask,
+            initial_state=first,
+            return_state=True,
+        )
+    update_state(first, key, value, phi)
+    merge_states(first, empty)
+    read_state(query, first, phi)
+    token = (query[:, 0], key[:, 0], value[:, 0])
+    decode_step(*token, first, phi)
+    decoder = Decoder(phi, first)
+    for _ in range(3):
+        decoder.step(*token)
+    kept = decoder.state
+    kept_before = snapshot(*kept[:2])
+    decoder.step(*token)
+    for now, then in zip(objects + list(kept[:2]), before + kept_before, strict=True):
+        assert_array_equal(now, then)
+    assert empty.length == 0
+    assert first.length == 300
+    assert kept.length == 303
+
+
+@pytest.mark.parametrize("length", [0, 1, 40])
+def test_outputs_and_states_share_no_memory_with_inputs(numpy_path, length):
+    phi = EluFeatures()
+    query, key, value = tokens(length, 2)
+    state = update_state(
+        init_state(phi, VALUE_DIM, batch_shape=(2,), like=key), *tokens(3, 2)[1:], phi
+    )
+    given_arrays = [query, key, value, *state[:2]]
+    returned = []
+    for is_causal in (False, True):
+        out, after = linear_attention(
+            query, key, value, phi, is_causal=is_causal, initial_state=state, return_state=True
+        )
+        returned += [out, *after[:2]]
+    returned += update_state(state, key, value, phi)[:2]
+    returned += merge_states(state, init_state(phi, VALUE_DIM, batch_shape=(2,), like=key))[:2]
+    returned.append(read_state(query, state, phi))
+    returned.append(linattn.softmax_attention(query, key, value))
+    if length:
+        out, after = decode_step(query[:, 0], key[:, 0], value[:, 0], state, phi)
+        returned += [out, *after[:2]]
+    for array in returned:
+        assert array.flags.writeable
+        assert not any(np.shares_memory(array, other) for other in given_arrays)
+
+
+def test_one_array_may_be_query_key_and_value(numpy_path):
+    phi = EluFeatures()
+    (x,) = inputs((50, DIM))
+    before = x.copy()
+    out = linear_attention(x, x, x, phi, is_causal=True)
+    assert_array_equal(out, linear_attention(x, x.copy(), x.copy(), phi, is_causal=True))
+    assert_array_equal(x, before)
+
+
+def test_states_copy_and_pickle():
+    phi = PositiveFeatures(DIM, rng=0)
+    _, key, value = tokens(5)
+    state = update_state(init_state(phi, VALUE_DIM, like=key), key, value, phi)
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert isinstance(twin, State)
+        assert_array_equal(twin.kvz, state.kvz)
+        assert_array_equal(twin.log_scale, state.log_scale)
+        assert twin.length == state.length
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+PHI = PositiveFeatures(DIM, 2 * DIM, rng=1)
+
+
+def good_state(**options):
+    return init_state(PHI, VALUE_DIM, like=np.ones(DIM), **options)
+
+
+NOT_STATES = [None, (np.zeros((12, 4)), np.zeros(12), 0), {"kvz": 1}]
+
+
+@pytest.mark.parametrize("state", NOT_STATES, ids=["None", "tuple", "dict"])
+def test_what_is_no_state(state):
+    query, key, value = tokens(4)
+    for call in (
+        lambda: update_state(state, key, value, PHI),
+        lambda: read_state(query, state, PHI),
+        lambda: decode_step(query[0], key[0], value[0], state, PHI),
+        lambda: merge_states(good_state(), state),
+        lambda: merge_states(state, good_state()),
+        lambda: Decoder(PHI, state),
+    ):
+        with pytest.raises(TypeError, match=r"must be a linattn\.State, got"):
+            call()
+    if state is not None:
+        with pytest.raises(TypeError, match=r"initial_state must be a linattn\.State, got"):
+            linear_attention(query, key, value, PHI, initial_state=state)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "match"),
+    [
+        (init_state(PHI, 9, like=np.ones(DIM)), ValueError, r"kvz \(\.\.\., 12, 4\).*12, 10"),
+        (
+            init_state(EluFeatures(DIM), VALUE_DIM, like=np.ones(DIM)),
+            ValueError,
+            r"kvz \(\.\.\., 12, 4\).*\(6, 4\)",
+        ),
+        (
+            init_state(PHI, VALUE_DIM, like=np.ones(DIM, dtype=np.float32)),
+            ValueError,
+            "accumulation dtype float64, got float32",
+        ),
+        (good_state(batch_shape=(5,)), ValueError, r"broadcast.*\(2,\).*\(5,\)"),
+        (State(good_state().kvz, np.zeros(3), 0), ValueError, r"log_scale.*\(3,\)"),
+        (State([1.0], good_state().log_scale, 0), TypeError, "kvz must be an array, got list"),
+    ],
+    ids=["value_dim", "map", "dtype", "lead", "log_scale", "list"],
+)
+def test_states_that_do_not_fit(state, error, match):
+    query, key, value = tokens(4, 2)
+    with pytest.raises(error, match=match):
+        update_state(state, key, value, PHI)
+    with pytest.raises(error, match=match):
+        linear_attention(query, key, value, PHI, is_causal=True, initial_state=state)
+    with pytest.raises(error, match=match):
+        decode_step(query[:, 0], key[:, 0], value[:, 0], state, PHI)
+
+
+def test_states_that_do_not_merge():
+    state = good_state()
+    for other in (
+        init_state(PHI, VALUE_DIM + 1, like=np.ones(DIM)),
+        init_state(EluFeatures(DIM), VALUE_DIM, like=np.ones(DIM)),
+        init_state(PHI, VALUE_DIM, like=np.ones(DIM, dtype=np.float32)),
+    ):
+        with pytest.raises(ValueError, match="second"):
+            merge_states(state, other)
+    with pytest.raises(ValueError, match="must broadcast"):
+        merge_states(good_state(batch_shape=(2,)), good_state(batch_shape=(3,)))
+
+
+def test_states_of_another_library():
+    strict = pytest.importorskip("array_api_strict", reason="array_api_strict is not installed")
+    other = init_state(PHI, VALUE_DIM, like=strict.ones(DIM))
+    query, key, value = tokens(4)
+    for call in (
+        lambda: update_state(other, key, value, PHI),
+        lambda: read_state(query, other, PHI),
+        lambda: merge_states(good_state(), other),
+    ):
+        with pytest.raises(TypeError, match="array_api_strict"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"value_dim": 0}, ValueError, "value_dim must be at least 1"),
+        ({"value_dim": True}, TypeError, "value_dim must be a positive integer"),
+        ({"value_dim": 2.5}, TypeError, "value_dim must be a positive integer"),
+        ({"batch_shape": 3}, TypeError, "batch_shape must be a tuple"),
+        ({"batch_shape": (-1,)}, ValueError, "batch_shape must be"),
+        ({"batch_shape": (1.5,)}, TypeError, "batch_shape must be"),
+        ({"like": [1.0]}, TypeError, "like must be an array"),
+        ({"like": np.ones(4, dtype=int)}, TypeError, "like must have dtype"),
+        ({"feature_map": PositiveFeatures}, TypeError, "feature_map must have"),
+    ],
+)
+def test_init_state_refuses(options, error, match):
+    good = {"feature_map": PHI, "value_dim": 3, "like": np.ones(DIM)}
+    with pytest.raises(error, match=match):
+        init_state(**(good | options))
+
+
+def test_the_dim_of_the_map_is_that_of_the_queries():
+    with pytest.raises(ValueError, match="6 coordinates, the dim of feature_map"):
+        read_state(np.ones((2, 5)), good_state(), PHI)
+
+
+def test_causal_lengths_must_agree_and_the_remedy_is_said():
+    query, key, value = tokens(4)
+    with pytest.raises(ValueError, match="initial_state.*read_state"):
+        linear_attention(query[:1], key, value, PHI, is_causal=True)
