@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from linattn import datasets, feature_maps, reference, sampling
 from linattn._dispatch import config, registered_backends, without_backends
-from linattn.files import StateFileError, load_state, save_state
 from linattn.attention import decode_step, linear_attention, softmax_attention
+from linattn.files import StateFileError, load_state, save_state
 from linattn.state import (
     Decoder,
     State,

@@ -14,7 +14,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Array, Exponential, Pointwise, Spec, State
+from linattn.typing import Affine, Array, ColumnMeans, Exponential, MapSpec, Pointwise, State
 
 __all__ = [
     "accumulation_dtype",
@@ -24,6 +24,7 @@ __all__ = [
     "check_leading_axes",
     "check_positive_int",
     "check_state",
+    "check_state_record",
     "device_array",
     "is_lazy",
     "library_name",
@@ -110,6 +111,14 @@ def dtype_bits(dtype: Any) -> int:
     return 8 * int(bits)
 
 
+def _check_device(first: str, first_array: Array, name: str, array: Array) -> None:
+    devices = (array_api_compat.device(first_array), array_api_compat.device(array))
+    # A traced array does not know its device.
+    if None not in devices and devices[0] != devices[1]:
+        message = f"{first} and {name} must be on one device, got {devices[0]} and {devices[1]}"
+        raise ValueError(message)
+
+
 def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[Array]]:
     """Check that all are floating arrays of one library, device and dtype.
 
@@ -147,11 +156,7 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
                 f"{first} and {name} must have one dtype, got {first_array.dtype} and {array.dtype}"
             )
             raise ValueError(message)
-        devices = (array_api_compat.device(first_array), array_api_compat.device(array))
-        # A traced array does not know its device.
-        if None not in devices and devices[0] != devices[1]:
-            message = f"{first} and {name} must be on one device, got {devices[0]} and {devices[1]}"
-            raise ValueError(message)
+        _check_device(first, first_array, name, array)
     return xp, [array for _, array in checked.values()]
 
 
@@ -168,18 +173,18 @@ def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any
     return xp.float64
 
 
-def check_positive_int(name: str, value: Any) -> int:
-    """Check a count: a positive integer, bool refused."""
-    if isinstance(value, bool | np.bool_):
-        message = f"{name} must be a positive integer, got {value!r}"
-        raise TypeError(message)
+def check_positive_int(name: str, value: Any, *, least: int = 1) -> int:
+    """Check a count: an integer of at least ``least``, bool refused."""
     try:
-        number = operator.index(value)
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
-        message = f"{name} must be a positive integer, got {value!r}"
-        raise TypeError(message) from None
-    if number < 1:
-        message = f"{name} must be at least 1, got {number}"
+        number = None
+    if number is None:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        message = f"{name} must be {kind}, got {value!r}"
+        raise TypeError(message)
+    if number < least:
+        message = f"{name} must be at least {least}, got {number}"
         raise ValueError(message)
     return number
 
@@ -224,6 +229,7 @@ def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int 
             f"{library_name(mask_xp)}"
         )
         raise TypeError(message)
+    _check_device("key", key, "key_mask", mask)
     if mask.dtype != xp.bool:
         message = f"key_mask must be boolean (True = attend), got dtype {mask.dtype}"
         raise TypeError(message)
@@ -240,8 +246,8 @@ def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int 
         )
         if query_len is not None and shape[-2:] == (query_len, wanted[-1]):
             message += (
-                ". A mask for each pair of query and key cannot be honoured: linear attention "
-                "never forms the pairs; use is_causal, or softmax attention"
+                ". A mask for each pair of query and key cannot be honoured: memory that does not "
+                "grow with the length never forms the pairs; use is_causal"
             )
         raise ValueError(message)
     if len(shape) == 1:
@@ -249,9 +255,14 @@ def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int 
     return xp.broadcast_to(mask, (*mask.shape[:-1], wanted[-1]))[..., None]
 
 
-def spec_lead(spec: Spec) -> tuple[int, ...]:
+def spec_lead(spec: MapSpec) -> tuple[int, ...]:
     """Leading axes (heads) of a spec's parameters."""
     shapes: list[tuple[int, ...]] = []
+    if isinstance(spec, Affine):
+        arrays = (spec.shift, spec.transform, spec.weight, spec.offset)
+        shapes = [spec_lead(spec.spec), *(tuple(array.shape[:-2]) for array in arrays)]
+    if isinstance(spec, ColumnMeans):
+        return spec_lead(spec.spec)
     if isinstance(spec, Exponential):
         shapes = [tuple(spec.P.shape[:-2]), tuple(spec.col.shape[:-1])]
         if not isinstance(spec.Q, float):
@@ -266,35 +277,46 @@ def spec_lead(spec: Spec) -> tuple[int, ...]:
     return np.broadcast_shapes(*shapes)
 
 
-def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, xp: ModuleType) -> State:
-    """Check that a state belongs to a map with ``m`` columns and values of dim ``e``."""
+def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
+    """Check that something is a state whose arrays fit each other; return their namespace too."""
     if not isinstance(state, State):
         message = f"{name} must be a linattn.State, got {type(state).__name__}"
         raise TypeError(message)
-    for field in ("kvz", "log_scale"):
-        array = getattr(state, field)
-        try:
-            state_xp = array_api_compat.array_namespace(array)
-        except TypeError:
-            message = f"{name}.{field} must be an array, got {type(array).__name__}"
-            raise TypeError(message) from None
-        if state_xp is not xp:
-            message = (
-                f"{name} must come from the array library of the other arguments, got "
-                f"{library_name(state_xp)} and {library_name(xp)}"
-            )
-            raise TypeError(message)
-        if array.dtype != dtype:
-            message = (
-                f"{name}.{field} must have the accumulation dtype {dtype}, got {array.dtype}; a "
-                f"state is float64 for float64 inputs and float32 for all narrower ones"
-            )
-            raise ValueError(message)
-    shape, scale_shape = tuple(state.kvz.shape), tuple(state.log_scale.shape)
-    if shape[-2:] != (m, e + 1) or scale_shape != shape[:-1]:
+    named = {f"{name}.kvz": state.kvz, f"{name}.log_scale": state.log_scale}
+    xp, (kvz, log_scale) = check_arrays(1, **named)
+    shape, scale_shape = tuple(kvz.shape), tuple(log_scale.shape)
+    if len(shape) < 2 or shape[-1] < 2 or scale_shape != shape[:-1]:
         message = (
-            f"{name} must have kvz (..., {m}, {e + 1}) and log_scale (..., {m}) for this feature "
-            f"map and values of dim {e}, got {shape} and {scale_shape}"
+            f"{name} must have kvz of shape (..., m, e + 1) and log_scale of shape (..., m), got "
+            f"{shape} and {scale_shape}"
         )
         raise ValueError(message)
-    return state
+    return xp, state
+
+
+def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Array) -> State:
+    """Check that a state belongs to a map with ``m`` columns and values of dim ``e``."""
+    xp = array_api_compat.array_namespace(like)
+    state_xp, checked = check_state_record(name, state)
+    if state_xp is not xp:
+        message = (
+            f"{name} must come from the array library of the other arguments, got "
+            f"{library_name(state_xp)} and {library_name(xp)}"
+        )
+        raise TypeError(message)
+    _check_device("the other arguments", like, name, state.kvz)
+    if state.kvz.dtype != dtype:
+        message = (
+            f"{name} must have the accumulation dtype {getattr(dtype, '__name__', dtype)}, got "
+            f"{state.kvz.dtype}; a state is "
+            f"float64 for float64 inputs and float32 for all narrower ones"
+        )
+        raise ValueError(message)
+    if tuple(state.kvz.shape[-2:]) != (m, e + 1):
+        message = (
+            f"{name} must have kvz (..., {m}, {e + 1}) and log_scale (..., {m}) for this feature "
+            f"map and values of dim {e}, got {tuple(state.kvz.shape)} and "
+            f"{tuple(state.log_scale.shape)}"
+        )
+        raise ValueError(message)
+    return checked

@@ -14,11 +14,14 @@ import array_api_compat
 import numpy as np
 
 from linattn.typing import (
+    Affine,
     Array,
+    ColumnMeans,
     Exact,
     Exponential,
     Features,
     Index,
+    MapSpec,
     Partial,
     Plan,
     Pointwise,
@@ -30,6 +33,8 @@ from linattn.typing import (
 
 __all__ = [
     "absorb",
+    "change",
+    "column_means",
     "combine",
     "empty_state",
     "evaluate",
@@ -42,6 +47,7 @@ __all__ = [
     "read",
     "read_block",
     "reduce_block",
+    "row_features",
     "run_in_order",
     "scan_block",
 ]
@@ -66,12 +72,27 @@ def finite_shift(log: Array, xp: ModuleType) -> Array:
     return xp.where(log == -xp.inf, xp.zeros_like(log), log)
 
 
-def evaluate(spec: Spec, tokens: Tokens) -> Features:
+def change(affine: Affine, tokens: Tokens, *, weighted: bool) -> Tokens:
+    """Change coordinates; the log weight only where it matters, as it does for all keys."""
+    xp = namespace(tokens.x)
+    x = tokens.x - affine.shift
+    log = tokens.log_weight
+    if weighted:
+        weight = xp.matmul(x, affine.weight) + affine.offset
+        log = weight if log is None else weight + log
+    return Tokens(xp.matmul(x, affine.transform), log, tokens.start)
+
+
+def evaluate(spec: MapSpec, tokens: Tokens) -> Features:
     """Evaluate a spec on a block; the log is always there, and includes the tokens' log weight.
 
     A row whose squared norm overflows becomes NaN: its features would all be an exact, and
     wrong, zero.
     """
+    if isinstance(spec, Affine):
+        return evaluate(spec.spec, change(spec, tokens, weighted=True))
+    if isinstance(spec, ColumnMeans):
+        return evaluate(spec.spec, tokens)
     x = tokens.x
     xp = namespace(x)
     if isinstance(spec, Exponential):
@@ -86,6 +107,20 @@ def evaluate(spec: Spec, tokens: Tokens) -> Features:
     if tokens.log_weight is not None:
         log = log + tokens.log_weight
     return Features(log, features.values)
+
+
+def row_features(spec: Spec | Affine, tokens: Tokens) -> Features:
+    """Evaluate a spec with the largest value of each row moved into its log.
+
+    No product of a query and a key then overflows, or vanishes but for the smallness of both.
+    """
+    features = evaluate(spec, tokens)
+    if features.values is None:
+        return features
+    xp = namespace(features.values)
+    largest = xp.max(xp.abs(features.values), axis=-1, keepdims=True)
+    largest = xp.where(largest == 0, xp.ones_like(largest), largest)
+    return Features(features.log + xp.log(largest), features.values / largest)
 
 
 def _exponential_log(spec: Exponential, x: Array, xp: ModuleType) -> Array:
@@ -184,6 +219,17 @@ def absorb(features: Features, v1: Array, state: State | None) -> State:
     return State(kvz, c, state.length + v1.shape[-2])
 
 
+def column_means(state: State) -> State:
+    """Divide each column by its own normaliser: kvz becomes ``[mean value, 1]`` on log scale 0."""
+    xp = namespace(state.kvz)
+    z = state.kvz[..., -1:]
+    empty = z == 0
+    kvz = state.kvz / xp.where(empty, xp.ones_like(z), z)
+    zero = xp.zeros_like(state.log_scale)
+    log_scale = xp.where(empty[..., 0], zero - xp.inf, zero)
+    return State(kvz, log_scale, state.length)
+
+
 def read(features: Features, state: State) -> Partial:
     """Read a state with evaluated queries."""
     xp = namespace(state.kvz)
@@ -193,12 +239,12 @@ def read(features: Features, state: State) -> Partial:
 
 def reduce_block(key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> State:
     """Add a block of keys to the state. O(n m (d + e)) time, O(n m) memory."""
-    return absorb(evaluate(key_spec, tokens), v1, state)
+    return absorb(row_features(key_spec, tokens), v1, state)
 
 
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
     """Read the state with a block of queries. O(n m (d + e)) time, O(n m) memory."""
-    return read(evaluate(query_spec, tokens), state)
+    return read(row_features(query_spec, tokens), state)
 
 
 def scan_block(
@@ -216,7 +262,7 @@ def scan_block(
     checks it, on a scale where no product of a query feature and a key feature exceeds 1.
     """
     xp = namespace(v1)
-    queries, keys = evaluate(query_spec, query), evaluate(key_spec, key)
+    queries, keys = row_features(query_spec, query), row_features(key_spec, key)
     weights_k, c, shift = _key_weights(keys, state.log_scale)
     weights_q, row = _query_weights(queries, c)
     before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
@@ -224,11 +270,6 @@ def scan_block(
     scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k))
     scores = xp.tril(scores)
     nd = xp.matmul(scores, v1) + xp.matmul(weights_q, before)
-    if queries.values is not None or keys.values is not None:
-        seen = xp.maximum(_largest(weights_k, xp), _largest(before[..., -1:], xp))
-        unit = xp.max(xp.abs(weights_q), axis=-1, keepdims=True) * seen
-        unit = xp.where(unit > 0, unit, xp.ones_like(unit))
-        nd, row = nd / unit, row + xp.log(unit)
     after = before + xp.matmul(xp.matrix_transpose(weights_k), v1)
     return Partial(nd, row), State(after, c, state.length + v1.shape[-2])
 
@@ -246,12 +287,9 @@ def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
         logits = logits + xp.matrix_transpose(key.log_weight)
         row = xp.max(logits, axis=-1, keepdims=True)
     weights = xp.exp(logits - finite_shift(row, xp))
-    row = xp.where(overflowed, xp.full_like(row, float("nan")), row)
-    return Partial(xp.matmul(weights, v1), row)
-
-
-def _largest(x: Array, xp: ModuleType) -> Array:
-    return xp.max(xp.abs(x), axis=(-2, -1), keepdims=True)
+    nan = xp.full_like(row, float("nan"))
+    nd = xp.where(overflowed, nan, xp.matmul(weights, v1))
+    return Partial(nd, xp.where(overflowed, nan, row))
 
 
 def run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import array_api_compat
 
 from linattn import _checks, _dispatch
-from linattn.typing import Array, Exact, FeatureMap, Opaque, Problem, Spec, State, Tokens
+from linattn.typing import (
+    Affine,
+    Array,
+    Exact,
+    FeatureMap,
+    MapSpec,
+    Opaque,
+    Problem,
+    Tokens,
+)
 
 __all__ = [
     "check_feature_map",
@@ -46,7 +55,7 @@ def map_columns(feature_map: FeatureMap, name: str, dim: int) -> int:
 
 def map_specs(
     feature_map: FeatureMap, xp: ModuleType, dtype: Any, device: Any
-) -> tuple[Spec, Spec]:
+) -> tuple[MapSpec, MapSpec]:
     """Specs of the query and the key side, with parameters on the device."""
     if hasattr(feature_map, "query_spec") and hasattr(feature_map, "key_spec"):
         return feature_map.query_spec(xp, dtype, device), feature_map.key_spec(xp, dtype, device)
@@ -121,7 +130,7 @@ def linear_problem(
         shapes["feature_map"] = _checks.check_leading_axes(key=key_spec_lead, query=query_spec_lead)
     if state is not None:
         e = value.shape[-1]
-        state = _checks.check_state(state_name, state, m=m, e=e, dtype=dtype, xp=xp)
+        state = _checks.check_state(state_name, state, m=m, e=e, dtype=dtype, like=query)
         shapes[state_name] = tuple(state.kvz.shape[:-2])
     state_lead = _checks.check_leading_axes(**shapes)
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
@@ -134,11 +143,13 @@ def linear_problem(
         key=key,
         value=value,
         key_mask=mask,
-        query_spec=specs[0],
-        key_spec=specs[1],
+        query_spec=specs[0].spec if isinstance(specs[0], Affine) else specs[0],
+        key_spec=specs[1].spec if isinstance(specs[1], Affine) else specs[1],
         num_features=m,
         state_lead=state_lead,
         lead=lead,
+        query_change=specs[0] if isinstance(specs[0], Affine) else None,
+        key_change=specs[1] if isinstance(specs[1], Affine) else None,
         state=state,
         is_causal=bool(is_causal),
         chunk_size=chunk_size,
@@ -152,9 +163,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it."""
     _, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
     query, key, value = (array[..., None, :] for array in arrays)
-    if not isinstance(state, State):
-        message = f"state must be a linattn.State, got {type(state).__name__}"
-        raise TypeError(message)
+    _checks.check_state_record("state", state)
     return linear_problem(
         query, key, value, feature_map, is_causal=True, state=state, state_name="state"
     )
@@ -186,6 +195,8 @@ def exact_problem(
         num_features=0,
         state_lead=_checks.check_leading_axes(**shapes),
         lead=_checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes),
+        query_change=None,
+        key_change=None,
         state=None,
         is_causal=bool(is_causal),
         chunk_size=None,

@@ -134,19 +134,21 @@ def load_state(
     import zipfile  # here and not at the top, for an import that costs little
 
     wanted = None if feature_map is None else _fingerprint(feature_map)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            arrays = _read_members(archive, os.path.getsize(path))
-    except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError) as error:
-        message = f"{path} is not a linattn state file: {error}"
-        raise StateFileError(message) from error
-    _check_fingerprint(str(arrays["fingerprint"]), wanted, path)
-    state = (arrays["kvz"], arrays["log_scale"])
-    if like is not None:
-        xp, _ = _checks.check_arrays(1, like=like)
-        device = array_api_compat.device(like)
-        state = (xp.asarray(state[0], device=device), xp.asarray(state[1], device=device))
-    return State(*state, int(arrays["length"]))
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                saved, state = _read_members(archive, os.path.getsize(path))
+        # A hostile file makes the parsers behind this raise nearly anything.
+        except Exception as error:
+            message = f"{path} is not a linattn state file: {error}"
+            raise StateFileError(message) from error
+    _check_fingerprint(saved, wanted, path)
+    if like is None:
+        return state
+    xp, _ = _checks.check_arrays(1, like=like)
+    device = array_api_compat.device(like)
+    kvz, log_scale = (xp.asarray(a, device=device) for a in (state.kvz, state.log_scale))
+    return State(kvz, log_scale, state.length)
 
 
 def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
@@ -162,8 +164,8 @@ def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
     raise StateFileError(message)
 
 
-def _read_members(archive: ZipFile, size: int) -> dict[str, NDArray[Any]]:
-    """Read all members of an npz file of this size, none of which is compressed."""
+def _read_members(archive: ZipFile, size: int) -> tuple[str, State]:
+    """Read the fingerprint and the state from an npz file of this size, all of it uncompressed."""
     infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
     if set(infos) != set(MEMBERS) or len(archive.infolist()) != len(MEMBERS):
         message = f"it must hold the arrays {sorted(MEMBERS)}, got {sorted(infos)[:9]}"
@@ -178,16 +180,18 @@ def _read_members(archive: ZipFile, size: int) -> dict[str, NDArray[Any]]:
         message = f"it has format version {version}, this linattn reads {FORMAT_VERSION}"
         raise ValueError(message)
     kvz, log_scale = arrays["kvz"], arrays["log_scale"]
-    if kvz.ndim < 2 or log_scale.shape != kvz.shape[:-1] or log_scale.dtype != kvz.dtype:
+    fits = kvz.ndim >= 2 and kvz.shape[-2] >= 1 and kvz.shape[-1] >= 2
+    if not fits or log_scale.shape != kvz.shape[:-1] or log_scale.dtype != kvz.dtype:
         message = (
             f"kvz and log_scale do not fit: {kvz.dtype} {kvz.shape} and {log_scale.dtype} "
             f"{log_scale.shape}"
         )
         raise ValueError(message)
-    if int(arrays["length"]) < 0:
-        message = f"length must not be negative, got {int(arrays['length'])}"
+    length = int(arrays["length"])
+    if length < 0:
+        message = f"length must not be negative, got {length}"
         raise ValueError(message)
-    return arrays
+    return str(arrays["fingerprint"]), State(kvz, log_scale, length)
 
 
 def _parse(name: str, data: bytes) -> NDArray[Any]:

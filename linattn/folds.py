@@ -15,7 +15,9 @@ import array_api_compat
 
 from linattn import _dispatch, _generic
 from linattn.typing import (
+    Affine,
     Array,
+    ColumnMeans,
     Exact,
     Exponential,
     Features,
@@ -30,7 +32,7 @@ from linattn.typing import (
 
 __all__ = ["scan_exact", "solve", "step", "token_block", "update"]
 
-AnySpec = TypeVar("AnySpec", bound="Spec | Exact")
+AnySpec = TypeVar("AnySpec", bound="Spec | ColumnMeans | Exact")
 _Put: TypeAlias = Callable[[Index, slice, Partial], None]
 
 
@@ -73,7 +75,16 @@ def _take_spec(spec: AnySpec, task: Index) -> AnySpec:
             bias=_take(spec.bias, 1, task),
             factor=_take(spec.factor, 1, task),
         )
+    if isinstance(spec, ColumnMeans):
+        return replace(spec, spec=_take_spec(spec.spec, task))
     return spec
+
+
+def _take_change(affine: Affine | None, task: Index) -> Affine | None:
+    if affine is None:
+        return None
+    names = ("shift", "transform", "weight", "offset")
+    return replace(affine, **{name: _take(getattr(affine, name), 2, task) for name in names})
 
 
 def _take_problem(problem: Problem, task: Index) -> Problem:
@@ -90,6 +101,8 @@ def _take_problem(problem: Problem, task: Index) -> Problem:
         key_spec=_take_spec(problem.key_spec, task),
         state_lead=_take_lead(problem.state_lead, task),
         lead=_take_lead(problem.lead, task),
+        query_change=_take_change(problem.query_change, task),
+        key_change=_take_change(problem.key_change, task),
         state=None if state is None else _take_state(state, task),
     )
 
@@ -111,12 +124,17 @@ def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     xp = problem.xp
     source = problem.query if side == "query" else problem.key
     x = xp.astype(source[..., rows, :], problem.dtype, copy=False)
-    if side == "query" or problem.key_mask is None:
-        return Tokens(x, None, start + rows.start)
-    mask = problem.key_mask[..., rows, :]
-    zero = xp.zeros_like(mask, dtype=problem.dtype)
-    x = xp.where(mask, x, zero)
-    return Tokens(x, xp.where(mask, zero, zero - xp.inf), start + rows.start)
+    tokens = Tokens(x, None, start + rows.start)
+    if side == "query":
+        affine, weighted = problem.query_change, problem.want_log
+    else:
+        affine, weighted = problem.key_change, True
+        if problem.key_mask is not None:
+            mask = problem.key_mask[..., rows, :]
+            zero = xp.zeros_like(mask, dtype=problem.dtype)
+            log_weight = xp.where(mask, zero, zero - xp.inf)
+            tokens = Tokens(xp.where(mask, x, zero), log_weight, tokens.start)
+    return tokens if affine is None else _generic.change(affine, tokens, weighted=weighted)
 
 
 def _v1_block(problem: Problem, rows: slice) -> Array:
@@ -149,7 +167,7 @@ class _Rows:
         block = self._xp.astype(block, self._dtype, copy=False)
         if self._array is None:
             self._blocks.append(block)
-        else:
+        elif 0 not in self._shape:
             index = _at(self._shape, 2, task)[:-2]
             self._array[(*index, rows, slice(None))] = block
 
@@ -158,11 +176,13 @@ class _Rows:
 
 
 def _divide(part: Partial, problem: Problem) -> Array:
-    """Numerator over denominator; exactly 0 where the denominator is, unless it is NaN."""
+    """Numerator over denominator; exactly 0 where the denominator is, NaN where it overflowed."""
     xp = problem.xp
     numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
     empty = denominator == 0
-    output = numerator / xp.where(empty, xp.ones_like(denominator), denominator)
+    infinite = xp.abs(denominator) == xp.inf
+    divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
+    output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
     return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
 
 
@@ -201,21 +221,13 @@ def _levels(n: int) -> Iterator[int]:
         half *= 2
 
 
-def _pad(tokens: Tokens, size: int, *, masked: bool) -> Tokens:
-    """Append zero tokens, masked if they are keys."""
-    x = tokens.x
+def _pad(x: Array, size: int, fill: float = 0.0) -> Array:
+    """Append rows of one number; None stays None."""
+    if x is None or x.shape[-2] == size:
+        return x
     xp = _generic.namespace(x)
-    missing = size - x.shape[-2]
-    if missing == 0:
-        return tokens
-    zeros = xp.zeros_like(xp.broadcast_to(x[..., :1, :], (*x.shape[:-2], missing, x.shape[-1])))
-    log = tokens.log_weight
-    if masked:
-        if log is None:
-            log = xp.zeros_like(x[..., :1])
-        nothing = xp.zeros_like(xp.broadcast_to(log[..., :1, :], (*log.shape[:-2], missing, 1)))
-        log = xp.concat([log, nothing - xp.inf], axis=-2)
-    return Tokens(xp.concat([x, zeros], axis=-2), log, tokens.start)
+    shape = (*x.shape[:-2], size - x.shape[-2], x.shape[-1])
+    return xp.concat([x, xp.full_like(xp.broadcast_to(x[..., :1, :], shape), fill)], axis=-2)
 
 
 def scan_exact(
@@ -229,9 +241,12 @@ def scan_exact(
     """
     n = v1.shape[-2]
     size = 1 << (n - 1).bit_length()
-    queries = _generic.evaluate(query_spec, _pad(query, size, masked=False))
-    keys = _generic.evaluate(key_spec, _pad(key, size, masked=True))
-    v1 = _pad(Tokens(v1, None, 0), size, masked=False).x
+    # Features are padded, not tokens: a map may refuse positions past the end.
+    log, values = _generic.row_features(query_spec, query)
+    queries = Features(_pad(log, size), _pad(values, size))
+    log, values = _generic.row_features(key_spec, key)
+    keys = Features(_pad(log, size, -float("inf")), _pad(values, size))
+    v1 = _pad(v1, size)
     part = _generic.combine(_own_tokens(queries, keys, v1), _generic.read(queries, state))
     for half in _levels(size):
         left = Features(_halves(keys.log, half, 0), _halves(keys.values, half, 0))
@@ -286,6 +301,8 @@ def _causal_block(
     problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
 ) -> tuple[Partial, State]:
     specs = (problem.query_spec, problem.key_spec)
+    if isinstance(problem.query_spec, ColumnMeans):
+        return _scan_means(*specs, query, key, v1, state)
     if problem.lazy:
         return scan_exact(*specs, query, key, v1, state)
     scan_block = _dispatch.block_function("scan_block", problem.xp)
@@ -296,6 +313,83 @@ def _causal_block(
     redone, _ = scan_exact(*specs, query, key, v1, state)
     where = problem.xp.where
     return Partial(where(refused, redone.nd, part.nd), where(refused, redone.log, part.log)), after
+
+
+# Column means: reads that divide each column by its own normaliser ------------------------------
+
+
+def _scan_means(
+    query_spec: ColumnMeans,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Array,
+    state: State,
+) -> tuple[Partial, State]:
+    """Causal attention of a block whose queries read means.
+
+    With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normaliser of column r up to token i, it is
+    an ordinary causal read by halves, as :func:`scan_exact`, and as exact: no row's scale depends
+    on a later key. O(n m (d + e log n)) time, O(n m) memory.
+    """
+    n = v1.shape[-2]
+    size = 1 << (n - 1).bit_length()
+    log_q = _pad(_generic.evaluate(query_spec.spec, query).log, size)
+    log_k = _pad(_generic.evaluate(key_spec, key).log, size, -float("inf"))
+    v1 = _pad(v1, size)
+    xp = _generic.namespace(v1)
+    before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
+    z = _generic.merge(before, _running(State(xp.ones_like(log_k)[..., None], log_k, 0)))
+    top = _generic.finite_shift(z.log_scale, xp)
+    empty = z.z == 0
+    log_q = log_q - xp.log(xp.where(empty, xp.ones_like(z.z), z.z))
+    part = _own_tokens(Features(log_q, None), Features(log_k - top, None), v1)
+    part = _generic.combine(part, _read_at(log_q, top, state))
+    for half in _levels(size):
+        left = Features(_halves(log_k, half, 0), None)
+        seen = _generic.absorb(left, _halves(v1, half, 0), None)
+        right = _read_at(_halves(log_q, half, 1), _halves(top, half, 1), seen)
+        part = _generic.combine(part, _on_right_halves(right, size))
+    after = _generic.absorb(Features(log_k, None), v1, state)
+    after = State(after.kvz, after.log_scale, state.length + n)
+    return Partial(part.nd[..., :n, :], part.log[..., :n, :]), after
+
+
+def _read_at(log_q: Array, top: Array, state: State) -> Partial:
+    """Read a state with features ``exp(log_q - top)``."""
+    # The two scales of keys first: they may be large, and their difference hardly is.
+    log = log_q + (state.log_scale[..., None, :] - top)
+    zero = _generic.namespace(top).zeros_like(state.log_scale)
+    return _generic.read(Features(log, None), State(state.kvz, zero, 0))
+
+
+def _running(each: State) -> State:
+    """Merge the states of tokens, log scales ``(..., n, m)``, each with all before it.
+
+    Pairs are merged, their running states found in the same way, and every other token filled
+    in: 2 n merges for n a power of two.
+    """
+    n, m = each.log_scale.shape[-2:]
+    if n == 1:
+        return each
+    xp = _generic.namespace(each.kvz)
+    first = State(each.kvz[..., ::2, :, :], each.log_scale[..., ::2, :], 0)
+    second = State(each.kvz[..., 1::2, :, :], each.log_scale[..., 1::2, :], 0)
+    pairs = _running(_generic.merge(first, second))
+    nothing = _generic.empty_state(tuple(first.kvz.shape[:-3]), m, 0, first.kvz)
+    kvz = xp.concat([nothing.kvz[..., None, :, :], pairs.kvz[..., :-1, :, :]], axis=-3)
+    log_scale = xp.concat([nothing.log_scale[..., None, :], pairs.log_scale[..., :-1, :]], axis=-2)
+    others = _generic.merge(State(kvz, log_scale, 0), first)
+    kvz = xp.stack([others.kvz, pairs.kvz], axis=-3)
+    log_scale = xp.stack([others.log_scale, pairs.log_scale], axis=-2)
+    return State(xp.reshape(kvz, each.kvz.shape), xp.reshape(log_scale, each.log_scale.shape), 0)
+
+
+def _reading(problem: Problem, state: State) -> tuple[Spec, State]:
+    """Spec and state of a plain read."""
+    if isinstance(problem.query_spec, ColumnMeans):
+        return problem.query_spec.spec, _generic.column_means(state)
+    return problem.query_spec, state
 
 
 # Walks ------------------------------------------------------------------------------------------
@@ -329,9 +423,10 @@ def _walk_full(problem: Problem, task: Index, block_size: int, put: _Put) -> Sta
     start = state.length
     state = update(problem, state, block_size)
     read_block = _dispatch.block_function("read_block", problem.xp)
+    query_spec, seen = _reading(problem, state)
     for rows in _blocks(problem.query.shape[-2], block_size):
         tokens = token_block(problem, "query", rows, start)
-        put(task, rows, read_block(problem.query_spec, tokens, state, problem.want_log))
+        put(task, rows, read_block(query_spec, tokens, seen, problem.want_log))
     return state
 
 
@@ -378,8 +473,12 @@ def _exact_halves(problem: Problem, query: Tokens, key: Tokens, v1: Array) -> Pa
     spec, xp, n = problem.query_spec, problem.xp, v1.shape[-2]
     exact_block = _dispatch.block_function("exact_block", xp)
     size = 1 << (n - 1).bit_length()
-    query, key = _pad(query, size, masked=False), _pad(key, size, masked=True)
-    v1 = _pad(Tokens(v1, None, 0), size, masked=False).x
+    log_weight = key.log_weight
+    if log_weight is None and n < size:
+        log_weight = xp.zeros_like(key.x[..., :1])
+    query = Tokens(_pad(query.x, size), None, 0)
+    key = Tokens(_pad(key.x, size), _pad(log_weight, size, -float("inf")), 0)
+    v1 = _pad(v1, size)
     logit = xp.sum(query.x * key.x, axis=-1, keepdims=True) * spec.scale
     logit = logit + (logit - logit)
     logit = logit if key.log_weight is None else logit + key.log_weight
@@ -438,7 +537,8 @@ def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
     for task, state in states:
         whole.kvz[_at(tuple(whole.kvz.shape), 2, task)] = state.kvz
         whole.log_scale[_at(tuple(whole.log_scale.shape), 1, task)] = state.log_scale
-    return State(whole.kvz, whole.log_scale, states[0][1].length)
+    before = 0 if problem.state is None else problem.state.length
+    return State(whole.kvz, whole.log_scale, before + problem.key.shape[-2])
 
 
 def step(problem: Problem, state: State) -> tuple[Array, State]:
@@ -457,7 +557,8 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         state = update(problem, _initial_state(replace(problem, state=state)), 1)
         read_block = _dispatch.block_function("read_block", problem.xp)
         tokens = token_block(problem, "query", one, start)
-        part = read_block(problem.query_spec, tokens, state, problem.want_log)
+        query_spec, seen = _reading(problem, state)
+        part = read_block(query_spec, tokens, seen, problem.want_log)
         output = _divide(part, problem)
     output = problem.xp.astype(output, problem.query.dtype, copy=False)
     return output[..., 0, :], state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -77,13 +78,13 @@ def _check_batch_shape(batch_shape: Any) -> tuple[int, ...]:
         message = f"batch_shape must be a tuple of lengths, got {batch_shape!r}"
         raise TypeError(message)
     for axis in batch_shape:
-        if axis != 0:
-            _checks.check_positive_int("batch_shape", axis)
+        _checks.check_positive_int("batch_shape", axis, least=0)
     return tuple(batch_shape)
 
 
 def _update_problem(state: Any, key: Any, value: Any, feature_map: Any, key_mask: Any) -> Problem:
     """Describe an update: full attention with no queries."""
+    _checks.check_state_record("state", state)
     _, (key, value) = _checks.check_arrays(key=key, value=value)
     return linear_problem(
         key[..., :0, :],
@@ -166,9 +167,7 @@ def read_state(query: Array, state: State, feature_map: FeatureMap) -> Array:
     Time O(L m (d + e)).
     """
     xp, (query,) = _checks.check_arrays(query=query)
-    if not isinstance(state, State):
-        message = f"state must be a linattn.State, got {type(state).__name__}"
-        raise TypeError(message)
+    _checks.check_state_record("state", state)
     e = state.kvz.shape[-1] - 1
     lead = tuple(state.kvz.shape[:-2])
     device = array_api_compat.device(query)
@@ -203,18 +202,22 @@ def merge_states(first: State, second: State) -> State:
     -----
     ``c = max(c_1, c_2)``, each side rescaled by ``exp(c_i - c)``. Time O(m e).
     """
-    for name, state in (("first", first), ("second", second)):
-        if not isinstance(state, State):
-            message = f"{name} must be a linattn.State, got {type(state).__name__}"
-            raise TypeError(message)
-    xp, _ = _checks.check_arrays(first=first.kvz, second=second.kvz)
+    _checks.check_state_record("first", first)
     m, width = first.kvz.shape[-2:]
-    _checks.check_state("second", second, m=m, e=width - 1, dtype=first.kvz.dtype, xp=xp)
+    _checks.check_state("second", second, m=m, e=width - 1, dtype=first.kvz.dtype, like=first.kvz)
     _checks.check_leading_axes(
         first=tuple(first.kvz.shape[:-2]), second=tuple(second.kvz.shape[:-2])
     )
     with _generic.quiet():
         return _generic.merge(first, second)
+
+
+def _kinds(arrays: Iterable[Any]) -> list[Any]:
+    """Return what must stay the same from step to step for the checks to be done once."""
+    return [
+        (type(a), getattr(a, "shape", None), getattr(a, "dtype", None), getattr(a, "device", None))
+        for a in arrays
+    ]
 
 
 class Decoder:
@@ -258,9 +261,7 @@ class Decoder:
 
     def __init__(self, feature_map: FeatureMap, state: State) -> None:
         check_feature_map(feature_map)
-        if not isinstance(state, State):
-            message = f"state must be a linattn.State, got {type(state).__name__}"
-            raise TypeError(message)
+        _checks.check_state_record("state", state)
         self._feature_map = feature_map
         self._state = state
         self._last: Any = None
@@ -281,13 +282,14 @@ class Decoder:
         """
         arrays = (query, key, value)
         settings = _dispatch.current_settings()
-        kind = [(type(a), getattr(a, "shape", None), getattr(a, "dtype", None)) for a in arrays]
-        if self._problem is None or self._last != (kind, settings):
-            self._problem = step_problem(query, key, value, self._state, self._feature_map)
-            self._last = (kind, settings)
-            problem = self._problem
+        if self._problem is None or self._last != (_kinds(arrays), settings):
+            problem = step_problem(query, key, value, self._state, self._feature_map)
+            # Not what came but what it became: bytes in foreign order are turned at every step.
+            rows = (problem.query, problem.key, problem.value)
+            self._problem = problem
+            self._last = (_kinds(row[..., 0, :] for row in rows), settings)
         else:
-            rows = [array[..., None, :] for array in arrays]
+            rows = tuple(array[..., None, :] for array in arrays)
             problem = replace(self._problem, query=rows[0], key=rows[1], value=rows[2])
         output, self._state = folds.step(problem, self._state)
         return output

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 __all__ = [
     "Activation",
+    "Affine",
     "Array",
     "Backend",
+    "ColumnMeans",
     "Exact",
     "Exponential",
     "FeatureMap",
     "Features",
     "Index",
+    "MapSpec",
     "Opaque",
     "Partial",
     "Plan",
@@ -194,6 +197,50 @@ class Opaque:
     fn: Callable[[Tokens], Features]
 
 
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """A change of coordinates before a spec: ``x' = (x - shift) transform``, and a log weight.
+
+    The driver applies it to the tokens, so that block bodies only ever see the spec inside.
+
+    Attributes
+    ----------
+    spec : Spec
+        What is evaluated at ``x'``.
+    shift : Array
+        ``(..., 1, d)``.
+    transform : Array
+        ``(..., d, d)``.
+    weight : Array
+        ``(..., d, 1)``: the log weight of a token is ``(x - shift).weight + offset``.
+    offset : Array
+        ``(..., 1, 1)``.
+    """
+
+    spec: Spec
+    shift: Array
+    transform: Array
+    weight: Array
+    offset: Array
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnMeans:
+    """Spec of queries that read means: every column of the state divided by its own normaliser.
+
+    ``out = sum_r phi_r (kv_r / z_r) / sum_r phi_r`` over the columns that have seen a key. The
+    driver divides (the state for a read, the query for a causal block), so that block bodies only
+    ever see the spec inside, or :class:`Opaque`.
+
+    Attributes
+    ----------
+    spec : Spec
+        What the queries are evaluated by; exponential (``values`` None), as the key side is.
+    """
+
+    spec: Spec
+
+
 @dataclass(frozen=True)
 class Exact:
     """Spec of exact attention with weights ``exp(scale q.k)``: no features, no state.
@@ -208,6 +255,8 @@ class Exact:
 
 
 Spec: TypeAlias = Exponential | Pointwise | Opaque
+MapSpec: TypeAlias = Spec | Affine | ColumnMeans
+"""What a feature map may say of a side; block bodies are given a ``Spec``."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +275,8 @@ class Problem:
         ``(..., S, 1)``, True = attend.
     query_spec, key_spec : Spec or Exact
         The two sides of the feature map; both ``Exact`` for softmax attention.
+    query_change, key_change : Affine or None
+        Changes of coordinates that the tokens go through first.
     num_features : int
         Columns m of the map; 0 for softmax attention.
     state_lead, lead : tuple of int
@@ -255,6 +306,8 @@ class Problem:
     num_features: int
     state_lead: tuple[int, ...]
     lead: tuple[int, ...]
+    query_change: Affine | None
+    key_change: Affine | None
     state: State | None
     is_causal: bool
     chunk_size: int | None

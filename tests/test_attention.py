@@ -102,7 +102,7 @@ def conditioning(phi, *arrays):
 
 def check(out, phi, case, dtype="float64", **options):
     """Check an output of query, key and value against the oracle."""
-    query, key, value = case
+    query, key, value = (a.astype(np.float64) for a in case)
     sums = reference.kernel_sums(query, key, value, phi, **options)
     check_sums(out, phi, sums, BOUNDS[dtype] * conditioning(phi, query, key))
 
@@ -359,6 +359,43 @@ def test_grouped_queries_are_a_broadcast(numpy_path, name):
     assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
 
 
+@full_and_causal
+@pytest.mark.parametrize("factor", [1, 12])
+@every_map
+def test_keys_shared_by_heads_and_values_shared_by_heads(numpy_path, name, factor, is_causal):
+    # Any of the three may have fewer leading axes than the others, with a state and a mask.
+    phi = MAPS[name](DIM)
+    if name == "own":
+        factor = min(factor, 3)
+    mask = np.arange(70) % 9 != 0
+    for leads in [((2,), (), (2,)), ((2,), (2,), ()), ((), (), (2,)), ((), (2,), ()), ((2,), (), ())]:
+        shapes = [(*lead, 70, d) for lead, d in zip(leads, (DIM, DIM, VALUE_DIM), strict=True)]
+        query, key, value = inputs(*shapes)
+        query, key = factor * query, factor * key
+        for dtype in BOUNDS:
+            case = [a.astype(dtype) for a in (query, key, value)]
+            for key_mask in (None, mask):
+                out = linattn.linear_attention(*case, phi, is_causal=is_causal, key_mask=key_mask)
+                check(out, phi, case, dtype, is_causal=is_causal, key_mask=key_mask)
+                check_softmax(
+                    linattn.softmax_attention(*case, is_causal=is_causal, key_mask=key_mask),
+                    case,
+                    dtype,
+                    is_causal=is_causal,
+                    key_mask=key_mask,
+                )
+            halves = [[a[..., rows, :] for a in case] for rows in (slice(33), slice(33, None))]
+            _, state = linattn.linear_attention(
+                *halves[0], phi, is_causal=is_causal, return_state=True
+            )
+            out = linattn.linear_attention(
+                *halves[1], phi, is_causal=is_causal, initial_state=state
+            )
+            sums = reference.kernel_sums(*case, phi, is_causal=is_causal)
+            late = type(sums)(*(a[..., 33:, :] for a in sums))
+            check_sums(out, phi, late, BOUNDS[dtype] * conditioning(phi, query, key))
+
+
 # Any shape --------------------------------------------------------------------------------------
 
 
@@ -392,7 +429,7 @@ def check_any_shape(xp, case, phi, dtype):
     # Reading the state sees every key, which is what full attention saw.
     if not case.is_causal:
         again = fetch(xp, linattn.read_state(arrays[0], state, phi))
-        assert_allclose(again, fetch(xp, out), rtol=bound, atol=bound)
+        check_sums(again, phi, sums, bound)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

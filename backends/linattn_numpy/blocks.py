@@ -35,6 +35,9 @@ NEAR = {4: 20.0, 8: 80.0}
 LOWEST = {4: -80.0, 8: -700.0}
 """elu + 1 below this is hardly a normal number."""
 
+LARGE = 1e10
+"""Blocks of pointwise features beyond this, or all below its inverse, go to the generic code."""
+
 SUB_BLOCK = 32
 """Rows of a causal block that share one triangle; longer ones waste half a square."""
 
@@ -106,7 +109,8 @@ def _plain_pointwise(spec: Pointwise, x: Floats, name: str) -> _Plain | None:
     low, high = float(u.min()), float(u.max())
     if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -np.inf):
         return None
-    if not high < np.inf:
+    # Sums and products of features far from 1 would leave the range of float32.
+    if not (high < LARGE and (spec.offset != 0.0 or spec.f.name != "relu" or high > 1 / LARGE)):
         return None
     if spec.f.name == "relu":
         weights = np.maximum(u, 0, out=u)
@@ -142,6 +146,14 @@ def _finite(log: Floats) -> Floats:
     return np.where(log == -np.inf, log.dtype.type(0), log)
 
 
+def _plus(log: Floats, term: Floats) -> Floats:
+    """Add in place, unless a state has leading axes that the tokens have not."""
+    if np.broadcast_shapes(log.shape, term.shape) == log.shape:
+        log += term
+        return log
+    return log + term
+
+
 def _shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
     u = _exponents(spec, tokens.x, name)
@@ -159,6 +171,8 @@ def _shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
 
 def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> Any:
     """Add a block of keys to the state."""
+    if 0 in tokens.x.shape:
+        return NotImplemented
     plain = _plain(key_spec, tokens.x, "key")
     if plain is None:
         return _reduce_shifted(key_spec, tokens, v1, state)
@@ -197,6 +211,8 @@ def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
 
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
     """Read the state with a block of queries."""
+    if 0 in tokens.x.shape:
+        return NotImplemented
     plain = _plain(query_spec, tokens.x, "query")
     if plain is None:
         return _read_shifted(query_spec, tokens, state)
@@ -206,6 +222,8 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     if not np.all(c == top):
         kvz = kvz * np.exp(c - _finite(top))[..., None]
     nd = np.matmul(plain.weights, kvz)
+    if isinstance(query_spec, Pointwise) and not nd[..., -1].min() > _floor(nd.dtype):
+        return NotImplemented
     return Partial(nd, _row_log(query_spec, tokens, top[..., None], want_log))
 
 
@@ -213,11 +231,7 @@ def _read_shifted(query_spec: Spec, tokens: Tokens, state: State) -> Any:
     if not isinstance(query_spec, Exponential):
         return NotImplemented
     log = _shifted_log(query_spec, tokens, "query")
-    c = (state.log_scale + query_spec.col)[..., None, :]
-    if np.broadcast_shapes(log.shape, c.shape) == log.shape:
-        log += c
-    else:
-        log = log + c
+    log = _plus(log, (state.log_scale + query_spec.col)[..., None, :])
     row = log.max(axis=-1, keepdims=True)
     log -= _finite(row)
     np.exp(log, out=log)
@@ -242,6 +256,8 @@ def scan_block(
     want_log: bool,
 ) -> Any:
     """Causal attention of a block after the state, and the state after it."""
+    if 0 in query.x.shape or 0 in v1.shape:
+        return NotImplemented
     answer = _scan_plain(query_spec, key_spec, query, key, v1, state, want_log)
     if answer is None and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         return _scan_shifted(query_spec, key_spec, query, key, v1, state)
@@ -283,16 +299,20 @@ def _scan_plain(
     start = state.kvz * np.exp(before - g)[..., None]
     nd, kvz = _triangles(queries.weights, keys.weights, v1, start)
 
-    info = np.finfo(dtype)
     m, n = keys.weights.shape[-1], v1.shape[-2]
-    floor = float(info.smallest_normal) / float(info.eps) * m * (state.length + n)
-    floor *= float(np.exp(queries.highest + keys.highest))
+    floor = _floor(dtype) * m * (state.length + n) * np.exp(queries.highest + keys.highest)
     if not (nd[..., -1].min() >= floor and np.isfinite(nd).all()):
         return None
     log = _row_log(query_spec, query, g[..., None], want_log)
     empty = ~np.any(kvz[..., -1:] != 0, axis=-2)
     c = np.where(empty, -np.inf, g - queries.col).astype(dtype)
     return Partial(nd, log), State(kvz, c, state.length + n)
+
+
+def _floor(dtype: Any) -> float:
+    """Smallest sum from which underflow cannot have taken more than rounding, for one term."""
+    info = np.finfo(dtype)
+    return float(info.smallest_normal) / float(info.eps)
 
 
 def _is_near(log: Floats, g: Floats, near: float) -> NDArray[np.bool_]:
@@ -314,14 +334,10 @@ def _scan_shifted(
     log_k = _shifted_log(key_spec, key, "key")
     c = np.maximum(state.log_scale, log_k.max(axis=-2) + key_spec.col)
     shift = _finite(c)
-    log_k -= (shift - key_spec.col)[..., None, :]
+    log_k = _plus(log_k, (key_spec.col - shift)[..., None, :])
     np.exp(log_k, out=log_k)
     log_q = _shifted_log(query_spec, query, "query")
-    column = (c + query_spec.col)[..., None, :]
-    if np.broadcast_shapes(log_q.shape, column.shape) == log_q.shape:
-        log_q += column
-    else:
-        log_q = log_q + column
+    log_q = _plus(log_q, (c + query_spec.col)[..., None, :])
     row = log_q.max(axis=-1, keepdims=True)
     log_q -= _finite(row)
     np.exp(log_q, out=log_q)
@@ -364,6 +380,8 @@ def _triangle_row(
 
 def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Floats) -> Any:
     """Softmax attention of a block of queries to a block of keys."""
+    if 0 in query.x.shape or 0 in v1.shape:
+        return NotImplemented
     q, k = query.x * spec.scale, _t(key.x)
     lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
     logits = np.matmul(q, k, out=_buffer("logits", (*lead, q.shape[-2], k.shape[-1]), q.dtype))

@@ -45,6 +45,8 @@ def _tasks(problem: Problem, block: int) -> Sequence[Index]:
     lead = problem.state_lead
     if not lead:
         return [()]
+    if 0 in problem.lead:
+        return []
     longest = max(problem.query.shape[-2], problem.key.shape[-2], 1)
     width = problem.num_features or longest
     group = max(1, BLOCK_NUMBERS // (width * min(longest, block)))

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _checks, _generic
-from linattn.typing import Array, Features, Spec, Tokens
+from linattn.typing import Array, Features, MapSpec, Tokens
 
-__all__ = ["BaseFeatureMap", "PairFunction", "dots", "square_norms"]
+__all__ = ["BaseFeatureMap", "PairFunction", "dots", "square_distances", "square_norms"]
 
 PairFunction: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 
@@ -30,6 +30,8 @@ class BaseFeatureMap(ABC):
     """Whether no feature is negative, so that the denominator cannot cancel."""
     unbiased: bool
     """Whether ``estimate`` has ``kernel`` as its mean."""
+    softmax_kernel: ClassVar[bool] = False
+    """Whether the kernel is ``exp(scale x.y)``."""
     causal: bool = True
     """Whether the map may be used causally: it has not seen the sequence."""
 
@@ -78,6 +80,8 @@ class BaseFeatureMap(ABC):
             if isinstance(value, np.ndarray):
                 digest.update(f"{name}:{value.shape}".encode())
                 digest.update(np.ascontiguousarray(value, dtype="<f8").tobytes())
+            elif isinstance(value, BaseFeatureMap):
+                digest.update(f"{name}={value.fingerprint()}".encode())
             elif callable(value):
                 digest.update(f"{name}={_qualified_name(name, value)}".encode())
             else:
@@ -94,7 +98,7 @@ class BaseFeatureMap(ABC):
 
     def __hash__(self) -> int:
         """Hash of what is cheap to hash; equal maps have equal hashes."""
-        return hash((type(self), self.dim, self.num_features, self.scale))
+        return hash((type(self), self.scale))
 
     def _repr_parameters(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._parameters}
@@ -105,10 +109,10 @@ class BaseFeatureMap(ABC):
         return f"{type(self).__name__}({shown})"
 
     @abstractmethod
-    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Spec:
+    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> MapSpec:
         """Spec of the query side, with its arrays in this namespace, dtype and device."""
 
-    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Spec:
+    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> MapSpec:
         """Spec of the key side; that of the query side unless a map says otherwise."""
         return self.query_spec(xp, dtype, device)
 
@@ -187,8 +191,8 @@ class BaseFeatureMap(ABC):
         xp, (x, y) = self._check(x=x, y=y)
         with _generic.quiet():
             result = function(*(_checks.to_numpy(array).astype(np.float64) for array in (x, y)))
-        array = xp.asarray(np.asarray(result), device=array_api_compat.device(x))
-        return xp.astype(array, x.dtype, copy=False)
+            array = xp.asarray(np.asarray(result), device=array_api_compat.device(x))
+            return xp.astype(array, x.dtype, copy=False)
 
     def estimate(self, x: Array, y: Array) -> Array:
         """Return the map's kernel estimate ``phi(x) . phi(y)``, shapes as :meth:`kernel`."""
@@ -201,6 +205,19 @@ class BaseFeatureMap(ABC):
             products = xp.matmul(unit_x, xp.matrix_transpose(unit_y))
             result = products * xp.exp(log_x + xp.matrix_transpose(log_y))
             return xp.astype(result, x.dtype, copy=False)
+
+    def mean(self, x: Array, y: Array) -> Array:
+        """Exact mean of :meth:`estimate` over draws, shapes as :meth:`kernel`.
+
+        Raises
+        ------
+        NotImplementedError
+            The map is biased, and its mean is not known.
+        """
+        if not self.unbiased:
+            message = f"{self!r} is not known to be unbiased, and its mean is not known"
+            raise NotImplementedError(message)
+        return self.kernel(x, y)
 
     def variance(self, x: Array, y: Array) -> Array:
         """Exact variance of :meth:`estimate`, shapes as :meth:`kernel`; 0 for a deterministic map.
@@ -235,6 +252,12 @@ def square_norms(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """``|x|^2`` as ``(..., n, 1)`` and ``|y|^2`` as ``(..., 1, s)``."""
     return np.sum(x * x, axis=-1)[..., :, None], np.sum(y * y, axis=-1)[..., None, :]
+
+
+def square_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """All ``|x - y|^2``, ``(..., n, s)``, never negative."""
+    xx, yy = square_norms(x, y)
+    return np.maximum(xx + yy - 2 * dots(x, y), 0)
 
 
 def _unit_rows(features: Features, xp: ModuleType) -> tuple[Array, Array]:

@@ -54,7 +54,8 @@ class ProjectedFeatureMap(BaseFeatureMap):
             )
             raise ValueError(message)
         draw = find_sampler(sampler)
-        projection = np.asarray(draw(m // columns, dim, rng), dtype=np.float64)
+        # A copy: the sampler may go on using its array.
+        projection = np.array(draw(m // columns, dim, rng), dtype=np.float64)
         if projection.shape != (m // columns, dim):
             message = f"sampler must return shape {(m // columns, dim)}, got {projection.shape}"
             raise ValueError(message)
@@ -81,7 +82,7 @@ class ProjectedFeatureMap(BaseFeatureMap):
         if self.projection is not None and self.projection.ndim > 2:
             shown["heads"] = self.projection.shape[:-2]
         for name in self._parameters:
-            if name not in ("projection", "log_weights"):
+            if np.ndim(getattr(self, name)) < 2 and name != "log_weights":
                 shown[name] = getattr(self, name)
         shown["sampler"] = self.sampler
         return shown
@@ -103,8 +104,8 @@ class ProjectedFeatureMap(BaseFeatureMap):
         sampler = SAMPLERS.get(self.sampler) if isinstance(self.sampler, str) else self.sampler
         if not isinstance(sampler, Sampler):
             message = (
-                f"the variance of {what} needs to know how the projection was drawn: this map has "
-                f"sampler={self.sampler!r}, which states no pair function; make the map with a "
+                f"the law of {what} needs to know how the projection was drawn: this map has "
+                f"sampler={self.sampler!r}, of which nothing is known; make the map with a "
                 f"sampler of linattn.sampling.SAMPLERS"
             )
             raise NotImplementedError(message)
@@ -114,9 +115,12 @@ class ProjectedFeatureMap(BaseFeatureMap):
 class SoftmaxKernelFeatures(ProjectedFeatureMap):
     """A random map of the kernel ``exp(scale x.y)``."""
 
-    _parameters = ("scale", "projection", "log_weights")
+    softmax_kernel = True
+    _parameters: ClassVar[tuple[str, ...]] = ("scale", "projection", "log_weights")
 
     log_weights: NDArray[np.float64] | None
+    _kind: ClassVar[str]
+    """Kind of features, by the names that samplers know."""
 
     def __init__(
         self,
@@ -179,6 +183,16 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
         ValueError
             Wrong shapes, NaN or inf.
         """
+        return cls._from_rows(projection, scale, log_weights)
+
+    @classmethod
+    def _from_rows(
+        cls,
+        projection: ArrayLike,
+        scale: float | None,
+        log_weights: ArrayLike | None,
+        **parameters: Any,
+    ) -> Self:
         rows = cls._check_projection(projection)
         weights = None
         if log_weights is not None:
@@ -190,8 +204,16 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
                 )
                 raise ValueError(message)
         new = cls.__new__(cls)
+        new._take(int(rows.shape[-1]), **parameters)
         new._finish(rows, scale, None, weights)
         return new
+
+    def _take(self, dim: int) -> None:
+        """Check and keep the parameters that this class has beyond those of all."""
+
+    def _parameters_taken(self) -> dict[str, Any]:
+        """Return the parameters that :meth:`_take` takes."""
+        return {}
 
     def redraw(self, rng: Seed = None) -> Self:
         """Return the same map with a new projection.
@@ -202,9 +224,45 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
             The map was made by ``from_projection``: there is no sampler to draw with.
         """
         self._check_redraw()
-        return type(self)(
-            self.dim, self.num_features, scale=self.scale, sampler=self.sampler, rng=rng
+        new = type(self)(
+            self.dim,
+            self.num_features,
+            scale=self.scale,
+            sampler=self.sampler,
+            rng=rng,
+            **self._parameters_taken(),
         )
+        new._set(causal=self.causal)
+        return new
+
+    def _square_norm(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return what a sampler's closed forms depend on: v = |x + y|^2 or s = |x - y|^2."""
+        raise NotImplementedError
+
+    def _scalar_A(self, sampler: Sampler) -> float:
+        """Return the tilt as one number, for the closed forms of a sampler."""
+        return 0.0
+
+    def mean(self, x: Array, y: Array) -> Array:
+        """Exact mean of :meth:`estimate` over draws, shapes as :meth:`kernel`.
+
+        The kernel itself, except with a biased sampler.
+
+        Raises
+        ------
+        NotImplementedError
+            The mean with this sampler is not known.
+        """
+        if self.unbiased:
+            return self.kernel(x, y)
+        sampler = self._known_sampler(f"{type(self).__name__}.estimate")
+
+        def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+            square_norm, A = self._square_norm(a, b), self._scalar_A(sampler)
+            factor = sampler.mean_factor(self._kind, square_norm, self._rows, self.dim, A=A)
+            return np.asarray(np.exp(self.scale * dots(a, b)) * factor)
+
+        return self._on_host(closed_form, x, y)
 
     def kernel(self, x: Array, y: Array) -> Array:
         """Return ``exp(scale x.y)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.

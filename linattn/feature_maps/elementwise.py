@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from math import gamma, pi, sqrt
 from types import ModuleType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks
-from linattn.feature_maps._base import BaseFeatureMap, dots, square_norms
+from linattn.feature_maps._base import BaseFeatureMap, square_norms
 from linattn.feature_maps._projected import ProjectedFeatureMap
 from linattn.sampling import Seed, gaussian
 from linattn.typing import Activation, Array, Pointwise
@@ -31,8 +31,24 @@ def _relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
     return xp.maximum(u, xp.zeros_like(u)), None
 
 
+def _heaviside(u: Array, xp: ModuleType) -> tuple[Array, None]:
+    # What is not finite has no sign: NaN, where a comparison would give a plausible 0 or 1.
+    return xp.where(u > 0, xp.ones_like(u), xp.zeros_like(u)) + (u - u), None
+
+
+def _squared_relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
+    positive = xp.maximum(u, xp.zeros_like(u))
+    return positive * positive, None
+
+
 ELU_PLUS_ONE = Activation("elu_plus_one", _elu_plus_one)
+HEAVISIDE = Activation("heaviside", _heaviside)
 RELU = Activation("relu", _relu)
+SQUARED_RELU = Activation("squared_relu", _squared_relu)
+
+# The order n of the arc-cosine kernel is the place in this list: f(u) = u^n where u > 0.
+ARC_COSINE = (HEAVISIDE, RELU, SQUARED_RELU)
+ORDERS = {activation.name: order for order, activation in enumerate(ARC_COSINE)}
 
 
 class _CoordinateFeatures(BaseFeatureMap):
@@ -153,9 +169,9 @@ class ActivationFeatures(ProjectedFeatureMap):
         d, the last axis of queries and keys; needed with a projection.
     num_features : int, optional
         m; default ``d ln d`` rounded up to whole blocks of d, and d without a projection.
-    activation : {"relu"} or callable, optional
-        f. A callable takes and returns an array of the library in use, pointwise. Default
-        ``"relu"``.
+    activation : {"heaviside", "relu", "squared_relu"} or callable, optional
+        f: where u > 0 it is 1, u or u^2, and 0 elsewhere. A callable takes and returns an array
+        of the library in use, pointwise. Default ``"relu"``.
     epsilon : float, optional
         Added to every feature, a deliberate part of this kernel. Default 0.001, as in Performer.
     scale : float, optional
@@ -172,7 +188,7 @@ class ActivationFeatures(ProjectedFeatureMap):
     projection : ndarray, (m, d), or None
         The rows omega, unscaled float64, read-only.
     positive, unbiased, causal : bool
-        What may be relied on; ``positive`` is claimed for ``"relu"`` with epsilon >= 0 only.
+        What may be relied on; ``positive`` is claimed for named activations with epsilon >= 0.
 
     Raises
     ------
@@ -182,18 +198,39 @@ class ActivationFeatures(ProjectedFeatureMap):
 
     Notes
     -----
-    For ``"relu"`` the kernel is known: with angle t between x and y and s = 1,
-    ``|x| |y| (sin t + (pi - t) cos t) / (2 pi) + epsilon (|x| + |y|) / sqrt(2 pi) + epsilon^2``,
-    estimated without bias; the variance is closed for independent rows (``sampler="gaussian"``).
-    It does not approximate softmax. Time O(n m d), memory O(n m).
+    The named activations estimate half the arc-cosine kernel of order n = 0, 1, 2 without bias.
+    With the angle t between x and y it is ``s^n |x|^n |y|^n J_n / (2 pi)``, where
+
+    * ``"heaviside"``: ``J_0 = pi - t``;
+    * ``"relu"``: ``J_1 = sin t + (pi - t) cos t``;
+    * ``"squared_relu"``: ``J_2 = 3 sin t cos t + (pi - t) (1 + 2 cos^2 t)``;
+
+    plus ``epsilon (E f(u) + E f(v)) + epsilon^2``, u and v being normal with variances
+    ``s |x|^2`` and ``s |y|^2``: E f(u) is 1/2, ``sqrt(s) |x| / sqrt(2 pi)`` and ``s |x|^2 / 2``.
+    The variance is closed, with any epsilon, for independent rows (``sampler="gaussian"``); with
+    epsilon = 0 it is ``p (1 - p) / m`` for ``"heaviside"``, p the kernel. A vector of zeros has
+    features ``epsilon / sqrt(m)``, and so has kernel 0 with any other where epsilon = 0.
+
+    None of these kernels approximates softmax. Time O(n m d), memory O(n m).
 
     References
     ----------
     Choromanski et al., "Rethinking Attention with Performers" (2021), section 2.2 and appendix
-    on generalised attention; Cho and Saul, "Kernel Methods for Deep Learning" (2009), eq. 3 to 6.
+    on generalised attention; Cho and Saul, "Kernel Methods for Deep Learning" (2009), eq. 1 to 7
+    (twice the kernel here); So et al., "Primer" (2021), for the squared ReLU. The variances are
+    derived in this project.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.feature_maps import ActivationFeatures
+    >>> phi = ActivationFeatures(2, 64, activation="heaviside", epsilon=0.0, rng=0)
+    >>> phi.kernel(np.eye(2), np.eye(2))
+    array([[0.5 , 0.25],
+           [0.25, 0.5 ]])
     """
 
-    _parameters = ("activation", "epsilon", "scale", "projection")
+    _parameters = ("dim", "activation", "epsilon", "scale", "projection")
 
     dim: int | None  # type: ignore[assignment]
     num_features: int | None  # type: ignore[assignment]
@@ -235,13 +272,10 @@ class ActivationFeatures(ProjectedFeatureMap):
         scale: Any,
         sampler: Any,
     ) -> None:
-        is_relu = isinstance(activation, str) and activation == "relu"
-        if isinstance(activation, str) and not is_relu:
-            message = f"activation must be 'relu' or a callable, got {activation!r}"
-            raise ValueError(message)
-        if not is_relu and not callable(activation):
-            message = f"activation must be 'relu' or a callable, got {activation!r}"
-            raise TypeError(message)
+        is_named = isinstance(activation, str) and activation in ORDERS
+        if not is_named and not callable(activation):
+            message = f"activation must be one of {[*ORDERS]} or a callable, got {activation!r}"
+            raise (ValueError if isinstance(activation, str) else TypeError)(message)
         epsilon = _checks.check_finite_number("epsilon", epsilon)
         self._set(
             dim=dim if projection is None else int(projection.shape[-1]),
@@ -251,8 +285,8 @@ class ActivationFeatures(ProjectedFeatureMap):
             scale=_checks.check_finite_number("scale", scale, positive=True),
             projection=projection,
             sampler=sampler,
-            positive=is_relu and epsilon >= 0,
-            unbiased=projection is None or (is_relu and self._sampler_unbiased(sampler)),
+            positive=is_named and epsilon >= 0,
+            unbiased=projection is None or (is_named and self._sampler_unbiased(sampler)),
         )
 
     @classmethod
@@ -308,8 +342,8 @@ class ActivationFeatures(ProjectedFeatureMap):
         )
 
     def _pointwise(self) -> Activation:
-        if self.activation == "relu":
-            return RELU
+        if isinstance(self.activation, str):
+            return ARC_COSINE[ORDERS[self.activation]]
         return Activation("custom", lambda u, xp: (self.activation(u), None))
 
     def kernel(self, x: Array, y: Array) -> Array:
@@ -318,12 +352,12 @@ class ActivationFeatures(ProjectedFeatureMap):
         Raises
         ------
         NotImplementedError
-            With a projection, for any activation but ``"relu"``.
+            With a projection, for an activation of your own.
         """
         if self.projection is None:
             return self.estimate(x, y)
-        self._check_relu("kernel")
-        return self._on_host(lambda a, b: self._moments(a, b)[0], x, y)
+        order = self._order("kernel")
+        return self._on_host(lambda a, b: self._moments(a, b, order)[0], x, y)
 
     def variance(self, x: Array, y: Array) -> Array:
         """Exact variance of the estimate; 0 without a projection.
@@ -331,52 +365,100 @@ class ActivationFeatures(ProjectedFeatureMap):
         Raises
         ------
         NotImplementedError
-            Any activation but ``"relu"``, or rows that are not independent.
+            An activation of your own, or rows that are not independent.
         """
         if self.projection is None:
             return super().variance(x, y)
-        self._check_relu("variance")
+        order = self._order("variance")
         if self._known_sampler("ActivationFeatures.estimate") != gaussian:
             message = (
-                f"the variance of relu features needs E[relu(w1.x) relu(w1.y) relu(w2.x) "
-                f"relu(w2.y)] for two rows of one block, which is not known for "
+                f"the variance of {self.activation} features needs E[f(w1.x) f(w1.y) f(w2.x) "
+                f"f(w2.y)] for two rows of one block, which is not known for "
                 f"sampler={self.sampler!r}; it is closed for sampler='gaussian'"
             )
             raise NotImplementedError(message)
 
         def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-            mean, square = self._moments(a, b)
-            return np.asarray((square - mean**2) / self._rows)
+            mean, square = self._moments(a, b, order)
+            return np.asarray(np.maximum(square - mean**2, 0) / self._rows)
 
         return self._on_host(closed_form, x, y)
 
-    def _check_relu(self, what: str) -> None:
-        if self.activation != "relu":
-            message = f"the {what} is known in closed form for activation='relu' only"
+    def _order(self, what: str) -> int:
+        if not isinstance(self.activation, str):
+            message = (
+                f"the {what} is known in closed form for activation 'heaviside', 'squared_relu' "
+                f"and 'relu' only"
+            )
             raise NotImplementedError(message)
+        return ORDERS[self.activation]
 
     def _moments(
-        self, x: NDArray[np.float64], y: NDArray[np.float64]
+        self, x: NDArray[np.float64], y: NDArray[np.float64], n: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean and mean square of ``(relu(w.x) + eps) (relu(w.y) + eps)``, w ~ N(0, I)."""
+        """Mean and mean square of ``(f(w.x) + eps) (f(w.y) + eps)``, w ~ N(0, I), order n."""
         x, y, eps = sqrt(self.scale) * x, sqrt(self.scale) * y, self.epsilon
+        angle = _Angle.between(x, y)
         xx, yy = square_norms(x, y)
-        a, b = np.sqrt(xx), np.sqrt(yy)
-        ab = a * b
-        cos = np.clip(dots(x, y) / np.where(ab > 0, ab, 1), -1, 1)
-        angle = np.arccos(cos)
-        sin = np.sin(angle)
-        both = ab * (sin + (pi - angle) * cos) / (2 * pi)
-        squares = ab**2 * (3 * sin * cos + (pi - angle) * (1 + 2 * cos**2)) / (2 * pi)
-        # E[relu(u)^2 relu(v)] = (1 + cos)^2 / (2 sqrt(2 pi)), by parts.
-        thirds = ab * (a + b) * (1 + cos) ** 2 / (2 * sqrt(2 * pi))
-        ones = (a + b) / sqrt(2 * pi)
+        a, b = (_powers(np.sqrt(squares), n) for squares in (xx, yy))
+        both = a * b * angle.half_moment(n, n)
+        ones = (a + b) * _half_normal_moment(n)
         mean = both + eps * ones + eps**2
         square = (
-            squares
-            + 2 * eps * thirds
-            + eps**2 * ((xx + yy) / 2 + 4 * both)
+            (a * b) ** 2 * angle.half_moment(2 * n, 2 * n)
+            + 2 * eps * a * b * (a + b) * angle.half_moment(2 * n, n)
+            + eps**2 * ((a**2 + b**2) * _half_normal_moment(2 * n) + 4 * both)
             + 2 * eps**3 * ones
             + eps**4
         )
         return mean, square
+
+
+def _powers(norms: NDArray[np.float64], n: int) -> NDArray[np.float64]:
+    """``|x|^n``, 0 for a zero vector whatever n: f(0) = 0."""
+    return np.where(norms == 0, 0, norms**n)
+
+
+def _half_normal_moment(p: int) -> float:
+    """``E max(u, 0)^p`` of a standard normal u, where u > 0."""
+    return float(2 ** (p / 2) * gamma((p + 1) / 2) / (2 * sqrt(pi)))
+
+
+class _Angle(NamedTuple):
+    """The angle t between vectors: accurate sine and pi - t at both ends."""
+
+    cos: NDArray[np.float64]
+    sin: NDArray[np.float64]
+    rest: NDArray[np.float64]
+
+    @classmethod
+    def between(cls, x: NDArray[np.float64], y: NDArray[np.float64]) -> Self:
+        """Angles ``(..., n, s)``; an inner product would lose half the digits near 0 and pi."""
+        x, y = (v / np.where(norms == 0, 1, norms) for v, norms in ((x, _norms(x)), (y, _norms(y))))
+        near, far = np.zeros(()), np.zeros(())
+        for a, b in zip(np.moveaxis(x, -1, 0), np.moveaxis(y, -1, 0), strict=True):
+            near = near + (a[..., :, None] - b[..., None, :]) ** 2
+            far = far + (a[..., :, None] + b[..., None, :]) ** 2
+        near, far = np.sqrt(near), np.sqrt(far)
+        return cls((far - near) * (far + near) / 4, near * far / 2, 2 * np.arctan2(far, near))
+
+    def half_moment(self, p: int, q: int) -> NDArray[np.float64]:
+        """``E u^p v^q`` over u, v > 0, both standard normal with correlation cos t.
+
+        By parts, ``E u g(u, v) = E dg/du + cos t E dg/dv``; where a power is 0 its derivative is
+        the point mass at 0, given which the other is normal with standard deviation sin t.
+        """
+        if p < q:
+            return self.half_moment(q, p)
+        if p == 0:
+            return self.rest / (2 * pi)
+        first = (p - 1) * self.half_moment(p - 2, q) if p > 1 else self._at_zero(q)
+        second = q * self.half_moment(p - 1, q - 1) if q > 0 else self._at_zero(p - 1)
+        return first + self.cos * second
+
+    def _at_zero(self, p: int) -> NDArray[np.float64]:
+        return self.sin**p * (_half_normal_moment(p) / sqrt(2 * pi))
+
+
+def _norms(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(np.linalg.norm(x, axis=-1, keepdims=True))

@@ -1,72 +1,143 @@
-"""Positive random features of the softmax kernel, exp(scale x.y): FAVOR+ and its antithetic twin.
+"""Positive random features of the softmax kernel, exp(scale x.y): FAVOR+ and everything after it.
 
-One implementation: ``log phi_r(x) = sqrt(s) w_r.x - s |x|^2 / 2 - log(m) / 2``. All variances are
-relative to independent rows plus what the sampler's pair function takes away.
+One implementation. With ``x' = sqrt(s) T x`` (T a transform of the queries, and ``T^-T`` of the
+keys, so that inner products stay) and one tilt A_l an axis,
+
+    log phi_r(x) = sum_l [A_l w_rl^2 + sqrt(1 - 4 A_l) w_rl x'_l + log(1 - 4 A_l) / 4]
+                   - |x'|^2 / 2 - log(m) / 2
+
+is unbiased for every A < 1/4 and has finite variance for A < 1/8. Antithetic maps use every row
+with both signs.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from math import log, sqrt
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks
-from linattn.feature_maps._base import dots, square_norms
+from linattn.feature_maps._base import dots, square_distances
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
-from linattn.sampling import num_pairs
+from linattn.sampling import Sampler, Seed
 from linattn.typing import Array, Exponential
 
-__all__ = ["HyperbolicFeatures", "PositiveFeatures"]
+__all__ = [
+    "DenseExponentialFeatures",
+    "GeneralizedExponentialFeatures",
+    "HyperbolicFeatures",
+    "PositiveFeatures",
+]
+
+Floats = NDArray[np.float64]
 
 
 class _ExponentialFeatures(SoftmaxKernelFeatures):
-    """Everything the exponential family shares."""
+    """Everything the exponential family shares; A = 0 and no transform unless a map has them."""
 
     positive = True
 
+    antithetic: bool = False
+    _A: Floats | float = 0.0
+    """Tilt, broadcast against ``(..., d)``."""
+    _transforms: tuple[Floats, Floats] | None = None
+    """T of the queries and ``T^-T`` of the keys, ``(..., d, d)`` each, or None for neither."""
+
+    @property
+    def _columns_per_row(self) -> int:  # type: ignore[override]
+        return 2 if self.antithetic else 1
+
+    @property
+    def _kind(self) -> str:  # type: ignore[override]
+        return "paired" if self.antithetic else "positive"
+
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
-        """Spec of both sides: ``P = sqrt(s) Omega^T``, ``Q = s``, ``col = (log w - log m) / 2``."""
-        P = sqrt(self.scale) * np.swapaxes(self.projection, -1, -2)
-        col = np.full(self.projection.shape[:-1], -0.5 * log(self.num_features))
+        """Spec of the query side."""
+        return self._spec(0, xp, dtype, device)
+
+    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
+        """Spec of the key side."""
+        return self._spec(1, xp, dtype, device)
+
+    def _spec(self, side: int, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
+        A = np.broadcast_to(self._A, (*np.shape(self._A)[:-1], self.dim))[..., None, :]
+        P = sqrt(self.scale) * np.swapaxes(np.sqrt(1 - 4 * A) * self.projection, -1, -2)
+        col = np.sum(A * self.projection**2 + np.log1p(-4 * A) / 4, axis=-1)
+        col = col - 0.5 * log(self.num_features)
         if self.log_weights is not None:
             col = col + 0.5 * self.log_weights
-        if self._columns_per_row == 2:
+        if self.antithetic:
             col = np.concatenate([col, col], axis=-1)
+        Q: Any = self.scale
+        if self._transforms is not None:
+            T = self._transforms[side]
+            T_t = np.swapaxes(T, -1, -2)
+            P = T_t @ P
+            Q = _checks.device_array(self.scale * (T_t @ T), xp, dtype, device)
         return Exponential(
             _checks.device_array(P, xp, dtype, device),
-            self.scale,
+            Q,
             _checks.device_array(col, xp, dtype, device),
-            paired=self._columns_per_row == 2,
+            paired=self.antithetic,
         )
 
     def variance(self, x: Array, y: Array) -> Array:
-        """Exact variance of the estimate with this map's sampler.
+        """Exact variance of the estimate with this map's sampler, shapes as :meth:`kernel`.
 
         Raises
         ------
         NotImplementedError
-            The sampler states no pair function, or the map was made from a given projection.
+            The sampler does not know what its coupling takes from the variance, or the map was
+            made from a given projection.
         """
         sampler = self._known_sampler(f"{type(self).__name__}.estimate")
+        return self._on_host(lambda a, b: self._variance(sampler, a, b), x, y)
 
-        def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-            a, b = sqrt(self.scale) * a, sqrt(self.scale) * b
-            xx, yy = square_norms(a, b)
-            xy = dots(a, b)
-            v = np.maximum(xx + yy + 2 * xy, 0)
-            gap = num_pairs(self._rows, self.dim) / self._rows**2 * sampler.pair_gap(v, self.dim)
-            return np.asarray(np.exp(2 * xy) * (self._independent(v) / self._rows - gap))
+    def _square_norm(self, x: Floats, y: Floats) -> Floats:
+        x, y = self._transformed(x, y)
+        return square_distances(x, -y)
 
-        return self._on_host(closed_form, x, y)
+    def _transformed(self, x: Floats, y: Floats) -> tuple[Floats, Floats]:
+        if self._transforms is not None:
+            x, y = (
+                x @ np.swapaxes(self._transforms[0], -1, -2),
+                y @ np.swapaxes(self._transforms[1], -1, -2),
+            )
+        return sqrt(self.scale) * x, sqrt(self.scale) * y
 
-    @staticmethod
-    @abstractmethod
-    def _independent(v: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Relative variance of the estimate of one row, v = |x + y|^2."""
+    def _variance(self, sampler: Sampler, x: Floats, y: Floats) -> Floats:
+        """Kernel squared times the relative variance of independent rows, less the gap.
+
+        With ``rho = 1 / (1 - 8 A)`` and ``z = x' + y'`` one row has the relative second moment
+        ``prod_l ((rho_l + 1)^2 / (4 rho_l))^(1/2) exp(sum_l rho_l z_l^2)``; a pair of signs has
+        the mean of that and of the same with ``-|z|^2`` for the last sum.
+        """
+        kernel_square = np.exp(2 * self.scale * dots(x, y))
+        v = self._square_norm(x, y)
+        x, y = self._transformed(x, y)
+        A = np.broadcast_to(self._A, (*np.shape(self._A)[:-1], self.dim))
+        rho = 1 / (1 - 8 * A)
+        spread = np.sum(np.log((rho + 1) ** 2 / (4 * rho)), axis=-1)[..., None, None] / 2
+        root = np.sqrt(rho)[..., None, :]
+        tilted = square_distances(root * x, -root * y)
+        row = np.expm1(spread + tilted)
+        if self.antithetic:
+            row = (row + np.expm1(spread - v)) / 2
+        gap = sampler.variance_gap(self._kind, v, self._rows, self.dim, A=self._scalar_A(sampler))
+        return np.asarray(kernel_square * (row / self._rows - gap))
+
+    def _scalar_A(self, sampler: Sampler) -> float:
+        values = np.unique(self._A)
+        if values.size == 1 or sampler.name == "gaussian":
+            return float(values[0])
+        message = (
+            f"the variance with sampler={sampler.name!r} is known for one tilt A only, got "
+            f"{values.size} different ones; it is known for sampler='gaussian'"
+        )
+        raise NotImplementedError(message)
 
 
 class PositiveFeatures(_ExponentialFeatures):
@@ -125,10 +196,6 @@ class PositiveFeatures(_ExponentialFeatures):
     PositiveFeatures(dim=64, num_features=320, scale=0.125, sampler='orthogonal')
     """
 
-    @staticmethod
-    def _independent(v: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray(np.expm1(v))
-
 
 class HyperbolicFeatures(_ExponentialFeatures):
     r"""Hyperbolic cosine features: FAVOR+ with every row used with both signs.
@@ -179,9 +246,417 @@ class HyperbolicFeatures(_ExponentialFeatures):
     Choromanski et al., "Rethinking Attention with Performers" (2021), Lemma 1 (eq. 6), Lemma 2.
     """
 
-    _columns_per_row = 2
+    antithetic = True
 
-    @staticmethod
-    def _independent(v: NDArray[np.float64]) -> NDArray[np.float64]:
-        # e^-v (e^v - 1)^2 / 2 without overflow of the square.
-        return np.asarray(np.expm1(v) * -np.expm1(-v) / 2)
+
+class GeneralizedExponentialFeatures(_ExponentialFeatures):
+    r"""Generalised exponential features (OPRF, FAVOR++): a tilt A that lowers the variance.
+
+    .. math::
+        f(\omega, x) = (1 - 4A)^{d/4} \exp(A |\omega|^2 + \sqrt{1 - 4A}\, \sqrt{s}\,
+        \omega \cdot x - s |x|^2 / 2), \qquad
+        \phi(x) = (2r)^{-1/2} [f(\omega_i, x), f(-\omega_i, x)]_{i \le r}
+
+    and ``E phi(x) . phi(y) = exp(s x.y)``. Letters: ``d`` dim, ``m`` features (columns),
+    ``r = m / 2`` rows (m without antithetic pairs), ``s`` scale.
+
+    Parameters
+    ----------
+    dim : int
+        d, the last axis of queries and keys.
+    num_features : int, optional
+        m, even when antithetic; default ``d ln d`` rounded up to whole blocks.
+    A : float or array_like (heads), optional
+        The tilt, below 1/8; negative values shorten large features. Default 0, which is
+        :class:`HyperbolicFeatures`. :meth:`fit` finds the best.
+    antithetic : bool, optional
+        Use every row with both signs. Default True: the lowest variance known at equal columns
+        when A is near its best.
+    scale : float, optional
+        s > 0; default ``1 / sqrt(d)``.
+    sampler : str or callable, optional
+        How the rows are drawn. Default ``"orthogonal"``.
+    rng : int, Generator, SeedSequence or None, optional
+        Seed.
+
+    Attributes
+    ----------
+    dim, num_features, antithetic, scale, sampler
+        As above.
+    A : float or ndarray
+        The tilt, of each head where it has axes.
+    projection : ndarray, (r, d)
+        The rows omega, unscaled float64, read-only.
+    positive, unbiased, causal : bool
+        What may be relied on; ``causal`` is False after :meth:`fit`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :class:`PositiveFeatures`; an A of 1/8 or more, where the variance is infinite.
+
+    Notes
+    -----
+    Unbiased. With ``v = s |x + y|^2``, ``rho = 1 / (1 - 8A)`` and
+    ``c = ((rho + 1)^2 / (4 rho))^(d/2)`` the relative variance of one pair is
+    ``c (e^(rho v) + e^-v) / 2 - 1`` (of one row ``c e^(rho v) - 1``), and r of them have 1/r of
+    it less the sampler's gap, which does not depend on A for orthogonal rows. Time O(n m d),
+    memory O(n m).
+
+    References
+    ----------
+    Likhosherstov et al., "Chefs' Random Tables" (2022), Theorem 3.1 to 3.3, for A and its optimum;
+    the antithetic orthogonal form and its variance were derived in this project.
+    """
+
+    A: Any
+    _parameters = ("A", "antithetic", "scale", "projection", "log_weights")
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None = None,
+        *,
+        A: float | ArrayLike = 0.0,
+        antithetic: bool = True,
+        scale: float | None = None,
+        sampler: str | Any = "orthogonal",
+        rng: Seed = None,
+    ) -> None:
+        self._take(dim, A=A, antithetic=antithetic)
+        super().__init__(dim, num_features, scale=scale, sampler=sampler, rng=rng)
+
+    def _take(
+        self, dim: int, *, A: float | ArrayLike = 0.0, antithetic: bool = True
+    ) -> None:
+        tilt = _checked_tilt(A)
+        self._set(
+            antithetic=bool(antithetic), A=tilt if tilt.ndim else float(tilt), _A=tilt[..., None]
+        )
+
+    def _parameters_taken(self) -> dict[str, Any]:
+        return {"A": self.A, "antithetic": self.antithetic}
+
+    @classmethod
+    def from_projection(
+        cls,
+        projection: ArrayLike,
+        *,
+        A: float | ArrayLike = 0.0,
+        antithetic: bool = True,
+        scale: float | None = None,
+        log_weights: ArrayLike | None = None,
+    ) -> Self:
+        """Make a map from given rows omega; see :meth:`PositiveFeatures.from_projection`.
+
+        Raises
+        ------
+        ValueError
+            Wrong shapes, NaN or inf, an A of 1/8 or more.
+        """
+        return cls._from_rows(projection, scale, log_weights, A=A, antithetic=antithetic)
+
+    @classmethod
+    def fit(
+        cls,
+        query: Array,
+        key: Array,
+        *,
+        num_features: int | None = None,
+        antithetic: bool = True,
+        scale: float | None = None,
+        sampler: str | Any = "orthogonal",
+        rng: Seed = None,
+    ) -> Self:
+        """Make a map with the best A for these queries and keys, one for each head.
+
+        Parameters
+        ----------
+        query, key : array, (..., L, d) and (..., S, d)
+            A sample; leading axes are heads.
+        num_features, antithetic, scale, sampler, rng
+            As the class.
+
+        Returns
+        -------
+        GeneralizedExponentialFeatures
+            With ``causal`` False: it has seen the whole sequence. To use the tilt of one sample
+            on other sequences give it to the class: ``GeneralizedExponentialFeatures(dim,
+            A=fitted.A)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :func:`linattn.linear_attention` for query and key; no token at all.
+
+        Notes
+        -----
+        The closed form minimises the mean log second moment over all pairs (without antithetic
+        pairs; with them the optimum is slightly nearer 0): with
+        ``phi = mean |x + y|^2 = mean |x|^2 + mean |y|^2 + 2 mean x . mean y`` and ``t = phi / d``,
+        ``A = (1 - 2t - sqrt((2t + 1)^2 + 8t)) / 16``. Time O((L + S) d) a head.
+        """
+        x, y, scale = _scaled_sample(query, key, scale)
+        mean_square = np.mean(np.sum(x * x, axis=-1), axis=-1) + np.mean(
+            np.sum(y * y, axis=-1), axis=-1
+        )
+        phi = mean_square + 2 * np.sum(x.mean(axis=-2) * y.mean(axis=-2), axis=-1)
+        A = _optimal_tilt(phi / x.shape[-1])
+        new = cls(
+            x.shape[-1],
+            num_features,
+            A=A if A.ndim else float(A),
+            antithetic=antithetic,
+            scale=scale,
+            sampler=sampler,
+            rng=rng,
+        )
+        new._set(causal=False)
+        return new
+
+
+class DenseExponentialFeatures(_ExponentialFeatures):
+    r"""Dense exponential features (DERF): one tilt for each axis of a basis fitted to the data.
+
+    .. math::
+        f(\omega, x) = \prod_l (1 - 4A_l)^{1/4} \exp(A_l \omega_l^2 +
+        \sqrt{1 - 4A_l}\, \omega_l x'_l - x_l'^2 / 2)
+
+    with ``x' = sqrt(s) T x`` for queries and ``sqrt(s) T^-T x`` for keys;
+    ``E f(omega, x) f(omega, y) = exp(s x.y)``. Letters: ``d`` dim, ``m`` features (columns), ``r``
+    rows, ``s`` scale.
+
+    Parameters
+    ----------
+    dim : int
+        d, the last axis of queries and keys.
+    num_features : int, optional
+        m, even when antithetic; default ``d ln d`` rounded up to whole blocks.
+    A : array_like, (..., d)
+        The tilts, below 1/8; leading axes are heads.
+    transform : array_like, (..., d, d)
+        T, invertible.
+    antithetic : bool, optional
+        Use every row with both signs. Default True.
+    scale : float, optional
+        s > 0; default ``1 / sqrt(d)``.
+    sampler : str or callable, optional
+        How the rows are drawn. Default ``"orthogonal"``.
+    rng : int, Generator, SeedSequence or None, optional
+        Seed.
+
+    Attributes
+    ----------
+    dim, num_features, A, transform, antithetic, scale, sampler
+        As above.
+    projection : ndarray, (r, d)
+        The rows omega, unscaled float64, read-only.
+    positive, unbiased, causal : bool
+        What may be relied on; ``causal`` is False after :meth:`fit`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :class:`PositiveFeatures`; an A of 1/8 or more; a transform that is not invertible.
+
+    Notes
+    -----
+    Unbiased. The exact variance is known for independent rows, and for coupled ones where all A
+    of the map are equal. Time O(n m d + n d^2), memory O(n m).
+
+    References
+    ----------
+    Likhosherstov et al., "FAVOR#: Sharp Attention Kernel Approximations via New Classes of
+    Positive Random Features" (2023), Theorem 4.1 to 4.3.
+    """
+
+    A: Floats
+    transform: Floats
+    _parameters = ("A", "transform", "antithetic", "scale", "projection", "log_weights")
+
+    def __init__(
+        self,
+        dim: int,
+        num_features: int | None = None,
+        *,
+        A: ArrayLike,
+        transform: ArrayLike,
+        antithetic: bool = True,
+        scale: float | None = None,
+        sampler: str | Any = "orthogonal",
+        rng: Seed = None,
+    ) -> None:
+        self._take(dim, A=A, transform=transform, antithetic=antithetic)
+        super().__init__(dim, num_features, scale=scale, sampler=sampler, rng=rng)
+
+    def _take(  # type: ignore[override]
+        self, dim: int, *, A: ArrayLike, transform: ArrayLike, antithetic: bool = True
+    ) -> None:
+        dim = _checks.check_positive_int("dim", dim)
+        tilt = np.atleast_1d(_checked_tilt(A))
+        T = np.array(transform, dtype=np.float64)
+        if tilt.shape[-1] != dim or T.shape[-2:] != (dim, dim):
+            message = (
+                f"A must have shape (..., {dim}) and transform (..., {dim}, {dim}), got "
+                f"{tilt.shape} and {T.shape}"
+            )
+            raise ValueError(message)
+        self._set(
+            antithetic=bool(antithetic),
+            A=tilt,
+            _A=tilt,
+            transform=T,
+            _transforms=(T, _inverse_transpose(T)),
+        )
+
+    def _parameters_taken(self) -> dict[str, Any]:
+        return {"A": self.A, "transform": self.transform, "antithetic": self.antithetic}
+
+    @classmethod
+    def from_projection(  # type: ignore[override]
+        cls,
+        projection: ArrayLike,
+        *,
+        A: ArrayLike,
+        transform: ArrayLike,
+        antithetic: bool = True,
+        scale: float | None = None,
+        log_weights: ArrayLike | None = None,
+    ) -> Self:
+        """Make a map from given rows omega; see :meth:`PositiveFeatures.from_projection`.
+
+        Raises
+        ------
+        ValueError
+            Wrong shapes, NaN or inf, an A of 1/8 or more, a transform that is not invertible.
+        """
+        return cls._from_rows(
+            projection, scale, log_weights, A=A, transform=transform, antithetic=antithetic
+        )
+
+    @classmethod
+    def fit(
+        cls,
+        query: Array,
+        key: Array,
+        *,
+        num_features: int | None = None,
+        symmetric: bool = True,
+        antithetic: bool = True,
+        scale: float | None = None,
+        sampler: str | Any = "orthogonal",
+        rng: Seed = None,
+    ) -> Self:
+        """Make a map with the best axes and tilts for these queries and keys, for each head.
+
+        Parameters
+        ----------
+        query, key : array, (..., L, d) and (..., S, d)
+            A sample; leading axes are heads.
+        symmetric : bool, optional
+            True transforms queries and keys alike, by a rotation (SDERF). False first balances
+            their second moments, ``P M_q P = M_k`` with ``T^T T = P`` (ADERF), and then rotates.
+            Default True.
+        num_features, antithetic, scale, sampler, rng
+            As the class.
+
+        Returns
+        -------
+        DenseExponentialFeatures
+            With ``causal`` False: it has seen the whole sequence.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :func:`linattn.linear_attention` for query and key; no token at all.
+
+        Notes
+        -----
+        The axes are the eigenvectors of the second moment of ``x + y``, its eigenvalues give the
+        tilts in closed form: the optimum of the mean log second moment among symmetric maps
+        (without antithetic pairs). Time O((L + S) d^2 + d^3) a head.
+        """
+        x, y, scale = _scaled_sample(query, key, scale)
+        d = x.shape[-1]
+        balance = np.eye(d)
+        if not symmetric:
+            balance = _square_root(_balancing(_second_moment(x), _second_moment(y)))
+            x, y = x @ balance, y @ np.linalg.inv(balance)
+        means = x.mean(axis=-2)[..., :, None] * y.mean(axis=-2)[..., None, :]
+        moment = _second_moment(x) + _second_moment(y) + means + np.swapaxes(means, -1, -2)
+        eigenvalues, axes = np.linalg.eigh(moment)
+        new = cls(
+            d,
+            num_features,
+            A=_optimal_tilt(np.maximum(eigenvalues, 0)),
+            transform=np.swapaxes(axes, -1, -2) @ balance,
+            antithetic=antithetic,
+            scale=scale,
+            sampler=sampler,
+            rng=rng,
+        )
+        new._set(causal=False)
+        return new
+
+
+def _optimal_tilt(t: ArrayLike) -> Floats:
+    """Return ``(1 - 2t - sqrt((2t + 1)^2 + 8t)) / 16``, t the mean square of an axis of x + y."""
+    t = np.asarray(t, dtype=np.float64)
+    # The same without cancellation: A = -t / (1 - 2t + sqrt((2t + 1)^2 + 8t)).
+    return np.asarray(-t / (1 - 2 * t + np.sqrt((2 * t + 1) ** 2 + 8 * t)))
+
+
+def _checked_tilt(A: Any) -> Floats:
+    tilt = np.array(A, dtype=np.float64)
+    if not np.isfinite(tilt).all() or not (tilt < 0.125).all():
+        message = f"A must be finite and below 1/8, where the variance becomes infinite, got {A}"
+        raise ValueError(message)
+    return tilt
+
+
+def _scaled_sample(query: Any, key: Any, scale: Any) -> tuple[Floats, Floats, float]:
+    """Float64 copies of a sample, times ``sqrt(scale)``."""
+    _, (query, key) = _checks.check_arrays(query=query, key=key)
+    if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
+        message = (
+            f"query and key must have one dim and at least one token, got shapes "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+        raise ValueError(message)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale, positive=True)
+    x, y = (sqrt(scale) * _checks.to_numpy(a).astype(np.float64) for a in (query, key))
+    return x, y, scale
+
+
+def _second_moment(x: Floats) -> Floats:
+    return np.asarray(np.swapaxes(x, -1, -2) @ x / x.shape[-2])
+
+
+def _power(matrix: Floats, exponent: float) -> Floats:
+    """Power of symmetric matrices, eigenvalues kept a little above 0."""
+    eigenvalues, axes = np.linalg.eigh(matrix)
+    floor = 1e-12 * np.max(eigenvalues, axis=-1, keepdims=True) + 1e-300
+    powers = np.maximum(eigenvalues, floor) ** exponent
+    return np.asarray((axes * powers[..., None, :]) @ np.swapaxes(axes, -1, -2))
+
+
+def _square_root(matrix: Floats) -> Floats:
+    return _power(matrix, 0.5)
+
+
+def _balancing(first: Floats, second: Floats) -> Floats:
+    """Return the positive P with ``P first P = second``: a matrix geometric mean."""
+    root, inverse = _power(first, 0.5), _power(first, -0.5)
+    return np.asarray(inverse @ _square_root(root @ second @ root) @ inverse)
+
+
+def _inverse_transpose(T: Floats) -> Floats:
+    try:
+        inverse = np.linalg.inv(T)
+    except np.linalg.LinAlgError:
+        inverse = np.full_like(T, np.nan)
+    if not np.isfinite(inverse).all():
+        message = "transform must be invertible, and is not"
+        raise ValueError(message)
+    return np.swapaxes(inverse, -1, -2)

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _checks
-from linattn.feature_maps._base import dots, square_norms
+from linattn.feature_maps._base import square_distances, square_norms
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
-from linattn.sampling import num_pairs
 from linattn.typing import Activation, Array, Pointwise
 
 __all__ = ["TrigonometricFeatures"]
@@ -81,6 +80,7 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
 
     positive = False
     _columns_per_row = 2
+    _kind = "trigonometric"
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Pointwise:
         """Spec of both sides: cosines and sines of ``x P``, rows on the log ``s |x|^2 / 2``."""
@@ -97,6 +97,9 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
             factor=factor,
         )
 
+    def _square_norm(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+        return self.scale * square_distances(x, y)
+
     def variance(self, x: Array, y: Array) -> Array:
         """Exact variance of the estimate with this map's sampler.
 
@@ -108,11 +111,9 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
         sampler = self._known_sampler("TrigonometricFeatures.estimate")
 
         def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-            a, b = sqrt(self.scale) * a, sqrt(self.scale) * b
-            xx, yy = square_norms(a, b)
-            u = np.maximum(xx + yy - 2 * dots(a, b), 0)
-            pairs = num_pairs(self._rows, self.dim) / self._rows**2
-            gap = pairs * sampler.pair_gap_trig(u, self.dim)
+            u = self._square_norm(a, b)
+            xx, yy = (self.scale * squares for squares in square_norms(a, b))
+            gap = sampler.variance_gap(self._kind, u, self._rows, self.dim)
             return np.asarray(np.exp(xx + yy) * (np.expm1(-u) ** 2 / (2 * self._rows) - gap))
 
         return self._on_host(closed_form, x, y)

@@ -1,0 +1,547 @@
+"""Which code runs: backends by entry point, the generic path, and the settings of a context."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import inspect
+import sys
+import threading
+import types
+from contextvars import copy_context
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import linattn
+import linattn_numpy
+from linattn import _dispatch, _generic
+from linattn.feature_maps import EluFeatures, PositiveFeatures
+from linattn.typing import Exact, Partial, Plan, Problem, State
+
+PHI = EluFeatures()
+BLOCK_TIER = ["reduce_block", "read_block", "scan_block", "exact_block", "plan"]
+WHOLE_TIER = ["attention", "decode"]
+
+
+def tokens(length=10, dtype=np.float64):
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((2, length, 4)).astype(dtype) for _ in range(3))
+
+
+def run_everything():
+    """Call each public function once; return how often what should be dispatched."""
+    query, key, value = tokens()
+    linattn.linear_attention(query, key, value, PHI, chunk_size=5)
+    linattn.linear_attention(query, key, value, PHI, is_causal=True, chunk_size=5)
+    linattn.softmax_attention(query, key, value)
+    state = linattn.init_state(PHI, 4, batch_shape=(2,), like=key)
+    state = linattn.update_state(state, key, value, PHI)
+    linattn.read_state(query, state, PHI)
+    linattn.decode_step(query[:, 0], key[:, 0], value[:, 0], state, PHI)
+    linattn.Decoder(PHI, state).step(query[:, 0], key[:, 0], value[:, 0])
+
+
+# Backends that are registered --------------------------------------------------------------------
+
+
+def test_registered_backends():
+    backends = linattn.registered_backends()
+    assert backends["numpy"] == "linattn_numpy"
+    assert backends["cupy"] == "linattn_cupy"
+    backends["numpy"] = "changed"
+    assert linattn.registered_backends()["numpy"] == "linattn_numpy"
+
+
+class Fakes:
+    """Backends of a test, registered for NumPy in place of the real one."""
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch = monkeypatch
+        self.calls = []
+
+    def register(self, *entries):
+        found = [importlib.metadata.EntryPoint(n, v, "linattn.backends") for n, v in entries]
+
+        def entry_points(*, group):
+            assert group == "linattn.backends"
+            return importlib.metadata.EntryPoints(found)
+
+        self._monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+        clear_caches()
+
+    def backend(self, **functions):
+        """Register a module of these functions, each call of which is noted."""
+        module = types.ModuleType("fake_backend")
+        for name, function in functions.items():
+            setattr(module, name, self._noting(name, function))
+        self._monkeypatch.setitem(sys.modules, "fake_backend", module)
+        self.register(("numpy", "fake_backend"))
+
+    def _noting(self, name, function):
+        def noting(*args):
+            self.calls.append(name)
+            return function(*args)
+
+        return noting
+
+
+def clear_caches():
+    _dispatch._entry_points.cache_clear()
+    _dispatch._load.cache_clear()
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    yield Fakes(monkeypatch)
+    monkeypatch.undo()
+    clear_caches()
+
+
+def not_implemented(*args):
+    return NotImplemented
+
+
+@pytest.mark.parametrize("name", BLOCK_TIER)
+def test_a_backend_is_called_for_what_it_defines(fakes, name):
+    fakes.backend(**{name: getattr(_generic, name)})
+    run_everything()
+    assert set(fakes.calls) == {name}
+
+
+def test_a_backend_may_define_everything_or_nothing(fakes):
+    fakes.backend()
+    run_everything()
+    assert fakes.calls == []
+    fakes.backend(**{name: getattr(_generic, name) for name in BLOCK_TIER})
+    run_everything()
+    assert set(fakes.calls) == set(BLOCK_TIER)
+
+
+def test_what_a_backend_is_given(fakes):
+    # The arguments of the protocol, in its order, for each function.
+    given = {}
+
+    def taking(name):
+        def take(*args):
+            given[name] = args
+            return NotImplemented
+
+        return take
+
+    fakes.backend(**{name: taking(name) for name in [*BLOCK_TIER, *WHOLE_TIER]})
+    run_everything()
+    for name in BLOCK_TIER:
+        parameters = inspect.signature(getattr(_generic, name)).parameters
+        assert len(given[name]) == len(parameters)
+    assert isinstance(given["plan"][0], Problem)
+    assert isinstance(given["attention"][0], Problem)
+    assert isinstance(given["decode"][0].state, State)
+    assert isinstance(given["exact_block"][0], Exact)
+    assert isinstance(given["reduce_block"][-1], State)
+
+
+@pytest.mark.parametrize("name", [*BLOCK_TIER, *WHOLE_TIER])
+def test_not_implemented_falls_back(fakes, name):
+    query, key, value = tokens()
+    with linattn.without_backends():
+        expected = [
+            linattn.linear_attention(query, key, value, PHI, is_causal=c) for c in (False, True)
+        ]
+        exact = linattn.softmax_attention(query, key, value)
+    fakes.backend(**{name: not_implemented})
+    run_everything()
+    assert set(fakes.calls) == {name}
+    for is_causal, out in enumerate(expected):
+        again = linattn.linear_attention(query, key, value, PHI, is_causal=bool(is_causal))
+        assert_array_equal(again, out)
+    assert_array_equal(linattn.softmax_attention(query, key, value), exact)
+
+
+def test_what_a_block_function_returns_is_used(fakes):
+    def zero_read(query_spec, tokens, state, want_log):
+        part = _generic.read_block(query_spec, tokens, state, want_log)
+        return Partial(part.nd * 0 + 2, part.log)
+
+    fakes.backend(read_block=zero_read)
+    assert_array_equal(linattn.linear_attention(*tokens(), PHI), np.ones((2, 10, 4)))
+    # Causal attention scans; it does not read.
+    assert (linattn.linear_attention(*tokens(), PHI, is_causal=True) != 1).all()
+
+
+def test_the_plan_of_a_backend_is_followed(fakes):
+    sizes, tasks, runs = [], [(slice(0, 1),), (slice(1, 2),)], []
+
+    def run(work, todo):
+        runs.append(list(todo))
+        for task in reversed(todo):
+            work(task)
+
+    def reduce_block(key_spec, block, v1, state):
+        sizes.append(block.x.shape[:2])
+        return _generic.reduce_block(key_spec, block, v1, state)
+
+    fakes.backend(plan=lambda problem: Plan(4, tasks, run), reduce_block=reduce_block)
+    query, key, value = tokens()
+    out, state = linattn.linear_attention(query, key, value, PHI, return_state=True)
+    assert runs == [tasks]
+    assert sizes == [(1, 4), (1, 4), (1, 2)] * 2
+    with linattn.without_backends():
+        expected, expected_state = linattn.linear_attention(
+            query, key, value, PHI, return_state=True
+        )
+        causal, causal_state = linattn.linear_attention(
+            query, key, value, PHI, is_causal=True, return_state=True
+        )
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(state.kvz, expected_state.kvz, rtol=1e-12, atol=1e-13)
+    assert state.length == 10
+    out, state = linattn.linear_attention(
+        query, key, value, PHI, is_causal=True, return_state=True
+    )
+    np.testing.assert_allclose(out, causal, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(state.kvz, causal_state.kvz, rtol=1e-12, atol=1e-13)
+
+
+def test_tasks_take_their_part_of_everything_that_has_heads(fakes):
+    # Leading axes of 1 stay whole: a shared key, a map and a mask per head, a state.
+    tasks = [(slice(None), slice(h, h + 1)) for h in range(3)]
+    fakes.backend(plan=lambda problem: Plan(4, tasks, _generic.run_in_order))
+    rng = np.random.default_rng(0)
+    phi = PositiveFeatures.from_projection(rng.standard_normal((3, 5, 4)))
+    query = rng.standard_normal((2, 3, 10, 4))
+    key, value = rng.standard_normal((2, 1, 10, 4)), rng.standard_normal((3, 10, 2))
+    mask = rng.random((2, 1, 10)) < 0.8
+    for is_causal in (False, True):
+        state = None
+        for _ in range(2):
+            call = (query, key, value, phi)
+            options = {
+                "is_causal": is_causal,
+                "key_mask": mask,
+                "initial_state": state,
+                "return_state": True,
+                "return_log_normalizer": True,
+            }
+            out, after, norm = linattn.linear_attention(*call, **options)
+            with linattn.without_backends():
+                expected, expected_after, expected_norm = linattn.linear_attention(
+                    *call, **options
+                )
+            np.testing.assert_allclose(out, expected, rtol=1e-11, atol=1e-13)
+            np.testing.assert_allclose(norm, expected_norm, rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(after.kvz, expected_after.kvz, rtol=1e-11, atol=1e-13)
+            assert after.length == expected_after.length
+            state = after
+
+
+def test_errors_of_a_backend_reach_the_caller(fakes):
+    def broken(*args):
+        message = "kernel launch failed"
+        raise RuntimeError(message)
+
+    fakes.backend(read_block=broken)
+    with pytest.raises(RuntimeError, match="kernel launch failed"):
+        linattn.linear_attention(*tokens(), PHI)
+
+
+# The whole tier ---------------------------------------------------------------------------------
+
+
+def test_the_whole_tier_answers_for_everything(fakes):
+    problems = []
+    fixed = State(np.zeros((2, 4, 5)), np.zeros((2, 4)), 77)
+
+    def attention(problem):
+        problems.append(problem)
+        return problem.query * 0 + 5, fixed, problem.query[..., 0] * 0 + 6
+
+    def decode(problem):
+        problems.append(problem)
+        return problem.query[..., 0, :] * 0 + 7, fixed
+
+    def never(*args):
+        pytest.fail("the block tier was used")
+
+    fakes.backend(attention=attention, decode=decode, **dict.fromkeys(BLOCK_TIER, never))
+    query, key, value = tokens()
+    out, state, norm = linattn.linear_attention(
+        query,
+        key,
+        value,
+        PHI,
+        is_causal=True,
+        key_mask=np.ones(10, dtype=bool),
+        return_state=True,
+        return_log_normalizer=True,
+        chunk_size=3,
+    )
+    assert_array_equal(out, 5)
+    assert state is fixed
+    assert_array_equal(norm, 6)
+    (problem,) = problems
+    assert problem.query is query
+    assert problem.is_causal is True
+    assert problem.chunk_size == 3
+    assert problem.want_log is True
+    assert problem.lazy is False
+    assert problem.num_features == 4
+    assert problem.state is None
+    assert problem.lead == problem.state_lead == (2,)
+    assert problem.key_mask.shape == (1, 10, 1)
+    assert_array_equal(linattn.softmax_attention(query, key, value), 5)
+    assert isinstance(problems[-1].query_spec, Exact)
+
+    out, after = linattn.decode_step(query[:, 0], key[:, 0], value[:, 0], fixed, PHI)
+    assert_array_equal(out, 7)
+    assert after is fixed
+    assert problems[-1].state is fixed
+    decoder = linattn.Decoder(PHI, fixed)
+    assert_array_equal(decoder.step(query[:, 0], key[:, 0], value[:, 0]), 7)
+    assert decoder.state is fixed
+
+
+def test_the_whole_tier_sees_the_state_of_each_step(fakes):
+    lengths = []
+
+    def decode(problem):
+        lengths.append(problem.state.length)
+        return problem.query[..., 0, :], problem.state._replace(length=problem.state.length + 1)
+
+    fakes.backend(decode=decode)
+    query, key, value = tokens()
+    decoder = linattn.Decoder(PHI, linattn.init_state(PHI, 4, batch_shape=(2,), like=key))
+    for t in range(3):
+        assert_array_equal(decoder.step(query[:, t], key[:, t], value[:, t]), query[:, t])
+    assert lengths == [0, 1, 2]
+
+
+# Registration -----------------------------------------------------------------------------------
+
+
+def test_two_packages_may_not_claim_one_library(fakes):
+    fakes.register(("numpy", "linattn_numpy"), ("cupy", "linattn_cupy"), ("numpy", "other_numpy"))
+    match = "'numpy': linattn_numpy and other_numpy; uninstall one"
+    with pytest.raises(RuntimeError, match=match):
+        linattn.registered_backends()
+    with pytest.raises(RuntimeError, match=match):
+        linattn.linear_attention(*tokens(), PHI)
+    # The generic path needs nobody's package.
+    with linattn.without_backends():
+        linattn.linear_attention(*tokens(), PHI)
+
+
+def test_one_package_seen_twice_is_one_package(fakes):
+    # A source tree and its installation, both on the path.
+    fakes.register(("numpy", "linattn_numpy"), ("numpy", "linattn_numpy"))
+    assert linattn.registered_backends() == {"numpy": "linattn_numpy"}
+
+
+def test_backends_of_third_parties_are_found_by_the_library(fakes, monkeypatch):
+    strict = pytest.importorskip("array_api_strict", reason="array_api_strict is not installed")
+    module = types.ModuleType("third_party")
+    seen = []
+
+    def plan(problem):
+        seen.append(problem.xp)
+        return NotImplemented
+
+    module.plan = plan
+    monkeypatch.setitem(sys.modules, "third_party", module)
+    fakes.register(("array_api_strict", "third_party"))
+    linattn.linear_attention(*tokens(), PHI)
+    assert seen == []
+    linattn.linear_attention(*(strict.asarray(a) for a in tokens()), PHI)
+    assert seen == [strict]
+
+
+def test_a_backend_that_cannot_be_imported_says_so(fakes):
+    fakes.register(("numpy", "no_such_backend"))
+    assert linattn.registered_backends() == {"numpy": "no_such_backend"}
+    with pytest.raises(ModuleNotFoundError, match="no_such_backend"):
+        linattn.linear_attention(*tokens(), PHI)
+
+
+# Both paths are what they say --------------------------------------------------------------------
+
+
+def test_no_dispatch_without_backends(fakes):
+    fakes.backend(**{name: getattr(_generic, name) for name in BLOCK_TIER})
+    run_everything()
+    assert len(fakes.calls) > len(BLOCK_TIER)
+    fakes.calls.clear()
+    with linattn.without_backends():
+        run_everything()
+        assert fakes.calls == []
+        with linattn.without_backends():
+            run_everything()
+        run_everything()
+    assert fakes.calls == []
+    with pytest.raises(ZeroDivisionError), linattn.without_backends():
+        1 / 0  # noqa: B018
+    run_everything()
+    assert fakes.calls
+
+
+def test_the_numpy_backend_runs_by_default_and_not_without_backends(monkeypatch):
+    defined = [n for n in [*BLOCK_TIER, *WHOLE_TIER] if hasattr(linattn_numpy, n)]
+    calls = []
+
+    def noting(name, function):
+        def note(*args):
+            calls.append(name)
+            return function(*args)
+
+        return note
+
+    for name in defined:
+        monkeypatch.setattr(linattn_numpy, name, noting(name, getattr(linattn_numpy, name)))
+    run_everything()
+    assert set(calls) == set(defined)
+    assert defined, "the NumPy backend replaces nothing"
+    calls.clear()
+    with linattn.without_backends():
+        run_everything()
+    assert calls == []
+
+
+def test_the_suite_runs_both_ways(xp):
+    # The parameter of `xp` that names the generic path is on it, and the others are not.
+    assert _dispatch._backends_on.get() is (xp.name != "numpy-without-backends")
+
+
+# Settings ---------------------------------------------------------------------------------------
+
+
+def test_config_nests_and_ends():
+    outside = _dispatch.current_settings()
+    with linattn.config(num_threads=3) as outer:
+        assert (outer.num_threads, outer.precision) == (3, outside.precision)
+        with linattn.config(precision="float64") as inner:
+            # None leaves a setting as it is.
+            assert (inner.num_threads, inner.precision) == (3, "float64")
+            assert _dispatch.current_settings() == inner
+            with linattn.config(num_threads=1) as innermost:
+                assert (innermost.num_threads, innermost.precision) == (1, "float64")
+        assert _dispatch.current_settings() == outer
+        with pytest.raises(ZeroDivisionError), linattn.config(num_threads=2):
+            1 / 0  # noqa: B018
+        assert _dispatch.current_settings() == outer
+    assert _dispatch.current_settings() == outside
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
+        ({"num_threads": -2}, ValueError, "num_threads must be at least 1, got -2"),
+        ({"num_threads": True}, TypeError, "num_threads must be a positive integer, got True"),
+        ({"num_threads": 1.0}, TypeError, "num_threads must be a positive integer, got 1.0"),
+        ({"num_threads": "2"}, TypeError, "num_threads must be a positive integer"),
+        ({"precision": "float32"}, ValueError, "precision must be 'float64' or None"),
+        ({"precision": np.float64}, ValueError, "precision must be 'float64' or None"),
+    ],
+)
+def test_config_refuses(options, error, match):
+    before = _dispatch.current_settings()
+    with pytest.raises(error, match=match), linattn.config(**options):
+        pytest.fail("entered")
+    assert _dispatch.current_settings() == before
+
+
+def test_settings_reach_the_backend(fakes):
+    problems = []
+
+    def plan(problem):
+        problems.append(problem)
+        return NotImplemented
+
+    fakes.backend(plan=plan)
+    linattn.linear_attention(*tokens(), PHI)
+    with linattn.config(num_threads=2):
+        linattn.linear_attention(*tokens(), PHI)
+        linattn.softmax_attention(*tokens())
+    assert [p.num_threads for p in problems] == [None, 2, 2]
+    assert problems[0].dtype == np.float64
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_precision_float64_accumulates_in_float64(dtype):
+    query, key, value = tokens(3000, dtype)
+    wide = [a.astype(np.float64) for a in (query, key, value)]
+    for is_causal in (False, True):
+        with linattn.config(precision="float64"):
+            out, state, norm = linattn.linear_attention(
+                query,
+                key,
+                value,
+                PHI,
+                is_causal=is_causal,
+                return_state=True,
+                return_log_normalizer=True,
+            )
+            exact = linattn.softmax_attention(query[:, :50], key[:, :50], value[:, :50])
+        expected, expected_state = linattn.linear_attention(
+            *wide, PHI, is_causal=is_causal, return_state=True
+        )
+        assert out.dtype == dtype
+        assert exact.dtype == dtype
+        assert state.kvz.dtype == state.log_scale.dtype == norm.dtype == np.float64
+        # Not one bit lost before the last rounding.
+        assert_array_equal(out, expected.astype(dtype))
+        assert_array_equal(state.kvz, expected_state.kvz)
+        if dtype == "float32":
+            narrow = linattn.linear_attention(query, key, value, PHI, is_causal=is_causal)
+            assert (narrow != out).any()
+
+
+@pytest.mark.frameworks
+def test_precision_float64_needs_a_library_that_has_it():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    try:
+        x = jax.numpy.ones((4, 4), dtype="float32")
+        with (
+            linattn.config(precision="float64"),
+            pytest.raises(ValueError, match="float64 switched on, which jax has not"),
+        ):
+            linattn.linear_attention(x, x, x, PHI)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def in_a_thread(function):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def test_threads_do_not_inherit():
+    def seen():
+        return _dispatch.current_settings(), _dispatch._backends_on.get()
+
+    default = in_a_thread(seen)
+    with linattn.config(num_threads=3, precision="float64"), linattn.without_backends():
+        assert seen() == ((3, "float64"), False)
+        assert in_a_thread(seen) == default == ((None, None), True)
+        # Unless they are given the context.
+        context = copy_context()
+        assert in_a_thread(lambda: context.run(seen)) == ((3, "float64"), False)
+
+
+def test_tasks_of_an_event_loop_do_not_share():
+    async def one(number, others_turn, my_turn):
+        with linattn.config(num_threads=number):
+            others_turn.set()
+            await my_turn.wait()
+            return _dispatch.current_settings().num_threads
+
+    async def both():
+        first, second = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(one(1, second, first), one(2, first, second))
+
+    assert asyncio.run(both()) == [1, 2]
