@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from linattn import datasets, feature_maps, reference, sampling
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from linattn._dispatch import config, registered_backends, without_backends
 from linattn.attention import decode_step, linear_attention, softmax_attention
 from linattn.files import StateFileError, load_state, save_state
@@ -15,6 +17,9 @@ from linattn.state import (
     update_state,
 )
 
+if TYPE_CHECKING:
+    from linattn import datasets, diagnostics, feature_maps, reference, sampling
+
 __all__ = [
     "Decoder",
     "State",
@@ -23,6 +28,7 @@ __all__ = [
     "config",
     "datasets",
     "decode_step",
+    "diagnostics",
     "feature_maps",
     "init_state",
     "linear_attention",
@@ -39,3 +45,17 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# Loaded by their first use, as SciPy's are: together they cost as much as all the rest.
+_SUBMODULES = ("datasets", "diagnostics", "feature_maps", "reference", "sampling")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"linattn.{name}")
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})

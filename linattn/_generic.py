@@ -220,7 +220,10 @@ def absorb(features: Features, v1: Array, state: State | None) -> State:
 
 
 def column_means(state: State) -> State:
-    """Divide each column by its own normaliser: kvz becomes ``[mean value, 1]`` on log scale 0."""
+    """Divide each column by its own normaliser: kvz becomes ``[mean value, 1]`` on log scale 0.
+
+    A column that has seen nothing keeps a log scale of -inf, and no say in the scale of a row.
+    """
     xp = namespace(state.kvz)
     z = state.kvz[..., -1:]
     empty = z == 0

@@ -167,32 +167,40 @@ def simplex_gap(kind: str, sq_norm: Floats, num: int, dim: int, A: float) -> Flo
 
 
 def _cosine_gap(kind: str, sq_norm: Floats, dim: int, c: float) -> Floats:
-    if kind != "trigonometric":
-        return _poisson_mean(sq_norm, _cosine_deficits(kind, sq_norm, dim, c))
-    near = np.minimum(sq_norm, 1.0)
-    far = np.exp(-sq_norm)
-    x, weights = _cosine_nodes(dim, c, _num_terms(sq_norm))
-    for node, weight in zip(x, weights, strict=True):
-        for sign in (1, -1):
-            far -= weight / 2 * _kummer_series(sq_norm / 2 * (1 + sign * node), dim)
-    deficits = _cosine_deficits("paired", near, dim, c)
-    return np.where(sq_norm <= 1.0, _series(np.ones_like(near), -near, deficits), far)
-
-
-def _cosine_deficits(kind: str, v: Floats, dim: int, c: float) -> Floats:
-    """1 - prod_{j<k} (d + j)/(d + 2 j) E (1 + c sin t)^k; for pairs the mean with that of -c."""
-    count = _num_terms((1 + abs(c)) * v)
+    count = _num_terms(sq_norm if kind == "trigonometric" else (1 + abs(c)) * sq_norm)
     x, weights = _cosine_nodes(dim, c, count)
+    # For pairs and cosines the mean over both signs of c, summed first so that odd powers vanish.
     x = x[None, :] if kind == "positive" else np.stack([x, -x])
     weights = weights / len(x)
+    deficits = _deficits_trig if kind == "trigonometric" else _deficits_of_cosines
+    return _poisson_mean(sq_norm, deficits(dim, count, x, weights))
+
+
+def _deficits_of_cosines(dim: int, count: int, x: Floats, weights: Floats) -> Floats:
+    """1 - prod_{j<k} (d + j)/(d + 2 j) E (1 + x)^k."""
     ratios = _pair_ratios(dim, count)
     deficits = _deficits(dim, count)
     fall = np.zeros_like(x)
     for k in range(1, count):
-        # 1 - (1 + x)^k without cancellation. The ratios fall faster than (1 + x)^k may grow only
-        # in the end, which is what _LARGEST_COUPLED is for.
-        fall = fall * (1 + x) - x
-        deficits[k] += ratios[k] * np.sum(weights * fall)
+        fall = fall * (1 + x) - x  # 1 - (1 + x)^k without cancellation
+        deficits[k] += ratios[k] * (weights @ fall.sum(axis=0))
+    return deficits
+
+
+def _deficits_trig(dim: int, count: int, x: Floats, weights: Floats) -> Floats:
+    """-E F_k((1 + x)/2) for k > 1, where e^s M_d(-s y) = sum of s^k / k! F_k(y).
+
+    F_k(y) = 2F1(-k, d; d/2; y), at most 1 in size, by its contiguous relation. The deficits are
+    0 for k = 0, and for k = 1, where they are the mean of x over both signs.
+    """
+    b, y = dim / 2, (1 + x) / 2
+    deficits = np.zeros(count)
+    previous, current = np.zeros_like(y), np.ones_like(y)
+    for k in range(count):
+        if k > 1:
+            deficits[k] = -(weights @ current.sum(axis=0))
+        advance = (2 * k + b - (dim + k) * y) * current - k * (1 - y) * previous
+        previous, current = current, advance / (b + k)
     return deficits
 
 
@@ -426,7 +434,8 @@ def _norm_gap_trig(law: _NormLaw, s: Floats, num: int, pairs: float) -> Floats:
         x, weights = law.pairs(len(mu))
         products = np.stack([weights @ values for values in _laguerres(x, law.dim, len(mu))])
         coefficients += pairs * (_convolve(mean - spread / (num - 1)) - products)
-    coefficients[0] = 0.0
+    # Zero but for rounding: 1 - 1, and first Laguerre moments, which N(0, I) does not have.
+    coefficients[: 2 if law.unbiased else 1] = 0.0
     gap = _poisson_mean(s, coefficients)
     if not law.unbiased:
         biases = mu.mean(axis=-1)
@@ -440,7 +449,10 @@ def _excess(law: _NormLaw, kind: str, v: Floats, A: float) -> Floats:
     rho = 1 / (1 - 8 * A)
     normal = exp(law.dim / 2 * log((rho + 1) ** 2 / (4 * rho)))
     squares = law.powers(_num_terms(2 * law.growth(A) * v), A, power=2).mean(axis=-1)
-    excess = np.exp(v) * _poisson_mean(2 * v, 1 - squares) + (normal * np.exp(rho * v) - np.exp(v))
+    if A == 0:  # both are 1 at v = 0, and all that is left is of order v
+        excess = np.exp(v) * _poisson_mean(2 * v, 1 - squares)
+    else:
+        excess = normal * np.exp(rho * v) - np.exp(v) * _poisson_mean(2 * v, squares)
     if kind == "paired":
         excess = (excess + np.exp(-v) * (normal - squares[0])) / 2
     return excess

@@ -302,7 +302,7 @@ def _causal_block(
 ) -> tuple[Partial, State]:
     specs = (problem.query_spec, problem.key_spec)
     if isinstance(problem.query_spec, ColumnMeans):
-        return _scan_means(*specs, query, key, v1, state)
+        return _scan_means(problem, query, key, v1, state)
     if problem.lazy:
         return scan_exact(*specs, query, key, v1, state)
     scan_block = _dispatch.block_function("scan_block", problem.xp)
@@ -319,24 +319,53 @@ def _causal_block(
 
 
 def _scan_means(
-    query_spec: ColumnMeans,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    v1: Array,
-    state: State,
+    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
 ) -> tuple[Partial, State]:
     """Causal attention of a block whose queries read means.
 
     With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normaliser of column r up to token i, it is
-    an ordinary causal read by halves, as :func:`scan_exact`, and as exact: no row's scale depends
-    on a later key. O(n m (d + e log n)) time, O(n m) memory.
+    an ordinary causal read.
+    """
+    log_q = _generic.evaluate(problem.query_spec, query).log
+    log_k = _generic.evaluate(problem.key_spec, key).log
+    answer = None if problem.lazy else _means_on_one_scale(log_q, log_k, v1, state)
+    return _means_by_halves(log_q, log_k, v1, state) if answer is None else answer
+
+
+def _means_on_one_scale(
+    log_q: Array, log_k: Array, v1: Array, state: State
+) -> tuple[Partial, State] | None:
+    """One scale for each column and all rows; None where an early row would lose digits to it.
+
+    Weights lost to underflow are below rounding of a normaliser of at least ``eps^2``, and that
+    bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
+    """
+    xp = _generic.namespace(v1)
+    c = xp.maximum(state.log_scale, xp.max(log_k, axis=-2))
+    shift = _generic.finite_shift(c, xp)
+    weights_k = xp.exp(log_k - shift[..., None, :])
+    before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
+    z = xp.cumulative_sum(weights_k, axis=-2) + before[..., None, :, -1]
+    if not bool(xp.all(z >= float(xp.finfo(z.dtype).eps) ** 2)):
+        return None
+    row = xp.max(log_q, axis=-1, keepdims=True)
+    weights_q = xp.exp(log_q - row) / z
+    scores = xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k)))
+    nd = xp.matmul(scores, v1) + xp.matmul(weights_q, before)
+    if not bool(xp.all(xp.isfinite(nd))):
+        return None
+    after = before + xp.matmul(xp.matrix_transpose(weights_k), v1)
+    return Partial(nd, row), State(after, c, state.length + v1.shape[-2])
+
+
+def _means_by_halves(log_q: Array, log_k: Array, v1: Array, state: State) -> tuple[Partial, State]:
+    """As :func:`scan_exact`: no row's scale depends on a later key, no branch on data.
+
+    O(n m (d + e log n)) time, O(n m) memory.
     """
     n = v1.shape[-2]
     size = 1 << (n - 1).bit_length()
-    log_q = _pad(_generic.evaluate(query_spec.spec, query).log, size)
-    log_k = _pad(_generic.evaluate(key_spec, key).log, size, -float("inf"))
-    v1 = _pad(v1, size)
+    log_q, log_k, v1 = _pad(log_q, size), _pad(log_k, size, -float("inf")), _pad(v1, size)
     xp = _generic.namespace(v1)
     before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
     z = _generic.merge(before, _running(State(xp.ones_like(log_k)[..., None], log_k, 0)))

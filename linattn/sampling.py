@@ -89,6 +89,7 @@ def as_generator(rng: Seed) -> np.random.Generator:
 
 
 def _no_pair_function(sq_norm: ArrayLike, dim: int) -> _Floats:
+    """Refuse: pairs of rows differ, or their law is not known."""
     msg = "this sampler has no function of one pair of rows: see Sampler.variance_gap"
     raise NotImplementedError(msg)
 

@@ -229,8 +229,8 @@ class ColumnMeans:
     """Spec of queries that read means: every column of the state divided by its own normaliser.
 
     ``out = sum_r phi_r (kv_r / z_r) / sum_r phi_r`` over the columns that have seen a key. The
-    driver divides (the state for a read, the query for a causal block), so that block bodies only
-    ever see the spec inside, or :class:`Opaque`.
+    driver divides: block bodies only ever see the spec inside and a divided state, and are not
+    asked for causal blocks.
 
     Attributes
     ----------

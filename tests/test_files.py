@@ -1,4 +1,7 @@
-"""States on disk: a round trip is exact, a write is all or nothing, a bad file is one clear error."""
+"""States on disk: exact round trips, writes that are all or nothing, one error for bad files."""
+
+# Tests call with star arguments, and with what types forbid.
+# mypy: disable-error-code="arg-type, call-arg"
 
 from __future__ import annotations
 
@@ -490,11 +493,20 @@ def test_truncated_files(path):
 
 @pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
 def test_flipped_bits(path):
-    # Every bit of the zip's records and of the headers; CRCs guard the rest.
     save_state(path, some_state(), phi_of())
     good = path.read_bytes()
     assert_same_bits(load_state(path, phi_of()), some_state())
+    # Every byte of the zip's own records; of the members, which checksums guard, every eleventh.
+    with zipfile.ZipFile(path) as archive:
+        ends = [*[info.header_offset for info in archive.infolist()][1:], archive.start_dir]
+        guarded = {
+            position
+            for info, end in zip(archive.infolist(), ends, strict=True)
+            for position in range(end - info.file_size, end)
+        }
     for position in range(len(good)):
+        if position in guarded and position % 11:
+            continue
         for bit in (0, 3, 7):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
@@ -513,7 +525,7 @@ def test_flipped_bits_of_a_header_behind_a_right_checksum(path, name):
     np.save(buffer, members()[name])
     good = buffer.getvalue()
     for position in range(128):
-        for bit in range(8):
+        for bit in (0, 3, 6):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
             write_members(path, {name: bytes(bad)})
@@ -527,5 +539,5 @@ def test_flipped_bits_of_a_header_behind_a_right_checksum(path, name):
 
 
 def test_a_folder_is_not_a_file(tmp_path):
-    with pytest.raises(OSError, match="."):
+    with pytest.raises(IsADirectoryError):
         load_state(tmp_path)

@@ -1,13 +1,18 @@
 """Feature maps: what linear attention puts in the place of the exponential of the logits.
 
 Random maps of the softmax kernel: :class:`PositiveFeatures`, :class:`HyperbolicFeatures`,
-:class:`TrigonometricFeatures`. Kernels of their own: :class:`EluFeatures`,
-:class:`ReluFeatures`, :class:`ActivationFeatures`.
+:class:`GeneralizedExponentialFeatures`, :class:`DenseExponentialFeatures`,
+:class:`TrigonometricFeatures`; :class:`Reparametrized` shows any of them other coordinates.
+Random maps of other kernels: :class:`RandomFourierFeatures`, :class:`ActivationFeatures`.
+Deterministic maps: :class:`EluFeatures`, :class:`ReluFeatures`, :class:`SoftmaxFeatures`,
+:class:`TaylorFeatures`, :class:`PolynomialFeatures`, :class:`CosformerFeatures`,
+:class:`HedgehogFeatures`.
 """
 
 from __future__ import annotations
 
 from linattn.feature_maps._base import BaseFeatureMap
+from linattn.feature_maps.cosformer import CosformerFeatures
 from linattn.feature_maps.elementwise import ActivationFeatures, EluFeatures, ReluFeatures
 from linattn.feature_maps.exponential import (
     DenseExponentialFeatures,
@@ -15,18 +20,28 @@ from linattn.feature_maps.exponential import (
     HyperbolicFeatures,
     PositiveFeatures,
 )
+from linattn.feature_maps.fourier import RandomFourierFeatures
+from linattn.feature_maps.hedgehog import HedgehogFeatures
+from linattn.feature_maps.normalized import SoftmaxFeatures
+from linattn.feature_maps.polynomial import PolynomialFeatures, TaylorFeatures
 from linattn.feature_maps.reparametrized import Reparametrized
 from linattn.feature_maps.trigonometric import TrigonometricFeatures
 
 __all__ = [
     "ActivationFeatures",
     "BaseFeatureMap",
+    "CosformerFeatures",
     "DenseExponentialFeatures",
     "EluFeatures",
     "GeneralizedExponentialFeatures",
+    "HedgehogFeatures",
     "HyperbolicFeatures",
+    "PolynomialFeatures",
     "PositiveFeatures",
+    "RandomFourierFeatures",
     "ReluFeatures",
     "Reparametrized",
+    "SoftmaxFeatures",
+    "TaylorFeatures",
     "TrigonometricFeatures",
 ]

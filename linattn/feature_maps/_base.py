@@ -34,6 +34,8 @@ class BaseFeatureMap(ABC):
     """Whether the kernel is ``exp(scale x.y)``."""
     causal: bool = True
     """Whether the map may be used causally: it has not seen the sequence."""
+    associative: ClassVar[bool] = True
+    """Whether states of stretches merge wherever each of them began."""
 
     _parameters: ClassVar[tuple[str, ...]]
     """Names of the attributes that determine the features, in the order of ``repr``."""

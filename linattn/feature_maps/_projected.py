@@ -239,9 +239,9 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
         """Return what a sampler's closed forms depend on: v = |x + y|^2 or s = |x - y|^2."""
         raise NotImplementedError
 
-    def _scalar_A(self, sampler: Sampler) -> float:
-        """Return the tilt as one number, for the closed forms of a sampler."""
-        return 0.0
+    def _law(self, closed_form: Any, square_norm: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Evaluate ``variance_gap`` or ``mean_factor`` of a sampler for this map."""
+        return np.asarray(closed_form(self._kind, square_norm, self._rows, self.dim))
 
     def mean(self, x: Array, y: Array) -> Array:
         """Exact mean of :meth:`estimate` over draws, shapes as :meth:`kernel`.
@@ -258,8 +258,7 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
         sampler = self._known_sampler(f"{type(self).__name__}.estimate")
 
         def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-            square_norm, A = self._square_norm(a, b), self._scalar_A(sampler)
-            factor = sampler.mean_factor(self._kind, square_norm, self._rows, self.dim, A=A)
+            factor = self._law(sampler.mean_factor, self._square_norm(a, b))
             return np.asarray(np.exp(self.scale * dots(a, b)) * factor)
 
         return self._on_host(closed_form, x, y)

@@ -126,18 +126,29 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
         row = np.expm1(spread + tilted)
         if self.antithetic:
             row = (row + np.expm1(spread - v)) / 2
-        gap = sampler.variance_gap(self._kind, v, self._rows, self.dim, A=self._scalar_A(sampler))
+        gap = self._law(sampler.variance_gap, v)
         return np.asarray(kernel_square * (row / self._rows - gap))
 
-    def _scalar_A(self, sampler: Sampler) -> float:
-        values = np.unique(self._A)
-        if values.size == 1 or sampler.name == "gaussian":
-            return float(values[0])
-        message = (
-            f"the variance with sampler={sampler.name!r} is known for one tilt A only, got "
-            f"{values.size} different ones; it is known for sampler='gaussian'"
-        )
-        raise NotImplementedError(message)
+    def _law(self, closed_form: Any, square_norm: Floats) -> Floats:
+        """Evaluate head by head, for every A that there is."""
+        A = np.atleast_1d(self._A)
+        if np.any(A[..., :1] != A):
+            if closed_form.__self__.name == "gaussian":
+                return np.asarray(closed_form(self._kind, square_norm, self._rows, self.dim))
+            message = (
+                f"with sampler={self.sampler!r} the law of the estimate is known where all axes "
+                f"of a head have one tilt A, got {A.shape[-1]} of them; it is known for "
+                f"sampler='gaussian'"
+            )
+            raise NotImplementedError(message)
+        law = np.empty_like(square_norm)
+        tilts = np.broadcast_to(A[..., 0], square_norm.shape[:-2])
+        for tilt in np.unique(tilts):
+            of_tilt = tilts == tilt
+            law[of_tilt] = closed_form(
+                self._kind, square_norm[of_tilt], self._rows, self.dim, A=float(tilt)
+            )
+        return law
 
 
 class PositiveFeatures(_ExponentialFeatures):
@@ -326,9 +337,7 @@ class GeneralizedExponentialFeatures(_ExponentialFeatures):
         self._take(dim, A=A, antithetic=antithetic)
         super().__init__(dim, num_features, scale=scale, sampler=sampler, rng=rng)
 
-    def _take(
-        self, dim: int, *, A: float | ArrayLike = 0.0, antithetic: bool = True
-    ) -> None:
+    def _take(self, dim: int, *, A: float | ArrayLike = 0.0, antithetic: bool = True) -> None:
         tilt = _checked_tilt(A)
         self._set(
             antithetic=bool(antithetic), A=tilt if tilt.ndim else float(tilt), _A=tilt[..., None]

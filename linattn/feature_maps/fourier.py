@@ -204,10 +204,10 @@ class RandomFourierFeatures(ProjectedFeatureMap):
     but not where x itself is so long; a row x whose squared norm overflows is NaN.
 
     **Random Feature Attention** is ``normalize=True`` with the Gaussian kernel: between unit
-    vectors it is ``exp(-1 / l^2) exp(x.y / l^2)``, so that attention is softmax attention of the
-    normalised queries and keys with scale ``1 / l^2``: the constant cancels. A vector of zeros
-    has no direction and stays zero, never NaN: as a query it weighs all unit keys alike, as a key
-    it has the weight ``exp(-1 / (2 l^2))``.
+    vectors it is ``exp(-1 / l^2) exp(x.y / l^2)``, so that attention with this kernel is softmax
+    attention of the normalised vectors with scale ``1 / l^2``: the constant cancels. A vector of
+    zeros has no direction and stays zero, never NaN: as a query it weighs all unit keys alike, as a
+    key it has the weight ``exp(-1 / (2 l^2))``.
 
     References
     ----------

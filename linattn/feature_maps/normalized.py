@@ -60,7 +60,8 @@ class SoftmaxFeatures(BaseFeatureMap):
     weights are not negative and sum to 1. The log normaliser is that of the query's softmax.
 
     Deterministic: variance 0. It does not approximate softmax of ``q.k``. Time O(n d e), causal
-    O(n d e log c) with blocks of c tokens; memory O(n d).
+    O(n c (d + e)) more with blocks of c tokens; memory O(n d). A causal block whose keys grow by
+    more than float range holds is computed by halves.
 
     References
     ----------

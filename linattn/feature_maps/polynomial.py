@@ -100,7 +100,8 @@ class _MonomialFeatures(BaseFeatureMap):
                     factors = xp.take(u, last, axis=-1)
                     monomials = xp.take(monomials, parent, axis=-1) * factors if k > 1 else factors
                 if used[k]:
-                    columns.append(monomials * coefficients * size ** (k - top))
+                    weights = coefficients * size ** (k - top) if k < top else coefficients
+                    columns.append(monomials * weights)
             return Features(xp.log(size) * top, xp.concat(columns, axis=-1))
 
         return Opaque(features)
@@ -201,6 +202,8 @@ class TaylorFeatures(_MonomialFeatures):
     _parameters = ("dim", "order", "scale")
 
     order: int
+
+    softmax_kernel = True
 
     def __init__(self, dim: int, order: int = 2, *, scale: float | None = None) -> None:
         dim = _checks.check_positive_int("dim", dim)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks
-from linattn.feature_maps._base import BaseFeatureMap, dots
+from linattn.feature_maps._base import BaseFeatureMap
 from linattn.sampling import Seed
 from linattn.typing import Affine, Array
 
@@ -32,7 +32,7 @@ class Reparametrized(BaseFeatureMap):
     Parameters
     ----------
     feature_map : feature map
-        A map of ``exp(scale x.y)``.
+        A map of ``exp(scale x.y)`` or an approximation of it (:class:`TaylorFeatures`).
     query_shift : array_like, (..., d), optional
         c; leading axes are heads. Default 0.
     key_shift : array_like, (..., d), optional
@@ -165,8 +165,8 @@ class Reparametrized(BaseFeatureMap):
         return q @ self.transform, k @ inverse, self.scale * (rows + columns)
 
     def kernel(self, x: Array, y: Array) -> Array:
-        """Return ``exp(scale x.y)``: the kernel of the map inside, whatever the coordinates."""
-        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)
+        """Exact kernel: ``exp(scale x.y)``, or what the map inside makes of it; shapes as there."""
+        return self._through(self.feature_map.kernel, 1, x, y)
 
     def mean(self, x: Array, y: Array) -> Array:
         """Exact mean of the estimate; see the map inside.

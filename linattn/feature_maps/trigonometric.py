@@ -113,7 +113,7 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
         def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
             u = self._square_norm(a, b)
             xx, yy = (self.scale * squares for squares in square_norms(a, b))
-            gap = sampler.variance_gap(self._kind, u, self._rows, self.dim)
+            gap = self._law(sampler.variance_gap, u)
             return np.asarray(np.exp(xx + yy) * (np.expm1(-u) ** 2 / (2 * self._rows) - gap))
 
         return self._on_host(closed_form, x, y)

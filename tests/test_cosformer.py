@@ -1,0 +1,212 @@
+"""Cosine reweighting against the kernel written out: positions must be the same in every mode."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn.feature_maps.cosformer import CosformerFeatures
+
+LENGTH, MAX_LENGTH, DIM, VALUE_DIM = 13, 17, 5, 3
+SCALE = 2.0
+PHI = CosformerFeatures(DIM, max_length=MAX_LENGTH, scale=SCALE)
+
+full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def inputs(seed=0, length=LENGTH):
+    """Query, key and value that float32 holds exactly, and a mask; one query is dead."""
+    rng = np.random.default_rng(seed)
+    shapes = [(2, length, DIM), (2, length, DIM), (2, length, VALUE_DIM)]
+    arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
+    arrays[0][0, 3] = -np.abs(arrays[0][0, 3])
+    mask = rng.random((2, length)) < 0.7
+    mask[:, 0] = False
+    return *arrays, mask
+
+
+def kernel(query, key, first_query=0):
+    """``s relu(q_i) . relu(k_j) cos(pi (i - j) / (2 M))``, keys from position 0 on."""
+    i = first_query + np.arange(query.shape[-2])[:, None]
+    j = np.arange(key.shape[-2])
+    products = np.maximum(query, 0) @ np.swapaxes(np.maximum(key, 0), -1, -2)
+    return SCALE * products * np.cos(np.pi * (i - j) / (2 * MAX_LENGTH))
+
+
+def attend(arrays, feature_map, **options):
+    query, key, value = arrays
+    return linattn.linear_attention(query, key, value, feature_map, **options)
+
+
+def quadratic(query, key, value, mask=None, *, is_causal=False, first_query=0):
+    weights = kernel(query, key, first_query)
+    if mask is not None:
+        weights = weights * mask[..., None, :]
+    if is_causal:
+        weights = np.tril(weights)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights @ value / np.where(total == 0, 1, total)
+
+
+def stretch(arrays, rows):
+    return [a[:, rows, :] for a in arrays]
+
+
+@full_and_causal
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_attention_in_every_library(xp, masked, is_causal):
+    query, key, value, mask = inputs()
+    arrays = [xp.array(a, "float32") for a in (query, key, value)]
+    options = {"key_mask": xp.array(mask)} if masked else {}
+    out = attend(arrays, PHI, is_causal=is_causal, **options)
+    xp.assert_like(out, arrays[2])
+    expected = quadratic(query, key, value, mask if masked else None, is_causal=is_causal)
+    assert_allclose(xp.numpy(out), expected, rtol=0, atol=5e-6)
+    assert_array_equal(xp.numpy(out)[0, 3], 0)
+
+
+@full_and_causal
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 5, 100])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_positions_do_not_depend_on_chunks(dtype, chunk_size, is_causal):
+    query, key, value, mask = inputs(1)
+    arrays = [a.astype(dtype) for a in (query, key, value)]
+    out = attend(arrays, PHI, is_causal=is_causal, key_mask=mask, chunk_size=chunk_size)
+    bound = {"float64": 1e-13, "float32": 5e-6}[dtype]
+    expected = quadratic(query, key, value, mask, is_causal=is_causal)
+    assert_allclose(out, expected, rtol=0, atol=bound)
+
+
+def test_streams_go_on_where_they_were(xp):
+    query, key, value, mask = inputs(2)
+    cut = 6
+    arrays, seen = [xp.array(a) for a in (query, key, value)], xp.array(mask)
+    first, rest = stretch(arrays, slice(None, cut)), stretch(arrays, slice(cut, None))
+    out, state = attend(first, PHI, is_causal=True, key_mask=seen[:, :cut], return_state=True)
+    causal = quadratic(query, key, value, mask, is_causal=True)
+    assert_allclose(xp.numpy(out), causal[:, :cut], rtol=0, atol=1e-13)
+    assert state.length == cut
+    for is_causal, expected in ((True, causal), (False, quadratic(query, key, value, mask))):
+        out = attend(rest, PHI, is_causal=is_causal, key_mask=seen[:, cut:], initial_state=state)
+        assert_allclose(xp.numpy(out), expected[:, cut:], rtol=0, atol=1e-13)
+    state = linattn.update_state(state, rest[1], rest[2], PHI, key_mask=seen[:, cut:])
+    assert state.length == LENGTH
+
+
+def test_steps_are_the_whole():
+    query, key, value, _ = inputs(3)
+    expected = quadratic(query, key, value, is_causal=True)
+    state = linattn.init_state(PHI, VALUE_DIM, batch_shape=(2,), like=query)
+    decoder = linattn.Decoder(PHI, state)
+    for i in range(LENGTH):
+        token = (query[:, i], key[:, i], value[:, i])
+        out, state = linattn.decode_step(*token, state, PHI)
+        assert_allclose(out, expected[:, i], rtol=0, atol=1e-13)
+        assert_allclose(decoder.step(*token), expected[:, i], rtol=0, atol=1e-13)
+
+
+def test_queries_of_read_state_follow_its_keys():
+    query, key, value, _ = inputs(4)
+    state = linattn.init_state(PHI, VALUE_DIM, batch_shape=(2,), like=query)
+    for rows in (slice(0, 5), slice(5, 9)):
+        state = linattn.update_state(state, key[:, rows], value[:, rows], PHI)
+    key, value = stretch((key, value), slice(0, 9))
+    out = linattn.read_state(query[:, :4], state, PHI)
+    assert_allclose(out, quadratic(query[:, :4], key, value, first_query=9), rtol=0, atol=1e-13)
+
+
+def test_other_lengths_of_queries():
+    query, key, value, _ = inputs(5)
+    out = linattn.linear_attention(query[:, :7], key, value, PHI)
+    assert_allclose(out, quadratic(query[:, :7], key, value), rtol=0, atol=1e-13)
+
+
+@full_and_causal
+def test_max_length_is_where_it_ends(xp, is_causal):
+    """17 positions are not a power of two, and the dead query makes the causal block be redone."""
+    query, key, value, _ = inputs(6, MAX_LENGTH + 1)
+    arrays = [xp.array(a) for a in (query, key, value)]
+    fitting = stretch((query, key, value), slice(None, MAX_LENGTH))
+    out, state = attend(
+        stretch(arrays, slice(None, MAX_LENGTH)), PHI, is_causal=is_causal, return_state=True
+    )
+    expected = quadratic(*fitting, is_causal=is_causal)
+    assert_allclose(xp.numpy(out), expected, rtol=0, atol=1e-13)
+    last = arrays[0][:, -1, :], arrays[1][:, -1, :], arrays[2][:, -1, :]
+    said = "max_length must be at least .* got max_length=17 for positions up to 17"
+    with pytest.raises(ValueError, match=said):
+        attend(arrays, PHI, is_causal=is_causal)
+    with pytest.raises(ValueError, match=said):
+        linattn.read_state(arrays[0][:, :1, :], state, PHI)
+    with pytest.raises(ValueError, match=said):
+        linattn.decode_step(*last, state, PHI)
+    decoder = linattn.Decoder(PHI, state)
+    with pytest.raises(ValueError, match=said):
+        decoder.step(*last)
+    assert decoder.state is state
+
+
+def test_too_many_rows_for_a_kernel():
+    query, key, _, _ = inputs(6, MAX_LENGTH + 1)
+    for method in (PHI.kernel, PHI.estimate):
+        with pytest.raises(ValueError, match="max_length must be at least"):
+            method(query, key[:, :3])
+
+
+def test_features_are_not_negative_and_are_the_kernel(xp):
+    query, key, _, _ = inputs(7, MAX_LENGTH)
+    x, y = xp.array(query), xp.array(key[:, :9])
+    for result in (PHI.kernel(x, y), PHI.estimate(x, y), PHI.mean(x, y)):
+        xp.assert_like(result, x, shape=(2, MAX_LENGTH, 9))
+        assert_allclose(xp.numpy(result), kernel(query, key[:, :9]), rtol=0, atol=1e-13)
+    variance = xp.numpy(PHI.variance(x, y))
+    assert not variance.any()
+    features = PHI.query_features(x)
+    assert features.values.shape[-1] == PHI.num_features == 2 * DIM
+    values = xp.numpy(features.values)
+    assert PHI.positive
+    assert (values >= 0).all()
+
+
+def test_without_position_it_would_be_relu():
+    query, key, value, _ = inputs(8)
+    wide = CosformerFeatures(DIM, max_length=10**9)
+    relu = linattn.feature_maps.ReluFeatures()
+    expected = linattn.linear_attention(query, key, value, relu)
+    assert_allclose(linattn.linear_attention(query, key, value, wide), expected, atol=1e-13)
+    assert np.abs(linattn.linear_attention(query, key, value, PHI) - expected).max() > 1e-3
+
+
+def test_maps_are_values():
+    assert repr(PHI) == "CosformerFeatures(dim=5, max_length=17, scale=2.0)"
+    twin = pickle.loads(pickle.dumps(PHI))
+    assert twin == PHI
+    assert hash(twin) == hash(PHI)
+    assert twin.fingerprint() == PHI.fingerprint()
+    for other in (
+        CosformerFeatures(DIM, max_length=MAX_LENGTH),
+        CosformerFeatures(DIM, max_length=18, scale=SCALE),
+    ):
+        assert other != PHI
+        assert other.fingerprint() != PHI.fingerprint()
+    with pytest.raises(AttributeError, match="immutable"):
+        PHI.max_length = 18
+    assert not PHI.associative
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"dim": 0}, ValueError, "dim must be at least 1, got 0"),
+        ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
+        ({"max_length": 2.5}, TypeError, "max_length must be a positive integer, got 2"),
+        ({"scale": 0}, ValueError, "scale must be a positive finite number, got 0"),
+    ],
+)
+def test_bad_arguments(arguments, error, said):
+    with pytest.raises(error, match=said):
+        CosformerFeatures(**{"dim": 3, "max_length": 3} | arguments)
