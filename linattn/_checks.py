@@ -48,7 +48,8 @@ def to_numpy(array: Array) -> NDArray[Any]:
     if array_api_compat.is_cupy_array(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
-        return np.asarray(array.detach().cpu())
+        array = array.detach().cpu()
+        return np.asarray(array.float() if str(array.dtype) == "torch.bfloat16" else array)
     if library_name(array_api_compat.array_namespace(array)) == "array_api_strict":
         xp = array_api_compat.array_namespace(array)
         array = array_api_compat.to_device(array, xp.Device("CPU_DEVICE"))
@@ -164,7 +165,7 @@ def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any
     """float64 for float64 or when the precision asks for it, else float32."""
     if precision != "float64" and dtype != xp.float64:
         return xp.float32
-    if xp.zeros((), dtype=xp.float64).dtype != xp.float64:
+    if "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating"):
         message = (
             f"precision='float64' needs a library with float64 switched on, which "
             f"{library_name(xp)} has not"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +134,21 @@ def test_grouped_queries_share_the_state(is_causal):
     agree(out, want)
 
 
+@pytest.mark.parametrize("name", ["positive", "weighted", "elu"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_values_of_several_heads_share_their_keys(name, is_causal):
+    rng = np.random.default_rng(4)
+    query, key = rng.standard_normal((2, 70, D))
+    value = rng.standard_normal((2, 3, 70, 5))
+    for factor in (1, 300):
+        options = dict(is_causal=is_causal, return_state=True)
+        out, state = linattn.linear_attention(query, factor * key, value, MAPS[name], **options)
+        with linattn.without_backends():
+            want, _ = linattn.linear_attention(query, factor * key, value, MAPS[name], **options)
+        assert state.kvz.shape[:2] == state.log_scale.shape[:2] == (2, 3)
+        agree(out, want)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_threads_change_no_bit(threads, is_causal, monkeypatch):
@@ -229,20 +246,23 @@ def test_blas_setting_of_the_user_survives_a_call():
         assert [pool["num_threads"] for pool in threadpoolctl.threadpool_info()] == before
 
 
-def test_number_of_threads(monkeypatch):
-    class Problem:
-        num_threads = None
-
-    monkeypatch.setattr(planning.blas, "controller", lambda: object())
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert planning._num_threads(Problem()) == 3
+@pytest.mark.parametrize(
+    ("asked", "environment", "controller", "threads"),
+    [
+        (None, "3", True, 3),
+        (None, "3,2", True, 3),
+        (5, "3", True, 5),
+        (None, "3", False, 1),
+        (5, "3", False, 5),
+    ],
+)
+def test_number_of_threads(asked, environment, controller, threads, monkeypatch):
+    monkeypatch.setattr(Blas, "controller", lambda self: object() if controller else None)
+    monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    problem: Any = SimpleNamespace(num_threads=asked)
+    assert planning._num_threads(problem) == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "no number")
-    assert planning._num_threads(Problem()) >= 1
-    Problem.num_threads = 5
-    assert planning._num_threads(Problem()) == 5
-    Problem.num_threads = None
-    monkeypatch.setattr(planning.blas, "controller", lambda: None)
-    assert planning._num_threads(Problem()) == 1
+    assert planning._num_threads(problem) >= 1
 
 
 def test_long_buffers_are_not_kept():

@@ -395,7 +395,7 @@ def test_mean_and_variance_equal_the_oracle_in_many_dimensions(sampler, kind):
 
 
 @pytest.mark.parametrize("kind", ["positive", "paired"])
-@pytest.mark.parametrize(("A", "v"), [(-0.5, 40.0), (-0.5, 1e-3), (-2.0, 90.0), (-0.1, 20.0)])
+@pytest.mark.parametrize(("A", "v"), [(-0.5, 40.0), (-0.5, 1e-3), (-2.0, 90.0), (-300.0, 4.0)])
 def test_moments_of_tilted_points_equal_the_oracle(kind, A, v):
     """The series are long here, and the variance is a small part of what its terms add up to."""
     for sampler, num, dim in ((quantile, 60, 2), (quantile, 9, 7), (fixed_norm, 3, 2)):

@@ -146,12 +146,10 @@ def _finite(log: Floats) -> Floats:
     return np.where(log == -np.inf, log.dtype.type(0), log)
 
 
-def _plus(log: Floats, term: Floats) -> Floats:
-    """Add in place, unless a state has leading axes that the tokens have not."""
-    if np.broadcast_shapes(log.shape, term.shape) == log.shape:
-        log += term
-        return log
-    return log + term
+def _in_place(operation: np.ufunc, x: Floats, y: Floats) -> Floats:
+    """Put the result into x, unless y has leading axes (of a state) that x has not."""
+    fits = np.broadcast_shapes(x.shape, y.shape) == x.shape
+    return np.asarray(operation(x, y, out=x if fits else None))
 
 
 def _shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
@@ -231,7 +229,7 @@ def _read_shifted(query_spec: Spec, tokens: Tokens, state: State) -> Any:
     if not isinstance(query_spec, Exponential):
         return NotImplemented
     log = _shifted_log(query_spec, tokens, "query")
-    log = _plus(log, (state.log_scale + query_spec.col)[..., None, :])
+    log = _in_place(np.add, log, (state.log_scale + query_spec.col)[..., None, :])
     row = log.max(axis=-1, keepdims=True)
     log -= _finite(row)
     np.exp(log, out=log)
@@ -292,14 +290,15 @@ def _scan_plain(
         return None
     g = _finite(g)
     block = np.exp(block - g)
+    weights = keys.weights
     if np.all(block == block[..., :1]):
         v1 = v1 * block[..., :1, None]
     else:
-        keys.weights[...] *= block[..., None, :]
+        weights = _in_place(np.multiply, weights, block[..., None, :])
     start = state.kvz * np.exp(before - g)[..., None]
-    nd, kvz = _triangles(queries.weights, keys.weights, v1, start)
+    nd, kvz = _triangles(queries.weights, weights, v1, start)
 
-    m, n = keys.weights.shape[-1], v1.shape[-2]
+    m, n = weights.shape[-1], v1.shape[-2]
     floor = _floor(dtype) * m * (state.length + n) * np.exp(queries.highest + keys.highest)
     if not (nd[..., -1].min() >= floor and np.isfinite(nd).all()):
         return None
@@ -334,10 +333,10 @@ def _scan_shifted(
     log_k = _shifted_log(key_spec, key, "key")
     c = np.maximum(state.log_scale, log_k.max(axis=-2) + key_spec.col)
     shift = _finite(c)
-    log_k = _plus(log_k, (key_spec.col - shift)[..., None, :])
+    log_k = _in_place(np.add, log_k, (key_spec.col - shift)[..., None, :])
     np.exp(log_k, out=log_k)
     log_q = _shifted_log(query_spec, query, "query")
-    log_q = _plus(log_q, (c + query_spec.col)[..., None, :])
+    log_q = _in_place(np.add, log_q, (c + query_spec.col)[..., None, :])
     row = log_q.max(axis=-1, keepdims=True)
     log_q -= _finite(row)
     np.exp(log_q, out=log_q)

@@ -166,6 +166,47 @@ def info() -> None:
     console.print(facts_table("Machine", facts))
 
 
+@app.command()
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|MODULE:OBJECT",
+            help="A feature map of linattn by its class, such as PositiveFeatures; or a map of "
+            "your own, or factory(rng) that makes one, in a module that can be imported here.",
+        ),
+    ],
+    dim: Annotated[int, typer.Option(metavar="NUMBER", help="Of a shipped map.")] = 8,
+    num_features: Annotated[
+        int | None,
+        typer.Option(metavar="NUMBER", help="Of a shipped map.  [default: the map's own]"),
+    ] = None,
+    sampler: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of a shipped map.  [default: the map's own]"),
+    ] = None,
+    draws: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Draws of the map for mean and variance each.")
+    ] = 4000,
+    seed: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Of everything random; another for fresh draws.")
+    ] = 0,
+) -> None:
+    """Check that a feature map is what it claims: mean, variance, causality, streaming, arrays."""
+    with _one_line_errors():
+        from rich.console import Console
+
+        from linattn.cli import verify as checks
+
+        found = checks.find_map(target, checks.Choice(dim, num_features, sampler, seed))
+        with _progress(checks.num_checks()) as notify:
+            report = checks.verify(found, num_draws=draws, seed=seed, notify=notify)
+    console = Console(markup=False, highlight=False, emoji=False)
+    console.print(checks.report_table(report))
+    if not report.passed:
+        raise typer.Exit(1)
+
+
 def _compare(settings: Settings) -> None:
     from rich.console import Console
 

@@ -1,0 +1,790 @@
+"""The kit catches what it is for: wrong maps, samplers and attention, beside their honest twins.
+
+Each wrong one is a line away from its twin, and the assertion that catches it is named. Honest
+twins pass; of those that chance decides, at most `TOTAL_FALSE_ALARM_RATE` of all runs fail.
+
+    LINATTN_TEST_SEED=1 pytest tests/test_kit_has_teeth.py        # fresh draws
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import log, sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+
+from linattn import testing
+from linattn.feature_maps import PositiveFeatures
+from linattn.sampling import gaussian, orthogonal
+from linattn.typing import Features
+
+SEED = int(os.environ.get("LINATTN_TEST_SEED", "0"))
+RATE = 1e-9
+TOTAL_FALSE_ALARM_RATE = 1e-7
+D, M = 4, 16
+
+
+@dataclass(frozen=True)
+class Tooth:
+    """What is wrong, the assertion that sees it, and the twin that differs in it alone."""
+
+    name: str
+    check: str
+    assertion: Callable[[Any], testing.Evidence]
+    honest: Any
+    wrong: Any
+
+
+TEETH: list[Tooth] = []
+
+
+def tooth(name: str, assertion: Any, honest: Any, wrong: Any, **options: Any) -> None:
+    """Add a pair; `assertion` may be a function of the twin instead of one of the kit's."""
+    check = options.pop("check", None) or assertion.__name__
+    TEETH.append(Tooth(name, check, partial(assertion, **options), honest, wrong))
+
+
+# Samplers: rows of projections.
+
+
+def blocks_of(num, dim, rng, make):
+    return np.concatenate([make(dim, rng) for _ in range(-(-num // dim))])[:num]
+
+
+def haar_block(dim, rng):
+    q, r = np.linalg.qr(rng.standard_normal((dim, dim)))
+    q = q * np.where(np.diag(r) < 0, -1.0, 1.0)
+    return q * np.linalg.norm(rng.standard_normal((dim, dim)), axis=-1, keepdims=True)
+
+
+def raw_qr_block(dim, rng):
+    q, _ = np.linalg.qr(rng.standard_normal((dim, dim)))
+    return q * np.linalg.norm(rng.standard_normal((dim, dim)), axis=-1, keepdims=True)
+
+
+def root_d_block(dim, rng):
+    q, r = np.linalg.qr(rng.standard_normal((dim, dim)))
+    q = q * np.where(np.diag(r) < 0, -1.0, 1.0)
+    return q * sqrt(dim)
+
+
+def own_norms_block(dim, rng):
+    rows = rng.standard_normal((dim, dim))
+    q, r = np.linalg.qr(rows)
+    q = q * np.where(np.diag(r) < 0, -1.0, 1.0)
+    return q * np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def fresh_blocks(num, dim, rng):
+    return blocks_of(num, dim, rng, haar_block)
+
+
+def one_seed_for_all_blocks(num, dim, rng):
+    seed = int(rng.integers(2**32))
+    return blocks_of(num, dim, None, lambda d, _: haar_block(d, np.random.default_rng(seed)))
+
+
+def plane_norms(u):
+    """Quantiles of the norm of N(0, I) in the plane."""
+    return np.sqrt(-2 * np.log1p(-u))
+
+
+def directions(num, dim, rng):
+    rows = rng.standard_normal((num, dim))
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def random_strata(num, dim, rng):
+    u = (np.arange(num) + rng.random(num)) / num
+    return directions(num, dim, rng) * plane_norms(u)[:, None]
+
+
+def deterministic_strata(num, dim, rng):
+    u = (np.arange(num) + 1) / (num + 1)
+    return directions(num, dim, rng) * plane_norms(u)[:, None]
+
+
+rows_are_gaussian = partial(testing.assert_gaussian_rows, num=D, dim=D, rng=SEED)
+for name, wrong_block in (
+    ("raw QR", raw_qr_block),
+    ("norms of sqrt(d)", root_d_block),
+    ("norms of the same block's rows", own_norms_block),
+):
+    tooth(
+        name,
+        rows_are_gaussian,
+        lambda num, dim, rng: haar_block(dim, rng),
+        lambda num, dim, rng, make=wrong_block: make(dim, rng),
+        check="assert_gaussian_rows",
+    )
+tooth(
+    "deterministic strata",
+    partial(testing.assert_gaussian_rows, num=4, dim=2, rng=SEED),
+    random_strata,
+    deterministic_strata,
+    check="assert_gaussian_rows",
+)
+
+
+def softmax_kernel(x, y):
+    return np.exp(x @ np.swapaxes(y, -1, -2) / sqrt(D))
+
+
+def favor_plus_with(sampler, assertion=testing.assert_unbiased, **options):
+    reference = PositiveFeatures(D, 2 * D, sampler="orthogonal", rng=0)
+    return assertion(
+        lambda rng: PositiveFeatures(D, 2 * D, sampler=sampler, rng=rng),
+        variance=reference.variance,
+        rng=SEED,
+        **options,
+    )
+
+
+tooth(
+    "raw QR, seen by the features",
+    favor_plus_with,
+    fresh_blocks,
+    lambda num, dim, rng: blocks_of(num, dim, rng, raw_qr_block),
+    check="assert_unbiased",
+)
+tooth(
+    "one seed for all blocks",
+    partial(
+        favor_plus_with,
+        assertion=testing.assert_variance,
+        mean=softmax_kernel,
+        relation="at_most",
+        num_draws=4000,
+    ),
+    fresh_blocks,
+    one_seed_for_all_blocks,
+    check="assert_variance",
+)
+
+
+# Feature maps: functions of vectors and rows.
+
+
+def square(x):
+    return np.sum(x * x, axis=-1, keepdims=True)
+
+
+class Sketch:
+    """A map of exp(x.y) from functions of vectors and rows; log features unless `signed`."""
+
+    dim = D
+    num_features = M
+    signed = False
+
+    def __init__(self, rng, query, key=None):
+        self.omega = gaussian(self.num_features, D, rng)
+        self.query, self.key = query, key or query
+
+    def wrap(self, features):
+        return Features(None, features) if self.signed else Features(features, None)
+
+    def query_features(self, x):
+        return self.wrap(self.query(x, self.omega))
+
+    def key_features(self, x):
+        return self.wrap(self.key(x, self.omega))
+
+
+def dot(x, y):
+    return x @ np.swapaxes(y, -1, -2)
+
+
+def kernel(x, y):
+    return np.exp(dot(x, y))
+
+
+def sum_square(x, y):
+    return square(x) + np.swapaxes(square(y), -1, -2) + 2 * dot(x, y)
+
+
+def favor_variance(x, y):
+    return kernel(x, y) ** 2 * np.expm1(np.maximum(sum_square(x, y), 0)) / M
+
+
+def difference_variance(x, y):
+    return kernel(x, y) ** 2 * np.expm1(np.maximum(sum_square(x, -y), 0)) / M
+
+
+def favor(x, omega):
+    return x @ omega.T - square(x) / 2 - log(M) / 2
+
+
+def without_root_m(x, omega):
+    return x @ omega.T - square(x) / 2
+
+
+def without_square(x, omega):
+    return x @ omega.T - log(M) / 2
+
+
+def with_epsilon(x, omega):
+    return np.log(np.exp(x @ omega.T - square(x) / 2) + 1e-3) - log(M) / 2
+
+
+def scaled_twice(x, omega):
+    x = x * D**-0.25
+    return x @ omega.T - square(x) / 2 - log(M) / 2
+
+
+def half_negated(x, omega):
+    omega = np.concatenate([omega[: M // 2], -omega[M // 2 :]])
+    return x @ omega.T - square(x) / 2 - log(M) / 2
+
+
+def shifted_by_key(x, omega):
+    log_features = x @ omega.T - square(x) / 2 - log(M) / 2
+    return log_features - np.max(log_features, axis=-1, keepdims=True)
+
+
+def unbiased(features, variance=favor_variance, kind=Sketch):
+    pair = features if isinstance(features, tuple) else (features,)
+    return testing.assert_unbiased(
+        lambda rng: kind(rng, *pair), kernel=kernel, variance=variance, rng=SEED
+    )
+
+
+for name, wrong in (
+    ("1 / sqrt(m) missing", without_root_m),
+    ("|x|^2 / 2 missing", without_square),
+    ("epsilon in the features", with_epsilon),
+    ("scale applied twice", scaled_twice),
+    ("half the projections of the keys negated", (favor, half_negated)),
+    ("a shift for each key", (favor, shifted_by_key)),
+):
+    tooth(name, unbiased, favor, wrong, check="assert_unbiased")
+
+
+class Signed(Sketch):
+    signed = True
+    num_features = 2 * M
+
+    def __init__(self, rng, query, key=None):
+        super().__init__(rng, query, key)
+        self.omega = self.omega[:M]
+
+
+def trigonometric_variance(x, y):
+    norms = square(x) + np.swapaxes(square(y), -1, -2)
+    return np.exp(norms) * np.expm1(-np.maximum(sum_square(x, -y), 0)) ** 2 / (2 * M)
+
+
+def cos_sin(x, omega):
+    u = x @ omega.T
+    return np.exp(square(x) / 2) / sqrt(M) * np.concatenate([np.cos(u), np.sin(u)], axis=-1)
+
+
+def cos_minus_sin(x, omega):
+    u = x @ omega.T
+    return np.exp(square(x) / 2) / sqrt(M) * np.concatenate([np.cos(u), -np.sin(u)], axis=-1)
+
+
+tooth(
+    "sign error in the sine part",
+    partial(unbiased, variance=trigonometric_variance, kind=Signed),
+    cos_sin,
+    (cos_sin, cos_minus_sin),
+    check="assert_unbiased",
+)
+
+
+class Phases(Sketch):
+    signed = True
+    width: float
+
+    def __init__(self, rng):
+        super().__init__(rng, self.features)
+        self.phase = rng.uniform(0, self.width, M)
+
+    def features(self, x, omega):
+        return np.exp(square(x) / 2) * sqrt(2 / M) * np.cos(x @ omega.T + self.phase)
+
+
+class WholePhases(Phases):
+    width = 2 * np.pi
+
+
+class NoPhases(Phases):
+    width = 0.0
+
+
+def phase_variance(x, y):
+    norms = square(x) + np.swapaxes(square(y), -1, -2)
+    s = np.maximum(sum_square(x, -y), 0)
+    return np.exp(norms) * (1 + np.exp(-2 * s) / 2 - np.exp(-s)) / M
+
+
+tooth(
+    "phases forgotten",
+    lambda kind: testing.assert_unbiased(kind, kernel=kernel, variance=phase_variance, rng=SEED),
+    WholePhases,
+    NoPhases,
+    check="assert_unbiased",
+)
+
+TILT = -0.1
+
+
+def tilted_variance(x, y, A=TILT):
+    v, rho = np.maximum(sum_square(x, y), 0), 1 / (1 - 8 * A)
+    return kernel(x, y) ** 2 * (((rho + 1) ** 2 / (4 * rho)) ** (D / 2) * np.exp(rho * v) - 1) / M
+
+
+def tilted(x, omega, A=TILT):
+    log_features = A * square(omega)[:, 0] + sqrt(1 - 4 * A) * x @ omega.T - square(x) / 2
+    return log_features + D / 4 * log(1 - 4 * A) - log(M) / 2
+
+
+def tilted_without_factor(x, omega, A=TILT):
+    log_features = A * square(omega)[:, 0] + sqrt(1 - 4 * A) * x @ omega.T - square(x) / 2
+    return log_features - log(M) / 2
+
+
+tooth(
+    "(1 - 4A)^(d/4) forgotten",
+    partial(unbiased, variance=tilted_variance),
+    tilted,
+    tilted_without_factor,
+    check="assert_unbiased",
+)
+
+
+def best_tilt(v):
+    t = v / D
+    return (1 - 2 * t - sqrt((2 * t + 1) ** 2 + 8 * t)) / 16
+
+
+def notes_tilt(v):
+    """The slip that circulates: 8 where 16 belongs."""
+    t = v / D
+    return (1 - 2 * t - sqrt((2 * t + 1) ** 2 + 8 * t)) / 8
+
+
+LARGER = np.array([[0.5, 0.3, -0.4, 0.2], [0.0, 0.7, 0.2, 0.0]])
+
+
+def variance_at_best_tilt(tilt):
+    """At x = y with v = 2, A* has the variance that its closed form says; other A have more."""
+    x = LARGER / np.linalg.norm(LARGER, axis=-1, keepdims=True) / sqrt(2)
+    return testing.assert_variance(
+        lambda rng: Sketch(rng, partial(tilted, A=tilt(2.0))),
+        x, x, mean=kernel, variance=partial(tilted_variance, A=best_tilt(2.0)),
+        relation="at_most", num_draws=20_000, rng=SEED,
+    )  # fmt: skip
+
+
+tooth("wrong A*", variance_at_best_tilt, best_tilt, notes_tilt, check="assert_variance")
+
+
+def variance_is(claim):
+    return testing.assert_variance(
+        lambda rng: Sketch(rng, favor), mean=kernel, variance=claim, rng=SEED
+    )
+
+
+tooth(
+    "variance claimed with |x - y| for |x + y|",
+    variance_is,
+    favor_variance,
+    difference_variance,
+    check="assert_variance",
+)
+
+
+def fixed_norm_mean(claim):
+    feature_map = PositiveFeatures(D, 2 * D, sampler="fixed_norm", rng=0)
+    mean = getattr(feature_map, claim)
+    return testing.assert_mean(feature_map, LARGER, LARGER, mean=mean, num_draws=6000, rng=SEED)
+
+
+tooth("bias of fixed norms denied", fixed_norm_mean, "mean", "kernel", check="assert_mean")
+
+
+# Attention: (query, key, value, **options).
+
+
+def read(phi, kv, z):
+    return np.einsum("...m,...me->...e", phi, kv) / np.sum(phi * z, axis=-1, keepdims=True)
+
+
+def outer(psi, value):
+    return psi[..., :, None] * value[..., None, :]
+
+
+def running(query, key, value, is_causal=True):
+    psi = np.exp(key)
+    kv, z = np.cumsum(outer(psi, value), axis=-3), np.cumsum(psi, axis=-2)
+    return read(np.exp(query), kv, z)
+
+
+def running_on_wrong_axis(query, key, value, is_causal=True):
+    psi = np.exp(key)
+    kv, z = np.cumsum(outer(psi, value), axis=-2), np.cumsum(psi, axis=-1)
+    return read(np.exp(query), kv, z)
+
+
+def one_step(query, key, value, state):
+    kv, z = (0.0, 0.0) if state is None else state
+    psi = np.exp(key)
+    state = (kv + outer(psi, value), z + psi)
+    return read(np.exp(query), *state), state
+
+
+def step_in_float16(query, key, value, state):
+    kv, z = (0.0, 0.0) if state is None else state
+    psi = np.exp(key)
+    state = ((kv + outer(psi, value)).astype(np.float16), (z + psi).astype(np.float16))
+    return read(np.exp(query), *state), state
+
+
+def step_without_normaliser(query, key, value, state):
+    kv, z = (0.0, np.exp(key)) if state is None else state
+    psi = np.exp(key)
+    state = (kv + outer(psi, value), z)
+    return read(np.exp(query), *state), state
+
+
+tooth(
+    "cumulative sum on the wrong axis",
+    lambda attention: testing.assert_streaming(attention=attention, step=one_step, rng=SEED),
+    running,
+    running_on_wrong_axis,
+    check="assert_streaming",
+)
+for name, wrong_step in (
+    ("state stored in float16", step_in_float16),
+    ("normaliser not updated", step_without_normaliser),
+):
+    tooth(
+        name,
+        lambda step: testing.assert_streaming(attention=running, step=step, rng=SEED),
+        one_step,
+        wrong_step,
+        check="assert_streaming",
+    )
+
+
+def causal(query, key, value, is_causal=True):
+    psi = np.exp(key) + 1e-6
+    kv, z = np.cumsum(outer(psi, value), axis=-3), np.cumsum(psi, axis=-2)
+    return read(np.exp(query), kv, z)
+
+
+def causal_shifted_by_maximum(query, key, value, is_causal=True):
+    psi = np.exp(key - np.max(key, axis=(-2, -1), keepdims=True)) + 1e-6
+    kv, z = np.cumsum(outer(psi, value), axis=-3), np.cumsum(psi, axis=-2)
+    return read(np.exp(query), kv, z)
+
+
+def strictly_upper(query, key, value, is_causal=True):
+    weights = np.exp(query) @ np.swapaxes(np.exp(key), -1, -2)
+    weights = np.tril(weights)
+    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
+
+
+def off_by_one(query, key, value, is_causal=True):
+    weights = np.exp(query) @ np.swapaxes(np.exp(key), -1, -2)
+    weights = np.tril(weights, k=1)
+    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
+
+
+for name, honest_attention, wrong_attention in (
+    ("a maximum over later keys as shift", causal, causal_shifted_by_maximum),
+    ("triangle off by one", strictly_upper, off_by_one),
+):
+    tooth(
+        name,
+        lambda attention: testing.assert_causal(attention=attention, rng=SEED),
+        honest_attention,
+        wrong_attention,
+        check="assert_causal",
+    )
+
+
+def whole(phi, psi, value):
+    return read(phi, np.swapaxes(psi, -1, -2)[..., None, :, :] @ value[..., None, :, :],
+                np.sum(psi, axis=-2, keepdims=True))  # fmt: skip
+
+
+def masked(query, key, value, key_mask=True):
+    keep = np.asarray(key_mask)[..., None]
+    psi, value = np.where(keep, np.exp(key), 0), np.where(keep, value, 0)
+    return whole(np.exp(query), psi, value)
+
+
+def masked_values_only(query, key, value, key_mask=True):
+    keep = np.asarray(key_mask)[..., None]
+    psi, value = np.exp(key), np.where(keep, value, 0)
+    return whole(np.exp(query), psi, value)
+
+
+def masked_by_product(query, key, value, key_mask=True):
+    keep = np.asarray(key_mask)[..., None]
+    psi, value = np.exp(key) * keep, value * keep
+    return whole(np.exp(query), psi, value)
+
+
+for name, wrong_mask, garbage in (
+    ("mask on values only", masked_values_only, (1.0,)),
+    ("mask multiplied with NaN", masked_by_product, (np.nan,)),
+):
+    tooth(
+        name,
+        lambda attention, garbage=garbage: testing.assert_mask_is_slice(
+            attention=attention, garbage=garbage, rng=SEED
+        ),
+        masked,
+        wrong_mask,
+        check="assert_mask_is_slice",
+    )
+
+
+def logs(x):
+    return x - square(x) / 2
+
+
+def full(query, key, value):
+    weights = np.exp(logs(query)) @ np.swapaxes(np.exp(logs(key)), -1, -2)
+    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
+
+
+def full_with_epsilon(query, key, value):
+    weights = np.exp(logs(query)) @ np.swapaxes(np.exp(logs(key)), -1, -2)
+    return weights @ value / (np.sum(weights, axis=-1, keepdims=True) + 1e-6)
+
+
+def full_scaled_by_batch(query, key, value):
+    key = key / np.std(key)
+    weights = np.exp(logs(query)) @ np.swapaxes(np.exp(logs(key)), -1, -2)
+    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
+
+
+def full_scaled_by_itself(query, key, value):
+    key = key / np.std(key, axis=(-2, -1), keepdims=True)
+    weights = np.exp(logs(query)) @ np.swapaxes(np.exp(logs(key)), -1, -2)
+    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
+
+
+def full_with_recency(query, key, value):
+    weights = np.exp(logs(query)) @ np.swapaxes(np.exp(logs(key)), -1, -2)
+    weights = weights * 0.99 ** np.arange(key.shape[-2])
+    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
+
+
+tooth(
+    "epsilon in the denominator",
+    lambda attention: testing.assert_normalized(
+        attention=attention, magnitudes=(0.5, 2.5), rng=SEED
+    ),
+    full,
+    full_with_epsilon,
+    check="assert_normalized",
+)
+tooth(
+    "standardised over the batch",
+    lambda attention: testing.assert_batch_independent(attention=attention, rng=SEED),
+    full_scaled_by_itself,
+    full_scaled_by_batch,
+    check="assert_batch_independent",
+)
+tooth(
+    "weights by position",
+    lambda attention: testing.assert_permutation_invariant(attention=attention, rng=SEED),
+    full,
+    full_with_recency,
+    check="assert_permutation_invariant",
+)
+
+
+def reduced(key, value):
+    log_scale = np.max(key, axis=-2)
+    psi = np.exp(key - log_scale[..., None, :])
+    v1 = np.concatenate([value, np.ones_like(value[..., :1])], axis=-1)
+    return np.swapaxes(psi, -1, -2) @ v1, log_scale
+
+
+def merged(first, second):
+    log_scale = np.maximum(first[1], second[1])
+    kvz = sum(part[0] * np.exp(part[1] - log_scale)[..., None] for part in (first, second))
+    return kvz, log_scale
+
+
+def merged_without_rescaling(first, second):
+    log_scale = np.maximum(first[1], second[1])
+    kvz = sum(part[0] for part in (first, second))
+    return kvz, log_scale
+
+
+def read_state(query, state):
+    out = np.exp(query) @ (state[0] * np.exp(state[1])[..., None])
+    return out[..., :-1] / out[..., -1:]
+
+
+tooth(
+    "merge without rescaling",
+    lambda merge: testing.assert_merge_associative(
+        reduce=reduced, merge=merge, read=read_state, rng=SEED
+    ),
+    merged,
+    merged_without_rescaling,
+    check="assert_merge_associative",
+)
+
+
+# Gradients.
+
+
+def average(logits):
+    weights = np.exp(logits)
+    return np.sum(weights * LARGER, axis=-1) / np.sum(weights, axis=-1)
+
+
+def average_vjp(logits):
+    out, share = average(logits), np.exp(logits) / np.sum(np.exp(logits), axis=-1, keepdims=True)
+    return out, lambda g: (share * (LARGER - out[:, None]) * g[:, None],)
+
+
+def average_vjp_without_denominator(logits):
+    out, share = average(logits), np.exp(logits) / np.sum(np.exp(logits), axis=-1, keepdims=True)
+    return out, lambda g: (share * LARGER * g[:, None],)
+
+
+tooth(
+    "gradient without the denominator's term",
+    lambda vjp: testing.assert_gradient(average, vjp, np.sin(LARGER), rng=SEED),
+    average_vjp,
+    average_vjp_without_denominator,
+    check="assert_gradient",
+)
+
+
+# Arrays and objects.
+
+
+def doubled(x):
+    return 2 * x
+
+
+def doubled_through_numpy(x):
+    return np.asarray(2 * x)
+
+
+def doubled_in_float64(x):
+    return np.float64(2) * x
+
+
+def doubled_in_place(x):
+    x *= 2
+    return x
+
+
+def strict_array():
+    strict = pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
+    return strict.asarray(LARGER)
+
+
+tooth(
+    "NumPy returned for another library's arrays",
+    lambda function: testing.assert_namespace_preserved(function, strict_array()),
+    doubled,
+    doubled_through_numpy,
+    check="assert_namespace_preserved",
+)
+tooth(
+    "float32 becomes float64",
+    lambda function: testing.assert_namespace_preserved(function, LARGER.astype(np.float32)),
+    doubled,
+    doubled_in_float64,
+    check="assert_namespace_preserved",
+)
+tooth(
+    "input scaled in place",
+    lambda function: testing.assert_inputs_unchanged(function, LARGER.copy()),
+    doubled,
+    doubled_in_place,
+    check="assert_inputs_unchanged",
+)
+tooth(
+    "a lambda in the map",
+    testing.assert_picklable,
+    Sketch(np.random.default_rng(0), favor),
+    Sketch(np.random.default_rng(0), lambda x, omega: favor(x, omega)),
+    rng=SEED,
+)
+
+
+class Redrawn(Sketch):
+    def __init__(self, rng):
+        super().__init__(rng, favor)
+
+    def redraw(self, rng):
+        return Redrawn(rng)
+
+    def kernel(self, x, y):
+        return kernel(x, y)
+
+
+class RedrawnFromEntropy(Redrawn):
+    def redraw(self, rng):
+        return RedrawnFromEntropy(None)
+
+
+def checked(feature_map):
+    skipped = set(testing.check.CHECKS) - {"redraw", "features"}
+    report = testing.check_feature_map(feature_map, skip=skipped, rng=SEED)
+    return testing.Evidence("check_feature_map", report.summary, report.false_alarm_rate)
+
+
+tooth(
+    "a redraw that ignores its seed",
+    checked,
+    Redrawn(np.random.default_rng(0)),
+    RedrawnFromEntropy(np.random.default_rng(0)),
+    check="redraw",
+)
+
+NAMES = [case.name for case in TEETH]
+
+
+@pytest.fixture(params=TEETH, ids=NAMES)
+def case(request):
+    return request.param
+
+
+def test_honest_twin_passes(case):
+    with np.errstate(all="ignore"):
+        evidence = case.assertion(case.honest)
+    assert evidence.false_alarm_rate in (0.0, RATE)
+
+
+def test_wrong_twin_is_caught_by_the_named_assertion(case):
+    with np.errstate(all="ignore"), pytest.raises(AssertionError, match=rf"\b{case.check}\b"):
+        case.assertion(case.wrong)
+
+
+def test_there_are_teeth_enough():
+    assert len(set(NAMES)) == len(NAMES) >= 20
+    assertions = {name for name in testing.__all__ if name.startswith("assert_")}
+    assert assertions <= {case.check for case in TEETH}
+
+
+def test_total_false_alarm_rate():
+    """Stated at the top: every honest twin decided by chance has its rate, and they add up."""
+    assert len(TEETH) * RATE <= TOTAL_FALSE_ALARM_RATE < 1e-6
+
+
+def test_orthogonal_blocks_of_this_file_are_those_of_the_library():
+    rows = fresh_blocks(8, D, np.random.default_rng(SEED))
+    ours = orthogonal(8, D, SEED)
+    for block in (rows[:D], ours[:D]):
+        gram = block @ block.T
+        np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-12)

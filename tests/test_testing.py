@@ -1,0 +1,633 @@
+"""`linattn.testing`: thresholds against known answers, strategies, refusals and the report.
+
+What chance decides fails in at most `TOTAL_FALSE_ALARM_RATE` of all runs. Fresh draws:
+
+    LINATTN_TEST_SEED=1 HYPOTHESIS_PROFILE=fresh pytest tests/test_testing.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from math import comb, exp, expm1, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import linattn
+from linattn import testing
+from linattn.feature_maps import (
+    ActivationFeatures,
+    EluFeatures,
+    GeneralizedExponentialFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    Reparametrized,
+    TrigonometricFeatures,
+)
+from linattn.sampling import SAMPLERS, gaussian, orthogonal
+from linattn.testing.check import CHECKS, Row
+from linattn.testing.moments import block_kurtosis, exponential_moments, orthogonal_block_moment
+from linattn.testing.statistics import (
+    at_most_test,
+    bernstein_bound,
+    detectable_shift,
+    moment_bound,
+    score_test,
+)
+from linattn.typing import Features
+
+SEED = int(os.environ.get("LINATTN_TEST_SEED", "0"))
+
+# At most 200 runs of assertions at 1e-9 (one property, in the profile "fresh", has 200 examples
+# at 1e-11), and six counts of errors that a binomial law exceeds with less than 1e-9 each.
+TOTAL_FALSE_ALARM_RATE = 3e-7
+
+UNBIASED = sorted(name for name, sampler in SAMPLERS.items() if sampler.unbiased)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(SEED)
+
+
+class TestKnownAnswers:
+    @pytest.mark.parametrize(
+        ("v", "rate", "num_draws", "expected"),
+        [
+            (0.1, 1e-6, 256, 5.49),
+            (0.1, 1e-6, 4096, 5.34),
+            (0.25, 1e-6, 256, 5.71),
+            (0.25, 1e-6, 2**20, 5.32),
+            (0.5, 1e-6, 256, 7.35),
+            (0.5, 1e-6, 65536, 5.37),
+            (1.0, 1e-6, 256, 17.9),
+            (1.0, 1e-6, 2**20, 6.24),
+            (4.0, 1e-6, 256, 436),
+            (4.0, 1e-6, 2**20, 58.6),
+            (0.25, 1e-9, 4096, 6.61),
+            (0.5, 1e-9, 65536, 7.16),
+            (1.0, 1e-9, 4096, 19.9),
+        ],
+    )
+    def test_moment_bound_in_standard_errors(self, v, rate, num_draws, expected):
+        bound = moment_bound(exponential_moments(v, 60), num_draws, false_alarm_rate=rate)
+        assert bound / sqrt(expm1(v) / num_draws) == pytest.approx(expected, rel=3e-3)
+
+    def test_moments_of_a_row(self):
+        v = 1.06
+        moments = exponential_moments(v, 4)
+        assert moments[:2] == [1.0, 0.0]
+        assert moments[2] == pytest.approx(expm1(v), rel=1e-14)
+        assert moments[4] == pytest.approx(exp(6 * v) - 4 * exp(3 * v) + 6 * exp(v) - 3, rel=1e-13)
+
+    def test_moments_do_not_cancel_at_small_norms(self):
+        double_factorial = 3 * 5 * 7 * 9 * 11 * 13 * 15 * 17 * 19
+        moments = exponential_moments(1e-6, 20)
+        assert moments[20] == pytest.approx(double_factorial * 1e-60, rel=1e-3)
+
+    @pytest.mark.parametrize(
+        ("powers", "v", "expected"),
+        [
+            ((1, 1), 1.06, 2.67890477976820765),
+            ((1, 1), -0.86, 0.390836705928013969),
+            ((2, 1, 1), 0.25, 2.0357329137795991),
+            ((3,), 0.5, exp(9 * 0.25)),
+        ],
+    )
+    def test_joint_moment_of_a_block(self, powers, v, expected):
+        assert orthogonal_block_moment(powers, v, 4) == pytest.approx(expected, rel=1e-13)
+
+    def test_fourth_moment_of_a_block(self):
+        x = np.full((1, 4), 0.25 / sqrt(4) * 1.0)
+        feature_map = PositiveFeatures(4, 4, scale=1.0, rng=0)
+        v = float(np.sum((2 * x) ** 2))
+        relative = feature_map.variance(x, x)[0, 0] / feature_map.kernel(x, x)[0, 0] ** 2
+        assert v == pytest.approx(0.25)
+        kurtosis = block_kurtosis("positive", v, 4, 4, orthogonal=True)
+        assert kurtosis * relative**2 == pytest.approx(0.0141045230799416574, rel=1e-9)
+
+    @pytest.mark.parametrize(
+        ("v", "dim", "together", "alone"),
+        [(0.25, 4, 3.11, 4.47), (0.25, 8, 2.69, 3.74), (0.25, 16, 2.70, 3.37), (1, 8, 17, None)],
+    )
+    def test_kurtosis_of_blocks(self, v, dim, together, alone):
+        assert block_kurtosis("positive", v, dim, dim, orthogonal=True) == pytest.approx(
+            together, rel=5e-3
+        )
+        if alone is not None:
+            assert block_kurtosis("positive", v, dim, dim, orthogonal=False) == pytest.approx(
+                alone, rel=2e-3
+            )
+
+    @pytest.mark.parametrize("kind", ["positive", "paired", "trigonometric"])
+    @pytest.mark.parametrize("A", [0.0, -0.2])
+    def test_kurtosis_of_one_row_by_quadrature(self, kind, A):
+        if kind == "trigonometric" and A:
+            pytest.skip("trigonometric: no tilt")
+        nodes, weights = np.polynomial.hermite_e.hermegauss(200)
+        weights = weights / weights.sum()
+        v = 0.7
+        u = sqrt(v * (1 - 4 * A)) * nodes
+        row = {"positive": np.exp(u), "paired": np.cosh(u), "trigonometric": np.cos(u)}[kind]
+        row = row * np.exp(2 * A * nodes**2)
+        row = row - weights @ row
+        expected = (weights @ row**4) / (weights @ row**2) ** 2
+        for is_orthogonal in (False, True):
+            got = block_kurtosis(kind, v, 1, 1, orthogonal=is_orthogonal, A=A)
+            assert got == pytest.approx(expected, rel=1e-9)
+
+    def test_blocks_of_one_row_are_independent_rows(self):
+        one = block_kurtosis("paired", 0.5, 1, 3, orthogonal=False)
+        many = block_kurtosis("paired", 0.5, 7, 3, orthogonal=False)
+        assert many - 3 == pytest.approx((one - 3) / 7, rel=1e-9)
+        partial = block_kurtosis("positive", 0.5, 5, 4, orthogonal=True)
+        assert partial != pytest.approx(block_kurtosis("positive", 0.5, 4, 4, orthogonal=True))
+
+    def test_bernstein(self):
+        variance = 0.166370991637997796
+        bound = bernstein_bound(variance, 2.0, 4096, false_alarm_rate=1e-6)
+        assert bound == pytest.approx(0.0368, abs=5e-5)
+
+    def test_score_is_a_mean_of_six_and_a_half_standard_errors(self):
+        deviations = np.full(10**6, 6.6e-3)
+        assert not score_test(deviations, 1.0).passed
+        assert not score_test(-deviations, 1.0).passed
+        assert score_test(deviations * (6.4 / 6.6), 1.0).passed
+        assert score_test(-deviations, 1.0, side="above").passed
+        assert score_test(deviations, 1.0, rounding=1e-3).passed
+        assert not score_test(np.append(np.zeros(99), np.nan), 1.0).passed
+
+    @pytest.mark.parametrize("rate", [0.0, 1.0, 2.0, -1e-9, 1, "1e-9"])
+    def test_rates_are_checked(self, rate):
+        for call in (
+            lambda: score_test(np.zeros(9), 1.0, false_alarm_rate=rate),
+            lambda: moment_bound([1, 0, 1], 9, false_alarm_rate=rate),
+            lambda: bernstein_bound(1, 1, 9, false_alarm_rate=rate),
+            lambda: at_most_test(np.zeros(9), 1.0, 2.0, false_alarm_rate=rate),
+            lambda: detectable_shift(1.0, 9, false_alarm_rate=rate),
+        ):
+            with pytest.raises(ValueError, match="false_alarm_rate must be"):
+                call()
+
+    def test_arguments_are_checked(self):
+        with pytest.raises(ValueError, match="side must be"):
+            score_test(np.zeros(9), 1.0, side="below")
+        with pytest.raises(ValueError, match="central_moments must have"):
+            moment_bound([1, 0], 9)
+        with pytest.raises(ValueError, match="want a kind"):
+            block_kurtosis("even", 0.5, 4, 4, orthogonal=True)
+
+
+def exceeds(trials, rate):
+    """Count that a binomial law of this rate exceeds with probability below 1e-9."""
+    tail, count = 1.0, 0
+    while tail >= 1e-9:
+        tail -= comb(trials, count) * rate**count * (1 - rate) ** (trials - count)
+        count += 1
+    return count - 1
+
+
+class TestErrorRates:
+    """Rates large enough to be counted: at 1 % each, over many repetitions at once."""
+
+    REPEATS, DRAWS, RATE = 900, 300, 0.01
+
+    def draws(self, rng, law):
+        shape = (self.REPEATS, self.DRAWS)
+        if law == "two points":
+            return np.where(rng.random(shape) < 1 / 3000, 2999.0, -1.0), 2999.0
+        return np.exp(rng.standard_normal(shape) - 0.5) - 1, expm1(1.0)
+
+    @pytest.mark.parametrize("law", ["lognormal", "two points"])
+    def test_score_test_keeps_its_rate_and_its_promise(self, rng, law):
+        draws, variance = self.draws(rng, law)
+        shift = detectable_shift(variance, self.DRAWS, false_alarm_rate=self.RATE)
+        alarms, misses = 0, 0
+        for row in draws:
+            alarms += not score_test(row, variance, false_alarm_rate=self.RATE).passed
+            moved = row + shift
+            misses += score_test(moved, variance, false_alarm_rate=self.RATE).passed
+        assert alarms <= exceeds(self.REPEATS, self.RATE)
+        assert misses <= exceeds(self.REPEATS, 0.01)
+
+    def test_naive_threshold_does_not(self, rng):
+        """Why thresholds are not a few standard errors: what the kit is there to avoid."""
+        draws, variance = self.draws(rng, "two points")
+        z = np.mean(draws, axis=1) / sqrt(variance / self.DRAWS)
+        alarms = np.sum(np.abs(z) > 2.5758)
+        assert alarms > exceeds(self.REPEATS, self.RATE)
+
+    def test_at_most(self, rng):
+        draws, _ = self.draws(rng, "lognormal")
+        y = draws + 1
+        alarms = sum(
+            not at_most_test(row, 1.0, 20.0, false_alarm_rate=self.RATE).passed for row in y
+        )
+        assert alarms <= exceeds(self.REPEATS, self.RATE)
+        assert not at_most_test(y[0], 0.3, 6.0).passed
+        assert not at_most_test(np.full(50, 9.0), 1.0, 2.0).passed
+
+    def test_bernstein(self, rng):
+        draws = rng.random((self.REPEATS, self.DRAWS)) < 0.02
+        allowed = bernstein_bound(0.02 * 0.98, 0.98, self.DRAWS, false_alarm_rate=self.RATE)
+        alarms = np.sum(np.abs(np.mean(draws, axis=1) - 0.02) >= allowed)
+        assert alarms <= exceeds(self.REPEATS, self.RATE)
+
+
+MAPS = {
+    "positive": lambda sampler: PositiveFeatures(3, 6, sampler=sampler, rng=SEED),
+    "hyperbolic": lambda sampler: HyperbolicFeatures(3, 8, sampler=sampler, rng=SEED),
+    "trigonometric": lambda sampler: TrigonometricFeatures(3, 8, sampler=sampler, rng=SEED),
+    "tilted": lambda sampler: GeneralizedExponentialFeatures(
+        3, 8, A=-0.1, sampler=sampler, rng=SEED
+    ),
+    "shifted": lambda sampler: Reparametrized(
+        PositiveFeatures(3, 6, sampler=sampler, rng=SEED), np.full(3, 0.1), np.full(3, -0.2)
+    ),
+    "relu": lambda sampler: ActivationFeatures(3, 6, sampler=sampler, rng=SEED),
+}
+
+
+class TestEstimates:
+    @pytest.mark.parametrize("sampler", UNBIASED)
+    @pytest.mark.parametrize("name", MAPS)
+    def test_every_unbiased_pair(self, name, sampler):
+        feature_map = MAPS[name](sampler)
+        assert feature_map.unbiased
+        num_draws = 800 if sampler in ("sobol", "halton") else 1500
+        evidence = testing.assert_unbiased(feature_map, num_draws=num_draws, rng=SEED)
+        assert evidence.false_alarm_rate == 1e-9
+        assert 0 < evidence.detectable < 0.5
+
+    @pytest.mark.parametrize("sampler", ["gaussian", "orthogonal"])
+    @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "tilted"])
+    def test_exact_variance(self, name, sampler):
+        evidence = testing.assert_variance(MAPS[name](sampler), num_draws=3000, rng=SEED)
+        assert "approximate" not in evidence.detail
+        assert 0 < evidence.detectable < 0.6
+
+    @given(
+        feature_map=testing.feature_maps(samplers=("gaussian", "orthogonal")),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def test_any_map_is_unbiased(self, feature_map, seed):
+        try:
+            testing.assert_unbiased(feature_map, num_draws=600, false_alarm_rate=1e-11, rng=seed)
+        except testing.UntestableError:
+            assume(False)
+
+    def test_seed_repeats_the_draws(self):
+        feature_map = PositiveFeatures(3, 6, rng=0)
+        messages = []
+        for seed in (1, 1, 2):
+            with pytest.raises(AssertionError) as caught:
+                testing.assert_unbiased(
+                    feature_map,
+                    x=np.full((1, 3), 0.3),
+                    y=np.full((1, 3), 0.3),
+                    kernel=lambda x, y: 1.5 * feature_map.kernel(x, y),
+                    num_draws=1500,
+                    rng=seed,
+                )
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1] != messages[2]
+        assert messages[0].startswith("assert_unbiased: mean ")
+
+    def test_long_vectors_are_refused(self):
+        x = np.full((1, 4), 1.0)
+        feature_map = PositiveFeatures(4, 64, rng=0)
+        with pytest.raises(testing.UntestableError, match=r"at most 2, got 8.*no test of means"):
+            testing.assert_unbiased(feature_map, x, x)
+        with pytest.raises(testing.UntestableError, match="at most 2"):
+            testing.assert_variance(feature_map, x, x)
+        assert testing.assert_unbiased(feature_map, x, -x, num_draws=400).detectable < 1e-6
+
+    def test_too_few_draws_are_refused(self):
+        x = np.full((1, 4), 0.4)
+        with pytest.raises(testing.UntestableError, match="num_draws is too small"):
+            testing.assert_unbiased(PositiveFeatures(4, 4, rng=0), x, x, num_draws=60)
+        with pytest.raises(testing.UntestableError, match="num_draws is too small"):
+            testing.assert_variance(PositiveFeatures(4, 4, rng=0), x, x, num_draws=200)
+
+    def test_given_projection_is_refused(self):
+        feature_map = PositiveFeatures.from_projection(np.eye(4))
+        with pytest.raises(testing.UntestableError, match="whose projection was given"):
+            testing.assert_unbiased(feature_map)
+
+    def test_no_variance_is_refused(self):
+        sampler = lambda num, dim, rng: gaussian(num, dim, rng)  # noqa: E731
+        feature_map = PositiveFeatures(4, 8, sampler=sampler, rng=0)
+        with pytest.raises(testing.UntestableError, match="variance= must be given"):
+            testing.assert_unbiased(feature_map)
+        known = PositiveFeatures(4, 8, sampler="gaussian", rng=0)
+        testing.assert_unbiased(feature_map, variance=known.variance, num_draws=1000, rng=SEED)
+
+    def test_deterministic_map(self):
+        assert testing.assert_unbiased(EluFeatures()).false_alarm_rate == 0
+        with pytest.raises(AssertionError, match="the map is deterministic here"):
+            testing.assert_unbiased(EluFeatures(), kernel=lambda x, y: x @ np.swapaxes(y, -1, -2))
+        with pytest.raises(testing.UntestableError, match="must be random"):
+            testing.assert_variance(EluFeatures())
+
+    @pytest.mark.parametrize("wrong", [3, "PositiveFeatures", lambda rng: 3])
+    def test_not_a_map(self, wrong):
+        with pytest.raises(TypeError, match="map_or_factory must be"):
+            testing.assert_unbiased(wrong)
+
+    def test_pairs_are_checked(self):
+        with pytest.raises(ValueError, match="pairs of shape"):
+            testing.assert_unbiased(EluFeatures(), np.ones((2, 3)), np.ones((3, 3)))
+        with pytest.raises(ValueError, match="must not be negative"):
+            testing.assert_unbiased(PositiveFeatures(3, 6, rng=0), variance=-1.0)
+        with pytest.raises(ValueError, match="relation must be"):
+            testing.assert_variance(PositiveFeatures(3, 6, rng=0), relation="about")
+
+    def test_claims_as_numbers_and_other_libraries(self):
+        strict = pytest.importorskip("array_api_strict", reason="array-api-strict is missing")
+        x = np.array([[0.3, 0.1], [0.2, -0.4]])
+        feature_map = TrigonometricFeatures(2, 16, scale=1.0, rng=0)
+        kernel = np.exp(np.sum(x * x[::-1], axis=-1))
+        testing.assert_unbiased(
+            feature_map,
+            strict.asarray(x),
+            strict.asarray(x[::-1].copy()),
+            kernel=kernel,
+            variance=1.0,
+            num_draws=300,
+            rng=SEED,
+        )
+
+    def test_variance_without_a_known_kurtosis(self):
+        feature_map = PositiveFeatures(4, 8, sampler="simplex", rng=0)
+        evidence = testing.assert_variance(feature_map, num_draws=2000, rng=SEED)
+        assert "approximate rate" in evidence.detail
+        evidence = testing.assert_variance(
+            feature_map, relation="at_most", num_draws=2000, rng=SEED
+        )
+        assert "approximate" not in evidence.detail
+        known = testing.assert_variance(
+            feature_map, kurtosis=12.0, relation="at_most", num_draws=2000, rng=SEED
+        )
+        assert known.detectable < evidence.detectable
+        with pytest.raises(AssertionError, match="want at most"):
+            testing.assert_variance(
+                feature_map,
+                variance=lambda x, y: feature_map.variance(x, y) / 4,
+                relation="at_most",
+                num_draws=4000,
+                rng=SEED,
+            )
+
+    def test_at_most_allows_less(self):
+        feature_map = PositiveFeatures(4, 8, rng=0)
+        larger = lambda x, y: 3 * feature_map.variance(x, y)  # noqa: E731
+        testing.assert_variance(
+            feature_map, variance=larger, relation="at_most", num_draws=1500, rng=SEED
+        )
+        with pytest.raises(AssertionError, match="want equal"):
+            testing.assert_variance(feature_map, variance=larger, num_draws=1500, rng=SEED)
+
+    def test_map_of_each_head(self, rng):
+        feature_map = GeneralizedExponentialFeatures(
+            4, 16, A=[-0.1, -0.02, 0.01], sampler="gaussian", rng=0
+        )
+        testing.assert_unbiased(feature_map, num_draws=1500, rng=SEED)
+        assert testing.check_feature_map(feature_map, skip=("mean", "variance")).passed
+
+    @pytest.mark.parametrize("sampler", UNBIASED)
+    def test_rows_of_unbiased_samplers(self, sampler):
+        testing.assert_gaussian_rows(SAMPLERS[sampler], 6, 4, num_draws=3000, rng=SEED)
+
+    def test_rows_of_biased_samplers(self):
+        for sampler in ("quantile", "fixed_norm"):
+            with pytest.raises(AssertionError, match="assert_gaussian_rows"):
+                testing.assert_gaussian_rows(SAMPLERS[sampler], 4, 4, rng=SEED)
+        with pytest.raises(AssertionError, match=r"want rows of shape \(8, 4\)"):
+            testing.assert_gaussian_rows(lambda num, dim, rng: np.zeros((num, dim + 1)))
+
+
+class TestStrategies:
+    @given(data=st.data())
+    def test_query_key_value_belong_together(self, xp_any_shape, data):
+        xp = xp_any_shape.xp
+        arrays = data.draw(testing.query_key_value(xp=xp, dtype="float32", max_length=9, dim=3))
+        query, key, value = arrays
+        assert {str(a.dtype).removeprefix("array_api_strict.") for a in arrays} == {"float32"}
+        assert query.shape[-1] == key.shape[-1] == 3
+        assert key.shape[-2] == value.shape[-2] <= 9
+        output = linattn.linear_attention(query, key, value, EluFeatures())
+        assert tuple(output.shape) == (*query.shape[:-1], value.shape[-1])
+
+    @given(arrays=testing.query_key_value(same_length=True, max_length=7))
+    def test_same_length_suits_causal_attention(self, arrays):
+        query, key, value = arrays
+        output = linattn.linear_attention(query, key, value, EluFeatures(), is_causal=True)
+        assert np.isfinite(output).all()
+
+    @given(data=st.data(), dtype=st.sampled_from(["float32", "float64"]))
+    def test_vectors_are_bounded(self, xp_any_shape, data, dtype):
+        vectors = data.draw(
+            testing.norm_bounded_vectors(num=4, max_norm=0.25, xp=xp_any_shape.xp, dtype=dtype)
+        )
+        host = xp_any_shape.numpy(vectors) if xp_any_shape.name != "dask" else np.asarray(vectors)
+        assert host.shape[0] == 4
+        assert np.linalg.norm(host, axis=-1).max() <= 0.25
+
+    @given(feature_map=testing.feature_maps(dim=3, softmax_kernel=True, samplers=("gaussian",)))
+    def test_maps_are_as_asked(self, feature_map):
+        assert feature_map.softmax_kernel
+        assert feature_map.dim == 3
+        assert feature_map.sampler == "gaussian"
+
+    @given(feature_map=testing.feature_maps())
+    def test_any_map_holds_together(self, feature_map):
+        """Everything that chance does not decide, on maps of any size."""
+        skip = {"mean", "variance", "namespace"}
+        assert testing.check_feature_map(feature_map, skip=skip).passed
+
+
+class Own:
+    """The least that a map of the user's must have."""
+
+    num_features = 4
+
+    def query_features(self, x):
+        return Features(None, np.exp(x))
+
+    key_features = query_features
+
+
+class OwnPositional(Own):
+    def key_features(self, x):
+        return Features(None, np.exp(x) * 0.9 ** np.arange(x.shape[-2])[:, None])
+
+
+class OwnBroken(Own):
+    def key_features(self, x):
+        message = "no keys today"
+        raise KeyError(message)
+
+
+class TestCheckFeatureMap:
+    def test_report(self):
+        report = testing.check_feature_map(PositiveFeatures(4, 8, rng=0), num_draws=800, rng=SEED)
+        assert report.passed
+        assert [row.check for row in report.rows] == [*CHECKS]
+        assert {row.result for row in report.rows} == {"passed"}
+        assert report.false_alarm_rate == pytest.approx(2e-9)
+        lines = str(report).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith("PositiveFeatures(dim=4")
+        assert "14 passed, 0 FAILED, 0 skipped" in str(report)
+        assert all(isinstance(row, Row) for row in report.rows)
+
+    def test_biased_map_is_held_to_its_own_mean(self):
+        feature_map = PositiveFeatures(4, 16, sampler="fixed_norm", rng=0)
+        skip = set(CHECKS) - {"mean"}
+        report = testing.check_feature_map(feature_map, num_draws=800, rng=SEED, skip=skip)
+        (row,) = (row for row in report.rows if row.check == "mean")
+        assert (row.result, row.detail.split(";")[0]) == ("passed", "biased as it says")
+
+    def test_deterministic_rows_are_skipped_and_say_so(self):
+        report = testing.check_feature_map(EluFeatures(3))
+        skipped = {row.check: row.detail for row in report.rows if row.result == "skipped"}
+        assert skipped == dict.fromkeys(("variance", "redraw"), "the map is deterministic")
+        assert report.false_alarm_rate == 0
+
+    def test_given_projection(self):
+        report = testing.check_feature_map(PositiveFeatures.from_projection(np.eye(4)))
+        skipped = {row.check for row in report.rows if row.result == "skipped"}
+        assert skipped == {"mean", "variance", "redraw"}
+
+    def test_factory(self):
+        report = testing.check_feature_map(
+            lambda rng: PositiveFeatures(4, 8, sampler=orthogonal, rng=rng), num_draws=800, rng=SEED
+        )
+        assert report.passed
+
+    def test_own_map(self):
+        skip = ("mean", "namespace")
+        report = testing.check_feature_map(Own(), skip=skip)
+        assert report.passed
+        assert [row.check for row in report.rows if row.detail == "as asked"] == [*skip]
+
+    def test_map_with_positions(self):
+        report = testing.check_feature_map(
+            OwnPositional(), skip=("mean", "namespace", "streaming"), on_fail="return"
+        )
+        results = {row.check: row.result for row in report.rows}
+        assert results["permutation"] == results["merge"] == "skipped"
+
+    def test_what_a_map_raises_is_in_the_report(self):
+        with pytest.raises(AssertionError, match="KeyError: 'no keys today'"):
+            testing.check_feature_map(OwnBroken())
+        report = testing.check_feature_map(OwnBroken(), on_fail="return")
+        assert not report.passed
+        assert report.rows[0].result == "FAILED"
+
+    def test_steps_are_announced(self):
+        steps: list[str] = []
+        report = testing.check_feature_map(EluFeatures(3), notify=steps.append)
+        assert steps == [row.what for row in report.rows]
+
+    def test_arguments_are_checked(self):
+        with pytest.raises(ValueError, match="skip must name checks out of features, mean"):
+            testing.check_feature_map(EluFeatures(), skip=("speed",))
+        with pytest.raises(ValueError, match="on_fail must be"):
+            testing.check_feature_map(EluFeatures(), on_fail="warn")
+        with pytest.raises(TypeError, match="map_or_factory must be"):
+            testing.check_feature_map(7)  # type: ignore[arg-type]
+
+
+class TestOtherAssertions:
+    @pytest.mark.parametrize(
+        "assertion",
+        [
+            testing.assert_batch_independent,
+            testing.assert_causal,
+            testing.assert_mask_is_slice,
+            testing.assert_merge_associative,
+            testing.assert_normalized,
+            testing.assert_permutation_invariant,
+            testing.assert_streaming,
+        ],
+    )
+    def test_something_to_test_is_needed(self, assertion):
+        with pytest.raises(TypeError, match="want a feature_map"):
+            assertion()
+
+    def test_streaming_needs_a_step(self):
+        with pytest.raises(TypeError, match="want step="):
+            testing.assert_streaming(attention=lambda query, key, value, is_causal: value)
+
+    def test_softmax_attention(self):
+        attention = linattn.softmax_attention
+        testing.assert_causal(attention=attention)
+        testing.assert_mask_is_slice(attention=attention)
+        testing.assert_normalized(attention=attention)
+        testing.assert_permutation_invariant(attention=attention)
+        testing.assert_batch_independent(attention=attention, is_causal=True)
+
+    def test_shapes_and_nan_fail(self):
+        with pytest.raises(AssertionError, match="want shape"):
+            testing.assert_normalized(attention=lambda q, k, v: v[..., :1])
+        with pytest.raises(AssertionError, match="largest difference nan"):
+            testing.assert_normalized(attention=lambda q, k, v: v * np.nan)
+
+    def test_gradient(self):
+        x, y = np.linspace(0.5, 2, 6).reshape(2, 3), np.linspace(1, 2, 6).reshape(2, 3)
+
+        def function(x, y):
+            return np.sin(x) * y
+
+        def vjp(x, y):
+            return function(x, y), lambda g: (g * np.cos(x) * y, g * np.sin(x))
+
+        testing.assert_gradient(function, vjp, x, y, rng=SEED)
+        with pytest.raises(TypeError, match="must be float64"):
+            testing.assert_gradient(function, vjp, *(a.astype(np.float32) for a in (x, y)))
+        for wrong, words in (
+            (lambda x, y: (2 * function(x, y), vjp(x, y)[1]), "output of vjp"),
+            (lambda x, y: (function(x, y), lambda g: (g * np.cos(x) * y,)), "want 2 gradients"),
+            (lambda x, y: (function(x, y), lambda g: (g[:1], g)), "of shape"),
+            (lambda x, y: (function(x, y), lambda g: (g * np.cos(x) * y, g)), "gradient 1: slope"),
+        ):
+            with pytest.raises(AssertionError, match=words):
+                testing.assert_gradient(function, wrong, x, y, rng=SEED)
+
+    def test_namespace(self):
+        with pytest.raises(AssertionError, match="returned no array"):
+            testing.assert_namespace_preserved(lambda x: 3, np.ones(3))
+
+    def test_pickle_of_another_map(self):
+        class Forgetful(Own):
+            def __init__(self, factor=1.0):
+                self.factor = factor
+
+            def query_features(self, x):
+                return Features(None, self.factor * x)
+
+            key_features = query_features
+
+            def __reduce__(self):
+                return EluFeatures, (4,)
+
+        with pytest.raises(AssertionError, match="assert_picklable"):
+            testing.assert_picklable(Forgetful(2.0))
+
+
+def test_missing_extra_is_named():
+    program = "import sys; sys.modules['hypothesis'] = None; import linattn; import linattn.testing"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 1
+    assert "ImportError: linattn.testing needs hypothesis: pip install 'linattn[testing]'" in (
+        finished.stderr
+    )
+
+
+def test_total_false_alarm_rate():
+    assert 200 * 1e-9 + 200 * 1e-11 + 6 * 1e-9 <= TOTAL_FALSE_ALARM_RATE < 1e-6
