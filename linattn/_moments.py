@@ -257,10 +257,6 @@ class _NormLaw(Protocol):
         """Whether the mean over strata is the law of N(0, I)."""
         ...
 
-    def growth(self, A: float) -> float:
-        """How fast ``powers`` may grow with k, at least 1."""
-        ...
-
     def powers(self, count: int, A: float, power: int = 1) -> Floats:
         """Return mu of exp(w.z): W^power ((1 - 4A) q)^k / (b)_k, W = (1 - 4A)^b exp(4 A q)."""
         ...
@@ -281,10 +277,6 @@ class _PointNorms:
     dim: int
     q: Floats
     unbiased = False
-
-    def growth(self, A: float) -> float:
-        """See `_NormLaw`."""
-        return max(1.0, (1 - 4 * A) * float(self.q.max()) / (self.dim / 2))
 
     def powers(self, count: int, A: float, power: int = 1) -> Floats:
         """See `_NormLaw`."""
@@ -321,10 +313,6 @@ class _StratifiedNorms:
     def _edges(self) -> Floats:
         levels = np.arange(1, self.num) / self.num
         return _half_square_quantiles(levels, self.dim, "stratified")
-
-    def growth(self, A: float) -> float:
-        """See `_NormLaw`."""
-        return 1.0
 
     def powers(self, count: int, A: float, power: int = 1) -> Floats:
         """See `_NormLaw`: the first powers, by the incomplete gamma function of order b + k."""
@@ -405,7 +393,7 @@ def _norm_gap(law: _NormLaw, kind: str, sq_norm: Floats, num: int, A: float) -> 
     pairs = count_pairs(num, law.dim) / num**2
     if kind == "trigonometric":
         return _norm_gap_trig(law, v, num, pairs)
-    mean, spread = _moments_of_strata(law.powers(_num_terms(law.growth(A) * v), A))
+    mean, spread = _moments_of_strata(law.powers(_num_terms(v), A))
     coefficients = (_convolve(mean + spread) - 1) / num
     if pairs:
         lost = _direction_deficits(law.dim, len(mean)) * (mean - spread / (num - 1))
@@ -422,7 +410,7 @@ def _norm_mean(law: _NormLaw, kind: str, sq_norm: Floats, A: float) -> Floats:
     if kind == "trigonometric":
         mean = law.laguerres(_num_terms(v / 2)).mean(axis=-1)
         return _series(np.ones_like(v), v / 2, mean)
-    mean = law.powers(_num_terms(law.growth(A) * v / 2), A).mean(axis=-1)
+    mean = law.powers(_num_terms(v / 2), A).mean(axis=-1)
     return _poisson_mean(v / 2, mean)
 
 
@@ -448,7 +436,7 @@ def _excess(law: _NormLaw, kind: str, v: Floats, A: float) -> Floats:
     """Second moment of one independent standard normal row less that of a row of ``law``."""
     rho = 1 / (1 - 8 * A)
     normal = exp(law.dim / 2 * log((rho + 1) ** 2 / (4 * rho)))
-    squares = law.powers(_num_terms(2 * law.growth(A) * v), A, power=2).mean(axis=-1)
+    squares = law.powers(_num_terms(2 * v), A, power=2).mean(axis=-1)
     if A == 0:  # both are 1 at v = 0, and all that is left is of order v
         excess = np.exp(v) * _poisson_mean(2 * v, 1 - squares)
     else:

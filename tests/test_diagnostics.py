@@ -15,6 +15,7 @@ from linattn.diagnostics import (
     denominators,
     effective_features,
     output_error,
+    outputs,
     recommend_num_features,
     relative_variance,
 )
@@ -482,7 +483,7 @@ class TestOutputError:
         phi = PositiveFeatures(DIM, 32, rng=0)
         state = state_of(key, value, phi)
         whole = output_error(query, state, phi)
-        monkeypatch.setattr(diagnostics, "MOST_TERMS", 2 * 32 * (DIM + 1) * 7)
+        monkeypatch.setattr(outputs, "MOST_TERMS", 2 * 32 * (DIM + 1) * 7)
         parts = output_error(query, state, phi)
         for first, second in zip(whole[:6], parts[:6], strict=True):
             np.testing.assert_allclose(first, second, rtol=1e-12)
@@ -536,7 +537,7 @@ class TestOutputError:
     @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 255])
     def test_students_quantile(self, level, freedom):
         stats = pytest.importorskip("scipy.stats")
-        found = diagnostics._student_quantile(level, freedom)
+        found = outputs._student_quantile(level, freedom)
         assert found == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-9)
 
     def test_refusals(self):

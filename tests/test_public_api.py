@@ -35,6 +35,12 @@ SIGNATURES = {
     "registered_backends": "()",
     "sampling.gaussian": "(num, dim, rng=None, *, batch_shape=())",
     "sampling.orthogonal": "(num, dim, rng=None, *, batch_shape=())",
+    "sampling.simplex": "(num, dim, rng=None, *, batch_shape=())",
+    "sampling.stratified": "(num, dim, rng=None, *, batch_shape=())",
+    "sampling.quantile": "(num, dim, rng=None, *, batch_shape=())",
+    "sampling.fixed_norm": "(num, dim, rng=None, *, batch_shape=())",
+    "sampling.sobol": "(num, dim, rng=None, *, batch_shape=())",
+    "sampling.halton": "(num, dim, rng=None, *, batch_shape=())",
     "reference.kernel_attention": (
         "(query, key, value, kernel, *, is_causal=False, key_mask=None)"
     ),
@@ -42,14 +48,54 @@ SIGNATURES = {
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None)"
     ),
     "datasets.pretrained_qkv": "(dtype=<class 'numpy.float32'>)",
+    "diagnostics.relative_variance": (
+        "(query, key, feature_map, *, is_causal=False, key_mask=None, num_samples=128)"
+    ),
+    "diagnostics.recommend_num_features": (
+        "(query, key, feature_map, *, tolerance, coverage=0.9, is_causal=False, key_mask=None, "
+        "length=None, value_dim=None, num_samples=128)"
+    ),
+    "diagnostics.crossover_length": (
+        "(dim, value_dim, num_features, *, is_causal=False, chunk_size=128, exact_rate=1.0, "
+        "linear_rate=1.0)"
+    ),
+    "diagnostics.attention_weights": (
+        "(query, key, feature_map=None, *, rows, is_causal=False, key_mask=None, scale=None)"
+    ),
+    "diagnostics.output_error": "(query, state, feature_map, *, block_size=None)",
+    "diagnostics.effective_features": "(query, state, feature_map)",
+    "diagnostics.denominators": "(query, key, feature_map, *, is_causal=False, key_mask=None)",
+    "diagnostics.RelativeVariance": "(mean, median, percentiles, bias, verdict)",
+    "diagnostics.Recommendation": "(num_features, per_head, hopeless, verdict)",
+    "diagnostics.OutputError": (
+        "(output, variance, jackknife, bias, denominator_variance, effective_features, "
+        "num_blocks, verdict)"
+    ),
+    "diagnostics.OutputError.interval": "(self, level=0.95)",
+    "diagnostics.Denominators": "(negative, zero, verdict)",
     "feature_maps.PositiveFeatures": (
         "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"
     ),
     "feature_maps.HyperbolicFeatures": (
         "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"
     ),
+    "feature_maps.GeneralizedExponentialFeatures": (
+        "(dim, num_features=None, *, A=0.0, antithetic=True, scale=None, sampler='orthogonal', "
+        "rng=None)"
+    ),
+    "feature_maps.DenseExponentialFeatures": (
+        "(dim, num_features=None, *, A, transform, antithetic=True, scale=None, "
+        "sampler='orthogonal', rng=None)"
+    ),
     "feature_maps.TrigonometricFeatures": (
         "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"
+    ),
+    "feature_maps.Reparametrized": (
+        "(feature_map, query_shift=None, key_shift=None, transform=None)"
+    ),
+    "feature_maps.RandomFourierFeatures": (
+        "(dim, num_features=None, *, kernel='gaussian', bandwidth=1.0, normalize=False, "
+        "sampler='orthogonal', rng=None)"
     ),
     "feature_maps.ActivationFeatures": (
         "(dim=None, num_features=None, *, activation='relu', epsilon=0.001, scale=1.0, "
@@ -57,6 +103,11 @@ SIGNATURES = {
     ),
     "feature_maps.EluFeatures": "(dim=None, *, scale=1.0)",
     "feature_maps.ReluFeatures": "(dim=None, *, scale=1.0)",
+    "feature_maps.SoftmaxFeatures": "(dim=None, *, scale=1.0)",
+    "feature_maps.TaylorFeatures": "(dim, order=2, *, scale=None)",
+    "feature_maps.PolynomialFeatures": "(dim, degree=2, c=1.0, *, scale=1.0)",
+    "feature_maps.CosformerFeatures": "(dim, *, max_length, scale=1.0)",
+    "feature_maps.HedgehogFeatures": "(weights, *, bias=None, key_weights=None, key_bias=None)",
 }
 
 MAP_METHODS = {
@@ -120,6 +171,11 @@ def test_public_modules_are_the_designed_ones():
         "linattn.attention",
         "linattn.cli",
         "linattn.datasets",
+        "linattn.diagnostics",
+        "linattn.diagnostics.costs",
+        "linattn.diagnostics.outputs",
+        "linattn.diagnostics.variance",
+        "linattn.diagnostics.weights",
         "linattn.feature_maps",
         "linattn.feature_maps.elementwise",
         "linattn.feature_maps.exponential",
@@ -186,7 +242,7 @@ def test_designed_name_is_exported(path):
 
 
 def test_top_level_exports_its_modules_and_version():
-    wanted = {"datasets", "feature_maps", "reference", "sampling", "__version__"}
+    wanted = {"datasets", "diagnostics", "feature_maps", "reference", "sampling", "__version__"}
     assert wanted - set(linattn.__all__) == set()
 
 

@@ -194,12 +194,12 @@ def exceeds(trials, rate):
 class TestErrorRates:
     """Rates large enough to be counted: at 1 % each, over many repetitions at once."""
 
-    REPEATS, DRAWS, RATE = 900, 300, 0.01
+    REPEATS, DRAWS, RATE = 4000, 300, 0.01
 
     def draws(self, rng, law):
         shape = (self.REPEATS, self.DRAWS)
         if law == "two points":
-            return np.where(rng.random(shape) < 1 / 3000, 2999.0, -1.0), 2999.0
+            return np.where(rng.random(shape) < 1 / 6000, 5999.0, -1.0), 5999.0
         return np.exp(rng.standard_normal(shape) - 0.5) - 1, expm1(1.0)
 
     @pytest.mark.parametrize("law", ["lognormal", "two points"])

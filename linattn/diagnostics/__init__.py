@@ -1,0 +1,47 @@
+"""How good an approximation of attention is on these inputs, before it runs and after.
+
+Before: the exact variance of a map's kernel, weighted by attention, and from it the columns needed
+and the length from which they pay. After: the error and the bias of an output, estimated from the
+terms of the very sum that made it. Where exact attention is the better choice the ``verdict`` of a
+result says so.
+
+Arrays may come from any library. Everything is computed on the host by NumPy in float64, on a
+sample of tokens where the cost would be quadratic; results are NumPy arrays.
+
+Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``m`` features (columns), ``e`` value dim, ``...``
+leading axes (batch, heads), which broadcast and of which every element is called a head.
+"""
+
+from __future__ import annotations
+
+from linattn.diagnostics.costs import crossover_length
+from linattn.diagnostics.outputs import (
+    Denominators,
+    OutputError,
+    denominators,
+    effective_features,
+    output_error,
+)
+from linattn.diagnostics.variance import (
+    PERCENTILES,
+    Recommendation,
+    RelativeVariance,
+    recommend_num_features,
+    relative_variance,
+)
+from linattn.diagnostics.weights import attention_weights
+
+__all__ = [
+    "PERCENTILES",
+    "Denominators",
+    "OutputError",
+    "Recommendation",
+    "RelativeVariance",
+    "attention_weights",
+    "crossover_length",
+    "denominators",
+    "effective_features",
+    "output_error",
+    "recommend_num_features",
+    "relative_variance",
+]

@@ -1,0 +1,70 @@
+"""Verification of feature maps, samplers and attention: yours or those of linattn.
+
+"Is my feature map unbiased, is its variance what I claim, does nothing leak from later tokens?"
+Every assertion raises AssertionError with its name and what it saw, and returns
+:class:`Evidence` otherwise: plain functions, for pytest or without it.
+
+Whatever is left to chance takes ``false_alarm_rate``, by default 1e-9, and ``rng``, by default 0:
+the same draws each time. Thresholds come from exact variances and are proved; where no honest test
+exists :class:`UntestableError` says why.
+
+Needs hypothesis: ``pip install 'linattn[testing]'``.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+if find_spec("hypothesis") is None:
+    _message = "linattn.testing needs hypothesis: pip install 'linattn[testing]'"
+    raise ImportError(_message)
+
+from linattn.testing import moments, statistics, strategies
+from linattn.testing._evidence import Evidence, UntestableError
+from linattn.testing.arrays import (
+    assert_inputs_unchanged,
+    assert_namespace_preserved,
+    assert_picklable,
+)
+from linattn.testing.attention import (
+    assert_batch_independent,
+    assert_causal,
+    assert_mask_is_slice,
+    assert_merge_associative,
+    assert_normalized,
+    assert_permutation_invariant,
+    assert_streaming,
+)
+from linattn.testing.check import Report, check_feature_map
+from linattn.testing.estimates import assert_mean, assert_unbiased, assert_variance
+from linattn.testing.gradients import assert_gradient
+from linattn.testing.projections import assert_gaussian_rows
+from linattn.testing.strategies import feature_maps, norm_bounded_vectors, query_key_value
+
+__all__ = [
+    "Evidence",
+    "Report",
+    "UntestableError",
+    "assert_batch_independent",
+    "assert_causal",
+    "assert_gaussian_rows",
+    "assert_gradient",
+    "assert_inputs_unchanged",
+    "assert_mask_is_slice",
+    "assert_mean",
+    "assert_merge_associative",
+    "assert_namespace_preserved",
+    "assert_normalized",
+    "assert_permutation_invariant",
+    "assert_picklable",
+    "assert_streaming",
+    "assert_unbiased",
+    "assert_variance",
+    "check_feature_map",
+    "feature_maps",
+    "moments",
+    "norm_bounded_vectors",
+    "query_key_value",
+    "statistics",
+    "strategies",
+]

@@ -1,0 +1,147 @@
+"""How the kit draws: maps one after another, and the pairs of vectors where they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.sampling import Seed, as_generator
+from linattn.testing._evidence import UntestableError, on_host
+from linattn.typing import Array, FeatureMap, Features
+
+__all__ = [
+    "MapOrFactory",
+    "MapSource",
+    "feature_products",
+    "has_positions",
+    "lead_axes",
+    "standard_pairs",
+]
+
+MapOrFactory = FeatureMap | Callable[[np.random.Generator], FeatureMap]
+"""A map with ``redraw(rng)``, a deterministic map, or ``factory(rng)`` that makes a map."""
+
+
+class MapSource:
+    """Where maps come from: redrawn, made by a factory, or always the same one."""
+
+    def __init__(self, map_or_factory: Any, rng: Seed) -> None:
+        self.rng = as_generator(rng)
+        self.factory: Callable[[np.random.Generator], Any] | None = None
+        if _is_map(map_or_factory):
+            self.first = map_or_factory
+            if _redraws(map_or_factory, self.rng):
+                self.factory = map_or_factory.redraw
+            elif getattr(map_or_factory, "projection", None) is not None:
+                message = (
+                    f"map_or_factory must be a map that can be redrawn, or factory(rng) that makes "
+                    f"one, got {map_or_factory!r}, whose projection was given: one draw shows "
+                    f"nothing of a mean"
+                )
+                raise UntestableError(message)
+        elif callable(map_or_factory):
+            self.factory = map_or_factory
+            self.first = map_or_factory(self.rng)
+            if not _is_map(self.first):
+                message = (
+                    f"map_or_factory must be a feature map or factory(rng) that returns one, got "
+                    f"a callable that returns {type(self.first).__name__}"
+                )
+                raise TypeError(message)
+        else:
+            message = (
+                f"map_or_factory must be a feature map, with num_features, query_features and "
+                f"key_features, or factory(rng) that makes one, got {map_or_factory!r}"
+            )
+            raise TypeError(message)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether another draw may be another map."""
+        return self.factory is not None
+
+    def draw(self) -> Any:
+        """Return the next map."""
+        return self.first if self.factory is None else self.factory(self.rng)
+
+    def products(self, x: Array, y: Array, num_draws: int) -> NDArray[np.float64]:
+        """Estimates of so many draws at pairs ``(pairs, ..., 1, d)``: ``(draws, pairs, ...)``."""
+        count = num_draws if self.is_random else 1
+        return np.stack([feature_products(self.draw(), x, y)[..., 0, 0] for _ in range(count)])
+
+
+def _is_map(candidate: Any) -> bool:
+    if isinstance(candidate, type):
+        return False
+    return callable(getattr(candidate, "query_features", None)) and callable(
+        getattr(candidate, "key_features", None)
+    )
+
+
+def _redraws(feature_map: Any, rng: np.random.Generator) -> bool:
+    redraw = getattr(feature_map, "redraw", None)
+    if redraw is None:
+        return False
+    try:
+        redraw(rng)
+    except (AttributeError, NotImplementedError, ValueError):
+        return False
+    return True
+
+
+def _parts(features: Features) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Split features into a log for each row and values of moderate size."""
+    log, values = features
+    if values is not None:
+        host = on_host(values)
+        return (np.zeros_like(host[..., :1]) if log is None else on_host(log)), host
+    host = on_host(log)
+    row = np.max(host, axis=-1, keepdims=True)
+    row = np.where(np.isfinite(row), row, 0.0)
+    return row, np.exp(host - row)
+
+
+def feature_products(feature_map: Any, x: Array, y: Array) -> NDArray[np.float64]:
+    """``phi(x) . psi(y)`` of the features themselves, whatever the map's ``estimate`` says."""
+    log_x, unit_x = _parts(feature_map.query_features(x))
+    log_y, unit_y = _parts(feature_map.key_features(y))
+    products = np.matmul(unit_x, np.swapaxes(unit_y, -1, -2))
+    with np.errstate(over="ignore"):
+        return np.asarray(products * np.exp(log_x + np.swapaxes(log_y, -1, -2)))
+
+
+def lead_axes(feature_map: Any, dim: int) -> tuple[int, ...]:
+    """Leading axes of a map's own parameters (heads), () for most maps."""
+    features = feature_map.key_features(np.zeros((1, dim)))
+    shape = np.shape(features.log if features.values is None else features.values)
+    return tuple(shape[:-2])
+
+
+def has_positions(feature_map: Any, dim: int) -> bool:
+    """Whether one vector has other features at another position."""
+    log, values = _parts(feature_map.key_features(np.full((3, dim), 0.5)))
+    rows = values * np.exp(log)
+    return not np.allclose(rows, rows[..., :1, :], rtol=1e-9, atol=0)
+
+
+def standard_pairs(
+    dim: int, scale: float, rng: np.random.Generator
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Pairs ``(pairs, d)`` with ``scale |x + y|^2 <= 1/2``, or ``y = -x``.
+
+    Along the diagonal, where QR without its signs shows, with both signs; along the first and the
+    last axis, where norms that depend on directions show; in general position with unequal norms;
+    and opposite vectors, long ones too, where positive features have no variance.
+    """
+    r = np.sqrt(0.5 / scale) / 2
+    diagonal = np.ones(dim) / np.sqrt(dim)
+    first, last = np.eye(dim)[0], np.eye(dim)[-1]
+    general = rng.standard_normal((4, dim))
+    general /= np.linalg.norm(general, axis=-1, keepdims=True)
+    x = [diagonal, -diagonal, first, -last, 1.2 * general[0], general[1], diagonal, 4 * general[2]]
+    y = [diagonal, -diagonal, first, -last, 0.6 * general[3], 0.3 * general[1], -diagonal]
+    y.append(-4 * general[2])
+    return r * np.array(x), r * np.array(y)

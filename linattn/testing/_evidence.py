@@ -1,0 +1,66 @@
+"""What an assertion returns when it passes, and how it fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn import _checks
+
+__all__ = ["Evidence", "UntestableError", "assert_close", "fail", "largest", "on_host"]
+
+
+class UntestableError(ValueError):
+    """No honest test exists of what was asked, or none that could fail; the message says why."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a passed assertion has shown.
+
+    Attributes
+    ----------
+    check : str
+        Name of the assertion.
+    detail : str
+        What was compared, in words.
+    false_alarm_rate : float
+        Probability that it would fail although all is right; 0 for deterministic checks.
+    detectable : float
+        Smallest relative error that it finds.
+    """
+
+    check: str
+    detail: str
+    false_alarm_rate: float = 0.0
+    detectable: float = 0.0
+
+
+def fail(check: str, message: str) -> NoReturn:
+    """Raise what every assertion raises; the message begins with its name."""
+    text = f"{check}: {message}"
+    raise AssertionError(text)
+
+
+def on_host(array: Any) -> NDArray[np.float64]:
+    """Float64 NumPy copy of an array of any library."""
+    return np.array(_checks.to_numpy(array), dtype=np.float64)
+
+
+def assert_close(check: str, what: str, actual: Any, expected: Any, rtol: float) -> None:
+    """Compare on the scale of the largest entry; NaN and inf never pass."""
+    got, want = on_host(actual), on_host(expected)
+    if got.shape != want.shape:
+        fail(check, f"{what}: want shape {want.shape}, got {got.shape}")
+    error = largest(got - want)
+    allowed = rtol * max(1.0, largest(want))
+    if not error <= allowed:
+        fail(check, f"{what}: largest difference {error:.3g}, want at most {allowed:.3g}")
+
+
+def largest(array: ArrayLike) -> float:
+    """Largest absolute entry; NaN if there is one."""
+    return float(np.max(np.abs(array), initial=0.0))

@@ -1,0 +1,402 @@
+"""Everything the kit can say of a feature map, as one table."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+import linattn
+from linattn.sampling import Seed, as_generator
+from linattn.testing._draws import (
+    MapOrFactory,
+    MapSource,
+    feature_products,
+    has_positions,
+    lead_axes,
+)
+from linattn.testing._evidence import Evidence, UntestableError, assert_close, fail, on_host
+from linattn.testing.arrays import (
+    assert_inputs_unchanged,
+    assert_namespace_preserved,
+    assert_picklable,
+)
+from linattn.testing.attention import (
+    assert_batch_independent,
+    assert_causal,
+    assert_mask_is_slice,
+    assert_merge_associative,
+    assert_normalized,
+    assert_permutation_invariant,
+    assert_streaming,
+)
+from linattn.testing.estimates import Claim, assert_mean, assert_unbiased, assert_variance
+
+__all__ = ["CHECKS", "Report", "Row", "check_feature_map"]
+
+PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check of a report.
+
+    Attributes
+    ----------
+    check : str
+        Its name, for ``skip=``.
+    what : str
+        What it shows.
+    result : {"passed", "FAILED", "skipped"}
+        How it ended.
+    detail : str
+        What was compared, what went wrong, or why there was nothing to check.
+    false_alarm_rate : float
+        Probability of "FAILED" although all is right.
+    """
+
+    check: str
+    what: str
+    result: str
+    detail: str
+    false_alarm_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`check_feature_map` found; printed, it is a table of 80 columns.
+
+    Attributes
+    ----------
+    title : str
+        The map.
+    rows : tuple of Row
+        In the order of :data:`CHECKS`.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed; what was skipped does not count."""
+        return all(row.result != FAILED for row in self.rows)
+
+    @property
+    def false_alarm_rate(self) -> float:
+        """Probability that a right map fails: the sum over its rows."""
+        return sum(row.false_alarm_rate for row in self.rows)
+
+    @property
+    def summary(self) -> str:
+        """One sentence: how many checks ended how, and the false-alarm rate."""
+        counts = [
+            f"{sum(row.result == result for row in self.rows)} {result}"
+            for result in (PASSED, FAILED, SKIPPED)
+        ]
+        return (
+            f"{', '.join(counts)}; a right map fails with probability at most "
+            f"{self.false_alarm_rate:.1g}."
+        )
+
+    def __str__(self) -> str:
+        """Table of 80 columns at most."""
+        name, result = (max(len(getattr(row, key)) for row in self.rows) for key in _COLUMNS)
+        indent = " " * (name + result + 4)
+        lines = textwrap.wrap(textwrap.shorten(self.title, 240), 80)
+        for row in self.rows:
+            first = f"{row.check:<{name}}  {row.result:<{result}}  "
+            lines += textwrap.wrap(
+                row.detail, 80, initial_indent=first, subsequent_indent=indent
+            ) or [first.rstrip()]
+        return "\n".join([*lines, *textwrap.wrap(self.summary, 80)])
+
+
+_COLUMNS = ("check", "result")
+
+
+@dataclass
+class _Subject:
+    """The map under test, and how to test it."""
+
+    source: Any
+    feature_map: Any
+    statistics: dict[str, Any]
+    kernel: Claim | None
+    variance: Claim | None
+    why_not_random: str
+
+    @property
+    def dim(self) -> int:
+        return getattr(self.feature_map, "dim", None) or 4
+
+    def tokens(self, count: int = 3) -> tuple[Any, ...]:
+        """Return so many arrays of tokens, with the heads of the map."""
+        shape = (2, *lead_axes(self.feature_map, self.dim), 9, self.dim)
+        rng = np.random.default_rng(5)
+        return tuple(0.5 * rng.standard_normal(shape) for _ in range(count))
+
+    def attend(self, query: Any, key: Any, value: Any, **options: Any) -> Any:
+        return linattn.linear_attention(query, key, value, self.feature_map, **options)
+
+    def need_source(self) -> None:
+        if self.source is None:
+            raise UntestableError(self.why_not_random)
+
+    def need_random(self) -> None:
+        self.need_source()
+        if not MapSource(self.source, 0).is_random:
+            message = "the map is deterministic"
+            raise UntestableError(message)
+
+    def need_causal(self) -> None:
+        if not getattr(self.feature_map, "causal", True):
+            message = "the map has seen the whole sequence (causal is False)"
+            raise UntestableError(message)
+
+    def need_no_positions(self) -> None:
+        if has_positions(self.feature_map, self.dim):
+            message = "features depend on the position"
+            raise UntestableError(message)
+
+
+def _features(subject: _Subject) -> Evidence:
+    check = "features"
+    x, y = subject.tokens(2)
+    products = feature_products(subject.feature_map, x, y)
+    if not np.all(np.isfinite(products)):
+        fail(check, "features of moderate vectors are not finite")
+    log, values = subject.feature_map.query_features(x)
+    columns = np.shape(log if values is None else values)[-1]
+    wanted = subject.feature_map.num_features
+    if wanted is not None and columns != wanted:
+        fail(check, f"want num_features = {wanted} columns, got {columns}")
+    positive = getattr(subject.feature_map, "positive", False)
+    if positive and values is not None and np.any(on_host(values) < 0):
+        fail(check, "the map says positive, and a feature is negative")
+    estimate = getattr(subject.feature_map, "estimate", None)
+    if estimate is not None:
+        assert_close(check, "estimate(x, y) against features", estimate(x, y), products, 1e-9)
+    return Evidence(check, f"{columns} columns, finite")
+
+
+def _mean(subject: _Subject) -> Evidence:
+    subject.need_source()
+    unbiased = getattr(subject.feature_map, "unbiased", True) or subject.kernel is not None
+    if unbiased:
+        return assert_unbiased(
+            subject.source, kernel=subject.kernel, variance=subject.variance, **subject.statistics
+        )
+    evidence = assert_mean(subject.source, variance=subject.variance, **subject.statistics)
+    return Evidence(
+        evidence.check,
+        f"biased as it says; {evidence.detail}",
+        evidence.false_alarm_rate,
+        evidence.detectable,
+    )
+
+
+def _variance(subject: _Subject) -> Evidence:
+    subject.need_random()
+    return assert_variance(
+        subject.source, mean=subject.kernel, variance=subject.variance, **subject.statistics
+    )
+
+
+def _redraw(subject: _Subject) -> Evidence:
+    subject.need_random()
+    x, y = subject.tokens(2)
+
+    def drawn(seed: int) -> Any:
+        return feature_products(MapSource(subject.source, seed).draw(), x, y)
+
+    first = drawn(0)
+    if not np.array_equal(first, drawn(0)):
+        fail("redraw", "one seed gave two maps: something random does not come from rng")
+    # Many, because a map of a few bits (the sign of one row) may come twice.
+    if all(np.array_equal(first, drawn(seed)) for seed in range(1, 65)):
+        fail("redraw", "65 seeds gave one map")
+    return Evidence("redraw", "one seed, one map; another seed, another map")
+
+
+def _namespace(subject: _Subject) -> Evidence:
+    tokens = subject.tokens()
+    names = []
+    for dtype in (np.float64, np.float32, np.float16):
+        arrays = [array.astype(dtype) for array in tokens]
+        assert_namespace_preserved(subject.attend, *arrays)
+        if dtype is not np.float16:
+            assert_namespace_preserved(subject.feature_map.query_features, arrays[0])
+            assert_namespace_preserved(subject.feature_map.key_features, arrays[1])
+        names.append(f"{np.dtype(dtype)}")
+    if find_spec("array_api_strict") is not None:
+        strict = import_module("array_api_strict")
+        assert_namespace_preserved(subject.attend, *(strict.asarray(a) for a in tokens))
+        names.append("array-api-strict")
+    return Evidence("namespace", f"out as in: {', '.join(names)}")
+
+
+def _batch(subject: _Subject) -> Evidence:
+    evidence = assert_batch_independent(subject.feature_map)
+    if getattr(subject.feature_map, "causal", True):
+        assert_batch_independent(subject.feature_map, is_causal=True)
+    return evidence
+
+
+def _causal(subject: _Subject) -> Evidence:
+    subject.need_causal()
+    return assert_causal(subject.feature_map)
+
+
+def _streaming(subject: _Subject) -> Evidence:
+    subject.need_causal()
+    return assert_streaming(subject.feature_map)
+
+
+def _merge(subject: _Subject) -> Evidence:
+    subject.need_no_positions()
+    return assert_merge_associative(subject.feature_map)
+
+
+def _permutation(subject: _Subject) -> Evidence:
+    subject.need_no_positions()
+    return assert_permutation_invariant(subject.feature_map)
+
+
+def _inputs(subject: _Subject) -> Evidence:
+    return assert_inputs_unchanged(subject.attend, *subject.tokens())
+
+
+CHECKS: dict[str, tuple[str, Callable[[_Subject], Evidence]]] = {
+    "features": ("features are finite, as many as num_features", _features),
+    "mean": ("the mean of estimates is the kernel", _mean),
+    "variance": ("their variance is the one claimed", _variance),
+    "redraw": ("one seed gives one map", _redraw),
+    "causal": ("later tokens change no earlier output", _causal),
+    "streaming": ("step == chunk == whole", _streaming),
+    "mask": ("masked keys count as cut out", lambda s: assert_mask_is_slice(s.feature_map)),
+    "merge": ("states merge in any order", _merge),
+    "permutation": ("the order of keys does not matter", _permutation),
+    "batch": ("elements of a batch do not meet", _batch),
+    "normalized": ("weights sum to 1", lambda s: assert_normalized(s.feature_map)),
+    "namespace": ("library, dtype and device out as in", _namespace),
+    "inputs": ("inputs are left alone", _inputs),
+    "pickle": ("pickles and copies", lambda s: assert_picklable(s.feature_map)),
+}
+"""The checks by name: what each shows, and how."""
+
+
+def check_feature_map(
+    map_or_factory: MapOrFactory,
+    *,
+    kernel: Claim | None = None,
+    variance: Claim | None = None,
+    num_draws: int = 4000,
+    false_alarm_rate: float = 1e-9,
+    rng: Seed = 0,
+    skip: Collection[str] = (),
+    on_fail: str = "raise",
+    notify: Callable[[str], None] | None = None,
+) -> Report:
+    """Run every check that applies to a feature map, as scikit-learn's check_estimator does.
+
+    Parameters
+    ----------
+    map_or_factory : feature map or callable
+        A map that ``redraw(rng)`` draws again, a deterministic map, or ``factory(rng)``.
+    kernel, variance : callable or array_like, optional
+        What is claimed, as :func:`assert_unbiased`. Default the map's own ``kernel`` (``mean`` for
+        maps that say they are biased) and ``variance``.
+    num_draws : int, optional
+        For mean and variance each. Default 4000.
+    false_alarm_rate : float, optional
+        For mean and variance each. Default 1e-9.
+    rng : int, Generator, SeedSequence or None, optional
+        Default 0. None for fresh draws.
+    skip : collection of str, optional
+        Names of :data:`CHECKS` to leave out.
+    on_fail : {"raise", "return"}, optional
+        Whether a failed check raises at the end, or is only in the report. Default "raise".
+    notify : callable, optional
+        Called with what a check shows before it runs: for a progress bar.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    AssertionError
+        A check failed; the message is the whole table.
+    TypeError
+        Not a feature map or factory.
+    ValueError
+        An unknown name in ``skip``, another ``on_fail``.
+
+    Notes
+    -----
+    Deterministic maps skip the statistical rows, and each row that does not apply says why. A check
+    in which the map itself raises an error has failed.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import check_feature_map
+    >>> check_feature_map(EluFeatures()).passed
+    True
+    """
+    unknown = sorted(set(skip) - set(CHECKS))
+    if unknown:
+        message = f"skip must name checks out of {', '.join(CHECKS)}, got {', '.join(unknown)}"
+        raise ValueError(message)
+    if on_fail not in ("raise", "return"):
+        message = f"on_fail must be 'raise' or 'return', got {on_fail!r}"
+        raise ValueError(message)
+    generator = as_generator(rng)
+    statistics = {
+        "num_draws": num_draws,
+        "false_alarm_rate": false_alarm_rate,
+        "rng": generator,
+    }
+    try:
+        first = MapSource(map_or_factory, generator).first
+        source, reason = map_or_factory, ""
+    except UntestableError:
+        first, source = map_or_factory, None
+        reason = "the projection was given: want a sampler, or factory(rng)"
+    subject = _Subject(source, first, statistics, kernel, variance, reason)
+    rows = []
+    for name, (what, run) in CHECKS.items():
+        if notify is not None:
+            notify(what)
+        rows.append(_row(name, what, run, subject, name in skip))
+    report = Report(repr(first), tuple(rows))
+    if on_fail == "raise" and not report.passed:
+        raise AssertionError(str(report))
+    return report
+
+
+def _row(
+    name: str,
+    what: str,
+    run: Callable[[_Subject], Evidence],
+    subject: _Subject,
+    is_skipped: bool,
+) -> Row:
+    if is_skipped:
+        return Row(name, what, SKIPPED, "as asked")
+    try:
+        evidence = run(subject)
+    except UntestableError as error:
+        return Row(name, what, SKIPPED, str(error))
+    except AssertionError as error:
+        rate = subject.statistics["false_alarm_rate"] if name in ("mean", "variance") else 0.0
+        return Row(name, what, FAILED, str(error), rate)
+    except Exception as error:  # whatever a user's map raises belongs into the report
+        return Row(name, what, FAILED, f"{type(error).__name__}: {error}")
+    return Row(name, what, PASSED, evidence.detail, evidence.false_alarm_rate)

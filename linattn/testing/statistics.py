@@ -1,0 +1,347 @@
+"""Thresholds: how far chance may go, with a false-alarm rate that is proved, not fitted.
+
+Letters: ``n`` independent draws X_1..X_n of mean mu and variance sigma^2, ``alpha`` the false-alarm
+rate, ``L = log(2 / alpha)``.
+
+The kit's own assertions use :func:`score_test`. It needs the exact variance (or an upper bound of
+it) and nothing else about the law, however heavy its tails: ``|sum psi(a (X_i - mu))|`` exceeds its
+threshold with a probability of at most alpha. Near the mean it acts as a sample mean that may be
+``sqrt(2 L)`` standard errors away: 6.54 for alpha = 1e-9, where a Gaussian would need 6.11. The
+other two bound a plain sample mean: :func:`moment_bound` from exact moments,
+:func:`bernstein_bound` for bounded draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, inf, isfinite, lgamma, log, log1p, sqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "AtMostTest",
+    "ScoreTest",
+    "at_most_test",
+    "bernstein_bound",
+    "detectable_shift",
+    "moment_bound",
+    "score_test",
+]
+
+Floats = NDArray[np.float64]
+
+
+class ScoreTest(NamedTuple):
+    """What :func:`score_test` finds.
+
+    Attributes
+    ----------
+    score : ndarray, (...)
+        ``max(S_up, S_down)`` of each entry; NaN where a draw is NaN.
+    threshold : float
+        Scores at or above it, and NaN, mean that mean and variance are not both as claimed.
+    passed : bool
+        Whether every score is below.
+    """
+
+    score: Floats
+    threshold: float
+    passed: bool
+
+
+class AtMostTest(NamedTuple):
+    """What :func:`at_most_test` finds.
+
+    Attributes
+    ----------
+    log_p : ndarray, (...)
+        Upper bound of the log probability of means as large as these.
+    threshold : float
+        At or below it the claim is refuted.
+    passed : bool
+        Whether every entry is above.
+    """
+
+    log_p: Floats
+    threshold: float
+    passed: bool
+
+
+def _check_rate(name: str, rate: float) -> float:
+    """Check a probability strictly between 0 and 1."""
+    if not (isinstance(rate, float) and 0 < rate < 1):
+        message = f"{name} must be a float between 0 and 1, got {rate!r}"
+        raise ValueError(message)
+    return rate
+
+
+def _log_odds(false_alarm_rate: float, num_tests: int, sides: int) -> float:
+    _check_rate("false_alarm_rate", false_alarm_rate)
+    return log(sides * num_tests / false_alarm_rate)
+
+
+def _psi(x: Floats) -> Floats:
+    return np.sign(x) * np.log1p(np.abs(x) + x * x / 2)
+
+
+def score_test(
+    deviations: ArrayLike,
+    variance: ArrayLike,
+    *,
+    false_alarm_rate: float = 1e-9,
+    rounding: ArrayLike = 0.0,
+    side: str = "both",
+) -> ScoreTest:
+    r"""Test a mean by a bounded-influence score: rigorous for every law of that variance.
+
+    .. math::
+        S = \sum_i \psi(a (X_i - \mu)), \qquad \psi(t) = \mathrm{sgn}(t) \log(1 + |t| + t^2 / 2),
+        \qquad a = \sqrt{2 L / (n \sigma^2)}
+
+    Parameters
+    ----------
+    deviations : array_like, (n, ...)
+        ``X_i - mu``, mu the claimed mean; independent along the first axis. The trailing entries
+        may depend on each other.
+    variance : array_like, (...)
+        The claimed variance, or an upper bound of it.
+    false_alarm_rate : float, optional
+        alpha, of all entries together. Default 1e-9.
+    rounding : array_like, (...), optional
+        How far rounding may have moved a draw. Default 0.
+    side : {"both", "above"}, optional
+        Whether a mean that is too small counts. Default "both".
+
+    Returns
+    -------
+    ScoreTest
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1), an unknown side.
+
+    Notes
+    -----
+    False-alarm rate: rigorous. ``psi(t) <= log(1 + t + t^2 / 2)``, so that ``E exp(S)`` is at most
+    ``(1 + a^2 sigma^2 / 2)^n``, and Markov's inequality gives ``P(S >= T) <= exp(-L)`` for
+    ``T = n log(1 + a^2 sigma^2 / 2) + L``; the same for -S. Entries share alpha (union bound).
+    What is detected: :func:`detectable_shift`. Time O(n) an entry.
+
+    References
+    ----------
+    Catoni, "Challenging the empirical mean and empirical variance: a deviation study" (2012),
+    section 2, whose estimator of a mean this turns into a test.
+    """
+    if side not in ("both", "above"):
+        message = f"side must be 'both' or 'above', got {side!r}"
+        raise ValueError(message)
+    d = np.asarray(deviations, dtype=np.float64)
+    n, sides = d.shape[0], 2 if side == "both" else 1
+    L = _log_odds(false_alarm_rate, max(1, d[0].size), sides)
+    slack = np.asarray(rounding, dtype=np.float64)
+    tiny = np.finfo(np.float64).tiny
+    a = np.sqrt(2 * L / (n * np.maximum(np.asarray(variance), np.maximum(slack**2, tiny))))
+    with np.errstate(over="ignore", invalid="ignore"):
+        score = np.sum(_psi(a * (d - slack)), axis=0)
+        if side == "both":
+            score = np.maximum(score, -np.sum(_psi(a * (d + slack)), axis=0))
+    threshold = n * log1p(L / n) + L
+    return ScoreTest(score, threshold, bool(np.all(score < threshold)))
+
+
+def detectable_shift(
+    variance: ArrayLike,
+    num_draws: int,
+    *,
+    false_alarm_rate: float = 1e-9,
+    num_tests: int = 1,
+    miss_rate: float = 0.01,
+) -> Floats:
+    """Smallest error of the mean that :func:`score_test` finds with these draws.
+
+    Parameters
+    ----------
+    variance : array_like
+        Of one draw.
+    num_draws : int
+        n.
+    false_alarm_rate : float, optional
+        alpha. Default 1e-9.
+    num_tests : int, optional
+        Entries that share alpha. Default 1.
+    miss_rate : float, optional
+        Probability that such an error is not found. Default 0.01.
+
+    Returns
+    -------
+    ndarray
+        In the units of the mean; inf where the draws are too few to find anything.
+
+    Raises
+    ------
+    ValueError
+        Rates outside (0, 1).
+
+    Notes
+    -----
+    Rigorous if the variance of the wrong law is at most ``variance``: for a shift b,
+    ``P(S < T) <= exp(T - n (a b - a^2 b^2 / 2 - a^2 sigma^2 / 2))``, which is solved for b. It is
+    about ``1.6 sqrt(2 L / n)`` standard deviations.
+    """
+    L = _log_odds(false_alarm_rate, num_tests, 2)
+    _check_rate("miss_rate", miss_rate)
+    need = (num_draws * log1p(L / num_draws) + 2 * L - log(miss_rate)) / num_draws
+    u = 1 - sqrt(1 - 2 * need) if need < 0.5 else inf
+    sigma = np.sqrt(np.asarray(variance, dtype=np.float64))
+    return np.asarray(u * sigma * sqrt(num_draws / (2 * L)))
+
+
+def at_most_test(
+    samples: ArrayLike, mean: ArrayLike, bound: ArrayLike, *, false_alarm_rate: float = 1e-9
+) -> AtMostTest:
+    """Test that a mean of non-negative draws is at most a claim: rigorous for every law.
+
+    Parameters
+    ----------
+    samples : array_like, (n, ...)
+        Non-negative draws, independent along the first axis; they are cut off at ``bound``.
+    mean : array_like, (...)
+        The largest mean claimed.
+    bound : array_like, (...)
+        Where draws are cut off, above ``mean``.
+    false_alarm_rate : float, optional
+        Of all entries together. Default 1e-9.
+
+    Returns
+    -------
+    AtMostTest
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1).
+
+    Notes
+    -----
+    False-alarm rate: rigorous. Cutting off only lowers the mean, and of all laws on [0, b] of mean
+    p b the two-point law has the largest moment generating function, so that the mean reaches
+    ``q b >= p b`` with probability at most ``exp(-n KL(q || p))``. An excess of the cut-off mean by
+    about ``sqrt(2 (b / mean) log(1 / alpha) / n)`` of the mean is seen.
+
+    References
+    ----------
+    Hoeffding, "Probability inequalities for sums of bounded random variables" (1963), eq. 2.1.
+    """
+    y = np.asarray(samples, dtype=np.float64)
+    L = _log_odds(false_alarm_rate, max(1, y[0].size), 1)
+    limit = np.asarray(bound, dtype=np.float64)
+    q = np.mean(np.minimum(y, limit), axis=0) / limit
+    p = np.asarray(mean, dtype=np.float64) / limit
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rest = np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
+        divergence = np.where(q > p, q * np.log(q / p) + rest, q - q)
+    log_p = np.asarray(-y.shape[0] * divergence)
+    return AtMostTest(log_p, -L, bool(np.all(log_p > -L)))
+
+
+def moment_bound(
+    central_moments: Sequence[float], num_draws: int, *, false_alarm_rate: float = 1e-9
+) -> float:
+    r"""How far a plain sample mean may be from the mean, from exact moments.
+
+    .. math:: t = \min_k (\mathrm{E} (\bar X - \mu)^{2k} / \alpha)^{1 / 2k}
+
+    Parameters
+    ----------
+    central_moments : sequence of float
+        ``E (X - mu)^p`` of one draw for p = 0, 1, 2, ..., such as
+        :func:`linattn.testing.moments.exponential_moments`. More of them, up to about 50, give a
+        tighter bound.
+    num_draws : int
+        n.
+    false_alarm_rate : float, optional
+        alpha. Default 1e-9.
+
+    Returns
+    -------
+    float
+        t; ``P(|mean - mu| >= t) <= alpha``.
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1), or fewer than three moments.
+
+    Notes
+    -----
+    False-alarm rate: rigorous (Markov's inequality on every even moment; the choice of k does not
+    depend on the draws). A bias of 2 t is missed with probability at most alpha. The moments of the
+    mean come from the n-th power of the moment generating function, as a power series.
+    """
+    _check_rate("false_alarm_rate", false_alarm_rate)
+    if len(central_moments) < 3:
+        message = f"central_moments must have at least 3 entries, got {len(central_moments)}"
+        raise ValueError(message)
+    # The series of E exp(t (X - mu) sqrt(n) / n sigma): in standard errors nothing overflows early.
+    unit = sqrt(central_moments[2] * num_draws)
+    a = [_over(m, k, unit) for k, m in enumerate(central_moments)]
+    power = [1.0]
+    for k in range(1, len(a)):
+        terms = ((j * num_draws - (k - j)) * a[j] * power[k - j] for j in range(1, k + 1))
+        power.append(sum(terms) / k)
+    best = inf
+    for k in range(2, len(power), 2):
+        if isfinite(power[k]) and power[k] > 0:
+            best = min(best, exp((log(power[k]) + lgamma(k + 1) - log(false_alarm_rate)) / k))
+    return best * unit / num_draws
+
+
+def _over(moment: float, order: int, unit: float) -> float:
+    if moment == 0 or not isfinite(moment):
+        return moment
+    size = log(abs(moment)) - lgamma(order + 1) - order * log(unit)
+    return (1.0 if moment > 0 else -1.0) * (exp(size) if size < 700 else inf)
+
+
+def bernstein_bound(
+    variance: float, bound: float, num_draws: int, *, false_alarm_rate: float = 1e-9
+) -> float:
+    r"""How far a plain sample mean of bounded draws may be from the mean.
+
+    .. math:: t = L b / (3 n) + \sqrt{(L b / (3 n))^2 + 2 \sigma^2 L / n}
+
+    Parameters
+    ----------
+    variance : float
+        sigma^2 of one draw, or an upper bound of it.
+    bound : float
+        b, the largest possible ``|X - mu|``.
+    num_draws : int
+        n.
+    false_alarm_rate : float, optional
+        alpha. Default 1e-9.
+
+    Returns
+    -------
+    float
+        t; ``P(|mean - mu| >= t) <= alpha``.
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1).
+
+    Notes
+    -----
+    False-alarm rate: rigorous. A bias of 2 t is missed with probability at most alpha.
+
+    References
+    ----------
+    Boucheron, Lugosi and Massart, "Concentration Inequalities" (2013), corollary 2.11.
+    """
+    L = _log_odds(false_alarm_rate, 1, 2)
+    linear = L * bound / (3 * num_draws)
+    return linear + sqrt(linear**2 + 2 * variance * L / num_draws)
