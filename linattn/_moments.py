@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import ceil, exp, log, pi, sqrt
+from math import ceil, log, pi, sqrt
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -258,7 +258,11 @@ class _NormLaw(Protocol):
         ...
 
     def powers(self, count: int, A: float, power: int = 1) -> Floats:
-        """Return mu of exp(w.z): W^power ((1 - 4A) q)^k / (b)_k, W = (1 - 4A)^b exp(4 A q)."""
+        """Return mu of exp(w.z): W^power ((1 - 4A) q)^k / (b)_k, W = (1 - 4A)^b exp(4 A q).
+
+        As many as P(k; v) has terms will do: where powers grow to matter beyond, above a q of
+        about 600, W is below 1e-250.
+        """
         ...
 
     def laguerres(self, count: int) -> Floats:
@@ -435,14 +439,15 @@ def _norm_gap_trig(law: _NormLaw, s: Floats, num: int, pairs: float) -> Floats:
 def _excess(law: _NormLaw, kind: str, v: Floats, A: float) -> Floats:
     """Second moment of one independent standard normal row less that of a row of ``law``."""
     rho = 1 / (1 - 8 * A)
-    normal = exp(law.dim / 2 * log((rho + 1) ** 2 / (4 * rho)))
+    log_normal = law.dim / 2 * log((rho + 1) ** 2 / (4 * rho))
     squares = law.powers(_num_terms(2 * v), A, power=2).mean(axis=-1)
-    if A == 0:  # both are 1 at v = 0, and all that is left is of order v
-        excess = np.exp(v) * _poisson_mean(2 * v, 1 - squares)
-    else:
-        excess = normal * np.exp(rho * v) - np.exp(v) * _poisson_mean(2 * v, squares)
-    if kind == "paired":
-        excess = (excess + np.exp(-v) * (normal - squares[0])) / 2
+    with np.errstate(over="ignore"):
+        if A == 0:  # both are 1 at v = 0, and all that is left is of order v
+            excess = np.exp(v) * _poisson_mean(2 * v, 1 - squares)
+        else:
+            excess = np.exp(log_normal + rho * v) - np.exp(v) * _poisson_mean(2 * v, squares)
+        if kind == "paired":
+            excess = (excess + (np.exp(log_normal - v) - np.exp(-v) * squares[0])) / 2
     return excess
 
 

@@ -192,12 +192,13 @@ class Sampler:
 
         Notes
         -----
-        For rows in blocks whose directions are independent of the norms the gap does not depend on
+        Where norms are independent of each other and of the directions the gap does not depend on
         A: tilting the norms by A rescales all rows alike. With a pair function it is N_p / m^2
         times that [1]_. Each formula is a series whose coefficients depend on m, d and A only;
         its weights sum to 1, so that the error is one of rounding, relative to Var_iid. Terms:
         about v + 12 sqrt(v) + 40 for the largest entry. v or s above 300 counts as 300, with
-        `orthogonal` v above 700 as 700 and s above 1400 as 1400.
+        `orthogonal` v above 700 as 700 and s above 1400 as 1400. The gap of a biased sampler is
+        inf where Var_iid leaves float64.
 
         References
         ----------
@@ -541,7 +542,7 @@ def stratified(
         gap = sum_i (g_i - 1)^2 / m^2
               + N_p / (m^3 (m - 1)) [m^2 pair_gap(v, d) + sum_i (E_ii - g_i^2)],
 
-    never below 0 for positive features. It depends on A.
+    for positive features and A = 0 at least that of `orthogonal`. It depends on A.
 
     Takes, for each draw, d^2 standard normals from ``rng`` for each block, m whose distribution
     function is U, and m whose order is that of the strata. Time O(m d^2), memory O((m + d) d) a

@@ -26,6 +26,7 @@ from linattn.feature_maps import (
     HyperbolicFeatures,
     PositiveFeatures,
     Reparametrized,
+    SoftmaxFeatures,
     TrigonometricFeatures,
 )
 from linattn.sampling import SAMPLERS, gaussian, orthogonal
@@ -497,6 +498,13 @@ class TestCheckFeatureMap:
         skipped = {row.check: row.detail for row in report.rows if row.result == "skipped"}
         assert skipped == dict.fromkeys(("variance", "redraw"), "the map is deterministic")
         assert report.false_alarm_rate == 0
+
+    def test_map_without_a_kernel_of_pairs(self):
+        report = testing.check_feature_map(SoftmaxFeatures(4))
+        skipped = {row.check for row in report.rows if row.result == "skipped"}
+        assert skipped == {"mean", "variance", "redraw"}
+        with pytest.raises(testing.UntestableError, match="depend on all keys"):
+            testing.assert_unbiased(SoftmaxFeatures(4))
 
     def test_given_projection(self):
         report = testing.check_feature_map(PositiveFeatures.from_projection(np.eye(4)))

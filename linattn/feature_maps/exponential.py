@@ -127,7 +127,7 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
         if self.antithetic:
             row = (row + np.expm1(spread - v)) / 2
         gap = self._law(sampler.variance_gap, v)
-        return np.asarray(kernel_square * (row / self._rows - gap))
+        return np.asarray(kernel_square * np.maximum(row / self._rows - gap, 0))
 
     def _law(self, closed_form: Any, square_norm: Floats) -> Floats:
         """Evaluate head by head, for every A that there is."""
@@ -141,8 +141,10 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
                 f"sampler='gaussian'"
             )
             raise NotImplementedError(message)
-        law = np.empty_like(square_norm)
-        tilts = np.broadcast_to(A[..., 0], square_norm.shape[:-2])
+        lead = np.broadcast_shapes(A.shape[:-1], square_norm.shape[:-2])
+        square_norm = np.broadcast_to(square_norm, (*lead, *square_norm.shape[-2:]))
+        law = np.empty(square_norm.shape)
+        tilts = np.broadcast_to(A[..., 0], lead)
         for tilt in np.unique(tilts):
             of_tilt = tilts == tilt
             law[of_tilt] = closed_form(
@@ -632,7 +634,7 @@ def _scaled_sample(query: Any, key: Any, scale: Any) -> tuple[Floats, Floats, fl
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
         raise ValueError(message)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
     x, y = (sqrt(scale) * _checks.to_numpy(a).astype(np.float64) for a in (query, key))
     return x, y, scale

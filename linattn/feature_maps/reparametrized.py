@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -114,7 +114,7 @@ class Reparametrized(BaseFeatureMap):
             causal=feature_map.causal,
         )
 
-    def redraw(self, rng: Seed = None) -> Reparametrized:
+    def redraw(self, rng: Seed = None) -> Self:
         """Return the same change of coordinates around a redrawn map.
 
         Raises
@@ -122,8 +122,9 @@ class Reparametrized(BaseFeatureMap):
         ValueError
             The map inside cannot be redrawn.
         """
-        inside: Any = self.feature_map
-        return type(self)(inside.redraw(rng), self.query_shift, self.key_shift, self.transform)
+        return type(self)(
+            self.feature_map.redraw(rng), self.query_shift, self.key_shift, self.transform
+        )
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Affine:
         """Spec of the query side: the log weight is ``s q.b``."""

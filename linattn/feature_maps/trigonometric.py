@@ -114,6 +114,7 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
             u = self._square_norm(a, b)
             xx, yy = (self.scale * squares for squares in square_norms(a, b))
             gap = self._law(sampler.variance_gap, u)
-            return np.asarray(np.exp(xx + yy) * (np.expm1(-u) ** 2 / (2 * self._rows) - gap))
+            rest = np.expm1(-u) ** 2 / (2 * self._rows) - gap
+            return np.asarray(np.exp(xx + yy) * np.maximum(rest, 0))
 
         return self._on_host(closed_form, x, y)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.sampling import Seed, as_generator
 from linattn.testing._evidence import UntestableError, on_host
-from linattn.typing import Array, FeatureMap, Features
+from linattn.typing import Array, ColumnMeans, FeatureMap, Features
 
 __all__ = [
     "MapOrFactory",
@@ -18,6 +19,7 @@ __all__ = [
     "feature_products",
     "has_positions",
     "lead_axes",
+    "need_pair_kernel",
     "standard_pairs",
 ]
 
@@ -125,6 +127,21 @@ def has_positions(feature_map: Any, dim: int) -> bool:
     log, values = _parts(feature_map.key_features(np.full((3, dim), 0.5)))
     rows = values * np.exp(log)
     return not np.allclose(rows, rows[..., :1, :], rtol=1e-9, atol=0)
+
+
+def need_pair_kernel(feature_map: Any) -> None:
+    """Refuse maps whose estimate of one pair depends on the other keys."""
+    make_spec = getattr(feature_map, "query_spec", None)
+    if make_spec is None:
+        return
+    x = np.zeros((1, 1))
+    xp = array_api_compat.array_namespace(x)
+    if isinstance(make_spec(xp, xp.float64, array_api_compat.device(x)), ColumnMeans):
+        message = (
+            f"the weights of {type(feature_map).__name__} depend on all keys, each column being "
+            f"divided by its own normaliser: a pair has no estimate of its own"
+        )
+        raise UntestableError(message)
 
 
 def standard_pairs(

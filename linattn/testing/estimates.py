@@ -17,7 +17,13 @@ from linattn import _checks
 from linattn.feature_maps import Reparametrized
 from linattn.feature_maps._projected import ProjectedFeatureMap, SoftmaxKernelFeatures
 from linattn.sampling import SAMPLERS, Sampler, Seed
-from linattn.testing._draws import MapOrFactory, MapSource, lead_axes, standard_pairs
+from linattn.testing._draws import (
+    MapOrFactory,
+    MapSource,
+    lead_axes,
+    need_pair_kernel,
+    standard_pairs,
+)
 from linattn.testing._evidence import Evidence, UntestableError, fail, on_host
 from linattn.testing.moments import block_kurtosis
 from linattn.testing.statistics import at_most_test, detectable_shift, score_test
@@ -205,6 +211,7 @@ def _assert_mean(
     rng: Seed,
 ) -> Evidence:
     source = MapSource(map_or_factory, rng)
+    need_pair_kernel(source.first)
     pairs = _Pairs(source, x, y)
     mean = _claim_or_method(source.first, word, mean, f"{word}=")
     if not source.is_random:

@@ -1,0 +1,237 @@
+"""Tilted exponential maps: known answers, the fitted optimum, exact laws, and what they refuse."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import linattn
+from linattn.feature_maps import (
+    DenseExponentialFeatures,
+    GeneralizedExponentialFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+)
+
+# The reference inputs of the project's known answers: v = |x + y|^2 = 1.06.
+X = np.array([[0.3, -0.2, 0.5, 0.1]])
+Y = np.array([[-0.1, 0.4, 0.2, 0.6]])
+BEST = -0.10263026741384224
+
+
+def tilted(rows, *, A=BEST, antithetic=False, sampler="gaussian"):
+    columns = 2 * rows if antithetic else rows
+    return GeneralizedExponentialFeatures(
+        4, columns, A=A, antithetic=antithetic, scale=1.0, sampler=sampler, rng=0
+    )
+
+
+def sample(seed=0):
+    """Heads whose axes differ in size, and whose queries and keys are not centred."""
+    rng = np.random.default_rng(seed)
+    query = rng.standard_normal((2, 60, 6)) * [1, 2, 0.5, 1, 0.2, 1] + 0.4
+    key = rng.standard_normal((2, 50, 6)) * [0.3, 1, 2, 1, 2, 0.1] - 0.3
+    return query, key
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "variance"),
+    [
+        (tilted(1), 1.25587133082556434),
+        (tilted(1, A=-0.15), 1.31761474371022104),
+        (tilted(4, sampler="orthogonal"), 0.254389830933133555),
+        (tilted(4, A=-0.0885, antithetic=True, sampler="orthogonal"), 0.0153219735368855766),
+    ],
+    ids=["best", "A=-0.15", "orthogonal", "antithetic-orthogonal"],
+)
+def test_known_variances(feature_map, variance):
+    assert_allclose(feature_map.variance(X, Y), [[variance]], rtol=1e-10)
+
+
+def test_the_best_tilt_of_one_pair_is_the_known_one():
+    fitted = GeneralizedExponentialFeatures.fit(X, Y, num_features=8, scale=1.0, rng=0)
+    assert_allclose(fitted.A, BEST, rtol=1e-12)
+
+
+def test_the_formula_of_the_features():
+    feature_map = tilted(3, A=-0.2, antithetic=True)
+    log = feature_map.query_features(X).log[0]
+    for i, omega in enumerate(feature_map.projection):
+        for column, sign in ((i, 1), (i + 3, -1)):
+            want = -0.2 * omega @ omega + np.sqrt(1.8) * sign * omega @ X[0] - X[0] @ X[0] / 2
+            assert_allclose(log[column], want + np.log(1.8) - np.log(6) / 2, rtol=1e-13)
+
+
+def test_without_tilt_it_is_the_maps_it_generalises():
+    x, y = sample()[0][0, :7], sample(1)[0][0, :5]
+    for antithetic, cls in ((True, HyperbolicFeatures), (False, PositiveFeatures)):
+        ours = GeneralizedExponentialFeatures(6, 24, antithetic=antithetic, rng=3)
+        theirs = cls(6, 24, rng=3)
+        assert_allclose(ours.estimate(x, y), theirs.estimate(x, y), rtol=1e-13)
+        assert_allclose(ours.variance(x, y), theirs.variance(x, y), rtol=1e-12)
+
+
+@pytest.mark.parametrize("A", [-1.0, -0.3, 0.05, 0.1])
+def test_mean_and_variance_by_quadrature(A):
+    nodes, weights = np.polynomial.hermite_e.hermegauss(120)
+    options = dict(A=A, antithetic=False, scale=1.0)
+    feature_map = GeneralizedExponentialFeatures.from_projection(
+        nodes[:, None], log_weights=np.log(weights / weights.sum() * 120), **options
+    )
+    x, y = np.array([[0.4], [-0.7]]), np.array([[0.3], [1.1]])
+    kernel = feature_map.kernel(x, y)
+    assert_allclose(feature_map.estimate(x, y), kernel, rtol=1e-12)
+    if A <= 0.05:  # the integrand of the square grows too fast for these nodes beyond
+        single = GeneralizedExponentialFeatures.from_projection(nodes[:1, None], **options)
+        products = np.stack(
+            [single.from_projection([node], **options).estimate(x, y) for node in nodes[:, None]]
+        )
+        square = np.tensordot(weights / weights.sum(), products**2, axes=1)
+        one = GeneralizedExponentialFeatures(1, 1, sampler="gaussian", rng=0, **options)
+        assert_allclose(one.variance(x, y), square - kernel**2, rtol=1e-9)
+
+
+def fits(query, key, rng=0, **options):
+    return {
+        "generalized": GeneralizedExponentialFeatures.fit(query, key, rng=rng, **options),
+        "symmetric": DenseExponentialFeatures.fit(query, key, rng=rng, **options),
+        "balanced": DenseExponentialFeatures.fit(query, key, rng=rng, symmetric=False, **options),
+    }
+
+
+@pytest.mark.parametrize("antithetic", [False, True])
+@pytest.mark.parametrize("name", ["generalized", "symmetric", "balanced"])
+def test_fitted_maps_are_unbiased_with_the_variance_they_state(name, antithetic):
+    query, key = sample()
+    x, y = 0.4 * query[:, :6], 0.4 * key[:, :5]
+    options = dict(num_features=200, antithetic=antithetic, sampler="gaussian")
+    feature_map = fits(0.4 * query, 0.4 * key, **options)[name]
+    estimates = np.stack([feature_map.redraw(seed).estimate(x, y) for seed in range(300)])
+    kernel, variance = feature_map.kernel(x, y), feature_map.variance(x, y)
+    # 60 correlated entries at 6 exact standard errors of 300 estimates with 200 columns each.
+    assert np.abs((estimates.mean(axis=0) - kernel) / np.sqrt(variance / 300)).max() < 6
+    assert_allclose(np.median(estimates.var(axis=0) / variance), 1, atol=0.15)
+
+
+def test_each_refinement_lowers_the_mean_log_second_moment():
+    query, key = sample()
+    maps = fits(query, key, num_features=1, antithetic=False, sampler="gaussian")
+    maps["none"] = PositiveFeatures(6, 1, sampler="gaussian", rng=0)
+    moments = {}
+    for name, feature_map in maps.items():
+        relative = feature_map.variance(query, key) / feature_map.kernel(query, key) ** 2
+        moments[name] = np.log1p(relative).mean(axis=(-2, -1))
+    assert (moments["generalized"] < moments["none"]).all()
+    assert (moments["symmetric"] < moments["generalized"]).all()
+    assert (moments["balanced"] < moments["symmetric"]).all()
+
+
+def test_the_tilt_of_the_fit_is_a_minimum():
+    query, key = sample()
+    fitted = GeneralizedExponentialFeatures.fit(
+        query, key, num_features=1, antithetic=False, sampler="gaussian", rng=0
+    )
+
+    def moment(A):
+        feature_map = GeneralizedExponentialFeatures(
+            6, 1, A=A, antithetic=False, sampler="gaussian", rng=0
+        )
+        relative = feature_map.variance(query, key) / feature_map.kernel(query, key) ** 2
+        return np.log1p(relative).mean(axis=(-2, -1))
+
+    best = moment(fitted.A)
+    for step in (-0.02, 0.02):
+        assert (moment(fitted.A + step) > best).all()
+
+
+def test_balancing_equalises_the_second_moments():
+    query, key = sample()
+    feature_map = fits(query, key, num_features=12)["balanced"]
+    T, T_k = feature_map.transform, np.linalg.inv(feature_map.transform).swapaxes(-1, -2)
+    moments = [x.swapaxes(-1, -2) @ x / x.shape[-2] for x in (query, key)]
+    ours = [t @ m @ t.swapaxes(-1, -2) for t, m in zip((T, T_k), moments, strict=True)]
+    assert_allclose(ours[0], ours[1], atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["generalized", "symmetric", "balanced"])
+def test_attention_with_fitted_maps(name):
+    query, key = sample()
+    value = np.random.default_rng(5).standard_normal((2, 50, 3))
+    feature_map = fits(query, key, num_features=24)[name]
+    out = linattn.linear_attention(query, key, value, feature_map)
+    want = linattn.reference.kernel_attention(query, key, value, feature_map)
+    assert_allclose(out, want, atol=1e-12)
+    with pytest.raises(ValueError, match="is_causal needs a feature map that has not seen"):
+        linattn.linear_attention(query[:, :50], key, value, feature_map, is_causal=True)
+    with pytest.raises(ValueError, match="has not seen"):
+        linattn.linear_attention(query[:, :50], key, value, feature_map.redraw(1), is_causal=True)
+    kept = pickle.loads(pickle.dumps(feature_map))
+    assert kept == feature_map
+    assert kept.fingerprint() == feature_map.fingerprint()
+    assert kept.causal is False
+
+
+def test_a_frozen_tilt_is_causal():
+    query, key = sample()
+    fitted = GeneralizedExponentialFeatures.fit(query, key, num_features=24, rng=0)
+    frozen = GeneralizedExponentialFeatures(6, 24, A=fitted.A, rng=0)
+    assert fitted == frozen
+    assert frozen.causal
+    value = np.ones((2, 50, 3))
+    out = linattn.linear_attention(query[:, :50], key, value, frozen, is_causal=True)
+    assert_allclose(out, 1, rtol=1e-13)
+
+
+def test_variance_of_heads_is_that_of_each():
+    query, key = sample()
+    feature_map = GeneralizedExponentialFeatures(6, 24, A=[-0.1, -0.3], rng=0)
+    both = feature_map.variance(query, key)
+    for head, A in enumerate(feature_map.A):
+        alone = GeneralizedExponentialFeatures(6, 24, A=float(A), rng=0)
+        assert_allclose(both[head], alone.variance(query[head], key[head]), rtol=1e-12)
+    assert feature_map.variance(query[0, None, None], key[0, None, None]).shape == (1, 2, 60, 50)
+
+
+def test_a_variance_that_is_not_known_says_what_is_missing():
+    query, key = sample()
+    feature_map = fits(query, key, num_features=24)["symmetric"]
+    with pytest.raises(NotImplementedError, match="all axes of a head have one tilt A"):
+        feature_map.variance(query, key)
+    one_tilt = DenseExponentialFeatures(
+        6, 24, A=np.full(6, -0.2), transform=feature_map.transform[0], rng=0
+    )
+    assert (one_tilt.variance(query[0], key[0]) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(A=0.125), "A must be finite and below 1/8.*got 0.125"),
+        (dict(A=float("nan")), "A must be finite"),
+        (dict(num_features=7), "num_features must be even"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        GeneralizedExponentialFeatures(4, **{"num_features": 8, "rng": 0, **options})
+
+
+@pytest.mark.parametrize(
+    ("A", "transform", "message"),
+    [
+        (np.zeros(3), np.eye(4), r"A must have shape \(..., 4\)"),
+        (np.zeros(4), np.eye(3), r"transform \(..., 4, 4\), got"),
+        (np.zeros(4), np.ones((4, 4)), "transform must be invertible"),
+    ],
+)
+def test_bad_axes(A, transform, message):
+    with pytest.raises(ValueError, match=message):
+        DenseExponentialFeatures(4, 8, A=A, transform=transform, rng=0)
+
+
+def test_an_empty_sample_cannot_be_fitted():
+    with pytest.raises(ValueError, match="at least one token"):
+        GeneralizedExponentialFeatures.fit(np.ones((0, 4)), np.ones((3, 4)))

@@ -1,0 +1,160 @@
+"""Exact changes of coordinates: softmax is unchanged, and the map inside is told the truth."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import linattn
+from linattn.feature_maps import (
+    DenseExponentialFeatures,
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    Reparametrized,
+    TaylorFeatures,
+)
+
+D, HEADS = 6, 3
+RNG = np.random.default_rng(0)
+QUERY = RNG.standard_normal((HEADS, 40, D)) + 1.5
+KEY = RNG.standard_normal((HEADS, 40, D)) + 1.0
+VALUE = RNG.standard_normal((HEADS, 40, 4))
+CENTRES = (QUERY.mean(axis=-2), KEY.mean(axis=-2))
+TRANSFORM = RNG.standard_normal((HEADS, D, D)) + 2 * np.eye(D)
+INSIDE = {
+    "positive": PositiveFeatures(D, 24, rng=0),
+    "hyperbolic": HyperbolicFeatures(D, 24, rng=0),
+    "taylor": TaylorFeatures(D),
+    "dense": DenseExponentialFeatures.fit(QUERY, KEY, num_features=24, rng=0),
+}
+
+
+def changed(x, shift, transform):
+    return (x - shift[..., None, :]) @ transform
+
+
+@pytest.fixture(params=list(INSIDE))
+def feature_map(request):
+    return Reparametrized(INSIDE[request.param], *CENTRES, TRANSFORM)
+
+
+def test_estimates_are_those_inside_times_exact_factors(feature_map):
+    c, b = CENTRES
+    q = changed(QUERY, c, TRANSFORM)
+    k = changed(KEY, b, np.linalg.inv(TRANSFORM).swapaxes(-1, -2))
+    rows = np.einsum("hnd,hd->hn", QUERY, b)[..., :, None]
+    columns = np.einsum("hnd,hd->hn", KEY - b[:, None], c)[..., None, :]
+    factor = np.exp(feature_map.scale * (rows + columns))
+    inside = feature_map.feature_map
+    assert_allclose(feature_map.estimate(QUERY, KEY), inside.estimate(q, k) * factor, rtol=1e-11)
+    assert_allclose(feature_map.kernel(QUERY, KEY), inside.kernel(q, k) * factor, rtol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+def test_the_kernel_is_softmax_whatever_the_coordinates(name):
+    feature_map = Reparametrized(INSIDE[name], *CENTRES, TRANSFORM)
+    logits = feature_map.scale * QUERY @ KEY.swapaxes(-1, -2)
+    assert_allclose(np.log(feature_map.kernel(QUERY, KEY)), logits, rtol=1e-10, atol=1e-10)
+    x, y = 0.3 * QUERY[:, :4], 0.3 * KEY[:, :3]
+    small = Reparametrized(INSIDE[name], *(0.3 * c for c in CENTRES))
+    estimates = np.stack([small.redraw(seed).estimate(x, y) for seed in range(400)])
+    deviation = (estimates.mean(axis=0) - small.mean(x, y)) / np.sqrt(small.variance(x, y) / 400)
+    assert np.abs(deviation).max() < 6
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("backends", [True, False])
+def test_attention_equals_the_oracle(feature_map, is_causal, masked, backends):
+    if is_causal and not feature_map.causal:
+        pytest.skip("fitted to the sequence: refused for causal use")
+    mask = np.random.default_rng(1).random((HEADS, 40)) > 0.3 if masked else None
+    options = dict(is_causal=is_causal, key_mask=mask)
+    want = linattn.reference.kernel_attention(QUERY, KEY, VALUE, feature_map, **options)
+
+    def run(**more):
+        return linattn.linear_attention(QUERY, KEY, VALUE, feature_map, **options, **more)
+
+    if backends:
+        out, norm = run(return_log_normalizer=True, chunk_size=16)
+    else:
+        with linattn.without_backends():
+            out, norm = run(return_log_normalizer=True, chunk_size=16)
+    assert_allclose(out, want, atol=1e-11)
+    weights = feature_map.estimate(QUERY, KEY)
+    if mask is not None:
+        weights = weights * mask[:, None, :]
+    if is_causal:
+        weights = np.tril(weights)
+    with np.errstate(divide="ignore"):
+        assert_allclose(norm, np.log(weights.sum(axis=-1)), rtol=1e-10)
+
+
+def test_steps_equal_the_whole(feature_map):
+    if not feature_map.causal:
+        pytest.skip("fitted to the sequence: refused for causal use")
+    whole = linattn.linear_attention(QUERY, KEY, VALUE, feature_map, is_causal=True)
+    start = linattn.init_state(feature_map, 4, batch_shape=(HEADS,), like=KEY)
+    decoder = linattn.Decoder(feature_map, start)
+    for t in range(40):
+        out = decoder.step(QUERY[:, t], KEY[:, t], VALUE[:, t])
+        assert_allclose(out, whole[:, t], atol=1e-11)
+
+
+def test_centring_helps_where_queries_and_keys_are_off_centre():
+    inside = PositiveFeatures(D, 512, rng=0)
+    exact = linattn.softmax_attention(QUERY, KEY, VALUE)
+
+    def error(feature_map):
+        out = linattn.linear_attention(QUERY, KEY, VALUE, feature_map)
+        return np.linalg.norm(out - exact) / np.linalg.norm(exact)
+
+    plain, centred = error(inside), error(Reparametrized(inside, *CENTRES))
+    assert centred < 0.8 * plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_libraries_keep_their_arrays(xp, dtype):
+    feature_map = Reparametrized(INSIDE["positive"], *CENTRES, TRANSFORM)
+    query, key, value = (xp.array(x, dtype) for x in (QUERY, KEY, VALUE))
+    out = linattn.linear_attention(query, key, value, feature_map)
+    xp.assert_like(out, query, shape=VALUE.shape)
+    want = linattn.reference.kernel_attention(QUERY, KEY, VALUE, feature_map)
+    assert_allclose(xp.numpy(out), want, atol=1e-4 if dtype == "float32" else 1e-11)
+
+
+def test_identity_redraw_equality_and_pickle():
+    inside = PositiveFeatures(D, 24, rng=0)
+    same = Reparametrized(inside)
+    assert_allclose(same.estimate(QUERY, KEY), inside.estimate(QUERY, KEY), rtol=1e-12)
+    feature_map = Reparametrized(inside, *CENTRES, TRANSFORM)
+    assert feature_map == Reparametrized(inside, *CENTRES, TRANSFORM)
+    assert feature_map != same
+    assert feature_map.redraw(7) == Reparametrized(inside.redraw(7), *CENTRES, TRANSFORM)
+    with pytest.raises(AttributeError, match="redraw"):
+        Reparametrized(TaylorFeatures(D)).redraw(7)
+    kept = pickle.loads(pickle.dumps(feature_map))
+    assert kept == feature_map
+    assert kept.fingerprint() == feature_map.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((EluFeatures(),), TypeError, "feature_map must be a map of the softmax kernel"),
+        ((INSIDE["positive"], np.ones(5)), ValueError, r"query_shift must be finite.*\(..., 6\)"),
+        ((INSIDE["positive"], None, np.full(6, np.inf)), ValueError, "key_shift must be finite"),
+        (
+            (INSIDE["positive"], None, None, np.ones((6, 6))),
+            ValueError,
+            "transform must be invertible",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Reparametrized(*arguments)
