@@ -122,9 +122,8 @@ class Reparametrized(BaseFeatureMap):
         ValueError
             The map inside cannot be redrawn.
         """
-        return type(self)(
-            self.feature_map.redraw(rng), self.query_shift, self.key_shift, self.transform
-        )
+        inside: Any = self.feature_map
+        return type(self)(inside.redraw(rng), self.query_shift, self.key_shift, self.transform)
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Affine:
         """Spec of the query side: the log weight is ``s q.b``."""
