@@ -142,12 +142,6 @@ def check_log_normalizer(norm, phi, sums, bound):
 DIM, VALUE_DIM, LENGTH, CHUNK = 6, 3, 16, 8
 
 
-def fetch(xp, array):
-    """Copy to NumPy; Dask computes only here, outside of the call that silences NumPy."""
-    with np.errstate(all="ignore"):
-        return xp.numpy(array)
-
-
 def library_inputs(xp, dtype, *shapes, seed=0):
     host = inputs(*shapes, seed=seed)
     return host, [xp.array(a, dtype) for a in host]
@@ -167,8 +161,8 @@ def test_full_in_every_library(xp, name, dtype):
     xp.assert_like(norm, arrays[0], shape=(2, 2, 9))
     sums = reference.kernel_sums(*host, phi, key_mask=mask)
     bound = BOUNDS[dtype] * conditioning(phi, *host[:2])
-    check_sums(fetch(xp, out), phi, sums, bound)
-    check_log_normalizer(fetch(xp, norm), phi, sums, bound)
+    check_sums(xp.numpy(out), phi, sums, bound)
+    check_log_normalizer(xp.numpy(norm), phi, sums, bound)
 
 
 @every_map
@@ -195,10 +189,10 @@ def test_causal_in_every_library(xp, name):
     assert state.length == LENGTH
     sums = reference.kernel_sums(*host, phi, is_causal=True, key_mask=mask)
     bound = BOUNDS["float32"] * conditioning(phi, *host[:2])
-    out = fetch(xp, out)
+    out = xp.numpy(out)
     assert_array_equal(out[:, 0], 0)
     check_sums(out, phi, sums, bound)
-    check_log_normalizer(fetch(xp, norm), phi, sums, bound)
+    check_log_normalizer(xp.numpy(norm), phi, sums, bound)
 
 
 @pytest.mark.parametrize("name", ["positive", "elu"])
@@ -209,7 +203,7 @@ def test_causal_float64_in_every_library(xp, name):
     )
     out = linattn.linear_attention(*arrays, phi, is_causal=True, chunk_size=CHUNK)
     xp.assert_like(out, arrays[0], shape=(LENGTH, VALUE_DIM))
-    check(fetch(xp, out), phi, host, is_causal=True)
+    check(xp.numpy(out), phi, host, is_causal=True)
 
 
 def test_initial_state_in_every_library(xp):
@@ -221,11 +215,11 @@ def test_initial_state_in_every_library(xp):
     options = {"is_causal": True, "chunk_size": CHUNK}
     head, state = linattn.linear_attention(*first, phi, return_state=True, **options)
     tail = linattn.linear_attention(*rest, phi, initial_state=state, **options)
-    stream = np.concatenate([fetch(xp, head), fetch(xp, tail)])
+    stream = np.concatenate([xp.numpy(head), xp.numpy(tail)])
     check(stream, phi, host, is_causal=True)
     # Full attention with a state attends to its keys and the new ones.
     both = linattn.linear_attention(*rest, phi, initial_state=state)
-    check(fetch(xp, both), phi, (host[0][CHUNK:], *host[1:]))
+    check(xp.numpy(both), phi, (host[0][CHUNK:], *host[1:]))
 
 
 @pytest.mark.parametrize("name", ["positive", "trigonometric", "activation"])
@@ -239,11 +233,11 @@ def test_projections_per_head_in_every_library(xp, name):
     out, state = linattn.linear_attention(*arrays, phi, return_state=True)
     xp.assert_like(out, arrays[0], shape=(2, 9, VALUE_DIM))
     assert tuple(state.kvz.shape) == (2, phi.num_features, VALUE_DIM + 1)
-    check(fetch(xp, out), phi, host)
+    check(xp.numpy(out), phi, host)
     for head in range(2):
         one = type(single).from_projection(rows[head])
         alone = linattn.linear_attention(arrays[0][head, ...], *arrays[1:], one)
-        assert_allclose(fetch(xp, alone), fetch(xp, out)[head], rtol=1e-12, atol=1e-13)
+        assert_allclose(xp.numpy(alone), xp.numpy(out)[head], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -251,7 +245,7 @@ def test_half_precision_is_accumulated_in_float32(xp, dtype):
     # A float16 sum of ones stalls at 2048, a bfloat16 one at 256.
     host = inputs((4, DIM), (5000, DIM), (5000, 2))
     arrays = [xp.array(a, dtype) for a in (host[0], host[1], 1 + host[2] / 4)]
-    rounded = [fetch(xp, a).astype(np.float64) for a in arrays]
+    rounded = [xp.numpy(a).astype(np.float64) for a in arrays]
     phi = EluFeatures()
     out, state, norm = linattn.linear_attention(
         *arrays, phi, return_state=True, return_log_normalizer=True
@@ -261,13 +255,13 @@ def test_half_precision_is_accumulated_in_float32(xp, dtype):
         assert array.dtype == xp.dtype("float32")
     expected = reference.kernel_attention(*rounded, phi)
     half_ulp = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-    assert_allclose(fetch(xp, out), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
+    assert_allclose(xp.numpy(out), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
     short = [a[:CHUNK, :] for a in (arrays[1], arrays[1], arrays[2])]
     causal = linattn.linear_attention(*short, phi, is_causal=True, chunk_size=CHUNK)
     xp.assert_like(causal, arrays[0], shape=(CHUNK, 2))
-    short = [fetch(xp, a).astype(np.float64) for a in short]
+    short = [xp.numpy(a).astype(np.float64) for a in short]
     expected = reference.kernel_attention(*short, phi, is_causal=True)
-    assert_allclose(fetch(xp, causal), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
+    assert_allclose(xp.numpy(causal), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
 
 
 @pytest.mark.frameworks
@@ -432,12 +426,12 @@ def check_any_shape(xp, case, phi, dtype):
         query, key, value, phi, is_causal=case.is_causal, key_mask=case.key_mask
     )
     bound = BOUNDS[dtype] * conditioning(phi, query, key)
-    check_sums(fetch(xp, out), phi, sums, bound)
-    norms = np.broadcast_to(fetch(xp, norm), sums.denominator.shape[:-1])
+    check_sums(xp.numpy(out), phi, sums, bound)
+    norms = np.broadcast_to(xp.numpy(norm), sums.denominator.shape[:-1])
     check_log_normalizer(norms, phi, sums, bound)
     # Reading the state sees every key, which is what full attention saw.
     if not case.is_causal:
-        again = fetch(xp, linattn.read_state(arrays[0], state, phi))
+        again = xp.numpy(linattn.read_state(arrays[0], state, phi))
         check_sums(again, phi, sums, bound)
 
 
@@ -727,7 +721,7 @@ def test_softmax_in_every_library(xp, mode, dtype):
     xp.assert_like(out, arrays[0], shape=(2, num_queries, VALUE_DIM))
     if mode == "masked":
         options["key_mask"] = mask
-    check_softmax(fetch(xp, out), host, dtype, **options)
+    check_softmax(xp.numpy(out), host, dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -741,7 +735,7 @@ def test_softmax_any_shape(xp_any_shape, draws, dtype, data):
     out = linattn.softmax_attention(*arrays, is_causal=case.is_causal, key_mask=mask)
     xp.assert_like(out, arrays[0], shape=case.output_shape)
     check_softmax(
-        fetch(xp, out),
+        xp.numpy(out),
         [a.astype(np.float64) for a in host],
         dtype,
         is_causal=case.is_causal,
