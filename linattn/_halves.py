@@ -1,0 +1,112 @@
+"""Causal attention of a block by halves: every scale holds visible keys only.
+
+Each token reads itself; then, in stretches of 2, 4, 8, ... tokens, right halves read left halves,
+and a row's parts are combined by their own logs. No branch depends on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from linattn import _dispatch, _generic
+from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
+
+__all__ = ["exact_halves", "halves", "levels", "on_right_halves", "own_tokens", "pad", "scan_exact"]
+
+
+def halves(x: Array, half: int, side: int) -> Array:
+    """Left (0) or right (1) halves of all stretches of ``2 half`` tokens: a new axis before -2."""
+    if x is None:
+        return None
+    xp = _generic.namespace(x)
+    *lead, n, width = x.shape
+    return xp.reshape(x, (*lead, n // (2 * half), 2, half, width))[..., side, :, :]
+
+
+def on_right_halves(part: Partial, n: int) -> Partial:
+    """Spread rows of right halves over all ``n`` rows; left halves see nothing."""
+    xp = _generic.namespace(part.nd)
+
+    def spread(right: Array, left: Array) -> Array:
+        both = xp.concat([left, right], axis=-2)
+        return xp.reshape(both, (*both.shape[:-3], n, both.shape[-1]))
+
+    nothing = xp.full_like(part.log, -float("inf"))
+    return Partial(spread(part.nd, xp.zeros_like(part.nd)), spread(part.log, nothing))
+
+
+def levels(n: int) -> Iterator[int]:
+    half = 1
+    while half < n:
+        yield half
+        half *= 2
+
+
+def pad(x: Array, size: int, fill: float = 0.0) -> Array:
+    """Append rows of one number; None stays None."""
+    if x is None or x.shape[-2] == size:
+        return x
+    xp = _generic.namespace(x)
+    shape = (*x.shape[:-2], size - x.shape[-2], x.shape[-1])
+    return xp.concat([x, xp.full_like(xp.broadcast_to(x[..., :1, :], shape), fill)], axis=-2)
+
+
+def scan_exact(
+    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, v1: Array, state: State
+) -> tuple[Partial, State]:
+    """Causal attention of a block in which no row's scale depends on a later key.
+
+    Each token reads itself and the incoming state; then in ``log2(n)`` levels right halves read
+    left halves, and a row's parts are combined by their own logs. No branch depends on data.
+    O(n m (d + e log n)) time, O(n m) memory.
+    """
+    n = v1.shape[-2]
+    size = 1 << (n - 1).bit_length()
+    # Features are padded, not tokens: a map may refuse positions past the end.
+    log, values = _generic.row_features(query_spec, query)
+    queries = Features(pad(log, size), pad(values, size))
+    log, values = _generic.row_features(key_spec, key)
+    keys = Features(pad(log, size, -float("inf")), pad(values, size))
+    v1 = pad(v1, size)
+    part = _generic.combine(own_tokens(queries, keys, v1), _generic.read(queries, state))
+    for half in levels(size):
+        left = Features(halves(keys.log, half, 0), halves(keys.values, half, 0))
+        right = Features(halves(queries.log, half, 1), halves(queries.values, half, 1))
+        seen = _generic.absorb(left, halves(v1, half, 0), None)
+        part = _generic.combine(part, on_right_halves(_generic.read(right, seen), size))
+    after = _generic.absorb(keys, v1, state)
+    after = State(after.kvz, after.log_scale, state.length + n)
+    return Partial(part.nd[..., :n, :], part.log[..., :n, :]), after
+
+
+def own_tokens(queries: Features, keys: Features, v1: Array) -> Partial:
+    xp = _generic.namespace(v1)
+    e = queries.log + keys.log
+    row = xp.max(e, axis=-1, keepdims=True)
+    weights = xp.exp(e - _generic.finite_shift(row, xp))
+    for values in (queries.values, keys.values):
+        weights = weights if values is None else weights * values
+    return Partial(xp.sum(weights, axis=-1, keepdims=True) * v1, row)
+
+
+def exact_halves(problem: Problem, query: Tokens, key: Tokens, v1: Array) -> Partial:
+    """Causal softmax attention within a block: each token itself, then right halves read left."""
+    spec, xp, n = problem.query_spec, problem.xp, v1.shape[-2]
+    exact_block = _dispatch.block_function("exact_block", xp)
+    size = 1 << (n - 1).bit_length()
+    log_weight = key.log_weight
+    if log_weight is None and n < size:
+        log_weight = xp.zeros_like(key.x[..., :1])
+    query = Tokens(pad(query.x, size), None, 0)
+    key = Tokens(pad(key.x, size), pad(log_weight, size, -float("inf")), 0)
+    v1 = pad(v1, size)
+    logit = xp.sum(query.x * key.x, axis=-1, keepdims=True) * spec.scale
+    logit = logit + (logit - logit)
+    logit = logit if key.log_weight is None else logit + key.log_weight
+    part = Partial(v1 + xp.zeros_like(logit), logit)
+    for half in levels(size):
+        right = Tokens(halves(query.x, half, 1), None, 0)
+        left = Tokens(halves(key.x, half, 0), halves(key.log_weight, half, 0), 0)
+        seen = exact_block(spec, right, left, halves(v1, half, 0))
+        part = _generic.combine(part, on_right_halves(seen, size))
+    return Partial(part.nd[..., :n, :], part.log[..., :n, :])

@@ -1,0 +1,94 @@
+"""A task's share of a problem: slices along the leading axes, with axes of 1 left whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from linattn.typing import (
+    Affine,
+    ColumnMeans,
+    Exact,
+    Exponential,
+    Index,
+    Pointwise,
+    Problem,
+    Spec,
+    State,
+)
+
+__all__ = ["at", "take_problem"]
+
+AnySpec = TypeVar("AnySpec", bound="Spec | ColumnMeans | Exact")
+
+
+def at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
+    """Index of a task in an array of this shape: axes of 1 stay whole, trailing axes too."""
+    index = [slice(None)] * len(shape)
+    lead = len(shape) - trailing
+    for back in range(1, min(lead, len(task)) + 1):
+        if shape[lead - back] != 1:
+            index[lead - back] = task[-back]
+    return tuple(index)
+
+
+def _take_lead(lead: tuple[int, ...], task: Index) -> tuple[int, ...]:
+    index = at(lead, 0, task)
+    return tuple(len(range(*s.indices(size))) for s, size in zip(index, lead, strict=True))
+
+
+def _take(array: Any, trailing: int, task: Index) -> Any:
+    if not task or array is None or isinstance(array, float):
+        return array
+    return array[at(tuple(array.shape), trailing, task)]
+
+
+def _take_spec(spec: AnySpec, task: Index) -> AnySpec:
+    if isinstance(spec, Exponential):
+        return replace(
+            spec,
+            P=_take(spec.P, 2, task),
+            Q=_take(spec.Q, 2, task),
+            col=_take(spec.col, 1, task),
+        )
+    if isinstance(spec, Pointwise):
+        return replace(
+            spec,
+            P=_take(spec.P, 2, task),
+            bias=_take(spec.bias, 1, task),
+            factor=_take(spec.factor, 1, task),
+        )
+    if isinstance(spec, ColumnMeans):
+        return replace(spec, spec=_take_spec(spec.spec, task))
+    return spec
+
+
+def _take_change(affine: Affine | None, task: Index) -> Affine | None:
+    if affine is None:
+        return None
+    names = ("shift", "transform", "weight", "offset")
+    return replace(affine, **{name: _take(getattr(affine, name), 2, task) for name in names})
+
+
+def take_problem(problem: Problem, task: Index) -> Problem:
+    if not task:
+        return problem
+    state = problem.state
+    return replace(
+        problem,
+        query=_take(problem.query, 2, task),
+        key=_take(problem.key, 2, task),
+        value=_take(problem.value, 2, task),
+        key_mask=_take(problem.key_mask, 2, task),
+        query_spec=_take_spec(problem.query_spec, task),
+        key_spec=_take_spec(problem.key_spec, task),
+        state_lead=_take_lead(problem.state_lead, task),
+        lead=_take_lead(problem.lead, task),
+        query_change=_take_change(problem.query_change, task),
+        key_change=_take_change(problem.key_change, task),
+        state=None if state is None else _take_state(state, task),
+    )
+
+
+def _take_state(state: State, task: Index) -> State:
+    return State(_take(state.kvz, 2, task), _take(state.log_scale, 1, task), state.length)
