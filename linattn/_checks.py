@@ -14,9 +14,21 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Affine, Array, ColumnMeans, Exponential, MapSpec, Pointwise, State
+from linattn.typing import (
+    Affine,
+    Array,
+    Assigned,
+    ColumnMeans,
+    Corrected,
+    Exponential,
+    MapSpec,
+    Normalized,
+    Pointwise,
+    State,
+)
 
 __all__ = [
+    "PARAMETER_AXES",
     "accumulation_dtype",
     "check_arrays",
     "check_finite_number",
@@ -213,8 +225,10 @@ def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(message) from None
 
 
-def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int | None) -> Array:
-    """Check a boolean key mask and return it as ``(..., S, 1)``.
+def check_key_mask(
+    key_mask: Any, key: Array, xp: ModuleType, *, query_len: int | None, of: str = "key"
+) -> Array:
+    """Check a boolean mask of keys (or of what ``of`` names) and return it as ``(..., S, 1)``.
 
     Raises
     ------
@@ -223,16 +237,16 @@ def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int 
     ValueError
         Not of shape ``(S,)`` or ``key.shape[:-1]`` up to axes of 1.
     """
-    mask_xp, mask = _one_array("key_mask", key_mask)
+    mask_xp, mask = _one_array(f"{of}_mask", key_mask)
     if mask_xp is not xp:
         message = (
-            f"key and key_mask must come from one array library, got {library_name(xp)} and "
+            f"{of} and {of}_mask must come from one array library, got {library_name(xp)} and "
             f"{library_name(mask_xp)}"
         )
         raise TypeError(message)
-    _check_device("key", key, "key_mask", mask)
+    _check_device(of, key, f"{of}_mask", mask)
     if mask.dtype != xp.bool:
-        message = f"key_mask must be boolean (True = attend), got dtype {mask.dtype}"
+        message = f"{of}_mask must be boolean (True = attend), got dtype {mask.dtype}"
         raise TypeError(message)
     wanted = tuple(key.shape[:-1])
     shape = tuple(mask.shape)
@@ -241,9 +255,9 @@ def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int 
     )
     if not fits and shape != wanted[-1:]:
         message = (
-            f"key_mask must have shape ({wanted[-1]},), or one axis for each axis of key but the "
-            f"last, each 1 or equal, that is {wanted}; got {shape}. A mask of shape (batch, "
-            f"length) is given to keys with a heads axis as mask[:, None, :]"
+            f"{of}_mask must have shape ({wanted[-1]},), or one axis for each axis of {of} but "
+            f"the last, each 1 or equal, that is {wanted}; got {shape}. A mask of shape (batch, "
+            f"length) is given to a {of} with a heads axis as mask[:, None, :]"
         )
         if query_len is not None and shape[-2:] == (query_len, wanted[-1]):
             message += (
@@ -256,25 +270,25 @@ def check_key_mask(key_mask: Any, key: Array, xp: ModuleType, *, query_len: int 
     return xp.broadcast_to(mask, (*mask.shape[:-1], wanted[-1]))[..., None]
 
 
+PARAMETER_AXES: dict[type, dict[str, int]] = {
+    Affine: {"shift": 2, "transform": 2, "weight": 2, "offset": 2},
+    Assigned: {"P": 2, "bias": 1, "probes": 2, "offset": 1, "table": 2},
+    Corrected: {"half_log": 1, "matrix": 2},
+    Exponential: {"P": 2, "Q": 2, "col": 1},
+    Normalized: {"P": 2, "col": 1, "power": 2, "tilt": 2},
+    Pointwise: {"P": 2, "bias": 1, "factor": 1},
+}
+"""Axes of each array of a spec behind its leading ones; what is None or a number has none."""
+
+
 def spec_lead(spec: MapSpec) -> tuple[int, ...]:
     """Leading axes (heads) of a spec's parameters."""
-    shapes: list[tuple[int, ...]] = []
-    if isinstance(spec, Affine):
-        arrays = (spec.shift, spec.transform, spec.weight, spec.offset)
-        shapes = [spec_lead(spec.spec), *(tuple(array.shape[:-2]) for array in arrays)]
-    if isinstance(spec, ColumnMeans):
-        return spec_lead(spec.spec)
-    if isinstance(spec, Exponential):
-        shapes = [tuple(spec.P.shape[:-2]), tuple(spec.col.shape[:-1])]
-        if not isinstance(spec.Q, float):
-            shapes.append(tuple(spec.Q.shape[:-2]))
-    elif isinstance(spec, Pointwise):
-        if not isinstance(spec.P, float):
-            shapes.append(tuple(spec.P.shape[:-2]))
-        if spec.bias is not None:
-            shapes.append(tuple(spec.bias.shape[:-1]))
-        if not isinstance(spec.factor, float):
-            shapes.append(tuple(spec.factor.shape[:-1]))
+    inside = spec_lead(spec.spec) if isinstance(spec, Affine | ColumnMeans | Corrected) else ()
+    shapes = [inside]
+    for name, axes in PARAMETER_AXES.get(type(spec), {}).items():
+        array = getattr(spec, name)
+        if array is not None and not isinstance(array, float):
+            shapes.append(tuple(array.shape[:-axes]))
     return np.broadcast_shapes(*shapes)
 
 

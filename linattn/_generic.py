@@ -16,12 +16,15 @@ import numpy as np
 from linattn.typing import (
     Affine,
     Array,
+    Assigned,
     ColumnMeans,
+    Corrected,
     Exact,
     Exponential,
     Features,
     Index,
     MapSpec,
+    Normalized,
     Partial,
     Plan,
     Pointwise,
@@ -93,12 +96,18 @@ def evaluate(spec: MapSpec, tokens: Tokens) -> Features:
         return evaluate(spec.spec, change(spec, tokens, weighted=True))
     if isinstance(spec, ColumnMeans):
         return evaluate(spec.spec, tokens)
+    if isinstance(spec, Corrected):
+        return _corrected(spec, evaluate(spec.spec, tokens))
     x = tokens.x
     xp = namespace(x)
     if isinstance(spec, Exponential):
         features = Features(_exponential_log(spec, x, xp), None)
     elif isinstance(spec, Pointwise):
         features = _pointwise(spec, x, xp)
+    elif isinstance(spec, Assigned):
+        features = Features(_assigned_log(spec, x, xp), None)
+    elif isinstance(spec, Normalized):
+        features = Features(_normalized_log(spec, x, xp), None)
     else:
         features = spec.fn(tokens)
     log = features.log
@@ -150,6 +159,42 @@ def _pointwise(spec: Pointwise, x: Array, xp: ModuleType) -> Features:
         quad = _nan_if_infinite(spec.quad * xp.sum(x * x, axis=-1, keepdims=True))
         log = quad if log is None else log + quad
     return Features(log, values)
+
+
+def _assigned_log(spec: Assigned, x: Array, xp: ModuleType) -> Array:
+    """One finite log a row, at its column; NaN throughout for a row that holds NaN."""
+    scores = xp.matmul(x, spec.P) + spec.bias[..., None, :]
+    columns = xp.arange(spec.P.shape[-1], device=array_api_compat.device(scores))
+    chosen = xp.argmax(scores, axis=-1, keepdims=True) == columns
+    # The table's column of each row: a product with one 1 in each row is exact.
+    table = xp.matmul(xp.astype(chosen, x.dtype), xp.matrix_transpose(spec.table))
+    terms = xp.matmul(x, spec.probes) + spec.offset[..., None, :]
+    log = _log_sum(terms + table, xp)
+    log = xp.where(chosen, log, xp.full_like(log, -float("inf")))
+    log = xp.where(xp.any(xp.isnan(terms), axis=-1, keepdims=True), terms[..., :1] * 0, log)
+    return xp.concat([log, terms], axis=-1) if spec.dense else log
+
+
+def _normalized_log(spec: Normalized, x: Array, xp: ModuleType) -> Array:
+    u = xp.matmul(x, spec.P) + spec.col[..., None, :]
+    return u - spec.power * _log_sum(u, xp) + xp.matmul(x, spec.tilt)
+
+
+def _corrected(spec: Corrected, features: Features) -> Features:
+    """Signed features, m + p columns, of the correction without its guard."""
+    xp = namespace(features.log)
+    m = spec.half_log.shape[-1]
+    log = features.log - spec.half_log[..., None, :]
+    row = finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
+    values = xp.matmul(xp.exp(log - row), spec.matrix)
+    own = values[..., :m] * xp.exp(spec.half_log)[..., None, :]
+    return Features(row, xp.concat([own, values[..., m:]], axis=-1))
+
+
+def _log_sum(x: Array, xp: ModuleType) -> Array:
+    """Log of the sum of exponentials along the last axis, which stays."""
+    top = finite_shift(xp.max(x, axis=-1, keepdims=True), xp)
+    return xp.log(xp.sum(xp.exp(x - top), axis=-1, keepdims=True)) + top
 
 
 def _nan_if_infinite(x: Array) -> Array:
@@ -277,8 +322,13 @@ def scan_block(
     return Partial(nd, row), State(after, c, state.length + v1.shape[-2])
 
 
-def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
-    """Softmax attention of queries to keys, all visible. O(n s (d + e)) time, O(n s) memory.
+def exact_block(
+    spec: Exact, query: Tokens, key: Tokens, v1: Array, visible: Array | None = None
+) -> Partial:
+    """Softmax attention of queries to keys. O(n s (d + e)) time, O(n s) memory.
+
+    ``visible``, (n, s), says which pairs count; None means all. A value that is not finite
+    reaches every row, whoever sees it: the caller looks.
 
     A row whose logits all overflow to -inf becomes NaN: its weights are not known to be zero.
     """
@@ -288,6 +338,9 @@ def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
     overflowed = row == -xp.inf
     if key.log_weight is not None:
         logits = logits + xp.matrix_transpose(key.log_weight)
+        row = xp.max(logits, axis=-1, keepdims=True)
+    if visible is not None:
+        logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
         row = xp.max(logits, axis=-1, keepdims=True)
     weights = xp.exp(logits - finite_shift(row, xp))
     nan = xp.full_like(row, float("nan"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from linattn import _dispatch, _generic
-from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
+from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 
 __all__ = ["exact_halves", "halves", "levels", "on_right_halves", "own_tokens", "pad", "scan_exact"]
 
@@ -89,9 +89,9 @@ def own_tokens(queries: Features, keys: Features, v1: Array) -> Partial:
     return Partial(xp.sum(weights, axis=-1, keepdims=True) * v1, row)
 
 
-def exact_halves(problem: Problem, query: Tokens, key: Tokens, v1: Array) -> Partial:
+def exact_halves(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
     """Causal softmax attention within a block: each token itself, then right halves read left."""
-    spec, xp, n = problem.query_spec, problem.xp, v1.shape[-2]
+    xp, n = _generic.namespace(v1), v1.shape[-2]
     exact_block = _dispatch.block_function("exact_block", xp)
     size = 1 << (n - 1).bit_length()
     log_weight = key.log_weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from linattn import _generic
 from linattn._halves import halves, levels, on_right_halves, own_tokens, pad
+from linattn._running import running
 from linattn.typing import Array, Features, Partial, Problem, State, Tokens
 
 __all__ = ["scan_means"]
@@ -59,7 +60,8 @@ def _means_by_halves(log_q: Array, log_k: Array, v1: Array, state: State) -> tup
     log_q, log_k, v1 = pad(log_q, size), pad(log_k, size, -float("inf")), pad(v1, size)
     xp = _generic.namespace(v1)
     before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
-    z = _generic.merge(before, _running(State(xp.ones_like(log_k)[..., None], log_k, 0)))
+    each = State(xp.ones_like(log_k)[..., None], log_k, 0)
+    z = _generic.merge(before, running(each, lazy=True))
     top = _generic.finite_shift(z.log_scale, xp)
     empty = z.z == 0
     log_q = log_q - xp.log(xp.where(empty, xp.ones_like(z.z), z.z))
@@ -81,25 +83,3 @@ def _read_at(log_q: Array, top: Array, state: State) -> Partial:
     log = log_q + (state.log_scale[..., None, :] - top)
     zero = _generic.namespace(top).zeros_like(state.log_scale)
     return _generic.read(Features(log, None), State(state.kvz, zero, 0))
-
-
-def _running(each: State) -> State:
-    """Merge the states of tokens, log scales ``(..., n, m)``, each with all before it.
-
-    Pairs are merged, their running states found in the same way, and every other token filled
-    in: 2 n merges for n a power of two.
-    """
-    n, m = each.log_scale.shape[-2:]
-    if n == 1:
-        return each
-    xp = _generic.namespace(each.kvz)
-    first = State(each.kvz[..., ::2, :, :], each.log_scale[..., ::2, :], 0)
-    second = State(each.kvz[..., 1::2, :, :], each.log_scale[..., 1::2, :], 0)
-    pairs = _running(_generic.merge(first, second))
-    nothing = _generic.empty_state(tuple(first.kvz.shape[:-3]), m, 0, first.kvz)
-    kvz = xp.concat([nothing.kvz[..., None, :, :], pairs.kvz[..., :-1, :, :]], axis=-3)
-    log_scale = xp.concat([nothing.log_scale[..., None, :], pairs.log_scale[..., :-1, :]], axis=-2)
-    others = _generic.merge(State(kvz, log_scale, 0), first)
-    kvz = xp.stack([others.kvz, pairs.kvz], axis=-3)
-    log_scale = xp.stack([others.log_scale, pairs.log_scale], axis=-2)
-    return State(xp.reshape(kvz, each.kvz.shape), xp.reshape(log_scale, each.log_scale.shape), 0)

@@ -102,6 +102,7 @@ def linear_problem(
     state_name: str = "initial_state",
     chunk_size: Any = None,
     want_log: bool = False,
+    exact_window: Any = None,
 ) -> Problem:
     """Check the arguments of linear attention and describe the computation."""
     check_feature_map(feature_map)
@@ -118,6 +119,9 @@ def linear_problem(
             f"{feature_map!r}, fitted to it: its features would leak later keys"
         )
         raise ValueError(message)
+    near_spec = None
+    if exact_window is not None:
+        exact_window, near_spec = _check_window(exact_window, query, key, feature_map)
     settings = _dispatch.current_settings()
     dtype = _checks.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
@@ -156,7 +160,29 @@ def linear_problem(
         want_log=want_log,
         lazy=_checks.is_lazy(query),
         num_threads=settings.num_threads,
+        exact_window=exact_window,
+        near_spec=near_spec,
     )
+
+
+def _check_window(
+    exact_window: Any, query: Array, key: Array, feature_map: Any
+) -> tuple[int, Exact]:
+    """Check that near keys and far ones are of one kernel and have positions to be near by."""
+    exact_window = _checks.check_positive_int("exact_window", exact_window)
+    if not getattr(feature_map, "softmax_kernel", False):
+        message = (
+            f"exact_window needs a feature map of the softmax kernel exp(scale q.k), so that near "
+            f"and far keys are weighed alike, got {feature_map!r}"
+        )
+        raise ValueError(message)
+    if query.shape[-2] != key.shape[-2]:
+        message = (
+            f"exact_window needs query and key of equal length, got {query.shape[-2]} and "
+            f"{key.shape[-2]}: near is a matter of positions in one sequence"
+        )
+        raise ValueError(message)
+    return exact_window, Exact(feature_map.scale)
 
 
 def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from linattn.typing import (
-    Affine,
-    ColumnMeans,
-    Exact,
-    Exponential,
-    Index,
-    Pointwise,
-    Problem,
-    Spec,
-    State,
-)
+from linattn import _checks
+from linattn.typing import ColumnMeans, Corrected, Index, Problem, State
 
 __all__ = ["at", "take_problem"]
-
-AnySpec = TypeVar("AnySpec", bound="Spec | ColumnMeans | Exact")
 
 
 def at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
@@ -43,31 +32,14 @@ def _take(array: Any, trailing: int, task: Index) -> Any:
     return array[at(tuple(array.shape), trailing, task)]
 
 
-def _take_spec(spec: AnySpec, task: Index) -> AnySpec:
-    if isinstance(spec, Exponential):
-        return replace(
-            spec,
-            P=_take(spec.P, 2, task),
-            Q=_take(spec.Q, 2, task),
-            col=_take(spec.col, 1, task),
-        )
-    if isinstance(spec, Pointwise):
-        return replace(
-            spec,
-            P=_take(spec.P, 2, task),
-            bias=_take(spec.bias, 1, task),
-            factor=_take(spec.factor, 1, task),
-        )
-    if isinstance(spec, ColumnMeans):
-        return replace(spec, spec=_take_spec(spec.spec, task))
-    return spec
-
-
-def _take_change(affine: Affine | None, task: Index) -> Affine | None:
-    if affine is None:
-        return None
-    names = ("shift", "transform", "weight", "offset")
-    return replace(affine, **{name: _take(getattr(affine, name), 2, task) for name in names})
+def _take_spec(spec: Any, task: Index) -> Any:
+    changes: dict[str, Any] = {
+        name: _take(getattr(spec, name), axes, task)
+        for name, axes in _checks.PARAMETER_AXES.get(type(spec), {}).items()
+    }
+    if isinstance(spec, ColumnMeans | Corrected):
+        changes["spec"] = _take_spec(spec.spec, task)
+    return replace(spec, **changes) if changes else spec
 
 
 def take_problem(problem: Problem, task: Index) -> Problem:
@@ -84,8 +56,8 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         key_spec=_take_spec(problem.key_spec, task),
         state_lead=_take_lead(problem.state_lead, task),
         lead=_take_lead(problem.lead, task),
-        query_change=_take_change(problem.query_change, task),
-        key_change=_take_change(problem.key_change, task),
+        query_change=_take_spec(problem.query_change, task),
+        key_change=_take_spec(problem.key_change, task),
         state=None if state is None else _take_state(state, task),
     )
 

@@ -23,6 +23,7 @@ def linear_attention(
     return_state: bool = False,
     return_log_normalizer: bool = False,
     chunk_size: int | None = None,
+    exact_window: int | None = None,
 ) -> Any:
     r"""Attention whose time grows with the length, not its square.
 
@@ -58,6 +59,11 @@ def linear_attention(
     chunk_size : int, optional
         Tokens a block. By default chosen by length, features and backend; any value gives the
         same result to rounding.
+    exact_window : int, optional
+        w: with tokens in blocks of w from the first one, keys of a query's own block and of those
+        beside it (causal: the one before) count exactly, ``exp(scale q.k)``, and only the others
+        by the map; one denominator for both. Needs L = S and a map of the softmax kernel. The
+        keys of an initial state are far from every query. Default: no window.
 
     Returns
     -------
@@ -73,7 +79,8 @@ def linear_attention(
         libraries, not a feature map.
     ValueError
         Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
-        fitted to the whole sequence with ``is_causal``.
+        fitted to the whole sequence with ``is_causal``; a window with L != S or with a map of
+        another kernel.
 
     See Also
     --------
@@ -86,6 +93,10 @@ def linear_attention(
     Time O((L + S) m (d + e)), causal O(L m (d + e + c) + L c e) with blocks of c tokens. Extra
     memory O(c m + m e) for each head worked on at once, whatever the length. float16 and bfloat16
     are accumulated in float32.
+
+    A window adds O(L w (d + e)) time and O(w^2) memory, full attention also a second pass over
+    the keys for every factor of 64 in L / c, and 64 states at each. Numerator and denominator stay
+    unbiased where the map is, with the variance of far pairs only.
 
     Random maps estimate the kernel without bias, but the ratio of two estimates is biased by
     O(1 / m), and its error grows like ``exp(|q + k|^2) / m``: on real queries and keys look at
@@ -121,6 +132,7 @@ def linear_attention(
         state=initial_state,
         chunk_size=chunk_size,
         want_log=return_log_normalizer,
+        exact_window=exact_window,
     )
     output, state, norm = folds.solve(problem, return_state=return_state)
     extra = [x for x, wanted in ((state, return_state), (norm, return_log_normalizer)) if wanted]

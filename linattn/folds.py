@@ -7,19 +7,24 @@ parts on different scales, and puts rows where they belong. Block bodies and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import array_api_compat
 
 from linattn import _dispatch, _generic
+from linattn._blocks import Rows, blocks, divide, log_normalizer, token_block, v1_block
+from linattn._corrected import guarded, widened
 from linattn._halves import exact_halves, scan_exact
 from linattn._means import scan_means
 from linattn._tasks import at, take_problem
+from linattn._window import walk_window
 from linattn.typing import (
     Array,
     ColumnMeans,
+    Corrected,
     Exact,
     Index,
     Partial,
@@ -29,88 +34,9 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["solve", "step", "token_block", "update"]
+__all__ = ["solve", "step", "update"]
 
 _Put: TypeAlias = Callable[[Index, slice, Partial], None]
-
-
-# Blocks of tokens -------------------------------------------------------------------------------
-
-
-def _blocks(length: int, size: int) -> Iterator[slice]:
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
-
-
-def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
-    """Tokens of one block of queries or keys; masked keys are zeros of log weight -inf."""
-    xp = problem.xp
-    source = problem.query if side == "query" else problem.key
-    x = xp.astype(source[..., rows, :], problem.dtype, copy=False)
-    tokens = Tokens(x, None, start + rows.start)
-    if side == "query":
-        affine, weighted = problem.query_change, problem.want_log
-    else:
-        affine, weighted = problem.key_change, True
-        if problem.key_mask is not None:
-            mask = problem.key_mask[..., rows, :]
-            zero = xp.zeros_like(mask, dtype=problem.dtype)
-            log_weight = xp.where(mask, zero, zero - xp.inf)
-            tokens = Tokens(xp.where(mask, x, zero), log_weight, tokens.start)
-    return tokens if affine is None else _generic.change(affine, tokens, weighted=weighted)
-
-
-def _v1_block(problem: Problem, rows: slice) -> Array:
-    """``[v, 1]``, so that numerator and denominator come out of one product."""
-    xp = problem.xp
-    v = xp.astype(problem.value[..., rows, :], problem.dtype, copy=False)
-    if problem.key_mask is not None:
-        mask = problem.key_mask[..., rows, :]
-        v = xp.where(mask, v, xp.zeros_like(mask, dtype=problem.dtype))
-    return xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
-
-
-# Rows of the result -----------------------------------------------------------------------------
-
-
-class _Rows:
-    """Where finished rows go: a preallocated array, or a list for arrays that cannot be set."""
-
-    def __init__(self, problem: Problem, width: int, dtype: Any) -> None:
-        self._xp = problem.xp
-        self._shape = (*problem.lead, problem.query.shape[-2], width)
-        self._blocks: list[Array] = []
-        self._array = None
-        if not problem.lazy or 0 in self._shape:
-            device = array_api_compat.device(problem.query)
-            self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
-        self._dtype = dtype
-
-    def put(self, task: Index, rows: slice, block: Array) -> None:
-        block = self._xp.astype(block, self._dtype, copy=False)
-        if self._array is None:
-            self._blocks.append(block)
-        elif 0 not in self._shape:
-            index = at(self._shape, 2, task)[:-2]
-            self._array[(*index, rows, slice(None))] = block
-
-    def result(self) -> Array:
-        return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
-
-
-def _divide(part: Partial, problem: Problem) -> Array:
-    """Numerator over denominator; exactly 0 where the denominator is, NaN where it overflowed."""
-    xp = problem.xp
-    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
-    empty = denominator == 0
-    infinite = xp.abs(denominator) == xp.inf
-    divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
-    output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
-    return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
-
-
-def _log_normalizer(part: Partial, problem: Problem) -> Array:
-    return part.log + problem.xp.log(part.nd[..., -1:])
 
 
 # Accepting a block ------------------------------------------------------------------------------
@@ -164,6 +90,8 @@ def _reading(problem: Problem, state: State) -> tuple[Spec, State]:
     """Spec and state of a plain read."""
     if isinstance(problem.query_spec, ColumnMeans):
         return problem.query_spec.spec, _generic.column_means(state)
+    if isinstance(problem.query_spec, Corrected):
+        return problem.query_spec.spec, widened(problem.query_spec, state)
     return problem.query_spec, state
 
 
@@ -187,9 +115,9 @@ def update(problem: Problem, state: State, block_size: int) -> State:
     """Add all keys and values of a problem to a state, block by block."""
     reduce_block = _dispatch.block_function("reduce_block", problem.xp)
     start = state.length
-    for rows in _blocks(problem.key.shape[-2], block_size):
+    for rows in blocks(problem.key.shape[-2], block_size):
         tokens = token_block(problem, "key", rows, start)
-        state = reduce_block(problem.key_spec, tokens, _v1_block(problem, rows), state)
+        state = reduce_block(problem.key_spec, tokens, v1_block(problem, rows), state)
     return state
 
 
@@ -199,19 +127,20 @@ def _walk_full(problem: Problem, task: Index, block_size: int, put: _Put) -> Sta
     state = update(problem, state, block_size)
     read_block = _dispatch.block_function("read_block", problem.xp)
     query_spec, seen = _reading(problem, state)
-    for rows in _blocks(problem.query.shape[-2], block_size):
+    for rows in blocks(problem.query.shape[-2], block_size):
         tokens = token_block(problem, "query", rows, start)
-        put(task, rows, read_block(query_spec, tokens, seen, problem.want_log))
+        part = read_block(query_spec, tokens, seen, problem.want_log)
+        put(task, rows, guarded(part) if isinstance(problem.query_spec, Corrected) else part)
     return state
 
 
 def _walk_causal(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
     state = _initial_state(problem)
     start = state.length
-    for rows in _blocks(problem.query.shape[-2], block_size):
+    for rows in blocks(problem.query.shape[-2], block_size):
         query = token_block(problem, "query", rows, start)
         key = token_block(problem, "key", rows, start)
-        part, state = _causal_block(problem, query, key, _v1_block(problem, rows), state)
+        part, state = _causal_block(problem, query, key, v1_block(problem, rows), state)
         put(task, rows, part)
     return state
 
@@ -221,19 +150,23 @@ def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> No
     spec, xp = problem.query_spec, problem.xp
     exact_block = _dispatch.block_function("exact_block", xp)
     keys_len = problem.key.shape[-2]
-    for rows in _blocks(problem.query.shape[-2], block_size):
+    for rows in blocks(problem.query.shape[-2], block_size):
         query = token_block(problem, "query", rows, 0)
         part = None
         if problem.is_causal:
             key = token_block(problem, "key", rows, 0)
-            part = exact_halves(problem, query, key, _v1_block(problem, rows))
-        for others in _blocks(rows.start if problem.is_causal else keys_len, block_size):
+            part = exact_halves(spec, query, key, v1_block(problem, rows))
+        for others in blocks(rows.start if problem.is_causal else keys_len, block_size):
             key = token_block(problem, "key", others, 0)
-            more = exact_block(spec, query, key, _v1_block(problem, others))
+            more = exact_block(spec, query, key, v1_block(problem, others))
             part = more if part is None else _generic.combine(part, more)
         if part is None:
             part = _nothing(problem, query)
         put(task, rows, part)
+
+
+def _walk_window(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
+    return walk_window(problem, _initial_state(problem), block_size, partial(put, task))
 
 
 def _nothing(problem: Problem, query: Tokens) -> Partial:
@@ -252,18 +185,20 @@ def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None,
             return answer  # type: ignore[no-any-return]
 
     plan = _dispatch.block_function("plan", problem.xp)(problem)
-    output = _Rows(problem, problem.value.shape[-1], problem.query.dtype)
-    norms = _Rows(problem, 1, problem.dtype) if problem.want_log else None
+    output = Rows(problem, problem.value.shape[-1], problem.query.dtype)
+    norms = Rows(problem, 1, problem.dtype) if problem.want_log else None
     states: list[tuple[Index, State]] = []
     if isinstance(problem.query_spec, Exact):
         walk: Any = _walk_exact
+    elif problem.exact_window is not None:
+        walk = _walk_window
     else:
         walk = _walk_causal if problem.is_causal else _walk_full
 
     def put(task: Index, rows: slice, part: Partial) -> None:
-        output.put(task, rows, _divide(part, problem))
+        output.put(task, rows, divide(part, problem))
         if norms is not None:
-            norms.put(task, rows, _log_normalizer(part, problem))
+            norms.put(task, rows, log_normalizer(part, problem))
 
     def work(task: Index) -> None:
         with _generic.quiet():
@@ -311,6 +246,6 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         tokens = token_block(problem, "query", one, start)
         query_spec, seen = _reading(problem, state)
         part = read_block(query_spec, tokens, seen, problem.want_log)
-        output = _divide(part, problem)
+        output = divide(part, problem)
     output = problem.xp.astype(output, problem.query.dtype, copy=False)
     return output[..., 0, :], state

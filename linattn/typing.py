@@ -16,14 +16,17 @@ __all__ = [
     "Activation",
     "Affine",
     "Array",
+    "Assigned",
     "Backend",
     "ColumnMeans",
+    "Corrected",
     "Exact",
     "Exponential",
     "FeatureMap",
     "Features",
     "Index",
     "MapSpec",
+    "Normalized",
     "Opaque",
     "Partial",
     "Plan",
@@ -198,6 +201,62 @@ class Opaque:
 
 
 @dataclass(frozen=True, eq=False)
+class Assigned:
+    """Spec of a sparse key side: each key has one feature, at the column it is assigned to.
+
+    The column is ``a = argmax_c (x P + bias)_c`` and its log feature
+    ``log sum_i exp((x probes)_i + offset_i + table_ia)``; all other features are 0. With
+    ``dense`` the p terms ``exp(x probes + offset)`` follow as columns of their own.
+
+    Attributes
+    ----------
+    P : Array
+        ``(..., d, m)``.
+    bias : Array
+        ``(..., m)``; -inf for a column that takes no key.
+    probes : Array
+        ``(..., d, p)``.
+    offset : Array
+        ``(..., p)``.
+    table : Array
+        ``(..., p, m)``, finite.
+    dense : bool
+        Whether there are m + p columns.
+    """
+
+    P: Array
+    bias: Array
+    probes: Array
+    offset: Array
+    table: Array
+    dense: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Normalized:
+    """Spec of an exponential map divided by its own sum over the columns, to a power.
+
+    ``log phi = u - power log sum_r exp(u_r) + x.tilt`` with ``u = x P + col``.
+
+    Attributes
+    ----------
+    P : Array
+        ``(..., d, m)``.
+    col : Array
+        ``(..., m)``.
+    power : Array
+        ``(..., 1, 1)``.
+    tilt : Array
+        ``(..., d, 1)``.
+    """
+
+    P: Array
+    col: Array
+    power: Array
+    tilt: Array
+
+
+@dataclass(frozen=True, eq=False)
 class Affine:
     """A change of coordinates before a spec: ``x' = (x - shift) transform``, and a log weight.
 
@@ -241,6 +300,30 @@ class ColumnMeans:
     spec: Spec
 
 
+@dataclass(frozen=True, eq=False)
+class Corrected:
+    """Spec of queries that read a least-squares correction of the state, under a guard.
+
+    The state has m + p columns, the spec inside m. With ``N = diag(exp(half_log))``, S the first m
+    columns of the state and Y the others, queries read ``S_1 = N^-1 matrix [N S, Y]``, or S where
+    the correction is not to be trusted. The driver does both: block bodies only ever see the spec
+    inside and a state of m columns, and are not asked for causal blocks.
+
+    Attributes
+    ----------
+    spec : Spec
+        What the queries are evaluated by; exponential (``values`` None), as the key side is.
+    half_log : Array
+        ``(..., m)``.
+    matrix : Array
+        ``(..., m, m + p)``.
+    """
+
+    spec: Spec
+    half_log: Array
+    matrix: Array
+
+
 @dataclass(frozen=True)
 class Exact:
     """Spec of exact attention with weights ``exp(scale q.k)``: no features, no state.
@@ -254,8 +337,8 @@ class Exact:
     scale: float
 
 
-Spec: TypeAlias = Exponential | Pointwise | Opaque
-MapSpec: TypeAlias = Spec | Affine | ColumnMeans
+Spec: TypeAlias = Exponential | Pointwise | Assigned | Normalized | Opaque
+MapSpec: TypeAlias = Spec | Affine | ColumnMeans | Corrected
 """What a feature map may say of a side; block bodies are given a ``Spec``."""
 
 
@@ -293,6 +376,10 @@ class Problem:
         Whether values must not be looked at (traced or lazy arrays).
     num_threads : int or None
         What the caller allows; None leaves it to the plan.
+    exact_window : int or None
+        Length of the blocks whose keys are exact in their own block and in those beside it.
+    near_spec : Exact or None
+        How they are; None without a window.
     """
 
     xp: ModuleType
@@ -314,6 +401,8 @@ class Problem:
     want_log: bool
     lazy: bool
     num_threads: int | None
+    exact_window: int | None = None
+    near_spec: Exact | None = None
 
 
 class Plan(NamedTuple):
@@ -393,6 +482,8 @@ class Backend(Protocol):
         """Causal attention within a block, after the state; also the state after it."""
         ...
 
-    def exact_block(self, spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
-        """Softmax attention of a block of queries to a block of keys."""
+    def exact_block(
+        self, spec: Exact, query: Tokens, key: Tokens, v1: Array, visible: Array | None = None
+    ) -> Partial:
+        """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
         ...

@@ -377,8 +377,14 @@ def _triangle_row(
     return nd.reshape(*nd.shape[:-3], -1, nd.shape[-1]), states[..., count, :, :].copy()
 
 
-def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Floats) -> Any:
-    """Softmax attention of a block of queries to a block of keys."""
+def exact_block(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    visible: NDArray[np.bool_] | None = None,
+) -> Any:
+    """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
     if 0 in query.x.shape or 0 in v1.shape:
         return NotImplemented
     q, k = query.x * spec.scale, _t(key.x)
@@ -387,6 +393,8 @@ def exact_block(spec: Exact, query: Tokens, key: Tokens, v1: Floats) -> Any:
     if key.log_weight is not None:
         masked = np.broadcast_to(_t(key.log_weight) == -np.inf, logits.shape)
         np.copyto(logits, -np.inf, where=masked)
+    if visible is not None:
+        np.copyto(logits, -np.inf, where=~visible)
     row = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(row).all():
         return NotImplemented

@@ -72,6 +72,7 @@ class Reparametrized(BaseFeatureMap):
     8
     """
 
+    softmax_kernel = True
     positive: bool  # type: ignore[misc]
     feature_map: BaseFeatureMap
     query_shift: Floats

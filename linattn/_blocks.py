@@ -1,0 +1,104 @@
+"""Blocks of a problem: tokens on the way in, rows on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import array_api_compat
+
+from linattn import _generic
+from linattn._tasks import at
+from linattn.typing import Array, Index, Partial, Problem, Tokens
+
+__all__ = [
+    "Rows",
+    "blocks",
+    "changed",
+    "divide",
+    "log_normalizer",
+    "raw_block",
+    "token_block",
+    "v1_block",
+]
+
+
+def blocks(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def raw_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
+    """Tokens of one block as they came; masked keys are zeros of log weight -inf."""
+    xp = problem.xp
+    source = problem.query if side == "query" else problem.key
+    x = xp.astype(source[..., rows, :], problem.dtype, copy=False)
+    if side == "query" or problem.key_mask is None:
+        return Tokens(x, None, start + rows.start)
+    mask = problem.key_mask[..., rows, :]
+    zero = xp.zeros_like(mask, dtype=problem.dtype)
+    return Tokens(xp.where(mask, x, zero), xp.where(mask, zero, zero - xp.inf), start + rows.start)
+
+
+def changed(problem: Problem, side: str, tokens: Tokens) -> Tokens:
+    """Tokens in the coordinates of their side of the map."""
+    if side == "query":
+        affine, weighted = problem.query_change, problem.want_log
+    else:
+        affine, weighted = problem.key_change, True
+    return tokens if affine is None else _generic.change(affine, tokens, weighted=weighted)
+
+
+def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
+    """Tokens of one block of queries or keys, ready for the spec of their side."""
+    return changed(problem, side, raw_block(problem, side, rows, start))
+
+
+def v1_block(problem: Problem, rows: slice) -> Array:
+    """``[v, 1]``, so that numerator and denominator come out of one product."""
+    xp = problem.xp
+    v = xp.astype(problem.value[..., rows, :], problem.dtype, copy=False)
+    if problem.key_mask is not None:
+        mask = problem.key_mask[..., rows, :]
+        v = xp.where(mask, v, xp.zeros_like(mask, dtype=problem.dtype))
+    return xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
+
+
+class Rows:
+    """Where finished rows go: a preallocated array, or a list for arrays that cannot be set."""
+
+    def __init__(self, problem: Problem, width: int, dtype: Any) -> None:
+        self._xp = problem.xp
+        self._shape = (*problem.lead, problem.query.shape[-2], width)
+        self._blocks: list[Array] = []
+        self._array = None
+        if not problem.lazy or 0 in self._shape:
+            device = array_api_compat.device(problem.query)
+            self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
+        self._dtype = dtype
+
+    def put(self, task: Index, rows: slice, block: Array) -> None:
+        block = self._xp.astype(block, self._dtype, copy=False)
+        if self._array is None:
+            self._blocks.append(block)
+        elif 0 not in self._shape:
+            index = at(self._shape, 2, task)[:-2]
+            self._array[(*index, rows, slice(None))] = block
+
+    def result(self) -> Array:
+        return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
+
+
+def divide(part: Partial, problem: Problem) -> Array:
+    """Numerator over denominator; exactly 0 where the denominator is, NaN where it overflowed."""
+    xp = problem.xp
+    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
+    empty = denominator == 0
+    infinite = xp.abs(denominator) == xp.inf
+    divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
+    output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
+    return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
+
+
+def log_normalizer(part: Partial, problem: Problem) -> Array:
+    return part.log + problem.xp.log(part.nd[..., -1:])

@@ -1,0 +1,51 @@
+"""Reads of a least-squares correction of the state, with a guard on every query."""
+
+from __future__ import annotations
+
+from math import log
+
+from linattn import _generic
+from linattn.typing import Corrected, Partial, State
+
+__all__ = ["guarded", "widened"]
+
+LARGEST_RATIO = 2
+"""How far the corrected denominator may be from the uncorrected one."""
+
+LARGEST_CANCELLATION = 4
+"""What the terms of the corrected denominator may sum to, without signs, in units of it."""
+
+
+def widened(spec: Corrected, state: State) -> State:
+    """Put beside each other what one read gives of a state of m + p columns.
+
+    Columns of values: the corrected ``[v, 1]``, the absolute value of its last, the uncorrected
+    ``[v, 1]``. The log scales are those of the uncorrected sums, or a little less than those of the
+    corrected ones where these are far above: both stay in range. O(m (m + p) e) time.
+    """
+    xp = _generic.namespace(state.kvz)
+    m = spec.half_log.shape[-1]
+    scaled = xp.concat(
+        [state.log_scale[..., :m] + spec.half_log, state.log_scale[..., m:]], axis=-1
+    )
+    shift = _generic.finite_shift(xp.max(scaled, axis=-1, keepdims=True), xp)
+    corrected = xp.matmul(spec.matrix, state.kvz * xp.exp(scaled - shift)[..., None])
+    top = shift - spec.half_log
+    margin = log(float(xp.finfo(state.kvz.dtype).max)) / 2
+    log_scale = xp.maximum(state.log_scale[..., :m], top - margin)
+    corrected = corrected * xp.exp(top - log_scale)[..., None]
+    plain = state.kvz[..., :m, :] * xp.exp(state.log_scale[..., :m] - log_scale)[..., None]
+    kvz = xp.concat([corrected, xp.abs(corrected[..., -1:]), plain], axis=-1)
+    return State(kvz, log_scale, state.length)
+
+
+def guarded(part: Partial) -> Partial:
+    """Choose for each query between what it read of a widened state."""
+    xp = _generic.namespace(part.nd)
+    width = (part.nd.shape[-1] - 1) // 2
+    corrected, plain = part.nd[..., :width], part.nd[..., width + 1 :]
+    d1, d0, size = corrected[..., -1:], plain[..., -1:], part.nd[..., width : width + 1]
+    near = (LARGEST_RATIO * d1 > d0) & (d1 < LARGEST_RATIO * d0)
+    # Where the correction overflowed or is NaN no comparison holds.
+    sound = near & (size < LARGEST_CANCELLATION * d1)
+    return Partial(xp.where(sound, corrected, plain), part.log)

@@ -1,0 +1,71 @@
+"""Running merges: the state of every stretch that begins with the first block."""
+
+from __future__ import annotations
+
+from linattn import _generic
+from linattn.typing import State
+
+__all__ = ["running", "stacked"]
+
+
+NEAR = 20.0
+"""Logs of a column that differ by no more than this may share one scale: nothing underflows."""
+
+
+def running(each: State, *, lazy: bool) -> State:
+    """Merge states along an axis, log scales ``(..., n, m)``, each with all before it."""
+    answer = None if lazy else _on_one_scale(each)
+    return _by_pairs(each) if answer is None else answer
+
+
+def _on_one_scale(each: State) -> State | None:
+    """Cumulative sum on the largest scale of each column; None where that is too far from one."""
+    xp = _generic.namespace(each.kvz)
+    empty = each.log_scale == -xp.inf
+    c = _generic.finite_shift(xp.max(each.log_scale, axis=-2, keepdims=True), xp)
+    if not bool(xp.all(empty | (c - each.log_scale <= NEAR))):
+        return None
+    kvz = xp.cumulative_sum(each.kvz * xp.exp(each.log_scale - c)[..., None], axis=-3)
+    unseen = xp.cumulative_sum(xp.astype(~empty, xp.int64), axis=-2) == 0
+    return State(kvz, xp.where(unseen, xp.full_like(c, -xp.inf), c), 0)
+
+
+def _by_pairs(each: State) -> State:
+    """Merge pairs, find their running states in the same way, and fill in every other one.
+
+    At most 2 n merges, in 2 log2(n) steps; no branch depends on data.
+    """
+    n = each.log_scale.shape[-2]
+    if n == 1:
+        return each
+    odd = _part(each, slice(0, n - n % 2, 2))
+    pairs = _by_pairs(_generic.merge(odd, _part(each, slice(1, None, 2))))
+    firsts = _part(each, slice(0, 1))
+    later = _part(each, slice(2, None, 2))
+    before = _part(pairs, slice(0, later.log_scale.shape[-2]))
+    firsts = stacked([firsts, _generic.merge(before, later)]) if n > 2 else firsts
+    return _interleaved(firsts, pairs)
+
+
+def stacked(states: list[State]) -> State:
+    """Join states along their axis of blocks."""
+    xp = _generic.namespace(states[0].kvz)
+    kvz = xp.concat([state.kvz for state in states], axis=-3)
+    return State(kvz, xp.concat([state.log_scale for state in states], axis=-2), 0)
+
+
+def _part(each: State, blocks: slice) -> State:
+    return State(each.kvz[..., blocks, :, :], each.log_scale[..., blocks, :], 0)
+
+
+def _interleaved(odd: State, even: State) -> State:
+    """First of the one, first of the other, and so on; the one may be longer by one."""
+    xp = _generic.namespace(odd.kvz)
+    n = even.log_scale.shape[-2]
+    kvz = xp.stack([odd.kvz[..., :n, :, :], even.kvz], axis=-3)
+    log_scale = xp.stack([odd.log_scale[..., :n, :], even.log_scale], axis=-2)
+    *lead, _, m, width = odd.kvz.shape
+    both = State(
+        xp.reshape(kvz, (*lead, 2 * n, m, width)), xp.reshape(log_scale, (*lead, 2 * n, m)), 0
+    )
+    return stacked([both, _part(odd, slice(n, None))]) if odd.kvz.shape[-3] > n else both

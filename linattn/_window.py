@@ -1,0 +1,239 @@
+"""Near keys exactly, far keys by the feature map, one normaliser.
+
+Tokens stand in blocks of the window's length; the keys of a query's own block and of those beside
+it (causal: the one before) are near. Blocks are worked on by the span, with an axis of blocks
+before that of tokens. What is far of a block is a sum of states before and states after it;
+nothing is ever subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import array_api_compat
+
+from linattn import _checks, _dispatch, _generic
+from linattn._blocks import changed, raw_block, v1_block
+from linattn._halves import exact_halves, pad
+from linattn._running import running, stacked
+from linattn.typing import Array, Partial, Problem, State, Tokens
+
+__all__ = ["walk_window"]
+
+FAN = 64
+"""Stretches whose states are held at once at each level of a division of what comes later."""
+
+LEAST_SPAN = 1024
+"""Tokens of a span, at least: fewer do too little at a time."""
+
+
+def walk_window(
+    problem: Problem, state: State, block_size: int, put: Callable[[slice, Partial], None]
+) -> State:
+    """Attend to near keys exactly and to far ones by the map; return the state after all keys.
+
+    The keys of the state are far from every query. O(L (w (d + e) + m (d + e))) time; memory
+    for w < c, c tokens a span: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN.
+    """
+    assert problem.exact_window is not None
+    length, w = problem.query.shape[-2], problem.exact_window
+    span = max(1, max(block_size, LEAST_SPAN) // w)
+    count = -(-length // w)
+    # The near part needs far logs on the true scale, the query's own term included.
+    problem = replace(problem, want_log=True)
+    names = ("query_spec", "key_spec", "query_change", "key_change")
+    blocked = replace(problem, **{name: _over_blocks(getattr(problem, name)) for name in names})
+    read_block = _dispatch.block_function("read_block", problem.xp)
+    start = state.length
+    before = state
+    if problem.is_causal:
+        later: Iterator[State | None] = repeat(None)
+    else:
+        later = _states_after(problem, start, span, 0, -(-count // span), _nothing(problem))
+    for first, after in zip(range(0, count, span), later, strict=False):
+        g = min(span, count - first)
+        raw, v1 = _key_blocks(problem, first - 1, first + g + (after is not None), start)
+        states = _block_states(blocked, raw, v1)
+        rows = slice(first * w, min((first + g) * w, length))
+        query = _blocked(raw_block(problem, "query", rows, start), g * w, w)
+        near = _near(problem, query, raw, v1)
+        prefixes = running(stacked([_one(before), _some(states, slice(0, g))]), lazy=problem.lazy)
+        seen = _some(prefixes, slice(0, g))
+        if after is not None:
+            following = _flipped(_some(states, slice(3, g + 2)))
+            suffixes = running(stacked([_one(after), following]), lazy=problem.lazy)
+            seen = _generic.merge(seen, _flipped(suffixes))
+        far = read_block(blocked.query_spec, changed(blocked, "query", query), seen, True)
+        put(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
+        before = _last(prefixes, slice(g, None))
+    if count:
+        before = _generic.merge(before, _last(states, slice(g, g + 1)))
+    return State(before.kvz, before.log_scale, start + length)
+
+
+# What is near -----------------------------------------------------------------------------------
+
+
+def _near(problem: Problem, query: Tokens, key: Tokens, v1: Array) -> Partial:
+    """Exact part: each block of queries with its own keys and those beside it."""
+    xp, spec, w = problem.xp, problem.near_spec, problem.exact_window
+    assert spec is not None
+    assert w is not None
+    exact_block = _dispatch.block_function("exact_block", xp)
+    g = query.x.shape[-3]
+    if not problem.is_causal:
+        keys = Tokens(_beside(key.x, g, 3), _beside(key.log_weight, g, 3), key.start)
+        return exact_block(spec, query, keys, _beside(v1, g, 3))  # type: ignore[no-any-return]
+    if not problem.lazy:
+        keys = Tokens(_beside(key.x, g, 2), _beside(key.log_weight, g, 2), key.start)
+        index = xp.arange(2 * w, device=array_api_compat.device(v1))
+        visible = index <= index[w:, None]
+        part: Partial = exact_block(spec, query, keys, _beside(v1, g, 2), visible)
+        if bool(xp.all(xp.isfinite(part.nd))):
+            return part
+    own = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
+    last = Tokens(key.x[..., :g, :, :], _where(key.log_weight, slice(0, g)), key.start)
+    part = exact_block(spec, query, last, v1[..., :g, :, :])
+    return _generic.combine(part, exact_halves(spec, query, own, v1[..., 1:, :, :]))
+
+
+def _beside(x: Array, g: int, width: int) -> Array:
+    """Tokens of each block and of those beside it, ``(..., g, width w, ·)``; None stays None."""
+    if x is None:
+        return None
+    xp = _generic.namespace(x)
+    return xp.concat([x[..., i : i + g, :, :] for i in range(width)], axis=-2)
+
+
+def _where(x: Array, blocks: slice) -> Array:
+    return None if x is None else x[..., blocks, :, :]
+
+
+# Blocks of the window's length ------------------------------------------------------------------
+
+
+def _key_blocks(problem: Problem, first: int, stop: int, start: int) -> tuple[Tokens, Array]:
+    """Keys and ``[v, 1]`` of some blocks; what lies outside the sequence is masked."""
+    w, length = problem.exact_window, problem.key.shape[-2]
+    assert w is not None
+    rows = slice(max(first, 0) * w, min(stop * w, length))
+    tokens, v1 = raw_block(problem, "key", rows, start), v1_block(problem, rows)
+    front = rows.start - first * w
+    size = (stop - first) * w
+    log_weight = tokens.log_weight
+    if log_weight is None and tokens.x.shape[-2] < size:
+        log_weight = problem.xp.zeros_like(tokens.x[..., :1])
+    x = _padded(tokens.x, front, size)
+    log_weight = _padded(log_weight, front, size, -float("inf"))
+    tokens = _blocked(Tokens(x, log_weight, first * w + start), size, w)
+    return tokens, _split(_padded(v1, front, size), w)
+
+
+def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
+    """Put rows of one number before and behind; None stays None."""
+    if x is not None and front:
+        xp = _generic.namespace(x)
+        x = xp.flip(pad(xp.flip(x, axis=-2), x.shape[-2] + front, fill), axis=-2)
+    return pad(x, size, fill)
+
+
+def _blocked(tokens: Tokens, size: int, w: int) -> Tokens:
+    return Tokens(_split(pad(tokens.x, size), w), _split(tokens.log_weight, w), tokens.start)
+
+
+def _split(x: Array, w: int) -> Array:
+    if x is None:
+        return None
+    return _generic.namespace(x).reshape(x, (*x.shape[:-2], -1, w, x.shape[-1]))
+
+
+def _flat(part: Partial, rows: int) -> Partial:
+    xp = _generic.namespace(part.nd)
+    *lead, g, w, width = part.nd.shape
+    nd = xp.reshape(part.nd, (*lead, g * w, width))[..., :rows, :]
+    return Partial(nd, xp.reshape(part.log, (*part.log.shape[:-3], g * w, 1))[..., :rows, :])
+
+
+def _over_blocks(spec: Any) -> Any:
+    """Give the parameters of heads an axis for blocks."""
+    changes = {}
+    for name, axes in _checks.PARAMETER_AXES.get(type(spec), {}).items():
+        array = getattr(spec, name)
+        if array is not None and not isinstance(array, float) and array.ndim > axes:
+            xp = _generic.namespace(array)
+            changes[name] = xp.expand_dims(array, axis=-axes - 1)
+    return replace(spec, **changes) if changes else spec
+
+
+# States -----------------------------------------------------------------------------------------
+
+
+def _nothing(problem: Problem, *blocks: int) -> State:
+    like = problem.xp.empty((0,), dtype=problem.dtype, device=array_api_compat.device(problem.key))
+    lead, m = (*problem.state_lead, *blocks), problem.num_features
+    return _generic.empty_state(lead, m, problem.value.shape[-1], like)
+
+
+def _block_states(problem: Problem, key: Tokens, v1: Array) -> State:
+    """State of every block by itself, with an axis of blocks."""
+    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
+    empty = _nothing(problem, key.x.shape[-3])
+    tokens = changed(problem, "key", key)
+    return reduce_block(problem.key_spec, tokens, v1, empty)  # type: ignore[no-any-return]
+
+
+def _states_after(
+    problem: Problem, start: int, span: int, first: int, stop: int, after: State
+) -> Iterator[State]:
+    """For spans first..stop - 1 the state of all keys from the second block behind each.
+
+    ``after`` is that of the last. The spans are divided into at most FAN stretches, whose states
+    are merged from the last to the first; each stretch is divided in the same way.
+    """
+    if stop - first == 1:
+        yield after
+        return
+    size = -(-(stop - first) // FAN)
+    firsts = range(first, stop, size)
+    states = [after]
+    for begin in reversed(firsts[1:]):
+        end = min(begin + size, stop)
+        states.append(_generic.merge(_stretch(problem, start, span, begin, end), states[-1]))
+    for begin in firsts:
+        end = min(begin + size, stop)
+        yield from _states_after(problem, start, span, begin, end, states.pop())
+
+
+def _stretch(problem: Problem, start: int, span: int, first: int, stop: int) -> State:
+    """State of the keys of some spans, each from its second block to the first behind it."""
+    w, length = problem.exact_window, problem.key.shape[-2]
+    assert w is not None
+    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
+    state = _nothing(problem)
+    for index in range(first, stop):
+        rows = slice((index * span + 1) * w, min(((index + 1) * span + 1) * w, length))
+        if rows.start < rows.stop:
+            tokens = changed(problem, "key", raw_block(problem, "key", rows, start))
+            state = reduce_block(problem.key_spec, tokens, v1_block(problem, rows), state)
+    return state
+
+
+def _one(state: State) -> State:
+    return State(state.kvz[..., None, :, :], state.log_scale[..., None, :], 0)
+
+
+def _some(states: State, blocks: slice) -> State:
+    return State(states.kvz[..., blocks, :, :], states.log_scale[..., blocks, :], 0)
+
+
+def _last(states: State, blocks: slice) -> State:
+    one = _some(states, blocks)
+    return State(one.kvz[..., 0, :, :], one.log_scale[..., 0, :], 0)
+
+
+def _flipped(states: State) -> State:
+    xp = _generic.namespace(states.kvz)
+    return State(xp.flip(states.kvz, axis=-3), xp.flip(states.log_scale, axis=-2), 0)

@@ -1,0 +1,271 @@
+"""Exact near keys and linear far ones under one denominator, against the dense form."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+import linattn
+from linattn import _running, _window
+from linattn.feature_maps import (
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    Reparametrized,
+    TaylorFeatures,
+    TrigonometricFeatures,
+)
+from linattn.typing import State
+
+full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def per_head(dim, heads=3):
+    """A map whose parameters have an axis of heads, behind a change of coordinates that has too."""
+    rng = np.random.default_rng(5)
+    projection = rng.standard_normal((heads, 2 * dim, dim))
+    shift, other = 0.3 * rng.standard_normal((2, heads, dim))
+    transform = np.eye(dim) + 0.2 * rng.standard_normal((heads, dim, dim))
+    return Reparametrized(PositiveFeatures.from_projection(projection), shift, other, transform)
+
+
+MAPS = {
+    "positive": lambda dim: PositiveFeatures(dim, 2 * dim, rng=1),
+    "hyperbolic": lambda dim: HyperbolicFeatures(dim, 2 * dim, rng=1),
+    "trigonometric": lambda dim: TrigonometricFeatures(dim, 2 * dim, rng=1),
+    "taylor": lambda dim: TaylorFeatures(dim, order=2),
+    "per head": per_head,
+}
+
+
+def dense_weights(query, key, phi, window, is_causal, key_mask=None):
+    """Every pair's weight, one by one: exact where near, the map's own estimate elsewhere."""
+    length = query.shape[-2]
+    block = np.arange(length) // window
+    apart = block[:, None] - block[None, :]
+    near = (apart >= 0) & (apart <= 1) if is_causal else abs(apart) <= 1
+    exact = np.exp(phi.scale * query @ np.swapaxes(key, -1, -2))
+    weights = np.where(near, exact, phi.estimate(query, key))
+    if is_causal:
+        weights = np.where(np.tril(np.ones((length, length), dtype=bool)), weights, 0)
+    if key_mask is not None:
+        weights = np.where(np.broadcast_to(key_mask, key.shape[:-1])[..., None, :], weights, 0)
+    return weights
+
+
+def check(out, weights, value, bound):
+    """Numerator and denominator to a bound times their sums of absolute terms."""
+    numerator, denominator = weights @ value, weights.sum(axis=-1, keepdims=True)
+    unit = abs(weights) @ abs(value) + abs(out) * abs(weights).sum(axis=-1, keepdims=True)
+    assert out.shape == numerator.shape
+    assert np.all(abs(out * denominator - numerator) <= bound * unit + 1e-300)
+
+
+@pytest.mark.parametrize("name", MAPS)
+@given(data=st.data())
+def test_the_window_is_the_dense_form(xp_any_shape, draws, data, name):
+    xp = xp_any_shape
+    if xp.name == "dask":
+        pytest.skip("a graph for every example; test_every_library builds one")
+    phi = MAPS[name](4)
+    length = data.draw(draws.lengths(90), label="length")
+    window = data.draw(st.integers(1, length + 3), label="window")
+    is_causal = data.draw(st.booleans(), label="is_causal")
+    chunk_size = data.draw(draws.chunks(length), label="chunk_size")
+    mask_shape = data.draw(draws.mask_shapes((2, 1, length, 4)), label="mask")
+    rng = np.random.default_rng(data.draw(draws.seeds))
+    query, key = rng.standard_normal((2, 3, length, 4)), rng.standard_normal((2, 1, length, 4))
+    value = rng.standard_normal((1, length, 5))
+    key_mask = None if mask_shape is None else rng.random(mask_shape) < 0.7
+    with_nan = key.copy()
+    if key_mask is not None:
+        with_nan[~np.broadcast_to(key_mask, key.shape[:-1])] = np.nan
+    out = linattn.linear_attention(
+        xp.array(query),
+        xp.array(with_nan),
+        xp.array(value),
+        phi,
+        is_causal=is_causal,
+        key_mask=None if key_mask is None else xp.array(key_mask),
+        chunk_size=chunk_size,
+        exact_window=window,
+    )
+    weights = dense_weights(query, key, phi, window, is_causal, key_mask)
+    check(xp.numpy(out), weights, value, 1e-12)
+
+
+@full_and_causal
+@pytest.mark.parametrize("length", [1, 31, 700, 2500])
+def test_every_library(xp, is_causal, length, monkeypatch):
+    if length == 2500 and xp.name in {"dask", "jax"}:
+        length = 300
+    monkeypatch.setattr(_window, "LEAST_SPAN", 64)
+    monkeypatch.setattr(_window, "FAN", 3)
+    rng = np.random.default_rng(2)
+    query, key, value = rng.standard_normal((3, 2, length, 8)).astype(np.float32)
+    phi = HyperbolicFeatures(8, 16, rng=0)
+    arrays = [xp.array(x) for x in (query, key, value)]
+    out = linattn.linear_attention(
+        *arrays, phi, is_causal=is_causal, exact_window=16, chunk_size=64
+    )
+    xp.assert_like(out, arrays[0])
+    doubles = [x.astype(np.float64) for x in (query, key, value)]
+    weights = dense_weights(*doubles[:2], phi, 16, is_causal)
+    check(xp.numpy(out), weights, doubles[2], 1e-5)
+
+
+@pytest.mark.frameworks
+@full_and_causal
+def test_traced(is_causal):
+    jax = pytest.importorskip("jax")
+    rng = np.random.default_rng(2)
+    query, key, value = rng.standard_normal((3, 2, 150, 8)).astype(np.float32)
+    phi = PositiveFeatures(8, 16, rng=0)
+
+    def attend(*arrays):
+        return linattn.linear_attention(*arrays, phi, is_causal=is_causal, exact_window=16)
+
+    out = jax.jit(attend)(*(jax.numpy.asarray(x) for x in (query, key, value)))
+    assert_allclose(np.asarray(out), attend(query, key, value), rtol=2e-5, atol=2e-6)
+
+
+@full_and_causal
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+def test_one_normaliser_at_any_scale(is_causal, backend):
+    """Growing keys and values of 1e4: no scale of far or later keys spoils a row."""
+    rng = np.random.default_rng(3)
+    length = 600
+    query, key, value = rng.standard_normal((3, length, 8))
+    key = key * np.linspace(0.5, 12, length)[:, None]
+    value = 1e4 * value
+    phi = PositiveFeatures(8, 64, rng=0)
+    floats = [x.astype(np.float32) for x in (query, key, value)]
+    with linattn.config() if backend else linattn.without_backends():
+        out = linattn.linear_attention(*floats, phi, is_causal=is_causal, exact_window=8)
+    doubles = [x.astype(np.float64) for x in floats]
+    check(out.astype(np.float64), dense_weights(*doubles[:2], phi, 8, is_causal), doubles[2], 3e-5)
+
+
+@full_and_causal
+def test_a_window_over_everything_is_exact_attention(is_causal):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 50, 8))
+    phi = PositiveFeatures(8, 8, rng=0)
+    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal, exact_window=50)
+    exact = linattn.softmax_attention(query, key, value, is_causal=is_causal)
+    assert_allclose(out, exact, rtol=1e-13, atol=1e-14)
+
+
+@full_and_causal
+@pytest.mark.parametrize("length", [0, 1, 33, 200])
+def test_state_and_log_normalizer(is_causal, length):
+    """The state is that of all keys; keys of an initial state are far; the log is the sum's."""
+    rng = np.random.default_rng(1)
+    earlier_key, earlier_value = rng.standard_normal((2, 2, 40, 8))
+    query, key, value = rng.standard_normal((3, 2, length, 8))
+    phi = PositiveFeatures(8, 16, rng=0)
+    empty = linattn.init_state(phi, 8, batch_shape=(2,), like=key)
+    before = linattn.update_state(empty, earlier_key, earlier_value, phi)
+    out, after, norm = linattn.linear_attention(
+        query,
+        key,
+        value,
+        phi,
+        is_causal=is_causal,
+        initial_state=before,
+        return_state=True,
+        return_log_normalizer=True,
+        exact_window=16,
+    )
+    expected = linattn.update_state(before, key, value, phi)
+    assert after.length == expected.length == 40 + length
+    shift = np.exp(after.log_scale - expected.log_scale)[..., None]
+    assert_allclose(after.kvz * shift, expected.kvz, rtol=1e-12, atol=1e-12)
+    near = dense_weights(query, key, phi, 16, is_causal)
+    weights = np.concatenate([phi.estimate(query, earlier_key), near], axis=-1)
+    check(out, weights, np.concatenate([earlier_value, value], axis=-2), 1e-12)
+    assert_allclose(norm, np.log(weights.sum(axis=-1)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("token", [0, 15, 16, 47, 100])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_nan_reaches_no_earlier_row(token, which):
+    arrays = dict(
+        zip(
+            ("query", "key", "value"),
+            np.random.default_rng(4).standard_normal((3, 130, 8)),
+            strict=True,
+        )
+    )
+    phi = HyperbolicFeatures(8, 16, rng=0)
+    clean = linattn.linear_attention(**arrays, feature_map=phi, is_causal=True, exact_window=16)
+    arrays[which][token, 3] = np.nan
+    out = linattn.linear_attention(**arrays, feature_map=phi, is_causal=True, exact_window=16)
+    assert_allclose(out[:token], clean[:token], rtol=1e-12, atol=1e-13)
+    column = slice(None) if which == "key" else slice(3, 4)
+    assert np.isnan(out[token:, column]).all()
+
+
+def test_later_tokens_change_no_earlier_row():
+    query, key, value = np.random.default_rng(4).standard_normal((3, 300, 8))
+    phi = HyperbolicFeatures(8, 16, rng=0)
+    one = linattn.linear_attention(query, key, value, phi, is_causal=True, exact_window=16)
+    key[170:], value[170:] = 9.0, -7.0
+    two = linattn.linear_attention(query, key, value, phi, is_causal=True, exact_window=16)
+    assert_allclose(two[:170], one[:170], rtol=1e-12, atol=1e-13)
+    assert abs(two[170:] - one[170:]).max() > 1
+
+
+@full_and_causal
+def test_memory_does_not_grow_with_the_length(is_causal):
+    """Four times the length: the same memory beyond the output, but for a few states."""
+    phi = PositiveFeatures(8, 16, rng=0)
+    peaks = []
+    for length in (1 << 15, 1 << 17):
+        x = np.random.default_rng(0).standard_normal((length, 8), dtype=np.float32)
+        tracemalloc.start()
+        try:
+            out = linattn.linear_attention(x, x, x, phi, is_causal=is_causal, exact_window=32)
+            peaks.append(tracemalloc.get_traced_memory()[1] - out.nbytes)
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+@given(data=st.data())
+def test_running_states_are_merges_one_by_one(draws, data):
+    """Both ways, and at scales where only the way by pairs will do."""
+    rng = np.random.default_rng(data.draw(draws.seeds))
+    n = data.draw(st.integers(1, 12))
+    log_scale = data.draw(st.sampled_from([0.0, 5.0, 400.0])) * rng.standard_normal((2, n, 3))
+    log_scale[rng.random(log_scale.shape) < 0.3] = -np.inf
+    kvz = np.where(log_scale[..., None] > -np.inf, rng.random((2, n, 3, 4)), 0)
+    expected = State(np.zeros((2, 3, 4)), np.full((2, 3), -np.inf), 0)
+    answers = [_running.running(State(kvz, log_scale, 0), lazy=lazy) for lazy in (False, True)]
+    for i in range(n):
+        expected = linattn.merge_states(
+            expected, State(kvz[:, i].copy(), log_scale[:, i].copy(), 0)
+        )
+        for answer in answers:
+            scale = np.where(expected.log_scale == -np.inf, 0, expected.log_scale)
+            shift = np.exp(answer.log_scale[:, i] - scale)
+            assert_allclose(
+                answer.kvz[:, i] * shift[..., None], expected.kvz, rtol=1e-12, atol=1e-300
+            )
+
+
+def test_errors():
+    query, key, value = np.zeros((3, 8, 4))
+    phi = PositiveFeatures(4, rng=0)
+    with pytest.raises(ValueError, match="exact_window must be at least 1, got 0"):
+        linattn.linear_attention(query, key, value, phi, exact_window=0)
+    with pytest.raises(TypeError, match="exact_window must be a positive integer, got 2.5"):
+        linattn.linear_attention(query, key, value, phi, exact_window=2.5)
+    with pytest.raises(ValueError, match=r"exact_window needs query and key of equal length"):
+        linattn.linear_attention(query[:5], key, value, phi, exact_window=2)
+    with pytest.raises(ValueError, match=r"map of the softmax kernel .* got EluFeatures"):
+        linattn.linear_attention(query, key, value, EluFeatures(), exact_window=2)
