@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from linattn._dispatch import config, registered_backends, without_backends
-from linattn.attention import decode_step, linear_attention, softmax_attention
 from linattn.files import StateFileError, load_state, save_state
+from linattn.functional import decode_step, linear_attention, softmax_attention
 from linattn.state import (
     Decoder,
     State,
@@ -19,12 +19,17 @@ from linattn.state import (
 
 if TYPE_CHECKING:
     from linattn import datasets, diagnostics, feature_maps, reference, sampling
+    from linattn.automatic import AttentionReport, attention
+    from linattn.coreset import CoresetAttention
 
 __all__ = [
+    "AttentionReport",
+    "CoresetAttention",
     "Decoder",
     "State",
     "StateFileError",
     "__version__",
+    "attention",
     "config",
     "datasets",
     "decode_step",
@@ -48,14 +53,21 @@ __version__ = "0.1.0"
 
 # Loaded by their first use, as SciPy's are: together they cost as much as all the rest.
 _SUBMODULES = ("datasets", "diagnostics", "feature_maps", "reference", "sampling")
+_FROM = {
+    "AttentionReport": "automatic",
+    "CoresetAttention": "coreset",
+    "attention": "automatic",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"linattn.{name}")
+    if name in _FROM:
+        return getattr(importlib.import_module(f"linattn.{_FROM[name]}"), name)
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES})
+    return sorted({*globals(), *_SUBMODULES, *_FROM})

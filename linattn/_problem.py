@@ -11,6 +11,7 @@ from linattn import _checks, _dispatch
 from linattn.typing import (
     Affine,
     Array,
+    Corrected,
     Exact,
     FeatureMap,
     MapSpec,
@@ -125,6 +126,12 @@ def linear_problem(
     settings = _dispatch.current_settings()
     dtype = _checks.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
+    if near_spec is not None and isinstance(specs[0], Corrected):
+        message = (
+            f"exact_window needs a feature map with weights that are not corrected as a whole, got "
+            f"{feature_map!r}; fit it with corrected=False"
+        )
+        raise ValueError(message)
     mask = None
     if key_mask is not None:
         mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])

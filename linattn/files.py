@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import array_api_compat
 import numpy as np
@@ -18,17 +19,30 @@ from linattn.typing import Array, FeatureMap, State
 if TYPE_CHECKING:
     from zipfile import ZipFile
 
-__all__ = ["StateFileError", "load_state", "save_state"]
+__all__ = [
+    "Arrays",
+    "Members",
+    "StateFileError",
+    "load_state",
+    "read_arrays",
+    "save_state",
+    "write_arrays",
+]
+
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+Members: TypeAlias = Mapping[str, tuple[str, int | None]]
+"""Name of each array of a file -> (dtype kind, number of axes or None)."""
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
-MEMBERS = {
+MEMBERS: Members = {
     "format_version": ("i", 0),
     "fingerprint": ("U", 0),
     "kvz": ("f", None),
     "log_scale": ("f", None),
     "length": ("i", 0),
 }
-"""Name of each array -> (dtype kind, number of axes or None)."""
 
 
 class StateFileError(ValueError):
@@ -75,21 +89,26 @@ def save_state(
     if not isinstance(state, State):
         message = f"state must be a linattn.State, got {type(state).__name__}"
         raise TypeError(message)
+    fingerprint = "" if feature_map is None else _fingerprint(feature_map)
+    arrays = {
+        "format_version": np.int64(FORMAT_VERSION),
+        "fingerprint": np.str_(fingerprint),
+        "kvz": _checks.to_numpy(state.kvz),
+        "log_scale": _checks.to_numpy(state.log_scale),
+        "length": np.int64(int(state.length)),
+    }
+    write_arrays(path, arrays)
+
+
+def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
+    """Write arrays to an uncompressed npz file, which replaces an existing one in one step."""
     import tempfile  # here and not at the top, for an import that costs little
 
-    fingerprint = "" if feature_map is None else _fingerprint(feature_map)
     folder, base = os.path.split(os.fspath(path))
     handle, name = tempfile.mkstemp(dir=folder or os.curdir, prefix=f".{base}-")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez(
-                file,
-                format_version=np.int64(FORMAT_VERSION),
-                fingerprint=np.str_(fingerprint),
-                kvz=_checks.to_numpy(state.kvz),
-                log_scale=_checks.to_numpy(state.log_scale),
-                length=np.int64(int(state.length)),
-            )
+            np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -131,17 +150,8 @@ def load_state(
     -----
     Nothing is unpickled, and no more is read than the file holds.
     """
-    import zipfile  # here and not at the top, for an import that costs little
-
     wanted = None if feature_map is None else _fingerprint(feature_map)
-    with open(path, "rb") as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                saved, state = _read_members(archive, os.path.getsize(path))
-        # A hostile file makes the parsers behind this raise nearly anything.
-        except Exception as error:
-            message = f"{path} is not a linattn state file: {error}"
-            raise StateFileError(message) from error
+    saved, state = read_arrays(path, "state", MEMBERS, FORMAT_VERSION, _build_state)
     _check_fingerprint(saved, wanted, path)
     if like is None:
         return state
@@ -164,21 +174,7 @@ def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
     raise StateFileError(message)
 
 
-def _read_members(archive: ZipFile, size: int) -> tuple[str, State]:
-    """Read the fingerprint and the state from an npz file of this size, all of it uncompressed."""
-    infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-    if set(infos) != set(MEMBERS) or len(archive.infolist()) != len(MEMBERS):
-        message = f"it must hold the arrays {sorted(MEMBERS)}, got {sorted(infos)[:9]}"
-        raise ValueError(message)
-    stored = all(info.compress_type == 0 for info in infos.values())
-    if not stored or sum(info.file_size for info in infos.values()) > size:
-        message = f"its arrays claim more than the {size} bytes of the file"
-        raise ValueError(message)
-    arrays = {name: _parse(name, archive.read(info)) for name, info in infos.items()}
-    version = int(arrays["format_version"])
-    if version != FORMAT_VERSION:
-        message = f"it has format version {version}, this linattn reads {FORMAT_VERSION}"
-        raise ValueError(message)
+def _build_state(arrays: Arrays) -> tuple[str, State]:
     kvz, log_scale = arrays["kvz"], arrays["log_scale"]
     fits = kvz.ndim >= 2 and kvz.shape[-2] >= 1 and kvz.shape[-1] >= 2
     if not fits or log_scale.shape != kvz.shape[:-1] or log_scale.dtype != kvz.dtype:
@@ -194,9 +190,50 @@ def _read_members(archive: ZipFile, size: int) -> tuple[str, State]:
     return str(arrays["fingerprint"]), State(kvz, log_scale, length)
 
 
-def _parse(name: str, data: bytes) -> NDArray[Any]:
+def read_arrays(
+    path: str | os.PathLike[str],
+    kind: str,
+    members: Members,
+    version: int,
+    build: Callable[[Arrays], T],
+) -> T:
+    """Read a file of :func:`write_arrays` that need not be trusted, and make something of it.
+
+    It must hold exactly the members, ``format_version`` among them. Whatever the parsers and
+    ``build`` raise becomes a :class:`StateFileError`.
+    """
+    import zipfile  # here and not at the top, for an import that costs little
+
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                arrays = _read_members(archive, os.path.getsize(path), members)
+            found = int(arrays["format_version"])
+            if found != version:
+                message = f"it has format version {found}, this linattn reads {version}"
+                raise ValueError(message)
+            return build(arrays)
+        # A hostile file makes the parsers behind this raise nearly anything.
+        except Exception as error:
+            message = f"{path} is not a linattn {kind} file: {error}"
+            raise StateFileError(message) from error
+
+
+def _read_members(archive: ZipFile, size: int, members: Members) -> Arrays:
+    """Read the arrays of an npz file of this size, all of it uncompressed."""
+    infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    if set(infos) != set(members) or len(archive.infolist()) != len(members):
+        message = f"it must hold the arrays {sorted(members)}, got {sorted(infos)[:9]}"
+        raise ValueError(message)
+    stored = all(info.compress_type == 0 for info in infos.values())
+    if not stored or sum(info.file_size for info in infos.values()) > size:
+        message = f"its arrays claim more than the {size} bytes of the file"
+        raise ValueError(message)
+    return {name: _parse(name, archive.read(info), *members[name]) for name, info in infos.items()}
+
+
+def _parse(name: str, data: bytes, kind: str, ndim: int | None) -> NDArray[Any]:
     """Parse one npy member without trusting its header."""
-    kind, ndim = MEMBERS[name]
     stream = BytesIO(data)
     if np.lib.format.read_magic(stream) != (1, 0):
         message = f"{name} has an unknown npy version"

@@ -168,7 +168,7 @@ def test_public_modules_are_the_designed_ones():
     names = {module.__name__ for module in public_modules()}
     assert names >= {
         "linattn",
-        "linattn.attention",
+        "linattn.functional",
         "linattn.cli",
         "linattn.datasets",
         "linattn.diagnostics",

@@ -60,6 +60,10 @@ def check_inputs(
     return x, y, visible & np.tri(L, S, dtype=bool) if is_causal else visible
 
 
+def evenly_spaced(length: int, most: int) -> NDArray[np.intp]:
+    return np.linspace(0, length - 1, min(length, most)).round().astype(np.intp)
+
+
 def softmax(logits: Floats) -> Floats:
     """Softmax along the last axis; 0 where every logit is -inf."""
     shift = np.max(logits, axis=-1, keepdims=True, initial=-np.inf)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from linattn import _checks, _generic
 from linattn._problem import check_feature_map, map_columns
-from linattn.attention import linear_attention
 from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
@@ -24,6 +23,7 @@ from linattn.diagnostics._shared import (
     weighted_quantile,
     worst,
 )
+from linattn.functional import linear_attention
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["Denominators", "OutputError", "denominators", "effective_features", "output_error"]

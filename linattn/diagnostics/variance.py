@@ -14,6 +14,7 @@ from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
     columns_per_row,
+    evenly_spaced,
     is_deterministic,
     make_verdict,
     rows_drawn_together,
@@ -146,7 +147,7 @@ def relative_variance(
     with np.errstate(invalid="ignore"):
         weights = pairs.weights / np.sum(pairs.weights, axis=(-2, -1), keepdims=True)
     mean = _weighted_mean(pairs.variance, weights).sum(axis=-1)
-    percentiles = _weighted_percentiles(pairs.variance, weights)
+    percentiles = weighted_percentiles(pairs.variance, weights)
     median = percentiles[..., PERCENTILES.index(50)]
     return RelativeVariance(
         mean=mean,
@@ -291,7 +292,7 @@ def _weighted_pairs(
     if 0 in x.shape or 0 in y.shape:
         message = f"query and key must have a token, got shapes {x.shape} and {y.shape}"
         raise ValueError(message)
-    queries, keys = (_evenly_spaced(a.shape[-2], num_samples) for a in (x, y))
+    queries, keys = (evenly_spaced(a.shape[-2], num_samples) for a in (x, y))
     x, y, visible = x[..., queries, :], y[..., keys, :], visible[..., queries, :][..., keys]
     with _generic.quiet():
         kernel = np.asarray(feature_map.kernel(x, y))
@@ -317,16 +318,13 @@ def _relative_bias(feature_map: Any, x: Floats, y: Floats, kernel: Floats) -> Fl
         return np.full_like(kernel, np.nan)
 
 
-def _evenly_spaced(length: int, most: int) -> NDArray[np.intp]:
-    return np.linspace(0, length - 1, min(length, most)).round().astype(np.intp)
-
-
 def _weighted_mean(values: Floats, weights: Floats) -> Floats:
     """Sum of weights times values along the last axis; a weight of 0 takes no part."""
     return np.asarray(np.sum(np.where(weights == 0, 0.0, values) * weights, axis=-1))
 
 
-def _weighted_percentiles(values: Floats, weights: Floats) -> Floats:
+def weighted_percentiles(values: Floats, weights: Floats) -> Floats:
+    """Weighted quantiles of all pairs of each head, ``(..., 5)``, at :data:`PERCENTILES`."""
     flat = [a.reshape(*a.shape[:-2], -1) for a in (values, weights)]
     levels = [weighted_quantile(flat[0], flat[1], level / 100) for level in PERCENTILES]
     return np.stack(levels, axis=-1)

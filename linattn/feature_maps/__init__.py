@@ -3,6 +3,8 @@
 Random maps of the softmax kernel: :class:`PositiveFeatures`, :class:`HyperbolicFeatures`,
 :class:`GeneralizedExponentialFeatures`, :class:`DenseExponentialFeatures`,
 :class:`TrigonometricFeatures`; :class:`Reparametrized` shows any of them other coordinates.
+Frozen features fitted to sample inputs: :class:`CalibratedFeatures`.
+Fitted to a sequence: :class:`LandmarkFeatures`.
 Random maps of other kernels: :class:`RandomFourierFeatures`, :class:`ActivationFeatures`.
 Deterministic maps: :class:`EluFeatures`, :class:`ReluFeatures`, :class:`SoftmaxFeatures`,
 :class:`TaylorFeatures`, :class:`PolynomialFeatures`, :class:`CosformerFeatures`,
@@ -12,6 +14,7 @@ Deterministic maps: :class:`EluFeatures`, :class:`ReluFeatures`, :class:`Softmax
 from __future__ import annotations
 
 from linattn.feature_maps._base import BaseFeatureMap
+from linattn.feature_maps.calibrated import CalibratedFeatures
 from linattn.feature_maps.cosformer import CosformerFeatures
 from linattn.feature_maps.elementwise import ActivationFeatures, EluFeatures, ReluFeatures
 from linattn.feature_maps.exponential import (
@@ -22,6 +25,7 @@ from linattn.feature_maps.exponential import (
 )
 from linattn.feature_maps.fourier import RandomFourierFeatures
 from linattn.feature_maps.hedgehog import HedgehogFeatures
+from linattn.feature_maps.landmarks import LandmarkFeatures
 from linattn.feature_maps.normalized import SoftmaxFeatures
 from linattn.feature_maps.polynomial import PolynomialFeatures, TaylorFeatures
 from linattn.feature_maps.reparametrized import Reparametrized
@@ -30,12 +34,14 @@ from linattn.feature_maps.trigonometric import TrigonometricFeatures
 __all__ = [
     "ActivationFeatures",
     "BaseFeatureMap",
+    "CalibratedFeatures",
     "CosformerFeatures",
     "DenseExponentialFeatures",
     "EluFeatures",
     "GeneralizedExponentialFeatures",
     "HedgehogFeatures",
     "HyperbolicFeatures",
+    "LandmarkFeatures",
     "PolynomialFeatures",
     "PositiveFeatures",
     "RandomFourierFeatures",

@@ -22,6 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 from linattn import _checks
 from linattn.feature_maps._base import dots, square_distances
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
+from linattn.feature_maps._samples import check_samples, pool_heads
+from linattn.feature_maps.reparametrized import Reparametrized
 from linattn.sampling import Sampler, Seed
 from linattn.typing import Array, Exponential
 
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+
+SHRINKAGE = 1e-3
 
 
 class _ExponentialFeatures(SoftmaxKernelFeatures):
@@ -609,6 +613,96 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         new._set(causal=False)
         return new
 
+    @classmethod
+    def calibrate(
+        cls,
+        samples: Any,
+        *,
+        num_features: int | None = None,
+        temperature: float = 0.5,
+        antithetic: bool = True,
+        scale: float | None = None,
+        sampler: str | Any = "orthogonal",
+        rng: Seed = None,
+    ) -> Reparametrized:
+        r"""Make a centred, balanced map with the best axes and tilts for inputs like these.
+
+        Parameters
+        ----------
+        samples : sequence of tuples, or one tuple
+            Each ``(query, key)`` of one sequence, ``(..., L, d)`` and ``(..., S, d)``, valid tokens
+            only: there is no mask, leave padding out; a third array, the values, is not read.
+            Leading axes are heads, the same in all samples; lengths may differ. A batch is given as
+            a list of its sequences.
+        num_features : int, optional
+            m, even when antithetic; default ``d ln d`` rounded up to whole blocks.
+        temperature : float, optional
+            Keys count as ``exp(temperature s c.k)`` in the statistics, c the mean query: 1 is the
+            attention of c, 0 counts all alike. Default 0.5.
+        antithetic, scale, sampler, rng
+            As the class.
+
+        Returns
+        -------
+        Reparametrized
+            Around a map of this class, with the leading axes of the keys: query heads that share a
+            key head share its statistics. ``causal`` is True: the statistics are constants. They
+            must come from other sequences than the map is used on, or they leak.
+
+        Raises
+        ------
+        TypeError
+            Samples that are not tuples of arrays; as :func:`linattn.linear_attention` for each.
+        ValueError
+            No sample, no token, NaN or inf, shapes that do not fit; a temperature that is not
+            finite; as the class.
+
+        Notes
+        -----
+        In ``x = sqrt(s) q`` and ``y = sqrt(s) k``: c = mean x, b and ``S_y`` the weighted mean and
+        covariance of y (weights sum to 1 in each sequence, which counts by its keys), ``S_x`` the
+        covariance of x. Softmax attention does not change under ``x -> M^T (x - c)``, ``y -> M^-1
+        (y - b)`` (:class:`Reparametrized`), and with ``M M^T = P``, ``P S_x P = S_y`` both
+        covariances become one, whose eigenvectors are the axes; twice its eigenvalues are the
+        second moments of x + y along them and give the tilts. Unbiased for ``exp(s q.k)`` whatever
+        the samples. Covariances of fewer than about 2 d tokens are shrunk by little (1e-3 of their
+        mean eigenvalue) and a poor guide. Time O((L + S) d^2 + d^3) a head and sequence.
+
+        References
+        ----------
+        Centring and weighted statistics were derived in this project; balancing and tilts:
+        Likhosherstov et al., "FAVOR#" (2023), Theorem 4.3.
+        """
+        temperature = _checks.check_finite_number("temperature", temperature)
+        sequences, heads, d, scale = check_samples(samples, scale)
+        x = np.concatenate([pool_heads(one.x, heads) for one in sequences], axis=-2)
+        c = x.mean(axis=-2)
+        keys = sum(one.y.shape[-2] for one in sequences)
+        weights = []
+        for one in sequences:
+            logits = temperature * (one.y @ c[..., :, None])
+            unscaled = np.exp(logits - np.max(logits, axis=-2, keepdims=True))
+            share = one.y.shape[-2] / keys
+            weights.append(share * unscaled / np.sum(unscaled, axis=-2, keepdims=True))
+        y, p = (np.concatenate(parts, axis=-2) for parts in ([one.y for one in sequences], weights))
+        b = np.sum(p * y, axis=-2)
+        x, y = x - c[..., None, :], np.sqrt(p) * (y - b[..., None, :])
+        covariance_x, covariance_y = _shrunk(_second_moment(x)), _shrunk(np.swapaxes(y, -1, -2) @ y)
+        balance = _square_root(_balancing(covariance_x, covariance_y))
+        eigenvalues, axes = np.linalg.eigh(balance @ covariance_x @ balance)
+        inside = cls(
+            d,
+            num_features,
+            A=_optimal_tilt(2 * np.maximum(eigenvalues, 0)),
+            transform=np.eye(d),
+            antithetic=antithetic,
+            scale=scale,
+            sampler=sampler,
+            rng=rng,
+        )
+        root = sqrt(scale)
+        return Reparametrized(inside, c / root, b / root, balance @ axes)
+
 
 def _optimal_tilt(t: ArrayLike) -> Floats:
     """Return ``(1 - 2t - sqrt((2t + 1)^2 + 8t)) / 16``, t the mean square of an axis of x + y."""
@@ -642,6 +736,13 @@ def _scaled_sample(query: Any, key: Any, scale: Any) -> tuple[Floats, Floats, fl
 
 def _second_moment(x: Floats) -> Floats:
     return np.asarray(np.swapaxes(x, -1, -2) @ x / x.shape[-2])
+
+
+def _shrunk(covariance: Floats) -> Floats:
+    """Add 1e-3 of the mean eigenvalue: a direction that no token took is not for free."""
+    d = covariance.shape[-1]
+    mean = np.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / d
+    return np.asarray(covariance + (SHRINKAGE * mean + 1e-300) * np.eye(d))
 
 
 def _power(matrix: Floats, exponent: float) -> Floats:

@@ -1,0 +1,265 @@
+"""Attention for someone who does not want to choose how."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _checks
+from linattn._problem import exact_problem
+from linattn.coreset import CoresetAttention
+from linattn.diagnostics import HeldOutError, held_out_error, held_out_rows
+from linattn.feature_maps import LandmarkFeatures
+from linattn.functional import linear_attention, softmax_attention
+from linattn.sampling import Seed, as_generator
+from linattn.typing import Array, Problem
+
+__all__ = ["AttentionReport", "attention"]
+
+COLUMNS = 64
+PROBES = 128
+WINDOW = 32
+HELD_OUT = 32
+
+OVERHEAD = 2.0
+"""Pairs of exact attention that take the time of one pair of the others."""
+
+
+class AttentionReport(NamedTuple):
+    """What :func:`linattn.attention` did.
+
+    Attributes
+    ----------
+    method : str
+        "exact", "landmarks" or "coreset".
+    num_features : int or None
+        Landmarks, or entries of the coreset; None when exact.
+    exact_window : int or None
+        Block length of the exact window, or of the coreset's exact blocks; None for none.
+    error : ndarray, (...)
+        Estimated relative output error of each head, from held-out exact rows; 0 when exact.
+    cost : float
+        Pairs worked out, over those of exact attention: fitting included.
+    """
+
+    method: str
+    num_features: int | None
+    exact_window: int | None
+    error: NDArray[np.float64]
+    cost: float
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    scale: float | None = None,
+    tolerance: float | None = None,
+    rng: Seed = None,
+    return_report: bool = False,
+) -> Any:
+    r"""Softmax attention: exact where that is cheap, else in linear time without retraining.
+
+    .. math::
+        o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j) \, v_j
+
+    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` landmarks or entries,
+    ``s`` scale.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        float16, bfloat16, float32 or float64, of any array-API library.
+    key : array, (..., S, d)
+        Same library, dtype and device.
+    value : array, (..., S, e)
+        Same library, dtype and device.
+    is_causal : bool, optional
+        Query i sees keys 0..i only; needs L = S. Default False.
+    key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
+        True = attend. Where L = S, masked tokens are not used as queries to fit to either.
+    scale : float, optional
+        s > 0; default ``1 / sqrt(d)``.
+    tolerance : float, optional
+        Largest estimated relative output error of any head. m is doubled until it is met, up to
+        exact attention. Default: none, m = 64.
+    rng : int, Generator, SeedSequence or None, optional
+        Seed of landmarks, or of the coreset, and of the rows held out.
+    return_report : bool, optional
+        Also return an :class:`AttentionReport`. Default False.
+
+    Returns
+    -------
+    array, (..., L, e)
+        In the library, dtype and device of the inputs; or ``(output, report)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.softmax_attention`; a tolerance or scale that is not positive; NaN or inf
+        in tokens that are not masked, where landmarks are fitted.
+
+    Warns
+    -----
+    UserWarning
+        The tolerance took exact attention, in quadratic time, on a sequence long enough for the
+        others.
+
+    See Also
+    --------
+    linear_attention, softmax_attention, CoresetAttention : to choose oneself.
+    linattn.diagnostics.held_out_error : the estimate.
+
+    Notes
+    -----
+    Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 64 landmarks and 128
+    probes, and where L = S with an exact window of 32 tokens; causal attention by
+    :class:`linattn.CoresetAttention` with 64 entries and blocks of 32. Pairs of a query or key
+    and a landmark, probe or near key are counted; exact attention is taken where it works out no
+    more than twice as many, and for traced and lazy arrays, at which nothing can be fitted.
+
+    Biased: the error is that of the landmarks, and does not average out. Attention without
+    structure (independent Gaussian keys with logits that spread by 1 and more) defeats every
+    linear method; ask for the report, or for a tolerance. The estimate is from 32 rows a head:
+    its own error is some 20 %, more where few rows carry the error.
+
+    Time O((L + S) (m + p) (d + e)) and memory O(m (d + e)) beyond inputs and outputs, p probes;
+    with a tolerance the sum over the m tried.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, value = linattn.datasets.pretrained_qkv()
+    >>> output, report = linattn.attention(query, key, value, rng=0, return_report=True)
+    >>> report.method
+    'exact'
+    """
+    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
+    scale = problem.query.shape[-1] ** -0.5 if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale, positive=True)
+    if tolerance is not None:
+        tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
+    options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "scale": scale}
+    generator = as_generator(rng)
+    exact_pairs = _exact_pairs(problem)
+    spent, m = 0.0, COLUMNS
+    while not problem.lazy:
+        pairs = _pairs(problem, m)
+        if OVERHEAD * (spent + pairs) >= exact_pairs:
+            break
+        spent += pairs
+        output, found = _linear(query, key, value, m, options, generator, problem)
+        if not (return_report or tolerance is not None):
+            return output
+        error = found(output).relative
+        if tolerance is None or np.all(error <= tolerance):
+            method = "coreset" if is_causal else "landmarks"
+            report = AttentionReport(method, m, _window(problem), error, spent / exact_pairs)
+            return (output, report) if return_report else output
+        m *= 2
+    if spent:
+        warnings.warn(
+            f"tolerance={tolerance:g} takes exact attention, in quadratic time: with {m // 2} "
+            f"columns the estimated error was {np.max(error):.2g}",
+            UserWarning,
+            stacklevel=2,
+        )
+    output = softmax_attention(query, key, value, **options)
+    if not return_report:
+        return output
+    error = np.zeros(problem.lead)
+    return output, AttentionReport("exact", None, None, error, 1 + spent / exact_pairs)
+
+
+def _linear(
+    query: Array,
+    key: Array,
+    value: Array,
+    m: int,
+    options: dict[str, Any],
+    generator: np.random.Generator,
+    problem: Problem,
+) -> tuple[Array, Any]:
+    """Output of the linear method with m columns, and what estimates its error."""
+    length = problem.query.shape[-2]
+    scale, key_mask = options["scale"], options["key_mask"]
+    probes: NDArray[np.float64] | None = None
+    if problem.is_causal:
+        stream = CoresetAttention(m, block_size=WINDOW, scale=scale, rng=generator)
+        output = stream.extend(query, key, value, key_mask=key_mask)
+    else:
+        same = length == problem.key.shape[-2]
+        phi = LandmarkFeatures.fit(
+            query,
+            key,
+            num_features=m,
+            num_probes=max(PROBES, 2 * m),
+            key_mask=key_mask,
+            query_mask=_query_mask(problem, key_mask) if same else None,
+            scale=scale,
+            rng=generator,
+        )
+        probes = phi.probes
+        output = linear_attention(
+            query, key, value, phi, key_mask=key_mask, exact_window=_window(problem)
+        )
+
+    def found(output: Array) -> HeldOutError:
+        rows = held_out_rows(length, 4 * HELD_OUT, generator)
+        if probes is not None:
+            rows = _without_probes(problem, rows, probes)
+        rows = np.sort(generator.permutation(rows)[:HELD_OUT])
+        return held_out_error(output, query, key, value, rows=rows, **options)
+
+    return output, found
+
+
+def _query_mask(problem: Problem, key_mask: Array | None) -> Array | None:
+    """Tokens that count as queries to fit to: those that count as keys, where the axes agree."""
+    if key_mask is None or key_mask.ndim == 1:
+        return key_mask
+    axes = tuple(problem.query.shape[:-1])
+    fits = key_mask.ndim == len(axes) and all(
+        n in (1, own) for n, own in zip(key_mask.shape, axes, strict=True)
+    )
+    return key_mask if fits else None
+
+
+def _without_probes(
+    problem: Problem, rows: NDArray[np.intp], probes: NDArray[np.float64]
+) -> NDArray[np.intp]:
+    """Rows whose query is no probe of the first head: a map is fitted to its probes."""
+    first = (0,) * (problem.query.ndim - 2)
+    index = problem.xp.asarray(rows, device=array_api_compat.device(problem.query))
+    taken = problem.xp.take(problem.query[first], index, axis=-2)
+    queries = _checks.to_numpy(problem.xp.astype(taken, problem.dtype)).astype(np.float64)
+    known = probes[(0,) * (probes.ndim - 2)]
+    fresh = ~(queries[:, None, :] == known).all(axis=-1).any(axis=-1)
+    return rows[fresh] if fresh.any() else rows
+
+
+def _window(problem: Problem) -> int | None:
+    return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else None
+
+
+def _exact_pairs(problem: Problem) -> float:
+    L, S = problem.query.shape[-2], problem.key.shape[-2]
+    return L * (L + 1) / 2 if problem.is_causal else float(L * S)
+
+
+def _pairs(problem: Problem, m: int) -> float:
+    """Pairs of a query or key and a column, a probe or a near key."""
+    L, S = problem.query.shape[-2], problem.key.shape[-2]
+    if problem.is_causal:
+        # Each block: its queries read the entries and two blocks; entries and keys meet thrice.
+        return float(L * (m + 2 * WINDOW) + L / WINDOW * 3 * m * (m + WINDOW))
+    probes = max(PROBES, 2 * m)
+    near = 3 * WINDOW if _window(problem) else 0
+    return float(L * (m + near) + S * (m + 2 * probes))

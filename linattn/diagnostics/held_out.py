@@ -1,0 +1,218 @@
+"""After attention has run: its error on rows that are computed exactly."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn import _checks, _generic
+from linattn.diagnostics._shared import Floats
+from linattn.sampling import Seed
+from linattn.typing import Array, Exact, Partial, Tokens
+
+__all__ = ["HeldOutError", "held_out_error", "held_out_rows"]
+
+BLOCK = 1024
+"""Keys that the rows are computed against at a time."""
+
+
+class HeldOutError(NamedTuple):
+    """Error of an output on some of its rows.
+
+    Attributes
+    ----------
+    relative : ndarray, (...)
+        ``sqrt(sum |out - exact|^2 / sum |exact|^2)`` over the rows, of each head; 0 where both
+        are 0, NaN where something is not finite.
+    mean_square : ndarray, (...)
+        ``sum |out - exact|^2 / h``: an unbiased estimate of its mean over all rows that could
+        have been drawn.
+    rows : ndarray of int, (h,)
+        Which rows.
+    """
+
+    relative: Floats
+    mean_square: Floats
+    rows: NDArray[np.intp]
+
+
+def held_out_rows(
+    length: int, num_rows: int, rng: Seed = None, exclude: ArrayLike | None = None
+) -> NDArray[np.intp]:
+    """Draw rows without replacement, none of the excluded ones; all there are if too few.
+
+    Parameters
+    ----------
+    length : int
+        L, rows there are.
+    num_rows : int
+        h, rows wanted.
+    rng : int, Generator, SeedSequence or None, optional
+        Seed.
+    exclude : array_like of int, optional
+        Rows that must not be drawn, such as the probes of a fitted map: it knows them too well.
+
+    Returns
+    -------
+    ndarray of int, (at most h,)
+        Ascending.
+
+    Notes
+    -----
+    Time and memory O(h + excluded): nothing grows with the length.
+    """
+    generator = np.random.default_rng(rng)
+    taken = set() if exclude is None else set(np.asarray(exclude).ravel().tolist())
+    free = length - sum(0 <= row < length for row in taken)
+    if free <= 4 * num_rows:
+        left = np.array([row for row in range(length) if row not in taken], dtype=np.intp)
+        return np.sort(generator.permutation(left)[:num_rows])
+    rows: set[int] = set()
+    while len(rows) < num_rows:
+        row = int(generator.integers(length))
+        if row not in taken:
+            rows.add(row)
+    return np.array(sorted(rows), dtype=np.intp)
+
+
+def held_out_error(
+    output: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    scale: float | None = None,
+    num_rows: int = 32,
+    rows: ArrayLike | None = None,
+    rng: Seed = None,
+) -> HeldOutError:
+    r"""Error of any approximation of softmax attention, from a few rows computed exactly.
+
+    .. math::
+        \sqrt{\frac{\sum_{i \in R} |o_i - o^*_i|^2}{\sum_{i \in R} |o^*_i|^2}}, \qquad
+        o^*_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j) \, v_j
+
+    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``h`` rows R, ``s`` scale.
+
+    Parameters
+    ----------
+    output : array, (..., L, e)
+        What the approximation gave.
+    query, key, value : array, (..., L, d), (..., S, d), (..., S, e)
+        Its inputs, of the same library, dtype and device.
+    is_causal : bool, optional
+        Query i sees keys 0..i only; needs L = S. Default False.
+    key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
+        True = attend.
+    scale : float, optional
+        s; default ``1 / sqrt(d)``.
+    num_rows : int, optional
+        h; default 32. All rows where there are fewer.
+    rows : array_like of int, optional
+        R itself, instead of a draw.
+    rng : int, Generator, SeedSequence or None, optional
+        Seed of the draw.
+
+    Returns
+    -------
+    HeldOutError
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.softmax_attention`; an output of another shape; rows out of range.
+
+    Notes
+    -----
+    The rows must say nothing that the map has not been told of all others: leave out the probes
+    of a map fitted to these queries (``rows=held_out_rows(L, 32, rng, exclude=phi.probe_rows)``).
+    The mean square is then unbiased over draws of R. Time O(h S (d + e)), memory O(h (d + e)) and
+    a block of keys, whatever the length.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale)
+    xp, (output, query, key, value) = _checks.check_arrays(
+        output=output, query=query, key=key, value=value
+    )
+    L, S, e = query.shape[-2], key.shape[-2], value.shape[-1]
+    if is_causal and L != S:
+        message = f"is_causal needs query and key of equal length, got {L} and {S}"
+        raise ValueError(message)
+    lead = _checks.check_leading_axes(
+        query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]), value=tuple(value.shape[:-2])
+    )
+    if tuple(output.shape) != (*lead, L, e):
+        message = f"output must have shape {(*lead, L, e)}, got {tuple(output.shape)}"
+        raise ValueError(message)
+    mask = None
+    if key_mask is not None:
+        mask = _checks.check_key_mask(key_mask, key, xp, query_len=L)
+    if rows is None:
+        num_rows = _checks.check_positive_int("num_rows", num_rows)
+        chosen = held_out_rows(L, num_rows, rng)
+    else:
+        chosen = np.array(rows, dtype=np.intp)
+        if chosen.ndim != 1 or np.any((chosen < 0) | (chosen >= L)):
+            message = f"rows must be numbers of queries from 0 to {L - 1}, got {rows!r}"
+            raise ValueError(message)
+    with _generic.quiet():
+        index = xp.asarray(chosen, device=array_api_compat.device(query))
+        exact = _exact_rows(index, query, key, value, mask, scale, is_causal)
+        dtype = exact.dtype
+        given = xp.astype(xp.take(output, index, axis=-2), dtype)
+        square = _checks.to_numpy(xp.sum((given - exact) ** 2, axis=(-2, -1))).astype(float)
+        unit = _checks.to_numpy(xp.sum(exact**2, axis=(-2, -1))).astype(float)
+        relative = np.where(square == 0, 0.0, np.sqrt(square / unit))
+        return HeldOutError(relative, square / max(len(chosen), 1), chosen)
+
+
+def _exact_rows(
+    index: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    scale: float,
+    is_causal: bool,
+) -> Array:
+    """Softmax attention of some queries, over blocks of keys."""
+    xp = _generic.namespace(query)
+    dtype = _checks.accumulation_dtype(xp, query.dtype, None)
+    rows = Tokens(xp.astype(xp.take(query, index, axis=-2), dtype), None, 0)
+    part: Partial | None = None
+    for start in range(0, key.shape[-2], BLOCK):
+        stop = min(start + BLOCK, key.shape[-2])
+        tokens, v1 = _key_block(key, value, mask, slice(start, stop), dtype)
+        visible = None
+        if is_causal:
+            position = xp.arange(start, stop, device=array_api_compat.device(query))
+            visible = position <= index[:, None]
+        more = _generic.exact_block(Exact(scale), rows, tokens, v1, visible)
+        part = more if part is None else _generic.combine(part, more)
+    if part is None:
+        return xp.zeros_like(rows.x[..., :1]) + xp.zeros(value.shape[-1], dtype=dtype)
+    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
+    empty = denominator == 0
+    return xp.where(
+        empty, xp.zeros_like(numerator), numerator / xp.where(empty, denominator + 1, denominator)
+    )
+
+
+def _key_block(
+    key: Array, value: Array, mask: Array | None, block: slice, dtype: Any
+) -> tuple[Tokens, Array]:
+    xp = _generic.namespace(key)
+    x = xp.astype(key[..., block, :], dtype)
+    v = xp.astype(value[..., block, :], dtype)
+    log_weight = None
+    if mask is not None:
+        seen = mask[..., block, :]
+        zero = xp.zeros_like(seen, dtype=dtype)
+        x, v = xp.where(seen, x, zero), xp.where(seen, v, zero)
+        log_weight = xp.where(seen, zero, zero - xp.inf)
+    return Tokens(x, log_weight, 0), xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)

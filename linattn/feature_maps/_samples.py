@@ -1,0 +1,135 @@
+"""Samples that maps are calibrated on: checked, copied to float64, pooled to the heads of keys.
+
+A sample is one sequence, ``(query, key)`` or ``(query, key, value)`` with heads as leading axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _checks
+
+__all__ = ["Sample", "Samples", "check_samples", "pool_heads"]
+
+Floats = NDArray[np.float64]
+
+
+class Sample(NamedTuple):
+    """One sequence: x and y are queries and keys times ``sqrt(scale)``."""
+
+    x: Floats
+    y: Floats
+    value: Floats | None
+
+
+class Samples(NamedTuple):
+    """Sequences of one dim and one set of heads."""
+
+    sequences: list[Sample]
+    heads: tuple[int, ...]
+    """Leading axes of the keys."""
+    dim: int
+    scale: float
+
+
+def check_samples(samples: Any, scale: Any, *, with_value: bool = False) -> Samples:
+    """Check samples, and copy them to the host.
+
+    Raises
+    ------
+    TypeError
+        Not sequences of arrays; as :func:`linattn.linear_attention` for each.
+    ValueError
+        No sample, no token, NaN or inf, shapes that do not fit each other or the other samples;
+        ``with_value`` and a sample without values.
+    """
+    sequences = [samples] if _is_sample(samples) else samples
+    if not isinstance(sequences, Sequence) or not all(_is_sample(one) for one in sequences):
+        message = (
+            f"samples must be a list of sequences, each a tuple (query, key) or (query, key, "
+            f"value) of arrays, got {type(samples).__name__}"
+        )
+        raise TypeError(message)
+    if not sequences:
+        message = "samples must hold at least one sequence, got none"
+        raise ValueError(message)
+    arrays = [_check_sample(f"samples[{i}]", one, with_value) for i, one in enumerate(sequences)]
+    lead, dim = _signature(arrays[0])
+    for i, one in enumerate(arrays):
+        if _signature(one) != (lead, dim):
+            message = (
+                f"samples must have one dim and the same leading axes (heads); a batch is given as "
+                f"a list of its sequences; samples[0] has {lead} and dim {dim}, samples[{i}] "
+                f"{_signature(one)[0]} and dim {_signature(one)[1]}"
+            )
+            raise ValueError(message)
+    scale = 1 / sqrt(dim) if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale, positive=True)
+    root = sqrt(scale)
+    scaled = [Sample(root * x, root * y, value) for x, y, value in arrays]
+    return Samples(scaled, arrays[0].y.shape[:-2], dim, scale)
+
+
+def _is_sample(one: Any) -> bool:
+    return (
+        isinstance(one, tuple | list)
+        and len(one) in (2, 3)
+        and all(hasattr(a, "ndim") for a in one)
+    )
+
+
+def _signature(one: Sample) -> tuple[list[tuple[int, ...]], int]:
+    arrays = [a for a in one if a is not None]
+    return [a.shape[:-2] for a in arrays], one.x.shape[-1]
+
+
+def _check_sample(name: str, one: Any, with_value: bool) -> Sample:
+    names = [f"{name} {part}" for part in ("query", "key", "value")[: len(one)]]
+    if with_value and len(one) < 3:
+        message = f"{name} must be (query, key, value), for learning needs values, got no value"
+        raise ValueError(message)
+    _, checked = _checks.check_arrays(**dict(zip(names, one, strict=True)))
+    arrays: list[Floats] = []
+    for label, array in zip(names, checked, strict=True):
+        copy = _checks.to_numpy(array).astype(np.float64)
+        if not np.isfinite(copy).all():
+            message = (
+                f"{label} must be finite, got NaN or inf; a sample holds valid tokens only: leave "
+                f"masked ones out"
+            )
+            raise ValueError(message)
+        arrays.append(copy)
+    query, key, *value = arrays
+    lengths = {a.shape[-2] for a in arrays[1:]}
+    if query.shape[-1] != key.shape[-1] or len(lengths) > 1 or 0 in query.shape or 0 in key.shape:
+        message = (
+            f"{name} must have query and key of one dim, key and value of one length, and at least "
+            f"one token, got shapes {[a.shape for a in arrays]}"
+        )
+        raise ValueError(message)
+    leads = {label: a.shape[:-2] for label, a in zip(names, arrays, strict=True)}
+    _checks.check_leading_axes(**leads)
+    return Sample(query, key, value[0] if value else None)
+
+
+def pool_heads(x: Floats, heads: tuple[int, ...]) -> Floats:
+    """Bring queries ``(..., n, d)`` to the heads of the keys, those that share one end to end.
+
+    An axis that the keys have not, or have as 1, becomes part of the tokens; one that the queries
+    have not is broadcast.
+    """
+    lead = x.shape[:-2]
+    x = x[(None,) * (len(heads) - len(lead))]
+    own = (1,) * (x.ndim - 2 - len(heads)) + heads
+    shared = [axis for axis, size in enumerate(own) if size == 1]
+    kept = [axis for axis, size in enumerate(own) if size != 1]
+    x = np.transpose(x, (*kept, *shared, x.ndim - 2, x.ndim - 1))
+    n = int(np.prod(x.shape[len(kept) : -1], dtype=int))
+    x = x.reshape(*x.shape[: len(kept)], n, x.shape[-1])
+    x = np.broadcast_to(x, (*(own[axis] for axis in kept), *x.shape[-2:]))
+    return x.reshape(*heads, *x.shape[-2:])

@@ -1,0 +1,403 @@
+"""Frozen features calibrated on sample queries and keys: a drop-in for pretrained attention."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from math import sqrt
+from types import ModuleType
+from typing import Any, Self, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn import _checks, files
+from linattn.feature_maps import _calibration
+from linattn.feature_maps._base import BaseFeatureMap, dots
+from linattn.feature_maps._samples import check_samples, pool_heads
+from linattn.sampling import Seed, as_generator
+from linattn.typing import Array, Exponential, Normalized
+
+__all__ = ["CalibratedFeatures"]
+
+Floats = NDArray[np.float64]
+
+FORMAT_VERSION = 1
+
+
+class CalibratedFeatures(BaseFeatureMap):
+    r"""Exponential features around fixed centroids, each key shared out among them.
+
+    .. math::
+        \phi_c(q) = e^{s\, b_c \cdot q + \beta_c}, \qquad
+        \psi_c(k) = e^{z_c} \Big( \sum_r e^{z_r} \Big)^{-\eta} e^{t \cdot k}, \quad
+        z_c = a_c \cdot k + \alpha_c
+
+    and ``phi(q).psi(k)`` approximates ``exp(s q.k)``, its size included, for queries and keys like
+    those of the calibration. :meth:`calibrate` makes the map. Letters: ``d`` dim, ``m`` features,
+    ``s`` scale.
+
+    Parameters
+    ----------
+    centroids : array_like, (..., m, d)
+        b; leading axes are heads, each with a map of its own.
+    query_bias : array_like, (..., m)
+        beta.
+    key_weights : array_like, (..., m, d)
+        a.
+    key_bias : array_like, (..., m)
+        alpha.
+    tilt : array_like, (..., d)
+        t.
+    power : float or array_like (heads), optional
+        eta. Default 1: a softmax over the centroids.
+    scale : float, optional
+        s > 0; default ``1 / sqrt(d)``.
+
+    Attributes
+    ----------
+    centroids, query_bias, key_weights, key_bias, tilt, power : ndarray
+        As above, float64, read-only.
+    dim, num_features : int
+        d and m.
+    scale : float
+        s.
+    positive, unbiased, causal : bool
+        What may be relied on: positive, biased, and causal, for the map has not seen the sequence
+        it is used on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Shapes that do not fit, NaN or inf, a scale that is not positive.
+
+    Notes
+    -----
+    Deterministic: the variance is 0, and the error a bias that depends on how well the samples
+    cover what comes. All features are positive: the denominator is, and outputs are in the convex
+    hull of the values. States merge, and the map may be used causally. Queries and keys unlike all
+    of the samples (other positions, lengths, texts) are what it fails on; an exact window
+    (``linear_attention(..., exact_window=w)``) takes most of that error away. Time O(n m d),
+    memory O(n m).
+
+    References
+    ----------
+    Derived in this project. Pivots: Harbrecht, Peters and Schneider, "On the low-rank
+    approximation by the pivoted Cholesky decomposition" (2012). Features learned from a pretrained
+    model's own weights: Zhang et al., "The Hedgehog & the Porcupine" (2024).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.feature_maps import CalibratedFeatures
+    >>> rng = np.random.default_rng(0)
+    >>> samples = [tuple(rng.standard_normal((2, 8, 100, 4))) for _ in range(3)]
+    >>> CalibratedFeatures.calibrate(samples, num_features=16)
+    CalibratedFeatures(dim=4, num_features=16, heads=(8,), scale=0.5)
+    """
+
+    positive = True
+    unbiased = False
+    softmax_kernel = True
+    _parameters = (
+        "scale",
+        "centroids",
+        "query_bias",
+        "key_weights",
+        "key_bias",
+        "tilt",
+        "power",
+    )
+
+    dim: int
+    num_features: int
+    centroids: Floats
+    query_bias: Floats
+    key_weights: Floats
+    key_bias: Floats
+    tilt: Floats
+    power: Floats
+    _heads: tuple[int, ...]
+
+    def __init__(
+        self,
+        centroids: ArrayLike,
+        query_bias: ArrayLike,
+        key_weights: ArrayLike,
+        key_bias: ArrayLike,
+        *,
+        tilt: ArrayLike,
+        power: ArrayLike = 1.0,
+        scale: float | None = None,
+    ) -> None:
+        b = np.array(centroids, dtype=np.float64)
+        if b.ndim < 2 or 0 in b.shape[-2:]:
+            message = f"centroids must have shape (..., num_features, dim), got {b.shape}"
+            raise ValueError(message)
+        m, d = b.shape[-2:]
+        wanted = {
+            "centroids": (b, (m, d)),
+            "query_bias": (query_bias, (m,)),
+            "key_weights": (key_weights, (m, d)),
+            "key_bias": (key_bias, (m,)),
+            "tilt": (tilt, (d,)),
+            "power": (power, ()),
+        }
+        arrays = {name: _finite(name, *one) for name, one in wanted.items()}
+        leads = {
+            name: array.shape[: array.ndim - len(wanted[name][1])] for name, array in arrays.items()
+        }
+        scale = 1 / sqrt(d) if scale is None else scale
+        self._set(
+            dim=d,
+            num_features=m,
+            scale=_checks.check_finite_number("scale", scale, positive=True),
+            _heads=_checks.check_leading_axes(**leads),
+            **arrays,
+        )
+
+    def _repr_parameters(self) -> dict[str, Any]:
+        """Show sizes instead of the numbers."""
+        heads = {"heads": self._heads} if self._heads else {}
+        return {"dim": self.dim, "num_features": self.num_features, **heads, "scale": self.scale}
+
+    @classmethod
+    def calibrate(
+        cls,
+        samples: Any,
+        *,
+        num_features: int = 64,
+        exact_window: int | None = None,
+        is_causal: bool = False,
+        learn: bool = False,
+        bandwidth: float | None = None,
+        num_steps: int = 400,
+        learning_rate: float = 0.05,
+        batch_size: int = 2,
+        scale: float | None = None,
+        rng: Seed = None,
+        callback: Callable[[int, float], None] | None = None,
+    ) -> Self:
+        r"""Make a map for queries and keys like these, one for each head of the keys.
+
+        Parameters
+        ----------
+        samples : sequence of tuples, or one tuple
+            Each ``(query, key)`` or ``(query, key, value)`` of one sequence, ``(..., L, d)``,
+            ``(..., S, d)`` and ``(..., S, e)``, valid tokens only: there is no mask, leave padding
+            out. Leading axes are heads, the same in all samples; lengths may differ. A batch is
+            given as a list of its sequences. Values are needed to learn.
+        num_features : int, optional
+            m, at most the number of keys in all samples together. Default 64.
+        exact_window : int, optional
+            The window that the map will be used with; None for none. Only pairs outside of it are
+            left to the map: by them keys are weighed, and the map is learned.
+        is_causal : bool, optional
+            Whether the map will be used causally; as ``exact_window``. Default False.
+        learn : bool, optional
+            Go on from the closed form by gradient steps on the samples. Default False.
+        bandwidth : float, optional
+            h, in squared logits: keys whose logits differ by less than ``sqrt(h)`` over the queries
+            share a centroid. Default 0.05, and 0.5 to start learning from.
+        num_steps : int, optional
+            Steps of learning. Default 400.
+        learning_rate : float, optional
+            Of learning, by Adam. Default 0.05.
+        batch_size : int, optional
+            Sequences a step. Default 2.
+        scale : float, optional
+            s; default ``1 / sqrt(d)``.
+        rng : int, Generator, SeedSequence or None, optional
+            Seed of the order in which sequences are learned from; nothing else is random.
+        callback : callable, optional
+            ``callback(step, loss)`` after each step of learning, with the mean loss of its batch.
+
+        Returns
+        -------
+        CalibratedFeatures
+            With the leading axes of the keys: query heads that share a key head share its map.
+
+        Raises
+        ------
+        TypeError
+            Samples that are not tuples of arrays; as :func:`linattn.linear_attention` for each.
+        ValueError
+            No sample, no token, NaN or inf, shapes that do not fit, fewer keys than features,
+            learning without values or causally from unequal lengths; numbers out of range; learning
+            that has diverged.
+
+        Notes
+        -----
+        Closed form, of c the mean and Sigma the covariance of all queries and the metric
+        ``|x|^2 = s^2 x.Sigma x``, under which a squared distance of two keys is the variance of
+        their logits' difference: b are keys chosen by pivoted Cholesky factorisation of
+        ``exp(-|k - k'|^2 / 2)`` (the Gram matrix of the keys' columns of attention, each of norm 1,
+        under Gaussian queries), then moved by three steps of Lloyd's algorithm to the weighted
+        means of their clusters, a key weighing ``sqrt(mean_i A_ij^2)`` of the exact weights A of at
+        most 256 queries of its sequence, pairs in the window left out; ``a_c = s^2 Sigma b_c / h``,
+        ``alpha_c = -|b_c|^2 / (2 h)``, ``beta_c = -s c.b_c``, ``t = s c``, ``eta = 1``. At q = c
+        it is exact for every key; when all keys are shifted the attention stays what it was. Time
+        O(n m (m + d)) a head, memory O(n m), n keys in all.
+
+        Learning minimises by Adam, over all parameters of all heads at once, the mean over
+        sequences of ``|out - exact| / |exact| + 0.1 KL(exact weights || weights)``, through the
+        window and the mask that are asked for: tokens are in blocks of ``exact_window`` from the
+        start, a key in the block of the query or a neighbour of it is exact. Inputs are scaled by
+        ``sqrt(s)`` for it. Time O(num_steps batch_size n^2 (m + d + e)) a head, memory O(n^2) a
+        head, n tokens of a sequence. Few and short samples are learned by heart.
+        """
+        m = _checks.check_positive_int("num_features", num_features)
+        if exact_window is not None:
+            exact_window = _checks.check_positive_int("exact_window", exact_window)
+        if bandwidth is None:
+            bandwidth = 0.5 if learn else 0.05
+        h = _checks.check_finite_number("bandwidth", bandwidth, positive=True)
+        steps = _checks.check_positive_int("num_steps", num_steps)
+        batch_size = _checks.check_positive_int("batch_size", batch_size)
+        rate = _checks.check_finite_number("learning_rate", learning_rate, positive=True)
+        sequences, heads, _, scale = check_samples(samples, scale, with_value=learn)
+        y = np.concatenate([one.y for one in sequences], axis=-2)
+        if y.shape[-2] < m:
+            message = (
+                f"num_features must be at most the {y.shape[-2]} keys of the samples, got {m}; "
+                f"give more samples, or ask for fewer features"
+            )
+            raise ValueError(message)
+        for i, one in enumerate(sequences):
+            if is_causal and one.x.shape[-2] != one.y.shape[-2]:
+                message = (
+                    f"samples[{i}] must have as many queries as keys with is_causal, got "
+                    f"{one.x.shape[-2]} and {one.y.shape[-2]}"
+                )
+                raise ValueError(message)
+        x = np.concatenate([pool_heads(one.x, heads) for one in sequences], axis=-2)
+        use = _calibration.Use(exact_window, bool(is_causal))
+        weights = [_calibration.importance(one, use) for one in sequences]
+        found = _calibration.closed_form(x, y, np.concatenate(weights, axis=-1), m, h)
+        if learn:
+            found = _calibration.learn(
+                found,
+                sequences,
+                use,
+                steps=steps,
+                learning_rate=rate,
+                batch_size=batch_size,
+                rng=as_generator(rng),
+                callback=callback,
+            )
+            if not all(np.isfinite(p).all() for p in found):
+                message = f"learning_rate must be small enough to converge, {learning_rate} is not"
+                raise ValueError(message)
+        root = sqrt(scale)
+        return cls(
+            found.b / root,
+            found.beta,
+            found.a * root,
+            found.alpha,
+            tilt=found.t * root,
+            power=found.eta[..., 0],
+            scale=scale,
+        )
+
+    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
+        """Spec of the query side: ``P = s b^T``, no curvature, ``col = beta``."""
+        return Exponential(
+            _checks.device_array(
+                self.scale * np.swapaxes(self.centroids, -1, -2), xp, dtype, device
+            ),
+            0.0,
+            _checks.device_array(self.query_bias, xp, dtype, device),
+        )
+
+    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Normalized:
+        """Spec of the key side: ``P = a^T``, ``col = alpha``, power eta, tilt t."""
+        return Normalized(
+            _checks.device_array(np.swapaxes(self.key_weights, -1, -2), xp, dtype, device),
+            _checks.device_array(self.key_bias, xp, dtype, device),
+            _checks.device_array(self.power[..., None, None], xp, dtype, device),
+            _checks.device_array(self.tilt[..., :, None], xp, dtype, device),
+        )
+
+    def kernel(self, x: Array, y: Array) -> Array:
+        """Return ``exp(scale x.y)``, which :meth:`estimate` approximates.
+
+        ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not floating arrays of one library, dtype, device and dim.
+        """
+        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)
+
+    def mean(self, x: Array, y: Array) -> Array:
+        """Exact mean of :meth:`estimate`: the estimate, for nothing in it is random."""
+        return self.estimate(x, y)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the map to a file, for :meth:`load`.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Where to; the name is used as it is. An existing file is replaced in one step, so that
+            an interruption leaves the old file or the new one.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+
+        Notes
+        -----
+        An uncompressed npz file, without pickle, of ``m (2 d + 2) + d + 1`` float64 a head.
+        """
+        arrays = {name: getattr(self, name) for name in self._parameters}
+        version = np.int64(FORMAT_VERSION)
+        files.write_arrays(path, {"format_version": version} | arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Load a map that :meth:`save` saved.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file; it need not be trusted.
+
+        Returns
+        -------
+        CalibratedFeatures
+            Equal to the map that was saved, bit for bit.
+
+        Raises
+        ------
+        StateFileError
+            Not such a file, damaged, or of a newer format.
+        OSError
+            The file cannot be read.
+
+        Notes
+        -----
+        Nothing is unpickled, and no more is read than the file holds.
+        """
+        floats: files.Members = {name: ("f", None) for name in cls._parameters}
+        members = {**floats, "scale": ("f", 0), "format_version": ("i", 0)}
+
+        def build(arrays: files.Arrays) -> CalibratedFeatures:
+            parameters: dict[str, Any] = {name: arrays[name] for name in cls._parameters}
+            return cls(**parameters | {"scale": float(arrays["scale"])})
+
+        return cast(Self, files.read_arrays(path, cls.__name__, members, FORMAT_VERSION, build))
+
+
+def _finite(name: str, array: Any, trailing: tuple[int, ...]) -> Floats:
+    """Copy to float64, check the last axes, refuse NaN and inf."""
+    copy = np.array(array, dtype=np.float64)
+    if copy.shape[copy.ndim - len(trailing) :] != trailing or copy.ndim < len(trailing):
+        message = f"{name} must have last axes {trailing}, got shape {copy.shape}"
+        raise ValueError(message)
+    if not np.isfinite(copy).all():
+        message = f"{name} must be finite, got NaN or inf"
+        raise ValueError(message)
+    return copy

@@ -1,0 +1,601 @@
+"""Landmarks: the keys of a sequence grouped by how its own queries see them."""
+
+from __future__ import annotations
+
+from math import log, sqrt
+from types import ModuleType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn import _checks, _generic
+from linattn.feature_maps._base import BaseFeatureMap, dots
+from linattn.feature_maps._landmark_fit import (
+    BLOCK_ELEMENTS,
+    Sample,
+    choose,
+    draw_sample,
+    host_arrays,
+    lloyd,
+    log_normalizers,
+    log_sum,
+    query_metric,
+    sample_size,
+)
+from linattn.feature_maps.exponential import PositiveFeatures
+from linattn.sampling import Seed, as_generator
+from linattn.typing import Array, Assigned, Corrected, Exponential
+
+__all__ = ["LandmarkFeatures"]
+
+Floats = NDArray[np.float64]
+
+LLOYD_STEPS = 3
+RIDGE = 0.1
+
+
+class LandmarkFeatures(BaseFeatureMap):
+    r"""Landmark-weighted clusters: every key is summed at one landmark, with a weight of its own.
+
+    .. math::
+        e^{s\, q \cdot k_j} \approx g_j\, e^{s\, q \cdot b_{a_j}}, \qquad
+        g_j = \frac{\sum_i A_{ij} \Phi_{i a_j}}{\sum_i \Phi_{i a_j}^2}
+
+    with ``A_ij = exp(s q_i.k_j - l_i)`` and ``Phi_ic = exp(s q_i.b_c - l_i)`` for p probe queries
+    q_i, ``l_i = log sum_j exp(s q_i.k_j)``: ``g_j`` is the least-squares fit of key j's attention
+    by its landmark's, over the probes. Key j goes to the landmark ``a_j`` that minimises
+    ``(k_j - b_c).(M (k_j - b_c))``, M the covariance of the queries: the variance over queries of
+    the logit difference. Letters: ``d`` dim, ``m`` landmarks, ``p`` probes, ``s`` scale.
+
+    Maps are made by :meth:`fit`. A key has one feature that is not 0, so that the state is a
+    scatter-add; a query has the exponentials of its logits with the landmarks.
+
+    Parameters
+    ----------
+    landmarks : array_like, (..., m, d)
+        b; leading axes are heads.
+    probes : array_like, (..., p, d)
+        Queries q_i, unscaled.
+    log_normalizers : array_like, (..., p)
+        l; inf for a probe that does not count.
+    metric : array_like, (..., d, d)
+        M, up to a factor; symmetric, positive definite.
+    used : array_like of bool, (..., m), optional
+        Landmarks that take keys. Default all.
+    scale : float, optional
+        s > 0; default ``1 / sqrt(d)``.
+    corrected : bool, optional
+        Read a signed least-squares correction of the state. Default False; see Notes.
+
+    Attributes
+    ----------
+    landmarks, probes, log_normalizers, metric, used, scale, corrected
+        As above, float64 (used: bool), read-only.
+    dim : int
+        d.
+    num_features : int
+        Columns of the state: m, and m + p when corrected.
+    positive, unbiased, causal : bool
+        What may be relied on. Never causal: landmarks have seen the whole sequence.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Shapes that do not fit, NaN or inf, a scale that is not positive.
+
+    See Also
+    --------
+    fit : from queries and keys.
+    sample : random features around landmarks, unbiased.
+
+    Notes
+    -----
+    Deterministic given landmarks and probes, and biased. All weights are positive, so that
+    outputs are convex combinations of the values; attention of equal keys, of a landmark with one
+    key, and of no more keys than landmarks, is exact. Softmax is unchanged by ``k -> k + b`` and
+    ``(q, k) -> (q M, k M^-T)``, and so is this map, to rounding. Unstructured keys with logits
+    that spread by 1 and more are hard for it.
+
+    There is no ``redraw``: landmarks belong to a sequence, and :meth:`fit` with another seed draws
+    others. States of one map merge; those of two fits do not.
+
+    Corrected (``positive`` is False): the p probes are columns of the state as well,
+    ``Y_i = sum_j A_ij [v_j, 1]``, and the sums S at the landmarks become, with
+    ``N = diag(|Phi_c|)`` and ``P = Phi N^-1``,
+    ``S_1 = S + N^-1 (P^T P + I / 10)^-1 P^T (Y - Phi S)``. A query whose denominator D_1 is not
+    within a factor of 2 of the uncorrected one, or whose terms in it sum to more than
+    ``4 |D_1|`` in absolute value, reads S. The correction helps most without an exact window, and
+    cannot be combined with one.
+
+    Time O(n (m + p) d) for keys, O(n m d) for queries; memory O(n m + m p).
+
+    References
+    ----------
+    Derived in this project. Clustered keys: Vyas et al., "Fast Transformers with Clustered
+    Attention" (2020), which clusters queries; landmarks: Xiong et al., "Nystromformer" (2021).
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, value = linattn.datasets.pretrained_qkv()
+    >>> phi = linattn.feature_maps.LandmarkFeatures.fit(query, key, num_features=64, rng=0)
+    >>> linattn.linear_attention(query, key, value, phi).shape
+    (2, 12, 256, 32)
+    """
+
+    positive: bool  # type: ignore[misc]
+    unbiased = False
+    softmax_kernel = True
+    causal = False
+    _parameters = (
+        "scale",
+        "corrected",
+        "landmarks",
+        "probes",
+        "log_normalizers",
+        "metric",
+        "used",
+    )
+
+    dim: int
+    num_features: int
+    corrected: bool
+    landmarks: Floats
+    probes: Floats
+    log_normalizers: Floats
+    metric: Floats
+    used: NDArray[np.bool_]
+    _images: Floats
+    _bias: Floats
+    _log_Phi: Floats
+    _table: Floats
+
+    def __init__(
+        self,
+        landmarks: ArrayLike,
+        probes: ArrayLike,
+        log_normalizers: ArrayLike,
+        metric: ArrayLike,
+        *,
+        used: ArrayLike | None = None,
+        scale: float | None = None,
+        corrected: bool = False,
+    ) -> None:
+        b, q, lognorm, M = (
+            np.array(a, dtype=np.float64) for a in (landmarks, probes, log_normalizers, metric)
+        )
+        fits = min(b.ndim, q.ndim, M.ndim) >= 2 and lognorm.ndim >= 1 and 0 not in b.shape + q.shape
+        fits = fits and q.shape[-1] == b.shape[-1] and M.shape[-2:] == b.shape[-1:] * 2
+        if not fits or lognorm.shape[-1] != q.shape[-2]:
+            message = (
+                f"landmarks must have shape (..., m, d), probes (..., p, d), log_normalizers "
+                f"(..., p) and metric (..., d, d), got {b.shape}, {q.shape}, {lognorm.shape} and "
+                f"{M.shape}"
+            )
+            raise ValueError(message)
+        live = np.ones(b.shape[:-1], dtype=bool) if used is None else np.array(used)
+        if live.dtype != bool or live.shape != b.shape[:-1]:
+            message = (
+                f"used must be boolean and of shape {b.shape[:-1]}, one for each landmark, got "
+                f"{live.dtype} {live.shape}"
+            )
+            raise ValueError(message)
+        lead = _checks.check_leading_axes(
+            landmarks=b.shape[:-2], probes=q.shape[:-2], log_normalizers=lognorm.shape[:-1]
+        )
+        _checks.check_leading_axes(landmarks=lead, metric=M.shape[:-2])
+        counts = (
+            np.isfinite(lognorm).any(axis=-1).all()
+            and not (np.isnan(lognorm) | (lognorm == -np.inf)).any()
+        )
+        if not (np.isfinite(b).all() and np.isfinite(q).all() and np.isfinite(M).all() and counts):
+            message = (
+                "landmarks, probes and metric must be finite, and log_normalizers finite or inf "
+                "with a finite one for each head"
+            )
+            raise ValueError(message)
+        d = int(b.shape[-1])
+        scale = 1 / sqrt(d) if scale is None else scale
+        self._set(
+            dim=d,
+            num_features=int(b.shape[-2]) + (int(q.shape[-2]) if corrected else 0),
+            scale=_checks.check_finite_number("scale", scale, positive=True),
+            corrected=bool(corrected),
+            positive=not corrected,
+            landmarks=b,
+            probes=q,
+            log_normalizers=lognorm,
+            metric=M,
+            used=live,
+        )
+        images, bias, log_Phi, table = _tables(self)
+        self._set(_images=images, _bias=bias, _log_Phi=log_Phi, _table=table)
+
+    def _repr_parameters(self) -> dict[str, Any]:
+        """Show sizes instead of numbers."""
+        shown: dict[str, Any] = {"dim": self.dim, "num_features": self.num_features}
+        if self.landmarks.ndim > 2:
+            shown["heads"] = self.landmarks.shape[:-2]
+        shown["num_probes"] = int(self.probes.shape[-2])
+        shown["scale"] = self.scale
+        if self.corrected:
+            shown["corrected"] = True
+        return shown
+
+    @classmethod
+    def fit(
+        cls,
+        query: Array,
+        key: Array,
+        *,
+        num_features: int = 64,
+        num_probes: int = 128,
+        key_mask: Array | None = None,
+        query_mask: Array | None = None,
+        corrected: bool = False,
+        scale: float | None = None,
+        rng: Seed = None,
+    ) -> Self:
+        """Find landmarks for these queries and keys, for each head.
+
+        Parameters
+        ----------
+        query : array, (..., L, d)
+            Of any array-API library, concrete: values are looked at.
+        key : array, (..., S, d)
+            Same library, dtype and device. Leading axes broadcast: each pair of a query head and
+            a key head has landmarks of its own.
+        num_features : int, optional
+            m, landmarks. Default 64. With m >= S attention is exact.
+        num_probes : int, optional
+            p, probe queries; all queries where there are fewer. Default 128.
+        key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
+            True = attend. What masked keys hold does not matter.
+        query_mask : boolean array, (L,) or query.shape[:-1] with axes of 1, optional
+            True = a query to be fitted to.
+        corrected : bool, optional
+            Correct the state by least squares; needs p >= 2 m. The map then has m + p columns.
+            Default False.
+        scale : float, optional
+            s > 0; default ``1 / sqrt(d)``.
+        rng : int, Generator, SeedSequence or None, optional
+            Seed; the same seed gives the same landmarks for every library, to rounding.
+
+        Returns
+        -------
+        LandmarkFeatures
+            For the whole sequence: not causal.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :func:`linattn.linear_attention` for query, key and masks; a traced array; no token
+            at all; NaN or inf in a token that is not masked; corrected with p < 2 m.
+
+        Notes
+        -----
+        The importance of key j is ``w_j = sqrt(mean_i A_ij^2)``. The first landmarks are drawn
+        without replacement with odds w (Gumbel top-m); three Lloyd steps with weights w follow in
+        the metric. Sequences longer than ``max(16 m, 1024)`` are clustered by a sample of that
+        many keys, one from each of as many equal strata, and so are the queries; the normalisers l
+        are of all keys. Heads share the random numbers.
+
+        Time O(S p d + C m d) a head with C sampled keys; memory O(C m), whatever the length. A
+        mask is copied to the host. Arrays of Dask are computed.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from linattn.feature_maps import LandmarkFeatures
+        >>> query, key = np.random.default_rng(0).standard_normal((2, 8, 500, 16))
+        >>> LandmarkFeatures.fit(query, key, num_features=32, rng=0)
+        LandmarkFeatures(dim=16, num_features=32, heads=(8,), num_probes=128, scale=0.25)
+        """
+        m = _checks.check_positive_int("num_features", num_features)
+        p = _checks.check_positive_int("num_probes", num_probes)
+        if corrected and p < 2 * m:
+            message = (
+                f"num_probes must be at least 2 num_features, {2 * m}, for corrected=True, got {p}"
+            )
+            raise ValueError(message)
+        given = _take_inputs(query, key, key_mask, query_mask, scale)
+        size = sample_size(m)
+        generator = as_generator(rng)
+        # As many numbers for every length, so that padding changes none of them.
+        key_strata, query_strata, query_order = generator.random((3, max(size, p)))
+        gumbel = generator.gumbel(size=size)
+
+        with _generic.quiet():
+            keys = draw_sample(given.key, given.key_mask, key_strata[:size], given.xp)
+            queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
+            probes = choose(queries, p, query_order)
+            metric = query_metric(queries)
+            scaled = given.scale * probes.x
+            lognorm = log_normalizers(scaled, given.key, given.key_mask, given.dtype, given.xp)
+            _check_finite(queries, keys, lognorm)
+            # A head that sees no key: its landmarks are all unused, and any normaliser will do.
+            lognorm = np.where(lognorm == -np.inf, 0.0, lognorm)
+            lognorm = np.where(probes.valid, lognorm, np.inf)
+            landmarks, used = _clusters(scaled, lognorm, keys, metric, gumbel, m)
+        return cls(
+            landmarks,
+            probes.x,
+            lognorm,
+            metric,
+            used=used,
+            scale=given.scale,
+            corrected=corrected,
+        )
+
+    @staticmethod
+    def sample(
+        query: Array,
+        key: Array,
+        *,
+        num_features: int = 64,
+        key_mask: Array | None = None,
+        query_mask: Array | None = None,
+        scale: float | None = None,
+        rng: Seed = None,
+    ) -> PositiveFeatures:
+        r"""Draw positive random features around landmarks of these queries and keys.
+
+        .. math::
+            \omega_c \sim N(\mu_c, I), \qquad \mu_c = \sqrt{s}\, (q_i + k_j), \qquad
+            \log w_c = -\log \frac1m \sum_{c'} e^{\mu_{c'} \cdot \omega_c - |\mu_{c'}|^2 / 2}
+
+        with query i drawn at random and key j from the attention of query i.
+
+        Parameters
+        ----------
+        query, key, key_mask, query_mask, scale
+            As :meth:`fit`.
+        num_features : int, optional
+            m rows omega. Default 64.
+        rng : int, Generator, SeedSequence or None, optional
+            Seed.
+
+        Returns
+        -------
+        PositiveFeatures
+            With rows and log weights for each head; not causal. ``unbiased`` is True: for given
+            landmarks mu the mean over omega is the kernel.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :meth:`fit`.
+
+        Notes
+        -----
+        One row from each of m proposals with weights of the balance heuristic: the sum over c of
+        ``p(omega_c) / sum_c' p_c'(omega_c)`` times the product of features has the mean
+        ``int p f = exp(s q.k)``. The ratio in attention is biased by O(1 / m), as for every random
+        map; the variance has no closed form here.
+
+        Queries, and the keys that they draw from, are those of a sample of ``max(16 m, 1024)``
+        tokens: landmarks decide the variance, never the mean. Shifts of queries and keys do not
+        change the estimate; balanced coordinates (:class:`Reparametrized`) lower its variance.
+
+        Time O(m C d + m^2 d) a head, memory O(m (C + m)) with C sampled keys.
+
+        References
+        ----------
+        Veach, Guibas, "Optimally Combining Sampling Techniques for Monte Carlo Rendering" (1995),
+        section 3.3, the balance heuristic.
+        """
+        m = _checks.check_positive_int("num_features", num_features)
+        given = _take_inputs(query, key, key_mask, query_mask, scale)
+        size = sample_size(m)
+        generator = as_generator(rng)
+        key_strata, query_strata, query_order = generator.random((3, size))
+        gumbel = generator.gumbel(size=(m, size))
+        root = sqrt(given.scale)
+        with _generic.quiet():
+            keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
+            queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
+            _check_finite(queries, keys, np.zeros(1))
+            drawn = _each(choose(queries, m, query_order), m)
+            logits = given.scale * dots(drawn, keys.x) + gumbel[:, : keys.x.shape[-2]]
+            logits = np.where(keys.valid[..., None, :], logits, -np.inf)
+            attended = np.argmax(logits, axis=-1)
+            k = np.broadcast_to(keys.x, (*attended.shape[:-1], *keys.x.shape[-2:]))
+            mu = root * (drawn + np.take_along_axis(k, attended[..., None], axis=-2))
+            omega = mu + generator.standard_normal(mu.shape[-2:])
+            exponents = dots(omega, mu) - np.sum(mu * mu, axis=-1)[..., None, :] / 2
+            log_weights = log(m) - log_sum(exponents, -1)[..., 0]
+        feature_map = PositiveFeatures.from_projection(
+            omega, log_weights=log_weights, scale=given.scale
+        )
+        feature_map._set(causal=False, unbiased=True)
+        return feature_map
+
+    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential | Corrected:
+        """Spec of the query side: ``exp(s q.b_c)``."""
+        P = self.scale * np.swapaxes(self.landmarks, -1, -2)
+        col = np.where(self.used, 0.0, -np.inf)
+        P, col = (_checks.device_array(a, xp, dtype, device) for a in (P, col))
+        spec = Exponential(P, 0.0, col)
+        if not self.corrected:
+            return spec
+        half_log, matrix = (
+            _checks.device_array(a, xp, dtype, device) for a in _correction(self._log_Phi)
+        )
+        return Corrected(spec, half_log, matrix)
+
+    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Assigned:
+        """Spec of the key side: ``g_j`` at column ``a_j``, and ``A_ij`` after them if corrected."""
+        arrays = (
+            np.swapaxes(self._images, -1, -2),
+            self._bias,
+            self.scale * np.swapaxes(self.probes, -1, -2),
+            -self.log_normalizers,
+            self._table,
+        )
+        P, bias, probes, offset, table = (
+            _checks.device_array(a, xp, dtype, device) for a in arrays
+        )
+        return Assigned(P, bias, probes, offset, table, dense=self.corrected)
+
+    def kernel(self, x: Array, y: Array) -> Array:
+        """Return ``exp(scale x.y)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not floating arrays of one library, dtype, device and dim.
+        """
+        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)
+
+    def variance(self, x: Array, y: Array) -> Array:
+        """Refuse: given its landmarks the map is deterministic, and its error is a bias.
+
+        Raises
+        ------
+        NotImplementedError
+            Always: how the estimate varies with the landmarks is not known.
+        """
+        message = (
+            "LandmarkFeatures is deterministic given its landmarks, and biased: the variance of "
+            "its estimate over landmarks is not known, and says nothing of its error"
+        )
+        raise NotImplementedError(message)
+
+
+class _Inputs(NamedTuple):
+    """Checked arguments of a fit; masks are ``(..., n, 1)``, arrays of Dask are NumPy's."""
+
+    xp: ModuleType
+    dtype: Any
+    scale: float
+    query: Array
+    key: Array
+    query_mask: Array | None
+    key_mask: Array | None
+
+
+def _take_inputs(query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any) -> _Inputs:
+    xp, (query, key) = _checks.check_arrays(query=query, key=key)
+    if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
+        message = (
+            f"query and key must have one dim and at least one token, got shapes "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+        raise ValueError(message)
+    _checks.check_leading_axes(query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]))
+    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale, positive=True)
+    if key_mask is not None:
+        key_mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
+    if query_mask is not None:
+        query_mask = _checks.check_key_mask(query_mask, query, xp, query_len=None, of="query")
+    xp, (query, key, query_mask, key_mask) = host_arrays(
+        xp, query=query, key=key, query_mask=query_mask, key_mask=key_mask
+    )
+    dtype = _checks.accumulation_dtype(xp, query.dtype, None)
+    return _Inputs(xp, dtype, scale, query, key, query_mask, key_mask)
+
+
+def _check_finite(queries: Sample, keys: Sample, lognorm: Floats) -> None:
+    finite = np.isfinite(queries.x).all() and np.isfinite(keys.x).all()
+    if not finite or np.isnan(lognorm).any() or (lognorm == np.inf).any():
+        message = (
+            "query and key must be finite where they are not masked, and their logits too, got "
+            "NaN or inf"
+        )
+        raise ValueError(message)
+
+
+def _each(sample: Sample, num: int) -> Floats:
+    """Use the tokens of a sample in turn, so many in all."""
+    counts = np.maximum(np.sum(sample.valid, axis=-1, keepdims=True), 1)
+    turn = np.arange(num) % counts
+    turn = np.broadcast_to(turn, (*sample.x.shape[:-2], num))
+    return np.take_along_axis(sample.x, turn[..., None], axis=-2)
+
+
+def _clusters(
+    probes: Floats, lognorm: Floats, keys: Sample, metric: Floats, gumbel: Floats, m: int
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Landmarks ``(..., m, d)`` and which of them are used, some heads at a time."""
+    lead = lognorm.shape[:-1]
+    arrays = (probes, lognorm[..., None], keys.x, keys.valid[..., None], metric)
+    flat = [np.broadcast_to(a, (*lead, *a.shape[-2:])).reshape(-1, *a.shape[-2:]) for a in arrays]
+    heads, d = len(flat[0]), probes.shape[-1]
+    landmarks, used = np.zeros((heads, m, d)), np.zeros((heads, m), dtype=bool)
+    width = max(probes.shape[-2], m) * keys.x.shape[-2]
+    size = max(1, BLOCK_ELEMENTS // width)
+    for start in range(0, heads, size):
+        some = slice(start, start + size)
+        b, live = _some_clusters(*(a[some] for a in flat), gumbel=gumbel, m=m)
+        landmarks[some, : b.shape[-2]], used[some, : b.shape[-2]] = b, live
+    return landmarks.reshape(*lead, m, d), used.reshape(*lead, m)
+
+
+def _some_clusters(
+    probes: Floats,
+    lognorm: Floats,
+    x: NDArray[Any],
+    valid: NDArray[np.bool_],
+    metric: Floats,
+    *,
+    gumbel: Floats,
+    m: int,
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Draw landmarks by importance and move them to the weighted centres of their keys."""
+    C = x.shape[-2]
+    valid = valid[..., 0]
+    count = np.sum(valid, axis=-1)[:, None, None]
+    if m >= C:
+        return np.where(valid[..., None], x, 0.0).astype(np.float64), valid
+    # Centred: what is computed is as small as the spread of the keys allows.
+    centre = np.sum(x, axis=-2, keepdims=True, dtype=np.float64) / np.maximum(count, 1)
+    centred = x - centre.astype(x.dtype)
+    offset = np.sum(probes * centre, axis=-1, keepdims=True) - lognorm
+    A = probes.astype(x.dtype) @ np.swapaxes(centred, -1, -2)
+    A += offset.astype(x.dtype)
+    A *= 2
+    weights = np.sqrt(np.sum(np.exp(A, out=A), axis=-2)) * valid
+
+    odds = np.where(valid, np.log(weights) + gumbel[:C], -np.inf)
+    # Stable: keys that no probe attends to (weight 0) come before slots without a key, the last.
+    chosen = np.sort(np.argsort(-odds, axis=-1, kind="stable")[:, :m], axis=-1)
+    used = np.take_along_axis(valid, chosen, axis=-1)
+    first = np.take_along_axis(x, chosen[..., None], axis=-2).astype(np.float64)
+    b = lloyd(centred, weights, first - centre, used, metric, LLOYD_STEPS) + centre
+    return np.where(used[..., None], b, 0.0), used
+
+
+def _tables(feature_map: LandmarkFeatures) -> tuple[Floats, Floats, Floats, Floats]:
+    """Scores ``k.images + bias`` of nearness in the metric, log Phi, and ``log Phi - G``."""
+    b, used = feature_map.landmarks, feature_map.used
+    count = np.maximum(np.sum(used, axis=-1), 1)[..., None, None]
+    # About the mean landmark, scores are as small as the spread of the landmarks allows.
+    mean = np.sum(np.where(used[..., None], b, 0.0), axis=-2, keepdims=True) / count
+    centred = np.where(used[..., None], b - mean, 0.0)
+    images = centred @ feature_map.metric
+    bias = -np.sum(images * (centred / 2 + mean), axis=-1)
+    bias = np.where(used, bias, -np.inf)
+    with _generic.quiet():
+        log_Phi = feature_map.scale * dots(feature_map.probes, b)
+        log_Phi = log_Phi - feature_map.log_normalizers[..., None]
+        log_Phi = np.where(used[..., None, :], log_Phi, -np.inf)
+        table = log_Phi - log_sum(2 * log_Phi, -2)
+    table = np.where(np.isfinite(table), table, 0.0)
+    return images, bias, log_Phi, table
+
+
+def _correction(log_Phi: Floats) -> tuple[Floats, Floats]:
+    """Log norms of the columns of Phi, and the matrix that takes [N S, Y] to N S_1.
+
+    With ``R = (P^T P + ridge I)^-1`` it is ``[ridge R, R P^T]``, because
+    ``N S_1 = N S + R P^T (Y - P N S)`` and ``I - R P^T P = ridge R``.
+    """
+    with _generic.quiet():
+        half_log = log_sum(2 * log_Phi, -2)[..., 0, :] / 2
+    half_log = np.where(np.isfinite(half_log), half_log, 0.0)
+    P = np.exp(log_Phi - half_log[..., None, :])
+    P_t = np.swapaxes(P, -1, -2)
+    R = np.linalg.inv(P_t @ P + RIDGE * np.eye(P.shape[-1]))
+    return half_log, np.concatenate([RIDGE * R, R @ P_t], axis=-1)
