@@ -17,9 +17,17 @@ import linattn_numpy
 SIGNATURES = {
     "linear_attention": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, initial_state=None, "
-        "return_state=False, return_log_normalizer=False, chunk_size=None)"
+        "return_state=False, return_log_normalizer=False, chunk_size=None, exact_window=None)"
     ),
     "softmax_attention": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
+    "attention": (
+        "(query, key, value, *, is_causal=False, key_mask=None, scale=None, tolerance=None, "
+        "rng=None, return_report=False)"
+    ),
+    "AttentionReport": "(method, num_features, exact_window, error, cost)",
+    "CoresetAttention": "(num_entries=64, *, block_size=32, scale=None, rng=None)",
+    "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None)",
+    "CoresetAttention.step": "(self, query, key, value)",
     "State": "(kvz, log_scale, length)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
     "update_state": "(state, key, value, feature_map, *, key_mask=None)",
@@ -65,6 +73,16 @@ SIGNATURES = {
     "diagnostics.output_error": "(query, state, feature_map, *, block_size=None)",
     "diagnostics.effective_features": "(query, state, feature_map)",
     "diagnostics.denominators": "(query, key, feature_map, *, is_causal=False, key_mask=None)",
+    "diagnostics.attended_norms": (
+        "(query, key, *, scale=None, is_causal=False, key_mask=None, num_samples=128)"
+    ),
+    "diagnostics.held_out_error": (
+        "(output, query, key, value, *, is_causal=False, key_mask=None, scale=None, num_rows=32, "
+        "rows=None, rng=None)"
+    ),
+    "diagnostics.held_out_rows": "(length, num_rows, rng=None, exclude=None)",
+    "diagnostics.AttendedNorms": "(percentiles, logit_range, num_features)",
+    "diagnostics.HeldOutError": "(relative, mean_square, rows)",
     "diagnostics.RelativeVariance": "(mean, median, percentiles, bias, verdict)",
     "diagnostics.Recommendation": "(num_features, per_head, hopeless, verdict)",
     "diagnostics.OutputError": (
@@ -86,6 +104,13 @@ SIGNATURES = {
     "feature_maps.DenseExponentialFeatures": (
         "(dim, num_features=None, *, A, transform, antithetic=True, scale=None, "
         "sampler='orthogonal', rng=None)"
+    ),
+    "feature_maps.LandmarkFeatures.fit": (
+        "(query, key, *, num_features=64, num_probes=128, key_mask=None, query_mask=None, "
+        "corrected=False, scale=None, rng=None)"
+    ),
+    "feature_maps.LandmarkFeatures.sample": (
+        "(query, key, *, num_features=64, key_mask=None, query_mask=None, scale=None, rng=None)"
     ),
     "feature_maps.TrigonometricFeatures": (
         "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"

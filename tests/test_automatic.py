@@ -1,0 +1,237 @@
+"""attention(): what it chooses, that its answer is near, and what its report says."""
+
+# mypy: disable-error-code="arg-type, call-arg, misc"
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
+
+full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def clustered(length, heads=2, dim=8, seed=0, dtype=np.float64):
+    """Keys around a few centres, near and far: what landmarks are for."""
+    rng = np.random.default_rng(seed)
+    centres = rng.standard_normal((heads, 12, dim))
+    which = rng.integers(12, size=length)
+    key = centres[:, which] + 0.1 * rng.standard_normal((heads, length, dim))
+    query = centres[:, which] + rng.standard_normal((heads, length, dim))
+    value = rng.standard_normal((heads, 12, dim))[:, which] + 1
+    return tuple(x.astype(dtype) for x in (query, key, value))
+
+
+def error(output, exact):
+    square = ((output - exact) ** 2).sum(axis=(-2, -1))
+    return np.sqrt(square / (exact**2).sum(axis=(-2, -1)))
+
+
+@full_and_causal
+def test_short_sequences_are_exact(xp, is_causal):
+    arrays = [xp.array(x) for x in clustered(40, dtype=np.float32)]
+    output, report = linattn.attention(*arrays, is_causal=is_causal, return_report=True, rng=0)
+    exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
+    xp.assert_like(output, arrays[0])
+    assert_array_equal(xp.numpy(output), xp.numpy(exact))
+    assert report[:3] == ("exact", None, None)
+    assert report.cost == 1
+    assert_array_equal(report.error, np.zeros(2))
+
+
+@full_and_causal
+def test_long_sequences_are_linear_and_near(is_causal):
+    length = 6000 if is_causal else 1500
+    arrays = clustered(length)
+    output, report = linattn.attention(*arrays, is_causal=is_causal, rng=0, return_report=True)
+    exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
+    assert report.method == ("coreset" if is_causal else "landmarks")
+    assert report.num_features == 64
+    assert report.exact_window == 32
+    assert report.cost < 0.5
+    found = error(output, exact)
+    assert (found < 0.1).all()
+    assert_allclose(report.error, found, rtol=0.6)
+    again = linattn.attention(*arrays, is_causal=is_causal, rng=0)
+    assert_array_equal(again, output)
+    other = linattn.attention(*arrays, is_causal=is_causal, rng=1)
+    assert abs(other - output).max() > 0
+
+
+def test_cross_attention_has_no_window():
+    query, key, value = clustered(3000)
+    output, report = linattn.attention(query[:, :2000], key, value, rng=0, return_report=True)
+    assert report[:3] == ("landmarks", 64, None)
+    exact = linattn.softmax_attention(query[:, :2000], key, value)
+    assert (error(output, exact) < 0.1).all()
+
+
+def test_masked_tokens_change_nothing():
+    query, key, value = clustered(1600)
+    mask = np.arange(1600) < 1500
+    poisoned = [np.where(mask[:, None], x, np.nan) for x in (query, key, value)]
+    clean = linattn.attention(query, key, value, key_mask=mask, rng=0)
+    output = linattn.attention(*poisoned, key_mask=mask, rng=0)
+    assert_allclose(output[:, :1500], clean[:, :1500], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1500,), (2, 1500), (1, 1500)])
+def test_every_shape_of_mask(shape):
+    query, key, value = clustered(1500)
+    mask = np.random.default_rng(0).random(shape) < 0.9
+    output, report = linattn.attention(query, key, value, key_mask=mask, rng=0, return_report=True)
+    assert report.method == "landmarks"
+    exact = linattn.softmax_attention(query, key, value, key_mask=mask)
+    assert (error(output, exact) < 0.2).all()
+    grouped = linattn.attention(
+        query, key[:1], value[:1], key_mask=mask[..., :1, :] if mask.ndim > 1 else mask, rng=0
+    )
+    assert grouped.shape == query.shape
+
+
+@full_and_causal
+def test_tolerance(is_causal):
+    """It is met by more columns, or by exact attention with a warning."""
+    arrays = clustered(6000 if is_causal else 3000, seed=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, report = linattn.attention(
+            *arrays, is_causal=is_causal, tolerance=0.5, rng=0, return_report=True
+        )
+    assert report.method != "exact"
+    assert (report.error <= 0.5).all()
+    with pytest.warns(UserWarning, match=r"tolerance=1e-12 takes exact attention"):
+        output, report = linattn.attention(
+            *arrays, is_causal=is_causal, tolerance=1e-12, rng=0, return_report=True
+        )
+    assert report.method == "exact"
+    assert report.cost > 1
+    assert_array_equal(output, linattn.softmax_attention(*arrays, is_causal=is_causal))
+
+
+def test_tolerance_takes_more_columns():
+    query, key = np.random.default_rng(0).standard_normal((2, 8000, 2))
+    query, value = 3 * query, np.sin(key)
+    _, loose = linattn.attention(query, key, value, tolerance=1.0, rng=0, return_report=True)
+    wanted = 0.9 * float(loose.error)
+    _, report = linattn.attention(query, key, value, tolerance=wanted, rng=0, return_report=True)
+    assert loose.num_features == 64
+    assert report.num_features in {128, 256, 512}
+    assert report.error <= wanted
+    assert loose.cost < report.cost < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"tolerance": 0.0}, ValueError, "tolerance must be"),
+        ({"tolerance": "low"}, TypeError, "tolerance must be"),
+        ({"scale": -1.0}, ValueError, "scale must be"),
+        ({"key_mask": np.ones(3, dtype=bool)}, ValueError, "key_mask"),
+        ({"rng": "seed"}, TypeError, "expects int"),
+    ],
+)
+def test_errors(options, kind, match):
+    with pytest.raises(kind, match=match):
+        linattn.attention(*clustered(1500), **options)
+
+
+# Held-out rows ----------------------------------------------------------------------------------
+
+
+@full_and_causal
+def test_held_out_error_of_all_rows_is_the_error(xp, is_causal):
+    query, key, value = clustered(70, dtype=np.float32)
+    mask = np.random.default_rng(1).random((2, 70)) < 0.8
+    mask[:, 0] = True
+    poisoned = np.where(mask[..., None], key, np.nan)
+    exact = linattn.softmax_attention(
+        *(x.astype(np.float64) for x in (query, key, value)), is_causal=is_causal, key_mask=mask
+    )
+    output = (exact + 0.1 * np.random.default_rng(0).standard_normal(exact.shape)).astype(
+        np.float32
+    )
+    arrays = [xp.array(x) for x in (output, query, poisoned, value)]
+    found = held_out_error(
+        *arrays, is_causal=is_causal, key_mask=xp.array(mask), rows=np.arange(70)
+    )
+    assert_allclose(found.relative, error(output, exact), rtol=1e-4)
+    square = ((output - exact) ** 2).sum(axis=(-2, -1)) / 70
+    assert_allclose(found.mean_square, square, rtol=1e-4)
+    half = held_out_error(*arrays, is_causal=is_causal, key_mask=xp.array(mask), num_rows=35, rng=0)
+    assert half.rows.shape == (35,)
+    assert_allclose(half.mean_square, square, rtol=0.5)
+
+
+def test_blocks_of_keys_add_up(monkeypatch):
+    query, key, value = clustered(70)
+    output = np.zeros_like(value)
+    whole = held_out_error(output, query, key, value, is_causal=True, rng=0)
+    monkeypatch.setattr(linattn.diagnostics.held_out, "BLOCK", 16)
+    cut = held_out_error(output, query, key, value, is_causal=True, rng=0)
+    assert_array_equal(cut.rows, whole.rows)
+    assert_allclose(cut.mean_square, whole.mean_square, rtol=1e-12)
+
+
+def test_held_out_estimate_is_unbiased():
+    """Over all choices of rows the mean square is that of the whole, exactly."""
+    query, key, value = clustered(6)
+    output = np.random.default_rng(0).standard_normal(value.shape)
+    each = [held_out_error(output, query, key, value, rows=[i]).mean_square for i in range(6)]
+    whole = held_out_error(output, query, key, value, rows=range(6))
+    assert_allclose(np.mean(each, axis=0), whole.mean_square, rtol=1e-12)
+
+
+def test_held_out_rows():
+    assert_array_equal(held_out_rows(5, 32, rng=0), range(5))
+    rows = held_out_rows(10**12, 32, rng=0)
+    assert len(set(rows.tolist())) == 32
+    assert rows.min() >= 0
+    assert rows.max() < 10**12
+    taken = held_out_rows(40, 32, rng=0, exclude=range(0, 40, 2))
+    assert_array_equal(taken, range(1, 40, 2))
+    assert not set(held_out_rows(4000, 32, rng=0, exclude=range(2000)).tolist()) & set(range(2000))
+
+
+def test_held_out_errors():
+    query, key, value = clustered(6)
+    with pytest.raises(ValueError, match=r"output must have shape \(2, 6, 8\), got \(2, 5, 8\)"):
+        held_out_error(value[:, :5], query, key, value)
+    with pytest.raises(ValueError, match=r"rows must be numbers of queries from 0 to 5"):
+        held_out_error(value, query, key, value, rows=[6])
+    with pytest.raises(ValueError, match="is_causal needs query and key of equal length"):
+        held_out_error(value, query, key[:, :5], value[:, :5], is_causal=True)
+
+
+# Attended norms ---------------------------------------------------------------------------------
+
+
+@full_and_causal
+def test_attended_norms_are_weighted_quantiles(is_causal):
+    query, key, _ = clustered(30)
+    found = attended_norms(query, key, scale=0.3, is_causal=is_causal)
+    logits = 0.3 * query @ np.swapaxes(key, -1, -2)
+    if is_causal:
+        logits = np.where(np.tri(30, dtype=bool), logits, -np.inf)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    for head in range(2):
+        v = 0.3 * ((query[head][:, None] + key[head][None]) ** 2).sum(axis=-1)
+        order = np.argsort(v, axis=None)
+        share = np.cumsum(weights[head].ravel()[order]) / weights[head].sum()
+        expected = [v.ravel()[order][np.searchsorted(share, p / 100)] for p in (5, 25, 50, 75, 95)]
+        assert_allclose(found.percentiles[head], expected, rtol=1e-9)
+        assert_allclose(found.num_features[head], 4 * np.expm1(expected[2]), rtol=1e-9)
+        seen = logits[head][np.isfinite(logits[head])]
+        assert_allclose(found.logit_range[head], [seen.min(), seen.max()], rtol=1e-12)
+
+
+def test_attended_norms_of_the_sample_say_why_positive_features_fail():
+    query, key, _ = linattn.datasets.pretrained_qkv()
+    found = attended_norms(query, key)
+    assert (found.num_features > 1000).mean() > 0.9
