@@ -176,11 +176,11 @@ def _rows(x: Array, index: Array, xp: ModuleType) -> Array:
     return xp.reshape(taken, (heads, index.shape[1], width))
 
 
-def _nearest(x1: Array, b: Array, metric: Array, off: Array, xp: ModuleType) -> Array:
+def _nearest(x1: Array, b: Array, metric: Array, xp: ModuleType) -> Array:
     """Index of the nearest centroid of each key by ``(x - b).metric (x - b)``, ``(H, n)``."""
     image = xp.matmul(b, metric)
-    height = xp.where(off, xp.full_like(off, xp.inf, dtype=b.dtype), xp.vecdot(b, image) / 2)
-    image1 = xp.concat([image, -height[..., None]], axis=-1)
+    height = xp.vecdot(b, image)[..., None] / 2
+    image1 = xp.concat([image, -height], axis=-1)
     return xp.argmax(xp.matmul(x1, xp.matrix_transpose(image1)), axis=-1)
 
 
@@ -225,21 +225,20 @@ def _reduce(
     x1, ordered = table[..., :-1], _rows(table, order, xp)
     b1, b_log = ordered[:, :m, :-1], ordered[:, :m, -1:]
     other1, other_log = ordered[:, m:, :-1], ordered[:, m:, -1:]
-    # A landmark that stands for nothing takes no entry.
-    off = b_log[..., 0] == -xp.inf
     # First step: each landmark is its own, so only the others are looked at. Their weights
-    # relative to their landmark's are bounded by the noise.
-    assigned = _nearest(other1, b1[..., :d], half, off, xp)
+    # relative to their landmark's are bounded by the noise. A landmark that stands for nothing
+    # does no harm: there is one only where all that stand for something are landmarks too.
+    assigned = _nearest(other1, b1[..., :d], half, xp)
     weights = xp.exp(other_log - _rows(_generic.finite_shift(b_log, xp), assigned, xp))
     sums = b1 + xp.matmul(_membership(assigned, m, x, xp), weights * other1)
     b = sums[..., :d] / sums[..., d:]
 
-    assigned = _nearest(x1, b, half, off, xp)
+    assigned = _nearest(x1, b, half, xp)
     members = _membership(assigned, m, x, xp)
     sums, _ = _sums(log_w[..., 0], x1, assigned, members, xp, lazy)
     total = sums[..., d:]
-    empty = total == 0
-    b = xp.where(empty, b, sums[..., :d] / (total + xp.astype(empty, x.dtype)))
+    # Where an empty cluster is does not matter: its mass is 0.
+    b = sums[..., :d] / (total + xp.astype(total == 0, x.dtype))
 
     mu = moments.mean + xp.matmul(b, half)
     mu1 = xp.concat([mu, -xp.vecdot(mu, b)[..., None]], axis=-1)

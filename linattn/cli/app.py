@@ -215,7 +215,7 @@ def _compare(settings: Settings) -> None:
 
     given = inputs.sample() if settings.input is None else inputs.load(settings.input)
     report.prepare_folder(settings.out)
-    with _progress(steps(settings)) as notify:
+    with _progress(steps(settings, given)) as notify:
         results = run(settings, given, notify)
     found, is_causal = results.sweep, settings.is_causal
     files = {
@@ -231,6 +231,7 @@ def _compare(settings: Settings) -> None:
     if results.inputs.left_out:
         console.print(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
     console.print(tables.error_table(results.rows, results.inputs, is_causal=is_causal))
+    console.print(tables.norms_text(results.norms))
     console.print(tables.time_table(found, is_causal=is_causal))
     console.print(tables.crossover_text(found))
     if found.left_out:

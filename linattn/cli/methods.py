@@ -7,6 +7,7 @@ which is timed; what is done once (drawing a projection) belongs into `make`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,17 +44,83 @@ class Method:
         maps that are fitted; num_features is None exactly when has_columns is False.
     has_columns : bool
         Whether the number of columns is a choice; if not, the method is measured once.
+    is_random : bool
+        Whether another draw gives another result; if not, there is one.
+    causal : bool or None
+        What the method is for: causal attention, full attention, or either.
+    aligned : bool
+        Whether queries and keys must be of one length.
+    most_columns : callable
+        ``most_columns(S)``: columns that make sense for S keys, at most.
     """
 
     name: str
     label: str
     make: Callable[[Array, Array, int | None, np.random.Generator], Attend]
     has_columns: bool = True
+    is_random: bool = True
+    causal: bool | None = None
+    aligned: bool = False
+    most_columns: Callable[[int], float] = lambda num_keys: math.inf
+
+    def obstacle(self, *, is_causal: bool, aligned: bool) -> str:
+        """Return why the method cannot be measured there; "" if it can."""
+        if self.causal is not None and self.causal != is_causal:
+            return "is for causal attention only" if self.causal else "is for full attention only"
+        if self.aligned and not aligned:
+            return "needs as many queries as keys"
+        return ""
 
 
 def _linear(feature_map: FeatureMap) -> Attend:
     def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
         return linattn.linear_attention(query, key, value, feature_map, is_causal=is_causal)
+
+    return attend
+
+
+WINDOW = 32
+"""Block length of exact windows, and of the coreset's exact blocks."""
+
+
+def _landmarks(num_features: int | None, rng: np.random.Generator, window: int | None) -> Attend:
+    """Fit to the sequence in every call: that is part of the work."""
+    seed = int(rng.integers(2**63))
+
+    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+        phi = feature_maps.LandmarkFeatures.fit(
+            query, key, num_features=num_features or 1, rng=seed
+        )
+        return linattn.linear_attention(
+            query, key, value, phi, is_causal=is_causal, exact_window=window
+        )
+
+    return attend
+
+
+def _calibrated(query: Array, key: Array, num_features: int | None) -> Attend:
+    """Calibrate to the first half of the tokens, once; frozen from then on."""
+    half = max(1, key.shape[-2] // 2)
+    phi = feature_maps.CalibratedFeatures.calibrate(
+        (query[..., :half, :], key[..., :half, :]),
+        num_features=num_features or 1,
+        exact_window=WINDOW,
+    )
+
+    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+        return linattn.linear_attention(
+            query, key, value, phi, is_causal=is_causal, exact_window=WINDOW
+        )
+
+    return attend
+
+
+def _coreset(num_features: int | None, rng: np.random.Generator) -> Attend:
+    seed = int(rng.integers(2**63))
+
+    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+        stream = linattn.CoresetAttention(num_features or 1, block_size=WINDOW, rng=seed)
+        return stream.extend(query, key, value)
 
     return attend
 
@@ -112,6 +179,38 @@ METHODS: tuple[Method, ...] = (
         "ReLU",
         lambda query, key, num_features, rng: _linear(feature_maps.ReluFeatures()),
         has_columns=False,
+    ),
+    Method(
+        "landmarks",
+        "landmarks",
+        lambda query, key, num_features, rng: _landmarks(num_features, rng, None),
+        causal=False,
+        # With a landmark for every key it would be exact attention.
+        most_columns=lambda num_keys: num_keys - 1,
+    ),
+    Method(
+        "landmarks+window",
+        f"landmarks, window {WINDOW}",
+        lambda query, key, num_features, rng: _landmarks(num_features, rng, WINDOW),
+        causal=False,
+        aligned=True,
+        most_columns=lambda num_keys: num_keys - 1,
+    ),
+    Method(
+        "calibrated+window",
+        f"calibrated, window {WINDOW}",
+        lambda query, key, num_features, rng: _calibrated(query, key, num_features),
+        is_random=False,
+        aligned=True,
+        most_columns=lambda num_keys: num_keys // 2,
+    ),
+    Method(
+        "coreset",
+        f"coreset, blocks of {WINDOW}",
+        lambda query, key, num_features, rng: _coreset(num_features, rng),
+        causal=True,
+        aligned=True,
+        most_columns=lambda num_keys: num_keys - 1,
     ),
 )
 

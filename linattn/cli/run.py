@@ -18,20 +18,24 @@ from linattn.cli.compare import (
     Verdict,
     best_row,
     cases,
+    cheapest_row,
     exact_output,
     judge,
     measure,
     prepare,
 )
+from linattn.cli.errors import CommandError
 from linattn.cli.inputs import Inputs, continued, limited
-from linattn.cli.methods import EXACT, METHODS, Method, select
+from linattn.cli.methods import BASELINES, EXACT, METHODS, select
 from linattn.cli.settings import Settings
 from linattn.cli.sweep import Sweep, sweep
+from linattn.diagnostics import AttendedNorms, attended_norms
 
 __all__ = ["CURVE_COLUMNS", "CURVE_METHOD", "Results", "run", "steps"]
 
 CURVE_METHOD = METHODS[0].name
-"""The method of the time curve, if it is among those measured; otherwise the best of them."""
+"""The method of the time curve where none is good enough, if it is among those measured; otherwise
+the best of them."""
 
 CURVE_COLUMNS = 256
 """Its number of columns: the nearest of those measured."""
@@ -52,6 +56,8 @@ class Results:
         What the error table is about.
     rows : tuple of Row
         The error table.
+    norms : AttendedNorms
+        How large attended pairs are.
     sweep : Sweep
         The time against sequence length.
     verdict : Verdict
@@ -65,6 +71,7 @@ class Results:
     settings: Settings
     inputs: Inputs
     rows: tuple[Row, ...]
+    norms: AttendedNorms
     sweep: Sweep
     verdict: Verdict
     started: datetime
@@ -83,18 +90,49 @@ class Results:
             "machine": {**info.machine(), "blas": info.blas(), "threads": info.threads()},
             "input": self.inputs.describe(),
             "errors": [asdict(row) for row in self.rows],
+            "attended_norms": {
+                "percentiles": self.norms.percentiles.tolist(),
+                "logit_range": self.norms.logit_range.tolist(),
+                "num_features": self.norms.num_features.tolist(),
+            },
             "lengths": {**asdict(self.sweep), "crossover": asdict(self.sweep.crossover)},
             "verdict": asdict(self.verdict),
         }
 
 
-def steps(settings: Settings) -> int:
+def steps(settings: Settings, given: Inputs) -> int:
     """Return how often `run` notifies."""
-    return (
-        1
-        + sum(1 for _ in cases(select(settings.maps), settings.num_features))
-        + 2 * len(settings.lengths)
+    return 2 + len(_cases(settings, given)) + 2 * len(settings.lengths)
+
+
+def _inputs(settings: Settings, given: Inputs) -> Inputs:
+    return limited(
+        given,
+        max_heads=settings.max_heads,
+        max_tokens=settings.max_tokens,
+        is_causal=settings.is_causal,
     )
+
+
+def _cases(settings: Settings, given: Inputs) -> list[Case]:
+    """Cases of the error table; methods that do not fit are left out unless asked for by name.
+
+    Raises
+    ------
+    CommandError
+        A method was asked for by name and does not fit, or nothing is left.
+    """
+    inputs = _inputs(settings, given)
+    aligned = inputs.query.shape[-2] == inputs.key.shape[-2]
+    fitting = []
+    for method in select(settings.maps):
+        obstacle = method.obstacle(is_causal=settings.is_causal, aligned=aligned)
+        if not obstacle:
+            fitting.append(method)
+        elif len(settings.maps) < len(METHODS):
+            message = f"--maps: {method.name} {obstacle}"
+            raise CommandError(message)
+    return list(cases(fitting, settings.num_features, inputs))
 
 
 def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Results:
@@ -117,23 +155,21 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     started = datetime.now(UTC)
     start = perf_counter()
     is_causal, seed = settings.is_causal, settings.seed
-    inputs = limited(
-        given,
-        max_heads=settings.max_heads,
-        max_tokens=settings.max_tokens,
-        is_causal=is_causal,
-    )
-    chosen = select(settings.maps)
+    inputs = _inputs(settings, given)
+    every = _cases(settings, given)
     notify("exact attention in float64")
     exact = exact_output(inputs, is_causal=is_causal)
     rows = []
-    for case in cases(chosen, settings.num_features):
+    for case in every:
         notify(case.label)
         rows.append(
             measure(case, inputs, exact, is_causal=is_causal, seed=seed, draws=settings.draws)
         )
 
-    case = _curve_case(chosen, settings.num_features, rows)
+    notify("norms of attended pairs")
+    norms = attended_norms(inputs.query, inputs.key, is_causal=is_causal)
+
+    case = _curve_case(every, rows)
     arrays = continued(given, settings.lengths[-1], np.random.default_rng(seed))
     curves = {
         "linear": prepare(case, inputs, seed=seed),
@@ -149,18 +185,23 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         notify=notify,
     )
     return Results(
-        settings, inputs, tuple(rows), curve, judge(rows), started, perf_counter() - start
+        settings, inputs, tuple(rows), norms, curve, judge(rows), started, perf_counter() - start
     )
 
 
-def _curve_case(chosen: Sequence[Method], num_features: Sequence[int], rows: Sequence[Row]) -> Case:
-    by_name = {method.name: method for method in chosen}
+def _curve_case(every: Sequence[Case], rows: Sequence[Row]) -> Case:
+    """Return what is good enough at the least cost, else CURVE_METHOD, else the best there is."""
+    chosen = cheapest_row(rows)
+    if chosen is not None:
+        wanted = (chosen.method, chosen.num_features)
+        return next(case for case in every if (case.method.name, case.num_features) == wanted)
+    measured = [case for case in every if case.method not in BASELINES]
     best = best_row(rows)
-    if CURVE_METHOD in by_name or best is None:
-        method = by_name.get(CURVE_METHOD, chosen[0])
-    else:
-        method = by_name[best.method]
-    if not method.has_columns:
-        return Case(method, None)
-    nearest = min(num_features, key=lambda columns: abs(math.log(columns / CURVE_COLUMNS)))
-    return Case(method, nearest)
+    names = {case.method.name for case in measured}
+    name = best.method if CURVE_METHOD not in names and best is not None else CURVE_METHOD
+    of_name = [case for case in measured if case.method.name == name] or measured[:1]
+    return min(of_name, key=_distance)
+
+
+def _distance(case: Case) -> float:
+    return 0.0 if case.num_features is None else abs(math.log(case.num_features / CURVE_COLUMNS))

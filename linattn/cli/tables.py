@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from linattn.cli.compare import GOOD_ENOUGH, Row, best_row
 from linattn.cli.inputs import NOISE, Inputs
 from linattn.cli.sweep import Sweep
+from linattn.diagnostics import PERCENTILES, AttendedNorms
 
 __all__ = [
     "crossover_text",
@@ -19,8 +21,13 @@ __all__ = [
     "facts_table",
     "left_out_text",
     "memory",
+    "norms_text",
     "time_table",
 ]
+
+
+MANY_COLUMNS = 4096
+"""Columns beyond which random features are called hopeless: exact attention is cheaper."""
 
 
 def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Table:
@@ -40,7 +47,8 @@ def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Tabl
             f"{', causal' if is_causal else ''}; error: Frobenius, each head and each of "
             f"{draws} draw{'s' if draws > 1 else ''} by itself; "
             "time (fastest call) and peak memory: all heads in one call. "
-            f"* lowest median of the maps; good enough to use unretrained: <= {GOOD_ENOUGH:g}."
+            f"* lowest median of the maps; good enough to use unretrained: <= {GOOD_ENOUGH:g}. "
+            "Landmarks are fitted in every call, calibrated maps once to the first half."
         ),
     )
     table.add_column("map")
@@ -60,6 +68,18 @@ def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Tabl
             end_section=following is not None and _section(row) != _section(following),
         )
     return table
+
+
+def norms_text(norms: AttendedNorms) -> str:
+    """Return what the size of attended pairs means for random features."""
+    low, median, high = np.nanquantile(norms.percentiles[..., PERCENTILES.index(50)], (0, 0.5, 1))
+    hopeless = norms.num_features > MANY_COLUMNS
+    return (
+        f"Attended |q + k|^2 / sqrt(dim): median over heads {median:.1f}, from {low:.1f} to "
+        f"{high:.1f}. One positive random feature has relative variance exp of that less 1: in "
+        f"{int(hopeless.sum())} of {hopeless.size} heads they would take more than "
+        f"{MANY_COLUMNS:,} columns."
+    )
 
 
 def time_table(found: Sweep, *, is_causal: bool) -> Table:

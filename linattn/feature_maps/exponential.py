@@ -665,8 +665,8 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         (y - b)`` (:class:`Reparametrized`), and with ``M M^T = P``, ``P S_x P = S_y`` both
         covariances become one, whose eigenvectors are the axes; twice its eigenvalues are the
         second moments of x + y along them and give the tilts. Unbiased for ``exp(s q.k)`` whatever
-        the samples. Covariances of fewer than about 2 d tokens are shrunk by little (1e-3 of their
-        mean eigenvalue) and a poor guide. Time O((L + S) d^2 + d^3) a head and sequence.
+        the samples. 1e-3 of its mean eigenvalue is added to each covariance; fewer than about 2 d
+        tokens are a poor guide all the same. Time O((L + S) d^2 + d^3) a head and sequence.
 
         References
         ----------
