@@ -26,7 +26,7 @@ __all__ = ["walk_window"]
 FAN = 64
 """Stretches whose states are held at once at each level of a division of what comes later."""
 
-LEAST_SPAN = 1024
+LEAST_SPAN = 2048
 """Tokens of a span, at least: fewer do too little at a time."""
 
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exact, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn.typing import Assigned, Exact, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn_numpy.assigned import assigned_sums
 
 __all__ = ["exact_block", "read_block", "reduce_block", "scan_block"]
 
@@ -171,6 +172,9 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
     """Add a block of keys to the state."""
     if 0 in tokens.x.shape:
         return NotImplemented
+    if isinstance(key_spec, Assigned):
+        sums = assigned_sums(key_spec, tokens, v1)
+        return NotImplemented if sums is None else _merged(state, *sums, v1.shape[-2])
     plain = _plain(key_spec, tokens.x, "key")
     if plain is None:
         return _reduce_shifted(key_spec, tokens, v1, state)
