@@ -23,6 +23,7 @@ __all__ = ["AttentionReport", "attention"]
 COLUMNS = 64
 PROBES = 128
 WINDOW = 32
+CORESET_BLOCK = 128
 HELD_OUT = 32
 
 OVERHEAD = 2.0
@@ -121,7 +122,7 @@ def attention(
     -----
     Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 64 landmarks and 128
     probes, and where L = S with an exact window of 32 tokens; causal attention by
-    :class:`linattn.CoresetAttention` with 64 entries and blocks of 32. Pairs of a query or key
+    :class:`linattn.CoresetAttention` with 64 entries and blocks of 128. Pairs of a query or key
     and a landmark, probe or near key are counted; exact attention is taken where it works out no
     more than twice as many, and for traced and lazy arrays, at which nothing can be fitted.
 
@@ -192,7 +193,7 @@ def _linear(
     scale, key_mask = options["scale"], options["key_mask"]
     probes: NDArray[np.float64] | None = None
     if problem.is_causal:
-        stream = CoresetAttention(m, block_size=WINDOW, scale=scale, rng=generator)
+        stream = CoresetAttention(m, block_size=CORESET_BLOCK, scale=scale, rng=generator)
         output = stream.extend(query, key, value, key_mask=key_mask)
     else:
         same = length == problem.key.shape[-2]
@@ -246,6 +247,8 @@ def _without_probes(
 
 
 def _window(problem: Problem) -> int | None:
+    if problem.is_causal:
+        return CORESET_BLOCK
     return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else None
 
 
@@ -259,7 +262,8 @@ def _pairs(problem: Problem, m: int) -> float:
     L, S = problem.query.shape[-2], problem.key.shape[-2]
     if problem.is_causal:
         # Each block: its queries read the entries and two blocks; entries and keys meet thrice.
-        return float(L * (m + 2 * WINDOW) + L / WINDOW * 3 * m * (m + WINDOW))
+        B = CORESET_BLOCK
+        return float(L * (m + 2 * B) + L / B * 3 * m * (m + B))
     probes = max(PROBES, 2 * m)
     near = 3 * WINDOW if _window(problem) else 0
     return float(L * (m + near) + S * (m + 2 * probes))

@@ -345,7 +345,7 @@ class CoresetAttention:
     Examples
     --------
     >>> import numpy as np
-    >>> from linattn.coreset import CoresetAttention
+    >>> from linattn import CoresetAttention
     >>> rng = np.random.default_rng(0)
     >>> query, key, value = rng.standard_normal((3, 8, 1000, 64), dtype=np.float32)
     >>> stream = CoresetAttention(rng=0)

@@ -28,6 +28,8 @@ SIGNATURES = {
     "CoresetAttention": "(num_entries=64, *, block_size=32, scale=None, rng=None)",
     "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None)",
     "CoresetAttention.step": "(self, query, key, value)",
+    "CoresetAttention.save": "(self, path)",
+    "CoresetAttention.load": "(path, like=None)",
     "State": "(kvz, log_scale, length)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
     "update_state": "(state, key, value, feature_map, *, key_mask=None)",
