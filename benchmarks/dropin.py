@@ -4,8 +4,9 @@
 
 Fitting is included. Full: 64 landmarks and a window of 32 against linattn's exact attention and,
 where it is installed, torch's scaled_dot_product_attention. Causal: a coreset of 64 entries and
-blocks of 128 against the same. Inputs are the shipped sample, its tokens repeated at random with fresh noise. Each figure
-is the median of calls made in turn, so that a slow moment of the machine falls on all alike.
+blocks of 128 against the same. Inputs are the shipped sample, its tokens repeated at random with
+fresh noise. Each figure is the median of calls made in turn, so that a slow moment of the machine
+falls on all alike.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ class TestCompare:
             small.query, small.key, small.value, is_causal=is_causal
         )
         np.testing.assert_allclose(exact, truth, rtol=1e-12, atol=1e-12)
-        case = compare.Case(method, 16 if method.has_columns else None)
+        if method.obstacle(is_causal=is_causal, aligned=True):
+            pytest.skip("of no use there")
+        case = compare.Case(method, 8 if method.has_columns else None)
         output = compare.prepare(case, small, seed=0)(
             small.query, small.key, small.value, is_causal=is_causal
         )
@@ -179,7 +182,7 @@ class TestCompare:
         options = ["--maps", "favor+,elu+1", "--num-features", "256", "--lengths", "8"]
         result = call("compare", "--input", path, *options, "--out", tmp_path / "out")
         assert result.exit_code == 0, result.output
-        assert "is best and good enough to use unretrained" in result.stdout.splitlines()[-1]
+        assert "is the cheapest map that is good enough to use unretrained" in result.stdout.splitlines()[-1]
 
     def test_only_maps_without_columns(self, file, tmp_path):
         options = ["--maps", "relu", "--lengths", "8", "--out", tmp_path]
@@ -451,7 +454,11 @@ class TestVerdict:
         verdict = compare.judge([row("a", 0.1, num_features=64), row("b", 0.3), UNIFORM, EXACT])
         assert verdict.good_enough
         assert (verdict.best, verdict.num_features, verdict.median) == ("a", 64, 0.1)
-        assert verdict.sentence.startswith("A with 64 columns is best and good enough")
+        assert verdict.sentence.startswith("A with 64 columns is the cheapest map that is good")
+
+    def test_the_cheapest_of_the_good(self):
+        rows = [row("a", 0.02), replace(row("b", 0.08), seconds=0.5), row("c", 0.3)]
+        assert compare.judge([*rows, UNIFORM, EXACT]).best == "b"
 
     def test_not_good_enough(self):
         verdict = compare.judge([row("a", 0.2), row("b", 0.11), UNIFORM, EXACT])

@@ -60,7 +60,8 @@ def compare(
         typer.Option(
             metavar="NAMES",
             help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
-            "elu+1, relu. Repeat the option or use commas, here and below.  [default: all]",
+            "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Repeat the "
+            "option or use commas, here and below.  [default: all that fit]",
         ),
     ] = None,
     num_features: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,13 @@ def weighted_quantile(values: Floats, weights: Floats, level: float) -> Floats:
     reached = total >= level * (1 - 1e-12) * total[..., -1:]
     found = np.take_along_axis(values, np.argmax(reached, axis=-1)[..., None], axis=-1)[..., 0]
     return np.where(total[..., -1] > 0, found, np.nan)
+
+
+def weighted_percentiles(values: Floats, weights: Floats, percentiles: Sequence[int]) -> Floats:
+    """Weighted quantiles of all pairs of each head, along a new last axis."""
+    values, weights = (a.reshape(*a.shape[:-2], -1) for a in (values, weights))
+    levels = [weighted_quantile(values, weights, percent / 100) for percent in percentiles]
+    return np.stack(levels, axis=-1)
 
 
 def make_verdict(hopeless: NDArray[np.bool_], feature_map: Any, reason: str) -> str:

@@ -7,8 +7,14 @@ from typing import NamedTuple
 import numpy as np
 
 from linattn import _checks, _generic
-from linattn.diagnostics._shared import Floats, check_inputs, evenly_spaced, softmax
-from linattn.diagnostics.variance import PERCENTILES, weighted_percentiles
+from linattn.diagnostics._shared import (
+    Floats,
+    check_inputs,
+    evenly_spaced,
+    softmax,
+    weighted_percentiles,
+)
+from linattn.diagnostics.variance import PERCENTILES
 from linattn.typing import Array
 
 __all__ = ["AttendedNorms", "attended_norms"]
@@ -102,7 +108,7 @@ def attended_norms(
         square = np.sum(x * x, axis=-1)[..., :, None] + np.sum(y * y, axis=-1)[..., None, :]
         v = scale * square + 2 * logits
         weights = softmax(np.where(visible, logits, -np.inf))
-        percentiles = weighted_percentiles(v, weights)
+        percentiles = weighted_percentiles(v, weights, PERCENTILES)
         low = np.min(np.where(visible, logits, np.inf), axis=(-2, -1))
         high = np.max(np.where(visible, logits, -np.inf), axis=(-2, -1))
         median = percentiles[..., PERCENTILES.index(50)]

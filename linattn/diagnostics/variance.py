@@ -19,6 +19,7 @@ from linattn.diagnostics._shared import (
     make_verdict,
     rows_drawn_together,
     softmax,
+    weighted_percentiles,
     weighted_quantile,
     worst,
 )
@@ -147,7 +148,7 @@ def relative_variance(
     with np.errstate(invalid="ignore"):
         weights = pairs.weights / np.sum(pairs.weights, axis=(-2, -1), keepdims=True)
     mean = _weighted_mean(pairs.variance, weights).sum(axis=-1)
-    percentiles = weighted_percentiles(pairs.variance, weights)
+    percentiles = weighted_percentiles(pairs.variance, weights, PERCENTILES)
     median = percentiles[..., PERCENTILES.index(50)]
     return RelativeVariance(
         mean=mean,
@@ -321,13 +322,6 @@ def _relative_bias(feature_map: Any, x: Floats, y: Floats, kernel: Floats) -> Fl
 def _weighted_mean(values: Floats, weights: Floats) -> Floats:
     """Sum of weights times values along the last axis; a weight of 0 takes no part."""
     return np.asarray(np.sum(np.where(weights == 0, 0.0, values) * weights, axis=-1))
-
-
-def weighted_percentiles(values: Floats, weights: Floats) -> Floats:
-    """Weighted quantiles of all pairs of each head, ``(..., 5)``, at :data:`PERCENTILES`."""
-    flat = [a.reshape(*a.shape[:-2], -1) for a in (values, weights)]
-    levels = [weighted_quantile(flat[0], flat[1], level / 100) for level in PERCENTILES]
-    return np.stack(levels, axis=-1)
 
 
 def _columns(per_head: Floats) -> str:
