@@ -59,9 +59,20 @@ def small(file):
     return inputs.load(file)
 
 
-def row(method, median, *, is_baseline=False, num_features=None):
+def row(method, median, *, is_baseline=False, held_out=False, num_features=None):
     return compare.Row(
-        method, method.upper(), num_features, is_baseline, median, median, ((median,),), 0, 1, 1, 1
+        method=method,
+        label=method.upper(),
+        num_features=num_features,
+        is_baseline=is_baseline,
+        held_out=held_out,
+        median=median,
+        percentile_90=median,
+        heads=((median,),),
+        setup_seconds=0,
+        seconds=1,
+        calls=1,
+        peak_bytes=1,
     )
 
 
@@ -135,9 +146,11 @@ class TestCompare:
         if method.obstacle(is_causal=is_causal, aligned=True):
             pytest.skip("of no use there")
         case = compare.Case(method, 8 if method.has_columns else None)
-        output = compare.prepare(case, small, seed=0)(
-            small.query, small.key, small.value, is_causal=is_causal
-        )
+        arrays = (small.query, small.key, small.value)
+        if method.held_out:  # fitted to ten of the twenty tokens, judged on the others
+            arrays = tuple(x[:, 10:] for x in arrays)
+            truth = reference.softmax_attention(*arrays, is_causal=is_causal)
+        output = compare.prepare(case, small, seed=0)(*arrays, is_causal=is_causal)
         errors = [
             np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
             for ours, theirs in zip(output, truth, strict=True)
@@ -182,7 +195,10 @@ class TestCompare:
         options = ["--maps", "favor+,elu+1", "--num-features", "256", "--lengths", "8"]
         result = call("compare", "--input", path, *options, "--out", tmp_path / "out")
         assert result.exit_code == 0, result.output
-        assert "is the cheapest map that is good enough to use unretrained" in result.stdout.splitlines()[-1]
+        assert (
+            "is the cheapest map that is good enough to use unretrained"
+            in result.stdout.splitlines()[-1]
+        )
 
     def test_only_maps_without_columns(self, file, tmp_path):
         options = ["--maps", "relu", "--lengths", "8", "--out", tmp_path]
@@ -459,6 +475,10 @@ class TestVerdict:
     def test_the_cheapest_of_the_good(self):
         rows = [row("a", 0.02), replace(row("b", 0.08), seconds=0.5), row("c", 0.3)]
         assert compare.judge([*rows, UNIFORM, EXACT]).best == "b"
+
+    def test_what_was_judged_on_other_tokens_does_not_win(self):
+        rows = [row("a", 0.2), row("b", 0.01, held_out=True)]
+        assert compare.judge([*rows, UNIFORM, EXACT]).best == "a"
 
     def test_not_good_enough(self):
         verdict = compare.judge([row("a", 0.2), row("b", 0.11), UNIFORM, EXACT])

@@ -66,7 +66,7 @@ def compare(
     ] = None,
     num_features: Annotated[
         list[str] | None,
-        typer.Option(metavar="NUMBERS", help="Columns of the maps.  [default: 64,256,1024]"),
+        typer.Option(metavar="NUMBERS", help="Columns of the maps.  [default: 64,128,256,1024]"),
     ] = None,
     causal: Annotated[
         bool, typer.Option("--causal", help="Let each query see the keys up to its own only.")

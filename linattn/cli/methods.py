@@ -50,6 +50,8 @@ class Method:
         What the method is for: causal attention, full attention, or either.
     aligned : bool
         Whether queries and keys must be of one length.
+    held_out : bool
+        Whether the map is fitted to the first half of the tokens, to be judged on the second.
     most_columns : callable
         ``most_columns(S)``: columns that make sense for S keys, at most.
     """
@@ -61,6 +63,7 @@ class Method:
     is_random: bool = True
     causal: bool | None = None
     aligned: bool = False
+    held_out: bool = False
     most_columns: Callable[[int], float] = lambda num_keys: math.inf
 
     def obstacle(self, *, is_causal: bool, aligned: bool) -> str:
@@ -202,6 +205,7 @@ METHODS: tuple[Method, ...] = (
         lambda query, key, num_features, rng: _calibrated(query, key, num_features),
         is_random=False,
         aligned=True,
+        held_out=True,
         most_columns=lambda num_keys: num_keys // 2,
     ),
     Method(

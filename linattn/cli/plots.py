@@ -19,10 +19,22 @@ from linattn.cli.tables import duration
 __all__ = ["error_plot", "time_plot"]
 
 # The palette of Okabe and Ito, which people with any colour vision tell apart; markers and dashes
-# say the same again.
+# say the same again, and go on where the colours begin anew.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (3, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
+_DASHES = (
+    "-",
+    "--",
+    "-.",
+    (0, (1, 1)),
+    (0, (5, 1, 1, 1, 1, 1)),
+    (0, (8, 3)),
+    (0, (3, 1)),
+    (0, (2, 2)),
+    (0, (6, 2, 2, 2)),
+    (0, (10, 2)),
+    (0, (4, 4)),
+)
 
 _CEILING = 1.6
 """Errors above this are named instead of drawn: they would flatten everything else."""

@@ -171,9 +171,10 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
 
     case = _curve_case(every, rows)
     arrays = continued(given, settings.lengths[-1], np.random.default_rng(seed))
+    one = limited(inputs, max_heads=1, max_tokens=settings.max_tokens, is_causal=is_causal)
     curves = {
-        "linear": prepare(case, inputs, seed=seed),
-        "exact": prepare(Case(EXACT, None), inputs, seed=seed),
+        "linear": prepare(case, one, seed=seed),
+        "exact": prepare(Case(EXACT, None), one, seed=seed),
     }
     curve = sweep(
         arrays,

@@ -20,7 +20,7 @@ __all__ = [
     "words",
 ]
 
-NUM_FEATURES = ("64", "256", "1024")
+NUM_FEATURES = ("64", "128", "256", "1024")
 LENGTHS = tuple(str(256 * 2**doubling) for doubling in range(9))
 
 MAX_COLUMNS = 2**16
