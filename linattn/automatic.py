@@ -26,8 +26,8 @@ WINDOW = 32
 CORESET_BLOCK = 128
 HELD_OUT = 32
 
-OVERHEAD = 2.0
-"""Pairs of exact attention that take the time of one pair of the others."""
+OVERHEAD = 4.0
+"""Pairs of exact attention that take the time of one pair of the others, on a CPU core."""
 
 
 class AttentionReport(NamedTuple):
@@ -124,7 +124,7 @@ def attention(
     probes, and where L = S with an exact window of 32 tokens; causal attention by
     :class:`linattn.CoresetAttention` with 64 entries and blocks of 128. Pairs of a query or key
     and a landmark, probe or near key are counted; exact attention is taken where it works out no
-    more than twice as many, and for traced and lazy arrays, at which nothing can be fitted.
+    more than four times as many, and for traced and lazy arrays, at which nothing can be fitted.
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits that spread by 1 and more) defeats every

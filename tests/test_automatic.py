@@ -46,7 +46,7 @@ def test_short_sequences_are_exact(xp, is_causal):
 
 @full_and_causal
 def test_long_sequences_are_linear_and_near(is_causal):
-    length = 6000 if is_causal else 1500
+    length = 6000 if is_causal else 2500
     arrays = clustered(length)
     output, report = linattn.attention(*arrays, is_causal=is_causal, rng=0, return_report=True)
     exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
@@ -64,25 +64,25 @@ def test_long_sequences_are_linear_and_near(is_causal):
 
 
 def test_cross_attention_has_no_window():
-    query, key, value = clustered(3000)
-    output, report = linattn.attention(query[:, :2000], key, value, rng=0, return_report=True)
+    query, key, value = clustered(4000)
+    output, report = linattn.attention(query[:, :3000], key, value, rng=0, return_report=True)
     assert report[:3] == ("landmarks", 64, None)
-    exact = linattn.softmax_attention(query[:, :2000], key, value)
+    exact = linattn.softmax_attention(query[:, :3000], key, value)
     assert (error(output, exact) < 0.1).all()
 
 
 def test_masked_tokens_change_nothing():
-    query, key, value = clustered(1600)
-    mask = np.arange(1600) < 1500
+    query, key, value = clustered(2600)
+    mask = np.arange(2600) < 2500
     poisoned = [np.where(mask[:, None], x, np.nan) for x in (query, key, value)]
     clean = linattn.attention(query, key, value, key_mask=mask, rng=0)
     output = linattn.attention(*poisoned, key_mask=mask, rng=0)
-    assert_allclose(output[:, :1500], clean[:, :1500], rtol=1e-10, atol=1e-12)
+    assert_allclose(output[:, :2500], clean[:, :2500], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(1500,), (2, 1500), (1, 1500)])
+@pytest.mark.parametrize("shape", [(2500,), (2, 2500), (1, 2500)])
 def test_every_shape_of_mask(shape):
-    query, key, value = clustered(1500)
+    query, key, value = clustered(2500)
     mask = np.random.default_rng(0).random(shape) < 0.9
     output, report = linattn.attention(query, key, value, key_mask=mask, rng=0, return_report=True)
     assert report.method == "landmarks"
@@ -138,7 +138,7 @@ def test_tolerance_takes_more_columns():
 )
 def test_errors(options, kind, match):
     with pytest.raises(kind, match=match):
-        linattn.attention(*clustered(1500), **options)
+        linattn.attention(*clustered(2500), **options)
 
 
 # Held-out rows ----------------------------------------------------------------------------------

@@ -72,8 +72,6 @@ def check(out, weights, value, bound):
 @given(data=st.data())
 def test_the_window_is_the_dense_form(xp_any_shape, draws, data, name):
     xp = xp_any_shape
-    if xp.name == "dask":
-        pytest.skip("a graph for every example; test_every_library builds one")
     phi = MAPS[name](4)
     length = data.draw(draws.lengths(90), label="length")
     window = data.draw(st.integers(1, length + 3), label="window")

@@ -130,7 +130,7 @@ def held_out_error(
     Notes
     -----
     The rows must say nothing that the map has not been told of all others: leave out the probes
-    of a map fitted to these queries (``rows=held_out_rows(L, 32, rng, exclude=phi.probe_rows)``).
+    of a map fitted to these queries (``exclude`` of :func:`held_out_rows`).
     The mean square is then unbiased over draws of R. Time O(h S (d + e)), memory O(h (d + e)) and
     a block of keys, whatever the length.
     """
