@@ -1,0 +1,143 @@
+"""The parts of the examples that need neither weights nor pictures from elsewhere."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+
+pytest.importorskip("typer", reason="the examples are commands")
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return load("minilm")
+
+
+@pytest.fixture(scope="module")
+def denoise():
+    return load("denoise")
+
+
+def test_gelu(minilm):
+    x = np.linspace(-6, 6, 101).astype(np.float32)
+    expected = [v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.astype(float)]
+    assert_allclose(minilm.gelu(x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("landmarks", "landmarks:64"),
+        ("landmarks:16,window=8", "landmarks:16,window=8"),
+        ("window", "window,window=32"),
+        ("exact", "exact"),
+    ],
+)
+def test_methods_are_read(minilm, text, shown):
+    assert str(minilm.parse_method(text)) == shown
+
+
+@pytest.mark.parametrize("text", ["none", "exact:3", "coreset,window=2", "favor:0", "favor:x"])
+def test_what_is_no_method(minilm, text):
+    with pytest.raises(minilm.ExampleError, match="--attention"):
+        minilm.parse_method(text)
+
+
+def test_layers_are_read(minilm):
+    assert minilm.parse_layers("0,3-5") == (0, 3, 4, 5)
+    with pytest.raises(minilm.ExampleError, match="--layers: want layers out of 0-5"):
+        minilm.parse_layers("6")
+
+
+def test_documents_do_not_overlap(minilm):
+    def tokenize(text):
+        return [101, *(int(word.rstrip(".")) for word in text.split()), 102]
+
+    sentence = iter(range(1000, 9000))
+    texts = {
+        name: "\n\n".join(" ".join(str(next(sentence)) for _ in range(20)) + "." for _ in range(9))
+        for name in "ab"
+    }
+    minilm_paragraphs = minilm.paragraphs
+    try:
+        # Numbers are no prose: take every paragraph.
+        minilm.paragraphs = lambda text: iter(text.split("\n\n"))
+        found = minilm.documents(texts, tokenize, 50)
+    finally:
+        minilm.paragraphs = minilm_paragraphs
+    assert found.shape == (6, 50)
+    assert_array_equal(found[:, 0], 101)
+    assert_array_equal(found[:, -1], 102)
+    inner = found[:, 1:-1].ravel()
+    assert len(set(inner.tolist())) == inner.size
+
+
+def test_prose_is_told_from_code(minilm):
+    prose = "This is a sentence of more than twelve words, as people write them in documents."
+    code = ">>> " + prose
+    assert list(minilm.paragraphs(f"{prose}\n\n{code}\n\nshort.\n\n" + "| - " * 20)) == [prose]
+
+
+def test_window_attention(minilm):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 20, 4))
+    out = minilm.window_attention(query, key, value, 8)
+    near = abs(np.arange(20)[:, None] // 8 - np.arange(20) // 8) <= 1
+    weights = np.exp(query @ key.swapaxes(-1, -2) / 2) * near
+    assert_allclose(out, weights @ value / weights.sum(axis=-1, keepdims=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["exact", "uniform", "window", "favor", "landmarks", "coreset"])
+def test_every_method_attends(minilm, name):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 3, 40, 8)).astype("f4")
+    samples = [[(query[0], key[0], value[0])]]
+    method = minilm.parse_method(name if name in {"exact", "uniform", "window"} else f"{name}:8")
+    out = minilm.make_attention(method, samples, (0,), 0)(0, query, key, value)
+    assert out.shape == value.shape
+    assert out.dtype == np.float32
+    is_causal = method.kind.is_causal
+    exact = linattn.softmax_attention(query, key, value, is_causal=is_causal)
+    limit = 1e-5 if name == "exact" else 1.5
+    assert np.median(minilm.relative_error(out, exact)) < limit
+
+
+def test_pixels_attend_by_their_distance(denoise):
+    features = np.random.default_rng(0).standard_normal((30, 8)).astype(np.float32)
+    value = np.random.default_rng(1).random((30, 3)).astype(np.float32)
+    query, key = denoise.queries_and_keys(features, 0.7)
+    out = linattn.softmax_attention(query, key, value, scale=1.0)
+    square = ((features[:, None] - features) ** 2).sum(axis=-1)
+    weights = np.exp(-square / (2 * 0.7**2))
+    assert_allclose(out, weights @ value / weights.sum(axis=1, keepdims=True), rtol=1e-4)
+    linear = denoise.denoise(query, key, value, 30, 0)
+    assert_allclose(linear, out, rtol=1e-4)
+
+
+def test_features_and_decibels(denoise):
+    picture = np.random.default_rng(0).random((12, 15, 3)).astype(np.float32)
+    features = denoise.pixel_features(picture)
+    assert features.shape == (180, 8)
+    assert_allclose(features.mean(axis=0), 0, atol=1e-5)
+    assert denoise.psnr(picture, picture + 0.1) == pytest.approx(20, abs=1e-4)
