@@ -18,7 +18,19 @@ import linattn
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"linattn", "linattn_numpy", "linattn_cupy"}
-EXTRAS = {"cli", "threads", "testing", "qmc", "test", "lint", "docs", "bench", "cuda12", "cuda13"}
+EXTRAS = {
+    "cli",
+    "threads",
+    "testing",
+    "qmc",
+    "test",
+    "lint",
+    "docs",
+    "bench",
+    "examples",
+    "cuda12",
+    "cuda13",
+}
 
 
 def build(kind: str, source: Path, out: Path) -> Path:

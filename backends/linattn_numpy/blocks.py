@@ -201,7 +201,7 @@ def _reduce_shifted(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) ->
 
 def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
     """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is ours to change."""
-    if not np.any(state.log_scale > -np.inf) and kvz.shape == state.kvz.shape:
+    if np.all(state.log_scale == -np.inf) and kvz.shape == state.kvz.shape:
         c = np.broadcast_to(c, state.log_scale.shape)
         return State(kvz, c, state.length + n)
     if np.array_equal(state.log_scale, c):
