@@ -39,15 +39,26 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 
 
+# What JAX alone can show: tracing, states as pytrees, its dtypes, attention against the oracle.
+JAX_FILES = {
+    "test_attention.py",
+    "test_dispatch.py",
+    "test_readme.py",
+    "test_reparametrized.py",
+    "test_state.py",
+    "test_window.py",
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the rows of robustness on JAX to the profile `fresh`.
+    """Leave JAX in all other files to the profile `fresh`.
 
     JAX compiles each operation for each shape, seconds a test; Dask, which takes the same path
-    without branches on data, has all rows.
+    without branches on data, is in all of them.
     """
     if PROFILE == "fresh":
         return
-    slow = [item for item in items if item.path.name == "test_robustness.py" and _on_jax(item)]
+    slow = [item for item in items if item.path.name not in JAX_FILES and _on_jax(item)]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
 
