@@ -13,6 +13,7 @@ from types import ModuleType
 import array_api_compat
 import numpy as np
 
+from linattn._checks import namespace
 from linattn.typing import (
     Affine,
     Array,
@@ -63,11 +64,6 @@ quiet = partial(np.errstate, over="ignore", under="ignore", invalid="ignore", di
 FULL_BLOCK = 256
 CAUSAL_BLOCK = 128
 LAZY_CAUSAL_BLOCK = 64
-
-
-def namespace(array: Array) -> ModuleType:
-    """Return the array-API namespace of an array."""
-    return array_api_compat.array_namespace(array)
 
 
 def finite_shift(log: Array, xp: ModuleType) -> Array:

@@ -19,6 +19,7 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn_numpy import blocks, planning
+from linattn_numpy.buffers import buffer
 from linattn_numpy.blas import Blas
 
 D = 8
@@ -266,8 +267,9 @@ def test_number_of_threads(asked, environment, controller, threads, monkeypatch)
 
 
 def test_long_buffers_are_not_kept():
-    small = blocks._buffer("test_name", (10, 10), np.float64)
-    assert blocks._buffer("test_name", (10, 10), np.float64) is small
-    long = blocks._buffer("test_name", (1000, 1000), np.float64)
-    assert blocks._buffer("test_name", (10, 10), np.float64) is small
-    assert blocks._buffer("test_name", (1000, 1000), np.float64) is not long
+    small = buffer("test_name", (10, 10), np.float64)
+    assert np.shares_memory(buffer("test_name", (5, 7), np.float64), small)
+    long = buffer("test_name", (1000, 1000), np.float64)
+    assert np.shares_memory(buffer("test_name", (10, 10), np.float64), small)
+    assert not np.shares_memory(buffer("test_name", (1000, 1000), np.float64), long)
+    assert buffer("test_name", (10, 10), np.float32).dtype == np.float32

@@ -6,12 +6,14 @@ them; here the one weight is put where it belongs.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Assigned, Tokens
+from linattn_numpy.buffers import buffer
 
 __all__ = ["assigned_sums"]
 
@@ -23,16 +25,16 @@ LEAST_SUM = {4: 1e-30, 8: 1e-290}
 SPREAD = {4: 30.0, 8: 300.0}
 """Log weights of a block that differ by no more than this may share one scale."""
 
+CHUNK_NUMBERS = 1 << 16
+"""Numbers worked on at once: two such arrays of float32 fit a second-level cache."""
+
 
 def assigned_sums(spec: Assigned, tokens: Tokens, v1: Floats) -> tuple[Floats, Floats] | None:
     """Sum a block by column: sums and their log scale; None where generic code must do it."""
-    x = tokens.x
     if spec.dense:
         return None
-    scores = np.matmul(x, spec.P)
-    scores += spec.bias[..., None, :]
-    column = scores.argmax(axis=-1)
-    log = _log_weights(spec, x, column)
+    m = spec.P.shape[-1]
+    column, log = _columns_and_logs(spec, tokens.x)
     if log is None:
         return None
     if tokens.log_weight is not None:
@@ -41,32 +43,60 @@ def assigned_sums(spec: Assigned, tokens: Tokens, v1: Floats) -> tuple[Floats, F
     top = np.where(top == -np.inf, log.dtype.type(0), top)
     if np.min(log, where=log > -np.inf, initial=np.inf) < top.max() - SPREAD[log.itemsize]:
         return None
-    weights = np.zeros((*column.shape, spec.P.shape[-1]), x.dtype)
-    flat = weights.reshape(-1, weights.shape[-1])
-    flat[np.arange(len(flat)), column.ravel()] = np.exp(log - top).ravel()
+    weights = buffer("weights", (*column.shape, m), log.dtype)
+    weights.fill(0)
+    flat = weights.reshape(-1)
+    flat[np.arange(column.size) * m + column.ravel()] = np.exp(log - top).ravel()
     sums = np.matmul(np.swapaxes(weights, -1, -2), v1)
     seen = sums[..., -1] > 0
     return sums, np.where(seen, top[..., 0], log.dtype.type(-np.inf))
 
 
-def _log_weights(spec: Assigned, x: Floats, column: NDArray[np.intp]) -> Floats | None:
-    """Log weight of each key at its column, ``(..., n, 1)``; None for what is not finite."""
-    terms = np.matmul(x, spec.probes)
-    terms += spec.offset[..., None, :]
-    terms += _gathered(spec.table, column)
-    total = np.exp(terms).sum(axis=-1, keepdims=True)
-    if not LEAST_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
-        shift = terms.max(axis=-1, keepdims=True)
-        if not np.isfinite(shift).all():
-            return None
-        terms -= shift
-        return np.asarray(np.log(np.exp(terms, out=terms).sum(axis=-1, keepdims=True)) + shift)
-    return np.asarray(np.log(total))
+def _columns_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats | None]:
+    """Column of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``.
+
+    No log weights for what is not finite.
+    """
+    arrays = [spec.P, spec.bias[..., None, :], spec.probes, spec.offset[..., None, :], spec.table]
+    lead = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays))
+    shape = (*lead, x.shape[-2])
+    # An axis along which all parameters are the same is one of tokens: fewer, larger products.
+    while x.ndim > 2 and all(a.ndim < 3 or a.shape[-3] == 1 for a in arrays):
+        x = x.reshape(*x.shape[:-3], -1, x.shape[-1])
+        arrays = [a if a.ndim < 3 else a[..., 0, :, :] for a in arrays]
+    P, bias, probes, offset, table = arrays
+    rows = np.swapaxes(table, -1, -2) + offset
+    m, p = rows.shape[-2:]
+    first = m * np.arange(prod(rows.shape[:-2])).reshape(*rows.shape[:-2], 1)
+    rows = rows.reshape(-1, p)
+    lead, n = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays)), x.shape[-2]
+    column = np.empty((*lead, n), np.intp)
+    log = np.empty((*lead, n, 1), x.dtype)
+    size = max(64, CHUNK_NUMBERS // (p * prod(lead)))
+    for start in range(0, n, size):
+        chunk = slice(start, min(start + size, n))
+        scores = np.matmul(x[..., chunk, :], P)
+        scores += bias
+        column[..., chunk] = scores.argmax(axis=-1)
+        terms = buffer("terms", (*lead, chunk.stop - start, p), x.dtype)
+        space = buffer("space", terms.shape, x.dtype)
+        np.matmul(x[..., chunk, :], probes, out=terms)
+        # "clip" spares a copy of what is taken; every index is in range.
+        terms += np.take(rows, first + column[..., chunk], axis=0, out=space, mode="clip")
+        total = _log_sum(terms, space)
+        if total is None:
+            return column, None
+        log[..., chunk, :] = total
+    return column.reshape(shape), log.reshape(*shape, 1)
 
 
-def _gathered(table: Floats, column: NDArray[np.intp]) -> Floats:
-    """Column of the table of each key, ``(..., n, p)``."""
-    lead, (p, m) = table.shape[:-2], table.shape[-2:]
-    rows = np.ascontiguousarray(np.swapaxes(table, -1, -2)).reshape(-1, p)
-    first = m * np.arange(len(rows) // m).reshape(*lead, 1)
-    return np.asarray(np.take(rows, first + column, axis=0))
+def _log_sum(x: Floats, space: Floats) -> Floats | None:
+    """Log of the sum of exponentials along the last axis; None for what is not finite."""
+    total = np.exp(x, out=space).sum(axis=-1, keepdims=True)
+    if LEAST_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
+        return np.asarray(np.log(total))
+    shift = x.max(axis=-1, keepdims=True)
+    if not np.isfinite(shift).all():
+        return None
+    x -= shift
+    return np.asarray(np.log(np.exp(x, out=x).sum(axis=-1, keepdims=True)) + shift)

@@ -13,8 +13,6 @@ checks that. Blocks with NaN or inf go to the generic code.
 
 from __future__ import annotations
 
-import threading
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import Assigned, Exact, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy.assigned import assigned_sums
+from linattn_numpy.buffers import buffer
 
 __all__ = ["exact_block", "read_block", "reduce_block", "scan_block"]
 
@@ -42,23 +41,6 @@ LARGE = 1e10
 SUB_BLOCK = 32
 """Rows of a causal block that share one triangle; longer ones waste half a square."""
 
-_scratch = threading.local()
-
-
-KEPT_BYTES = 1 << 22
-"""Larger buffers, of long blocks that a caller asked for, are not kept between calls."""
-
-
-def _buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
-    """Return this thread's buffer of that name, made anew when the shape changes."""
-    if prod(shape) * np.dtype(dtype).itemsize > KEPT_BYTES:
-        return np.empty(shape, dtype)
-    buffer = getattr(_scratch, name, None)
-    if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
-        buffer = np.empty(shape, dtype)
-        setattr(_scratch, name, buffer)
-    return buffer
-
 
 def _t(x: Floats) -> Floats:
     return np.swapaxes(x, -1, -2)
@@ -76,7 +58,7 @@ class _Plain(NamedTuple):
 def _exponents(spec: Exponential, x: Floats, name: str) -> Floats:
     """Return ``x P`` in a buffer, for one sign of a paired map."""
     lead = np.broadcast_shapes(x.shape[:-2], spec.P.shape[:-2])
-    return np.matmul(x, spec.P, out=_buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
+    return np.matmul(x, spec.P, out=buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
 
 
 def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
@@ -89,7 +71,7 @@ def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
         if not spec.paired:
             return _Plain(np.exp(u, out=u), spec.col, reach)
         r = u.shape[-1]
-        both = _buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
+        both = buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
         np.exp(u, out=both[..., :r])
         np.divide(1.0, both[..., :r], out=both[..., r:])
         return _Plain(both, spec.col, reach)
@@ -102,11 +84,11 @@ def _plain_pointwise(spec: Pointwise, x: Floats, name: str) -> _Plain | None:
     if spec.quad is not None or spec.bias is not None or not isinstance(spec.factor, float):
         return None
     if isinstance(spec.P, float):
-        u = np.multiply(x, spec.P, out=_buffer(name, x.shape, x.dtype))
+        u = np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
     else:
         lead = np.broadcast_shapes(x.shape[:-2], spec.P.shape[:-2])
         shape = (*lead, x.shape[-2], spec.P.shape[-1])
-        u = np.matmul(x, spec.P, out=_buffer(name, shape, x.dtype))
+        u = np.matmul(x, spec.P, out=buffer(name, shape, x.dtype))
     low, high = float(u.min()), float(u.max())
     if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -np.inf):
         return None
@@ -116,7 +98,7 @@ def _plain_pointwise(spec: Pointwise, x: Floats, name: str) -> _Plain | None:
     if spec.f.name == "relu":
         weights = np.maximum(u, 0, out=u)
     else:
-        weights = np.minimum(u, 0, out=_buffer(name + "_both", u.shape, u.dtype))
+        weights = np.minimum(u, 0, out=buffer(name + "_both", u.shape, u.dtype))
         np.exp(weights, out=weights)
         np.maximum(u, 0, out=u)
         weights += u
@@ -158,7 +140,7 @@ def _shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     u = _exponents(spec, tokens.x, name)
     if spec.paired:
         r = u.shape[-1]
-        both = _buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
+        both = buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
         both[..., :r] = u
         np.negative(u, out=both[..., r:])
         u = both
@@ -375,7 +357,7 @@ def _triangle_row(
     np.copyto(scores, 0, where=above)
     nd = np.matmul(scores, v)
     lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3], kvz.shape[:-2])
-    states = _buffer("states", (*lead, count + 1, *kvz.shape[-2:]), kvz.dtype)
+    states = buffer("states", (*lead, count + 1, *kvz.shape[-2:]), kvz.dtype)
     states[..., 0, :, :] = kvz
     np.matmul(_t(k), v, out=states[..., 1:, :, :])
     for i in range(count):
@@ -396,7 +378,7 @@ def exact_block(
         return NotImplemented
     q, k = query.x * spec.scale, _t(key.x)
     lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-    logits = np.matmul(q, k, out=_buffer("logits", (*lead, q.shape[-2], k.shape[-1]), q.dtype))
+    logits = np.matmul(q, k, out=buffer("logits", (*lead, q.shape[-2], k.shape[-1]), q.dtype))
     if key.log_weight is not None:
         masked = np.broadcast_to(_t(key.log_weight) == -np.inf, logits.shape)
         np.copyto(logits, -np.inf, where=masked)

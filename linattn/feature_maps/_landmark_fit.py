@@ -28,12 +28,17 @@ __all__ = [
     "log_sum",
     "query_metric",
     "sample_size",
+    "spread",
 ]
 
 Floats = NDArray[np.float64]
 
 # Numbers worked on at once, all heads together: 2 MB of float32, for the cache.
 BLOCK_ELEMENTS = 1 << 19
+
+# Rounds in which the first landmarks are drawn: 2, 4 and 8 give the shipped sample a median error of
+# .164, .156 and .157 with 64 landmarks.
+ROUNDS = 4
 
 
 class Sample(NamedTuple):
@@ -135,13 +140,16 @@ def _take(x: Array, positions: NDArray[np.int64], xp: ModuleType) -> NDArray[Any
 
 
 def choose(sample: Sample, num: int, noise: Floats) -> Sample:
-    """Take ``num`` tokens of a sample without replacement, or all where there are fewer.
+    """Take one token from each of ``num`` equal strata of a sample, or all where there are fewer.
 
     A head without any token gets one at the origin: uniform attention.
     """
     lead = sample.valid.shape[:-1]
-    order = np.argsort(np.where(sample.valid, noise[: sample.valid.shape[-1]], np.inf), axis=-1)
-    chosen = order[..., :num]
+    count = np.sum(sample.valid, axis=-1, keepdims=True)
+    num = min(num, sample.valid.shape[-1])
+    # Tokens stand in the first slots of a head; one with fewer than num has one in each of these.
+    chosen = np.floor((np.arange(num) + noise[:num]) * (count / num)).astype(np.int64)
+    chosen = np.where(count > num, np.minimum(chosen, count - 1), np.arange(num))
     valid = np.take_along_axis(sample.valid, chosen, axis=-1)
     # A slot without a token holds 0: the origin.
     valid[..., 0] = True
@@ -206,6 +214,67 @@ def log_sum(x: Floats, axis: int) -> Floats:
     return np.asarray(np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top)
 
 
+def nearness(
+    x: NDArray[Any], b: Floats, used: NDArray[np.bool_], metric: Floats
+) -> NDArray[Any]:
+    """``x.(M b_c) - b_c.(M b_c) / 2``, largest at the nearest; -inf for what is not used.
+
+    With ``x.(M x)`` it makes the squared distance: ``|x - b_c|^2 = x.(M x) - 2 nearness``.
+    """
+    images = b @ metric
+    bias = np.where(used, -0.5 * np.sum(images * b, axis=-1), -np.inf)
+    scores = x @ np.swapaxes(images, -1, -2).astype(x.dtype)
+    scores += bias[:, None, :].astype(x.dtype)
+    return np.asarray(scores)
+
+
+def spread(
+    x: NDArray[Any],
+    weights: NDArray[Any],
+    valid: NDArray[np.bool_],
+    metric: Floats,
+    gumbel: Floats,
+    num: int,
+) -> NDArray[np.int64]:
+    """Draw tokens without replacement in rounds, heavy ones that are far from those drawn.
+
+    In the first round the odds are the weights; later they are weights times the squared distance
+    to the nearest token drawn in earlier rounds (Gumbel top-k, the noise is kept). Letters as in
+    :func:`lloyd`; ``num < C``. Time O(H C num d).
+
+    Returns
+    -------
+    ndarray of int, (H, num)
+        In the order of the sequence. Tokens of weight 0 come after all others, slots without a
+        token after those.
+
+    References
+    ----------
+    Odds: Arthur, Vassilvitskii, "k-means++" (2007); rounds: Bahmani et al., "Scalable K-Means++"
+    (2012).
+    """
+    own = np.einsum("...i,...i->...", x, x @ metric.astype(x.dtype))
+    log_weights = np.log(weights.astype(np.float64))
+    log_odds, nearest = log_weights, np.full(weights.shape, -np.inf, x.dtype)
+    taken = np.zeros(weights.shape, dtype=bool)
+    drawn: list[NDArray[np.int64]] = []
+    for i in range(ROUNDS):
+        count = num * (i + 1) // ROUNDS - num * i // ROUNDS
+        if count == 0:
+            continue
+        odds = np.maximum(log_odds + gumbel, -1e200)
+        odds = np.where(taken, -np.inf, np.where(valid, odds, -1e300))
+        new = np.argsort(-odds, axis=-1, kind="stable")[:, :count]
+        np.put_along_axis(taken, new, True, axis=-1)
+        drawn.append(new)
+        if i + 1 < ROUNDS:
+            b = np.take_along_axis(x, new[..., None], axis=-2).astype(np.float64)
+            used = np.take_along_axis(valid, new, axis=-1)
+            nearest = np.maximum(nearest, nearness(x, b, used, metric).max(axis=-1))
+            log_odds = log_weights + np.log(np.maximum(own - 2 * nearest, 0))
+    return np.sort(np.concatenate(drawn, axis=-1), axis=-1)
+
+
 def lloyd(
     x: NDArray[Any],
     weights: NDArray[Any],
@@ -238,8 +307,7 @@ def lloyd(
 
     Notes
     -----
-    ``argmin_c |x - b_c|^2 = argmax_c x.(M b_c) - b_c.(M b_c) / 2``: one matrix product a step, and
-    one weighted count a coordinate. Time O(steps H C m d).
+    One matrix product a step, and one weighted count a coordinate. Time O(steps H C m d).
     """
     H, _, d = x.shape
     m = start.shape[-2]
@@ -248,11 +316,7 @@ def lloyd(
     first = m * np.arange(H)[:, None]
     b = start
     for _ in range(steps):
-        images = b @ metric
-        bias = np.where(used, -0.5 * np.sum(images * b, axis=-1), -np.inf)
-        scores = x @ np.swapaxes(images, -1, -2).astype(x.dtype)
-        scores += bias[:, None, :].astype(x.dtype)
-        cells = (np.argmax(scores, axis=-1) + first).ravel()
+        cells = (np.argmax(nearness(x, b, used, metric), axis=-1) + first).ravel()
         total = np.bincount(cells, weights=total_of, minlength=H * m)
         sums = [np.bincount(cells, weights=z, minlength=H * m) for z in coordinates]
         means = np.stack(sums, axis=-1) / np.where(total > 0, total, 1.0)[:, None]

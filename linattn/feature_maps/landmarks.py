@@ -22,6 +22,7 @@ from linattn.feature_maps._landmark_fit import (
     log_sum,
     query_metric,
     sample_size,
+    spread,
 )
 from linattn.feature_maps.exponential import PositiveFeatures
 from linattn.sampling import Seed, as_generator
@@ -275,11 +276,14 @@ class LandmarkFeatures(BaseFeatureMap):
 
         Notes
         -----
-        The importance of key j is ``w_j = sqrt(mean_i A_ij^2)``. The first landmarks are drawn
-        without replacement with odds w (Gumbel top-m); three Lloyd steps with weights w follow in
-        the metric. Sequences longer than ``max(16 m, 1024)`` are clustered by a sample of that
-        many keys, one from each of as many equal strata, and so are the queries; the normalisers l
-        are of all keys. Heads share the random numbers.
+        The weight of key j is ``w_j = mean_i A_ij^2``: to first order, moving it to a landmark
+        changes the attention of the queries by ``w_j |k_j - b|^2`` in mean square, distances in
+        the metric. The first landmarks are drawn without replacement in four rounds with odds
+        ``w_j`` times the squared distance to the nearest landmark so far; three Lloyd steps with
+        weights w follow. Probes are queries from equal strata of the sequence. Sequences longer
+        than ``max(16 m, 1024)`` are clustered by a sample of that many keys, one from each of as
+        many equal strata, and so are the queries; the normalisers l are of all keys. Heads share
+        the random numbers.
 
         Time O(S p d + C m d) a head with C sampled keys; memory O(C m), whatever the length. A
         mask is copied to the host. Arrays of Dask are computed.
@@ -556,14 +560,12 @@ def _some_clusters(
     A = probes.astype(x.dtype) @ np.swapaxes(centred, -1, -2)
     A += offset.astype(x.dtype)
     A *= 2
-    weights = np.sqrt(np.sum(np.exp(A, out=A), axis=-2)) * valid
+    weights = np.sum(np.exp(A, out=A), axis=-2) * valid
 
-    odds = np.where(valid, np.log(weights) + gumbel[:C], -np.inf)
-    # Stable: keys that no probe attends to (weight 0) come before slots without a key, the last.
-    chosen = np.sort(np.argsort(-odds, axis=-1, kind="stable")[:, :m], axis=-1)
+    chosen = spread(centred, weights, valid, metric, gumbel[:C], m)
     used = np.take_along_axis(valid, chosen, axis=-1)
-    first = np.take_along_axis(x, chosen[..., None], axis=-2).astype(np.float64)
-    b = lloyd(centred, weights, first - centre, used, metric, LLOYD_STEPS) + centre
+    first = np.take_along_axis(centred, chosen[..., None], axis=-2).astype(np.float64)
+    b = lloyd(centred, weights, first, used, metric, LLOYD_STEPS) + centre
     return np.where(used[..., None], b, 0.0), used
 
 
