@@ -161,16 +161,21 @@ def _backend(xp: ModuleType) -> ModuleType | None:
     return None if module_name is None else _load(module_name)
 
 
-def block_function(name: str, xp: ModuleType) -> Callable[..., Any]:
-    """Return a function of the block tier: the backend's, with the generic one behind it."""
-    generic: Callable[..., Any] = getattr(_generic, name)
+def block_function(
+    name: str, xp: ModuleType, generic: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return a function of the block tier: the backend's, with the generic one behind it.
+
+    The generic one is that of :mod:`linattn._generic`, or the one that is handed in.
+    """
+    behind: Callable[..., Any] = getattr(_generic, name) if generic is None else generic
     special = getattr(_backend(xp), name, None)
     if special is None:
-        return generic
+        return behind
 
     def first_special(*args: Any) -> Any:
         result = special(*args)
-        return generic(*args) if result is NotImplemented else result
+        return behind(*args) if result is NotImplemented else result
 
     return first_special
 

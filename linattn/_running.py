@@ -1,15 +1,49 @@
-"""Running merges: the state of every stretch that begins with the first block."""
+"""Running merges: the state of all blocks before each block, and of all behind it."""
 
 from __future__ import annotations
 
 from linattn import _generic
 from linattn.typing import State
 
-__all__ = ["running", "stacked"]
+__all__ = ["far_states", "one_of", "running", "stacked"]
 
 
 NEAR = 20.0
 """Logs of a column that differ by no more than this may share one scale: nothing underflows."""
+
+
+def far_states(
+    before: State, states: State, after: State | None, lazy: bool
+) -> tuple[State, State]:
+    """States of all that is far of each of g blocks, and of all before the last of them.
+
+    ``states`` are those of the block before them, their own and the block behind them, the last
+    only with ``after``: the state of all further keys, or None where only what is before counts.
+    Far of block i is ``before``, blocks up to i - 2, blocks from i + 2 and ``after``.
+    O(g m e) time and memory.
+    """
+    g = states.log_scale.shape[-2] - (1 if after is None else 2)
+    prefixes = running(stacked([_one(before), _part(states, slice(0, g))]), lazy=lazy)
+    seen = _part(prefixes, slice(0, g))
+    if after is not None:
+        following = _flipped(_part(states, slice(3, g + 2)))
+        suffixes = running(stacked([_one(after), following]), lazy=lazy)
+        seen = _generic.merge(seen, _flipped(suffixes))
+    return seen, one_of(prefixes, g)
+
+
+def _one(state: State) -> State:
+    return State(state.kvz[..., None, :, :], state.log_scale[..., None, :], 0)
+
+
+def one_of(states: State, index: int) -> State:
+    """Take one state out of an axis of blocks."""
+    return State(states.kvz[..., index, :, :], states.log_scale[..., index, :], 0)
+
+
+def _flipped(states: State) -> State:
+    xp = _generic.namespace(states.kvz)
+    return State(xp.flip(states.kvz, axis=-3), xp.flip(states.log_scale, axis=-2), 0)
 
 
 def running(each: State, *, lazy: bool) -> State:

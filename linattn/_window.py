@@ -18,7 +18,7 @@ import array_api_compat
 from linattn import _checks, _dispatch, _generic
 from linattn._blocks import changed, raw_block, v1_block
 from linattn._halves import exact_halves, pad
-from linattn._running import running, stacked
+from linattn._running import far_states, one_of
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
 __all__ = ["walk_window"]
@@ -47,6 +47,7 @@ def walk_window(
     names = ("query_spec", "key_spec", "query_change", "key_change")
     blocked = replace(problem, **{name: _over_blocks(getattr(problem, name)) for name in names})
     read_block = _dispatch.block_function("read_block", problem.xp)
+    surroundings = _dispatch.block_function("far_states", problem.xp, far_states)
     start = state.length
     before = state
     if problem.is_causal:
@@ -60,17 +61,11 @@ def walk_window(
         rows = slice(first * w, min((first + g) * w, length))
         query = _blocked(raw_block(problem, "query", rows, start), g * w, w)
         near = _near(problem, query, raw, v1)
-        prefixes = running(stacked([_one(before), _some(states, slice(0, g))]), lazy=problem.lazy)
-        seen = _some(prefixes, slice(0, g))
-        if after is not None:
-            following = _flipped(_some(states, slice(3, g + 2)))
-            suffixes = running(stacked([_one(after), following]), lazy=problem.lazy)
-            seen = _generic.merge(seen, _flipped(suffixes))
+        seen, before = surroundings(before, states, after, problem.lazy)
         far = read_block(blocked.query_spec, changed(blocked, "query", query), seen, True)
         put(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
-        before = _last(prefixes, slice(g, None))
     if count:
-        before = _generic.merge(before, _last(states, slice(g, g + 1)))
+        before = _generic.merge(before, one_of(states, g))
     return State(before.kvz, before.log_scale, start + length)
 
 
@@ -134,10 +129,15 @@ def _key_blocks(problem: Problem, first: int, stop: int, start: int) -> tuple[To
 
 def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
     """Put rows of one number before and behind; None stays None."""
-    if x is not None and front:
-        xp = _generic.namespace(x)
-        x = xp.flip(pad(xp.flip(x, axis=-2), x.shape[-2] + front, fill), axis=-2)
-    return pad(x, size, fill)
+    if x is None or not front:
+        return pad(x, size, fill)
+    xp = _generic.namespace(x)
+
+    def rows(count: int) -> Array:
+        like = xp.broadcast_to(x[..., :1, :], (*x.shape[:-2], count, x.shape[-1]))
+        return xp.full_like(like, fill)
+
+    return xp.concat([rows(front), x, rows(size - front - x.shape[-2])], axis=-2)
 
 
 def _blocked(tokens: Tokens, size: int, w: int) -> Tokens:
@@ -219,21 +219,3 @@ def _stretch(problem: Problem, start: int, span: int, first: int, stop: int) -> 
             tokens = changed(problem, "key", raw_block(problem, "key", rows, start))
             state = reduce_block(problem.key_spec, tokens, v1_block(problem, rows), state)
     return state
-
-
-def _one(state: State) -> State:
-    return State(state.kvz[..., None, :, :], state.log_scale[..., None, :], 0)
-
-
-def _some(states: State, blocks: slice) -> State:
-    return State(states.kvz[..., blocks, :, :], states.log_scale[..., blocks, :], 0)
-
-
-def _last(states: State, blocks: slice) -> State:
-    one = _some(states, blocks)
-    return State(one.kvz[..., 0, :, :], one.log_scale[..., 0, :], 0)
-
-
-def _flipped(states: State) -> State:
-    xp = _generic.namespace(states.kvz)
-    return State(xp.flip(states.kvz, axis=-3), xp.flip(states.log_scale, axis=-2), 0)

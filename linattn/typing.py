@@ -487,3 +487,9 @@ class Backend(Protocol):
     ) -> Partial:
         """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
         ...
+
+    def far_states(
+        self, before: State, states: State, after: State | None, lazy: bool
+    ) -> tuple[State, State]:
+        """Merge the states of all blocks that are far of each block of an exact window."""
+        ...
