@@ -64,6 +64,8 @@ quiet = partial(np.errstate, over="ignore", under="ignore", invalid="ignore", di
 FULL_BLOCK = 256
 CAUSAL_BLOCK = 128
 LAZY_CAUSAL_BLOCK = 64
+# Blocks of a window are worked on so many tokens at a time: fewer do too little at once.
+WINDOW_SPAN = 2048
 
 
 def finite_shift(log: Array, xp: ModuleType) -> Array:
@@ -354,6 +356,8 @@ def plan(problem: Problem) -> Plan:
     """Everything in one task: a library's own batching and threads do the rest."""
     if problem.chunk_size is not None:
         block = problem.chunk_size
+    elif problem.exact_window is not None:
+        block = WINDOW_SPAN
     elif not problem.is_causal:
         block = FULL_BLOCK
     else:

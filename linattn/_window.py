@@ -19,16 +19,12 @@ from linattn import _checks, _dispatch, _generic
 from linattn._blocks import changed, raw_block, v1_block
 from linattn._halves import exact_halves, pad
 from linattn._running import far_states, one_of
-from linattn.typing import Array, Partial, Problem, State, Tokens
+from linattn.typing import Array, Exact, Partial, Problem, State, Tokens
 
 __all__ = ["walk_window"]
 
 FAN = 64
 """Stretches whose states are held at once at each level of a division of what comes later."""
-
-LEAST_SPAN = 2048
-"""Tokens of a span, at least: fewer do too little at a time."""
-
 
 def walk_window(
     problem: Problem, state: State, block_size: int, put: Callable[[slice, Partial], None]
@@ -40,13 +36,14 @@ def walk_window(
     """
     assert problem.exact_window is not None
     length, w = problem.query.shape[-2], problem.exact_window
-    span = max(1, max(block_size, LEAST_SPAN) // w)
+    span = max(1, block_size // w)
     count = -(-length // w)
     # The near part needs far logs on the true scale, the query's own term included.
     problem = replace(problem, want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
     blocked = replace(problem, **{name: _over_blocks(getattr(problem, name)) for name in names})
     read_block = _dispatch.block_function("read_block", problem.xp)
+    near_block = _dispatch.block_function("window_block", problem.xp, window_block)
     surroundings = _dispatch.block_function("far_states", problem.xp, far_states)
     start = state.length
     before = state
@@ -60,7 +57,7 @@ def walk_window(
         states = _block_states(blocked, raw, v1)
         rows = slice(first * w, min((first + g) * w, length))
         query = _blocked(raw_block(problem, "query", rows, start), g * w, w)
-        near = _near(problem, query, raw, v1)
+        near = near_block(problem.near_spec, query, raw, v1, problem.is_causal, problem.lazy)
         seen, before = surroundings(before, states, after, problem.lazy)
         far = read_block(blocked.query_spec, changed(blocked, "query", query), seen, True)
         put(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
@@ -72,17 +69,21 @@ def walk_window(
 # What is near -----------------------------------------------------------------------------------
 
 
-def _near(problem: Problem, query: Tokens, key: Tokens, v1: Array) -> Partial:
-    """Exact part: each block of queries with its own keys and those beside it."""
-    xp, spec, w = problem.xp, problem.near_spec, problem.exact_window
-    assert spec is not None
-    assert w is not None
+def window_block(
+    spec: Exact, query: Tokens, key: Tokens, v1: Array, is_causal: bool, lazy: bool
+) -> Partial:
+    """Exact part: each block of queries with its own keys and those of the blocks beside it.
+
+    Queries ``(..., g, w, d)``; keys of one block more in front, and full attention one behind.
+    O(g w^2 (d + e)) time, O(g w (w + d + e)) memory.
+    """
+    xp = _generic.namespace(v1)
     exact_block = _dispatch.block_function("exact_block", xp)
-    g = query.x.shape[-3]
-    if not problem.is_causal:
+    g, w = query.x.shape[-3:-1]
+    if not is_causal:
         keys = Tokens(_beside(key.x, g, 3), _beside(key.log_weight, g, 3), key.start)
         return exact_block(spec, query, keys, _beside(v1, g, 3))  # type: ignore[no-any-return]
-    if not problem.lazy:
+    if not lazy:
         keys = Tokens(_beside(key.x, g, 2), _beside(key.log_weight, g, 2), key.start)
         index = xp.arange(2 * w, device=array_api_compat.device(v1))
         visible = index <= index[w:, None]

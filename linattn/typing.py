@@ -488,6 +488,12 @@ class Backend(Protocol):
         """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
         ...
 
+    def window_block(
+        self, spec: Exact, query: Tokens, key: Tokens, v1: Array, is_causal: bool, lazy: bool
+    ) -> Partial:
+        """Softmax attention of blocks of queries to the keys of their own block and beside it."""
+        ...
+
     def far_states(
         self, before: State, states: State, after: State | None, lazy: bool
     ) -> tuple[State, State]:

@@ -7,8 +7,22 @@ it does not speed up, and the generic code takes over.
 
 from __future__ import annotations
 
-from linattn_numpy.blocks import exact_block, read_block, reduce_block, scan_block
+from linattn_numpy.blocks import (
+    exact_block,
+    read_block,
+    reduce_block,
+    scan_block,
+    window_block,
+)
 from linattn_numpy.planning import plan
 from linattn_numpy.running import far_states
 
-__all__ = ["exact_block", "far_states", "plan", "read_block", "reduce_block", "scan_block"]
+__all__ = [
+    "exact_block",
+    "far_states",
+    "plan",
+    "read_block",
+    "reduce_block",
+    "scan_block",
+    "window_block",
+]

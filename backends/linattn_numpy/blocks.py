@@ -22,7 +22,7 @@ from linattn.typing import Assigned, Exact, Exponential, Partial, Pointwise, Spe
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 
-__all__ = ["exact_block", "read_block", "reduce_block", "scan_block"]
+__all__ = ["exact_block", "read_block", "reduce_block", "scan_block", "window_block"]
 
 Floats = NDArray[Any]
 
@@ -57,8 +57,19 @@ class _Plain(NamedTuple):
 
 def _exponents(spec: Exponential, x: Floats, name: str) -> Floats:
     """Return ``x P`` in a buffer, for one sign of a paired map."""
-    lead = np.broadcast_shapes(x.shape[:-2], spec.P.shape[:-2])
-    return np.matmul(x, spec.P, out=buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
+    return _project(x, spec.P, name)
+
+
+def _project(x: Floats, P: Floats, name: str) -> Floats:
+    """Return ``x P`` in a buffer; blocks that share their P are one product, not one each."""
+    lead = np.broadcast_shapes(x.shape[:-2], P.shape[:-2])
+    u = buffer(name, (*lead, x.shape[-2], P.shape[-1]), x.dtype)
+    out = u
+    while x.ndim > 2 and (P.ndim < 3 or P.shape[-3] == 1):
+        x, out = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, out))
+        P = P if P.ndim < 3 else P[..., 0, :, :]
+    np.matmul(x, P, out=out)
+    return u
 
 
 def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
@@ -86,9 +97,7 @@ def _plain_pointwise(spec: Pointwise, x: Floats, name: str) -> _Plain | None:
     if isinstance(spec.P, float):
         u = np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
     else:
-        lead = np.broadcast_shapes(x.shape[:-2], spec.P.shape[:-2])
-        shape = (*lead, x.shape[-2], spec.P.shape[-1])
-        u = np.matmul(x, spec.P, out=buffer(name, shape, x.dtype))
+        u = _project(x, spec.P, name)
     low, high = float(u.min()), float(u.max())
     if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -np.inf):
         return None
@@ -390,3 +399,30 @@ def exact_block(
     logits -= row
     np.exp(logits, out=logits)
     return Partial(np.matmul(logits, v1), row)
+
+
+def window_block(
+    spec: Exact, query: Tokens, key: Tokens, v1: Floats, is_causal: bool, lazy: bool
+) -> Any:
+    """Exact part of a window: keys of neighbouring blocks are views that overlap, not copies."""
+    if 0 in query.x.shape or 0 in v1.shape:
+        return NotImplemented
+    g, w = query.x.shape[-3:-1]
+    width = 2 if is_causal else 3
+    keys = Tokens(_beside(key.x, g, width), _beside(key.log_weight, g, width), key.start)
+    visible = np.tri(w, 2 * w, w, dtype=bool) if is_causal else None
+    part = exact_block(spec, query, keys, _beside(v1, g, width), visible)
+    if is_causal and part is not NotImplemented and not np.isfinite(part.nd).all():
+        return NotImplemented
+    return part
+
+
+def _beside(x: Any, g: int, width: int) -> Any:
+    """View of each block and those behind it, ``(..., g, width w, .)``; None stays None."""
+    if x is None:
+        return None
+    x = np.ascontiguousarray(x)
+    *lead, _, w, d = x.shape
+    return np.lib.stride_tricks.as_strided(
+        x, (*lead, g, width * w, d), x.strides, writeable=False
+    )

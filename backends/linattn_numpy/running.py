@@ -35,26 +35,19 @@ def far_states(before: State, states: State, after: State | None, lazy: bool) ->
     size, kind = states.kvz.shape[-2:], states.kvz.dtype
     scaled = buffer("scaled", states.kvz.shape, kind)
     np.multiply(states.kvz, inner, out=scaled)
-    kvz = np.empty((*lead, g, *size), kind)
-
-    def sums(end: int) -> Floats:
-        total = np.empty((*lead, *size), kind)
-        total[...] = ends[end].kvz * factors[end][..., 0, :, :]
-        return total
-
-    if after is not None:
-        behind = sums(1)
-        for i in reversed(range(g)):
-            if i + 1 < g:
-                behind += scaled[..., i + 3, :, :]
-            kvz[..., i, :, :] = behind
-    front = sums(0)
+    front = buffer("front", (*lead, g + 1, *size), kind)
+    front[..., 0, :, :] = before.kvz * factors[0][..., 0, :, :]
     for i in range(g):
-        if after is None:
-            kvz[..., i, :, :] = front
-        else:
-            kvz[..., i, :, :] += front
-        front += scaled[..., i, :, :]
+        np.add(front[..., i, :, :], scaled[..., i, :, :], out=front[..., i + 1, :, :])
+    kvz = np.empty((*lead, g, *size), kind)
+    if after is None:
+        kvz[...] = front[..., :g, :, :]
+    else:
+        kvz[..., g - 1, :, :] = after.kvz * factors[1][..., 0, :, :]
+        for i in reversed(range(g - 1)):
+            np.add(kvz[..., i + 1, :, :], scaled[..., i + 3, :, :], out=kvz[..., i, :, :])
+        kvz += front[..., :g, :, :]
+    whole = front[..., g, :, :].copy()
 
     sees = [log > -np.inf for log in logs]
     seen = _any_before(sees[0], sees[-1][..., : g - 1, :])
@@ -62,7 +55,7 @@ def far_states(before: State, states: State, after: State | None, lazy: bool) ->
         seen = seen | _any_before(sees[1], sees[-1][..., g + 1 : 2 : -1, :])[..., ::-1, :]
     empty = c.dtype.type(-np.inf)
     ahead = sees[0] | sees[-1][..., :g, :].any(axis=-2, keepdims=True)
-    last = State(front, np.where(ahead, c, empty)[..., 0, :], 0)
+    last = State(whole, np.where(ahead, c, empty)[..., 0, :], 0)
     return State(kvz, np.where(seen, c, empty), 0), last
 
 
