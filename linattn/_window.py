@@ -26,6 +26,7 @@ __all__ = ["walk_window"]
 FAN = 64
 """Stretches whose states are held at once at each level of a division of what comes later."""
 
+
 def walk_window(
     problem: Problem, state: State, block_size: int, put: Callable[[slice, Partial], None]
 ) -> State:

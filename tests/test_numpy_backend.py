@@ -19,8 +19,8 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn_numpy import blocks, planning
-from linattn_numpy.buffers import buffer
 from linattn_numpy.blas import Blas
+from linattn_numpy.buffers import buffer
 
 D = 8
 MAPS = {

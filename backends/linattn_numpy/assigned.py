@@ -25,8 +25,8 @@ LEAST_SUM = {4: 1e-30, 8: 1e-290}
 SPREAD = {4: 30.0, 8: 300.0}
 """Log weights of a block that differ by no more than this may share one scale."""
 
-CHUNK_NUMBERS = 1 << 16
-"""Numbers worked on at once: two such arrays of float32 fit a second-level cache."""
+CHUNK_NUMBERS = 1 << 17
+"""Numbers worked on at once: two such arrays of float32 make a MB."""
 
 
 def assigned_sums(spec: Assigned, tokens: Tokens, v1: Floats) -> tuple[Floats, Floats] | None:

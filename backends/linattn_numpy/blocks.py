@@ -423,6 +423,4 @@ def _beside(x: Any, g: int, width: int) -> Any:
         return None
     x = np.ascontiguousarray(x)
     *lead, _, w, d = x.shape
-    return np.lib.stride_tricks.as_strided(
-        x, (*lead, g, width * w, d), x.strides, writeable=False
-    )
+    return np.lib.stride_tricks.as_strided(x, (*lead, g, width * w, d), x.strides, writeable=False)

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from linattn import _checks, _generic
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.feature_maps._landmark_fit import (
-    BLOCK_ELEMENTS,
     Sample,
     choose,
     draw_sample,
@@ -31,6 +30,9 @@ from linattn.typing import Array, Assigned, Corrected, Exponential
 __all__ = ["LandmarkFeatures"]
 
 Floats = NDArray[np.float64]
+
+# Sampled keys times probes, all heads together: 2 MB of float32.
+CLUSTER_ELEMENTS = 1 << 19
 
 LLOYD_STEPS = 3
 RIDGE = 0.1
@@ -529,7 +531,7 @@ def _clusters(
     heads, d = len(flat[0]), probes.shape[-1]
     landmarks, used = np.zeros((heads, m, d)), np.zeros((heads, m), dtype=bool)
     width = max(probes.shape[-2], m) * keys.x.shape[-2]
-    size = max(1, BLOCK_ELEMENTS // width)
+    size = max(1, CLUSTER_ELEMENTS // width)
     for start in range(0, heads, size):
         some = slice(start, start + size)
         b, live = _some_clusters(*(a[some] for a in flat), gumbel=gumbel, m=m)
