@@ -36,8 +36,8 @@ Floats = NDArray[np.float64]
 # 2 heads of 2,048 tokens takes 9.1 ms for 6.7.)
 BLOCK_ELEMENTS = 1 << 17
 
-# Rounds in which the first landmarks are drawn: with 64 landmarks 2, 4 and 8 rounds give the shipped
-# sample a median error of .164, .156 and .157.
+# Rounds in which the first landmarks are drawn: with 64 landmarks, 2, 4 and 8 rounds give the
+# shipped sample a median error of .164, .156 and .157.
 ROUNDS = 4
 
 
