@@ -198,6 +198,23 @@ def test_held_out_rows():
     assert not set(held_out_rows(4000, 32, rng=0, exclude=range(2000)).tolist()) & set(range(2000))
 
 
+def test_every_row_has_the_same_chance():
+    generator, counts = np.random.default_rng(0), np.zeros(10)
+    for _ in range(9000):
+        rows = held_out_rows(10, 4, generator, exclude=[3, 7, 8, 99, -1])
+        assert len(set(rows.tolist())) == 4
+        counts[rows] += 1
+    assert_array_equal(counts[[3, 7, 8]], 0)
+    # 4 of 7: a standard deviation of 47 draws.
+    assert_allclose(np.delete(counts, [3, 7, 8]), 9000 * 4 / 7, atol=5 * 47)
+
+
+def test_rows_are_spread_over_the_sequence():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        assert np.diff(held_out_rows(1000, 50, generator)).max() <= 40
+
+
 def test_held_out_errors():
     query, key, value = clustered(6)
     with pytest.raises(ValueError, match=r"output must have shape \(2, 6, 8\), got \(2, 5, 8\)"):
