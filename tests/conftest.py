@@ -42,6 +42,7 @@ settings.load_profile(PROFILE)
 # What JAX alone can show: tracing, states as pytrees, its dtypes, attention against the oracle.
 JAX_FILES = {
     "test_attention.py",
+    "test_benchmarks.py",
     "test_dispatch.py",
     "test_readme.py",
     "test_reparametrized.py",

@@ -1,0 +1,143 @@
+"""Run the comparison: ``python -m benchmarks.peers --help``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.peers.in_numpy import EXPONENTIALS
+from benchmarks.peers.machine import describe
+from benchmarks.peers.page import RESULTS
+from benchmarks.peers.problem import Sizes
+from benchmarks.peers.record import Record
+from benchmarks.peers.registry import PEERS
+from benchmarks.peers.rotation import Budget, Runner
+from benchmarks.peers.tables import joined, tables
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description="Time linattn beside other ways to compute the same attention.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=_names())
+    add("--lengths", type=_positive, nargs="+", default=[4096], metavar="N", help="tokens")
+    add(
+        "--contexts",
+        type=_positive,
+        nargs="*",
+        default=[1024, 16384],
+        metavar="N",
+        help="tokens before the one that is decoded",
+    )
+    add(
+        "--memory",
+        type=_positive,
+        nargs="*",
+        default=[16384, 65536],
+        metavar="N",
+        help="tokens at which memory is measured, in processes that are not timed",
+    )
+    add(
+        "--threads",
+        type=_positive,
+        nargs="+",
+        default=[1],
+        metavar="T",
+        help="threads of each peer; several counts take turns in one rotation",
+    )
+    add(
+        "--cores",
+        type=int,
+        nargs="+",
+        default=_cores(),
+        metavar="C",
+        help="cores to be pinned to, the first T of them for T threads",
+    )
+    add("--batch", type=_positive, default=1)
+    add("--heads", type=_positive, default=8)
+    add("--dim", type=_positive, default=64)
+    add("--features", type=_positive, default=256)
+    add("--rounds", type=_positive, default=7, help="turns of each peer at each length")
+    add("--turn-seconds", type=float, default=0.3, help="how long a turn is")
+    add(
+        "--call-seconds",
+        type=float,
+        default=10.0,
+        help="leave out what would take longer, by what a shorter length took",
+    )
+    add(
+        "--memory-gib",
+        type=float,
+        default=8.0,
+        help="leave out what would need more: inputs of all peers and workspace of one",
+    )
+    add("--out", type=Path, default=RESULTS.parent, help="folder of peers.json and peers.png")
+    options = parser.parse_args(arguments)
+    if max(options.threads) > len(options.cores):
+        parser.error(f"--threads {max(options.threads)} needs as many --cores, got {options.cores}")
+    return options
+
+
+def _names() -> str:
+    return f"which peers: {', '.join(PEERS)}"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        message = f"want a positive number, got {text}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check, time, measure, print and write."""
+    options = _arguments(arguments)
+    sizes = Sizes(options.batch, options.heads, options.dim, options.features)
+    budget = Budget(
+        options.memory_gib * 2**30, options.call_seconds, options.turn_seconds, options.rounds
+    )
+    settings = {"exponentials": EXPONENTIALS, **budget._asdict()}
+    record = Record(describe(options.cores), sizes, settings)
+    threads = sorted(set(options.threads))
+    runner = Runner(
+        record, options.peers, threads, options.cores, budget, lambda text: print(text, flush=True)
+    )
+    try:
+        runner.check()
+        record.machine["libraries"] = runner.libraries(options.peers[0], threads[0])
+        for length in sorted(set(options.lengths)):
+            runner.time(sizes, length, decode=False)
+        for context in sorted(set(options.contexts)):
+            runner.time(sizes, context, decode=True)
+    finally:
+        runner.close()
+    for length in sorted(set(options.memory)):
+        runner.measure_memory(sizes, length, threads[0])
+
+    print()
+    print(joined(tables(record)))
+    options.out.mkdir(parents=True, exist_ok=True)
+    record.write(options.out / "peers.json")
+    print(f"wrote {options.out / 'peers.json'}")
+    if find_spec("matplotlib") is not None:
+        from benchmarks.peers.plot import picture
+
+        picture(record, options.out / "peers.png", threads=threads[0])
+        print(f"wrote {options.out / 'peers.png'}")
+
+
+if __name__ == "__main__":
+    main()

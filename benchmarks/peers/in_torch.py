@@ -1,0 +1,207 @@
+"""torch: exact attention, linattn's own recipe in plain operations, elu + 1 as usually written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from benchmarks.peers import oracle
+from benchmarks.peers.in_numpy import EXPONENTIALS, factors
+from benchmarks.peers.limits import CAUSAL_BLOCK, ROWS
+from benchmarks.peers.problem import Floats, Inputs, Prepared, Sizes
+
+__all__ = ["Recipe", "elu_attention", "prepare", "set_threads"]
+
+Tensor = Any
+
+CAUSAL_ROWS = 256
+"""Tokens whose features are made at once in causal attention."""
+
+REACH = 40.0
+"""Exponents up to this size are exponentiated as they are."""
+
+ELU_CHUNK = 64
+"""Tokens of a causal square of elu + 1."""
+
+
+def set_threads(threads: int) -> None:
+    """Use so many threads."""
+    torch.set_num_threads(threads)
+
+
+def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
+    """Prepare a peer of this module."""
+    if name == "torch-rates":
+        return _rate(kind, inputs)
+    if name == "torch-cache":
+        return _cache(inputs)
+    q, k, v = (torch.from_numpy(x) for x in (inputs.query, inputs.key, inputs.value))
+    is_causal = kind == "causal"
+    attend: Callable[..., Tensor] = {
+        "torch-exact": functional.scaled_dot_product_attention,
+        "torch-elu": elu_attention,
+        "torch-favor": Recipe(inputs.sizes, inputs.rows).attend,
+    }[name]
+    return Prepared(
+        _without_gradients(lambda: attend(q, k, v, is_causal=is_causal)),
+        lambda: oracle.attention(_weights(name, inputs), inputs.value, is_causal=is_causal),
+        _fetch,
+    )
+
+
+def _weights(name: str, inputs: Inputs) -> Floats:
+    if name == "torch-exact":
+        return oracle.softmax_weights(inputs.query, inputs.key)
+    if name == "torch-elu":
+        q, k = (oracle.elu_plus_one(x) for x in (inputs.query, inputs.key))
+    else:
+        q, k = (oracle.exponentials(x, inputs.rows) for x in (inputs.query, inputs.key))
+    return q @ k.swapaxes(-1, -2)
+
+
+def _without_gradients(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def guarded() -> Tensor:
+        with torch.inference_mode():
+            return call()
+
+    return guarded
+
+
+def _fetch(tensor: Tensor) -> Floats:
+    return np.asarray(tensor.numpy())
+
+
+class Recipe:
+    """FAVOR+ a head at a time, in blocks of features that stay in cache, with ``out=``.
+
+    Keys carry ``exp(-|k|^2 / 2)`` on ``[v, 1]``, queries nothing, since it cancels. Each block of
+    exponents is looked at once; beyond +-40 it would need a shift, which is not written here.
+    """
+
+    def __init__(self, sizes: Sizes, rows: Floats) -> None:
+        d, m = sizes.dim, sizes.features
+        self.scale = d**-0.5
+        self.projection = torch.from_numpy(rows.T * d**-0.25).float().contiguous()
+        self.keys, self.queries = (torch.empty(ROWS, m) for _ in range(2))
+        self.v1 = torch.empty(ROWS, d + 1)
+        self.squares = torch.empty(ROWS // CAUSAL_BLOCK, CAUSAL_BLOCK, CAUSAL_BLOCK)
+        self.states = torch.empty(ROWS // CAUSAL_BLOCK + 1, m, d + 1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        """Attend, ``(batch, heads, n, d)``; causal lengths are padded to whole blocks of 32."""
+        n = query.shape[-2]
+        padding = -n % CAUSAL_BLOCK if is_causal else 0
+        if padding:
+            query, key, value = (functional.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
+        out = torch.empty_like(query)
+        one_head = self._causal if is_causal else self._full
+        for tensors in zip(*(x.flatten(0, 1) for x in (query, key, value, out)), strict=True):
+            one_head(*tensors)
+        return out[..., :n, :]
+
+    def _full(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        state = torch.zeros(self.states.shape[1:])
+        for k, v in zip(key.split(ROWS), value.split(ROWS), strict=True):
+            state.addmm_(self._features(k, self.keys).T, self._weighed(k, v))
+        for q, o in zip(query.split(ROWS), out.split(ROWS), strict=True):
+            sums = torch.mm(self._features(q, self.queries), state, out=self.v1[: len(q)])
+            torch.div(sums[:, :-1], sums[:, -1:], out=o)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        c = CAUSAL_BLOCK
+        states = self.states
+        states[0] = 0
+        blocks = (x.split(CAUSAL_ROWS) for x in (query, key, value, out))
+        for q, k, v, o in zip(*blocks, strict=True):
+            count = len(q) // c
+            phi_q, phi_k, v1 = (
+                x.unflatten(0, (count, c))
+                for x in (
+                    self._features(q, self.queries),
+                    self._features(k, self.keys),
+                    self._weighed(k, v),
+                )
+            )
+            squares = torch.bmm(phi_q, phi_k.mT, out=self.squares[:count])
+            sums = torch.bmm(squares.tril_(), v1)
+            torch.bmm(phi_k.mT, v1, out=states[1 : count + 1])
+            for i in range(count):
+                states[i + 1] += states[i]
+            sums.baddbmm_(phi_q, states[:count])
+            torch.div(sums[..., :-1], sums[..., -1:], out=o.unflatten(0, (count, c)))
+            states[0] = states[count]
+
+    def _features(self, x: Tensor, buffer: Tensor) -> Tensor:
+        exponents = torch.mm(x, self.projection, out=buffer[: len(x)])
+        low, high = torch.aminmax(exponents)
+        if not max(-float(low), float(high)) <= REACH:
+            message = f"exponents: want at most {REACH} in size, got {low} to {high}"
+            raise ValueError(message)
+        return exponents.exp_()
+
+    def _weighed(self, k: Tensor, v: Tensor) -> Tensor:
+        """Return ``[v w, w]`` with ``w = exp(-|k|^2 / 2)``."""
+        v1 = self.v1[: len(k)]
+        weight = v1[:, -1:]
+        torch.linalg.vecdot(k, k, out=weight[:, 0])
+        weight.mul_(-0.5 * self.scale).exp_()
+        torch.mul(v, weight, out=v1[:, :-1])
+        return v1
+
+
+def elu_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    """Whole-array elu + 1; causal by squares of 64 tokens and running sums of their states."""
+    q, k = functional.elu(query) + 1, functional.elu(key) + 1
+    v1 = functional.pad(value, (0, 1), value=1.0)
+    if not is_causal:
+        sums = q @ (k.mT @ v1)
+        return sums[..., :-1] / sums[..., -1:]
+    n = q.shape[-2]
+    q, k, v1 = (
+        functional.pad(x, (0, 0, 0, -n % ELU_CHUNK)).unflatten(-2, (-1, ELU_CHUNK))
+        for x in (q, k, v1)
+    )
+    states = k.mT @ v1
+    before = states.cumsum(dim=-3) - states
+    sums = ((q @ k.mT).tril() @ v1 + q @ before).flatten(-3, -2)[..., :n, :]
+    return sums[..., :-1] / sums[..., -1:]
+
+
+def _cache(inputs: Inputs) -> Prepared:
+    """One token over a cache that has room for it."""
+    n = inputs.length
+    query, key, value = (torch.from_numpy(x) for x in inputs.token)
+    keys, values = (
+        functional.pad(torch.from_numpy(x), (0, 0, 0, 1)) for x in (inputs.key, inputs.value)
+    )
+
+    def call() -> Tensor:
+        keys[..., n, :] = key
+        values[..., n, :] = value
+        attend = functional.scaled_dot_product_attention
+        return attend(query[..., None, :], keys, values)[..., 0, :]
+
+    def wanted() -> Floats:
+        q, all_keys, all_values = oracle.next_token(inputs)
+        weights = oracle.softmax_weights(q, all_keys)
+        return oracle.attention(weights, all_values, is_causal=False)[..., 0, :]
+
+    return Prepared(_without_gradients(call), wanted, _fetch)
+
+
+def _rate(kind: str, inputs: Inputs) -> Prepared:
+    if kind == "exp":
+        x = torch.from_numpy(
+            np.random.default_rng(0).standard_normal(EXPONENTIALS, dtype=np.float32)
+        )
+        y = torch.empty_like(x)
+        call = _without_gradients(lambda: torch.exp(x, out=y))
+        return Prepared(call, lambda: np.exp(x.numpy().astype(np.float64)), _fetch)
+    a, b = (torch.from_numpy(factor) for factor in factors(kind, inputs))
+    product = torch.empty(len(a), b.shape[1])
+    call = _without_gradients(lambda: torch.mm(a, b, out=product))
+    return Prepared(call, lambda: np.asarray((a.double() @ b.double()).numpy()), _fetch)

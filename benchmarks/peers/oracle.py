@@ -1,0 +1,82 @@
+"""Quadratic attention in float64: what each peer is held to before it is timed.
+
+Written from the formulas and not from linattn, which is one of the peers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.peers.problem import Floats, Inputs
+
+__all__ = [
+    "attention",
+    "elu_plus_one",
+    "exponentials",
+    "hyperbolic",
+    "next_token",
+    "softmax_weights",
+    "stabilised",
+]
+
+
+def attention(
+    weights: Floats, value: Floats, *, is_causal: bool, epsilon: float | Floats = 0.0
+) -> Floats:
+    """``out_i = sum_j w_ij v_j / (sum_j w_ij + epsilon_i)`` over all j, or over j <= i.
+
+    A scalar epsilon or one a row, ``(..., L, 1)``, is what some peers add to their denominators.
+    """
+    if is_causal:
+        weights = np.tril(weights)
+    return np.asarray(weights @ value / (weights.sum(axis=-1, keepdims=True) + epsilon))
+
+
+def softmax_weights(query: Floats, key: Floats) -> Floats:
+    """``w_ij = exp(q_i . k_j / sqrt(d))``."""
+    q, k = query.astype(np.float64), key.astype(np.float64)
+    return np.asarray(np.exp(q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])))
+
+
+def exponentials(x: Floats, rows: Floats) -> Floats:
+    """FAVOR+: ``phi_r(x) = exp(w_r . y - |y|^2 / 2) / sqrt(m)`` with ``y = x / d^(1/4)``."""
+    y = x.astype(np.float64) * x.shape[-1] ** -0.25
+    half = np.sum(y * y, axis=-1, keepdims=True) / 2
+    return np.asarray(np.exp(y @ rows.T.astype(np.float64) - half) / np.sqrt(len(rows)))
+
+
+def hyperbolic(x: Floats, rows: Floats) -> Floats:
+    """FAVOR+ with every row and its opposite."""
+    return exponentials(x, np.concatenate([rows, -rows]))
+
+
+def stabilised(x: Floats, rows: Floats, epsilon: float, *, is_query: bool) -> Floats:
+    """FAVOR+ as Google's JAX code and performer-pytorch have it.
+
+    ``phi_r(x) = (exp(w_r . y - |y|^2 / 2 - c) + epsilon) / sqrt(m)`` where c is the largest
+    ``w_r . y`` of the query, for keys the largest of all keys of the head.
+    """
+    y = x.astype(np.float64) * x.shape[-1] ** -0.25
+    exponent = y @ rows.T.astype(np.float64)
+    shift = exponent.max(axis=-1 if is_query else (-2, -1), keepdims=True)
+    half = np.sum(y * y, axis=-1, keepdims=True) / 2
+    return np.asarray((np.exp(exponent - half - shift) + epsilon) / np.sqrt(len(rows)))
+
+
+def elu_plus_one(x: Floats) -> Floats:
+    """``x + 1`` above 0, ``exp(x)`` below."""
+    y = x.astype(np.float64)
+    return np.where(y > 0, y + 1, np.exp(np.minimum(y, 0)))
+
+
+def next_token(inputs: Inputs) -> tuple[Floats, Floats, Floats]:
+    """Return query, key and value for one more token after the context.
+
+    The query is ``(..., 1, d)``; key and value hold the context and the token.
+    """
+    query, key, value = (x[..., None, :] for x in inputs.token)
+    return (
+        query,
+        np.concatenate([inputs.key, key], axis=-2),
+        np.concatenate([inputs.value, value], axis=-2),
+    )

@@ -1,0 +1,226 @@
+"""What a run found, as it is kept in JSON, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.peers.limits import limit_seconds, product_shapes
+from benchmarks.peers.problem import Sizes
+from benchmarks.peers.registry import PEERS
+
+__all__ = ["QUIET", "Cell", "Check", "Crossover", "LeftOut", "Memory", "Record", "Timing"]
+
+QUIET = 0.95
+"""A turn on one thread that got less of its core than this was disturbed."""
+
+
+class Cell(NamedTuple):
+    """One thing to time."""
+
+    peer: str
+    kind: str
+    length: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far a peer was from the oracle, relative to the largest number wanted."""
+
+    peer: str
+    kind: str
+    threads: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a call: the median of each round.
+
+    ``shares`` is how much processor time the child got in each round, of what its threads could
+    have had. On one thread anything below 1 went to other work of the machine.
+    """
+
+    peer: str
+    kind: str
+    length: int
+    threads: int
+    rounds: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def cell(self) -> Cell:
+        """What was timed."""
+        return Cell(self.peer, self.kind, self.length, self.threads)
+
+    @property
+    def seconds(self) -> float:
+        """The median over rounds."""
+        return statistics.median(self.rounds)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a call takes at most beyond inputs and output.
+
+    ``resident`` is the growth of the process, ``traced`` what tracemalloc saw, for peers in NumPy.
+    """
+
+    peer: str
+    kind: str
+    length: int
+    threads: int
+    resident: int
+    traced: int | None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What was not measured, and why; no length where a peer could not start."""
+
+    peer: str
+    kind: str
+    length: int | None
+    threads: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The length from which one peer is faster than another.
+
+    ``length`` is None where the curves do not meet within ``lowest`` and ``highest``; then
+    ``is_ahead`` says which side the whole range lies on.
+    """
+
+    length: float | None
+    is_ahead: bool
+    lowest: int
+    highest: int
+
+
+@dataclass
+class Record:
+    """A whole run."""
+
+    machine: dict[str, Any]
+    sizes: Sizes
+    settings: dict[str, Any]
+    checks: list[Check] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write JSON."""
+        content = asdict(self) | {"sizes": self.sizes._asdict()}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Read what :meth:`write` wrote."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            machine=content["machine"],
+            sizes=Sizes(**content["sizes"]),
+            settings=content["settings"],
+            checks=[Check(**item) for item in content["checks"]],
+            timings=[Timing(**_with_tuples(item)) for item in content["timings"]],
+            memory=[Memory(**item) for item in content["memory"]],
+            left_out=[LeftOut(**item) for item in content["left_out"]],
+        )
+
+    def timing(self, peer: str, kind: str, length: int, threads: int) -> Timing | None:
+        """Return what was timed there, if it was."""
+        wanted = Cell(peer, kind, length, threads)
+        return next((timing for timing in self.timings if timing.cell == wanted), None)
+
+    def lengths(self, kind: str) -> list[int]:
+        """Return the lengths at which a kind was timed."""
+        return sorted({timing.length for timing in self.timings if timing.kind == kind})
+
+    def threads(self) -> list[int]:
+        """Return the numbers of threads."""
+        return sorted({timing.threads for timing in self.timings})
+
+    def curve(self, peer: str, kind: str, threads: int) -> dict[int, float]:
+        """Return seconds by length."""
+        found = (self.timing(peer, kind, length, threads) for length in self.lengths(kind))
+        return {timing.length: timing.seconds for timing in found if timing is not None}
+
+    def ratio(self, cell: Cell, other: Cell) -> float | None:
+        """Return how many times the other's time a cell took: median of the rounds' ratios."""
+        ours, theirs = self.timing(*cell), self.timing(*other)
+        if ours is None or theirs is None:
+            return None
+        pairs = zip(ours.rounds, theirs.rounds, strict=True)
+        return statistics.median([a / b for a, b in pairs])
+
+    def rate(self, peer: str, kind: str, length: int) -> float | None:
+        """Flops a second of a product, or exponentials, on one thread in one length's rotation."""
+        timing = self.timing(peer, kind, length, 1)
+        if timing is None:
+            return None
+        if kind == "exp":
+            return float(self.settings["exponentials"]) / timing.seconds
+        return 2 * math.prod(product_shapes(self.sizes)[kind]) / timing.seconds
+
+    def limit_fraction(self, peer: str, kind: str, length: int) -> float | None:
+        """Return how much of the limit on one thread a peer of linattn reached."""
+        feature_map = PEERS[peer].feature_map
+        timing = self.timing(peer, kind, length, 1)
+        products = [self.rate("numpy-rates", shape, length) for shape in product_shapes(self.sizes)]
+        known = [rate for rate in products if rate is not None]
+        exp = self.rate("numpy-rates", "exp", length)
+        if feature_map is None or timing is None or not known or exp is None:
+            return None
+        limit = limit_seconds(
+            feature_map, self.sizes, length, is_causal=kind == "causal", sgemm=max(known), exp=exp
+        )
+        return limit / timing.seconds
+
+    def growth(self, peer: str, kind: str, threads: int) -> tuple[float, int, int] | None:
+        """Return the exponent of the length in the time, and the lengths it is taken between.
+
+        From 4,096 tokens on, where the fixed cost of a call is small.
+        """
+        curve = self.curve(peer, kind, threads)
+        long = [length for length in curve if length >= 4096]
+        if len(long) < 2:
+            return None
+        low, high = long[0], long[-1]
+        return math.log(curve[high] / curve[low]) / math.log(high / low), low, high
+
+    def crossover(self, peer: str, other: str, kind: str, threads: int) -> Crossover | None:
+        """Return from where on a peer is faster than another, between lengths by their powers."""
+        ratios = dict(self._log_ratios(peer, other, kind, threads))
+        if not ratios:
+            return None
+        lengths = list(ratios)
+        behind = [place for place, length in enumerate(lengths) if ratios[length] > 0]
+        if not behind or behind[-1] == len(lengths) - 1:
+            return Crossover(None, not behind, lengths[0], lengths[-1])
+        low, high = lengths[behind[-1]], lengths[behind[-1] + 1]
+        share = ratios[low] / (ratios[low] - ratios[high])
+        at = math.exp(math.log(low) + share * math.log(high / low))
+        return Crossover(at, True, lengths[0], lengths[-1])
+
+    def _log_ratios(
+        self, peer: str, other: str, kind: str, threads: int
+    ) -> Iterator[tuple[int, float]]:
+        for length in self.lengths(kind):
+            ratio = self.ratio(
+                Cell(peer, kind, length, threads), Cell(other, kind, length, threads)
+            )
+            if ratio is not None:
+                yield length, math.log(ratio)
+
+
+def _with_tuples(item: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in item.items()}

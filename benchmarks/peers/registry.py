@@ -1,0 +1,95 @@
+"""Every peer by name: where its code is, what it can do, what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benchmarks.peers.problem import Sizes
+
+__all__ = ["ATTENTION", "DECODE", "PEERS", "RATES", "Peer"]
+
+ATTENTION = ("full", "causal")
+DECODE = ("decode",)
+RATES = ("project", "sum", "read", "exp")
+
+
+class Peer(NamedTuple):
+    """A peer.
+
+    Attributes
+    ----------
+    label : str
+        As tables show it.
+    module : str
+        The module of this package with ``prepare(name, kind, inputs)``.
+    kinds : tuple of str
+        What it can do.
+    beside : str
+        The peer of linattn that its time is divided by.
+    feature_map : str, optional
+        What :mod:`benchmarks.peers.limits` calls the map, for the peers that a limit is known of.
+    is_quadratic : bool
+        Whether its time grows with the square of the length.
+    numbers_a_token : callable
+        Numbers of workspace for each token and head: an estimate that decides what may run in the
+        memory given, not a figure that is shown.
+    """
+
+    label: str
+    module: str
+    kinds: tuple[str, ...]
+    beside: str
+    feature_map: str | None = None
+    is_quadratic: bool = False
+    numbers_a_token: Callable[[Sizes], float] = lambda sizes: 0.0
+
+
+def _features(sizes: Sizes) -> float:
+    """Features of queries and keys with their temporaries, all tokens at once."""
+    return 8.0 * sizes.features
+
+
+def _features_and_states(sizes: Sizes) -> float:
+    # performer-pytorch cuts any sequence into 128 parts and keeps a state for each token of one.
+    return _features(sizes) + 4.0 * sizes.features * sizes.dim / 128
+
+
+PEERS = {
+    "linattn-favor": Peer("linattn FAVOR+", "ours", ATTENTION, "linattn-favor", "favor"),
+    "linattn-hyperbolic": Peer(
+        "linattn hyperbolic", "ours", ATTENTION, "linattn-favor", "hyperbolic"
+    ),
+    "torch-exact": Peer(
+        "torch SDPA, exact", "in_torch", ATTENTION, "linattn-favor", is_quadratic=True
+    ),
+    "performer": Peer(
+        "performer-pytorch",
+        "performer",
+        ATTENTION,
+        "linattn-favor",
+        numbers_a_token=_features_and_states,
+    ),
+    "jax-favor": Peer(
+        "Google's formula, JAX jit",
+        "in_jax",
+        ATTENTION,
+        "linattn-favor",
+        numbers_a_token=_features,
+    ),
+    "torch-favor": Peer("same recipe, torch ops", "in_torch", ATTENTION, "linattn-favor"),
+    "linattn-elu": Peer("linattn elu+1", "ours", ATTENTION, "linattn-elu", "elu"),
+    "torch-elu": Peer(
+        "elu+1, torch ops",
+        "in_torch",
+        ATTENTION,
+        "linattn-elu",
+        numbers_a_token=lambda sizes: 16.0 * sizes.dim,
+    ),
+    "linattn-decoder": Peer("linattn Decoder.step", "ours", DECODE, "linattn-decoder"),
+    "linattn-decode-step": Peer("linattn decode_step", "ours", DECODE, "linattn-decoder"),
+    "numpy-cache": Peer("softmax, KV cache, NumPy", "in_numpy", DECODE, "linattn-decoder"),
+    "torch-cache": Peer("softmax, KV cache, torch", "in_torch", DECODE, "linattn-decoder"),
+    "numpy-rates": Peer("NumPy products and exp", "in_numpy", RATES, "numpy-rates"),
+    "torch-rates": Peer("torch products and exp", "in_torch", RATES, "numpy-rates"),
+}

@@ -1,0 +1,213 @@
+"""The order in which children are told to compute, and what may run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+from benchmarks.peers.problem import Sizes
+from benchmarks.peers.processes import Child, PeerError
+from benchmarks.peers.record import QUIET, Cell, Check, LeftOut, Memory, Record, Timing
+from benchmarks.peers.registry import DECODE, PEERS, RATES
+
+__all__ = ["TOLERANCE", "Budget", "Runner", "order"]
+
+TOLERANCE = 1e-4
+"""Relative error in float32 above which a peer is not timed."""
+
+RETRIES = 3
+"""Turns on one thread that other work of the machine disturbed are taken again so often."""
+
+LONGEST_RETRIED = 1.0
+"""Seconds of a call above which a turn is taken as it comes: a long one is never undisturbed."""
+
+Say = Callable[[str], None]
+
+
+class Budget(NamedTuple):
+    """What a run may take.
+
+    ``bytes`` is for the inputs of all children of a length and the workspace of one; a call that
+    would take longer than ``call_seconds`` by what a shorter one took is left out; a turn of a
+    child in a round is about ``turn_seconds`` long.
+    """
+
+    bytes: float
+    call_seconds: float
+    turn_seconds: float
+    rounds: int
+
+
+def order(count: int, turn: int) -> list[int]:
+    """Return who goes when in a round: each one begins in turn, and every other round goes back."""
+    places = [(turn + i) % count for i in range(count)]
+    return places[::-1] if turn % 2 else places
+
+
+class Runner:
+    """Checks, times and measures peers in their children, and keeps what it finds in a record."""
+
+    def __init__(
+        self,
+        record: Record,
+        names: Sequence[str],
+        threads: Sequence[int],
+        cores: Sequence[int],
+        budget: Budget,
+        say: Say,
+    ) -> None:
+        self.record = record
+        self._budget = budget
+        self._cores = cores
+        self._say = say
+        # Rates are those of one thread, which the limit is about.
+        self._children = {
+            (name, t): Child(name, t, cores)
+            for t in threads
+            for name in names
+            if t == 1 or not _is_rate(name)
+        }
+        self._fewest = min(threads)
+        self._able: dict[tuple[str, int], list[str]] = {}
+
+    def close(self) -> None:
+        """End all children."""
+        for child in self._children.values():
+            child.close()
+
+    def check(self) -> None:
+        """Compare every peer with its oracle; one that fails is left out, and the run goes on."""
+        for (name, threads), child in self._children.items():
+            able = self._able.setdefault((name, threads), [])
+            for kind in PEERS[name].kinds:
+                try:
+                    error = child.ask("check", kind)
+                    if not error <= TOLERANCE:
+                        message = f"error {error:.1e} on the small input, wanted {TOLERANCE:.0e}"
+                        raise PeerError(message)
+                except PeerError as failure:
+                    self._leave_out(name, kind, None, threads, str(failure))
+                else:
+                    able.append(kind)
+                    self.record.checks.append(Check(name, kind, threads, error))
+
+    def libraries(self, name: str, threads: int) -> object:
+        """Return what threadpoolctl sees in a child; nothing where it did not start."""
+        try:
+            return self._children[name, threads].ask("about")
+        except (PeerError, KeyError):
+            return []
+
+    def time(self, sizes: Sizes, length: int, *, decode: bool) -> None:
+        """Time every able peer at one length, round by round, and forget the inputs.
+
+        Decoding a token is not work for several threads: it is timed on the fewest.
+        """
+        cells = [
+            Cell(name, kind, length, threads)
+            for (name, threads), kinds in self._able.items()
+            for kind in kinds
+            if (kind in DECODE) == decode and not (decode and threads > self._fewest)
+        ]
+        ready = [cell for cell in cells if self._prepare(sizes, cell)]
+        rounds: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in ready}
+        for turn in range(self._budget.rounds):
+            for place in order(len(ready), turn):
+                cell = ready[place]
+                if cell not in rounds:
+                    continue
+                try:
+                    rounds[cell].append(self._turn(cell))
+                except PeerError as failure:
+                    self._leave_out(*cell, str(failure))
+                    del rounds[cell]
+        for cell, taken in rounds.items():
+            seconds_of, shares = zip(*taken, strict=True)
+            self.record.timings.append(Timing(*cell, seconds_of, shares))
+        for key in {(cell.peer, cell.threads) for cell in rounds}:
+            self._children[key].ask("release")
+        self._say(f"timed {len(rounds)} calls at {length:,} tokens")
+
+    def _turn(self, cell: Cell) -> tuple[float, float]:
+        """Return seconds and share of the core of a turn, the least disturbed of a few."""
+        best = (0.0, -1.0)
+        for _ in range(1 + RETRIES):
+            seconds, share = self._child(cell).ask("time", cell.kind, self._budget.turn_seconds)
+            best = max(best, (seconds, share / cell.threads), key=lambda taken: taken[1])
+            if share >= QUIET or cell.threads > 1 or seconds > LONGEST_RETRIED:
+                break
+        return best
+
+    def measure_memory(self, sizes: Sizes, length: int, threads: int) -> None:
+        """Measure workspace, each figure in a fresh process that is not timed."""
+        for (name, count), kinds in self._able.items():
+            for kind in kinds:
+                cell = Cell(name, kind, length, threads)
+                if count != threads or kind in DECODE or _is_rate(name):
+                    continue
+                reason = self._too_large(sizes, cell, 1) or self._too_slow(cell)
+                if reason:
+                    self._leave_out(*cell, f"memory not measured: {reason}")
+                    continue
+                try:
+                    resident = self._growth(cell, sizes, "resident")
+                    ours = name.startswith("linattn")
+                    traced = self._growth(cell, sizes, "traced") if ours else None
+                except PeerError as failure:
+                    self._leave_out(*cell, str(failure))
+                else:
+                    self.record.memory.append(Memory(*cell, resident, traced))
+        self._say(f"measured memory at {length:,} tokens")
+
+    def _growth(self, cell: Cell, sizes: Sizes, method: str) -> int:
+        with closing(Child(cell.peer, cell.threads, self._cores)) as child:
+            return int(child.ask("memory", cell.kind, sizes, cell.length, method))
+
+    def _prepare(self, sizes: Sizes, cell: Cell) -> bool:
+        reason = self._too_large(sizes, cell, len(self._children)) or self._too_slow(cell)
+        if not reason:
+            try:
+                self._child(cell).ask("prepare", cell.kind, sizes, cell.length)
+            except PeerError as failure:
+                reason = str(failure)
+        if reason:
+            self._leave_out(*cell, reason)
+        return not reason
+
+    def _child(self, cell: Cell) -> Child:
+        return self._children[cell.peer, cell.threads]
+
+    def _too_large(self, sizes: Sizes, cell: Cell, children: int) -> str:
+        tokens = sizes.batch * sizes.heads * cell.length
+        inputs = 4.0 * tokens * 4 * sizes.dim * children
+        needed = inputs + 4.0 * tokens * PEERS[cell.peer].numbers_a_token(sizes)
+        if needed <= self._budget.bytes or _is_rate(cell.peer):
+            return ""
+        return f"would need {needed / 2**30:.1f} of {self._budget.bytes / 2**30:.1f} GiB"
+
+    def _too_slow(self, cell: Cell) -> str:
+        shorter = {
+            length: seconds
+            for length, seconds in self.record.curve(cell.peer, cell.kind, cell.threads).items()
+            if length <= cell.length
+        }
+        if not shorter or _is_rate(cell.peer):
+            return ""
+        length, seconds = max(shorter.items())
+        power = 2 if PEERS[cell.peer].is_quadratic else 1
+        expected = seconds * (cell.length / length) ** power
+        if expected <= self._budget.call_seconds:
+            return ""
+        return f"a call would take about {expected:.0f} of {self._budget.call_seconds:.0f} s"
+
+    def _leave_out(
+        self, peer: str, kind: str, length: int | None, threads: int, reason: str
+    ) -> None:
+        self.record.left_out.append(LeftOut(peer, kind, length, threads, reason))
+        where = "" if length is None else f" at {length:,} tokens"
+        self._say(f"left out: {PEERS[peer].label}, {kind}{where}: {reason}")
+
+
+def _is_rate(name: str) -> bool:
+    return PEERS[name].kinds == RATES

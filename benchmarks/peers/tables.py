@@ -1,0 +1,261 @@
+"""A record as tables: rows of cells, printed at 80 columns or as Markdown."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from benchmarks.peers.limits import product_shapes
+from benchmarks.peers.record import QUIET, Cell, Crossover, Record
+from benchmarks.peers.registry import ATTENTION, PEERS, RATES
+
+__all__ = ["Table", "as_markdown", "as_text", "duration", "size", "tables"]
+
+EXACT = "torch-exact"
+COLUMNS = 80
+CROSSING = ("linattn-favor", "linattn-hyperbolic", "linattn-elu")
+
+
+class Table(NamedTuple):
+    """A title and rows of cells, the first row the head; sentences to stand below."""
+
+    title: str
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def tables(record: Record) -> Iterator[Table]:
+    """Yield every table that the record has numbers for."""
+    candidates = [
+        *(_attention(record, length, t) for t in record.threads() for length in _lengths(record)),
+        *(_decode(record, t) for t in record.threads()),
+        _threads(record),
+        _lengths_table(record),
+        _memory(record),
+        _rates(record),
+        _left_out(record),
+    ]
+    yield from (table for table in candidates if len(table.rows) > 1)
+
+
+def as_text(table: Table) -> str:
+    """Lay a table out for a terminal of 80 columns."""
+    widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
+    lines = [table.title, ""]
+    for row in table.rows:
+        first, *others = (
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        line = "  ".join([first, *others]).rstrip()
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent="    ") if line else [""]
+    for note in table.notes:
+        lines += textwrap.wrap(f"({note})", COLUMNS)
+    return "\n".join([*lines, ""])
+
+
+def as_markdown(table: Table) -> str:
+    """Lay a table out for a page."""
+    head, *rows = table.rows
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    lines = [f"### {table.title}", ""]
+    lines += [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
+    for note in table.notes:
+        lines += ["", f"{note[0].upper()}{note[1:]}."]
+    return "\n".join([*lines, ""])
+
+
+def duration(seconds: float) -> str:
+    """Show seconds with three digits and the unit that fits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{_three(seconds * factor)} {unit}"
+    return f"{_three(seconds * 1e6)} µs"
+
+
+def size(number: float) -> str:
+    """Show bytes with three digits and the unit that fits."""
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if number >= 2**power:
+            return f"{_three(number / 2**power)} {unit}"
+    return f"{number / 2**10:.0f} KiB"
+
+
+def _three(number: float) -> str:
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else _three(ratio)
+
+
+def _lengths(record: Record) -> list[int]:
+    return sorted({length for kind in ATTENTION for length in record.lengths(kind)})
+
+
+def _count(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
+def _attention(record: Record, length: int, threads: int) -> Table:
+    """Tabulate the times of one length, ratios to linattn and shares of the limit."""
+    rows = [["", "full", "ratio", "limit", "causal", "ratio", "limit"]]
+    for name, peer in PEERS.items():
+        cells: list[str] = []
+        for kind in ATTENTION:
+            timing = record.timing(name, kind, length, threads)
+            if timing is None:
+                cells += ["", "", ""]
+                continue
+            share = record.limit_fraction(name, kind, length) if threads == 1 else None
+            ratio = record.ratio(timing.cell, timing.cell._replace(peer=peer.beside))
+            percent = "" if share is None else f"{100 * share:.0f} %"
+            cells += [duration(timing.seconds), _times(ratio), percent]
+        if any(cells):
+            rows.append([peer.label, *cells])
+    notes = []
+    if len(rows) > 1:
+        notes = ["ratio: time over that of linattn FAVOR+, for elu+1 over that of linattn elu+1"]
+        if any(row[3] or row[6] for row in rows[1:]):
+            notes.append("limit: how much of the machine's limit is reached")
+        if threads == 1:
+            notes += _disturbed(record, length)
+    return Table(f"{length:,} tokens, {_count(threads)}", rows, notes)
+
+
+def _disturbed(record: Record, length: int) -> list[str]:
+    """Say so where other work of the machine took part of a core."""
+    shares = [
+        min(timing.shares)
+        for timing in record.timings
+        if timing.length == length and timing.threads == 1 and timing.kind in ATTENTION
+    ]
+    low = [share for share in shares if share < QUIET]
+    if not low:
+        return []
+    return [
+        f"the machine was busy: {len(low)} of {len(shares)} calls on one thread were disturbed, "
+        f"the worst had {100 * min(low):.0f} % of its core in one round"
+    ]
+
+
+def _decode(record: Record, threads: int) -> Table:
+    contexts = record.lengths("decode")
+    rows = [["", *(head for n in contexts for head in (f"after {n:,}", "ratio"))]]
+    for name, peer in PEERS.items():
+        cells: list[str] = []
+        for n in contexts:
+            timing = record.timing(name, "decode", n, threads)
+            if timing is None:
+                cells += ["", ""]
+            else:
+                ratio = record.ratio(timing.cell, timing.cell._replace(peer=peer.beside))
+                cells += [duration(timing.seconds), _times(ratio)]
+        if any(cells):
+            rows.append([peer.label, *cells])
+    return Table(f"One token of all heads, by context, {_count(threads)}", rows, [])
+
+
+def _threads(record: Record) -> Table:
+    """How many times faster linattn is on more threads, both in one rotation."""
+    counts = [t for t in record.threads() if t > 1]
+    columns = [(kind, t) for kind in ATTENTION for t in counts]
+    rows = [["", "tokens", *(f"{kind}, {t}" for kind, t in columns)]]
+    for name, peer in PEERS.items():
+        if peer.feature_map is None:
+            continue
+        for length in _lengths(record):
+            gains = [
+                record.ratio(Cell(name, kind, length, 1), Cell(name, kind, length, t))
+                for kind, t in columns
+            ]
+            if any(gains):
+                rows.append([peer.label, f"{length:,}", *map(_times, gains)])
+    return Table("Time on one thread over time on more, back to back", rows, [])
+
+
+def _lengths_table(record: Record) -> Table:
+    """How time grows, and from which length linattn is ahead of exact attention."""
+    rows = [["", "threads", "full", "causal"]]
+    for threads in record.threads():
+        for name, peer in PEERS.items():
+            grown = [record.growth(name, kind, threads) for kind in ATTENTION]
+            if any(grown):
+                shown = ("" if g is None else f"{g[0]:.2f} ({_k(g[1])}-{_k(g[2])})" for g in grown)
+                rows.append([f"growth, {peer.label}", str(threads), *shown])
+        for name in CROSSING:
+            found = [record.crossover(name, EXACT, kind, threads) for kind in ATTENTION]
+            if any(found):
+                label = f"crossover, {PEERS[name].label}"
+                rows.append([label, str(threads), *map(_crossing, found)])
+    notes = [
+        "growth: p where time grows as N^p, between the lengths in brackets",
+        f"crossover: tokens from which it is faster than {PEERS[EXACT].label}",
+    ]
+    return Table("Growth and crossover", rows, notes)
+
+
+def _k(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
+
+
+def _crossing(found: Crossover | None) -> str:
+    if found is None:
+        return ""
+    if found.length is not None:
+        return f"{float(f'{found.length:.2g}'):,.0f}"
+    return f"≤ {found.lowest:,}" if found.is_ahead else f"> {found.highest:,}"
+
+
+def _memory(record: Record) -> Table:
+    lengths = sorted({item.length for item in record.memory})
+    rows = [["", "tokens", "full", "traced", "causal", "traced"]]
+    found = {(item.peer, item.kind, item.length): item for item in record.memory}
+    for name, peer in PEERS.items():
+        for length in lengths:
+            items = [found.get((name, kind, length)) for kind in ATTENTION]
+            if any(items):
+                cells: list[str] = []
+                for item in items:
+                    cells.append("" if item is None else size(item.resident))
+                    traced = None if item is None else item.traced
+                    cells.append("" if traced is None else size(traced))
+                rows.append([peer.label, f"{length:,}", *cells])
+    notes = ["growth of the process in one call beyond inputs and output; traced: by tracemalloc"]
+    return Table("Workspace", rows, notes)
+
+
+def _rates(record: Record) -> Table:
+    shapes = product_shapes(record.sizes)
+    labels = [f"{a}x{b} by {b}x{c}" for a, b, c in shapes.values()]
+    rows = [["", "tokens", *labels, "exp"]]
+    for name in ("numpy-rates", "torch-rates"):
+        for length in record.lengths("exp"):
+            rates = [record.rate(name, kind, length) for kind in RATES]
+            if any(rates):
+                shown = ["" if rate is None else f"{rate / 1e9:.3g}" for rate in rates]
+                rows.append([PEERS[name].label.partition(" ")[0], f"{length:,}", *shown])
+    notes = ["GFLOP/s of float32 products, 10^9 exponentials a second, in each length's rotation"]
+    return Table("What the machine does on one core", rows, notes)
+
+
+def _left_out(record: Record) -> Table:
+    rows = [["left out", "threads", "tokens", "why"]]
+    rows += [
+        [
+            f"{PEERS[item.peer].label}, {item.kind}",
+            str(item.threads),
+            "" if item.length is None else f"{item.length:,}",
+            item.reason,
+        ]
+        for item in record.left_out
+    ]
+    return Table("Not measured", rows, [])
+
+
+def joined(found: Iterable[Table]) -> str:
+    """Join tables for a terminal."""
+    return "\n".join(map(as_text, found))

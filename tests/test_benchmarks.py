@@ -1,0 +1,351 @@
+"""The comparison with other libraries: is it right, is it fair, does it run to its end."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.peers import oracle, page, rotation
+from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
+from benchmarks.peers.problem import Sizes
+from benchmarks.peers.processes import PeerError, child_environment
+from benchmarks.peers.record import Cell, Crossover, LeftOut, Memory, Record, Timing
+from benchmarks.peers.registry import PEERS
+from benchmarks.peers.rotation import TOLERANCE, Budget, Runner, order
+from benchmarks.peers.tables import as_markdown, as_text, tables
+from benchmarks.peers.worker import Worker
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = {"in_torch": "torch", "in_jax": "jax", "performer": "performer_pytorch"}
+EACH = [
+    pytest.param(name, kind, marks=[pytest.mark.frameworks] if peer.module in LIBRARIES else [])
+    for name, peer in PEERS.items()
+    for kind in peer.kinds
+]
+SMALL = ["--heads", "2", "--dim", "8", "--features", "16", "--rounds", "2", "--turn-seconds", "0"]
+
+
+def skip_without_library(name):
+    library = LIBRARIES.get(PEERS[name].module)
+    if library is not None and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{name}: {library} is not installed")
+
+
+@pytest.mark.parametrize(("name", "kind"), EACH)
+@pytest.mark.filterwarnings("ignore")  # of other people's code
+def test_peers_agree_with_their_formula(name, kind):
+    skip_without_library(name)
+    assert Worker(name, 1).check(kind) <= TOLERANCE / 10
+
+
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_check_sees_another_formula(kind, monkeypatch):
+    def padded(x, rows):
+        return oracle.stabilised(x, rows, 1e-2, is_query=True)
+
+    monkeypatch.setattr(oracle, "exponentials", padded)
+    assert Worker("linattn-favor", 1).check(kind) > TOLERANCE
+
+
+class Counted(np.ndarray):
+    """An array that counts flops of products and exponentials made of it."""
+
+    flops = 0
+    exponentials = 0
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        plain = [np.asarray(x) for x in inputs]
+        result = getattr(ufunc, method)(*plain, **options)
+        if ufunc is np.matmul:
+            Counted.flops += 2 * result.size * plain[0].shape[-1]
+        if ufunc is np.exp:
+            Counted.exponentials += result.size
+        return np.asarray(result).view(Counted)
+
+
+def blockwise(feature_map, x, is_causal, sizes):
+    """Go through linear attention as the docstring of limits.py counts it."""
+    d, m = sizes.dim, sizes.features
+    rows = {"favor": m, "hyperbolic": m // 2, "elu": 0}[feature_map]
+
+    def features(y):
+        u = np.matmul(y, np.ones((d, rows)).view(Counted)) if rows else y
+        weights = np.exp(u)
+        if feature_map == "hyperbolic":
+            weights = np.concatenate([weights, 1 / weights], axis=-1)
+        return weights.view(Counted)
+
+    state = np.zeros((m if rows else d, d + 1)).view(Counted)
+    v1 = np.ones((CAUSAL_BLOCK, d + 1)).view(Counted)
+    for block in np.split(x, len(x) // CAUSAL_BLOCK):
+        phi_q, phi_k = features(block), features(block)
+        np.matmul(phi_q, state)
+        if is_causal:
+            np.matmul(np.matmul(phi_q, phi_k.T), v1)
+        state = state + np.matmul(phi_k.T, v1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("feature_map", ["favor", "hyperbolic", "elu"])
+def test_work_is_what_an_instrumented_run_counts(feature_map, is_causal):
+    sizes, length = Sizes(1, 1, 6, 10), 3 * CAUSAL_BLOCK
+    Counted.flops = Counted.exponentials = 0
+    blockwise(feature_map, np.zeros((length, sizes.dim)).view(Counted), is_causal, sizes)
+    token = work(feature_map, sizes, is_causal=is_causal)
+    assert (Counted.flops, Counted.exponentials) == (
+        length * token.flops,
+        length * token.exponentials,
+    )
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_work_is_what_torch_counts_in_the_same_recipe(is_causal):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from benchmarks.peers.in_torch import Recipe
+
+    sizes, length = Sizes(1, 2, 6, 10), 3 * CAUSAL_BLOCK
+    x = torch.zeros(1, 2, length, sizes.dim)
+    recipe = Recipe(sizes, np.zeros((sizes.features, sizes.dim)))
+
+    def added(into, a, b, **options):
+        return 2 * math.prod(a) * b[-1]
+
+    # torch itself does not count products that are added in place.
+    mapping = {torch.ops.aten.addmm_: added, torch.ops.aten.baddbmm_: added}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        recipe.attend(x, x, x, is_causal=is_causal)
+    wanted = sizes.heads * length * work("favor", sizes, is_causal=is_causal).flops
+    assert counter.get_total_flops() == wanted
+
+
+def test_work_of_the_default_sizes_is_the_documented_one():
+    assert work("favor", Sizes(), is_causal=False) == (132_096, 512)
+    assert work("favor", Sizes(), is_causal=True) == (152_640, 512)
+    assert work("elu", Sizes(), is_causal=False) == (16_640, 128)
+    seconds = limit_seconds("favor", Sizes(), 10, is_causal=False, sgemm=1e9, exp=1e6)
+    assert seconds == pytest.approx(80 * (132_096e-9 + 512e-6))
+
+
+def test_every_peer_begins_a_round_in_turn():
+    firsts = []
+    for turn in range(6):
+        places = order(6, turn)
+        assert sorted(places) == list(range(6))
+        firsts.append(places[0] if turn % 2 == 0 else places[-1])
+    assert sorted(firsts) == list(range(6))
+    assert [order(3, turn) for turn in range(2)] == [[0, 1, 2], [0, 2, 1]]
+
+
+def record_of(curves, memory=()):
+    """Make a record from ``{(peer, kind, threads): {length: rounds}}``."""
+    record = Record({"versions": {}, "cpu": "a CPU"}, Sizes(), {"exponentials": 1000, "rounds": 3})
+    for (peer, kind, threads), curve in curves.items():
+        for length, rounds in curve.items():
+            record.timings.append(Timing(peer, kind, length, threads, rounds, (1.0,) * len(rounds)))
+    record.memory.extend(memory)
+    return record
+
+
+def test_ratio_is_the_median_of_ratios_within_rounds():
+    record = record_of(
+        {
+            ("linattn-favor", "full", 1): {64: (1.0, 2.0, 4.0)},
+            ("torch-exact", "full", 1): {64: (3.0, 4.0, 4.0)},
+        }
+    )
+    ours = Cell("linattn-favor", "full", 64, 1)
+    assert record.ratio(ours._replace(peer="torch-exact"), ours) == 2.0
+    assert record.ratio(ours, ours._replace(length=128)) is None
+
+
+def test_crossover_and_growth_of_powers():
+    lengths = (512, 1024, 4096, 65536)
+    record = record_of(
+        {
+            ("linattn-favor", "full", 1): {n: (3000.0 * n,) for n in lengths},
+            ("torch-exact", "full", 1): {n: (1.0 * n * n,) for n in lengths},
+        }
+    )
+    found = record.crossover("linattn-favor", "torch-exact", "full", 1)
+    assert found is not None
+    assert found.length == pytest.approx(3000)
+    growth = record.growth("torch-exact", "full", 1)
+    assert growth is not None
+    assert growth == (pytest.approx(2.0), 4096, 65536)
+    assert record.growth("torch-exact", "causal", 1) is None
+
+
+def test_curves_that_do_not_meet_have_no_crossover():
+    lengths = (512, 1024)
+    record = record_of(
+        {
+            ("linattn-favor", "full", 1): {n: (2.0,) for n in lengths},
+            ("linattn-elu", "full", 1): {n: (1.0,) for n in lengths},
+            ("torch-exact", "full", 1): {n: (1.5,) for n in lengths},
+        }
+    )
+    slow, fast = (
+        record.crossover(name, "torch-exact", "full", 1)
+        for name in ("linattn-favor", "linattn-elu")
+    )
+    assert slow == Crossover(None, False, 512, 1024)
+    assert fast == Crossover(None, True, 512, 1024)
+    assert record.crossover("linattn-favor", "torch-exact", "causal", 1) is None
+
+
+def test_limit_fraction_takes_the_fastest_product():
+    seconds = {"project": 1.0, "sum": 0.1, "read": 1.0}
+    rates = {("numpy-rates", kind, 1): {64: (s,)} for kind, s in seconds.items()}
+    record = record_of(
+        {
+            **rates,
+            ("numpy-rates", "exp", 1): {64: (0.5,)},
+            ("linattn-favor", "full", 1): {64: (2.0,)},
+        }
+    )
+    sgemm = 2 * 256 * 512 * 65 / 0.1
+    wanted = limit_seconds("favor", Sizes(), 64, is_causal=False, sgemm=sgemm, exp=2000.0) / 2
+    assert record.limit_fraction("linattn-favor", "full", 64) == pytest.approx(wanted)
+    assert record.limit_fraction("torch-exact", "full", 64) is None
+
+
+class FakeChild:
+    """A child that answers from a script."""
+
+    def __init__(self, name, threads, cores):
+        self.name = name
+
+    def ask(self, command, *arguments):
+        if self.name == "linattn-elu" and command in ("check", "time"):
+            if command == "check" and arguments == ("full",):
+                return 0.5
+            if command == "time":
+                message = "it broke"
+                raise PeerError(message)
+        if command == "time":
+            return 20.0, 1.0
+        return 1e-7
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.setattr(rotation, "Child", FakeChild)
+    budget = Budget(bytes=1e9, call_seconds=100.0, turn_seconds=0.1, rounds=2)
+    names = ["linattn-favor", "linattn-elu", "torch-exact", "performer"]
+    return Runner(record_of({}), names, [1], [0], budget, lambda text: None)
+
+
+def test_what_is_wrong_or_breaks_is_left_out_and_the_rest_goes_on(runner):
+    runner.check()
+    runner.time(Sizes(), 512, decode=False)
+    record = runner.record
+    assert record.left_out == [
+        LeftOut("linattn-elu", "full", None, 1, "error 5.0e-01 on the small input, wanted 1e-04"),
+        LeftOut("linattn-elu", "causal", 512, 1, "it broke"),
+    ]
+    assert {timing.peer for timing in record.timings} == {
+        "linattn-favor",
+        "torch-exact",
+        "performer",
+    }
+    assert all(timing.rounds == (20.0, 20.0) for timing in record.timings)
+
+
+def test_what_would_take_too_long_or_too_much_is_left_out(runner):
+    runner.check()
+    runner.time(Sizes(), 512, decode=False)
+    runner.time(Sizes(), 2048, decode=False)
+    runner.time(Sizes(), 32768, decode=False)
+    reasons = {(item.peer, item.length): item.reason for item in runner.record.left_out}
+    assert reasons["torch-exact", 2048] == "a call would take about 320 of 100 s"
+    assert ("linattn-favor", 2048) not in reasons
+    assert reasons["performer", 32768] == "would need 3.5 of 0.9 GiB"
+
+
+def test_children_are_not_told_to_use_old_kernels(monkeypatch):
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
+        monkeypatch.setenv(name, "Prescott")
+    found = child_environment(2)
+    assert {"OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"}.isdisjoint(found)
+    assert found["OMP_NUM_THREADS"] == "2"
+
+
+def run(out, *arguments, **environment):
+    finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peers", *SMALL, *arguments, "--out", str(out)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_the_command_runs_to_its_end(tmp_path):
+    printed = run(
+        tmp_path,
+        *("--peers", "linattn-favor", "linattn-decoder", "numpy-cache", "numpy-rates"),
+        *("--lengths", "64", "96", "--contexts", "64", "--memory", "64"),
+    )
+    assert max(map(len, printed.partition("\n\n")[2].split("\nwrote")[0].splitlines())) <= 80
+    assert "64 tokens, 1 thread" in printed
+    assert "left out" not in printed
+    record = Record.read(tmp_path / "peers.json")
+    assert record.lengths("causal") == [64, 96]
+    assert record.limit_fraction("linattn-favor", "causal", 96) is not None
+    assert {item.kind for item in record.memory} == {"full", "causal"}
+    for table in tables(record):
+        assert as_text(table) in printed
+        assert as_markdown(table) in page.render(record)
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise ImportError('none here')", "ImportError: none here"),
+        ("import os; os._exit(3)", "ended with exit code 3: it printed nothing"),
+    ],
+)
+def test_a_peer_that_cannot_start_is_named(tmp_path, text, reason):
+    (tmp_path / "torch.py").write_text(text, encoding="utf-8")
+    printed = run(
+        tmp_path,
+        *("--peers", "torch-exact", "linattn-elu", "--lengths", "64", "--contexts", "--memory"),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    )
+    assert f"left out: torch SDPA, exact, full: {reason}" in printed
+    assert "linattn elu+1" in printed
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    record = record_of(
+        {("linattn-favor", "full", 1): {64: (1.0, 2.0)}},
+        [Memory("linattn-favor", "full", 64, 1, 10, None)],
+    )
+    record.left_out.append(LeftOut("performer", "full", None, 1, "not installed"))
+    record.write(tmp_path / "peers.json")
+    assert Record.read(tmp_path / "peers.json") == record
+
+
+def test_the_page_shows_the_record_that_is_kept():
+    shown = page.between_marks(page.PAGE.read_text(encoding="utf-8"))
+    kept = page.RESULTS.exists()
+    assert shown == (page.render(Record.read(page.RESULTS)) if kept else "")
