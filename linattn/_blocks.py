@@ -7,7 +7,7 @@ from typing import Any
 
 import array_api_compat
 
-from linattn import _generic
+from linattn import _dispatch, _generic
 from linattn._tasks import at
 from linattn.typing import Array, Index, Partial, Problem, Tokens
 
@@ -76,22 +76,38 @@ class Rows:
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
         self._dtype = dtype
+        self._divide = _dispatch.block_function("divide", problem.xp, divide)
 
     def put(self, task: Index, rows: slice, block: Array) -> None:
         block = self._xp.astype(block, self._dtype, copy=False)
         if self._array is None:
             self._blocks.append(block)
         elif 0 not in self._shape:
-            index = at(self._shape, 2, task)[:-2]
-            self._array[(*index, rows, slice(None))] = block
+            self._array[self._where(task, rows)] = block
+
+    def put_divided(self, task: Index, rows: slice, part: Partial) -> None:
+        """Put numerator over denominator."""
+        if self._array is None or 0 in self._shape:
+            self.put(task, rows, divide(part))
+            return
+        where = self._where(task, rows)
+        out = self._divide(part, self._array[where])
+        if out is not None:
+            self._array[where] = self._xp.astype(out, self._dtype, copy=False)
+
+    def _where(self, task: Index, rows: slice) -> tuple[slice, ...]:
+        return (*at(self._shape, 2, task)[:-2], rows, slice(None))
 
     def result(self) -> Array:
         return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
 
 
-def divide(part: Partial, problem: Problem) -> Array:
-    """Numerator over denominator; exactly 0 where the denominator is, NaN where it overflowed."""
-    xp = problem.xp
+def divide(part: Partial, out: Array | None = None) -> Array:
+    """Numerator over denominator; exactly 0 where the denominator is, NaN where it overflowed.
+
+    A backend's may put the result into ``out`` and return None.
+    """
+    xp = _generic.namespace(part.nd)
     numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
     empty = denominator == 0
     infinite = xp.abs(denominator) == xp.inf

@@ -425,7 +425,7 @@ class CoresetAttention:
         with _generic.quiet():
             for rows in self._pieces(stream.length, problem.query.shape[-2]):
                 part, stream = self._piece(stream, problem, rows)
-                out = divide(part, problem)
+                out = divide(part)
                 output.put((), rows, problem.xp.reshape(out, (*stream.lead, *out.shape[1:])))
         self._stream = stream
         return output.result()

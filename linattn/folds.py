@@ -196,7 +196,7 @@ def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None,
         walk = _walk_causal if problem.is_causal else _walk_full
 
     def put(task: Index, rows: slice, part: Partial) -> None:
-        output.put(task, rows, divide(part, problem))
+        output.put_divided(task, rows, part)
         if norms is not None:
             norms.put(task, rows, log_normalizer(part, problem))
 
@@ -246,6 +246,6 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         tokens = token_block(problem, "query", one, start)
         query_spec, seen = _reading(problem, state)
         part = read_block(query_spec, tokens, seen, problem.want_log)
-        output = divide(part, problem)
+        output = divide(part)
     output = problem.xp.astype(output, problem.query.dtype, copy=False)
     return output[..., 0, :], state

@@ -488,6 +488,10 @@ class Backend(Protocol):
         """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
         ...
 
+    def divide(self, part: Partial, out: Array | None = None) -> Array | None:
+        """Numerator over denominator; None where it has been put into ``out``."""
+        ...
+
     def window_block(
         self, spec: Exact, query: Tokens, key: Tokens, v1: Array, is_causal: bool, lazy: bool
     ) -> Partial:

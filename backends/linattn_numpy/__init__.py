@@ -8,6 +8,7 @@ it does not speed up, and the generic code takes over.
 from __future__ import annotations
 
 from linattn_numpy.blocks import (
+    divide,
     exact_block,
     read_block,
     reduce_block,
@@ -18,6 +19,7 @@ from linattn_numpy.planning import plan
 from linattn_numpy.running import far_states
 
 __all__ = [
+    "divide",
     "exact_block",
     "far_states",
     "plan",

@@ -22,12 +22,15 @@ from linattn.typing import Assigned, Exact, Exponential, Partial, Pointwise, Spe
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 
-__all__ = ["exact_block", "read_block", "reduce_block", "scan_block", "window_block"]
+__all__ = ["divide", "exact_block", "read_block", "reduce_block", "scan_block", "window_block"]
 
 Floats = NDArray[Any]
 
 REACH = {4: 30.0, 8: 300.0}
 """Exponents up to this size need no shift, by bytes a number; the range is about 3 REACH."""
+
+AHEAD = 10.0
+"""How far above the log scale of a state a block may be that is added without rescaling it."""
 
 NEAR = {4: 20.0, 8: 80.0}
 """Column logs of a state that differ by no more than this may share one scale."""
@@ -133,6 +136,12 @@ def _row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
     return row
 
 
+def _weighted(v1: Floats, weights: Floats) -> Floats:
+    """Multiply in a buffer."""
+    shape = np.broadcast_shapes(v1.shape, weights.shape)
+    return np.multiply(v1, weights, out=buffer("v1", shape, v1.dtype))
+
+
 def _finite(log: Floats) -> Floats:
     """Replace -inf, nothing seen, by 0."""
     return np.where(log == -np.inf, log.dtype.type(0), log)
@@ -173,7 +182,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
     c = plain.col
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
-        v1 = v1 * np.exp(row - _finite(top))
+        v1 = _weighted(v1, np.exp(row - _finite(top)))
         c = c + top[..., 0]
     return _merged(state, np.matmul(_t(plain.weights), v1), c, v1.shape[-2])
 
@@ -197,7 +206,13 @@ def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
         return State(kvz, c, state.length + n)
     if np.array_equal(state.log_scale, c):
         kvz += state.kvz
-        return State(kvz, state.log_scale, state.length + n)
+        return State(kvz, state.log_scale.copy(), state.length + n)
+    ahead = c - state.log_scale
+    if ahead.max() <= AHEAD and kvz.shape == state.kvz.shape:
+        # A little past its scale, or below it, a block joins the state as it stands.
+        kvz *= np.exp(ahead)[..., None]
+        kvz += state.kvz
+        return State(kvz, state.log_scale.copy(), state.length + n)
     after = np.maximum(state.log_scale, c)
     shift = _finite(after)
     kvz = kvz * np.exp(c - shift)[..., None]
@@ -424,3 +439,12 @@ def _beside(x: Any, g: int, width: int) -> Any:
     x = np.ascontiguousarray(x)
     *lead, _, w, d = x.shape
     return np.lib.stride_tricks.as_strided(x, (*lead, g, width * w, d), x.strides, writeable=False)
+
+
+def divide(part: Partial, out: Floats | None = None) -> Any:
+    """Numerator over denominator, into ``out``."""
+    size = np.abs(part.nd[..., -1:])
+    if out is None or not 0 < size.min(initial=1.0) <= size.max(initial=1.0) < np.inf:
+        return NotImplemented
+    np.divide(part.nd[..., :-1], part.nd[..., -1:], out=out, casting="same_kind")
+    return None
