@@ -91,7 +91,7 @@ def to_numpy(array: Array) -> NDArray[Any]:
 
 def device_array(array: NDArray[np.float64], xp: ModuleType, dtype: Any, device: Any) -> Array:
     """Cast float64 numbers on the host, so that all libraries get the same bits, and move them."""
-    host = array.astype(np.float64 if dtype == xp.float64 else np.float32)
+    host = array.astype(np.float64 if dtype == xp.float64 else np.float32, order="C")
     return xp.asarray(host, device=device)
 
 

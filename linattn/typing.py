@@ -116,7 +116,7 @@ class Partial(NamedTuple):
     nd : Array
         ``(..., n, e + 1)``: ``[numerator, denominator] = nd * exp(log)``.
     log : Array
-        ``(..., n, 1)``; -inf for a row that sees no key.
+        ``(..., n, 1)``, or ``(..., 1, 1)`` for one scale; -inf for a row that sees no key.
     """
 
     nd: Array
