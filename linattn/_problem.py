@@ -32,7 +32,9 @@ __all__ = [
 
 def check_feature_map(feature_map: Any) -> None:
     """Check that an object is a feature map (and not, say, the class of one)."""
-    if isinstance(feature_map, type) or not isinstance(feature_map, FeatureMap):
+    # Not isinstance: a protocol that is checked at run time takes 15 us.
+    names = ("num_features", "query_features", "key_features")
+    if isinstance(feature_map, type) or not all(hasattr(feature_map, name) for name in names):
         name = feature_map.__name__ if isinstance(feature_map, type) else type(feature_map).__name__
         came = f"the class {name}; make one, {name}(...)" if isinstance(feature_map, type) else name
         message = (
@@ -58,6 +60,8 @@ def map_specs(
     feature_map: FeatureMap, xp: ModuleType, dtype: Any, device: Any
 ) -> tuple[MapSpec, MapSpec]:
     """Specs of the query and the key side, with parameters on the device."""
+    if hasattr(feature_map, "specs"):
+        return feature_map.specs(xp, dtype, device)  # type: ignore[no-any-return]
     if hasattr(feature_map, "query_spec") and hasattr(feature_map, "key_spec"):
         return feature_map.query_spec(xp, dtype, device), feature_map.key_spec(xp, dtype, device)
 

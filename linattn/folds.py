@@ -78,6 +78,8 @@ def _causal_block(
         return scan_exact(*specs, query, key, v1, state)
     scan_block = _dispatch.block_function("scan_block", problem.xp)
     part, after = scan_block(*specs, query, key, v1, state, problem.want_log)
+    if part.sound:
+        return part, after
     refused = _refused(part, key.log_weight, state, problem.num_features)
     if refused is None:
         return part, after

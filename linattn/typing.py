@@ -117,10 +117,13 @@ class Partial(NamedTuple):
         ``(..., n, e + 1)``: ``[numerator, denominator] = nd * exp(log)``.
     log : Array
         ``(..., n, 1)``, or ``(..., 1, 1)`` for one scale; -inf for a row that sees no key.
+    sound : bool
+        Whether every row of a causal block has been accepted already, by the rule of the driver.
     """
 
     nd: Array
     log: Array
+    sound: bool = False
 
 
 @dataclass(frozen=True)

@@ -548,14 +548,14 @@ def test_blocks_are_accepted_and_redone_where_they_should_be(numpy_path, monkeyp
         phi = MAPS[name](16)
         linattn.linear_attention(*arrays, phi, is_causal=True, chunk_size=100)
         assert len(redone) == sum(verdicts)
-        return len(redone), len(verdicts)
+        return len(redone)
 
     # The third block of 100 holds the fall; the first two are uniform.
-    assert count(keys["times 1"], np.float32) == (0, 5)
-    assert count(keys["jump to times 30"], np.float32) == (0, 5)
-    assert count(keys["fall from times 8"], np.float32) == (1, 5)
+    assert count(keys["times 1"], np.float32) == 0
+    assert count(keys["jump to times 30"], np.float32) == 0
+    assert count(keys["fall from times 8"], np.float32) == 1
     # float64 has the range: nothing is redone.
-    assert count(keys["fall from times 8"], np.float64) == (0, 5)
+    assert count(keys["fall from times 8"], np.float64) == 0
 
 
 def test_a_refused_head_does_not_touch_the_others(numpy_path, monkeypatch):

@@ -16,6 +16,7 @@ generic code.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import Assigned, Exact, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy.assigned import assigned_sums
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import buffer, zeros
 
 __all__ = ["divide", "exact_block", "read_block", "reduce_block", "scan_block", "window_block"]
 
@@ -148,11 +149,12 @@ def _inputs(spec: Pointwise, x: Floats, name: str) -> Floats:
 def _activated(spec: Pointwise, u: Floats, name: str) -> Floats:
     weights = buffer(name + "_both", u.shape, u.dtype)
     if spec.f.name == "relu":
-        np.maximum(u, 0, out=weights)
+        np.maximum(u, zeros(u.shape, u.dtype), out=weights)
     else:
-        np.minimum(u, 0, out=weights)
+        high = np.maximum(u, zeros(u.shape, u.dtype), out=buffer(name + "_high", u.shape, u.dtype))
+        np.subtract(u, high, out=weights)
         np.exp(weights, out=weights)
-        weights += np.maximum(u, 0, out=buffer(name + "_high", u.shape, u.dtype))
+        weights += high
     if spec.offset != 0.0:
         weights += spec.offset
     if spec.factor != 1.0:
@@ -226,7 +228,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
     z, (least, most) = kvz[..., -1], COLUMN_SUMS[kvz.itemsize]
     if isinstance(key_spec, Pointwise) and key_spec.f.name == "relu":
         z = np.where(z == 0, 1, z)
-    if not (least <= z.min() <= z.max() <= most and np.isfinite(kvz.sum())):
+    if not (least <= z.min() <= z.max() <= most and np.isfinite(kvz).all()):
         return _reduce_shifted(key_spec, tokens, v1, state)
     return _merged(state, kvz, c, v1.shape[-2])
 
@@ -281,7 +283,7 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
         kvz = kvz * np.exp(c - _finite(top))[..., None]
     nd = np.matmul(weights, kvz)
     floor = _floor(nd.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
-    if not (nd[..., -1].min() >= floor and np.isfinite(nd.sum())):
+    if not (nd[..., -1].min() >= floor and np.isfinite(nd).all()):
         return _read_shifted(query_spec, tokens, state)
     return Partial(nd, _row_log(query_spec, tokens, top[..., None], want_log))
 
@@ -346,29 +348,30 @@ def _scan_plain(
     row = _row_term(key_spec, key)
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
-        v1 = v1 * np.exp(row - _finite(top))
+        row -= _finite(top)
         block = block + top[..., 0]
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
-    if not (np.all(_is_near(before, g, near)) and np.all(_is_near(block, g, near))):
+    if not (_all_near(before, g, near) and _all_near(block, g, near)):
         return None
     g = _finite(g)
     block = np.exp(block - g)
-    weights = keys.weights
-    if np.all(block == block[..., :1]):
-        v1 = v1 * block[..., :1, None]
+    weights, first = keys.weights, block[..., :1]
+    if (block == first).all():
+        v1 = _weighted(v1, first[..., None] if row is None else np.exp(row) * first[..., None])
     else:
         weights = _in_place(np.multiply, weights, block[..., None, :])
-    start = state.kvz * np.exp(before - g)[..., None]
-    nd, kvz = _triangles(queries.weights, weights, v1, start)
+        v1 = v1 if row is None else _weighted(v1, np.exp(row))
+    nd, kvz = _triangles(queries.weights, weights, v1, state.kvz, np.exp(before - g))
 
     m, n = weights.shape[-1], v1.shape[-2]
     floor = _floor(dtype) * m * (state.length + n) * np.exp(queries.highest + keys.highest)
     if not (nd[..., -1].min() >= floor and np.isfinite(nd).all()):
         return None
     log = _row_log(query_spec, query, g[..., None], want_log)
-    empty = ~np.any(kvz[..., -1:] != 0, axis=-2)
-    c = np.where(empty, -np.inf, g - queries.col).astype(dtype)
-    return Partial(nd, log), State(kvz, c, state.length + n)
+    c = g - queries.col
+    if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
+        c = np.where(sees, c, dtype.type(-np.inf))
+    return Partial(nd, log, sound=True), State(kvz, c, state.length + n)
 
 
 def _floor(dtype: Any) -> float:
@@ -377,11 +380,13 @@ def _floor(dtype: Any) -> float:
     return float(info.smallest_normal) / float(info.eps)
 
 
-def _is_near(log: Floats, g: Floats, near: float) -> NDArray[np.bool_]:
-    """Whether all columns of a head are within reach of g, or all hold nothing."""
-    lowest = log.min(axis=-1, keepdims=True)
-    highest = log.max(axis=-1, keepdims=True)
-    return np.asarray((g - lowest <= near) | (highest == -np.inf))
+def _all_near(log: Floats, g: Floats, near: float) -> bool:
+    """Whether all columns of each head are within reach of g, or all hold nothing."""
+    below = g - log
+    if below.max() <= near:
+        return True
+    empty = log.max(axis=-1, keepdims=True) == -np.inf
+    return bool(np.all((below.max(axis=-1, keepdims=True) <= near) | empty))
 
 
 def _scan_shifted(
@@ -403,41 +408,50 @@ def _scan_shifted(
     row = log_q.max(axis=-1, keepdims=True)
     log_q -= _finite(row)
     np.exp(log_q, out=log_q)
-    start = state.kvz * np.exp(state.log_scale - shift)[..., None]
-    nd, kvz = _triangles(log_q, log_k, v1, start)
+    nd, kvz = _triangles(log_q, log_k, v1, state.kvz, np.exp(state.log_scale - shift))
     return Partial(nd, row), State(kvz, c, state.length + v1.shape[-2])
 
 
-def _triangles(q: Floats, k: Floats, v1: Floats, kvz: Floats) -> tuple[Floats, Floats]:
-    """Causal sums of a block, by sub-blocks: ``nd_i = q_i (kvz + sum_{j<=i} k_j v1_j)``."""
+def _triangles(
+    q: Floats, k: Floats, v1: Floats, kvz: Floats, scale: Floats
+) -> tuple[Floats, Floats]:
+    """Causal sums of a block, by sub-blocks: ``nd_i = q_i (scale kvz + sum_{j<=i} k_j v1_j)``."""
     n = v1.shape[-2]
     whole = n // SUB_BLOCK * SUB_BLOCK
-    parts = []
+    if whole == n:
+        return _triangle_row(q, k, v1, kvz, scale, SUB_BLOCK)
+    parts, scales = [], (scale, np.ones_like(scale))
     for rows, size in ((slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)):
         if rows.start < rows.stop:
-            nd, kvz = _triangle_row(q[..., rows, :], k[..., rows, :], v1[..., rows, :], kvz, size)
+            some = (x[..., rows, :] for x in (q, k, v1))
+            nd, kvz = _triangle_row(*some, kvz, scales[len(parts)], size)
             parts.append(nd)
     return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)), kvz
 
 
 def _triangle_row(
-    q: Floats, k: Floats, v1: Floats, kvz: Floats, size: int
+    q: Floats, k: Floats, v1: Floats, kvz: Floats, scale: Floats, size: int
 ) -> tuple[Floats, Floats]:
     """Do sub-blocks of one size: their triangles at once, their states one after the other."""
     q, k, v = (x.reshape(*x.shape[:-2], -1, size, x.shape[-1]) for x in (q, k, v1))
     count = q.shape[-3]
     scores = np.matmul(q, _t(k))
-    above = np.triu(np.ones((size, size), dtype=bool), 1)
-    np.copyto(scores, 0, where=above)
+    np.copyto(scores, 0, where=_above(size))
     nd = np.matmul(scores, v)
     lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3], kvz.shape[:-2])
     states = buffer("states", (*lead, count + 1, *kvz.shape[-2:]), kvz.dtype)
-    states[..., 0, :, :] = kvz
+    np.multiply(kvz, scale[..., None], out=states[..., 0, :, :])
     np.matmul(_t(k), v, out=states[..., 1:, :, :])
     for i in range(count):
         states[..., i + 1, :, :] += states[..., i, :, :]
     nd += np.matmul(q, states[..., :count, :, :])
     return nd.reshape(*nd.shape[:-3], -1, nd.shape[-1]), states[..., count, :, :].copy()
+
+
+@cache
+def _above(size: int) -> NDArray[np.bool_]:
+    """Pairs of a later key and an earlier query of a sub-block."""
+    return np.triu(np.ones((size, size), dtype=bool), 1)
 
 
 def exact_block(

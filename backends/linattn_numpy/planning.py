@@ -53,6 +53,8 @@ def _tasks(problem: Problem, block: int) -> Sequence[Index]:
     longest = max(problem.query.shape[-2], problem.key.shape[-2], 1)
     width = problem.num_features or longest
     group = max(1, BLOCK_NUMBERS // (width * min(longest, block)))
+    if prod(lead) <= group and max(lead[:-1], default=1) == 1:
+        return [()]
     axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead[:-1]]
     n = lead[-1]
     last = [slice(i, min(i + group, n)) for i in range(0, n, group)] if n > 1 else [slice(None)]

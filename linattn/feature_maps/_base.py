@@ -60,6 +60,10 @@ class BaseFeatureMap(ABC):
         message = f"{type(self).__name__} is immutable: {name} cannot be deleted"
         raise AttributeError(message)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made anew when it is needed."""
+        return {name: value for name, value in self.__dict__.items() if name != "_kept_specs"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled map, read-only as it was."""
         self._set(**state)
@@ -117,6 +121,19 @@ class BaseFeatureMap(ABC):
     def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> MapSpec:
         """Spec of the key side; that of the query side unless a map says otherwise."""
         return self.query_spec(xp, dtype, device)
+
+    def specs(self, xp: ModuleType, dtype: Any, device: Any) -> tuple[MapSpec, MapSpec]:
+        """Specs of both sides; those for NumPy are kept, because a map never changes.
+
+        To cast and move a projection takes as long as attention over a few hundred tokens. What
+        other libraries make may belong to a trace, and is not kept.
+        """
+        if _checks.library_name(xp) != "numpy":
+            return self.query_spec(xp, dtype, device), self.key_spec(xp, dtype, device)
+        kept: dict[Any, tuple[MapSpec, MapSpec]] = self.__dict__.setdefault("_kept_specs", {})
+        if dtype not in kept:
+            kept[dtype] = self.query_spec(xp, dtype, device), self.key_spec(xp, dtype, device)
+        return kept[dtype]
 
     def _check(self, **named: Any) -> tuple[ModuleType, list[Array]]:
         xp, arrays = _checks.check_arrays(**named)
