@@ -140,7 +140,7 @@ def _is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
 
 
 def _inputs(spec: Pointwise, x: Floats, name: str) -> Floats:
-    """What the activation is applied to; not ours to change."""
+    """Return what the activation is applied to; it is not ours to change."""
     if not isinstance(spec.P, float):
         return _project(x, spec.P, name)
     return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
@@ -179,7 +179,7 @@ def _row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
 def _weighted(v1: Floats, weights: Floats) -> Floats:
     """Multiply in a buffer."""
     shape = np.broadcast_shapes(v1.shape, weights.shape)
-    return np.multiply(v1, weights, out=buffer("v1", shape, v1.dtype))
+    return np.asarray(np.multiply(v1, weights, out=buffer("v1", shape, v1.dtype)))
 
 
 def _finite(log: Floats) -> Floats:
@@ -420,12 +420,13 @@ def _triangles(
     whole = n // SUB_BLOCK * SUB_BLOCK
     if whole == n:
         return _triangle_row(q, k, v1, kvz, scale, SUB_BLOCK)
-    parts, scales = [], (scale, np.ones_like(scale))
+    parts: list[Floats] = []
     for rows, size in ((slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)):
         if rows.start < rows.stop:
-            some = (x[..., rows, :] for x in (q, k, v1))
-            nd, kvz = _triangle_row(*some, kvz, scales[len(parts)], size)
+            some = [x[..., rows, :] for x in (q, k, v1)]
+            nd, kvz = _triangle_row(some[0], some[1], some[2], kvz, scale, size)
             parts.append(nd)
+            scale = np.ones_like(scale)
     return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)), kvz
 
 
