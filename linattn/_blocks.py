@@ -17,6 +17,7 @@ __all__ = [
     "changed",
     "divide",
     "log_normalizer",
+    "passing_v1_block",
     "raw_block",
     "token_block",
     "v1_block",
@@ -56,11 +57,26 @@ def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
 
 def v1_block(problem: Problem, rows: slice) -> Array:
     """``[v, 1]``, so that numerator and denominator come out of one product."""
-    xp = problem.xp
-    v = xp.astype(problem.value[..., rows, :], problem.dtype, copy=False)
-    if problem.key_mask is not None:
-        mask = problem.key_mask[..., rows, :]
-        v = xp.where(mask, v, xp.zeros_like(mask, dtype=problem.dtype))
+    return values_block(*_values(problem, rows))
+
+
+def passing_v1_block(problem: Problem, rows: slice) -> Array:
+    """Make the same for one use: the next call may write over it."""
+    make = _dispatch.block_function("values_block", problem.xp, values_block)
+    return make(*_values(problem, rows))
+
+
+def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:
+    mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
+    return problem.value[..., rows, :], mask, problem.dtype
+
+
+def values_block(value: Array, mask: Array | None, dtype: Any) -> Array:
+    """``[v, 1]`` in this dtype; masked values are 0."""
+    xp = _generic.namespace(value)
+    v = xp.astype(value, dtype, copy=False)
+    if mask is not None:
+        v = xp.where(mask, v, xp.zeros_like(mask, dtype=dtype))
     return xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import array_api_compat
 
 from linattn import _dispatch, _generic
-from linattn._blocks import Rows, blocks, divide, log_normalizer, token_block, v1_block
+from linattn._blocks import Rows, blocks, divide, log_normalizer, passing_v1_block, token_block
 from linattn._corrected import guarded, widened
 from linattn._halves import exact_halves, scan_exact
 from linattn._means import scan_means
@@ -119,7 +119,7 @@ def update(problem: Problem, state: State, block_size: int) -> State:
     start = state.length
     for rows in blocks(problem.key.shape[-2], block_size):
         tokens = token_block(problem, "key", rows, start)
-        state = reduce_block(problem.key_spec, tokens, v1_block(problem, rows), state)
+        state = reduce_block(problem.key_spec, tokens, passing_v1_block(problem, rows), state)
     return state
 
 
@@ -142,7 +142,7 @@ def _walk_causal(problem: Problem, task: Index, block_size: int, put: _Put) -> S
     for rows in blocks(problem.query.shape[-2], block_size):
         query = token_block(problem, "query", rows, start)
         key = token_block(problem, "key", rows, start)
-        part, state = _causal_block(problem, query, key, v1_block(problem, rows), state)
+        part, state = _causal_block(problem, query, key, passing_v1_block(problem, rows), state)
         put(task, rows, part)
     return state
 
@@ -157,10 +157,10 @@ def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> No
         part = None
         if problem.is_causal:
             key = token_block(problem, "key", rows, 0)
-            part = exact_halves(spec, query, key, v1_block(problem, rows))
+            part = exact_halves(spec, query, key, passing_v1_block(problem, rows))
         for others in blocks(rows.start if problem.is_causal else keys_len, block_size):
             key = token_block(problem, "key", others, 0)
-            more = exact_block(spec, query, key, v1_block(problem, others))
+            more = exact_block(spec, query, key, passing_v1_block(problem, others))
             part = more if part is None else _generic.combine(part, more)
         if part is None:
             part = _nothing(problem, query)

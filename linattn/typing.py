@@ -491,6 +491,10 @@ class Backend(Protocol):
         """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
         ...
 
+    def values_block(self, value: Array, mask: Array | None, dtype: Any) -> Array:
+        """Values of a block with a column of 1 behind them, masked ones as 0; for one use."""
+        ...
+
     def divide(self, part: Partial, out: Array | None = None) -> Array | None:
         """Numerator over denominator; None where it has been put into ``out``."""
         ...

@@ -13,6 +13,7 @@ from linattn_numpy.blocks import (
     read_block,
     reduce_block,
     scan_block,
+    values_block,
     window_block,
 )
 from linattn_numpy.planning import plan
@@ -26,5 +27,6 @@ __all__ = [
     "read_block",
     "reduce_block",
     "scan_block",
+    "values_block",
     "window_block",
 ]

@@ -26,7 +26,15 @@ from linattn.typing import Assigned, Exact, Exponential, Partial, Pointwise, Spe
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer, zeros
 
-__all__ = ["divide", "exact_block", "read_block", "reduce_block", "scan_block", "window_block"]
+__all__ = [
+    "divide",
+    "exact_block",
+    "read_block",
+    "reduce_block",
+    "scan_block",
+    "values_block",
+    "window_block",
+]
 
 Floats = NDArray[Any]
 
@@ -176,6 +184,27 @@ def _row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
     return row
 
 
+def _product(x: Floats, y: Floats, name: str) -> Floats:
+    """Multiply matrices in a buffer: pages of a fresh array cost more than what is done to them."""
+    lead = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    return np.matmul(x, y, out=buffer(name, (*lead, x.shape[-2], y.shape[-1]), x.dtype))
+
+
+def _all_finite(x: Floats) -> bool:
+    return bool(np.isfinite(x, out=buffer("finite", x.shape, bool)).all())
+
+
+def values_block(value: Floats, mask: Any, dtype: Any) -> Any:
+    """``[v, 1]`` in a buffer, for the block of this moment."""
+    lead = value.shape[:-2] if mask is None else np.broadcast_shapes(value.shape, mask.shape)[:-2]
+    v1 = buffer("values", (*lead, value.shape[-2], value.shape[-1] + 1), dtype)
+    v1[..., :-1] = value
+    v1[..., -1] = 1
+    if mask is not None:
+        np.copyto(v1[..., :-1], 0, where=~mask)
+    return v1
+
+
 def _weighted(v1: Floats, weights: Floats) -> Floats:
     """Multiply in a buffer."""
     shape = np.broadcast_shapes(v1.shape, weights.shape)
@@ -228,7 +257,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
     z, (least, most) = kvz[..., -1], COLUMN_SUMS[kvz.itemsize]
     if isinstance(key_spec, Pointwise) and key_spec.f.name == "relu":
         z = np.where(z == 0, 1, z)
-    if not (least <= z.min() <= z.max() <= most and np.isfinite(kvz).all()):
+    if not (least <= z.min() <= z.max() <= most and _all_finite(kvz)):
         return _reduce_shifted(key_spec, tokens, v1, state)
     return _merged(state, kvz, c, v1.shape[-2])
 
@@ -281,9 +310,9 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     kvz = state.kvz
     if not (c == top).all():
         kvz = kvz * np.exp(c - _finite(top))[..., None]
-    nd = np.matmul(weights, kvz)
+    nd = _product(weights, kvz, "nd")
     floor = _floor(nd.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
-    if not (nd[..., -1].min() >= floor and np.isfinite(nd).all()):
+    if not (nd[..., -1].min() >= floor and _all_finite(nd)):
         return _read_shifted(query_spec, tokens, state)
     return Partial(nd, _row_log(query_spec, tokens, top[..., None], want_log))
 
@@ -296,7 +325,7 @@ def _read_shifted(query_spec: Spec, tokens: Tokens, state: State) -> Any:
     row = log.max(axis=-1, keepdims=True)
     log -= _finite(row)
     np.exp(log, out=log)
-    return Partial(np.matmul(log, state.kvz), row)
+    return Partial(_product(log, state.kvz, "nd"), row)
 
 
 def _row_log(spec: Spec, tokens: Tokens, log: Floats, want_log: bool) -> Floats:
@@ -365,7 +394,7 @@ def _scan_plain(
 
     m, n = weights.shape[-1], v1.shape[-2]
     floor = _floor(dtype) * m * (state.length + n) * np.exp(queries.highest + keys.highest)
-    if not (nd[..., -1].min() >= floor and np.isfinite(nd).all()):
+    if not (nd[..., -1].min() >= floor and _all_finite(nd)):
         return None
     log = _row_log(query_spec, query, g[..., None], want_log)
     c = g - queries.col
@@ -436,16 +465,20 @@ def _triangle_row(
     """Do sub-blocks of one size: their triangles at once, their states one after the other."""
     q, k, v = (x.reshape(*x.shape[:-2], -1, size, x.shape[-1]) for x in (q, k, v1))
     count = q.shape[-3]
-    scores = np.matmul(q, _t(k))
+    scores = _product(q, _t(k), "scores")
     np.copyto(scores, 0, where=_above(size))
-    nd = np.matmul(scores, v)
+    nd = _product(scores, v, "nd")
     lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3], kvz.shape[:-2])
     states = buffer("states", (*lead, count + 1, *kvz.shape[-2:]), kvz.dtype)
     np.multiply(kvz, scale[..., None], out=states[..., 0, :, :])
     np.matmul(_t(k), v, out=states[..., 1:, :, :])
     for i in range(count):
         states[..., i + 1, :, :] += states[..., i, :, :]
-    nd += np.matmul(q, states[..., :count, :, :])
+    more = _product(q, states[..., :count, :, :], "more")
+    if more.shape != nd.shape:
+        nd = nd + more
+    else:
+        nd += more
     return nd.reshape(*nd.shape[:-3], -1, nd.shape[-1]), states[..., count, :, :].copy()
 
 
