@@ -9,6 +9,7 @@ import numbers
 import operator
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import array_api_compat
 import numpy as np
@@ -95,7 +96,18 @@ def device_array(array: NDArray[np.float64], xp: ModuleType, dtype: Any, device:
     return xp.asarray(host, device=device)
 
 
+_PLAIN_DTYPES = {np.dtype(np.float32), np.dtype(np.float64)}
+"""Dtypes of which nothing else need be asked: to ask takes as long as a step of decoding."""
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether this is NumPy's own array, of a native dtype that is always taken."""
+    return type(array) is np.ndarray and array.dtype in _PLAIN_DTYPES
+
+
 def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
+    if _is_plain(array) and array.ndim:
+        return namespace(array), array
     if isinstance(array, np.ndarray):
         if type(array) not in (np.ndarray, np.memmap):
             message = (
@@ -175,7 +187,9 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
                 f"{library_name(xp)} and {library_name(other_xp)}"
             )
             raise TypeError(message)
-        _check_float(name, array, xp)
+        if not _is_plain(array):
+            _check_float(name, array, xp)
+            _check_device(first, first_array, name, array)
         axes = "(..., length, dim)" if min_ndim == 2 else "(..., dim)"
         if array.ndim < min_ndim:
             message = (
@@ -190,7 +204,6 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
                 f"{first} and {name} must have one dtype, got {first_array.dtype} and {array.dtype}"
             )
             raise ValueError(message)
-        _check_device(first, first_array, name, array)
     return xp, [array for _, array in checked.values()]
 
 
@@ -302,8 +315,18 @@ PARAMETER_AXES: dict[type, dict[str, int]] = {
 """Axes of each array of a spec behind its leading ones; what is None or a number has none."""
 
 
+_leads: WeakKeyDictionary[MapSpec, tuple[int, ...]] = WeakKeyDictionary()
+
+
 def spec_lead(spec: MapSpec) -> tuple[int, ...]:
-    """Leading axes (heads) of a spec's parameters."""
+    """Leading axes (heads) of a spec's parameters; remembered, since specs are kept by maps."""
+    lead = _leads.get(spec)
+    if lead is None:
+        lead = _leads[spec] = _spec_lead(spec)
+    return lead
+
+
+def _spec_lead(spec: MapSpec) -> tuple[int, ...]:
     inside = spec_lead(spec.spec) if isinstance(spec, Affine | ColumnMeans | Corrected) else ()
     shapes = [inside]
     for name, axes in PARAMETER_AXES.get(type(spec), {}).items():

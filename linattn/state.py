@@ -234,7 +234,7 @@ class Decoder:
     Attributes
     ----------
     state : State
-        The state after the last step. Earlier states are not changed by later steps.
+        The state after the last step, a copy. Later steps do not change it.
 
     Raises
     ------
@@ -266,11 +266,17 @@ class Decoder:
         self._state = state
         self._last: Any = None
         self._problem: Problem | None = None
+        self._stepper: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is written to: copies and pickles go on by themselves."""
+        kept = {"_state": self.state, "_last": None, "_problem": None, "_stepper": None}
+        return {**self.__dict__, **kept}
 
     @property
     def state(self) -> State:
         """The state after the last step."""
-        return self._state
+        return self._state if self._stepper is None else self._stepper.state
 
     def step(self, query: Array, key: Array, value: Array) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
@@ -281,15 +287,40 @@ class Decoder:
             As :func:`linattn.decode_step`; the state is then as before.
         """
         arrays = (query, key, value)
-        settings = _dispatch.current_settings()
-        if self._problem is None or self._last != (_kinds(arrays), settings):
+        begin = None if self._problem is None else _begin(self._problem)
+        if self._problem is None or self._last != (_kinds(arrays), _settings(), begin):
+            self._leave()
             problem = step_problem(query, key, value, self._state, self._feature_map)
             # Not what came but what it became: bytes in foreign order are turned at every step.
             rows = (problem.query, problem.key, problem.value)
             self._problem = problem
-            self._last = (_kinds(row[..., 0, :] for row in rows), settings)
-        else:
-            rows = tuple(array[..., None, :] for array in arrays)
-            problem = replace(self._problem, query=rows[0], key=rows[1], value=rows[2])
+            begin = _begin(problem)
+            self._last = (_kinds(row[..., 0, :] for row in rows), _settings(), begin)
+            stepper = None if begin is None else begin(problem, self._state)
+            self._stepper = None if stepper is NotImplemented else stepper
+            if self._stepper is not None:
+                arrays = tuple(row[..., 0, :] for row in rows)
+        if self._stepper is not None:
+            output = self._stepper.step(*arrays)
+            if output is not None:
+                return output
+            # One step by other means; the next looks for a stepper again.
+            self._leave()
+            self._last = None
+        rows = tuple(array[..., None, :] for array in arrays)
+        problem = replace(self._problem, query=rows[0], key=rows[1], value=rows[2])
         output, self._state = folds.step(problem, self._state)
         return output
+
+    def _leave(self) -> None:
+        """Go on without the backend's stepper, from the state it is in."""
+        self._state, self._stepper = self.state, None
+
+
+def _begin(problem: Problem) -> Any:
+    """Return what makes a backend's stepper, or None."""
+    return _dispatch.whole_function("stepper", problem.xp)
+
+
+def _settings() -> Any:
+    return _dispatch.current_settings()

@@ -79,7 +79,7 @@ SIGNATURES = {
         "(query, key, *, scale=None, is_causal=False, key_mask=None, num_samples=128)"
     ),
     "diagnostics.held_out_error": (
-        "(output, query, key, value, *, is_causal=False, key_mask=None, scale=None, num_rows=32, "
+        "(output, query, key, value, *, is_causal=False, key_mask=None, scale=None, num_rows=64, "
         "rows=None, rng=None)"
     ),
     "diagnostics.held_out_rows": "(length, num_rows, rng=None, exclude=None)",

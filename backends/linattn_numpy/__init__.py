@@ -16,10 +16,12 @@ from linattn_numpy.blocks import (
     values_block,
     window_block,
 )
+from linattn_numpy.decoding import decode, stepper
 from linattn_numpy.planning import plan
 from linattn_numpy.running import far_states
 
 __all__ = [
+    "decode",
     "divide",
     "exact_block",
     "far_states",
@@ -27,6 +29,7 @@ __all__ = [
     "read_block",
     "reduce_block",
     "scan_block",
+    "stepper",
     "values_block",
     "window_block",
 ]

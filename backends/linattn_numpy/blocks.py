@@ -27,8 +27,12 @@ from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer, zeros
 
 __all__ = [
+    "AHEAD",
+    "activated",
     "divide",
     "exact_block",
+    "inputs",
+    "is_simple",
     "read_block",
     "reduce_block",
     "scan_block",
@@ -41,8 +45,11 @@ Floats = NDArray[Any]
 REACH = {4: 30.0, 8: 300.0}
 """Exponents of a causal block up to this size need no shift; the range is about 3 REACH."""
 
-COLUMN_SUMS = {4: (1e-20, 1e15), 8: (1e-150, 1e100)}
-"""Sums of a column that need no shift, by bytes a number."""
+COLUMN_SUMS = {4: (1e-12, 1e12), 8: (1e-130, 1e130)}
+"""Sums of a column that need no shift, by bytes a number.
+
+Whatever scale a later read chooses, it loses less than rounding of columns that differ so much.
+"""
 
 AHEAD = 10.0
 """How far above the log scale of a state a block may be that is added without rescaling it."""
@@ -97,8 +104,8 @@ def _natural(spec: Spec | Exact, x: Floats, name: str) -> tuple[Floats, Floats] 
     """
     if isinstance(spec, Exponential):
         return _exponentiated(spec, _exponents(spec, x, name), name), spec.col
-    if _is_simple(spec):
-        weights = _activated(spec, _inputs(spec, x, name), name)
+    if is_simple(spec):
+        weights = activated(spec, inputs(spec, x, name), name)
         return weights, np.zeros(weights.shape[-1], weights.dtype)
     return None
 
@@ -111,16 +118,16 @@ def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
         if not reach <= REACH[u.itemsize]:
             return None
         return _Plain(_exponentiated(spec, u, name), spec.col, reach)
-    if not _is_simple(spec):
+    if not is_simple(spec):
         return None
-    u = _inputs(spec, x, name)
+    u = inputs(spec, x, name)
     low, high = float(u.min()), float(u.max())
     if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -np.inf):
         return None
     # Sums and products of features far from 1 would leave the range of float32.
     if not (high < LARGE and (spec.offset != 0.0 or spec.f.name != "relu" or high > 1 / LARGE)):
         return None
-    weights = _activated(spec, u, name)
+    weights = activated(spec, u, name)
     highest = max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor)
     return _Plain(weights, np.zeros(weights.shape[-1], weights.dtype), float(np.log(highest)))
 
@@ -136,7 +143,7 @@ def _exponentiated(spec: Exponential, u: Floats, name: str) -> Floats:
     return both
 
 
-def _is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
+def is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     """Whether a spec is one of the pointwise maps that are made here."""
     return (
         isinstance(spec, Pointwise)
@@ -147,14 +154,15 @@ def _is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     )
 
 
-def _inputs(spec: Pointwise, x: Floats, name: str) -> Floats:
+def inputs(spec: Pointwise, x: Floats, name: str) -> Floats:
     """Return what the activation is applied to; it is not ours to change."""
     if not isinstance(spec.P, float):
         return _project(x, spec.P, name)
     return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
 
 
-def _activated(spec: Pointwise, u: Floats, name: str) -> Floats:
+def activated(spec: Pointwise, u: Floats, name: str) -> Floats:
+    """Features of what the activation is applied to, in a buffer."""
     weights = buffer(name + "_both", u.shape, u.dtype)
     if spec.f.name == "relu":
         np.maximum(u, zeros(u.shape, u.dtype), out=weights)
@@ -454,7 +462,8 @@ def _triangles(
         if rows.start < rows.stop:
             some = [x[..., rows, :] for x in (q, k, v1)]
             nd, kvz = _triangle_row(some[0], some[1], some[2], kvz, scale, size)
-            parts.append(nd)
+            # The next one is made in the same buffer.
+            parts.append(nd if rows.stop == n else nd.copy())
             scale = np.ones_like(scale)
     return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)), kvz
 

@@ -1,0 +1,178 @@
+"""The NumPy backend one token at a time: streams that nobody looks at, scales that jump, forks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn import reference
+from linattn.feature_maps import (
+    ActivationFeatures,
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+    TaylorFeatures,
+)
+from linattn_numpy.decoding import PENDING, Stepper
+
+D, E = 8, 5
+MAPS = {
+    "positive": PositiveFeatures(D, 24, rng=0),
+    "hyperbolic": HyperbolicFeatures(D, 32, rng=0),
+    "per-head": PositiveFeatures.from_projection(
+        np.random.default_rng(7).standard_normal((2, 20, D))
+    ),
+    "activation": ActivationFeatures(D, 24, rng=0),
+    "elu": EluFeatures(),
+    "relu": ReluFeatures(),
+}
+every_map = pytest.mark.parametrize("name", MAPS)
+
+
+def tokens(length, seed=0, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    query, key = rng.standard_normal((2, 2, length, D))
+    return [x.astype(dtype) for x in (query, key, rng.standard_normal((2, length, E)))]
+
+
+def stream(phi, query, key, value, decoder=None):
+    if decoder is None:
+        like = key[:, 0]
+        state = linattn.init_state(phi, value.shape[-1], batch_shape=key.shape[:-2], like=like)
+        decoder = linattn.Decoder(phi, state)
+    steps = [decoder.step(query[:, t], key[:, t], value[:, t]) for t in range(key.shape[-2])]
+    return np.stack(steps, axis=-2), decoder
+
+
+@every_map
+def test_a_stream_that_nobody_looks_at(name):
+    query, key, value = tokens(3 * PENDING + 7)
+    out, decoder = stream(MAPS[name], query, key, value)
+    assert isinstance(decoder._stepper, Stepper)
+    want = reference.kernel_attention(query, key, value, MAPS[name], is_causal=True)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
+    assert decoder.state.length == 3 * PENDING + 7
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_scales_that_jump(name, dtype):
+    query, key, value = tokens(90, dtype=dtype)
+    key[:, 20:25] *= 6
+    key[:, 50:] *= 0.1
+    key[:, 70:] *= 40
+    out, decoder = stream(MAPS[name], query, key, value)
+    q, k, v = (x.astype(np.float64) for x in (query, key, value))
+    want = linattn.linear_attention(q, k, v, MAPS[name], is_causal=True)
+    tolerance = {np.float64: 1e-11, np.float32: 3e-5}[dtype]
+    np.testing.assert_allclose(out, want, rtol=0, atol=tolerance)
+    assert isinstance(decoder._stepper, Stepper)
+
+
+@every_map
+def test_one_step_equals_the_generic_one(name):
+    phi = MAPS[name]
+    query, key, value = tokens(30)
+    key[:, 10:] *= 3
+    fast = slow = linattn.init_state(phi, E, batch_shape=(2,), like=key[:, 0])
+    for t in range(30):
+        token = (query[:, t], key[:, t], value[:, t])
+        out, fast = linattn.decode_step(*token, fast, phi)
+        with linattn.without_backends():
+            want, slow = linattn.decode_step(*token, slow, phi)
+        np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
+    true = [s.kvz * np.exp(s.log_scale)[..., None] for s in (fast, slow)]
+    np.testing.assert_allclose(true[0], true[1], rtol=1e-11)
+
+
+def test_states_that_were_looked_at_do_not_change():
+    phi = MAPS["positive"]
+    query, key, value = tokens(80)
+    start = linattn.init_state(phi, E, batch_shape=(2,), like=key[:, 0])
+    decoder = linattn.Decoder(phi, start)
+    first, _ = stream(phi, query[:, :40], key[:, :40], value[:, :40], decoder)
+    middle = decoder.state
+    kept = copy.deepcopy(middle)
+    second, _ = stream(phi, query[:, 40:], key[:, 40:], value[:, 40:], decoder)
+    np.testing.assert_array_equal(middle.kvz, kept.kvz)
+    np.testing.assert_array_equal(middle.log_scale, kept.log_scale)
+    assert not start.kvz.any()
+    want, _ = stream(phi, query, key, value)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "fork", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_forks_go_on_by_themselves(fork):
+    phi = MAPS["positive"]
+    query, key, value = tokens(60)
+    _, decoder = stream(phi, query[:, :20], key[:, :20], value[:, :20])
+    other = fork(decoder)
+    stream(phi, query[:, 20:40], -key[:, 20:40], value[:, 20:40], other)
+    out, _ = stream(phi, query[:, 20:], key[:, 20:], value[:, 20:], decoder)
+    want = linattn.linear_attention(query, key, value, phi, is_causal=True)[:, 20:]
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["positive", "elu"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_what_is_not_finite_is_left_to_the_generic_code(name, bad, where):
+    phi = MAPS[name]
+    arrays = tokens(12)
+    arrays[where][1, 6, 0] = bad
+    out, _ = stream(phi, *arrays)
+    with linattn.without_backends():
+        want, _ = stream(phi, *arrays)
+    np.testing.assert_allclose(out, want, rtol=1e-11, atol=1e-12)
+    assert np.isfinite(out[:, :6]).all()
+
+
+def test_a_query_that_sees_nothing_is_zero():
+    query, key, value = tokens(3)
+    out, _ = stream(ReluFeatures(), np.abs(query), -np.abs(key), value)
+    np.testing.assert_array_equal(out, 0)
+
+
+def test_other_problems_are_left_to_the_generic_code():
+    query, key, value = tokens(2)
+    _, decoder = stream(TaylorFeatures(D), query, key, value)
+    assert decoder._stepper is None
+    phi = MAPS["positive"]
+    state = linattn.init_state(phi, E, batch_shape=(2, 1), like=key[:, 0])
+    decoder = linattn.Decoder(phi, state)
+    grouped = np.stack([query, -query], axis=1)
+    out = decoder.step(grouped[..., 0, :], key[:, None, 0], value[:, None, 0])
+    assert out.shape == (2, 2, E)
+    assert decoder._stepper is None
+
+
+def test_leaving_the_backend_in_the_middle():
+    phi = MAPS["positive"]
+    query, key, value = tokens(30)
+    _, decoder = stream(phi, query[:, :10], key[:, :10], value[:, :10])
+    with linattn.without_backends():
+        middle, _ = stream(phi, query[:, 10:20], key[:, 10:20], value[:, 10:20], decoder)
+        assert not isinstance(decoder._stepper, Stepper)
+    last, _ = stream(phi, query[:, 20:], key[:, 20:], value[:, 20:], decoder)
+    assert isinstance(decoder._stepper, Stepper)
+    want = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    found = np.concatenate([middle, last], axis=1)
+    np.testing.assert_allclose(found, want[:, 10:], rtol=0, atol=1e-12)
+
+
+def test_an_error_leaves_the_stream_as_it_was():
+    phi = MAPS["positive"]
+    query, key, value = tokens(3)
+    _, decoder = stream(phi, query[:, :2], key[:, :2], value[:, :2])
+    with pytest.raises(ValueError, match="coordinates"):
+        decoder.step(query[:, 2, :4], key[:, 2, :4], value[:, 2])
+    out = decoder.step(query[:, 2], key[:, 2], value[:, 2])
+    want = linattn.linear_attention(query, key, value, phi, is_causal=True)[:, 2]
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
