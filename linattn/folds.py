@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import array_api_compat
@@ -28,6 +29,7 @@ from linattn.typing import (
     Exact,
     Index,
     Partial,
+    Plan,
     Problem,
     Spec,
     State,
@@ -124,20 +126,30 @@ def update(problem: Problem, state: State, block_size: int) -> State:
 
 
 def _walk_full(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    state = _initial_state(problem)
-    start = state.length
-    state = update(problem, state, block_size)
+    before = _initial_state(problem)
+    state = update(problem, before, block_size)
+    _read(problem, state, before.length, task, block_size, put)
+    return state
+
+
+def _read(
+    problem: Problem, state: State, start: int, task: Index, block_size: int, put: _Put
+) -> None:
+    """Read a state with all queries of a problem, block by block."""
     read_block = _dispatch.block_function("read_block", problem.xp)
     query_spec, seen = _reading(problem, state)
     for rows in blocks(problem.query.shape[-2], block_size):
         tokens = token_block(problem, "query", rows, start)
         part = read_block(query_spec, tokens, seen, problem.want_log)
         put(task, rows, guarded(part) if isinstance(problem.query_spec, Corrected) else part)
-    return state
 
 
 def _walk_causal(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    state = _initial_state(problem)
+    return _scan(problem, _initial_state(problem), task, block_size, put)
+
+
+def _scan(problem: Problem, state: State, task: Index, block_size: int, put: _Put) -> State:
+    """Go through a problem causally, from a state to the one after it, block by block."""
     start = state.length
     for rows in blocks(problem.query.shape[-2], block_size):
         query = token_block(problem, "query", rows, start)
@@ -178,6 +190,71 @@ def _nothing(problem: Problem, query: Tokens) -> Partial:
     return Partial(nd, nd[..., -1:] - problem.xp.inf)
 
 
+# Segments ---------------------------------------------------------------------------------------
+
+
+def _in_segments(problem: Problem, plan: Plan, put: _Put) -> State:
+    """Do one task as segments of the sequence side by side: their states merge.
+
+    Full: states of the segments of keys, then reads of the segments of queries. Causal: states of
+    all segments but the last, then each segment from the state of all before it; the keys of
+    these segments are looked at twice.
+    """
+    before = _initial_state(problem)
+    keys = _segments(problem.key.shape[-2], plan)
+    queries = keys if problem.is_causal else _segments(problem.query.shape[-2], plan)
+    reduced = keys[:-1] if problem.is_causal else keys
+    nothing = _initial_state(replace(problem, state=None))
+    states = [before] * (len(keys) + 1)
+
+    def reduce(i: int) -> None:
+        with _generic.quiet():
+            start = State(nothing.kvz, nothing.log_scale, before.length + keys[i].start)
+            after = update(_segment(problem, keys[i]), start, plan.block_size)
+            length = keys[i].stop - keys[i].start
+            states[i + 1] = State(after.kvz, after.log_scale, length)
+
+    def read(i: int) -> None:
+        rows = queries[i]
+
+        def put_later(task: Index, some: slice, part: Partial) -> None:
+            put(task, slice(rows.start + some.start, rows.start + some.stop), part)
+
+        with _generic.quiet():
+            part = _segment(problem, rows)
+            if problem.is_causal:
+                after = _scan(part, states[i], (), plan.block_size, put_later)
+                if i + 1 == len(keys):
+                    states[-1] = after
+            else:
+                start = before.length + rows.start
+                _read(part, states[-1], start, (), plan.block_size, put_later)
+
+    plan.run(reduce, range(len(reduced)))
+    with _generic.quiet():
+        for i in range(len(reduced)):
+            states[i + 1] = _generic.merge(states[i], states[i + 1])
+    plan.run(read, range(len(queries)))
+    return states[-1]
+
+
+def _segments(length: int, plan: Plan) -> list[slice]:
+    """Segments of whole blocks, as equal as they can be."""
+    count = -(-length // plan.block_size)
+    edges = [
+        min(count * i // plan.segments * plan.block_size, length) for i in range(plan.segments)
+    ]
+    edges.append(length)
+    return [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
+
+
+def _segment(problem: Problem, rows: slice) -> Problem:
+    """Take some rows of a problem whose state is handed around beside it."""
+    mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
+    sides = {name: getattr(problem, name)[..., rows, :] for name in ("query", "key", "value")}
+    return replace(problem, key_mask=mask, **sides)
+
+
 def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None, Array | None]:
     """Run a problem: (output, state after it, log normaliser), the last two where asked for."""
     whole = _dispatch.whole_function("attention", problem.xp)
@@ -208,7 +285,11 @@ def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None,
         if return_state:
             states.append((task, state))
 
-    plan.run(work, plan.tasks)
+    if plan.segments > 1 and walk in (_walk_full, _walk_causal):
+        state = _in_segments(problem, plan, put)
+        states.append(((), state))
+    else:
+        plan.run(work, plan.tasks)
     norm = None if norms is None else norms.result()[..., 0]
     return output.result(), _join(problem, states) if return_state else None, norm
 

@@ -420,11 +420,14 @@ class Plan(NamedTuple):
     run : callable
         ``run(work, tasks)`` calls ``work(task)`` for each task, in any order, and returns when
         all are done. Errors are raised.
+    segments : int
+        Pieces of the sequence to be run side by side, where there is one task only.
     """
 
     block_size: int
     tasks: Sequence[Index]
-    run: Callable[[Callable[[Index], None], Sequence[Index]], None]
+    run: Callable[[Callable[[Any], None], Sequence[Any]], None]
+    segments: int = 1
 
 
 @runtime_checkable

@@ -11,12 +11,15 @@ import pytest
 
 import linattn
 import linattn_numpy
+from linattn import folds
 from linattn.feature_maps import (
     ActivationFeatures,
+    CosformerFeatures,
     EluFeatures,
     HyperbolicFeatures,
     PositiveFeatures,
     ReluFeatures,
+    SoftmaxFeatures,
 )
 from linattn_numpy import blocks, planning
 from linattn_numpy.blas import Blas
@@ -119,6 +122,53 @@ def test_plain_blocks_take_no_shift(calls):
     phi = PositiveFeatures(D, 24, rng=0)
     linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=256)
     assert calls == {"plain": 3, "shifted": 0, "generic": 0}
+
+
+SEGMENTED = MAPS | {"cosformer": CosformerFeatures(D, max_length=300), "means": SoftmaxFeatures(D)}
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monkeypatch):
+    phi = SEGMENTED[name]
+    heads = (3,) if name == "per-head" else ()
+    query, key, value = inputs(250, heads=heads)
+    if not is_causal:
+        query = query[..., :130, :]
+    mask = np.random.default_rng(1).random(250) > 0.3
+    before = None
+    if with_state:
+        before = linattn.init_state(phi, D, batch_shape=heads, like=key)
+        before = linattn.update_state(before, key[..., :40, :], value[..., :40, :], phi)
+    options = dict(
+        is_causal=is_causal,
+        key_mask=mask,
+        initial_state=before,
+        return_state=True,
+        return_log_normalizer=name != "cosformer",
+        chunk_size=16,
+    )
+    want = linattn.linear_attention(query, key, value, phi, **options)
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "_tasks", lambda problem, block: [()])
+    cut = []
+    inner = folds._in_segments
+
+    def counting(*args):
+        cut.append(1)
+        return inner(*args)
+
+    monkeypatch.setattr(folds, "_in_segments", counting)
+    with linattn.config(num_threads=3):
+        found = linattn.linear_attention(query, key, value, phi, **options)
+    assert cut == [1]
+    agree(found[0], want[0])
+    assert found[1].length == want[1].length
+    true = [s.kvz * np.exp(s.log_scale)[..., None] for s in (found[1], want[1])]
+    agree(*true)
+    if len(want) == 3:
+        np.testing.assert_allclose(found[2], want[2], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
