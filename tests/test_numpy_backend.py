@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -323,3 +324,36 @@ def test_long_buffers_are_not_kept():
     assert np.shares_memory(buffer("test_name", (10, 10), np.float64), small)
     assert not np.shares_memory(buffer("test_name", (1000, 1000), np.float64), long)
     assert buffer("test_name", (10, 10), np.float32).dtype == np.float32
+
+
+def workspace(phi, length, is_causal):
+    """Bytes that a thread which has nothing yet needs at most, beyond inputs and output."""
+    query, key, value = np.random.default_rng(0).standard_normal((3, length, 64), dtype=np.float32)
+    found = []
+
+    def run():
+        tracemalloc.start()
+        try:
+            with linattn.config(num_threads=1):
+                out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
+            found.append(tracemalloc.get_traced_memory()[1] - out.nbytes)
+        finally:
+            tracemalloc.stop()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "phi",
+    [PositiveFeatures(64, 256, rng=0), HyperbolicFeatures(64, 256, rng=0), EluFeatures()],
+    ids=["positive", "hyperbolic", "elu"],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_workspace_is_small_and_does_not_grow(phi, is_causal):
+    workspace(phi, 64, is_causal)  # what is imported at the first call
+    short, long = (workspace(phi, length, is_causal) for length in (16384, 65536))
+    assert max(short, long) <= 8 * 2**20
+    assert long - short < 2**20

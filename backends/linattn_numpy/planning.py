@@ -47,8 +47,8 @@ def _block_size(problem: Problem) -> int:
         # 512 and 1,024 tokens take 1.4 and 1.2 times as long: too little at once for NumPy.
         return 2048
     # A causal block has features of both sides, and states of all its sub-blocks.
-    block = BLOCK_NUMBERS // problem.num_features // (2 if problem.is_causal else 1)
-    return max(128, min(block, 2048))
+    sides = 2 if problem.is_causal else 1
+    return max(128, min(BLOCK_NUMBERS // problem.num_features, 2048) // sides)
 
 
 def _tasks(problem: Problem, block: int) -> Sequence[Index]:
