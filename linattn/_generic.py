@@ -43,6 +43,7 @@ __all__ = [
     "empty_state",
     "evaluate",
     "exact_block",
+    "exact_more",
     "finite_shift",
     "merge",
     "namespace",
@@ -344,6 +345,11 @@ def exact_block(
     nan = xp.full_like(row, float("nan"))
     nd = xp.where(overflowed, nan, xp.matmul(weights, v1))
     return Partial(nd, xp.where(overflowed, nan, row))
+
+
+def exact_more(spec: Exact, query: Tokens, key: Tokens, v1: Array, part: Partial) -> Partial:
+    """Add a block of keys to a partial of the same queries. Cost as :func:`exact_block`."""
+    return combine(part, exact_block(spec, query, key, v1))
 
 
 def run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:

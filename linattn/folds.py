@@ -163,6 +163,7 @@ def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> No
     """Softmax attention: every block of keys is one more part of a block of queries."""
     spec, xp = problem.query_spec, problem.xp
     exact_block = _dispatch.block_function("exact_block", xp)
+    exact_more = _dispatch.block_function("exact_more", xp)
     keys_len = problem.key.shape[-2]
     for rows in blocks(problem.query.shape[-2], block_size):
         query = token_block(problem, "query", rows, 0)
@@ -172,8 +173,11 @@ def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> No
             part = exact_halves(spec, query, key, passing_v1_block(problem, rows))
         for others in blocks(rows.start if problem.is_causal else keys_len, block_size):
             key = token_block(problem, "key", others, 0)
-            more = exact_block(spec, query, key, passing_v1_block(problem, others))
-            part = more if part is None else _generic.combine(part, more)
+            v1 = passing_v1_block(problem, others)
+            if part is None:
+                part = exact_block(spec, query, key, v1)
+            else:
+                part = exact_more(spec, query, key, v1, part)
         if part is None:
             part = _nothing(problem, query)
         put(task, rows, part)

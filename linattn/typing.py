@@ -494,6 +494,12 @@ class Backend(Protocol):
         """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
         ...
 
+    def exact_more(
+        self, spec: Exact, query: Tokens, key: Tokens, v1: Array, part: Partial
+    ) -> Partial:
+        """Add a block of keys to a partial of the same queries."""
+        ...
+
     def values_block(self, value: Array, mask: Array | None, dtype: Any) -> Array:
         """Values of a block with a column of 1 behind them, masked ones as 0; for one use."""
         ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 from linattn_numpy.blocks import (
     divide,
     exact_block,
+    exact_more,
     read_block,
     reduce_block,
     scan_block,
@@ -24,6 +25,7 @@ __all__ = [
     "decode",
     "divide",
     "exact_block",
+    "exact_more",
     "far_states",
     "plan",
     "read_block",

@@ -31,6 +31,7 @@ __all__ = [
     "activated",
     "divide",
     "exact_block",
+    "exact_more",
     "inputs",
     "is_simple",
     "read_block",
@@ -497,6 +498,38 @@ def _above(size: int) -> NDArray[np.bool_]:
     return np.triu(np.ones((size, size), dtype=bool), 1)
 
 
+def _logits(
+    spec: Exact, query: Tokens, key: Tokens, visible: NDArray[np.bool_] | None = None
+) -> Floats:
+    """Logits in a buffer, -inf where a query does not see a key."""
+    x = query.x if spec.scale == 1.0 else query.x * spec.scale
+    logits = _product(x, _t(key.x), "logits")
+    if key.log_weight is not None:
+        masked = np.broadcast_to(_t(key.log_weight) == -np.inf, logits.shape)
+        np.copyto(logits, -np.inf, where=masked)
+    if visible is not None:
+        np.copyto(logits, -np.inf, where=~visible)
+    return logits
+
+
+def exact_more(spec: Exact, query: Tokens, key: Tokens, v1: Floats, part: Partial) -> Any:
+    """Add a block of keys to a partial of the same queries, on its scale."""
+    if 0 in query.x.shape or 0 in v1.shape:
+        return NotImplemented
+    if part.log.shape[:-1] != query.x.shape[:-1]:
+        return NotImplemented
+    # The scale as one more coordinate: a pass over the logits less.
+    x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
+    y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
+    logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
+    more = _product(np.exp(logits, out=logits), v1, "more")
+    if more.shape != part.nd.shape:
+        return NotImplemented
+    nd = more + part.nd
+    # What is inf or NaN is so by itself, or because the scale is too low for this block.
+    return Partial(nd, part.log) if _all_finite(nd) else NotImplemented
+
+
 def exact_block(
     spec: Exact,
     query: Tokens,
@@ -507,14 +540,7 @@ def exact_block(
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
     if 0 in query.x.shape or 0 in v1.shape:
         return NotImplemented
-    q, k = query.x * spec.scale, _t(key.x)
-    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-    logits = np.matmul(q, k, out=buffer("logits", (*lead, q.shape[-2], k.shape[-1]), q.dtype))
-    if key.log_weight is not None:
-        masked = np.broadcast_to(_t(key.log_weight) == -np.inf, logits.shape)
-        np.copyto(logits, -np.inf, where=masked)
-    if visible is not None:
-        np.copyto(logits, -np.inf, where=~visible)
+    logits = _logits(spec, query, key, visible)
     row = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(row).all():
         return NotImplemented
