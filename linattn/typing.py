@@ -458,9 +458,10 @@ class Backend(Protocol):
     """The block tier that a backend may replace, function by function.
 
     A backend is a module that defines any of these, and optionally the whole tier
-    ``attention(problem) -> (output, state, log_normalizer)`` and
-    ``decode(problem) -> (output, state)``. Each may return ``NotImplemented`` for a spec that it
-    does not know; the generic code then takes over.
+    ``attention(problem) -> (output, state, log_normalizer)``,
+    ``decode(problem) -> (output, state)`` and ``stepper(problem, state)``, an object with a method
+    ``step(query, key, value) -> output`` or None and an attribute ``state``. Each may return
+    ``NotImplemented`` for a spec that it does not know; the generic code then takes over.
     """
 
     def plan(self, problem: Problem) -> Plan:
