@@ -22,7 +22,7 @@ from linattn.feature_maps import (
     ReluFeatures,
     SoftmaxFeatures,
 )
-from linattn_numpy import blocks, planning
+from linattn_numpy import blocks, planning, threads
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
 
@@ -201,9 +201,9 @@ def test_values_of_several_heads_share_their_keys(name, is_causal):
         agree(out, want)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_threads_change_no_bit(threads, is_causal, monkeypatch):
+def test_threads_change_no_bit(count, is_causal, monkeypatch):
     monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
     monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
     query, key, value = inputs(300, heads=(2, 3))
@@ -220,13 +220,63 @@ def test_threads_change_no_bit(threads, is_causal, monkeypatch):
     with linattn.config(num_threads=1):
         want, want_state, want_norm = linattn.linear_attention(query, key, value, phi, **options)
     seen.clear()
-    with linattn.config(num_threads=threads):
+    with linattn.config(num_threads=count):
         out, state, norm = linattn.linear_attention(query, key, value, phi, **options)
     if is_causal:
-        assert (threading.current_thread().name in seen) == (threads == 1)
+        assert 1 <= len(seen) <= count
     for got, wanted in ((out, want), (state.kvz, want_state.kvz), (norm, want_norm)):
         assert np.array_equal(got, wanted)
     assert state.length == want_state.length
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_tasks_run_side_by_side(count):
+    barrier, done = threading.Barrier(count), []
+
+    def work(task):
+        barrier.wait(30)
+        done.append((task, threading.current_thread().name))
+
+    threads.run(count, work, range(count))
+    assert sorted(task for task, _ in done) == list(range(count))
+    assert len({name for _, name in done}) == count
+
+
+def test_calls_from_within_tasks_do_not_wait_for_each_other():
+    done = []
+
+    def outer(task):
+        threads.run(3, lambda inner: done.append((task, inner)), range(4))
+
+    threads.run(3, outer, range(6))
+    assert sorted(done) == [(i, j) for i in range(6) for j in range(4)]
+
+
+def test_threads_see_the_settings_of_the_caller():
+    barrier, seen = threading.Barrier(3), []
+
+    def work(task):
+        barrier.wait(30)
+        with linattn.config() as settings:
+            seen.append(settings.precision)
+
+    with linattn.config(precision="float64"):
+        threads.run(3, work, range(3))
+    assert seen == ["float64"] * 3
+
+
+def test_after_an_error_no_further_task_begins():
+    begun = []
+
+    def work(task):
+        begun.append(task)
+        message = "stop"
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError, match="stop"):
+        threads.run(2, work, range(100))
+    assert len(begun) <= 2
+    threads.run(2, begun.append, range(3))
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch):
@@ -299,7 +349,7 @@ def test_blas_setting_of_the_user_survives_a_call():
 
 
 @pytest.mark.parametrize(
-    ("asked", "environment", "controller", "threads"),
+    ("asked", "environment", "controller", "number"),
     [
         (None, "3", True, 3),
         (None, "3,2", True, 3),
@@ -308,11 +358,11 @@ def test_blas_setting_of_the_user_survives_a_call():
         (5, "3", False, 5),
     ],
 )
-def test_number_of_threads(asked, environment, controller, threads, monkeypatch):
+def test_number_of_threads(asked, environment, controller, number, monkeypatch):
     monkeypatch.setattr(Blas, "controller", lambda self: object() if controller else None)
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     problem: Any = SimpleNamespace(num_threads=asked)
-    assert planning._num_threads(problem) == threads
+    assert planning._num_threads(problem) == number
     monkeypatch.setenv("OMP_NUM_THREADS", "no number")
     assert planning._num_threads(problem) >= 1
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
 
 from linattn.typing import Exact, Index, Plan, Problem
 from linattn_numpy.blas import blas
+from linattn_numpy.threads import run
 
 __all__ = ["plan"]
 
@@ -31,7 +30,7 @@ def plan(problem: Problem) -> Plan:
     tasks = _tasks(problem, block)
     threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
     segments = threads if len(tasks) == 1 and _is_long(problem, block) else 1
-    return Plan(block, tasks, partial(_run, min(threads, max(len(tasks), segments))), segments)
+    return Plan(block, tasks, partial(run, min(threads, max(len(tasks), segments))), segments)
 
 
 def _is_long(problem: Problem, block: int) -> bool:
@@ -91,16 +90,3 @@ def _num_threads(problem: Problem) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _run(threads: int, work: Callable[[Any], None], tasks: Sequence[Any]) -> None:
-    # One BLAS thread even for one of ours: a block is too small to share out. Two waited for each
-    # other: 275 ms for a head of 16,384 tokens on two busy cores, where one took 37 ms.
-    with blas.one_thread():
-        if threads == 1:
-            for task in tasks:
-                work(task)
-            return
-        with ThreadPoolExecutor(threads, "linattn") as pool:
-            for _ in pool.map(work, tasks):
-                pass
