@@ -47,26 +47,31 @@ _Put: TypeAlias = Callable[[Index, slice, Partial], None]
 def _refused(part: Partial, log_weight: Array, state: State, m: int) -> Array:
     """Heads ``(..., 1, 1)`` with a row that the block's common shift may have spoilt, or None.
 
-    A row is sound if it is finite and its denominator is at least ``(tiny / eps) m N``, N tokens
-    so far: what underflow can have taken from it, at most ``tiny m N``, is then below rounding.
-    A row that sees no key at all is sound too. A head whose state is not finite is past repair.
+    A row is sound if it is finite and its denominator is at least ``(tiny / eps) (m N + z)``, N
+    tokens so far and z the normalisers of the state: what underflow can have taken from it, at most
+    ``tiny (m N + z)``, is then below rounding. A row that sees no key at all is sound too. A column
+    of values that the state has lost to NaN or inf is past repair, and so is a head whose
+    normalisers it has lost; the other columns are not.
     """
     xp = _generic.namespace(part.nd)
     info = xp.finfo(part.nd.dtype)
     n = part.nd.shape[-2]
-    floor = float(info.smallest_normal) / float(info.eps) * m * (state.length + n)
+    # A backend's state may be on a scale of which its normalisers are not bounded by the tokens.
+    terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
+    floor = float(info.smallest_normal) / float(info.eps) * terms
     sound = xp.abs(part.nd[..., -1:]) >= floor
     if log_weight is not None:
         sees = xp.cumulative_sum(xp.astype(log_weight > -xp.inf, xp.int64), axis=-2) > 0
         before = xp.any(state.log_scale > -xp.inf, axis=-1)[..., None, None]
         sound = sound | ~(sees | before)
-    sound = sound & xp.all(xp.isfinite(part.nd), axis=-1, keepdims=True)
-    refused = ~xp.all(sound, axis=-2, keepdims=True)
-    if not bool(xp.any(refused)):
+    lost = ~xp.isfinite(part.nd)
+    if bool(xp.all(sound & ~xp.any(lost, axis=-1, keepdims=True))):
         return None
-    kvz_finite = xp.all(xp.isfinite(state.kvz), axis=(-2, -1), keepdims=True)
+    alive = xp.all(xp.isfinite(state.kvz), axis=-2, keepdims=True)
+    sound = sound & ~xp.any(lost & alive, axis=-1, keepdims=True)
+    refused = ~xp.all(sound, axis=-2, keepdims=True)
     log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
-    refused = refused & kvz_finite & log_finite
+    refused = refused & alive[..., -1:] & log_finite
     return refused if bool(xp.any(refused)) else None
 
 
@@ -333,6 +338,5 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         tokens = token_block(problem, "query", one, start)
         query_spec, seen = _reading(problem, state)
         part = read_block(query_spec, tokens, seen, problem.want_log)
-        output = divide(part)
-    output = problem.xp.astype(output, problem.query.dtype, copy=False)
+        output = problem.xp.astype(divide(part), problem.query.dtype, copy=False)
     return output[..., 0, :], state

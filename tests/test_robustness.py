@@ -882,6 +882,38 @@ def test_row_14_nan_in_a_live_value(attend):
 
 
 @every_map
+@pytest.mark.parametrize("chunk_size", [64, None])
+def test_row_14_nan_in_one_coordinate_of_a_state_leaves_the_others_causal(feature_map, chunk_size):
+    """A coordinate that is lost is lost; in another, NaN still reaches no earlier row."""
+    query, key, value = tokens(length=300)
+    value[:, 0, 0] = np.nan
+    options: dict[str, Any] = dict(is_causal=True, chunk_size=chunk_size)
+    clean = linattn.linear_attention(query, key, value, feature_map, **options)
+    value[:, 290, 1] = np.nan
+    out = linattn.linear_attention(query, key, value, feature_map, **options)
+    assert np.isnan(out[..., 0]).all()
+    assert np.isnan(out[:, 290:, 1]).all()
+    np.testing.assert_allclose(out[:, :290, 1:], clean[:, :290, 1:], rtol=1e-3, atol=1e-5)
+    assert np.isfinite(out[..., 2]).all()
+
+
+def test_row_14_nan_in_one_coordinate_costs_the_others_no_digits():
+    """Early rows of a block whose late keys have far larger features are still done again."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 200, DIM), dtype=np.float32)
+    key[:100] *= 15
+    value[0, 0] = np.nan
+    phi = MAPS["positive"]
+    state = linattn.init_state(phi, DIM, like=key)
+    state = linattn.update_state(state, key[:1], value[:1], phi)
+    rest = (query[1:], key[1:], value[1:], phi)
+    out = linattn.linear_attention(*rest, is_causal=True, initial_state=state, chunk_size=200)
+    want = reference.kernel_attention(query, key, value, phi, is_causal=True)[1:]
+    assert np.isnan(out[:, 0]).all()
+    np.testing.assert_allclose(out[:, 1:], want[:, 1:], rtol=0, atol=2e-4)
+
+
+@every_map
 def test_row_14_nan_in_a_state_stays(feature_map):
     query, key, value = tokens()
     state = filled_state(feature_map)

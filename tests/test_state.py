@@ -700,3 +700,18 @@ def test_causal_lengths_must_agree_and_the_remedy_is_said():
     query, key, value = tokens(4)
     with pytest.raises(ValueError, match=r"initial_state.*read_state"):
         linear_attention(query[:1], key, value, PHI, is_causal=True)
+
+
+def test_an_overflow_of_float16_in_one_step_says_no_more_than_in_many():
+    """The denominator of a signed map may be small; the output is inf, without a warning."""
+    phi = TrigonometricFeatures(1, 2, rng=0)
+    projection = float(phi.projection[0, 0])
+    key = np.array([[0.0], [1.0]], dtype=np.float16)
+    query = np.array([[np.pi / projection * 0.5 + 0.5]] * 2, dtype=np.float16)
+    value = np.array([[6e4], [-6e4]], dtype=np.float16)
+    with np.errstate(all="raise"):
+        whole = linear_attention(query, key, value, phi, is_causal=True)
+        before = linear_attention(query[:1], key[:1], value[:1], phi, return_state=True)[1]
+        out, _ = decode_step(query[1], key[1], value[1], before, phi)
+    assert np.isinf(whole[1]).all()
+    assert_array_equal(out, whole[1])
