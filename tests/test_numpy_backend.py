@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -407,3 +408,109 @@ def test_workspace_is_small_and_does_not_grow(phi, is_causal):
     short, long = (workspace(phi, length, is_causal) for length in (16384, 65536))
     assert max(short, long) <= 8 * 2**20
     assert long - short < 2**20
+
+
+@pytest.mark.parametrize(("sign", "factor"), [(-1, 1e-20), (1, 1e20), (1, 1e25), (1, 1)])
+def test_values_of_any_size_come_through_a_plain_block(sign, factor):
+    """Features of exp(+-28) times these values leave the range of float32."""
+    rng = np.random.default_rng(0)
+    phi = PositiveFeatures.from_projection(np.ones((2, 1)), scale=1.0)
+    key = (28 * sign + 0.1 * rng.standard_normal((40, 1))).astype(np.float32)
+    value = (factor * rng.standard_normal((40, 3))).astype(np.float32)
+    out = linattn.linear_attention(key, key, value, phi)
+    want = linattn.reference.kernel_attention(key, key, value, phi)
+    agree(out / factor, want / factor, 5e-5)
+
+
+def test_columns_far_below_the_top_one_are_read_with_a_shift():
+    """Column 0 is 104 above the others by its weights, and 116 below them for this query."""
+    weights = np.array([0.0, -104.0, -105.0])
+    phi = PositiveFeatures.from_projection(np.eye(3), scale=1.0, log_weights=weights)
+    query = np.array([[-29.0, 29, 28]], dtype=np.float32)
+    key = np.array([[-29.0, 29, 28], [-29, 28, 29]], dtype=np.float32)
+    value = np.array([[1.0], [2]], dtype=np.float32)
+    out = linattn.linear_attention(query, key, value, phi)
+    agree(out, linattn.reference.kernel_attention(query, key, value, phi), 1e-5)
+
+
+@pytest.mark.parametrize(("own", "gap"), [((-45, 85), 106), ((-40, 80), 100)])
+def test_a_key_with_large_features_far_below_the_top_row_counts(own, gap):
+    """Its share exp(-gap) underflows; its features exp(80) make up for it."""
+    phi = PositiveFeatures.from_projection(np.array([[1.0, 0]]), scale=1.0)
+
+    def key_of(u, half_square):
+        return [u, np.sqrt(2 * half_square - u * u)]
+
+    rows = [(own[0], 8192), (own[1], 8192 + gap), (own[1], 8193 + gap)]
+    key = np.array([key_of(*row) for row in rows], dtype=np.float32)
+    value = np.array([[1], [2], [4]], dtype=np.float32)
+    query = np.zeros((1, 2), dtype=np.float32)
+    out = linattn.linear_attention(query, key, value, phi)
+    agree(out, linattn.reference.kernel_attention(query, key, value, phi), 1e-3)
+
+
+def test_a_column_far_below_the_top_one_counts_for_a_query_that_looks_there():
+    projection = np.zeros((2, 3))
+    projection[:, :2] = np.eye(2)
+    phi = PositiveFeatures.from_projection(projection, scale=1.0)
+
+    def key_of(*u):
+        return [*u, np.sqrt(2 * 16384 - np.square(u).sum())]
+
+    key = np.array([key_of(100, -80), key_of(-80, -3)], dtype=np.float32)
+    value = np.array([[1], [2]], dtype=np.float32)
+    for u in ((-20, 86), (-30, 78)):
+        query = np.array([[*u, 0]], dtype=np.float32)
+        out = linattn.linear_attention(query, key, value, phi)
+        agree(out, linattn.reference.kernel_attention(query, key, value, phi), 5e-4)
+
+
+def test_a_state_with_large_sums_refuses_small_denominators():
+    """Sums of 256 exp(29.9) that underflow would outweigh a denominator above (tiny / eps) m N."""
+    projection = np.zeros((3, 4))
+    projection[:, :3] = np.eye(3)
+    phi = PositiveFeatures.from_projection(projection, scale=1.0)
+
+    def key_of(*u, half_square):
+        return [*u, np.sqrt(2 * half_square - np.square(u).sum())]
+
+    n, R = 256, 8192.0
+    query, key, value = np.zeros((n + 2, 4)), np.zeros((n + 2, 4)), np.zeros((n + 2, 1))
+    key[:n], value[:n] = key_of(-29, 29.9, -29, half_square=R), 1
+    key[0], value[0] = key_of(-29, -29, 0, half_square=R), 2
+    key[n + 1] = key_of(60, -70, -70, half_square=R - 64)
+    query[n] = [-40, -16.5, 18, 0]
+    mask = np.arange(n + 2) != n
+    q, k, v = (x.astype(np.float32) for x in (query, key, value))
+    options: dict[str, Any] = dict(is_causal=True, key_mask=mask)
+    out = linattn.linear_attention(q, k, v, phi, chunk_size=n, **options)
+    want = linattn.reference.kernel_attention(q, k, v, phi, **options)
+    agree(out[n], want[n], 4e-4)
+
+
+@pytest.mark.parametrize("name", ["positive", "elu", "relu"])
+def test_a_state_is_an_array_of_its_own(name):
+    """Not of the map's parameters spread over the heads, and not of the state before."""
+    phi = MAPS[name]
+    _, key, value = inputs(100)
+    states = [linattn.init_state(phi, D, batch_shape=(3,), like=key)]
+    for _ in range(2):
+        states.append(linattn.update_state(states[-1], key, value, phi))
+        states.append(linattn.decode_step(key[:, 0], key[:, 0], value[:, 0], states[-1], phi)[1])
+    for before, after in pairwise(states):
+        for array, other in zip(after[:2], before[:2], strict=True):
+            assert array.flags.writeable
+            assert not np.shares_memory(array, other)
+
+
+def test_a_state_is_made_where_no_query_has_a_batch():
+    _, key, value = inputs(20, heads=(1,))
+    options: dict[str, Any] = dict(return_state=True)
+    out, state = linattn.linear_attention(key[:0], key, value, EluFeatures(), **options)
+    assert out.shape == (0, 20, D)
+    with linattn.without_backends():
+        _, want = linattn.linear_attention(key[:0], key, value, EluFeatures(), **options)
+    agree(
+        linattn.read_state(key, state, EluFeatures()), linattn.read_state(key, want, EluFeatures())
+    )
+    assert state.z.min() > 0

@@ -158,3 +158,16 @@ def test_identity_redraw_equality_and_pickle():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         Reparametrized(*arguments)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [1, 300])
+def test_only_the_weights_have_heads(scale, is_causal):
+    """The queries' shift is per head, so keys have one set of features and many of weights."""
+    rng = np.random.default_rng(0)
+    query, key, value = scale * rng.standard_normal((3, 50, 4))
+    phi = Reparametrized(PositiveFeatures(4, 8, rng=0), rng.standard_normal((3, 4)))
+    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
+    want = linattn.reference.kernel_attention(query, key, value, phi, is_causal=is_causal)
+    assert out.shape == (3, 50, 4)
+    assert_allclose(out, want, rtol=0, atol=1e-9 * scale)

@@ -39,6 +39,8 @@ def assigned_sums(spec: Assigned, tokens: Tokens, v1: Floats) -> tuple[Floats, F
         return None
     if tokens.log_weight is not None:
         log = log + tokens.log_weight
+    # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
+    column = np.broadcast_to(column, log.shape[:-1])
     top = log.max(axis=-2, keepdims=True)
     top = np.where(top == -np.inf, log.dtype.type(0), top)
     if np.min(log, where=log > -np.inf, initial=np.inf) < top.max() - SPREAD[log.itemsize]:

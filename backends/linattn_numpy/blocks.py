@@ -58,6 +58,9 @@ AHEAD = 10.0
 NEAR = {4: 20.0, 8: 80.0}
 """Column logs of a state that differ by no more than this may share one scale."""
 
+LEAST_READ = {4: 1e-13, 8: 1e-130}
+"""A read with a denominator below it is done again shifted: small values may have underflowed."""
+
 LOWEST = {4: -80.0, 8: -700.0}
 """elu + 1 below this is hardly a normal number."""
 
@@ -226,7 +229,7 @@ def _finite(log: Floats) -> Floats:
 
 
 def _in_place(operation: np.ufunc, x: Floats, y: Floats) -> Floats:
-    """Put the result into x, unless y has leading axes (of a state) that x has not."""
+    """Put the result into x, unless y has leading axes (of a state, of weights) beyond its."""
     fits = np.broadcast_shapes(x.shape, y.shape) == x.shape
     return np.asarray(operation(x, y, out=x if fits else None))
 
@@ -242,8 +245,7 @@ def _shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
         u = both
     row = _row_term(spec, tokens)
     assert row is not None
-    u += row
-    return u
+    return _in_place(np.add, u, row)
 
 
 def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> Any:
@@ -258,14 +260,20 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
         return NotImplemented
     weights, c = natural
     row, weighted = _row_term(key_spec, tokens), v1
+    lost = False
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
-        weighted = _weighted(v1, np.exp(row - _finite(top)))
+        shares = np.exp(row - _finite(top))
+        lost = bool(np.any((shares < _tiny(shares.dtype)) & (row > -np.inf)))
+        weighted = _weighted(v1, shares)
         c = c + top[..., 0]
     kvz = _summed(weights, weighted)
     z, (least, most) = kvz[..., -1], COLUMN_SUMS[kvz.itemsize]
     if isinstance(key_spec, Pointwise) and key_spec.f.name == "relu":
         z = np.where(z == 0, 1, z)
+    if lost:
+        # A row whose share has underflowed may have features as large as they come.
+        least = max(least, _floor(z.dtype) * v1.shape[-2] * float(weights.max()))
     if not (least <= z.min() <= z.max() <= most and _all_finite(kvz)):
         return _reduce_shifted(key_spec, tokens, v1, state)
     return _merged(state, kvz, c, v1.shape[-2])
@@ -284,7 +292,11 @@ def _reduce_shifted(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) ->
 
 
 def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
-    """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is ours to change."""
+    """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is ours to change.
+
+    The state after it is an array of its own throughout: not a parameter of the map, spread over
+    the heads, and not the log scale of the state before.
+    """
     same = kvz.shape == state.kvz.shape
     ahead = c - state.log_scale
     if same and ahead.max() <= AHEAD:
@@ -293,7 +305,7 @@ def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
         kvz += state.kvz
         return State(kvz, state.log_scale.copy(), state.length + n)
     if same and state.log_scale.max() == -np.inf:
-        return State(kvz, np.broadcast_to(c, state.log_scale.shape), state.length + n)
+        return State(kvz, np.broadcast_to(c, state.log_scale.shape).copy(), state.length + n)
     after = np.maximum(state.log_scale, c)
     shift = _finite(after)
     kvz = kvz * np.exp(c - shift)[..., None]
@@ -319,8 +331,12 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     kvz = state.kvz
     if not (c == top).all():
         kvz = kvz * np.exp(c - _finite(top))[..., None]
+        # A column far below the top one may still be the one that counts for a query.
+        if np.any((kvz[..., -1] < _floor(kvz.dtype)) & (c > -np.inf)):
+            return _read_shifted(query_spec, tokens, state)
     nd = _product(weights, kvz, "nd")
     floor = _floor(nd.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
+    floor = max(floor, LEAST_READ[nd.itemsize])
     if not (nd[..., -1].min() >= floor and _all_finite(nd)):
         return _read_shifted(query_spec, tokens, state)
     return Partial(nd, _row_log(query_spec, tokens, top[..., None], want_log))
@@ -414,8 +430,11 @@ def _scan_plain(
 
 def _floor(dtype: Any) -> float:
     """Smallest sum from which underflow cannot have taken more than rounding, for one term."""
-    info = np.finfo(dtype)
-    return float(info.smallest_normal) / float(info.eps)
+    return _tiny(dtype) / float(np.finfo(dtype).eps)
+
+
+def _tiny(dtype: Any) -> float:
+    return float(np.finfo(dtype).smallest_normal)
 
 
 def _all_near(log: Floats, g: Floats, near: float) -> bool:

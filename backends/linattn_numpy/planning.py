@@ -54,7 +54,7 @@ def _tasks(problem: Problem, block: int) -> Sequence[Index]:
     lead = problem.state_lead
     if not lead:
         return [()]
-    if 0 in problem.lead:
+    if 0 in lead:
         return []
     longest = max(problem.query.shape[-2], problem.key.shape[-2], 1)
     width = problem.num_features or longest
