@@ -180,7 +180,9 @@ def _check_window(
     exact_window: Any, query: Array, key: Array, feature_map: Any
 ) -> tuple[int, Exact]:
     """Check that near keys and far ones are of one kernel and have positions to be near by."""
-    exact_window = _checks.check_positive_int("exact_window", exact_window)
+    # A window longer than the sequence is all of it, and need not be filled up.
+    longest = max(1, query.shape[-2])
+    exact_window = min(_checks.check_positive_int("exact_window", exact_window), longest)
     if not getattr(feature_map, "softmax_kernel", False):
         message = (
             f"exact_window needs a feature map of the softmax kernel exp(scale q.k), so that near "

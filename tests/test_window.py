@@ -268,3 +268,16 @@ def test_errors():
         linattn.linear_attention(query[:5], key, value, phi, exact_window=2)
     with pytest.raises(ValueError, match=r"map of the softmax kernel .* got EluFeatures"):
         linattn.linear_attention(query, key, value, EluFeatures(), exact_window=2)
+
+
+@full_and_causal
+def test_a_window_longer_than_the_sequence_costs_no_more(is_causal):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 50, 4))
+    phi = PositiveFeatures(4, 8, rng=0)
+    tracemalloc.start()
+    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal, exact_window=10**6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    exact = linattn.softmax_attention(query, key, value, is_causal=is_causal)
+    assert_allclose(out, exact, rtol=1e-12, atol=1e-13)
+    assert peak < 2e7
