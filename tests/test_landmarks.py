@@ -18,7 +18,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn._corrected import guarded
-from linattn.feature_maps import LandmarkFeatures
+from linattn.feature_maps import LandmarkFeatures, Reparametrized
 from linattn.typing import Partial
 
 D, E = 5, 3
@@ -700,3 +700,30 @@ def test_constructor_says_what_is_wrong(change, message):
     )
     with pytest.raises(ValueError, match=message):
         LandmarkFeatures(**(arguments | change))
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-10, 1e19, 1e22])
+def test_keys_of_any_size_that_queries_make_up_for(size):
+    """Squares of these keys leave the range of float32; their logits do not."""
+    query, key, value = (x.astype(np.float32) for x in inputs(keys=300, queries=300))
+    want = fitted(query, key, value)
+    found = fitted((query / size).astype(np.float32), (key * size).astype(np.float32), value)
+    assert_allclose(found, want, rtol=0, atol=1e-3)
+
+
+def fitted(query, key, value):
+    phi = LandmarkFeatures.fit(query, key, num_features=32, rng=0)
+    return linattn.linear_attention(query, key, value, phi)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_only_probes_or_weights_have_heads(change):
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 50, D))
+    probes = rng.standard_normal((10, D) if change else (3, 10, D))
+    phi: Any = LandmarkFeatures(rng.standard_normal((6, D)), probes, np.zeros(10), np.eye(D))
+    if change:
+        phi = Reparametrized(phi, rng.standard_normal((3, D)))
+    out = linattn.linear_attention(query, key, value, phi)
+    assert out.shape == (3, 50, D)
+    assert_allclose(out, linattn.reference.kernel_attention(query, key, value, phi), atol=1e-12)

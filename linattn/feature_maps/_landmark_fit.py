@@ -25,6 +25,7 @@ __all__ = [
     "lloyd",
     "log_normalizers",
     "log_sum",
+    "power_of_two",
     "query_metric",
     "sample_size",
     "spread",
@@ -272,6 +273,12 @@ def spread(
             nearest = np.maximum(nearest, nearness(x, b, used, metric).max(axis=-1))
             log_odds = log_weights + np.log(np.maximum(own - 2 * nearest, 0))
     return np.sort(np.concatenate(drawn, axis=-1), axis=-1)
+
+
+def power_of_two(x: NDArray[Any]) -> Floats:
+    """Largest powers of 2 up to positive numbers, 1 for 0: dividing by them rounds nothing."""
+    x = np.asarray(x, dtype=np.float64)
+    return np.asarray(np.ldexp(np.where(x > 0, 1.0, 2.0), np.frexp(x)[1] - 1))
 
 
 def lloyd(

@@ -19,6 +19,7 @@ from linattn.feature_maps._landmark_fit import (
     lloyd,
     log_normalizers,
     log_sum,
+    power_of_two,
     query_metric,
     sample_size,
     spread,
@@ -564,10 +565,14 @@ def _some_clusters(
     A *= 2
     weights = np.sum(np.exp(A, out=A), axis=-2) * valid
 
+    # Squares of what is far from 1 would leave the range of float32.
+    size = np.abs(np.where(valid[..., None], centred, 0)).max(axis=(-2, -1), keepdims=True)
+    unit = power_of_two(size)
+    centred /= unit.astype(x.dtype)
     chosen = spread(centred, weights, valid, metric, gumbel[:C], m)
     used = np.take_along_axis(valid, chosen, axis=-1)
     first = np.take_along_axis(centred, chosen[..., None], axis=-2).astype(np.float64)
-    b = lloyd(centred, weights, first, used, metric, LLOYD_STEPS) + centre
+    b = lloyd(centred, weights, first, used, metric, LLOYD_STEPS) * unit + centre
     return np.where(used[..., None], b, 0.0), used
 
 
@@ -578,7 +583,9 @@ def _tables(feature_map: LandmarkFeatures) -> tuple[Floats, Floats, Floats, Floa
     # About the mean landmark, scores are as small as the spread of the landmarks allows.
     mean = np.sum(np.where(used[..., None], b, 0.0), axis=-2, keepdims=True) / count
     centred = np.where(used[..., None], b - mean, 0.0)
-    images = centred @ feature_map.metric
+    # The largest score counts, whatever the scores' factor: one with which they are about 1.
+    unit = power_of_two(np.max(np.abs(centred), axis=(-2, -1), keepdims=True))
+    images = (centred / unit) @ feature_map.metric / unit
     bias = -np.sum(images * (centred / 2 + mean), axis=-1)
     bias = np.where(used, bias, -np.inf)
     with _generic.quiet():
