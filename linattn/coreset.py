@@ -119,13 +119,19 @@ def _read(query: Array, old: _Entries, new: _Entries, xp: ModuleType, lazy: bool
         number += xp.astype(xp.max(old.log, axis=-1) > -xp.inf, query.dtype)[:, None, None]
     # A row that sees no key is 0; one whose logits all overflow to -inf is NaN.
     shift = xp.where(number == 0, xp.zeros_like(top), top)
-    # In place: at these sizes a fresh array costs more than what is done to it.
-    near -= shift
-    nd = _visible_product(xp.exp(near), new.v1, visible, xp, lazy)
+    nd = _visible_product(xp.exp(_lowered(near, shift)), new.v1, visible, xp, lazy)
     if far is not None:
-        far -= shift
-        nd += xp.matmul(xp.exp(far), old.v1)
+        nd += xp.matmul(xp.exp(_lowered(far, shift)), old.v1)
     return Partial(nd, top)
+
+
+def _lowered(x: Array, shift: Array) -> Array:
+    """Subtract a shift in place, unless a gradient tape holds what was there."""
+    if getattr(x, "requires_grad", False):
+        return x - shift
+    # At these sizes a fresh array costs more than what is done to it.
+    x -= shift
+    return x
 
 
 def _visible_product(

@@ -686,3 +686,21 @@ def test_another_library_does_not_continue_the_stream():
         stream.extend(*tokens(5), key_mask=np.ones(5))
     with pytest.raises(TypeError, match="got a 0-d array"):
         stream.step(*(np.zeros(()) for _ in range(3)))
+
+
+def test_gradients_flow_through_a_torch_stream():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    leaves = [torch.tensor(x, requires_grad=True) for x in rng.standard_normal((3, 40, 4))]
+    directions = [torch.tensor(x) for x in rng.standard_normal((3, 40, 4))]
+    weights = torch.tensor(rng.standard_normal((40, 4)))
+
+    def loss(step):
+        moved = [x + step * d for x, d in zip(leaves, directions, strict=True)]
+        return (CoresetAttention(8, block_size=8, rng=0).extend(*moved) * weights).sum()
+
+    loss(0.0).backward()
+    slope = sum((x.grad * d).sum() for x, d in zip(leaves, directions, strict=True))
+    with torch.no_grad():
+        difference = (loss(1e-6) - loss(-1e-6)) / 2e-6
+    assert_allclose(float(slope), float(difference), rtol=1e-6)
