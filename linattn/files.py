@@ -102,12 +102,11 @@ def save_state(
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
     """Write arrays to an uncompressed npz file, which replaces an existing one in one step."""
-    import tempfile  # here and not at the top, for an import that costs little
-
     folder, base = os.path.split(os.fspath(path))
-    handle, name = tempfile.mkstemp(dir=folder or os.curdir, prefix=f".{base}-")
+    # Not by tempfile, whose files nobody else may read: what is saved is for other processes.
+    name = os.path.join(folder, f".{base}-{os.urandom(8).hex()}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(name, "xb") as file:
             np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())

@@ -161,6 +161,17 @@ def test_paths_may_be_strings_and_are_used_as_they_are(tmp_path):
     assert_same_bits(load_state(name), some_state())
 
 
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_who_may_read_the_file_is_what_the_user_has_set(path, mask):
+    before = os.umask(mask)
+    try:
+        save_state(path, some_state())
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
 def test_numpy_reads_the_file_without_pickle(path):
     state = some_state()
     save_state(path, state, phi_of())
