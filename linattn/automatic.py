@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from linattn import _checks
 from linattn._problem import exact_problem
+from linattn._tasks import at, take_problem
 from linattn.coreset import CoresetAttention
-from linattn.diagnostics import HeldOutError, held_out_error, held_out_rows
+from linattn.diagnostics import held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
 from linattn.functional import linear_attention, softmax_attention
 from linattn.sampling import Seed, as_generator
@@ -85,7 +86,8 @@ def attention(
     is_causal : bool, optional
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend. Where L = S, masked tokens are not used as queries to fit to either.
+        True = attend. Where L = S, masked tokens are not used as queries either: not to fit to,
+        and not to estimate the error.
     scale : float, optional
         s > 0; default ``1 / sqrt(d)``.
     tolerance : float, optional
@@ -151,7 +153,7 @@ def attention(
     generator = as_generator(rng)
     exact_pairs = _exact_pairs(problem)
     spent, m = 0.0, COLUMNS
-    while not problem.lazy:
+    while not (problem.lazy or 0 in problem.lead):
         pairs = _pairs(problem, m)
         if OVERHEAD * (spent + pairs) >= exact_pairs:
             break
@@ -159,7 +161,7 @@ def attention(
         output, found = _linear(query, key, value, m, options, generator, problem)
         if not (return_report or tolerance is not None):
             return output
-        error = found(output).relative
+        error = found(output)
         if tolerance is None or np.all(error <= tolerance):
             method = "coreset" if is_causal else "landmarks"
             report = AttentionReport(method, m, _window(problem), error, spent / exact_pairs)
@@ -189,21 +191,21 @@ def _linear(
     problem: Problem,
 ) -> tuple[Array, Any]:
     """Output of the linear method with m columns, and what estimates its error."""
-    length = problem.query.shape[-2]
     scale, key_mask = options["scale"], options["key_mask"]
+    same = problem.query.shape[-2] == problem.key.shape[-2]
+    query_mask = _query_mask(problem, key_mask) if same else None
     probes: NDArray[np.float64] | None = None
     if problem.is_causal:
         stream = CoresetAttention(m, block_size=CORESET_BLOCK, scale=scale, rng=generator)
         output = stream.extend(query, key, value, key_mask=key_mask)
     else:
-        same = length == problem.key.shape[-2]
         phi = LandmarkFeatures.fit(
             query,
             key,
             num_features=m,
             num_probes=max(PROBES, 2 * m),
             key_mask=key_mask,
-            query_mask=_query_mask(problem, key_mask) if same else None,
+            query_mask=query_mask,
             scale=scale,
             rng=generator,
         )
@@ -212,14 +214,48 @@ def _linear(
             query, key, value, phi, key_mask=key_mask, exact_window=_window(problem)
         )
 
-    def found(output: Array) -> HeldOutError:
-        rows = held_out_rows(length, 4 * HELD_OUT, generator)
-        if probes is not None:
-            rows = _without_probes(problem, rows, probes)
-        rows = rows[held_out_rows(len(rows), HELD_OUT, generator)]
-        return held_out_error(output, query, key, value, rows=rows, **options)
+    def found(output: Array) -> NDArray[np.float64]:
+        return _estimate(output, problem, probes, query_mask, generator)
 
     return output, found
+
+
+def _estimate(
+    output: Array,
+    problem: Problem,
+    probes: NDArray[np.float64] | None,
+    query_mask: Array | None,
+    generator: np.random.Generator,
+) -> NDArray[np.float64]:
+    """Error of each head on rows of its own queries; 0 for a head that has none.
+
+    Heads under one mask share their rows.
+    """
+    length = problem.query.shape[-2]
+    valid = np.ones(1, bool) if query_mask is None else _checks.to_numpy(query_mask)
+    masks = valid.shape[:-1]
+    valid = np.broadcast_to(valid, (*masks, length))
+    error = np.zeros(problem.lead)
+    for heads in np.ndindex(masks):
+        pairs = zip(heads, masks, strict=True)
+        task = tuple(slice(None) if n == 1 else slice(i, i + 1) for i, n in pairs)
+        part = take_problem(problem, task)
+        queries = np.flatnonzero(valid[heads])
+        rows = queries[held_out_rows(len(queries), 4 * HELD_OUT, generator)]
+        if probes is not None:
+            rows = _without_probes(part, rows, probes[at(probes.shape, 2, task)])
+        rows = rows[held_out_rows(len(rows), HELD_OUT, generator)]
+        error[at(error.shape, 0, task)] = held_out_error(
+            output[at(tuple(output.shape), 2, task)],
+            part.query,
+            part.key,
+            part.value,
+            is_causal=part.is_causal,
+            key_mask=None if part.key_mask is None else part.key_mask[..., 0],
+            scale=part.query_spec.scale,
+            rows=rows,
+        ).relative
+    return error
 
 
 def _query_mask(problem: Problem, key_mask: Array | None) -> Array | None:

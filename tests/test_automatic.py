@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
 
 import numpy as np
@@ -221,8 +222,75 @@ def test_held_out_errors():
         held_out_error(value[:, :5], query, key, value)
     with pytest.raises(ValueError, match=r"rows must be numbers of queries from 0 to 5"):
         held_out_error(value, query, key, value, rows=[6])
-    with pytest.raises(ValueError, match="is_causal needs query and key of equal length"):
+    with pytest.raises(ValueError, match="causal attention needs query and key of equal length"):
         held_out_error(value, query, key[:, :5], value[:, :5], is_causal=True)
+    with pytest.raises(ValueError, match="key and value must have one length"):
+        held_out_error(value, query, key, value[:, :5])
+    with pytest.raises(ValueError, match="query and key must have one last axis"):
+        held_out_error(value, query[..., :5], key, value)
+    with pytest.raises(TypeError, match="query must be an array"):
+        held_out_error(value, query.tolist(), key, value)
+    with pytest.raises(ValueError, match="rows must be numbers of queries from 0 to 5"):
+        held_out_error(value, query, key, value, rows=[0.5])
+    with pytest.raises(TypeError, match="rng must be an int, a numpy"):
+        held_out_rows(6, 2, rng=True)
+    with pytest.raises(TypeError, match=r"num_rows must be a positive integer, got 2\.5"):
+        held_out_rows(6, 2.5)
+    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
+        held_out_rows(-1, 2)
+
+
+def test_error_is_that_of_the_queries_that_count():
+    """Padding is not held out, whatever it holds, where few queries count too."""
+    query, key, value = clustered(4000)
+    for valid in (np.arange(4000) < 3000, np.arange(4000) < 100):
+        reports, found = [], []
+        for padding in (0.0, 1.0, np.nan):
+            arrays = [np.where(valid[:, None], x, padding * x) for x in (query, key, value)]
+            options = dict(key_mask=valid, rng=0)
+            output, report = linattn.attention(
+                *arrays, **options, return_report=True, tolerance=0.5
+            )
+            exact = linattn.softmax_attention(*arrays, key_mask=valid)
+            reports.append(report)
+            found.append(error(output[:, valid], exact[:, valid]))
+        assert {report.method for report in reports} == {"landmarks"}
+        for report in reports:
+            assert_allclose(report.error, reports[0].error, rtol=1e-9)
+            assert_allclose(report.error, found[0], rtol=0.6)
+
+
+@pytest.mark.parametrize("axes", [(2, 1), (1, 2), (2, 2), (1, 1)])
+def test_error_of_heads_under_masks_of_their_own(axes):
+    query, key, value = (np.stack([x, x]) for x in clustered(4000))
+    lengths = np.array([[4000, 3000], [1500, 200]])[: axes[0], : axes[1]]
+    mask = np.arange(4000) < lengths[..., None]
+    counts = np.broadcast_to(mask, (2, 2, 4000))[..., None]
+    # Whatever padding would tell, it would be far from the error of a fair row.
+    query = np.where(counts, query, 9 * query)
+    options = dict(key_mask=mask, rng=0)
+    output, report = linattn.attention(query, key, value, **options, return_report=True)
+    exact = linattn.softmax_attention(query, key, value, key_mask=mask)
+    assert report.error.shape == (2, 2)
+    assert_allclose(report.error, error(output * counts, exact * counts), rtol=0.8)
+
+
+@full_and_causal
+def test_no_head_has_no_error(is_causal):
+    arrays = [np.zeros((0, 6000, 8), dtype=np.float32)] * 3
+    output, report = linattn.attention(*arrays, is_causal=is_causal, return_report=True)
+    assert output.shape == (0, 6000, 8)
+    assert output.dtype == np.float32
+    assert report.error.shape == (0,)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-21, 1.0, 1e25])
+def test_held_out_error_of_values_of_any_size(size):
+    query, key, value = clustered(200, dtype=np.float32)
+    exact = linattn.softmax_attention(query, key, value)
+    arrays = [query, key, (size * value).astype(np.float32)]
+    found = held_out_error((1.1 * size * exact).astype(np.float32), *arrays, rng=0)
+    assert_allclose(found.relative, 0.1, rtol=1e-4)
 
 
 # Attended norms ---------------------------------------------------------------------------------
@@ -252,3 +320,31 @@ def test_attended_norms_of_the_sample_say_why_positive_features_fail():
     query, key, _ = linattn.datasets.pretrained_qkv()
     found = attended_norms(query, key)
     assert (found.num_features > 1000).mean() > 0.9
+
+
+@full_and_causal
+def test_attended_norms_find_the_few_keys_that_are_seen(is_causal):
+    query, key, _ = clustered(1000)
+    mask = np.zeros((2, 1000), dtype=bool)
+    mask[0, [3, 77, 501]] = True
+    mask[1, 100:900] = True
+    few = attended_norms(query[:1], key[:1][:, mask[0]]) if not is_causal else None
+    found = attended_norms(query, key, key_mask=mask, is_causal=is_causal)
+    assert np.isfinite(found.percentiles).all()
+    assert np.isfinite(found.logit_range).all()
+    if few is not None:
+        assert_allclose(found.percentiles[0], few.percentiles[0], rtol=1e-12)
+    mask[0] = False
+    none = attended_norms(query, key, key_mask=mask, is_causal=is_causal)
+    assert np.isnan(none.percentiles[0]).all()
+    assert_array_equal(none.percentiles[1], found.percentiles[1])
+
+
+@full_and_causal
+def test_attended_norms_take_no_memory_for_pairs(is_causal):
+    query, key, _ = clustered(20_000, heads=1)
+    tracemalloc.start()
+    attended_norms(query, key, is_causal=is_causal)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e7

@@ -35,10 +35,10 @@ def visible_keys(key: Array, key_mask: Array | None, query_len: int) -> NDArray[
     return np.asarray(_checks.to_numpy(mask)[..., 0])
 
 
-def check_inputs(
+def check_tokens(
     query: Array, key: Array, is_causal: bool, key_mask: Array | None
 ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Return queries, keys (0 where masked) and which key each query sees, ``(..., 1 or L, S)``."""
+    """Return queries, keys (0 where masked) and the mask, ``(..., S)``, on the host."""
     xp, (query, key) = _checks.check_arrays(query=query, key=key)
     L, S = query.shape[-2], key.shape[-2]
     if query.shape[-1] != key.shape[-1]:
@@ -57,6 +57,15 @@ def check_inputs(
         if not np.isfinite(array).all():
             message = f"{name} must be finite where it is not masked, got NaN or inf"
             raise ValueError(message)
+    return x, y, mask
+
+
+def check_inputs(
+    query: Array, key: Array, is_causal: bool, key_mask: Array | None
+) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    """Return queries, keys (0 where masked) and which key each query sees, ``(..., L, S)``."""
+    x, y, mask = check_tokens(query, key, is_causal, key_mask)
+    L, S = x.shape[-2], y.shape[-2]
     visible = np.broadcast_to(mask[..., None, :], (*mask.shape[:-1], L, S))
     return x, y, visible & np.tri(L, S, dtype=bool) if is_causal else visible
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import array_api_compat
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks, _generic
+from linattn._blocks import blocks, divide, token_block, v1_block
+from linattn._problem import exact_problem
 from linattn.diagnostics._shared import Floats
-from linattn.sampling import Seed
-from linattn.typing import Array, Exact, Partial, Tokens
+from linattn.sampling import Seed, as_generator
+from linattn.typing import Array, Partial, Problem, Tokens
 
 __all__ = ["HeldOutError", "held_out_error", "held_out_rows"]
 
@@ -60,12 +62,19 @@ def held_out_rows(
     ndarray of int, (at most h,)
         Ascending, no row twice.
 
+    Raises
+    ------
+    TypeError, ValueError
+        A length or a number that is not a count.
+
     Notes
     -----
     The stretches start at a random row and go around the end, so that every row that is not
     excluded has the same chance. Time and memory O(h + excluded): nothing grows with the length.
     """
-    generator = np.random.default_rng(rng)
+    length = _checks.check_positive_int("length", length, least=0)
+    num_rows = _checks.check_positive_int("num_rows", num_rows)
+    generator = as_generator(rng)
     taken = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
     taken = taken[(taken >= 0) & (taken < length)]
     free = length - len(taken)
@@ -137,85 +146,50 @@ def held_out_error(
     within .70 and 1.23 times it. Time O(h S (d + e)), memory O(h (d + e)) and a block of keys,
     whatever the length.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scale = _checks.check_finite_number("scale", scale)
     xp, (output, query, key, value) = _checks.check_arrays(
         output=output, query=query, key=key, value=value
     )
-    L, S, e = query.shape[-2], key.shape[-2], value.shape[-1]
-    if is_causal and L != S:
-        message = f"is_causal needs query and key of equal length, got {L} and {S}"
+    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
+    L, e = query.shape[-2], value.shape[-1]
+    if tuple(output.shape) != (*problem.lead, L, e):
+        message = f"output must have shape {(*problem.lead, L, e)}, got {tuple(output.shape)}"
         raise ValueError(message)
-    lead = _checks.check_leading_axes(
-        query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]), value=tuple(value.shape[:-2])
-    )
-    if tuple(output.shape) != (*lead, L, e):
-        message = f"output must have shape {(*lead, L, e)}, got {tuple(output.shape)}"
-        raise ValueError(message)
-    mask = None
-    if key_mask is not None:
-        mask = _checks.check_key_mask(key_mask, key, xp, query_len=L)
     if rows is None:
         num_rows = _checks.check_positive_int("num_rows", num_rows)
         chosen = held_out_rows(L, num_rows, rng)
     else:
-        chosen = np.array(rows, dtype=np.intp)
-        if chosen.ndim != 1 or np.any((chosen < 0) | (chosen >= L)):
+        chosen = np.array(rows)
+        whole = chosen.dtype.kind in "iu" or chosen.size == 0
+        if not whole or chosen.ndim != 1 or np.any((chosen < 0) | (chosen >= L)):
             message = f"rows must be numbers of queries from 0 to {L - 1}, got {rows!r}"
             raise ValueError(message)
+        chosen = chosen.astype(np.intp)
     with _generic.quiet():
         index = xp.asarray(chosen, device=array_api_compat.device(query))
-        exact = _exact_rows(index, query, key, value, mask, scale, is_causal)
-        dtype = exact.dtype
-        given = xp.astype(xp.take(output, index, axis=-2), dtype)
-        square = _checks.to_numpy(xp.sum((given - exact) ** 2, axis=(-2, -1))).astype(float)
-        unit = _checks.to_numpy(xp.sum(exact**2, axis=(-2, -1))).astype(float)
+        exact = _checks.to_numpy(_exact_rows(index, problem)).astype(np.float64)
+        taken = xp.astype(xp.take(output, index, axis=-2), problem.dtype)
+        given = _checks.to_numpy(taken).astype(np.float64)
+        # In float64: squares of small and large values leave the range of float32.
+        square = np.sum((given - exact) ** 2, axis=(-2, -1))
+        unit = np.sum(exact**2, axis=(-2, -1))
         relative = np.where(square == 0, 0.0, np.sqrt(square / unit))
         return HeldOutError(relative, square / max(len(chosen), 1), chosen)
 
 
-def _exact_rows(
-    index: Array,
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None,
-    scale: float,
-    is_causal: bool,
-) -> Array:
+def _exact_rows(index: Array, problem: Problem) -> Array:
     """Softmax attention of some queries, over blocks of keys."""
-    xp = _generic.namespace(query)
-    dtype = _checks.accumulation_dtype(xp, query.dtype, None)
-    rows = Tokens(xp.astype(xp.take(query, index, axis=-2), dtype), None, 0)
+    xp, device = problem.xp, array_api_compat.device(problem.query)
+    taken = xp.take(problem.query, index, axis=-2)
+    rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
     part: Partial | None = None
-    for start in range(0, key.shape[-2], BLOCK):
-        stop = min(start + BLOCK, key.shape[-2])
-        tokens, v1 = _key_block(key, value, mask, slice(start, stop), dtype)
+    for block in blocks(problem.key.shape[-2], BLOCK):
         visible = None
-        if is_causal:
-            position = xp.arange(start, stop, device=array_api_compat.device(query))
-            visible = position <= index[:, None]
-        more = _generic.exact_block(Exact(scale), rows, tokens, v1, visible)
+        if problem.is_causal:
+            visible = xp.arange(block.start, block.stop, device=device) <= index[:, None]
+        tokens, v1 = token_block(problem, "key", block, 0), v1_block(problem, block)
+        more = _generic.exact_block(problem.query_spec, rows, tokens, v1, visible)
         part = more if part is None else _generic.combine(part, more)
     if part is None:
-        return xp.zeros_like(rows.x[..., :1]) + xp.zeros(value.shape[-1], dtype=dtype)
-    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
-    empty = denominator == 0
-    return xp.where(
-        empty, xp.zeros_like(numerator), numerator / xp.where(empty, denominator + 1, denominator)
-    )
-
-
-def _key_block(
-    key: Array, value: Array, mask: Array | None, block: slice, dtype: Any
-) -> tuple[Tokens, Array]:
-    xp = _generic.namespace(key)
-    x = xp.astype(key[..., block, :], dtype)
-    v = xp.astype(value[..., block, :], dtype)
-    log_weight = None
-    if mask is not None:
-        seen = mask[..., block, :]
-        zero = xp.zeros_like(seen, dtype=dtype)
-        x, v = xp.where(seen, x, zero), xp.where(seen, v, zero)
-        log_weight = xp.where(seen, zero, zero - xp.inf)
-    return Tokens(x, log_weight, 0), xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
+        shape = (*problem.lead, index.shape[0], problem.value.shape[-1])
+        return xp.zeros(shape, dtype=problem.dtype, device=device)
+    return divide(part)

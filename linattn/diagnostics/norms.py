@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from linattn import _checks, _generic
 from linattn.diagnostics._shared import (
     Floats,
-    check_inputs,
+    check_tokens,
     evenly_spaced,
     softmax,
     weighted_percentiles,
@@ -66,7 +67,8 @@ def attended_norms(
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend.
     num_samples : int, optional
-        Most queries, and most keys, that are looked at: evenly spaced ones. Default 128.
+        Most queries, and most keys, that are looked at: evenly spaced ones, of the keys among those
+        that are seen. Default 128.
 
     Returns
     -------
@@ -95,14 +97,19 @@ def attended_norms(
     (2, 12, 5)
     """
     num_samples = _checks.check_positive_int("num_samples", num_samples)
-    x, y, visible = check_inputs(query, key, is_causal, key_mask)
+    x, y, mask = check_tokens(query, key, is_causal, key_mask)
     if 0 in x.shape or 0 in y.shape:
         message = f"query and key must have a token, got shapes {x.shape} and {y.shape}"
         raise ValueError(message)
     scale = x.shape[-1] ** -0.5 if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
-    queries, keys = (evenly_spaced(a.shape[-2], num_samples) for a in (x, y))
-    x, y, visible = x[..., queries, :], y[..., keys, :], visible[..., queries, :][..., keys]
+    queries = evenly_spaced(x.shape[-2], num_samples)
+    keys = _sampled_keys(mask, num_samples)[..., None, :]
+    visible = (keys >= 0) & (keys <= queries[:, None] if is_causal else True)
+    lead = np.broadcast_shapes(y.shape[:-2], mask.shape[:-1])
+    x, y = x[..., queries, :], np.broadcast_to(y, (*lead, *y.shape[-2:]))
+    index = np.broadcast_to(np.swapaxes(keys, -1, -2), (*lead, keys.shape[-1], 1))
+    y = np.take_along_axis(y, index, axis=-2)
     with _generic.quiet():
         logits = scale * (x @ np.swapaxes(y, -1, -2))
         square = np.sum(x * x, axis=-1)[..., :, None] + np.sum(y * y, axis=-1)[..., None, :]
@@ -113,3 +120,15 @@ def attended_norms(
         high = np.max(np.where(visible, logits, -np.inf), axis=(-2, -1))
         median = percentiles[..., PERCENTILES.index(50)]
         return AttendedNorms(percentiles, np.stack([low, high], axis=-1), 4 * np.expm1(median))
+
+
+def _sampled_keys(mask: NDArray[np.bool_], num_samples: int) -> NDArray[np.intp]:
+    """Positions of evenly spaced keys of those that are not masked, ``(..., n)``; -1 for none."""
+    heads = mask.shape[:-1]
+    count = min(num_samples, max(1, int(np.sum(mask, axis=-1).max(initial=0))))
+    keys = np.full((*heads, count), -1, dtype=np.intp)
+    for head in np.ndindex(heads):
+        own = np.flatnonzero(mask[head])
+        own = own[evenly_spaced(len(own), count)]
+        keys[head][: len(own)] = own
+    return keys
