@@ -298,8 +298,7 @@ class Decoder:
             self._last = (_kinds(row[..., 0, :] for row in rows), _settings(), begin)
             stepper = None if begin is None else begin(problem, self._state)
             self._stepper = None if stepper is NotImplemented else stepper
-            if self._stepper is not None:
-                arrays = tuple(row[..., 0, :] for row in rows)
+            arrays = tuple(row[..., 0, :] for row in rows)
         if self._stepper is not None:
             output = self._stepper.step(*arrays)
             if output is not None:

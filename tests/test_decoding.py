@@ -176,3 +176,26 @@ def test_an_error_leaves_the_stream_as_it_was():
     out = decoder.step(query[:, 2], key[:, 2], value[:, 2])
     want = linattn.linear_attention(query, key, value, phi, is_causal=True)[:, 2]
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
+
+
+def test_a_step_that_is_left_to_others_spoils_nothing():
+    # All features of these keys are far below what a state on the log scale 0 can hold.
+    phi = EluFeatures()
+    query, key, value = (x.astype(np.float32) for x in tokens(20))
+    key -= 100
+    start = linattn.init_state(phi, E, batch_shape=(2,), like=key[:, 0])
+    start = linattn.update_state(start, key[:, :10], value[:, :10], phi)
+    rest = [x[:, 10:] for x in (query, key, value)]
+    out, _ = stream(phi, rest[0], rest[1], rest[2], linattn.Decoder(phi, start))
+    q, k, v = (x.astype(np.float64) for x in (query, key, value))
+    want = linattn.linear_attention(q, k, v, phi, is_causal=True)[:, 10:]
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+
+
+def test_small_keys_after_none_were_seen():
+    phi = EluFeatures()
+    query, key, value = tokens(12)
+    key[:, :6] -= 600
+    out, _ = stream(phi, query, key, value)
+    want = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-11)

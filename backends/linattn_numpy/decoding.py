@@ -44,9 +44,14 @@ def _knows(problem: Problem, state: State) -> bool:
         and not problem.want_log
         and (
             all(isinstance(spec, Exponential) for spec in specs)
-            or (all(is_simple(spec) for spec in specs) and bool(np.all(state.log_scale <= 0)))
+            or (all(is_simple(spec) for spec in specs) and _is_natural(state.log_scale))
         )
     )
+
+
+def _is_natural(log_scale: Floats) -> bool:
+    """Whether a state may be put on the log scale 0 with nothing lost."""
+    return bool(np.all((np.abs(log_scale) <= AHEAD) | (log_scale == -np.inf)))
 
 
 def _exponents(spec: Exponential, x: Floats) -> Floats:
@@ -92,7 +97,7 @@ class _Scale:
                 return np.exp(log, out=log)
             return self._raised(np.maximum(self.log_scale, self._logs(spec, x)))
         assert isinstance(spec, Pointwise)
-        if self.log_scale.min() < 0:
+        if self.log_scale.any():
             return self._raised(np.zeros_like(self.log_scale))
         return _activated(spec, x)
 
@@ -186,26 +191,28 @@ class Stepper:
     def step(self, query: Floats, key: Floats, value: Floats) -> Floats | None:
         """Return the output of a token; None leaves it, and the state before it, to others."""
         with quiet():
-            weights = self._scale.key(key)
+            scale, kvz = self._scale, self._kvz
+            weights = scale.key(key)
             if isinstance(weights, _Scale):
+                # What waits is on the old scale.
+                self._settle()
                 scale = weights
+                kvz = _rescaled(self._kvz, self._scale.log_scale, scale.log_scale)
                 weights = scale.key(key)
                 if isinstance(weights, _Scale):
                     return None
-                self._settle()
-                self._kvz = _rescaled(self._kvz, self._scale.log_scale, scale.log_scale)
-                self._scale = scale
             elif self._count == PENDING:
                 self._settle()
             count = self._count + 1
             self._weights[..., count - 1, :] = weights
             self._values[..., count - 1, :-1] = value
-            phi = self._scale.query(query)
-            nd = np.matmul(phi, self._kvz)
+            phi = scale.query(query)
+            nd = np.matmul(phi, kvz)
             near = np.matmul(phi, np.swapaxes(self._weights[..., :count, :], -1, -2))
             nd += np.matmul(near, self._values[..., :count, :])
             out = _divided(nd[..., 0, :])
         if out is not None:
+            self._scale, self._kvz = scale, kvz
             self._count = count
             self._length += 1
         return out
