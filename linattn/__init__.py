@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from linattn import datasets, diagnostics, feature_maps, reference, sampling
     from linattn.automatic import AttentionReport, attention
     from linattn.coreset import CoresetAttention
+    from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
 
 __all__ = [
     "AttentionReport",
@@ -37,6 +38,7 @@ __all__ = [
     "feature_maps",
     "init_state",
     "linear_attention",
+    "linear_attention_vjp",
     "load_state",
     "merge_states",
     "read_state",
@@ -45,6 +47,7 @@ __all__ = [
     "sampling",
     "save_state",
     "softmax_attention",
+    "softmax_attention_vjp",
     "update_state",
     "without_backends",
 ]
@@ -57,6 +60,8 @@ _FROM = {
     "AttentionReport": "automatic",
     "CoresetAttention": "coreset",
     "attention": "automatic",
+    "linear_attention_vjp": "gradients",
+    "softmax_attention_vjp": "gradients",
 }
 
 

@@ -54,6 +54,7 @@ __all__ = [
     "reduce_block",
     "row_features",
     "run_in_order",
+    "scaled_features",
     "scan_block",
 ]
 
@@ -122,13 +123,18 @@ def row_features(spec: Spec | Affine, tokens: Tokens) -> Features:
 
     No product of a query and a key then overflows, or vanishes but for the smallness of both.
     """
+    return scaled_features(spec, tokens)[0]
+
+
+def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Array]:
+    """:func:`row_features`, and the value ``(..., n, 1)`` that was moved; None for 1."""
     features = evaluate(spec, tokens)
     if features.values is None:
-        return features
+        return features, None
     xp = namespace(features.values)
     largest = xp.max(xp.abs(features.values), axis=-1, keepdims=True)
     largest = xp.where(largest == 0, xp.ones_like(largest), largest)
-    return Features(features.log + xp.log(largest), features.values / largest)
+    return Features(features.log + xp.log(largest), features.values / largest), largest
 
 
 def _exponential_log(spec: Exponential, x: Array, xp: ModuleType) -> Array:

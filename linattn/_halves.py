@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from linattn import _dispatch, _generic
 from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 
-__all__ = ["exact_halves", "halves", "levels", "on_right_halves", "own_tokens", "pad", "scan_exact"]
+__all__ = [
+    "exact_halves",
+    "halves",
+    "levels",
+    "on_right_halves",
+    "own_tokens",
+    "pad",
+    "padded",
+    "scan_exact",
+    "scan_features",
+]
 
 
 def halves(x: Array, half: int, side: int) -> Array:
@@ -60,13 +70,22 @@ def scan_exact(
     left halves, and a row's parts are combined by their own logs. No branch depends on data.
     O(n m (d + e log n)) time, O(n m) memory.
     """
+    queries = _generic.row_features(query_spec, query)
+    return scan_features(queries, _generic.row_features(key_spec, key), v1, state)
+
+
+def padded(features: Features, size: int, fill: float) -> Features:
+    """Append rows with one log and no values: tokens cannot be, maps may refuse their positions."""
+    return Features(pad(features.log, size, fill), pad(features.values, size))
+
+
+def scan_features(
+    queries: Features, keys: Features, v1: Array, state: State
+) -> tuple[Partial, State]:
+    """:func:`scan_exact` of a block that has been evaluated."""
     n = v1.shape[-2]
     size = 1 << (n - 1).bit_length()
-    # Features are padded, not tokens: a map may refuse positions past the end.
-    log, values = _generic.row_features(query_spec, query)
-    queries = Features(pad(log, size), pad(values, size))
-    log, values = _generic.row_features(key_spec, key)
-    keys = Features(pad(log, size, -float("inf")), pad(values, size))
+    queries, keys = padded(queries, size, 0.0), padded(keys, size, -float("inf"))
     v1 = pad(v1, size)
     part = _generic.combine(own_tokens(queries, keys, v1), _generic.read(queries, state))
     for half in levels(size):

@@ -8,7 +8,7 @@ from typing import Any
 from linattn import _checks
 from linattn.typing import ColumnMeans, Corrected, Index, Problem, State
 
-__all__ = ["at", "take_problem"]
+__all__ = ["at", "take", "take_problem"]
 
 
 def at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
@@ -26,7 +26,7 @@ def _take_lead(lead: tuple[int, ...], task: Index) -> tuple[int, ...]:
     return tuple(len(range(*s.indices(size))) for s, size in zip(index, lead, strict=True))
 
 
-def _take(array: Any, trailing: int, task: Index) -> Any:
+def take(array: Any, trailing: int, task: Index) -> Any:
     if not task or array is None or isinstance(array, float):
         return array
     return array[at(tuple(array.shape), trailing, task)]
@@ -34,7 +34,7 @@ def _take(array: Any, trailing: int, task: Index) -> Any:
 
 def _take_spec(spec: Any, task: Index) -> Any:
     changes: dict[str, Any] = {
-        name: _take(getattr(spec, name), axes, task)
+        name: take(getattr(spec, name), axes, task)
         for name, axes in _checks.PARAMETER_AXES.get(type(spec), {}).items()
     }
     if isinstance(spec, ColumnMeans | Corrected):
@@ -48,10 +48,10 @@ def take_problem(problem: Problem, task: Index) -> Problem:
     state = problem.state
     return replace(
         problem,
-        query=_take(problem.query, 2, task),
-        key=_take(problem.key, 2, task),
-        value=_take(problem.value, 2, task),
-        key_mask=_take(problem.key_mask, 2, task),
+        query=take(problem.query, 2, task),
+        key=take(problem.key, 2, task),
+        value=take(problem.value, 2, task),
+        key_mask=take(problem.key_mask, 2, task),
         query_spec=_take_spec(problem.query_spec, task),
         key_spec=_take_spec(problem.key_spec, task),
         state_lead=_take_lead(problem.state_lead, task),
@@ -63,4 +63,4 @@ def take_problem(problem: Problem, task: Index) -> Problem:
 
 
 def _take_state(state: State, task: Index) -> State:
-    return State(_take(state.kvz, 2, task), _take(state.log_scale, 1, task), state.length)
+    return State(take(state.kvz, 2, task), take(state.log_scale, 1, task), state.length)

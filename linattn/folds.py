@@ -36,7 +36,7 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["solve", "step", "update"]
+__all__ = ["exact_rows", "initial_state", "reading", "solve", "step", "update"]
 
 _Put: TypeAlias = Callable[[Index, slice, Partial], None]
 
@@ -95,7 +95,7 @@ def _causal_block(
     return Partial(where(refused, redone.nd, part.nd), where(refused, redone.log, part.log)), after
 
 
-def _reading(problem: Problem, state: State) -> tuple[Spec, State]:
+def reading(problem: Problem, state: State) -> tuple[Spec, State]:
     """Spec and state of a plain read."""
     if isinstance(problem.query_spec, ColumnMeans):
         return problem.query_spec.spec, _generic.column_means(state)
@@ -107,7 +107,8 @@ def _reading(problem: Problem, state: State) -> tuple[Spec, State]:
 # Walks ------------------------------------------------------------------------------------------
 
 
-def _initial_state(problem: Problem) -> State:
+def initial_state(problem: Problem) -> State:
+    """State before the first key of a problem, with all its leading axes."""
     m, e = problem.num_features, problem.value.shape[-1]
     if problem.state is None:
         like = problem.xp.empty(
@@ -131,7 +132,7 @@ def update(problem: Problem, state: State, block_size: int) -> State:
 
 
 def _walk_full(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    before = _initial_state(problem)
+    before = initial_state(problem)
     state = update(problem, before, block_size)
     _read(problem, state, before.length, task, block_size, put)
     return state
@@ -142,7 +143,7 @@ def _read(
 ) -> None:
     """Read a state with all queries of a problem, block by block."""
     read_block = _dispatch.block_function("read_block", problem.xp)
-    query_spec, seen = _reading(problem, state)
+    query_spec, seen = reading(problem, state)
     for rows in blocks(problem.query.shape[-2], block_size):
         tokens = token_block(problem, "query", rows, start)
         part = read_block(query_spec, tokens, seen, problem.want_log)
@@ -150,7 +151,7 @@ def _read(
 
 
 def _walk_causal(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    return _scan(problem, _initial_state(problem), task, block_size, put)
+    return _scan(problem, initial_state(problem), task, block_size, put)
 
 
 def _scan(problem: Problem, state: State, task: Index, block_size: int, put: _Put) -> State:
@@ -165,31 +166,32 @@ def _scan(problem: Problem, state: State, task: Index, block_size: int, put: _Pu
 
 
 def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> None:
-    """Softmax attention: every block of keys is one more part of a block of queries."""
+    for rows in blocks(problem.query.shape[-2], block_size):
+        put(task, rows, exact_rows(problem, rows, block_size))
+
+
+def exact_rows(problem: Problem, rows: slice, block_size: int) -> Partial:
+    """Softmax attention of some rows: every block of keys is one more part of them."""
     spec, xp = problem.query_spec, problem.xp
     exact_block = _dispatch.block_function("exact_block", xp)
     exact_more = _dispatch.block_function("exact_more", xp)
-    keys_len = problem.key.shape[-2]
-    for rows in blocks(problem.query.shape[-2], block_size):
-        query = token_block(problem, "query", rows, 0)
-        part = None
-        if problem.is_causal:
-            key = token_block(problem, "key", rows, 0)
-            part = exact_halves(spec, query, key, passing_v1_block(problem, rows))
-        for others in blocks(rows.start if problem.is_causal else keys_len, block_size):
-            key = token_block(problem, "key", others, 0)
-            v1 = passing_v1_block(problem, others)
-            if part is None:
-                part = exact_block(spec, query, key, v1)
-            else:
-                part = exact_more(spec, query, key, v1, part)
+    query = token_block(problem, "query", rows, 0)
+    part = None
+    if problem.is_causal:
+        key = token_block(problem, "key", rows, 0)
+        part = exact_halves(spec, query, key, passing_v1_block(problem, rows))
+    for others in blocks(rows.start if problem.is_causal else problem.key.shape[-2], block_size):
+        key = token_block(problem, "key", others, 0)
+        v1 = passing_v1_block(problem, others)
         if part is None:
-            part = _nothing(problem, query)
-        put(task, rows, part)
+            part = exact_block(spec, query, key, v1)
+        else:
+            part = exact_more(spec, query, key, v1, part)
+    return _nothing(problem, query) if part is None else part
 
 
 def _walk_window(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    return walk_window(problem, _initial_state(problem), block_size, partial(put, task))
+    return walk_window(problem, initial_state(problem), block_size, partial(put, task))
 
 
 def _nothing(problem: Problem, query: Tokens) -> Partial:
@@ -209,11 +211,11 @@ def _in_segments(problem: Problem, plan: Plan, put: _Put) -> State:
     all segments but the last, then each segment from the state of all before it; the keys of
     these segments are looked at twice.
     """
-    before = _initial_state(problem)
+    before = initial_state(problem)
     keys = _segments(problem.key.shape[-2], plan)
     queries = keys if problem.is_causal else _segments(problem.query.shape[-2], plan)
     reduced = keys[:-1] if problem.is_causal else keys
-    nothing = _initial_state(replace(problem, state=None))
+    nothing = initial_state(replace(problem, state=None))
     states = [before] * (len(keys) + 1)
 
     def reduce(i: int) -> None:
@@ -312,7 +314,7 @@ def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
             return state
         kvz, log_scale = (xp.asarray(a, copy=True) for a in (state.kvz, state.log_scale))
         return State(kvz, log_scale, state.length)
-    whole = _initial_state(replace(problem, state=None))
+    whole = initial_state(replace(problem, state=None))
     for task, state in states:
         whole.kvz[at(tuple(whole.kvz.shape), 2, task)] = state.kvz
         whole.log_scale[at(tuple(whole.log_scale.shape), 1, task)] = state.log_scale
@@ -333,10 +335,10 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
     one = slice(0, 1)
     start = state.length
     with _generic.quiet():
-        state = update(problem, _initial_state(replace(problem, state=state)), 1)
+        state = update(problem, initial_state(replace(problem, state=state)), 1)
         read_block = _dispatch.block_function("read_block", problem.xp)
         tokens = token_block(problem, "query", one, start)
-        query_spec, seen = _reading(problem, state)
+        query_spec, seen = reading(problem, state)
         part = read_block(query_spec, tokens, seen, problem.want_log)
         output = problem.xp.astype(divide(part), problem.query.dtype, copy=False)
     return output[..., 0, :], state

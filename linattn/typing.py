@@ -32,6 +32,7 @@ __all__ = [
     "Plan",
     "Pointwise",
     "Problem",
+    "RowScale",
     "Spec",
     "State",
     "Tokens",
@@ -126,6 +127,27 @@ class Partial(NamedTuple):
     sound: bool = False
 
 
+class RowScale(NamedTuple):
+    """What the gradient of a row's numerator and denominator is made of.
+
+    With ``[num, den] = nd * exp(log)`` and g the cotangent of ``num / den``, the cotangent of
+    ``nd`` is ``[g * inverse, -inner]``. A row that is 0 because its denominator is has none.
+
+    Attributes
+    ----------
+    log : Array
+        ``(..., n, 1)``: the log of the row's scale; inf for a row without gradient.
+    inverse : Array
+        ``(..., n, 1)``: ``1 / nd[..., -1:]``, 0 for a row without gradient.
+    inner : Array
+        ``(..., n, 1)``: ``inverse * (g . num / den)``.
+    """
+
+    log: Array
+    inverse: Array
+    inner: Array
+
+
 @dataclass(frozen=True)
 class Activation:
     """A named pointwise function of a :class:`Pointwise` spec.
@@ -137,10 +159,14 @@ class Activation:
     apply : callable
         ``apply(u, xp) -> (values, log)``: ``f(u) = values * exp(log)``, log ``(..., n, 1)`` or
         None. It may widen the last axis (cosine and sine).
+    vjp : callable or None
+        ``vjp(u, g, xp) -> grad_u``: the cotangent of ``f(u)``, given as ``g * exp(-log)``, pulled
+        back to u. None where f has no derivative to use.
     """
 
     name: str
     apply: Callable[[Array, ModuleType], tuple[Array, Array | None]]
+    vjp: Callable[[Array, Array, ModuleType], Array] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,12 +221,21 @@ class Pointwise:
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """Spec of a map that only the map itself can evaluate: ``fn(tokens) -> Features``.
+    """Spec of a map that only the map itself can evaluate.
 
-    The function need not know about ``tokens.log_weight``: it is added outside.
+    Attributes
+    ----------
+    fn : callable
+        ``fn(tokens) -> Features``. It need not know about ``tokens.log_weight``, which is added
+        outside.
+    vjp : callable or None
+        ``vjp(tokens, cotangent) -> grad_x``: the cotangents of what ``fn`` returned, a
+        ``Features``, pulled back to ``tokens.x``. ``cotangent.values`` is None where the values
+        are; ``cotangent.log`` is None where it is zero. None: the map has no gradient.
     """
 
     fn: Callable[[Tokens], Features]
+    vjp: Callable[[Tokens, Features], Array] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,6 +497,11 @@ class Backend(Protocol):
     ``decode(problem) -> (output, state)`` and ``stepper(problem, state)``, an object with a method
     ``step(query, key, value) -> output`` or None and an attribute ``state``. Each may return
     ``NotImplemented`` for a spec that it does not know; the generic code then takes over.
+
+    In the gradients a *suffix* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
+    queries behind the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale
+    ``exp(log_i)``. Gradients may have leading axes that their tokens lack; the driver sums over
+    them.
     """
 
     def plan(self, problem: Problem) -> Plan:
@@ -519,4 +559,71 @@ class Backend(Protocol):
         self, before: State, states: State, after: State | None, lazy: bool
     ) -> tuple[State, State]:
         """Merge the states of all blocks that are far of each block of an exact window."""
+
+    def read_block_vjp(
+        self, query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, suffix: State
+    ) -> tuple[Array, State]:
+        """Gradient of a block of queries that read a state, and the suffix with them added."""
+        ...
+
+    def reduce_block_vjp(
+        self, key_spec: Spec, tokens: Tokens, v1: Array, suffix: State
+    ) -> tuple[Array, Array]:
+        """Gradients of a block of keys and of their ``[v, 1]``, all read by a suffix."""
+        ...
+
+    def scan_query_vjp(
+        self,
+        query_spec: Spec,
+        key_spec: Spec,
+        query: Tokens,
+        key: Tokens,
+        v1: Array,
+        state: State,
+        grad_output: Array,
+    ) -> tuple[Array, RowScale, State]:
+        """Gradient of a causal block of queries, their scales, and the state after the block."""
+        ...
+
+    def scan_key_vjp(
+        self,
+        query_spec: Spec,
+        key_spec: Spec,
+        query: Tokens,
+        key: Tokens,
+        v1: Array,
+        suffix: State,
+        grad_nd: Array,
+        log: Array,
+    ) -> tuple[Array, Array, State]:
+        """Gradients of a causal block of keys and of ``[v, 1]``, and the suffix before the block.
+
+        ``grad_nd``, ``(..., n, e + 1)``, is the cotangent of the rows on the scale ``exp(log)``.
+        """
+        ...
+
+    def exact_query_vjp(
+        self,
+        spec: Exact,
+        query: Tokens,
+        key: Tokens,
+        v1: Array,
+        grad_nd: Array,
+        log: Array,
+        visible: Array | None,
+    ) -> Array:
+        """Gradient of a block of queries through their softmax weights for a block of keys."""
+        ...
+
+    def exact_key_vjp(
+        self,
+        spec: Exact,
+        query: Tokens,
+        key: Tokens,
+        v1: Array,
+        grad_nd: Array,
+        log: Array,
+        visible: Array | None,
+    ) -> tuple[Array, Array]:
+        """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
         ...

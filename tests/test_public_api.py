@@ -20,6 +20,11 @@ SIGNATURES = {
         "return_state=False, return_log_normalizer=False, chunk_size=None, exact_window=None)"
     ),
     "softmax_attention": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
+    "linear_attention_vjp": (
+        "(query, key, value, feature_map, *, is_causal=False, key_mask=None, initial_state=None, "
+        "return_state=False, chunk_size=None, exact_window=None)"
+    ),
+    "softmax_attention_vjp": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
     "attention": (
         "(query, key, value, *, is_causal=False, key_mask=None, scale=None, tolerance=None, "
         "rng=None, return_report=False)"

@@ -105,17 +105,25 @@ class CosformerFeatures(BaseFeatureMap):
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Opaque:
         """Spec of both sides, evaluated at the positions of the tokens."""
 
-        def features(tokens: Tokens) -> Features:
+        def angles(tokens: Tokens) -> Array:
             x, start = tokens.x, tokens.start
             n = x.shape[-2]
             self._check_positions(start, n)
             position = xp.arange(n, dtype=x.dtype, device=array_api_compat.device(x)) + start
-            angle = (position * (pi / (2 * self.max_length)))[:, None]
-            u = x * sqrt(self.scale)
+            return (position * (pi / (2 * self.max_length)))[:, None]
+
+        def features(tokens: Tokens) -> Features:
+            angle = angles(tokens)
+            u = tokens.x * sqrt(self.scale)
             u = xp.maximum(u, xp.zeros_like(u))
             return Features(None, xp.concat([u * xp.cos(angle), u * xp.sin(angle)], axis=-1))
 
-        return Opaque(features)
+        def vjp(tokens: Tokens, cotangent: Features) -> Array:
+            angle, g, d = angles(tokens), cotangent.values, self.dim
+            g = g[..., :d] * xp.cos(angle) + g[..., d:] * xp.sin(angle)
+            return xp.where(tokens.x > 0, g * sqrt(self.scale), xp.zeros_like(g))
+
+        return Opaque(features, vjp)
 
     def _check_positions(self, start: Any, n: int) -> None:
         if isinstance(start, int) and start + n > self.max_length:

@@ -41,10 +41,24 @@ def _squared_relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
     return positive * positive, None
 
 
-ELU_PLUS_ONE = Activation("elu_plus_one", _elu_plus_one)
+def _elu_plus_one_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
+    # Where a row's log is not 0 no coordinate is positive, and the derivative is the value.
+    values, _ = _elu_plus_one(u, xp)
+    return g * xp.where(u > 0, xp.ones_like(u), values)
+
+
+def _relu_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
+    return xp.where(u > 0, g, xp.zeros_like(u))
+
+
+def _squared_relu_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
+    return 2 * g * xp.maximum(u, xp.zeros_like(u))
+
+
+ELU_PLUS_ONE = Activation("elu_plus_one", _elu_plus_one, _elu_plus_one_vjp)
 HEAVISIDE = Activation("heaviside", _heaviside)
-RELU = Activation("relu", _relu)
-SQUARED_RELU = Activation("squared_relu", _squared_relu)
+RELU = Activation("relu", _relu, _relu_vjp)
+SQUARED_RELU = Activation("squared_relu", _squared_relu, _squared_relu_vjp)
 
 # The order n of the arc-cosine kernel is the place in this list: f(u) = u^n where u > 0.
 ARC_COSINE = (HEAVISIDE, RELU, SQUARED_RELU)

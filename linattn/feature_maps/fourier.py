@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks, _generic
+from linattn._cotangents import features_vjp
 from linattn.feature_maps._base import PairFunction
 from linattn.feature_maps._projected import ProjectedFeatureMap
 from linattn.feature_maps.trigonometric import COS_SIN
@@ -391,7 +392,15 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         def normalized(tokens: Tokens) -> Features:
             return _generic.evaluate(spec, Tokens(_unit(tokens.x, xp), None, tokens.start))
 
-        return Opaque(normalized)
+        def vjp(tokens: Tokens, cotangent: Features) -> Array:
+            unit = _unit(tokens.x, xp)
+            g = features_vjp(spec, Tokens(unit, None, tokens.start), cotangent)
+            length = xp.sum(unit * tokens.x, axis=-1, keepdims=True)
+            across = g - unit * xp.sum(unit * g, axis=-1, keepdims=True)
+            # A row of zeros has no direction; it stays what it is.
+            return xp.where(length == 0, xp.zeros_like(across), across / length)
+
+        return Opaque(normalized, vjp)
 
     def kernel(self, x: Array, y: Array) -> Array:
         """Return ``k((x - y) / l)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.

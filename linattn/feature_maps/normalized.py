@@ -96,7 +96,7 @@ class SoftmaxFeatures(BaseFeatureMap):
             # The limit at -inf would be no feature, and hide it.
             return Features(u + (u - u), None)
 
-        return Opaque(features)
+        return Opaque(features, lambda _, cotangent: cotangent.log * sqrt(self.scale))
 
     def kernel(self, x: Array, y: Array) -> Array:
         """Weights of all keys for all queries.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import comb, factorial, sqrt
 from types import ModuleType
@@ -32,6 +32,8 @@ class _Degree(NamedTuple):
     last: NDArray[np.int64]
     multinomial: NDArray[np.float64]
     """``k!/a!``."""
+    child: NDArray[np.int64]
+    """Column of each monomial below times each coordinate; one past the end for none."""
 
 
 @lru_cache(maxsize=16)
@@ -39,16 +41,27 @@ def _degrees(dim: int, highest: int) -> tuple[_Degree, ...]:
     """All monomials up to a degree, in lexicographic order within each."""
     parent, last = np.zeros(1, np.int64), np.zeros(1, np.int64)
     run, multinomial = np.zeros(1, np.int64), np.ones(1)
-    degrees = [_Degree(parent, last, multinomial)]
+    degrees = [_Degree(parent, last, multinomial, np.zeros((0, dim), np.int64))]
     for k in range(1, highest + 1):
-        children = dim - last
+        children, above_count = dim - last, last.size
         parent = np.repeat(np.arange(last.size), children)
         first = np.cumsum(children) - children
         above, last = last[parent], np.arange(parent.size) - first[parent] + last[parent]
         run = np.where((last == above) & (k > 1), run[parent] + 1, 1)
         multinomial = multinomial[parent] * k / run
-        degrees.append(_Degree(parent, last, multinomial))
+        child = np.full((above_count, dim), parent.size)
+        child[parent, last] = np.arange(parent.size)
+        degrees.append(_Degree(parent, last, multinomial, child))
     return tuple(degrees)
+
+
+class _Columns(NamedTuple):
+    """Columns of one degree, on a device."""
+
+    parent: Array
+    last: Array
+    coefficients: Array
+    child: Array
 
 
 class _MonomialFeatures(BaseFeatureMap):
@@ -76,35 +89,65 @@ class _MonomialFeatures(BaseFeatureMap):
         weights = self._weights()
         top = len(weights) - 1
         degrees = [
-            (
+            _Columns(
                 xp.asarray(degree.parent, device=device),
                 xp.asarray(degree.last, device=device),
                 _checks.device_array(np.sqrt(weight * degree.multinomial), xp, dtype, device),
+                xp.asarray(degree.child.ravel(), device=device),
             )
             for weight, degree in zip(weights, _degrees(self.dim, top), strict=True)
         ]
         used = [weight > 0 for weight in weights]
 
-        def features(tokens: Tokens) -> Features:
-            u = tokens.x * sqrt(self.scale)
+        def scaled(x: Array) -> tuple[Array, Array]:
+            u = x * sqrt(self.scale)
             # Powers of a row's largest coordinate are kept in its log: they cannot overflow.
             size = xp.max(xp.abs(u), axis=-1, keepdims=True)
             if any(used[:-1]):
                 size = xp.maximum(size, xp.ones_like(size))
             size = xp.where(size == 0, xp.ones_like(size), size)
-            u = u / size
-            monomials = xp.ones_like(size)
-            columns = []
-            for k, (parent, last, coefficients) in enumerate(degrees):
+            return u / size, size
+
+        def monomials(u: Array) -> Iterator[Array]:
+            below = xp.ones_like(u[..., :1])
+            for k, degree in enumerate(degrees):
                 if k:
-                    factors = xp.take(u, last, axis=-1)
-                    monomials = xp.take(monomials, parent, axis=-1) * factors if k > 1 else factors
-                if used[k]:
-                    weights = coefficients * size ** (k - top) if k < top else coefficients
-                    columns.append(monomials * weights)
+                    factors = xp.take(u, degree.last, axis=-1)
+                    below = xp.take(below, degree.parent, axis=-1) * factors if k > 1 else factors
+                yield below
+
+        def coefficients(k: int, size: Array) -> Array:
+            return (
+                degrees[k].coefficients * size ** (k - top) if k < top else degrees[k].coefficients
+            )
+
+        def features(tokens: Tokens) -> Features:
+            u, size = scaled(tokens.x)
+            columns = [one * coefficients(k, size) for k, one in enumerate(monomials(u)) if used[k]]
             return Features(xp.log(size) * top, xp.concat(columns, axis=-1))
 
-        return Opaque(features)
+        def vjp(tokens: Tokens, cotangent: Features) -> Array:
+            # The features do not depend on the size that was moved into their log.
+            u, size = scaled(tokens.x)
+            powers = list(monomials(u))
+            stop = cotangent.values.shape[-1]
+            du, dpower = xp.zeros_like(u), xp.zeros_like(u[..., :1])
+            for k in range(top, 0, -1):
+                if used[k]:
+                    start = stop - degrees[k].parent.shape[0]
+                    own = cotangent.values[..., start:stop] * coefficients(k, size)
+                    dpower, stop = own + dpower, start
+                if k == 1:
+                    du = du + dpower
+                else:
+                    shape = (*dpower.shape[:-1], -1, self.dim)
+                    padded = xp.concat([dpower, xp.zeros_like(dpower[..., :1])], axis=-1)
+                    pairs = xp.reshape(xp.take(padded, degrees[k].child, axis=-1), shape)
+                    du = du + xp.matmul(powers[k - 1][..., None, :], pairs)[..., 0, :]
+                    dpower = xp.matmul(pairs, u[..., None])[..., 0]
+            return du * (sqrt(self.scale) / size)
+
+        return Opaque(features, vjp)
 
     def kernel(self, x: Array, y: Array) -> Array:
         """Return the polynomial of ``scale x.y``, in closed form: the map is exact.

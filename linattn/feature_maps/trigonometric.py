@@ -21,7 +21,12 @@ def _cos_sin(u: Array, xp: ModuleType) -> tuple[Array, None]:
     return xp.concat([xp.cos(u), xp.sin(u)], axis=-1), None
 
 
-COS_SIN = Activation("cos_sin", _cos_sin)
+def _cos_sin_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
+    r = u.shape[-1]
+    return g[..., r:] * xp.cos(u) - g[..., :r] * xp.sin(u)
+
+
+COS_SIN = Activation("cos_sin", _cos_sin, _cos_sin_vjp)
 
 
 class TrigonometricFeatures(SoftmaxKernelFeatures):

@@ -1,0 +1,362 @@
+"""The driver of gradients: walks over blocks, forwards for queries and backwards for keys.
+
+Everything is computed again from query, key and value; beside the gradients themselves only a
+state, and causal three numbers a row, are kept. Block bodies come from :mod:`linattn._dispatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Any, NamedTuple
+
+import array_api_compat
+
+from linattn import _block_vjp, _dispatch, _generic
+from linattn._blocks import blocks, raw_block, token_block, v1_block
+from linattn._cotangents import change_vjp, sum_to
+from linattn._means_vjp import means_key_vjp, means_query_vjp
+from linattn._tasks import at, take, take_problem
+from linattn.folds import exact_rows, initial_state, reading, update
+from linattn.typing import (
+    Affine,
+    Array,
+    ColumnMeans,
+    Exact,
+    Index,
+    Problem,
+    RowScale,
+    State,
+    Tokens,
+)
+
+__all__ = ["Cotangent", "Gradients", "pull"]
+
+
+class Cotangent(NamedTuple):
+    """Cotangents of what attention returned.
+
+    Attributes
+    ----------
+    output : Array
+        ``(..., L, e)``.
+    state : State or None
+        ``kvz``: that of the returned state's; ``log_scale``: minus the returned state's own.
+    """
+
+    output: Array
+    state: State | None
+
+
+class Gradients(NamedTuple):
+    """Gradients with the shapes of their arguments; ``state`` is that of ``kvz``, or None."""
+
+    query: Array
+    key: Array
+    value: Array
+    state: Array
+
+
+class _Rows:
+    """Where rows of one gradient go: summed over the axes along which its argument was broadcast.
+
+    Where several tasks add to one row, they do it one at a time in the accumulation dtype.
+    """
+
+    def __init__(self, problem: Problem, like: Array, tasks: Sequence[Index]) -> None:
+        self._xp, self._dtype = problem.xp, like.dtype
+        self._shape = tuple(like.shape)
+        self._blocks: dict[int, Array] = {}
+        self._array = None
+        self._lock = Lock()
+        lead = self._shape[:-2]
+        self._shared = len(tasks) > 1 and any(
+            n > 1 and (back > len(lead) or lead[-back] == 1)
+            for back, n in enumerate(reversed(problem.state_lead), start=1)
+        )
+        if not problem.lazy or 0 in self._shape or 0 in problem.lead:
+            device = array_api_compat.device(like)
+            dtype = problem.dtype if self._shared else like.dtype
+            self._array = problem.xp.zeros(self._shape, dtype=dtype, device=device)
+
+    def put(self, task: Index, rows: slice, block: Array) -> None:
+        xp = self._xp
+        if self._array is None:
+            block = sum_to(block, self._shape[:-2], 2)
+            self._blocks[rows.start] = xp.astype(block, self._dtype, copy=False)
+            return
+        index = (*at(self._shape, 2, task)[:-2], rows, slice(None))
+        block = sum_to(block, tuple(self._array[index].shape[:-2]), 2)
+        if self._shared:
+            with self._lock:
+                self._array[index] += block
+        else:
+            self._array[index] = xp.astype(block, self._dtype, copy=False)
+
+    def result(self) -> Array:
+        if self._array is None:
+            ordered = [self._blocks[start] for start in sorted(self._blocks)]
+            return self._xp.concat(ordered, axis=-2)
+        return self._xp.astype(self._array, self._dtype, copy=False)
+
+
+class _Out(NamedTuple):
+    """Where the gradients of one problem go."""
+
+    query: _Rows
+    key: _Rows
+    value: _Rows
+
+
+def pull(problem: Problem, cotangent: Cotangent) -> Gradients:
+    """Gradients of a problem of linear attention."""
+    plan = _dispatch.block_function("plan", problem.xp)(problem)
+    arrays = (problem.query, problem.key, problem.value)
+    out = _Out(*(_Rows(problem, array, plan.tasks) for array in arrays))
+    states: list[tuple[Index, Array]] = []
+    if isinstance(problem.query_spec, Exact):
+        walk: Any = _walk_exact
+    else:
+        walk = _walk_causal if problem.is_causal else _walk_full
+
+    def work(task: Index) -> None:
+        with _generic.quiet():
+            mine = take_problem(problem, task)
+            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, plan.block_size)
+        if problem.state is not None:
+            states.append((task, _state_gradient(initial_state(mine), suffix)))
+
+    plan.run(work, plan.tasks)
+    state = None if problem.state is None else _join(problem, states)
+    return Gradients(out.query.result(), out.key.result(), out.value.result(), state)
+
+
+def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
+    output, state = cotangent
+    if state is not None:
+        state = State(take(state.kvz, 2, task), take(state.log_scale, 1, task), 0)
+    return Cotangent(take(output, 2, task), state)
+
+
+# Walks ------------------------------------------------------------------------------------------
+
+
+def _walk_full(
+    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int
+) -> State:
+    """Let queries read the state of all keys, and the suffix of all queries read keys."""
+    before = initial_state(problem)
+    start = before.length
+    state = update(problem, before, block_size)
+    query_spec, seen = reading(problem, state)
+    suffix = _empty_suffix(problem, state)
+    read_block_vjp = _block("read_block_vjp", problem)
+    for rows in _query_blocks(problem, block_size):
+        grad = _grad_block(problem, cotangent, rows)
+        tokens = token_block(problem, "query", rows, start)
+        gradient, suffix = read_block_vjp(query_spec, tokens, seen, grad, suffix)
+        out.query.put(task, rows, _unchanged(problem.query_change, gradient, None))
+    if isinstance(problem.query_spec, ColumnMeans):
+        suffix = _means_suffix(suffix, state)
+    if cotangent.state is not None:
+        suffix = _generic.merge(suffix, _broadcast(cotangent.state, suffix))
+    reduce_block_vjp = _block("reduce_block_vjp", problem)
+    for rows in blocks(problem.key.shape[-2], block_size):
+        tokens, v1 = token_block(problem, "key", rows, start), v1_block(problem, rows)
+        gradients = reduce_block_vjp(problem.key_spec, tokens, v1, suffix)
+        _put_keys(problem, out, task, rows, v1, *gradients)
+    return suffix
+
+
+def _walk_causal(
+    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int
+) -> State:
+    """One scan forwards for queries, and one backwards for keys."""
+    specs = (problem.query_spec, problem.key_spec)
+    state = initial_state(problem)
+    start = state.length
+    suffix = _empty_suffix(problem, state)
+    if cotangent.state is not None:
+        suffix = _generic.merge(suffix, _broadcast(cotangent.state, suffix))
+    if isinstance(problem.query_spec, ColumnMeans):
+        return _walk_means(problem, cotangent, out, task, block_size, state, suffix)
+    scales: list[RowScale] = []
+    scan_query_vjp = _block("scan_query_vjp", problem)
+    every = list(_query_blocks(problem, block_size))
+    for rows in every:
+        tokens = _token_blocks(problem, rows, start)
+        grad = _grad_block(problem, cotangent, rows)
+        gradient, scale, state = scan_query_vjp(*specs, *tokens, state, grad)
+        out.query.put(task, rows, _unchanged(problem.query_change, gradient, None))
+        scales.append(scale)
+    scan_key_vjp = _block("scan_key_vjp", problem)
+    for rows in reversed(every):
+        tokens, scale = _token_blocks(problem, rows, start), scales.pop()
+        g1 = _block_vjp.row_cotangent(scale, _grad_block(problem, cotangent, rows))
+        *gradients, suffix = scan_key_vjp(*specs, *tokens, suffix, g1, scale.log)
+        _put_keys(problem, out, task, rows, tokens[2], *gradients)
+    return suffix
+
+
+def _walk_means(
+    problem: Problem,
+    cotangent: Cotangent,
+    out: _Out,
+    task: Index,
+    block_size: int,
+    state: State,
+    suffix: State,
+) -> State:
+    """As :func:`_walk_causal`, for queries that read means: keeps the state before each block."""
+    specs = (problem.query_spec, problem.key_spec)
+    start = state.length
+    before: list[State] = []
+    every = list(_query_blocks(problem, block_size))
+    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
+    for rows in every:
+        tokens = _token_blocks(problem, rows, start)
+        grad = _grad_block(problem, cotangent, rows)
+        out.query.put(task, rows, means_query_vjp(*specs, *tokens, state, grad))
+        before.append(state)
+        state = reduce_block(problem.key_spec, *tokens[1:], state)
+    for rows in reversed(every):
+        tokens = _token_blocks(problem, rows, start)
+        grad = _grad_block(problem, cotangent, rows)
+        *gradients, suffix = means_key_vjp(*specs, *tokens, before.pop(), suffix, grad)
+        _put_keys(problem, out, task, rows, tokens[2], *gradients)
+    return suffix
+
+
+def _token_blocks(problem: Problem, rows: slice, start: int) -> tuple[Tokens, Tokens, Array]:
+    """Return queries, keys and ``[v, 1]`` of a causal block."""
+    query = token_block(problem, "query", rows, start)
+    key = token_block(problem, "key", rows, start)
+    return query, key, v1_block(problem, rows)
+
+
+def _walk_exact(
+    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int
+) -> None:
+    """Softmax attention: every query reads all keys again, then every key all queries."""
+    xp, spec, lead = problem.xp, problem.query_spec, problem.state_lead
+    every = list(_query_blocks(problem, block_size))
+    scales: list[RowScale] = []
+    exact_query_vjp = _block("exact_query_vjp", problem)
+    for rows in every:
+        grad, query = _grad_block(problem, cotangent, rows), raw_block(problem, "query", rows, 0)
+        scale = _block_vjp.row_scale(exact_rows(problem, rows, block_size), grad)
+        g1, gradient = _block_vjp.row_cotangent(scale, grad), xp.zeros_like(query.x)
+        for others in blocks(rows.stop if problem.is_causal else problem.key.shape[-2], block_size):
+            key, v1 = raw_block(problem, "key", others, 0), v1_block(problem, others)
+            visible = _visible(problem, rows, others)
+            gradient = gradient + exact_query_vjp(spec, query, key, v1, g1, scale.log, visible)
+        out.query.put(task, rows, gradient)
+        scales.append(scale)
+    exact_key_vjp = _block("exact_key_vjp", problem)
+    for others in blocks(problem.key.shape[-2], block_size):
+        key, v1 = raw_block(problem, "key", others, 0), v1_block(problem, others)
+        gradients = [xp.zeros_like(key.x), xp.zeros_like(v1)]
+        for rows, scale in zip(every, scales, strict=True):
+            if problem.is_causal and rows.stop <= others.start:
+                continue
+            g1 = _block_vjp.row_cotangent(scale, _grad_block(problem, cotangent, rows))
+            query, visible = raw_block(problem, "query", rows, 0), _visible(problem, rows, others)
+            more = exact_key_vjp(spec, query, key, v1, g1, scale.log, visible)
+            gradients = [x + sum_to(y, lead, 2) for x, y in zip(gradients, more, strict=True)]
+        _put_keys(problem, out, task, others, v1, *gradients)
+
+
+def _visible(problem: Problem, rows: slice, others: slice) -> Array:
+    """Which keys of a block which queries see; None for all."""
+    if not problem.is_causal or others.stop <= rows.start + 1:
+        return None
+    xp, device = problem.xp, array_api_compat.device(problem.key)
+    query = xp.arange(rows.start, rows.stop, device=device)
+    return xp.arange(others.start, others.stop, device=device) <= query[:, None]
+
+
+def _block(name: str, problem: Problem) -> Any:
+    return _dispatch.block_function(name, problem.xp, getattr(_block_vjp, name))
+
+
+def _query_blocks(problem: Problem, block_size: int) -> Any:
+    """Blocks of queries; none where no row reaches the output."""
+    return blocks(0 if 0 in problem.lead else problem.query.shape[-2], block_size)
+
+
+def _grad_block(problem: Problem, cotangent: Cotangent, rows: slice) -> Array:
+    return problem.xp.astype(cotangent.output[..., rows, :], problem.dtype, copy=False)
+
+
+def _unchanged(affine: Affine | None, gradient: Array, weight: Array) -> Array:
+    return gradient if affine is None else change_vjp(affine, gradient, weight)
+
+
+def _put_keys(
+    problem: Problem,
+    out: _Out,
+    task: Index,
+    rows: slice,
+    v1: Array,
+    grad_key: Array,
+    grad_v1: Array,
+) -> None:
+    """Pull gradients of keys back to the caller's; those of masked keys are exactly 0."""
+    xp, affine, grad_value = problem.xp, problem.key_change, grad_v1[..., :-1]
+    if affine is not None:
+        weight = xp.sum(v1 * grad_v1, axis=-1, keepdims=True)
+        grad_key = change_vjp(affine, grad_key, weight)
+    if problem.key_mask is not None:
+        mask = problem.key_mask[..., rows, :]
+        grad_key = xp.where(mask, grad_key, xp.zeros_like(grad_key))
+        grad_value = xp.where(mask, grad_value, xp.zeros_like(grad_value))
+    out.key.put(task, rows, grad_key)
+    out.value.put(task, rows, grad_value)
+
+
+# States -----------------------------------------------------------------------------------------
+
+
+def _empty_suffix(problem: Problem, like: State) -> State:
+    m, e = problem.num_features, problem.value.shape[-1]
+    return _generic.empty_state(problem.state_lead, m, e, like.kvz)
+
+
+def _broadcast(state: State, like: State) -> State:
+    xp = _generic.namespace(like.kvz)
+    kvz = xp.broadcast_to(state.kvz, tuple(like.kvz.shape))
+    return State(kvz, xp.broadcast_to(state.log_scale, tuple(like.log_scale.shape)), 0)
+
+
+def _means_suffix(suffix: State, state: State) -> State:
+    """Pull a suffix of column means ``kv / z`` back to the state that was divided."""
+    xp = _generic.namespace(state.kvz)
+    z = state.kvz[..., -1:]
+    empty = z == 0
+    divisor = xp.where(empty, xp.ones_like(z), z)
+    kv = suffix.kvz[..., :-1] / divisor
+    mean = state.kvz[..., :-1] / divisor
+    kvz = xp.concat([kv, -xp.sum(kv * mean, axis=-1, keepdims=True)], axis=-1)
+    log = suffix.log_scale - _generic.finite_shift(state.log_scale, xp)
+    nothing = xp.full_like(log, -xp.inf)
+    kvz = xp.where(empty, xp.zeros_like(kvz), kvz)
+    return State(kvz, xp.where(empty[..., 0], nothing, log), suffix.length)
+
+
+def _state_gradient(before: State, suffix: State) -> Array:
+    """Cotangent of a state's ``kvz``, its log scale held constant."""
+    xp = _generic.namespace(suffix.kvz)
+    return suffix.kvz * xp.exp(suffix.log_scale + before.log_scale)[..., None]
+
+
+def _join(problem: Problem, states: list[tuple[Index, Array]]) -> Array:
+    """Put the state gradients of all tasks together, with the shape of the caller's state."""
+    assert problem.state is not None
+    lead = tuple(problem.state.kvz.shape[:-2])
+    if len(states) == 1:
+        return sum_to(states[0][1], lead, 2)
+    whole = initial_state(replace(problem, state=None)).kvz
+    for task, gradient in states:
+        whole[at(tuple(whole.shape), 2, task)] = gradient
+    return sum_to(whole, lead, 2)

@@ -1,0 +1,331 @@
+"""The gradients of the block tier in plain array API: right for every library and every spec.
+
+With the cotangent g1 of a row's ``[numerator, denominator]``, queries read the state of the keys
+before them with it, and keys read the *suffix* of the queries behind them, which is a state too:
+features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. Causal blocks go by halves, so that
+every scale holds visible tokens only: no weight exceeds 1 for positive maps, and no branch depends
+on data. ``n`` tokens, ``m`` features, ``e`` value dim.
+"""
+
+from __future__ import annotations
+
+from linattn._cotangents import features_vjp, sum_to
+from linattn._generic import (
+    finite_shift,
+    namespace,
+    read,
+    scaled_features,
+)
+from linattn._halves import halves, levels, pad, padded, scan_features
+from linattn.typing import (
+    Array,
+    Exact,
+    Features,
+    Partial,
+    RowScale,
+    Spec,
+    State,
+    Tokens,
+)
+
+__all__ = [
+    "absorb_rows",
+    "exact_key_vjp",
+    "exact_query_vjp",
+    "key_triangle",
+    "query_triangle",
+    "read_block_vjp",
+    "read_by",
+    "reduce_block_vjp",
+    "row_cotangent",
+    "row_scale",
+    "scan_key_vjp",
+    "scan_query_vjp",
+    "suffix_cotangent",
+]
+
+
+# Rows -------------------------------------------------------------------------------------------
+
+
+def row_scale(part: Partial, grad_output: Array) -> RowScale:
+    """Keep what the cotangent of a row needs of its forward pass: three numbers."""
+    xp = namespace(part.nd)
+    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
+    dead = denominator == 0
+    one, zero = xp.ones_like(denominator), xp.zeros_like(denominator)
+    inverse = xp.where(dead, zero, one / xp.where(dead, one, denominator))
+    inner = inverse * xp.sum(grad_output * (numerator * inverse), axis=-1, keepdims=True)
+    log = part.log + zero
+    return RowScale(xp.where(dead, zero + xp.inf, log), inverse, inner)
+
+
+def row_cotangent(scale: RowScale, grad_output: Array) -> Array:
+    """Cotangent g1 of ``[numerator, denominator]`` on the row's scale, ``(..., n, e + 1)``."""
+    xp = namespace(grad_output)
+    return xp.concat([grad_output * scale.inverse, -scale.inner], axis=-1)
+
+
+def absorb_rows(
+    queries: Features, g1: Array, log: Array, suffix: State, inner: Array = None
+) -> State:
+    """Add queries to a suffix; summed over leading axes that the suffix lacks.
+
+    ``inner``, (..., n, m): what the last of ``g1`` lacks in each column, or None for nothing.
+    """
+    xp = namespace(g1)
+    lead = tuple(suffix.log_scale.shape[:-1])
+    e = queries.log - log
+    c = xp.maximum(suffix.log_scale, _max_to(xp.max(e, axis=-2), lead))
+    shift = finite_shift(c, xp)
+    weights = _times(xp.exp(e - shift[..., None, :]), queries.values)
+    kvz = xp.matmul(xp.matrix_transpose(weights), g1)
+    if inner is not None:
+        last = kvz[..., -1:] - xp.sum(weights * inner, axis=-2)[..., None]
+        kvz = xp.concat([kvz[..., :-1], last], axis=-1)
+    kvz = sum_to(kvz, lead, 2)
+    before = suffix.kvz * xp.exp(suffix.log_scale - shift)[..., None]
+    return State(before + kvz, c, suffix.length + g1.shape[-2])
+
+
+def _times(weights: Array, values: Array) -> Array:
+    return weights if values is None else weights * values
+
+
+def _max_to(x: Array, lead: tuple[int, ...]) -> Array:
+    """Largest over the leading axes along which an array with axes ``lead`` was broadcast."""
+    xp, shape = namespace(x), tuple(x.shape)
+    extra = max(len(shape) - 1 - len(lead), 0)
+    if extra:
+        x = xp.max(x, axis=tuple(range(extra)))
+    own = lead[len(lead) - x.ndim + 1 :]
+    axes = tuple(i for i, n in enumerate(own) if n == 1 and x.shape[i] != 1)
+    return xp.max(x, axis=axes, keepdims=True) if axes else x
+
+
+# Full attention ---------------------------------------------------------------------------------
+
+
+def read_block_vjp(
+    query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, suffix: State
+) -> tuple[Array, State]:
+    """Gradient of queries that read a state, and the suffix with them. O(n m (d + e)) time."""
+    queries, largest = scaled_features(query_spec, tokens)
+    part = read(queries, state)
+    scale = row_scale(part, grad_output)
+    g1 = row_cotangent(scale, grad_output)
+    cotangent = read_by(queries, state, g1, scale.log)
+    gradient = features_vjp(query_spec, tokens, _of_queries(queries, cotangent, largest))
+    return gradient, absorb_rows(queries, g1, scale.log, suffix)
+
+
+def read_by(queries: Features, state: State, g1: Array, log: Array) -> Array:
+    """Cotangent that one state gives its queries: of ``log``, or of ``values`` where there are."""
+    xp = namespace(g1)
+    weights = xp.exp(queries.log + state.log_scale[..., None, :] - log)
+    return weights * xp.matmul(g1, xp.matrix_transpose(state.kvz))
+
+
+def _of_queries(queries: Features, cotangent: Array, largest: Array) -> Features:
+    """Cotangent as a feature rule wants it; that of a query's row sums to zero."""
+    if queries.values is None:
+        return Features(cotangent, None)
+    return Features(None, cotangent / largest)
+
+
+def _of_keys(keys: Features, cotangent: Array, largest: Array, weight: Array) -> Features:
+    if keys.values is None:
+        return Features(cotangent, None)
+    return Features(weight, cotangent / largest)
+
+
+def reduce_block_vjp(
+    key_spec: Spec, tokens: Tokens, v1: Array, suffix: State
+) -> tuple[Array, Array]:
+    """Gradients of keys and of ``[v, 1]`` that a suffix has read. O(n m (d + e)) time."""
+    keys, largest = scaled_features(key_spec, tokens)
+    cotangent, grad_v1 = suffix_cotangent(keys, v1, suffix)
+    return _key_gradient(key_spec, tokens, keys, largest, v1, cotangent, grad_v1), grad_v1
+
+
+def suffix_cotangent(keys: Features, v1: Array, suffix: State) -> tuple[Array, Array]:
+    xp = namespace(v1)
+    weights = xp.exp(keys.log + suffix.log_scale[..., None, :])
+    cotangent = weights * xp.matmul(v1, xp.matrix_transpose(suffix.kvz))
+    return cotangent, xp.matmul(_times(weights, keys.values), suffix.kvz)
+
+
+def _key_gradient(
+    key_spec: Spec,
+    tokens: Tokens,
+    keys: Features,
+    largest: Array,
+    v1: Array,
+    cotangent: Array,
+    grad_v1: Array,
+) -> Array:
+    # A factor on all features of a key is a factor on its [v, 1].
+    weight = namespace(v1).sum(v1 * grad_v1, axis=-1, keepdims=True)
+    return features_vjp(key_spec, tokens, _of_keys(keys, cotangent, largest, weight))
+
+
+# Causal blocks ----------------------------------------------------------------------------------
+
+
+def scan_query_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Array,
+    state: State,
+    grad_output: Array,
+) -> tuple[Array, RowScale, State]:
+    """Gradient of a causal block of queries, their scales, and the state after the block.
+
+    O(n m (d + e log n) + n^2 (m + e)) time, O(n m) memory.
+    """
+    queries, largest = scaled_features(query_spec, query)
+    keys, _ = scaled_features(key_spec, key)
+    part, after = scan_features(queries, keys, v1, state)
+    scale = row_scale(part, grad_output)
+    g1 = row_cotangent(scale, grad_output)
+    cotangent = read_by(queries, state, g1, scale.log)
+    cotangent = cotangent + query_triangle(queries, keys, v1, g1, scale.log)
+    gradient = features_vjp(query_spec, query, _of_queries(queries, cotangent, largest))
+    return gradient, scale, after
+
+
+def scan_key_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Array,
+    suffix: State,
+    grad_nd: Array,
+    log: Array,
+) -> tuple[Array, Array, State]:
+    """Gradients of a causal block of keys and of ``[v, 1]``, and the suffix before the block.
+
+    O(n m (d + e) + n^2 (m + e)) time, O(n m) memory.
+    """
+    queries, _ = scaled_features(query_spec, query)
+    keys, largest = scaled_features(key_spec, key)
+    cotangent, grad_v1 = suffix_cotangent(keys, v1, suffix)
+    lead = tuple(suffix.log_scale.shape[:-1])
+    own, own_v1 = key_triangle(queries, keys, v1, grad_nd, log)
+    cotangent, grad_v1 = cotangent + sum_to(own, lead, 2), grad_v1 + sum_to(own_v1, lead, 2)
+    gradient = _key_gradient(key_spec, key, keys, largest, v1, cotangent, grad_v1)
+    return gradient, grad_v1, absorb_rows(queries, grad_nd, log, suffix)
+
+
+class _Padded:
+    """A causal block with a power of two of rows, in the end rows that neither see nor are seen."""
+
+    def __init__(self, queries: Features, keys: Features, v1: Array, g1: Array, log: Array) -> None:
+        self.n = v1.shape[-2]
+        self.size = 1 << (self.n - 1).bit_length()
+        self.queries = padded(queries, self.size, 0.0)
+        self.keys = padded(keys, self.size, -float("inf"))
+        self.v1, self.g1 = pad(v1, self.size), pad(g1, self.size)
+        self.log = pad(log, self.size, float("inf"))
+
+    def own(self) -> tuple[Array, Array]:
+        """Each token with itself: its weights without values, and ``g1.[v, 1]``."""
+        xp = namespace(self.v1)
+        weights = xp.exp(self.queries.log + self.keys.log - self.log)
+        return weights, xp.sum(self.g1 * self.v1, axis=-1, keepdims=True)
+
+    def left(self, half: int) -> tuple[Features, Array]:
+        keys = Features(*(halves(x, half, 0) for x in self.keys))
+        return keys, halves(self.v1, half, 0)
+
+    def right(self, half: int) -> tuple[Features, Array, Array]:
+        queries = Features(*(halves(x, half, 1) for x in self.queries))
+        return queries, halves(self.g1, half, 1), halves(self.log, half, 1)
+
+
+def query_triangle(queries: Features, keys: Features, v1: Array, g1: Array, log: Array) -> Array:
+    """Cotangent of queries by the keys of their own block, themselves included."""
+    block, xp = _Padded(queries, keys, v1, g1, log), namespace(v1)
+    weights, products = block.own()
+    total = _times(weights * products, block.keys.values)
+    for half in levels(block.size):
+        left, v = block.left(half)
+        right, g, row = block.right(half)
+        shift = finite_shift(xp.max(left.log, axis=-2, keepdims=True), xp)
+        k = _times(xp.exp(left.log - shift), left.values)
+        products = xp.matmul(g, xp.matrix_transpose(v))
+        part = xp.exp(right.log + shift - row) * xp.matmul(products, k)
+        total = total + _spread(part, block.size, 1)
+    return total[..., : block.n, :]
+
+
+def key_triangle(
+    queries: Features, keys: Features, v1: Array, g1: Array, log: Array, inner: Array = None
+) -> tuple[Array, Array]:
+    """Cotangents of keys and of ``[v, 1]`` by the queries of their own block; inner as above."""
+    block, xp = _Padded(queries, keys, v1, g1, log), namespace(v1)
+    inner = pad(inner, block.size)
+    weights, products = block.own()
+    weights = _times(weights, block.queries.values)
+    total = weights * (products if inner is None else products - inner)
+    whole = xp.sum(_times(weights, block.keys.values), axis=-1, keepdims=True)
+    total_v1 = whole * block.g1
+    for half in levels(block.size):
+        left, v = block.left(half)
+        right, g, row = block.right(half)
+        e = right.log - row
+        shift = finite_shift(xp.max(e, axis=-2, keepdims=True), xp)
+        q = _times(xp.exp(e - shift), right.values)
+        k = xp.exp(left.log + shift)
+        read = xp.matmul(xp.matmul(v, xp.matrix_transpose(g)), q)
+        if inner is not None:
+            read = read - xp.sum(q * halves(inner, half, 1), axis=-2, keepdims=True)
+        scores = xp.matmul(_times(k, left.values), xp.matrix_transpose(q))
+        total = total + _spread(k * read, block.size, 0)
+        total_v1 = total_v1 + _spread(xp.matmul(scores, g), block.size, 0)
+    return total[..., : block.n, :], total_v1[..., : block.n, :]
+
+
+def _spread(x: Array, n: int, side: int) -> Array:
+    """Spread rows of left (0) or right (1) halves over all ``n`` rows; the others get 0."""
+    xp = namespace(x)
+    both = [x, xp.zeros_like(x)] if side == 0 else [xp.zeros_like(x), x]
+    joined = xp.concat(both, axis=-2)
+    return xp.reshape(joined, (*joined.shape[:-3], n, joined.shape[-1]))
+
+
+# Softmax attention ------------------------------------------------------------------------------
+
+
+def exact_query_vjp(
+    spec: Exact, query: Tokens, key: Tokens, v1: Array, g1: Array, log: Array, visible: Array
+) -> Array:
+    """Gradient of queries through their weights for a block of keys. O(n s (d + e)) time."""
+    xp = namespace(v1)
+    weights = _softmax_weights(spec, query, key, log, visible)
+    grad_logits = weights * xp.matmul(g1, xp.matrix_transpose(v1))
+    return xp.matmul(grad_logits, key.x) * spec.scale
+
+
+def exact_key_vjp(
+    spec: Exact, query: Tokens, key: Tokens, v1: Array, g1: Array, log: Array, visible: Array
+) -> tuple[Array, Array]:
+    """Gradients of keys and of ``[v, 1]`` by a block of queries. O(n s (d + e)) time."""
+    xp = namespace(v1)
+    weights = xp.matrix_transpose(_softmax_weights(spec, query, key, log, visible))
+    grad_logits = weights * xp.matmul(v1, xp.matrix_transpose(g1))
+    return xp.matmul(grad_logits, query.x) * spec.scale, xp.matmul(weights, g1)
+
+
+def _softmax_weights(spec: Exact, query: Tokens, key: Tokens, log: Array, visible: Array) -> Array:
+    """Weights of visible keys on the scale of their rows; 0 for the others."""
+    xp = namespace(log)
+    logits = xp.matmul(query.x * spec.scale, xp.matrix_transpose(key.x))
+    if key.log_weight is not None:
+        logits = logits + xp.matrix_transpose(key.log_weight)
+    if visible is not None:
+        logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
+    return xp.exp(logits - log)

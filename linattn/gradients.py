@@ -1,0 +1,247 @@
+"""Gradients without a framework: attention as a function with a pullback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from linattn import _backward, _checks, folds
+from linattn._backward import Cotangent
+from linattn._cotangents import check_differentiable
+from linattn._problem import exact_problem, linear_problem
+from linattn.typing import Array, FeatureMap, Problem, State
+
+__all__ = ["linear_attention_vjp", "softmax_attention_vjp"]
+
+Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
+
+
+def linear_attention_vjp(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+    exact_window: int | None = None,
+) -> tuple[Any, Pullback]:
+    r"""Linear attention and its pullback: gradients in linear time and constant extra memory.
+
+    .. math::
+        \bar q_i = \sum_j \frac{\partial w_{ij}}{\partial q_i}\,
+        \frac{\bar o_i \cdot (v_j - o_i)}{D_i}, \quad
+        \bar k_j = \sum_i \frac{\partial w_{ij}}{\partial k_j}\,
+        \frac{\bar o_i \cdot (v_j - o_i)}{D_i}, \quad
+        \bar v_j = \sum_i \frac{w_{ij}}{D_i}\, \bar o_i
+
+    with weights ``w_ij = phi(q_i).psi(k_j)`` and denominators ``D_i = sum_j w_ij``, i and j running
+    over the pairs that see each other. Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``m``
+    features, ``e`` value dim.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        As for :func:`linattn.linear_attention`.
+    key : array, (..., S, d)
+        Same library, dtype and device.
+    value : array, (..., S, e)
+        Same library, dtype and device.
+    feature_map : FeatureMap
+        A map whose specs have gradients. Its parameters are constants.
+    is_causal, key_mask, initial_state, chunk_size
+        As for :func:`linattn.linear_attention`.
+    return_state : bool, optional
+        The first result is then the tuple ``(output, state)``. Default False.
+    exact_window : int, optional
+        Not differentiable here: anything but None raises.
+
+    Returns
+    -------
+    output : array, (..., L, e)
+        What :func:`linattn.linear_attention` returns for the same arguments.
+    pullback : callable
+        ``pullback(grad_output, grad_state=None) -> (grad_query, grad_key, grad_value)``, and a
+        fourth where there is an initial state. ``grad_output``, (..., L, e), is the derivative of
+        the loss by ``output``. ``grad_state``, (..., m, e + 1), with ``return_state`` only, is its
+        derivative by ``state.kvz``; the fourth gradient is that by ``initial_state.kvz``. Each
+        gradient has the shape, dtype and device of its argument: sums over axes along which the
+        argument was broadcast. The pullback may be called more than once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.linear_attention`; an exact window; in the pullback, a cotangent of
+        another shape, dtype or library, or a ``grad_state`` without ``return_state``.
+    NotImplementedError
+        The map has no gradient; the message says what is missing.
+
+    See Also
+    --------
+    softmax_attention_vjp : the same for exact attention.
+    linattn.testing.assert_gradient : a pullback against finite differences.
+
+    Notes
+    -----
+    Time O((L + S) m (d + e)), about 2.75 times the products of the forward pass. Extra memory
+    O(c m + m e) for each head worked on at once, with blocks of c tokens, and causal three numbers
+    a row (`SoftmaxFeatures`: a state a block); nothing but the arguments is kept for the pullback,
+    so do not change them in between. Features are computed again, states by one scan forwards and
+    one backwards, never by subtraction.
+
+    ``log_scale`` of a state is a gauge, and held constant: states that are the same up to it have
+    the same gradients up to it.
+
+    A masked key, its value, and a query that sees no key or whose denominator is exactly 0 have
+    gradient 0. At the corner of a ReLU the derivative is taken to be 0.
+
+    References
+    ----------
+    Katharopoulos et al., "Transformers are RNNs" (2020), section 3.3, for the numerator; the
+    denominator, the scales and the rules of the maps are derived in this project (docs,
+    "Gradients").
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> rng = np.random.default_rng(0)
+    >>> query, key, value = rng.standard_normal((3, 8, 1000, 64), dtype=np.float32)
+    >>> phi = linattn.feature_maps.PositiveFeatures(64, num_features=256, rng=0)
+    >>> output, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)
+    >>> grad_query, grad_key, grad_value = pullback(output)  # of |output|^2 / 2
+    >>> grad_query.shape
+    (8, 1000, 64)
+    """
+    if exact_window is not None:
+        message = (
+            f"exact_window must be None for gradients, got {exact_window!r}: near keys that are "
+            f"weighed exactly have no gradient here; use linear_attention_vjp without a window or "
+            f"softmax_attention_vjp"
+        )
+        raise ValueError(message)
+    problem = linear_problem(
+        query,
+        key,
+        value,
+        feature_map,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        state=initial_state,
+        chunk_size=chunk_size,
+    )
+    for spec in (problem.query_spec, problem.key_spec):
+        check_differentiable(spec, feature_map)
+    output, state, _ = folds.solve(problem, return_state=return_state)
+
+    def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
+        _check_cotangent("grad_output", grad_output, "output", output_shape, problem.query)
+        cotangent = Cotangent(grad_output, _state_cotangent(grad_state, final, problem))
+        gradients = _backward.pull(problem, cotangent)
+        return gradients if initial_state is not None else gradients[:3]
+
+    output_shape = tuple(output.shape)
+    final = None if state is None else state.log_scale
+    return (output if state is None else (output, state)), pullback
+
+
+def softmax_attention_vjp(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+) -> tuple[Array, Pullback]:
+    r"""Exact softmax attention and its pullback, in linear memory.
+
+    .. math::
+        \bar q_i = s \sum_j p_{ij}\, \bar o_i \cdot (v_j - o_i)\, k_j, \quad
+        \bar k_j = s \sum_i p_{ij}\, \bar o_i \cdot (v_j - o_i)\, q_i, \quad
+        \bar v_j = \sum_i p_{ij}\, \bar o_i
+
+    with ``p_ij = softmax_j(s q_i.k_j)``. Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value
+    dim, ``s`` scale.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        As for :func:`linattn.softmax_attention`.
+    key : array, (..., S, d)
+        Same library, dtype and device.
+    value : array, (..., S, e)
+        Same library, dtype and device.
+    scale, is_causal, key_mask
+        As for :func:`linattn.softmax_attention`.
+
+    Returns
+    -------
+    output : array, (..., L, e)
+        What :func:`linattn.softmax_attention` returns for the same arguments.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_query, grad_key, grad_value)``, as that of
+        :func:`linear_attention_vjp`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.softmax_attention`; in the pullback, a cotangent of another shape, dtype
+        or library.
+
+    Notes
+    -----
+    Time O(L S (d + e)), about five times that of the forward pass; memory O(c^2 + c e) beyond
+    arguments and gradients, with blocks of c tokens, and three numbers a row. A masked key, its
+    value, and a query that sees no key have gradient 0.
+
+    References
+    ----------
+    Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao et al.,
+    "FlashAttention" (2022), appendix B.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 100, 16))
+    >>> output, pullback = linattn.softmax_attention_vjp(query, key, value, is_causal=True)
+    >>> [gradient.shape for gradient in pullback(output)]
+    [(100, 16), (100, 16), (100, 16)]
+    """
+    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
+    output = folds.solve(problem, return_state=False)[0]
+    output_shape = tuple(output.shape)
+
+    def pullback(grad_output: Array) -> tuple[Array, ...]:
+        _check_cotangent("grad_output", grad_output, "output", output_shape, problem.query)
+        return _backward.pull(problem, Cotangent(grad_output, None))[:3]
+
+    return output, pullback
+
+
+def _check_cotangent(
+    name: str, cotangent: Any, of: str, shape: tuple[int, ...], like: Array
+) -> None:
+    """Check that a cotangent is an array like what it is the cotangent of."""
+    _checks.check_arrays(1, **{f"the array that {name} belongs to": like, name: cotangent})
+    if tuple(cotangent.shape) != shape:
+        message = f"{name} must have the shape of {of}, {shape}, got {tuple(cotangent.shape)}"
+        raise ValueError(message)
+
+
+def _state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
+    """Return what a returned state adds to all suffixes: ``grad_state exp(-log_scale)``."""
+    if grad_state is None:
+        return None
+    if log_scale is None:
+        message = "grad_state needs return_state=True: without it there is no state to have one"
+        raise ValueError(message)
+    shape = (*log_scale.shape, problem.value.shape[-1] + 1)
+    _check_cotangent("grad_state", grad_state, "state.kvz", shape, log_scale)
+    xp = problem.xp
+    nothing = log_scale == -xp.inf
+    return State(grad_state, xp.where(nothing, log_scale, -log_scale), 0)

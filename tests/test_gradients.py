@@ -1,0 +1,593 @@
+"""Gradients: against finite differences, against the quadratic formula, and by their identities."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import linattn
+from linattn import feature_maps
+from linattn.testing import assert_gradient
+from linattn.typing import Exponential, Features, Opaque, Tokens
+
+# Arrays are unpacked into their places, which no type checker can follow.
+linear: Any = linattn.linear_attention
+linear_vjp: Any = linattn.linear_attention_vjp
+softmax_vjp: Any = linattn.softmax_attention_vjp
+
+DIM = 4
+_RNG = np.random.default_rng(7)
+_W = _RNG.standard_normal((4, DIM, DIM))
+
+MAPS = {
+    "positive": feature_maps.PositiveFeatures(DIM, 16, rng=0),
+    "hyperbolic": feature_maps.HyperbolicFeatures(DIM, 16, rng=0),
+    "generalized": feature_maps.GeneralizedExponentialFeatures(DIM, 16, A=-0.05, rng=0),
+    "dense": feature_maps.DenseExponentialFeatures(
+        DIM, 16, A=[-0.1, 0.0, 0.02, -0.03], transform=np.linalg.qr(_W[0])[0], rng=0
+    ),
+    "trigonometric": feature_maps.TrigonometricFeatures(DIM, 512, rng=0),
+    "fourier": feature_maps.RandomFourierFeatures(DIM, 512, bandwidth=3.0, rng=0),
+    "fourier-normalized": feature_maps.RandomFourierFeatures(DIM, 512, normalize=True, rng=0),
+    "relu-projected": feature_maps.ActivationFeatures(DIM, 16, rng=0),
+    "squared-relu": feature_maps.ActivationFeatures(DIM, 16, activation="squared_relu", rng=0),
+    "relu-unprojected": feature_maps.ActivationFeatures(sampler=None, epsilon=0.1),
+    "elu": feature_maps.EluFeatures(scale=2.0),
+    "relu": feature_maps.ReluFeatures(),
+    "taylor": feature_maps.TaylorFeatures(DIM),
+    "taylor-4": feature_maps.TaylorFeatures(DIM, 4),
+    "polynomial": feature_maps.PolynomialFeatures(DIM, 4, c=0.5),
+    "monomials": feature_maps.PolynomialFeatures(DIM, 2, c=0.0),
+    "cosformer": feature_maps.CosformerFeatures(DIM, max_length=256),
+    "hedgehog": feature_maps.HedgehogFeatures(0.4 * _W[1], key_weights=0.4 * _W[2]),
+    "reparametrized": feature_maps.Reparametrized(
+        feature_maps.PositiveFeatures(DIM, 16, rng=0),
+        np.full(DIM, 0.3),
+        np.full(DIM, -0.2),
+        np.eye(DIM) + 0.1 * _W[3],
+    ),
+    "calibrated": feature_maps.CalibratedFeatures(
+        _W[0], _W[1, :, 0], 0.5 * _W[2], _W[3, :, 0], tilt=0.1 * _W[1, 0], power=0.8
+    ),
+    "softmax": feature_maps.SoftmaxFeatures(),
+}
+_LANDMARKS = partial(
+    feature_maps.LandmarkFeatures.fit,
+    *_RNG.standard_normal((2, 40, DIM)),
+    num_features=6,
+    num_probes=16,
+    rng=0,
+)
+
+
+def relative(actual, expected):
+    """Largest Frobenius error of the arrays, each relative to its own norm."""
+    return max(
+        float(np.linalg.norm(np.asarray(a, np.float64) - e)) / max(float(np.linalg.norm(e)), 1e-30)
+        for a, e in zip(actual, expected, strict=True)
+    )
+
+
+# The quadratic formula --------------------------------------------------------------------------
+
+
+def phi_of(features):
+    log, values = features
+    phi = 1.0 if values is None else values
+    return phi if log is None else phi * np.exp(log)
+
+
+def rows_gradient(feature_map, side, x, cotangent, step=1e-3):
+    """Gradient of ``sum(cotangent * phi(x))``, whose rows do not depend on each other.
+
+    Differences of steps h, h / 2 and h / 4, extrapolated; in closed form for elu + 1, which is not
+    smooth enough for that.
+    """
+    function = getattr(feature_map, f"{side}_features")
+    if isinstance(feature_map, feature_maps.EluFeatures):
+        slope = np.minimum(np.exp(np.sqrt(feature_map.scale) * x), 1)
+        return np.sqrt(feature_map.scale) * cotangent * slope
+    gradient = np.zeros_like(x)
+    for i in range(x.shape[-1]):
+
+        def slope(h, i=i):
+            move = np.zeros(x.shape[-1])
+            move[i] = h
+            difference = phi_of(function(x + move)) - phi_of(function(x - move))
+            return np.sum(cotangent * difference, axis=-1) / (2 * h)
+
+        a, b, c = (slope(step / 2**k) for k in range(3))
+        gradient[..., i] = (64 * c - 20 * b + a) / 45
+    return gradient
+
+
+def sum_to(x, shape):
+    extra = x.ndim - len(shape)
+    axes = tuple(i for i in range(extra, x.ndim) if shape[i - extra] == 1 != x.shape[i])
+    return np.sum(x, axis=(*range(extra), *axes)).reshape(shape)
+
+
+def quadratic_vjp(query, key, value, feature_map, grad, *, is_causal=False, key_mask=None):
+    """Gradients from all pairs: with ``T_ij = g_i.(v_j - o_i) / D_i``, ``phi_bar = T psi``."""
+    mask = np.ones(key.shape[:-1], bool) if key_mask is None else key_mask
+    mask = np.broadcast_to(mask, key.shape[:-1])
+    key = np.where(mask[..., None], key, 0)
+    phi, psi = phi_of(feature_map.query_features(query)), phi_of(feature_map.key_features(key))
+    psi = np.where(mask[..., None], psi, 0)
+    visible = np.tri(query.shape[-2], dtype=bool) if is_causal else True
+    weights = np.where(visible, phi @ np.swapaxes(psi, -1, -2), 0)
+    seen_value = np.where(mask[..., None], value, 0)
+    denominator = np.sum(weights, axis=-1, keepdims=True)
+    inverse = np.where(denominator == 0, 0, 1 / np.where(denominator == 0, 1, denominator))
+    out = inverse * (weights @ seen_value)
+    inner = grad @ np.swapaxes(seen_value, -1, -2) - np.sum(grad * out, axis=-1, keepdims=True)
+    T = np.where(visible, inner * inverse, 0)
+    psi_bar = np.swapaxes(T, -1, -2) @ phi
+    grad_value = np.swapaxes(weights * inverse, -1, -2) @ grad
+    grad_query = rows_gradient(feature_map, "query", query, T @ psi)
+    lead = psi_bar.shape[:-2]
+    spread = np.broadcast_to(key, (*lead, *key.shape[-2:]))
+    grad_key = rows_gradient(feature_map, "key", spread, psi_bar)
+    grad_key = np.where(mask[..., None], grad_key, 0)
+    return out, sum_to_all((grad_query, grad_key, grad_value), (query, key, value))
+
+
+def sum_to_all(gradients, arrays):
+    return [sum_to(g, a.shape) for g, a in zip(gradients, arrays, strict=True)]
+
+
+def broadcast_query(case):
+    """Give queries all leading axes of the output, where a row's gradient is one of its own."""
+    lead = case.output_shape[:-2]
+    return np.broadcast_to(case.query, (*lead, *case.query.shape[-2:]))
+
+
+@pytest.mark.parametrize("name", ["positive", "elu", "calibrated", "reparametrized", "fourier"])
+@given(data=st.data())
+def test_gradients_are_those_of_the_quadratic_formula(xp_any_shape, draws, name, data):
+    xp, feature_map = xp_any_shape, MAPS[name]
+    case = data.draw(draws.cases(dim=DIM, max_length=40))
+    if case.scale > 1:
+        return  # the oracle works with weights themselves, out of range there
+    grad = np.random.default_rng(case.seed + 1).standard_normal(case.output_shape)
+    settings = {"is_causal": case.is_causal, "key_mask": case.key_mask}
+    out, expected = quadratic_vjp(
+        broadcast_query(case), case.key, case.value, feature_map, grad, **settings
+    )
+    expected[0] = sum_to(expected[0], case.query.shape)
+    arrays = [xp.array(a) for a in (case.query, case.key, case.value)]
+    if case.key_mask is not None:
+        settings["key_mask"] = xp.array(case.key_mask)
+    output, pullback = linear_vjp(*arrays, feature_map, chunk_size=case.chunk_size, **settings)
+    gradients = pullback(xp.array(grad))
+    np.testing.assert_allclose(xp.numpy(output), out, rtol=1e-8, atol=1e-10)
+    for gradient, array, wanted in zip(gradients, arrays, expected, strict=True):
+        xp.assert_like(gradient, array)
+        size = max(np.linalg.norm(wanted), np.linalg.norm(grad) * 1e-3)
+        assert np.linalg.norm(xp.numpy(gradient) - wanted) <= 1e-8 * size
+
+
+# Finite differences -----------------------------------------------------------------------------
+
+
+def inputs(name, length=21, others=21, heads=2, seed=1):
+    """Query, key and value at which the map's denominators are far from 0."""
+    rng = np.random.default_rng(seed)
+    size = 0.3 if name in ("trigonometric", "polynomial", "squared-relu") else 1.0
+    shapes = ((heads, length, DIM), (heads, others, DIM), (heads, others, 3))
+    return [size * rng.standard_normal(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", MAPS)
+def test_pullback_is_the_derivative(name, is_causal):
+    settings = {"is_causal": is_causal, "chunk_size": 8}
+    feature_map = MAPS[name]
+    assert_gradient(
+        partial(linear, feature_map=feature_map, **settings),
+        partial(linear_vjp, feature_map=feature_map, **settings),
+        *inputs(name),
+        step=1e-4,
+        rtol=1e-7,
+    )
+
+
+@pytest.mark.parametrize("name", ["positive", "elu", "softmax", "taylor"])
+def test_cross_lengths(name):
+    feature_map = MAPS[name]
+    assert_gradient(
+        partial(linear, feature_map=feature_map),
+        partial(linear_vjp, feature_map=feature_map),
+        *inputs(name, length=5, others=19),
+        step=1e-4,
+        rtol=1e-7,
+    )
+
+
+def test_landmarks_hold_their_fit_and_their_assignment():
+    feature_map = _LANDMARKS()
+    assert_gradient(
+        partial(linear, feature_map=feature_map),
+        partial(linear_vjp, feature_map=feature_map),
+        *inputs("landmarks"),
+        step=1e-6,
+        rtol=1e-7,
+    )
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_softmax_pullback_is_the_derivative(xp, is_causal):
+    arrays = [xp.array(a) for a in inputs("softmax")]
+    assert_gradient(
+        partial(linattn.softmax_attention, scale=0.7, is_causal=is_causal),
+        partial(softmax_vjp, scale=0.7, is_causal=is_causal),
+        *arrays,
+        num_directions=1,
+        rtol=1e-7,
+    )
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_softmax_gradients_in_blocks_with_a_mask(is_causal):
+    rng = np.random.default_rng(3)
+    query, key, value = rng.standard_normal((3, 2, 700, 4))
+    mask = rng.random(700) < 0.8
+    bad_key, bad_value = (np.where(mask[:, None], a, np.nan) for a in (key, value))
+    settings = {"is_causal": is_causal, "key_mask": mask}
+    output, pullback = softmax_vjp(query, bad_key, bad_value, **settings)
+    grad = rng.standard_normal(output.shape)
+    logits = np.where(mask, query @ np.swapaxes(key, -1, -2) / 2, -np.inf)
+    if is_causal:
+        logits = np.where(np.tri(700, dtype=bool), logits, -np.inf)
+    top = np.max(logits, axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(top == -np.inf, 0, top))
+    total = np.sum(weights, axis=-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
+    out = weights @ value
+    inner = grad @ np.swapaxes(value, -1, -2) - np.sum(grad * out, axis=-1, keepdims=True)
+    expected = [
+        (weights * inner) @ key / 2,
+        np.swapaxes(weights * inner, -1, -2) @ query / 2,
+        np.swapaxes(weights, -1, -2) @ grad,
+    ]
+    assert relative(pullback(grad), expected) <= 1e-12
+    with linattn.without_backends():
+        assert relative(pullback(grad), expected) <= 1e-12
+
+
+# States -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["positive", "elu", "softmax", "reparametrized", "cosformer"])
+def test_state_has_gradients(name, is_causal):
+    feature_map = MAPS[name]
+    arrays = inputs(name)
+    _, state = linear(*inputs(name, seed=2), feature_map, return_state=True)
+    rng = np.random.default_rng(5)
+    weights = [rng.standard_normal((2, 21, 3)), rng.standard_normal(state.kvz.shape)]
+
+    def loss(point, log_scale):
+        query, key, value, kvz = point
+        # The gauge of the last state is held where it was.
+        before = linattn.State(kvz, state.log_scale, state.length)
+        output, after = linear(
+            query,
+            key,
+            value,
+            feature_map,
+            is_causal=is_causal,
+            initial_state=before,
+            return_state=True,
+        )
+        kvz = after.kvz * np.exp(after.log_scale - log_scale)[..., None]
+        return np.sum(output * weights[0]) + np.sum(kvz * weights[1])
+
+    (_, after), pullback = linear_vjp(
+        *arrays, feature_map, is_causal=is_causal, initial_state=state, return_state=True
+    )
+    gradients = pullback(*weights)
+    assert gradients[3].shape == state.kvz.shape
+    point = [*arrays, state.kvz]
+    for index, gradient in enumerate(gradients):
+        u = rng.standard_normal(gradient.shape)
+
+        def along(h, index=index, u=u):
+            moved = list(point)
+            moved[index] = point[index] + h * u
+            return loss(moved, after.log_scale)
+
+        wide, narrow = ((along(h) - along(-h)) / (2 * h) for h in (2e-4, 1e-4))
+        assert np.sum(gradient * u) == pytest.approx((4 * narrow - wide) / 3, rel=1e-7)
+
+
+def test_a_stream_in_two_has_the_gradients_of_the_whole():
+    feature_map = MAPS["positive"]
+    arrays = inputs("positive")
+    output, pullback = linear_vjp(*arrays, feature_map, is_causal=True)
+    grad = np.random.default_rng(3).standard_normal(output.shape)
+    expected = pullback(grad)
+    first, second = ([a[:, rows] for a in arrays] for rows in (slice(0, 9), slice(9, None)))
+    settings = {"is_causal": True, "return_state": True}
+    (_, state), pull_first = linear_vjp(*first, feature_map, **settings)
+    _, pull_second = linear_vjp(*second, feature_map, is_causal=True, initial_state=state)
+    *of_second, grad_state = pull_second(grad[:, 9:])
+    of_first = pull_first(grad[:, :9], grad_state)
+    joined = [np.concatenate(pair, axis=-2) for pair in zip(of_first, of_second, strict=True)]
+    assert relative(joined, expected) <= 1e-13
+
+
+# Masks, broadcasting, edges ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_masked_and_blind_rows_have_gradient_zero(xp, is_causal):
+    query, key, value = inputs("positive")
+    mask = np.ones((2, 21), bool)
+    mask[0] = False  # no query of this head sees anything
+    mask[1, :5] = False
+    key[~mask], value[~mask] = np.nan, np.inf
+    arrays = [xp.array(a) for a in (query, key, value)]
+    for feature_map in (MAPS["positive"], MAPS["elu"]):
+        output, pullback = linear_vjp(
+            *arrays, feature_map, is_causal=is_causal, key_mask=xp.array(mask)
+        )
+        gradients = [xp.numpy(g) for g in pullback(xp.array(np.ones(output.shape)))]
+        assert all(np.isfinite(g).all() for g in gradients)
+        for gradient in gradients[1:]:
+            np.testing.assert_array_equal(gradient[~mask], 0)
+        np.testing.assert_array_equal(gradients[0][0], 0)
+        assert np.abs(gradients[0][1, 6:]).min() > 0
+        assert np.abs(gradients[2][1, 5:]).min() > 0
+
+
+def test_dead_relu_queries_have_gradient_zero(xp):
+    query, key, value = inputs("relu")
+    query[0, 3] = -1.0
+    arrays = [xp.array(a) for a in (query, key, value)]
+    output, pullback = linear_vjp(*arrays, MAPS["relu"])
+    gradients = [xp.numpy(g) for g in pullback(xp.array(np.ones(output.shape)))]
+    assert all(np.isfinite(g).all() for g in gradients)
+    np.testing.assert_array_equal(gradients[0][0, 3], 0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_are_summed_over_broadcast_axes(xp, is_causal):
+    rng = np.random.default_rng(0)
+    shapes = ((2, 1, 3, 20, DIM), (4, 1, 20, DIM), (2, 1, 1, 20, 3))
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    full = [np.broadcast_to(a, (2, 4, 3, 20, a.shape[-1])) for a in arrays]
+    grad = rng.standard_normal((2, 4, 3, 20, 3))
+    feature_map = feature_maps.PositiveFeatures.from_projection(rng.standard_normal((4, 1, 8, DIM)))
+    _, pullback = linear_vjp(*full, feature_map, is_causal=is_causal)
+    expected = sum_to_all(pullback(grad), arrays)
+    given_arrays = [xp.array(a) for a in arrays]
+    _, pullback = linear_vjp(*given_arrays, feature_map, is_causal=is_causal)
+    gradients = pullback(xp.array(grad))
+    for gradient, array in zip(gradients, given_arrays, strict=True):
+        xp.assert_like(gradient, array)
+    assert relative([xp.numpy(g) for g in gradients], expected) <= 1e-12
+    _, pullback = softmax_vjp(*given_arrays, is_causal=is_causal)
+    _, pull_full = softmax_vjp(*full, is_causal=is_causal)
+    of_softmax = [xp.numpy(g) for g in pullback(xp.array(grad))]
+    assert relative(of_softmax, sum_to_all(pull_full(grad), arrays)) <= 1e-12
+
+
+def test_empty_lengths():
+    feature_map = MAPS["positive"]
+    query, key, value = inputs("positive")
+    output, pullback = linear_vjp(query, key[:, :0], value[:, :0], feature_map)
+    gradients = pullback(np.ones_like(output))
+    assert [g.shape for g in gradients] == [(2, 21, DIM), (2, 0, DIM), (2, 0, 3)]
+    np.testing.assert_array_equal(gradients[0], 0)
+    output, pullback = linear_vjp(query[:, :0], key, value, feature_map)
+    assert not any(np.any(g) for g in pullback(output))
+    output, pullback = linear_vjp(query[None][:0], key, value, feature_map)
+    assert output.shape == (0, 2, 21, 3)
+    gradients = pullback(output)
+    assert [g.shape for g in gradients] == [(0, 2, 21, DIM), key.shape, value.shape]
+    assert not any(np.any(g) for g in gradients)
+
+
+def test_dtype_and_repeated_pullbacks(xp):
+    arrays = [xp.array(a, "float16") for a in inputs("positive")]
+    output, pullback = linear_vjp(*arrays, MAPS["positive"], is_causal=True)
+    first, second = pullback(output), pullback(output)
+    for gradient, again, array in zip(first, second, arrays, strict=True):
+        xp.assert_like(gradient, array)
+        np.testing.assert_array_equal(xp.numpy(gradient), xp.numpy(again))
+
+
+# float32 ----------------------------------------------------------------------------------------
+
+
+def float32_error(arrays, feature_map, is_causal):
+    """Frobenius errors of float32 gradients of each head, relative to their norms in float64."""
+    narrow = [np.asarray(a, np.float32) for a in arrays]
+    wide = [a.astype(np.float64) for a in narrow]
+    results = []
+    for some in (narrow, wide):
+        output, pullback = linear_vjp(*some, feature_map, is_causal=is_causal)
+        grad = np.random.default_rng(0).standard_normal(output.shape).astype(np.float32)
+        results.append(pullback(grad.astype(output.dtype)))
+    return [
+        np.max(np.linalg.norm(a - b, axis=(-2, -1)) / np.linalg.norm(b, axis=(-2, -1)))
+        for a, b in zip(*results, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "elu"])
+def test_float32_on_the_real_sample(name, is_causal):
+    arrays = linattn.datasets.pretrained_qkv()
+    feature_map = {
+        "positive": feature_maps.PositiveFeatures(32, 128, rng=0),
+        "hyperbolic": feature_maps.HyperbolicFeatures(32, 128, rng=0),
+        "elu": feature_maps.EluFeatures(),
+    }[name]
+    assert max(float32_error(arrays, feature_map, is_causal)) <= 1e-5
+    with linattn.without_backends():
+        assert max(float32_error(arrays, feature_map, is_causal)) <= 1e-5
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["elu", "hedgehog"])
+def test_float32_with_a_few_heavy_keys(name, is_causal):
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 600, 16))
+    heavy = rng.choice(600, 16, replace=False)
+    feature_map: Any
+    if name == "elu":
+        feature_map = feature_maps.EluFeatures()
+        key[:, heavy] = 2e4 * np.abs(key[:, heavy])
+    else:
+        feature_map = feature_maps.HedgehogFeatures(np.eye(16))
+        key[:, heavy, 0] += 13.0
+    weights = feature_map.estimate(query, key)
+    ratio = np.mean(weights[..., heavy]) / np.mean(np.delete(weights, heavy, axis=-1))
+    assert ratio > 1e4
+    assert max(float32_error((query, key, value), feature_map, is_causal)) <= 1e-5
+    with linattn.without_backends():
+        assert max(float32_error((query, key, value), feature_map, is_causal)) <= 1e-5
+
+
+@pytest.mark.parametrize("jump", [3.0, 6.0, 12.0])
+def test_float32_with_jumping_key_norms(jump):
+    """Early rows keep their gradients beside later keys whose features are far larger."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 300, 16))
+    key[:, 150:] *= jump
+    key[:, 200] *= jump
+    feature_map = feature_maps.PositiveFeatures(16, 64, rng=0)
+    early = np.zeros((2, 300, 1))
+    early[:, :150] = 1  # only rows before the jump have a cotangent
+    narrow = [a.astype(np.float32) for a in (query, key, value)]
+    wide = [a.astype(np.float64) for a in narrow]
+    grad = early * rng.standard_normal((2, 300, 16))
+    for rows in (grad, grad + (1 - early) * rng.standard_normal((2, 300, 16))):
+        results = []
+        for arrays in (narrow, wide):
+            output, pullback = linear_vjp(*arrays, feature_map, is_causal=True)
+            results.append(pullback(rows.astype(output.dtype)))
+        assert relative(*results) <= 1e-5
+
+
+# Identities -------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """The positive features as a spec that only they know, which keeps the cotangents."""
+
+    def __init__(self, inside):
+        self.inside, self.num_features = inside, inside.num_features
+        self.seen: dict[str, list[Any]] = {"query": [], "key": []}
+
+    def spec(self, side, xp, dtype, device):
+        spec: Exponential = self.inside.query_spec(xp, dtype, device)
+
+        def fn(tokens: Tokens) -> Any:
+            return getattr(self.inside, f"{side}_features")(tokens.x)
+
+        def vjp(tokens: Tokens, cotangent: Features):
+            self.seen[side].append(cotangent.log)
+            return cotangent.log @ np.swapaxes(spec.P, -1, -2)
+
+        return Opaque(fn, vjp)
+
+    def query_spec(self, xp, dtype, device):
+        return self.spec("query", xp, dtype, device)
+
+    def key_spec(self, xp, dtype, device):
+        return self.spec("key", xp, dtype, device)
+
+    def query_features(self, x):
+        return self.inside.query_features(x)
+
+    key_features = query_features
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_cotangents_of_log_features_sum_to_zero(is_causal):
+    feature_map = Recorded(MAPS["positive"])
+    arrays = inputs("positive", heads=1)
+    output, pullback = linear_vjp(*arrays, feature_map, is_causal=is_causal)
+    pullback(np.random.default_rng(0).standard_normal(output.shape))
+    query, key = (np.concatenate(feature_map.seen[side], axis=-2) for side in ("query", "key"))
+    size = np.abs(query).sum()
+    assert np.abs(query).max() > 1e-3
+    # No query's own factor matters, nor one factor of all keys, nor any shift between the sides.
+    assert np.abs(query.sum(axis=-1)).max() <= 1e-14 * size
+    assert abs(key.sum()) <= 1e-14 * size
+    np.testing.assert_allclose(query.sum(axis=-2), key.sum(axis=-2), atol=1e-14 * size)
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_extra_memory_is_small_at_length_65536(is_causal):
+    import tracemalloc
+
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 65536, 64), dtype=np.float32)
+    feature_map = feature_maps.PositiveFeatures(64, 256, rng=0)
+    tracemalloc.start()
+    try:
+        with linattn.config(num_threads=1):
+            output, pullback = linear_vjp(query, key, value, feature_map, is_causal=is_causal)
+            gradients = pullback(output)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    own = output.nbytes + sum(g.nbytes for g in gradients)
+    assert peak - own <= 16 * 2**20
+
+
+# Errors -----------------------------------------------------------------------------------------
+
+
+class TwoMethods:
+    """A user's map without specs."""
+
+    num_features = None
+
+    def query_features(self, x):
+        return Features(x, None)
+
+    key_features = query_features
+
+
+@pytest.mark.parametrize(
+    ("make", "missing"),
+    [
+        (TwoMethods, r"Opaque\(fn, vjp\)"),
+        (partial(feature_maps.ActivationFeatures, DIM, activation=np.tanh, rng=0), "no vjp"),
+        (partial(feature_maps.ActivationFeatures, DIM, activation="heaviside", rng=0), "steps"),
+        (partial(_LANDMARKS, corrected=True), "corrected=False"),
+    ],
+)
+def test_a_map_without_gradient_says_what_is_missing(make, missing):
+    with pytest.raises(NotImplementedError, match=missing):
+        linear_vjp(*inputs("positive"), make())
+
+
+def test_wrong_arguments_are_named():
+    arrays = inputs("positive")
+    feature_map = MAPS["positive"]
+    with pytest.raises(ValueError, match="exact_window must be None"):
+        linear_vjp(*arrays, feature_map, exact_window=4)
+    output, pullback = linear_vjp(*arrays, feature_map)
+    with pytest.raises(ValueError, match=r"grad_output must have the shape of output, \(2, 21, 3"):
+        pullback(output[:, :20])
+    with pytest.raises(ValueError, match="one dtype"):
+        pullback(output.astype(np.float32))
+    with pytest.raises(ValueError, match="grad_state needs return_state=True"):
+        pullback(output, np.ones((2, 16, 4)))
+    (output, _), pullback = linear_vjp(*arrays, feature_map, return_state=True)
+    with pytest.raises(ValueError, match=r"grad_state must have the shape of state.kvz"):
+        pullback(output, np.ones((2, 16, 5)))
