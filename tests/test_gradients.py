@@ -221,7 +221,8 @@ def test_landmarks_hold_their_fit_and_their_assignment():
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_softmax_pullback_is_the_derivative(xp, is_causal):
+def test_softmax_pullback_is_the_derivative(xp_any_shape, is_causal):
+    xp = xp_any_shape
     arrays = [xp.array(a) for a in inputs("softmax")]
     assert_gradient(
         partial(linattn.softmax_attention, scale=0.7, is_causal=is_causal),
@@ -327,10 +328,10 @@ def test_a_stream_in_two_has_the_gradients_of_the_whole():
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_masked_and_blind_rows_have_gradient_zero(xp, is_causal):
-    query, key, value = inputs("positive")
-    mask = np.ones((2, 21), bool)
+    query, key, value = inputs("positive", length=9, others=9)
+    mask = np.ones((2, 9), bool)
     mask[0] = False  # no query of this head sees anything
-    mask[1, :5] = False
+    mask[1, :3] = False
     key[~mask], value[~mask] = np.nan, np.inf
     arrays = [xp.array(a) for a in (query, key, value)]
     for feature_map in (MAPS["positive"], MAPS["elu"]):
@@ -342,11 +343,12 @@ def test_masked_and_blind_rows_have_gradient_zero(xp, is_causal):
         for gradient in gradients[1:]:
             np.testing.assert_array_equal(gradient[~mask], 0)
         np.testing.assert_array_equal(gradients[0][0], 0)
-        assert np.abs(gradients[0][1, 6:]).min() > 0
-        assert np.abs(gradients[2][1, 5:]).min() > 0
+        assert np.abs(gradients[0][1, 4:]).min() > 0
+        assert np.abs(gradients[2][1, 3:]).min() > 0
 
 
-def test_dead_relu_queries_have_gradient_zero(xp):
+def test_dead_relu_queries_have_gradient_zero(xp_any_shape):
+    xp = xp_any_shape
     query, key, value = inputs("relu")
     query[0, 3] = -1.0
     arrays = [xp.array(a) for a in (query, key, value)]
@@ -359,10 +361,10 @@ def test_dead_relu_queries_have_gradient_zero(xp):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_gradients_are_summed_over_broadcast_axes(xp, is_causal):
     rng = np.random.default_rng(0)
-    shapes = ((2, 1, 3, 20, DIM), (4, 1, 20, DIM), (2, 1, 1, 20, 3))
+    shapes = ((2, 1, 3, 5, DIM), (4, 1, 5, DIM), (2, 1, 1, 5, 3))
     arrays = [rng.standard_normal(shape) for shape in shapes]
-    full = [np.broadcast_to(a, (2, 4, 3, 20, a.shape[-1])) for a in arrays]
-    grad = rng.standard_normal((2, 4, 3, 20, 3))
+    full = [np.broadcast_to(a, (2, 4, 3, 5, a.shape[-1])) for a in arrays]
+    grad = rng.standard_normal((2, 4, 3, 5, 3))
     feature_map = feature_maps.PositiveFeatures.from_projection(rng.standard_normal((4, 1, 8, DIM)))
     _, pullback = linear_vjp(*full, feature_map, is_causal=is_causal)
     expected = sum_to_all(pullback(grad), arrays)
@@ -447,7 +449,9 @@ def test_float32_with_a_few_heavy_keys(name, is_causal):
         key[:, heavy] = 2e4 * np.abs(key[:, heavy])
     else:
         feature_map = feature_maps.HedgehogFeatures(np.eye(16))
-        key[:, heavy, 0] += 13.0
+        # Were all heavy in one coordinate, no query could choose: its gradient would cancel.
+        key[:, heavy[:8], 0] += 13.0
+        key[:, heavy[8:], 1] += 13.0
     weights = feature_map.estimate(query, key)
     ratio = np.mean(weights[..., heavy]) / np.mean(np.delete(weights, heavy, axis=-1))
     assert ratio > 1e4
