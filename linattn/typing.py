@@ -559,6 +559,7 @@ class Backend(Protocol):
         self, before: State, states: State, after: State | None, lazy: bool
     ) -> tuple[State, State]:
         """Merge the states of all blocks that are far of each block of an exact window."""
+        ...
 
     def read_block_vjp(
         self, query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, suffix: State

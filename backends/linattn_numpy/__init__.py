@@ -18,6 +18,14 @@ from linattn_numpy.blocks import (
     window_block,
 )
 from linattn_numpy.decoding import decode, stepper
+from linattn_numpy.gradients import (
+    exact_key_vjp,
+    exact_query_vjp,
+    read_block_vjp,
+    reduce_block_vjp,
+    scan_key_vjp,
+    scan_query_vjp,
+)
 from linattn_numpy.planning import plan
 from linattn_numpy.running import far_states
 
@@ -25,12 +33,18 @@ __all__ = [
     "decode",
     "divide",
     "exact_block",
+    "exact_key_vjp",
     "exact_more",
+    "exact_query_vjp",
     "far_states",
     "plan",
     "read_block",
+    "read_block_vjp",
     "reduce_block",
+    "reduce_block_vjp",
     "scan_block",
+    "scan_key_vjp",
+    "scan_query_vjp",
     "stepper",
     "values_block",
     "window_block",

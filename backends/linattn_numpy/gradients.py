@@ -1,0 +1,583 @@
+"""Gradients of block bodies in place, for exponential maps, elu + 1 and ReLU.
+
+As the forward bodies, a block is *plain* where its exponents are moderate: no shift is made, a
+key's row term goes onto ``[v, 1]`` and a query's row scale onto its cotangent. Any other block of
+an exponential map is *shifted* by exact maxima. A causal block whose common scale would cost a row
+or a key its digits is left to the generic code, which goes by halves.
+
+What may be lost to underflow is bounded in units of attention weights, which sum to 1 over the keys
+of a query: the largest product of scales times the smallest normal number, once a term.
+"""
+
+from __future__ import annotations
+
+from math import log, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
+from linattn_numpy.blocks import (
+    NEAR,
+    SUB_BLOCK,
+    _above,
+    _all_finite,
+    _all_near,
+    _finite,
+    _floor,
+    _in_place,
+    _plain,
+    _product,
+    _row_term,
+    _shifted_log,
+    _t,
+    is_simple,
+)
+from linattn_numpy.buffers import buffer
+
+__all__ = [
+    "exact_key_vjp",
+    "exact_query_vjp",
+    "read_block_vjp",
+    "reduce_block_vjp",
+    "scan_key_vjp",
+    "scan_query_vjp",
+]
+
+Floats = NDArray[Any]
+
+REACH = {4: 20.0, 8: 200.0}
+"""Exponents of plain blocks, by bytes a number: the range is four of them and a cotangent's own."""
+
+
+class _Block(NamedTuple):
+    """A block of one side on some scale: ``phi = weights * exp(column + row)``."""
+
+    weights: Floats
+    column: Floats
+    """``(..., m)``."""
+    row: Floats | None
+    """``(..., n, 1)``; None for 0."""
+    highest: float
+    """Log of the largest weight, at least 0."""
+
+
+def _known(spec: Spec) -> bool:
+    return isinstance(spec, Exponential) or (
+        is_simple(spec) and (spec.f.name == "relu" or spec.offset == 0.0)
+    )
+
+
+def _plain_block(spec: Spec, tokens: Tokens, name: str) -> _Block | None:
+    plain = _plain(spec, tokens.x, name)
+    if plain is None or plain.highest > REACH[tokens.x.itemsize]:
+        return None
+    return _Block(plain.weights, plain.col, _row_term(spec, tokens), plain.highest)
+
+
+def _largest_scale(dtype: Any, terms: float) -> float:
+    """Log of the largest scale from which underflow cannot take more than rounding of 1."""
+    return -log(_floor(dtype)) - log(terms)
+
+
+def _sum_to(x: Floats, lead: tuple[int, ...], trailing: int = 2) -> Floats:
+    """Sum over leading axes along which an array with axes ``lead`` was broadcast."""
+    shape = x.shape[: x.ndim - trailing]
+    if shape == lead:
+        return x
+    extra = len(shape) - len(lead)
+    axes = [extra + i for i, n in enumerate(lead) if n != shape[extra + i]]
+    summed = x.sum(axis=(*range(extra), *axes), keepdims=True)
+    return np.asarray(summed.reshape(*lead, *x.shape[x.ndim - trailing :]))
+
+
+def _max_to(x: Floats, lead: tuple[int, ...]) -> Floats:
+    """Largest over those axes, of an array with one axis behind the leading ones."""
+    shape = x.shape[:-1]
+    extra = max(len(shape) - len(lead), 0)
+    x = np.asarray(x.max(axis=tuple(range(extra))))
+    own = lead[len(lead) - x.ndim + 1 :]
+    axes = tuple(i for i, n in enumerate(own) if n == 1 and x.shape[i] != 1)
+    return np.asarray(x.max(axis=axes, keepdims=True))
+
+
+# From cotangents of features to tokens ----------------------------------------------------------
+
+
+def _to_tokens(
+    spec: Spec, x: Floats, weights: Floats, read: Floats, total: Floats | None
+) -> Floats:
+    """Gradient of tokens whose features, ``weights`` as evaluated, have cotangent ``read``.
+
+    ``read`` is ours to change. ``total``: sum of their products over a row, None for 0.
+    """
+    if isinstance(spec, Exponential):
+        read = _in_place(np.multiply, read, weights)
+        r = spec.P.shape[-1]
+        if spec.paired:
+            read[..., :r] -= read[..., r:]
+        gradient = np.asarray(np.matmul(read[..., :r], _t(spec.P)))
+        if total is None or (isinstance(spec.Q, float) and spec.Q == 0.0):
+            return gradient
+        if isinstance(spec.Q, float):
+            return _in_place(np.subtract, gradient, total * spec.Q * x)
+        return _in_place(np.subtract, gradient, total * (x @ ((spec.Q + _t(spec.Q)) / 2)))
+    assert isinstance(spec, Pointwise)
+    if spec.f.name == "relu":
+        read = _in_place(np.multiply, read, weights > spec.offset * spec.factor)
+        slope: Any = spec.factor
+    else:
+        read = _in_place(np.multiply, read, np.minimum(weights, spec.factor))
+        slope = 1.0
+    if isinstance(spec.P, float):
+        read *= slope * spec.P
+        return read.copy()
+    return np.asarray(np.matmul(read, _t(spec.P) * slope))
+
+
+# Rows -------------------------------------------------------------------------------------------
+
+
+def _rows(nd: Floats, grad_output: Floats) -> tuple[Floats, Floats, Floats]:
+    """``1 / den``, ``g.out / den`` and the cotangent of ``[num, den]`` on the scale of the row."""
+    inverse = 1 / nd[..., -1:]
+    inner = np.einsum("...i,...i->...", nd[..., :-1], grad_output)[..., None]
+    inner *= inverse
+    inner *= inverse
+    g1 = buffer("g1", (*inner.shape[:-1], nd.shape[-1]), nd.dtype)
+    np.multiply(grad_output, inverse, out=g1[..., :-1])
+    np.negative(inner, out=g1[..., -1:])
+    return inverse, inner, g1
+
+
+def _sound(nd: Floats, floor: float) -> bool:
+    """Whether no row has lost digits to underflow, nor overflowed."""
+    return bool(nd[..., -1].min() >= floor) and _all_finite(nd)
+
+
+# Full attention ---------------------------------------------------------------------------------
+
+
+def read_block_vjp(
+    query_spec: Spec, tokens: Tokens, state: State, grad_output: Floats, suffix: State
+) -> Any:
+    """Gradient of queries that read a state, and the suffix with them added."""
+    if 0 in tokens.x.shape or not _known(query_spec):
+        return NotImplemented
+    block = _plain_block(query_spec, tokens, "query")
+    if block is not None:
+        c = state.log_scale + block.column
+        top = _finite(c.max(axis=-1, keepdims=True))
+        weights, kvz, highest = block.weights, state.kvz, np.exp(block.highest)
+        if not np.all(c == top):
+            kvz = kvz * np.exp(c - top)[..., None]
+        column = block.column - top
+    elif isinstance(query_spec, Exponential):
+        weights = _shifted_log(query_spec, tokens, "query")
+        c = state.log_scale + query_spec.col
+        weights = _in_place(np.add, weights, c[..., None, :])
+        weights -= _finite(weights.max(axis=-1, keepdims=True))
+        np.exp(weights, out=weights)
+        # A column without keys has no scale, and no key to ask for one.
+        column, kvz, highest = -_finite(state.log_scale), state.kvz, 1.0
+    else:
+        return NotImplemented
+    nd = _product(weights, kvz, "nd")
+    # Underflow takes at most the smallest number times the largest weight or sum, once a term.
+    if not _sound(nd, _floor(nd.dtype) * kvz.shape[-2] * max(highest, kvz[..., -1].max())):
+        return NotImplemented
+    _, _, g1 = _rows(nd, grad_output)
+    sums = _sum_to(np.matmul(_t(weights), g1), suffix.kvz.shape[:-2])
+    suffix = _added(suffix, sums, column, nd.shape[-2])
+    read = _product(g1, _t(kvz), "read")
+    return _to_tokens(query_spec, tokens.x, weights, read, None), suffix
+
+
+def _added(suffix: State, sums: Floats, column: Floats, n: int) -> State:
+    """Add a block's sums, on the log scale ``column``, to a suffix; ``sums`` is ours to change."""
+    length = suffix.length + n
+    if np.array_equal(suffix.log_scale, column):
+        sums += suffix.kvz
+        return State(sums, suffix.log_scale, length)
+    after = np.maximum(suffix.log_scale, column)
+    shift = _finite(after)
+    sums *= np.exp(column - shift)[..., None]
+    sums += suffix.kvz * np.exp(suffix.log_scale - shift)[..., None]
+    return State(sums, after, length)
+
+
+def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) -> Any:
+    """Gradients of keys and of ``[v, 1]`` that a suffix has read."""
+    if 0 in tokens.x.shape or not _known(key_spec):
+        return NotImplemented
+    scale = _largest_scale(v1.dtype, prod(suffix.log_scale.shape[-1:]) * max(suffix.length, 1))
+    block = _plain_block(key_spec, tokens, "key")
+    if block is not None:
+        factor, top = _row_factor(block.row)
+        column = suffix.log_scale + block.column + top
+        if not column.max() + block.highest <= scale:
+            return NotImplemented
+        kvz = suffix.kvz * np.exp(column)[..., None]
+        weights = block.weights
+    elif isinstance(key_spec, Exponential):
+        factor, kvz = None, suffix.kvz
+        weights = _shifted_log(key_spec, tokens, "key")
+        weights = _in_place(np.add, weights, (suffix.log_scale + key_spec.col)[..., None, :])
+        if not weights.max() <= scale:
+            return NotImplemented
+        np.exp(weights, out=weights)
+    else:
+        return NotImplemented
+    grad_v1 = np.matmul(weights, kvz)
+    scaled = v1 if factor is None else v1 * factor
+    if factor is not None:
+        grad_v1 *= factor
+    total = np.einsum("...i,...i->...", v1, grad_v1)[..., None]
+    read = _product(scaled, _t(kvz), "read")
+    return _to_tokens(key_spec, tokens.x, weights, read, total), grad_v1
+
+
+def _row_factor(row: Floats | None) -> tuple[Floats | None, Any]:
+    """Rows relative to their largest ``(..., 1)``, which is 0 where there is none."""
+    if row is None:
+        return None, 0.0
+    top = _finite(row.max(axis=-2, keepdims=True))
+    return np.exp(row - top), top[..., 0]
+
+
+# Causal blocks ----------------------------------------------------------------------------------
+
+
+def scan_query_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    state: State,
+    grad_output: Floats,
+) -> Any:
+    """Gradient of a causal block of queries, their scales, and the state after the block."""
+    if 0 in query.x.shape or not (_known(query_spec) and _known(key_spec)):
+        return NotImplemented
+    args = (query_spec, key_spec, query, key, v1, state)
+    common = _plain_scale(*args)
+    if common is None and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
+        common = _shifted_scale(query_spec, key_spec, query, key, v1, state)
+    if common is None:
+        return NotImplemented
+    q, k, v, start, log_row, c, floor = common
+    rows = _sub_blocks(v.shape[-2])
+    nd, states = _read_causally(q, k, v, start, rows)
+    if not _sound(nd, floor):
+        return NotImplemented
+    inverse, inner, g1 = _rows(nd, grad_output)
+    read = buffer("read", (*g1.shape[:-1], q.shape[-1]), q.dtype)
+    for (part, size), before in zip(rows, states, strict=True):
+        g, w, u = (_split(x, part, size) for x in (g1, k, v))
+        scores = np.matmul(g, _t(u))
+        np.copyto(scores, 0, where=_above(size))
+        out = _split(read, part, size)
+        np.matmul(g, _t(before[..., :-1, :, :]), out=out)
+        out += np.matmul(scores, w)
+    after = states[-1][..., -1, :, :].copy()
+    empty = ~np.any(after[..., -1:] != 0, axis=-2)
+    c = np.where(empty, c.dtype.type(-np.inf), c)
+    gradient = _to_tokens(query_spec, query.x, q, read, None)
+    return gradient, RowScale(log_row, inverse, inner), State(after, c, state.length + v.shape[-2])
+
+
+class _Common(NamedTuple):
+    """A causal block and the state before it on one scale."""
+
+    q: Floats
+    k: Floats
+    v: Floats
+    start: Floats
+    log_row: Floats
+    """True log scale of each row, the query's own term included."""
+    c: Floats
+    """Log scale of the columns of ``start`` and of what is added to it."""
+    floor: float
+    """Least sound denominator."""
+
+
+def _plain_scale(
+    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, v1: Floats, state: State
+) -> _Common | None:
+    queries = _plain_block(query_spec, query, "query")
+    keys = None if queries is None else _plain_block(key_spec, key, "key")
+    if queries is None or keys is None:
+        return None
+    near, dtype = NEAR[v1.itemsize], v1.dtype
+    # In the common scale g every column log, of the state and of this block, is at most 0.
+    factor, top = _row_factor(keys.row)
+    before, block = state.log_scale + queries.column, keys.column + queries.column + top
+    g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
+    if not (_all_near(before, g, near) and _all_near(block, g, near)):
+        return None
+    v = v1 if factor is None else v1 * factor
+    k, block = keys.weights, np.exp(block - g)
+    if np.all(block == block[..., :1]):
+        v = v * block[..., :1, None]
+    else:
+        k = _in_place(np.multiply, k, block[..., None, :])
+    start = state.kvz * np.exp(before - g)[..., None]
+    terms = k.shape[-1] * (state.length + v.shape[-2])
+    floor = _floor(dtype) * terms * np.exp(queries.highest + keys.highest)
+    log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
+    shape = (*log_row.shape[:-2], query.x.shape[-2], 1)
+    c = np.broadcast_to(g - queries.column, state.log_scale.shape).astype(dtype)
+    return _Common(queries.weights, k, v, start, np.broadcast_to(log_row, shape), c, floor)
+
+
+def _shifted_scale(
+    query_spec: Exponential,
+    key_spec: Exponential,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    state: State,
+) -> _Common:
+    k = _shifted_log(key_spec, key, "key")
+    c = np.maximum(state.log_scale, k.max(axis=-2) + key_spec.col)
+    shift = _finite(c)
+    k = _in_place(np.add, k, (key_spec.col - shift)[..., None, :])
+    np.exp(k, out=k)
+    q = _shifted_log(query_spec, query, "query")
+    q = _in_place(np.add, q, (c + query_spec.col)[..., None, :])
+    row = q.max(axis=-1, keepdims=True)
+    q -= _finite(row)
+    np.exp(q, out=q)
+    start = state.kvz * np.exp(state.log_scale - shift)[..., None]
+    floor = _floor(v1.dtype) * k.shape[-1] * (state.length + v1.shape[-2])
+    return _Common(q, k, v1, start, row, c, floor)
+
+
+def scan_key_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    suffix: State,
+    grad_nd: Floats,
+    log_row: Floats,
+) -> Any:
+    """Gradients of a causal block of keys and of ``[v, 1]``, and the suffix before the block."""
+    if 0 in query.x.shape or not (_known(query_spec) and _known(key_spec)):
+        return NotImplemented
+    args = (query_spec, key_spec, query, key, v1, suffix, grad_nd, log_row)
+    common = _plain_suffix(*args)
+    if common is None and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
+        common = _shifted_suffix(query_spec, key_spec, *args[2:])
+    if common is None:
+        return NotImplemented
+    q, k, v, g1, factor, start, h = common
+    lead = suffix.kvz.shape[:-2]
+    rows = _sub_blocks(v.shape[-2])
+    grad_v1 = np.empty((*lead, *v1.shape[-2:]), v1.dtype)
+    read = buffer("read", (*lead, v1.shape[-2], k.shape[-1]), k.dtype)
+    for part, size in reversed(rows):
+        qs, ks, vs, gs = (_split(x, part, size) for x in (q, k, v, g1))
+        count = part.stop - part.start
+        states = buffer("states", (*lead, count // size + 1, *start.shape[-2:]), start.dtype)
+        states[..., -1, :, :] = start
+        inner = (*lead, count // size)
+        states[..., :-1, :, :] = _sum_to(np.matmul(_t(qs), gs), inner)
+        for i in range(count // size - 1, -1, -1):
+            states[..., i, :, :] += states[..., i + 1, :, :]
+        later, hidden = states[..., 1:, :, :], _t(_above(size))
+        out = _split(grad_v1, part, size)
+        np.matmul(ks, later, out=out)
+        scores = np.matmul(ks, _t(qs))
+        np.copyto(scores, 0, where=hidden)
+        out += _sum_to(np.matmul(scores, gs), inner)
+        out = _split(read, part, size)
+        np.matmul(vs, _t(later), out=out)
+        scores = np.matmul(vs, _t(gs))
+        np.copyto(scores, 0, where=hidden)
+        out += _sum_to(np.matmul(scores, qs), inner)
+        start = states[..., 0, :, :].copy()
+    if factor is not None:
+        grad_v1 *= factor
+    total = np.einsum("...i,...i->...", v1, grad_v1)[..., None]
+    gradient = _to_tokens(key_spec, key.x, k, read, total)
+    return gradient, grad_v1, State(start, h, suffix.length + v1.shape[-2])
+
+
+class _Suffix(NamedTuple):
+    """A causal block and the suffix behind it on one scale."""
+
+    q: Floats
+    k: Floats
+    v: Floats
+    g1: Floats
+    factor: Floats | None
+    """What gradients of ``[v, 1]`` have yet to be multiplied with; ``v`` has been."""
+    start: Floats
+    h: Floats
+    """Log scale of the columns of ``start`` and of what is added to it."""
+
+
+def _plain_suffix(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    suffix: State,
+    grad_nd: Floats,
+    log_row: Floats,
+) -> _Suffix | None:
+    queries = _plain_block(query_spec, query, "query")
+    keys = None if queries is None else _plain_block(key_spec, key, "key")
+    if queries is None or keys is None:
+        return None
+    lead, dtype = suffix.kvz.shape[:-2], v1.dtype
+    row = log_row if queries.row is None else log_row - queries.row
+    least = row.min()
+    if not np.isfinite(least):
+        return None
+    column = np.broadcast_to(queries.column - least, suffix.log_scale.shape)
+    h = np.maximum(suffix.log_scale, column)
+    factor, top = _row_factor(keys.row)
+    scale = h + keys.column + top
+    terms = h.shape[-1] * (suffix.length + v1.shape[-2])
+    if not scale.max() + queries.highest + keys.highest <= _largest_scale(dtype, terms):
+        return None
+    q, k, g1 = queries.weights, keys.weights, grad_nd * np.exp(least - row)
+    column = np.exp(column - h)
+    if np.all(column == column[..., :1]) and column.shape[:-1] == lead:
+        g1 = g1 * column[..., :1, None]
+    else:
+        q = _in_place(np.multiply, q, column[..., None, :])
+    scale = np.exp(scale)
+    if np.all(scale == scale[..., :1]):
+        scale = scale[..., :1, None]
+        factor = np.broadcast_to(scale, (*lead, 1, 1)) if factor is None else factor * scale
+    elif isinstance(key_spec, Exponential):
+        k = _in_place(np.multiply, k, scale[..., None, :])
+    else:
+        return None  # these gradients are taken from the features themselves
+    v = v1 if factor is None else v1 * factor
+    start = suffix.kvz * np.exp(suffix.log_scale - h)[..., None]
+    return _Suffix(q, k, v, g1, factor, start, h.astype(dtype))
+
+
+def _shifted_suffix(
+    query_spec: Exponential,
+    key_spec: Exponential,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    suffix: State,
+    grad_nd: Floats,
+    log_row: Floats,
+) -> _Suffix | None:
+    lead = suffix.kvz.shape[:-2]
+    q = _shifted_log(query_spec, query, "query")
+    q = _in_place(np.add, q, query_spec.col[..., None, :])
+    q = _in_place(np.subtract, q, log_row)
+    h = np.maximum(suffix.log_scale, _max_to(q.max(axis=-2), lead))
+    shift = _finite(h)
+    q = _in_place(np.subtract, q, shift[..., None, :])
+    np.exp(q, out=q)
+    k = _shifted_log(key_spec, key, "key")
+    k = _in_place(np.add, k, (key_spec.col + shift)[..., None, :])
+    terms = h.shape[-1] * (suffix.length + v1.shape[-2])
+    if not k.max() <= _largest_scale(v1.dtype, terms):
+        return None
+    np.exp(k, out=k)
+    start = suffix.kvz * np.exp(suffix.log_scale - shift)[..., None]
+    return _Suffix(q, k, v1, grad_nd, None, start, h)
+
+
+# Triangles --------------------------------------------------------------------------------------
+
+
+def _sub_blocks(n: int) -> list[tuple[slice, int]]:
+    """Rows of a block in pieces of one sub-block length each: whole ones, and the rest."""
+    whole = n // SUB_BLOCK * SUB_BLOCK
+    parts = [(slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)]
+    return [(rows, size) for rows, size in parts if rows.start < rows.stop]
+
+
+def _split(x: Floats, rows: slice, size: int) -> Floats:
+    """Give some rows an axis of sub-blocks."""
+    x = x[..., rows, :]
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+
+def _read_causally(
+    q: Floats, k: Floats, v: Floats, start: Floats, rows: list[tuple[slice, int]]
+) -> tuple[Floats, list[Floats]]:
+    """Causal sums ``nd``, and the states before each sub-block and after the last, by pieces."""
+    lead = np.broadcast_shapes(q.shape[:-2], start.shape[:-2])
+    nd = np.empty((*lead, v.shape[-2], v.shape[-1]), v.dtype)
+    kept = []
+    for index, (part, size) in enumerate(rows):
+        qs, ks, vs = (_split(x, part, size) for x in (q, k, v))
+        count = (part.stop - part.start) // size
+        shape = (*start.shape[:-2], count + 1, *start.shape[-2:])
+        states = buffer(f"states{index}", shape, v.dtype)
+        states[..., 0, :, :] = start
+        np.matmul(_t(ks), vs, out=states[..., 1:, :, :])
+        for i in range(count):
+            states[..., i + 1, :, :] += states[..., i, :, :]
+        scores = np.matmul(qs, _t(ks))
+        np.copyto(scores, 0, where=_above(size))
+        out = _split(nd, part, size)
+        np.matmul(qs, states[..., :count, :, :], out=out)
+        out += np.matmul(scores, vs)
+        start = states[..., count, :, :]
+        kept.append(states)
+    return nd, kept
+
+
+# Softmax attention ------------------------------------------------------------------------------
+
+
+def exact_query_vjp(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    grad_nd: Floats,
+    log_row: Floats,
+    visible: Any,
+) -> Floats:
+    """Gradient of a block of queries through their softmax weights for a block of keys."""
+    weights = _softmax_weights(spec, query, key, log_row, visible)
+    grad_logits = _in_place(np.multiply, _product(grad_nd, _t(v1), "read"), weights)
+    return np.asarray(np.matmul(grad_logits, key.x * spec.scale))
+
+
+def exact_key_vjp(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    grad_nd: Floats,
+    log_row: Floats,
+    visible: Any,
+) -> tuple[Floats, Floats]:
+    """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
+    weights = _softmax_weights(spec, query, key, log_row, visible)
+    grad_logits = _in_place(np.multiply, _product(grad_nd, _t(v1), "read"), weights)
+    return np.matmul(_t(grad_logits), query.x * spec.scale), np.matmul(_t(weights), grad_nd)
+
+
+def _softmax_weights(
+    spec: Exact, query: Tokens, key: Tokens, log_row: Floats, visible: Any
+) -> Floats:
+    """Weights of visible keys on the scale of their rows; 0 for the others."""
+    logits = _product(query.x * spec.scale, _t(key.x), "logits")
+    if key.log_weight is not None:
+        logits = _in_place(np.add, logits, _t(key.log_weight))
+    if visible is not None:
+        np.copyto(logits, -np.inf, where=~visible)
+    logits = _in_place(np.subtract, logits, log_row)
+    np.exp(logits, out=logits)
+    return logits

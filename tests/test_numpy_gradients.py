@@ -1,0 +1,178 @@
+"""Gradients by the NumPy backend: each of its branches against the generic code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+import linattn_numpy
+from linattn.feature_maps import (
+    ActivationFeatures,
+    DenseExponentialFeatures,
+    EluFeatures,
+    HedgehogFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+)
+from linattn_numpy import gradients
+
+# Arrays are unpacked into their places, which no type checker can follow.
+linear_vjp: Any = linattn.linear_attention_vjp
+
+D = 8
+_RNG = np.random.default_rng(5)
+EXPONENTIAL = {
+    "positive": PositiveFeatures(D, 24, rng=0),
+    "hyperbolic": HyperbolicFeatures(D, 32, rng=0),
+    "weighted": PositiveFeatures.from_projection(
+        _RNG.standard_normal((20, D)), log_weights=_RNG.standard_normal(20)
+    ),
+    "per-head": PositiveFeatures.from_projection(_RNG.standard_normal((3, 20, D))),
+    "dense": DenseExponentialFeatures(
+        D, 16, A=-0.05 * np.arange(D), transform=_RNG.standard_normal((D, D)), rng=0
+    ),
+    "hedgehog": HedgehogFeatures(0.5 * np.eye(D), bias=_RNG.standard_normal(D)),
+}
+POINTWISE = {
+    "activation": ActivationFeatures(D, 24, rng=0),
+    "unprojected": ActivationFeatures(D, sampler=None, epsilon=0.1),
+    "elu": EluFeatures(scale=0.5),
+    "relu": ReluFeatures(scale=2.0),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count how often the branches of the backend set up a block, and how often none does."""
+    counts = {"plain": 0, "shifted": 0, "generic": 0}
+
+    def counted(module, name, branch):
+        inner = getattr(module, name)
+
+        def outer(*args):
+            answer = inner(*args)
+            if branch == "generic":
+                counts[branch] += answer is NotImplemented
+            else:
+                counts[branch] += answer is not None
+            return answer
+
+        monkeypatch.setattr(module, name, outer)
+
+    for name in ("_plain_scale", "_plain_suffix", "_plain_block"):
+        counted(gradients, name, "plain")
+    for name in ("_shifted_scale", "_shifted_suffix", "_shifted_log"):
+        counted(gradients, name, "shifted")
+    for name in ("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"):
+        counted(linattn_numpy, name, "generic")
+    return counts
+
+
+def inputs(n=150, scale=1.0, heads=(3,), dtype=np.float64):
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, *heads, n, D))
+    return [a.astype(dtype) for a in (query * scale, key * scale, value)]
+
+
+def both(arrays, feature_map, tolerance=1e-11, **options):
+    """Gradients by the backend and by the generic code, of the output and of the state; agreed."""
+    answers, top = [], None
+    for run in (linattn.without_backends, linattn.config):
+        with run():
+            (output, state), pullback = linear_vjp(
+                *arrays, feature_map, return_state=True, **options
+            )
+            rng = np.random.default_rng(1)
+            grad = rng.standard_normal(output.shape).astype(output.dtype)
+            grad_state = 1e-3 * rng.standard_normal(state.kvz.shape).astype(output.dtype)
+            # The same cotangent of the state's value, whatever scale the state is on.
+            top = state.log_scale.max() if top is None else top
+            answers.append(pullback(grad, grad_state * np.exp(state.log_scale - top)[..., None]))
+    if tolerance is not None:
+        agree(answers[1], answers[0], tolerance)
+    return answers[1]
+
+
+def agree(first, second, tolerance=1e-11):
+    size = max(np.abs(b).max() for b in second)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("name", EXPONENTIAL)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_exponential_branches_equal_the_generic_code(name, is_causal, scale, calls):
+    both(inputs(scale=scale), EXPONENTIAL[name], 1e-10, is_causal=is_causal)
+    if scale == 1:
+        assert calls["generic"] == calls["shifted"] == 0 < calls["plain"]
+    elif name != "hedgehog":
+        assert calls["shifted"] > 0
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pointwise_branches_equal_the_generic_code(name, is_causal, calls):
+    arrays = inputs()
+    arrays[0], arrays[1] = arrays[0] + 0.5, arrays[1] + 0.5  # no query without a feature
+    both(arrays, POINTWISE[name], is_causal=is_causal)
+    assert calls["generic"] == 0 < calls["plain"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 300])
+def test_lengths_and_masks(is_causal, length):
+    mask = np.random.default_rng(1).random((3, length)) > 0.4
+    for feature_map in (EXPONENTIAL["weighted"], POINTWISE["elu"]):
+        both(inputs(length), feature_map, is_causal=is_causal, key_mask=mask)
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_grouped_queries_share_a_suffix(is_causal, scale, calls):
+    arrays = inputs(70, scale, heads=(2, 3, 2))
+    arrays[1], arrays[2] = arrays[1][:, :, :1], arrays[2][:, :, :1]
+    both(arrays, EXPONENTIAL["hyperbolic"], 1e-10, is_causal=is_causal)
+    assert calls["generic"] == 0 or (is_causal and scale > 1)
+
+
+def test_a_state_on_far_scales_is_taken_along():
+    query, key, value = inputs(40)
+    phi = EXPONENTIAL["positive"]
+    for size in (0.1, 30.0):
+        _, state = linattn.linear_attention(query, key * size, value, phi, return_state=True)
+        for is_causal in (False, True):
+            both((query, key, value), phi, 1e-10, is_causal=is_causal, initial_state=state)
+
+
+def test_a_block_that_would_lose_digits_goes_by_halves(calls):
+    # Features of short keys late in the block are far larger than those of the early, long ones.
+    query, key, value = inputs(64, heads=(), dtype=np.float32)
+    key[:20] *= 12
+    phi, answers = EXPONENTIAL["positive"], []
+    for dtype in (np.float32, np.float64):
+        _, pullback = linear_vjp(
+            *(a.astype(dtype) for a in (query, key, value)), phi, is_causal=True
+        )
+        answers.append(pullback(value.astype(dtype)))
+    assert calls["generic"] > 0
+    for a, b in zip(*answers, strict=True):
+        assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
+
+
+def test_threads_give_the_same_bits():
+    arrays = inputs(700, heads=(4,), dtype=np.float32)
+    arrays[2] = arrays[2][:1]  # one value for all heads: tasks add to the same rows
+    phi = PositiveFeatures(D, 64, rng=0)
+    answers = []
+    for threads in (1, 4):
+        with linattn.config(num_threads=threads):
+            output, pullback = linear_vjp(*arrays, phi, is_causal=True)
+            answers.append(pullback(output))
+    for a, b in zip(answers[0][:2], answers[1][:2], strict=True):
+        np.testing.assert_array_equal(a, b)
+    agree([answers[0][2]], [answers[1][2]], 1e-6)
