@@ -11,7 +11,7 @@ from linattn._cotangents import check_differentiable
 from linattn._problem import exact_problem, linear_problem
 from linattn.typing import Array, FeatureMap, Problem, State
 
-__all__ = ["linear_attention_vjp", "softmax_attention_vjp"]
+__all__ = ["linear_attention_vjp", "pullback_of", "softmax_attention_vjp"]
 
 Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
 
@@ -136,16 +136,9 @@ def linear_attention_vjp(
     for spec in (problem.query_spec, problem.key_spec):
         check_differentiable(spec, feature_map)
     output, state, _ = folds.solve(problem, return_state=return_state)
-
-    def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
-        _check_cotangent("grad_output", grad_output, "output", output_shape, problem.query)
-        cotangent = Cotangent(grad_output, _state_cotangent(grad_state, final, problem))
-        gradients = _backward.pull(problem, cotangent)
-        return gradients if initial_state is not None else gradients[:3]
-
-    output_shape = tuple(output.shape)
-    final = None if state is None else state.log_scale
-    return (output if state is None else (output, state)), pullback
+    if state is None:
+        return output, pullback_of(problem)
+    return (output, state), pullback_of(problem, state.log_scale)
 
 
 def softmax_attention_vjp(
@@ -213,14 +206,23 @@ def softmax_attention_vjp(
     [(100, 16), (100, 16), (100, 16)]
     """
     problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
-    output = folds.solve(problem, return_state=False)[0]
-    output_shape = tuple(output.shape)
+    return folds.solve(problem, return_state=False)[0], pullback_of(problem)
 
-    def pullback(grad_output: Array) -> tuple[Array, ...]:
-        _check_cotangent("grad_output", grad_output, "output", output_shape, problem.query)
-        return _backward.pull(problem, Cotangent(grad_output, None))[:3]
 
-    return output, pullback
+def pullback_of(problem: Problem, log_scale: Array = None) -> Pullback:
+    """Return the pullback of a problem; ``log_scale``: that of its last state, if it was asked for.
+
+    Nothing of the forward pass is needed for it.
+    """
+
+    def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
+        shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
+        _check_cotangent("grad_output", grad_output, "output", shape, problem.query)
+        cotangent = Cotangent(grad_output, _state_cotangent(grad_state, log_scale, problem))
+        gradients = _backward.pull(problem, cotangent)
+        return gradients[:3] if problem.state is None else tuple(gradients)
+
+    return pullback
 
 
 def _check_cotangent(

@@ -70,6 +70,13 @@ def test_import_adds_little_to_numpy():
     assert others - ALLOWED_AT_IMPORT == set()
 
 
+def test_gradients_are_loaded_by_their_first_use():
+    use = "import linattn\nlinattn.linear_attention_vjp"
+    later = modules_after(use) - modules_after("import linattn")
+    assert {"linattn.gradients", "linattn._block_vjp"} <= later
+    assert roots(modules_after(use)) & OPTIONAL == set()
+
+
 def test_backend_is_found_at_the_first_call_only():
     backends = {"linattn_numpy", "linattn_cupy"}
     assert roots(modules_after("import linattn")) & backends == set()

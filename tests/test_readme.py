@@ -32,7 +32,7 @@ GIVEN = {"cli.md": ("query", "key", "value")}
 MODULES = [
     info.name
     for info in pkgutil.walk_packages(linattn.__path__, "linattn.")
-    if not info.name.startswith(("linattn.cli", "linattn.__main__"))
+    if not info.name.startswith(("linattn.cli", "linattn.__main__", "linattn.interop."))
 ]
 
 

@@ -1,0 +1,159 @@
+"""Attention for JAX's gradients that keeps nothing but its arguments for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from linattn import folds
+from linattn._cotangents import check_differentiable
+from linattn._problem import exact_problem, linear_problem
+from linattn.gradients import pullback_of
+from linattn.typing import Array, FeatureMap, State
+
+__all__ = ["linear_attention", "softmax_attention"]
+
+
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+) -> Any:
+    """:func:`linattn.linear_attention` on JAX arrays, with a gradient in constant extra memory.
+
+    Parameters
+    ----------
+    query : jax.Array, (..., L, d)
+        As for :func:`linattn.linear_attention`.
+    key : jax.Array, (..., S, d)
+        Same dtype and device.
+    value : jax.Array, (..., S, e)
+        Same dtype and device.
+    feature_map : FeatureMap
+        A map whose specs have gradients. Its parameters are constants.
+    is_causal, key_mask, initial_state, return_state, chunk_size
+        As for :func:`linattn.linear_attention`. Gradients flow through ``kvz`` of the states; their
+        ``log_scale`` is held constant.
+
+    Returns
+    -------
+    jax.Array, (..., L, e), or the tuple ``(output, state)``
+        As of :func:`linattn.linear_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.linear_attention`.
+    NotImplementedError
+        The map has no gradient.
+
+    Notes
+    -----
+    Extra memory as of :func:`linattn.linear_attention_vjp`. Works under ``jax.jit`` and
+    ``jax.vmap``. For forward-mode derivatives, or derivatives of the gradient, use
+    :func:`linattn.linear_attention` itself.
+    """
+
+    def problem_of(arrays: Any) -> Any:
+        query, key, value, state, key_mask = arrays
+        problem = linear_problem(
+            query,
+            key,
+            value,
+            feature_map,
+            is_causal=is_causal,
+            key_mask=key_mask,
+            state=state,
+            chunk_size=chunk_size,
+        )
+        for spec in (problem.query_spec, problem.key_spec):
+            check_differentiable(spec, feature_map)
+        return problem
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def attend(arrays: Any) -> Any:
+        return folds.solve(problem_of(arrays), return_state=return_state)[:2]
+
+    def forward(arrays: Any) -> Any:
+        output, state = attend(arrays)
+        return (output, state), (arrays, None if state is None else state.log_scale)
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        arrays, log_scale = kept
+        grad_output, grad_state = cotangents
+        pullback = pullback_of(problem_of(arrays), log_scale)
+        gradients = pullback(grad_output, None if grad_state is None else grad_state.kvz)
+        state = (
+            None
+            if arrays[3] is None
+            else arrays[3]._replace(kvz=gradients[3], log_scale=None, length=None)
+        )
+        return ((*gradients[:3], state, None),)
+
+    attend.defvjp(forward, backward)
+    output, state = attend((query, key, value, initial_state, key_mask))
+    return (output, state) if return_state else output
+
+
+def softmax_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+) -> Array:
+    """:func:`linattn.softmax_attention` on JAX arrays, with a gradient in linear memory.
+
+    Parameters
+    ----------
+    query : jax.Array, (..., L, d)
+        As for :func:`linattn.softmax_attention`.
+    key : jax.Array, (..., S, d)
+        Same dtype and device.
+    value : jax.Array, (..., S, e)
+        Same dtype and device.
+    scale, is_causal, key_mask
+        As for :func:`linattn.softmax_attention`.
+
+    Returns
+    -------
+    jax.Array, (..., L, e)
+        As of :func:`linattn.softmax_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.softmax_attention`.
+
+    Notes
+    -----
+    Works under ``jax.jit`` and ``jax.vmap``. For forward-mode derivatives, or derivatives of the
+    gradient, use :func:`linattn.softmax_attention` itself.
+    """
+
+    def problem_of(arrays: Any) -> Any:
+        *qkv, mask = arrays
+        return exact_problem(*qkv, scale=scale, is_causal=is_causal, key_mask=mask)
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def attend(arrays: Any) -> Any:
+        return folds.solve(problem_of(arrays), return_state=False)[0]
+
+    def forward(arrays: Any) -> Any:
+        return attend(arrays), arrays
+
+    def backward(arrays: Any, grad_output: Any) -> Any:
+        return ((*pullback_of(problem_of(arrays))(grad_output), None),)
+
+    attend.defvjp(forward, backward)
+    return attend((query, key, value, key_mask))

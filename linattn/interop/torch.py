@@ -1,0 +1,202 @@
+"""Attention for torch's autograd that keeps nothing but its arguments for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from linattn import folds
+from linattn._cotangents import check_differentiable
+from linattn._problem import exact_problem, linear_problem
+from linattn.gradients import pullback_of
+from linattn.typing import Array, FeatureMap, State
+
+__all__ = ["linear_attention", "softmax_attention"]
+
+
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+) -> Any:
+    """:func:`linattn.linear_attention` on tensors, with a backward pass in constant extra memory.
+
+    Parameters
+    ----------
+    query : Tensor, (..., L, d)
+        As for :func:`linattn.linear_attention`.
+    key : Tensor, (..., S, d)
+        Same dtype and device.
+    value : Tensor, (..., S, e)
+        Same dtype and device.
+    feature_map : FeatureMap
+        A map whose specs have gradients. Its parameters are constants.
+    is_causal, key_mask, initial_state, return_state, chunk_size
+        As for :func:`linattn.linear_attention`. Gradients flow through ``kvz`` of the states; their
+        ``log_scale`` is held constant.
+
+    Returns
+    -------
+    Tensor, (..., L, e), or the tuple ``(output, state)``
+        As of :func:`linattn.linear_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.linear_attention`.
+    NotImplementedError
+        The map has no gradient.
+
+    Notes
+    -----
+    Extra memory as of :func:`linattn.linear_attention_vjp`. The gradient cannot be differentiated
+    again; :func:`linattn.linear_attention` itself can.
+    """
+    settings = {"is_causal": is_causal, "chunk_size": chunk_size}
+    kvz, log_scale, length = (None, None, 0) if initial_state is None else initial_state
+    arrays = (query, key, value, kvz, log_scale, key_mask)
+    output, kvz, log_scale = _LinearAttention.apply(
+        *arrays, length, feature_map, settings, return_state
+    )
+    if not return_state:
+        return output
+    return output, State(kvz, log_scale, length + key.shape[-2])
+
+
+def softmax_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+) -> Array:
+    """:func:`linattn.softmax_attention` on tensors, with a backward pass in linear memory.
+
+    Parameters
+    ----------
+    query : Tensor, (..., L, d)
+        As for :func:`linattn.softmax_attention`.
+    key : Tensor, (..., S, d)
+        Same dtype and device.
+    value : Tensor, (..., S, e)
+        Same dtype and device.
+    scale, is_causal, key_mask
+        As for :func:`linattn.softmax_attention`.
+
+    Returns
+    -------
+    Tensor, (..., L, e)
+        As of :func:`linattn.softmax_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.softmax_attention`.
+
+    Notes
+    -----
+    The gradient cannot be differentiated again; :func:`linattn.softmax_attention` itself can.
+    """
+    settings = {"scale": scale, "is_causal": is_causal}
+    return _SoftmaxAttention.apply(query, key, value, key_mask, settings)
+
+
+class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        kvz: Array,
+        log_scale: Array,
+        key_mask: Array,
+        length: int,
+        feature_map: FeatureMap,
+        settings: dict[str, Any],
+        return_state: bool,
+    ) -> tuple[Array, Array, Array]:
+        arrays = (query, key, value, kvz, log_scale, key_mask)
+        problem = _problem(arrays, length, feature_map, settings)
+        for spec in (problem.query_spec, problem.key_spec):
+            check_differentiable(spec, feature_map)
+        output, state, _ = folds.solve(problem, return_state=return_state)
+        new_kvz, new_scale = (None, None) if state is None else (state.kvz, state.log_scale)
+        ctx.save_for_backward(*arrays, new_scale)
+        ctx.rest = (length, feature_map, settings)
+        if new_scale is not None:
+            ctx.mark_non_differentiable(new_scale)
+        return output, new_kvz, new_scale
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Array, grad_kvz: Array, _: Array) -> tuple[Array, ...]:
+        *arrays, new_scale = ctx.saved_tensors
+        with torch.no_grad():
+            problem = _problem(arrays, *ctx.rest)
+            gradients = pullback_of(problem, new_scale)(grad_output, grad_kvz)
+        gradients = _once(gradients, (*arrays[:4], grad_output, grad_kvz))
+        return (*gradients, *[None] * (10 - len(gradients)))
+
+
+def _problem(arrays: Any, length: int, feature_map: FeatureMap, settings: dict[str, Any]) -> Any:
+    query, key, value, kvz, log_scale, key_mask = arrays
+    state = None if kvz is None else State(kvz, log_scale, length)
+    return linear_problem(
+        query, key, value, feature_map, key_mask=key_mask, state=state, **settings
+    )
+
+
+class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Array,
+        key: Array,
+        value: Array,
+        key_mask: Array,
+        settings: dict[str, Any],
+    ) -> Array:
+        problem = exact_problem(query, key, value, key_mask=key_mask, **settings)
+        ctx.save_for_backward(query, key, value, key_mask)
+        ctx.settings = settings
+        return folds.solve(problem, return_state=False)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Array) -> tuple[Array, ...]:
+        *arrays, key_mask = ctx.saved_tensors
+        with torch.no_grad():
+            problem = exact_problem(*arrays, key_mask=key_mask, **ctx.settings)
+            gradients = pullback_of(problem)(grad_output)
+        return (*_once(gradients, (*arrays, grad_output)), None, None)
+
+
+def _once(gradients: tuple[Array, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Have gradients that are differentiated again refused; alone, torch takes them as constant."""
+    if not torch.is_grad_enabled():
+        return gradients
+    given = [array for array in arrays if array is not None]
+    return tuple(_Once.apply(gradient, *given) for gradient in gradients)
+
+
+class _Once(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, gradient: Array, *arrays: Array) -> Array:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Array) -> tuple[Array, ...]:
+        message = (
+            "the gradient of linattn.interop.torch cannot be differentiated again; that of "
+            "linattn.linear_attention and linattn.softmax_attention can"
+        )
+        raise RuntimeError(message)

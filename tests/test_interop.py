@@ -1,0 +1,295 @@
+"""Gradients of frameworks: their own through the generic code, and linattn's in their place."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn import feature_maps
+
+pytestmark = pytest.mark.frameworks
+
+# Arrays are unpacked into their places, which no type checker can follow.
+linear: Any = linattn.linear_attention
+linear_vjp: Any = linattn.linear_attention_vjp
+softmax_vjp: Any = linattn.softmax_attention_vjp
+
+DIM = 4
+_RNG = np.random.default_rng(1)
+MAPS: dict[str, Any] = {
+    "positive": feature_maps.PositiveFeatures(DIM, 16, rng=0),
+    "hyperbolic": feature_maps.HyperbolicFeatures(DIM, 16, rng=0),
+    "fourier": feature_maps.RandomFourierFeatures(DIM, 256, bandwidth=3.0, rng=0),
+    "fourier-normalized": feature_maps.RandomFourierFeatures(DIM, 256, normalize=True, rng=0),
+    "relu-projected": feature_maps.ActivationFeatures(DIM, 16, rng=0),
+    "squared-relu": feature_maps.ActivationFeatures(DIM, 32, activation="squared_relu", rng=0),
+    "elu": feature_maps.EluFeatures(),
+    "relu": feature_maps.ReluFeatures(),
+    "taylor": feature_maps.TaylorFeatures(DIM),
+    "polynomial": feature_maps.PolynomialFeatures(DIM, 4),
+    "cosformer": feature_maps.CosformerFeatures(DIM, max_length=64),
+    "hedgehog": feature_maps.HedgehogFeatures(_RNG.standard_normal((3, DIM))),
+    "reparametrized": feature_maps.Reparametrized(
+        feature_maps.PositiveFeatures(DIM, 16, rng=0), np.full(DIM, 0.3), np.full(DIM, -0.1)
+    ),
+    "calibrated": feature_maps.CalibratedFeatures(
+        *(_RNG.standard_normal(shape) for shape in ((3, DIM), 3, (3, DIM), 3)),
+        tilt=np.zeros(DIM),
+        power=0.8,
+    ),
+}
+FEW = ("positive", "elu", "taylor", "reparametrized")
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture
+def jax() -> Any:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)
+    return jax
+
+
+def load(framework: str) -> Any:
+    return importlib.import_module(f"linattn.interop.{framework}")
+
+
+def inputs(length=13, others=13):
+    """Query, key, value, a cotangent, and a mask that leaves the first queries nothing."""
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((2, 3, length, DIM))
+    key, value = rng.standard_normal((2, 2, 1, others, DIM))  # heads share a key and a value
+    grad = rng.standard_normal((2, 3, length, DIM))
+    mask = rng.random((2, 1, others)) < 0.7
+    mask[0, 0, :3] = False
+    return (query, key, value), grad, mask
+
+
+def agree(gradients, expected, tolerance=1e-10):
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        gradient = np.asarray(gradient)
+        assert gradient.shape == wanted.shape
+        assert np.linalg.norm(gradient - wanted) <= tolerance * np.linalg.norm(wanted)
+
+
+# torch ------------------------------------------------------------------------------------------
+
+
+def quadratic(torch, arrays, feature_map, is_causal, mask):
+    """The formula with all pairs, from the map's own features, differentiated by torch."""
+
+    query, key, value = arrays
+
+    def phi(features):
+        log, values = features
+        values = 1.0 if values is None else values
+        return values if log is None else values * torch.exp(log)
+
+    clean = torch.where(mask[..., None], key, torch.zeros_like(key))
+    psi = torch.where(
+        mask[..., None], phi(feature_map.key_features(clean)), torch.zeros((), dtype=key.dtype)
+    )
+    weights = phi(feature_map.query_features(query)) @ psi.mT
+    if is_causal:
+        weights = torch.tril(weights)
+    total = weights.sum(-1, keepdim=True)
+    return weights @ value / torch.where(total == 0, torch.ones_like(total), total)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", MAPS)
+def test_gradients_are_those_of_torch_for_the_quadratic_formula(torch, name, is_causal):
+    arrays, grad, mask = inputs(13, 13 if is_causal else 9)
+    leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+    feature_map = MAPS[name]
+    output = quadratic(torch, leaves, feature_map, is_causal, torch.tensor(mask))
+    output.backward(torch.tensor(grad))
+    expected = [leaf.grad.numpy() for leaf in leaves]
+    result, pullback = linear_vjp(
+        *arrays, feature_map, is_causal=is_causal, key_mask=mask, chunk_size=5
+    )
+    np.testing.assert_allclose(result, output.detach().numpy(), rtol=1e-9, atol=1e-11)
+    agree(pullback(grad), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", FEW)
+def test_torch_differentiates_the_generic_path_and_the_function(torch, name, is_causal):
+    interop = load("torch")
+    arrays, grad, mask = inputs()
+    settings = {"is_causal": is_causal, "chunk_size": 5}
+    _, pullback = linear_vjp(*arrays, MAPS[name], key_mask=mask, **settings)
+    expected = pullback(grad)
+    for function in (linear, interop.linear_attention):
+        leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+        output = function(*leaves, MAPS[name], key_mask=torch.tensor(mask), **settings)
+        output.backward(torch.tensor(grad))
+        agree([leaf.grad for leaf in leaves], expected)
+
+
+def test_torch_states_carry_gradients(torch):
+    interop = load("torch")
+    arrays, grad, _ = inputs()
+    leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+    feature_map = MAPS["positive"]
+    first, second = ([x[..., rows, :] for x in leaves] for rows in (slice(0, 6), slice(6, None)))
+    out, state = interop.linear_attention(*first, feature_map, is_causal=True, return_state=True)
+    assert state.length == 6
+    rest = interop.linear_attention(*second, feature_map, is_causal=True, initial_state=state)
+    torch.cat([out, rest], dim=-2).backward(torch.tensor(grad))
+    _, pullback = linear_vjp(*arrays, feature_map, is_causal=True)
+    agree([leaf.grad for leaf in leaves], pullback(grad))
+
+
+def test_torch_passes_its_own_check(torch):
+    interop = load("torch")
+    arrays, _, mask = inputs(5, 5)
+    leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+    mask = torch.tensor(mask)
+    assert torch.autograd.gradcheck(
+        lambda *x: interop.linear_attention(*x, MAPS["positive"], key_mask=mask), leaves
+    )
+    assert torch.autograd.gradcheck(
+        lambda *x: interop.softmax_attention(*x, is_causal=True, key_mask=mask), leaves
+    )
+
+
+def test_torch_refuses_what_it_cannot_do(torch):
+    interop = load("torch")
+    arrays, _, _ = inputs()
+    query, key, value = (torch.tensor(a, requires_grad=True) for a in arrays)
+    steps = feature_maps.ActivationFeatures(DIM, 8, activation="heaviside", rng=0)
+    with pytest.raises(NotImplementedError, match="steps"):
+        interop.linear_attention(query, key, value, steps)
+    for output in (
+        interop.linear_attention(query, key, value, MAPS["positive"]),
+        interop.softmax_attention(query, key, value),
+    ):
+        (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            gradient.sum().backward()
+
+
+def test_torch_keeps_only_the_arguments(torch):
+    """What autograd saves for the backward pass, in bytes of the arguments."""
+    interop = load("torch")
+    leaves = [torch.randn(2, 512, 8, requires_grad=True) for _ in range(3)]
+    feature_map = feature_maps.PositiveFeatures(8, 64, rng=0)
+    kept = {}
+    for function in (linear, interop.linear_attention):
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Any, saved: dict[int, int] = saved) -> Any:
+            saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output: Any = function(*leaves, feature_map, is_causal=True)
+        kept[function] = sum(saved.values()) / sum(leaf.nbytes for leaf in leaves)
+        del output
+    assert kept[interop.linear_attention] <= 1 < 10 < kept[linear]
+
+
+# JAX --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_jax_differentiates_the_generic_path_and_the_function(jax, name, is_causal):
+    interop = load("jax")
+    arrays, grad, mask = inputs()
+    settings = {"is_causal": is_causal, "chunk_size": 8}
+    _, pullback = linear_vjp(*arrays, MAPS[name], key_mask=mask, **settings)
+    expected = pullback(grad)
+    points = [jax.numpy.asarray(a) for a in arrays]
+    for function in (linear, interop.linear_attention):
+
+        @jax.jit
+        def gradients(points, mask, grad, function=function):
+            _, vjp = jax.vjp(
+                lambda *x: function(*x, MAPS[name], key_mask=mask, **settings), *points
+            )
+            return vjp(grad)
+
+        agree(gradients(points, jax.numpy.asarray(mask), jax.numpy.asarray(grad)), expected)
+
+
+def test_jax_maps_over_batches(jax):
+    interop = load("jax")
+    arrays, grad, mask = inputs()
+    settings = {"is_causal": True, "chunk_size": 8}
+    _, pullback = linear_vjp(*arrays, MAPS["positive"], key_mask=mask, **settings)
+    points = [jax.numpy.asarray(a) for a in (*arrays, grad, mask)]
+
+    def of_function(query, key, value, grad, mask):
+        def attend(*x):
+            return interop.linear_attention(*x, MAPS["positive"], key_mask=mask, **settings)
+
+        return jax.vjp(attend, query, key, value)[1](grad)
+
+    def of_pullback(query, key, value, grad, mask):
+        return linear_vjp(query, key, value, MAPS["positive"], key_mask=mask, **settings)[1](grad)
+
+    for function in (of_function, of_pullback):
+        agree(jax.jit(jax.vmap(function))(*points), pullback(grad))
+
+
+def test_jax_states_carry_gradients(jax):
+    interop = load("jax")
+    arrays, grad, _ = inputs()
+    feature_map = MAPS["positive"]
+
+    def in_two(*points):
+        first, second = ([x[..., rows, :] for x in points] for rows in (slice(8), slice(8, None)))
+        settings = {"is_causal": True, "chunk_size": 8}
+        out, state = interop.linear_attention(*first, feature_map, return_state=True, **settings)
+        rest = interop.linear_attention(*second, feature_map, initial_state=state, **settings)
+        return jax.numpy.concat([out, rest], axis=-2)
+
+    _, vjp = jax.vjp(jax.jit(in_two), *(jax.numpy.asarray(a) for a in arrays))
+    _, pullback = linear_vjp(*arrays, feature_map, is_causal=True)
+    agree(vjp(jax.numpy.asarray(grad)), pullback(grad))
+
+
+def test_softmax_attention_in_both(torch, jax):
+    interop_jax, interop_torch = load("jax"), load("torch")
+    arrays, grad, mask = inputs()
+    _, pullback = softmax_vjp(*arrays, is_causal=True, key_mask=mask)
+    expected = pullback(grad)
+    leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+    settings: dict[str, Any] = {"is_causal": True, "key_mask": torch.tensor(mask)}
+    interop_torch.softmax_attention(*leaves, **settings).backward(torch.tensor(grad))
+    agree([leaf.grad for leaf in leaves], expected)
+    settings["key_mask"] = jax.numpy.asarray(mask)
+    _, vjp = jax.vjp(
+        jax.jit(lambda *x: interop_jax.softmax_attention(*x, **settings)),
+        *(jax.numpy.asarray(a) for a in arrays),
+    )
+    agree(vjp(jax.numpy.asarray(grad)), expected)
+
+
+# Names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_signatures_are_those_of_the_functions(framework):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    module = load(framework)
+    assert module.__all__ == ["linear_attention", "softmax_attention"]
+    assert module.__doc__
+    without = {"return_log_normalizer", "exact_window"}
+    for name in module.__all__:
+        function = getattr(module, name)
+        own = inspect.signature(function).parameters
+        known = inspect.signature(getattr(linattn, name)).parameters
+        assert list(own) == [parameter for parameter in known if parameter not in without]
+        assert inspect.getdoc(function)
