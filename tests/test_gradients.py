@@ -220,6 +220,28 @@ def test_landmarks_hold_their_fit_and_their_assignment():
     )
 
 
+class DenseLandmarks:
+    """Keys in one column each and in columns of probes as well, read by positive features."""
+
+    def __init__(self):
+        self.keys = _LANDMARKS(corrected=True)
+        self.queries = feature_maps.PositiveFeatures(DIM, self.keys.num_features, rng=0)
+        self.num_features = self.keys.num_features
+        self.query_spec, self.query_features = self.queries.query_spec, self.queries.query_features
+        self.key_spec, self.key_features = self.keys.key_spec, self.keys.key_features
+
+
+def test_keys_with_columns_of_probes():
+    feature_map = DenseLandmarks()
+    assert_gradient(
+        partial(linear, feature_map=feature_map),
+        partial(linear_vjp, feature_map=feature_map),
+        *inputs("landmarks"),
+        step=1e-6,
+        rtol=1e-7,
+    )
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_softmax_pullback_is_the_derivative(xp_any_shape, is_causal):
     xp = xp_any_shape
@@ -345,6 +367,33 @@ def test_masked_and_blind_rows_have_gradient_zero(xp, is_causal):
         np.testing.assert_array_equal(gradients[0][0], 0)
         assert np.abs(gradients[0][1, 4:]).min() > 0
         assert np.abs(gradients[2][1, 3:]).min() > 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_masked_rows_have_gradient_zero_beside_nan(xp_any_shape, is_causal):
+    xp = xp_any_shape
+    query, key, value = inputs("positive", length=9, others=9)
+    mask = np.arange(9) % 2 == 0
+    query[:, 4] = np.nan
+    arrays = [xp.array(a) for a in (query, key, value)]
+    (output, state), pullback = linear_vjp(
+        *arrays, MAPS["positive"], is_causal=is_causal, key_mask=xp.array(mask), return_state=True
+    )
+    grad_state = xp.array(np.ones(state.kvz.shape))
+    _, grad_key, grad_value = (xp.numpy(g) for g in pullback(output, grad_state))
+    np.testing.assert_array_equal(grad_key[:, ~mask], 0)
+    np.testing.assert_array_equal(grad_value[:, ~mask], 0)
+    assert np.isnan(grad_key[:, mask]).any()
+
+
+def test_a_state_that_has_seen_nothing_asks_for_nothing():
+    arrays = inputs("positive", length=9, others=9)
+    mask = np.zeros(9, bool)
+    (output, state), pullback = linear_vjp(
+        *arrays, MAPS["positive"], key_mask=mask, return_state=True
+    )
+    for gradient in pullback(np.ones_like(output), np.ones_like(state.kvz)):
+        np.testing.assert_array_equal(gradient, 0)
 
 
 def test_dead_relu_queries_have_gradient_zero(xp_any_shape):
