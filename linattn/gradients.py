@@ -86,7 +86,7 @@ def linear_attention_vjp(
 
     Notes
     -----
-    Time O((L + S) m (d + e)), about 2.75 times the products of the forward pass. Extra memory
+    Time O((L + S) m (d + e)), about 2.5 times the products of the forward pass. Extra memory
     O(c m + m e) for each head worked on at once, with blocks of c tokens, and causal three numbers
     a row (`SoftmaxFeatures`: a state a block); nothing but the arguments is kept for the pullback,
     so do not change them in between. Features are computed again, states by one scan forwards and

@@ -139,21 +139,25 @@ def _to_tokens(
 # Rows -------------------------------------------------------------------------------------------
 
 
-def _rows(nd: Floats, grad_output: Floats) -> tuple[Floats, Floats, Floats]:
-    """``1 / den``, ``g.out / den`` and the cotangent of ``[num, den]`` on the scale of the row."""
-    inverse = 1 / nd[..., -1:]
-    inner = np.einsum("...i,...i->...", nd[..., :-1], grad_output)[..., None]
-    inner *= inverse
-    inner *= inverse
-    g1 = buffer("g1", (*inner.shape[:-1], nd.shape[-1]), nd.dtype)
-    np.multiply(grad_output, inverse, out=g1[..., :-1])
-    np.negative(inner, out=g1[..., -1:])
-    return inverse, inner, g1
+def _rows(
+    weights: Floats, denominator: Floats, read: Floats, z: Floats, floor: float
+) -> tuple[Floats, Floats] | None:
+    """``1 / den`` and ``g.out / den`` of rows, or None where one has lost digits or overflowed.
 
-
-def _sound(nd: Floats, floor: float) -> bool:
-    """Whether no row has lost digits to underflow, nor overflowed."""
-    return bool(nd[..., -1].min() >= floor) and _all_finite(nd)
+    Numerators need not be formed: with the state of a row in two parts, ``read = g.S`` and the
+    normalisers ``z`` of its columns, ``g.num`` is the sum of ``weights * read``. In its place
+    ``read`` is left with the cotangent ``read / den - (g.out / den) z`` of the weights.
+    """
+    if not floor <= denominator.min() <= denominator.max() < np.inf:
+        return None
+    inverse = 1 / denominator
+    inner = np.vecdot(weights, read)[..., None] * inverse
+    inner *= inverse
+    if not _all_finite(inner):
+        return None
+    read *= inverse
+    read -= np.multiply(z, inner, out=buffer("more", read.shape, read.dtype))
+    return inverse, inner
 
 
 # Full attention ---------------------------------------------------------------------------------
@@ -183,14 +187,17 @@ def read_block_vjp(
         column, kvz, highest = -_finite(state.log_scale), state.kvz, 1.0
     else:
         return NotImplemented
-    nd = _product(weights, kvz, "nd")
+    z = kvz[..., -1:]
+    read = _product(grad_output, _t(kvz[..., :-1]), "read")
     # Underflow takes at most the smallest number times the largest weight or sum, once a term.
-    if not _sound(nd, _floor(nd.dtype) * kvz.shape[-2] * max(highest, kvz[..., -1].max())):
+    floor = _floor(z.dtype) * z.shape[-2] * max(highest, z.max())
+    rows = _rows(weights, np.matmul(weights, z), read, _t(z), floor)
+    if rows is None:
         return NotImplemented
-    _, _, g1 = _rows(nd, grad_output)
+    inverse, inner = rows
+    g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = _sum_to(np.matmul(_t(weights), g1), suffix.kvz.shape[:-2])
-    suffix = _added(suffix, sums, column, nd.shape[-2])
-    read = _product(g1, _t(kvz), "read")
+    suffix = _added(suffix, sums, column, g1.shape[-2])
     return _to_tokens(query_spec, tokens.x, weights, read, None), suffix
 
 
@@ -233,7 +240,7 @@ def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) 
     scaled = v1 if factor is None else v1 * factor
     if factor is not None:
         grad_v1 *= factor
-    total = np.einsum("...i,...i->...", v1, grad_v1)[..., None]
+    total = np.vecdot(v1, grad_v1)[..., None]
     read = _product(scaled, _t(kvz), "read")
     return _to_tokens(key_spec, tokens.x, weights, read, total), grad_v1
 
@@ -268,24 +275,14 @@ def scan_query_vjp(
     if common is None:
         return NotImplemented
     q, k, v, start, log_row, c, floor = common
-    rows = _sub_blocks(v.shape[-2])
-    nd, states = _read_causally(q, k, v, start, rows)
-    if not _sound(nd, floor):
+    read, z, after = _read_causally(grad_output, k, v, start)
+    rows = _rows(q, np.vecdot(q, z)[..., None], read, z, floor)
+    if rows is None:
         return NotImplemented
-    inverse, inner, g1 = _rows(nd, grad_output)
-    read = buffer("read", (*g1.shape[:-1], q.shape[-1]), q.dtype)
-    for (part, size), before in zip(rows, states, strict=True):
-        g, w, u = (_split(x, part, size) for x in (g1, k, v))
-        scores = np.matmul(g, _t(u))
-        np.copyto(scores, 0, where=_above(size))
-        out = _split(read, part, size)
-        np.matmul(g, _t(before[..., :-1, :, :]), out=out)
-        out += np.matmul(scores, w)
-    after = states[-1][..., -1, :, :].copy()
     empty = ~np.any(after[..., -1:] != 0, axis=-2)
     c = np.where(empty, c.dtype.type(-np.inf), c)
     gradient = _to_tokens(query_spec, query.x, q, read, None)
-    return gradient, RowScale(log_row, inverse, inner), State(after, c, state.length + v.shape[-2])
+    return gradient, RowScale(log_row, *rows), State(after, c, state.length + v.shape[-2])
 
 
 class _Common(NamedTuple):
@@ -381,28 +378,31 @@ def scan_key_vjp(
     read = buffer("read", (*lead, v1.shape[-2], k.shape[-1]), k.dtype)
     for part, size in reversed(rows):
         qs, ks, vs, gs = (_split(x, part, size) for x in (q, k, v, g1))
-        count = part.stop - part.start
-        states = buffer("states", (*lead, count // size + 1, *start.shape[-2:]), start.dtype)
+        inner = (*lead, (part.stop - part.start) // size)
+        states = buffer("states", (*lead, inner[-1] + 1, *start.shape[-2:]), start.dtype)
         states[..., -1, :, :] = start
-        inner = (*lead, count // size)
-        states[..., :-1, :, :] = _sum_to(np.matmul(_t(qs), gs), inner)
-        for i in range(count // size - 1, -1, -1):
+        own = states[..., :-1, :, :]
+        if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == inner:
+            np.matmul(_t(qs), gs, out=own)
+        else:
+            own[...] = _sum_to(np.matmul(_t(qs), gs), inner)
+        for i in range(inner[-1] - 1, -1, -1):
             states[..., i, :, :] += states[..., i + 1, :, :]
         later, hidden = states[..., 1:, :, :], _t(_above(size))
         out = _split(grad_v1, part, size)
         np.matmul(ks, later, out=out)
-        scores = np.matmul(ks, _t(qs))
+        scores = _product(ks, _t(qs), "scores")
         np.copyto(scores, 0, where=hidden)
-        out += _sum_to(np.matmul(scores, gs), inner)
+        out += _sum_to(_product(scores, gs, "more"), inner)
         out = _split(read, part, size)
-        np.matmul(vs, _t(later), out=out)
-        scores = np.matmul(vs, _t(gs))
+        np.matmul(vs, _turned(later), out=out)
+        scores = _product(vs, _t(gs), "scores")
         np.copyto(scores, 0, where=hidden)
-        out += _sum_to(np.matmul(scores, qs), inner)
+        out += _sum_to(_product(scores, qs, "more"), inner)
         start = states[..., 0, :, :].copy()
     if factor is not None:
         grad_v1 *= factor
-    total = np.einsum("...i,...i->...", v1, grad_v1)[..., None]
+    total = np.vecdot(v1, grad_v1)[..., None]
     gradient = _to_tokens(key_spec, key.x, k, read, total)
     return gradient, grad_v1, State(start, h, suffix.length + v1.shape[-2])
 
@@ -510,30 +510,43 @@ def _split(x: Floats, rows: slice, size: int) -> Floats:
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
+def _turned(states: Floats) -> Floats:
+    """Transposed copy in a buffer: a product of few rows with a view takes twice as long."""
+    turned = buffer("turned", (*states.shape[:-2], *states.shape[:-3:-1]), states.dtype)
+    np.copyto(turned, _t(states))
+    return turned
+
+
 def _read_causally(
-    q: Floats, k: Floats, v: Floats, start: Floats, rows: list[tuple[slice, int]]
-) -> tuple[Floats, list[Floats]]:
-    """Causal sums ``nd``, and the states before each sub-block and after the last, by pieces."""
-    lead = np.broadcast_shapes(q.shape[:-2], start.shape[:-2])
-    nd = np.empty((*lead, v.shape[-2], v.shape[-1]), v.dtype)
-    kept = []
-    for index, (part, size) in enumerate(rows):
-        qs, ks, vs = (_split(x, part, size) for x in (q, k, v))
-        count = (part.stop - part.start) // size
-        shape = (*start.shape[:-2], count + 1, *start.shape[-2:])
-        states = buffer(f"states{index}", shape, v.dtype)
-        states[..., 0, :, :] = start
-        np.matmul(_t(ks), vs, out=states[..., 1:, :, :])
+    grad_output: Floats, k: Floats, v: Floats, start: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """``g.S`` and z of the state S of each row, both (..., n, m), and the state after the block."""
+    lead = np.broadcast_shapes(grad_output.shape[:-2], start.shape[:-2])
+    read = buffer("read", (*lead, *k.shape[-2:]), k.dtype)
+    z = buffer("z", read.shape, k.dtype)
+    for part, size in _sub_blocks(v.shape[-2]):
+        gs, ks, vs = (_split(x, part, size) for x in (grad_output, k, v))
+        count, above = (part.stop - part.start) // size, _above(size)
+        # By rows of values: a product of few rows with a transposed view takes twice as long.
+        shape = (*start.shape[:-2], count + 1, *start.shape[:-3:-1])
+        states = buffer("states", shape, v.dtype)
+        states[..., 0, :, :] = _t(start)
+        np.matmul(_t(vs), ks, out=states[..., 1:, :, :])
         for i in range(count):
             states[..., i + 1, :, :] += states[..., i, :, :]
-        scores = np.matmul(qs, _t(ks))
-        np.copyto(scores, 0, where=_above(size))
-        out = _split(nd, part, size)
-        np.matmul(qs, states[..., :count, :, :], out=out)
-        out += np.matmul(scores, vs)
-        start = states[..., count, :, :]
-        kept.append(states)
-    return nd, kept
+        before = states[..., :count, :, :]
+        # What is visible of the block's own keys, for cotangents and for normalisers: one product.
+        scores = buffer("scores", (*lead, count, 2 * size, size), k.dtype)
+        np.matmul(gs, _t(vs[..., :-1]), out=scores[..., :size, :])
+        scores[..., size:, :] = _t(vs[..., -1:])
+        np.copyto(scores, 0, where=np.concatenate([above, above]))
+        both = _product(scores, ks, "more")
+        out = _split(read, part, size)
+        np.matmul(gs, before[..., :-1, :], out=out)
+        out += both[..., :size, :]
+        np.add(both[..., size:, :], before[..., -1:, :], out=_split(z, part, size))
+        start = _t(states[..., count, :, :])
+    return read, z, start.copy()
 
 
 # Softmax attention ------------------------------------------------------------------------------
