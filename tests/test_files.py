@@ -128,9 +128,11 @@ def test_a_stream_may_be_saved_and_restored_at_any_token(path):
         stream = linattn.Decoder(phi_of(), load_state(path, phi_of()))
         token = (query[:, t], key[:, t], value[:, t])
         out = stream.step(*token)
-        assert_array_equal(out, uninterrupted.step(*token))
+        # Tokens that wait are added up in another order.
+        assert_allclose(out, uninterrupted.step(*token), rtol=0, atol=1e-6)
         assert_allclose(out, whole[:, t], rtol=0, atol=3e-6)
-    assert_same_bits(stream.state, uninterrupted.state)
+    for one, other in zip(stream.state[:2], uninterrupted.state[:2], strict=True):
+        assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert stream.state.length == last.length == 20
 
 
