@@ -52,6 +52,9 @@ COLUMN_SUMS = {4: (1e-12, 1e12), 8: (1e-130, 1e130)}
 Whatever scale a later read chooses, it loses less than rounding of columns that differ so much.
 """
 
+CACHE_NUMBERS = 1 << 17
+"""Exponents made at once: half a MB of float32, which a second-level cache holds."""
+
 AHEAD = 10.0
 """How far above the log scale of a state a block may be that is added without rescaling it."""
 
@@ -94,9 +97,11 @@ def _project(x: Floats, P: Floats, name: str) -> Floats:
     lead = np.broadcast_shapes(x.shape[:-2], P.shape[:-2])
     u = buffer(name, (*lead, x.shape[-2], P.shape[-1]), x.dtype)
     out = u
-    while x.ndim > 2 and (P.ndim < 3 or P.shape[-3] == 1):
+    if P.ndim == 2:
+        x, out = (a.reshape(-1, a.shape[-1]) for a in (x, out))
+    while x.ndim > 2 and P.shape[-3] == 1:
         x, out = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, out))
-        P = P if P.ndim < 3 else P[..., 0, :, :]
+        P = P[..., 0, :, :]
     np.matmul(x, P, out=out)
     return u
 
@@ -107,11 +112,25 @@ def _natural(spec: Spec | Exact, x: Floats, name: str) -> tuple[Floats, Floats] 
     What is beyond the range of the dtype is inf or 0; None for what is left to generic code.
     """
     if isinstance(spec, Exponential):
+        if spec.P.ndim == 2 and not spec.paired:
+            return _exponentials(x, spec.P, name), spec.col
         return _exponentiated(spec, _exponents(spec, x, name), name), spec.col
     if is_simple(spec):
         weights = activated(spec, inputs(spec, x, name), name)
         return weights, np.zeros(weights.shape[-1], weights.dtype)
     return None
+
+
+def _exponentials(x: Floats, P: Floats, name: str) -> Floats:
+    """Return ``exp(x P)`` in a buffer, some rows at a time: their exponents are still in cache."""
+    u = buffer(name, (*x.shape[:-1], P.shape[-1]), x.dtype)
+    rows, out = x.reshape(-1, x.shape[-1]), u.reshape(-1, P.shape[-1])
+    size = max(1, CACHE_NUMBERS // P.shape[-1])
+    for start in range(0, len(rows), size):
+        some = out[start : start + size]
+        np.matmul(rows[start : start + size], P, out=some)
+        np.exp(some, out=some)
+    return u
 
 
 def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
@@ -264,7 +283,8 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
         shares = np.exp(row - _finite(top))
-        lost = bool(np.any((shares < _tiny(shares.dtype)) & (row > -np.inf)))
+        if not (top - row).max() < -LOWEST[row.itemsize]:
+            lost = bool(np.any((shares < _tiny(shares.dtype)) & (row > -np.inf)))
         weighted = _weighted(v1, shares)
         c = c + top[..., 0]
     kvz = _summed(weights, weighted)
@@ -274,7 +294,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
     if lost:
         # A row whose share has underflowed may have features as large as they come.
         least = max(least, _floor(z.dtype) * v1.shape[-2] * float(weights.max()))
-    if not (least <= z.min() <= z.max() <= most and _all_finite(kvz)):
+    if not (least <= z.min() <= z.max() <= most and _all_finite(_t(kvz))):
         return _reduce_shifted(key_spec, tokens, v1, state)
     return _merged(state, kvz, c, v1.shape[-2])
 
