@@ -202,7 +202,9 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it."""
     _, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
     query, key, value = (array[..., None, :] for array in arrays)
-    _checks.check_state_record("state", state)
+    if state is None:
+        # Elsewhere None means that nothing came before.
+        _checks.check_state_record("state", state)
     return linear_problem(
         query, key, value, feature_map, is_causal=True, state=state, state_name="state"
     )

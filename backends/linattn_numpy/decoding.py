@@ -27,6 +27,9 @@ PENDING = 32
 LEAST_DENOMINATOR = {4: 1e-20, 8: 1e-200}
 """Denominators below this are left to the generic code, by bytes a number."""
 
+LARGEST_LOG = {4: 1e15, 8: 1e150}
+"""Logs of a query's features beyond this are left to the generic code, by bytes a number."""
+
 quiet = partial(np.errstate, over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
 
@@ -110,14 +113,15 @@ class _Scale:
     def query(self, x: Floats) -> Floats:
         """Features of a query, ``(..., 1, m)``, the largest of an exponential map at 1.
 
-        They are NaN where the query's own term is past range, as everywhere.
+        They are NaN where the query's own term may be past range.
         """
         spec = self._query_spec
         if isinstance(spec, Exponential):
             log = _exponents(spec, x)
             log += self._query_offset
             top = log.max(axis=-1, keepdims=True)
-            top += 0 * _square(spec, x)
+            if not top.max() < LARGEST_LOG[log.itemsize]:
+                top *= np.nan
             log -= top
             return np.asarray(np.exp(log, out=log))[..., None, :]
         assert isinstance(spec, Pointwise)
