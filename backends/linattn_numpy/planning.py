@@ -48,9 +48,12 @@ def _block_size(problem: Problem) -> int:
     if problem.is_causal and isinstance(problem.query_spec, ColumnMeans):
         # Quadratic in the block.
         return 256
-    # A causal block has features of both sides, and states of all its sub-blocks.
-    sides = 2 if problem.is_causal else 1
-    return max(128, min(BLOCK_NUMBERS // problem.num_features, 2048) // sides)
+    return max(128, min(BLOCK_NUMBERS // problem.num_features, 2048) // _sides(problem))
+
+
+def _sides(problem: Problem) -> int:
+    """2 for a causal block, which has features of both sides and states of all its sub-blocks."""
+    return 2 if problem.is_causal else 1
 
 
 def _tasks(problem: Problem, block: int) -> Sequence[Index]:
@@ -61,7 +64,7 @@ def _tasks(problem: Problem, block: int) -> Sequence[Index]:
         return []
     longest = max(problem.query.shape[-2], problem.key.shape[-2], 1)
     width = problem.num_features or longest
-    group = max(1, BLOCK_NUMBERS // (width * min(longest, block)))
+    group = max(1, BLOCK_NUMBERS // _sides(problem) // (width * min(longest, block)))
     if prod(lead) <= group and max(lead[:-1], default=1) == 1:
         return [()]
     axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead[:-1]]
