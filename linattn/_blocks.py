@@ -9,7 +9,18 @@ import array_api_compat
 
 from linattn import _dispatch, _generic
 from linattn._tasks import at
-from linattn.typing import Array, Index, Partial, Problem, Tokens
+from linattn.typing import (
+    Affine,
+    Array,
+    ColumnMeans,
+    Corrected,
+    Index,
+    Opaque,
+    Partial,
+    Pointwise,
+    Problem,
+    Tokens,
+)
 
 __all__ = [
     "Rows",
@@ -22,6 +33,9 @@ __all__ = [
     "token_block",
     "v1_block",
 ]
+
+DONE_BY_NAME = ("elu_plus_one", "relu")
+"""Activations that are linattn's own; a function behind any other name may be a caller's."""
 
 
 def blocks(length: int, size: int) -> Iterator[slice]:
@@ -61,9 +75,23 @@ def v1_block(problem: Problem, rows: slice) -> Array:
 
 
 def passing_v1_block(problem: Problem, rows: slice) -> Array:
-    """Make the same for one use: the next call may write over it."""
+    """Make the same for one use: the next call may write over it.
+
+    The next call must not be one that a feature map makes before this use is over.
+    """
+    if _calls_out(problem.key_spec) or _calls_out(problem.query_spec):
+        return v1_block(problem, rows)
     make = _dispatch.block_function("values_block", problem.xp, values_block)
     return make(*_values(problem, rows))
+
+
+def _calls_out(spec: Any) -> bool:
+    """Whether a spec holds a function, which may be a caller's and use attention itself."""
+    if isinstance(spec, Affine | ColumnMeans | Corrected):
+        return _calls_out(spec.spec)
+    return isinstance(spec, Opaque) or (
+        isinstance(spec, Pointwise) and spec.f.name not in DONE_BY_NAME
+    )
 
 
 def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:

@@ -23,6 +23,7 @@ from linattn.feature_maps import (
     ReluFeatures,
     SoftmaxFeatures,
 )
+from linattn.typing import Features
 from linattn_numpy import blocks, planning, threads
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
@@ -251,6 +252,35 @@ def test_calls_from_within_tasks_do_not_wait_for_each_other():
 
     threads.run(3, outer, range(6))
     assert sorted(done) == [(i, j) for i in range(6) for j in range(4)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_map_may_call_attention_itself(is_causal):
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 300, D))
+
+    def smoothed(x):
+        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures()))
+
+    class Smoothed:
+        num_features, dim = D, D
+
+        def query_features(self, x):
+            return Features(np.zeros_like(x[..., :1]), smoothed(x))
+
+        key_features = query_features
+
+    for feature_map in (Smoothed(), ActivationFeatures(D, activation=smoothed, sampler=None)):
+
+        def attend(feature_map=feature_map):
+            # In one block, so that what the map returns does not depend on blocks.
+            return linattn.linear_attention(
+                query, key, value, feature_map, is_causal=is_causal, chunk_size=300
+            )
+
+        with linattn.without_backends():
+            expected = attend()
+        np.testing.assert_allclose(attend(), expected, rtol=1e-9)
 
 
 def test_threads_see_the_settings_of_the_caller():
