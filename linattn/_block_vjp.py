@@ -52,7 +52,8 @@ def row_scale(part: Partial, grad_output: Array) -> RowScale:
     """Keep what the cotangent of a row needs of its forward pass: three numbers."""
     xp = namespace(part.nd)
     numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
-    dead = denominator == 0
+    # A masked token alone in its block has a denominator, on the scale 0.
+    dead = (denominator == 0) | (part.log == -xp.inf)
     one, zero = xp.ones_like(denominator), xp.zeros_like(denominator)
     inverse = xp.where(dead, zero, one / xp.where(dead, one, denominator))
     inner = inverse * xp.sum(grad_output * (numerator * inverse), axis=-1, keepdims=True)
@@ -254,10 +255,11 @@ def query_triangle(queries: Features, keys: Features, v1: Array, g1: Array, log:
     for half in levels(block.size):
         left, v = block.left(half)
         right, g, row = block.right(half)
-        shift = finite_shift(xp.max(left.log, axis=-2, keepdims=True), xp)
-        k = _times(xp.exp(left.log - shift), left.values)
+        # Where nothing is to the left the factor is 0, and not infinite times 0.
+        top = xp.max(left.log, axis=-2, keepdims=True)
+        k = _times(xp.exp(left.log - finite_shift(top, xp)), left.values)
         products = xp.matmul(g, xp.matrix_transpose(v))
-        part = xp.exp(right.log + shift - row) * xp.matmul(products, k)
+        part = xp.exp(right.log + top - row) * xp.matmul(products, k)
         total = total + _spread(part, block.size, 1)
     return total[..., : block.n, :]
 
@@ -277,9 +279,9 @@ def key_triangle(
         left, v = block.left(half)
         right, g, row = block.right(half)
         e = right.log - row
-        shift = finite_shift(xp.max(e, axis=-2, keepdims=True), xp)
-        q = _times(xp.exp(e - shift), right.values)
-        k = xp.exp(left.log + shift)
+        top = xp.max(e, axis=-2, keepdims=True)
+        q = _times(xp.exp(e - finite_shift(top, xp)), right.values)
+        k = xp.exp(left.log + top)
         read = xp.matmul(xp.matmul(v, xp.matrix_transpose(g)), q)
         if inner is not None:
             read = read - xp.sum(q * halves(inner, half, 1), axis=-2, keepdims=True)

@@ -388,6 +388,38 @@ def test_masked_rows_have_gradient_zero_beside_nan(xp_any_shape, is_causal):
     assert np.isnan(grad_key[:, mask]).any()
 
 
+def test_one_token_that_is_masked_has_gradient_zero(xp):
+    query, key, value = (xp.array(x) for x in np.ones((3, 2, 1, 4)))
+    output, pullback = linattn.softmax_attention_vjp(
+        query, key, value, is_causal=True, key_mask=xp.array(np.array([False]))
+    )
+    for array in (output, *pullback(xp.array(np.ones((2, 1, 4))))):
+        assert np.all(xp.numpy(array) == 0)
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "first"),
+    [
+        (feature_maps.TrigonometricFeatures(4, num_features=16, rng=0), 0),
+        (feature_maps.PositiveFeatures(4, num_features=16, rng=0), 34),
+    ],
+    ids=["padding", "masked"],
+)
+def test_halves_without_keys_or_rows_ask_for_nothing(xp, feature_map, first):
+    # Log features of keys of some thousands, either sign, beside halves of padding or masked keys.
+    query, key, value = 6 * np.random.default_rng(0).standard_normal((3, 37, 4))
+    key[32:] *= 8
+    mask = np.arange(37) >= first
+    output, pullback = linattn.linear_attention_vjp(
+        *(xp.array(x) for x in (query, key, value)),
+        feature_map,
+        is_causal=True,
+        key_mask=xp.array(mask),
+    )
+    for array in (output, *pullback(xp.array(np.ones((37, 4))))):
+        assert np.all(np.isfinite(xp.numpy(array)))
+
+
 def test_a_state_that_has_seen_nothing_asks_for_nothing():
     arrays = inputs("positive", length=9, others=9)
     mask = np.zeros(9, bool)
