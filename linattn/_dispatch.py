@@ -18,6 +18,7 @@ __all__ = [
     "config",
     "current_settings",
     "registered_backends",
+    "under",
     "whole_function",
     "without_backends",
 ]
@@ -86,9 +87,16 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
             message = f"precision must be 'float64' or None, got {precision!r}"
             raise ValueError(message)
         changed = changed._replace(precision=precision)
-    token = _settings.set(changed)
-    try:
+    with under(changed):
         yield changed
+
+
+@contextmanager
+def under(settings: Settings) -> Iterator[None]:
+    """Put settings in force as a whole: those of an earlier call, for what is done about it."""
+    token = _settings.set(settings)
+    try:
+        yield
     finally:
         _settings.reset(token)
 

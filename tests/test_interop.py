@@ -280,6 +280,26 @@ def test_softmax_attention_in_both(torch, jax):
 # Names ------------------------------------------------------------------------------------------
 
 
+def test_the_backward_pass_is_done_in_the_precision_of_the_forward_pass(torch, jax):
+    phi = MAPS["elu"]
+    arrays = [x.astype(np.float32) for x in inputs(3, 3)[0]]
+
+    def loss(framework, like, query, key, value):
+        with linattn.config(precision="float64"):
+            state = linattn.init_state(phi, DIM, batch_shape=(2, 1), like=like)
+            output, after = load(framework).linear_attention(
+                query, key, value, phi, is_causal=True, initial_state=state, return_state=True
+            )
+        return (output**2).sum() + after.kvz[..., :-1].sum()
+
+    tensors = [torch.asarray(x).requires_grad_() for x in arrays]
+    loss("torch", tensors[0].detach(), *tensors).backward()
+    rows = [jax.numpy.asarray(x) for x in arrays]
+    gradients = jax.grad(lambda *qkv: loss("jax", rows[0], *qkv), argnums=(0, 1, 2))(*rows)
+    assert all(tensor.grad.dtype == torch.float32 for tensor in tensors)
+    agree(gradients, [tensor.grad.numpy() for tensor in tensors], 1e-6)
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_signatures_are_those_of_the_functions(framework):
     pytest.importorskip(framework, reason=f"{framework} is not installed")

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from linattn import folds
+from linattn import _dispatch, folds
 from linattn._cotangents import check_differentiable
 from linattn._problem import exact_problem, linear_problem
 from linattn.gradients import pullback_of
@@ -61,19 +61,21 @@ def linear_attention(
     ``jax.vmap``. For forward-mode derivatives, or derivatives of the gradient, use
     :func:`linattn.linear_attention` itself.
     """
+    policy = _dispatch.current_settings()
 
     def problem_of(arrays: Any) -> Any:
         query, key, value, state, key_mask = arrays
-        problem = linear_problem(
-            query,
-            key,
-            value,
-            feature_map,
-            is_causal=is_causal,
-            key_mask=key_mask,
-            state=state,
-            chunk_size=chunk_size,
-        )
+        with _dispatch.under(policy):
+            problem = linear_problem(
+                query,
+                key,
+                value,
+                feature_map,
+                is_causal=is_causal,
+                key_mask=key_mask,
+                state=state,
+                chunk_size=chunk_size,
+            )
         for spec in (problem.query_spec, problem.key_spec):
             check_differentiable(spec, feature_map)
         return problem
@@ -140,10 +142,12 @@ def softmax_attention(
     Works under ``jax.jit`` and ``jax.vmap``. For forward-mode derivatives, or derivatives of the
     gradient, use :func:`linattn.softmax_attention` itself.
     """
+    policy = _dispatch.current_settings()
 
     def problem_of(arrays: Any) -> Any:
         *qkv, mask = arrays
-        return exact_problem(*qkv, scale=scale, is_causal=is_causal, key_mask=mask)
+        with _dispatch.under(policy):
+            return exact_problem(*qkv, scale=scale, is_causal=is_causal, key_mask=mask)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def attend(arrays: Any) -> Any:

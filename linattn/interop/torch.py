@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from linattn import folds
+from linattn import _dispatch, folds
 from linattn._cotangents import check_differentiable
 from linattn._problem import exact_problem, linear_problem
 from linattn.gradients import pullback_of
@@ -134,6 +134,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         new_kvz, new_scale = (None, None) if state is None else (state.kvz, state.log_scale)
         ctx.save_for_backward(*arrays, new_scale)
         ctx.rest = (length, feature_map, settings)
+        ctx.policy = _dispatch.current_settings()
         if new_scale is not None:
             ctx.mark_non_differentiable(new_scale)
         return output, new_kvz, new_scale
@@ -141,7 +142,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad_output: Array, grad_kvz: Array, _: Array) -> tuple[Array, ...]:
         *arrays, new_scale = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), _dispatch.under(ctx.policy):
             problem = _problem(arrays, *ctx.rest)
             gradients = pullback_of(problem, new_scale)(grad_output, grad_kvz)
         gradients = _once(gradients, (*arrays[:4], grad_output, grad_kvz))
@@ -168,13 +169,13 @@ class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]
     ) -> Array:
         problem = exact_problem(query, key, value, key_mask=key_mask, **settings)
         ctx.save_for_backward(query, key, value, key_mask)
-        ctx.settings = settings
+        ctx.settings, ctx.policy = settings, _dispatch.current_settings()
         return folds.solve(problem, return_state=False)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Array) -> tuple[Array, ...]:
         *arrays, key_mask = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), _dispatch.under(ctx.policy):
             problem = exact_problem(*arrays, key_mask=key_mask, **ctx.settings)
             gradients = pullback_of(problem)(grad_output)
         return (*_once(gradients, (*arrays, grad_output)), None, None)
