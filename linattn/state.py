@@ -276,7 +276,10 @@ class Decoder:
     @property
     def state(self) -> State:
         """The state after the last step."""
-        return self._state if self._stepper is None else self._stepper.state
+        if self._stepper is not None:
+            return self._stepper.state  # type: ignore[no-any-return]
+        # Sums are arrays of their own, and stay on a framework's tape.
+        return State(self._state.kvz + 0, self._state.log_scale + 0, self._state.length)
 
     def step(self, query: Array, key: Array, value: Array) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
@@ -313,7 +316,8 @@ class Decoder:
 
     def _leave(self) -> None:
         """Go on without the backend's stepper, from the state it is in."""
-        self._state, self._stepper = self.state, None
+        if self._stepper is not None:
+            self._state, self._stepper = self._stepper.state, None
 
 
 def _begin(problem: Problem) -> Any:

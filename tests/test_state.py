@@ -318,6 +318,20 @@ def test_decoder_is_decode_step_is_causal_attention(numpy_path, name):
     assert_close(np.concatenate(outs, axis=-2), expected)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_taken_from_a_decoder_is_a_copy(numpy_path, steps):
+    phi, token = linattn.feature_maps.TaylorFeatures(DIM), np.ones((2, DIM))
+    decoder = Decoder(phi, init_state(phi, DIM, batch_shape=(2,), like=token))
+    for _ in range(steps):
+        decoder.step(token, token, token)
+    kept = copy.deepcopy(decoder.state)
+    taken = decoder.state
+    taken.kvz[...] = 7
+    taken.log_scale[...] = 7
+    assert_array_equal(decoder.state.kvz, kept.kvz)
+    assert_array_equal(decoder.state.log_scale, kept.log_scale)
+
+
 def test_decoding_broadcasts_leading_axes(numpy_path):
     phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
     query, key, value = inputs((4, 3, 9, DIM), (1, 9, DIM), (9, VALUE_DIM))
@@ -350,7 +364,8 @@ def test_decoder_takes_steps_of_changing_shape_and_dtype(numpy_path):
         decoder.step(one, one, value[:2])
     with pytest.raises(TypeError, match="must be an array"):
         decoder.step(one, one, [1.0, 2.0, 3.0])
-    assert decoder.state is before
+    for now, then in zip(decoder.state, before, strict=True):
+        assert_array_equal(now, then)
     assert before.length == 3
     assert_array_equal(decoder.step(one, one, value), 1)
 
