@@ -1,0 +1,185 @@
+"""The examples that train: gradients of the whole model, generation, tasks and commands."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+pytest.importorskip("typer", reason="the examples are commands")
+from rich.console import Console
+from typer.testing import CliRunner
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+KINDS = ["elu", "favor", "softmax", "none"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder():
+    """As Python does for a script: its folder is on the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield
+        for name in ("transformer", "train_copy", "train_bytes"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def transformer(folder):
+    return importlib.import_module("transformer")
+
+
+@pytest.fixture(scope="module")
+def train_copy(folder):
+    return importlib.import_module("train_copy")
+
+
+@pytest.fixture(scope="module")
+def train_bytes(folder):
+    return importlib.import_module("train_bytes")
+
+
+def make_model(transformer, kind, *, taps=2, seed=0, dtype=np.float64):
+    sizes = transformer.Sizes(vocabulary=11, length=9, dim=12, heads=3, layers=2, taps=taps)
+    attention = transformer.Attention(kind, layers=2, dim=4, num_features=6, seed=seed)
+    model = transformer.Transformer(sizes, attention, seed, dtype)
+    # Away from where it starts: there, shifts are 0 and queries and keys alike.
+    model.parameters += 0.1 * np.random.default_rng(seed).standard_normal(model.parameters.size)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_of_the_whole_model(transformer, kind):
+    model = make_model(transformer, kind)
+    rng = np.random.default_rng(1)
+    tokens, targets = rng.integers(11, size=(3, 9)), rng.integers(11, size=(3, 6))
+    _, gradient = model.loss(tokens, targets)
+    start = model.parameters.copy()
+    parts = transformer.views(np.arange(start.size), model.shapes)
+    used = 0
+    for name, where in parts.items():
+        direction = np.zeros_like(start)
+        direction[where.ravel()] = rng.standard_normal(where.size)
+        losses = []
+        for step in (1e-5, -1e-5):
+            model.parameters[...] = start + step * direction
+            losses.append(model.loss(tokens, targets)[0])
+        difference = (losses[0] - losses[1]) / 2e-5
+        assert_allclose(gradient @ direction, difference, rtol=1e-6, atol=1e-9, err_msg=name)
+        used += difference != 0
+    # Without attention its norm and matrices have no gradient, in both layers.
+    assert used == len(parts) - (8 if kind == "none" else 0)
+    assert model.num_parameters == start.size - (2 * 12 * (2 + 4 * 12) if kind == "none" else 0)
+
+
+def test_cross_entropy(transformer):
+    rng = np.random.default_rng(0)
+    logits, targets = 30 * rng.standard_normal((2, 5, 7)), rng.integers(7, size=(2, 5))
+    loss, _ = transformer.cross_entropy(logits, targets)
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    chosen = [p[i, j, targets[i, j]] for i in range(2) for j in range(5)]
+    assert loss == pytest.approx(-np.mean(np.log(chosen)), rel=1e-12)
+
+
+def test_only_tokens_before_count(transformer):
+    for kind in KINDS:
+        model = make_model(transformer, kind)
+        tokens = np.random.default_rng(0).integers(10, size=(2, 9))
+        changed = tokens.copy()
+        changed[:, 6] = 10
+        before, after = (model.logits(t)[0] for t in (tokens, changed))
+        assert_allclose(before[:, :6], after[:, :6], rtol=1e-10)
+        assert np.abs(before - after)[:, 6:].max(axis=(0, 2)).min() > 1e-6 or kind == "none"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("taps", [1, 3])
+def test_generation_is_the_forward_pass(transformer, kind, taps):
+    model = make_model(transformer, kind, taps=taps)
+    prompt = [3, 1, 4]
+    written, logits = transformer.generate(model, prompt, 6)
+    at_once = model.logits(np.asarray([[*prompt, *written[:-1]]]), last=6)[0][0]
+    assert_allclose(logits, at_once, rtol=1e-9, atol=1e-12)
+    assert_array_equal(written, at_once.argmax(axis=-1))
+    assert "Check: 6 tokens" in transformer.check_generated(model, prompt, written, logits)
+    written[2] = (written[2] + 1) % 11
+    with pytest.raises(transformer.ExampleError, match="generated token 2 "):
+        transformer.check_generated(model, prompt, written, logits)
+
+
+def test_adam_goes_against_the_gradient(transformer):
+    parameters = np.zeros(3)
+    adam = transformer.Adam(parameters, 0.5, 20)
+    adam.step(np.asarray([1e-3, -1e-4, 0.0]))
+    # The first step of two of warm-up: half the rate, whatever the size of the gradient.
+    assert_allclose(parameters, [-0.25, 0.25, 0], rtol=1e-3)
+
+
+def test_training_lowers_the_loss_and_redraws(transformer):
+    model = make_model(transformer, "favor", dtype=np.float32)
+    before = model.attention.maps[1].projection
+    row = np.arange(9)
+
+    def batches(rng):
+        tokens = (row + rng.integers(10, size=(4, 1))) % 10
+        return tokens, (tokens + 1) % 10
+
+    losses = transformer.train(
+        model, batches, steps=60, rate=1e-2, redraw=25, seed=0, console=Console(quiet=True)
+    )
+    assert len(losses) == 60
+    assert np.mean(losses[-5:]) < 0.5 * losses[0]
+    assert not np.array_equal(model.attention.maps[1].projection, before)
+
+
+def test_no_text_is_held_out_and_trained_on(transformer):
+    text, held_out = transformer.topic_bytes()
+    assert 8 * held_out.size < text.size
+    kept = bytes(text.astype(np.uint8).tolist())
+    pages = held_out[: held_out.size // 64 * 64].reshape(-1, 64)
+    found = [bytes(page.tolist()) in kept for page in pages]
+    # Lines that are repeated inside paragraphs; with repeated paragraphs it is half.
+    assert np.mean(found) < 0.1
+
+
+def test_tasks(train_copy, train_bytes):
+    text = np.arange(1000) % 256
+    tokens, targets = train_copy.copy_task(text, np.asarray([0, 7]))
+    assert_array_equal(tokens[1], [*range(7, 71), 256, *range(7, 70)])
+    assert_array_equal(targets[1], range(7, 71))
+    tokens, targets = train_bytes.next_bytes(text, np.asarray([5]))
+    assert_array_equal(tokens[0], range(5, 133))
+    assert_array_equal(targets[0], range(6, 134))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "measure"),
+    [
+        ("train_copy", ["--attention", "favor", "--redraw", "1", "--documents", "2"], "accuracy"),
+        ("train_bytes", ["--attention", "elu", "--prompt", "if "], "bits_per_byte"),
+    ],
+)
+def test_commands(transformer, monkeypatch, tmp_path, name, options, measure):
+    module = importlib.import_module(name)
+    text, held_out = transformer.topic_bytes()
+    monkeypatch.setattr(module, "topic_bytes", lambda: (text[:9000], held_out[:600]))
+    result = CliRunner().invoke(module.app, [*options, "--steps", "2", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "generated by linattn.decode_step are those of the forward pass" in result.output
+    record = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    assert len(record["losses_bits"]) == 2
+    assert 0 <= record[measure] < 9
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_prompt_that_does_not_fit(train_bytes):
+    result = CliRunner().invoke(train_bytes.app, ["--prompt", "x" * 128])
+    assert result.exit_code == 2
+    assert "--prompt: want 1 to 127 bytes, got 128" in result.output
