@@ -410,11 +410,9 @@ def test_halves_without_keys_or_rows_ask_for_nothing(xp, feature_map, first):
     query, key, value = 6 * np.random.default_rng(0).standard_normal((3, 37, 4))
     key[32:] *= 8
     mask = np.arange(37) >= first
+    query, key, value = (xp.array(x) for x in (query, key, value))
     output, pullback = linattn.linear_attention_vjp(
-        *(xp.array(x) for x in (query, key, value)),
-        feature_map,
-        is_causal=True,
-        key_mask=xp.array(mask),
+        query, key, value, feature_map, is_causal=True, key_mask=xp.array(mask)
     )
     for array in (output, *pullback(xp.array(np.ones((37, 4))))):
         assert np.all(np.isfinite(xp.numpy(array)))
