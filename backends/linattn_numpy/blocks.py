@@ -97,11 +97,11 @@ def _project(x: Floats, P: Floats, name: str) -> Floats:
     lead = np.broadcast_shapes(x.shape[:-2], P.shape[:-2])
     u = buffer(name, (*lead, x.shape[-2], P.shape[-1]), x.dtype)
     out = u
-    if P.ndim == 2:
-        x, out = (a.reshape(-1, a.shape[-1]) for a in (x, out))
-    while x.ndim > 2 and P.shape[-3] == 1:
+    while x.ndim > 2 and P.ndim > 2 and P.shape[-3] == 1:
         x, out = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, out))
         P = P[..., 0, :, :]
+    if P.ndim == 2:
+        x, out = (a.reshape(-1, a.shape[-1]) for a in (x, out))
     np.matmul(x, P, out=out)
     return u
 
