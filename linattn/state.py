@@ -291,14 +291,15 @@ class Decoder:
         """
         arrays = (query, key, value)
         begin = None if self._problem is None else _begin(self._problem)
-        if self._problem is None or self._last != (_kinds(arrays), _settings(), begin):
+        settings = _dispatch.current_settings()
+        if self._problem is None or self._last != (_kinds(arrays), settings, begin):
             self._leave()
             problem = step_problem(query, key, value, self._state, self._feature_map)
             # Not what came but what it became: bytes in foreign order are turned at every step.
             rows = (problem.query, problem.key, problem.value)
             self._problem = problem
             begin = _begin(problem)
-            self._last = (_kinds(row[..., 0, :] for row in rows), _settings(), begin)
+            self._last = (_kinds(row[..., 0, :] for row in rows), settings, begin)
             stepper = None if begin is None else begin(problem, self._state)
             self._stepper = None if stepper is NotImplemented else stepper
             arrays = tuple(row[..., 0, :] for row in rows)
@@ -323,7 +324,3 @@ class Decoder:
 def _begin(problem: Problem) -> Any:
     """Return what makes a backend's stepper, or None."""
     return _dispatch.whole_function("stepper", problem.xp)
-
-
-def _settings() -> Any:
-    return _dispatch.current_settings()
