@@ -1,6 +1,6 @@
 // What the kernels use of the hardware, one function an instruction.
 //
-// Kernels include this file and nothing else, and use no other intrinsic: whoever gives these
+// Kernels use no other intrinsic: whoever gives these
 // functions another body can run the kernels elsewhere.
 //
 // A thread's lane is (g, t) = (lane / 4, lane % 4). Fragments of 16-bit products, as PTX lays

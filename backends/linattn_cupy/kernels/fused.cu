@@ -1,0 +1,812 @@
+// Linear attention of 16-bit arrays, fused: features never leave the chip.
+//
+// Adding keys to a state is attention of the features to the keys, and reading a state is attention
+// of the queries to the features, so that both are the loop of FlashAttention:
+//   state_r = sum_j exp(l_rj - c_r) [v_j, 1],  l_rj = omega_r.k_j + col_r + row_j,  c_r = max_j l_rj
+//   out_i   = sum_r exp(l_ir - M_i) kv_r / sum_r exp(l_ir - M_i) z_r,  l_ir = omega_r.q_i + col_r + c_r
+// with row_j = -curvature |k_j|^2 / 2, or -inf for a masked key. A causal chunk has its own keys
+// besides: A_ij = sum_r exp(l_ir - M_i) exp(l_rj - c_r), j <= i. For elu + 1 and relu the features
+// are f(x_r) exp(row + col_r).
+//
+// Products are of bf16 (omega, q and k in the type of the inputs), everything else is float32.
+// A warp owns STRIPS x 16 features of the state, in registers, and in turn 16 queries of a chunk.
+//
+// Options: FP16 (inputs are float16, else bfloat16), MAP (0 exponential, 1 elu + 1, 2 relu),
+// HEAD_DIM d and VALUE_TILE, multiples of 16, FEATURES m, a multiple of 16 WARPS, CHUNK, a multiple
+// of 16, WARPS. Arrays are padded with zeros to HEAD_DIM, with col = -inf to FEATURES.
+#include "device.cuh"
+
+namespace {
+
+constexpr int D = HEAD_DIM, M = FEATURES, E = VALUE_TILE, C = CHUNK;
+constexpr int STRIPS = M / (16 * WARPS);
+constexpr int GROUP = M % 32 == 0 ? 32 : 16;  // features that a query reads at a time
+constexpr int THREADS = WARPS * WARP;
+// Whether a strip of queries stays in registers; wider ones leave no room for it.
+constexpr bool KEEP_QUERIES = MAP == 0 && D <= 64;
+// A causal strip of queries is read by so many warps, each with its share of the features.
+constexpr int PARTS = WARPS * 16 > C ? WARPS * 16 / C : 1;
+// Rows in shared memory, 16 bytes longer than they need be: eight of them fill all banks once.
+constexpr int DS = D + 8, ES = E + 8, CS = C + 8;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float TINY_OVER_EPS = 1.17549435e-38f / 1.1920929e-7f;
+
+static_assert(M % (16 * WARPS) == 0 && D % 16 == 0 && E % 16 == 0 && C % 16 == 0, "whole tiles");
+static_assert(MAP == 0 || M >= D, "a column a coordinate");
+static_assert(PARTS == 1 || (E / 2 + 4) * 4 * THREADS / 2 <= M * CS * 2, "halves meet where phi lies");
+static_assert(M % (GROUP * PARTS) == 0 && PARTS <= 2, "a warp reads whole groups");
+
+constexpr int PROJECTION_BYTES = MAP == 0 ? M * DS * 2 : 0;
+constexpr int KEY_BYTES = C * DS * 2;
+constexpr int VALUE_BYTES = C * ES * 2;
+
+// Where things lie in shared memory. Keys, values and queries are there twice: a chunk is worked on
+// while the next one comes.
+struct Shared {
+    u16* projection;  // (M, DS)
+    u16* keys;        // 2 (C, DS)
+    u16* values;      // 2 (C, ES)
+    u16* queries;     // 2 (C, DS)
+    u16* phi;         // (M, CS): features of the chunk's keys
+    u16* state;       // (M, ES): the state before the chunk, on the chunk's scale
+    float* col;       // (M)
+    float* bias;      // (M): col + c
+    float* z;         // (M)
+    float* rows;      // (C): log weight of the chunk's keys
+};
+
+// What a kernel does not use takes no room.
+__device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
+    unsigned char* p = shared_memory();
+    Shared s;
+    s.projection = reinterpret_cast<u16*>(p);
+    p += PROJECTION_BYTES;
+    s.keys = reinterpret_cast<u16*>(p);
+    p += has_keys ? 2 * KEY_BYTES : 0;
+    s.values = reinterpret_cast<u16*>(p);
+    p += has_keys ? 2 * VALUE_BYTES : 0;
+    s.queries = reinterpret_cast<u16*>(p);
+    p += has_queries ? 2 * KEY_BYTES : 0;
+    s.phi = reinterpret_cast<u16*>(p);
+    p += has_keys && has_queries ? M * CS * 2 : 0;
+    s.state = reinterpret_cast<u16*>(p);
+    p += has_queries ? M * ES * 2 : 0;
+    s.col = reinterpret_cast<float*>(p);
+    s.bias = s.col + M;
+    s.z = s.bias + M;
+    s.rows = s.z + M;
+    return s;
+}
+
+__device__ __forceinline__ float input_to_float(u16 bits) {
+    return FP16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+__device__ __forceinline__ void mma_input(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (FP16) {
+        mma_f16(d, a, b0, b1);
+    } else {
+        mma_bf16(d, a, b0, b1);
+    }
+}
+
+// Both halves of a word of bf16, added.
+__device__ __forceinline__ float sum_bf16(u32 word) {
+    return bf16_to_float(static_cast<u16>(word)) + bf16_to_float(static_cast<u16>(word >> 16));
+}
+
+__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
+
+__device__ __forceinline__ float exp_less(float log, float shift) {
+    return fast_exp2((log - shift) * LOG2E);
+}
+
+__device__ __forceinline__ float activation(float x) {
+    if (MAP == 1) {
+        return x > 0.0f ? x + 1.0f : fast_exp2(x * LOG2E);
+    }
+    return isnan(x) ? x : fmaxf(x, 0.0f);
+}
+
+// Largest of what the four lanes that share rows g and g + 8 hold.
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, shuffle_xor(x, 1));
+    return fmaxf(x, shuffle_xor(x, 2));
+}
+
+__device__ __forceinline__ float row_sum(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
+// Fragments: lanes give addresses of rows of 8 elements (see load_matrices).
+
+// 16 x 16 of a row-major array, as the left operand.
+__device__ __forceinline__ void load_left(u32 (&a)[4], const u16* tile, int stride, int row, int column) {
+    int lane = threadIdx.x % WARP;
+    load_matrices(a, tile + (row + lane % 16) * stride + column + lane / 16 * 8);
+}
+
+// Two right operands, 16 x 8 each, side by side: rows `row`... of a row-major array.
+__device__ __forceinline__ void load_right(u32 (&b)[4], const u16* tile, int stride, int row, int column) {
+    int lane = threadIdx.x % WARP;
+    load_matrices_transposed(b, tile + (row + lane % 16) * stride + column + lane / 16 * 8);
+}
+
+// The same of the transpose: columns `row`... of a right operand are rows of the array.
+__device__ __forceinline__ void load_right_of_transpose(u32 (&b)[4], const u16* tile, int stride, int row,
+                                                        int column) {
+    int lane = threadIdx.x % WARP;
+    load_matrices(b, tile + (row + lane / 16 * 8 + lane % 8) * stride + column + lane / 8 % 2 * 8);
+}
+
+// Loading ------------------------------------------------------------------------------------------
+
+// The offset of a head of an array whose three leading axes have these strides.
+__device__ __forceinline__ i64 head_offset(i64 head, i64 n1, i64 n2, i64 s0, i64 s1, i64 s2) {
+    i64 rest = head / n2;
+    return rest / n1 * s0 + rest % n1 * s1 + head % n2 * s2;
+}
+
+// Start the copy of ROWS tokens; those behind the end, masked or beyond `width` become zeros.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void start_tile(u16* tile, const u16* source, i64 row_stride, i64 first, i64 end,
+                                           int width, const unsigned char* mask, i64 mask_row) {
+    constexpr int PIECES = WIDTH / 8;
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        int row = i / PIECES, column = i % PIECES * 8;
+        i64 token = first + row;
+        bool valid = token < end && column < width;
+        valid = valid && (mask == nullptr || mask[token * mask_row]);
+        copy_async(tile + row * (WIDTH + 8) + column, source + (valid ? token * row_stride + column : 0),
+                   valid);
+    }
+}
+
+__device__ __forceinline__ void start_projection(const Shared& s, const u16* projection, const float* col) {
+    if (MAP == 0) {
+        start_tile<M, D>(s.projection, projection, D, 0, M, D, nullptr, 0);
+    }
+    for (int r = threadIdx.x; r < M; r += THREADS) {
+        s.col[r] = col[r];
+    }
+}
+
+// Log weights of a chunk's keys, from the tile in shared memory; values of float16 become bf16.
+__device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u16* values, float curvature,
+                                             i64 first, i64 end, const unsigned char* mask, i64 mask_row) {
+    for (int j = threadIdx.x; j < C; j += THREADS) {
+        i64 token = first + j;
+        float row = 0.0f;
+        if (curvature != 0.0f) {
+            for (int x = 0; x < D; ++x) {
+                float value = input_to_float(keys[j * DS + x]);
+                row = fmaf(value, value, row);
+            }
+            row *= -0.5f * curvature;
+            row += row - row;  // NaN if infinite: its features are not known to be zero
+        }
+        bool seen = token < end && (mask == nullptr || mask[token * mask_row]);
+        s.rows[j] = seen ? row : -INFINITE;
+    }
+    if (FP16) {
+        for (int i = threadIdx.x; i < C * E; i += THREADS) {
+            u16* value = values + i / E * ES + i % E;
+            *value = float_to_bf16(f16_to_float(*value));
+        }
+    }
+}
+
+// A state in the registers of a warp: features g and g + 8 of each strip.
+struct State {
+    float kv[STRIPS][E / 8][4];
+    float z[STRIPS][2];
+    float c[STRIPS][2];
+};
+
+__device__ __forceinline__ void load_state(State& state, const float* kvz, const float* c, int features,
+                                           int value_dim, int first_value) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
+            bool real = kvz != nullptr && r < features;
+            const float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
+            state.c[strip][half] = real ? c[r] : -INFINITE;
+            state.z[strip][half] = real ? row[value_dim] : 0.0f;
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    int x = first_value + n * 8 + t * 2 + i;
+                    state.kv[strip][n][half * 2 + i] = real && x < value_dim ? row[x] : 0.0f;
+                }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store_state(const State& state, float* kvz, float* c, int features,
+                                            int value_dim, int first_value) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
+            if (r >= features) {
+                continue;
+            }
+            float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
+            if (first_value == 0 && t == 0) {
+                c[r] = state.c[strip][half];
+                row[value_dim] = state.z[strip][half];
+            }
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    int x = first_value + n * 8 + t * 2 + i;
+                    if (x < value_dim) {
+                        row[x] = state.kv[strip][n][half * 2 + i];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Keys ---------------------------------------------------------------------------------------------
+
+// Add a chunk of keys to the state. With READ, leave what the chunk's queries need in shared memory:
+// features of the keys, and the state before them on the scale after them.
+template <bool READ>
+__device__ __forceinline__ void add_keys(State& state, const Shared& s, const u16* keys, const u16* values) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+        const int feature = (warp * STRIPS + strip) * 16;
+        float log[C / 8][4] = {};
+        if (MAP == 0) {
+#pragma unroll
+            for (int k = 0; k < D; k += 16) {
+                u32 a[4];
+                load_left(a, s.projection, DS, feature, k);
+#pragma unroll
+                for (int n = 0; n < C / 16; ++n) {
+                    u32 b[4];
+                    load_right_of_transpose(b, keys, DS, n * 16, k);
+                    mma_input(log[2 * n], a, b[0], b[1]);
+                    mma_input(log[2 * n + 1], a, b[2], b[3]);
+                }
+            }
+        }
+        float top[2] = {state.c[strip][0], state.c[strip][1]};
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                log[n][i] += s.col[feature + g + i / 2 * 8] + s.rows[n * 8 + t * 2 + i % 2];
+                top[i / 2] = fmaxf(top[i / 2], log[n][i]);
+            }
+        }
+        float shift[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            top[half] = row_max(top[half]);
+            shift[half] = finite_shift(top[half]);
+            float keep = exp_less(state.c[strip][half], shift[half]);
+            state.c[strip][half] = top[half];
+            state.z[strip][half] *= keep;
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+                state.kv[strip][n][half * 2] *= keep;
+                state.kv[strip][n][half * 2 + 1] *= keep;
+            }
+            if (READ) {
+                const int r = feature + half * 8 + g;
+                u32* row = reinterpret_cast<u32*>(s.state + r * ES);
+#pragma unroll
+                for (int n = 0; n < E / 8; ++n) {
+                    row[n * 4 + t] =
+                        pack_bf16(state.kv[strip][n][half * 2], state.kv[strip][n][half * 2 + 1]);
+                }
+                if (t == 0) {
+                    s.z[r] = state.z[strip][half];
+                    s.bias[r] = s.col[r] + top[half];
+                }
+            }
+        }
+        float z[2] = {};
+#pragma unroll
+        for (int k = 0; k < C / 16; ++k) {
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 2 * k + i / 2, half = i % 2;  // tokens 8 n + 2 t, feature g + 8 half
+                float phi[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    phi[j] = exp_less(log[n][half * 2 + j], shift[half]);
+                    if (MAP != 0) {
+                        int r = feature + half * 8 + g;
+                        u16 x = r < D ? keys[(n * 8 + t * 2 + j) * DS + r] : 0;
+                        phi[j] *= activation(input_to_float(x));
+                    }
+                }
+                a[i] = pack_bf16(phi[0], phi[1]);
+                z[half] += sum_bf16(a[i]);
+                if (READ) {
+                    reinterpret_cast<u32*>(s.phi + (feature + half * 8 + g) * CS)[n * 4 + t] = a[i];
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < E / 16; ++n) {
+                u32 b[4];
+                load_right(b, values, ES, k * 16, n * 16);
+                mma_bf16(state.kv[strip][2 * n], a, b[0], b[1]);
+                mma_bf16(state.kv[strip][2 * n + 1], a, b[2], b[3]);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            state.z[strip][half] += row_sum(z[half]);
+        }
+    }
+}
+
+// Queries ------------------------------------------------------------------------------------------
+
+// Rows of a strip of 16 queries, on the scale exp(top): lanes hold rows g and g + 8.
+struct Read {
+    float out[E / 8][4];
+    float den[2];
+    float top[2];
+};
+
+// Read a state, and with CAUSAL the keys of the chunk up to each query's own; by some features only.
+template <bool CAUSAL>
+__device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u16* queries, const u16* values,
+                                           int strip, int first_feature, int end_feature) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    float scores[CAUSAL ? C / 8 : 1][4] = {};
+    u32 q[KEEP_QUERIES ? D / 16 : 1][4];
+    if (KEEP_QUERIES) {
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+            load_left(q[k], queries, DS, strip * 16, k * 16);
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        read.den[half] = 0.0f;
+        read.top[half] = -INFINITE;
+    }
+#pragma unroll
+    for (int n = 0; n < E / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            read.out[n][i] = 0.0f;
+        }
+    }
+#pragma unroll 1
+    for (int feature = first_feature; feature < end_feature; feature += GROUP) {
+        float log[GROUP / 8][4] = {};
+        if (MAP == 0) {
+#pragma unroll
+            for (int k = 0; k < D / 16; ++k) {
+                u32(&here)[4] = q[KEEP_QUERIES ? k : 0];
+                if (!KEEP_QUERIES) {
+                    load_left(here, queries, DS, strip * 16, k * 16);
+                }
+#pragma unroll
+                for (int n = 0; n < GROUP / 16; ++n) {
+                    u32 b[4];
+                    load_right_of_transpose(b, s.projection, DS, feature + n * 16, k * 16);
+                    mma_input(log[2 * n], here, b[0], b[1]);
+                    mma_input(log[2 * n + 1], here, b[2], b[3]);
+                }
+            }
+        }
+        float top[2] = {read.top[0], read.top[1]};
+#pragma unroll
+        for (int n = 0; n < GROUP / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                log[n][i] += s.bias[feature + n * 8 + t * 2 + i % 2];
+                top[i / 2] = fmaxf(top[i / 2], log[n][i]);
+            }
+        }
+        float shift[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            top[half] = row_max(top[half]);
+            shift[half] = finite_shift(top[half]);
+            if (top[half] != read.top[half]) {
+                float keep = exp_less(read.top[half], shift[half]);
+                read.top[half] = top[half];
+                read.den[half] *= keep;
+#pragma unroll
+                for (int n = 0; n < E / 8; ++n) {
+                    read.out[n][half * 2] *= keep;
+                    read.out[n][half * 2 + 1] *= keep;
+                }
+                if (CAUSAL) {
+#pragma unroll
+                    for (int n = 0; n < C / 8; ++n) {
+                        scores[n][half * 2] *= keep;
+                        scores[n][half * 2 + 1] *= keep;
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < GROUP / 16; ++k) {
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 2 * k + i / 2, half = i % 2;  // features 8 n + 2 t, query g + 8 half
+                const int r = feature + n * 8 + t * 2;
+                float w[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    w[j] = exp_less(log[n][half * 2 + j], shift[half]);
+                    if (MAP != 0) {
+                        u16 x = r + j < D ? queries[(strip * 16 + half * 8 + g) * DS + r + j] : 0;
+                        w[j] *= activation(input_to_float(x));
+                    }
+                }
+                a[i] = pack_bf16(w[0], w[1]);
+                read.den[half] += bf16_to_float(static_cast<u16>(a[i])) * s.z[r] +
+                                  bf16_to_float(static_cast<u16>(a[i] >> 16)) * s.z[r + 1];
+            }
+            if (CAUSAL) {
+#pragma unroll
+                for (int n = 0; n < C / 16; ++n) {
+                    if (n <= strip) {
+                        u32 b[4];
+                        load_right(b, s.phi, CS, feature + k * 16, n * 16);
+                        mma_bf16(scores[2 * n], a, b[0], b[1]);
+                        mma_bf16(scores[2 * n + 1], a, b[2], b[3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < E / 16; ++n) {
+                u32 b[4];
+                load_right(b, s.state, ES, feature + k * 16, n * 16);
+                mma_bf16(read.out[2 * n], a, b[0], b[1]);
+                mma_bf16(read.out[2 * n + 1], a, b[2], b[3]);
+            }
+        }
+    }
+    if (CAUSAL) {
+#pragma unroll
+        for (int k = 0; k < C / 16; ++k) {
+            if (k > strip) {
+                continue;
+            }
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 2 * k + i / 2, half = i % 2;
+                const int row = strip * 16 + half * 8 + g, key = n * 8 + t * 2;
+                a[i] = pack_bf16(key <= row ? scores[n][half * 2] : 0.0f,
+                                 key + 1 <= row ? scores[n][half * 2 + 1] : 0.0f);
+                read.den[half] += sum_bf16(a[i]);
+            }
+#pragma unroll
+            for (int n = 0; n < E / 16; ++n) {
+                u32 b[4];
+                load_right(b, values, ES, k * 16, n * 16);
+                mma_bf16(read.out[2 * n], a, b[0], b[1]);
+                mma_bf16(read.out[2 * n + 1], a, b[2], b[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        read.den[half] = row_sum(read.den[half]);
+    }
+}
+
+// Add the second half of a strip's features to the first: two warps a strip, which meet in `room`.
+__device__ __forceinline__ void merge_halves(Read& read, float* room) {
+    const int place = threadIdx.x % (THREADS / 2);
+    constexpr int STEP = THREADS / 2;
+    block_sync();  // others may still read what lies in `room`
+    if (threadIdx.x >= STEP) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            room[half * STEP + place] = read.den[half];
+            room[(2 + half) * STEP + place] = read.top[half];
+        }
+#pragma unroll
+        for (int i = 0; i < E / 2; ++i) {
+            room[(4 + i) * STEP + place] = read.out[i / 4][i % 4];
+        }
+    }
+    block_sync();
+    if (threadIdx.x < STEP) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float other = room[(2 + half) * STEP + place];
+            const float top = fmaxf(read.top[half], other), shift = finite_shift(top);
+            const float mine = exp_less(read.top[half], shift), its = exp_less(other, shift);
+            read.top[half] = top;
+            read.den[half] = read.den[half] * mine + room[half * STEP + place] * its;
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+#pragma unroll
+                for (int i = half * 2; i < half * 2 + 2; ++i) {
+                    read.out[n][i] = read.out[n][i] * mine + room[(4 + n * 4 + i) * STEP + place] * its;
+                }
+            }
+        }
+    }
+}
+
+// Numerator over denominator, as linattn divides: 0 where the denominator is, NaN where it overflowed.
+__device__ __forceinline__ float divide(float numerator, float denominator) {
+    if (denominator == 0.0f) {
+        return isfinite(numerator) ? 0.0f : numerator / denominator;
+    }
+    return isinf(denominator) ? denominator - denominator : numerator / denominator;
+}
+
+// Write the rows of a strip. Returns whether this thread saw one that is not sound: not finite, or
+// with a denominator below `floor`, where it sees a key at all.
+__device__ __forceinline__ bool write_strip(const Read& read, const u16* queries, int strip, u16* output,
+                                            float* norms, i64 first, i64 end, int value_dim, int first_value,
+                                            float curvature, float floor, int first_seen) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    bool spoilt = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = strip * 16 + half * 8 + g;
+        const i64 token = first + row;
+        if (token >= end) {
+            continue;
+        }
+        const float den = read.den[half];
+        bool sound = fabsf(den) >= floor;
+#pragma unroll
+        for (int n = 0; n < E / 8; ++n) {
+            const int x = first_value + n * 8 + t * 2;
+            const float low = read.out[n][half * 2], high = read.out[n][half * 2 + 1];
+            if (x >= value_dim) {
+                continue;
+            }
+            sound = sound && isfinite(low) && isfinite(high);
+            const float left = divide(low, den), right = divide(high, den);
+            u32 word = FP16 ? float_to_f16(left) | static_cast<u32>(float_to_f16(right)) << 16
+                            : pack_bf16(left, right);
+            *reinterpret_cast<u32*>(output + token * value_dim + x) = word;
+        }
+        spoilt = spoilt || (!sound && row >= first_seen);
+        if (norms != nullptr && first_value == 0 && t == 0) {
+            float square = 0.0f;
+            for (int x = 0; x < D; ++x) {
+                float value = input_to_float(queries[row * DS + x]);
+                square = fmaf(value, value, square);
+            }
+            float quad = curvature == 0.0f ? 0.0f : -0.5f * curvature * square;
+            norms[token] = read.top[half] + quad + (quad - quad) + logf(den);
+        }
+    }
+    return spoilt;
+}
+
+}  // namespace
+
+// Kernels ------------------------------------------------------------------------------------------
+//
+// Strides are in elements, of three leading axes of sizes (.., n1, n2) and of the tokens; those of
+// `spec` count whole projections. Blocks: x = head * segments + segment, y = a tile of the values.
+
+#define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
+#define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
+
+// States of segments of keys, each by itself: kvz (heads, segments, m, e + 1), shifts (.., m).
+KERNEL __launch_bounds__(THREADS, 1)
+    segment_states(const u16* __restrict__ keys, VIEW(key), const u16* __restrict__ values, VIEW(value),
+                   const unsigned char* __restrict__ mask, VIEW(mask), const u16* __restrict__ projection,
+                   const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2, i64 n1, i64 n2,
+                   i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features,
+                   float curvature, float* __restrict__ kvz, float* __restrict__ shifts) {
+    const Shared s = share(true, false);
+    const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
+    const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
+    const i64 spec = OFFSET(spec);
+    keys += OFFSET(key);
+    values += OFFSET(value) + first_value;
+    mask = mask == nullptr ? mask : mask + OFFSET(mask);
+    start_projection(s, projection + spec * M * D, col + spec * M);
+
+    State state;
+    load_state(state, nullptr, nullptr, features, value_dim, first_value);
+    const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
+    start_tile<C, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
+    start_tile<C, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
+    int turn = 0;
+    for (i64 first = begin; first < end; first += C) {
+        u16 *here_keys = s.keys + turn * C * DS, *here_values = s.values + turn * C * ES;
+        turn ^= 1;
+        copies_done();
+        block_sync();
+        start_tile<C, D>(s.keys + turn * C * DS, keys, key_row, first + C, end, head_dim, mask, mask_row);
+        start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
+        prepare_keys(s, here_keys, here_values, curvature, first, end, mask, mask_row);
+        block_sync();
+        add_keys<false>(state, s, here_keys, here_values);
+        block_sync();
+    }
+    store_state(state, kvz + blockIdx.x * static_cast<i64>(features) * (value_dim + 1),
+                shifts + blockIdx.x * static_cast<i64>(features), features, value_dim, first_value);
+}
+
+// Merge the states of segments, in order, behind an initial one (strides in states; null: none):
+// kvz becomes, for each segment, the state before it, `before` its shifts; `after` the last state.
+KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restrict__ before,
+                   const float* __restrict__ initial, const float* __restrict__ initial_shift, i64 initial_0,
+                   i64 initial_1, i64 initial_2, i64 n1, i64 n2, int segments, int features, int columns,
+                   i64 total, float* __restrict__ after, float* __restrict__ after_shift) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= total) {
+        return;
+    }
+    const int column = i % columns;
+    const i64 feature = i / columns % features, head = i / columns / features;
+    float sum = 0.0f, c = -INFINITE;
+    if (initial != nullptr) {
+        i64 r = OFFSET(initial) * features + feature;
+        sum = initial[r * columns + column];
+        c = initial_shift[r];
+    }
+    for (int segment = 0; segment < segments; ++segment) {
+        const i64 r = (head * segments + segment) * features + feature;
+        float* here = kvz + r * columns + column;
+        const float own = shifts[r], value = *here;
+        *here = sum;
+        if (column == 0) {
+            before[r] = c;
+        }
+        const float top = fmaxf(c, own), shift = finite_shift(top);
+        sum = sum * expf(c - shift) + value * expf(own - shift);
+        c = top;
+    }
+    const i64 r = head * features + feature;
+    after[r * columns + column] = sum;
+    if (column == 0) {
+        after_shift[r] = c;
+    }
+}
+
+// Queries that read one state each head: output (heads, length, e), norms (heads, length) or null.
+KERNEL __launch_bounds__(THREADS, 1)
+    read_states(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ projection,
+                const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
+                const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0, i64 state_1,
+                i64 state_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int head_dim,
+                int value_dim, int features, float curvature, u16* __restrict__ output,
+                float* __restrict__ norms) {
+    const Shared s = share(false, true);
+    const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
+    const int first_value = blockIdx.y * E;
+    const i64 spec = OFFSET(spec), state = OFFSET(state) * features;
+    queries += OFFSET(query);
+    output += head * length * value_dim;
+    norms = norms == nullptr ? norms : norms + head * length;
+    start_projection(s, projection + spec * M * D, col + spec * M);
+    const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
+    start_tile<C, D>(s.queries, queries, query_row, begin, end, head_dim, nullptr, 0);
+
+    for (int r = threadIdx.x; r < M; r += THREADS) {
+        s.bias[r] = r < features ? col[spec * M + r] + shifts[state + r] : -INFINITE;
+        s.z[r] = r < features ? kvz[(state + r) * (value_dim + 1) + value_dim] : 0.0f;
+    }
+    for (int i = threadIdx.x; i < M * E; i += THREADS) {
+        const int r = i / E, x = first_value + i % E;
+        const bool real = r < features && x < value_dim;
+        s.state[r * ES + i % E] =
+            real ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
+    }
+    int turn = 0;
+    for (i64 first = begin; first < end; first += C) {
+        const u16* here = s.queries + turn * C * DS;
+        turn ^= 1;
+        copies_done();
+        block_sync();
+        start_tile<C, D>(s.queries + turn * C * DS, queries, query_row, first + C, end, head_dim, nullptr, 0);
+        for (int strip = threadIdx.x / WARP; strip < C / 16; strip += WARPS) {
+            Read read;
+            read_strip<false>(read, s, here, nullptr, strip, 0, M);
+            write_strip(read, here, strip, output, norms, first, end, value_dim, first_value, curvature, 0.0f,
+                        C);
+        }
+        block_sync();
+    }
+}
+
+// Causal rows of segments, from the states before them. `flags`, (heads, segments), becomes 1 where a
+// row may have been spoilt by the scale that its chunk shares; such segments are to be done again.
+KERNEL __launch_bounds__(THREADS, 1)
+    causal_rows(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
+                const u16* __restrict__ values, VIEW(value), const unsigned char* __restrict__ mask, VIEW(mask),
+                const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
+                i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0,
+                i64 state_1, i64 state_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments,
+                int head_dim, int value_dim, int features, float query_curvature, float key_curvature,
+                u16* __restrict__ output, float* __restrict__ norms, int* __restrict__ flags) {
+    const Shared s = share(true, true);
+    __shared__ int first_seen;  // of a chunk: rows before it see no key
+    const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
+    const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
+    const i64 spec = OFFSET(spec);
+    queries += OFFSET(query);
+    keys += OFFSET(key);
+    values += OFFSET(value) + first_value;
+    mask = mask == nullptr ? mask : mask + OFFSET(mask);
+    output += head * length * value_dim;
+    norms = norms == nullptr ? norms : norms + head * length;
+    const i64 before = (OFFSET(state) * segments + segment) * features;
+    kvz += before * (value_dim + 1);
+    shifts += before;
+    start_projection(s, projection + spec * M * D, col + spec * M);
+
+    State state;
+    load_state(state, kvz, shifts, features, value_dim, first_value);
+    bool seen = false;
+    float terms = 0.0f;  // bounds the sum of all normalisers
+    for (int r = 0; r < features; ++r) {
+        seen = seen || shifts[r] > -INFINITE;
+        terms += fabsf(kvz[static_cast<i64>(r) * (value_dim + 1) + value_dim]);
+    }
+    const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
+    start_tile<C, D>(s.queries, queries, query_row, begin, end, head_dim, nullptr, 0);
+    start_tile<C, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
+    start_tile<C, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
+    bool spoilt = false;
+    int turn = 0;
+    for (i64 first = begin; first < end; first += C) {
+        const u16* here_queries = s.queries + turn * C * DS;
+        u16 *here_keys = s.keys + turn * C * DS, *here_values = s.values + turn * C * ES;
+        turn ^= 1;
+        copies_done();
+        block_sync();
+        start_tile<C, D>(s.queries + turn * C * DS, queries, query_row, first + C, end, head_dim, nullptr, 0);
+        start_tile<C, D>(s.keys + turn * C * DS, keys, key_row, first + C, end, head_dim, mask, mask_row);
+        start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
+        prepare_keys(s, here_keys, here_values, key_curvature, first, end, mask, mask_row);
+        block_sync();
+        add_keys<true>(state, s, here_keys, here_values);
+        if (threadIdx.x == 0) {
+            first_seen = 0;
+            while (!seen && first_seen < C && s.rows[first_seen] == -INFINITE) {
+                ++first_seen;
+            }
+        }
+        block_sync();
+        terms += static_cast<float>(features) * C;
+        for (int i = threadIdx.x / WARP; i < C / 16 * PARTS; i += WARPS) {
+            const int strip = i % (C / 16), part = i / (C / 16);
+            Read read;
+            read_strip<true>(read, s, here_queries, here_values, strip, M / PARTS * part, M / PARTS * (part + 1));
+            if (PARTS == 2) {
+                merge_halves(read, reinterpret_cast<float*>(s.phi));
+            }
+            if (part == 0) {
+                bool bad = write_strip(read, here_queries, strip, output, norms, first, end, value_dim,
+                                       first_value, query_curvature, TINY_OVER_EPS * terms, first_seen);
+                spoilt = spoilt || bad;
+            }
+        }
+        seen = seen || first_seen < C;
+        block_sync();
+    }
+    if (spoilt) {
+        flags[blockIdx.x] = 1;
+    }
+}

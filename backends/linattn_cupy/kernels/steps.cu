@@ -1,0 +1,275 @@
+// One token after the other, in float32: decoding, and rows that a shared scale has spoilt.
+//
+// A step adds a token to the state and reads with its query, so that every scale holds what the
+// query sees and nothing later; all features are handled by their logs, which for elu + 1 and relu
+// are log f(x):
+//   c'_r = max(c_r, l_r),  kvz'_r = kvz_r exp(c_r - c'_r) + exp(l_r - c'_r) [v, 1]
+//   out  = sum_r w_r kv'_r / sum_r w_r z'_r,  w_r = exp(e_r - max e),  e_r = log phi_r(q) + c'_r
+//
+// A block takes a head. A warp takes a feature at a time, its lanes the columns of the state, which
+// is read and written once a token.
+//
+// Options: INPUT (0 float32, 1 bfloat16, 2 float16), MAP (0 exponential, 1 elu + 1, 2 relu), WARPS,
+// COLUMNS: columns of the state a lane.
+#include "device.cuh"
+
+namespace {
+
+constexpr int THREADS = WARPS * WARP;
+
+#if INPUT == 0
+typedef float Input;
+__device__ __forceinline__ float load(const Input* p) { return *p; }
+__device__ __forceinline__ void store(Input* p, float x) { *p = x; }
+#else
+typedef u16 Input;
+__device__ __forceinline__ float load(const Input* p) { return INPUT == 1 ? bf16_to_float(*p) : f16_to_float(*p); }
+__device__ __forceinline__ void store(Input* p, float x) { *p = INPUT == 1 ? float_to_bf16(x) : float_to_f16(x); }
+#endif
+
+__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
+
+__device__ __forceinline__ float log_activation(float x) {
+    if (MAP == 1) {
+        return x < 0.0f ? x : log1pf(x);
+    }
+    return isnan(x) ? x : logf(fmaxf(x, 0.0f));
+}
+
+__device__ __forceinline__ i64 head_offset(i64 head, i64 n1, i64 n2, i64 s0, i64 s1, i64 s2) {
+    i64 rest = head / n2;
+    return rest / n1 * s0 + rest % n1 * s1 + head % n2 * s2;
+}
+
+// Shared memory of a step.
+struct Shared {
+    float* query;  // (d)
+    float* key;    // (d)
+    float* value;  // (columns): the value, and 1
+    float* keep;   // (m): what is kept of the old state
+    float* add;    // (m): weights of the key
+    float* read;   // (m): weights of the query
+    float* sums;   // (WARPS, columns): of the read
+    float* meet;   // (WARPS)
+};
+
+__device__ __forceinline__ Shared share(int d, int m, int columns) {
+    Shared s;
+    s.query = reinterpret_cast<float*>(shared_memory());
+    s.key = s.query + d;
+    s.value = s.key + d;
+    s.keep = s.value + columns;
+    s.add = s.keep + m;
+    s.read = s.add + m;
+    s.sums = s.read + m;
+    s.meet = s.sums + WARPS * columns;
+    return s;
+}
+
+// The projection's rows (m, d), their offsets, and the curvatures of both sides.
+struct Map {
+    const float* projection;
+    const float* col;
+    float query_curvature;
+    float key_curvature;
+    int d;
+    int m;
+};
+
+// -curvature |x|^2 / 2 by all threads of a warp; NaN if infinite.
+__device__ __forceinline__ float row_term(const float* x, int d, float curvature) {
+    if (curvature == 0.0f) {
+        return 0.0f;
+    }
+    float sum = 0.0f;
+    for (int i = threadIdx.x % WARP; i < d; i += WARP) {
+        sum = fmaf(x[i], x[i], sum);
+    }
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+        sum += shuffle_xor(sum, lanes);
+    }
+    sum *= -0.5f * curvature;
+    return sum + (sum - sum);
+}
+
+// Largest over the block, in all its threads.
+__device__ __forceinline__ float block_max(float x, float* meet) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+        x = fmaxf(x, shuffle_xor(x, lanes));
+    }
+    block_sync();
+    if (threadIdx.x % WARP == 0) {
+        meet[threadIdx.x / WARP] = x;
+    }
+    block_sync();
+    for (int warp = 0; warp < WARPS; ++warp) {
+        x = fmaxf(x, meet[warp]);
+    }
+    return x;
+}
+
+// Where a step puts what it read: the output and the log normaliser, or with `nd` the numerators and
+// the denominator, (columns), on the scale exp(*norm).
+struct Target {
+    Input* output;
+    float* nd;
+    float* norm;
+};
+
+// One step of a head, all pointers at the head's own: the state goes from (kvz, shift) to (next,
+// next_shift), which may be the same. A key of log weight -inf is not looked at.
+__device__ __forceinline__ void step(const Shared& s, const Map& map, const Input* query, const Input* key,
+                                     const Input* value, float weight, const float* kvz, const float* shift,
+                                     float* next, float* next_shift, int columns, const Target& target) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const bool seen = weight != -INFINITE;
+    for (int i = threadIdx.x; i < map.d; i += THREADS) {
+        s.query[i] = load(query + i);
+        s.key[i] = seen ? load(key + i) : 0.0f;
+    }
+    for (int i = threadIdx.x; i < columns; i += THREADS) {
+        s.value[i] = i + 1 == columns ? 1.0f : seen ? load(value + i) : 0.0f;
+    }
+    block_sync();
+    const float query_row = row_term(s.query, map.d, map.query_curvature);
+    const float key_row = row_term(s.key, map.d, map.key_curvature) + weight;
+    float top = -INFINITE;
+    for (int r = threadIdx.x; r < map.m; r += THREADS) {
+        float log_q = 0.0f, log_k = 0.0f;
+        if (MAP == 0) {
+            const float* omega = map.projection + static_cast<i64>(r) * map.d;
+            for (int i = 0; i < map.d; ++i) {
+                log_q = fmaf(omega[i], s.query[i], log_q);
+                log_k = fmaf(omega[i], s.key[i], log_k);
+            }
+        } else {
+            log_q = log_activation(s.query[r]);
+            log_k = log_activation(s.key[r]);
+        }
+        log_q += map.col[r];
+        log_k = seen ? log_k + map.col[r] + key_row : -INFINITE;
+        const float before = shift[r], after = fmaxf(before, log_k), finite = finite_shift(after);
+        s.keep[r] = expf(before - finite);
+        s.add[r] = expf(log_k - finite);
+        s.read[r] = log_q + after;
+        top = fmaxf(top, s.read[r]);
+        next_shift[r] = after;
+    }
+    top = block_max(top, s.meet);
+    for (int r = threadIdx.x; r < map.m; r += THREADS) {
+        s.read[r] = expf(s.read[r] - finite_shift(top));
+    }
+    block_sync();
+    float sums[COLUMNS] = {};
+    for (int r = warp; r < map.m; r += WARPS) {
+        const float keep = s.keep[r], add = s.add[r], read = s.read[r];
+        const i64 row = static_cast<i64>(r) * columns;
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+            const int x = i * WARP + lane;
+            if (x < columns) {
+                float here = kvz[row + x] * keep;
+                here = seen ? fmaf(add, s.value[x], here) : here;
+                next[row + x] = here;
+                sums[i] = fmaf(read, here, sums[i]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+        const int x = i * WARP + lane;
+        if (x < columns) {
+            s.sums[warp * columns + x] = sums[i];
+        }
+    }
+    block_sync();
+    float den = 0.0f;
+    for (int other = 0; other < WARPS; ++other) {
+        den += s.sums[other * columns + columns - 1];
+    }
+    for (int x = threadIdx.x; x < columns; x += THREADS) {
+        float sum = 0.0f;
+        for (int other = 0; other < WARPS; ++other) {
+            sum += s.sums[other * columns + x];
+        }
+        if (target.nd != nullptr) {
+            target.nd[x] = sum;
+        } else if (x + 1 < columns) {
+            float ratio = isinf(den) ? den - den : sum / den;
+            store(target.output + x, den == 0.0f && isfinite(sum) ? 0.0f : ratio);
+        }
+    }
+    if (target.norm != nullptr && threadIdx.x == 0) {
+        *target.norm = top + query_row + (target.nd != nullptr ? 0.0f : logf(den));
+    }
+    block_sync();
+}
+
+}  // namespace
+
+#define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2
+#define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
+
+// Strides are in elements, of three leading axes of sizes (.., n1, n2) and of the tokens; those of
+// `spec` count whole projections, those of `state` whole states (of a head, or of its segments).
+
+// One token of every head: from a state to a new one, which is contiguous. Where the two are the
+// same the state changes in place.
+KERNEL __launch_bounds__(THREADS)
+    decode(const Input* __restrict__ queries, VIEW(query), const Input* __restrict__ keys, VIEW(key),
+           const Input* __restrict__ values, VIEW(value), const float* __restrict__ projection,
+           const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
+           i64 n2, int d, int m, int columns, float query_curvature, float key_curvature, float* next,
+           float* next_shifts, Input* __restrict__ output) {
+    const i64 head = blockIdx.x, spec = OFFSET(spec) * m, state = OFFSET(state) * m, mine = head * m;
+    const Shared s = share(d, m, columns);
+    const Map map = {projection + spec * d, col + spec, query_curvature, key_curvature, d, m};
+    const Target target = {output + head * (columns - 1), nullptr, nullptr};
+    step(s, map, queries + OFFSET(query), keys + OFFSET(key), values + OFFSET(value), 0.0f,
+         kvz + state * columns, shifts + state, next + mine * columns, next_shifts + mine, columns, target);
+}
+
+// Causal rows of the segments that are flagged, again and exactly, from the states before them.
+// `room`: a state for each block, which may be the states themselves where no two heads share one.
+// Rows go to `output` and `norms`, or with `nd`, (heads, length, columns), there and to `norms`.
+KERNEL __launch_bounds__(THREADS)
+    redo_rows(const int* __restrict__ flags, const Input* __restrict__ queries, VIEW(query), i64 query_row,
+              const Input* __restrict__ keys, VIEW(key), i64 key_row, const Input* __restrict__ values, VIEW(value),
+              i64 value_row, const unsigned char* __restrict__ mask, VIEW(mask), i64 mask_row,
+              const float* __restrict__ weights, VIEW(weight), i64 weight_row, const float* __restrict__ projection,
+              const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
+              i64 n2, i64 length, i64 segment_length, int segments, int d, int m, int columns,
+              float query_curvature, float key_curvature, float* room, float* room_shifts,
+              Input* __restrict__ output, float* __restrict__ nd, float* __restrict__ norms) {
+    if (!flags[blockIdx.x]) {
+        return;
+    }
+    const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
+    const i64 spec = OFFSET(spec) * m, state = (OFFSET(state) * segments + segment) * m;
+    const i64 mine = static_cast<i64>(blockIdx.x) * m;
+    const Shared s = share(d, m, columns);
+    const Map map = {projection + spec * d, col + spec, query_curvature, key_curvature, d, m};
+    queries += OFFSET(query);
+    keys += OFFSET(key);
+    values += OFFSET(value);
+    mask = mask == nullptr ? mask : mask + OFFSET(mask);
+    weights = weights == nullptr ? weights : weights + OFFSET(weight);
+    kvz += state * columns;
+    shifts += state;
+    room += mine * columns;
+    room_shifts += mine;
+    const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
+    for (i64 token = begin; token < end; ++token) {
+        float weight = weights == nullptr ? 0.0f : weights[token * weight_row];
+        weight = mask == nullptr || mask[token * mask_row] ? weight : -INFINITE;
+        const i64 row = head * length + token;
+        Target target;
+        target.output = output + row * (columns - 1);
+        target.nd = nd == nullptr ? nd : nd + row * columns;
+        target.norm = norms == nullptr ? norms : norms + row;
+        step(s, map, queries + token * query_row, keys + token * key_row, values + token * value_row, weight, kvz,
+             shifts, room, room_shifts, columns, target);
+        kvz = room;
+        shifts = room_shifts;
+    }
+}
