@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import sys
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -70,6 +71,16 @@ def namespace(array: Array) -> ModuleType:
 def library_name(xp: ModuleType) -> str:
     """Root module of the array library behind a namespace: ``numpy``, ``cupy``, ``torch``..."""
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
+
+
+def place(xp: ModuleType, device: Any) -> tuple[Any, ...]:
+    """Where arrays live that are kept from call to call: the device, and for CuPy the stream too.
+
+    What one stream makes another may use only when it is done.
+    """
+    if library_name(xp) != "cupy":
+        return (device,)
+    return device, sys.modules["cupy"].cuda.get_current_stream().ptr
 
 
 def is_lazy(array: Array) -> bool:

@@ -52,10 +52,12 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
     num_threads : int, optional
         Threads that a backend may use. None leaves the setting as it is; where it was never set,
         the environment variable ``OMP_NUM_THREADS`` counts, then the number of cores.
-    precision : {"float64"}, optional
+    precision : {"float64", "tf32"}, optional
         ``"float64"`` accumulates in float64 whatever the input dtype; outputs keep the dtype of
-        the inputs, states are float64. None leaves the setting as it is; where it was never set,
-        float64 inputs are accumulated in float64 and all others in float32.
+        the inputs, states are float64. ``"tf32"`` lets the tensor cores of a GPU round the factors
+        of float32 products to 10 bits behind the point: CuPy arrays, nothing elsewhere. None leaves
+        the setting as it is; where it was never set, float64 inputs are accumulated in float64 and
+        all others in float32.
 
     Yields
     ------
@@ -83,8 +85,8 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
         count = _checks.check_positive_int("num_threads", num_threads)
         changed = changed._replace(num_threads=count)
     if precision is not None:
-        if precision != "float64":
-            message = f"precision must be 'float64' or None, got {precision!r}"
+        if precision not in ("float64", "tf32"):
+            message = f"precision must be 'float64', 'tf32' or None, got {precision!r}"
             raise ValueError(message)
         changed = changed._replace(precision=precision)
     with under(changed):

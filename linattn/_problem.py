@@ -171,6 +171,7 @@ def linear_problem(
         want_log=want_log,
         lazy=_checks.is_lazy(query),
         num_threads=settings.num_threads,
+        tf32=settings.precision == "tf32",
         exact_window=exact_window,
         near_spec=near_spec,
     )
@@ -244,4 +245,5 @@ def exact_problem(
         want_log=False,
         lazy=_checks.is_lazy(query),
         num_threads=settings.num_threads,
+        tf32=settings.precision == "tf32",
     )

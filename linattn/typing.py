@@ -414,6 +414,8 @@ class Problem:
         Whether values must not be looked at (traced or lazy arrays).
     num_threads : int or None
         What the caller allows; None leaves it to the plan.
+    tf32 : bool
+        Whether float32 products may round their factors to TF32.
     exact_window : int or None
         Length of the blocks whose keys are exact in their own block and in those beside it.
     near_spec : Exact or None
@@ -439,6 +441,7 @@ class Problem:
     want_log: bool
     lazy: bool
     num_threads: int | None
+    tf32: bool = False
     exact_window: int | None = None
     near_spec: Exact | None = None
 

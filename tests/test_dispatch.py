@@ -440,8 +440,8 @@ def test_config_nests_and_ends():
         ({"num_threads": True}, TypeError, "num_threads must be a positive integer, got True"),
         ({"num_threads": 1.0}, TypeError, "num_threads must be a positive integer, got 1.0"),
         ({"num_threads": "2"}, TypeError, "num_threads must be a positive integer"),
-        ({"precision": "float32"}, ValueError, "precision must be 'float64' or None"),
-        ({"precision": np.float64}, ValueError, "precision must be 'float64' or None"),
+        ({"precision": "float32"}, ValueError, "precision must be 'float64', 'tf32' or None"),
+        ({"precision": np.float64}, ValueError, "precision must be 'float64', 'tf32' or None"),
     ],
 )
 def test_config_refuses(options, error, match):

@@ -1,30 +1,18 @@
-"""CuPy backend of linattn: for now a plan; the generic block bodies do the work.
+"""CuPy backend of linattn: fused kernels for 16-bit arrays, batched products for float32.
 
-This project has never run it on a GPU.
+float16 and bfloat16 attention with the maps that the kernels know runs whole (:mod:`.fused`),
+blocks of float32 go by matrix products of all heads at once (:mod:`.blocks`), tokens one by one in
+a kernel of their own (:mod:`.steps`). Everything else is left to the generic code. Nothing here
+looks at values from the host.
+
+Never yet run on a GPU: the kernels are compiled for real ones and executed on the CPU by the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from linattn_cupy.blocks import read_block, reduce_block, scan_block
+from linattn_cupy.fused import attention
+from linattn_cupy.planning import plan
+from linattn_cupy.steps import decode, stepper
 
-from linattn.typing import Exact, Index, Plan, Problem
-
-__all__ = ["plan"]
-
-FULL_BLOCK = 8192
-CAUSAL_BLOCK = 256
-EXACT_BLOCK = 1024
-
-
-def plan(problem: Problem) -> Plan:
-    """All heads in one task, in blocks long enough to hide the start of a kernel."""
-    if isinstance(problem.query_spec, Exact):
-        block = EXACT_BLOCK
-    else:
-        block = CAUSAL_BLOCK if problem.is_causal else FULL_BLOCK
-    return Plan(problem.chunk_size or block, [()], _run_in_order)
-
-
-def _run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:
-    for task in tasks:
-        work(task)
+__all__ = ["attention", "decode", "plan", "read_block", "reduce_block", "scan_block", "stepper"]

@@ -123,17 +123,27 @@ class BaseFeatureMap(ABC):
         return self.query_spec(xp, dtype, device)
 
     def specs(self, xp: ModuleType, dtype: Any, device: Any) -> tuple[MapSpec, MapSpec]:
-        """Specs of both sides; those for NumPy are kept, because a map never changes.
+        """Specs of both sides, one object where they are alike; kept, because a map never changes.
 
         To cast and move a projection takes as long as attention over a few hundred tokens. What
-        other libraries make may belong to a trace, and is not kept.
+        libraries other than NumPy and CuPy make may belong to a trace, and is not kept.
         """
-        if _checks.library_name(xp) != "numpy":
-            return self.query_spec(xp, dtype, device), self.key_spec(xp, dtype, device)
+        if _checks.library_name(xp) not in ("numpy", "cupy"):
+            return self._make_specs(xp, dtype, device)
         kept: dict[Any, tuple[MapSpec, MapSpec]] = self.__dict__.setdefault("_kept_specs", {})
-        if dtype not in kept:
-            kept[dtype] = self.query_spec(xp, dtype, device), self.key_spec(xp, dtype, device)
-        return kept[dtype]
+        where = (np.dtype(dtype), *_checks.place(xp, device))
+        if where not in kept:
+            kept[where] = self._make_specs(xp, dtype, device)
+        return kept[where]
+
+    def _make_specs(self, xp: ModuleType, dtype: Any, device: Any) -> tuple[MapSpec, MapSpec]:
+        query_spec = self.query_spec(xp, dtype, device)
+        return query_spec, query_spec if self._is_symmetric else self.key_spec(xp, dtype, device)
+
+    @property
+    def _is_symmetric(self) -> bool:
+        """Whether both sides have one spec."""
+        return type(self).key_spec is BaseFeatureMap.key_spec
 
     def _check(self, **named: Any) -> tuple[ModuleType, list[Array]]:
         xp, arrays = _checks.check_arrays(**named)

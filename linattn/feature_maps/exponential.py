@@ -66,6 +66,10 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
         """Spec of the key side."""
         return self._spec(1, xp, dtype, device)
 
+    @property
+    def _is_symmetric(self) -> bool:
+        return self._transforms is None
+
     def _spec(self, side: int, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
         A = np.broadcast_to(self._A, (*np.shape(self._A)[:-1], self.dim))[..., None, :]
         P = sqrt(self.scale) * np.swapaxes(np.sqrt(1 - 4 * A) * self.projection, -1, -2)

@@ -54,6 +54,16 @@ KERNEL __launch_bounds__(THREADS)
     }
 }
 
+// Logits of maps of coordinates: u = log f(x), f = elu + 1 (map 1) or relu (map 2).
+KERNEL __launch_bounds__(THREADS)
+    log_activations(const float* __restrict__ x, i64 total, int map, float* __restrict__ u) {
+    const i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    if (i < total) {
+        const float here = x[i], relu = isnan(here) ? here : logf(fmaxf(here, 0.0f));
+        u[i] = map == 2 ? relu : here < 0.0f ? here : log1pf(here);
+    }
+}
+
 // Weights of keys. Blocks: x = head, y = 32 features, a lane each. `keep`, (heads, m), is what the
 // state before is to be multiplied by; `spec_heads` is 1 or the number of heads.
 KERNEL __launch_bounds__(THREADS)

@@ -609,15 +609,16 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 #define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
 #define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
 
-// States of segments of keys, each by itself: kvz (heads, segments, m, e + 1), shifts (.., m).
+// States of the first `needed` segments of keys, each by itself: kvz (heads, segments, m, e + 1),
+// shifts (heads, segments, m). Blocks: x = head * needed + segment.
 KERNEL __launch_bounds__(THREADS, 1)
     segment_states(const u16* __restrict__ keys, VIEW(key), const u16* __restrict__ values, VIEW(value),
                    const unsigned char* __restrict__ mask, VIEW(mask), const u16* __restrict__ projection,
                    const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2, i64 n1, i64 n2,
-                   i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features,
-                   float curvature, float* __restrict__ kvz, float* __restrict__ shifts) {
+                   i64 length, i64 segment_length, int segments, int needed, int head_dim, int value_dim,
+                   int features, float curvature, float* __restrict__ kvz, float* __restrict__ shifts) {
     const Shared s = share(true, false);
-    const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
+    const i64 head = blockIdx.x / needed, segment = blockIdx.x % needed;
     const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
     const i64 spec = OFFSET(spec);
     keys += OFFSET(key);
@@ -643,12 +644,13 @@ KERNEL __launch_bounds__(THREADS, 1)
         add_keys<false>(state, s, here_keys, here_values);
         block_sync();
     }
-    store_state(state, kvz + blockIdx.x * static_cast<i64>(features) * (value_dim + 1),
-                shifts + blockIdx.x * static_cast<i64>(features), features, value_dim, first_value);
+    const i64 mine = (head * segments + segment) * features;
+    store_state(state, kvz + mine * (value_dim + 1), shifts + mine, features, value_dim, first_value);
 }
 
 // Merge the states of segments, in order, behind an initial one (strides in states; null: none):
-// kvz becomes, for each segment, the state before it, `before` its shifts; `after` the last state.
+// kvz becomes, for each segment, the state before it, `before` its shifts; `after` the last state, or
+// null, and the last segment is not looked at.
 KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restrict__ before,
                    const float* __restrict__ initial, const float* __restrict__ initial_shift, i64 initial_0,
                    i64 initial_1, i64 initial_2, i64 n1, i64 n2, int segments, int features, int columns,
@@ -668,7 +670,8 @@ KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restri
     for (int segment = 0; segment < segments; ++segment) {
         const i64 r = (head * segments + segment) * features + feature;
         float* here = kvz + r * columns + column;
-        const float own = shifts[r], value = *here;
+        const bool used = after != nullptr || segment + 1 < segments;
+        const float own = used ? shifts[r] : -INFINITE, value = used ? *here : 0.0f;
         *here = sum;
         if (column == 0) {
             before[r] = c;
@@ -676,6 +679,9 @@ KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restri
         const float top = fmaxf(c, own), shift = finite_shift(top);
         sum = sum * expf(c - shift) + value * expf(own - shift);
         c = top;
+    }
+    if (after == nullptr) {
+        return;
     }
     const i64 r = head * features + feature;
     after[r * columns + column] = sum;
@@ -732,14 +738,16 @@ KERNEL __launch_bounds__(THREADS, 1)
 
 // Causal rows of segments, from the states before them. `flags`, (heads, segments), becomes 1 where a
 // row may have been spoilt by the scale that its chunk shares; such segments are to be done again.
+// `after`: the state of each state head after the last key.
 KERNEL __launch_bounds__(THREADS, 1)
     causal_rows(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
                 const u16* __restrict__ values, VIEW(value), const unsigned char* __restrict__ mask, VIEW(mask),
                 const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
                 i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0,
                 i64 state_1, i64 state_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments,
-                int head_dim, int value_dim, int features, float query_curvature, float key_curvature,
-                u16* __restrict__ output, float* __restrict__ norms, int* __restrict__ flags) {
+                int head_dim, int value_dim, int features, float curvature, u16* __restrict__ output,
+                float* __restrict__ norms, float* __restrict__ after, float* __restrict__ after_shift,
+                int* __restrict__ flags) {
     const Shared s = share(true, true);
     __shared__ int first_seen;  // of a chunk: rows before it see no key
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
@@ -779,7 +787,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         start_tile<C, D>(s.queries + turn * C * DS, queries, query_row, first + C, end, head_dim, nullptr, 0);
         start_tile<C, D>(s.keys + turn * C * DS, keys, key_row, first + C, end, head_dim, mask, mask_row);
         start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
-        prepare_keys(s, here_keys, here_values, key_curvature, first, end, mask, mask_row);
+        prepare_keys(s, here_keys, here_values, curvature, first, end, mask, mask_row);
         block_sync();
         add_keys<true>(state, s, here_keys, here_values);
         if (threadIdx.x == 0) {
@@ -799,7 +807,7 @@ KERNEL __launch_bounds__(THREADS, 1)
             }
             if (part == 0) {
                 bool bad = write_strip(read, here_queries, strip, output, norms, first, end, value_dim,
-                                       first_value, query_curvature, TINY_OVER_EPS * terms, first_seen);
+                                       first_value, curvature, TINY_OVER_EPS * terms, first_seen);
                 spoilt = spoilt || bad;
             }
         }
@@ -808,5 +816,9 @@ KERNEL __launch_bounds__(THREADS, 1)
     }
     if (spoilt) {
         flags[blockIdx.x] = 1;
+    }
+    if (segment + 1 == segments) {  // heads that share a state write the same
+        const i64 last = OFFSET(state) * features;
+        store_state(state, after + last * (value_dim + 1), after_shift + last, features, value_dim, first_value);
     }
 }

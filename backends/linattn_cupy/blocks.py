@@ -1,0 +1,228 @@
+"""Blocks in float32: matrix products of all heads at once, and one kernel between two of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from linattn.typing import Array, Exponential, Partial, Spec, State, Tokens
+from linattn_cupy import device
+from linattn_cupy.layout import heads_of, strides, unit_strides
+from linattn_cupy.parameters import (
+    FAMILIES,
+    Parameters,
+    columns_of,
+    family_of,
+    parameters_of,
+)
+from linattn_cupy.products import multiply
+from linattn_cupy.steps import MOST_VALUES, Rows, redo
+
+__all__ = ["read_block", "reduce_block", "scan_block"]
+
+WARPS = 8
+THREADS = 32 * WARPS
+
+
+def _lead_of(spec: Spec, *arrays: Array) -> tuple[int, ...] | None:
+    """Leading axes of a block that is worked on here; None for any other."""
+    if family_of(spec) is None or any(str(a.dtype) != "float32" for a in arrays):
+        return None
+    own = tuple(spec.P.shape[:-2]) if isinstance(spec, Exponential) else ()
+    lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), own)
+    # Parameters of a head each, or of all.
+    return lead if own in ((), lead) and 0 not in lead else None
+
+
+def _flat(array: Array, lead: tuple[int, ...]) -> Array:
+    """Lay out an array as contiguous (heads, n, x), each head its own."""
+    shape = tuple(array.shape[-2:])
+    if tuple(array.shape[:-2]) != lead:
+        array = device.broadcast(array, (*lead, *shape))
+    return device.contiguous(array).reshape(math.prod(lead), *shape)
+
+
+def _launch(function: str, grid: tuple[int, int], args: list[Any]) -> None:
+    device.launch("features.cu", function, {"WARPS": WARPS}, (*grid, 1), (THREADS, 1, 1), 0, args)
+
+
+class _Side:
+    """Tokens of one side of a block: logits u (heads, n, m), and the log of each row."""
+
+    def __init__(self, spec: Spec, tokens: Tokens, lead: tuple[int, ...]) -> None:
+        family = family_of(spec)
+        assert family is not None
+        self.family = family
+        self.x = _flat(tokens.x, lead)
+        heads, n, d = self.x.shape
+        m = columns_of(spec, d)
+        self.map: Parameters = parameters_of(spec, self.x, d, m)
+        self.weights = None
+        if tokens.log_weight is not None:
+            self.weights = _flat(tokens.log_weight, lead)
+        self.terms = device.empty((heads, n), "float32")
+        rows = heads * n
+        args = [self.x, self.weights, np.int64(rows), np.int32(d), np.float32(self.map.curvature)]
+        _launch("row_terms", (-(-rows // WARPS), 1), [*args, self.terms])
+        self.u = device.empty((heads, n, m), "float32")
+        if self.map.projection is None:
+            total = rows * d
+            args = [self.x, np.int64(total), np.int32(FAMILIES[family]), self.u]
+            _launch("log_activations", (-(-total // THREADS), 1), args)
+        else:
+            multiply(self.x, self.map.projection, self.u, transpose_b=True)
+
+    @property
+    def spec_args(self) -> list[Any]:
+        return [self.terms, self.map.col, np.int64(self.map.col.shape[0])]
+
+
+def _weigh_keys(side: _Side, log_scale: Array) -> tuple[Array, Array]:
+    """Put keys on the scale of the state after them: that scale, and what the old state keeps."""
+    heads, n, m = side.u.shape
+    shifts, keep = (device.empty((heads, m), "float32") for _ in range(2))
+    args = [side.u, *side.spec_args, log_scale, np.int32(n), np.int32(m), shifts, keep]
+    _launch("key_weights", (heads, -(-m // 32)), args)
+    return shifts, keep
+
+
+def _weigh_queries(side: _Side, log_scale: Array) -> Array:
+    """Put queries on the scale of a state, the largest of each row at 1: the log of the rows."""
+    heads, n, m = side.u.shape
+    norms = device.empty((heads, n, 1), "float32")
+    rows = heads * n
+    args = [side.u, *side.spec_args, log_scale, np.int64(rows), np.int32(n), np.int32(m), norms]
+    _launch("query_weights", (-(-rows // WARPS), 1), args)
+    return norms
+
+
+def _rescaled(kvz: Array, keep: Array) -> Array:
+    after = device.empty(kvz.shape, "float32")
+    total = math.prod(kvz.shape)
+    args = [kvz, keep, np.int64(total), np.int32(kvz.shape[-1]), after]
+    _launch("rescale", (-(-total // THREADS), 1), args)
+    return after
+
+
+def _state_arrays(state: State, lead: tuple[int, ...]) -> tuple[Array, Array]:
+    kvz = _flat(state.kvz, lead)
+    return kvz, _flat(state.log_scale[..., None], lead)[..., 0]
+
+
+def _new_state(kvz: Array, shifts: Array, lead: tuple[int, ...], length: int) -> State:
+    return State(kvz.reshape(*lead, *kvz.shape[1:]), shifts.reshape(*lead, -1), length)
+
+
+@device.or_generic
+def reduce_block(key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> Any:
+    """Add a block of keys to the state; NotImplemented where there is no kernel for it."""
+    lead = _lead_of(key_spec, tokens.x, v1, state.kvz)
+    if lead is None:
+        return NotImplemented
+    with device.on_device(v1):
+        kvz, log_scale = _state_arrays(state, lead)
+        side = _Side(key_spec, tokens, lead)
+        shifts, keep = _weigh_keys(side, log_scale)
+        after = _rescaled(kvz, keep)
+        multiply(side.u, _flat(v1, lead), after, transpose_a=True, add=True)
+        return _new_state(after, shifts, lead, state.length + v1.shape[-2])
+
+
+@device.or_generic
+def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
+    """Read the state with a block of queries, or NotImplemented."""
+    lead = _lead_of(query_spec, tokens.x, state.kvz)
+    if lead is None:
+        return NotImplemented
+    with device.on_device(state.kvz):
+        kvz, log_scale = _state_arrays(state, lead)
+        side = _Side(query_spec, tokens, lead)
+        norms = _weigh_queries(side, log_scale)
+        nd = device.empty((*side.u.shape[:2], kvz.shape[-1]), "float32")
+        multiply(side.u, kvz, nd)
+        return _partial(nd, norms, lead, sound=False)
+
+
+def _partial(nd: Array, norms: Array, lead: tuple[int, ...], *, sound: bool) -> Partial:
+    return Partial(nd.reshape(*lead, *nd.shape[1:]), norms.reshape(*lead, -1, 1), sound)
+
+
+def _redo(
+    queries: _Side,
+    keys: _Side,
+    v1: Array,
+    state: tuple[Array, Array],
+    flags: Array,
+    nd: Array,
+    norms: Array,
+) -> None:
+    count, n, columns = v1.shape
+    heads = heads_of((count,))
+    assert heads is not None
+    tokens: list[Any] = []
+    for array in (queries.x, keys.x, v1):
+        tokens += [array, *strides(heads, array)]
+    nothing = [None, *[np.int64(0)] * 4]
+    weights = nothing
+    if keys.weights is not None:
+        weights = [keys.weights, *strides(heads, keys.weights)]
+    m = keys.u.shape[-1]
+    rows = Rows(
+        [*tokens, *nothing, *weights],
+        [*state, *unit_strides(heads, (count,))],
+        (device.empty((count, m, columns), "float32"), device.empty((count, m), "float32")),
+        (None, nd, norms),
+    )
+    dims = (int(queries.x.shape[-1]), m, columns)
+    flat = keys.map._replace(lead=tuple(keys.map.col.shape[:1]))
+    redo(keys.family, flat, heads, flags, (n, n, 1), dims, rows)
+
+
+@device.or_generic
+def scan_block(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Array,
+    state: State,
+    want_log: bool,
+) -> Any:
+    """Causal attention of a block, or NotImplemented; rows that are not sound are done again here.
+
+    Whether any are is found and acted on by the device: nothing is looked at from the host.
+    """
+    lead = _lead_of(query_spec, query.x, key.x, v1, state.kvz)
+    shapes = (key.x.shape[:-2], v1.shape[:-2], state.kvz.shape[:-2])
+    if lead is None or key_spec is not query_spec or v1.shape[-1] > MOST_VALUES:
+        return NotImplemented
+    if np.broadcast_shapes(*shapes) != lead:
+        return NotImplemented  # queries share a state
+    with device.on_device(v1):
+        kvz, log_scale = _state_arrays(state, lead)
+        v1 = _flat(v1, lead)
+        queries, keys = _Side(query_spec, query, lead), _Side(key_spec, key, lead)
+        shifts, keep = _weigh_keys(keys, log_scale)
+        norms = _weigh_queries(queries, shifts)
+        after = _rescaled(kvz, keep)
+        heads, n, m = keys.u.shape
+        columns = v1.shape[-1]
+
+        scores = device.empty((heads, n, n), "float32")
+        multiply(queries.u, keys.u, scores, transpose_b=True)
+        total = heads * n * n
+        _launch("triangle", (-(-total // THREADS), 1), [scores, np.int64(total), np.int32(n)])
+        nd = device.empty((heads, n, columns), "float32")
+        multiply(scores, v1, nd)
+        multiply(queries.u, after, nd, add=True)
+        multiply(keys.u, v1, after, transpose_a=True, add=True)
+
+        flags = device.empty((heads,), "int32")
+        sizes = [np.int32(x) for x in (n, m, columns)]
+        args = [nd, keys.weights, kvz, log_scale, np.int64(state.length + n), *sizes, flags]
+        _launch("check_rows", (heads, 1), args)
+        _redo(queries, keys, v1, (kvz, log_scale), flags, nd, norms)
+        part = _partial(nd, norms, lead, sound=True)
+        return part, _new_state(after, shifts, lead, state.length + n)

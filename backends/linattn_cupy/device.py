@@ -1,0 +1,186 @@
+"""What the backend asks of CuPy: memory, kernels and their launch.
+
+Kernels are compiled when they are first used, for the device at hand, and kept by CuPy on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from linattn.typing import Array
+
+__all__ = [
+    "KERNELS",
+    "address",
+    "broadcast",
+    "compile_options",
+    "contiguous",
+    "empty",
+    "full",
+    "launch",
+    "on_device",
+    "or_generic",
+    "processors",
+    "shared_bytes",
+]
+
+KERNELS = Path(__file__).with_name("kernels")
+OLDEST = 80
+"""Compute capability, times 10, that the kernels need."""
+
+Options = Mapping[str, int]
+Grid = tuple[int, int, int]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class KernelUnavailableError(Exception):
+    """A kernel cannot run here; the generic code can."""
+
+
+def compile_options(options: Options) -> tuple[str, ...]:
+    """Options of the compiler for one variant of a source file."""
+    defined = tuple(f"-D{name}={value}" for name, value in sorted(options.items()))
+    return ("-std=c++17", f"-I{KERNELS}", *defined)
+
+
+@lru_cache(maxsize=512)
+def _kernel(source: str, function: str, options: tuple[str, ...], shared: int, device: int) -> Any:
+    import cupy
+
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    if capability < OLDEST:
+        message = f"compute capability {capability / 10} is below {OLDEST / 10}"
+        raise KernelUnavailableError(message)
+    code = (KERNELS / source).read_text(encoding="utf-8")
+    try:
+        kernel = cupy.RawModule(code=code, options=options).get_function(function)
+        if shared > 48 * 1024:
+            kernel.max_dynamic_shared_size_bytes = shared
+    except Exception as error:  # compilers, drivers and devices each have errors of their own
+        message = f"{source} does not build here: {error}"
+        raise KernelUnavailableError(message) from error
+    return kernel
+
+
+_pid: list[int] = []
+
+
+def launch(
+    source: str,
+    function: str,
+    options: Options,
+    grid: Grid,
+    block: Grid,
+    shared: int,
+    args: Sequence[Any],
+) -> None:
+    """Launch a kernel on the current device and stream; None is a null pointer.
+
+    Raises
+    ------
+    KernelUnavailableError
+        It cannot be built for this device.
+    RuntimeError
+        This process was forked from one that has used the GPU.
+    """
+    import cupy
+
+    if not _pid:
+        _pid.append(os.getpid())
+    if _pid[0] != os.getpid():
+        message = (
+            "CUDA cannot be used in a process that was forked from one that has used it; start "
+            "processes with multiprocessing.get_context('spawn'), or fork before the first call"
+        )
+        raise RuntimeError(message)
+    device = cupy.cuda.runtime.getDevice()
+    kernel = _kernel(source, function, compile_options(options), shared, device)
+    pointers = tuple(0 if arg is None else arg for arg in args)
+    kernel(grid, block, pointers, shared_mem=shared)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return memory of the current device, with whatever was there."""
+    import cupy
+
+    return cupy.empty(shape, dtype=dtype)
+
+
+def full(shape: tuple[int, ...], value: float, dtype: Any) -> Array:
+    """Return a new array of one value on the current device."""
+    import cupy
+
+    return cupy.full(shape, value, dtype=dtype)
+
+
+def address(array: Array) -> int:
+    """Return where an array's first element lies."""
+    return int(array.data.ptr)
+
+
+def contiguous(array: Array) -> Array:
+    """Return the array, or a copy of it in C order."""
+    import cupy
+
+    return cupy.ascontiguousarray(array)
+
+
+def broadcast(array: Array, shape: tuple[int, ...]) -> Array:
+    """Return a view of an array in a larger shape."""
+    import cupy
+
+    return cupy.broadcast_to(array, shape)
+
+
+def processors() -> int:
+    """Count the multiprocessors of the current device."""
+    import cupy
+
+    return _attribute("MultiProcessorCount", cupy.cuda.runtime.getDevice())
+
+
+def shared_bytes() -> int:
+    """Return how much shared memory a block may have on the current device."""
+    import cupy
+
+    return _attribute("MaxSharedMemoryPerBlockOptin", cupy.cuda.runtime.getDevice())
+
+
+@lru_cache(maxsize=64)
+def _attribute(name: str, device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes[name])
+
+
+def on_device(array: Array) -> Any:
+    """Make an array's device the current one, inside a ``with`` block."""
+    return array.device
+
+
+def or_generic(function: _F) -> _F:
+    """Leave a call to the generic code, with one warning, where a kernel cannot be built."""
+
+    @wraps(function)
+    def with_fallback(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except KernelUnavailableError as error:
+            _warn_once(str(error))
+            return NotImplemented
+
+    return with_fallback  # type: ignore[return-value]
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    message = (
+        f"linattn's CUDA kernels are not used here: {reason}. Results are the same, slower; "
+        f"linattn.without_backends() silences this"
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

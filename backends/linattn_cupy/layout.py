@@ -1,0 +1,65 @@
+"""Where the heads of an array are: strides over at most three leading axes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from linattn.typing import Array
+
+__all__ = ["Heads", "heads_of", "strides", "unit_strides"]
+
+AXES = 3
+
+
+class Heads(NamedTuple):
+    """Leading axes, without those of size 1, filled up with ones to three."""
+
+    sizes: tuple[int, int, int]
+    axes: tuple[int, ...]
+    lead: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """How many heads."""
+        return self.sizes[0] * self.sizes[1] * self.sizes[2]
+
+    @property
+    def args(self) -> tuple[np.int64, np.int64]:
+        """Sizes as the kernels take them: the first is not needed."""
+        return np.int64(self.sizes[1]), np.int64(self.sizes[2])
+
+
+def heads_of(lead: tuple[int, ...]) -> Heads | None:
+    """Heads of leading axes; None where more than three of them are larger than 1."""
+    axes = tuple(i for i, size in enumerate(lead) if size != 1)
+    if len(axes) > AXES:
+        return None
+    sizes = (1,) * (AXES - len(axes)) + tuple(lead[i] for i in axes)
+    return Heads((sizes[0], sizes[1], sizes[2]), axes, lead)
+
+
+def _spread(heads: Heads, shape: tuple[int, ...], steps: tuple[int, ...]) -> list[np.int64]:
+    """Return steps along the heads' axes, 0 where an array has one element only, or no axis."""
+    missing = len(heads.lead) - len(shape)
+    found = [np.int64(0)] * (AXES - len(heads.axes))
+    for axis in heads.axes:
+        own = axis - missing
+        found.append(np.int64(steps[own] if own >= 0 and shape[own] != 1 else 0))
+    return found
+
+
+def strides(heads: Heads, array: Array, *, rows: bool = True) -> list[np.int64]:
+    """Strides of an array ``(..., n, x)`` in elements: three of the heads, and that of a row."""
+    shape, size = tuple(array.shape[:-2]), array.dtype.itemsize
+    found = _spread(heads, shape, tuple(step // size for step in array.strides[:-2]))
+    return [*found, np.int64(array.strides[-2] // size)] if rows else found
+
+
+def unit_strides(heads: Heads, lead: tuple[int, ...]) -> list[np.int64]:
+    """Strides of a contiguous array with these leading axes, in its units of a head."""
+    steps = [1] * len(lead)
+    for i in range(len(lead) - 1, 0, -1):
+        steps[i - 1] = steps[i] * lead[i]
+    return _spread(heads, lead, tuple(steps))

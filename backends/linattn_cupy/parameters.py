@@ -1,0 +1,93 @@
+"""Feature maps as the kernels know them: a family, a projection, offsets and a curvature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from linattn.typing import Array, Exponential, Pointwise
+from linattn_cupy import device
+
+__all__ = ["FAMILIES", "Parameters", "columns_of", "family_of", "parameters_of"]
+
+FAMILIES = {"exponential": 0, "elu_plus_one": 1, "relu": 2}
+"""Option MAP of the kernels."""
+
+
+class Parameters(NamedTuple):
+    """One side of a map on the device.
+
+    Attributes
+    ----------
+    projection : Array or None
+        omega, (spec heads, m, d), rows of columns; None for maps of coordinates.
+    col : Array
+        (spec heads, m), float32: log of the factor of each column; -inf for padding.
+    curvature : float
+        ``log phi = x omega - curvature |x|^2 / 2 + col``.
+    lead : tuple of int
+        Leading axes of the map's parameters.
+    """
+
+    projection: Array
+    col: Array
+    curvature: float
+    lead: tuple[int, ...]
+
+
+def family_of(spec: Any) -> str | None:
+    """Name of the family of a spec, None for one that the kernels do not know."""
+    if isinstance(spec, Exponential):
+        return "exponential" if isinstance(spec.Q, float) else None
+    plain = (
+        isinstance(spec, Pointwise)
+        and spec.f.name in FAMILIES
+        and isinstance(spec.P, float)
+        and spec.P == 1.0
+        and spec.bias is None
+        and spec.quad is None
+        and spec.offset == 0.0
+        and isinstance(spec.factor, float)
+        and spec.factor > 0.0
+    )
+    return spec.f.name if plain else None
+
+
+def columns_of(spec: Any, dim: int) -> int:
+    """Columns of a spec of a known family."""
+    return int(spec.col.shape[-1]) if isinstance(spec, Exponential) else dim
+
+
+_made: WeakKeyDictionary[Any, dict[Any, Parameters]] = WeakKeyDictionary()
+
+
+def parameters_of(spec: Any, like: Array, dim: int, columns: int) -> Parameters:
+    """Parameters in the dtype of an array, padded to ``dim`` and ``columns``; kept with the spec.
+
+    Specs of one map belong to one device and stream, and so do these.
+    """
+    kept = _made.setdefault(spec, {})
+    where = (str(like.dtype), dim, columns)
+    if where not in kept:
+        kept[where] = _make(spec, like, dim, columns)
+    return kept[where]
+
+
+def _make(spec: Any, like: Array, dim: int, columns: int) -> Parameters:
+    if isinstance(spec, Pointwise):
+        col = device.full((1, columns), -math.inf, "float32")
+        col[:, : min(like.shape[-1], columns)] = math.log(spec.factor)
+        return Parameters(None, col, 0.0, ())
+    lead = tuple(spec.P.shape[:-2]) if spec.P.ndim > spec.col.ndim else tuple(spec.col.shape[:-1])
+    heads = math.prod(lead)
+    d, r = spec.P.shape[-2:]
+    m = spec.col.shape[-1]
+    projection = device.full((heads, columns, dim), 0.0, "float32")
+    rows = projection.reshape(*lead, columns, dim)
+    rows[..., :r, :d] = spec.P.swapaxes(-1, -2)
+    if spec.paired:
+        rows[..., r:m, :d] = -rows[..., :r, :d]
+    col = device.full((heads, columns), -math.inf, "float32")
+    col.reshape(*lead, columns)[..., :m] = spec.col
+    return Parameters(projection.astype(like.dtype), col, float(spec.Q), lead)

@@ -1,0 +1,103 @@
+"""Matrix products of many heads at once, float32: the one place that calls cuBLAS.
+
+``cupy.matmul`` copies a transposed operand of three axes and does not know TF32, so that the
+strided batched product of cuBLAS is called where CuPy has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from linattn.typing import Array
+
+__all__ = ["multiply", "tf32"]
+
+MOST_HEADS = 65535
+"""Products a call: grids of some cuBLAS kernels end there."""
+
+_tf32: ContextVar[bool] = ContextVar("linattn_cupy_tf32", default=False)
+_one, _zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Let products round their operands to TF32, 10 bits behind the point, inside."""
+    token = _tf32.set(True)
+    try:
+        yield
+    finally:
+        _tf32.reset(token)
+
+
+@cache
+def _cublas() -> Any:
+    """Return the cuBLAS of CuPy, None where it has no strided batched product."""
+    try:
+        from cupy_backends.cuda.libs import cublas
+    except ImportError:
+        return None
+    return cublas if hasattr(cublas, "gemmStridedBatchedEx") else None
+
+
+def multiply(
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
+) -> None:
+    """``out = a b``, or ``out += a b``: contiguous float32, (heads, n, k), (heads, k, m).
+
+    Either operand may be given transposed, and have one head for all.
+    """
+    cublas = _cublas()
+    if cublas is None:
+        _multiply_by_cupy(a, b, out, transpose_a, transpose_b, add)
+        return
+    import cupy
+
+    heads, n, m = out.shape
+    k = a.shape[-2] if transpose_a else a.shape[-1]
+    kind = cupy.cuda.runtime.CUDA_R_32F
+    compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if _tf32.get() else cublas.CUBLAS_COMPUTE_32F
+    handle = cupy.cuda.device.get_cublas_handle()
+    # cuBLAS counts columns first, so that it sees all arrays transposed: out^T = b^T a^T.
+    for first in range(0, heads, MOST_HEADS):
+        count = min(MOST_HEADS, heads - first)
+        sides: list[int] = []
+        for array, columns in ((b, b.shape[-1]), (a, a.shape[-1]), (out, m)):
+            step = 0 if array.shape[0] == 1 else array.shape[-2] * array.shape[-1]
+            start = array.data.ptr + first * step * array.dtype.itemsize
+            sides += [start, kind, columns, step]
+        cublas.gemmStridedBatchedEx(
+            handle,
+            cublas.CUBLAS_OP_T if transpose_b else cublas.CUBLAS_OP_N,
+            cublas.CUBLAS_OP_T if transpose_a else cublas.CUBLAS_OP_N,
+            *(m, n, k),
+            _one.ctypes.data,
+            *sides[:8],
+            (_one if add else _zero).ctypes.data,
+            *sides[8:],
+            count,
+            compute,
+            cublas.CUBLAS_GEMM_DEFAULT,
+        )
+
+
+def _multiply_by_cupy(
+    a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, add: bool
+) -> None:
+    a = a.swapaxes(-1, -2) if transpose_a else a
+    b = b.swapaxes(-1, -2) if transpose_b else b
+    if add:
+        out += a @ b
+    else:
+        out[...] = a @ b

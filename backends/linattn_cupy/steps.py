@@ -1,0 +1,236 @@
+"""One token after the other: decoding, and rows done again without a shared scale."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from linattn.typing import Array, Problem, State
+from linattn_cupy import device
+from linattn_cupy.layout import Heads, heads_of, strides, unit_strides
+from linattn_cupy.parameters import FAMILIES, Parameters, columns_of, family_of, parameters_of
+
+__all__ = ["MOST_VALUES", "Rows", "decode", "exact_map", "redo", "stepper"]
+
+WARPS = 8
+WARP = 32
+INPUTS = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Option INPUT of the kernels."""
+
+MOST_VALUES = 511
+"""Largest value dim of a step done here: a lane keeps its columns in registers."""
+
+
+def _options(family: str, inputs: str, columns: int) -> dict[str, int]:
+    return {
+        "INPUT": INPUTS[inputs],
+        "MAP": FAMILIES[family],
+        "WARPS": WARPS,
+        "COLUMNS": -(-columns // WARP),
+    }
+
+
+def _shared(d: int, m: int, columns: int) -> int:
+    """Bytes of shared memory, as ``share`` in steps.cu lays it out."""
+    return 4 * (2 * d + columns + 3 * m + WARPS * columns + WARPS)
+
+
+def _launch(
+    function: str,
+    family: str,
+    inputs: str,
+    blocks: int,
+    dims: tuple[int, int, int],
+    args: list[Any],
+) -> None:
+    options = _options(family, inputs, dims[2])
+    grid, block = (blocks, 1, 1), (WARP * WARPS, 1, 1)
+    device.launch("steps.cu", function, options, grid, block, _shared(*dims), args)
+
+
+def exact_map(spec: Any, dim: int, columns: int) -> tuple[str, Parameters]:
+    """Family and float32 parameters of a spec that is known to have them."""
+    family = family_of(spec)
+    assert family is not None
+    like = device.empty((0, dim), "float32")
+    return family, parameters_of(spec, like, dim, columns)
+
+
+def _map_args(heads: Heads, parameters: Parameters) -> list[Any]:
+    return [parameters.projection, parameters.col, *unit_strides(heads, parameters.lead)]
+
+
+class Rows(NamedTuple):
+    """Causal rows that may have to be done again.
+
+    Attributes
+    ----------
+    tokens : list
+        Arguments of the kernel: query, key, value and mask with four strides each, then log weights
+        with theirs.
+    states : list
+        States before the segments, their shifts and three strides.
+    room : tuple of Array
+        Memory for a state a segment of each head, and its shifts.
+    out : tuple of Array or None
+        Output, or numerators and denominators, and norms.
+    """
+
+    tokens: list[Any]
+    states: list[Any]
+    room: tuple[Array, Array]
+    out: tuple[Array | None, Array | None, Array | None]
+
+
+def redo(
+    family: str,
+    parameters: Parameters,
+    heads: Heads,
+    flags: Array,
+    cut: tuple[int, int, int],
+    dims: tuple[int, int, int],
+    rows: Rows,
+) -> None:
+    """Do the rows of flagged segments again, exactly; the others cost a look at their flag.
+
+    ``cut``: tokens, tokens a segment, segments; ``dims``: d, m, columns; ``parameters`` in float32,
+    not padded.
+    """
+    length, segment_length, segments = cut
+    args = [
+        flags,
+        *rows.tokens,
+        *_map_args(heads, parameters),
+        *rows.states,
+        *heads.args,
+        np.int64(length),
+        np.int64(segment_length),
+        np.int32(segments),
+        *(np.int32(x) for x in dims),
+        *[np.float32(parameters.curvature)] * 2,
+        *rows.room,
+        *rows.out,
+    ]
+    _launch("redo_rows", family, str(rows.tokens[0].dtype), heads.total * segments, dims, args)
+
+
+def _knows(problem: Problem) -> bool:
+    """Whether a step of this problem is done here."""
+    return (
+        family_of(problem.query_spec) is not None
+        and problem.key_spec is problem.query_spec
+        and str(problem.query.dtype) in INPUTS
+        and str(np.dtype(problem.dtype)) == "float32"
+        and problem.query_change is None
+        and problem.key_change is None
+        and not problem.want_log
+        and problem.value.shape[-1] <= MOST_VALUES
+        and columns_of(problem.query_spec, problem.query.shape[-1]) == problem.num_features
+        and problem.lead == problem.state_lead
+        and 0 not in problem.lead
+    )
+
+
+class _Step:
+    """All that steps of tokens of one kind share."""
+
+    def __init__(self, problem: Problem, heads: Heads) -> None:
+        self._heads = heads
+        d, m = problem.query.shape[-1], problem.num_features
+        self._family, parameters = exact_map(problem.query_spec, d, m)
+        self._inputs = str(problem.query.dtype)
+        self._lead = problem.lead
+        self._dims = (d, m, problem.value.shape[-1] + 1)
+        self._map = _map_args(heads, parameters)
+        self._tail = [
+            *heads.args,
+            *(np.int32(x) for x in self._dims),
+            *[np.float32(parameters.curvature)] * 2,
+        ]
+
+    def run(self, tokens: tuple[Array, ...], state: State, after: tuple[Array, Array]) -> Array:
+        """Take a token, ``(..., 1, d)`` each; the state after it goes to ``after``."""
+        heads = self._heads
+        output = device.empty((*self._lead, self._dims[2] - 1), tokens[0].dtype)
+        args: list[Any] = []
+        for array in tokens:
+            rows = array if array.strides[-1] == array.dtype.itemsize else device.contiguous(array)
+            args += [rows, *strides(heads, rows, rows=False)]
+        lead = tuple(state.kvz.shape[:-2])
+        args += [
+            *self._map,
+            *(state.kvz, state.log_scale, *unit_strides(heads, lead)),
+            *self._tail,
+            *after,
+            output,
+        ]
+        _launch("decode", self._family, self._inputs, heads.total, self._dims, args)
+        return output
+
+    def room(self) -> tuple[Array, Array]:
+        """Memory for a state."""
+        _, m, columns = self._dims
+        return (
+            device.empty((*self._lead, m, columns), "float32"),
+            device.empty((*self._lead, m), "float32"),
+        )
+
+
+@device.or_generic
+def decode(problem: Problem) -> Any:
+    """One token: its output and a new state, in one kernel. Reads and writes the state once."""
+    heads = heads_of(problem.lead)
+    if heads is None or not _knows(problem):
+        return NotImplemented
+    assert problem.state is not None
+    with device.on_device(problem.query):
+        step = _Step(problem, heads)
+        before = problem.state
+        kvz, log_scale = (device.contiguous(a) for a in (before.kvz, before.log_scale))
+        after = step.room()
+        tokens = (problem.query, problem.key, problem.value)
+        output = step.run(tokens, State(kvz, log_scale, before.length), after)
+        return output, State(*after, before.length + 1)
+
+
+class Stepper:
+    """Decoding in place: the state never leaves its memory, and nothing is waited for."""
+
+    def __init__(self, step: _Step, problem: Problem, state: State) -> None:
+        self._step, self._device = step, device.on_device(problem.query)
+        self._kvz, self._log_scale = step.room()
+        self._kvz[...] = state.kvz
+        self._log_scale[...] = state.log_scale
+        self._length = state.length
+
+    @property
+    def state(self) -> State:
+        """The state after the last step, a copy."""
+        with self._device:
+            return State(self._kvz.copy(), self._log_scale.copy(), self._length)
+
+    def step(self, query: Array, key: Array, value: Array) -> Array | None:
+        """Take one token, ``(..., d)``; return its output ``(..., e)``, or None: not done here."""
+        output = self._take((query[..., None, :], key[..., None, :], value[..., None, :]))
+        if output is NotImplemented:
+            return None
+        self._length += 1
+        return output
+
+    @device.or_generic
+    def _take(self, tokens: tuple[Array, ...]) -> Any:
+        with self._device:
+            here = State(self._kvz, self._log_scale, self._length)
+            return self._step.run(tokens, here, (self._kvz, self._log_scale))
+
+
+@device.or_generic
+def stepper(problem: Problem, state: State) -> Any:
+    """Begin to decode in place, or NotImplemented."""
+    heads = heads_of(problem.lead)
+    if heads is None or not _knows(problem):
+        return NotImplemented
+    with device.on_device(problem.query):
+        step = Stepper(_Step(problem, heads), problem, state)
+    return step
