@@ -1,5 +1,7 @@
 """What the tests share: every array library (`xp`) and hypothesis strategies (`draws`).
 
+For CUDA kernels, without a GPU: `emulator` runs them, `nvrtc` and `compile_kernel` compile them.
+
 A test that takes `xp` runs once per array library. A test that draws its shapes takes
 `xp_any_shape` instead: NumPy with its backend and without, and array-api-strict; the others would
 compile or build a graph anew for each shape::
@@ -16,10 +18,16 @@ compile or build a graph anew for each shape::
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -317,3 +325,59 @@ class Draws:
 def draws() -> type[Draws]:
     """The strategies; a fixture because test files cannot import this one."""
     return Draws
+
+
+TESTS = Path(__file__).resolve().parent
+KERNELS = TESTS.parent / "backends" / "linattn_cupy" / "kernels"
+
+
+def _load(path: Path) -> ModuleType:
+    """Load a module that is no test; importlib mode puts none of them on the path."""
+    spec = importlib.util.spec_from_file_location(f"linattn_tests_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def emulation() -> ModuleType:
+    """The module `tests/emulator/launching.py`: EmulationError and the names of the orders."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++, which compiles kernels for the CPU, is not installed")
+    return _load(TESTS / "emulator" / "launching.py")
+
+
+@pytest.fixture(scope="session")
+def emulator_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the session, which the workers of xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated-kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def emulator(emulation: ModuleType, emulator_cache: Path) -> Any:
+    """An `Emulator` of the kernels of linattn_cupy; its `launch` runs them on NumPy arrays."""
+    return emulation.Emulator(emulator_cache, KERNELS)
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> ModuleType:
+    """The module `tests/nvrtc.py`: compile_kernel, Resources and CompilationError."""
+    module = _load(TESTS / "nvrtc.py")
+    try:
+        importlib.metadata.version(module.DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{module.DISTRIBUTION} (extra test-kernels) is not installed")
+    return module
+
+
+@pytest.fixture(scope="session")
+def compile_kernel(nvrtc: ModuleType) -> Callable[..., Any]:
+    """`compile_kernel(source_path, options, arch)`, with the headers of linattn_cupy."""
+    return partial(nvrtc.compile_kernel, include=KERNELS)
