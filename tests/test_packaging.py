@@ -24,6 +24,7 @@ EXTRAS = {
     "testing",
     "qmc",
     "test",
+    "test-kernels",
     "lint",
     "docs",
     "bench",
