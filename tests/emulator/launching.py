@@ -61,6 +61,8 @@ namespace {{
 }}
 EMULATED_KERNEL({function})
 """
+# A kernel's library, and in it the state of the launch, is one for all emulators.
+_LOCK = threading.Lock()
 ASCENDING, DESCENDING = 0, 1
 GUARD = 1 << 14
 # NaN of the signalling kind, which x += y changes. The second is of float64, whose upper half is a
@@ -229,7 +231,6 @@ class Emulator:
         self.orders: Sequence[int] = (ASCENDING, DESCENDING, 2)
         self._cache, self._kernels_folder = cache, kernels
         self._kernels: dict[tuple[str, str, tuple[str, ...]], _Kernel] = {}
-        self._lock = threading.Lock()
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return an array of NaN, or of bytes 0xff: what nobody has written yet."""
@@ -278,7 +279,7 @@ class Emulator:
         if not 0 <= shared <= MAX_SHARED:
             message = f"{function}: shared must be from 0 to {MAX_SHARED} bytes, got {shared}"
             raise EmulationError(message)
-        with self._lock:
+        with _LOCK:
             kernel = self._kernel(source, function, options)
             _check_types(function, kernel, args)
             self._run(kernel, function, grid, block, shared, args)
