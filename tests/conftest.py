@@ -1,6 +1,7 @@
 """What the tests share: every array library (`xp`) and hypothesis strategies (`draws`).
 
-For CUDA kernels, without a GPU: `emulator` runs them, `nvrtc` and `compile_kernel` compile them.
+For CUDA kernels, without a GPU: `emulator` runs them, `nvrtc` and `compile_kernel` compile them;
+`cupy_backend` is all of linattn_cupy on NumPy arrays.
 
 A test that takes `xp` runs once per array library. A test that draws its shapes takes
 `xp_any_shape` instead: NumPy with its backend and without, and array-api-strict; the others would
@@ -364,6 +365,14 @@ def emulator_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def emulator(emulation: ModuleType, emulator_cache: Path) -> Any:
     """An `Emulator` of the kernels of linattn_cupy; its `launch` runs them on NumPy arrays."""
     return emulation.Emulator(emulator_cache, KERNELS)
+
+
+@pytest.fixture
+def cupy_backend(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """linattn_cupy in the place of NumPy's backend: its kernels run by the emulator."""
+    device = _load(TESTS / "emulator" / "numpy_device.py").NumpyDevice(emulator)
+    device.install(monkeypatch)
+    return device
 
 
 @pytest.fixture(scope="session")

@@ -32,8 +32,7 @@ def _lead_of(spec: Spec, *arrays: Array) -> tuple[int, ...] | None:
         return None
     own = tuple(spec.P.shape[:-2]) if isinstance(spec, Exponential) else ()
     lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), own)
-    # Parameters of a head each, or of all.
-    return lead if own in ((), lead) and 0 not in lead else None
+    return None if 0 in lead else lead
 
 
 def _flat(array: Array, lead: tuple[int, ...]) -> Array:
@@ -48,6 +47,14 @@ def _launch(function: str, grid: tuple[int, int], args: list[Any]) -> None:
     device.launch("features.cu", function, {"WARPS": WARPS}, (*grid, 1), (THREADS, 1, 1), 0, args)
 
 
+def _spread(parameters: Parameters, lead: tuple[int, ...]) -> Parameters:
+    """Give each head its own parameters."""
+    projection, col, curvature, own = parameters
+    shape = (*own, *projection.shape[1:])
+    offsets = _flat(col.reshape(*own, 1, col.shape[-1]), lead)[:, 0]
+    return Parameters(_flat(projection.reshape(shape), lead), offsets, curvature, lead)
+
+
 class _Side:
     """Tokens of one side of a block: logits u (heads, n, m), and the log of each row."""
 
@@ -58,7 +65,9 @@ class _Side:
         self.x = _flat(tokens.x, lead)
         heads, n, d = self.x.shape
         m = columns_of(spec, d)
-        self.map: Parameters = parameters_of(spec, self.x, d, m)
+        self.map = parameters_of(spec, self.x, d, m)
+        if self.map.lead not in ((), lead):
+            self.map = _spread(self.map, lead)
         self.weights = None
         if tokens.log_weight is not None:
             self.weights = _flat(tokens.log_weight, lead)

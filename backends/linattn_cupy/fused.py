@@ -58,7 +58,7 @@ class _Variant(NamedTuple):
         if keys:
             size += 2 * chunk * (wide + tall)
         if queries:
-            size += 2 * chunk * wide + self.columns * tall
+            size += (1 if keys else 2) * chunk * wide + self.columns * tall
         if keys and queries:
             size += self.columns * (chunk + 8)
         return 2 * size + 4 * (3 * self.columns + chunk)

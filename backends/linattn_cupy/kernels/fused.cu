@@ -40,13 +40,13 @@ constexpr int PROJECTION_BYTES = MAP == 0 ? M * DS * 2 : 0;
 constexpr int KEY_BYTES = C * DS * 2;
 constexpr int VALUE_BYTES = C * ES * 2;
 
-// Where things lie in shared memory. Keys, values and queries are there twice: a chunk is worked on
-// while the next one comes.
+// Where things lie in shared memory. Keys and values are there twice: a chunk is worked on while the
+// next one comes; causal queries come while the keys of their chunk are added.
 struct Shared {
     u16* projection;  // (M, DS)
     u16* keys;        // 2 (C, DS)
     u16* values;      // 2 (C, ES)
-    u16* queries;     // 2 (C, DS)
+    u16* queries;     // (C, DS), twice without keys
     u16* phi;         // (M, CS): features of the chunk's keys
     u16* state;       // (M, ES): the state before the chunk, on the chunk's scale
     float* col;       // (M)
@@ -66,7 +66,7 @@ __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     s.values = reinterpret_cast<u16*>(p);
     p += has_keys ? 2 * VALUE_BYTES : 0;
     s.queries = reinterpret_cast<u16*>(p);
-    p += has_queries ? 2 * KEY_BYTES : 0;
+    p += has_queries ? (has_keys ? 1 : 2) * KEY_BYTES : 0;
     s.phi = reinterpret_cast<u16*>(p);
     p += has_keys && has_queries ? M * CS * 2 : 0;
     s.state = reinterpret_cast<u16*>(p);
@@ -773,18 +773,16 @@ KERNEL __launch_bounds__(THREADS, 1)
         terms += fabsf(kvz[static_cast<i64>(r) * (value_dim + 1) + value_dim]);
     }
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
-    start_tile<C, D>(s.queries, queries, query_row, begin, end, head_dim, nullptr, 0);
     start_tile<C, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
     start_tile<C, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
     bool spoilt = false;
     int turn = 0;
     for (i64 first = begin; first < end; first += C) {
-        const u16* here_queries = s.queries + turn * C * DS;
         u16 *here_keys = s.keys + turn * C * DS, *here_values = s.values + turn * C * ES;
         turn ^= 1;
         copies_done();
         block_sync();
-        start_tile<C, D>(s.queries + turn * C * DS, queries, query_row, first + C, end, head_dim, nullptr, 0);
+        start_tile<C, D>(s.queries, queries, query_row, first, end, head_dim, nullptr, 0);
         start_tile<C, D>(s.keys + turn * C * DS, keys, key_row, first + C, end, head_dim, mask, mask_row);
         start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
         prepare_keys(s, here_keys, here_values, curvature, first, end, mask, mask_row);
@@ -796,17 +794,18 @@ KERNEL __launch_bounds__(THREADS, 1)
                 ++first_seen;
             }
         }
+        copies_done();
         block_sync();
         terms += static_cast<float>(features) * C;
         for (int i = threadIdx.x / WARP; i < C / 16 * PARTS; i += WARPS) {
             const int strip = i % (C / 16), part = i / (C / 16);
             Read read;
-            read_strip<true>(read, s, here_queries, here_values, strip, M / PARTS * part, M / PARTS * (part + 1));
+            read_strip<true>(read, s, s.queries, here_values, strip, M / PARTS * part, M / PARTS * (part + 1));
             if (PARTS == 2) {
                 merge_halves(read, reinterpret_cast<float*>(s.phi));
             }
             if (part == 0) {
-                bool bad = write_strip(read, here_queries, strip, output, norms, first, end, value_dim,
+                bool bad = write_strip(read, s.queries, strip, output, norms, first, end, value_dim,
                                        first_value, curvature, TINY_OVER_EPS * terms, first_seen);
                 spoilt = spoilt || bad;
             }

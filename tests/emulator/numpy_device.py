@@ -1,0 +1,88 @@
+"""A stand-in for the GPU of linattn_cupy: NumPy arrays, kernels run by the emulator.
+
+All of the backend then runs as it is, but for the few functions that call CuPy and for the matrix
+products, which are NumPy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import linattn_cupy.blocks
+import linattn_cupy.device
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from linattn import _dispatch
+
+SHARED_BYTES = 227 * 1024
+
+
+class NumpyDevice:
+    """What linattn_cupy runs on while this is installed.
+
+    Attributes
+    ----------
+    launches : list of str
+        Names of the kernels that were launched, in order.
+    processors : int
+        How many multiprocessors the device says it has.
+    unavailable : str or None
+        A reason for which no kernel can be built, or None.
+    """
+
+    def __init__(self, emulator: Any) -> None:
+        self.launches: list[str] = []
+        self.processors = 4
+        self.shared_bytes = SHARED_BYTES
+        self.unavailable: str | None = None
+        self.emulator = emulator
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put it in the place of CuPy, and its backend in the place of NumPy's."""
+        double = {
+            "launch": self.launch,
+            "empty": self.emulator.empty,
+            "full": np.full,
+            "address": lambda array: array.ctypes.data,
+            "contiguous": np.ascontiguousarray,
+            "broadcast": np.broadcast_to,
+            "processors": lambda: self.processors,
+            "shared_bytes": lambda: self.shared_bytes,
+            "on_device": lambda array: nullcontext(),
+        }
+        for name, function in double.items():
+            monkeypatch.setattr(linattn_cupy.device, name, function)
+        monkeypatch.setattr(linattn_cupy.blocks, "multiply", multiply)
+        monkeypatch.setattr(_dispatch, "_entry_points", lambda: {"numpy": "linattn_cupy"})
+
+    def launch(self, source: str, function: str, *args: Any) -> None:
+        if self.unavailable is not None:
+            raise linattn_cupy.device.KernelUnavailableError(self.unavailable)
+        self.launches.append(function)
+        self.emulator.launch(source, function, *args)
+
+
+def multiply(
+    a: npt.NDArray[np.float32],
+    b: npt.NDArray[np.float32],
+    out: npt.NDArray[np.float32],
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
+) -> None:
+    """`linattn_cupy.products.multiply` on NumPy arrays, with what it asks of them checked."""
+    arrays: Sequence[npt.NDArray[np.float32]] = (a, b, out)
+    assert all(x.dtype == np.float32 and x.flags.c_contiguous and x.ndim == 3 for x in arrays)
+    a = a.swapaxes(-1, -2) if transpose_a else a
+    b = b.swapaxes(-1, -2) if transpose_b else b
+    product = np.matmul(a, b)
+    assert product.shape == out.shape
+    if add:
+        out += product
+    else:
+        out[...] = product

@@ -1,0 +1,636 @@
+"""The CuPy backend without a GPU: its own kernels, run on the CPU, against float64.
+
+Every launch runs in several orders of threads and blocks, which must agree in every bit; reads of
+what nobody wrote are NaN; see tests/emulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import linattn
+from linattn import _problem
+from linattn.feature_maps import (
+    ActivationFeatures,
+    CosformerFeatures,
+    DenseExponentialFeatures,
+    EluFeatures,
+    GeneralizedExponentialFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+)
+from linattn_cupy import device, fused, layout, products
+
+D = 16
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+MAPS: dict[str, Any] = {
+    "positive": PositiveFeatures(D, 40, rng=0),
+    "hyperbolic": HyperbolicFeatures(D, 40, rng=1),
+    "elu": EluFeatures(),
+    "relu": ReluFeatures(),
+    "per-head": PositiveFeatures.from_projection(
+        np.random.default_rng(7).standard_normal((3, 40, D))
+    ),
+}
+DENSE = DenseExponentialFeatures(
+    D, 40, A=-0.1 * np.ones(D), transform=np.diag(np.linspace(0.5, 1.5, D)), rng=0
+)
+TOLERANCE = {BF16: 1e-2, F16: 5e-3, F32: 1e-5}
+
+
+def inputs(
+    lead: tuple[int, ...] = (3,),
+    length: int = 150,
+    value_dim: int = 24,
+    dim: int = D,
+    keys: int | None = None,
+    seed: int = 0,
+) -> list[Any]:
+    """Queries, keys and values that bfloat16 and float16 hold exactly enough: float32 of those."""
+    rng = np.random.default_rng(seed)
+    keys = length if keys is None else keys
+    shapes = ((length, dim), (keys, dim), (keys, value_dim))
+    arrays = [rng.standard_normal((*lead, *shape)) for shape in shapes]
+    return [x.astype(BF16).astype(F16).astype(F32) for x in arrays]
+
+
+def exact(query, key, value, phi, **settings):
+    """The generic code in float64, which other tests hold to the quadratic oracles."""
+    state = settings.pop("initial_state", None)
+    if state is not None:
+        state = state._replace(
+            kvz=state.kvz.astype(float), log_scale=state.log_scale.astype(float)
+        )
+    with linattn.without_backends():
+        return linattn.linear_attention(
+            *(x.astype(np.float64) for x in (query, key, value)),
+            phi,
+            initial_state=state,
+            **settings,
+        )
+
+
+def solve(dtype, query, key, value, phi, **settings):
+    """The whole tier on arrays of a dtype that NumPy's own door may not let in."""
+    problem = _problem.linear_problem(query, key, value, phi, **settings)
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    return fused.attention(replace(problem, query=query, key=key, value=value))
+
+
+def error(first, second):
+    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    return np.linalg.norm(first - second) / np.linalg.norm(second)
+
+
+def content(state):
+    """What a state says, whatever its scale."""
+    return state.kvz.astype(np.float64) * np.exp(state.log_scale.astype(np.float64))[..., None]
+
+
+# Fused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MAPS)
+def test_fused_agrees_with_float64(cupy_backend, name, dtype, is_causal):
+    cupy_backend.processors = 50
+    phi = MAPS[name]
+    query, key, value = inputs()
+    settings = {"is_causal": is_causal, "want_log": True}
+    output, state, norm = solve(dtype, query, key, value, phi, **settings)
+    expected, after, log = exact(
+        query, key, value, phi, is_causal=is_causal, return_state=True, return_log_normalizer=True
+    )
+    assert output.dtype == dtype
+    assert (state.kvz.dtype, state.log_scale.dtype, norm.dtype) == (F32, F32, F32)
+    assert state.length == 150
+    assert error(output, expected) < TOLERANCE[dtype]
+    assert error(content(state), content(after)) < 2 * TOLERANCE[dtype]
+    assert np.abs(norm - log).max() < 0.05
+    kernels = ["causal_rows", "redo_rows"] if is_causal else ["read_states"]
+    assert cupy_backend.launches == ["segment_states", "scan_states", *kernels]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_shapes_of_real_models(cupy_backend, emulation, dim, is_causal):
+    cupy_backend.emulator.orders = [emulation.ASCENDING]
+    phi = PositiveFeatures(dim, 256, rng=0)
+    query, key, value = inputs((2,), 130, dim, dim)
+    output, *_ = solve(BF16, query, key, value, phi, is_causal=is_causal)
+    assert error(output, exact(query, key, value, phi, is_causal=is_causal)) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("processors", [1, 50])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_segments_agree(cupy_backend, is_causal, processors):
+    cupy_backend.processors = processors
+    phi = MAPS["positive"]
+    query, key, value = inputs((1,), 400)
+    output, state, _ = solve(BF16, query, key, value, phi, is_causal=is_causal)
+    expected, after = exact(query, key, value, phi, is_causal=is_causal, return_state=True)
+    assert error(output, expected) < TOLERANCE[BF16]
+    assert error(content(state), content(after)) < 2 * TOLERANCE[BF16]
+    # One segment has no states to merge.
+    assert ("segment_states" in cupy_backend.launches) is (processors == 50 or not is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_masked_keys_are_not_looked_at(cupy_backend, is_causal):
+    phi = MAPS["positive"]
+    query, key, value = inputs((2, 3))
+    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    mask[0, :, :100] = False  # rows that see no key, and a whole chunk of them
+    hidden = np.broadcast_to(mask[..., None], key.shape)
+    settings = {"is_causal": is_causal, "key_mask": mask}
+    expected = exact(query, key, value, phi, **settings)
+    key[~hidden] = np.nan
+    value[~hidden[..., :1].repeat(24, -1)] = np.inf
+    output, *_ = solve(BF16, query, key, value, phi, **settings)
+    assert error(output, expected) < TOLERANCE[BF16]
+    if is_causal:
+        assert (output[0, :, :100] == 0).all()
+
+
+def test_a_row_that_sees_no_key_is_sound(cupy_backend):
+    phi = MAPS["positive"]
+    query, key, value = inputs((1,), 70)
+    mask = np.arange(70) >= 20
+    settings = {"is_causal": True, "key_mask": mask, "want_log": True}
+    output, _, norm = solve(BF16, query, key, value, phi, **settings)
+    assert (output[:, :20] == 0).all()
+    assert (norm[:, :20] == -np.inf).all()
+    assert np.isfinite(norm[:, 20:]).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_heads_that_share_keys(cupy_backend, is_causal):
+    phi = MAPS["positive"]
+    query, _, _ = inputs((2, 2, 3), 100)
+    _, key, value = inputs((2, 1, 3), 100, seed=1)
+    output, state, _ = solve(BF16, query, key, value, phi, is_causal=is_causal)
+    expected, after = exact(query, key, value, phi, is_causal=is_causal, return_state=True)
+    assert error(output, expected) < TOLERANCE[BF16]
+    assert state.kvz.shape == after.kvz.shape
+    assert error(content(state), content(after)) < 2 * TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_a_stream_goes_on(cupy_backend, name, is_causal):
+    phi = MAPS[name]
+    query, key, value = inputs((3,), 200)
+    first, second = ([x[:, :90] for x in (query, key, value)], [x[:, 90:] for x in (query, key, value)])
+    _, state = exact(*first, phi, return_state=True)
+    state = state._replace(
+        kvz=state.kvz.astype(F32) * F32(0.5), log_scale=state.log_scale.astype(F32) + F32(np.log(2))
+    )
+    output, after, _ = solve(BF16, *second, phi, is_causal=is_causal, state=state)
+    whole, all_keys = exact(query, key, value, phi, is_causal=True, return_state=True)
+    if is_causal:
+        assert error(output, whole[:, 90:]) < TOLERANCE[BF16]
+    else:
+        expected = exact(query[:, 90:], key, value, phi)
+        assert error(output, expected) < TOLERANCE[BF16]
+    assert after.length == 200
+    assert error(content(after), content(all_keys)) < 2 * TOLERANCE[BF16]
+
+
+def test_queries_and_keys_of_different_lengths(cupy_backend):
+    phi = MAPS["positive"]
+    query, key, value = inputs((3,), 70, keys=300)
+    output, *_ = solve(BF16, query, key, value, phi)
+    assert error(output, exact(query, key, value, phi)) < TOLERANCE[BF16]
+
+
+def test_views_are_read_where_they_lie(cupy_backend):
+    """Heads behind tokens, and rows that cannot be copied 16 bytes at a time."""
+    phi = MAPS["positive"]
+    query, key, value = inputs((3,), 100)
+    expected = exact(query, key, value, phi, is_causal=True)
+    problem = _problem.linear_problem(query, key, value, phi, is_causal=True)
+    behind = [np.ascontiguousarray(x.astype(BF16).swapaxes(0, 1)) for x in (query, key, value)]
+    views = [x.swapaxes(0, 1) for x in behind]
+    assert all(fused._ready(x) is x for x in views)
+    wide = np.zeros((3, 100, D + 3), BF16)
+    wide[..., 3:] = query
+    assert fused._ready(wide[..., 3:]).flags.c_contiguous
+    for first in (views[0], wide[..., 3:]):
+        problem = replace(problem, query=first, key=views[1], value=views[2])
+        assert error(fused.attention(problem)[0], expected) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_causal_rows_never_see_what_comes(cupy_backend, name):
+    phi = MAPS[name]
+    query, key, value = inputs((1,), 140)
+    before, *_ = solve(BF16, query, key, value, phi, is_causal=True)
+    key[:, 70:], value[:, 70:] = 3 * key[:, 70:], -value[:, 70:]
+    after, *_ = solve(BF16, query, key, value, phi, is_causal=True)
+    assert error(after[:, :70], before[:, :70]) < 1e-2
+    assert error(after[:, 70:], before[:, 70:]) > 0.1
+
+
+def test_rows_that_a_later_key_would_drown_are_done_again(cupy_backend):
+    """Key 40 shares a chunk, and a scale, with keys that weigh exp(-200) beside it."""
+    phi = PositiveFeatures(D, 40, rng=0)
+    query, key, value = inputs((3,), 100)
+    key *= 0.3
+    key[1, 40] = 60 * phi.projection[3] / np.linalg.norm(phi.projection[3])
+    query[1, 40:] = key[1, 40] / 20
+    key, query = (x.astype(BF16).astype(F32) for x in (key, query))
+    output, *_ = solve(BF16, query, key, value, phi, is_causal=True)
+    expected = exact(query, key, value, phi, is_causal=True)
+    assert error(output[1, :40], expected[1, :40]) < TOLERANCE[BF16]
+    assert error(output, expected) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("place", ["key", "value", "query"])
+def test_nan_reaches_its_own_rows_only(cupy_backend, place):
+    phi = MAPS["positive"]
+    query, key, value = inputs((2,), 150)
+    clean = exact(query, key, value, phi, is_causal=True)
+    {"key": key, "value": value, "query": query}[place][1, 75, 3] = np.nan
+    output, *_ = solve(BF16, query, key, value, phi, is_causal=True)
+    assert error(output[0], clean[0]) < TOLERANCE[BF16]
+    assert error(output[1, :75], clean[1, :75]) < TOLERANCE[BF16]
+    lost = np.isnan(output[1].astype(F32))
+    if place == "key":
+        assert lost[75:].all()
+    elif place == "value":
+        assert lost[75:, 3].all()
+        others = [i for i in range(24) if i != 3]
+        assert error(output[1][:, others], clean[1][:, others]) < TOLERANCE[BF16]
+    else:
+        assert lost[75].all()
+        assert lost.sum() == 24
+
+
+def test_a_square_that_overflows_is_nan_and_not_nothing(cupy_backend):
+    phi = MAPS["positive"]
+    query, key, value = inputs((1,), 20)
+    key[0, 5] = 1e30
+    problem = _problem.linear_problem(query, key, value, phi)
+    arrays = {name: x.astype(BF16) for name, x in zip(("query", "key", "value"), (query, key, value), strict=True)}
+    output, *_ = fused.attention(replace(problem, **arrays))
+    assert np.isnan(output.astype(F32)).all()
+
+
+@pytest.mark.parametrize(
+    ("phi", "change"),
+    [
+        (CosformerFeatures(D, max_length=200), {}),
+        (DENSE, {}),
+        (ActivationFeatures(D, 40, rng=0), {}),
+        (EluFeatures(scale=2.0), {}),
+        (PositiveFeatures(D, 300, rng=0), {}),
+        (MAPS["positive"], {"value_dim": 20}),
+        (MAPS["positive"], {"lead": (2, 3, 2, 2)}),
+        (MAPS["positive"], {"length": 0, "keys": 3}),
+        (PositiveFeatures(12, 40, rng=0), {"dim": 12}),
+        (PositiveFeatures(136, 40, rng=0), {"dim": 136}),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, dict) else str(x),
+)
+def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change):
+    assert solve(BF16, *inputs(**change), phi) is NotImplemented
+    assert cupy_backend.launches == []
+
+
+def test_float16_through_the_door(cupy_backend):
+    phi = MAPS["positive"]
+    query, key, value = inputs((2,), 100)
+    half = [x.astype(F16) for x in (query, key, value)]
+    output, state = linattn.linear_attention(*half, phi, is_causal=True, return_state=True)
+    assert output.dtype == F16
+    assert "causal_rows" in cupy_backend.launches
+    expected, after = exact(query, key, value, phi, is_causal=True, return_state=True)
+    assert error(output, expected) < TOLERANCE[F16]
+    assert error(content(state), content(after)) < 2 * TOLERANCE[F16]
+    # A window and float64 accumulation are not for these kernels.
+    cupy_backend.launches.clear()
+    linattn.linear_attention(*half, phi, exact_window=8)
+    with linattn.config(precision="float64"):
+        linattn.linear_attention(*half, phi)
+    assert "causal_rows" not in cupy_backend.launches
+    assert "read_states" not in cupy_backend.launches
+
+
+# Blocks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [*MAPS, "tilted"])
+def test_float32_agrees_with_float64(cupy_backend, name, is_causal):
+    tilted = GeneralizedExponentialFeatures(D, 40, A=-0.1, rng=0)
+    phi = tilted if name == "tilted" else MAPS[name]
+    query, key, value = inputs((2, 3))
+    settings: dict[str, Any] = {"is_causal": is_causal, "chunk_size": 40}
+    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    mask[1, :, :60] = False
+    output, state, norm = linattn.linear_attention(
+        *(query, key, value),
+        phi,
+        key_mask=mask,
+        return_state=True,
+        return_log_normalizer=True,
+        **settings,
+    )
+    expected, after, log = exact(
+        *(query, key, value),
+        phi,
+        key_mask=mask,
+        return_state=True,
+        return_log_normalizer=True,
+        **settings,
+    )
+    assert error(output, expected) < TOLERANCE[F32]
+    assert error(content(state), content(after)) < TOLERANCE[F32]
+    seen = np.isfinite(log)
+    assert (np.isfinite(norm) == seen).all()
+    assert np.abs(norm[seen] - log[seen]).max() < 1e-4
+    wanted = {"key_weights", "query_weights", "rescale", "row_terms"}
+    wanted |= {"triangle", "check_rows", "redo_rows"} if is_causal else set()
+    wanted |= {"log_activations"} if name in ("elu", "relu") else set()
+    assert set(cupy_backend.launches) == wanted
+
+
+def test_float32_rows_that_a_later_key_would_drown(cupy_backend):
+    phi = MAPS["positive"]
+    query, key, value = inputs((3,), 100)
+    key[1, 40] = 60 * phi.projection[3] / np.linalg.norm(phi.projection[3])
+    query[1, 40:] = key[1, 40] / 20
+    key[2, 55] = np.nan
+    output = linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=64)
+    key[2, 55] = 0
+    expected = exact(query, key, value, phi, is_causal=True)
+    assert error(output[:2], expected[:2]) < TOLERANCE[F32]
+    assert error(output[1, :40], expected[1, :40]) < TOLERANCE[F32]
+    assert error(output[2, :55], expected[2, :55]) < TOLERANCE[F32]
+    assert np.isnan(output[2, 55:]).all()
+
+
+def test_nothing_is_looked_at_from_the_host(cupy_backend, monkeypatch):
+    """The driver's own acceptance, which would wait for the device, is never asked."""
+    from linattn import folds
+
+    def refused(*args):
+        raise AssertionError("the host looked at values")
+
+    monkeypatch.setattr(folds, "_refused", refused)
+    query, key, value = inputs((2,), 100)
+    for phi in MAPS["positive"], MAPS["elu"]:
+        linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=32)
+
+
+def test_float32_heads_that_share_keys(cupy_backend):
+    phi = MAPS["positive"]
+    query, _, _ = inputs((2, 2, 3), 60)
+    _, key, value = inputs((2, 1, 3), 60, seed=1)
+    for is_causal in (False, True):
+        output = linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
+        assert error(output, exact(query, key, value, phi, is_causal=is_causal)) < TOLERANCE[F32]
+
+
+def test_other_float32_blocks_are_generic(cupy_backend):
+    query, key, value = inputs((2,), 60)
+    for phi in (CosformerFeatures(D, max_length=200), DENSE):
+        output = linattn.linear_attention(query, key, value, phi, is_causal=True)
+        assert error(output, exact(query, key, value, phi, is_causal=True)) < 1e-4
+    assert cupy_backend.launches == []
+
+
+# Steps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", MAPS)
+def test_steps_agree_with_causal_attention(cupy_backend, name, dtype):
+    phi = MAPS[name]
+    query, key, value = inputs((3,), 20)
+    expected, after = exact(query, key, value, phi, is_causal=True, return_state=True)
+    tokens = [x.astype(dtype) for x in (query, key, value)]
+    empty = linattn.init_state(phi, 24, batch_shape=(3,), like=tokens[0])
+    decoder, state = linattn.Decoder(phi, empty), empty
+    cupy_backend.launches.clear()
+    rows, functional = [], []
+    for i in range(20):
+        q, k, v = (x[:, i] for x in tokens)
+        rows.append(decoder.step(q, k, v))
+        output, state = linattn.decode_step(q, k, v, state, phi)
+        functional.append(output)
+    assert set(cupy_backend.launches) == {"decode"}
+    assert rows[0].dtype == dtype
+    assert error(np.stack(rows, 1), expected) < (TOLERANCE[F32] if dtype is F32 else 1e-3)
+    np.testing.assert_array_equal(np.stack(rows, 1), np.stack(functional, 1))
+    assert decoder.state.length == state.length == 20
+    for kept in (decoder.state, state):
+        assert error(content(kept), content(after)) < 1e-5
+
+
+def test_a_step_leaves_its_state_alone(cupy_backend):
+    phi = MAPS["positive"]
+    query, key, value = inputs((3,), 2)
+    empty = linattn.init_state(phi, 24, batch_shape=(3,), like=query)
+    _, state = linattn.decode_step(query[:, 0], key[:, 0], value[:, 0], empty, phi)
+    kept = [state.kvz.copy(), state.log_scale.copy()]
+    linattn.decode_step(query[:, 1], key[:, 1], value[:, 1], state, phi)
+    decoder = linattn.Decoder(phi, state)
+    decoder.step(query[:, 1], key[:, 1], value[:, 1])
+    before = decoder.state
+    decoder.step(query[:, 1], key[:, 1], value[:, 1])
+    assert before.length == 2
+    assert not np.array_equal(before.kvz, decoder.state.kvz)
+    np.testing.assert_array_equal(state.kvz, kept[0])
+    np.testing.assert_array_equal(state.log_scale, kept[1])
+
+
+# Where kernels cannot run -----------------------------------------------------------------------
+
+
+def test_one_warning_and_the_generic_code_where_kernels_cannot_be_built(cupy_backend):
+    device._warn_once.cache_clear()
+    cupy_backend.unavailable = "compute capability 7.5 is below 8.0"
+    phi = MAPS["positive"]
+    query, key, value = inputs((2,), 60)
+    expected = exact(query, key, value, phi, is_causal=True)
+    with pytest.warns(RuntimeWarning, match=r"CUDA kernels are not used here: compute capab") as seen:
+        output = linattn.linear_attention(query, key, value, phi, is_causal=True)
+        half = linattn.linear_attention(
+            *(x.astype(F16) for x in (query, key, value)), phi, is_causal=True
+        )
+        empty = linattn.init_state(phi, 24, batch_shape=(2,), like=query)
+        decoder = linattn.Decoder(phi, empty)
+        rows = [decoder.step(*(x[:, i] for x in (query, key, value))) for i in range(5)]
+    assert len(seen) == 1
+    assert error(output, expected) < TOLERANCE[F32]
+    assert error(half, expected) < 1e-3
+    assert error(np.stack(rows, 1), expected[:, :5]) < TOLERANCE[F32]
+
+
+def test_a_device_with_little_shared_memory(cupy_backend):
+    cupy_backend.shared_bytes = 4096
+    assert solve(BF16, *inputs(), MAPS["positive"]) is NotImplemented
+
+
+def test_shared_memory_is_what_the_kernels_lay_out(cupy_backend):
+    """One byte less than the host asks for would be seen: the emulator guards the end."""
+    variant = fused._variant(
+        _problem.linear_problem(*(x.astype(F16) for x in inputs()), MAPS["positive"])
+    )
+    assert variant is not None
+    assert variant.shared(64, keys=True, queries=True) == 2 * (
+        48 * 24 + 2 * 64 * (24 + 40) + 64 * 24 + 48 * 40 + 48 * 72
+    ) + 4 * (3 * 48 + 64)
+
+
+# Layout -----------------------------------------------------------------------------------------
+
+
+def test_heads_are_three_axes_at_most():
+    heads = layout.heads_of((2, 1, 5, 7))
+    assert heads is not None
+    assert heads.sizes == (2, 5, 7)
+    assert heads.total == 70
+    array = np.zeros((5, 1, 3, 4), F32)
+    assert layout.strides(heads, array) == [0, 12, 0, 4]
+    assert layout.unit_strides(heads, (1, 5, 7)) == [0, 7, 1]
+    assert layout.unit_strides(heads, ()) == [0, 0, 0]
+    assert layout.heads_of((2, 3, 4, 5)) is None
+    scalar = layout.heads_of(())
+    assert scalar is not None
+    assert scalar.sizes == (1, 1, 1)
+
+
+def test_segments_fill_the_device(cupy_backend):
+    cupy_backend.processors = 132
+    for heads, length in [(64, 8192), (1, 65536), (1, 100), (300, 512), (132, 64)]:
+        segments, segment_length = fused._segments(heads, length, 64, 10**6)
+        assert segments * segment_length >= length > (segments - 1) * segment_length
+        assert segment_length % 64 == 0
+        waves = -(-heads * segments // 132)
+        work = heads * -(-length // 64) / 132
+        assert waves * segment_length / 64 <= max(1.3 * work, 1)
+    assert fused._segments(64, 8192, 64, 3)[0] <= 3
+
+
+# Products ---------------------------------------------------------------------------------------
+
+
+class Cublas:
+    """cuBLAS as its documentation describes it: column-major, through pointers."""
+
+    CUBLAS_OP_N, CUBLAS_OP_T = 0, 1
+    CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32 = 68, 77
+    CUBLAS_GEMM_DEFAULT = -1
+
+    def __init__(self):
+        self.computes = []
+
+    def gemmStridedBatchedEx(  # noqa: N802
+        self, handle, op_a, op_b, m, n, k, alpha, a, a_kind, lda, step_a, b, b_kind, ldb, step_b, beta,
+        c, c_kind, ldc, step_c, count, compute, algo,
+    ):  # fmt: skip
+        import ctypes
+
+        def matrix(pointer, ld, columns, step, i):
+            address = pointer + 4 * step * i
+            flat = np.ctypeslib.as_array((ctypes.c_float * (ld * columns)).from_address(address))
+            return flat.reshape(columns, ld).T  # column-major
+
+        self.computes.append(compute)
+        scale_ab, scale_c = (ctypes.c_float.from_address(p).value for p in (alpha, beta))
+        for i in range(count):
+            left = matrix(a, lda, m if op_a else k, step_a, i)
+            right = matrix(b, ldb, k if op_b else n, step_b, i)
+            out = matrix(c, ldc, n, step_c, i)[:m]
+            left = left[:k].T if op_a else left[:m]
+            right = right[:n].T if op_b else right[:k]
+            out[...] = scale_ab * left @ right + (scale_c * out if scale_c else 0)
+
+
+@pytest.fixture
+def cublas(monkeypatch):
+    import sys
+    import types
+
+    fake = Cublas()
+    cupy = types.SimpleNamespace(
+        cuda=types.SimpleNamespace(
+            runtime=types.SimpleNamespace(CUDA_R_32F=0),
+            device=types.SimpleNamespace(get_cublas_handle=lambda: 1),
+        )
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(products, "_cublas", lambda: fake)
+    return fake
+
+
+class Pointed(np.ndarray):
+    """An array with the address where CuPy has it."""
+
+    @property
+    def data(self):
+        import types
+
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("shared", [None, "a", "b"])
+def test_products_ask_cublas_for_the_right_thing(cublas, monkeypatch, transpose_a, transpose_b, add, shared):
+    monkeypatch.setattr(products, "MOST_HEADS", 2)
+    rng = np.random.default_rng(0)
+    heads, n, k, m = 5, 3, 4, 6
+    a = rng.standard_normal((1 if shared == "a" else heads, *((k, n) if transpose_a else (n, k))))
+    b = rng.standard_normal((1 if shared == "b" else heads, *((m, k) if transpose_b else (k, m))))
+    out = np.full((heads, n, m), 3.0 if add else np.nan)
+    a, b, out = (x.astype(F32).view(Pointed) for x in (a, b, out))
+    products.multiply(a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, add=add)
+    left = np.asarray(a.swapaxes(-1, -2) if transpose_a else a)
+    right = np.asarray(b.swapaxes(-1, -2) if transpose_b else b)
+    expected = np.matmul(left, right) + (3 if add else 0)
+    np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5)
+    with products.tf32():
+        products.multiply(a, b, out, transpose_a=transpose_a, transpose_b=transpose_b)
+    assert cublas.computes == [68] * 3 + [77] * 3
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_products_without_a_strided_batched_product(monkeypatch, add):
+    monkeypatch.setattr(products, "_cublas", lambda: None)
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 5, 4, 4)).astype(F32)
+    out = np.ones((5, 4, 4), F32)
+    products.multiply(a, b, out, transpose_a=True, add=add)
+    np.testing.assert_allclose(out, np.matmul(a.swapaxes(-1, -2), b) + add, rtol=1e-5)
+
+
+def test_tf32_is_asked_for_by_the_user(cupy_backend, monkeypatch):
+    from linattn_cupy import blocks
+
+    seen = []
+    inner = blocks.multiply
+
+    def watched(*args, **settings):
+        seen.append(products._tf32.get())
+        inner(*args, **settings)
+
+    monkeypatch.setattr(blocks, "multiply", watched)
+    query, key, value = inputs((2,), 40)
+    linattn.linear_attention(query, key, value, MAPS["positive"])
+    assert not any(seen)
+    seen.clear()
+    with linattn.config(precision="tf32"):
+        linattn.linear_attention(query, key, value, MAPS["positive"], is_causal=True)
+    assert seen
+    assert all(seen)
