@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from linattn_cupy.device import KERNELS
+
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 
 PLAIN = """
@@ -40,6 +42,47 @@ KERNEL indexed(const int* x, float* y) {
     y[threadIdx.x] = numbers[x[threadIdx.x]];
 }
 """
+
+
+def fused(part, family, **sizes):
+    given = {"PART": part, "FP16": 0, "MAP": family, "VALUE_TILE": 64, "CHUNK": 64, "WARPS": 8}
+    return {**given, **sizes}
+
+
+# Variants differ in tile sizes; these are the largest that a launch asks for, and a small one. A
+# block of 256 threads may have 255 registers a thread; the budgets are what these kernels need now,
+# and a little more.
+SHIPPED = [
+    ("fused.cu", fused(0, 0, HEAD_DIM=64, FEATURES=256), 240),
+    ("fused.cu", fused(0, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 255),
+    ("fused.cu", fused(0, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 200),
+    ("fused.cu", fused(0, 0, HEAD_DIM=16, FEATURES=48, VALUE_TILE=16, WARPS=3), 128),
+    ("fused.cu", fused(1, 0, HEAD_DIM=64, FEATURES=256, CHUNK=128), 160),
+    ("fused.cu", fused(1, 2, HEAD_DIM=128, FEATURES=128, CHUNK=128, FP16=1), 160),
+    ("fused.cu", fused(2, 0, HEAD_DIM=64, FEATURES=256), 255),
+    ("fused.cu", fused(2, 0, HEAD_DIM=64, FEATURES=256, FP16=1), 255),
+    ("fused.cu", fused(2, 0, HEAD_DIM=128, FEATURES=256), 255),
+    ("fused.cu", fused(2, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 240),
+    ("fused.cu", fused(2, 2, HEAD_DIM=128, FEATURES=128, FP16=1), 255),
+    ("steps.cu", {"INPUT": 0, "MAP": 0, "WARPS": 8, "COLUMNS": 3}, 96),
+    ("steps.cu", {"INPUT": 1, "MAP": 1, "WARPS": 8, "COLUMNS": 16}, 128),
+    ("steps.cu", {"INPUT": 2, "MAP": 2, "WARPS": 8, "COLUMNS": 5}, 64),
+    ("features.cu", {"WARPS": 8}, 64),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("source", "options", "budget"), SHIPPED)
+def test_shipped_kernels_do_not_spill(compile_kernel, source, options, budget, arch):
+    kernels = compile_kernel(KERNELS / source, options, arch)
+    assert kernels
+    for name, kernel in kernels.items():
+        assert kernel.stack_bytes == kernel.spill_bytes == 0, name
+        assert kernel.registers <= budget, (name, kernel)
+
+
+def test_every_source_is_compiled():
+    assert {source for source, *_ in SHIPPED} == {path.name for path in KERNELS.glob("*.cu")}
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ MOST_WARPS = 8
 CAUSAL_CHUNK = 64
 READ_CHUNK = 128
 VALUE_TILE = 64
+PARTS = {"segment_states": 0, "scan_states": 0, "read_states": 1, "causal_rows": 2}
+"""Option PART of the kernels: what is compiled together."""
+
 PIECE = 8
 """Elements of 16 bits that are copied at once."""
 
@@ -40,8 +43,9 @@ class _Variant(NamedTuple):
     values: int
     warps: int
 
-    def options(self, chunk: int) -> dict[str, int]:
+    def options(self, part: int, chunk: int) -> dict[str, int]:
         return {
+            "PART": part,
             "MAP": FAMILIES[self.family],
             "FP16": int(self.float16),
             "HEAD_DIM": self.dim,
@@ -61,7 +65,7 @@ class _Variant(NamedTuple):
             size += (1 if keys else 2) * chunk * wide + self.columns * tall
         if keys and queries:
             size += self.columns * (chunk + 8)
-        return 2 * size + 4 * (3 * self.columns + chunk)
+        return 2 * size + 4 * (5 * self.columns + chunk)
 
 
 def _up(x: int, step: int) -> int:
@@ -180,7 +184,7 @@ class _Work(NamedTuple):
         device.launch(
             "fused.cu",
             function,
-            self.variant.options(chunk),
+            self.variant.options(PARTS[function], chunk),
             (blocks, self.tiles, 1),
             (32 * self.variant.warps, 1, 1),
             self.variant.shared(chunk, keys=keys, queries=queries),
@@ -273,7 +277,7 @@ def _scan(work: _Work, segments: int, kvz: Array, shifts: Array, after: tuple[An
     device.launch(
         "fused.cu",
         "scan_states",
-        work.variant.options(CAUSAL_CHUNK),
+        work.variant.options(PARTS["scan_states"], CAUSAL_CHUNK),
         (-(-total // 256), 1, 1),
         (256, 1, 1),
         0,

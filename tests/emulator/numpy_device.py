@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import linattn_cupy.blocks
-import linattn_cupy.device
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+import linattn_cupy.blocks
+import linattn_cupy.device
 from linattn import _dispatch
 
 SHARED_BYTES = 227 * 1024

@@ -11,7 +11,7 @@
 // Products are of bf16 (omega, q and k in the type of the inputs), everything else is float32.
 // A warp owns STRIPS x 16 features of the state, in registers, and in turn 16 queries of a chunk.
 //
-// Options: FP16 (inputs are float16, else bfloat16), MAP (0 exponential, 1 elu + 1, 2 relu),
+// Options: PART (which kernels are compiled: 0 states, 1 reads, 2 causal rows), FP16 (inputs are float16, else bfloat16), MAP (0 exponential, 1 elu + 1, 2 relu),
 // HEAD_DIM d and VALUE_TILE, multiples of 16, FEATURES m, a multiple of 16 WARPS, CHUNK, a multiple
 // of 16, WARPS. Arrays are padded with zeros to HEAD_DIM, with col = -inf to FEATURES.
 #include "device.cuh"
@@ -52,6 +52,8 @@ struct Shared {
     float* col;       // (M)
     float* bias;      // (M): col + c
     float* z;         // (M)
+    float* shifts;    // (M): c and z of the state in registers, which have no room for them
+    float* sums;      // (M)
     float* rows;      // (C): log weight of the chunk's keys
 };
 
@@ -74,7 +76,9 @@ __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     s.col = reinterpret_cast<float*>(p);
     s.bias = s.col + M;
     s.z = s.bias + M;
-    s.rows = s.z + M;
+    s.shifts = s.z + M;
+    s.sums = s.shifts + M;
+    s.rows = s.sums + M;
     return s;
 }
 
@@ -197,15 +201,13 @@ __device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u
     }
 }
 
-// A state in the registers of a warp: features g and g + 8 of each strip.
+// The sums kv of a state in the registers of a warp: features g and g + 8 of each strip.
 struct State {
     float kv[STRIPS][E / 8][4];
-    float z[STRIPS][2];
-    float c[STRIPS][2];
 };
 
-__device__ __forceinline__ void load_state(State& state, const float* kvz, const float* c, int features,
-                                           int value_dim, int first_value) {
+__device__ __forceinline__ void load_state(State& state, const Shared& s, const float* kvz, const float* c,
+                                           int features, int value_dim, int first_value) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
@@ -214,8 +216,10 @@ __device__ __forceinline__ void load_state(State& state, const float* kvz, const
             int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
             bool real = kvz != nullptr && r < features;
             const float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
-            state.c[strip][half] = real ? c[r] : -INFINITE;
-            state.z[strip][half] = real ? row[value_dim] : 0.0f;
+            if (t == 0) {
+                s.shifts[r] = real ? c[r] : -INFINITE;
+                s.sums[r] = real ? row[value_dim] : 0.0f;
+            }
 #pragma unroll
             for (int n = 0; n < E / 8; ++n) {
 #pragma unroll
@@ -228,8 +232,8 @@ __device__ __forceinline__ void load_state(State& state, const float* kvz, const
     }
 }
 
-__device__ __forceinline__ void store_state(const State& state, float* kvz, float* c, int features,
-                                            int value_dim, int first_value) {
+__device__ __forceinline__ void store_state(const State& state, const Shared& s, float* kvz, float* c,
+                                            int features, int value_dim, int first_value) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
@@ -241,8 +245,8 @@ __device__ __forceinline__ void store_state(const State& state, float* kvz, floa
             }
             float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
             if (first_value == 0 && t == 0) {
-                c[r] = state.c[strip][half];
-                row[value_dim] = state.z[strip][half];
+                c[r] = s.shifts[r];
+                row[value_dim] = s.sums[r];
             }
 #pragma unroll
             for (int n = 0; n < E / 8; ++n) {
@@ -270,7 +274,7 @@ __device__ __forceinline__ void add_keys(State& state, const Shared& s, const u1
         const int feature = (warp * STRIPS + strip) * 16;
         float log[C / 8][4] = {};
         if (MAP == 0) {
-#pragma unroll
+#pragma unroll 2
             for (int k = 0; k < D; k += 16) {
                 u32 a[4];
                 load_left(a, s.projection, DS, feature, k);
@@ -283,7 +287,8 @@ __device__ __forceinline__ void add_keys(State& state, const Shared& s, const u1
                 }
             }
         }
-        float top[2] = {state.c[strip][0], state.c[strip][1]};
+        const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
+        float top[2] = {before[0], before[1]};
 #pragma unroll
         for (int n = 0; n < C / 8; ++n) {
 #pragma unroll
@@ -292,14 +297,13 @@ __device__ __forceinline__ void add_keys(State& state, const Shared& s, const u1
                 top[i / 2] = fmaxf(top[i / 2], log[n][i]);
             }
         }
-        float shift[2];
+        float shift[2], kept[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             top[half] = row_max(top[half]);
             shift[half] = finite_shift(top[half]);
-            float keep = exp_less(state.c[strip][half], shift[half]);
-            state.c[strip][half] = top[half];
-            state.z[strip][half] *= keep;
+            const float keep = exp_less(before[half], shift[half]);
+            kept[half] = s.sums[feature + half * 8 + g] * keep;
 #pragma unroll
             for (int n = 0; n < E / 8; ++n) {
                 state.kv[strip][n][half * 2] *= keep;
@@ -314,7 +318,7 @@ __device__ __forceinline__ void add_keys(State& state, const Shared& s, const u1
                         pack_bf16(state.kv[strip][n][half * 2], state.kv[strip][n][half * 2 + 1]);
                 }
                 if (t == 0) {
-                    s.z[r] = state.z[strip][half];
+                    s.z[r] = kept[half];
                     s.bias[r] = s.col[r] + top[half];
                 }
             }
@@ -352,7 +356,12 @@ __device__ __forceinline__ void add_keys(State& state, const Shared& s, const u1
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            state.z[strip][half] += row_sum(z[half]);
+            const float sum = kept[half] + row_sum(z[half]);
+            warp_sync();  // all lanes have read what the first of four writes
+            if (t == 0) {
+                s.shifts[feature + half * 8 + g] = top[half];
+                s.sums[feature + half * 8 + g] = sum;
+            }
         }
     }
 }
@@ -609,6 +618,8 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 #define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
 #define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
 
+#if PART == 0
+
 // States of the first `needed` segments of keys, each by itself: kvz (heads, segments, m, e + 1),
 // shifts (heads, segments, m). Blocks: x = head * needed + segment.
 KERNEL __launch_bounds__(THREADS, 1)
@@ -627,7 +638,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     start_projection(s, projection + spec * M * D, col + spec * M);
 
     State state;
-    load_state(state, nullptr, nullptr, features, value_dim, first_value);
+    load_state(state, s, nullptr, nullptr, features, value_dim, first_value);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
     start_tile<C, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
     start_tile<C, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
@@ -645,7 +656,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         block_sync();
     }
     const i64 mine = (head * segments + segment) * features;
-    store_state(state, kvz + mine * (value_dim + 1), shifts + mine, features, value_dim, first_value);
+    store_state(state, s, kvz + mine * (value_dim + 1), shifts + mine, features, value_dim, first_value);
 }
 
 // Merge the states of segments, in order, behind an initial one (strides in states; null: none):
@@ -689,6 +700,8 @@ KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restri
         after_shift[r] = c;
     }
 }
+
+#elif PART == 1
 
 // Queries that read one state each head: output (heads, length, e), norms (heads, length) or null.
 KERNEL __launch_bounds__(THREADS, 1)
@@ -736,6 +749,8 @@ KERNEL __launch_bounds__(THREADS, 1)
     }
 }
 
+#elif PART == 2
+
 // Causal rows of segments, from the states before them. `flags`, (heads, segments), becomes 1 where a
 // row may have been spoilt by the scale that its chunk shares; such segments are to be done again.
 // `after`: the state of each state head after the last key.
@@ -765,7 +780,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     start_projection(s, projection + spec * M * D, col + spec * M);
 
     State state;
-    load_state(state, kvz, shifts, features, value_dim, first_value);
+    load_state(state, s, kvz, shifts, features, value_dim, first_value);
     bool seen = false;
     float terms = 0.0f;  // bounds the sum of all normalisers
     for (int r = 0; r < features; ++r) {
@@ -818,6 +833,8 @@ KERNEL __launch_bounds__(THREADS, 1)
     }
     if (segment + 1 == segments) {  // heads that share a state write the same
         const i64 last = OFFSET(state) * features;
-        store_state(state, after + last * (value_dim + 1), after_shift + last, features, value_dim, first_value);
+        store_state(state, s, after + last * (value_dim + 1), after_shift + last, features, value_dim, first_value);
     }
 }
+
+#endif
