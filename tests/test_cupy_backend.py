@@ -60,22 +60,26 @@ def inputs(
     return [x.astype(BF16).astype(F16).astype(F32) for x in arrays]
 
 
-def exact(query, key, value, phi, **settings):
+def exact(*given, **settings):
     """The generic code in float64, which other tests hold to the quadratic oracles."""
     state = settings.pop("initial_state", None)
     if state is not None:
         state = state._replace(kvz=state.kvz.astype(float), log_scale=state.log_scale.astype(float))
+    query, key, value, phi = given
     with linattn.without_backends():
         return linattn.linear_attention(
-            *(x.astype(np.float64) for x in (query, key, value)),
+            query.astype(np.float64),
+            key.astype(np.float64),
+            value.astype(np.float64),
             phi,
             initial_state=state,
             **settings,
         )
 
 
-def solve(dtype, query, key, value, phi, **settings):
+def solve(dtype, *given, **settings):
     """The whole tier on arrays of a dtype that NumPy's own door may not let in."""
+    query, key, value, phi = given
     problem = _problem.linear_problem(query, key, value, phi, **settings)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     return fused.attention(replace(problem, query=query, key=key, value=value))
@@ -311,7 +315,7 @@ def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change):
 def test_float16_through_the_door(cupy_backend):
     phi = MAPS["positive"]
     query, key, value = inputs((2,), 100)
-    half = [x.astype(F16) for x in (query, key, value)]
+    half = (query.astype(F16), key.astype(F16), value.astype(F16))
     output, state = linattn.linear_attention(*half, phi, is_causal=True, return_state=True)
     assert output.dtype == F16
     assert "causal_rows" in cupy_backend.launches
@@ -468,8 +472,8 @@ def test_one_warning_and_the_generic_code_where_kernels_cannot_be_built(cupy_bac
 
     def everything():
         whole = linattn.linear_attention(query, key, value, phi, is_causal=True)
-        tokens = [x.astype(F16) for x in (query, key, value)]
-        half = linattn.linear_attention(*tokens, phi, is_causal=True)
+        q, k, v = (x.astype(F16) for x in (query, key, value))
+        half = linattn.linear_attention(q, k, v, phi, is_causal=True)
         empty = linattn.init_state(phi, 24, batch_shape=(2,), like=query)
         decoder = linattn.Decoder(phi, empty)
         rows = [decoder.step(*(x[:, i] for x in (query, key, value))) for i in range(5)]
@@ -490,9 +494,8 @@ def test_a_device_with_little_shared_memory(cupy_backend):
 
 def test_shared_memory_is_what_the_kernels_lay_out(cupy_backend):
     """One byte less than the host asks for would be seen: the emulator guards the end."""
-    variant = fused._variant(
-        _problem.linear_problem(*(x.astype(F16) for x in inputs()), MAPS["positive"])
-    )
+    query, key, value = (x.astype(F16) for x in inputs())
+    variant = fused._variant(_problem.linear_problem(query, key, value, MAPS["positive"]))
     assert variant is not None
     assert variant.shared(64, keys=True, queries=True) == 2 * (
         48 * 24 + 2 * 64 * (24 + 40) + 64 * 24 + 48 * 40 + 48 * 72
