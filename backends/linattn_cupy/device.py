@@ -5,6 +5,7 @@ Kernels are compiled when they are first used, for the device at hand, and kept 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ KERNELS = Path(__file__).with_name("kernels")
 OLDEST = 80
 """Compute capability, times 10, that the kernels need."""
 
+STATIC_SHARED_BYTES = 48 * 1024
+"""Shared memory that a block may have without asking."""
+
 Options = Mapping[str, int]
 Grid = tuple[int, int, int]
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -45,25 +49,31 @@ class KernelUnavailableError(Exception):
 def compile_options(options: Options) -> tuple[str, ...]:
     """Options of the compiler for one variant of a source file."""
     defined = tuple(f"-D{name}={value}" for name, value in sorted(options.items()))
-    return ("-std=c++17", f"-I{KERNELS}", *defined)
+    return ("-std=c++17", f"-I{KERNELS}", f"-DHEADERS={_headers()}", *defined)
+
+
+@cache
+def _headers() -> str:
+    """Hash of what the sources include: CuPy keeps compiled kernels by source and options."""
+    texts = (path.read_bytes() for path in sorted(KERNELS.glob("*.cuh")))
+    return "x" + hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 @lru_cache(maxsize=512)
 def _kernel(source: str, function: str, options: tuple[str, ...], shared: int, device: int) -> Any:
+    """Build a kernel, or say in words why it cannot be; either is remembered."""
     import cupy
 
     capability = int(cupy.cuda.Device(device).compute_capability)
     if capability < OLDEST:
-        message = f"compute capability {capability / 10} is below {OLDEST / 10}"
-        raise KernelUnavailableError(message)
+        return f"compute capability {capability / 10} is below {OLDEST / 10}"
     code = (KERNELS / source).read_text(encoding="utf-8")
     try:
         kernel = cupy.RawModule(code=code, options=options).get_function(function)
-        if shared > 48 * 1024:
+        if shared > STATIC_SHARED_BYTES:
             kernel.max_dynamic_shared_size_bytes = shared
     except Exception as error:  # compilers, drivers and devices each have errors of their own
-        message = f"{source} does not build here: {error}"
-        raise KernelUnavailableError(message) from error
+        return f"{source} does not build here: {error}"
     return kernel
 
 
@@ -100,6 +110,8 @@ def launch(
         raise RuntimeError(message)
     device = cupy.cuda.runtime.getDevice()
     kernel = _kernel(source, function, compile_options(options), shared, device)
+    if isinstance(kernel, str):
+        raise KernelUnavailableError(kernel)
     pointers = tuple(0 if arg is None else arg for arg in args)
     kernel(grid, block, pointers, shared_mem=shared)
 
