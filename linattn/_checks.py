@@ -262,6 +262,9 @@ def check_finite_number(name: str, value: Any, *, positive: bool = False) -> flo
 
 def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
     """Broadcast leading axes; the error shows every shape."""
+    first, *others = shapes.values()
+    if all(shape == first for shape in others):
+        return first
     try:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
@@ -374,7 +377,8 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Arra
             f"{library_name(state_xp)} and {library_name(xp)}"
         )
         raise TypeError(message)
-    _check_device("the other arguments", like, name, state.kvz)
+    if not (_is_plain(like) and _is_plain(state.kvz)):
+        _check_device("the other arguments", like, name, state.kvz)
     if state.kvz.dtype != dtype:
         message = (
             f"{name} must have the accumulation dtype {getattr(dtype, '__name__', dtype)}, got "

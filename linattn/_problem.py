@@ -112,6 +112,38 @@ def linear_problem(
     """Check the arguments of linear attention and describe the computation."""
     check_feature_map(feature_map)
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
+    return _described(
+        xp,
+        query,
+        key,
+        value,
+        feature_map,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        state=state,
+        state_name=state_name,
+        chunk_size=chunk_size,
+        want_log=want_log,
+        exact_window=exact_window,
+    )
+
+
+def _described(
+    xp: ModuleType,
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool,
+    state: Any,
+    state_name: str,
+    key_mask: Any = None,
+    chunk_size: Any = None,
+    want_log: bool = False,
+    exact_window: Any = None,
+) -> Problem:
+    """Describe linear attention of a map and arrays that have been checked one by one."""
     remedy = (
         "to go on with a stream pass its state as initial_state with the new query, key and "
         "value; to attend to earlier keys only use read_state"
@@ -201,13 +233,14 @@ def _check_window(
 
 def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
     """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it."""
-    _, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
+    xp, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
     query, key, value = (array[..., None, :] for array in arrays)
     if state is None:
         # Elsewhere None means that nothing came before.
         _checks.check_state_record("state", state)
-    return linear_problem(
-        query, key, value, feature_map, is_causal=True, state=state, state_name="state"
+    check_feature_map(feature_map)
+    return _described(
+        xp, query, key, value, feature_map, is_causal=True, state=state, state_name="state"
     )
 
 

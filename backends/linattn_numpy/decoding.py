@@ -140,6 +140,21 @@ def _rescaled(kvz: Floats, before: Floats, after: Floats) -> Floats:
     return np.asarray(kvz * np.exp(before - after)[..., None])
 
 
+def _grown(kvz: Floats, weights: Floats, value: Floats) -> Floats:
+    """Return ``kvz + weights [value, 1]^T``, stored as ``kvz`` is: across it takes 300 us."""
+    lead, (m, width) = kvz.shape[:-2], kvz.shape[-2:]
+    # A second term, 0 times 0: a product over one term alone does not go to BLAS and takes 163 us,
+    # a broadcast multiplication 37, this one 11.
+    v1, phi = np.zeros((*lead, 2, width), kvz.dtype), np.zeros((*lead, 2, m), kvz.dtype)
+    v1[..., 0, :-1], v1[..., 0, -1], phi[..., 0, :] = value, 1, weights
+    if kvz.flags.c_contiguous:
+        after = np.matmul(np.swapaxes(phi, -1, -2), v1)
+    else:
+        after = np.swapaxes(np.matmul(np.swapaxes(v1, -1, -2), phi), -1, -2)
+    after += kvz
+    return np.asarray(after)
+
+
 def decode(problem: Problem) -> Any:
     """Take one token: its output, and the state after it."""
     state = problem.state
@@ -155,10 +170,7 @@ def decode(problem: Problem) -> Any:
             weights = scale.key(key)
             if isinstance(weights, _Scale):
                 return NotImplemented
-        v1 = np.concatenate([value, np.ones_like(value[..., :1])], axis=-1)
-        # By columns of values: the inner loop is over m.
-        after = np.swapaxes(v1[..., None] * weights[..., None, :], -1, -2)
-        after += kvz
+        after = _grown(kvz, weights, value)
         out = _divided(np.matmul(scale.query(query), after)[..., 0, :])
     if out is None:
         return NotImplemented
