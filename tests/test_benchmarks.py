@@ -16,13 +16,13 @@ import pytest
 
 from benchmarks.peers import oracle, page, rotation
 from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
-from benchmarks.peers.problem import Sizes
+from benchmarks.peers.problem import Prepared, Sizes
 from benchmarks.peers.processes import PeerError, child_environment
 from benchmarks.peers.record import Cell, Crossover, LeftOut, Memory, Record, Timing
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.rotation import TOLERANCE, Budget, Runner, order
 from benchmarks.peers.tables import as_markdown, as_text, tables
-from benchmarks.peers.worker import Worker
+from benchmarks.peers.worker import BURST, Worker
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = {"in_torch": "torch", "in_jax": "jax", "performer": "performer_pytorch"}
@@ -219,6 +219,28 @@ def test_limit_fraction_takes_the_fastest_product():
     wanted = limit_seconds("favor", Sizes(), 64, is_causal=False, sgemm=sgemm, exp=2000.0) / 2
     assert record.limit_fraction("linattn-favor", "full", 64) == pytest.approx(wanted)
     assert record.limit_fraction("torch-exact", "full", 64) is None
+
+
+def test_limit_fraction_goes_by_the_rates_of_its_round():
+    rates = {("numpy-rates", kind, 1): {64: (1.0, 5.0, 9.0)} for kind in ("read", "exp")}
+    record = record_of({**rates, ("linattn-favor", "full", 1): {64: (3.0, 3.0, 27.0)}})
+    alone = record_of(
+        {
+            **{("numpy-rates", kind, 1): {64: (1.0,)} for kind in ("read", "exp")},
+            ("linattn-favor", "full", 1): {64: (3.0,)},
+        }
+    )
+    wanted = alone.limit_fraction("linattn-favor", "full", 64)
+    assert record.limit_fraction("linattn-favor", "full", 64) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("estimate", "calls"), [(BURST / 10, 1 + 10 * 4), (BURST * 3, 1 + 1)])
+def test_short_calls_are_timed_in_bursts_after_one_that_is_not(estimate, calls):
+    worker, made = Worker("numpy-rates", 1), []
+    worker._prepared["exp"] = Prepared(lambda: made.append(0), lambda: np.zeros(1))
+    worker._estimates["exp"] = estimate
+    worker.time("exp", 4.2 * BURST)
+    assert len(made) == calls
 
 
 class FakeChild:

@@ -172,18 +172,33 @@ class Record:
         return 2 * math.prod(product_shapes(self.sizes)[kind]) / timing.seconds
 
     def limit_fraction(self, peer: str, kind: str, length: int) -> float | None:
-        """Return how much of the limit on one thread a peer of linattn reached."""
+        """Return how much of the limit on one thread a peer of linattn reached.
+
+        The median over rounds of what each gave by its own rates: a machine that is slower for a
+        while is so for the limit as well.
+        """
         feature_map = PEERS[peer].feature_map
         timing = self.timing(peer, kind, length, 1)
-        products = [self.rate("numpy-rates", shape, length) for shape in product_shapes(self.sizes)]
-        known = [rate for rate in products if rate is not None]
-        exp = self.rate("numpy-rates", "exp", length)
+        shapes = product_shapes(self.sizes)
+        found = {name: self.timing("numpy-rates", name, length, 1) for name in (*shapes, "exp")}
+        known = {name: rate for name, rate in found.items() if rate is not None}
+        exp = known.pop("exp", None)
         if feature_map is None or timing is None or not known or exp is None:
             return None
-        limit = limit_seconds(
-            feature_map, self.sizes, length, is_causal=kind == "causal", sgemm=max(known), exp=exp
-        )
-        return limit / timing.seconds
+        fractions = []
+        for turn, seconds in enumerate(timing.rounds):
+            limit = limit_seconds(
+                feature_map,
+                self.sizes,
+                length,
+                is_causal=kind == "causal",
+                sgemm=max(
+                    2 * math.prod(shapes[name]) / rate.rounds[turn] for name, rate in known.items()
+                ),
+                exp=float(self.settings["exponentials"]) / exp.rounds[turn],
+            )
+            fractions.append(limit / seconds)
+        return statistics.median(fractions)
 
     def growth(self, peer: str, kind: str, threads: int) -> tuple[float, int, int] | None:
         """Return the exponent of the length in the time, and the lengths it is taken between.

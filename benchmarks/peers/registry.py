@@ -60,6 +60,8 @@ PEERS = {
     "linattn-hyperbolic": Peer(
         "linattn hyperbolic", "ours", ATTENTION, "linattn-favor", "hyperbolic"
     ),
+    # Here, so that rates are measured near the times that they are compared with.
+    "numpy-rates": Peer("NumPy products and exp", "in_numpy", RATES, "numpy-rates"),
     "torch-exact": Peer(
         "torch SDPA, exact", "in_torch", ATTENTION, "linattn-favor", is_quadratic=True
     ),
@@ -90,6 +92,5 @@ PEERS = {
     "linattn-decode-step": Peer("linattn decode_step", "ours", DECODE, "linattn-decoder"),
     "numpy-cache": Peer("softmax, KV cache, NumPy", "in_numpy", DECODE, "linattn-decoder"),
     "torch-cache": Peer("softmax, KV cache, torch", "in_torch", DECODE, "linattn-decoder"),
-    "numpy-rates": Peer("NumPy products and exp", "in_numpy", RATES, "numpy-rates"),
     "torch-rates": Peer("torch products and exp", "in_torch", RATES, "numpy-rates"),
 }

@@ -32,7 +32,12 @@ CHECK_LENGTH = 301
 WARM_LENGTH = 128
 """What is computed before memory is measured, so that libraries have set themselves up."""
 
-MOST_CALLS = 1000
+BURST = 0.05
+"""Seconds for which calls that are shorter are repeated, to be timed as one.
+
+What else the machine does falls between short calls, where their median does not see it, and into
+long ones: both wait for it alike in bursts.
+"""
 
 
 class Worker:
@@ -76,16 +81,18 @@ class Worker:
         return self._estimates[kind]
 
     def time(self, kind: str, seconds: float) -> tuple[float, float]:
-        """Call for about so many seconds, at least once.
+        """Call for about so many seconds, in bursts, at least one, after one that is not timed.
 
-        Returns the median seconds of a call, and the processor time of all over their wall time.
+        That one finds the cache as other peers left it, and pages of an output that the system has
+        taken back (256 MiB cost 350 ms after a pause, 19 ms right after the last). Returns the
+        median seconds of a call, and the processor time of all over their wall time.
         """
-        call = self._prepared[kind].call
-        calls = max(1, min(MOST_CALLS, int(seconds / self._estimates[kind])))
-        if calls > 1:
-            call()  # other peers have had the cache
+        call, estimate = self._prepared[kind].call, self._estimates[kind]
+        repeats = max(1, round(BURST / estimate))
+        bursts = max(1, int(seconds / (repeats * estimate)))
+        call()
         started, computed = perf_counter(), process_time()
-        taken = [_seconds(call) for _ in range(calls)]
+        taken = [_seconds(call, repeats) for _ in range(bursts)]
         share = (process_time() - computed) / (perf_counter() - started)
         return statistics.median(taken), share
 
@@ -125,10 +132,11 @@ class Worker:
         return prepared
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
     start = perf_counter()
-    call()
-    return perf_counter() - start
+    for _ in range(repeats):
+        call()
+    return (perf_counter() - start) / repeats
 
 
 def _resident_growth(call: Callable[[], Any]) -> tuple[Any, int]:
