@@ -13,7 +13,7 @@ from benchmarks.peers.machine import describe
 from benchmarks.peers.page import RESULTS
 from benchmarks.peers.problem import Sizes
 from benchmarks.peers.record import Record
-from benchmarks.peers.registry import PEERS
+from benchmarks.peers.registry import ATTENTION, DECODE, GRADIENT, PEERS, RATES
 from benchmarks.peers.rotation import Budget, Runner
 from benchmarks.peers.tables import joined, tables
 
@@ -26,7 +26,15 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=_names())
-    add("--lengths", type=_positive, nargs="+", default=[4096], metavar="N", help="tokens")
+    add("--lengths", type=_positive, nargs="*", default=[4096], metavar="N", help="tokens")
+    add(
+        "--gradients",
+        type=_positive,
+        nargs="*",
+        default=[4096],
+        metavar="N",
+        help="tokens of output and gradients",
+    )
     add(
         "--contexts",
         type=_positive,
@@ -119,9 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runner.check()
         record.machine["libraries"] = runner.libraries(options.peers[0], threads[0])
         for length in sorted(set(options.lengths)):
-            runner.time(sizes, length, decode=False)
+            runner.time(sizes, length, ATTENTION + RATES)
+        for length in sorted(set(options.gradients)):
+            runner.time(sizes, length, GRADIENT)
         for context in sorted(set(options.contexts)):
-            runner.time(sizes, context, decode=True)
+            runner.time(sizes, context, DECODE)
     finally:
         runner.close()
     for length in sorted(set(options.memory)):

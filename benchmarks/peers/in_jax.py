@@ -4,10 +4,14 @@ Features as :func:`benchmarks.peers.oracle.stabilised` with epsilon 1e-4. Full a
 keys, then reads. Causal attention makes numerator and denominator each by a scan over the tokens
 that carries the running sum: ``P_t = P_(t-1) + phi(k_t) v_t^T``, read by ``phi(q_t)``. The rows are
 linattn's: the formula leaves them open.
+
+Gradients hold the shift of the exponents constant. Those of a scan are a scan backwards, for which
+no sums are kept: each token is subtracted from the last one again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +20,7 @@ import numpy as np
 
 from benchmarks.peers import oracle
 from benchmarks.peers.problem import Floats, Inputs, Prepared
+from benchmarks.peers.registry import GRADIENT
 
 __all__ = ["EPSILON", "prepare"]
 
@@ -30,6 +35,7 @@ def features(x: Array, rows: Array, *, is_query: bool) -> Array:
     exponent = jnp.einsum("...nd,md->...nm", x, rows)
     half = jnp.sum(x * x, axis=-1, keepdims=True) / 2
     shift = jnp.max(exponent, axis=-1 if is_query else (-2, -1), keepdims=True)
+    shift = jax.lax.stop_gradient(shift)
     return (jnp.exp(exponent - half - shift) + EPSILON) * len(rows) ** -0.5
 
 
@@ -46,30 +52,60 @@ def causal(query: Array, key: Array, value: Array, rows: Array) -> Array:
     """Attention to the keys so far, by two scans."""
     q, k = features(query, rows, is_query=True), features(key, rows, is_query=False)
     q, k, v = (jnp.moveaxis(x, -2, 0) for x in (q, k, value))
+    numerator, denominator = running(q, k, v), running(q, k, jnp.ones_like(v[..., :1]))
+    return jnp.moveaxis(numerator / denominator, 0, -2)
 
-    def numerator(sums: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+
+def _running(q: Array, k: Array, v: Array) -> Array:
+    """``phi(q_t) . sum_(s <= t) phi(k_s) v_s^T``; tokens are the first axis."""
+    return _forward(q, k, v)[0]
+
+
+def _forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+    def step(sums: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         q_t, k_t, v_t = token
         sums = sums + k_t[..., :, None] * v_t[..., None, :]
         return sums, jnp.einsum("...m,...me->...e", q_t, sums)
 
-    def denominator(sums: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
-        q_t, k_t = token
-        sums = sums + k_t
-        return sums, jnp.einsum("...m,...m->...", q_t, sums)
+    start = jnp.zeros((*k.shape[1:], v.shape[-1]), v.dtype)
+    sums, out = jax.lax.scan(step, start, (q, k, v))
+    return out, (q, k, v, sums)
 
-    _, above = jax.lax.scan(numerator, jnp.zeros((*k.shape[1:], v.shape[-1]), v.dtype), (q, k, v))
-    _, below = jax.lax.scan(denominator, jnp.zeros(k.shape[1:], k.dtype), (q, k))
-    return jnp.moveaxis(above / below[..., None], 0, -2)
+
+def _backward(kept: tuple[Array, ...], grad_out: Array) -> tuple[Array, ...]:
+    q, k, v, sums = kept
+
+    def step(
+        carry: tuple[Array, Array], token: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+        (sums, grad_sums), (q_t, k_t, v_t, g_t) = carry, token
+        grad_q = jnp.einsum("...me,...e->...m", sums, g_t)
+        grad_sums = grad_sums + q_t[..., :, None] * g_t[..., None, :]
+        grad_k = jnp.einsum("...me,...e->...m", grad_sums, v_t)
+        grad_v = jnp.einsum("...me,...m->...e", grad_sums, k_t)
+        return (sums - k_t[..., :, None] * v_t[..., None, :], grad_sums), (grad_q, grad_k, grad_v)
+
+    _, gradients = jax.lax.scan(
+        step, (sums, jnp.zeros_like(sums)), (q, k, v, grad_out), reverse=True
+    )
+    return tuple(gradients)
+
+
+running = jax.custom_vjp(_running)
+running.defvjp(_forward, _backward)
 
 
 def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
     """Prepare the one peer of this module; compiled here, so that no call compiles."""
-    is_causal = kind == "causal"
+    is_causal = kind.startswith("causal")
     arrays = [
         jnp.asarray(x, dtype=jnp.float32)
         for x in (inputs.query, inputs.key, inputs.value, inputs.rows)
     ]
-    compiled = jax.jit(causal if is_causal else full).lower(*arrays).compile()
+    attend = causal if is_causal else full
+    if kind in GRADIENT:
+        return _gradient(attend, arrays, inputs, is_causal=is_causal)
+    compiled = jax.jit(attend).lower(*arrays).compile()
 
     def wanted() -> Floats:
         q = oracle.stabilised(inputs.query, inputs.rows, EPSILON, is_query=True)
@@ -78,3 +114,24 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
         return oracle.attention(weights, inputs.value, is_causal=is_causal)
 
     return Prepared(lambda: compiled(*arrays).block_until_ready(), wanted)
+
+
+def _gradient(
+    attend: Callable[..., Array], arrays: list[Array], inputs: Inputs, *, is_causal: bool
+) -> Prepared:
+    """Output and gradients in one compiled function."""
+
+    def value_and_gradients(
+        query: Array, key: Array, value: Array, rows: Array, cotangent: Array
+    ) -> tuple[Array, ...]:
+        out, pullback = jax.vjp(lambda *tokens: attend(*tokens, rows), query, key, value)
+        return out, *pullback(cotangent)
+
+    arguments = (*arrays, jnp.asarray(inputs.cotangent))
+    compiled = jax.jit(value_and_gradients).lower(*arguments).compile()
+
+    def wanted() -> Floats:
+        results = oracle.recipe_vjp(inputs, inputs.rows, is_causal=is_causal, epsilon=EPSILON)
+        return np.stack(results)
+
+    return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), wanted, np.stack)

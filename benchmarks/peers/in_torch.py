@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from benchmarks.peers import oracle
 from benchmarks.peers.in_numpy import EXPONENTIALS, factors
 from benchmarks.peers.limits import CAUSAL_BLOCK, ROWS
 from benchmarks.peers.problem import Floats, Inputs, Prepared, Sizes
+from benchmarks.peers.registry import GRADIENT
 
-__all__ = ["Recipe", "elu_attention", "prepare", "set_threads"]
+__all__ = ["Recipe", "chunks", "elu_attention", "prepare", "set_threads"]
 
 Tensor = Any
 
@@ -24,8 +26,8 @@ CAUSAL_ROWS = 256
 REACH = 40.0
 """Exponents up to this size are exponentiated as they are."""
 
-ELU_CHUNK = 64
-"""Tokens of a causal square of elu + 1."""
+CHUNK = 64
+"""Tokens of a causal square of elu + 1, and of what is differentiated."""
 
 
 def set_threads(threads: int) -> None:
@@ -39,6 +41,8 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
         return _rate(kind, inputs)
     if name == "torch-cache":
         return _cache(inputs)
+    if kind in GRADIENT:
+        return _gradient(name, kind, inputs)
     q, k, v = (torch.from_numpy(x) for x in (inputs.query, inputs.key, inputs.value))
     is_causal = kind == "causal"
     attend: Callable[..., Tensor] = {
@@ -61,6 +65,33 @@ def _weights(name: str, inputs: Inputs) -> Floats:
     else:
         q, k = (oracle.exponentials(x, inputs.rows) for x in (inputs.query, inputs.key))
     return q @ k.swapaxes(-1, -2)
+
+
+def _gradient(name: str, kind: str, inputs: Inputs) -> Prepared:
+    """Output and gradients by torch's own differentiation."""
+    arrays = (inputs.query, inputs.key, inputs.value)
+    tensors = [torch.from_numpy(x).requires_grad_() for x in arrays]
+    cotangent = torch.from_numpy(inputs.cotangent)
+    is_causal = kind.startswith("causal")
+    projection = torch.from_numpy(inputs.rows.T * inputs.sizes.dim**-0.25).float()
+    recipes: dict[str, tuple[Callable[..., Tensor], Callable[..., list[Floats]]]] = {
+        "torch-exact": (functional.scaled_dot_product_attention, oracle.softmax_vjp),
+        "torch-chunks": (
+            partial(chunks, projection=projection),
+            partial(oracle.recipe_vjp, rows=inputs.rows),
+        ),
+    }
+    attend, wanted = recipes[name]
+
+    def call() -> tuple[Tensor, ...]:
+        out = attend(*tensors, is_causal=is_causal)
+        return out, *torch.autograd.grad(out, tensors, cotangent)
+
+    return Prepared(
+        call,
+        lambda: np.stack(wanted(inputs, is_causal=is_causal)),
+        lambda results: np.stack([_fetch(x.detach()) for x in results]),
+    )
 
 
 def _without_gradients(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -153,6 +184,37 @@ class Recipe:
         return v1
 
 
+def chunks(
+    query: Tensor, key: Tensor, value: Tensor, *, projection: Tensor, is_causal: bool
+) -> Tensor:
+    """FAVOR+ as :class:`Recipe` has it, in operations that torch differentiates.
+
+    All heads at once; causal, one chunk of 64 tokens after the other, which was the fastest of
+    chunks of 64 to 256, all at once or one by one, all heads at once or one by one.
+    """
+    if not is_causal:
+        sums = (key @ projection).exp().mT @ _weighed(key, value)
+        return _divided((query @ projection).exp() @ sums)
+    state: Tensor = 0.0
+    outs: list[Tensor] = []
+    for q, k, v in zip(*(x.split(CHUNK, dim=-2) for x in (query, key, value)), strict=True):
+        phi_q, phi_k, v1 = (q @ projection).exp(), (k @ projection).exp(), _weighed(k, v)
+        sums = (phi_q @ phi_k.mT).tril() @ v1
+        outs.append(_divided(sums + phi_q @ state if outs else sums))
+        state = state + phi_k.mT @ v1
+    return torch.cat(outs, dim=-2)
+
+
+def _weighed(key: Tensor, value: Tensor) -> Tensor:
+    """Return ``[v w, w]`` with ``w = exp(-|k|^2 / (2 sqrt(d)))``."""
+    weight = (key.square().sum(dim=-1, keepdim=True) * (-0.5 * key.shape[-1] ** -0.5)).exp()
+    return torch.cat([value * weight, weight], dim=-1)
+
+
+def _divided(sums: Tensor) -> Tensor:
+    return sums[..., :-1] / sums[..., -1:]
+
+
 def elu_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
     """Whole-array elu + 1; causal by squares of 64 tokens and running sums of their states."""
     q, k = functional.elu(query) + 1, functional.elu(key) + 1
@@ -162,8 +224,7 @@ def elu_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool)
         return sums[..., :-1] / sums[..., -1:]
     n = q.shape[-2]
     q, k, v1 = (
-        functional.pad(x, (0, 0, 0, -n % ELU_CHUNK)).unflatten(-2, (-1, ELU_CHUNK))
-        for x in (q, k, v1)
+        functional.pad(x, (0, 0, 0, -n % CHUNK)).unflatten(-2, (-1, CHUNK)) for x in (q, k, v1)
     )
     states = k.mT @ v1
     before = states.cumsum(dim=-3) - states

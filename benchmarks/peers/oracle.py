@@ -15,6 +15,8 @@ __all__ = [
     "exponentials",
     "hyperbolic",
     "next_token",
+    "recipe_vjp",
+    "softmax_vjp",
     "softmax_weights",
     "stabilised",
 ]
@@ -67,6 +69,65 @@ def elu_plus_one(x: Floats) -> Floats:
     """``x + 1`` above 0, ``exp(x)`` below."""
     y = x.astype(np.float64)
     return np.where(y > 0, y + 1, np.exp(np.minimum(y, 0)))
+
+
+def softmax_vjp(inputs: Inputs, *, is_causal: bool) -> list[Floats]:
+    """Return the output of softmax attention and its gradients by query, key and value."""
+    q, k = inputs.query.astype(np.float64), inputs.key.astype(np.float64)
+    weights = softmax_weights(q, k)
+    out, grad_weights, grad_value = _attention_vjp(weights, inputs, is_causal=is_causal)
+    grad_logits = weights * grad_weights / np.sqrt(q.shape[-1])
+    return [out, grad_logits @ k, grad_logits.swapaxes(-1, -2) @ q, grad_value]
+
+
+def recipe_vjp(
+    inputs: Inputs, rows: Floats, *, is_causal: bool, epsilon: float = 0.0
+) -> list[Floats]:
+    """Return the output of FAVOR+ and its gradients by query, key and value.
+
+    With an epsilon the features are :func:`stabilised`, their shift c held constant.
+    """
+    x = (inputs.query, inputs.key)
+    if epsilon:
+        q, k = (
+            stabilised(y, rows, epsilon, is_query=is_query)
+            for y, is_query in zip(x, (True, False), strict=True)
+        )
+    else:
+        q, k = (exponentials(y, rows) for y in x)
+    weights = q @ k.swapaxes(-1, -2)
+    out, grad_weights, grad_value = _attention_vjp(weights, inputs, is_causal=is_causal)
+    cotangents = (grad_weights @ k, grad_weights.swapaxes(-1, -2) @ q)
+    added = epsilon / np.sqrt(len(rows))
+    grad_query, grad_key = (
+        _exponentials_vjp(y, rows, (features - added) * cotangent)
+        for y, features, cotangent in zip(x, (q, k), cotangents, strict=True)
+    )
+    return [out, grad_query, grad_key, grad_value]
+
+
+def _attention_vjp(
+    weights: Floats, inputs: Inputs, *, is_causal: bool
+) -> tuple[Floats, Floats, Floats]:
+    """``dL/dw_ij = g_i . (v_j - out_i) / sum_j w_ij`` and ``dL/dv_j = sum_i w_ij g_i / sum``."""
+    value, cotangent = inputs.value.astype(np.float64), inputs.cotangent.astype(np.float64)
+    out = attention(weights, value, is_causal=is_causal)
+    if is_causal:
+        weights = np.tril(weights)
+    total = weights.sum(axis=-1, keepdims=True)
+    inner = np.sum(cotangent * out, axis=-1, keepdims=True)
+    grad_weights = (cotangent @ value.swapaxes(-1, -2) - inner) / total
+    if is_causal:
+        grad_weights = np.tril(grad_weights)
+    return out, grad_weights, (weights / total).swapaxes(-1, -2) @ cotangent
+
+
+def _exponentials_vjp(x: Floats, rows: Floats, cotangent: Floats) -> Floats:
+    """Pull back through ``w_r . y - |y|^2 / 2`` and ``y = x / d^(1/4)``."""
+    factor = x.shape[-1] ** -0.25
+    y = x.astype(np.float64) * factor
+    total = cotangent.sum(axis=-1, keepdims=True)
+    return np.asarray((cotangent @ rows.astype(np.float64) - total * y) * factor)
 
 
 def next_token(inputs: Inputs) -> tuple[Floats, Floats, Floats]:

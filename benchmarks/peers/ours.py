@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
 import linattn
 from benchmarks.peers import oracle
 from benchmarks.peers.problem import Floats, Inputs, Prepared
+from benchmarks.peers.registry import GRADIENT
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
 from linattn.typing import FeatureMap
 
@@ -15,6 +21,8 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
     """Prepare a peer of this module."""
     if kind == "decode":
         return _decode(name, inputs)
+    if kind in GRADIENT:
+        return _gradient(name, kind, inputs)
     phi = _feature_map(name, inputs)
     is_causal = kind == "causal"
 
@@ -28,6 +36,28 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
         ),
         wanted,
     )
+
+
+def _gradient(name: str, kind: str, inputs: Inputs) -> Prepared:
+    """Forward pass and pullback, or the pullback alone."""
+    phi = PositiveFeatures(inputs.sizes.dim, inputs.sizes.features, rng=0)
+    arrays, is_causal = (inputs.query, inputs.key, inputs.value), kind.startswith("causal")
+
+    def forward() -> tuple[Floats, Callable[[Floats], tuple[Floats, ...]]]:
+        return linattn.linear_attention_vjp(*arrays, phi, is_causal=is_causal)
+
+    def both() -> tuple[Floats, ...]:
+        output, pull = forward()
+        return output, *pull(inputs.cotangent)
+
+    def wanted() -> Floats:
+        results = oracle.recipe_vjp(inputs, phi.projection, is_causal=is_causal)
+        return np.stack(results[1:] if is_alone else results)
+
+    is_alone = name == "linattn-pullback"
+    _, pullback = forward()
+    call = partial(pullback, inputs.cotangent) if is_alone else both
+    return Prepared(call, wanted, np.stack)
 
 
 def _feature_map(name: str, inputs: Inputs) -> FeatureMap:

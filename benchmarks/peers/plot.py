@@ -46,7 +46,8 @@ def picture(record: Record, path: Path, *, threads: int) -> None:
 
 
 def _style(name: str) -> dict[str, Any]:
-    place = [other for other, peer in PEERS.items() if peer.kinds == ATTENTION].index(name)
+    drawn = [other for other, peer in PEERS.items() if set(ATTENTION) <= set(peer.kinds)]
+    place = drawn.index(name)
     return {
         "color": COLORS[place],
         "marker": MARKERS[place],

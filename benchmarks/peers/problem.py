@@ -50,6 +50,12 @@ class Inputs:
 
         return np.asarray(orthogonal(self.sizes.features, self.sizes.dim, 0))
 
+    @cached_property
+    def cotangent(self) -> Floats:
+        """Derivative of a loss by the output, standard normal like the inputs."""
+        rng = np.random.default_rng(1)
+        return rng.standard_normal(self.query.shape, dtype=np.float32)
+
 
 @dataclass(frozen=True)
 class Prepared:

@@ -162,6 +162,15 @@ class Record:
         pairs = zip(ours.rounds, theirs.rounds, strict=True)
         return statistics.median([a / b for a, b in pairs])
 
+    def pullback_share(self, kind: str, length: int, threads: int) -> float | None:
+        """Return how many times the forward pass linattn's pullback takes: median of the rounds."""
+        both = self.timing("linattn-favor", kind, length, threads)
+        pullback = self.timing("linattn-pullback", kind, length, threads)
+        if both is None or pullback is None:
+            return None
+        pairs = zip(pullback.rounds, both.rounds, strict=True)
+        return statistics.median([p / (b - p) for p, b in pairs if b > p] or [math.inf])
+
     def rate(self, peer: str, kind: str, length: int) -> float | None:
         """Flops a second of a product, or exponentials, on one thread in one length's rotation."""
         timing = self.timing(peer, kind, length, 1)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from benchmarks.peers.problem import Sizes
 
-__all__ = ["ATTENTION", "DECODE", "PEERS", "RATES", "Peer"]
+__all__ = ["ATTENTION", "DECODE", "GRADIENT", "PEERS", "RATES", "Peer"]
 
 ATTENTION = ("full", "causal")
 DECODE = ("decode",)
+GRADIENT = ("full gradient", "causal gradient")
 RATES = ("project", "sum", "read", "exp")
 
 
@@ -50,20 +51,26 @@ def _features(sizes: Sizes) -> float:
     return 8.0 * sizes.features
 
 
+def _kept_for_gradients(sizes: Sizes) -> float:
+    """Features and states of all chunks, and as much again for their gradients."""
+    return 2 * _features(sizes)
+
+
 def _features_and_states(sizes: Sizes) -> float:
     # performer-pytorch cuts any sequence into 128 parts and keeps a state for each token of one.
     return _features(sizes) + 4.0 * sizes.features * sizes.dim / 128
 
 
 PEERS = {
-    "linattn-favor": Peer("linattn FAVOR+", "ours", ATTENTION, "linattn-favor", "favor"),
+    "linattn-favor": Peer("linattn FAVOR+", "ours", ATTENTION + GRADIENT, "linattn-favor", "favor"),
+    "linattn-pullback": Peer("linattn FAVOR+, pullback alone", "ours", GRADIENT, "linattn-favor"),
     "linattn-hyperbolic": Peer(
         "linattn hyperbolic", "ours", ATTENTION, "linattn-favor", "hyperbolic"
     ),
     # Here, so that rates are measured near the times that they are compared with.
     "numpy-rates": Peer("NumPy products and exp", "in_numpy", RATES, "numpy-rates"),
     "torch-exact": Peer(
-        "torch SDPA, exact", "in_torch", ATTENTION, "linattn-favor", is_quadratic=True
+        "torch SDPA, exact", "in_torch", ATTENTION + GRADIENT, "linattn-favor", is_quadratic=True
     ),
     "performer": Peer(
         "performer-pytorch",
@@ -75,11 +82,18 @@ PEERS = {
     "jax-favor": Peer(
         "Google's formula, JAX jit",
         "in_jax",
-        ATTENTION,
+        ATTENTION + GRADIENT,
         "linattn-favor",
-        numbers_a_token=_features,
+        numbers_a_token=_kept_for_gradients,
     ),
     "torch-favor": Peer("same recipe, torch ops", "in_torch", ATTENTION, "linattn-favor"),
+    "torch-chunks": Peer(
+        "same recipe, torch autograd",
+        "in_torch",
+        GRADIENT,
+        "linattn-favor",
+        numbers_a_token=_kept_for_gradients,
+    ),
     "linattn-elu": Peer("linattn elu+1", "ours", ATTENTION, "linattn-elu", "elu"),
     "torch-elu": Peer(
         "elu+1, torch ops",

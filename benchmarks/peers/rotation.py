@@ -9,7 +9,7 @@ from typing import NamedTuple
 from benchmarks.peers.problem import Sizes
 from benchmarks.peers.processes import Child, PeerError
 from benchmarks.peers.record import QUIET, Cell, Check, LeftOut, Memory, Record, Timing
-from benchmarks.peers.registry import DECODE, PEERS, RATES
+from benchmarks.peers.registry import ATTENTION, DECODE, PEERS, RATES
 
 __all__ = ["TOLERANCE", "Budget", "Runner", "order"]
 
@@ -99,8 +99,10 @@ class Runner:
         except (PeerError, KeyError):
             return []
 
-    def time(self, sizes: Sizes, length: int, *, decode: bool) -> None:
+    def time(self, sizes: Sizes, length: int, wanted: Sequence[str]) -> None:
         """Time every able peer at one length, round by round, and forget the inputs.
+
+        ``wanted``: kinds that take turns with one another.
 
         Decoding a token is not work for several threads: it is timed on the fewest.
         """
@@ -108,7 +110,7 @@ class Runner:
             Cell(name, kind, length, threads)
             for (name, threads), kinds in self._able.items()
             for kind in kinds
-            if (kind in DECODE) == decode and not (decode and threads > self._fewest)
+            if kind in wanted and not (kind in DECODE and threads > self._fewest)
         ]
         ready = [cell for cell in cells if self._prepare(sizes, cell)]
         rounds: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in ready}
@@ -144,7 +146,7 @@ class Runner:
         for (name, count), kinds in self._able.items():
             for kind in kinds:
                 cell = Cell(name, kind, length, threads)
-                if count != threads or kind in DECODE or _is_rate(name):
+                if count != threads or kind not in ATTENTION:
                     continue
                 reason = self._too_large(sizes, cell, 1) or self._too_slow(cell)
                 if reason:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.peers.limits import product_shapes
 from benchmarks.peers.record import QUIET, Cell, Crossover, Record
-from benchmarks.peers.registry import ATTENTION, PEERS, RATES
+from benchmarks.peers.registry import ATTENTION, GRADIENT, PEERS, RATES
 
 __all__ = ["Table", "as_markdown", "as_text", "duration", "size", "tables"]
 
@@ -29,6 +29,7 @@ def tables(record: Record) -> Iterator[Table]:
     """Yield every table that the record has numbers for."""
     candidates = [
         *(_attention(record, length, t) for t in record.threads() for length in _lengths(record)),
+        *(_gradient(record, n, t) for t in record.threads() for n in _lengths(record, GRADIENT)),
         *(_decode(record, t) for t in record.threads()),
         _threads(record),
         _lengths_table(record),
@@ -92,8 +93,8 @@ def _times(ratio: float | None) -> str:
     return "" if ratio is None else _three(ratio)
 
 
-def _lengths(record: Record) -> list[int]:
-    return sorted({length for kind in ATTENTION for length in record.lengths(kind)})
+def _lengths(record: Record, kinds: tuple[str, ...] = ATTENTION) -> list[int]:
+    return sorted({length for kind in kinds for length in record.lengths(kind)})
 
 
 def _count(threads: int) -> str:
@@ -122,16 +123,16 @@ def _attention(record: Record, length: int, threads: int) -> Table:
         if any(row[3] or row[6] for row in rows[1:]):
             notes.append("limit: how much of the machine's limit is reached")
         if threads == 1:
-            notes += _disturbed(record, length)
+            notes += _disturbed(record, length, ATTENTION)
     return Table(f"{length:,} tokens, {_count(threads)}", rows, notes)
 
 
-def _disturbed(record: Record, length: int) -> list[str]:
+def _disturbed(record: Record, length: int, kinds: tuple[str, ...]) -> list[str]:
     """Say so where other work of the machine took part of a core."""
     shares = [
         min(timing.shares)
         for timing in record.timings
-        if timing.length == length and timing.threads == 1 and timing.kind in ATTENTION
+        if timing.length == length and timing.threads == 1 and timing.kind in kinds
     ]
     low = [share for share in shares if share < QUIET]
     if not low:
@@ -140,6 +141,31 @@ def _disturbed(record: Record, length: int) -> list[str]:
         f"the machine was busy: {len(low)} of {len(shares)} calls on one thread were disturbed, "
         f"the worst had {100 * min(low):.0f} % of its core in one round"
     ]
+
+
+def _gradient(record: Record, length: int, threads: int) -> Table:
+    """Tabulate the times of output and gradients, and how long the backward pass is."""
+    rows = [["", "full", "ratio", "causal", "ratio"]]
+    for name, peer in PEERS.items():
+        timings = [record.timing(name, kind, length, threads) for kind in GRADIENT]
+        if not any(timings):
+            continue
+        cells: list[str] = []
+        for timing in timings:
+            if timing is None:
+                cells += ["", ""]
+            else:
+                ratio = record.ratio(timing.cell, timing.cell._replace(peer=peer.beside))
+                cells += [duration(timing.seconds), _times(ratio)]
+        rows.append([peer.label, *cells])
+    notes = ["ratio: time over that of linattn FAVOR+"]
+    shares = {kind: record.pullback_share(kind, length, threads) for kind in GRADIENT}
+    shown = [f"{_times(x)} ({kind.partition(' ')[0]})" for kind, x in shares.items() if x]
+    if shown:
+        notes.append(f"linattn's pullback takes {' and '.join(shown)} times the forward pass")
+    if threads == 1:
+        notes += _disturbed(record, length, GRADIENT)
+    return Table(f"Output and gradients, {length:,} tokens, {_count(threads)}", rows, notes)
 
 
 def _decode(record: Record, threads: int) -> Table:
