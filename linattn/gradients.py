@@ -11,7 +11,12 @@ from linattn._cotangents import check_differentiable
 from linattn._problem import exact_problem, linear_problem
 from linattn.typing import Array, FeatureMap, Problem, State
 
-__all__ = ["linear_attention_vjp", "pullback_of", "softmax_attention_vjp"]
+__all__ = [
+    "differentiable_problem",
+    "linear_attention_vjp",
+    "pullback_of",
+    "softmax_attention_vjp",
+]
 
 Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
 
@@ -123,7 +128,7 @@ def linear_attention_vjp(
             f"softmax_attention_vjp"
         )
         raise ValueError(message)
-    problem = linear_problem(
+    problem = differentiable_problem(
         query,
         key,
         value,
@@ -133,8 +138,6 @@ def linear_attention_vjp(
         state=initial_state,
         chunk_size=chunk_size,
     )
-    for spec in (problem.query_spec, problem.key_spec):
-        check_differentiable(spec, feature_map)
     output, state, _ = folds.solve(problem, return_state=return_state)
     if state is None:
         return output, pullback_of(problem)
@@ -207,6 +210,16 @@ def softmax_attention_vjp(
     """
     problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
     return folds.solve(problem, return_state=False)[0], pullback_of(problem)
+
+
+def differentiable_problem(
+    query: Array, key: Array, value: Array, feature_map: FeatureMap, **settings: Any
+) -> Problem:
+    """Return a problem of linear attention, or say why the map has no gradient."""
+    problem = linear_problem(query, key, value, feature_map, **settings)
+    for spec in (problem.query_spec, problem.key_spec):
+        check_differentiable(spec, feature_map)
+    return problem
 
 
 def pullback_of(problem: Problem, log_scale: Array = None) -> Pullback:

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from linattn import _dispatch, folds
-from linattn._cotangents import check_differentiable
-from linattn._problem import exact_problem, linear_problem
-from linattn.gradients import pullback_of
+from linattn._problem import exact_problem
+from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["linear_attention", "softmax_attention"]
@@ -66,7 +65,7 @@ def linear_attention(
     def problem_of(arrays: Any) -> Any:
         query, key, value, state, key_mask = arrays
         with _dispatch.under(policy):
-            problem = linear_problem(
+            return differentiable_problem(
                 query,
                 key,
                 value,
@@ -76,9 +75,6 @@ def linear_attention(
                 state=state,
                 chunk_size=chunk_size,
             )
-        for spec in (problem.query_spec, problem.key_spec):
-            check_differentiable(spec, feature_map)
-        return problem
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def attend(arrays: Any) -> Any:

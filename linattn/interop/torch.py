@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from linattn import _dispatch, folds
-from linattn._cotangents import check_differentiable
-from linattn._problem import exact_problem, linear_problem
-from linattn.gradients import pullback_of
+from linattn._problem import exact_problem
+from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["linear_attention", "softmax_attention"]
@@ -128,8 +127,6 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Array, Array, Array]:
         arrays = (query, key, value, kvz, log_scale, key_mask)
         problem = _problem(arrays, length, feature_map, settings)
-        for spec in (problem.query_spec, problem.key_spec):
-            check_differentiable(spec, feature_map)
         output, state, _ = folds.solve(problem, return_state=return_state)
         new_kvz, new_scale = (None, None) if state is None else (state.kvz, state.log_scale)
         ctx.save_for_backward(*arrays, new_scale)
@@ -152,7 +149,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
 def _problem(arrays: Any, length: int, feature_map: FeatureMap, settings: dict[str, Any]) -> Any:
     query, key, value, kvz, log_scale, key_mask = arrays
     state = None if kvz is None else State(kvz, log_scale, length)
-    return linear_problem(
+    return differentiable_problem(
         query, key, value, feature_map, key_mask=key_mask, state=state, **settings
     )
 
