@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import tracemalloc
 from itertools import pairwise
@@ -368,6 +371,77 @@ def test_blas_limit_is_taken_once_and_given_back_by_the_last():
     with pytest.raises(KeyError), blas.one_thread():
         raise KeyError
     assert fake.threads == 7
+
+
+FORKS = """
+import os
+import signal
+import sys
+import threading
+from linattn_numpy.blas import Blas
+
+class Controller:
+    threads = 7
+
+    def limit(self, *, limits):
+        before, Controller.threads = Controller.threads, limits
+        return self
+
+    def restore_original_limits(self):
+        Controller.threads = 7
+
+def forked(expected):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            assert Controller.threads == expected, Controller.threads
+            with blas.one_thread():
+                assert Controller.threads == 1, Controller.threads
+            assert Controller.threads == expected, Controller.threads
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        if expected == 7:
+            os._exit(0)
+        return "child"
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, status
+    assert Controller.threads == 1, Controller.threads
+    return "parent"
+
+blas = Blas()
+blas._controller, blas._looked = Controller(), True
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with blas.one_thread():
+        held.set()
+        done.wait()
+
+# Another thread holds the limit: the child has no such thread, and all of its BLAS.
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+try:
+    forked(7)
+finally:
+    done.set()
+    thread.join()
+assert Controller.threads == 7, Controller.threads
+# The thread that forks holds it, and gives it back in parent and child.
+with blas.one_thread():
+    forked(1)
+assert Controller.threads == 7, Controller.threads
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="numpy: this platform has no fork")
+def test_blas_limit_of_another_thread_ends_with_a_fork():
+    finished = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_blas_setting_of_the_user_survives_a_call():

@@ -18,17 +18,30 @@ class Blas:
     """
 
     def __init__(self) -> None:
-        self._reset()
+        self._lock = threading.RLock()
+        self._users = 0
+        self._mine = threading.local()
+        self._limit: Any = None
         self._controller: Any = None
         self._looked = False
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
+            # Nobody is half way through taking or giving back while a process is copied.
+            os.register_at_fork(
+                before=lambda: self._lock.acquire(),
+                after_in_parent=lambda: self._lock.release(),
+                after_in_child=self._after_fork,
+            )
 
-    def _reset(self) -> None:
-        # A child of fork() has none of the parent's threads: nobody else holds the limit there.
-        self._lock = threading.Lock()
-        self._users = 0
-        self._limit: Any = None
+    def _after_fork(self) -> None:
+        """Keep what the thread that forked holds: a child of fork() has no other."""
+        self._lock = threading.RLock()
+        self._users = getattr(self._mine, "users", 0)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._users == 0 and self._limit is not None:
+            self._limit.restore_original_limits()
+            self._limit = None
 
     def controller(self) -> Any:
         """Return a threadpoolctl controller, or None where it is not installed."""
@@ -47,17 +60,19 @@ class Blas:
         """Hold BLAS at one thread."""
         controller = self.controller()
         with self._lock:
-            self._users += 1
+            self._count(1)
             if self._users == 1 and controller is not None:
                 self._limit = controller.limit(limits=1)
         try:
             yield
         finally:
             with self._lock:
-                self._users -= 1
-                if self._users == 0 and self._limit is not None:
-                    self._limit.restore_original_limits()
-                    self._limit = None
+                self._count(-1)
+                self._give_back()
+
+    def _count(self, more: int) -> None:
+        self._users += more
+        self._mine.users = getattr(self._mine, "users", 0) + more
 
 
 blas = Blas()
