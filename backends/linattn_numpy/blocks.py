@@ -28,7 +28,10 @@ from linattn_numpy.buffers import buffer, zeros
 
 __all__ = [
     "AHEAD",
+    "Common",
+    "Plain",
     "activated",
+    "common_scale",
     "divide",
     "exact_block",
     "exact_more",
@@ -78,7 +81,7 @@ def _t(x: Floats) -> Floats:
     return np.swapaxes(x, -1, -2)
 
 
-class _Plain(NamedTuple):
+class Plain(NamedTuple):
     """Weights of a block on their natural scale: ``phi = weights * exp(col)`` without row term."""
 
     weights: Floats
@@ -133,14 +136,14 @@ def _exponentials(x: Floats, P: Floats, name: str) -> Floats:
     return u
 
 
-def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
+def _plain(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
     """Weights of a block, or None where it needs a shift or generic code."""
     if isinstance(spec, Exponential):
         u = _exponents(spec, x, name)
         reach = max(float(u.max()), -float(u.min()))
         if not reach <= REACH[u.itemsize]:
             return None
-        return _Plain(_exponentiated(spec, u, name), spec.col, reach)
+        return Plain(_exponentiated(spec, u, name), spec.col, reach)
     if not is_simple(spec):
         return None
     u = inputs(spec, x, name)
@@ -152,7 +155,7 @@ def _plain(spec: Spec | Exact, x: Floats, name: str) -> _Plain | None:
         return None
     weights = activated(spec, u, name)
     highest = max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor)
-    return _Plain(weights, np.zeros(weights.shape[-1], weights.dtype), float(np.log(highest)))
+    return Plain(weights, np.zeros(weights.shape[-1], weights.dtype), float(np.log(highest)))
 
 
 def _exponentiated(spec: Exponential, u: Floats, name: str) -> Floats:
@@ -415,14 +418,48 @@ def _scan_plain(
     keys = None if queries is None else _plain(key_spec, key.x, "key")
     if queries is None or keys is None:
         return None
-    near, dtype = NEAR[v1.itemsize], v1.dtype
+    common = common_scale(queries, keys, _row_term(key_spec, key), v1, state)
+    if common is None:
+        return None
+    g, weights, v1, scale, floor = common
+    nd, kvz = _triangles(queries.weights, weights, v1, state.kvz, scale)
+    if not (nd[..., -1].min() >= floor and _all_finite(nd)):
+        return None
+    log = _row_log(query_spec, query, g[..., None], want_log)
+    c = g - queries.col
+    if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
+        c = np.where(sees, c, c.dtype.type(-np.inf))
+    return Partial(nd, log, sound=True), State(kvz, c, state.length + v1.shape[-2])
+
+
+class Common(NamedTuple):
+    """A causal block of keys and the state before it on one scale."""
+
+    g: Floats
+    """``(..., 1)``: a column's log is g less its log in the weights of the queries."""
+    weights: Floats
+    v1: Floats
+    """``[v, 1]`` with all that the keys' weights lack."""
+    scale: Floats
+    """What the columns of the state are multiplied with."""
+    floor: float
+    """Least sound denominator."""
+
+
+def common_scale(
+    queries: Plain, keys: Plain, row: Floats | None, v1: Floats, state: State
+) -> Common | None:
+    """Put a plain causal block and its state on one scale; None where that is not sound.
+
+    ``row``: the keys' own terms. Their weights are ours to change.
+    """
+    near = NEAR[v1.itemsize]
     # In the common scale g every column log, of the state and of this block, is at most 0.
     before = state.log_scale + queries.col
     block = keys.col + queries.col
-    row = _row_term(key_spec, key)
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
-        row -= _finite(top)
+        row = row - _finite(top)
         block = block + top[..., 0]
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
     if not (_all_near(before, g, near) and _all_near(block, g, near)):
@@ -435,17 +472,9 @@ def _scan_plain(
     else:
         weights = _in_place(np.multiply, weights, block[..., None, :])
         v1 = v1 if row is None else _weighted(v1, np.exp(row))
-    nd, kvz = _triangles(queries.weights, weights, v1, state.kvz, np.exp(before - g))
-
-    m, n = weights.shape[-1], v1.shape[-2]
-    floor = _floor(dtype) * m * (state.length + n) * np.exp(queries.highest + keys.highest)
-    if not (nd[..., -1].min() >= floor and _all_finite(nd)):
-        return None
-    log = _row_log(query_spec, query, g[..., None], want_log)
-    c = g - queries.col
-    if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
-        c = np.where(sees, c, dtype.type(-np.inf))
-    return Partial(nd, log, sound=True), State(kvz, c, state.length + n)
+    terms = weights.shape[-1] * (state.length + v1.shape[-2])
+    floor = _floor(v1.dtype) * terms * np.exp(queries.highest + keys.highest)
+    return Common(g, weights, v1, np.exp(before - g), floor)
 
 
 def _floor(dtype: Any) -> float:

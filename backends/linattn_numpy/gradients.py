@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
 from linattn_numpy.blocks import (
-    NEAR,
     SUB_BLOCK,
+    Plain,
     _above,
     _all_finite,
-    _all_near,
     _finite,
     _floor,
     _in_place,
@@ -32,6 +31,7 @@ from linattn_numpy.blocks import (
     _row_term,
     _shifted_log,
     _t,
+    common_scale,
     is_simple,
 )
 from linattn_numpy.buffers import buffer
@@ -52,15 +52,11 @@ REACH = {4: 20.0, 8: 200.0}
 
 
 class _Block(NamedTuple):
-    """A block of one side on some scale: ``phi = weights * exp(column + row)``."""
+    """A block of one side on its natural scale."""
 
-    weights: Floats
-    column: Floats
-    """``(..., m)``."""
+    plain: Plain
     row: Floats | None
-    """``(..., n, 1)``; None for 0."""
-    highest: float
-    """Log of the largest weight, at least 0."""
+    """Log that all features of a token share, ``(..., n, 1)``; None for 0."""
 
 
 def _known(spec: Spec) -> bool:
@@ -73,7 +69,7 @@ def _plain_block(spec: Spec, tokens: Tokens, name: str) -> _Block | None:
     plain = _plain(spec, tokens.x, name)
     if plain is None or plain.highest > REACH[tokens.x.itemsize]:
         return None
-    return _Block(plain.weights, plain.col, _row_term(spec, tokens), plain.highest)
+    return _Block(plain, _row_term(spec, tokens))
 
 
 def _largest_scale(dtype: Any, terms: float) -> float:
@@ -171,12 +167,12 @@ def read_block_vjp(
         return NotImplemented
     block = _plain_block(query_spec, tokens, "query")
     if block is not None:
-        c = state.log_scale + block.column
+        c = state.log_scale + block.plain.col
         top = _finite(c.max(axis=-1, keepdims=True))
-        weights, kvz, highest = block.weights, state.kvz, np.exp(block.highest)
+        weights, kvz, highest = block.plain.weights, state.kvz, np.exp(block.plain.highest)
         if not np.all(c == top):
             kvz = kvz * np.exp(c - top)[..., None]
-        column = block.column - top
+        column = block.plain.col - top
     elif isinstance(query_spec, Exponential):
         weights = _shifted_log(query_spec, tokens, "query")
         c = state.log_scale + query_spec.col
@@ -222,11 +218,11 @@ def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) 
     block = _plain_block(key_spec, tokens, "key")
     if block is not None:
         factor, top = _row_factor(block.row)
-        column = suffix.log_scale + block.column + top
-        if not column.max() + block.highest <= scale:
+        column = suffix.log_scale + block.plain.col + top
+        if not column.max() + block.plain.highest <= scale:
             return NotImplemented
         kvz = suffix.kvz * np.exp(column)[..., None]
-        weights = block.weights
+        weights = block.plain.weights
     elif isinstance(key_spec, Exponential):
         factor, kvz = None, suffix.kvz
         weights = _shifted_log(key_spec, tokens, "key")
@@ -307,26 +303,15 @@ def _plain_scale(
     keys = None if queries is None else _plain_block(key_spec, key, "key")
     if queries is None or keys is None:
         return None
-    near, dtype = NEAR[v1.itemsize], v1.dtype
-    # In the common scale g every column log, of the state and of this block, is at most 0.
-    factor, top = _row_factor(keys.row)
-    before, block = state.log_scale + queries.column, keys.column + queries.column + top
-    g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
-    if not (_all_near(before, g, near) and _all_near(block, g, near)):
+    common = common_scale(queries.plain, keys.plain, keys.row, v1, state)
+    if common is None:
         return None
-    v = v1 if factor is None else v1 * factor
-    k, block = keys.weights, np.exp(block - g)
-    if np.all(block == block[..., :1]):
-        v = v * block[..., :1, None]
-    else:
-        k = _in_place(np.multiply, k, block[..., None, :])
-    start = state.kvz * np.exp(before - g)[..., None]
-    terms = k.shape[-1] * (state.length + v.shape[-2])
-    floor = _floor(dtype) * terms * np.exp(queries.highest + keys.highest)
+    g, k, v, scale, floor = common
+    start = state.kvz * scale[..., None]
     log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
     shape = (*log_row.shape[:-2], query.x.shape[-2], 1)
-    c = np.broadcast_to(g - queries.column, state.log_scale.shape).astype(dtype)
-    return _Common(queries.weights, k, v, start, np.broadcast_to(log_row, shape), c, floor)
+    c = np.broadcast_to(g - queries.plain.col, state.log_scale.shape).astype(v1.dtype)
+    return _Common(queries.plain.weights, k, v, start, np.broadcast_to(log_row, shape), c, floor)
 
 
 def _shifted_scale(
@@ -440,14 +425,14 @@ def _plain_suffix(
     least = row.min()
     if not np.isfinite(least):
         return None
-    column = np.broadcast_to(queries.column - least, suffix.log_scale.shape)
+    column = np.broadcast_to(queries.plain.col - least, suffix.log_scale.shape)
     h = np.maximum(suffix.log_scale, column)
     factor, top = _row_factor(keys.row)
-    scale = h + keys.column + top
+    scale = h + keys.plain.col + top
     terms = h.shape[-1] * (suffix.length + v1.shape[-2])
-    if not scale.max() + queries.highest + keys.highest <= _largest_scale(dtype, terms):
+    if not scale.max() + queries.plain.highest + keys.plain.highest <= _largest_scale(dtype, terms):
         return None
-    q, k, g1 = queries.weights, keys.weights, grad_nd * np.exp(least - row)
+    q, k, g1 = queries.plain.weights, keys.plain.weights, grad_nd * np.exp(least - row)
     column = np.exp(column - h)
     if np.all(column == column[..., :1]) and column.shape[:-1] == lead:
         g1 = g1 * column[..., :1, None]
