@@ -12,22 +12,29 @@ the text is, because a layer keeps a state instead of the keys.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated
 
 try:
     import numpy as np
     import typer
-    from rich.console import Console
+    from training import (
+        AttentionOption,
+        FeaturesOption,
+        OutOption,
+        RedrawOption,
+        SeedOption,
+        Settings,
+        StepsOption,
+        errors_in_one_line,
+        make_app,
+        make_console,
+        trained,
+    )
     from transformer import (
-        LABELS,
-        Attention,
         ExampleError,
-        Kind,
         Sizes,
         Tokens,
         Transformer,
@@ -35,13 +42,9 @@ try:
         check_generated,
         cross_entropy,
         generate,
-        loss_plot,
         topic_bytes,
-        train,
         windows,
     )
-
-    import linattn
 except ModuleNotFoundError as error:
     print(f"train_bytes.py needs {error.name}: pip install 'linattn[examples]'", file=sys.stderr)
     raise SystemExit(2) from None
@@ -49,7 +52,18 @@ except ModuleNotFoundError as error:
 LENGTH = 128
 """Bytes that the model sees at once."""
 
-SIZES = Sizes(vocabulary=256, length=LENGTH, dim=128, heads=4, layers=2, taps=4, amplitude=0.1)
+# A byte sees the two before it without attention: attention is there for all that is further back,
+# and starts as a mean over it.
+SIZES = Sizes(
+    vocabulary=256,
+    length=LENGTH,
+    dim=128,
+    heads=4,
+    layers=2,
+    taps=3,
+    amplitude=0.1,
+    sharpness=0.3,
+)
 
 BATCH, RATE = 8, 4e-3
 
@@ -71,109 +85,50 @@ def bits_per_byte(model: Transformer, text: Tokens) -> float:
 
 
 def command(
-    attention: Annotated[
-        Kind, typer.Option(help="elu: elu+1, favor: FAVOR+, softmax: exact, none: left out.")
-    ] = "favor",
-    num_features: Annotated[
-        int, typer.Option(min=1, metavar="NUMBER", help="Random features of a head, for favor.")
-    ] = 64,
-    steps: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Of the optimiser.")] = 300,
-    redraw: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="NUMBER",
-            help="Draw other random features every so many steps and after the last; 0: never.",
-        ),
-    ] = 0,
+    attention: AttentionOption = "favor",
+    num_features: FeaturesOption = 64,
+    steps: StepsOption = 300,
+    redraw: RedrawOption = 0,
     prompt: Annotated[
         str, typer.Option(metavar="TEXT", help=f"What to go on with, to {LENGTH} bytes.")
     ] = "The statement ",
-    seed: Annotated[
-        int, typer.Option(min=0, metavar="NUMBER", help="Of parameters, batches and features.")
-    ] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for train_bytes.json and train_bytes.png."),
-    ] = None,
+    seed: SeedOption = 0,
+    out: OutOption = None,
 ) -> None:
     """Train a small language model of bytes, without a framework."""
-    try:
+    with errors_in_one_line("train_bytes.py", out):
         size = len(prompt.encode())
         if not 1 <= size < LENGTH:
             message = f"--prompt: want 1 to {LENGTH - 1} bytes, got {size}"
             raise ExampleError(message)
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-        run(attention, num_features, steps, redraw, prompt.encode(), seed, out)
-    except (ExampleError, OSError) as error:
-        typer.echo(f"train_bytes.py: error: {error}", err=True)
-        raise typer.Exit(2) from None
+        run(Settings(attention, num_features, steps, redraw, seed), prompt.encode(), out)
 
 
-def run(
-    attention: Kind,
-    num_features: int,
-    steps: int,
-    redraw: int,
-    prompt: bytes,
-    seed: int,
-    out: Path | None,
-) -> None:
+def run(settings: Settings, prompt: bytes, out: Path | None) -> None:
     """Train, measure, generate, and write the files."""
-    console = Console(markup=False, highlight=False, emoji=False)
-    label = LABELS[attention] + (f", {num_features} features" if attention == "favor" else "")
+    console = make_console()
     text, held_out = topic_bytes()
-    heads = Attention(attention, SIZES.layers, SIZES.dim // SIZES.heads, num_features, seed)
-    model = Transformer(SIZES, heads, seed)
-    begin = perf_counter()
-    losses = train(
-        model,
-        lambda rng: next_bytes(text, rng.integers(text.size - LENGTH, size=BATCH)),
-        steps=steps,
-        rate=RATE,
-        redraw=redraw,
-        seed=seed,
-        console=console,
-    )
-    seconds = perf_counter() - begin
+
+    def batches(rng: np.random.Generator) -> tuple[Tokens, Tokens]:
+        return next_bytes(text, rng.integers(text.size - LENGTH, size=BATCH))
+
+    result = trained(SIZES, RATE, batches, settings, console)
+    model = result.model
     bits = bits_per_byte(model, held_out)
     written, logits = generate(model, list(prompt), LENGTH - len(prompt))
     console.print(
-        f"{label}: {model.num_parameters:,} parameters, {steps} steps in {seconds:.0f} s.\n"
+        f"{result.summary()}\n"
         f"Bits per byte on {held_out.size:,} held-out bytes: {bits:.3f}\n"
         f"{check_generated(model, list(prompt), written, logits)}\n"
-        f"text: {as_text(prompt)}{as_text(written)}",
-        soft_wrap=True,
+        f"text: {as_text(prompt)}{as_text(written)}"
     )
-    if out is None:
-        return
-    record = {
-        "linattn": linattn.__version__,
-        "attention": attention,
-        "num_features": num_features if attention == "favor" else None,
-        "steps": steps,
-        "redraw": redraw,
-        "seed": seed,
-        "parameters": model.num_parameters,
-        "bits_per_byte": bits,
-        "seconds": seconds,
-        "text": as_text(prompt) + as_text(written),
-        "losses_bits": losses,
-    }
-    (out / "train_bytes.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    title = f"Language model of bytes, {label}: {bits:.3f} bits per byte"
-    (out / "train_bytes.png").write_bytes(loss_plot(losses, label, title))
-    console.print(f"Written to {out}: train_bytes.json, train_bytes.png", soft_wrap=True)
+    if out is not None:
+        title = f"Language model of bytes, {settings.label}: {bits:.3f} bits per byte"
+        found = {"bits_per_byte": bits, "text": as_text(prompt) + as_text(written)}
+        console.print(result.write(out, "train_bytes", title, found))
 
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(command)
+app = make_app(command)
 
 if __name__ == "__main__":
     app(prog_name="train_bytes.py")

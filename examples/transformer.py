@@ -1,14 +1,13 @@
-"""A small transformer in NumPy and how it is trained: what both training examples share.
+"""A small transformer in NumPy: the model, its gradients and its text, for both training examples.
 
 No framework: a layer is a function that returns its output and a pullback, as
 `linattn.linear_attention_vjp` does, and a gradient is the pullbacks called in reverse. The
-parameters are one long vector, of which the matrices are views, so that the optimiser is a few
-lines and a finite difference can be taken along any direction.
+parameters are one long vector, of which the matrices are views, so that an optimiser is a few lines
+and a finite difference can be taken along any direction.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
@@ -17,11 +16,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import linattn
 from linattn.feature_maps import EluFeatures, PositiveFeatures
@@ -169,6 +164,9 @@ class Sizes:
         Positions so far apart start with the same code. Default `length`: none do.
     amplitude : float
         Of the waves that positions start with; bytes start with a standard deviation of 1/2.
+    sharpness : float
+        Of queries and keys at the start: at 1 a token looks at tokens that are like it, near 0 at
+        all alike.
     """
 
     vocabulary: int
@@ -179,6 +177,7 @@ class Sizes:
     taps: int = 1
     period: int | None = None
     amplitude: float = 1.0
+    sharpness: float = 1.0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each parameter."""
@@ -264,8 +263,9 @@ class Transformer:
             self._weights[f"{layer}.out"] *= 0.3
             self._weights[f"{layer}.down"] *= 0.3
             # Queries start as keys are: a token looks at tokens that are like it.
-            qkv = self._weights[f"{layer}.qkv"]
-            qkv[:, : sizes.dim] = qkv[:, sizes.dim : 2 * sizes.dim]
+            query, key, _ = np.split(self._weights[f"{layer}.qkv"], 3, axis=1)
+            key *= sizes.sharpness
+            query[...] = key
 
     @property
     def num_parameters(self) -> int:
@@ -439,97 +439,7 @@ def merge(heads: Floats) -> Floats:
     return x.reshape(*x.shape[:-2], -1)
 
 
-# --- 4. Training ---------------------------------------------------------------------------------
-
-
-class Adam:
-    """Adam, its rate rising for a tenth of the steps and falling to 0 along a cosine.
-
-    Parameters
-    ----------
-    parameters : array, (number,)
-        Changed in place.
-    rate : float
-        The highest rate.
-    steps : int
-        How many there will be.
-    """
-
-    def __init__(self, parameters: Floats, rate: float, steps: int) -> None:
-        self._parameters, self._rate, self._steps = parameters, rate, steps
-        self._mean, self._square = np.zeros_like(parameters), np.zeros_like(parameters)
-        self._step = 0
-
-    def step(self, gradient: Floats) -> None:
-        """Go one step; a gradient longer than 1 is shortened to 1."""
-        b1, b2 = 0.9, 0.98
-        gradient = gradient / max(1.0, float(np.linalg.norm(gradient)))
-        warmup = max(1, self._steps // 10)
-        cosine = 0.5 * (1 + math.cos(math.pi * self._step / self._steps))
-        self._step += 1
-        rate = self._rate * min(1.0, self._step / warmup) * cosine
-        self._mean += (1 - b1) * (gradient - self._mean)
-        self._square += (1 - b2) * (gradient**2 - self._square)
-        mean = self._mean / (1 - b1**self._step)
-        square = self._square / (1 - b2**self._step)
-        self._parameters -= rate * mean / (np.sqrt(square) + 1e-8)
-
-
-Batches: TypeAlias = Callable[[np.random.Generator], tuple[Tokens, Tokens]]
-"""Draws tokens and targets."""
-
-
-def train(
-    model: Transformer,
-    batches: Batches,
-    *,
-    steps: int,
-    rate: float,
-    redraw: int,
-    seed: int,
-    console: Console,
-) -> list[float]:
-    """Train a model and return the loss of each step, in bits.
-
-    Parameters
-    ----------
-    model : Transformer
-        Its parameters are changed.
-    batches : callable
-        Draws a batch.
-    steps, rate
-        Of :class:`Adam`.
-    redraw : int
-        Draw other random features every so many steps, and once more at the end; 0 never does.
-    seed : int
-        Of the batches.
-    console : Console
-        For the progress bar.
-    """
-    rng = np.random.default_rng(seed)
-    adam = Adam(model.parameters, rate, steps)
-    losses: list[float] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )
-    is_shown = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task(LABELS[model.attention.kind], total=steps, loss="")
-        for step in range(1, steps + 1):
-            loss, gradient = model.loss(*batches(rng))
-            adam.step(gradient)
-            losses.append(loss / math.log(2))
-            if redraw and (step % redraw == 0 or step == steps):
-                model.attention.redraw()
-            progress.update(task, advance=1, loss=f"{losses[-1]:.3f} bits")
-    return losses
-
-
-# --- 5. Generating -------------------------------------------------------------------------------
+# --- 4. Generating -------------------------------------------------------------------------------
 
 
 def generate(model: Transformer, prompt: Sequence[int], number: int) -> tuple[list[int], Floats]:
@@ -582,7 +492,7 @@ def check_generated(
     )
 
 
-# --- 6. Text and picture -------------------------------------------------------------------------
+# --- 5. Text ------------------------------------------------------------------------------------
 
 
 def topic_bytes() -> tuple[Tokens, Tokens]:
@@ -610,24 +520,3 @@ def as_text(tokens: Sequence[int] | Tokens) -> str:
 def windows(text: Tokens, starts: Tokens, length: int) -> Tokens:
     """Return the stretches of `length` bytes that begin at `starts`."""
     return text[starts[:, None] + np.arange(length)]
-
-
-def loss_plot(losses: Sequence[float], label: str, title: str) -> bytes:
-    """Return a PNG of the loss against steps: each step, and a mean over 20."""
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    steps = np.arange(1, len(losses) + 1)
-    axes.plot(steps, losses, color="#56B4E9", linewidth=0.8, label=label)
-    number = min(20, len(losses))
-    means = np.convolve(losses, np.ones(number) / number, mode="valid")
-    axes.plot(steps[number - 1 :], means, color="#0072B2", label=f"mean of {number} steps")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss, bits per byte")
-    axes.set_title(title)
-    axes.legend(frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -27,13 +27,18 @@ def folder():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         yield
-        for name in ("transformer", "train_copy", "train_bytes"):
+        for name in ("transformer", "training", "train_copy", "train_bytes"):
             sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
 def transformer(folder):
     return importlib.import_module("transformer")
+
+
+@pytest.fixture(scope="module")
+def training(folder):
+    return importlib.import_module("training")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +93,20 @@ def test_cross_entropy(transformer):
     assert loss == pytest.approx(-np.mean(np.log(chosen)), rel=1e-12)
 
 
+def test_sharpness_is_of_queries_and_keys_at_the_start(transformer):
+    def qkv(sharpness):
+        sizes = transformer.Sizes(vocabulary=11, length=9, dim=12, heads=3, sharpness=sharpness)
+        attention = transformer.Attention("softmax", sizes.layers, 4, 6, seed=0)
+        model = transformer.Transformer(sizes, attention, seed=0, dtype=np.float64)
+        weights = transformer.views(model.parameters, model.shapes)
+        return np.split(weights["1.qkv"], 3, axis=1)
+
+    query, key, value = qkv(0.25)
+    assert_array_equal(query, key)
+    assert_allclose(key, 0.25 * qkv(1.0)[1])
+    assert_array_equal(value, qkv(1.0)[2])
+
+
 def test_only_tokens_before_count(transformer):
     for kind in KINDS:
         model = make_model(transformer, kind)
@@ -114,15 +133,15 @@ def test_generation_is_the_forward_pass(transformer, kind, taps):
         transformer.check_generated(model, prompt, written, logits)
 
 
-def test_adam_goes_against_the_gradient(transformer):
+def test_adam_goes_against_the_gradient(training):
     parameters = np.zeros(3)
-    adam = transformer.Adam(parameters, 0.5, 20)
+    adam = training.Adam(parameters, 0.5, 20)
     adam.step(np.asarray([1e-3, -1e-4, 0.0]))
     # The first step of two of warm-up: half the rate, whatever the size of the gradient.
     assert_allclose(parameters, [-0.25, 0.25, 0], rtol=1e-3)
 
 
-def test_training_lowers_the_loss_and_redraws(transformer):
+def test_training_lowers_the_loss_and_redraws(transformer, training):
     model = make_model(transformer, "favor", dtype=np.float32)
     before = model.attention.maps[1].projection
     row = np.arange(9)
@@ -131,7 +150,7 @@ def test_training_lowers_the_loss_and_redraws(transformer):
         tokens = (row + rng.integers(10, size=(4, 1))) % 10
         return tokens, (tokens + 1) % 10
 
-    losses = transformer.train(
+    losses = training.train(
         model, batches, steps=60, rate=1e-2, redraw=25, seed=0, console=Console(quiet=True)
     )
     assert len(losses) == 60
