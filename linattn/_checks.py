@@ -151,7 +151,8 @@ def _check_float(name: str, array: Array, xp: ModuleType) -> None:
     try:
         floating = bool(xp.isdtype(dtype, "real floating"))
     except (TypeError, ValueError):
-        floating = False
+        # CuPy computes with the bfloat16 of ml_dtypes, of which isdtype knows nothing.
+        floating = str(dtype) == "bfloat16"
     if not floating or dtype_bits(dtype) not in (16, 32, 64):
         hint = ""
         if "int" in str(dtype) or "bool" in str(dtype):

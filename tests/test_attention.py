@@ -10,6 +10,7 @@ import tracemalloc
 from contextlib import nullcontext
 
 import array_api_compat
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -262,6 +263,24 @@ def test_half_precision_is_accumulated_in_float32(xp, dtype):
     short = [xp.numpy(a).astype(np.float64) for a in short]
     expected = reference.kernel_attention(*short, phi, is_causal=True)
     assert_allclose(xp.numpy(causal), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
+
+
+@full_and_causal
+@pytest.mark.parametrize("generic", [False, True])
+def test_bfloat16_of_ml_dtypes(is_causal, generic):
+    # The one that CuPy has; isdtype knows nothing of it.
+    host = inputs((2, LENGTH, DIM), (2, LENGTH, DIM), (2, LENGTH, VALUE_DIM))
+    arrays = [array.astype(ml_dtypes.bfloat16) for array in host]
+    phi = EluFeatures()
+    with linattn.without_backends() if generic else nullcontext():
+        out = linattn.linear_attention(*arrays, phi, is_causal=is_causal)
+    assert out.dtype == ml_dtypes.bfloat16
+    rounded = [array.astype(np.float64) for array in arrays]
+    expected = reference.kernel_attention(*rounded, phi, is_causal=is_causal)
+    assert_allclose(out.astype(np.float64), expected, rtol=2.0**-8, atol=1e-5)
+    eighth = np.zeros((2, 3), ml_dtypes.float8_e4m3fn)
+    with pytest.raises(TypeError, match="must have dtype float16, bfloat16, float32 or float64"):
+        linattn.linear_attention(eighth, eighth, eighth, phi)
 
 
 @pytest.mark.frameworks
