@@ -647,3 +647,22 @@ def test_tf32_is_asked_for_by_the_user(cupy_backend, monkeypatch):
         linattn.linear_attention(query, key, value, MAPS["positive"], is_causal=True)
     assert seen
     assert all(seen)
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+def test_a_pullback_beside_a_whole_answer(cupy_backend):
+    # The kernels give a state whether or not it was asked for.
+    arrays = [x.astype(F16) for x in inputs((2,), 60)]
+    output, pullback = linattn.linear_attention_vjp(*arrays, MAPS["elu"], is_causal=True)
+    assert "causal_rows" in cupy_backend.launches
+    gradients = pullback(output)
+    with linattn.without_backends():
+        wide = [x.astype(np.float64) for x in arrays]
+        expected, exactly = linattn.linear_attention_vjp(*wide, MAPS["elu"], is_causal=True)
+        wanted = exactly(output.astype(np.float64))
+    assert error(output, expected) < TOLERANCE[F16]
+    for gradient, other in zip(gradients, wanted, strict=True):
+        assert gradient.dtype == F16
+        assert error(gradient, other) < TOLERANCE[F16]
