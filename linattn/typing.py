@@ -499,7 +499,9 @@ class Backend(Protocol):
     ``attention(problem) -> (output, state, log_normalizer)``,
     ``decode(problem) -> (output, state)`` and ``stepper(problem, state)``, an object with a method
     ``step(query, key, value) -> output`` or None and an attribute ``state``. Each may return
-    ``NotImplemented`` for a spec that it does not know; the generic code then takes over.
+    ``NotImplemented`` for a spec that it does not know; the generic code then takes over. A module
+    with compiled kernels may also define ``kernel_status() -> str``, where they have run, which
+    ``linattn info`` prints.
 
     In the gradients a *suffix* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
     queries behind the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale

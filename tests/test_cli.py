@@ -24,6 +24,7 @@ import linattn
 from linattn import reference
 from linattn.cli import compare, info, inputs, methods, report, run, sweep, tables, timing
 from linattn.cli.app import app
+from linattn_cupy import hardware
 
 PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "NO_COLOR": "1"}
 SMALL = ["--num-features", "16", "--lengths", "64,128", "--time-budget", "2"]
@@ -677,6 +678,48 @@ class TestInfo:
         assert max(map(len, result.stdout.splitlines())) <= 80
         for text in (linattn.__version__, np.__version__, "linattn_numpy", "BLAS", "GPU"):
             assert text in result.stdout
+        assert f"kernels: {hardware.kernel_status()}" in " ".join(
+            result.stdout.replace("│", " ").split()
+        )
+
+    @pytest.fixture
+    def measured(self, monkeypatch, tmp_path):
+        """Write what a benchmark leaves in the CuPy backend; return what info says of it."""
+        path = tmp_path / "measured.json"
+        monkeypatch.setattr(hardware, "MEASURED", path)
+        monkeypatch.setattr(linattn, "registered_backends", lambda: {"cupy": "linattn_cupy"})
+
+        def status(run):
+            if run is not None:
+                path.write_text(run if isinstance(run, str) else json.dumps(run))
+            return info.backends()[0].kernels
+
+        return status
+
+    def test_kernels_that_never_ran(self, measured):
+        assert measured(None) == "never run on hardware"
+
+    @pytest.mark.parametrize("failures", [[], ["parity: one"]])
+    def test_kernels_that_ran(self, measured, failures):
+        run = {"device": "NVIDIA X", "date": "2026-01-02", "failures": failures}
+        failed = ", 1 checks failed" if failures else ""
+        assert measured(run | {"kernels": hardware.kernel_hashes()}) == (
+            f"run on NVIDIA X on 2026-01-02{failed}"
+        )
+
+    @pytest.mark.parametrize("how", ["changed", "added"])
+    def test_kernels_that_changed_since(self, measured, how):
+        kernels = hardware.kernel_hashes()
+        if how == "changed":
+            kernels["fused.cu"] = "0" * 64
+        else:
+            del kernels["device.cuh"]
+        run = {"device": "NVIDIA X", "date": "2026-01-02", "failures": [], "kernels": kernels}
+        assert measured(run) == "run on NVIDIA X on 2026-01-02, kernels changed since"
+
+    @pytest.mark.parametrize("text", ["{", "{}", "[]"])
+    def test_a_file_that_says_nothing(self, measured, text):
+        assert measured(text).startswith("unknown: ")
 
     def test_numpy_runs(self):
         status = {entry.library: entry for entry in info.backends()}["numpy"]
@@ -687,14 +730,17 @@ class TestInfo:
         status = self.fake(monkeypatch, count=2)
         assert status.runs
         assert status.detail == "2 devices: Device 0, Device 1"
+        assert status.kernels == ""  # of a backend that does not say
 
     def test_no_device(self, monkeypatch):
-        assert self.fake(monkeypatch, count=0)[2:] == (False, "no device")
+        assert self.fake(monkeypatch, count=0)[2:4] == (False, "no device")
 
     def test_no_driver(self, monkeypatch):
         status = self.fake(monkeypatch, count=None)
         assert not status.runs
-        assert status.detail == "no usable driver: Error: cudaErrorInsufficientDriver:"
+        assert status.detail == (
+            "cupy 14 is installed, but no usable NVIDIA driver: Error: cudaErrorInsufficientDriver:"
+        )
 
     def test_not_installed(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", None)
@@ -709,6 +755,7 @@ class TestInfo:
         found = {entry.library: entry for entry in info.backends()}
         assert not found["numpy"].runs
         assert "No module named 'no_such_backend'" in found["numpy"].detail
+        assert found["numpy"].kernels == ""
         assert found["json"].runs
 
     def test_threads_without_threadpoolctl(self, monkeypatch):

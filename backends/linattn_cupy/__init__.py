@@ -5,14 +5,25 @@ blocks of float32 go by matrix products of all heads at once (:mod:`.blocks`), t
 a kernel of their own (:mod:`.steps`). Everything else is left to the generic code. Nothing here
 looks at values from the host.
 
-Never yet run on a GPU: the kernels are compiled for real ones and executed on the CPU by the tests.
+The kernels are compiled for real GPUs and executed on the CPU by the tests; whether they have run
+on a GPU is what :func:`.hardware.kernel_status` says.
 """
 
 from __future__ import annotations
 
 from linattn_cupy.blocks import read_block, reduce_block, scan_block
 from linattn_cupy.fused import attention
+from linattn_cupy.hardware import kernel_status
 from linattn_cupy.planning import plan
 from linattn_cupy.steps import decode, stepper
 
-__all__ = ["attention", "decode", "plan", "read_block", "reduce_block", "scan_block", "stepper"]
+__all__ = [
+    "attention",
+    "decode",
+    "kernel_status",
+    "plan",
+    "read_block",
+    "reduce_block",
+    "scan_block",
+    "stepper",
+]

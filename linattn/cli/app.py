@@ -149,10 +149,11 @@ def info() -> None:
     from linattn.cli.tables import facts_table
 
     console = Console(markup=False, highlight=False, emoji=False)
-    backends = [
-        (f"{library} ({module})", f"{'yes' if runs else 'no'}: {detail}")
-        for library, module, runs, detail in here.backends()
-    ]
+    backends = []
+    for entry in here.backends():
+        can = f"{'yes' if entry.runs else 'no'}: {entry.detail}"
+        kernels = f"\nkernels: {entry.kernels}" if entry.kernels else ""
+        backends.append((f"{entry.library} ({entry.module})", can + kernels))
     machine = here.machine()
     facts = [
         ("system", str(machine["system"])),

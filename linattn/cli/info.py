@@ -53,12 +53,15 @@ class BackendStatus(NamedTuple):
         Whether it can run here.
     detail : str
         On what it runs, or why it does not.
+    kernels : str
+        Where its kernels have run, for a backend that says so (``kernel_status``); else empty.
     """
 
     library: str
     module: str
     runs: bool
     detail: str
+    kernels: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -113,7 +116,7 @@ def backends() -> list[BackendStatus]:
     device as well. An array library that is installed is imported for this.
     """
     return [
-        BackendStatus(library, module, *_status(library, module))
+        BackendStatus(library, module, *_status(library, module), _kernels(module))
         for library, module in sorted(linattn.registered_backends().items())
     ]
 
@@ -154,13 +157,26 @@ def _status(library: str, module: str) -> tuple[bool, str]:
     return True, f"{library} {getattr(array_library, '__version__', '')}".strip()
 
 
+def _kernels(module: str) -> str:
+    try:
+        status = getattr(importlib.import_module(module), "kernel_status", None)
+    except Exception:  # what _status reports
+        return ""
+    try:
+        return "" if status is None else str(status())
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"unknown: {_short(error)}"
+
+
 def _cupy_devices(cupy: Any) -> tuple[bool, str]:
+    version = getattr(cupy, "__version__", "")
     try:
         runtime = cupy.cuda.runtime
         count = int(runtime.getDeviceCount())
         names = [runtime.getDeviceProperties(index)["name"].decode() for index in range(count)]
     except Exception as error:  # without a driver CuPy raises errors of its own
-        return False, f"no usable driver: {_short(error)}"
+        what = f"cupy {version}".strip()
+        return False, f"{what} is installed, but no usable NVIDIA driver: {_short(error)}"
     if not names:
         return False, "no device"
     return True, f"{count} device{'s' if count > 1 else ''}: {', '.join(names)}"
