@@ -115,6 +115,7 @@ def pull(problem: Problem, cotangent: Cotangent) -> Gradients:
     arrays = (problem.query, problem.key, problem.value)
     out = _Out(*(_Rows(problem, array, plan.tasks) for array in arrays))
     states: list[tuple[Index, Array]] = []
+    block_size = plan.backward_size or plan.block_size
     if isinstance(problem.query_spec, Exact):
         walk: Any = _walk_exact
     else:
@@ -123,7 +124,7 @@ def pull(problem: Problem, cotangent: Cotangent) -> Gradients:
     def work(task: Index) -> None:
         with _generic.quiet():
             mine = take_problem(problem, task)
-            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, plan.block_size)
+            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, block_size)
         if problem.state is not None:
             states.append((task, _state_gradient(initial_state(mine), suffix)))
 

@@ -460,12 +460,15 @@ class Plan(NamedTuple):
         all are done. Errors are raised.
     segments : int
         Pieces of the sequence to be run side by side, where there is one task only.
+    backward_size : int or None
+        Tokens a block of the backward pass; None is ``block_size``.
     """
 
     block_size: int
     tasks: Sequence[Index]
     run: Callable[[Callable[[Any], None], Sequence[Any]], None]
     segments: int = 1
+    backward_size: int | None = None
 
 
 @runtime_checkable

@@ -15,9 +15,12 @@ from linattn_numpy.threads import run
 __all__ = ["plan"]
 
 BLOCK_NUMBERS = 1024 * 256
-"""Numbers in a block of features: 1 MB in float32.
+"""Numbers in a block of features of each side that are all there at once: 1 MB in float32."""
 
-Half of that fits a second-level cache better, and takes 6 % longer: too little at once for NumPy.
+PIECEMEAL_NUMBERS = 2048 * 256
+"""The same where they are made and used some at a time.
+
+Half of that takes 2 % longer: what Python does for a block finds cold caches.
 """
 
 PARALLEL_FLOPS = 2e7
@@ -30,7 +33,9 @@ def plan(problem: Problem) -> Plan:
     tasks = _tasks(problem, block)
     threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
     segments = threads if len(tasks) == 1 and _is_long(problem, block) else 1
-    return Plan(block, tasks, partial(run, min(threads, max(len(tasks), segments))), segments)
+    do = partial(run, min(threads, max(len(tasks), segments)))
+    backward = None if problem.num_features == 0 else min(block, _rows(problem, BLOCK_NUMBERS))
+    return Plan(block, tasks, do, segments, backward)
 
 
 def _is_long(problem: Problem, block: int) -> bool:
@@ -42,7 +47,7 @@ def _is_long(problem: Problem, block: int) -> bool:
     if isinstance(problem.query_spec, Exact):
         return False
     longest = max(problem.query.shape[-2], problem.key.shape[-2])
-    return int(longest) >= (32 if problem.is_causal else 4) * block
+    return int(longest) >= (32 if problem.is_causal else 2) * block
 
 
 def _block_size(problem: Problem) -> int:
@@ -54,7 +59,12 @@ def _block_size(problem: Problem) -> int:
     if problem.is_causal and isinstance(problem.query_spec, ColumnMeans):
         # Quadratic in the block.
         return 256
-    return max(128, min(BLOCK_NUMBERS // problem.num_features, 2048) // _sides(problem))
+    return _rows(problem, BLOCK_NUMBERS if problem.is_causal else PIECEMEAL_NUMBERS)
+
+
+def _rows(problem: Problem, numbers: int) -> int:
+    """Tokens a block, by the numbers that its features may be."""
+    return max(128, min(numbers // problem.num_features, 2048) // _sides(problem))
 
 
 def _sides(problem: Problem) -> int:
