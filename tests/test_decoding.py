@@ -74,6 +74,37 @@ def test_scales_that_jump(name, dtype):
     assert isinstance(decoder._stepper, Stepper)
 
 
+@pytest.mark.parametrize("factor", [1e3, -1e3])
+def test_queries_beyond_the_range_are_shifted(factor):
+    query, key, value = tokens(2 * PENDING + 3)
+    phi = PositiveFeatures(D, 24, rng=0)
+    query[:, 5:9] = factor * np.abs(phi.projection[0]) * np.sign(phi.projection[0])
+    outs, decoder = stream(phi, query[:, :7], key[:, :7], value[:, :7])
+    assert not decoder._stepper._tries_natural
+    more, _ = stream(phi, query[:, 7:], key[:, 7:], value[:, 7:], decoder)
+    assert isinstance(decoder._stepper, Stepper)
+    assert decoder._stepper._tries_natural
+    with linattn.without_backends():
+        want = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    out = np.concatenate([outs, more], axis=-2)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-10)
+
+
+def test_a_read_of_what_has_underflowed_is_shifted():
+    """All columns that a query sees are far below 1, some beyond the range of float32."""
+    rows = np.zeros((3, D))
+    rows[0, 0], rows[1, 0], rows[2, 0] = 1.0, 1.02, 2.0
+    phi = PositiveFeatures.from_projection(rows)
+    query, key, value = tokens(20, dtype=np.float32)
+    query[:, 10:] = 0
+    query[:, 10:, 0] = -98 * D**0.25
+    out, decoder = stream(phi, query, key, value)
+    q, k, v = (x.astype(np.float64) for x in (query, key, value))
+    want = linattn.linear_attention(q, k, v, phi, is_causal=True)
+    assert isinstance(decoder._stepper, Stepper)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-4)
+
+
 @every_map
 def test_one_step_equals_the_generic_one(name):
     phi = MAPS[name]

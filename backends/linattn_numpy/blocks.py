@@ -32,6 +32,7 @@ from linattn_numpy.buffers import buffer, zeros
 __all__ = [
     "AHEAD",
     "Common",
+    "LEAST_READ",
     "Plain",
     "activated",
     "common_scale",
