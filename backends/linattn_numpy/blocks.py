@@ -31,8 +31,8 @@ from linattn_numpy.buffers import buffer, zeros
 
 __all__ = [
     "AHEAD",
-    "Common",
     "LEAST_READ",
+    "Common",
     "Plain",
     "activated",
     "common_scale",
