@@ -167,6 +167,7 @@ def test_a_row_that_sees_no_key_is_sound(cupy_backend):
     mask = np.arange(70) >= 20
     settings = {"is_causal": True, "key_mask": mask, "want_log": True}
     output, _, norm = solve(BF16, query, key, value, phi, **settings)
+    assert cupy_backend.redone == 0
     assert (output[:, :20] == 0).all()
     assert (norm[:, :20] == -np.inf).all()
     assert np.isfinite(norm[:, 20:]).all()
@@ -243,16 +244,15 @@ def test_causal_rows_never_see_what_comes(cupy_backend, name):
     assert error(after[:, 70:], before[:, 70:]) > 0.1
 
 
-def test_rows_that_a_later_key_would_drown_are_done_again(cupy_backend):
-    """Key 40 shares a chunk, and a scale, with keys that weigh exp(-200) beside it."""
-    phi = PositiveFeatures(D, 40, rng=0)
+@pytest.mark.parametrize("size", [6, 9])
+def test_rows_that_a_later_key_would_drown_are_done_again(cupy_backend, size):
+    """Keys of a chunk that weigh about exp(-70), or exp(-160), beside those behind them."""
+    phi = MAPS["positive"]
     query, key, value = inputs((3,), 100)
-    key *= 0.3
-    key[1, 40] = 60 * phi.projection[3] / np.linalg.norm(phi.projection[3])
-    query[1, 40:] = key[1, 40] / 20
-    key, query = (x.astype(BF16).astype(F32) for x in (key, query))
+    key[1, :40] = (size * key[1, :40]).astype(BF16)
     output, *_ = solve(BF16, query, key, value, phi, is_causal=True)
     expected = exact(query, key, value, phi, is_causal=True)
+    assert cupy_backend.redone == 1
     assert error(output[1, :40], expected[1, :40]) < TOLERANCE[BF16]
     assert error(output, expected) < TOLERANCE[BF16]
 
@@ -370,15 +370,15 @@ def test_float32_agrees_with_float64(cupy_backend, name, is_causal):
     assert set(cupy_backend.launches) == wanted
 
 
-def test_float32_rows_that_a_later_key_would_drown(cupy_backend):
+@pytest.mark.parametrize("size", [6, 9])
+def test_float32_rows_that_a_later_key_would_drown(cupy_backend, size):
     phi = MAPS["positive"]
-    query, key, value = inputs((3,), 100)
-    key[1, 40] = 60 * phi.projection[3] / np.linalg.norm(phi.projection[3])
-    query[1, 40:] = key[1, 40] / 20
+    query, key, value = inputs((3,), 64)
+    key[1, :40] *= size
+    expected = exact(query, key, value, phi, is_causal=True)
     key[2, 55] = np.nan
     output = linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=64)
-    key[2, 55] = 0
-    expected = exact(query, key, value, phi, is_causal=True)
+    assert cupy_backend.redone == (2 if size == 9 else 1)
     assert error(output[:2], expected[:2]) < TOLERANCE[F32]
     assert error(output[1, :40], expected[1, :40]) < TOLERANCE[F32]
     assert error(output[2, :55], expected[2, :55]) < TOLERANCE[F32]
@@ -654,13 +654,15 @@ def test_tf32_is_asked_for_by_the_user(cupy_backend, monkeypatch):
 
 def test_a_pullback_beside_a_whole_answer(cupy_backend):
     # The kernels give a state whether or not it was asked for.
-    arrays = [x.astype(F16) for x in inputs((2,), 60)]
-    output, pullback = linattn.linear_attention_vjp(*arrays, MAPS["elu"], is_causal=True)
+    query, key, value = (x.astype(F16) for x in inputs((2,), 60))
+    output, pullback = linattn.linear_attention_vjp(query, key, value, MAPS["elu"], is_causal=True)
     assert "causal_rows" in cupy_backend.launches
     gradients = pullback(output)
     with linattn.without_backends():
-        wide = [x.astype(np.float64) for x in arrays]
-        expected, exactly = linattn.linear_attention_vjp(*wide, MAPS["elu"], is_causal=True)
+        query, key, value = (x.astype(np.float64) for x in (query, key, value))
+        expected, exactly = linattn.linear_attention_vjp(
+            query, key, value, MAPS["elu"], is_causal=True
+        )
         wanted = exactly(output.astype(np.float64))
     assert error(output, expected) < TOLERANCE[F16]
     for gradient, other in zip(gradients, wanted, strict=True):

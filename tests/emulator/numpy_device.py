@@ -28,6 +28,8 @@ class NumpyDevice:
     ----------
     launches : list of str
         Names of the kernels that were launched, in order.
+    redone : int
+        Segments of heads whose rows were done again.
     processors : int
         How many multiprocessors the device says it has.
     unavailable : str or None
@@ -36,6 +38,7 @@ class NumpyDevice:
 
     def __init__(self, emulator: Any) -> None:
         self.launches: list[str] = []
+        self.redone = 0
         self.processors = 4
         self.shared_bytes = SHARED_BYTES
         self.unavailable: str | None = None
@@ -63,6 +66,8 @@ class NumpyDevice:
         if self.unavailable is not None:
             raise linattn_cupy.device.KernelUnavailableError(self.unavailable)
         self.launches.append(function)
+        if function == "redo_rows":
+            self.redone += int(args[-1][0].sum())
         self.emulator.launch(source, function, *args)
 
 
