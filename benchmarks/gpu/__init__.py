@@ -1,0 +1,10 @@
+"""linattn on a GPU: is it right, does it behave as promised, how far is it from the limit.
+
+    python -m benchmarks.gpu.run [--out FILE] [--quick] [--only SECTION ...]
+
+Runs from a checkout, installed or not, and needs numpy, cupy, array-api-compat and ml_dtypes;
+torch and flash-linear-attention are measured where they are installed. A section runs in a process
+of its own, so that a kernel that breaks the device, or never ends, costs one item and not the run;
+every item is saved as it is done. ``python -m benchmarks.gpu.page FILE`` keeps a run's results:
+under ``benchmarks/results/gpu``, in docs/performance.md, and in the backend for ``linattn info``.
+"""

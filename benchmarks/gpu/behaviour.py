@@ -1,0 +1,202 @@
+"""What the backend promises beside numbers: streams, views, graphs, no waiting; then the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import linattn
+from benchmarks.gpu import limits, outside
+from benchmarks.gpu.library import Library
+from benchmarks.gpu.parity import feature_map_of
+from benchmarks.gpu.record import Item
+from benchmarks.gpu.timer import captured
+
+__all__ = ["items"]
+
+SMALL = (2, 4, 1500, 64)
+BUSY_SECONDS = 0.5
+BUSY = r"""
+extern "C" __global__ void busy(long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
+}
+"""
+
+Found = dict[str, Any]
+
+
+def items(library: Library, *, quick: bool = False) -> Iterator[Item]:
+    """Yield the checks, those that need other processes last."""
+    for dtype in ("bfloat16", "float32"):
+        for kind in ("full", "causal"):
+            for name, check in (
+                ("work stays on the stream", _stream),
+                ("strided views", _views),
+                ("graph of a call", _graph_of_a_call),
+                ("no hidden synchronisation", _no_synchronisation),
+            ):
+                yield _item(f"{name}, {dtype} {kind}", check, library, dtype, kind)
+        yield _item(f"graph of Decoder.step, {dtype}", _graph_of_steps, library, dtype)
+        yield _item(f"steps without synchronisation, {dtype}", _quiet_steps, library, dtype)
+    yield _item("max and min of infinities", _infinities, library)
+    yield from limits.items(library, quick=quick)
+    yield from outside.items()
+
+
+def _item(name: str, check: Callable[..., Found], *arguments: Any) -> Item:
+    return Item(name, partial(check, *arguments))
+
+
+def _inputs(library: Library, dtype: str, shape: tuple[int, ...], seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [library.array(rng.standard_normal(shape), dtype) for _ in range(3)]
+
+
+def _call(arrays: list[Any], kind: str, phi: Any = None) -> Any:
+    phi = feature_map_of("favor", 64, 256) if phi is None else phi
+    query, key, value = arrays
+    return linattn.linear_attention(query, key, value, phi, is_causal=kind == "causal")
+
+
+def _equal(library: Library, first: Any, second: Any) -> bool:
+    one, other = library.numpy(first), library.numpy(second)
+    return bool(np.isfinite(one).all()) and one.tobytes() == other.tobytes()
+
+
+def _stream(library: Library, dtype: str, kind: str) -> Found:
+    """Call on a stream of its own: it neither waits for the default stream nor runs on it."""
+    import cupy
+
+    busy = cupy.RawKernel(BUSY, "busy")
+    phi = feature_map_of("favor", 64, 256)
+    arrays = _inputs(library, dtype, SMALL)
+    expected = _call(arrays, kind, phi)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        _call(arrays, kind, phi)
+    cupy.cuda.Device().synchronize()
+    busy((1,), (1,), (np.int64(0),))
+    end = cupy.cuda.Event()
+    busy((1,), (1,), (np.int64(BUSY_SECONDS * 1e9),))
+    end.record(cupy.cuda.Stream.null)
+    with stream:
+        got = _call(arrays, kind, phi)
+        stream.synchronize()
+        waited = bool(end.done)
+        copy = got.copy()
+        stream.synchronize()
+    cupy.cuda.Device().synchronize()
+    same = _equal(library, expected, copy)
+    return {"passed": same and not waited, "same": same, "waited_for_default_stream": waited}
+
+
+def _views(library: Library, dtype: str, kind: str) -> Found:
+    """Compare arrays (..., N, H, d), their axes moved, with contiguous ones, in every bit."""
+    import cupy
+
+    arrays = _inputs(library, dtype, SMALL)
+    views = [cupy.ascontiguousarray(a.swapaxes(-2, -3)).swapaxes(-2, -3) for a in arrays]
+    same = _equal(library, _call(arrays, kind), _call(views, kind))
+    return {"passed": same, "contiguous": [bool(v.flags.c_contiguous) for v in views]}
+
+
+def _graph_of_a_call(library: Library, dtype: str, kind: str) -> Found:
+    """Replay a captured call on new numbers in the same arrays."""
+    import cupy
+
+    phi = feature_map_of("favor", 64, 256)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        arrays, others = (_inputs(library, dtype, SMALL, seed) for seed in (0, 1))
+        expected = _call(others, kind, phi)
+        results: list[Any] = []
+
+        def call() -> None:
+            results.append(_call(arrays, kind, phi))
+
+        launch = captured(call)
+        for array, other in zip(arrays, others, strict=True):
+            array[...] = other
+        launch()
+        stream.synchronize()
+        same = _equal(library, expected, results[-1])
+    return {"passed": same}
+
+
+def _decoder(library: Library, dtype: str, lead: tuple[int, ...]) -> Any:
+    phi = feature_map_of("favor", 64, 256)
+    _, key, value = _inputs(library, dtype, (*lead, 100, 64), 2)
+    state = linattn.init_state(phi, 64, batch_shape=lead, like=key)
+    return linattn.Decoder(phi, linattn.update_state(state, key, value, phi))
+
+
+def _graph_of_steps(library: Library, dtype: str) -> Found:
+    """Replays of one captured step are steps: the state goes on inside the graph."""
+    import cupy
+
+    lead = SMALL[:2]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        plain, graphed = (_decoder(library, dtype, lead) for _ in range(2))
+        tokens = [_inputs(library, dtype, (*lead, 64), seed) for seed in range(7)]
+        held = [a.copy() for a in tokens[0]]
+        results: list[Any] = []
+
+        def call() -> None:
+            results.append(graphed.step(*held))
+
+        launch = captured(call)  # one step; capturing itself runs nothing
+        plain.step(*tokens[0])
+        same = True
+        for token in tokens[1:]:
+            for array, other in zip(held, token, strict=True):
+                array[...] = other
+            launch()
+            stream.synchronize()
+            same &= _equal(library, plain.step(*token), results[-1])
+        same &= _equal(library, plain.state.kvz, graphed.state.kvz)
+    return {"passed": same}
+
+
+def _no_synchronisation(library: Library, dtype: str, kind: str) -> Found:
+    """Call warm, with a mask and a state too: nothing waits for the device."""
+    import cupyx
+
+    phi = feature_map_of("favor", 64, 256)
+    query, key, value = _inputs(library, dtype, SMALL)
+    mask = library.array(np.arange(SMALL[-2]) < 1000, "float32")
+    options: dict[str, Any] = {"is_causal": kind == "causal", "key_mask": mask}
+    options |= {"return_state": True, "return_log_normalizer": True}
+    _, state, _ = linattn.linear_attention(query, key, value, phi, **options)
+    for allowed in (True, False):
+        with cupyx.allow_synchronize(allowed):
+            _call([query, key, value], kind, phi)
+            linattn.linear_attention(query, key, value, phi, initial_state=state, **options)
+    return {"passed": True}
+
+
+def _quiet_steps(library: Library, dtype: str) -> Found:
+    import cupyx
+
+    phi = feature_map_of("favor", 64, 256)
+    lead = SMALL[:2]
+    decoder = _decoder(library, dtype, lead)
+    query, key, value = _inputs(library, dtype, (*lead, 64))
+    state = decoder.state
+    for allowed in (True, False):
+        with cupyx.allow_synchronize(allowed):
+            decoder.step(query, key, value)
+            linattn.decode_step(query, key, value, state, phi)
+    return {"passed": True}
+
+
+def _infinities(library: Library) -> Found:
+    import cupy
+
+    low = cupy.full((3, 300), -np.inf, dtype="float32")
+    rows = library.numpy(low.max(axis=-1)).tolist()
+    found = [float(low.max()), float((-low).min()), *rows]
+    return {"passed": found == [-np.inf, np.inf, *[-np.inf] * 3], "found": [str(x) for x in found]}

@@ -1,0 +1,99 @@
+"""The array library that is checked: CuPy, and what the checks ask of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import linattn
+from benchmarks.gpu.paths import ROOT
+from linattn import _dispatch
+
+__all__ = ["CupyLibrary", "Library", "host_dtype", "register"]
+
+POISONED = 2**30
+"""Bytes of memory that are spoilt before a call."""
+
+
+class Library(Protocol):
+    """Arrays on a device; ``launches`` are the names of the kernels that were launched."""
+
+    launches: list[str]
+
+    def array(self, host: NDArray[Any], dtype: str) -> Any:
+        """Copy to the device; masks stay boolean."""
+
+    def numpy(self, array: Any) -> NDArray[Any]:
+        """Copy to the host, as float64."""
+
+    def poison(self) -> None:
+        """Make what is allocated next hold NaN."""
+
+
+def host_dtype(name: str) -> Any:
+    """NumPy's dtype of that name; tf32 are float32 arrays."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype("float32" if name == "tf32" else name)
+
+
+def register() -> bool:
+    """Have the CuPy backend found; False where nothing needed doing.
+
+    Backends are found by entry points, which only an installed linattn has. A plain checkout, on a
+    machine where nothing can be installed, gets what pyproject.toml says in their place.
+    """
+    found = linattn.registered_backends().get("cupy")
+    if found is not None:
+        return False
+    if importlib.util.find_spec("linattn_cupy") is None:
+        sys.path.append(str(ROOT / "backends"))
+    backends = {"numpy": "linattn_numpy", "cupy": "linattn_cupy"}
+    _dispatch._entry_points = lambda: backends  # type: ignore[assignment]
+    return True
+
+
+class CupyLibrary:
+    """CuPy on the current device."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        from linattn_cupy import device
+
+        self._cupy: Any = cupy
+        self.launches: list[str] = []
+        launch = device.launch
+
+        def noted(source: str, function: str, *args: Any) -> None:
+            self.launches.append(function)
+            launch(source, function, *args)
+
+        device.launch = noted  # type: ignore[assignment]
+        # Generic code in the place of a kernel would pass for it.
+        warnings.filterwarnings("error", message="linattn's CUDA kernels are not used")
+
+    def array(self, host: NDArray[Any], dtype: str) -> Any:
+        """Copy to the device; masks stay boolean."""
+        kind = host.dtype if host.dtype == bool else host_dtype(dtype)
+        with np.errstate(all="ignore"):
+            return self._cupy.asarray(np.ascontiguousarray(host.astype(kind)))
+
+    def numpy(self, array: Any) -> NDArray[Any]:
+        """Copy to the host, as float64."""
+        return np.asarray(array.get()).astype(np.float64)
+
+    def poison(self) -> None:
+        """Fill free memory with bytes 0xff, NaN in every dtype; allocations then come of it."""
+        pool = self._cupy.get_default_memory_pool()
+        pool.free_all_blocks()
+        spoilt = self._cupy.empty(POISONED, dtype="uint8")
+        spoilt.fill(0xFF)
+        del spoilt

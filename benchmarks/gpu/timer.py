@@ -1,0 +1,109 @@
+"""Medians of times on the device: warmed up, in batches, over inputs that the cache cannot hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+__all__ = ["Clock", "CupyClock", "Thunk", "captured", "input_sets", "measure"]
+
+Thunk = Callable[[], Any]
+
+BATCH_SECONDS = 3e-3
+"""How long a batch takes at least, beside which starting it is short."""
+
+FEWEST, MOST = 5, 100
+"""Batches."""
+
+MOST_CALLS = 200
+"""Calls a batch."""
+
+MOST_SETS = 16
+CACHES = 3
+"""Caches full of inputs that a rotation goes through."""
+
+
+class Clock(Protocol):
+    """Times work on the device."""
+
+    def seconds(self, work: Thunk) -> float:
+        """Run work and return how long the device took."""
+
+
+class CupyClock:
+    """Events on CuPy's current stream."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._events = cupy.cuda.Event(), cupy.cuda.Event()
+        self._elapsed = cupy.cuda.get_elapsed_time
+
+    def seconds(self, work: Thunk) -> float:
+        """Run work and return how long the device took."""
+        start, end = self._events
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(self._elapsed(start, end)) / 1e3
+
+
+def measure(clock: Clock, calls: Sequence[Thunk], budget: float = 0.4) -> dict[str, Any]:
+    """Time calls that do the same on different inputs, in turns, for ``budget`` seconds.
+
+    ``seconds`` is the median over batches of the mean of a batch, ``spread`` the distance between
+    quartiles over the median.
+    """
+    for _ in range(2):
+        for call in calls:
+            call()
+    once = clock.seconds(calls[0])
+    count = min(MOST_CALLS, max(1, math.ceil(BATCH_SECONDS / max(once, 1e-7))))
+    turns = itertools.cycle(calls)
+
+    def batch() -> None:
+        for _ in range(count):
+            next(turns)()
+
+    times: list[float] = []
+    stop = time.perf_counter() + budget
+    while len(times) < FEWEST or (len(times) < MOST and time.perf_counter() < stop):
+        times.append(clock.seconds(batch) / count)
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {
+        "seconds": middle,
+        "spread": (high - low) / middle,
+        "batches": len(times),
+        "calls": count,
+    }
+
+
+def input_sets(bytes_each: int, cache_bytes: int, free_bytes: int) -> int:
+    """Count sets of inputs that go through the cache and fit into memory; 0 where none does."""
+    most = int(free_bytes // max(1, bytes_each))
+    wanted = max(2, math.ceil(CACHES * cache_bytes / max(1, bytes_each)))
+    return max(0, min(wanted, most, MOST_SETS))
+
+
+def captured(call: Thunk) -> Thunk:
+    """Capture a warm call of CuPy's current stream, which is not the default one, as a graph."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    call()
+    stream.synchronize()
+    stream.begin_capture()
+    try:
+        result = call()
+    finally:
+        graph = stream.end_capture()
+
+    def launch(_kept: Any = result) -> None:
+        graph.launch(stream)
+
+    return launch

@@ -1,0 +1,809 @@
+"""The GPU benchmark without a GPU: its checks can fail, its arithmetic and its tables are right."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+import linattn_cupy.device
+from benchmarks.gpu import (
+    behaviour,
+    cases,
+    ceilings,
+    floors,
+    goals,
+    library,
+    limits,
+    machine,
+    page,
+    parity,
+    peers,
+    tables,
+    timings,
+)
+from benchmarks.gpu.record import Item, LeftOut, Record
+from benchmarks.gpu.section import BROKEN, run_section
+from benchmarks.gpu.timer import input_sets, measure
+from linattn import _dispatch
+from linattn_cupy import hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+ALL = {case.name: case for case in cases.cases()}
+
+
+class EmulatedLibrary:
+    """NumPy arrays in the place of CuPy's; kernels run by the emulator."""
+
+    def __init__(self, launches):
+        self.launches = launches
+        self.poisoned = 0
+
+    def array(self, host, dtype):
+        return host.copy() if host.dtype == bool else host.astype(library.host_dtype(dtype))
+
+    def numpy(self, array):
+        return np.asarray(array).astype(np.float64)
+
+    def poison(self):
+        self.poisoned += 1
+
+
+@pytest.fixture
+def emulated(cupy_backend, emulation):
+    cupy_backend.emulator.orders = [emulation.ASCENDING]
+    return EmulatedLibrary(cupy_backend.launches)
+
+
+def small(name, **changes):
+    """A case of that name, of few heads and tokens; sizes as in test_cupy_backend.py."""
+    case = ALL[name]
+    length = min(case.keys, 150)
+    sizes = {"dim": 16, "features": 40, "value_dim": 24, "lead": (1, 2)}
+    return replace(case, **{"queries": min(case.queries, 150), "keys": length, **sizes, **changes})
+
+
+# Parity -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float32 favor plain causal",
+        "float32 favor one key head causal",
+        "float32 favor jump causal",
+        "float32 favor decoder",
+        "tf32 favor everything causal",
+        "float16 favor masked causal",
+        "bfloat16 favor everything causal",
+        "bfloat16 favor gradient causal",
+        "bfloat16 favor nan causal",
+        "bfloat16 favor decode step",
+        "bfloat16 favor jump causal",
+    ],
+)
+def test_a_case_passes_on_the_emulator(emulated, name):
+    found = parity.check(emulated, small(name))
+    assert found["passed"], found
+    assert found["deterministic"]
+    assert emulated.poisoned == parity.RUNS
+
+
+def test_results_that_are_off_do_not_pass(emulated, monkeypatch):
+    case = small("float32 favor plain full")
+    monkeypatch.setattr(emulated, "numpy", lambda a: np.asarray(a, np.float64) + 1e-4)
+    found = parity.check(emulated, case)
+    assert not found["passed"]
+    assert found["deterministic"]
+    assert found["errors"]["output"] > case.bound
+
+
+def test_results_that_change_do_not_pass(emulated, monkeypatch):
+    tiny = itertools.count()
+    monkeypatch.setattr(
+        emulated, "numpy", lambda a: np.asarray(a, np.float64) * (1 + 1e-12 * next(tiny))
+    )
+    found = parity.check(emulated, small("float32 favor plain full"))
+    assert not found["passed"]
+    assert not found["deterministic"]
+    assert found["errors"]["output"] < 1e-5
+
+
+def test_generic_code_does_not_pass_for_a_kernel():
+    case = small("float32 favor plain full")
+    found = parity.check(EmulatedLibrary([]), case)
+    assert found["errors"]["output"] < case.bound
+    assert found["kernels"] == []
+    assert not found["passed"]
+
+
+def test_a_number_made_of_nan_does_not_pass(emulated, monkeypatch):
+    def plausible(array):
+        return np.nan_to_num(np.asarray(array, np.float64), nan=0.5)
+
+    case = small("float32 favor nan causal")
+    assert parity.check(emulated, case)["passed"]
+    rounded = emulated.numpy
+    calls = itertools.count()
+    # The inputs are fetched after the results.
+    monkeypatch.setattr(
+        emulated, "numpy", lambda a: (plausible if next(calls) < parity.RUNS else rounded)(a)
+    )
+    assert parity.check(emulated, case)["errors"]["output"] == np.inf
+
+
+def test_relative_error():
+    wanted = np.array([3.0, 4.0])
+    assert parity.relative_error(np.array([3.0, 4.5]), wanted) == pytest.approx(0.1)
+    assert parity.relative_error(wanted * 1e200, wanted * 1e200) == 0
+    assert parity.relative_error(np.zeros(2), np.zeros(2)) == 0
+    assert parity.relative_error(np.ones(2), np.zeros(2)) > 1
+    assert parity.relative_error(np.ones(3), np.ones(2)) == np.inf
+    assert not parity.relative_error(np.array([np.nan, 4.0]), wanted) <= np.inf
+
+
+def test_cases_are_all_there():
+    assert len(ALL) == len(list(cases.cases()))
+    for dtype, feature_map, kind in itertools.product(cases.DTYPES, cases.MAPS, ("full", "causal")):
+        assert f"{dtype} {feature_map} plain {kind}" in ALL
+    quick = {case.name for case in cases.cases(quick=True)}
+    assert quick < set(ALL)
+    assert {case.operation for case in ALL.values()} == {
+        "attention",
+        "decode_step",
+        "decoder",
+        "gradient",
+    }
+
+
+@pytest.mark.parametrize("name", ["float32 elu masked full", "float32 elu masked causal"])
+def test_masked_inputs_hold_nan_behind_the_mask_only(name):
+    inputs = parity._host_inputs(ALL[name])
+    hidden = ~np.broadcast_to(inputs.mask, inputs.key.shape[:-1])
+    assert hidden.any()
+    assert inputs.mask[..., 0].all()
+    for array in (inputs.key, inputs.value):
+        assert np.isnan(array[hidden]).all()
+        assert np.isfinite(array[~hidden]).all()
+
+
+# Floors and times -------------------------------------------------------------------------------
+
+H200 = floors.Rates(copy=4.3e12, product=790e12, exp=4.2e12)
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "dim", "is_causal", "microseconds"),
+    [
+        # 64 heads of 8,192 tokens: 512 bytes, 4 x 64 x 65 + 128 x 129 flops, 128 exponentials
+        ("elu", 64, True, (62.4, 22.0, 16.0)),
+        # 4 x 64 x 256 + 4 x 256 x 65 = 132,096 flops, 512 exponentials
+        ("favor", 64, False, (62.4, 87.7, 63.9)),
+        # 128 x 321 = 41,088 more
+        ("favor", 64, True, (62.4, 114.9, 63.9)),
+        ("favor", 128, True, (124.9, 207.4, 63.9)),
+    ],
+)
+def test_floors_by_hand(feature_map, dim, is_causal, microseconds):
+    sizes = floors.Sizes(64, dim, 256, dim)
+    work = floors.attention_work(feature_map, sizes, 8192, itemsize=2, is_causal=is_causal)
+    found = floors.floor(work, H200)
+    assert [round(1e6 * x, 1) for x in found] == list(microseconds)
+    assert found.seconds == max(found)
+
+
+def test_floor_of_a_step():
+    work = floors.decode_work(floors.Sizes(1024))
+    assert work.bytes == 2 * 1024 * 4 * 256 * 66
+    assert 1e6 * floors.floor(work, H200).seconds == pytest.approx(32.2, abs=0.1)
+
+
+class FakeClock:
+    """Each call takes as long as it says."""
+
+    def __init__(self, times):
+        self.now = 0.0
+        self.calls: list[int] = []
+        self.times = times
+
+    def call(self, number):
+        self.calls.append(number)
+        self.now += next(self.times)
+
+    def seconds(self, work):
+        before = self.now
+        work()
+        return self.now - before
+
+
+def test_measure_takes_medians_of_warm_rotated_calls():
+    slow_start = itertools.chain([9.0] * 6, itertools.repeat(1.1e-3))
+    clock = FakeClock(slow_start)
+    found = measure(clock, [partial(clock.call, i) for i in range(3)], budget=0.0)
+    assert found["seconds"] == pytest.approx(1.1e-3)
+    assert found["spread"] == pytest.approx(0, abs=1e-9)
+    assert found["calls"] == 3
+    assert found["batches"] == 5
+    assert clock.calls[7:] == [0, 1, 2] * 5
+
+
+def test_measure_gives_the_median_and_the_spread():
+    times = itertools.chain([1.0] * 3, [1.0, 2.0, 3.0, 4.0, 5.0])
+    clock = FakeClock(times)
+    found = measure(clock, [lambda: clock.call(0)], budget=0.0)
+    assert found["seconds"] == 3.0
+    assert found["spread"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "free", "sets"),
+    [
+        (10**6, 10**9, 16),
+        (10**8, 10**10, 2),
+        (10**8, 10**8, 1),
+        (10**8, 10**7, 0),
+        (10**7, 10**9, 15),
+    ],
+)
+def test_input_sets_are_more_than_the_cache_and_fit(bytes_each, free, sets):
+    assert input_sets(bytes_each, 50 * 10**6, free) == sets
+
+
+def test_items_have_names_of_their_own_and_begin_with_the_main_length():
+    library_of_none: Any = None
+    for items in (
+        list(ceilings.items()),
+        list(timings.items()),
+        list(peers.items()),
+        list(behaviour.items(library_of_none)),
+    ):
+        names = [item.name for item in items]
+        assert len(set(names)) == len(names)
+        assert names
+    assert f" {timings.MAIN}" in next(iter(timings.items())).name
+    assert len(list(timings.items(quick=True))) < len(list(timings.items()))
+
+
+# Records ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(tmp_path):
+    return Record(tmp_path / "gpu.json", {"kernels": {}})
+
+
+def never():
+    message = "done before"
+    raise AssertionError(message)
+
+
+def test_a_section_is_saved_item_by_item(record):
+    def broken():
+        assert Record.read(record.path).running == "parity: b"
+        message = "CUDA said no"
+        raise RuntimeError(message)
+
+    def absent():
+        reason = "no such tool"
+        raise LeftOut(reason)
+
+    record.put("parity", "a", {"passed": True})
+    items = [
+        Item("a", never),
+        Item("b", broken),
+        Item("c", absent),
+        Item("d", lambda: {"passed": False}),
+    ]
+    code = run_section(record, "parity", iter(items), time.time() + 100, lambda: True)
+    assert code == 0
+    again = Record.read(record.path)
+    assert again.sections == record.sections
+    assert (again.machine, again.running) == (record.machine, None)
+    found = again.items("parity")
+    assert list(found) == ["a", "b", "c", "d"]
+    assert found["b"]["exception"].rstrip().endswith("RuntimeError: CUDA said no")
+    assert found["c"]["left_out"] == "no such tool"
+    assert again.failures() == ["parity: b", "parity: d"]
+
+
+def test_a_broken_device_ends_the_process_and_another_goes_on(record):
+    def broken():
+        message = "illegal address"
+        raise RuntimeError(message)
+
+    items = [Item("a", broken), Item("b", lambda: {"passed": True})]
+    stop = time.time() + 100
+    assert run_section(record, "parity", iter(items), stop, lambda: False) == BROKEN
+    assert list(record.items("parity")) == ["a"]
+    assert run_section(record, "parity", iter(items), stop, lambda: False) == 0
+    assert record.failures() == ["parity: a"]
+
+
+def test_what_takes_its_process_along_has_a_name(record):
+    assert not record.lost("it died")
+    record.begin("behaviour", "forked: process")
+    record = Record.read(record.path)
+    assert record.lost("it died")
+    assert record.items("behaviour") == {
+        "forked: process": {"exception": "it died", "passed": False}
+    }
+
+
+def test_numbers_of_numpy_are_kept(record):
+    record.put("parity", "a", {"passed": np.bool_(True), "x": np.float32(0.5), "p": Path("q")})
+    assert Record.read(record.path).items("parity") == {"a": {"passed": True, "x": 0.5, "p": "q"}}
+
+
+def test_out_of_time_is_said_and_no_failure(record):
+    run_section(record, "parity", iter([Item("a", never)]), time.time() - 1)
+    assert record.items("parity") == {"a": {"left_out": "out of time"}}
+    assert record.failures() == []
+
+
+# Tables -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(record):
+    """A run with something in every table: all times 1 ms, generic code 6 ms."""
+
+    def put(section, name, found):
+        record.items(section)[name] = found
+
+    record.machine |= {
+        "date": "2026-01-02",
+        "commit": "abc",
+        "python": "3.12",
+        "versions": {"linattn": "0.1.0"},
+        "device": {
+            "name": "NVIDIA X100 80GB",
+            "driver": "580",
+            "memory_bytes": 80 * 2**30,
+            "processors": 132,
+            "nvrtc": "13.0",
+        },
+        "kernels": {"fused.cu": "00"},
+    }
+    rates = {"copy": "byte", "bfloat16": "flop", "float16": "flop", "tf32": "flop"}
+    for name, unit in {**rates, "float32": "flop", "exp": "exp"}.items():
+        put("ceilings", name, {"rate": 4e12, "unit": unit, "spread": 0.01})
+    for case in cases.cases():
+        ran = {"dtype": case.dtype, "bound": case.bound, "kernels": [], "deterministic": True}
+        error = 0.5 if case.name == "tf32 elu jump" else 1e-6
+        put("parity", case.name, {**ran, "errors": {"output": error}, "passed": True})
+    for item in timings.items():
+        name = item.name
+        way = next((way for way in timings.WAYS if name.startswith(way)), name.split()[0])
+        took = {"seconds": 6e-3 if "generic" in way else 1e-3, "eager_seconds": 2e-3}
+        told: dict[str, Any] = {"way": way, "map": "favor", "kind": "decode"}
+        told["dtype"] = name.split()[-1]
+        if way in timings.WAYS:
+            told["map"], told["kind"], length = name.removeprefix(way).split()
+            told |= {"length": int(length), "dtype": timings.WAYS[way].dtype}
+        put("timings", name, told | took)
+    for item in peers.items():
+        way, kind, length = item.name.rsplit(" ", 2)
+        if way.startswith("fla"):
+            put("peers", item.name, {"left_out": "fla is not installed"})
+            continue
+        told = {"way": way, "map": "exact", "kind": kind, "length": int(length)}
+        seconds = 5e-4 if length == "4096" else 2e-3
+        put("peers", item.name, told | {"dtype": "bfloat16", "seconds": seconds})
+    library_of_none: Any = None
+    for item in behaviour.items(library_of_none):
+        put("behaviour", item.name, {"passed": True})
+    record.save()
+    return record
+
+
+def test_the_report_is_80_columns_wide(whole):
+    whole.put(
+        "parity", "x " * 40, {"exception": "Trace\n" + "OSError: " + 300 * "y ", "passed": False}
+    )
+    whole.put("behaviour", "forked process", {"passed": False, "said": 200 * "z "})
+    text = tables.report(whole)
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("NVIDIA X100", "8,192 tokens", "bfloat16", "OSError", "fla is not installed"):
+        assert part in text
+
+
+def test_shares_of_the_floor_are_by_the_ceilings_of_the_run(whole):
+    # 64 heads x 8,192 tokens x 512 bytes at 4e12 a second.
+    item = whole.items("timings")["fused bfloat16 favor causal 8192"]
+    found = goals.floor_of(whole, item)
+    assert found is not None
+    assert found.memory == pytest.approx(64 * 8192 * 512 / 4e12)
+    assert found.product == pytest.approx(64 * 8192 * 173184 / 4e12)
+    assert found.exp == pytest.approx(64 * 8192 * 512 / 4e12)
+    del whole.items("ceilings")["copy"]
+    assert goals.floor_of(whole, item) is None
+
+
+def test_goals(whole):
+    found = {goal.wanted: goal for goal in goals.goals(whole)}
+    faster = found["full: float32 blocks 5 times generic code"]
+    assert (faster.reached, faster.met) == ("6.00 times", True)
+    memory = found["causal bfloat16: half of memory's rate, K and V twice"]
+    assert (memory.reached, memory.met) == ("0.10 of it", False)
+    ahead = [found[f"causal {n:,}: ahead of torch SDPA"] for n in (4096, 8192)]
+    assert [goal.met for goal in ahead] == [False, True]
+    whole.sections["peers"] = {}
+    unknown = {goal.wanted: goal for goal in goals.goals(whole)}
+    assert unknown["causal 8,192: ahead of torch SDPA"].met is None
+
+
+def test_nan_is_the_worst_error(whole):
+    first = next(iter(whole.items("parity").values()))
+    first["errors"] = {"output": float("nan"), "state": 1e-7}
+    assert "nan" in tables.report(whole)
+
+
+def test_a_run_is_kept(whole, tmp_path, monkeypatch):
+    whole.put("behaviour", "forked process", {"passed": False})
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{page.START}old{page.END}after\n")
+    measured = tmp_path / "measured.json"
+    kept = page.keep(whole, results=tmp_path, page=path, measured=measured)
+    assert kept.name == "nvidia-x100-80gb.json"
+    assert Record.read(kept).sections == whole.sections
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "### 8,192 tokens" in text
+    monkeypatch.setattr(hardware, "MEASURED", measured)
+    said = "run on NVIDIA X100 80GB on 2026-01-02, 1 checks failed, kernels changed since"
+    assert hardware.kernel_status() == said
+
+
+@pytest.mark.parametrize("how", ["quick", "part"])
+def test_part_of_a_run_is_not_kept(whole, tmp_path, how):
+    if how == "quick":
+        whole.machine["quick"] = True
+    else:
+        del whole.sections["parity"]
+    with pytest.raises(
+        ValueError, match=r"only a whole run is kept, got one with (--quick|no parity)"
+    ):
+        page.keep(whole, results=tmp_path, page=tmp_path / "a", measured=tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_page_has_the_marks():
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert text.count(page.START) == text.count(page.END) == 1
+
+
+def test_what_the_repository_says_of_hardware_is_what_the_results_say():
+    if not hardware.MEASURED.exists():
+        assert not list(page.RESULTS.glob("*.json"))
+        return
+    run = json.loads(hardware.MEASURED.read_text(encoding="utf-8"))
+    kept = [Record.read(path) for path in page.RESULTS.glob("*.json")]
+    assert run["kernels"] in [record.machine["kernels"] for record in kept]
+
+
+# Running ----------------------------------------------------------------------------------------
+
+
+def test_the_backend_is_found_in_a_plain_checkout(monkeypatch):
+    monkeypatch.setattr(_dispatch, "_entry_points", dict)
+    assert library.register()
+    assert linattn.registered_backends()["cupy"] == "linattn_cupy"
+    assert not library.register()
+
+
+def test_the_command_says_why_it_cannot_run(tmp_path):
+    # A cupy that is there and finds no driver, whatever is installed here.
+    (tmp_path / "cupy.py").write_text(
+        "import types\n__version__ = '99'\n"
+        "def count():\n    raise RuntimeError('cudaErrorInsufficientDriver')\n"
+        "cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDeviceCount=count))\n"
+    )
+    known = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "backends")])
+    out = tmp_path / "out.json"
+    finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.run", "--out", str(out)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": known},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 2
+    assert finished.stderr == (
+        "benchmarks.gpu: cupy 99 finds no usable NVIDIA driver: cudaErrorInsufficientDriver\n"
+    )
+    assert not out.exists()
+
+
+def test_the_command_says_what_is_missing(tmp_path):
+    # Before it imports linattn, which needs it too.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('cupy', 'array_api_compat'):\n    sys.modules[name] = None\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.run"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 2
+    assert finished.stderr == (
+        "benchmarks.gpu: needs numpy, cupy, array_api_compat, ml_dtypes; cupy, array_api_compat "
+        "cannot be imported\n"
+    )
+
+
+def test_a_section_in_a_process_of_its_own_that_dies_is_blamed(tmp_path, monkeypatch):
+    # Its CuPy cannot describe a machine: it dies before the first item, and the next one begins.
+    (tmp_path / "cupy.py").write_text(
+        "import types\n__version__ = '99'\n"
+        "cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDeviceCount=lambda: 1))\n"
+    )
+    known = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "backends")])
+    finished = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.run",
+            "--out",
+            "a/b.json",
+            "--only",
+            "parity",
+            "peers",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": known},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 1, finished.stderr
+    found = Record.read(tmp_path / "a" / "b.json")
+    assert set(found.sections) == {"parity", "peers"}
+    assert found.failures() == ["parity: begin"]
+    assert "Failed" in finished.stdout
+
+
+@pytest.mark.parametrize("text", [ceilings.EXPONENTIALS, behaviour.BUSY], ids=["exp", "busy"])
+def test_kernels_of_the_benchmark_compile(compile_kernel, tmp_path, text):
+    path = tmp_path / "f.cu"
+    path.write_text(text)
+    (kernel,) = compile_kernel(path, {"CHAINS": ceilings.CHAINS}, "sm_90").values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+# What needs CuPy, on a double of it ---------------------------------------------------------------
+
+
+class FakeStream:
+    """Kernels that are launched while it captures do not run; its graph launches them."""
+
+    device: Any = None
+    now: Any = None
+    null: Any = None
+    kept: list[Any]
+
+    def __init__(self, non_blocking=False):
+        self.ptr = 1
+
+    def __enter__(self):
+        FakeStream.now = self
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def begin_capture(self):
+        self.launch, self.kept = FakeStream.device.launch, []
+
+        def kept(*arguments):
+            self.kept.append(arguments)
+
+        linattn_cupy.device.launch = kept
+
+    def end_capture(self):
+        linattn_cupy.device.launch = self.launch
+
+        def again(stream):
+            for arguments in self.kept:
+                self.launch(*arguments)
+
+        return types.SimpleNamespace(launch=again)
+
+
+class FakeEvent:
+    done = False
+
+    def record(self, stream=None):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+
+class FakePool:
+    def free_all_blocks(self):
+        pass
+
+
+class FakeHook:
+    """Is told of 1,000 bytes that are given back, then of ``last`` bytes that stay."""
+
+    last = 0
+
+    def malloc_postprocess(self, **told):
+        raise NotImplementedError
+
+    free_postprocess = malloc_postprocess
+
+    def __enter__(self):
+        self.malloc_postprocess(mem_size=1000)
+        self.free_postprocess(mem_size=1000)
+        return self
+
+    def __exit__(self, *error):
+        self.malloc_postprocess(mem_size=self.last)
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch, emulated, cupy_backend):
+    """A module `cupy` of NumPy's functions, as far as the benchmark calls it."""
+    cupy: Any = types.ModuleType("cupy")
+    for name in ("empty", "empty_like", "full", "ones", "copyto", "ascontiguousarray", "asarray"):
+        setattr(cupy, name, getattr(np, name))
+
+    def normal(shape, dtype):
+        return np.random.default_rng(0).standard_normal(shape, dtype)
+
+    generator = types.SimpleNamespace(standard_normal=normal)
+    cupy.random = types.SimpleNamespace(
+        standard_normal=normal,
+        random=lambda shape, dtype: np.random.default_rng(0).random(shape, dtype),
+        default_rng=lambda seed: generator,
+    )
+    FakeStream.device = cupy_backend
+    FakeStream.now = FakeStream()
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    properties = {
+        "name": b"Double",
+        "major": 9,
+        "minor": 0,
+        "multiProcessorCount": 1,
+        "totalGlobalMem": 2**30,
+        "l2CacheSize": 10**6,
+    }
+    cupy.cuda = types.SimpleNamespace(
+        Stream=FakeStream,
+        Event=FakeEvent,
+        MemoryHook=FakeHook,
+        Device=lambda: device,
+        get_current_stream=lambda: FakeStream.now,
+        get_elapsed_time=lambda start, end: 1e3 * (end.at - start.at),
+        runtime=types.SimpleNamespace(
+            memGetInfo=lambda: (10**9, 10**9),
+            getDeviceProperties=lambda index: properties,
+            driverGetVersion=lambda: 13000,
+            runtimeGetVersion=lambda: 13000,
+        ),
+        nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
+    )
+    cupy.get_default_memory_pool = FakePool
+    cupy.RawKernel = lambda text, name, options=(): lambda grid, block, arguments: None
+    cupyx: Any = types.ModuleType("cupyx")
+    cupyx.allow_synchronize = lambda allowed: nullcontext()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", cupyx)
+    return cupy
+
+
+def run_items(items, names):
+    found = {item.name: item.run() for item in items if item.name in names}
+    assert set(found) == set(names)
+    return found
+
+
+def test_behaviour_on_a_double(fake_cupy, emulated, monkeypatch):
+    monkeypatch.setattr(behaviour, "SMALL", (1, 2, 130, 64))
+    monkeypatch.setattr(behaviour, "feature_map_of", lambda *a: parity.feature_map_of("elu", 0, 0))
+    names = [
+        "work stays on the stream, bfloat16 causal",
+        "strided views, bfloat16 causal",
+        "graph of a call, bfloat16 causal",
+        "no hidden synchronisation, bfloat16 causal",
+        "graph of Decoder.step, bfloat16",
+        "steps without synchronisation, bfloat16",
+        "max and min of infinities",
+    ]
+    found = run_items(behaviour.items(emulated), names)
+    assert {name: item["passed"] for name, item in found.items()} == dict.fromkeys(names, True)
+
+
+def test_a_graph_that_does_not_run_again_does_not_pass(fake_cupy, emulated, monkeypatch):
+    monkeypatch.setattr(behaviour, "SMALL", (1, 2, 130, 64))
+    monkeypatch.setattr(behaviour, "feature_map_of", lambda *a: parity.feature_map_of("elu", 0, 0))
+    idle = types.SimpleNamespace(launch=lambda stream: None)
+    end = FakeStream.end_capture
+    monkeypatch.setattr(FakeStream, "end_capture", lambda self: (end(self), idle)[1])
+    names = ["graph of a call, bfloat16 causal", "graph of Decoder.step, bfloat16"]
+    found = run_items(behaviour.items(emulated), names)
+    assert not any(item["passed"] for item in found.values())
+
+
+def test_limits_on_a_double(fake_cupy, emulated, monkeypatch):
+    monkeypatch.setattr(limits, "HEADS", 3)
+    monkeypatch.setattr(limits, "LARGE", (3, 130, 64))
+    names = ["3 heads, float32 full", "more than 2^31 elements, bfloat16 causal"]
+    found = run_items(limits.items(emulated), names)
+    assert all(item["passed"] for item in found.values())
+    monkeypatch.setattr(limits, "LARGE", (3, 2**31, 64))
+    large = next(item for item in limits.items(emulated) if item.name == names[1])
+    with pytest.raises(LeftOut, match="needs 3840 GiB, 1 are free"):
+        large.run()
+
+
+@pytest.mark.parametrize(("held", "passed"), [(limits.MOST_EXTRA, True), (2**27, False)])
+def test_memory_on_a_double(fake_cupy, emulated, monkeypatch, held, passed):
+    rows = np.zeros((4, 16, 100, 64), np.float32)
+    monkeypatch.setattr(limits, "_attend", lambda *arguments: rows)
+    FakeHook.last = rows.nbytes + held
+    found = limits._memory(emulated, "float32", "full", 100)
+    assert found["extra_bytes"] == held
+    assert found["passed"] is passed
+
+
+def test_timings_on_a_double(fake_cupy, emulated, monkeypatch):
+    monkeypatch.setattr(timings, "BATCH", 1)
+    monkeypatch.setattr(timings, "HEADS", 1)
+    monkeypatch.setattr(timings, "MAIN", 70)
+    monkeypatch.setattr(timings, "DECODED", floors.Sizes(2, 64, 256, 64))
+    monkeypatch.setattr(timings, "measure", partial(measure, budget=0.0))
+    ways = {name: way._replace(lengths=(70,)) for name, way in timings.WAYS.items()}
+    monkeypatch.setattr(timings, "WAYS", ways)
+    names = [
+        "step 1, generic elu causal 70",
+        "step 2, tf32 elu full 70",
+        "fused bfloat16 elu causal 70",
+        "Decoder.step bfloat16",
+        "decode_step bfloat16",
+    ]
+    found = run_items(timings.items(quick=True), names)
+    for item in found.values():
+        assert 0 < item["seconds"] < 60
+        assert item["eager_seconds"] > 0
+    assert [found[name]["graph"] for name in names] == [False, True, True, True, True]
+    assert found[names[2]]["sets"] == 16
+
+
+def test_ceilings_on_a_double(fake_cupy, monkeypatch):
+    monkeypatch.setattr(ceilings, "COPIED", 4000)
+    monkeypatch.setattr(ceilings, "measure", partial(measure, budget=0.0))
+    found = run_items(ceilings.items(), ["copy", "exp"])
+    assert found["copy"]["rate"] == 8000 / found["copy"]["seconds"]
+    count = ceilings.BLOCKS * ceilings.THREADS * ceilings.CHAINS * ceilings.ROUNDS
+    assert found["exp"]["rate"] == count / found["exp"]["seconds"]
+
+
+def test_a_machine_is_described(fake_cupy):
+    found = machine.describe()
+    assert found["device"]["name"] == "Double"
+    assert found["kernels"] == hardware.kernel_hashes()
+    assert found["versions"]["numpy"] == np.__version__
