@@ -5,13 +5,15 @@ keys, then reads. Causal attention makes numerator and denominator each by a sca
 that carries the running sum: ``P_t = P_(t-1) + phi(k_t) v_t^T``, read by ``phi(q_t)``. The rows are
 linattn's: the formula leaves them open.
 
-Gradients hold the shift of the exponents constant. Those of a scan are a scan backwards, for which
-no sums are kept: each token is subtracted from the last one again.
+Gradients hold the shift of the exponents constant. Those of the scans are either JAX's own, for
+which it keeps the sums after every token, or written by hand: a scan backwards, for which no sums
+are kept, each token being subtracted from the last one again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,15 +50,17 @@ def full(query: Array, key: Array, value: Array, rows: Array) -> Array:
     return numerator / denominator[..., None]
 
 
-def causal(query: Array, key: Array, value: Array, rows: Array) -> Array:
+def causal(
+    query: Array, key: Array, value: Array, rows: Array, scan: Callable[..., Array]
+) -> Array:
     """Attention to the keys so far, by two scans."""
     q, k = features(query, rows, is_query=True), features(key, rows, is_query=False)
     q, k, v = (jnp.moveaxis(x, -2, 0) for x in (q, k, value))
-    numerator, denominator = running(q, k, v), running(q, k, jnp.ones_like(v[..., :1]))
+    numerator, denominator = scan(q, k, v), scan(q, k, jnp.ones_like(v[..., :1]))
     return jnp.moveaxis(numerator / denominator, 0, -2)
 
 
-def _running(q: Array, k: Array, v: Array) -> Array:
+def running(q: Array, k: Array, v: Array) -> Array:
     """``phi(q_t) . sum_(s <= t) phi(k_s) v_s^T``; tokens are the first axis."""
     return _forward(q, k, v)[0]
 
@@ -91,18 +95,19 @@ def _backward(kept: tuple[Array, ...], grad_out: Array) -> tuple[Array, ...]:
     return tuple(gradients)
 
 
-running = jax.custom_vjp(_running)
-running.defvjp(_forward, _backward)
+running_by_hand = jax.custom_vjp(running)
+running_by_hand.defvjp(_forward, _backward)
 
 
 def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
-    """Prepare the one peer of this module; compiled here, so that no call compiles."""
+    """Prepare a peer of this module; compiled here, so that no call compiles."""
     is_causal = kind.startswith("causal")
     arrays = [
         jnp.asarray(x, dtype=jnp.float32)
         for x in (inputs.query, inputs.key, inputs.value, inputs.rows)
     ]
-    attend = causal if is_causal else full
+    scan = running_by_hand if name == "jax-backward" else running
+    attend = partial(causal, scan=scan) if is_causal else full
     if kind in GRADIENT:
         return _gradient(attend, arrays, inputs, is_causal=is_causal)
     compiled = jax.jit(attend).lower(*arrays).compile()

@@ -56,6 +56,16 @@ def _kept_for_gradients(sizes: Sizes) -> float:
     return 2 * _features(sizes)
 
 
+def _kept_with_states(sizes: Sizes) -> float:
+    """Add the states of all chunks of 128 tokens, as sums and as gradients."""
+    return _kept_for_gradients(sizes) + 4.0 * sizes.features * sizes.dim / 128
+
+
+def _sums_of_every_token(sizes: Sizes) -> float:
+    """Add the running sums after each token, which a scan keeps to be differentiated."""
+    return _kept_for_gradients(sizes) + 2.0 * sizes.features * sizes.dim
+
+
 def _features_and_states(sizes: Sizes) -> float:
     # performer-pytorch cuts any sequence into 128 parts and keeps a state for each token of one.
     return _features(sizes) + 4.0 * sizes.features * sizes.dim / 128
@@ -82,17 +92,38 @@ PEERS = {
     "jax-favor": Peer(
         "Google's formula, JAX jit",
         "in_jax",
-        ATTENTION + GRADIENT,
+        (*ATTENTION, "full gradient"),
         "linattn-favor",
         numbers_a_token=_kept_for_gradients,
     ),
+    "jax-backward": Peer(
+        "Google's formula, backward by hand",
+        "in_jax",
+        ("causal gradient",),
+        "linattn-favor",
+        numbers_a_token=_kept_for_gradients,
+    ),
+    "jax-vjp": Peer(
+        "Google's formula, JAX's own vjp",
+        "in_jax",
+        ("causal gradient",),
+        "linattn-favor",
+        numbers_a_token=_sums_of_every_token,
+    ),
     "torch-favor": Peer("same recipe, torch ops", "in_torch", ATTENTION, "linattn-favor"),
     "torch-chunks": Peer(
-        "same recipe, torch autograd",
+        "torch autograd, chunk by chunk",
         "in_torch",
         GRADIENT,
         "linattn-favor",
         numbers_a_token=_kept_for_gradients,
+    ),
+    "torch-whole": Peer(
+        "torch autograd, chunks at once",
+        "in_torch",
+        ("causal gradient",),
+        "linattn-favor",
+        numbers_a_token=_kept_with_states,
     ),
     "linattn-elu": Peer("linattn elu+1", "ours", ATTENTION, "linattn-elu", "elu"),
     "torch-elu": Peer(
