@@ -332,6 +332,8 @@ def test_a_broken_device_ends_the_process_and_another_goes_on(record):
     assert list(record.items("parity")) == ["a"]
     assert run_section(record, "parity", iter(items), stop, lambda: False) == 0
     assert record.failures() == ["parity: a"]
+    record.put("behaviour", "says nothing", {})
+    assert record.failures() == ["parity: a", "behaviour: says nothing"]
 
 
 def test_what_takes_its_process_along_has_a_name(record):
@@ -575,6 +577,8 @@ def test_a_section_in_a_process_of_its_own_that_dies_is_blamed(tmp_path, monkeyp
     )
     assert finished.returncode == 1, finished.stderr
     found = Record.read(tmp_path / "a" / "b.json")
+    assert "FileNotFoundError" not in finished.stderr  # --out is the caller's, not the checkout's
+    assert "getDeviceProperties" in finished.stderr
     assert set(found.sections) == {"parity", "peers"}
     assert found.failures() == ["parity: begin"]
     assert "Failed" in finished.stdout
