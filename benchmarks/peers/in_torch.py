@@ -211,7 +211,7 @@ def chunks(
 
 
 def chunks_at_once(query: Tensor, key: Tensor, value: Tensor, *, projection: Tensor) -> Tensor:
-    """Attend causally as :func:`chunks` does, as it is usually written: whole arrays, one cumsum."""
+    """Attend causally as :func:`chunks` does, as usually written: whole arrays, one cumsum."""
     n = query.shape[-2]
     phi_q, phi_k, v1 = (
         functional.pad(x, (0, 0, 0, -n % WHOLE_CHUNK)).unflatten(-2, (-1, WHOLE_CHUNK))
