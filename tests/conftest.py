@@ -175,6 +175,17 @@ def _jax(name: str) -> ArrayLibrary:
     return _library(name, lambda host: jax.numpy.array(host), np.asarray)
 
 
+def _cupy(name: str) -> ArrayLibrary:
+    cupy = _need("cupy", name)
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # without a driver CuPy raises errors of its own
+        pytest.skip(f"{name}: no GPU: {error}")
+    if not count:
+        pytest.skip(f"{name}: no GPU")
+    return _library(name, cupy.array, lambda array: np.asarray(array.get()))
+
+
 def _dask(name: str) -> ArrayLibrary:
     dask_array = _need("dask.array", name)
 
@@ -204,18 +215,23 @@ _LIBRARIES: dict[str, Callable[[str], ArrayLibrary]] = {
     "dask": _dask,
 }
 _FRAMEWORKS: dict[str, Callable[[str], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
+_GPUS: dict[str, Callable[[str], ArrayLibrary]] = {"cupy": _cupy}
 
 
 def _each(name: str) -> Iterator[ArrayLibrary]:
     import linattn
 
-    library = (_LIBRARIES | _FRAMEWORKS)[name](name)
+    library = (_LIBRARIES | _FRAMEWORKS | _GPUS)[name](name)
     with linattn.without_backends() if name == "numpy-without-backends" else nullcontext():
         yield library
 
 
 @pytest.fixture(
-    params=[*_LIBRARIES, *(pytest.param(n, marks=pytest.mark.frameworks) for n in _FRAMEWORKS)]
+    params=[
+        *_LIBRARIES,
+        *(pytest.param(name, marks=pytest.mark.frameworks) for name in _FRAMEWORKS),
+        *(pytest.param(name, marks=pytest.mark.gpu) for name in _GPUS),
+    ]
 )
 def xp(request: pytest.FixtureRequest) -> Iterator[ArrayLibrary]:
     """Every array library that is installed, as an `ArrayLibrary`."""
