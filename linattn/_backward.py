@@ -16,6 +16,7 @@ import array_api_compat
 from linattn import _block_vjp, _dispatch, _generic
 from linattn._blocks import blocks, raw_block, token_block, v1_block
 from linattn._cotangents import change_vjp, sum_to
+from linattn._kept import Kept
 from linattn._means_vjp import means_key_vjp, means_query_vjp
 from linattn._tasks import at, take, take_problem
 from linattn.folds import exact_rows, initial_state, reading, update
@@ -24,14 +25,16 @@ from linattn.typing import (
     Array,
     ColumnMeans,
     Exact,
+    Exponential,
     Index,
+    Pointwise,
     Problem,
     RowScale,
     State,
     Tokens,
 )
 
-__all__ = ["Cotangent", "Gradients", "pull"]
+__all__ = ["Cotangent", "Gradients", "kept_for", "pull"]
 
 
 class Cotangent(NamedTuple):
@@ -109,8 +112,16 @@ class _Out(NamedTuple):
     value: _Rows
 
 
-def pull(problem: Problem, cotangent: Cotangent) -> Gradients:
-    """Gradients of a problem of linear attention."""
+def kept_for(problem: Problem) -> Kept | None:
+    """Something to keep states in, where a backend can do a block of this problem as a whole."""
+    specs = (problem.query_spec, problem.key_spec)
+    if not problem.is_causal or not all(isinstance(s, Exponential | Pointwise) for s in specs):
+        return None
+    return None if _dispatch.whole_function("scan_vjp", problem.xp) is None else Kept()
+
+
+def pull(problem: Problem, cotangent: Cotangent, kept: Kept | None = None) -> Gradients:
+    """Gradients of a problem of linear attention; ``kept``: states that its forward pass kept."""
     plan = _dispatch.block_function("plan", problem.xp)(problem)
     arrays = (problem.query, problem.key, problem.value)
     out = _Out(*(_Rows(problem, array, plan.tasks) for array in arrays))
@@ -124,7 +135,7 @@ def pull(problem: Problem, cotangent: Cotangent) -> Gradients:
     def work(task: Index) -> None:
         with _generic.quiet():
             mine = take_problem(problem, task)
-            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, block_size)
+            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, block_size, kept)
         if problem.state is not None:
             states.append((task, _state_gradient(initial_state(mine), suffix)))
 
@@ -144,7 +155,7 @@ def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
 
 
 def _walk_full(
-    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int
+    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int, _: Kept | None
 ) -> State:
     """Let queries read the state of all keys, and the suffix of all queries read keys."""
     before = initial_state(problem)
@@ -171,9 +182,14 @@ def _walk_full(
 
 
 def _walk_causal(
-    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int
+    problem: Problem,
+    cotangent: Cotangent,
+    out: _Out,
+    task: Index,
+    block_size: int,
+    kept: Kept | None,
 ) -> State:
-    """One scan forwards for queries, and one backwards for keys."""
+    """One scan forwards for queries, and one backwards for keys; with kept states one for both."""
     specs = (problem.query_spec, problem.key_spec)
     state = initial_state(problem)
     start = state.length
@@ -182,9 +198,13 @@ def _walk_causal(
         suffix = _generic.merge(suffix, _broadcast(cotangent.state, suffix))
     if isinstance(problem.query_spec, ColumnMeans):
         return _walk_means(problem, cotangent, out, task, block_size, state, suffix)
+    every = list(_query_blocks(problem, block_size))
+    if kept is not None:
+        segments = kept.segments(problem, block_size, task, every, state)
+        if segments is not None:
+            return _walk_back(problem, cotangent, out, task, segments, suffix)
     scales: list[RowScale] = []
     scan_query_vjp = _block("scan_query_vjp", problem)
-    every = list(_query_blocks(problem, block_size))
     for rows in every:
         tokens = _token_blocks(problem, rows, start)
         grad = _grad_block(problem, cotangent, rows)
@@ -198,6 +218,54 @@ def _walk_causal(
         *gradients, suffix = scan_key_vjp(*specs, *tokens, suffix, g1, scale.log)
         _put_keys(problem, out, task, rows, tokens[2], *gradients)
     return suffix
+
+
+def _walk_back(
+    problem: Problem,
+    cotangent: Cotangent,
+    out: _Out,
+    task: Index,
+    segments: list[tuple[State, list[slice]]],
+    suffix: State,
+) -> State:
+    """Pull back through queries and keys of a block at once, from the last block to the first.
+
+    ``segments``: blocks, and the state before the first of each.
+    """
+    specs = (problem.query_spec, problem.key_spec)
+    start = segments[0][0].length
+    scan_vjp = _both_sides(problem)
+    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
+    for first, every in reversed(segments):
+        states = [first]
+        for rows in every[:-1]:
+            key, v1 = token_block(problem, "key", rows, start), v1_block(problem, rows)
+            states.append(reduce_block(problem.key_spec, key, v1, states[-1]))
+        for rows in reversed(every):
+            tokens, grad = (
+                _token_blocks(problem, rows, start),
+                _grad_block(problem, cotangent, rows),
+            )
+            args = (*specs, *tokens, states.pop(), suffix, grad)
+            gradient, grad_key, grad_v1, suffix = scan_vjp(*args)
+            out.query.put(task, rows, _unchanged(problem.query_change, gradient, None))
+            _put_keys(problem, out, task, rows, tokens[2], grad_key, grad_v1)
+    return suffix
+
+
+def _both_sides(problem: Problem) -> Any:
+    """Gradients of a block by both sides: a backend's, with those of one side each behind it."""
+    scan_query_vjp, scan_key_vjp = (
+        _block(name, problem) for name in ("scan_query_vjp", "scan_key_vjp")
+    )
+
+    def one_by_one(*args: Any) -> Any:
+        *block, state, suffix, grad = args
+        gradient, scale, _ = scan_query_vjp(*block, state, grad)
+        g1 = _block_vjp.row_cotangent(scale, grad)
+        return gradient, *scan_key_vjp(*block, suffix, g1, scale.log)
+
+    return _dispatch.block_function("scan_vjp", problem.xp, one_by_one)
 
 
 def _walk_means(
@@ -237,7 +305,7 @@ def _token_blocks(problem: Problem, rows: slice, start: int) -> tuple[Tokens, To
 
 
 def _walk_exact(
-    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int
+    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int, _: Kept | None
 ) -> None:
     """Softmax attention: every query reads all keys again, then every key all queries."""
     xp, spec, lead = problem.xp, problem.query_spec, problem.state_lead

@@ -19,6 +19,7 @@ from linattn import _dispatch, _generic
 from linattn._blocks import Rows, blocks, divide, log_normalizer, passing_v1_block, token_block
 from linattn._corrected import guarded, widened
 from linattn._halves import exact_halves, scan_exact
+from linattn._kept import Kept
 from linattn._means import scan_means
 from linattn._tasks import at, take_problem
 from linattn._window import walk_window
@@ -39,6 +40,7 @@ from linattn.typing import (
 __all__ = ["exact_rows", "initial_state", "reading", "solve", "step", "update"]
 
 _Put: TypeAlias = Callable[[Index, slice, Partial], None]
+_Offer: TypeAlias = Callable[[Index, int, State], None]
 
 
 # Accepting a block ------------------------------------------------------------------------------
@@ -150,14 +152,25 @@ def _read(
         put(task, rows, guarded(part) if isinstance(problem.query_spec, Corrected) else part)
 
 
-def _walk_causal(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    return _scan(problem, initial_state(problem), task, block_size, put)
+def _walk_causal(
+    problem: Problem, task: Index, block_size: int, put: _Put, offer: _Offer | None
+) -> State:
+    return _scan(problem, initial_state(problem), task, block_size, put, offer)
 
 
-def _scan(problem: Problem, state: State, task: Index, block_size: int, put: _Put) -> State:
+def _scan(
+    problem: Problem,
+    state: State,
+    task: Index,
+    block_size: int,
+    put: _Put,
+    offer: _Offer | None,
+) -> State:
     """Go through a problem causally, from a state to the one after it, block by block."""
     start = state.length
     for rows in blocks(problem.query.shape[-2], block_size):
+        if offer is not None:
+            offer(task, rows.start, state)
         query = token_block(problem, "query", rows, start)
         key = token_block(problem, "key", rows, start)
         part, state = _causal_block(problem, query, key, passing_v1_block(problem, rows), state)
@@ -204,7 +217,7 @@ def _nothing(problem: Problem, query: Tokens) -> Partial:
 # Segments ---------------------------------------------------------------------------------------
 
 
-def _in_segments(problem: Problem, plan: Plan, put: _Put) -> State:
+def _in_segments(problem: Problem, plan: Plan, put: _Put, offer: _Offer | None) -> State:
     """Do one task as segments of the sequence side by side: their states merge.
 
     Full: states of the segments of keys, then reads of the segments of queries. Causal: states of
@@ -231,10 +244,14 @@ def _in_segments(problem: Problem, plan: Plan, put: _Put) -> State:
         def put_later(task: Index, some: slice, part: Partial) -> None:
             put(task, slice(rows.start + some.start, rows.start + some.stop), part)
 
+        def offer_later(task: Index, row: int, state: State) -> None:
+            if offer is not None:
+                offer(task, rows.start + row, state)
+
         with _generic.quiet():
             part = _segment(problem, rows)
             if problem.is_causal:
-                after = _scan(part, states[i], (), plan.block_size, put_later)
+                after = _scan(part, states[i], (), plan.block_size, put_later, offer_later)
                 if i + 1 == len(keys):
                     states[-1] = after
             else:
@@ -266,8 +283,13 @@ def _segment(problem: Problem, rows: slice) -> Problem:
     return replace(problem, key_mask=mask, **sides)
 
 
-def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None, Array | None]:
-    """Run a problem: (output, state after it, log normaliser), the last two where asked for."""
+def solve(
+    problem: Problem, *, return_state: bool, kept: Kept | None = None
+) -> tuple[Array, State | None, Array | None]:
+    """Run a problem: (output, state after it, log normaliser), the last two where asked for.
+
+    ``kept``: takes states of a causal problem on the way.
+    """
     whole = _dispatch.whole_function("attention", problem.xp)
     if whole is not None:
         answer: Any = whole(problem)
@@ -278,12 +300,13 @@ def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None,
     output = Rows(problem, problem.value.shape[-1], problem.query.dtype)
     norms = Rows(problem, 1, problem.dtype) if problem.want_log else None
     states: list[tuple[Index, State]] = []
+    offer = None if kept is None else partial(kept.offer, problem, plan.block_size)
     if isinstance(problem.query_spec, Exact):
         walk: Any = _walk_exact
     elif problem.exact_window is not None:
         walk = _walk_window
     else:
-        walk = _walk_causal if problem.is_causal else _walk_full
+        walk = partial(_walk_causal, offer=offer) if problem.is_causal else _walk_full
 
     def put(task: Index, rows: slice, part: Partial) -> None:
         output.put_divided(task, rows, part)
@@ -296,8 +319,8 @@ def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None,
         if return_state:
             states.append((task, state))
 
-    if plan.segments > 1 and walk in (_walk_full, _walk_causal):
-        state = _in_segments(problem, plan, put)
+    if plan.segments > 1 and walk not in (_walk_exact, _walk_window):
+        state = _in_segments(problem, plan, put, offer)
         states.append(((), state))
     else:
         plan.run(work, plan.tasks)

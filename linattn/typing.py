@@ -611,6 +611,24 @@ class Backend(Protocol):
         """
         ...
 
+    def scan_vjp(
+        self,
+        query_spec: Spec,
+        key_spec: Spec,
+        query: Tokens,
+        key: Tokens,
+        v1: Array,
+        state: State,
+        suffix: State,
+        grad_output: Array,
+    ) -> tuple[Array, Array, Array, State]:
+        """Gradients of a causal block by queries, keys and ``[v, 1]``, and the suffix before it.
+
+        What the two functions above do, at once, from the state before the block and the suffix
+        behind it. Where a backend has it, the forward pass keeps states for it.
+        """
+        ...
+
     def exact_query_vjp(
         self,
         spec: Exact,

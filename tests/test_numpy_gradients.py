@@ -9,6 +9,7 @@ import pytest
 
 import linattn
 import linattn_numpy
+from linattn import _kept
 from linattn.feature_maps import (
     ActivationFeatures,
     DenseExponentialFeatures,
@@ -179,3 +180,112 @@ def test_threads_give_the_same_bits():
     for a, b in zip(answers[0][:2], answers[1][:2], strict=True):
         np.testing.assert_array_equal(a, b)
     agree([answers[0][2]], [answers[1][2]], 1e-6)
+
+
+# Both sides of a block at once ------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Answers of the function for both sides of a block: True where it did the block."""
+    answers: list[bool] = []
+    inner = linattn_numpy.scan_vjp
+
+    def outer(*args):
+        answer = inner(*args)
+        answers.append(answer is not NotImplemented)
+        return answer
+
+    monkeypatch.setattr(linattn_numpy, "scan_vjp", outer)
+    return answers
+
+
+@pytest.mark.parametrize("n", [1, 33, 64, 300])
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "weighted", "per-head", "dense"])
+def test_plain_blocks_are_done_at_once(name, n, at_once):
+    both(inputs(n), EXPONENTIAL[name], is_causal=True, chunk_size=64)
+    assert at_once == 3 * -(-n // 64) * [True] or at_once == -(-n // 64) * [True]
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_plain_blocks_of_pointwise_features_are_done_at_once(name, at_once):
+    both(inputs(300), POINTWISE[name], is_causal=True, chunk_size=64)
+    # A query whose features are all 0 has no denominator.
+    assert at_once.count(True) >= (3 if name == "relu" else 5)
+
+
+def test_float32_blocks_at_once_are_right_to_rounding():
+    arrays = inputs(300, heads=(2, 3))
+    small = [a.astype(np.float32) for a in arrays]
+    wanted = linear_vjp(*arrays, EXPONENTIAL["positive"], is_causal=True, chunk_size=64)[1](
+        arrays[0]
+    )
+    found = linear_vjp(*small, EXPONENTIAL["positive"], is_causal=True, chunk_size=64)[1](small[0])
+    agree(found, wanted, 3e-6)
+
+
+@pytest.mark.parametrize("row", [10, 100, 290])
+def test_blocks_one_by_one_between_blocks_at_once(row, at_once):
+    """A token far outside the plain range: its block is shifted, the suffix changes its scale."""
+    query, key, value = inputs(300)
+    query[:, row] *= 300
+    key[:, row] *= 3
+    both((query, key, value), EXPONENTIAL["positive"], 1e-10, is_causal=True, chunk_size=64)
+    assert set(at_once) == {False, True}
+
+
+def test_rising_keys_change_the_scale_of_the_suffix(at_once):
+    """Later keys weigh e^30 times as much as earlier ones, in one stream."""
+    query, key, value = inputs(300)
+    key = key * np.linspace(6, 0.1, 300)[:, None]
+    both((query, key, value), EXPONENTIAL["positive"], 1e-10, is_causal=True, chunk_size=64)
+    assert True in at_once
+
+
+def test_masked_keys_and_a_state_before_blocks_at_once(at_once):
+    feature_map = EXPONENTIAL["positive"]
+    query, key, value = inputs(300)
+    before = linattn.update_state(
+        linattn.init_state(feature_map, D, batch_shape=(3,), like=key), key, value, feature_map
+    )
+    mask = np.random.default_rng(2).random(300) < 0.5
+    options: dict[str, Any] = {"key_mask": mask, "initial_state": before, "chunk_size": 64}
+    both((query, key, value), feature_map, is_causal=True, **options)
+    assert set(at_once) == {True}
+
+
+def test_shared_keys_go_one_by_one(at_once):
+    query, key, value = inputs(100, heads=(2, 3))
+    both((query, key[:, :1], value[:, :1]), EXPONENTIAL["positive"], is_causal=True)
+    assert set(at_once) == {False}
+
+
+@pytest.mark.parametrize(("most", "blocks_at_once"), [(32, 10), (4, 10), (3, 0)])
+def test_states_between_kept_ones_are_made_again(most, blocks_at_once, at_once, monkeypatch):
+    """At most so many are kept, and at most so many made again; else there are two scans."""
+    monkeypatch.setattr(_kept, "MOST", most)
+    monkeypatch.setattr(_kept, "SHARE", 100.0)
+    both(inputs(310, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
+    assert len(at_once) == blocks_at_once
+
+
+def test_kept_states_are_few_beside_the_arguments(monkeypatch):
+    kept = _kept.Kept()
+    monkeypatch.setattr("linattn._backward.Kept", lambda: kept)
+    arrays = [np.zeros((2, 4096, 16), np.float32)] * 3
+    feature_map = PositiveFeatures(16, 512, rng=0)
+    linear_vjp(*arrays, feature_map, is_causal=True)
+    states = [state for one in kept._states.values() for state in one.values()]
+    size = sum(state.kvz.nbytes for state in states)
+    assert 0 < size <= sum(a.nbytes for a in arrays) / 4
+
+
+def test_pullback_where_the_forward_pass_kept_nothing(at_once):
+    arrays = inputs(300)
+    with linattn.without_backends():
+        output, pullback = linear_vjp(
+            *arrays, EXPONENTIAL["positive"], is_causal=True, chunk_size=64
+        )
+        wanted = pullback(output)
+    agree(pullback(output), wanted)
+    assert not at_once

@@ -17,6 +17,7 @@ from linattn_numpy.blocks import (
     values_block,
     window_block,
 )
+from linattn_numpy.both_sides import scan_vjp
 from linattn_numpy.decoding import decode, stepper
 from linattn_numpy.gradients import (
     exact_key_vjp,
@@ -45,6 +46,7 @@ __all__ = [
     "scan_block",
     "scan_key_vjp",
     "scan_query_vjp",
+    "scan_vjp",
     "stepper",
     "values_block",
     "window_block",

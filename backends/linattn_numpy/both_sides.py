@@ -1,0 +1,167 @@
+"""Gradients of a causal block for queries and keys at once, of plain blocks only.
+
+With the state before the block at hand, and the suffix behind it, features are made once, and so
+are the weights of the pairs within a sub-block and their cotangents, each of which both sides need.
+Blocks that are not plain, and those of arguments that share leading axes, go one side at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exponential, Spec, State, Tokens
+from linattn_numpy.blocks import AHEAD, _above, _all_finite, _product, _t
+from linattn_numpy.buffers import buffer
+from linattn_numpy.gradients import (
+    _known,
+    _plain_scale,
+    _split,
+    _sub_blocks,
+    _to_tokens,
+    _turned,
+)
+
+__all__ = ["scan_vjp"]
+
+Floats = NDArray[Any]
+
+
+class _Triangle(NamedTuple):
+    """Sub-blocks of some rows: what their queries have computed that their keys need too."""
+
+    rows: slice
+    size: int
+    scores: Floats
+    """Weights of the pairs, ``(..., count, size, size)``, 0 where a key is not seen."""
+    cotangents: Floats
+    """Their cotangents."""
+    g1: Floats
+
+
+def scan_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    state: State,
+    suffix: State,
+    grad_output: Floats,
+) -> Any:
+    """Gradients of a plain causal block by queries, keys and ``[v, 1]``, and the suffix before it.
+
+    ``state`` is the one before the block, ``suffix`` the one behind it. Features and weights within
+    sub-blocks are made once for both sides.
+    """
+    lead = state.kvz.shape[:-2]
+    if 0 in query.x.shape or any(x.shape[:-2] != lead for x in (query.x, key.x, v1, grad_output)):
+        return NotImplemented
+    if not (_known(query_spec) and _known(key_spec)):
+        return NotImplemented
+    common = _plain_scale(query_spec, key_spec, query, key, v1, state)
+    if common is None:
+        return NotImplemented
+    q, k, v, start, _, c, floor = common
+    # The suffix's own scale: that of the rows, whose queries lack the log of their columns.
+    ahead = suffix.log_scale + c
+    if k.shape[:-2] != lead or q.shape[:-2] != lead or not ahead.max() <= AHEAD:
+        return NotImplemented
+    if not (isinstance(key_spec, Exponential) or np.all(c == c[..., :1])):
+        return NotImplemented  # these gradients are taken from the features themselves
+    read = buffer("read", q.shape, q.dtype)
+    found = _query_triangles(q, k, v, start, grad_output, read, floor)
+    if found is None:
+        return NotImplemented
+    triangles, inverses = found
+    grad_query = _to_tokens(query_spec, query.x, q, read, None)
+    grad_query *= inverses
+    behind = suffix.kvz * np.exp(ahead)[..., None]
+    grad_v1, before = _key_triangles(triangles, q, k, v, behind, read)
+    grad_v1 *= v[..., -1:]
+    total = np.vecdot(v1, grad_v1)[..., None]
+    grad_key = _to_tokens(key_spec, key.x, k, read, total)
+    suffix = State(before, -c, suffix.length + v1.shape[-2])
+    return grad_query, grad_key, grad_v1, suffix
+
+
+def _query_triangles(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    start: Floats,
+    grad_output: Floats,
+    read: Floats,
+    floor: float,
+) -> tuple[list[_Triangle], Floats] | None:
+    """Put the cotangents of ``q`` times their denominators into ``read``; also the inverses.
+
+    None where a denominator has lost digits. Numerators need not be formed: with the state before a
+    row in two parts, ``g.num`` is the sum of ``q * (g.S)``.
+    """
+    triangles: list[_Triangle] = []
+    inverses = np.empty((*q.shape[:-1], 1), q.dtype)
+    start = _t(start)
+    for part, size in _sub_blocks(v.shape[-2]):
+        qs, ks, vs, gs, out = (_split(x, part, size) for x in (q, k, v, grad_output, read))
+        # By rows of values: a product of few rows with a transposed view takes twice as long.
+        states = _states(start, qs.shape[-3])
+        np.matmul(_t(vs), ks, out=states[..., 1:, :, :])
+        for i in range(qs.shape[-3]):
+            states[..., i + 1, :, :] += states[..., i, :, :]
+        before, above = states[..., :-1, :, :], _above(size)
+        scores = np.matmul(qs, _t(ks))
+        np.copyto(scores, 0, where=above)
+        z = before[..., -1:, :]
+        denominator = np.matmul(scores, vs[..., -1:])
+        denominator += np.matmul(qs, _t(z))
+        if not floor <= denominator.min() <= denominator.max() < np.inf:
+            return None
+        inverse = np.divide(1, denominator, out=_split(inverses, part, size))
+        np.matmul(gs, before[..., :-1, :], out=out)
+        cotangents = np.matmul(gs, _t(vs[..., :-1]))
+        inner = np.vecdot(scores, cotangents) + np.vecdot(qs, out)
+        inner = inner[..., None] * inverse
+        cotangents -= inner * _t(vs[..., -1:])
+        np.copyto(cotangents, 0, where=above)
+        more = buffer("more", out.shape, out.dtype)
+        out -= np.multiply(z, inner, out=more)
+        out += np.matmul(cotangents, ks, out=more)
+        cotangents *= inverse
+        g1 = np.empty(vs.shape, vs.dtype)
+        np.multiply(gs, inverse, out=g1[..., :-1])
+        np.multiply(inner, -inverse, out=g1[..., -1:])
+        if not _all_finite(g1[..., -1]):
+            return None
+        triangles.append(_Triangle(part, size, scores, cotangents, g1))
+        start = states[..., -1, :, :].copy()
+    return triangles, inverses
+
+
+def _key_triangles(
+    triangles: list[_Triangle], q: Floats, k: Floats, v: Floats, start: Floats, read: Floats
+) -> tuple[Floats, Floats]:
+    """Put the cotangents of ``k`` into ``read``; return those of v and the suffix before."""
+    grad_v1 = np.empty(v.shape, v.dtype)
+    for part, size, scores, cotangents, g1 in reversed(triangles):
+        qs, ks, vs, out, out_v1 = (_split(x, part, size) for x in (q, k, v, read, grad_v1))
+        states = _states(start, qs.shape[-3], last=True)
+        np.matmul(_t(qs), g1, out=states[..., :-1, :, :])
+        for i in range(qs.shape[-3] - 1, -1, -1):
+            states[..., i, :, :] += states[..., i + 1, :, :]
+        later = states[..., 1:, :, :]
+        np.matmul(ks, later, out=out_v1)
+        out_v1 += np.matmul(_t(scores), g1)
+        np.matmul(vs, _turned(later), out=out)
+        out += _product(_t(cotangents), qs, "more")
+        start = states[..., 0, :, :].copy()
+    return grad_v1, start
+
+
+def _states(start: Floats, count: int, *, last: bool = False) -> Floats:
+    """Room for the states between sub-blocks, with the first or the last of them in it."""
+    states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
+    states[..., -1 if last else 0, :, :] = start
+    return states
