@@ -225,10 +225,10 @@ def test_views_are_read_where_they_lie(cupy_backend):
     problem = _problem.linear_problem(query, key, value, phi, is_causal=True)
     behind = [np.ascontiguousarray(x.astype(BF16).swapaxes(0, 1)) for x in (query, key, value)]
     views = [x.swapaxes(0, 1) for x in behind]
-    assert all(fused._ready(x) is x for x in views)
+    assert all(fused.ready(x) is x for x in views)
     wide = np.zeros((3, 100, D + 3), BF16)
     wide[..., 3:] = query
-    assert fused._ready(wide[..., 3:]).flags.c_contiguous
+    assert fused.ready(wide[..., 3:]).flags.c_contiguous
     for first in (views[0], wide[..., 3:]):
         problem = replace(problem, query=first, key=views[1], value=views[2])
         assert error(fused.attention(problem)[0], expected) < TOLERANCE[BF16]
@@ -524,13 +524,13 @@ def test_heads_are_three_axes_at_most():
 def test_segments_fill_the_device(cupy_backend):
     cupy_backend.processors = 132
     for heads, length in [(64, 8192), (1, 65536), (1, 100), (300, 512), (132, 64)]:
-        segments, segment_length = fused._segments(heads, length, 64, 10**6)
+        segments, segment_length = fused.cut(heads, length, 64, 10**6)
         assert segments * segment_length >= length > (segments - 1) * segment_length
         assert segment_length % 64 == 0
         waves = -(-heads * segments // 132)
         work = heads * -(-length // 64) / 132
         assert waves * segment_length / 64 <= max(1.3 * work, 1)
-    assert fused._segments(64, 8192, 64, 3)[0] <= 3
+    assert fused.cut(64, 8192, 64, 3)[0] <= 3
 
 
 # Products ---------------------------------------------------------------------------------------

@@ -48,6 +48,20 @@ def floats(*shape: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
+def test_headers_beside_the_kernels(emulation, emulator_cache, tmp_path):
+    """They are found, behind the emulator's own device.cuh, and compiled again when they change."""
+    (tmp_path / "device.cuh").write_text("#error the device.cuh of the kernels is for GPUs")
+    (tmp_path / "f.cu").write_text(
+        '#include "device.cuh"\n#include "n.cuh"\nKERNEL f(int* x) { *x = N; }\n'
+    )
+    for n in (3, 4):
+        (tmp_path / "n.cuh").write_text(f"#define N {n}\n")
+        x = np.zeros(1, np.int32)
+        fresh = emulation.Emulator(emulator_cache, tmp_path)
+        fresh.launch("f.cu", "f", {}, (1, 1, 1), (1, 1, 1), 0, [x])
+        assert x == n
+
+
 # Threads, blocks and arguments --------------------------------------------------------------------
 
 ADD = """

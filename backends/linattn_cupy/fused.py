@@ -12,7 +12,21 @@ from linattn_cupy.layout import Heads, heads_of, strides, unit_strides
 from linattn_cupy.parameters import FAMILIES, Parameters, columns_of, family_of, parameters_of
 from linattn_cupy.steps import MOST_VALUES, Rows, exact_map, redo
 
-__all__ = ["attention"]
+__all__ = [
+    "CAUSAL_CHUNK",
+    "READ_CHUNK",
+    "Before",
+    "Work",
+    "attention",
+    "causal_rows",
+    "cut",
+    "full_rows",
+    "full_state",
+    "ready",
+    "scan",
+    "states_before",
+    "work_of",
+]
 
 LARGEST_DIM = 128
 MOST_COLUMNS = 256
@@ -33,7 +47,7 @@ WORKSPACE = 40 * 2**20
 """Bytes of states of segments beyond which there are no more segments."""
 
 
-class _Variant(NamedTuple):
+class Variant(NamedTuple):
     """A way to compile the kernels, and what it means for a problem."""
 
     family: str
@@ -72,7 +86,7 @@ def _up(x: int, step: int) -> int:
     return -(-x // step) * step
 
 
-def _variant(problem: Problem) -> _Variant | None:
+def _variant(problem: Problem) -> Variant | None:
     """How the kernels do a problem; None where they do not."""
     dim, value_dim = problem.query.shape[-1], problem.value.shape[-1]
     name = str(problem.query.dtype)
@@ -99,7 +113,7 @@ def _variant(problem: Problem) -> _Variant | None:
     least = max(columns, 1 if family == "exponential" else _up(dim, 16))
     strips = -(-least // (16 * MOST_WARPS))
     warps = -(-least // (16 * strips))
-    return _Variant(
+    return Variant(
         family,
         name == "float16",
         _up(dim, 16),
@@ -109,7 +123,7 @@ def _variant(problem: Problem) -> _Variant | None:
     )
 
 
-def _ready(array: Array) -> Array:
+def ready(array: Array) -> Array:
     """Return the array where its rows can be copied 16 bytes at a time, else a copy."""
     steps = [
         step // array.dtype.itemsize
@@ -124,7 +138,7 @@ def _ready(array: Array) -> Array:
     return array if aligned else device.contiguous(array)
 
 
-def _segments(heads: int, length: int, chunk: int, most: int) -> tuple[int, int]:
+def cut(heads: int, length: int, chunk: int, most: int) -> tuple[int, int]:
     """Segments a head and their length, whole chunks: enough blocks, in full waves."""
     chunks = -(-length // chunk)
     processors = device.processors()
@@ -140,11 +154,11 @@ def _segments(heads: int, length: int, chunk: int, most: int) -> tuple[int, int]
     return -(-chunks // per_segment), per_segment * chunk
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """A problem with all that its launches share."""
 
     problem: Problem
-    variant: _Variant
+    variant: Variant
     parameters: Parameters
     query: Array
     key: Array
@@ -155,17 +169,21 @@ class _Work(NamedTuple):
 
     @property
     def columns(self) -> int:
+        """Columns of a state."""
         return int(self.value.shape[-1]) + 1
 
     @property
     def tiles(self) -> int:
+        """Tiles of the values, each worked on by blocks of its own."""
         return -(-int(self.value.shape[-1]) // self.variant.values)
 
     def spec_args(self, heads: Heads) -> list[Any]:
+        """Projection and offsets, as kernels take them."""
         spec = self.parameters
         return [spec.projection, spec.col, *unit_strides(heads, spec.lead)]
 
     def mask_args(self, heads: Heads) -> list[Any]:
+        """Mask of the keys, or null."""
         if self.mask is None:
             return [None, *[np.int64(0)] * 4]
         return [self.mask, *strides(heads, self.mask)]
@@ -176,11 +194,24 @@ class _Work(NamedTuple):
         return [np.int32(x) for x in dims]
 
     def curvature(self) -> Any:
+        """Curvature of the map."""
         return np.float32(self.parameters.curvature)
+
+    def most_segments(self) -> int:
+        """Segments whose states fit the workspace."""
+        state_bytes = 4 * self.state_heads.total * self.problem.num_features * self.columns
+        return int(WORKSPACE // state_bytes)
+
+    def room(self) -> tuple[Array, Array]:
+        """Memory for a state of each head, and its shifts."""
+        lead, m = self.problem.state_lead, self.problem.num_features
+        kvz = device.empty((*lead, m, self.columns), "float32")
+        return kvz, device.empty((*lead, m), "float32")
 
     def launch(
         self, function: str, blocks: int, chunk: int, args: list[Any], *, keys: bool, queries: bool
     ) -> None:
+        """Launch a kernel whose blocks hold these tokens in shared memory."""
         device.launch(
             "fused.cu",
             function,
@@ -200,39 +231,53 @@ def attention(problem: Problem) -> Any:
     states of segments of the sequence, which are then walked side by side. Products are of bfloat16
     (queries, keys and the projection in the dtype of the inputs) and accumulated in float32.
     """
+    with device.on_device(problem.query):
+        work = work_of(problem)
+        if work is None:
+            return NotImplemented
+        if problem.is_causal:
+            before = states_before(work)
+            output, norms, after, flags = causal_rows(work, before)
+            _redo(work, before, flags, output, norms)
+        else:
+            after = full_state(work)
+            output, norms = full_rows(work, after)
+        seen = 0 if problem.state is None else problem.state.length
+        return output, State(*after, seen + problem.key.shape[-2]), norms
+
+
+def work_of(problem: Problem) -> Work | None:
+    """Prepare the launches of a problem; None where the kernels do not do it."""
     variant = _variant(problem)
     heads, state_heads = heads_of(problem.lead), heads_of(problem.state_lead)
     if variant is None or heads is None or state_heads is None:
-        return NotImplemented
-    with device.on_device(problem.query):
-        chunk = CAUSAL_CHUNK
-        if variant.shared(chunk, keys=True, queries=problem.is_causal) > device.shared_bytes():
-            return NotImplemented
-        work = _Work(
-            problem,
-            variant,
-            parameters_of(problem.query_spec, problem.query, variant.dim, variant.columns),
-            _ready(problem.query),
-            _ready(problem.key),
-            _ready(problem.value),
-            problem.key_mask,
-            heads,
-            state_heads,
-        )
-        return _causal(work) if problem.is_causal else _full(work)
+        return None
+    shared = variant.shared(CAUSAL_CHUNK, keys=True, queries=problem.is_causal)
+    if shared > device.shared_bytes():
+        return None
+    return Work(
+        problem,
+        variant,
+        parameters_of(problem.query_spec, problem.query, variant.dim, variant.columns),
+        ready(problem.query),
+        ready(problem.key),
+        ready(problem.value),
+        problem.key_mask,
+        heads,
+        state_heads,
+    )
 
 
-def _initial(work: _Work) -> list[Any]:
+def _initial(heads: Heads, state: State | None) -> list[Any]:
     """Return the initial state as ``scan_states`` takes it."""
-    state = work.problem.state
     if state is None:
         return [None, None, *[np.int64(0)] * 3]
     lead = tuple(state.kvz.shape[:-2])
     kvz, shift = (device.contiguous(a) for a in (state.kvz, state.log_scale))
-    return [kvz, shift, *unit_strides(work.state_heads, lead)]
+    return [kvz, shift, *unit_strides(heads, lead)]
 
 
-def _states(work: _Work, segments: int, segment_length: int, needed: int) -> tuple[Array, Array]:
+def _states(work: Work, segments: int, segment_length: int, needed: int) -> tuple[Array, Array]:
     """States of the first ``needed`` of all segments of keys, and their shifts."""
     m, count = work.problem.num_features, work.state_heads.total
     kvz = device.empty((count, segments, m, work.columns), "float32")
@@ -260,13 +305,23 @@ def _states(work: _Work, segments: int, segment_length: int, needed: int) -> tup
     return kvz, shifts
 
 
-def _scan(work: _Work, segments: int, kvz: Array, shifts: Array, after: tuple[Any, Any]) -> Array:
-    """States before all segments, in place, and their shifts; the last state to ``after``."""
-    before = device.empty(shifts.shape, "float32")
+def scan(
+    work: Work,
+    initial: State | None,
+    segments: int,
+    states: tuple[Array, Array],
+    after: tuple[Any, Any],
+) -> Array:
+    """States before all segments, in place, and their shifts; the last state to ``after``.
+
+    ``states``: of the segments, each by itself, and their shifts. With ``after`` None that of the
+    last segment is not looked at.
+    """
+    before = device.empty(states[1].shape, "float32")
     total = work.state_heads.total * work.problem.num_features * work.columns
     args = [
-        *(kvz, shifts, before),
-        *_initial(work),
+        *(*states, before),
+        *_initial(work.state_heads, initial),
         *work.state_heads.args,
         np.int32(segments),
         np.int32(work.problem.num_features),
@@ -286,44 +341,36 @@ def _scan(work: _Work, segments: int, kvz: Array, shifts: Array, after: tuple[An
     return before
 
 
-def _outputs(work: _Work) -> tuple[Array, Array | None]:
+def _outputs(work: Work) -> tuple[Array, Array | None]:
     problem = work.problem
     shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
     norms = device.empty(shape[:-1], "float32") if problem.want_log else None
     return device.empty(shape, problem.query.dtype), norms
 
 
-def _after(work: _Work) -> tuple[Array, Array]:
-    lead, m = work.problem.state_lead, work.problem.num_features
-    return device.empty((*lead, m, work.columns), "float32"), device.empty((*lead, m), "float32")
-
-
-def _answer(work: _Work, output: Array, after: tuple[Array, Array], norms: Array | None) -> Any:
-    before = 0 if work.problem.state is None else work.problem.state.length
-    return output, State(*after, before + work.problem.key.shape[-2]), norms
-
-
-def _most_segments(work: _Work) -> int:
-    state_bytes = 4 * work.state_heads.total * work.problem.num_features * work.columns
-    return int(WORKSPACE // state_bytes)
-
-
-def _full(work: _Work) -> Any:
-    problem, heads = work.problem, work.heads
+def full_state(work: Work) -> tuple[Array, Array]:
+    """State of all keys, and its shifts."""
     count = work.state_heads.total * work.tiles
-    most = _most_segments(work)
-    segments, segment_length = _segments(count, problem.key.shape[-2], CAUSAL_CHUNK, most)
-    kvz, shifts = _states(work, segments, segment_length, segments)
-    after = _after(work)
-    _scan(work, segments, kvz, shifts, after)
+    segments, segment_length = cut(
+        count, work.problem.key.shape[-2], CAUSAL_CHUNK, work.most_segments()
+    )
+    states = _states(work, segments, segment_length, segments)
+    after = work.room()
+    scan(work, work.problem.state, segments, states, after)
+    return after
+
+
+def full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | None]:
+    """Output, and norms where they are wanted, of queries that read a state."""
+    problem, heads = work.problem, work.heads
     output, norms = _outputs(work)
     length = problem.query.shape[-2]
-    segments, segment_length = _segments(heads.total * work.tiles, length, READ_CHUNK, length)
+    segments, segment_length = cut(heads.total * work.tiles, length, READ_CHUNK, length)
     args = [
         work.query,
         *strides(heads, work.query),
         *work.spec_args(heads),
-        *after,
+        *state,
         *unit_strides(heads, problem.state_lead),
         *heads.args,
         np.int64(length),
@@ -335,51 +382,78 @@ def _full(work: _Work) -> Any:
         norms,
     ]
     work.launch("read_states", heads.total * segments, READ_CHUNK, args, keys=False, queries=True)
-    return _answer(work, output, after, norms)
+    return output, norms
 
 
-def _causal(work: _Work) -> Any:
-    problem, heads = work.problem, work.heads
-    length = problem.query.shape[-2]
-    most = _most_segments(work)
-    segments, segment_length = _segments(heads.total * work.tiles, length, CAUSAL_CHUNK, most)
-    kvz, shifts = _states(work, segments, segment_length, segments - 1)
-    before = _scan(work, segments, kvz, shifts, (None, None))
-    output, norms = _outputs(work)
-    after = _after(work)
-    flags = device.full((heads.total, segments), 0, "int32")
-    state_strides = unit_strides(heads, problem.state_lead)
-    tokens = []
+class Before(NamedTuple):
+    """States before the segments of a causal problem, and how long those are."""
+
+    kvz: Array
+    shifts: Array
+    segments: int
+    segment_length: int
+
+
+def states_before(work: Work) -> Before:
+    """Make the states before all segments."""
+    length = work.problem.query.shape[-2]
+    count = work.heads.total * work.tiles
+    segments, segment_length = cut(count, length, CAUSAL_CHUNK, work.most_segments())
+    states = _states(work, segments, segment_length, segments - 1)
+    before = scan(work, work.problem.state, segments, states, (None, None))
+    return Before(states[0], before, segments, segment_length)
+
+
+def _token_args(work: Work) -> list[Any]:
+    args: list[Any] = []
     for array in (work.query, work.key, work.value):
-        tokens += [array, *strides(heads, array)]
-    cut = [np.int64(length), np.int64(segment_length), np.int32(segments)]
+        args += [array, *strides(work.heads, array)]
+    return args
+
+
+def causal_rows(
+    work: Work, before: Before
+) -> tuple[Array, Array | None, tuple[Array, Array], Array]:
+    """Output, norms where they are wanted, the last state, and flags of spoilt segments."""
+    problem, heads = work.problem, work.heads
+    output, norms = _outputs(work)
+    after = work.room()
+    flags = device.full((heads.total, before.segments), 0, "int32")
     args = [
-        *tokens,
+        *_token_args(work),
         *work.mask_args(heads),
         *work.spec_args(heads),
-        *(kvz, before),
-        *state_strides,
+        *(before.kvz, before.shifts),
+        *unit_strides(heads, problem.state_lead),
         *heads.args,
-        *cut,
+        np.int64(problem.query.shape[-2]),
+        np.int64(before.segment_length),
+        np.int32(before.segments),
         *work.sizes(),
         work.curvature(),
         *(output, norms),
         *after,
         flags,
     ]
-    work.launch("causal_rows", heads.total * segments, CAUSAL_CHUNK, args, keys=True, queries=True)
+    blocks = heads.total * before.segments
+    work.launch("causal_rows", blocks, CAUSAL_CHUNK, args, keys=True, queries=True)
+    return output, norms, after, flags
+
+
+def _redo(work: Work, before: Before, flags: Array, output: Array, norms: Array | None) -> None:
+    """Do the rows of flagged segments again, exactly."""
+    problem, heads = work.problem, work.heads
     if problem.state_lead == problem.lead:
-        room = (kvz, before)
+        room = (before.kvz, before.shifts)
     else:  # heads that share a state cannot write over it
-        shape = (heads.total, segments, problem.num_features)
+        shape = (heads.total, before.segments, problem.num_features)
         room = device.empty((*shape, work.columns), "float32"), device.empty(shape, "float32")
     dims = (problem.query.shape[-1], problem.num_features, work.columns)
     rows = Rows(
-        [*tokens, *work.mask_args(heads), None, *[np.int64(0)] * 4],
-        [kvz, before, *state_strides],
+        [*_token_args(work), *work.mask_args(heads), None, *[np.int64(0)] * 4],
+        [before.kvz, before.shifts, *unit_strides(heads, problem.state_lead)],
         room,
         (output, None, norms),
     )
-    exact = exact_map(problem.query_spec, dims[0], dims[1])
-    redo(*exact, heads, flags, (length, segment_length, segments), dims, rows)
-    return _answer(work, output, after, norms)
+    sizes = (problem.query.shape[-2], before.segment_length, before.segments)
+    redo(*exact_map(problem.query_spec, dims[0], dims[1]), heads, flags, sizes, dims, rows)

@@ -1,7 +1,8 @@
 """Run CUDA kernels on a CPU: `Emulator.launch`, and what it checks.
 
 The kernels include `device.cuh` and use no other intrinsic; the `device.cuh` of this folder gives
-its functions C++ bodies, `runtime.cpp` runs the threads. A launch fails with `EmulationError`
+its functions C++ bodies, `runtime.cpp` runs the threads. Other headers lie beside the kernels. A
+launch fails with `EmulationError`
 
 * where outputs differ, in any bit, between orders in which threads, warps and blocks take turns:
   the mark of a missing barrier;
@@ -356,10 +357,13 @@ class Emulator:
 
     def _library(self, wrapper: str, macros: tuple[str, ...]) -> Path:
         runtime = self._build((FOLDER / "runtime.cpp").read_text(), ["-O3", "-c"], [])
-        return self._build(wrapper, [*CHECKS, *macros, "-shared"], [str(runtime), *LIBRARIES])
+        # Behind the folder of FLAGS, so that the device.cuh found is the one there.
+        flags = [*CHECKS, *macros, "-shared", f"-I{self._kernels_folder}"]
+        return self._build(wrapper, flags, [str(runtime), *LIBRARIES])
 
     def _build(self, text: str, flags: Sequence[str], others: Sequence[str]) -> Path:
         headers = [(FOLDER / name).read_text() for name in ("runtime.h", "device.cuh")]
+        headers += [path.read_text() for path in sorted(self._kernels_folder.glob("*.cuh"))]
         parts = [text, *headers, *FLAGS, *flags, *others]
         built = self._cache / hashlib.sha256("\0".join(parts).encode()).hexdigest()
         if built.exists():

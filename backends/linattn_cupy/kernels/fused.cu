@@ -11,50 +11,31 @@
 // Products are of bf16 (omega, q and k in the type of the inputs), everything else is float32.
 // A warp owns STRIPS x 16 features of the state, in registers, and in turn 16 queries of a chunk.
 //
-// Options: PART (which kernels are compiled: 0 states, 1 reads, 2 causal rows), FP16 (inputs are float16, else bfloat16), MAP (0 exponential, 1 elu + 1, 2 relu),
-// HEAD_DIM d and VALUE_TILE, multiples of 16, FEATURES m, a multiple of 16 WARPS, CHUNK, a multiple
-// of 16, WARPS. Arrays are padded with zeros to HEAD_DIM, with col = -inf to FEATURES.
+// Options: PART (which kernels are compiled: 0 states, 1 reads, 2 causal rows), FP16 (inputs are
+// float16, else bfloat16), MAP (0 exponential, 1 elu + 1, 2 relu), HEAD_DIM d and VALUE_TILE,
+// multiples of 16, FEATURES m, a multiple of 16 WARPS, CHUNK, a multiple of 16, WARPS. Arrays are
+// padded with zeros to HEAD_DIM, with col = -inf to FEATURES.
 #include "device.cuh"
+#include "tiles.cuh"
 
 namespace {
 
-constexpr int D = HEAD_DIM, M = FEATURES, E = VALUE_TILE, C = CHUNK;
-constexpr int STRIPS = M / (16 * WARPS);
 constexpr int GROUP = M % 32 == 0 ? 32 : 16;  // features that a query reads at a time
-constexpr int THREADS = WARPS * WARP;
 // Whether a strip of queries stays in registers; wider ones leave no room for it.
 constexpr bool KEEP_QUERIES = MAP == 0 && D <= 64;
 // A causal strip of queries is read by so many warps, each with its share of the features.
 constexpr int PARTS = WARPS * 16 > C ? WARPS * 16 / C : 1;
-// Rows in shared memory, 16 bytes longer than they need be: eight of them fill all banks once.
-constexpr int DS = D + 8, ES = E + 8, CS = C + 8;
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr float TINY_OVER_EPS = 1.17549435e-38f / 1.1920929e-7f;
 
-static_assert(M % (16 * WARPS) == 0 && D % 16 == 0 && E % 16 == 0 && C % 16 == 0, "whole tiles");
-static_assert(MAP == 0 || M >= D, "a column a coordinate");
 static_assert(PARTS == 1 || (E / 2 + 4) * 4 * THREADS / 2 <= M * CS * 2, "halves meet where phi lies");
 static_assert(M % (GROUP * PARTS) == 0 && PARTS <= 2, "a warp reads whole groups");
 
-constexpr int PROJECTION_BYTES = MAP == 0 ? M * DS * 2 : 0;
-constexpr int KEY_BYTES = C * DS * 2;
-constexpr int VALUE_BYTES = C * ES * 2;
-
 // Where things lie in shared memory. Keys and values are there twice: a chunk is worked on while the
 // next one comes; causal queries come while the keys of their chunk are added.
-struct Shared {
-    u16* projection;  // (M, DS)
-    u16* keys;        // 2 (C, DS)
-    u16* values;      // 2 (C, ES)
-    u16* queries;     // (C, DS), twice without keys
-    u16* phi;         // (M, CS): features of the chunk's keys
-    u16* state;       // (M, ES): the state before the chunk, on the chunk's scale
-    float* col;       // (M)
-    float* bias;      // (M): col + c
-    float* z;         // (M)
-    float* shifts;    // (M): c and z of the state in registers, which have no room for them
-    float* sums;      // (M)
-    float* rows;      // (C): log weight of the chunk's keys
+struct Shared : Tiles {
+    u16* keys;     // 2 (C, DS)
+    u16* values;   // 2 (C, ES)
+    u16* queries;  // (C, DS), twice without keys
 };
 
 // What a kernel does not use takes no room.
@@ -82,100 +63,6 @@ __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     return s;
 }
 
-__device__ __forceinline__ float input_to_float(u16 bits) {
-    return FP16 ? f16_to_float(bits) : bf16_to_float(bits);
-}
-
-__device__ __forceinline__ void mma_input(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if (FP16) {
-        mma_f16(d, a, b0, b1);
-    } else {
-        mma_bf16(d, a, b0, b1);
-    }
-}
-
-// Both halves of a word of bf16, added.
-__device__ __forceinline__ float sum_bf16(u32 word) {
-    return bf16_to_float(static_cast<u16>(word)) + bf16_to_float(static_cast<u16>(word >> 16));
-}
-
-__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
-
-__device__ __forceinline__ float exp_less(float log, float shift) {
-    return fast_exp2((log - shift) * LOG2E);
-}
-
-__device__ __forceinline__ float activation(float x) {
-    if (MAP == 1) {
-        return x > 0.0f ? x + 1.0f : fast_exp2(x * LOG2E);
-    }
-    return isnan(x) ? x : fmaxf(x, 0.0f);
-}
-
-// Largest of what the four lanes that share rows g and g + 8 hold.
-__device__ __forceinline__ float row_max(float x) {
-    x = fmaxf(x, shuffle_xor(x, 1));
-    return fmaxf(x, shuffle_xor(x, 2));
-}
-
-__device__ __forceinline__ float row_sum(float x) {
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
-}
-
-// Fragments: lanes give addresses of rows of 8 elements (see load_matrices).
-
-// 16 x 16 of a row-major array, as the left operand.
-__device__ __forceinline__ void load_left(u32 (&a)[4], const u16* tile, int stride, int row, int column) {
-    int lane = threadIdx.x % WARP;
-    load_matrices(a, tile + (row + lane % 16) * stride + column + lane / 16 * 8);
-}
-
-// Two right operands, 16 x 8 each, side by side: rows `row`... of a row-major array.
-__device__ __forceinline__ void load_right(u32 (&b)[4], const u16* tile, int stride, int row, int column) {
-    int lane = threadIdx.x % WARP;
-    load_matrices_transposed(b, tile + (row + lane % 16) * stride + column + lane / 16 * 8);
-}
-
-// The same of the transpose: columns `row`... of a right operand are rows of the array.
-__device__ __forceinline__ void load_right_of_transpose(u32 (&b)[4], const u16* tile, int stride, int row,
-                                                        int column) {
-    int lane = threadIdx.x % WARP;
-    load_matrices(b, tile + (row + lane / 16 * 8 + lane % 8) * stride + column + lane / 8 % 2 * 8);
-}
-
-// Loading ------------------------------------------------------------------------------------------
-
-// The offset of a head of an array whose three leading axes have these strides.
-__device__ __forceinline__ i64 head_offset(i64 head, i64 n1, i64 n2, i64 s0, i64 s1, i64 s2) {
-    i64 rest = head / n2;
-    return rest / n1 * s0 + rest % n1 * s1 + head % n2 * s2;
-}
-
-// Start the copy of ROWS tokens; those behind the end, masked or beyond `width` become zeros.
-template <int ROWS, int WIDTH>
-__device__ __forceinline__ void start_tile(u16* tile, const u16* source, i64 row_stride, i64 first, i64 end,
-                                           int width, const unsigned char* mask, i64 mask_row) {
-    constexpr int PIECES = WIDTH / 8;
-    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-        int row = i / PIECES, column = i % PIECES * 8;
-        i64 token = first + row;
-        bool valid = token < end && column < width;
-        valid = valid && (mask == nullptr || mask[token * mask_row]);
-        copy_async(tile + row * (WIDTH + 8) + column, source + (valid ? token * row_stride + column : 0),
-                   valid);
-    }
-}
-
-__device__ __forceinline__ void start_projection(const Shared& s, const u16* projection, const float* col) {
-    if (MAP == 0) {
-        start_tile<M, D>(s.projection, projection, D, 0, M, D, nullptr, 0);
-    }
-    for (int r = threadIdx.x; r < M; r += THREADS) {
-        s.col[r] = col[r];
-    }
-}
-
 // Log weights of a chunk's keys, from the tile in shared memory; values of float16 become bf16.
 __device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u16* values, float curvature,
                                              i64 first, i64 end, const unsigned char* mask, i64 mask_row) {
@@ -193,177 +80,7 @@ __device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u
         bool seen = token < end && (mask == nullptr || mask[token * mask_row]);
         s.rows[j] = seen ? row : -INFINITE;
     }
-    if (FP16) {
-        for (int i = threadIdx.x; i < C * E; i += THREADS) {
-            u16* value = values + i / E * ES + i % E;
-            *value = float_to_bf16(f16_to_float(*value));
-        }
-    }
-}
-
-// The sums kv of a state in the registers of a warp: features g and g + 8 of each strip.
-struct State {
-    float kv[STRIPS][E / 8][4];
-};
-
-__device__ __forceinline__ void load_state(State& state, const Shared& s, const float* kvz, const float* c,
-                                           int features, int value_dim, int first_value) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
-            bool real = kvz != nullptr && r < features;
-            const float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
-            if (t == 0) {
-                s.shifts[r] = real ? c[r] : -INFINITE;
-                s.sums[r] = real ? row[value_dim] : 0.0f;
-            }
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    int x = first_value + n * 8 + t * 2 + i;
-                    state.kv[strip][n][half * 2 + i] = real && x < value_dim ? row[x] : 0.0f;
-                }
-            }
-        }
-    }
-}
-
-__device__ __forceinline__ void store_state(const State& state, const Shared& s, float* kvz, float* c,
-                                            int features, int value_dim, int first_value) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
-            if (r >= features) {
-                continue;
-            }
-            float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
-            if (first_value == 0 && t == 0) {
-                c[r] = s.shifts[r];
-                row[value_dim] = s.sums[r];
-            }
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    int x = first_value + n * 8 + t * 2 + i;
-                    if (x < value_dim) {
-                        row[x] = state.kv[strip][n][half * 2 + i];
-                    }
-                }
-            }
-        }
-    }
-}
-
-// Keys ---------------------------------------------------------------------------------------------
-
-// Add a chunk of keys to the state. With READ, leave what the chunk's queries need in shared memory:
-// features of the keys, and the state before them on the scale after them.
-template <bool READ>
-__device__ __forceinline__ void add_keys(State& state, const Shared& s, const u16* keys, const u16* values) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-        const int feature = (warp * STRIPS + strip) * 16;
-        float log[C / 8][4] = {};
-        if (MAP == 0) {
-#pragma unroll 2
-            for (int k = 0; k < D; k += 16) {
-                u32 a[4];
-                load_left(a, s.projection, DS, feature, k);
-#pragma unroll
-                for (int n = 0; n < C / 16; ++n) {
-                    u32 b[4];
-                    load_right_of_transpose(b, keys, DS, n * 16, k);
-                    mma_input(log[2 * n], a, b[0], b[1]);
-                    mma_input(log[2 * n + 1], a, b[2], b[3]);
-                }
-            }
-        }
-        const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
-        float top[2] = {before[0], before[1]};
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                log[n][i] += s.col[feature + g + i / 2 * 8] + s.rows[n * 8 + t * 2 + i % 2];
-                top[i / 2] = fmaxf(top[i / 2], log[n][i]);
-            }
-        }
-        float shift[2], kept[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            top[half] = row_max(top[half]);
-            shift[half] = finite_shift(top[half]);
-            const float keep = exp_less(before[half], shift[half]);
-            kept[half] = s.sums[feature + half * 8 + g] * keep;
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
-                state.kv[strip][n][half * 2] *= keep;
-                state.kv[strip][n][half * 2 + 1] *= keep;
-            }
-            if (READ) {
-                const int r = feature + half * 8 + g;
-                u32* row = reinterpret_cast<u32*>(s.state + r * ES);
-#pragma unroll
-                for (int n = 0; n < E / 8; ++n) {
-                    row[n * 4 + t] =
-                        pack_bf16(state.kv[strip][n][half * 2], state.kv[strip][n][half * 2 + 1]);
-                }
-                if (t == 0) {
-                    s.z[r] = kept[half];
-                    s.bias[r] = s.col[r] + top[half];
-                }
-            }
-        }
-        float z[2] = {};
-#pragma unroll
-        for (int k = 0; k < C / 16; ++k) {
-            u32 a[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = 2 * k + i / 2, half = i % 2;  // tokens 8 n + 2 t, feature g + 8 half
-                float phi[2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    phi[j] = exp_less(log[n][half * 2 + j], shift[half]);
-                    if (MAP != 0) {
-                        int r = feature + half * 8 + g;
-                        u16 x = r < D ? keys[(n * 8 + t * 2 + j) * DS + r] : 0;
-                        phi[j] *= activation(input_to_float(x));
-                    }
-                }
-                a[i] = pack_bf16(phi[0], phi[1]);
-                z[half] += sum_bf16(a[i]);
-                if (READ) {
-                    reinterpret_cast<u32*>(s.phi + (feature + half * 8 + g) * CS)[n * 4 + t] = a[i];
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < E / 16; ++n) {
-                u32 b[4];
-                load_right(b, values, ES, k * 16, n * 16);
-                mma_bf16(state.kv[strip][2 * n], a, b[0], b[1]);
-                mma_bf16(state.kv[strip][2 * n + 1], a, b[2], b[3]);
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float sum = kept[half] + row_sum(z[half]);
-            warp_sync();  // all lanes have read what the first of four writes
-            if (t == 0) {
-                s.shifts[feature + half * 8 + g] = top[half];
-                s.sums[feature + half * 8 + g] = sum;
-            }
-        }
-    }
+    make_bf16(values);
 }
 
 // Queries ------------------------------------------------------------------------------------------
@@ -468,8 +185,7 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
                     }
                 }
                 a[i] = pack_bf16(w[0], w[1]);
-                read.den[half] += bf16_to_float(static_cast<u16>(a[i])) * s.z[r] +
-                                  bf16_to_float(static_cast<u16>(a[i] >> 16)) * s.z[r + 1];
+                read.den[half] += low_bf16(a[i]) * s.z[r] + high_bf16(a[i]) * s.z[r + 1];
             }
             if (CAUSAL) {
 #pragma unroll
@@ -504,7 +220,7 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
                 const int row = strip * 16 + half * 8 + g, key = n * 8 + t * 2;
                 a[i] = pack_bf16(key <= row ? scores[n][half * 2] : 0.0f,
                                  key + 1 <= row ? scores[n][half * 2 + 1] : 0.0f);
-                read.den[half] += sum_bf16(a[i]);
+                read.den[half] += low_bf16(a[i]) + high_bf16(a[i]);
             }
 #pragma unroll
             for (int n = 0; n < E / 16; ++n) {
@@ -590,9 +306,7 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
             }
             sound = sound && isfinite(low) && isfinite(high);
             const float left = divide(low, den), right = divide(high, den);
-            u32 word = FP16 ? float_to_f16(left) | static_cast<u32>(float_to_f16(right)) << 16
-                            : pack_bf16(left, right);
-            *reinterpret_cast<u32*>(output + token * value_dim + x) = word;
+            *reinterpret_cast<u32*>(output + token * value_dim + x) = pack_input(left, right);
         }
         spoilt = spoilt || (!sound && row >= first_seen);
         if (norms != nullptr && first_value == 0 && t == 0) {
@@ -612,11 +326,8 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 
 // Kernels ------------------------------------------------------------------------------------------
 //
-// Strides are in elements, of three leading axes of sizes (.., n1, n2) and of the tokens; those of
-// `spec` count whole projections. Blocks: x = head * segments + segment, y = a tile of the values.
-
-#define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
-#define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
+// Strides (see VIEW) of `spec` count whole projections. Blocks: x = head * segments + segment, y = a
+// tile of the values.
 
 #if PART == 0
 
@@ -652,7 +363,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
         prepare_keys(s, here_keys, here_values, curvature, first, end, mask, mask_row);
         block_sync();
-        add_keys<false>(state, s, here_keys, here_values);
+        add_tokens<false, false>(state, s, here_keys, here_values, nullptr);
         block_sync();
     }
     const i64 mine = (head * segments + segment) * features;
@@ -802,7 +513,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
         prepare_keys(s, here_keys, here_values, curvature, first, end, mask, mask_row);
         block_sync();
-        add_keys<true>(state, s, here_keys, here_values);
+        add_tokens<true, false>(state, s, here_keys, here_values, nullptr);
         if (threadIdx.x == 0) {
             first_seen = 0;
             while (!seen && first_seen < C && s.rows[first_seen] == -INFINITE) {

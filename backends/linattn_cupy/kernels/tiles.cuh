@@ -1,0 +1,319 @@
+// What kernels on 16-bit arrays share: tiles in shared memory, fragments, and the state in registers.
+//
+// Options: see fused.cu. The file that includes this one includes device.cuh before it.
+#pragma once
+
+namespace {
+
+constexpr int D = HEAD_DIM, M = FEATURES, E = VALUE_TILE, C = CHUNK;
+constexpr int STRIPS = M / (16 * WARPS);
+constexpr int THREADS = WARPS * WARP;
+// Rows in shared memory, 16 bytes longer than they need be: eight of them fill all banks once.
+constexpr int DS = D + 8, ES = E + 8, CS = C + 8;
+constexpr float LOG2E = 1.4426950408889634f;
+
+static_assert(M % (16 * WARPS) == 0 && D % 16 == 0 && E % 16 == 0 && C % 16 == 0, "whole tiles");
+static_assert(MAP == 0 || M >= D, "a column a coordinate");
+
+constexpr int PROJECTION_BYTES = MAP == 0 ? M * DS * 2 : 0;
+constexpr int KEY_BYTES = C * DS * 2;
+constexpr int VALUE_BYTES = C * ES * 2;
+
+// What a chunk of tokens and the state share of a block's memory.
+struct Tiles {
+    u16* projection;  // (M, DS)
+    u16* phi;         // (M, CS): features of the chunk's tokens
+    u16* state;       // (M, ES): the state before the chunk, on the chunk's scale
+    float* col;       // (M)
+    float* bias;      // (M): col + c
+    float* z;         // (M)
+    float* shifts;    // (M): c and z of the state in registers, which have no room for them
+    float* sums;      // (M)
+    float* rows;      // (C): log weight of the chunk's tokens
+};
+
+__device__ __forceinline__ float input_to_float(u16 bits) {
+    return FP16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+__device__ __forceinline__ void mma_input(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (FP16) {
+        mma_f16(d, a, b0, b1);
+    } else {
+        mma_bf16(d, a, b0, b1);
+    }
+}
+
+// The halves of a word of bf16.
+__device__ __forceinline__ float low_bf16(u32 word) { return bf16_to_float(static_cast<u16>(word)); }
+__device__ __forceinline__ float high_bf16(u32 word) { return bf16_to_float(static_cast<u16>(word >> 16)); }
+
+__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
+
+__device__ __forceinline__ float exp_less(float log, float shift) {
+    return fast_exp2((log - shift) * LOG2E);
+}
+
+__device__ __forceinline__ float activation(float x) {
+    if (MAP == 1) {
+        return x > 0.0f ? x + 1.0f : fast_exp2(x * LOG2E);
+    }
+    return isnan(x) ? x : fmaxf(x, 0.0f);
+}
+
+// Two numbers of the type of the inputs in one word.
+__device__ __forceinline__ u32 pack_input(float low, float high) {
+    return FP16 ? float_to_f16(low) | static_cast<u32>(float_to_f16(high)) << 16 : pack_bf16(low, high);
+}
+
+// Largest of what the four lanes that share rows g and g + 8 hold.
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, shuffle_xor(x, 1));
+    return fmaxf(x, shuffle_xor(x, 2));
+}
+
+__device__ __forceinline__ float row_sum(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
+// Fragments: lanes give addresses of rows of 8 elements (see load_matrices).
+
+// 16 x 16 of a row-major array, as the left operand.
+__device__ __forceinline__ void load_left(u32 (&a)[4], const u16* tile, int stride, int row, int column) {
+    int lane = threadIdx.x % WARP;
+    load_matrices(a, tile + (row + lane % 16) * stride + column + lane / 16 * 8);
+}
+
+// Two right operands, 16 x 8 each, side by side: rows `row`... of a row-major array.
+__device__ __forceinline__ void load_right(u32 (&b)[4], const u16* tile, int stride, int row, int column) {
+    int lane = threadIdx.x % WARP;
+    load_matrices_transposed(b, tile + (row + lane % 16) * stride + column + lane / 16 * 8);
+}
+
+// The same of the transpose: columns `row`... of a right operand are rows of the array.
+__device__ __forceinline__ void load_right_of_transpose(u32 (&b)[4], const u16* tile, int stride, int row,
+                                                        int column) {
+    int lane = threadIdx.x % WARP;
+    load_matrices(b, tile + (row + lane / 16 * 8 + lane % 8) * stride + column + lane / 8 % 2 * 8);
+}
+
+// Loading ------------------------------------------------------------------------------------------
+
+// The offset of a head of an array whose three leading axes have these strides.
+__device__ __forceinline__ i64 head_offset(i64 head, i64 n1, i64 n2, i64 s0, i64 s1, i64 s2) {
+    i64 rest = head / n2;
+    return rest / n1 * s0 + rest % n1 * s1 + head % n2 * s2;
+}
+
+// Start the copy of ROWS tokens; those behind the end, masked or beyond `width` become zeros.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void start_tile(u16* tile, const u16* source, i64 row_stride, i64 first, i64 end,
+                                           int width, const unsigned char* mask, i64 mask_row) {
+    constexpr int PIECES = WIDTH / 8;
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        int row = i / PIECES, column = i % PIECES * 8;
+        i64 token = first + row;
+        bool valid = token < end && column < width;
+        valid = valid && (mask == nullptr || mask[token * mask_row]);
+        copy_async(tile + row * (WIDTH + 8) + column, source + (valid ? token * row_stride + column : 0),
+                   valid);
+    }
+}
+
+__device__ __forceinline__ void start_projection(const Tiles& s, const u16* projection, const float* col) {
+    if (MAP == 0) {
+        start_tile<M, D>(s.projection, projection, D, 0, M, D, nullptr, 0);
+    }
+    for (int r = threadIdx.x; r < M; r += THREADS) {
+        s.col[r] = col[r];
+    }
+}
+
+// Values of float16 become bf16.
+__device__ __forceinline__ void make_bf16(u16* values) {
+    if (FP16) {
+        for (int i = threadIdx.x; i < C * E; i += THREADS) {
+            u16* value = values + i / E * ES + i % E;
+            *value = float_to_bf16(f16_to_float(*value));
+        }
+    }
+}
+
+// The sums kv of a state in the registers of a warp: features g and g + 8 of each strip.
+struct State {
+    float kv[STRIPS][E / 8][4];
+};
+
+__device__ __forceinline__ void load_state(State& state, const Tiles& s, const float* kvz, const float* c,
+                                           int features, int value_dim, int first_value) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
+            bool real = kvz != nullptr && r < features;
+            const float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
+            if (t == 0) {
+                s.shifts[r] = real ? c[r] : -INFINITE;
+                s.sums[r] = real ? row[value_dim] : 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    int x = first_value + n * 8 + t * 2 + i;
+                    state.kv[strip][n][half * 2 + i] = real && x < value_dim ? row[x] : 0.0f;
+                }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store_state(const State& state, const Tiles& s, float* kvz, float* c,
+                                            int features, int value_dim, int first_value) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
+            if (r >= features) {
+                continue;
+            }
+            float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
+            if (first_value == 0 && t == 0) {
+                c[r] = s.shifts[r];
+                row[value_dim] = s.sums[r];
+            }
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    int x = first_value + n * 8 + t * 2 + i;
+                    if (x < value_dim) {
+                        row[x] = state.kv[strip][n][half * 2 + i];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Tokens -------------------------------------------------------------------------------------------
+
+// Add a chunk of tokens to the state: the keys, or in the gradients the queries. With READ, leave what
+// the tokens that read it need in shared memory: features of the chunk, and the state before it on
+// the scale after it. With WEIGHED, `scalars` are summed beside
+// the values, (C), else 1.
+template <bool READ, bool WEIGHED>
+__device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u16* tokens, const u16* values,
+                                           const float* scalars) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+        const int feature = (warp * STRIPS + strip) * 16;
+        float log[C / 8][4] = {};
+        if (MAP == 0) {
+#pragma unroll 2
+            for (int k = 0; k < D; k += 16) {
+                u32 a[4];
+                load_left(a, s.projection, DS, feature, k);
+#pragma unroll
+                for (int n = 0; n < C / 16; ++n) {
+                    u32 b[4];
+                    load_right_of_transpose(b, tokens, DS, n * 16, k);
+                    mma_input(log[2 * n], a, b[0], b[1]);
+                    mma_input(log[2 * n + 1], a, b[2], b[3]);
+                }
+            }
+        }
+        const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
+        float top[2] = {before[0], before[1]};
+#pragma unroll
+        for (int n = 0; n < C / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                log[n][i] += s.col[feature + g + i / 2 * 8] + s.rows[n * 8 + t * 2 + i % 2];
+                top[i / 2] = fmaxf(top[i / 2], log[n][i]);
+            }
+        }
+        float shift[2], kept[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            top[half] = row_max(top[half]);
+            shift[half] = finite_shift(top[half]);
+            const float keep = exp_less(before[half], shift[half]);
+            kept[half] = s.sums[feature + half * 8 + g] * keep;
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+                state.kv[strip][n][half * 2] *= keep;
+                state.kv[strip][n][half * 2 + 1] *= keep;
+            }
+            if (READ) {
+                const int r = feature + half * 8 + g;
+                u32* row = reinterpret_cast<u32*>(s.state + r * ES);
+#pragma unroll
+                for (int n = 0; n < E / 8; ++n) {
+                    row[n * 4 + t] =
+                        pack_bf16(state.kv[strip][n][half * 2], state.kv[strip][n][half * 2 + 1]);
+                }
+                if (t == 0) {
+                    s.z[r] = kept[half];
+                    s.bias[r] = s.col[r] + top[half];
+                }
+            }
+        }
+        float z[2] = {};
+#pragma unroll
+        for (int k = 0; k < C / 16; ++k) {
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 2 * k + i / 2, half = i % 2;  // tokens 8 n + 2 t, feature g + 8 half
+                float phi[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    phi[j] = exp_less(log[n][half * 2 + j], shift[half]);
+                    if (MAP != 0) {
+                        int r = feature + half * 8 + g;
+                        u16 x = r < D ? tokens[(n * 8 + t * 2 + j) * DS + r] : 0;
+                        phi[j] *= activation(input_to_float(x));
+                    }
+                }
+                a[i] = pack_bf16(phi[0], phi[1]);
+                if (WEIGHED) {
+                    z[half] += low_bf16(a[i]) * scalars[n * 8 + t * 2] + high_bf16(a[i]) * scalars[n * 8 + t * 2 + 1];
+                } else {
+                    z[half] += low_bf16(a[i]) + high_bf16(a[i]);
+                }
+                if (READ) {
+                    reinterpret_cast<u32*>(s.phi + (feature + half * 8 + g) * CS)[n * 4 + t] = a[i];
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < E / 16; ++n) {
+                u32 b[4];
+                load_right(b, values, ES, k * 16, n * 16);
+                mma_bf16(state.kv[strip][2 * n], a, b[0], b[1]);
+                mma_bf16(state.kv[strip][2 * n + 1], a, b[2], b[3]);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = kept[half] + row_sum(z[half]);
+            warp_sync();  // all lanes have read what the first of four writes
+            if (t == 0) {
+                s.shifts[feature + half * 8 + g] = top[half];
+                s.sums[feature + half * 8 + g] = sum;
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// Strides in elements, of three leading axes of sizes (.., n1, n2) and of the tokens.
+#define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
+#define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
