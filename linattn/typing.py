@@ -498,13 +498,19 @@ class FeatureMap(Protocol):
 class Backend(Protocol):
     """The block tier that a backend may replace, function by function.
 
-    A backend is a module that defines any of these, and optionally the whole tier
-    ``attention(problem) -> (output, state, log_normalizer)``,
-    ``decode(problem) -> (output, state)`` and ``stepper(problem, state)``, an object with a method
-    ``step(query, key, value) -> output`` or None and an attribute ``state``. Each may return
-    ``NotImplemented`` for a spec that it does not know; the generic code then takes over. A module
-    with compiled kernels may also define ``kernel_status() -> str``, where they have run, which
-    ``linattn info`` prints.
+    A backend is a module that defines any of these, and optionally the whole tier:
+
+    * ``attention(problem) -> (output, state, log_normalizer)``;
+    * ``attention_vjp(problem, cotangent) -> (query, key, value, state)``: gradients, that of the
+      initial state's ``kvz`` None without one. ``cotangent.output`` is that of the output,
+      ``cotangent.state`` None or a ``State`` to merge with the suffix behind the last token;
+    * ``decode(problem) -> (output, state)``;
+    * ``stepper(problem, state)``, an object with a method ``step(query, key, value) -> output`` or
+      None and an attribute ``state``.
+
+    Each may return ``NotImplemented`` for a problem that it does not know; the generic code then
+    takes over. A module with compiled kernels may also define ``kernel_status() -> str``, where
+    they have run, which ``linattn info`` prints.
 
     In the gradients a *suffix* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
     queries behind the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale

@@ -303,6 +303,33 @@ def test_the_whole_tier_answers_for_everything(fakes):
     assert decoder.state.length == fixed.length
 
 
+def test_the_whole_tier_answers_for_gradients(fakes):
+    seen = []
+    query, key, value = tokens()
+    answer = (query + 1, key + 2, value + 3, None)
+
+    def attention_vjp(problem, cotangent):
+        seen.append((problem, cotangent))
+        return answer
+
+    fakes.backend(attention_vjp=attention_vjp)
+    out, pullback = linattn.linear_attention_vjp(query, key, value, PHI, is_causal=True)
+    gradients = pullback(out)
+    assert all(x is y for x, y in zip(gradients, answer, strict=False))
+    ((problem, cotangent),) = seen
+    assert len(gradients) == 3
+    assert problem.key is key
+    assert cotangent.output is out
+    assert cotangent.state is None
+
+    fakes.backend(attention_vjp=lambda *_: NotImplemented)
+    expected = pullback(out)
+    with linattn.without_backends():
+        for x, y in zip(pullback(out), expected, strict=True):
+            assert_array_equal(x, y)
+    assert fakes.calls == ["attention_vjp"] * 2
+
+
 def test_the_whole_tier_sees_the_state_of_each_step(fakes):
     lengths = []
 

@@ -49,6 +49,10 @@ def fused(part, family, **sizes):
     return {**given, **sizes}
 
 
+def gradients(part, family, keys, **sizes):
+    return {**fused(part, family, **sizes), "KEYS": keys}
+
+
 # Variants differ in tile sizes; these are the largest that a launch asks for, and a small one. A
 # block of 256 threads may have 255 registers a thread; the budgets are what these kernels need now,
 # and a little more.
@@ -64,6 +68,17 @@ SHIPPED = [
     ("fused.cu", fused(2, 0, HEAD_DIM=128, FEATURES=256), 255),
     ("fused.cu", fused(2, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 240),
     ("fused.cu", fused(2, 2, HEAD_DIM=128, FEATURES=128, FP16=1), 255),
+    ("gradients.cu", gradients(0, 0, 0, HEAD_DIM=64, FEATURES=256), 220),
+    ("gradients.cu", gradients(0, 0, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 220),
+    ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=64, FEATURES=256, CHUNK=128), 160),
+    ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=128, FEATURES=256, CHUNK=128, FP16=1), 200),
+    ("gradients.cu", gradients(1, 2, 0, HEAD_DIM=128, FEATURES=128, CHUNK=128, FP16=1), 128),
+    ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=64, FEATURES=256), 255),
+    ("gradients.cu", gradients(2, 0, 1, HEAD_DIM=64, FEATURES=256), 255),
+    ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=128, FEATURES=256), 255),
+    ("gradients.cu", gradients(2, 0, 1, HEAD_DIM=128, FEATURES=256, FP16=1), 255),
+    ("gradients.cu", gradients(2, 1, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 255),
+    ("gradients.cu", gradients(2, 2, 0, HEAD_DIM=128, FEATURES=128, FP16=1), 255),
     ("steps.cu", {"INPUT": 0, "MAP": 0, "WARPS": 8, "COLUMNS": 3}, 128),
     ("steps.cu", {"INPUT": 1, "MAP": 1, "WARPS": 8, "COLUMNS": 16}, 128),
     ("steps.cu", {"INPUT": 2, "MAP": 2, "WARPS": 8, "COLUMNS": 5}, 64),

@@ -1,0 +1,271 @@
+"""Gradients of the CuPy backend without a GPU: its own kernels, run on the CPU, against float64.
+
+The oracle is the generic code in float64, which other tests hold to finite differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import linattn
+from linattn import _problem
+from linattn._backward import Cotangent
+from linattn.feature_maps import (
+    CosformerFeatures,
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+)
+from linattn.typing import State
+from linattn_cupy import gradients
+
+D, E = 16, 24
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+MAPS: dict[str, Any] = {
+    "positive": PositiveFeatures(D, 40, rng=0),
+    "hyperbolic": HyperbolicFeatures(D, 40, rng=1),
+    "elu": EluFeatures(),
+    "relu": ReluFeatures(),
+    "per-head": PositiveFeatures.from_projection(
+        np.random.default_rng(7).standard_normal((3, 40, D))
+    ),
+}
+TOLERANCE = {BF16: 2e-2, F16: 1e-2}
+KERNELS = {
+    False: [
+        *("segment_states", "scan_states", "read_states", "query_terms", "read_gradients"),
+        *("segment_suffixes", "scan_states", "key_terms", "read_gradients"),
+    ],
+    True: [
+        *("segment_states", "scan_states", "causal_rows", "query_terms", "key_terms"),
+        *("causal_gradients", "segment_suffixes", "scan_states", "causal_gradients"),
+    ],
+}
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def inputs(
+    lead: tuple[int, ...] = (3,),
+    length: int = 150,
+    value_dim: int = E,
+    dim: int = D,
+    keys: int | None = None,
+    seed: int = 0,
+) -> list[Any]:
+    """Queries, keys, values and a cotangent that bfloat16 and float16 hold exactly."""
+    rng = np.random.default_rng(seed)
+    keys = length if keys is None else keys
+    shapes = ((length, dim), (keys, dim), (keys, value_dim), (length, value_dim))
+    arrays = [rng.standard_normal((*lead, *shape)) for shape in shapes]
+    return [x.astype(BF16).astype(F16).astype(BF16).astype(F32) for x in arrays]
+
+
+def exact(*given, **settings):
+    """Gradients in float64 without backends."""
+    query, key, value, grad = (x.astype(np.float64) for x in given[:4])
+    phi = given[4]
+    state, grad_state = (settings.pop(name, None) for name in ("initial_state", "grad_state"))
+    if state is not None:
+        state = state._replace(kvz=state.kvz.astype(float), log_scale=state.log_scale.astype(float))
+    with linattn.without_backends():
+        _, pullback = linattn.linear_attention_vjp(
+            query, key, value, phi, initial_state=state, **settings
+        )
+        return pullback(grad, None if grad_state is None else grad_state.astype(float))
+
+
+def pull(dtype, *given, grad_state=None, **settings):
+    """The whole tier on arrays of a dtype that NumPy's own door may not let in."""
+    query, key, value, grad, phi = given
+    problem = _problem.linear_problem(query, key, value, phi, **settings)
+    query, key, value, grad = (x.astype(dtype) for x in (query, key, value, grad))
+    problem = replace(problem, query=query, key=key, value=value)
+    return gradients.attention_vjp(problem, Cotangent(grad, grad_state))
+
+
+def error(first, second):
+    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    return np.linalg.norm(first - second) / np.linalg.norm(second)
+
+
+def agree(found, expected, dtype):
+    """Every gradient has the dtype asked for and the value expected."""
+    for name, x, y in zip(("query", "key", "value"), found, expected, strict=False):
+        assert x.dtype == dtype
+        assert x.shape == y.shape
+        assert error(x, y) < TOLERANCE[dtype], name
+
+
+@CAUSAL
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MAPS)
+def test_gradients_agree_with_float64(cupy_backend, name, dtype, is_causal):
+    cupy_backend.processors = 50
+    arrays = inputs()
+    found = pull(dtype, *arrays, MAPS[name], is_causal=is_causal)
+    assert cupy_backend.launches == KERNELS[is_causal]
+    assert found[3] is None
+    agree(found, exact(*arrays, MAPS[name], is_causal=is_causal), dtype)
+
+
+@pytest.mark.parametrize("name", ["positive", "relu"])
+@pytest.mark.parametrize("processors", [1, 50])
+@CAUSAL
+def test_segments_agree(cupy_backend, is_causal, processors, name):
+    cupy_backend.processors = processors
+    arrays = inputs((1,), 330)
+    found = pull(BF16, *arrays, MAPS[name], is_causal=is_causal)
+    agree(found, exact(*arrays, MAPS[name], is_causal=is_causal), BF16)
+    # One causal segment has no states to merge.
+    several = processors == 50 or not is_causal
+    assert ("segment_suffixes" in cupy_backend.launches) is several
+
+
+@CAUSAL
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_masked_keys_are_not_looked_at(cupy_backend, name, is_causal):
+    query, key, value, grad = inputs((2, 3))
+    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    mask[0, :, :100] = False  # rows that see no key, and a whole chunk of them
+    hidden = ~np.broadcast_to(mask, (2, 3, 150))
+    settings = {"is_causal": is_causal, "key_mask": mask}
+    expected = exact(query, key, value, grad, MAPS[name], **settings)
+    key[hidden] = np.nan
+    value[hidden] = np.inf
+    found = pull(BF16, query, key, value, grad, MAPS[name], **settings)
+    agree(found, expected, BF16)
+    for x in found[1:3]:
+        assert (x[hidden] == 0).all()
+    if is_causal:
+        assert (found[0][0, :, :100] == 0).all()
+
+
+def test_queries_and_keys_of_different_lengths(cupy_backend):
+    arrays = inputs((3,), 70, keys=300)
+    phi = MAPS["positive"]
+    agree(pull(BF16, *arrays, phi), exact(*arrays, phi), BF16)
+
+
+@CAUSAL
+def test_heads_that_share_keys(cupy_backend, is_causal):
+    query, _, _, grad = inputs((2, 2, 3), 100)
+    _, key, value, _ = inputs((2, 1, 3), 100, seed=1)
+    arrays = (query, key, value[0, 0], grad)
+    for phi in (MAPS["positive"], MAPS["per-head"]):
+        found = pull(BF16, *arrays, phi, is_causal=is_causal)
+        agree(found, exact(*arrays, phi, is_causal=is_causal), BF16)
+
+
+@CAUSAL
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_states_have_gradients(cupy_backend, name, is_causal):
+    """A stream that goes on: gradients of the state it starts from, and by the one it leaves."""
+    phi = MAPS[name]
+    query, key, value, _ = (x[:, :90] for x in inputs((3,), 200))
+    arrays = [x[:, 90:] for x in inputs((3,), 200)]
+    with linattn.without_backends():
+        _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+        query, key, value, _ = arrays
+        _, after = linattn.linear_attention(
+            query, key, value, phi, is_causal=is_causal, initial_state=state, return_state=True
+        )
+    rng = np.random.default_rng(3)
+    by_state = rng.standard_normal(after.kvz.shape).astype(F32)
+    for grad_state in (None, by_state):
+        given = None if grad_state is None else State(grad_state, -after.log_scale.astype(F32), 0)
+        expected = exact(
+            *arrays,
+            phi,
+            is_causal=is_causal,
+            initial_state=state,
+            return_state=grad_state is not None,
+            grad_state=grad_state,
+        )
+        found = pull(BF16, *arrays, phi, is_causal=is_causal, state=state, grad_state=given)
+        agree(found, expected, BF16)
+        assert found[3].dtype == F32
+        assert error(found[3], expected[3]) < 2e-2
+
+
+def test_a_state_that_all_heads_share(cupy_backend):
+    phi = MAPS["positive"]
+    arrays = inputs((3,), 100)
+    with linattn.without_backends():
+        query, key, value, _ = (x[:1] for x in arrays)
+        _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+    expected = exact(*arrays, phi, initial_state=state)
+    found = pull(BF16, *arrays, phi, state=state)
+    agree(found, expected, BF16)
+    assert found[3].shape == expected[3].shape == state.kvz.shape
+    assert error(found[3], expected[3]) < 2e-2
+
+
+@CAUSAL
+@pytest.mark.parametrize("place", ["query", "key", "value", "grad"])
+def test_what_is_not_finite_is_left_to_the_generic_code(cupy_backend, place, is_causal):
+    query, key, value, grad = inputs((2,), 100)
+    {"query": query, "key": key, "value": value, "grad": grad}[place][1, 75, 3] = np.nan
+    answer = pull(BF16, query, key, value, grad, MAPS["positive"], is_causal=is_causal)
+    assert answer is NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("later", "size"), [("keys", 8), ("keys", 12), ("queries", 30)], ids=["keys", "all", "queries"]
+)
+def test_what_a_shared_scale_has_spoilt_is_left_to_the_generic_code(cupy_backend, later, size):
+    """The first 40 rows of a chunk see keys that weigh nothing beside those behind them."""
+    phi = MAPS["positive"]
+    query, key, value, grad = inputs((2,), 64)
+    if later == "keys":
+        key[1, :40] *= size
+    else:
+        direction = size * phi.projection[3] / np.linalg.norm(phi.projection[3])
+        key[1, :40] -= direction
+        key[1, 40:] += direction
+        query[1, :40] += direction
+    query, key = (x.astype(F16) for x in (query, key))
+    value, grad = (x.astype(F16) for x in (value, grad))
+    assert pull(BF16, query, key, value, grad, phi, is_causal=True) is NotImplemented
+    _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)
+    cupy_backend.launches.clear()
+    found = pullback(grad)
+    assert "causal_gradients" in cupy_backend.launches
+    agree(found, exact(query, key, value, grad, phi, is_causal=True), F16)
+
+
+@pytest.mark.parametrize(
+    ("phi", "change"),
+    [
+        (CosformerFeatures(D, max_length=200), {}),
+        (MAPS["positive"], {"value_dim": 72}),
+        (MAPS["positive"], {"lead": (2, 3, 2, 2)}),
+        (PositiveFeatures(12, 40, rng=0), {"dim": 12}),
+    ],
+    ids=["cosformer", "values", "heads", "dim"],
+)
+def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change):
+    assert pull(BF16, *inputs(**change), phi) is NotImplemented
+    assert cupy_backend.launches == []
+
+
+@CAUSAL
+def test_a_device_with_little_shared_memory(cupy_backend, is_causal):
+    cupy_backend.shared_bytes = 20_000
+    assert pull(BF16, *inputs(), MAPS["positive"], is_causal=is_causal) is NotImplemented
+    assert cupy_backend.launches == []
+
+
+def test_float16_through_the_door(cupy_backend):
+    query, key, value, grad = (x.astype(F16) for x in inputs((2,), 100))
+    phi = MAPS["positive"]
+    _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)
+    found = pullback(grad)
+    assert "causal_gradients" in cupy_backend.launches
+    assert len(found) == 3
+    agree(found, exact(query, key, value, grad, phi, is_causal=True), F16)
