@@ -285,6 +285,7 @@ def _causal(pull: _Pull, grad_state: State | None) -> _Walked:
     queries, keys = pull.queries(output, norms), pull.keys()
     of_query, _ = pull.walk(queries, keys, before, flags, of_keys=False)
     _, _, segments, segment_length = before
+    del output, norms, before  # their memory is for the suffixes
     whole = work.problem.state is not None
     states = pull.suffixes(queries, segments, segment_length, segments - (not whole))
     suffix = work.room() if whole else None
