@@ -668,4 +668,4 @@ def test_a_pullback_beside_a_whole_answer(cupy_backend):
     assert error(output, expected) < TOLERANCE[F16]
     for gradient, other in zip(gradients, wanted, strict=True):
         assert gradient.dtype == F16
-        assert error(gradient, other) < TOLERANCE[F16]
+        assert error(gradient, other) < 2 * TOLERANCE[F16]

@@ -128,6 +128,16 @@ def test_segments_agree(cupy_backend, is_causal, processors, name):
 
 
 @CAUSAL
+@pytest.mark.parametrize("name", ["positive", "relu"])
+def test_values_of_more_than_one_tile(cupy_backend, emulation, name, is_causal):
+    cupy_backend.processors = 50
+    cupy_backend.emulator.orders = [emulation.ASCENDING]
+    arrays = inputs((2,), 130, value_dim=72)
+    found = pull(BF16, *arrays, MAPS[name], is_causal=is_causal)
+    agree(found, exact(*arrays, MAPS[name], is_causal=is_causal), BF16)
+
+
+@CAUSAL
 @pytest.mark.parametrize("name", ["positive", "elu"])
 def test_masked_keys_are_not_looked_at(cupy_backend, name, is_causal):
     query, key, value, grad = inputs((2, 3))
@@ -243,7 +253,7 @@ def test_what_a_shared_scale_has_spoilt_is_left_to_the_generic_code(cupy_backend
     ("phi", "change"),
     [
         (CosformerFeatures(D, max_length=200), {}),
-        (MAPS["positive"], {"value_dim": 72}),
+        (MAPS["positive"], {"value_dim": 20}),
         (MAPS["positive"], {"lead": (2, 3, 2, 2)}),
         (PositiveFeatures(12, 40, rng=0), {"dim": 12}),
     ],

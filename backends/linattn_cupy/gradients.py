@@ -60,6 +60,26 @@ class _Side(NamedTuple):
     scalars: Array | None
 
 
+class _Room(NamedTuple):
+    """Where gradients go: of tokens whole or, with several value tiles, in parts; of values."""
+
+    whole: Array | None
+    parts: Array | None
+    values: Array | None
+    dtype: Any
+
+    @property
+    def args(self) -> list[Any]:
+        size = 0 if self.parts is None else self.parts[0].size
+        return [self.whole, self.parts, np.int64(size), self.values]
+
+    def result(self) -> tuple[Array, Array | None]:
+        """Gradients of tokens and of values."""
+        if self.parts is None:
+            return self.whole, self.values
+        return self.parts.sum(axis=0).astype(self.dtype), self.values
+
+
 class _Pull:
     """The launches of one problem, whose heads all have a state of their own."""
 
@@ -83,7 +103,7 @@ class _Pull:
             "gradients.cu",
             function,
             {**variant.options(PARTS[function], chunk), "KEYS": int(keys)},
-            (blocks, 1, 1),
+            (blocks, self.work.tiles if others or own else 1, 1),
             (32 * variant.warps, 1, 1),
             _shared(variant, chunk, others=others, own=own) if others or own else 0,
             args,
@@ -161,7 +181,7 @@ class _Pull:
         """Gradients of tokens that read one state each head, and of values for keys."""
         work, heads = self.work, self.heads
         length = side.tokens.shape[-2]
-        segments, segment_length = cut(heads.total, length, READ_CHUNK, length)
+        segments, segment_length = cut(heads.total * work.tiles, length, READ_CHUNK, length)
         out = self._room(keys=keys)
         mask = work.mask_args(heads) if keys else [None, *[np.int64(0)] * 4]
         args = [
@@ -177,12 +197,12 @@ class _Pull:
             np.int32(segments),
             *work.sizes(),
             work.curvature(),
-            *out,
+            *out.args,
             flags,
         ]
         blocks = heads.total * segments
         self._launch("read_gradients", blocks, READ_CHUNK, args, keys=keys, own=True)
-        return out
+        return out.result()
 
     def walk(
         self, queries: _Side, keys: _Side, states: Before, flags: Array, *, of_keys: bool
@@ -204,21 +224,24 @@ class _Pull:
             np.int32(states.segments),
             *work.sizes(),
             work.curvature(),
-            *out,
+            *out.args,
             flags,
         ]
         blocks = heads.total * states.segments
         self._launch(
             "causal_gradients", blocks, CAUSAL_CHUNK, args, keys=of_keys, others=True, own=True
         )
-        return out
+        return out.result()
 
-    def _room(self, *, keys: bool) -> tuple[Array, Array | None]:
-        problem, dtype = self.work.problem, self.work.query.dtype
+    def _room(self, *, keys: bool) -> _Room:
+        problem, dtype, tiles = self.work.problem, self.work.query.dtype, self.work.tiles
         tokens = problem.key if keys else problem.query
-        shape = (*problem.lead, tokens.shape[-2])
-        gradient = device.empty((*shape, tokens.shape[-1]), dtype)
-        return gradient, device.empty((*shape, problem.value.shape[-1]), dtype) if keys else None
+        rows = (*problem.lead, tokens.shape[-2])
+        shape = (*rows, tokens.shape[-1])
+        whole = device.empty(shape, dtype) if tiles == 1 else None
+        parts = None if tiles == 1 else device.empty((tiles, *shape), "float32")
+        values = device.empty((*rows, problem.value.shape[-1]), dtype) if keys else None
+        return _Room(whole, parts, values, dtype)
 
 
 @device.or_generic
@@ -229,7 +252,8 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     state of the keys, and those of keys and values by a walk over the suffix of the queries; causal
     walks go over segments side by side. Products are of bfloat16 (queries, keys and the projection
     in the dtype of the inputs) and accumulated in float32; gradients of heads that share an
-    argument are rounded to its dtype before they are summed.
+    argument are rounded to its dtype before they are summed. With more than 64 values gradients of
+    queries, then of keys, are summed from parts in float32, one for each 64.
 
     The host waits for a flag at the end: where a scale that a chunk shares may have spoilt
     something, or a gradient is not finite, the answer is NotImplemented, and all is done again.
@@ -238,7 +262,7 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
         own = replace(problem, state_lead=problem.lead, want_log=True)
         work = work_of(own)
         shared = cotangent.state is not None and problem.state_lead != problem.lead
-        if work is None or work.tiles > 1 or shared or not _fits(work):
+        if work is None or shared or not _fits(work):
             return NotImplemented
         pull = _Pull(work, cotangent.output)
         walk = _causal if problem.is_causal else _full
@@ -270,7 +294,9 @@ def _full(pull: _Pull, grad_state: State | None) -> _Walked:
     flags = device.full((1,), 0, "int32")
     of_query, _ = pull.read(queries, state, flags, keys=False)
     length = queries.tokens.shape[-2]
-    segments, segment_length = cut(work.heads.total, length, CAUSAL_CHUNK, work.most_segments())
+    segments, segment_length = cut(
+        work.heads.total * work.tiles, length, CAUSAL_CHUNK, work.most_segments()
+    )
     states = pull.suffixes(queries, segments, segment_length, segments)
     suffix = work.room()
     scan(work, grad_state, segments, states, suffix)

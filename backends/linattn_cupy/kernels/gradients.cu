@@ -17,7 +17,10 @@
 // denominator in fused.cu, whose bound holds for both sides: what it accepts loses nothing here, and
 // what it flags is not for these kernels. `flag` becomes 1 where a gradient is not finite.
 //
-// Options: those of fused.cu, VALUE_TILE no less than the value dim; PART (0 terms of tokens and
+// Blocks of one of several value tiles make a part of the gradient of tokens, in float32, to be added
+// up: it is linear in the products a_i.b_j, whose last term is the first tile's.
+//
+// Options: those of fused.cu; PART (0 terms of tokens and
 // suffixes, 1 reads, 2 causal gradients); KEYS: whose gradients, 1 keys and values, 0 queries.
 #include "device.cuh"
 #include "tiles.cuh"
@@ -66,13 +69,13 @@ __device__ __forceinline__ Shared share(bool has_others, bool has_own) {
     return s;
 }
 
-// Log weights and scalars of a chunk; the scalars are 1 where null.
+// Log weights and scalars of a chunk, the latter times `one`; those that are null are 1.
 __device__ __forceinline__ void load_terms(float* rows, float* scalars, const float* from_rows,
-                                           const float* from_scalars, i64 first, i64 end) {
+                                           const float* from_scalars, float one, i64 first, i64 end) {
     for (int j = threadIdx.x; j < C; j += THREADS) {
         const i64 token = first + j;
         rows[j] = token < end ? from_rows[token] : -INFINITE;
-        scalars[j] = from_scalars == nullptr ? 1.0f : token < end ? from_scalars[token] : 0.0f;
+        scalars[j] = from_scalars == nullptr ? one : token < end ? one * from_scalars[token] : 0.0f;
     }
 }
 
@@ -113,6 +116,21 @@ __device__ __forceinline__ float row_term(const u16* x, int head_dim, float curv
     return sum + (sum - sum);
 }
 
+// Where gradients of tokens go: to `whole`, or to `part` where that is not null.
+struct Gradient {
+    u16* whole;
+    float* part;
+};
+
+__device__ __forceinline__ void put(const Gradient& gradient, i64 place, float low, float high) {
+    if (gradient.part == nullptr) {
+        *reinterpret_cast<u32*>(gradient.whole + place) = pack_input(low, high);
+    } else {
+        gradient.part[place] = low;
+        gradient.part[place + 1] = high;
+    }
+}
+
 // Whether a token of the chunk sees another one.
 __device__ __forceinline__ bool visible(int own, int other) { return KEYS ? other >= own : other <= own; }
 
@@ -150,7 +168,7 @@ __device__ __forceinline__ void weigh(float (&weight)[2][4], const Shared& s, in
 // Gradients of a strip of 16 own tokens, by the state and with CAUSAL by the others of their chunk.
 // Returns whether this thread saw one that is not finite.
 template <bool CAUSAL>
-__device__ __forceinline__ bool token_gradient(const Shared& s, int strip, u16* gradient, i64 first, i64 end,
+__device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const Gradient& gradient, i64 first, i64 end,
                                                int head_dim, float curvature) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     u32 products[CAUSAL ? C / 16 : 1][4];  // a_i.b_j, as left operands
@@ -194,7 +212,7 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, u16* 
                 seen[n][i] = s.own_scalars[strip * 16 + i / 2 * 8 + g] * s.z[feature + n * 8 + t * 2 + i % 2];
             }
         }
-#pragma unroll 2
+#pragma unroll 1
         for (int k = 0; k < E; k += 16) {
             u32 a[4], b[4];
             load_left(a, s.own_vectors, ES, strip * 16, k);
@@ -229,7 +247,7 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, u16* 
             a[i] = pack_bf16(d[0], d[1]);
             if (MAP != 0 && r < head_dim && first + row < end) {
                 spoilt = spoilt || !isfinite(d[0]) || !isfinite(d[1]);
-                *reinterpret_cast<u32*>(gradient + (first + row) * head_dim + r) = pack_input(d[0], d[1]);
+                put(gradient, (first + row) * head_dim + r, d[0], d[1]);
             }
         }
         if (MAP == 0) {
@@ -256,17 +274,17 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, u16* 
             const float high = sums[n][half * 2 + 1] - bend * input_to_float(s.own[row * DS + x + 1]);
             if (x < head_dim && first + row < end) {
                 spoilt = spoilt || !isfinite(low) || !isfinite(high);
-                *reinterpret_cast<u32*>(gradient + (first + row) * head_dim + x) = pack_input(low, high);
+                put(gradient, (first + row) * head_dim + x, low, high);
             }
         }
     }
     return spoilt;
 }
 
-// Gradients of the values of a strip of 16 keys; returns the same.
+// Gradients of `width` values of a strip of 16 keys; returns the same.
 template <bool CAUSAL>
 __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* gradient, i64 first, i64 end,
-                                               int value_dim) {
+                                               int value_dim, int width) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     float sums[E / 8][4] = {};
     float scores[CAUSAL ? C / 8 : 1][4] = {};
@@ -335,7 +353,7 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
     for (int i = 0; i < E / 4; ++i) {
         const int n = i / 2, half = i % 2, x = n * 8 + t * 2;
         const i64 token = first + strip * 16 + half * 8 + g;
-        if (x < value_dim && token < end) {
+        if (x < width && token < end) {
             const float low = sums[n][half * 2], high = sums[n][half * 2 + 1];
             spoilt = spoilt || !isfinite(low) || !isfinite(high);
             *reinterpret_cast<u32*>(gradient + token * value_dim + x) = pack_input(low, high);
@@ -346,13 +364,13 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
 
 // All gradients of a chunk. Each warp takes a strip, of tokens or of values, after the other.
 template <bool CAUSAL>
-__device__ __forceinline__ bool chunk_gradients(const Shared& s, u16* gradient, u16* of_values, i64 first,
-                                                i64 end, int head_dim, int value_dim, float curvature) {
+__device__ __forceinline__ bool chunk_gradients(const Shared& s, const Gradient& gradient, u16* of_values, i64 first,
+                                                i64 end, int head_dim, int value_dim, int width, float curvature) {
     bool spoilt = false;
     for (int i = threadIdx.x / WARP; i < C / 16 * (KEYS ? 2 : 1); i += WARPS) {
         const int strip = i % (C / 16);
         const bool bad = KEYS && i >= C / 16
-                             ? value_gradient<CAUSAL>(s, strip, of_values, first, end, value_dim)
+                             ? value_gradient<CAUSAL>(s, strip, of_values, first, end, value_dim, width)
                              : token_gradient<CAUSAL>(s, strip, gradient, first, end, head_dim, curvature);
         spoilt = spoilt || bad;
     }
@@ -363,7 +381,8 @@ __device__ __forceinline__ bool chunk_gradients(const Shared& s, u16* gradient, 
 
 // Kernels ------------------------------------------------------------------------------------------
 //
-// Strides (see VIEW) of `spec` count whole projections. Blocks: x = head * segments + segment.
+// Strides (see VIEW) of `spec` count whole projections. Blocks: x = head * segments + segment, y = a
+// tile of the values.
 
 #if PART == 0
 
@@ -423,17 +442,18 @@ KERNEL __launch_bounds__(THREADS, 1)
     const Shared s = share(true, false);
     const i64 head = blockIdx.x / needed, place = blockIdx.x % needed, segment = segments - 1 - place;
     const i64 spec = OFFSET(spec);
+    const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
     queries += OFFSET(query);
-    grads += OFFSET(grad);
+    grads += OFFSET(grad) + first_value;
     start_projection(s, projection + spec * M * D, col + spec * M);
 
     State state;
-    load_state(state, s, nullptr, nullptr, features, value_dim, 0);
+    load_state(state, s, nullptr, nullptr, features, value_dim, first_value);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
     for (i64 first = begin; first < end; first += C) {
         start_tile<C, D>(s.others, queries, query_row, first, end, head_dim, nullptr, 0);
-        start_tile<C, E>(s.other_vectors, grads, grad_row, first, end, value_dim, nullptr, 0);
-        load_terms(s.rows, s.scalars, rows + head * length, scalars + head * length, first, end);
+        start_tile<C, E>(s.other_vectors, grads, grad_row, first, end, width, nullptr, 0);
+        load_terms(s.rows, s.scalars, rows + head * length, scalars + head * length, 1.0f, first, end);
         copies_done();
         block_sync();
         if (FP16) {
@@ -444,7 +464,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         block_sync();
     }
     const i64 mine = (head * segments + place) * features;
-    store_state(state, s, kvz + mine * (value_dim + 1), shifts + mine, features, value_dim, 0);
+    store_state(state, s, kvz + mine * (value_dim + 1), shifts + mine, features, value_dim, first_value);
 }
 
 #elif PART == 1
@@ -458,33 +478,38 @@ KERNEL __launch_bounds__(THREADS, 1)
                    const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
                    const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2, i64 length,
                    i64 segment_length, int segments, int head_dim, int value_dim, int features, float curvature,
-                   u16* __restrict__ gradient, u16* __restrict__ of_values, int* __restrict__ flag) {
+                   u16* __restrict__ whole, float* __restrict__ parts, i64 part_size,
+                   u16* __restrict__ of_values, int* __restrict__ flag) {
     const Shared s = share(false, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const i64 spec = OFFSET(spec), state = head * features;
+    const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
     tokens += OFFSET(token);
-    vectors += OFFSET(vector);
+    vectors += OFFSET(vector) + first_value;
     mask = mask == nullptr ? mask : mask + OFFSET(mask);
     scalars = scalars == nullptr ? scalars : scalars + head * length;
-    gradient += head * length * head_dim;
-    of_values = KEYS ? of_values + head * length * value_dim : of_values;
+    const i64 mine = head * length * head_dim;
+    const Gradient gradient = {whole == nullptr ? whole : whole + mine,
+                               parts == nullptr ? parts : parts + blockIdx.y * part_size + mine};
+    of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     start_projection(s, projection + spec * M * D, col + spec * M);
     for (int r = threadIdx.x; r < M; r += THREADS) {
         s.bias[r] = r < features ? col[spec * M + r] + shifts[state + r] : -INFINITE;
         s.z[r] = r < features ? kvz[(state + r) * (value_dim + 1) + value_dim] : 0.0f;
     }
     for (int i = threadIdx.x; i < M * E; i += THREADS) {
-        const int r = i / E, x = i % E;
+        const int r = i / E, x = first_value + i % E;
         const bool real = r < features && x < value_dim;
-        s.state[r * ES + x] =
+        s.state[r * ES + i % E] =
             real ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
     }
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
+    const float one = first_value == 0 ? 1.0f : 0.0f;
     bool spoilt = false;
     for (i64 first = begin; first < end; first += C) {
         start_tile<C, D>(s.own, tokens, token_row, first, end, head_dim, mask, mask_row);
-        start_tile<C, E>(s.own_vectors, vectors, vector_row, first, end, value_dim, mask, mask_row);
-        load_terms(s.own_rows, s.own_scalars, rows + head * length, scalars, first, end);
+        start_tile<C, E>(s.own_vectors, vectors, vector_row, first, end, width, mask, mask_row);
+        load_terms(s.own_rows, s.own_scalars, rows + head * length, scalars, one, first, end);
         copies_done();
         block_sync();
         if (FP16) {
@@ -492,7 +517,7 @@ KERNEL __launch_bounds__(THREADS, 1)
             block_sync();
         }
         const bool bad =
-            chunk_gradients<false>(s, gradient, of_values, first, end, head_dim, value_dim, curvature);
+            chunk_gradients<false>(s, gradient, of_values, first, end, head_dim, value_dim, width, curvature);
         spoilt = spoilt || bad;
         block_sync();
     }
@@ -514,40 +539,45 @@ KERNEL __launch_bounds__(THREADS, 1)
                      const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
                      i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2,
                      i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features,
-                     float curvature, u16* __restrict__ gradient, u16* __restrict__ of_values,
-                     int* __restrict__ flag) {
+                     float curvature, u16* __restrict__ whole, float* __restrict__ parts, i64 part_size,
+                     u16* __restrict__ of_values, int* __restrict__ flag) {
     const Shared s = share(true, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const i64 spec = OFFSET(spec);
     queries += OFFSET(query);
     keys += OFFSET(key);
-    values += OFFSET(value);
-    grads += OFFSET(grad);
+    const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
+    values += OFFSET(value) + first_value;
+    grads += OFFSET(grad) + first_value;
     mask = mask == nullptr ? mask : mask + OFFSET(mask);
     query_rows += head * length;
     query_scalars += head * length;
     key_rows += head * length;
-    gradient += head * length * head_dim;
-    of_values = KEYS ? of_values + head * length * value_dim : of_values;
+    const i64 mine = head * length * head_dim;
+    const Gradient gradient = {whole == nullptr ? whole : whole + mine,
+                               parts == nullptr ? parts : parts + blockIdx.y * part_size + mine};
+    of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     const i64 before = (head * segments + (KEYS ? segments - 1 - segment : segment)) * features;
     start_projection(s, projection + spec * M * D, col + spec * M);
 
     State state;
-    load_state(state, s, kvz + before * (value_dim + 1), shifts + before, features, value_dim, 0);
+    load_state(state, s, kvz + before * (value_dim + 1), shifts + before, features, value_dim, first_value);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
     const i64 chunks = (end - begin + C - 1) / C;
+    const float one = first_value == 0 ? 1.0f : 0.0f;  // times the scalars of the own tokens
     bool spoilt = false;
     for (i64 i = 0; i < chunks; ++i) {
         const i64 first = begin + (KEYS ? chunks - 1 - i : i) * C;
         start_tile<C, D>(KEYS ? s.others : s.own, queries, query_row, first, end, head_dim, nullptr, 0);
-        start_tile<C, E>(KEYS ? s.other_vectors : s.own_vectors, grads, grad_row, first, end, value_dim, nullptr,
+        start_tile<C, E>(KEYS ? s.other_vectors : s.own_vectors, grads, grad_row, first, end, width, nullptr,
                          0);
         start_tile<C, D>(KEYS ? s.own : s.others, keys, key_row, first, end, head_dim, mask, mask_row);
-        start_tile<C, E>(KEYS ? s.own_vectors : s.other_vectors, values, value_row, first, end, value_dim, mask,
+        start_tile<C, E>(KEYS ? s.own_vectors : s.other_vectors, values, value_row, first, end, width, mask,
                          mask_row);
-        load_terms(KEYS ? s.rows : s.own_rows, KEYS ? s.scalars : s.own_scalars, query_rows, query_scalars, first,
-                   end);
-        load_terms(KEYS ? s.own_rows : s.rows, KEYS ? s.own_scalars : s.scalars, key_rows, nullptr, first, end);
+        load_terms(KEYS ? s.rows : s.own_rows, KEYS ? s.scalars : s.own_scalars, query_rows, query_scalars,
+                   KEYS ? 1.0f : one, first, end);
+        load_terms(KEYS ? s.own_rows : s.rows, KEYS ? s.own_scalars : s.scalars, key_rows, nullptr,
+                   KEYS ? one : 1.0f, first, end);
         copies_done();
         block_sync();
         if (FP16) {
@@ -558,7 +588,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         add_tokens<true, true>(state, s, s.others, s.other_vectors, s.scalars);
         block_sync();
         const bool bad =
-            chunk_gradients<true>(s, gradient, of_values, first, end, head_dim, value_dim, curvature);
+            chunk_gradients<true>(s, gradient, of_values, first, end, head_dim, value_dim, width, curvature);
         spoilt = spoilt || bad;
         block_sync();
     }
