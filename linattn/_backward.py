@@ -1,7 +1,8 @@
 """The driver of gradients: walks over blocks, forwards for queries and backwards for keys.
 
 Everything is computed again from query, key and value; beside the gradients themselves only a
-state, and causal three numbers a row, are kept. Block bodies come from :mod:`linattn._dispatch`.
+state, and causal three numbers a row or some states of the forward pass, are kept. Block bodies
+come from :mod:`linattn._dispatch`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     ReluFeatures,
 )
-from linattn_numpy import gradients
+from linattn_numpy import gradients, planning
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear_vjp: Any = linattn.linear_attention_vjp
@@ -267,6 +267,13 @@ def test_states_between_kept_ones_are_made_again(most, blocks_at_once, at_once, 
     monkeypatch.setattr(_kept, "SHARE", 100.0)
     both(inputs(310, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert len(at_once) == blocks_at_once
+
+
+def test_states_are_kept_by_segments_side_by_side(at_once, monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    with linattn.config(num_threads=2):
+        both(inputs(1100, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
+    assert at_once == 35 * [True]
 
 
 def test_kept_states_are_few_beside_the_arguments(monkeypatch):
