@@ -258,6 +258,19 @@ def test_rows_that_a_later_key_would_drown_are_done_again(cupy_backend, size):
     assert error(output, expected) < TOLERANCE[BF16]
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_elu_of_tokens_far_below_zero(cupy_backend, is_causal):
+    """Features of exp(-95), beyond the range of float32 beside each other, are still weights."""
+    phi = MAPS["elu"]
+    query, key, value = inputs((2,), 100)
+    query[1], key[1] = (x[1] - 95 for x in (query, key))
+    query, key = (x.astype(BF16).astype(F32) for x in (query, key))
+    output, *_ = solve(BF16, query, key, value, phi, is_causal=is_causal)
+    expected = exact(query, key, value, phi, is_causal=is_causal)
+    assert error(output[1], expected[1]) < TOLERANCE[BF16]
+    assert error(output[0], expected[0]) < TOLERANCE[BF16]
+
+
 @pytest.mark.parametrize("place", ["key", "value", "query"])
 def test_nan_reaches_its_own_rows_only(cupy_backend, place):
     phi = MAPS["positive"]

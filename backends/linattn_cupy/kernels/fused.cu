@@ -5,8 +5,8 @@
 //   state_r = sum_j exp(l_rj - c_r) [v_j, 1],  l_rj = omega_r.k_j + col_r + row_j,  c_r = max_j l_rj
 //   out_i   = sum_r exp(l_ir - M_i) kv_r / sum_r exp(l_ir - M_i) z_r,  l_ir = omega_r.q_i + col_r + c_r
 // with row_j = -curvature |k_j|^2 / 2, or -inf for a masked key. A causal chunk has its own keys
-// besides: A_ij = sum_r exp(l_ir - M_i) exp(l_rj - c_r), j <= i. For elu + 1 and relu the features
-// are f(x_r) exp(row + col_r).
+// besides: A_ij = sum_r exp(l_ir - M_i) exp(l_rj - c_r), j <= i. For elu + 1 and relu log f(x_r)
+// stands in the place of omega_r.x.
 //
 // Products are of bf16 (omega, q and k in the type of the inputs), everything else is float32.
 // A warp owns STRIPS x 16 features of the state, in registers, and in turn 16 queries of a chunk.
@@ -141,7 +141,11 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
         for (int n = 0; n < GROUP / 8; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                log[n][i] += s.bias[feature + n * 8 + t * 2 + i % 2];
+                const int r = feature + n * 8 + t * 2 + i % 2, row = strip * 16 + i / 2 * 8 + g;
+                log[n][i] += s.bias[r];
+                if (MAP != 0) {
+                    log[n][i] += log_activation(r < D ? input_to_float(queries[row * DS + r]) : 1.0f);
+                }
                 top[i / 2] = fmaxf(top[i / 2], log[n][i]);
             }
         }
@@ -179,10 +183,6 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     w[j] = exp_less(log[n][half * 2 + j], shift[half]);
-                    if (MAP != 0) {
-                        u16 x = r + j < D ? queries[(strip * 16 + half * 8 + g) * DS + r + j] : 0;
-                        w[j] *= activation(input_to_float(x));
-                    }
                 }
                 a[i] = pack_bf16(w[0], w[1]);
                 read.den[half] += low_bf16(a[i]) * s.z[r] + high_bf16(a[i]) * s.z[r + 1];

@@ -61,6 +61,14 @@ __device__ __forceinline__ float activation(float x) {
     return isnan(x) ? x : fmaxf(x, 0.0f);
 }
 
+// log f(x): a feature is handled by its log, so that a token whose features are all tiny keeps them.
+__device__ __forceinline__ float log_activation(float x) {
+    if (MAP == 1) {
+        return x < 0.0f ? x : log1pf(x);
+    }
+    return isnan(x) ? x : logf(fmaxf(x, 0.0f));
+}
+
 // Two numbers of the type of the inputs in one word.
 __device__ __forceinline__ u32 pack_input(float low, float high) {
     return FP16 ? float_to_f16(low) | static_cast<u32>(float_to_f16(high)) << 16 : pack_bf16(low, high);
@@ -235,7 +243,11 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
         for (int n = 0; n < C / 8; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                log[n][i] += s.col[feature + g + i / 2 * 8] + s.rows[n * 8 + t * 2 + i % 2];
+                const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
+                log[n][i] += s.col[r] + s.rows[token];
+                if (MAP != 0) {
+                    log[n][i] += log_activation(r < D ? input_to_float(tokens[token * DS + r]) : 1.0f);
+                }
                 top[i / 2] = fmaxf(top[i / 2], log[n][i]);
             }
         }
@@ -276,11 +288,6 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     phi[j] = exp_less(log[n][half * 2 + j], shift[half]);
-                    if (MAP != 0) {
-                        int r = feature + half * 8 + g;
-                        u16 x = r < D ? tokens[(n * 8 + t * 2 + j) * DS + r] : 0;
-                        phi[j] *= activation(input_to_float(x));
-                    }
                 }
                 a[i] = pack_bf16(phi[0], phi[1]);
                 if (WEIGHED) {
