@@ -73,14 +73,18 @@ def library_name(xp: ModuleType) -> str:
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
 
 
-def place(xp: ModuleType, device: Any) -> tuple[Any, ...]:
+def place(xp: ModuleType, device: Any) -> tuple[Any, ...] | None:
     """Where arrays live that are kept from call to call: the device, and for CuPy the stream too.
 
-    What one stream makes another may use only when it is done.
+    What one stream makes another may use only when it is done. None for libraries whose arrays may
+    belong to a trace, and are not to be kept.
     """
-    if library_name(xp) != "cupy":
+    library = library_name(xp)
+    if library == "numpy":
         return (device,)
-    return device, sys.modules["cupy"].cuda.get_current_stream().ptr
+    if library == "cupy":
+        return device, sys.modules["cupy"].cuda.get_current_stream().ptr
+    return None
 
 
 def is_lazy(array: Array) -> bool:

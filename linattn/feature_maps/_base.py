@@ -128,10 +128,11 @@ class BaseFeatureMap(ABC):
         To cast and move a projection takes as long as attention over a few hundred tokens. What
         libraries other than NumPy and CuPy make may belong to a trace, and is not kept.
         """
-        if _checks.library_name(xp) not in ("numpy", "cupy"):
+        place = _checks.place(xp, device)
+        if place is None:
             return self._make_specs(xp, dtype, device)
         kept: dict[Any, tuple[MapSpec, MapSpec]] = self.__dict__.setdefault("_kept_specs", {})
-        where = (np.dtype(dtype), *_checks.place(xp, device))
+        where = (np.dtype(dtype), *place)
         if where not in kept:
             kept[where] = self._make_specs(xp, dtype, device)
         return kept[where]

@@ -1,7 +1,7 @@
 // What the kernels use of the hardware, one function an instruction.
 //
-// Kernels use no other intrinsic: whoever gives these
-// functions another body can run the kernels elsewhere.
+// Kernels use no other intrinsic: whoever gives these functions another body can run the kernels
+// elsewhere.
 //
 // A thread's lane is (g, t) = (lane / 4, lane % 4). Fragments of 16-bit products, as PTX lays
 // them out ("Matrix Fragments for mma.m16n8k16"), two elements a word, the lower index low:

@@ -8,27 +8,11 @@
 //
 // Option: WARPS.
 #include "device.cuh"
+#include "common.cuh"
 
 namespace {
 
 constexpr int THREADS = WARPS * WARP;
-constexpr float TINY_OVER_EPS = 1.17549435e-38f / 1.1920929e-7f;
-
-__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
-
-__device__ __forceinline__ float warp_max(float x) {
-    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-        x = fmaxf(x, shuffle_xor(x, lanes));
-    }
-    return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-        x += shuffle_xor(x, lanes);
-    }
-    return x;
-}
 
 }  // namespace
 
@@ -59,8 +43,7 @@ KERNEL __launch_bounds__(THREADS)
     log_activations(const float* __restrict__ x, i64 total, int map, float* __restrict__ u) {
     const i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (i < total) {
-        const float here = x[i], relu = isnan(here) ? here : logf(fmaxf(here, 0.0f));
-        u[i] = map == 2 ? relu : here < 0.0f ? here : log1pf(here);
+        u[i] = log_activation(map, x[i]);
     }
 }
 

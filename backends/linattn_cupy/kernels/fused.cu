@@ -16,6 +16,7 @@
 // multiples of 16, FEATURES m, a multiple of 16 WARPS, CHUNK, a multiple of 16, WARPS. Arrays are
 // padded with zeros to HEAD_DIM, with col = -inf to FEATURES.
 #include "device.cuh"
+#include "common.cuh"
 #include "tiles.cuh"
 
 namespace {
@@ -25,7 +26,6 @@ constexpr int GROUP = M % 32 == 0 ? 32 : 16;  // features that a query reads at 
 constexpr bool KEEP_QUERIES = MAP == 0 && D <= 64;
 // A causal strip of queries is read by so many warps, each with its share of the features.
 constexpr int PARTS = WARPS * 16 > C ? WARPS * 16 / C : 1;
-constexpr float TINY_OVER_EPS = 1.17549435e-38f / 1.1920929e-7f;
 
 static_assert(PARTS == 1 || (E / 2 + 4) * 4 * THREADS / 2 <= M * CS * 2, "halves meet where phi lies");
 static_assert(M % (GROUP * PARTS) == 0 && PARTS <= 2, "a warp reads whole groups");
@@ -54,12 +54,7 @@ __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     p += has_keys && has_queries ? M * CS * 2 : 0;
     s.state = reinterpret_cast<u16*>(p);
     p += has_queries ? M * ES * 2 : 0;
-    s.col = reinterpret_cast<float*>(p);
-    s.bias = s.col + M;
-    s.z = s.bias + M;
-    s.shifts = s.z + M;
-    s.sums = s.shifts + M;
-    s.rows = s.sums + M;
+    place_numbers(s, p);
     return s;
 }
 
@@ -144,7 +139,7 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
                 const int r = feature + n * 8 + t * 2 + i % 2, row = strip * 16 + i / 2 * 8 + g;
                 log[n][i] += s.bias[r];
                 if (MAP != 0) {
-                    log[n][i] += log_activation(r < D ? input_to_float(queries[row * DS + r]) : 1.0f);
+                    log[n][i] += log_activation(MAP, r < D ? input_to_float(queries[row * DS + r]) : 1.0f);
                 }
                 top[i / 2] = fmaxf(top[i / 2], log[n][i]);
             }
@@ -271,14 +266,6 @@ __device__ __forceinline__ void merge_halves(Read& read, float* room) {
             }
         }
     }
-}
-
-// Numerator over denominator, as linattn divides: 0 where the denominator is, NaN where it overflowed.
-__device__ __forceinline__ float divide(float numerator, float denominator) {
-    if (denominator == 0.0f) {
-        return isfinite(numerator) ? 0.0f : numerator / denominator;
-    }
-    return isinf(denominator) ? denominator - denominator : numerator / denominator;
 }
 
 // Write the rows of a strip. Returns whether this thread saw one that is not sound: not finite, or

@@ -23,6 +23,7 @@
 // Options: those of fused.cu; PART (0 terms of tokens and
 // suffixes, 1 reads, 2 causal gradients); KEYS: whose gradients, 1 keys and values, 0 queries.
 #include "device.cuh"
+#include "common.cuh"
 #include "tiles.cuh"
 
 namespace {
@@ -57,13 +58,7 @@ __device__ __forceinline__ Shared share(bool has_others, bool has_own) {
     p += has_others && has_own ? M * CS * 2 : 0;
     s.state = reinterpret_cast<u16*>(p);
     p += has_own ? M * ES * 2 : 0;
-    s.col = reinterpret_cast<float*>(p);
-    s.bias = s.col + M;
-    s.z = s.bias + M;
-    s.shifts = s.z + M;
-    s.sums = s.shifts + M;
-    s.rows = s.sums + M;
-    s.scalars = s.rows + C;
+    s.scalars = place_numbers(s, p);
     s.own_rows = s.scalars + C;
     s.own_scalars = s.own_rows + C;
     return s;
@@ -93,13 +88,6 @@ __device__ __forceinline__ void load_right_as_bf16(u32 (&b)[4], const u16* tile,
             b[i] = pack_bf16(f16_to_float(static_cast<u16>(b[i])), f16_to_float(static_cast<u16>(b[i] >> 16)));
         }
     }
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-        x += shuffle_xor(x, lanes);
-    }
-    return x;
 }
 
 // -curvature |x|^2 / 2 by the threads of a warp; NaN if infinite.

@@ -12,6 +12,7 @@
 // Options: INPUT (0 float32, 1 bfloat16, 2 float16), MAP (0 exponential, 1 elu + 1, 2 relu), WARPS,
 // COLUMNS: columns of the state a lane.
 #include "device.cuh"
+#include "common.cuh"
 
 namespace {
 
@@ -26,20 +27,6 @@ typedef u16 Input;
 __device__ __forceinline__ float load(const Input* p) { return INPUT == 1 ? bf16_to_float(*p) : f16_to_float(*p); }
 __device__ __forceinline__ void store(Input* p, float x) { *p = INPUT == 1 ? float_to_bf16(x) : float_to_f16(x); }
 #endif
-
-__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
-
-__device__ __forceinline__ float log_activation(float x) {
-    if (MAP == 1) {
-        return x < 0.0f ? x : log1pf(x);
-    }
-    return isnan(x) ? x : logf(fmaxf(x, 0.0f));
-}
-
-__device__ __forceinline__ i64 head_offset(i64 head, i64 n1, i64 n2, i64 s0, i64 s1, i64 s2) {
-    i64 rest = head / n2;
-    return rest / n1 * s0 + rest % n1 * s1 + head % n2 * s2;
-}
 
 // Shared memory of a step.
 struct Shared {
@@ -85,18 +72,13 @@ __device__ __forceinline__ float row_term(const float* x, int d, float curvature
     for (int i = threadIdx.x % WARP; i < d; i += WARP) {
         sum = fmaf(x[i], x[i], sum);
     }
-    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-        sum += shuffle_xor(sum, lanes);
-    }
-    sum *= -0.5f * curvature;
+    sum = warp_sum(sum) * -0.5f * curvature;
     return sum + (sum - sum);
 }
 
 // Largest over the block, in all its threads.
 __device__ __forceinline__ float block_max(float x, float* meet) {
-    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-        x = fmaxf(x, shuffle_xor(x, lanes));
-    }
+    x = warp_max(x);
     block_sync();
     if (threadIdx.x % WARP == 0) {
         meet[threadIdx.x / WARP] = x;
@@ -143,8 +125,8 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
                 log_k = fmaf(omega[i], s.key[i], log_k);
             }
         } else {
-            log_q = log_activation(s.query[r]);
-            log_k = log_activation(s.key[r]);
+            log_q = log_activation(MAP, s.query[r]);
+            log_k = log_activation(MAP, s.key[r]);
         }
         log_q += map.col[r];
         log_k = seen ? log_k + map.col[r] + key_row : -INFINITE;
@@ -195,8 +177,7 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
         if (target.nd != nullptr) {
             target.nd[x] = sum;
         } else if (x + 1 < columns) {
-            float ratio = isinf(den) ? den - den : sum / den;
-            store(target.output + x, den == 0.0f && isfinite(sum) ? 0.0f : ratio);
+            store(target.output + x, divide(sum, den));
         }
     }
     if (target.norm != nullptr && threadIdx.x == 0) {
@@ -208,7 +189,6 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
 }  // namespace
 
 #define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2
-#define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
 
 // Strides are in elements, of three leading axes of sizes (.., n1, n2) and of the tokens; those of
 // `spec` count whole projections, those of `state` whole states (of a head, or of its segments).

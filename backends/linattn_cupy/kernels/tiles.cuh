@@ -1,6 +1,6 @@
 // What kernels on 16-bit arrays share: tiles in shared memory, fragments, and the state in registers.
 //
-// Options: see fused.cu. The file that includes this one includes device.cuh before it.
+// Options: see fused.cu. The file that includes this one includes device.cuh and common.cuh before it.
 #pragma once
 
 namespace {
@@ -32,6 +32,17 @@ struct Tiles {
     float* rows;      // (C): log weight of the chunk's tokens
 };
 
+// Lay the numbers of float32 out from here on; returns what lies behind them.
+__device__ __forceinline__ float* place_numbers(Tiles& s, unsigned char* p) {
+    s.col = reinterpret_cast<float*>(p);
+    s.bias = s.col + M;
+    s.z = s.bias + M;
+    s.shifts = s.z + M;
+    s.sums = s.shifts + M;
+    s.rows = s.sums + M;
+    return s.rows + C;
+}
+
 __device__ __forceinline__ float input_to_float(u16 bits) {
     return FP16 ? f16_to_float(bits) : bf16_to_float(bits);
 }
@@ -48,8 +59,6 @@ __device__ __forceinline__ void mma_input(float (&d)[4], const u32 (&a)[4], u32 
 __device__ __forceinline__ float low_bf16(u32 word) { return bf16_to_float(static_cast<u16>(word)); }
 __device__ __forceinline__ float high_bf16(u32 word) { return bf16_to_float(static_cast<u16>(word >> 16)); }
 
-__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
-
 __device__ __forceinline__ float exp_less(float log, float shift) {
     return fast_exp2((log - shift) * LOG2E);
 }
@@ -59,14 +68,6 @@ __device__ __forceinline__ float activation(float x) {
         return x > 0.0f ? x + 1.0f : fast_exp2(x * LOG2E);
     }
     return isnan(x) ? x : fmaxf(x, 0.0f);
-}
-
-// log f(x): a feature is handled by its log, so that a token whose features are all tiny keeps them.
-__device__ __forceinline__ float log_activation(float x) {
-    if (MAP == 1) {
-        return x < 0.0f ? x : log1pf(x);
-    }
-    return isnan(x) ? x : logf(fmaxf(x, 0.0f));
 }
 
 // Two numbers of the type of the inputs in one word.
@@ -107,12 +108,6 @@ __device__ __forceinline__ void load_right_of_transpose(u32 (&b)[4], const u16* 
 }
 
 // Loading ------------------------------------------------------------------------------------------
-
-// The offset of a head of an array whose three leading axes have these strides.
-__device__ __forceinline__ i64 head_offset(i64 head, i64 n1, i64 n2, i64 s0, i64 s1, i64 s2) {
-    i64 rest = head / n2;
-    return rest / n1 * s0 + rest % n1 * s1 + head % n2 * s2;
-}
 
 // Start the copy of ROWS tokens; those behind the end, masked or beyond `width` become zeros.
 template <int ROWS, int WIDTH>
@@ -246,7 +241,7 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                 const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
                 log[n][i] += s.col[r] + s.rows[token];
                 if (MAP != 0) {
-                    log[n][i] += log_activation(r < D ? input_to_float(tokens[token * DS + r]) : 1.0f);
+                    log[n][i] += log_activation(MAP, r < D ? input_to_float(tokens[token * DS + r]) : 1.0f);
                 }
                 top[i / 2] = fmaxf(top[i / 2], log[n][i]);
             }
@@ -323,4 +318,3 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
 
 // Strides in elements, of three leading axes of sizes (.., n1, n2) and of the tokens.
 #define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
-#define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)

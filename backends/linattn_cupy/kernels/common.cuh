@@ -1,0 +1,52 @@
+// What all kernels of attention share, whatever their arrays: logs, strides, and how to divide.
+//
+// The file that includes this one includes device.cuh before it.
+#pragma once
+
+namespace {
+
+// A denominator is sound from here on, for one term: underflow cannot have taken more than rounding.
+constexpr float TINY_OVER_EPS = 1.17549435e-38f / 1.1920929e-7f;
+
+__device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }
+
+// log f(x) of elu + 1 (map 1) and relu (map 2): a feature is handled by its log, so that a token
+// whose features are all tiny keeps them.
+__device__ __forceinline__ float log_activation(int map, float x) {
+    if (map == 1) {
+        return x < 0.0f ? x : log1pf(x);
+    }
+    return isnan(x) ? x : logf(fmaxf(x, 0.0f));
+}
+
+// Numerator over denominator, as linattn divides: 0 where the denominator is, NaN where it overflowed.
+__device__ __forceinline__ float divide(float numerator, float denominator) {
+    if (denominator == 0.0f) {
+        return isfinite(numerator) ? 0.0f : numerator / denominator;
+    }
+    return isinf(denominator) ? denominator - denominator : numerator / denominator;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+        x = fmaxf(x, shuffle_xor(x, lanes));
+    }
+    return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+        x += shuffle_xor(x, lanes);
+    }
+    return x;
+}
+
+// The offset of a head of an array whose three leading axes, of sizes (.., n1, n2), have these strides.
+__device__ __forceinline__ i64 head_offset(i64 head, i64 n1, i64 n2, i64 s0, i64 s1, i64 s2) {
+    i64 rest = head / n2;
+    return rest / n1 * s0 + rest % n1 * s1 + head % n2 * s2;
+}
+
+}  // namespace
+
+#define OFFSET(name) head_offset(head, n1, n2, name##_0, name##_1, name##_2)
