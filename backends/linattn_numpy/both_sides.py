@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Spec, State, Tokens
-from linattn_numpy.blocks import AHEAD, _above, _all_finite, _product, _t
+from linattn_numpy.blocks import AHEAD, _above, _all_finite
 from linattn_numpy.buffers import buffer
 from linattn_numpy.gradients import (
     _known,
@@ -23,6 +23,7 @@ from linattn_numpy.gradients import (
     _to_tokens,
     _turned,
 )
+from linattn_numpy.products import product, transposed
 
 __all__ = ["scan_vjp"]
 
@@ -103,28 +104,28 @@ def _query_triangles(
     """
     triangles: list[_Triangle] = []
     inverses = np.empty((*q.shape[:-1], 1), q.dtype)
-    start = _t(start)
+    start = transposed(start)
     for part, size in _sub_blocks(v.shape[-2]):
         qs, ks, vs, gs, out = (_split(x, part, size) for x in (q, k, v, grad_output, read))
         # By rows of values: a product of few rows with a transposed view takes twice as long.
         states = _states(start, qs.shape[-3])
-        np.matmul(_t(vs), ks, out=states[..., 1:, :, :])
+        np.matmul(transposed(vs), ks, out=states[..., 1:, :, :])
         for i in range(qs.shape[-3]):
             states[..., i + 1, :, :] += states[..., i, :, :]
         before, above = states[..., :-1, :, :], _above(size)
-        scores = np.matmul(qs, _t(ks))
+        scores = np.matmul(qs, transposed(ks))
         np.copyto(scores, 0, where=above)
         z = before[..., -1:, :]
         denominator = np.matmul(scores, vs[..., -1:])
-        denominator += np.matmul(qs, _t(z))
+        denominator += np.matmul(qs, transposed(z))
         if not floor <= denominator.min() <= denominator.max() < np.inf:
             return None
         inverse = np.divide(1, denominator, out=_split(inverses, part, size))
         np.matmul(gs, before[..., :-1, :], out=out)
-        cotangents = np.matmul(gs, _t(vs[..., :-1]))
+        cotangents = np.matmul(gs, transposed(vs[..., :-1]))
         inner = np.vecdot(scores, cotangents) + np.vecdot(qs, out)
         inner = inner[..., None] * inverse
-        cotangents -= inner * _t(vs[..., -1:])
+        cotangents -= inner * transposed(vs[..., -1:])
         np.copyto(cotangents, 0, where=above)
         more = buffer("more", out.shape, out.dtype)
         out -= np.multiply(z, inner, out=more)
@@ -148,14 +149,14 @@ def _key_triangles(
     for part, size, scores, cotangents, g1 in reversed(triangles):
         qs, ks, vs, out, out_v1 = (_split(x, part, size) for x in (q, k, v, read, grad_v1))
         states = _states(start, qs.shape[-3], last=True)
-        np.matmul(_t(qs), g1, out=states[..., :-1, :, :])
+        np.matmul(transposed(qs), g1, out=states[..., :-1, :, :])
         for i in range(qs.shape[-3] - 1, -1, -1):
             states[..., i, :, :] += states[..., i + 1, :, :]
         later = states[..., 1:, :, :]
         np.matmul(ks, later, out=out_v1)
-        out_v1 += np.matmul(_t(scores), g1)
+        out_v1 += np.matmul(transposed(scores), g1)
         np.matmul(vs, _turned(later), out=out)
-        out += _product(_t(cotangents), qs, "more")
+        out += product(transposed(cotangents), qs, "more")
         start = states[..., 0, :, :].copy()
     return grad_v1, start
 

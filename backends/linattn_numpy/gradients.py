@@ -27,14 +27,13 @@ from linattn_numpy.blocks import (
     _floor,
     _in_place,
     _plain,
-    _product,
     _row_term,
     _shifted_log,
-    _t,
     common_scale,
     is_simple,
 )
 from linattn_numpy.buffers import buffer
+from linattn_numpy.products import product, transposed
 
 __all__ = [
     "exact_key_vjp",
@@ -113,12 +112,12 @@ def _to_tokens(
         r = spec.P.shape[-1]
         if spec.paired:
             read[..., :r] -= read[..., r:]
-        gradient = np.asarray(np.matmul(read[..., :r], _t(spec.P)))
+        gradient = np.asarray(np.matmul(read[..., :r], transposed(spec.P)))
         if total is None or (isinstance(spec.Q, float) and spec.Q == 0.0):
             return gradient
         if isinstance(spec.Q, float):
             return _in_place(np.subtract, gradient, total * spec.Q * x)
-        return _in_place(np.subtract, gradient, total * (x @ ((spec.Q + _t(spec.Q)) / 2)))
+        return _in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
     assert isinstance(spec, Pointwise)
     if spec.f.name == "relu":
         read = _in_place(np.multiply, read, weights > spec.offset * spec.factor)
@@ -129,7 +128,7 @@ def _to_tokens(
     if isinstance(spec.P, float):
         read *= slope * spec.P
         return read.copy()
-    return np.asarray(np.matmul(read, _t(spec.P) * slope))
+    return np.asarray(np.matmul(read, transposed(spec.P) * slope))
 
 
 # Rows -------------------------------------------------------------------------------------------
@@ -184,15 +183,15 @@ def read_block_vjp(
     else:
         return NotImplemented
     z = kvz[..., -1:]
-    read = _product(grad_output, _t(kvz[..., :-1]), "read")
+    read = product(grad_output, transposed(kvz[..., :-1]), "read")
     # Underflow takes at most the smallest number times the largest weight or sum, once a term.
     floor = _floor(z.dtype) * z.shape[-2] * max(highest, z.max())
-    rows = _rows(weights, np.matmul(weights, z), read, _t(z), floor)
+    rows = _rows(weights, np.matmul(weights, z), read, transposed(z), floor)
     if rows is None:
         return NotImplemented
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
-    sums = _sum_to(np.matmul(_t(weights), g1), suffix.kvz.shape[:-2])
+    sums = _sum_to(np.matmul(transposed(weights), g1), suffix.kvz.shape[:-2])
     suffix = _added(suffix, sums, column, g1.shape[-2])
     return _to_tokens(query_spec, tokens.x, weights, read, None), suffix
 
@@ -237,7 +236,7 @@ def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) 
     if factor is not None:
         grad_v1 *= factor
     total = np.vecdot(v1, grad_v1)[..., None]
-    read = _product(scaled, _t(kvz), "read")
+    read = product(scaled, transposed(kvz), "read")
     return _to_tokens(key_spec, tokens.x, weights, read, total), grad_v1
 
 
@@ -368,22 +367,22 @@ def scan_key_vjp(
         states[..., -1, :, :] = start
         own = states[..., :-1, :, :]
         if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == inner:
-            np.matmul(_t(qs), gs, out=own)
+            np.matmul(transposed(qs), gs, out=own)
         else:
-            own[...] = _sum_to(np.matmul(_t(qs), gs), inner)
+            own[...] = _sum_to(np.matmul(transposed(qs), gs), inner)
         for i in range(inner[-1] - 1, -1, -1):
             states[..., i, :, :] += states[..., i + 1, :, :]
-        later, hidden = states[..., 1:, :, :], _t(_above(size))
+        later, hidden = states[..., 1:, :, :], transposed(_above(size))
         out = _split(grad_v1, part, size)
         np.matmul(ks, later, out=out)
-        scores = _product(ks, _t(qs), "scores")
+        scores = product(ks, transposed(qs), "scores")
         np.copyto(scores, 0, where=hidden)
-        out += _sum_to(_product(scores, gs, "more"), inner)
+        out += _sum_to(product(scores, gs, "more"), inner)
         out = _split(read, part, size)
         np.matmul(vs, _turned(later), out=out)
-        scores = _product(vs, _t(gs), "scores")
+        scores = product(vs, transposed(gs), "scores")
         np.copyto(scores, 0, where=hidden)
-        out += _sum_to(_product(scores, qs, "more"), inner)
+        out += _sum_to(product(scores, qs, "more"), inner)
         start = states[..., 0, :, :].copy()
     if factor is not None:
         grad_v1 *= factor
@@ -497,8 +496,8 @@ def _split(x: Floats, rows: slice, size: int) -> Floats:
 
 def _turned(states: Floats) -> Floats:
     """Transposed copy in a buffer: a product of few rows with a view takes twice as long."""
-    turned = buffer("turned", (*states.shape[:-2], *states.shape[:-3:-1]), states.dtype)
-    np.copyto(turned, _t(states))
+    turned = buffer("transposed", (*states.shape[:-2], *states.shape[:-3:-1]), states.dtype)
+    np.copyto(turned, transposed(states))
     return turned
 
 
@@ -515,22 +514,22 @@ def _read_causally(
         # By rows of values: a product of few rows with a transposed view takes twice as long.
         shape = (*start.shape[:-2], count + 1, *start.shape[:-3:-1])
         states = buffer("states", shape, v.dtype)
-        states[..., 0, :, :] = _t(start)
-        np.matmul(_t(vs), ks, out=states[..., 1:, :, :])
+        states[..., 0, :, :] = transposed(start)
+        np.matmul(transposed(vs), ks, out=states[..., 1:, :, :])
         for i in range(count):
             states[..., i + 1, :, :] += states[..., i, :, :]
         before = states[..., :count, :, :]
         # What is visible of the block's own keys, for cotangents and for normalisers: one product.
         scores = buffer("scores", (*lead, count, 2 * size, size), k.dtype)
-        np.matmul(gs, _t(vs[..., :-1]), out=scores[..., :size, :])
-        scores[..., size:, :] = _t(vs[..., -1:])
+        np.matmul(gs, transposed(vs[..., :-1]), out=scores[..., :size, :])
+        scores[..., size:, :] = transposed(vs[..., -1:])
         np.copyto(scores, 0, where=np.concatenate([above, above]))
-        both = _product(scores, ks, "more")
+        both = product(scores, ks, "more")
         out = _split(read, part, size)
         np.matmul(gs, before[..., :-1, :], out=out)
         out += both[..., :size, :]
         np.add(both[..., size:, :], before[..., -1:, :], out=_split(z, part, size))
-        start = _t(states[..., count, :, :])
+        start = transposed(states[..., count, :, :])
     return read, z, start.copy()
 
 
@@ -548,7 +547,7 @@ def exact_query_vjp(
 ) -> Floats:
     """Gradient of a block of queries through their softmax weights for a block of keys."""
     weights = _softmax_weights(spec, query, key, log_row, visible)
-    grad_logits = _in_place(np.multiply, _product(grad_nd, _t(v1), "read"), weights)
+    grad_logits = _in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
     return np.asarray(np.matmul(grad_logits, key.x * spec.scale))
 
 
@@ -563,17 +562,19 @@ def exact_key_vjp(
 ) -> tuple[Floats, Floats]:
     """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
     weights = _softmax_weights(spec, query, key, log_row, visible)
-    grad_logits = _in_place(np.multiply, _product(grad_nd, _t(v1), "read"), weights)
-    return np.matmul(_t(grad_logits), query.x * spec.scale), np.matmul(_t(weights), grad_nd)
+    grad_logits = _in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
+    return np.matmul(transposed(grad_logits), query.x * spec.scale), np.matmul(
+        transposed(weights), grad_nd
+    )
 
 
 def _softmax_weights(
     spec: Exact, query: Tokens, key: Tokens, log_row: Floats, visible: Any
 ) -> Floats:
     """Weights of visible keys on the scale of their rows; 0 for the others."""
-    logits = _product(query.x * spec.scale, _t(key.x), "logits")
+    logits = product(query.x * spec.scale, transposed(key.x), "logits")
     if key.log_weight is not None:
-        logits = _in_place(np.add, logits, _t(key.log_weight))
+        logits = _in_place(np.add, logits, transposed(key.log_weight))
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
     logits = _in_place(np.subtract, logits, log_row)
