@@ -27,7 +27,7 @@ from linattn.feature_maps import (
     SoftmaxFeatures,
 )
 from linattn.typing import Features
-from linattn_numpy import blocks, planning, threads
+from linattn_numpy import blocks, causal, planning, threads
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
 
@@ -54,8 +54,8 @@ def calls(monkeypatch):
     """Count how often the branches of the backend finish a block."""
     counts = {"plain": 0, "shifted": 0, "generic": 0}
 
-    def counted(name, branch):
-        inner = getattr(blocks, name)
+    def counted(room, name, branch):
+        inner = getattr(room, name)
 
         def outer(*args):
             answer = inner(*args)
@@ -63,12 +63,12 @@ def calls(monkeypatch):
                 counts["generic" if answer is NotImplemented else branch] += 1
             return answer
 
-        monkeypatch.setattr(blocks, name, outer)
+        monkeypatch.setattr(room, name, outer)
 
-    counted("_scan_plain", "plain")
-    counted("_scan_shifted", "shifted")
-    counted("_reduce_shifted", "shifted")
-    counted("_read_shifted", "shifted")
+    counted(causal, "_scan_plain", "plain")
+    counted(causal, "_scan_shifted", "shifted")
+    counted(blocks, "_reduce_shifted", "shifted")
+    counted(blocks, "_read_shifted", "shifted")
     return counts
 
 
@@ -214,13 +214,13 @@ def test_threads_change_no_bit(count, is_causal, monkeypatch):
     query, key, value = inputs(300, heads=(2, 3))
     phi = PositiveFeatures(D, 24, rng=0)
     seen = set()
-    scan = blocks._triangles
+    scan = causal._triangles
 
     def spy(*args):
         seen.add(threading.current_thread().name)
         return scan(*args)
 
-    monkeypatch.setattr(blocks, "_triangles", spy)
+    monkeypatch.setattr(causal, "_triangles", spy)
     options = dict(is_causal=is_causal, return_state=True, return_log_normalizer=True)
     with linattn.config(num_threads=1):
         want, want_state, want_norm = linattn.linear_attention(query, key, value, phi, **options)

@@ -7,18 +7,11 @@ it does not speed up, and the generic code takes over.
 
 from __future__ import annotations
 
-from linattn_numpy.blocks import (
-    divide,
-    exact_block,
-    exact_more,
-    read_block,
-    reduce_block,
-    scan_block,
-    values_block,
-    window_block,
-)
+from linattn_numpy.blocks import divide, read_block, reduce_block, values_block
 from linattn_numpy.both_sides import scan_vjp
+from linattn_numpy.causal import scan_block
 from linattn_numpy.decoding import decode, stepper
+from linattn_numpy.exact import exact_block, exact_more, window_block
 from linattn_numpy.gradients import (
     exact_key_vjp,
     exact_query_vjp,

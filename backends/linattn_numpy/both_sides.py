@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Spec, State, Tokens
-from linattn_numpy.blocks import AHEAD, _above, _all_finite
 from linattn_numpy.buffers import buffer
+from linattn_numpy.causal import above_diagonal
 from linattn_numpy.gradients import (
     _known,
     _plain_scale,
@@ -23,6 +23,7 @@ from linattn_numpy.gradients import (
     _to_tokens,
     _turned,
 )
+from linattn_numpy.limits import AHEAD, all_finite
 from linattn_numpy.products import product, transposed
 
 __all__ = ["scan_vjp"]
@@ -112,7 +113,7 @@ def _query_triangles(
         np.matmul(transposed(vs), ks, out=states[..., 1:, :, :])
         for i in range(qs.shape[-3]):
             states[..., i + 1, :, :] += states[..., i, :, :]
-        before, above = states[..., :-1, :, :], _above(size)
+        before, above = states[..., :-1, :, :], above_diagonal(size)
         scores = np.matmul(qs, transposed(ks))
         np.copyto(scores, 0, where=above)
         z = before[..., -1:, :]
@@ -134,7 +135,7 @@ def _query_triangles(
         g1 = np.empty(vs.shape, vs.dtype)
         np.multiply(gs, inverse, out=g1[..., :-1])
         np.multiply(inner, -inverse, out=g1[..., -1:])
-        if not _all_finite(g1[..., -1]):
+        if not all_finite(g1[..., -1]):
             return None
         triangles.append(_Triangle(part, size, scores, cotangents, g1))
         start = states[..., -1, :, :].copy()

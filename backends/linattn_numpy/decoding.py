@@ -16,14 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Pointwise, Problem, Spec, State
-from linattn_numpy.blocks import (
-    AHEAD,
-    LEAST_READ,
-    _floor,
-    activated,
-    inputs,
-    is_simple,
-)
+from linattn_numpy.features import activated, inputs, is_simple
+from linattn_numpy.limits import AHEAD, LEAST_READ, floor_of
 
 __all__ = ["decode", "stepper"]
 
@@ -220,7 +214,7 @@ class Stepper:
         """
         m, size = self._kvz.shape[-2], self._kvz.itemsize
         most = float(self._kvz[..., -1].max()) + PENDING * exp(AHEAD)
-        self._least = max(LEAST_READ[size], _floor(self._kvz.dtype) * m * most)
+        self._least = max(LEAST_READ[size], floor_of(self._kvz.dtype) * m * most)
         self._tries_natural = self._is_exponential
 
     @property

@@ -18,21 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
-from linattn_numpy.blocks import (
-    SUB_BLOCK,
-    Plain,
-    _above,
-    _all_finite,
-    _finite,
-    _floor,
-    _in_place,
-    _plain,
-    _row_term,
-    _shifted_log,
-    common_scale,
-    is_simple,
-)
 from linattn_numpy.buffers import buffer
+from linattn_numpy.causal import SUB_BLOCK, above_diagonal, common_scale
+from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
+from linattn_numpy.limits import all_finite, finite, floor_of, in_place
 from linattn_numpy.products import product, transposed
 
 __all__ = [
@@ -65,15 +54,15 @@ def _known(spec: Spec) -> bool:
 
 
 def _plain_block(spec: Spec, tokens: Tokens, name: str) -> _Block | None:
-    plain = _plain(spec, tokens.x, name)
+    plain = plain_weights(spec, tokens.x, name)
     if plain is None or plain.highest > REACH[tokens.x.itemsize]:
         return None
-    return _Block(plain, _row_term(spec, tokens))
+    return _Block(plain, row_term(spec, tokens))
 
 
 def _largest_scale(dtype: Any, terms: float) -> float:
     """Log of the largest scale from which underflow cannot take more than rounding of 1."""
-    return -log(_floor(dtype)) - log(terms)
+    return -log(floor_of(dtype)) - log(terms)
 
 
 def _sum_to(x: Floats, lead: tuple[int, ...], trailing: int = 2) -> Floats:
@@ -108,7 +97,7 @@ def _to_tokens(
     ``read`` is ours to change. ``total``: sum of their products over a row, None for 0.
     """
     if isinstance(spec, Exponential):
-        read = _in_place(np.multiply, read, weights)
+        read = in_place(np.multiply, read, weights)
         r = spec.P.shape[-1]
         if spec.paired:
             read[..., :r] -= read[..., r:]
@@ -116,14 +105,14 @@ def _to_tokens(
         if total is None or (isinstance(spec.Q, float) and spec.Q == 0.0):
             return gradient
         if isinstance(spec.Q, float):
-            return _in_place(np.subtract, gradient, total * spec.Q * x)
-        return _in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
+            return in_place(np.subtract, gradient, total * spec.Q * x)
+        return in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
     assert isinstance(spec, Pointwise)
     if spec.f.name == "relu":
-        read = _in_place(np.multiply, read, weights > spec.offset * spec.factor)
+        read = in_place(np.multiply, read, weights > spec.offset * spec.factor)
         slope: Any = spec.factor
     else:
-        read = _in_place(np.multiply, read, np.minimum(weights, spec.factor))
+        read = in_place(np.multiply, read, np.minimum(weights, spec.factor))
         slope = 1.0
     if isinstance(spec.P, float):
         read *= slope * spec.P
@@ -148,7 +137,7 @@ def _rows(
     inverse = 1 / denominator
     inner = np.vecdot(weights, read)[..., None] * inverse
     inner *= inverse
-    if not _all_finite(inner):
+    if not all_finite(inner):
         return None
     read *= inverse
     read -= np.multiply(z, inner, out=buffer("more", read.shape, read.dtype))
@@ -167,25 +156,25 @@ def read_block_vjp(
     block = _plain_block(query_spec, tokens, "query")
     if block is not None:
         c = state.log_scale + block.plain.col
-        top = _finite(c.max(axis=-1, keepdims=True))
+        top = finite(c.max(axis=-1, keepdims=True))
         weights, kvz, highest = block.plain.weights, state.kvz, np.exp(block.plain.highest)
         if not np.all(c == top):
             kvz = kvz * np.exp(c - top)[..., None]
         column = block.plain.col - top
     elif isinstance(query_spec, Exponential):
-        weights = _shifted_log(query_spec, tokens, "query")
+        weights = shifted_log(query_spec, tokens, "query")
         c = state.log_scale + query_spec.col
-        weights = _in_place(np.add, weights, c[..., None, :])
-        weights -= _finite(weights.max(axis=-1, keepdims=True))
+        weights = in_place(np.add, weights, c[..., None, :])
+        weights -= finite(weights.max(axis=-1, keepdims=True))
         np.exp(weights, out=weights)
         # A column without keys has no scale, and no key to ask for one.
-        column, kvz, highest = -_finite(state.log_scale), state.kvz, 1.0
+        column, kvz, highest = -finite(state.log_scale), state.kvz, 1.0
     else:
         return NotImplemented
     z = kvz[..., -1:]
     read = product(grad_output, transposed(kvz[..., :-1]), "read")
     # Underflow takes at most the smallest number times the largest weight or sum, once a term.
-    floor = _floor(z.dtype) * z.shape[-2] * max(highest, z.max())
+    floor = floor_of(z.dtype) * z.shape[-2] * max(highest, z.max())
     rows = _rows(weights, np.matmul(weights, z), read, transposed(z), floor)
     if rows is None:
         return NotImplemented
@@ -203,7 +192,7 @@ def _added(suffix: State, sums: Floats, column: Floats, n: int) -> State:
         sums += suffix.kvz
         return State(sums, suffix.log_scale, length)
     after = np.maximum(suffix.log_scale, column)
-    shift = _finite(after)
+    shift = finite(after)
     sums *= np.exp(column - shift)[..., None]
     sums += suffix.kvz * np.exp(suffix.log_scale - shift)[..., None]
     return State(sums, after, length)
@@ -224,8 +213,8 @@ def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) 
         weights = block.plain.weights
     elif isinstance(key_spec, Exponential):
         factor, kvz = None, suffix.kvz
-        weights = _shifted_log(key_spec, tokens, "key")
-        weights = _in_place(np.add, weights, (suffix.log_scale + key_spec.col)[..., None, :])
+        weights = shifted_log(key_spec, tokens, "key")
+        weights = in_place(np.add, weights, (suffix.log_scale + key_spec.col)[..., None, :])
         if not weights.max() <= scale:
             return NotImplemented
         np.exp(weights, out=weights)
@@ -244,7 +233,7 @@ def _row_factor(row: Floats | None) -> tuple[Floats | None, Any]:
     """Rows relative to their largest ``(..., 1)``, which is 0 where there is none."""
     if row is None:
         return None, 0.0
-    top = _finite(row.max(axis=-2, keepdims=True))
+    top = finite(row.max(axis=-2, keepdims=True))
     return np.exp(row - top), top[..., 0]
 
 
@@ -321,18 +310,18 @@ def _shifted_scale(
     v1: Floats,
     state: State,
 ) -> _Common:
-    k = _shifted_log(key_spec, key, "key")
+    k = shifted_log(key_spec, key, "key")
     c = np.maximum(state.log_scale, k.max(axis=-2) + key_spec.col)
-    shift = _finite(c)
-    k = _in_place(np.add, k, (key_spec.col - shift)[..., None, :])
+    shift = finite(c)
+    k = in_place(np.add, k, (key_spec.col - shift)[..., None, :])
     np.exp(k, out=k)
-    q = _shifted_log(query_spec, query, "query")
-    q = _in_place(np.add, q, (c + query_spec.col)[..., None, :])
+    q = shifted_log(query_spec, query, "query")
+    q = in_place(np.add, q, (c + query_spec.col)[..., None, :])
     row = q.max(axis=-1, keepdims=True)
-    q -= _finite(row)
+    q -= finite(row)
     np.exp(q, out=q)
     start = state.kvz * np.exp(state.log_scale - shift)[..., None]
-    floor = _floor(v1.dtype) * k.shape[-1] * (state.length + v1.shape[-2])
+    floor = floor_of(v1.dtype) * k.shape[-1] * (state.length + v1.shape[-2])
     return _Common(q, k, v1, start, row, c, floor)
 
 
@@ -372,7 +361,7 @@ def scan_key_vjp(
             own[...] = _sum_to(np.matmul(transposed(qs), gs), inner)
         for i in range(inner[-1] - 1, -1, -1):
             states[..., i, :, :] += states[..., i + 1, :, :]
-        later, hidden = states[..., 1:, :, :], transposed(_above(size))
+        later, hidden = states[..., 1:, :, :], transposed(above_diagonal(size))
         out = _split(grad_v1, part, size)
         np.matmul(ks, later, out=out)
         scores = product(ks, transposed(qs), "scores")
@@ -436,13 +425,13 @@ def _plain_suffix(
     if np.all(column == column[..., :1]) and column.shape[:-1] == lead:
         g1 = g1 * column[..., :1, None]
     else:
-        q = _in_place(np.multiply, q, column[..., None, :])
+        q = in_place(np.multiply, q, column[..., None, :])
     scale = np.exp(scale)
     if np.all(scale == scale[..., :1]):
         scale = scale[..., :1, None]
         factor = np.broadcast_to(scale, (*lead, 1, 1)) if factor is None else factor * scale
     elif isinstance(key_spec, Exponential):
-        k = _in_place(np.multiply, k, scale[..., None, :])
+        k = in_place(np.multiply, k, scale[..., None, :])
     else:
         return None  # these gradients are taken from the features themselves
     v = v1 if factor is None else v1 * factor
@@ -461,15 +450,15 @@ def _shifted_suffix(
     log_row: Floats,
 ) -> _Suffix | None:
     lead = suffix.kvz.shape[:-2]
-    q = _shifted_log(query_spec, query, "query")
-    q = _in_place(np.add, q, query_spec.col[..., None, :])
-    q = _in_place(np.subtract, q, log_row)
+    q = shifted_log(query_spec, query, "query")
+    q = in_place(np.add, q, query_spec.col[..., None, :])
+    q = in_place(np.subtract, q, log_row)
     h = np.maximum(suffix.log_scale, _max_to(q.max(axis=-2), lead))
-    shift = _finite(h)
-    q = _in_place(np.subtract, q, shift[..., None, :])
+    shift = finite(h)
+    q = in_place(np.subtract, q, shift[..., None, :])
     np.exp(q, out=q)
-    k = _shifted_log(key_spec, key, "key")
-    k = _in_place(np.add, k, (key_spec.col + shift)[..., None, :])
+    k = shifted_log(key_spec, key, "key")
+    k = in_place(np.add, k, (key_spec.col + shift)[..., None, :])
     terms = h.shape[-1] * (suffix.length + v1.shape[-2])
     if not k.max() <= _largest_scale(v1.dtype, terms):
         return None
@@ -510,7 +499,7 @@ def _read_causally(
     z = buffer("z", read.shape, k.dtype)
     for part, size in _sub_blocks(v.shape[-2]):
         gs, ks, vs = (_split(x, part, size) for x in (grad_output, k, v))
-        count, above = (part.stop - part.start) // size, _above(size)
+        count, above = (part.stop - part.start) // size, above_diagonal(size)
         # By rows of values: a product of few rows with a transposed view takes twice as long.
         shape = (*start.shape[:-2], count + 1, *start.shape[:-3:-1])
         states = buffer("states", shape, v.dtype)
@@ -547,7 +536,7 @@ def exact_query_vjp(
 ) -> Floats:
     """Gradient of a block of queries through their softmax weights for a block of keys."""
     weights = _softmax_weights(spec, query, key, log_row, visible)
-    grad_logits = _in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
+    grad_logits = in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
     return np.asarray(np.matmul(grad_logits, key.x * spec.scale))
 
 
@@ -562,7 +551,7 @@ def exact_key_vjp(
 ) -> tuple[Floats, Floats]:
     """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
     weights = _softmax_weights(spec, query, key, log_row, visible)
-    grad_logits = _in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
+    grad_logits = in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
     return np.matmul(transposed(grad_logits), query.x * spec.scale), np.matmul(
         transposed(weights), grad_nd
     )
@@ -574,9 +563,9 @@ def _softmax_weights(
     """Weights of visible keys on the scale of their rows; 0 for the others."""
     logits = product(query.x * spec.scale, transposed(key.x), "logits")
     if key.log_weight is not None:
-        logits = _in_place(np.add, logits, transposed(key.log_weight))
+        logits = in_place(np.add, logits, transposed(key.log_weight))
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
-    logits = _in_place(np.subtract, logits, log_row)
+    logits = in_place(np.subtract, logits, log_row)
     np.exp(logits, out=logits)
     return logits

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from linattn_numpy.buffers import buffer
 
-__all__ = ["leading", "multiply", "product", "transposed", "weighted_sum"]
+__all__ = [
+    "leading",
+    "multiply",
+    "product",
+    "transposed",
+    "weighted",
+    "weighted_sum",
+]
 
 Floats = NDArray[Any]
 
@@ -101,3 +108,9 @@ def weighted_sum(weights: Floats, v: Floats) -> Floats:
         some = slice(start, start + size)
         total += product(transposed(weights[..., some, :]), v[..., some, :], "sums")
     return total
+
+
+def weighted(v1: Floats, weights: Floats) -> Floats:
+    """Multiply in a buffer."""
+    shape = (*leading(v1.shape[:-2], weights.shape[:-2]), *v1.shape[-2:])
+    return np.asarray(np.multiply(v1, weights, out=buffer("v1", shape, v1.dtype)))

@@ -1,0 +1,96 @@
+"""Softmax attention of a block in place, and that of a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exact, Partial, Tokens
+from linattn_numpy.limits import all_finite
+from linattn_numpy.products import product, transposed
+
+__all__ = [
+    "exact_block",
+    "exact_more",
+    "window_block",
+]
+
+Floats = NDArray[Any]
+
+
+def _logits(
+    spec: Exact, query: Tokens, key: Tokens, visible: NDArray[np.bool_] | None = None
+) -> Floats:
+    """Logits in a buffer, -inf where a query does not see a key."""
+    x = query.x if spec.scale == 1.0 else query.x * spec.scale
+    logits = product(x, transposed(key.x), "logits")
+    if key.log_weight is not None:
+        masked = np.broadcast_to(transposed(key.log_weight) == -np.inf, logits.shape)
+        np.copyto(logits, -np.inf, where=masked)
+    if visible is not None:
+        np.copyto(logits, -np.inf, where=~visible)
+    return logits
+
+
+def exact_more(spec: Exact, query: Tokens, key: Tokens, v1: Floats, part: Partial) -> Any:
+    """Add a block of keys to a partial of the same queries, on its scale."""
+    if 0 in query.x.shape or 0 in v1.shape:
+        return NotImplemented
+    if part.log.shape[:-1] != query.x.shape[:-1]:
+        return NotImplemented
+    # The scale as one more coordinate: a pass over the logits less.
+    x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
+    y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
+    logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
+    more = product(np.exp(logits, out=logits), v1, "more")
+    if more.shape != part.nd.shape:
+        return NotImplemented
+    nd = more + part.nd
+    # What is inf or NaN is so by itself, or because the scale is too low for this block.
+    return Partial(nd, part.log) if all_finite(nd) else NotImplemented
+
+
+def exact_block(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    v1: Floats,
+    visible: NDArray[np.bool_] | None = None,
+) -> Any:
+    """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
+    if 0 in query.x.shape or 0 in v1.shape:
+        return NotImplemented
+    logits = _logits(spec, query, key, visible)
+    row = logits.max(axis=-1, keepdims=True)
+    if not np.isfinite(row).all():
+        return NotImplemented
+    logits -= row
+    np.exp(logits, out=logits)
+    return Partial(np.matmul(logits, v1), row)
+
+
+def window_block(
+    spec: Exact, query: Tokens, key: Tokens, v1: Floats, is_causal: bool, lazy: bool
+) -> Any:
+    """Exact part of a window: keys of neighbouring blocks are views that overlap, not copies."""
+    if 0 in query.x.shape or 0 in v1.shape:
+        return NotImplemented
+    g, w = query.x.shape[-3:-1]
+    width = 2 if is_causal else 3
+    keys = Tokens(_beside(key.x, g, width), _beside(key.log_weight, g, width), key.start)
+    visible = np.tri(w, 2 * w, w, dtype=bool) if is_causal else None
+    part = exact_block(spec, query, keys, _beside(v1, g, width), visible)
+    if is_causal and part is not NotImplemented and not np.isfinite(part.nd).all():
+        return NotImplemented
+    return part
+
+
+def _beside(x: Any, g: int, width: int) -> Any:
+    """View of each block and those behind it, ``(..., g, width w, .)``; None stays None."""
+    if x is None:
+        return None
+    x = np.ascontiguousarray(x)
+    *lead, _, w, d = x.shape
+    return np.lib.stride_tricks.as_strided(x, (*lead, g, width * w, d), x.strides, writeable=False)
