@@ -43,6 +43,9 @@ _Put: TypeAlias = Callable[[Index, slice, Partial], None]
 _Offer: TypeAlias = Callable[[Index, int, State], None]
 
 
+LONGEST_REFUSED = 512
+"""Tokens of a causal block that is not cut where a backend refuses it: then it costs its square."""
+
 # Accepting a block ------------------------------------------------------------------------------
 
 
@@ -85,8 +88,15 @@ def _causal_block(
         return scan_means(problem, query, key, v1, state)
     if problem.lazy:
         return scan_exact(*specs, query, key, v1, state)
-    scan_block = _dispatch.block_function("scan_block", problem.xp)
-    part, after = scan_block(*specs, query, key, v1, state, problem.want_log)
+    special: Any = _dispatch.whole_function("scan_block", problem.xp)
+    answer: Any = NotImplemented
+    if special is not None:
+        answer = special(*specs, query, key, v1, state, problem.want_log)
+        if answer is NotImplemented and v1.shape[-2] > LONGEST_REFUSED:
+            return _in_halves(problem, query, key, v1, state)
+    if answer is NotImplemented:
+        answer = _generic.scan_block(*specs, query, key, v1, state, problem.want_log)
+    part, after = answer
     if part.sound:
         return part, after
     refused = _refused(part, key.log_weight, state, problem.num_features)
@@ -95,6 +105,27 @@ def _causal_block(
     redone, _ = scan_exact(*specs, query, key, v1, state)
     where = problem.xp.where
     return Partial(where(refused, redone.nd, part.nd), where(refused, redone.log, part.log)), after
+
+
+def _in_halves(
+    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
+) -> tuple[Partial, State]:
+    """Do a causal block that a backend refuses as two shorter ones."""
+    xp, n = problem.xp, v1.shape[-2]
+    sums: list[Array] = []
+    logs: list[Array] = []
+    for rows in (slice(0, n // 2), slice(n // 2, n)):
+        half, keys = _rows_of(query, rows), _rows_of(key, rows)
+        part, state = _causal_block(problem, half, keys, v1[..., rows, :], state)
+        # A backend may make the next part in the same place.
+        sums.append(xp.asarray(part.nd, copy=True))
+        logs.append(xp.broadcast_to(part.log, (*part.nd.shape[:-1], 1)))
+    return Partial(xp.concat(sums, axis=-2), xp.concat(logs, axis=-2)), state
+
+
+def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
+    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
+    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)
 
 
 def reading(problem: Problem, state: State) -> tuple[Spec, State]:
@@ -297,6 +328,9 @@ def solve(
             return answer  # type: ignore[no-any-return]
 
     plan = _dispatch.block_function("plan", problem.xp)(problem)
+    if kept is not None and plan.backward_size is not None:
+        # What is kept stands before the blocks of the pullback.
+        plan = plan._replace(block_size=plan.backward_size)
     output = Rows(problem, problem.value.shape[-1], problem.query.dtype)
     norms = Rows(problem, 1, problem.dtype) if problem.want_log else None
     states: list[tuple[Index, State]] = []

@@ -206,6 +206,53 @@ def test_values_of_several_heads_share_their_keys(name, is_causal):
         agree(out, want)
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0])
+def test_exponents_that_are_not_looked_at(scale, calls):
+    query, key, value = inputs(1100, scale)
+    phi = PositiveFeatures(D, 48, rng=0)
+    with linattn.without_backends():
+        want = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    size = max(np.abs(x @ phi.projection.T * D**-0.25).max() for x in (query, key))
+    for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-13)):
+        q, k, v = (x.astype(dtype) for x in (query, key, value))
+        out = linattn.linear_attention(q, k, v, phi, is_causal=True)
+        # Logs are rounded by what they are large.
+        np.testing.assert_allclose(out, want, rtol=0, atol=tolerance * max(1.0, size))
+    if scale <= 1.0:
+        assert calls == {"plain": 2 * 2, "shifted": 0, "generic": 0}
+
+
+@pytest.mark.parametrize("dim", [2, 8])
+def test_what_underflows_unseen_is_noticed(dim):
+    """First rows see distant keys only, of small weights, against which their queries point."""
+    phi = PositiveFeatures(dim, 48, rng=0)
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        query, key, value = 0.1 * rng.standard_normal((3, 50, dim))
+        far = dim**0.25 * rng.uniform(9, 15)
+        direction = rng.standard_normal(dim) + rng.uniform(0, 0.5) * rng.standard_normal((40, dim))
+        key[:40] = far * direction / np.linalg.norm(direction, axis=-1, keepdims=True)
+        query[:40] = -rng.uniform(-0.2, 1.5) * key[0]
+        arrays = [x.astype(np.float32) for x in (query, key, value)]
+        query, key, value = arrays
+        out = linattn.linear_attention(query, key, value, phi, is_causal=True)
+        query, key, value = (x.astype(float) for x in arrays)
+        with linattn.without_backends():
+            want = linattn.linear_attention(query, key, value, phi, is_causal=True)
+        np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("phi", [PositiveFeatures(D, 256, rng=0), EluFeatures()])
+def test_only_the_part_of_a_long_block_that_is_refused_is_done_again(phi, calls):
+    query, key, value = (x[0] for x in inputs(2048, heads=(1,)))
+    key[1500:1510] *= -1e3
+    out = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    assert calls["plain"] == 2  # of 1,024 and 512 tokens
+    assert calls["shifted"] == isinstance(phi, PositiveFeatures)
+    with linattn.without_backends():
+        agree(out, linattn.linear_attention(query, key, value, phi, is_causal=True))
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_threads_change_no_bit(count, is_causal, monkeypatch):

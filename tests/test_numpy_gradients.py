@@ -66,7 +66,7 @@ def calls(monkeypatch):
 
     for name in ("_plain_scale", "_plain_suffix", "_plain_block"):
         counted(gradients, name, "plain")
-    for name in ("_shifted_scale", "_shifted_suffix", "_shifted_log"):
+    for name in ("_shifted_scale", "_shifted_suffix", "shifted_log"):
         counted(gradients, name, "shifted")
     for name in ("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"):
         counted(linattn_numpy, name, "generic")

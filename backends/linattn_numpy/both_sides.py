@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import above_diagonal
+from linattn_numpy.causal import above_diagonal, split, sub_blocks
 from linattn_numpy.gradients import (
     _known,
     _plain_scale,
-    _split,
-    _sub_blocks,
     _to_tokens,
     _turned,
 )
@@ -106,8 +104,8 @@ def _query_triangles(
     triangles: list[_Triangle] = []
     inverses = np.empty((*q.shape[:-1], 1), q.dtype)
     start = transposed(start)
-    for part, size in _sub_blocks(v.shape[-2]):
-        qs, ks, vs, gs, out = (_split(x, part, size) for x in (q, k, v, grad_output, read))
+    for part, size in sub_blocks(v.shape[-2]):
+        qs, ks, vs, gs, out = (split(x, part, size) for x in (q, k, v, grad_output, read))
         # By rows of values: a product of few rows with a transposed view takes twice as long.
         states = _states(start, qs.shape[-3])
         np.matmul(transposed(vs), ks, out=states[..., 1:, :, :])
@@ -121,7 +119,7 @@ def _query_triangles(
         denominator += np.matmul(qs, transposed(z))
         if not floor <= denominator.min() <= denominator.max() < np.inf:
             return None
-        inverse = np.divide(1, denominator, out=_split(inverses, part, size))
+        inverse = np.divide(1, denominator, out=split(inverses, part, size))
         np.matmul(gs, before[..., :-1, :], out=out)
         cotangents = np.matmul(gs, transposed(vs[..., :-1]))
         inner = np.vecdot(scores, cotangents) + np.vecdot(qs, out)
@@ -148,7 +146,7 @@ def _key_triangles(
     """Put the cotangents of ``k`` into ``read``; return those of v and the suffix before."""
     grad_v1 = np.empty(v.shape, v.dtype)
     for part, size, scores, cotangents, g1 in reversed(triangles):
-        qs, ks, vs, out, out_v1 = (_split(x, part, size) for x in (q, k, v, read, grad_v1))
+        qs, ks, vs, out, out_v1 = (split(x, part, size) for x in (q, k, v, read, grad_v1))
         states = _states(start, qs.shape[-3], last=True)
         np.matmul(transposed(qs), g1, out=states[..., :-1, :, :])
         for i in range(qs.shape[-3] - 1, -1, -1):

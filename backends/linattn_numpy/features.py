@@ -6,7 +6,7 @@ The row term (curvature and log weight) is left out: whoever uses them puts it o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -23,7 +23,10 @@ __all__ = [
     "column_logs",
     "features",
     "inputs",
+    "is_known",
     "is_simple",
+    "largest_exponent",
+    "natural",
     "plain_weights",
     "row_log",
     "row_term",
@@ -73,14 +76,23 @@ def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tu
         return
     for start in range(0, n, size):
         rows = slice(start, min(start + size, n))
-        yield rows, _natural(spec, x[..., rows, :], name)
+        yield rows, natural(spec, x[..., rows, :], name)
 
 
-def _natural(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
+def natural(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
     """Weights of some rows on their natural scale: what is beyond the range is inf or 0."""
     if isinstance(spec, Exponential):
         return _exponentiated(spec, _exponents(spec, x, name), name)
     return activated(spec, inputs(spec, x, name), name)
+
+
+def largest_exponent(spec: Spec | Exact, x: Floats) -> float:
+    """Bound on the size of a block's exponents by the norms of its tokens; inf if not known."""
+    if not isinstance(spec, Exponential):
+        return inf
+    token = np.vecdot(x, x).max()
+    column = np.square(spec.P).sum(axis=-2).max()
+    return float(np.sqrt(token * column))
 
 
 def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
@@ -135,6 +147,11 @@ def _exponentiated(spec: Exponential, u: Floats, name: str) -> Floats:
     return both
 
 
+def is_known(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:
+    """Whether the features of a spec are made here."""
+    return isinstance(spec, Exponential) or is_simple(spec)
+
+
 def is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     """Whether a spec is one of the pointwise maps that are made here."""
     return (
@@ -174,7 +191,7 @@ def column_logs(spec: Exponential | Pointwise, dtype: Any) -> Floats:
     """Return what the logs of a map's columns have beside those of their weights."""
     if isinstance(spec, Exponential):
         return np.asarray(spec.col)
-    return np.zeros((), dtype)
+    return np.zeros(1, dtype)
 
 
 def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:

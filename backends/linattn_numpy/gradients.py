@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import SUB_BLOCK, above_diagonal, common_scale
+from linattn_numpy.causal import above_diagonal, common_scale, split, sub_blocks
 from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place
 from linattn_numpy.products import product, transposed
@@ -291,10 +291,15 @@ def _plain_scale(
     keys = None if queries is None else _plain_block(key_spec, key, "key")
     if queries is None or keys is None:
         return None
-    common = common_scale(queries.plain, keys.plain, keys.row, v1, state)
+    common = common_scale(queries.plain.col, keys.plain.col, keys.row, v1, state)
     if common is None:
         return None
-    g, k, v, scale, floor = common
+    g, column, v, scale = common
+    k = keys.plain.weights
+    if column is not None:
+        k = in_place(np.multiply, k, column[..., None, :])
+    highest = np.exp(queries.plain.highest + keys.plain.highest)
+    floor = floor_of(v1.dtype) * k.shape[-1] * (state.length + v1.shape[-2]) * highest
     start = state.kvz * scale[..., None]
     log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
     shape = (*log_row.shape[:-2], query.x.shape[-2], 1)
@@ -346,11 +351,11 @@ def scan_key_vjp(
         return NotImplemented
     q, k, v, g1, factor, start, h = common
     lead = suffix.kvz.shape[:-2]
-    rows = _sub_blocks(v.shape[-2])
+    rows = sub_blocks(v.shape[-2])
     grad_v1 = np.empty((*lead, *v1.shape[-2:]), v1.dtype)
     read = buffer("read", (*lead, v1.shape[-2], k.shape[-1]), k.dtype)
     for part, size in reversed(rows):
-        qs, ks, vs, gs = (_split(x, part, size) for x in (q, k, v, g1))
+        qs, ks, vs, gs = (split(x, part, size) for x in (q, k, v, g1))
         inner = (*lead, (part.stop - part.start) // size)
         states = buffer("states", (*lead, inner[-1] + 1, *start.shape[-2:]), start.dtype)
         states[..., -1, :, :] = start
@@ -362,12 +367,12 @@ def scan_key_vjp(
         for i in range(inner[-1] - 1, -1, -1):
             states[..., i, :, :] += states[..., i + 1, :, :]
         later, hidden = states[..., 1:, :, :], transposed(above_diagonal(size))
-        out = _split(grad_v1, part, size)
+        out = split(grad_v1, part, size)
         np.matmul(ks, later, out=out)
         scores = product(ks, transposed(qs), "scores")
         np.copyto(scores, 0, where=hidden)
         out += _sum_to(product(scores, gs, "more"), inner)
-        out = _split(read, part, size)
+        out = split(read, part, size)
         np.matmul(vs, _turned(later), out=out)
         scores = product(vs, transposed(gs), "scores")
         np.copyto(scores, 0, where=hidden)
@@ -470,19 +475,6 @@ def _shifted_suffix(
 # Triangles --------------------------------------------------------------------------------------
 
 
-def _sub_blocks(n: int) -> list[tuple[slice, int]]:
-    """Rows of a block in pieces of one sub-block length each: whole ones, and the rest."""
-    whole = n // SUB_BLOCK * SUB_BLOCK
-    parts = [(slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)]
-    return [(rows, size) for rows, size in parts if rows.start < rows.stop]
-
-
-def _split(x: Floats, rows: slice, size: int) -> Floats:
-    """Give some rows an axis of sub-blocks."""
-    x = x[..., rows, :]
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-
-
 def _turned(states: Floats) -> Floats:
     """Transposed copy in a buffer: a product of few rows with a view takes twice as long."""
     turned = buffer("transposed", (*states.shape[:-2], *states.shape[:-3:-1]), states.dtype)
@@ -497,8 +489,8 @@ def _read_causally(
     lead = np.broadcast_shapes(grad_output.shape[:-2], start.shape[:-2])
     read = buffer("read", (*lead, *k.shape[-2:]), k.dtype)
     z = buffer("z", read.shape, k.dtype)
-    for part, size in _sub_blocks(v.shape[-2]):
-        gs, ks, vs = (_split(x, part, size) for x in (grad_output, k, v))
+    for part, size in sub_blocks(v.shape[-2]):
+        gs, ks, vs = (split(x, part, size) for x in (grad_output, k, v))
         count, above = (part.stop - part.start) // size, above_diagonal(size)
         # By rows of values: a product of few rows with a transposed view takes twice as long.
         shape = (*start.shape[:-2], count + 1, *start.shape[:-3:-1])
@@ -514,10 +506,10 @@ def _read_causally(
         scores[..., size:, :] = transposed(vs[..., -1:])
         np.copyto(scores, 0, where=np.concatenate([above, above]))
         both = product(scores, ks, "more")
-        out = _split(read, part, size)
+        out = split(read, part, size)
         np.matmul(gs, before[..., :-1, :], out=out)
         out += both[..., :size, :]
-        np.add(both[..., size:, :], before[..., -1:, :], out=_split(z, part, size))
+        np.add(both[..., size:, :], before[..., -1:, :], out=split(z, part, size))
         start = transposed(states[..., count, :, :])
     return read, z, start.copy()
 

@@ -10,6 +10,7 @@ from math import prod
 
 from linattn.typing import ColumnMeans, Exact, Index, Plan, Problem
 from linattn_numpy.blas import blas
+from linattn_numpy.features import is_known
 from linattn_numpy.threads import run
 
 __all__ = ["plan"]
@@ -20,7 +21,7 @@ BLOCK_NUMBERS = 1024 * 256
 PIECEMEAL_NUMBERS = 2048 * 256
 """The same where they are made and used some at a time.
 
-Half of that takes 2 % longer: what Python does for a block finds cold caches.
+Half of that takes 2 % longer, causal or not: what Python does for a block finds cold caches.
 """
 
 PARALLEL_FLOPS = 2e7
@@ -34,7 +35,11 @@ def plan(problem: Problem) -> Plan:
     threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
     segments = threads if len(tasks) == 1 and _is_long(problem, block) else 1
     do = partial(run, min(threads, max(len(tasks), segments)))
-    backward = None if problem.num_features == 0 else min(block, _rows(problem, BLOCK_NUMBERS))
+    backward = (
+        None
+        if problem.num_features == 0
+        else min(block, _rows(problem, BLOCK_NUMBERS // _sides(problem)))
+    )
     return Plan(block, tasks, do, segments, backward)
 
 
@@ -47,7 +52,7 @@ def _is_long(problem: Problem, block: int) -> bool:
     if isinstance(problem.query_spec, Exact):
         return False
     longest = max(problem.query.shape[-2], problem.key.shape[-2])
-    return int(longest) >= (32 if problem.is_causal else 2) * block
+    return int(longest) >= (8 if problem.is_causal else 2) * block
 
 
 def _block_size(problem: Problem) -> int:
@@ -59,12 +64,14 @@ def _block_size(problem: Problem) -> int:
     if problem.is_causal and isinstance(problem.query_spec, ColumnMeans):
         # Quadratic in the block.
         return 256
-    return _rows(problem, BLOCK_NUMBERS if problem.is_causal else PIECEMEAL_NUMBERS)
+    if problem.is_causal and not (is_known(problem.query_spec) and is_known(problem.key_spec)):
+        return _rows(problem, BLOCK_NUMBERS // 2)
+    return _rows(problem, PIECEMEAL_NUMBERS)
 
 
 def _rows(problem: Problem, numbers: int) -> int:
     """Tokens a block, by the numbers that its features may be."""
-    return max(128, min(numbers // problem.num_features, 2048) // _sides(problem))
+    return max(128, min(numbers // problem.num_features, 2048))
 
 
 def _sides(problem: Problem) -> int:
