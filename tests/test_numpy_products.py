@@ -34,9 +34,13 @@ LAYOUTS = st.sampled_from(["whole", "turned", "slice"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     monkeypatch.setattr(products, "SMALL", SMALL)
     monkeypatch.setattr(products, "likes_small", lambda: request.param)
-    products._rows.cache_clear()
+    monkeypatch.setattr(products, "LEAST_TOKENS", 4)
+    caches = (products._rows, products._tokens_and_columns)
+    for cached in caches:
+        cached.cache_clear()
     yield request.param
-    products._rows.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

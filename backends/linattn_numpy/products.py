@@ -34,6 +34,9 @@ SMALL = 1_000_000
 MOST_ROWS, LEAST_ROWS = 32, 8
 """Rows of such a product: more gain nothing, and fewer take as long as the whole."""
 
+LEAST_TOKENS = 64
+"""Tokens of a sum that is cut, and of a part of it."""
+
 
 @cache
 def likes_small() -> bool:
@@ -93,21 +96,34 @@ def product(x: Floats, y: Floats, name: str) -> Floats:
 
 
 def weighted_sum(weights: Floats, v: Floats) -> Floats:
-    """``weights^T v``, a new array, in batches of columns of the weights where that is faster."""
+    """``weights^T v``, a new array: by batches of tokens and of columns where that is faster."""
     lead = leading(weights.shape[:-2], v.shape[:-2])
-    n, m = weights.shape[-2:]
-    total = np.empty((*lead, m, v.shape[-1]), v.dtype)
-    # As many tokens at once as leave batches of MOST_ROWS columns.
-    size = SMALL // (MOST_ROWS * v.shape[-1]) if likes_small() else n
-    if size < 64 or size >= n:
-        return multiply(transposed(weights), v, total)
-    parts = -(-n // size)
-    size = -(-n // parts)
-    multiply(transposed(weights[..., :size, :]), v[..., :size, :], total)
-    for start in range(size, n, size):
-        some = slice(start, start + size)
-        total += product(transposed(weights[..., some, :]), v[..., some, :], "sums")
-    return total
+    (n, m), j = weights.shape[-2:], v.shape[-1]
+    size, columns = _tokens_and_columns(n, m, j) if likes_small() else (n, m)
+    if columns == m or n < LEAST_TOKENS:
+        return np.asarray(np.matmul(transposed(weights), v))
+    whole = n - n % size
+    some = weights[..., :whole, :].reshape(*weights.shape[:-2], -1, size, m // columns, columns)
+    values = v[..., :whole, :].reshape(*v.shape[:-2], -1, 1, size, j)
+    sums = buffer("sums", (*lead, whole // size, m // columns, columns, j), v.dtype)
+    np.matmul(transposed(np.swapaxes(some, -3, -2)), values, out=sums)
+    total = np.add.reduce(sums, axis=-4).reshape(*lead, m, j)
+    if whole < n:
+        total += np.matmul(transposed(weights[..., whole:, :]), v[..., whole:, :])
+    return np.asarray(total)
+
+
+@cache
+def _tokens_and_columns(n: int, m: int, j: int) -> tuple[int, int]:
+    """Tokens and columns of a small product, powers of two; all columns where there is none."""
+    columns = MOST_ROWS
+    while m % columns:
+        columns //= 2
+    size = 1
+    while 2 * size * columns * j <= SMALL:
+        size *= 2
+    fits = columns >= LEAST_ROWS and size >= LEAST_TOKENS
+    return (min(size, n), columns) if fits else (n, m)
 
 
 def weighted(v1: Floats, weights: Floats) -> Floats:
