@@ -9,7 +9,7 @@ have lost more than rounding, is left to the generic code, from the state before
 from __future__ import annotations
 
 from functools import partial
-from math import exp
+from math import exp, isfinite
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class _Scale:
             log = _exponents(spec, x)
             log += self._key_offset
             log -= _square(spec, x)
-            if log.max() <= AHEAD:
+            if np.maximum.reduce(log, axis=None) <= AHEAD:
                 return np.exp(log, out=log)
             return self._raised(np.maximum(self.log_scale, self._logs(spec, x)))
         assert isinstance(spec, Pointwise)
@@ -144,8 +144,10 @@ class _Scale:
 def _divided(nd: Floats, least: float) -> Floats | None:
     """Numerator over denominator; None for what must be looked at."""
     denominator = nd[..., -1:]
-    # A sum is finite only if all its terms are, and takes less than to ask each.
-    if denominator.min() >= least and np.isfinite(np.add.reduce(nd, axis=None)):
+    # A sum is finite only if all its terms are, and takes less than to ask each; the functions
+    # themselves take half a microsecond less than the methods of an array.
+    sound = np.minimum.reduce(denominator, axis=None) >= least
+    if sound and isfinite(np.add.reduce(nd, axis=None)):
         return np.asarray(nd[..., :-1] / denominator)
     return None
 
