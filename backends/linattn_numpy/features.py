@@ -180,10 +180,12 @@ def activated(spec: Pointwise, u: Floats, name: str) -> Floats:
     if spec.f.name == "relu":
         np.maximum(u, zeros(u.shape, u.dtype), out=weights)
     else:
-        high = np.maximum(u, zeros(u.shape, u.dtype), out=buffer(name + "_high", u.shape, u.dtype))
-        np.subtract(u, high, out=weights)
+        # exp(u) lies above u + 1 and, cut off at 1, below it where u is positive: the larger of the
+        # two is the function on both sides. A number takes less to add than to compare with.
+        linear = np.add(u, 1, out=buffer(name + "_linear", u.shape, u.dtype))
+        np.minimum(u, zeros(u.shape, u.dtype), out=weights)
         np.exp(weights, out=weights)
-        weights += high
+        np.maximum(weights, linear, out=weights)
     if spec.offset != 0.0:
         weights += spec.offset
     if spec.factor != 1.0:

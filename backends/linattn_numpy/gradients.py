@@ -22,7 +22,7 @@ from linattn_numpy.buffers import buffer
 from linattn_numpy.causal import above_diagonal, common_scale, split, sub_blocks
 from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place
-from linattn_numpy.products import product, transposed
+from linattn_numpy.products import leading, multiply, product, transposed, weighted_sum
 
 __all__ = [
     "exact_key_vjp",
@@ -180,7 +180,7 @@ def read_block_vjp(
         return NotImplemented
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
-    sums = _sum_to(np.matmul(transposed(weights), g1), suffix.kvz.shape[:-2])
+    sums = _sum_to(weighted_sum(weights, g1), suffix.kvz.shape[:-2])
     suffix = _added(suffix, sums, column, g1.shape[-2])
     return _to_tokens(query_spec, tokens.x, weights, read, None), suffix
 
@@ -220,7 +220,8 @@ def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) 
         np.exp(weights, out=weights)
     else:
         return NotImplemented
-    grad_v1 = np.matmul(weights, kvz)
+    shape = (*leading(weights.shape[:-2], kvz.shape[:-2]), *v1.shape[-2:])
+    grad_v1 = multiply(weights, kvz, np.empty(shape, v1.dtype))
     scaled = v1 if factor is None else v1 * factor
     if factor is not None:
         grad_v1 *= factor

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from benchmarks.peers import oracle
-from benchmarks.peers.limits import product_shapes
+from benchmarks.peers.limits import CAUSAL_BLOCK, product_shapes
 from benchmarks.peers.problem import Floats, Inputs, Prepared
 
 __all__ = ["EXPONENTIALS", "factors", "prepare"]
@@ -25,7 +25,7 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
         y = np.empty_like(x)
         return Prepared(lambda: np.exp(x, out=y), lambda: np.exp(x.astype(np.float64)))
     a, b = factors(kind, inputs)
-    product = np.empty((len(a), b.shape[1]), np.float32)
+    product = np.empty((*a.shape[:-1], b.shape[-1]), np.float32)
     return Prepared(
         lambda: np.matmul(a, b, out=product),
         lambda: a.astype(np.float64) @ b.astype(np.float64),
@@ -33,13 +33,18 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
 
 
 def factors(kind: str, inputs: Inputs) -> tuple[Floats, Floats]:
-    """Return two matrices to multiply; the sum over keys has its first one transposed."""
+    """Return two matrices to multiply; the sum over keys has its first one transposed.
+
+    Small products are one batch: its first axis.
+    """
     rows, inner, columns = product_shapes(inputs.sizes)[kind]
     rng = np.random.default_rng(0)
     if kind == "sum":
         a = rng.standard_normal((inner, rows), dtype=np.float32).T
     else:
         a = rng.standard_normal((rows, inner), dtype=np.float32)
+    if kind == "small":
+        a = a.reshape(-1, CAUSAL_BLOCK, inner)
     return a, rng.standard_normal((inner, columns), dtype=np.float32)
 
 

@@ -281,6 +281,9 @@ def _rate(kind: str, inputs: Inputs) -> Prepared:
         call = _without_gradients(lambda: torch.exp(x, out=y))
         return Prepared(call, lambda: np.exp(x.numpy().astype(np.float64)), _fetch)
     a, b = (torch.from_numpy(factor) for factor in factors(kind, inputs))
-    product = torch.empty(len(a), b.shape[1])
-    call = _without_gradients(lambda: torch.mm(a, b, out=product))
+    product = torch.empty(*a.shape[:-1], b.shape[-1])
+    if kind == "small":
+        call = _without_gradients(lambda: torch.bmm(a, b.expand(len(a), *b.shape), out=product))
+    else:
+        call = _without_gradients(lambda: torch.mm(a, b, out=product))
     return Prepared(call, lambda: np.asarray((a.double() @ b.double()).numpy()), _fetch)

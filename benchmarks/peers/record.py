@@ -180,15 +180,19 @@ class Record:
             return float(self.settings["exponentials"]) / timing.seconds
         return 2 * math.prod(product_shapes(self.sizes)[kind]) / timing.seconds
 
-    def limit_fraction(self, peer: str, kind: str, length: int) -> float | None:
+    def limit_fraction(
+        self, peer: str, kind: str, length: int, *, small: bool = False
+    ) -> float | None:
         """Return how much of the limit on one thread a peer of linattn reached.
 
         The median over rounds of what each gave by its own rates: a machine that is slower for a
-        while is so for the limit as well.
+        while is so for the limit as well. ``small``: products may be in small ones.
         """
         feature_map = PEERS[peer].feature_map
         timing = self.timing(peer, kind, length, 1)
         shapes = product_shapes(self.sizes)
+        if not small:
+            del shapes["small"]
         found = {name: self.timing("numpy-rates", name, length, 1) for name in (*shapes, "exp")}
         known = {name: rate for name, rate in found.items() if rate is not None}
         exp = known.pop("exp", None)

@@ -12,7 +12,7 @@ __all__ = ["ATTENTION", "DECODE", "GRADIENT", "PEERS", "RATES", "Peer"]
 ATTENTION = ("full", "causal")
 DECODE = ("decode",)
 GRADIENT = ("full gradient", "causal gradient")
-RATES = ("project", "sum", "read", "exp")
+RATES = ("project", "sum", "read", "small", "exp")
 
 
 class Peer(NamedTuple):

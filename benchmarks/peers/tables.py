@@ -31,6 +31,7 @@ def tables(record: Record) -> Iterator[Table]:
         *(_attention(record, length, t) for t in record.threads() for length in _lengths(record)),
         *(_gradient(record, n, t) for t in record.threads() for n in _lengths(record, GRADIENT)),
         *(_decode(record, t) for t in record.threads()),
+        _limits(record),
         _threads(record),
         _lengths_table(record),
         _memory(record),
@@ -121,10 +122,30 @@ def _attention(record: Record, length: int, threads: int) -> Table:
     if len(rows) > 1:
         notes = ["ratio: time over that of linattn FAVOR+, for elu+1 over that of linattn elu+1"]
         if any(row[3] or row[6] for row in rows[1:]):
-            notes.append("limit: how much of the machine's limit is reached")
+            notes.append("limit: how much of the machine's limit is reached, products as a whole")
         if threads == 1:
             notes += _disturbed(record, length, ATTENTION)
     return Table(f"{length:,} tokens, {_count(threads)}", rows, notes)
+
+
+def _limits(record: Record) -> Table:
+    """Tabulate shares of the limit with products as a whole and in small ones."""
+    rows = [["", "tokens", "full", "small", "causal", "small"]]
+    for name, peer in PEERS.items():
+        for length in _lengths(record):
+            shares = [
+                record.limit_fraction(name, kind, length, small=small)
+                for kind in ATTENTION
+                for small in (False, True)
+            ]
+            if any(shares):
+                shown = ["" if share is None else f"{100 * share:.0f} %" for share in shares]
+                rows.append([peer.label, f"{length:,}", *shown])
+    notes = [
+        "small: if products may be in batches of 32 tokens, for which this BLAS may have faster "
+        "kernels; on one thread"
+    ]
+    return Table("Share of the machine's limit", rows, notes)
 
 
 def _disturbed(record: Record, length: int, kinds: tuple[str, ...]) -> list[str]:
@@ -257,6 +278,7 @@ def _memory(record: Record) -> Table:
 def _rates(record: Record) -> Table:
     shapes = product_shapes(record.sizes)
     labels = [f"{a}x{b} by {b}x{c}" for a, b, c in shapes.values()]
+    labels[-1] = "in 32s"
     rows = [["", "tokens", *labels, "exp"]]
     for name in ("numpy-rates", "torch-rates"):
         for length in record.lengths("exp"):
