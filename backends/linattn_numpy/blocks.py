@@ -78,10 +78,12 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
         some = v1[..., rows, :]
         if shares is not None:
             some = weighted(some, shares[..., rows, :])
+        added = weighted_sum(weights, some[..., None, :, :])
+        added = added.reshape(*added.shape[:-3], -1, added.shape[-1])
         if rows.start == 0:
-            kvz = weighted_sum(weights, some)
+            kvz = added
         else:
-            kvz += weighted_sum(weights, some)
+            kvz += added
         if lost:
             largest = max(largest, float(weights.max()))
     z, (least, most) = kvz[..., -1], COLUMN_SUMS[kvz.itemsize]
@@ -146,9 +148,14 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     nd = np.zeros(())
     for rows, weights in features(query_spec, tokens.x, "query"):
         if rows.start == 0:
-            lead = leading(weights.shape[:-2], kvz.shape[:-2])
+            lead = leading(weights.shape[:-3], kvz.shape[:-2])
             nd = buffer("nd", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
-        multiply(weights, kvz, nd[..., rows, :])
+        halves, r = weights.shape[-3], weights.shape[-1]
+        if halves == 1:
+            multiply(weights[..., 0, :, :], kvz, nd[..., rows, :])
+        else:
+            columns = kvz.reshape(*kvz.shape[:-2], halves, r, kvz.shape[-1])
+            np.add.reduce(product(weights, columns, "halves"), axis=-3, out=nd[..., rows, :])
     floor = floor_of(nd.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, LEAST_READ[nd.itemsize])
     if not (nd[..., -1].min() >= floor and all_finite(nd)):

@@ -58,25 +58,29 @@ class Plain(NamedTuple):
 
 
 def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tuple[slice, Floats]]:
-    """Weights of a block, some rows at a time: they are still in cache when they are multiplied."""
-    lead, m = x.shape[:-2], x.shape[-1]
+    """Weights of a block, some rows at a time: they are still in cache when they are multiplied.
+
+    They are ``(..., h, n, m / h)``, where a paired map has its halves, h = 2, apart: what is done
+    to whole arrays takes half of what it takes on parts of their rows. (For causal attention the
+    two products for one take what this gains.)
+    """
+    lead, r = x.shape[:-2], x.shape[-1]
     if not isinstance(spec.P, float):
-        lead, m = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-    paired = isinstance(spec, Exponential) and spec.paired
-    n, count = x.shape[-2], prod(lead)
+        lead, r = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
+    halves = 2 if isinstance(spec, Exponential) and spec.paired else 1
     numbers = CACHE_NUMBERS if isinstance(spec, Exponential) else POINTWISE_NUMBERS
-    size = max(1, numbers // ((2 * m if paired else m) * count))
-    if isinstance(spec, Exponential) and not paired and count == 1:
-        u = buffer(name, (*lead, min(size, n), m), x.dtype)
-        for start in range(0, n, size):
-            rows = slice(start, min(start + size, n))
-            some = u[..., : rows.stop - start, :]
-            multiply(x[..., rows, :], spec.P, some)
-            yield rows, np.exp(some, out=some)
-        return
+    n, size = x.shape[-2], max(1, numbers // (halves * r * prod(lead)))
     for start in range(0, n, size):
         rows = slice(start, min(start + size, n))
-        yield rows, natural(spec, x[..., rows, :], name)
+        some = x[..., rows, :]
+        if isinstance(spec, Pointwise) or halves == 1:
+            yield rows, natural(spec, some, name)[..., None, :, :]
+            continue
+        weights = buffer(name, (*lead, 2, rows.stop - start, r), x.dtype)
+        u = multiply(some, spec.P, weights[..., 0, :, :])
+        np.exp(u, out=u)
+        np.divide(1.0, u, out=weights[..., 1, :, :])
+        yield rows, weights
 
 
 def natural(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 class Budget(NamedTuple):
     """What a run may take.
 
-    ``bytes`` is for the inputs of all children of a length and the workspace of one; a call that
+    ``bytes`` is for the inputs of all children that take turns and the workspace of one; a call that
     would take longer than ``call_seconds`` by what a shorter one took is left out; a turn of a
     child in a round is about ``turn_seconds`` long.
     """
@@ -112,7 +112,8 @@ class Runner:
             for kind in kinds
             if kind in wanted and not (kind in DECODE and threads > self._fewest)
         ]
-        ready = [cell for cell in cells if self._prepare(sizes, cell)]
+        children = len({(cell.peer, cell.threads) for cell in cells})
+        ready = [cell for cell in cells if self._prepare(sizes, cell, children)]
         rounds: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in ready}
         for turn in range(self._budget.rounds):
             for place in order(len(ready), turn):
@@ -166,8 +167,8 @@ class Runner:
         with closing(Child(cell.peer, cell.threads, self._cores)) as child:
             return int(child.ask("memory", cell.kind, sizes, cell.length, method))
 
-    def _prepare(self, sizes: Sizes, cell: Cell) -> bool:
-        reason = self._too_large(sizes, cell, len(self._children)) or self._too_slow(cell)
+    def _prepare(self, sizes: Sizes, cell: Cell, children: int) -> bool:
+        reason = self._too_large(sizes, cell, children) or self._too_slow(cell)
         if not reason:
             try:
                 self._child(cell).ask("prepare", cell.kind, sizes, cell.length)
