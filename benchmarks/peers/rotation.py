@@ -28,9 +28,9 @@ Say = Callable[[str], None]
 class Budget(NamedTuple):
     """What a run may take.
 
-    ``bytes`` is for the inputs of all children that take turns and the workspace of one; a call that
-    would take longer than ``call_seconds`` by what a shorter one took is left out; a turn of a
-    child in a round is about ``turn_seconds`` long.
+    ``bytes`` is for the inputs of all children that take turns and the workspace of one; a call
+    that would take longer than ``call_seconds`` by what a shorter one took is left out; a turn of
+    a child in a round is about ``turn_seconds`` long.
     """
 
     bytes: float
