@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from linattn.typing import Assigned, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
-from linattn_numpy.features import column_logs, features, is_simple, row_log, row_term, shifted_log
+from linattn_numpy.features import column_logs, features, is_known, row_log, row_term, shifted_log
 from linattn_numpy.limits import (
     AHEAD,
     LEAST_READ,
@@ -63,7 +63,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, v1)
         return NotImplemented if sums is None else _merged(state, *sums, v1.shape[-2])
-    if not isinstance(key_spec, Exponential) and not is_simple(key_spec):
+    if not is_known(key_spec):
         return NotImplemented
     c, row, shares = column_logs(key_spec, v1.dtype), row_term(key_spec, tokens), None
     lost = False
@@ -135,7 +135,7 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     """Read the state with a block of queries."""
     if 0 in tokens.x.shape:
         return NotImplemented
-    if not isinstance(query_spec, Exponential) and not is_simple(query_spec):
+    if not is_known(query_spec):
         return NotImplemented
     c = state.log_scale + column_logs(query_spec, state.kvz.dtype)
     top = c.max(axis=-1, keepdims=True)

@@ -1,8 +1,9 @@
 """Causal attention of a block in place.
 
-A block is *plain* if its exponents lie within ``+-REACH``: its features are made and used a piece
-at a time, on one scale with its state, and it is checked here by the rule of the driver, on the
-scale of its largest product. Refused, it is done again shifted, and the driver checks that.
+A block is *plain* if its exponents lie within ``+-REACH``, or if the norms of its queries bound
+theirs: its features are made and used a piece at a time, on one scale with its state, and it is
+checked here by the rule of the driver, on the scale of its largest product. Refused, it is done
+again shifted, and the driver checks that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ NEAR = {4: 20.0, 8: 80.0}
 """Column logs of a state that differ by no more than this may share one scale."""
 
 MOST_KNOWN = {4: 50.0, 8: 300.0}
-"""Exponents are not looked at if those of queries are known to be no larger, by bytes a number."""
+"""Where those of queries are known to be no larger, exponents are not looked at: 4 % of the time.
+
+By bytes a number.
+"""
 
 CACHE_NUMBERS = 1 << 17
 """Features of each side made at once: in pieces of half the size causal attention takes 3 % longer.

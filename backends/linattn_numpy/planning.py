@@ -24,6 +24,9 @@ PIECEMEAL_NUMBERS = 2048 * 256
 Half of that takes 2 % longer, causal or not: what Python does for a block finds cold caches.
 """
 
+MOST_ROWS = 2048
+"""Tokens in a block, however narrow its features are."""
+
 PARALLEL_FLOPS = 2e8
 """Below this much work, two threads may take longer than one: elu + 1 of 8 heads of 512 tokens."""
 
@@ -35,12 +38,14 @@ def plan(problem: Problem) -> Plan:
     threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
     segments = threads if len(tasks) == 1 and _is_long(problem, block) else 1
     do = partial(run, min(threads, max(len(tasks), segments)))
-    backward = (
-        None
-        if problem.num_features == 0
-        else min(block, _rows(problem, BLOCK_NUMBERS // _sides(problem)))
-    )
-    return Plan(block, tasks, do, segments, backward)
+    return Plan(block, tasks, do, segments, _backward_size(problem, block))
+
+
+def _backward_size(problem: Problem, block: int) -> int | None:
+    if problem.num_features == 0:
+        return None
+    sides = _sides(problem)
+    return min(block, _rows(problem, BLOCK_NUMBERS // sides, MOST_ROWS // sides))
 
 
 def _is_long(problem: Problem, block: int) -> bool:
@@ -65,13 +70,13 @@ def _block_size(problem: Problem) -> int:
         # Quadratic in the block.
         return 256
     if problem.is_causal and not (is_known(problem.query_spec) and is_known(problem.key_spec)):
-        return _rows(problem, BLOCK_NUMBERS // 2)
-    return _rows(problem, PIECEMEAL_NUMBERS)
+        return _rows(problem, BLOCK_NUMBERS // 2, MOST_ROWS // 2)
+    return _rows(problem, PIECEMEAL_NUMBERS, MOST_ROWS)
 
 
-def _rows(problem: Problem, numbers: int) -> int:
+def _rows(problem: Problem, numbers: int, most: int) -> int:
     """Tokens a block, by the numbers that its features may be."""
-    return max(128, min(numbers // problem.num_features, 2048))
+    return max(128, min(numbers // problem.num_features, most))
 
 
 def _sides(problem: Problem) -> int:
