@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linattn_numpy import products
+from linattn_numpy.blas import blas
 
 SMALL = 4_000
 """Small enough that small inputs are cut too."""
@@ -88,5 +90,24 @@ def test_large_products_are_cut(cut: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert (largest <= SMALL) == cut
 
 
-def test_it_is_known_whether_small_products_are_fast() -> None:
-    assert isinstance(products.likes_small(), bool)
+@pytest.mark.parametrize(
+    ("name", "kernels", "target", "wanted"),
+    [
+        ("scipy-openblas", "SkylakeX", "X86_V3", True),
+        ("openblas", "Haswell", "X86_V4", False),
+        ("openblas", None, "X86_V4", True),
+        ("openblas", None, "AVX512_SKX", True),
+        ("openblas", None, "AVX2", False),
+        ("mkl", "SkylakeX", "X86_V4", False),
+    ],
+)
+def test_where_small_products_are_fast(
+    name: str, kernels: str | None, target: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"Build Dependencies": {"blas": {"name": name}}}
+    monkeypatch.setattr(np, "show_config", lambda mode: config)
+    info = {"exp": {"ff": {"current": target}}}
+    monkeypatch.setattr(np.lib.introspect, "opt_func_info", lambda *_: info)
+    controller = SimpleNamespace(info=lambda: [{"architecture": kernels}]) if kernels else None
+    monkeypatch.setattr(blas, "controller", lambda: controller)
+    assert products.likes_small.__wrapped__() == wanted

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn_numpy.blas import blas
 from linattn_numpy.buffers import buffer
 
 __all__ = [
@@ -38,17 +39,29 @@ LEAST_TOKENS = 64
 """Tokens of a sum that is cut, and of a part of it."""
 
 
+KERNELS = ("skylakex", "cooperlake", "sapphirerapids")
+"""Names of OpenBLAS's sets of kernels for AVX-512."""
+
+
 @cache
 def likes_small() -> bool:
-    """Whether NumPy's matrix products are those of OpenBLAS on a processor with AVX-512."""
+    """Whether NumPy's matrix products are those of OpenBLAS with its kernels for AVX-512.
+
+    threadpoolctl knows which set is in use; without it, it is what the processor allows.
+    """
     try:
         dependencies: Any = np.show_config(mode="dicts")["Build Dependencies"]
-        is_openblas = "openblas" in dependencies["blas"]["name"].lower()
+        if "openblas" not in dependencies["blas"]["name"].lower():
+            return False
+        controller = blas.controller()
+        if controller is not None:
+            names = [library.get("architecture") or "" for library in controller.info()]
+            return any(name.lower() in KERNELS for name in names)
         exp = np.lib.introspect.opt_func_info("^exp$", "float32")["exp"]
     except (AttributeError, KeyError, TypeError):
         return False
     targets = [found["current"] for found in exp.values()]
-    return is_openblas and any(name == "X86_V4" or "AVX512" in name for name in targets)
+    return any(name == "X86_V4" or "AVX512" in name for name in targets)
 
 
 def transposed(x: Floats) -> Floats:
