@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import above_diagonal, split, sub_blocks
+from linattn_numpy.causal import split, sub_blocks
 from linattn_numpy.gradients import (
     _known,
     _plain_scale,
     _to_tokens,
     _turned,
+    above_diagonal,
 )
 from linattn_numpy.limits import AHEAD, all_finite
 from linattn_numpy.products import product, transposed

@@ -18,6 +18,7 @@ from linattn_numpy.limits import LOWEST, in_place
 from linattn_numpy.products import leading, multiply
 
 __all__ = [
+    "CACHE_NUMBERS",
     "Plain",
     "activated",
     "column_logs",
@@ -36,7 +37,10 @@ __all__ = [
 Floats = NDArray[Any]
 
 CACHE_NUMBERS = 1 << 17
-"""Exponentials made at once: half a MB of float32, which a second-level cache holds."""
+"""Exponentials of a side made at once: half a MB of float32, which a second-level cache holds.
+
+Causal attention takes 3 % longer in pieces of half the size.
+"""
 
 POINTWISE_NUMBERS = 1 << 18
 """Other features made at once: in two pieces elu + 1 takes 2 % longer."""
@@ -86,7 +90,7 @@ def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tu
 def natural(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
     """Weights of some rows on their natural scale: what is beyond the range is inf or 0."""
     if isinstance(spec, Exponential):
-        return _exponentiated(spec, _exponents(spec, x, name), name)
+        return _exponentiated(spec, _project(x, spec.P, name), name)
     return activated(spec, inputs(spec, x, name), name)
 
 
@@ -102,7 +106,7 @@ def largest_exponent(spec: Spec | Exact, x: Floats) -> float:
 def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
     """Weights of a block, or None where it needs a shift or generic code."""
     if isinstance(spec, Exponential):
-        u = _exponents(spec, x, name)
+        u = _project(x, spec.P, name)
         reach = max(float(u.max()), -float(u.min()))
         if not reach <= REACH[u.itemsize]:
             return None
@@ -119,11 +123,6 @@ def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
     weights = activated(spec, u, name)
     highest = max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor)
     return Plain(weights, np.zeros(weights.shape[-1], weights.dtype), float(np.log(highest)))
-
-
-def _exponents(spec: Exponential, x: Floats, name: str) -> Floats:
-    """Return ``x P`` in a buffer, for one sign of a paired map."""
-    return _project(x, spec.P, name)
 
 
 def _project(x: Floats, P: Floats, name: str) -> Floats:
@@ -220,7 +219,7 @@ def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
 
 def shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
-    u = _exponents(spec, tokens.x, name)
+    u = _project(tokens.x, spec.P, name)
     if spec.paired:
         r = u.shape[-1]
         both = buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)

@@ -11,6 +11,7 @@ of a query: the largest product of scales times the smallest normal number, once
 
 from __future__ import annotations
 
+from functools import cache
 from math import log, prod
 from typing import Any, NamedTuple
 
@@ -19,12 +20,13 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import above_diagonal, common_scale, split, sub_blocks
+from linattn_numpy.causal import common_scale, split, sub_blocks
 from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place
 from linattn_numpy.products import leading, multiply, product, transposed, weighted_sum
 
 __all__ = [
+    "above_diagonal",
     "exact_key_vjp",
     "exact_query_vjp",
     "read_block_vjp",
@@ -474,6 +476,12 @@ def _shifted_suffix(
 
 
 # Triangles --------------------------------------------------------------------------------------
+
+
+@cache
+def above_diagonal(size: int) -> NDArray[np.bool_]:
+    """Pairs of a later key and an earlier query of a sub-block."""
+    return np.triu(np.ones((size, size), dtype=bool), 1)
 
 
 def _turned(states: Floats) -> Floats:

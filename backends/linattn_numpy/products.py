@@ -69,9 +69,12 @@ def transposed(x: Floats) -> Floats:
     return np.swapaxes(x, -1, -2)
 
 
-def leading(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+def leading(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
     """Broadcast leading axes; NumPy's own function takes 4 us where they are alike."""
-    return first if first == second or not second else np.broadcast_shapes(first, second)
+    for shape in others:
+        if shape and shape != first:
+            first = np.broadcast_shapes(first, shape)
+    return first
 
 
 def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
