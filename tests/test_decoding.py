@@ -12,20 +12,33 @@ import linattn
 from linattn import reference
 from linattn.feature_maps import (
     ActivationFeatures,
+    DenseExponentialFeatures,
     EluFeatures,
+    HedgehogFeatures,
     HyperbolicFeatures,
     PositiveFeatures,
     ReluFeatures,
     TaylorFeatures,
 )
 from linattn_numpy.decoding import PENDING, Stepper
+from linattn_numpy.limits import AHEAD
 
 D, E = 8, 5
+rng = np.random.default_rng(11)
 MAPS = {
     "positive": PositiveFeatures(D, 24, rng=0),
     "hyperbolic": HyperbolicFeatures(D, 32, rng=0),
     "per-head": PositiveFeatures.from_projection(
         np.random.default_rng(7).standard_normal((2, 20, D))
+    ),
+    "two sides": HedgehogFeatures(
+        0.3 * rng.standard_normal((20, D)), key_weights=0.3 * rng.standard_normal((20, D))
+    ),
+    "two sides, per-head": HedgehogFeatures(
+        0.3 * rng.standard_normal((2, 20, D)), key_weights=0.3 * rng.standard_normal((2, 20, D))
+    ),
+    "curved": DenseExponentialFeatures(
+        D, 24, A=np.full(D, 0.05), transform=np.eye(D) + 0.1 * rng.standard_normal((D, D)), rng=0
     ),
     "activation": ActivationFeatures(D, 24, rng=0),
     "elu": EluFeatures(),
@@ -59,10 +72,65 @@ def test_a_stream_that_nobody_looks_at(name):
     assert decoder.state.length == 3 * PENDING + 7
 
 
+@pytest.mark.parametrize("lead", [(), (3,), (3, 2)])
+def test_any_number_of_leading_axes(lead):
+    phi = MAPS["positive"]
+    draw = np.random.default_rng(5)
+    query, key = draw.standard_normal((2, *lead, PENDING + 5, D))
+    value = draw.standard_normal((*lead, PENDING + 5, E))
+    state = linattn.init_state(phi, E, batch_shape=lead, like=key)
+    decoder = linattn.Decoder(phi, state)
+    want = reference.kernel_attention(query, key, value, phi, is_causal=True)
+    for t in range(PENDING + 5):
+        token = query[..., t, :], key[..., t, :], value[..., t, :]
+        out, state = linattn.decode_step(*token, state, phi)
+        np.testing.assert_allclose(out, want[..., t, :], rtol=0, atol=1e-12)
+        out = decoder.step(*token)
+        np.testing.assert_allclose(out, want[..., t, :], rtol=0, atol=1e-12)
+    assert isinstance(decoder._stepper, Stepper)
+
+
+def test_steps_of_several_streams_in_turn():
+    """What is kept from one functional step to the next is of its own kind and scale only."""
+    query, key, value = tokens(6)
+    empty = {
+        name: linattn.init_state(phi, E, batch_shape=(2,), like=key) for name, phi in MAPS.items()
+    }
+    states = {(name, factor): empty[name] for name in MAPS for factor in (3.0, 0.5)}
+    for t in range(6):
+        for name, factor in states:
+            token = query[:, t], factor * key[:, t], value[:, t]
+            out, after = linattn.decode_step(*token, states[name, factor], MAPS[name])
+            states[name, factor] = after
+            seen = factor * key[:, : t + 1], value[:, : t + 1]
+            want = reference.kernel_attention(query[:, t : t + 1], *seen, MAPS[name])
+            np.testing.assert_allclose(out, want[:, 0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+def test_a_high_key_that_cannot_be_read_spoils_nothing(name):
+    """The state was put on its scale; it goes back to where it was."""
+    phi = MAPS[name]
+    query, key, value = tokens(12)
+    key[:, :6] *= 6
+    bad = value[:, 6].copy()
+    bad[1, 2] = np.nan
+    _, decoder = stream(phi, query[:, :6], key[:, :6], value[:, :6])
+    stepper = decoder._stepper
+    before = stepper.state
+    assert stepper.step(query[:, 6], key[:, 6], bad) is None
+    for was, now in zip(before, stepper.state, strict=True):
+        np.testing.assert_array_equal(was, now)
+    out, _ = stream(phi, query[:, 6:], key[:, 6:], value[:, 6:], decoder)
+    want = reference.kernel_attention(query, key, value, phi, is_causal=True)
+    np.testing.assert_allclose(out, want[:, 6:], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["positive", "hyperbolic"])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_scales_that_jump(name, dtype):
     query, key, value = tokens(90, dtype=dtype)
+    key[:, :10] *= 6
     key[:, 20:25] *= 6
     key[:, 50:] *= 0.1
     key[:, 70:] *= 40
@@ -72,6 +140,7 @@ def test_scales_that_jump(name, dtype):
     tolerance = {np.float64: 1e-11, np.float32: 3e-5}[dtype]
     np.testing.assert_allclose(out, want, rtol=0, atol=tolerance)
     assert isinstance(decoder._stepper, Stepper)
+    assert decoder._stepper._waiting.max() <= np.exp(AHEAD)
 
 
 @pytest.mark.parametrize("factor", [1e3, -1e3])
