@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from linattn.typing import Exponential, Partial, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
-    CACHE_NUMBERS,
     column_logs,
     is_known,
     largest_exponent,
@@ -41,6 +40,12 @@ __all__ = [
 
 Floats = NDArray[Any]
 
+
+CACHE_NUMBERS = 1 << 17
+"""Features of a side made at once: half a MB of float32, which a second-level cache holds.
+
+In halves it takes 3 % longer.
+"""
 
 NEAR = {4: 20.0, 8: 80.0}
 """Column logs of a state that differ by no more than this may share one scale."""

@@ -18,7 +18,6 @@ from linattn_numpy.limits import LOWEST, in_place
 from linattn_numpy.products import leading, multiply
 
 __all__ = [
-    "CACHE_NUMBERS",
     "Plain",
     "activated",
     "column_logs",
@@ -36,14 +35,8 @@ __all__ = [
 
 Floats = NDArray[Any]
 
-CACHE_NUMBERS = 1 << 17
-"""Exponentials of a side made at once: half a MB of float32, which a second-level cache holds.
-
-Causal attention takes 3 % longer in pieces of half the size.
-"""
-
-POINTWISE_NUMBERS = 1 << 18
-"""Other features made at once: in two pieces elu + 1 takes 2 % longer."""
+PIECE_NUMBERS = 1 << 18
+"""Features of a side made at once: 1 MB of float32. In halves full attention takes 1 % longer."""
 
 REACH = {4: 30.0, 8: 300.0}
 """Exponents of a causal block up to this size need no shift; the range is about 3 REACH."""
@@ -72,8 +65,7 @@ def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tu
     if not isinstance(spec.P, float):
         lead, r = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
     halves = 2 if isinstance(spec, Exponential) and spec.paired else 1
-    numbers = CACHE_NUMBERS if isinstance(spec, Exponential) else POINTWISE_NUMBERS
-    n, size = x.shape[-2], max(1, numbers // (halves * r * prod(lead)))
+    n, size = x.shape[-2], max(1, PIECE_NUMBERS // (halves * r * prod(lead)))
     for start in range(0, n, size):
         rows = slice(start, min(start + size, n))
         some = x[..., rows, :]
@@ -183,12 +175,14 @@ def activated(spec: Pointwise, u: Floats, name: str) -> Floats:
     if spec.f.name == "relu":
         np.maximum(u, zeros(u.shape, u.dtype), out=weights)
     else:
-        # exp(u) lies above u + 1 and, cut off at 1, below it where u is positive: the larger of the
-        # two is the function on both sides. A number takes less to add than to compare with.
-        linear = np.add(u, 1, out=buffer(name + "_linear", u.shape, u.dtype))
-        np.minimum(u, zeros(u.shape, u.dtype), out=weights)
-        np.exp(weights, out=weights)
-        np.maximum(weights, linear, out=weights)
+        # exp(u) lies above u + 1, and below 1 where u is negative: the smaller of exp(u) and
+        # max(u, 0) + 1 is the function on both sides, even if exp(u) is inf. It comes first,
+        # because it computes while u comes from memory: 4 % less for elu + 1 than the other way.
+        np.exp(u, out=weights)
+        linear = buffer(name + "_linear", u.shape, u.dtype)
+        np.maximum(u, zeros(u.shape, u.dtype), out=linear)
+        np.add(linear, 1, out=linear)
+        np.minimum(weights, linear, out=weights)
     if spec.offset != 0.0:
         weights += spec.offset
     if spec.factor != 1.0:
