@@ -159,8 +159,13 @@ def update(problem: Problem, state: State, block_size: int) -> State:
     reduce_block = _dispatch.block_function("reduce_block", problem.xp)
     start = state.length
     for rows in blocks(problem.key.shape[-2], block_size):
-        tokens = token_block(problem, "key", rows, start)
-        state = reduce_block(problem.key_spec, tokens, passing_v1_block(problem, rows), state)
+        # No name holds a block while the next is made, here and below.
+        state = reduce_block(
+            problem.key_spec,
+            token_block(problem, "key", rows, start),
+            passing_v1_block(problem, rows),
+            state,
+        )
     return state
 
 
@@ -178,9 +183,11 @@ def _read(
     read_block = _dispatch.block_function("read_block", problem.xp)
     query_spec, seen = reading(problem, state)
     for rows in blocks(problem.query.shape[-2], block_size):
-        tokens = token_block(problem, "query", rows, start)
-        part = read_block(query_spec, tokens, seen, problem.want_log)
+        part = read_block(
+            query_spec, token_block(problem, "query", rows, start), seen, problem.want_log
+        )
         put(task, rows, guarded(part) if isinstance(problem.query_spec, Corrected) else part)
+        del part
 
 
 def _walk_causal(
@@ -202,10 +209,15 @@ def _scan(
     for rows in blocks(problem.query.shape[-2], block_size):
         if offer is not None:
             offer(task, rows.start, state)
-        query = token_block(problem, "query", rows, start)
-        key = token_block(problem, "key", rows, start)
-        part, state = _causal_block(problem, query, key, passing_v1_block(problem, rows), state)
+        part, state = _causal_block(
+            problem,
+            token_block(problem, "query", rows, start),
+            token_block(problem, "key", rows, start),
+            passing_v1_block(problem, rows),
+            state,
+        )
         put(task, rows, part)
+        del part
     return state
 
 

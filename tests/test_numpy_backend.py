@@ -158,6 +158,8 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
     want = linattn.linear_attention(query, key, value, phi, **options)
     monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
     monkeypatch.setattr(planning, "_tasks", lambda problem, block: [()])
+    monkeypatch.setattr(planning, "LONG", 1)
+    monkeypatch.setattr(planning, "LONG_CAUSAL", 1)
     cut = []
     inner = folds._in_segments
 
@@ -175,6 +177,27 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
     agree(*true)
     if len(want) == 3:
         np.testing.assert_allclose(found[2], want[2], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [4096, 5000])
+def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    seen = []
+    inner = folds._segments
+
+    def spy(*args):
+        seen.append([rows.stop - rows.start for rows in inner(*args)])
+        return inner(*args)
+
+    monkeypatch.setattr(folds, "_segments", spy)
+    query, key, value = inputs(length, heads=())
+    phi = PositiveFeatures(D, 24, rng=0)
+    with linattn.config(num_threads=1):
+        want = linattn.linear_attention(query, key, value, phi)
+    assert not seen
+    with linattn.config(num_threads=2):
+        agree(linattn.linear_attention(query, key, value, phi), want)
+    assert seen == 2 * [{4096: [2048, 2048], 5000: [2560, 2440]}[length]]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

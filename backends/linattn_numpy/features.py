@@ -38,6 +38,9 @@ Floats = NDArray[Any]
 PIECE_NUMBERS = 1 << 18
 """Features of a side made at once: 1 MB of float32. In halves full attention takes 1 % longer."""
 
+FEW_ROWS = 32
+"""Products of fewer rows are worth a copy that makes one of many."""
+
 REACH = {4: 30.0, 8: 300.0}
 """Exponents of a causal block up to this size need no shift; the range is about 3 REACH."""
 
@@ -118,10 +121,15 @@ def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
 
 
 def _project(x: Floats, P: Floats, name: str) -> Floats:
-    """Return ``x P`` in a buffer; blocks that share their P are one product, not one each."""
+    """Return ``x P`` in a buffer; blocks that share their P are one product, not one each.
+
+    Where they do not lie side by side, one product would take a copy, which long ones do not need.
+    """
     lead = leading(x.shape[:-2], P.shape[:-2])
     u = buffer(name, (*lead, x.shape[-2], P.shape[-1]), x.dtype)
     out = u
+    if x.shape[-2] >= FEW_ROWS and not x.flags.c_contiguous:
+        return multiply(x, P, out)
     while x.ndim > 2 and P.ndim > 2 and P.shape[-3] == 1:
         x, out = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, out))
         P = P[..., 0, :, :]

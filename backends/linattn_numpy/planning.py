@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import prod
 
-from linattn.typing import ColumnMeans, Exact, Index, Plan, Problem
+from linattn.typing import ColumnMeans, Exact, Index, Plan, Pointwise, Problem
 from linattn_numpy.blas import blas
 from linattn_numpy.features import is_known
 from linattn_numpy.threads import run
@@ -18,14 +18,23 @@ __all__ = ["plan"]
 BLOCK_NUMBERS = 1024 * 256
 """Numbers in a block of features of each side that are all there at once: 1 MB in float32."""
 
-PIECEMEAL_NUMBERS = 2048 * 256
-"""The same where they are made and used some at a time.
-
-Half of that takes 2 % longer, causal or not: what Python does for a block finds cold caches.
-"""
-
 MOST_ROWS = 2048
 """Tokens in a block, however narrow its features are."""
+
+PIECEMEAL_NUMBERS, MOST_PIECEMEAL_ROWS = 4 * BLOCK_NUMBERS, 2 * MOST_ROWS
+"""The same where features are made and used some at a time.
+
+Half of that takes 2 to 4 % longer on one thread and 4 to 11 % on two, who wait for each other where
+Python does something for a block.
+"""
+
+LONG, LONG_CAUSAL = 4096, 16384
+"""Tokens of a single task that is cut along the sequence where there are threads for its parts.
+
+One head of 256 columns on two threads took 0.73 of the time of one at 4,096 tokens and 0.60 at
+16,384. In a causal one all keys but the last segment's are looked at twice: 0.97 at 4,096, 0.93 to
+1.16 between and 0.83 at 16,384.
+"""
 
 PARALLEL_FLOPS = 2e8
 """Below this much work, two threads may take longer than one: elu + 1 of 8 heads of 512 tokens."""
@@ -36,7 +45,9 @@ def plan(problem: Problem) -> Plan:
     block = problem.chunk_size or _block_size(problem)
     tasks = _tasks(problem, block)
     threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
-    segments = threads if len(tasks) == 1 and _is_long(problem, block) else 1
+    segments = threads if len(tasks) == 1 and _is_long(problem) else 1
+    if segments > 1 and problem.chunk_size is None:
+        block = min(block, _share(problem, segments))
     do = partial(run, min(threads, max(len(tasks), segments)))
     return Plan(block, tasks, do, segments, _backward_size(problem, block))
 
@@ -48,16 +59,20 @@ def _backward_size(problem: Problem, block: int) -> int | None:
     return min(block, _rows(problem, BLOCK_NUMBERS // sides, MOST_ROWS // sides))
 
 
-def _is_long(problem: Problem, block: int) -> bool:
-    """Whether a single task is worth cutting along the sequence.
-
-    In a causal one all keys but the last segment's are looked at twice: two threads took 0.91 to
-    0.94 of the time of one at 4,096 tokens, and 0.83 to 0.98 at 16,384.
-    """
+def _is_long(problem: Problem) -> bool:
+    """Whether a single task is worth cutting along the sequence."""
     if isinstance(problem.query_spec, Exact):
         return False
-    longest = max(problem.query.shape[-2], problem.key.shape[-2])
-    return int(longest) >= (8 if problem.is_causal else 2) * block
+    return _longest(problem) >= (LONG_CAUSAL if problem.is_causal else LONG)
+
+
+def _longest(problem: Problem) -> int:
+    return max(int(problem.query.shape[-2]), int(problem.key.shape[-2]))
+
+
+def _share(problem: Problem, segments: int) -> int:
+    """Tokens of a segment, which is of whole blocks: a multiple of 512, of whole pieces."""
+    return 512 * -(-_longest(problem) // (512 * segments))
 
 
 def _block_size(problem: Problem) -> int:
@@ -71,7 +86,10 @@ def _block_size(problem: Problem) -> int:
         return 256
     if problem.is_causal and not (is_known(problem.query_spec) and is_known(problem.key_spec)):
         return _rows(problem, BLOCK_NUMBERS // 2, MOST_ROWS // 2)
-    return _rows(problem, PIECEMEAL_NUMBERS, MOST_ROWS)
+    if not problem.is_causal and isinstance(problem.key_spec, Pointwise):
+        # Two heads of so many tokens take 6 % less than one of twice as many.
+        return _rows(problem, PIECEMEAL_NUMBERS, MOST_ROWS)
+    return _rows(problem, PIECEMEAL_NUMBERS, MOST_PIECEMEAL_ROWS)
 
 
 def _rows(problem: Problem, numbers: int, most: int) -> int:
@@ -90,7 +108,7 @@ def _tasks(problem: Problem, block: int) -> Sequence[Index]:
         return [()]
     if 0 in lead:
         return []
-    longest = max(problem.query.shape[-2], problem.key.shape[-2], 1)
+    longest = max(1, _longest(problem))
     width = problem.num_features or longest
     group = max(1, BLOCK_NUMBERS // _sides(problem) // (width * min(longest, block)))
     if prod(lead) <= group and max(lead[:-1], default=1) == 1:
