@@ -292,8 +292,8 @@ def test_limit_fraction_goes_by_the_rates_of_its_round():
     assert record.limit_fraction("linattn-favor", "full", 64) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(("estimate", "calls"), [(BURST / 10, 1 + 10 * 4), (BURST * 3, 1 + 1)])
-def test_short_calls_are_timed_in_bursts_after_one_that_is_not(estimate, calls):
+@pytest.mark.parametrize(("estimate", "calls"), [(BURST / 10, 20 + 10 * 4), (BURST * 3, 1 + 1)])
+def test_short_calls_are_timed_in_bursts_after_some_that_are_not(estimate, calls):
     worker, made = Worker("numpy-rates", 1), []
     worker._prepared["exp"] = Prepared(lambda: made.append(0), lambda: np.zeros(1))
     worker._estimates["exp"] = estimate

@@ -96,9 +96,7 @@ class Worker:
         call, estimate = self._prepared[kind].call, self._estimates[kind]
         repeats = max(1, round(BURST / estimate))
         bursts = max(1, int(seconds / (repeats * estimate)))
-        warm = perf_counter() + WARM
-        call()
-        while perf_counter() < warm:
+        for _ in range(max(1, round(WARM / estimate))):
             call()
         started, computed = perf_counter(), process_time()
         taken = [_seconds(call, repeats) for _ in range(bursts)]
