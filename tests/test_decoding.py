@@ -108,8 +108,12 @@ def test_steps_of_several_streams_in_turn():
 
 
 @pytest.mark.parametrize("name", ["positive", "hyperbolic"])
-def test_a_high_key_that_cannot_be_read_spoils_nothing(name):
+def test_a_high_key_that_cannot_be_read_spoils_nothing(name, monkeypatch):
     """The state was put on its scale; it goes back to where it was."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
     phi = MAPS[name]
     query, key, value = tokens(12)
     key[:, :6] *= 6
@@ -119,6 +123,12 @@ def test_a_high_key_that_cannot_be_read_spoils_nothing(name):
     stepper = decoder._stepper
     before = stepper.state
     assert stepper.step(query[:, 6], key[:, 6], bad) is None
+    for was, now in zip(before, stepper.state, strict=True):
+        np.testing.assert_array_equal(was, now)
+    monkeypatch.setattr(stepper, "_added_and_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.step(query[:, 6], key[:, 6], value[:, 6])
+    monkeypatch.undo()
     for was, now in zip(before, stepper.state, strict=True):
         np.testing.assert_array_equal(was, now)
     out, _ = stream(phi, query[:, 6:], key[:, 6:], value[:, 6:], decoder)

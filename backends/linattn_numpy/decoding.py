@@ -336,39 +336,44 @@ class Stepper:
 
     def step(self, query: Floats, key: Floats, value: Floats) -> Floats | None:
         """Return the output of a token; None leaves it, and the state before it, to others."""
-        with quiet():
-            features, before = self._features, None
-            weights = features.take(query, key)
-            if weights is None:
-                # What waits is on the old scale.
-                self._settle()
-                before = features.log_scale, self._state.copy()
-                features.rest_on(features.higher())
+        features, before, out = self._features, None, None
+        try:
+            with quiet():
                 weights = features.take(query, key)
                 if weights is None:
-                    features.rest_on(before[0])
-                    return None
-                self._state *= np.exp(before[0] - features.log_scale)[..., None, :]
-            elif self._count == PENDING:
-                self._settle()
-            slot, slot_value, rows, values = self._slots[self._count]
-            slot[...] = weights
-            slot_value[...] = value
-            out = None
-            # Largest logs and shifts take 7 us of a step.
-            if self._tries_natural:
-                out = self._read(rows, values, features.natural_query(), self._least)
-                self._tries_natural = out is not None
-            if out is None:
-                least = LEAST_DENOMINATOR[rows.itemsize]
-                out = self._read(rows, values, features.query(), least)
+                    # What waits is on the old scale.
+                    self._settle()
+                    before = features.log_scale, self._state.copy()
+                    features.rest_on(features.higher())
+                    weights = features.take(query, key)
+                    if weights is None:
+                        return None
+                    self._state *= np.exp(before[0] - features.log_scale)[..., None, :]
+                elif self._count == PENDING:
+                    self._settle()
+                out = self._added_and_read(weights, value)
+        finally:
+            # Left to others or interrupted, a step leaves no trace.
+            if out is None and before is not None:
+                features.rest_on(before[0])
+                self._state[...] = before[1]
         if out is not None:
             self._count += 1
             self._length += 1
-        elif before is not None:
-            features.rest_on(before[0])
-            self._state[...] = before[1]
         return out
+
+    def _added_and_read(self, weights: Floats, value: Floats) -> Floats | None:
+        """Let a token wait as the next one, and read with its query."""
+        slot, slot_value, rows, values = self._slots[self._count]
+        slot[...] = weights
+        slot_value[...] = value
+        # Largest logs and shifts take 7 us of a step.
+        if self._tries_natural:
+            out = self._read(rows, values, self._features.natural_query(), self._least)
+            self._tries_natural = out is not None
+            if out is not None:
+                return out
+        return self._read(rows, values, self._features.query(), LEAST_DENOMINATOR[rows.itemsize])
 
     def _read(self, rows: Floats, values: Floats, phi: Floats, least: float) -> Floats | None:
         """Read a state and the tokens that wait beside it."""
