@@ -17,6 +17,7 @@ import pytest
 import linattn
 import linattn_numpy
 from linattn import folds
+from linattn._problem import linear_problem
 from linattn.feature_maps import (
     ActivationFeatures,
     CosformerFeatures,
@@ -198,6 +199,20 @@ def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monk
     with linattn.config(num_threads=2):
         agree(linattn.linear_attention(query, key, value, phi), want)
     assert seen == 2 * [{4096: [2048, 2048], 5000: [2560, 2440]}[length]]
+
+
+def test_threads_shorten_no_block_that_they_do_not_share(monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    phi = PositiveFeatures(D, 256, rng=0)
+    query, key, value = inputs(4096, heads=())
+    sizes = []
+    for count in (1, 8):
+        with linattn.config(num_threads=count):
+            window = planning.plan(linear_problem(query, key, value, phi, exact_window=8))
+            full = planning.plan(linear_problem(query, key, value, phi))
+        sizes.append((window.segments, window.block_size, full.backward_size))
+    assert sizes[0] == sizes[1]
+    assert full.segments == 8
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -46,10 +46,11 @@ def plan(problem: Problem) -> Plan:
     tasks = _tasks(problem, block)
     threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
+    backward = _backward_size(problem, block)
     if segments > 1 and problem.chunk_size is None:
         block = min(block, _share(problem, segments))
     do = partial(run, min(threads, max(len(tasks), segments)))
-    return Plan(block, tasks, do, segments, _backward_size(problem, block))
+    return Plan(block, tasks, do, segments, backward)
 
 
 def _backward_size(problem: Problem, block: int) -> int | None:
@@ -60,8 +61,8 @@ def _backward_size(problem: Problem, block: int) -> int | None:
 
 
 def _is_long(problem: Problem) -> bool:
-    """Whether a single task is worth cutting along the sequence."""
-    if isinstance(problem.query_spec, Exact):
+    """Whether a single task is worth cutting along the sequence, where the driver cuts it."""
+    if isinstance(problem.query_spec, Exact) or problem.exact_window is not None:
         return False
     return _longest(problem) >= (LONG_CAUSAL if problem.is_causal else LONG)
 
