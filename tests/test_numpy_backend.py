@@ -299,13 +299,13 @@ def test_threads_change_no_bit(count, is_causal, monkeypatch):
     query, key, value = inputs(300, heads=(2, 3))
     phi = PositiveFeatures(D, 24, rng=0)
     seen = set()
-    scan = causal._triangles
+    scan = causal._scan_plain
 
     def spy(*args):
         seen.add(threading.current_thread().name)
         return scan(*args)
 
-    monkeypatch.setattr(causal, "_triangles", spy)
+    monkeypatch.setattr(causal, "_scan_plain", spy)
     options = dict(is_causal=is_causal, return_state=True, return_log_normalizer=True)
     with linattn.config(num_threads=1):
         want, want_state, want_norm = linattn.linear_attention(query, key, value, phi, **options)

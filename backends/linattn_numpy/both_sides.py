@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import split, sub_blocks
 from linattn_numpy.gradients import (
     _known,
     _plain_scale,
@@ -24,6 +23,7 @@ from linattn_numpy.gradients import (
 )
 from linattn_numpy.limits import AHEAD, all_finite
 from linattn_numpy.products import product, transposed
+from linattn_numpy.triangles import split, sub_blocks
 
 __all__ = ["scan_vjp"]
 

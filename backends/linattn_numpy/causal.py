@@ -8,9 +8,8 @@ again shifted, and the driver checks that.
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import pairwise
-from math import exp
+from itertools import repeat
+from math import exp, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,24 +18,19 @@ from numpy.typing import NDArray
 from linattn.typing import Exponential, Partial, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
+    FeatureMaker,
     column_logs,
     is_known,
     largest_exponent,
-    natural,
-    plain_weights,
     row_log,
     row_term,
     shifted_log,
 )
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place, tiny
-from linattn_numpy.products import leading, product, transposed, weighted
+from linattn_numpy.products import cut, leading
+from linattn_numpy.triangles import Triangles, pieces, sub_blocks
 
-__all__ = [
-    "common_scale",
-    "scan_block",
-    "split",
-    "sub_blocks",
-]
+__all__ = ["common_scale", "scan_block"]
 
 Floats = NDArray[Any]
 
@@ -58,9 +52,6 @@ By bytes a number.
 
 SHIFTED_ROWS = 512
 """Rows that may share one shift however many columns they have; the driver cuts to as many."""
-
-SUB_BLOCK = 32
-"""Rows of a causal block that share one triangle; longer ones waste half a square."""
 
 
 def scan_block(
@@ -99,32 +90,42 @@ def _scan_plain(
         return None
     column = column_logs(query_spec, v1.dtype)
     logs = column_logs(key_spec, v1.dtype)
-    common = common_scale(column, logs, row_term(key_spec, key), v1, state)
+    common = common_scale(column, logs, row_term(key_spec, key), state)
     if common is None:
         return None
     n, highest, nd = v1.shape[-2], 0.0, None
     largest = _without_a_look(query_spec, key_spec, query, key, common)
     kvz = state.kvz * common.scale[..., None]
-    size = max(SUB_BLOCK, CACHE_NUMBERS // (kvz.size // kvz.shape[-1]) // SUB_BLOCK * SUB_BLOCK)
-    for start in range(0, n, size):
-        rows = slice(start, min(start + size, n))
-        some, others = query.x[..., rows, :], key.x[..., rows, :]
-        if largest is not None:
-            q, k = natural(query_spec, some, "query"), natural(key_spec, others, "key")
-        else:
-            queries = plain_weights(query_spec, some, "query")
-            keys = None if queries is None else plain_weights(key_spec, others, "key")
-            if queries is None or keys is None:
-                return None
-            highest = max(highest, queries.highest + keys.highest)
-            q, k = queries.weights, keys.weights
-        v = common.v1[..., rows, :]
-        if common.column is not None:
-            k = in_place(np.multiply, k, common.column[..., None, :])
+    for rows, length, size in pieces(n, CACHE_NUMBERS // kvz.shape[-2]):
+        queries = FeatureMaker(query_spec, query.x, length, "query")
+        keys = FeatureMaker(key_spec, key.x, length, "key")
+        k, factor = _scaled(keys.weights, common.column)
+        shape = (*leading(v1.shape[:-2], common.weights.shape[:-2]), length, v1.shape[-1])
+        v = buffer("v1", shape, v1.dtype)
+        sums = Triangles(queries.weights, k, v, kvz, size)
         if nd is None:
-            lead = leading(*(a.shape[:-2] for a in (q, k, v, kvz)))
-            nd = buffer("rows", (*lead, n, v.shape[-1]), v.dtype)
-        kvz = _triangles(q, k, v, kvz, nd[..., rows, :])
+            nd = buffer("rows", (*sums.lead, n, v.shape[-1]), v.dtype)
+        weights: Any = repeat(common.weights)
+        if common.weights.shape[-2] == n:
+            weights = cut(common.weights[..., rows, :], length)
+        arrays = (
+            queries.cut(query.x[..., rows, :]),
+            keys.cut(key.x[..., rows, :]),
+            cut(v1[..., rows, :], length),
+            sums.cut(nd[..., rows, :]),
+        )
+        for some, others, values, out, weight in zip(*arrays, weights, strict=False):
+            reach = queries.make(some, looks=largest is None)
+            if reach < inf:
+                reach += keys.make(others, looks=largest is None)
+            if reach == inf:
+                return None
+            highest = max(highest, reach)
+            if factor is not None:
+                np.multiply(keys.weights, factor, out=k)
+            np.multiply(values, weight, out=v)
+            sums.add(out)
+        kvz = sums.state()
     assert nd is not None
     terms = kvz.shape[-2] * (state.length + n)
     lost = exp(highest) if largest is None else 2 * exp(largest)
@@ -148,7 +149,7 @@ def _without_a_look(
     since what is too large for a float shows as inf.
     """
     if key.log_weight is None and isinstance(key_spec, Exponential):
-        least = float(common.v1[..., -1].min())
+        least = float(common.weights.min())
         if common.column is not None:
             least *= float(common.column.min())
         largest = largest_exponent(query_spec, query.x)
@@ -164,21 +165,21 @@ class Common(NamedTuple):
     """``(..., 1)``: a column's log is g less its log in the weights of the queries."""
     column: Floats | None
     """What the columns of the keys' weights are yet to be multiplied with; None for 1."""
-    v1: Floats
-    """``[v, 1]`` with all else that the keys' weights lack."""
+    weights: Floats
+    """``(..., n, 1)`` or ``(..., 1, 1)``: all else that the keys' weights lack."""
     scale: Floats
     """What the columns of the state are multiplied with."""
 
 
 def common_scale(
-    query_logs: Floats, key_logs: Floats, row: Floats | None, v1: Floats, state: State
+    query_logs: Floats, key_logs: Floats, row: Floats | None, state: State
 ) -> Common | None:
     """Put a plain causal block and its state on one scale; None where that is not sound.
 
     ``query_logs``, ``key_logs``: logs that columns have beside their weights; ``row``: the keys'
     own terms.
     """
-    near = NEAR[v1.itemsize]
+    near = NEAR[state.kvz.itemsize]
     # In the common scale g every column log, of the state and of this block, is at most 0.
     before = state.log_scale + query_logs
     block = key_logs + query_logs
@@ -193,10 +194,19 @@ def common_scale(
     block = np.exp(block - g)
     first = block[..., :1]
     if (block == first).all():
-        v1 = weighted(v1, first[..., None] if row is None else np.exp(row) * first[..., None])
-        return Common(g, None, v1, np.exp(before - g))
-    v1 = v1 if row is None else weighted(v1, np.exp(row))
-    return Common(g, block, v1, np.exp(before - g))
+        weights = first[..., None] if row is None else np.exp(row) * first[..., None]
+        return Common(g, None, weights, np.exp(before - g))
+    weights = np.ones((1, 1), g.dtype) if row is None else np.exp(row)
+    return Common(g, block, weights, np.exp(before - g))
+
+
+def _scaled(k: Floats, column: Floats | None) -> tuple[Floats, Floats | None]:
+    """Room for features ``(..., h, n, r)`` times a factor a column, and the factors for them."""
+    if column is None:
+        return k, None
+    factor = column.reshape(*column.shape[:-1], k.shape[-3], 1, -1)
+    shape = np.broadcast_shapes(k.shape, factor.shape)
+    return k if shape == k.shape else buffer("columns", shape, k.dtype), factor
 
 
 def _all_near(log: Floats, g: Floats, near: float) -> bool:
@@ -205,7 +215,7 @@ def _all_near(log: Floats, g: Floats, near: float) -> bool:
     if below.max() <= near:
         return True
     empty = log.max(axis=-1, keepdims=True) == -np.inf
-    return bool(np.all((below.max(axis=-1, keepdims=True) <= near) | empty))
+    return bool(((below.max(axis=-1, keepdims=True) <= near) | empty).all())
 
 
 def _scan_shifted(
@@ -228,52 +238,13 @@ def _scan_shifted(
     log_q -= finite(row)
     np.exp(log_q, out=log_q)
     kvz = state.kvz * np.exp(state.log_scale - shift)[..., None]
-    lead = leading(*(a.shape[:-2] for a in (log_q, log_k, v1, kvz)))
-    nd = buffer("rows", (*lead, *v1.shape[-2:]), v1.dtype)
-    kvz = _triangles(log_q, log_k, v1, kvz, nd)
-    return Partial(nd, row), State(kvz, c, state.length + v1.shape[-2])
-
-
-def _triangles(q: Floats, k: Floats, v: Floats, kvz: Floats, out: Floats) -> Floats:
-    """Causal sums by sub-blocks, ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)``, and the state after.
-
-    They may go into a buffer, and the state is one where another call follows.
-    """
-    for rows, size in sub_blocks(v.shape[-2]):
-        first, second, values, into = (split(x, rows, size) for x in (q, k, v, out))
-        kvz = _triangle_row(first, second, values, kvz, into)
-    return kvz
-
-
-def sub_blocks(n: int) -> list[tuple[slice, int]]:
-    """Rows of a block in pieces of one sub-block length each: whole ones, and the rest."""
-    whole = n - n % SUB_BLOCK
-    parts = [(slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)]
-    return [(rows, size) for rows, size in parts if rows.start < rows.stop]
-
-
-def split(x: Floats, rows: slice, size: int) -> Floats:
-    """Give some rows an axis of sub-blocks."""
-    x = x[..., rows, :]
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-
-
-def _triangle_row(q: Floats, k: Floats, v: Floats, kvz: Floats, out: Floats) -> Floats:
-    """Do sub-blocks of one size: their triangles at once, their states one after the other."""
-    count, size = q.shape[-3:-1]
-    scores = product(q, transposed(k), "scores")
-    scores *= _lower(size, scores.dtype)
-    np.matmul(scores, v, out=out)
-    lead = leading(k.shape[:-3], v.shape[:-3], kvz.shape[:-2])
-    states = buffer("states", (*lead, count + 1, *kvz.shape[-2:]), kvz.dtype)
-    states[..., 0, :, :] = kvz
-    np.matmul(transposed(k), v, out=states[..., 1:, :, :])
-    for before, after in pairwise(np.moveaxis(states, -3, 0)):
-        np.add(before, after, out=after)
-    out += product(q, states[..., :count, :, :], "more")
-    return states[..., count, :, :].copy()
-
-
-@cache
-def _lower(size: int, dtype: Any) -> Floats:
-    return np.tri(size, dtype=dtype)
+    n, nd = v1.shape[-2], None
+    for rows, size in sub_blocks(n):
+        q, k = (log[..., None, rows, :] for log in (log_q, log_k))
+        sums = Triangles(q, k, v1[..., rows, :], kvz, size)
+        if nd is None:
+            nd = buffer("rows", (*sums.lead, n, v1.shape[-1]), v1.dtype)
+        sums.add(*sums.cut(nd[..., rows, :]))
+        kvz = sums.state()
+    assert nd is not None
+    return Partial(nd, row), State(kvz, c, state.length + n)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Pointwise, Problem, State
+from linattn_numpy.buffers import buffer
 from linattn_numpy.features import activated, inputs, is_simple
 from linattn_numpy.limits import AHEAD, LEAST_READ, floor_of
 
@@ -205,7 +206,7 @@ class _Pointwise:
 def _activated(spec: Pointwise, x: Floats) -> Floats:
     """Features of a token of each head, ``(..., m)``, in a buffer."""
     u = inputs(spec, x[..., None, :], "token")
-    return np.asarray(activated(spec, u, "token"))[..., 0, :]
+    return activated(spec, u, buffer("token_features", u.shape, u.dtype))[..., 0, :]
 
 
 def _features(problem: Problem, log_scale: Floats) -> _Exponentials | _Pointwise:

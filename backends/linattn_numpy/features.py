@@ -6,7 +6,7 @@ The row term (curvature and log weight) is left out: whoever uses them puts it o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf, prod
+from math import inf, log, prod
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from linattn.typing import Exact, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy.buffers import buffer, zeros
 from linattn_numpy.limits import LOWEST, in_place
-from linattn_numpy.products import leading, multiply
+from linattn_numpy.products import batch, cut, leading, moved, multiply
 
 __all__ = [
+    "FeatureMaker",
     "Plain",
     "activated",
     "column_logs",
@@ -26,7 +27,6 @@ __all__ = [
     "is_known",
     "is_simple",
     "largest_exponent",
-    "natural",
     "plain_weights",
     "row_log",
     "row_term",
@@ -57,36 +57,80 @@ class Plain(NamedTuple):
     """Log of the largest weight, at least 0."""
 
 
-def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tuple[slice, Floats]]:
-    """Weights of a block, some rows at a time: they are still in cache when they are multiplied.
+class FeatureMaker:
+    """Makes the features of pieces of ``n`` tokens, one after the other in the same place.
 
-    They are ``(..., h, n, m / h)``, where a paired map has its halves, h = 2, apart: what is done
-    to whole arrays takes half of what it takes on parts of their rows. (For causal attention the
-    two products for one take what this gains.)
+    They are left in ``weights``, ``(..., h, n, m / h)``, on their natural scale: what is beyond the
+    range is inf or 0. A paired map has its halves, h = 2, apart: what is done to whole arrays takes
+    half of what it takes on parts of their rows.
     """
-    lead, r = x.shape[:-2], x.shape[-1]
-    if not isinstance(spec.P, float):
-        lead, r = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-    halves = 2 if isinstance(spec, Exponential) and spec.paired else 1
-    n, size = x.shape[-2], max(1, PIECE_NUMBERS // (halves * r * prod(lead)))
-    for start in range(0, n, size):
-        rows = slice(start, min(start + size, n))
-        some = x[..., rows, :]
-        if isinstance(spec, Pointwise) or halves == 1:
-            yield rows, natural(spec, some, name)[..., None, :, :]
-            continue
-        weights = buffer(name, (*lead, 2, rows.stop - start, r), x.dtype)
-        u = multiply(some, spec.P, weights[..., 0, :, :])
+
+    weights: Floats
+
+    def __init__(self, spec: Exponential | Pointwise, x: Floats, n: int, name: str) -> None:
+        lead, j, self._rows = x.shape[:-2], x.shape[-1], n
+        self._spec, self._halves = spec, 2 if isinstance(spec, Exponential) and spec.paired else 1
+        if not isinstance(spec.P, float):
+            lead, j = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
+            self._rows = batch(n, spec.P)
+            self._projection = spec.P if spec.P.ndim == 2 else spec.P[..., None, :, :]
+        halves = buffer(name, (self._halves, *lead, n, j), x.dtype)
+        self.weights = moved(halves, 0, -3)
+        shape = (*lead, n // self._rows, self._rows, j)
+        self._first, self._last = (halves[i].reshape(shape) for i in (0, -1))
+        in_place = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
+        self._inputs = self._first if in_place else buffer(name + "_inputs", shape, x.dtype)
+
+    def cut(self, x: Floats) -> Floats:
+        """Tokens of a number of pieces, one after the other along the first axis."""
+        return cut(x, self.weights.shape[-2] // self._rows, self._rows)
+
+    def make(self, x: Floats, *, looks: bool) -> float:
+        """Make the features of a piece, and return the log of the largest, at least 0, if asked.
+
+        A piece that needs a shift is looked at and left: inf.
+        """
+        u = self._input(x)
+        highest = highest_log(self._spec, u) if looks else 0.0
+        if highest < inf:
+            self._activate(u)
+        return highest
+
+    def _input(self, x: Floats) -> Floats:
+        if isinstance(self._spec.P, float):
+            factor = self._spec.P
+            return x if factor == 1.0 else np.multiply(x, factor, out=self._inputs)
+        if self._rows < self.weights.shape[-2]:
+            return np.matmul(x, self._projection, out=self._inputs)
+        return _project(x, self._projection, self._inputs)
+
+    def _activate(self, u: Floats) -> None:
+        if isinstance(self._spec, Pointwise):
+            activated(self._spec, u, self._first)
+            return
         np.exp(u, out=u)
-        np.divide(1.0, u, out=weights[..., 1, :, :])
-        yield rows, weights
+        if self._halves == 2:
+            np.divide(1.0, u, out=self._last)
 
 
-def natural(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
-    """Weights of some rows on their natural scale: what is beyond the range is inf or 0."""
-    if isinstance(spec, Exponential):
-        return _exponentiated(spec, _project(x, spec.P, name), name)
-    return activated(spec, inputs(spec, x, name), name)
+def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tuple[slice, Floats]]:
+    """Features of a block, some rows at a time: they are still in cache when they are multiplied.
+
+    They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them.
+    """
+    n, width = x.shape[-2], prod(x.shape[:-2]) * x.shape[-1]
+    if not isinstance(spec.P, float):
+        width = prod(leading(x.shape[:-2], spec.P.shape[:-2])) * spec.P.shape[-1]
+    halves = 2 if isinstance(spec, Exponential) and spec.paired else 1
+    size = min(n, max(1, PIECE_NUMBERS // (halves * width)))
+    for start, stop in ((0, n - n % size), (n - n % size, n)):
+        if start == stop:
+            continue
+        length = min(size, stop - start)
+        maker = FeatureMaker(spec, x, length, name)
+        for i, some in enumerate(maker.cut(x[..., start:stop, :])):
+            maker.make(some, looks=False)
+            yield slice(start + i * length, start + (i + 1) * length), maker.weights
 
 
 def largest_exponent(spec: Spec | Exact, x: Floats) -> float:
@@ -100,34 +144,38 @@ def largest_exponent(spec: Spec | Exact, x: Floats) -> float:
 
 def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
     """Weights of a block, or None where it needs a shift or generic code."""
-    if isinstance(spec, Exponential):
-        u = _project(x, spec.P, name)
-        reach = max(float(u.max()), -float(u.min()))
-        if not reach <= REACH[u.itemsize]:
-            return None
-        return Plain(_exponentiated(spec, u, name), spec.col, reach)
-    if not is_simple(spec):
+    if not is_known(spec):
         return None
     u = inputs(spec, x, name)
-    low, high = float(u.min()), float(u.max())
-    if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -np.inf):
+    highest = highest_log(spec, u)
+    if highest == inf:
         return None
+    if isinstance(spec, Exponential):
+        return Plain(_exponentiated(spec, u, name), spec.col, highest)
+    weights = activated(spec, u, buffer(name + "_both", u.shape, u.dtype))
+    return Plain(weights, np.zeros(weights.shape[-1], weights.dtype), highest)
+
+
+def highest_log(spec: Exponential | Pointwise, u: Floats) -> float:
+    """Log of the largest feature by exponents or inputs, at least 0; inf for a shift."""
+    low, high = float(u.min()), float(u.max())
+    if isinstance(spec, Exponential):
+        reach = max(high, -low)
+        return reach if reach <= REACH[u.itemsize] else inf
+    if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -inf):
+        return inf
     # Sums and products of features far from 1 would leave the range of float32.
     if not (high < LARGE and (spec.offset != 0.0 or spec.f.name != "relu" or high > 1 / LARGE)):
-        return None
-    weights = activated(spec, u, name)
-    highest = max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor)
-    return Plain(weights, np.zeros(weights.shape[-1], weights.dtype), float(np.log(highest)))
+        return inf
+    return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
-def _project(x: Floats, P: Floats, name: str) -> Floats:
-    """Return ``x P`` in a buffer; blocks that share their P are one product, not one each.
+def _project(x: Floats, P: Floats, out: Floats) -> Floats:
+    """Put ``x P`` into ``out``; blocks that share their P are one product, not one each.
 
     Where they do not lie side by side, one product would take a copy, which long ones do not need.
     """
-    lead = leading(x.shape[:-2], P.shape[:-2])
-    u = buffer(name, (*lead, x.shape[-2], P.shape[-1]), x.dtype)
-    out = u
+    u = out
     if x.shape[-2] >= FEW_ROWS and not x.flags.c_contiguous:
         return multiply(x, P, out)
     while x.ndim > 2 and P.ndim > 2 and P.shape[-3] == 1:
@@ -140,10 +188,7 @@ def _project(x: Floats, P: Floats, name: str) -> Floats:
 
 
 def _exponentiated(spec: Exponential, u: Floats, name: str) -> Floats:
-    """Exponentials of all columns; those of the second half of a paired map are reciprocals.
-
-    They are made where their exponents are: np.exp on parts of rows takes half as long again.
-    """
+    """Exponentials of all columns; those of the second half of a paired map are reciprocals."""
     np.exp(u, out=u)
     if not spec.paired:
         return u
@@ -170,32 +215,32 @@ def is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     )
 
 
-def inputs(spec: Pointwise, x: Floats, name: str) -> Floats:
-    """Return what the activation is applied to; it is not ours to change."""
-    if not isinstance(spec.P, float):
-        return _project(x, spec.P, name)
-    return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
+def inputs(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
+    """Return what the function of a map is applied to; without P it is not ours to change."""
+    if isinstance(spec.P, float):
+        return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
+    lead = leading(x.shape[:-2], spec.P.shape[:-2])
+    return _project(x, spec.P, buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
 
 
-def activated(spec: Pointwise, u: Floats, name: str) -> Floats:
-    """Features of what the activation is applied to, in a buffer."""
-    weights = buffer(name + "_both", u.shape, u.dtype)
+def activated(spec: Pointwise, u: Floats, out: Floats) -> Floats:
+    """Put features into ``out``, which is not where the inputs ``u`` are."""
     if spec.f.name == "relu":
-        np.maximum(u, zeros(u.shape, u.dtype), out=weights)
+        np.maximum(u, zeros(u.shape, u.dtype), out=out)
     else:
         # exp(u) lies above u + 1, and below 1 where u is negative: the smaller of exp(u) and
         # max(u, 0) + 1 is the function on both sides, even if exp(u) is inf. It comes first,
         # because it computes while u comes from memory: 4 % less for elu + 1 than the other way.
-        np.exp(u, out=weights)
-        linear = buffer(name + "_linear", u.shape, u.dtype)
+        np.exp(u, out=out)
+        linear = buffer("linear", u.shape, u.dtype)
         np.maximum(u, zeros(u.shape, u.dtype), out=linear)
         np.add(linear, 1, out=linear)
-        np.minimum(weights, linear, out=weights)
+        np.minimum(out, linear, out=out)
     if spec.offset != 0.0:
-        weights += spec.offset
+        out += spec.offset
     if spec.factor != 1.0:
-        weights *= spec.factor
-    return weights
+        out *= spec.factor
+    return out
 
 
 def column_logs(spec: Exponential | Pointwise, dtype: Any) -> Floats:
@@ -221,7 +266,7 @@ def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
 
 def shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
-    u = _project(tokens.x, spec.P, name)
+    u = inputs(spec, tokens.x, name)
     if spec.paired:
         r = u.shape[-1]
         both = buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import common_scale, split, sub_blocks
+from linattn_numpy.causal import common_scale
 from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place
-from linattn_numpy.products import leading, multiply, product, transposed, weighted_sum
+from linattn_numpy.products import leading, multiply, product, transposed, weighted, weighted_sum
+from linattn_numpy.triangles import split, sub_blocks
 
 __all__ = [
     "above_diagonal",
@@ -294,10 +295,11 @@ def _plain_scale(
     keys = None if queries is None else _plain_block(key_spec, key, "key")
     if queries is None or keys is None:
         return None
-    common = common_scale(queries.plain.col, keys.plain.col, keys.row, v1, state)
+    common = common_scale(queries.plain.col, keys.plain.col, keys.row, state)
     if common is None:
         return None
-    g, column, v, scale = common
+    g, column, weights, scale = common
+    v = weighted(v1, weights)
     k = keys.plain.weights
     if column is not None:
         k = in_place(np.multiply, k, column[..., None, :])

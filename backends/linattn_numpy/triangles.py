@@ -1,0 +1,110 @@
+"""Causal sums by sub-blocks: triangles at once, states between them one after the other."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn_numpy.buffers import buffer
+from linattn_numpy.products import cut, leading, moved, multiply, transposed
+
+__all__ = ["Triangles", "pieces", "split", "sub_blocks"]
+
+Floats = NDArray[Any]
+
+SUB_BLOCK = 32
+"""Rows of a causal block that share one triangle; longer ones waste half a square."""
+
+
+def sub_blocks(n: int) -> list[tuple[slice, int]]:
+    """Rows of a block in parts of one sub-block length each: whole ones, and the rest."""
+    whole = n - n % SUB_BLOCK
+    parts = [(slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)]
+    return [(rows, size) for rows, size in parts if rows.start < rows.stop]
+
+
+def split(x: Floats, rows: slice, size: int) -> Floats:
+    """Give some rows an axis of sub-blocks."""
+    x = x[..., rows, :]
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+
+@cache
+def pieces(n: int, most: int) -> list[tuple[slice, int, int]]:
+    """Rows of a block in groups of pieces: ``(rows, length of a piece, size of its sub-blocks)``.
+
+    A piece is of at most so many rows, or of one sub-block.
+    """
+    found = []
+    for rows, size in sub_blocks(n):
+        length = max(1, most // size) * size
+        edge = rows.stop - (rows.stop - rows.start) % length
+        found.append((slice(rows.start, edge), length, size))
+        found.append((slice(edge, rows.stop), rows.stop - edge, size))
+    return [group for group in found if group[0].start < group[0].stop]
+
+
+@cache
+def _lower(size: int, dtype: Any) -> Floats:
+    return np.tri(size, dtype=dtype)
+
+
+class Triangles:
+    """Sums ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` of pieces of one shape, one after the other.
+
+    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the piece at hand, in h
+    parts of their columns; ``v``: its values, ``(..., n, e)``. All that NumPy must know of them is
+    made here, once: a piece of 512 tokens would spend 4 % of its time on it.
+    """
+
+    lead: tuple[int, ...]
+    """Leading axes of the sums."""
+
+    def __init__(self, q: Floats, k: Floats, v: Floats, kvz: Floats, size: int) -> None:
+        (h, n, r), e = q.shape[-3:], v.shape[-1]
+        count = n // size
+        self._q, self._k = (x.reshape(*x.shape[:-2], count, size, r) for x in (q, k))
+        self._v = v.reshape(*v.shape[:-2], count, size, e)
+        lead = leading(q.shape[:-3], k.shape[:-3])
+        self._scores = buffer("scores", (*lead, h, count, size, size), v.dtype)
+        self._parts = list(moved(self._scores, -4, 0))
+        self._visible = _lower(size, v.dtype)
+        # Sub-blocks come first: one state is added to the next as a row of numbers.
+        lead = leading(k.shape[:-3], v.shape[:-2], kvz.shape[:-2])
+        states = buffer("states", (count + 1, *lead, h * r, e), v.dtype)
+        self._states = list(states.reshape(count + 1, -1))
+        self._last = states[count]
+        halves = moved(states.reshape(count + 1, *lead, h, r, e), 0, -3)
+        self._before, self._own = halves[..., :count, :, :], halves[..., 1:, :, :]
+        states[0] = kvz
+        self.lead = leading(lead, q.shape[:-3])
+        self._reads = buffer("more", (*self.lead, h, count, size, e), v.dtype)
+        self._read_parts = list(moved(self._reads, -4, 0))
+
+    def cut(self, out: Floats) -> Floats:
+        """Rows of a number of pieces, one after the other along the first axis, for their sums."""
+        return cut(out, *self._v.shape[-3:-1])
+
+    def add(self, out: Floats) -> None:
+        """Put the sums of a piece into ``out`` and go on from the state after it."""
+        first, *others = self._parts
+        np.matmul(self._q, transposed(self._k), out=self._scores)
+        for part in others:
+            np.add(first, part, out=first)
+        np.multiply(first, self._visible, out=first)
+        np.matmul(first, self._v, out=out)
+        np.matmul(transposed(self._k), self._v[..., None, :, :, :], out=self._own)
+        for before, after in pairwise(self._states):
+            np.add(before, after, out=after)
+        multiply(self._q, self._before, self._reads)
+        for read in self._read_parts:
+            np.add(out, read, out=out)
+        np.copyto(self._states[0], self._states[-1])
+
+    def state(self) -> Floats:
+        """Return the state after the last piece."""
+        return np.array(self._last)
