@@ -27,16 +27,18 @@ def _take_lead(lead: tuple[int, ...], task: Index) -> tuple[int, ...]:
 
 
 def take(array: Any, trailing: int, task: Index) -> Any:
-    if not task or array is None or isinstance(array, float):
+    if not task or array is None or isinstance(array, float) or array.ndim <= trailing:
         return array
     return array[at(tuple(array.shape), trailing, task)]
 
 
 def _take_spec(spec: Any, task: Index) -> Any:
-    changes: dict[str, Any] = {
-        name: take(getattr(spec, name), axes, task)
-        for name, axes in _checks.PARAMETER_AXES.get(type(spec), {}).items()
-    }
+    changes: dict[str, Any] = {}
+    for name, axes in _checks.PARAMETER_AXES.get(type(spec), {}).items():
+        whole = getattr(spec, name)
+        part = take(whole, axes, task)
+        if part is not whole:
+            changes[name] = part
     if isinstance(spec, ColumnMeans | Corrected):
         changes["spec"] = _take_spec(spec.spec, task)
     return replace(spec, **changes) if changes else spec

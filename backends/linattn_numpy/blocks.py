@@ -123,7 +123,9 @@ def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
         kvz += state.kvz
         return State(kvz, state.log_scale.copy(), state.length + n)
     if same and state.log_scale.max() == -np.inf:
-        return State(kvz, np.broadcast_to(c, state.log_scale.shape).copy(), state.length + n)
+        log_scale = np.empty_like(state.log_scale)
+        log_scale[...] = c
+        return State(kvz, log_scale, state.length + n)
     after = np.maximum(state.log_scale, c)
     shift = finite(after)
     kvz = kvz * np.exp(c - shift)[..., None]
@@ -176,8 +178,12 @@ def _read_shifted(query_spec: Spec, tokens: Tokens, state: State) -> Any:
 
 def divide(part: Partial, out: Floats | None = None) -> Any:
     """Numerator over denominator, into ``out``."""
-    size = np.abs(part.nd[..., -1:])
-    if out is None or not 0 < size.min(initial=1.0) <= size.max(initial=1.0) < np.inf:
+    divisor = part.nd[..., -1:]
+    least, most = divisor.min(initial=1.0), divisor.max(initial=1.0)
+    if least < 0:
+        sizes = np.abs(divisor)
+        least, most = sizes.min(), sizes.max()
+    if out is None or not 0 < least <= most < np.inf:
         return NotImplemented
-    np.divide(part.nd[..., :-1], part.nd[..., -1:], out=out, casting="same_kind")
+    np.divide(part.nd[..., :-1], divisor, out=out, casting="same_kind")
     return None

@@ -212,7 +212,7 @@ def _scaled(k: Floats, column: Floats | None) -> tuple[Floats, Floats | None]:
 def _all_near(log: Floats, g: Floats, near: float) -> bool:
     """Whether all columns of each head are within reach of g, or all hold nothing."""
     below = g - log
-    if below.max() <= near:
+    if below.max() <= near or log.max() == -np.inf:
         return True
     empty = log.max(axis=-1, keepdims=True) == -np.inf
     return bool(((below.max(axis=-1, keepdims=True) <= near) | empty).all())

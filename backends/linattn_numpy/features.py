@@ -74,10 +74,10 @@ class FeatureMaker:
             lead, j = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
             self._rows = batch(n, spec.P)
             self._projection = spec.P if spec.P.ndim == 2 else spec.P[..., None, :, :]
-        halves = buffer(name, (self._halves, *lead, n, j), x.dtype)
-        self.weights = moved(halves, 0, -3)
         shape = (*lead, n // self._rows, self._rows, j)
-        self._first, self._last = (halves[i].reshape(shape) for i in (0, -1))
+        halves = buffer(name, (self._halves, *shape), x.dtype)
+        self._first, self._last = halves[0], halves[-1]
+        self.weights = moved(halves.reshape(self._halves, *lead, n, j), 0, -3)
         in_place = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
         self._inputs = self._first if in_place else buffer(name + "_inputs", shape, x.dtype)
 
@@ -256,9 +256,9 @@ def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
     if isinstance(spec, Exponential):
         x = tokens.x
         if isinstance(spec.Q, float):
-            quad = np.einsum("...i,...i->...", x, x)[..., None] * (-0.5 * spec.Q)
+            quad = np.vecdot(x, x)[..., None] * (-0.5 * spec.Q)
         else:
-            quad = np.einsum("...i,...i->...", x, x @ spec.Q)[..., None] * -0.5
+            quad = np.vecdot(x, x @ spec.Q)[..., None] * -0.5
         quad += quad - quad
         row = quad if row is None else quad + row
     return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,13 @@ LOWEST = {4: -80.0, 8: -700.0}
 """Exponentials of less are hardly normal numbers, by bytes a number."""
 
 
+@cache
 def tiny(dtype: Any) -> float:
     """Smallest normal number."""
     return float(np.finfo(dtype).smallest_normal)
 
 
+@cache
 def floor_of(dtype: Any) -> float:
     """Smallest sum from which underflow cannot have taken more than rounding, for one term."""
     return tiny(dtype) / float(np.finfo(dtype).eps)

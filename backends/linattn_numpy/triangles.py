@@ -76,11 +76,13 @@ class Triangles:
         # Sub-blocks come first: one state is added to the next as a row of numbers.
         lead = leading(k.shape[:-3], v.shape[:-2], kvz.shape[:-2])
         states = buffer("states", (count + 1, *lead, h * r, e), v.dtype)
-        self._states = list(states.reshape(count + 1, -1))
-        self._last = states[count]
+        each = list(states.reshape(count + 1, -1))
+        *self._steps, self._last_step = pairwise(each)
+        self._next = each[0]
+        self._start = states[0]
         halves = moved(states.reshape(count + 1, *lead, h, r, e), 0, -3)
         self._before, self._own = halves[..., :count, :, :], halves[..., 1:, :, :]
-        states[0] = kvz
+        self._start[...] = kvz
         self.lead = leading(lead, q.shape[:-3])
         self._reads = buffer("more", (*self.lead, h, count, size, e), v.dtype)
         self._read_parts = list(moved(self._reads, -4, 0))
@@ -98,13 +100,14 @@ class Triangles:
         np.multiply(first, self._visible, out=first)
         np.matmul(first, self._v, out=out)
         np.matmul(transposed(self._k), self._v[..., None, :, :, :], out=self._own)
-        for before, after in pairwise(self._states):
+        for before, after in self._steps:
             np.add(before, after, out=after)
         multiply(self._q, self._before, self._reads)
         for read in self._read_parts:
             np.add(out, read, out=out)
-        np.copyto(self._states[0], self._states[-1])
+        # What comes after the last sub-block is where the next piece begins.
+        np.add(*self._last_step, out=self._next)
 
     def state(self) -> Floats:
         """Return the state after the last piece."""
-        return np.array(self._last)
+        return np.array(self._start)
