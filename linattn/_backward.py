@@ -8,7 +8,6 @@ come from :mod:`linattn._dispatch`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -432,7 +431,7 @@ def _join(problem: Problem, states: list[tuple[Index, Array]]) -> Array:
     lead = tuple(problem.state.kvz.shape[:-2])
     if len(states) == 1:
         return sum_to(states[0][1], lead, 2)
-    whole = initial_state(replace(problem, state=None)).kvz
+    whole = initial_state(problem.but(state=None)).kvz
     for task, gradient in states:
         whole[at(tuple(whole.shape), 2, task)] = gradient
     return sum_to(whole, lead, 2)

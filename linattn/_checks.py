@@ -8,6 +8,7 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +33,7 @@ from linattn.typing import (
 __all__ = [
     "PARAMETER_AXES",
     "accumulation_dtype",
+    "are_plain",
     "check_arrays",
     "check_finite_number",
     "check_key_mask",
@@ -41,6 +43,7 @@ __all__ = [
     "check_state_record",
     "device_array",
     "is_lazy",
+    "kinds",
     "library_name",
     "namespace",
     "spec_lead",
@@ -115,9 +118,22 @@ _PLAIN_DTYPES = {np.dtype(np.float32), np.dtype(np.float64)}
 """Dtypes of which nothing else need be asked: to ask takes as long as a step of decoding."""
 
 
+def are_plain(arrays: Iterable[Any]) -> bool:
+    """Whether all are NumPy's own arrays, of native dtypes that are always taken."""
+    return all(_is_plain(array) for array in arrays)
+
+
 def _is_plain(array: Any) -> bool:
     """Whether this is NumPy's own array, of a native dtype that is always taken."""
     return type(array) is np.ndarray and array.dtype in _PLAIN_DTYPES
+
+
+def kinds(arrays: Iterable[Any]) -> list[Any]:
+    """Return what must stay the same from call to call for arrays to be checked once."""
+    return [
+        (type(a), getattr(a, "shape", None), getattr(a, "dtype", None), getattr(a, "device", None))
+        for a in arrays
+    ]
 
 
 def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:

@@ -48,8 +48,7 @@ def take_problem(problem: Problem, task: Index) -> Problem:
     if not task:
         return problem
     state = problem.state
-    return replace(
-        problem,
+    return problem.but(
         query=take(problem.query, 2, task),
         key=take(problem.key, 2, task),
         value=take(problem.value, 2, task),

@@ -40,9 +40,9 @@ def walk_window(
     span = max(1, block_size // w)
     count = -(-length // w)
     # The near part needs far logs on the true scale, the query's own term included.
-    problem = replace(problem, want_log=True)
+    problem = problem.but(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
-    blocked = replace(problem, **{name: _over_blocks(getattr(problem, name)) for name in names})
+    blocked = problem.but(**{name: _over_blocks(getattr(problem, name)) for name in names})
     read_block = _dispatch.block_function("read_block", problem.xp)
     near_block = _dispatch.block_function("window_block", problem.xp, window_block)
     surroundings = _dispatch.block_function("far_states", problem.xp, far_states)

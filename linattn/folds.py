@@ -8,7 +8,6 @@ parts on different scales, and puts rows where they belong. Block bodies and the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -271,7 +270,7 @@ def _in_segments(problem: Problem, plan: Plan, put: _Put, offer: _Offer | None) 
     keys = _segments(problem.key.shape[-2], plan)
     queries = keys if problem.is_causal else _segments(problem.query.shape[-2], plan)
     reduced = keys[:-1] if problem.is_causal else keys
-    nothing = initial_state(replace(problem, state=None))
+    nothing = initial_state(problem.but(state=None))
     states = [before] * (len(keys) + 1)
 
     def reduce(i: int) -> None:
@@ -323,7 +322,7 @@ def _segment(problem: Problem, rows: slice) -> Problem:
     """Take some rows of a problem whose state is handed around beside it."""
     mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
     sides = {name: getattr(problem, name)[..., rows, :] for name in ("query", "key", "value")}
-    return replace(problem, key_mask=mask, **sides)
+    return problem.but(key_mask=mask, **sides)
 
 
 def solve(
@@ -383,7 +382,7 @@ def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
             return state
         kvz, log_scale = (xp.asarray(a, copy=True) for a in (state.kvz, state.log_scale))
         return State(kvz, log_scale, state.length)
-    whole = initial_state(replace(problem, state=None))
+    whole = initial_state(problem.but(state=None))
     for task, state in states:
         whole.kvz[at(tuple(whole.kvz.shape), 2, task)] = state.kvz
         whole.log_scale[at(tuple(whole.log_scale.shape), 1, task)] = state.log_scale
@@ -400,13 +399,13 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
     if whole is not None:
         # To replace a field takes 6 us, and here there is seldom another state.
         same = problem.state is state
-        answer: Any = whole(problem if same else replace(problem, state=state))
+        answer: Any = whole(problem if same else problem.but(state=state))
         if answer is not NotImplemented:
             return answer  # type: ignore[no-any-return]
     one = slice(0, 1)
     start = state.length
     with _generic.quiet():
-        state = update(problem, initial_state(replace(problem, state=state)), 1)
+        state = update(problem, initial_state(problem.but(state=state)), 1)
         read_block = _dispatch.block_function("read_block", problem.xp)
         tokens = token_block(problem, "query", one, start)
         query_spec, seen = reading(problem, state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import array_api_compat
@@ -212,14 +210,6 @@ def merge_states(first: State, second: State) -> State:
         return _generic.merge(first, second)
 
 
-def _kinds(arrays: Iterable[Any]) -> list[Any]:
-    """Return what must stay the same from step to step for the checks to be done once."""
-    return [
-        (type(a), getattr(a, "shape", None), getattr(a, "dtype", None), getattr(a, "device", None))
-        for a in arrays
-    ]
-
-
 class Decoder:
     """Causal linear attention one token at a time, keeping the state.
 
@@ -292,14 +282,14 @@ class Decoder:
         arrays = (query, key, value)
         begin = None if self._problem is None else _begin(self._problem)
         settings = _dispatch.current_settings()
-        if self._problem is None or self._last != (_kinds(arrays), settings, begin):
+        if self._problem is None or self._last != (_checks.kinds(arrays), settings, begin):
             self._leave()
             problem = step_problem(query, key, value, self._state, self._feature_map)
             # Not what came but what it became: bytes in foreign order are turned at every step.
             rows = (problem.query, problem.key, problem.value)
             self._problem = problem
             begin = _begin(problem)
-            self._last = (_kinds(row[..., 0, :] for row in rows), settings, begin)
+            self._last = (_checks.kinds(row[..., 0, :] for row in rows), settings, begin)
             stepper = None if begin is None else begin(problem, self._state)
             self._stepper = None if stepper is NotImplemented else stepper
             arrays = tuple(row[..., 0, :] for row in rows)
@@ -311,7 +301,7 @@ class Decoder:
             self._leave()
             self._last = None
         rows = tuple(array[..., None, :] for array in arrays)
-        problem = replace(self._problem, query=rows[0], key=rows[1], value=rows[2])
+        problem = self._problem.but(query=rows[0], key=rows[1], value=rows[2])
         output, self._state = folds.step(problem, self._state)
         return output
 

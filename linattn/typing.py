@@ -445,6 +445,12 @@ class Problem:
     exact_window: int | None = None
     near_spec: Exact | None = None
 
+    def but(self, **changes: Any) -> Problem:
+        """Copy with other values of some attributes, in 1 us instead of ``replace``'s 8."""
+        other = object.__new__(Problem)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
+
 
 class Plan(NamedTuple):
     """How a problem is walked.

@@ -309,6 +309,70 @@ def test_an_error_leaves_the_stream_as_it_was():
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
 
 
+def token_and_state(phi, dtype=np.float32, value_dim=E):
+    query, key, value = (x[:, 0].astype(dtype) for x in tokens(1))
+    state = linattn.init_state(phi, value_dim, batch_shape=(2,), like=key)
+    return query, key, value, state
+
+
+BAD_STEPS = {
+    "dim": lambda q, k, v, s: (q[:, :4], k[:, :4], v, s),
+    "one dim": lambda q, k, v, s: (q, k[:, :4], v, s),
+    "dtype": lambda q, k, v, s: (q, k, v.astype(np.float64), s),
+    "dtype of the state": lambda q, k, v, s: (q, k, v, token_and_state(MAPS["elu"], np.float64)[3]),
+    "value": lambda q, k, v, s: (q, k, v[:, :2], s),
+    "leading axes": lambda q, k, v, s: (q, k[:1].repeat(3, axis=0), v, s),
+    "list": lambda q, k, v, s: (q, k.tolist(), v, s),
+    "masked": lambda q, k, v, s: (np.ma.masked_array(q), k, v, s),
+    "no state": lambda q, k, v, s: (q, k, v, None),
+    "arrays of a state": lambda q, k, v, s: (q, k, v, (s.kvz, s.log_scale)),
+    "columns": lambda q, k, v, s: (q, k, v, token_and_state(MAPS["positive"])[3]),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_STEPS)
+def test_a_step_after_a_good_one_is_checked_like_the_first(bad):
+    phi = EluFeatures()
+    good = token_and_state(phi)
+    wrong = BAD_STEPS[bad](*good)
+    linattn.decode_step(*token_and_state(MAPS["relu"]), MAPS["relu"])
+    with pytest.raises((TypeError, ValueError)) as first:
+        linattn.decode_step(*wrong, phi)
+    linattn.decode_step(*good, phi)
+    with pytest.raises((TypeError, ValueError)) as later:
+        linattn.decode_step(*wrong, phi)
+    assert (type(later.value), str(later.value)) == (type(first.value), str(first.value))
+
+
+def test_a_step_after_one_of_another_kind_is_its_own():
+    steps = [
+        (MAPS["positive"], np.float32, None),
+        (PositiveFeatures(D, 24, rng=1), np.float32, None),
+        (MAPS["positive"], np.float32, None),
+        (MAPS["positive"], np.float64, None),
+        (MAPS["positive"], np.float64, "float64"),
+    ]
+    for phi, dtype, precision in steps:
+        query, key, value, state = token_and_state(phi, dtype)
+        with linattn.config(precision=precision):
+            out, after = linattn.decode_step(query, key, value, state, phi)
+        with linattn.without_backends():
+            want, wanted = linattn.decode_step(query, key, value, state, phi)
+        tolerance = 1e-5 if dtype == np.float32 else 1e-12
+        assert out.dtype == want.dtype
+        np.testing.assert_allclose(out, want, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(
+            after.kvz * np.exp(after.log_scale)[..., None],
+            wanted.kvz * np.exp(wanted.log_scale)[..., None],
+            rtol=100 * tolerance,
+        )
+    phi = EluFeatures()
+    step = token_and_state(phi)
+    linattn.decode_step(*step, phi)
+    with linattn.config(precision="float64"), pytest.raises(ValueError, match="accumulation"):
+        linattn.decode_step(*step, phi)
+
+
 def test_a_step_that_is_left_to_others_spoils_nothing():
     # All features of these keys are far below what a state on the log scale 0 can hold.
     phi = EluFeatures()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from math import exp, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -215,22 +215,54 @@ def _features(problem: Problem, log_scale: Floats) -> _Exponentials | _Pointwise
     return kind(*specs, log_scale)
 
 
-def _kept_features(problem: Problem, log_scale: Floats) -> _Exponentials | _Pointwise:
-    """Features on a log scale: those of this thread's last token, where that was of the same kind.
+class _Outer:
+    """Outer products of a token's features and ``[value, 1]``, as products of matrices.
+
+    A second term is 0 times 0: a product over one term alone does not go to BLAS and takes 163 us,
+    a broadcast multiplication 37, this one 11.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        v1, phi = np.zeros((*shape[:-2], 2, shape[-1]), dtype), np.zeros((*shape[:-1], 2), dtype)
+        self._v1, self._phi = v1, phi
+        self._value, self._weights = v1[..., 0, :-1], phi[..., 0]
+        v1[..., 0, -1] = 1
+
+    def added(self, kvz: Floats, weights: Floats, value: Floats) -> Floats:
+        """Return ``kvz + weights [value, 1]^T``, stored by rows whatever came.
+
+        A state that was saved and restored is stored by rows, and must go on to the same bits.
+        """
+        self._value[...] = value
+        self._weights[...] = weights
+        after = np.matmul(self._phi, self._v1)
+        after += kvz
+        return np.asarray(after)
+
+
+class _Kept(NamedTuple):
+    """What a token of :func:`decode` needs beside a state."""
+
+    kind: tuple[Any, ...]
+    features: _Exponentials | _Pointwise
+    outer: _Outer
+
+
+def _kept(problem: Problem, state: State) -> tuple[_Exponentials | _Pointwise, _Outer]:
+    """Features on the log scale of a state: this thread's last, where that was of the same kind.
 
     To make them takes 9 us, to put them on another scale 3.
     """
-    if log_scale.size > KEPT_NUMBERS:
-        return _features(problem, log_scale)
-    kind = (problem.query_spec, problem.key_spec, log_scale.shape)
-    features: _Exponentials | _Pointwise
-    if getattr(_last, "kind", None) == kind:
-        features = _last.features
-        features.rest_on(log_scale)
+    shape, log_scale = state.kvz.shape, state.log_scale
+    kind = (problem.query_spec, problem.key_spec, shape)
+    kept: _Kept | None = getattr(_last, "kept", None)
+    if kept is not None and kept.kind == kind:
+        kept.features.rest_on(log_scale)
     else:
-        features = _last.features = _features(problem, log_scale)
-        _last.kind = kind
-    return features
+        kept = _Kept(kind, _features(problem, log_scale), _Outer(shape, state.kvz.dtype))
+        if log_scale.size <= KEPT_NUMBERS:
+            _last.kept = kept
+    return kept.features, kept.outer
 
 
 def _divided(nd: Floats, least: float) -> Floats | None:
@@ -243,21 +275,6 @@ def _divided(nd: Floats, least: float) -> Floats | None:
     return None
 
 
-def _grown(kvz: Floats, weights: Floats, value: Floats) -> Floats:
-    """Return ``kvz + weights [value, 1]^T``, stored by rows whatever came.
-
-    A state that was saved and restored is stored by rows, and must go on to the same bits.
-    """
-    lead, (m, width) = kvz.shape[:-2], kvz.shape[-2:]
-    # A second term, 0 times 0: a product over one term alone does not go to BLAS and takes 163 us,
-    # a broadcast multiplication 37, this one 11.
-    v1, phi = np.zeros((*lead, 2, width), kvz.dtype), np.zeros((*lead, 2, m), kvz.dtype)
-    v1[..., 0, :-1], v1[..., 0, -1], phi[..., 0, :] = value, 1, weights
-    after = np.matmul(np.swapaxes(phi, -1, -2), v1)
-    after += kvz
-    return np.asarray(after)
-
-
 def decode(problem: Problem) -> Any:
     """Take one token: its output, and the state after it."""
     state = problem.state
@@ -265,7 +282,7 @@ def decode(problem: Problem) -> Any:
         return NotImplemented
     query, key, value = (x[..., 0, :] for x in (problem.query, problem.key, problem.value))
     with quiet():
-        kvz, features = state.kvz, _kept_features(problem, state.log_scale)
+        kvz, (features, outer) = state.kvz, _kept(problem, state)
         weights = features.take(query, key)
         if weights is None:
             features.rest_on(features.higher())
@@ -273,7 +290,7 @@ def decode(problem: Problem) -> Any:
             if weights is None:
                 return NotImplemented
             kvz = kvz * np.exp(state.log_scale - features.log_scale)[..., None]
-        after = _grown(kvz, weights, value)
+        after = outer.added(kvz, weights, value)
         nd = np.matmul(np.swapaxes(features.query(), -1, -2), after)[..., 0, :]
         out = _divided(nd, LEAST_DENOMINATOR[nd.itemsize])
     if out is None:
