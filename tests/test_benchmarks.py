@@ -20,7 +20,7 @@ from benchmarks.peers.problem import Inputs, Prepared, Sizes
 from benchmarks.peers.processes import PeerError, child_environment
 from benchmarks.peers.record import Cell, Crossover, LeftOut, Memory, Record, Timing
 from benchmarks.peers.registry import ATTENTION, GRADIENT, PEERS
-from benchmarks.peers.rotation import TOLERANCE, Budget, Runner, order
+from benchmarks.peers.rotation import TOLERANCE, Budget, Runner, order, side_by_side
 from benchmarks.peers.tables import as_markdown, as_text, tables
 from benchmarks.peers.worker import BURST, Worker
 
@@ -188,6 +188,23 @@ def test_every_peer_begins_a_round_in_turn():
         firsts.append(places[0] if turn % 2 == 0 else places[-1])
     assert sorted(firsts) == list(range(6))
     assert [order(3, turn) for turn in range(2)] == [[0, 1, 2], [0, 2, 1]]
+
+
+def test_what_is_compared_is_timed_side_by_side():
+    able = {
+        ("ours", 1): ["full", "causal", "decode"],
+        ("theirs", 1): ["causal"],
+        ("ours", 2): ["full", "causal", "decode"],
+    }
+    cells = side_by_side(able, ["causal", "full", "decode"], 64)
+    assert [(cell.kind, cell.peer, cell.threads) for cell in cells] == [
+        ("causal", "ours", 1),
+        ("causal", "ours", 2),
+        ("causal", "theirs", 1),
+        ("full", "ours", 1),
+        ("full", "ours", 2),
+        ("decode", "ours", 1),
+    ]
 
 
 def record_of(curves, memory=()):

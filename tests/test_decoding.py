@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -309,13 +310,13 @@ def test_an_error_leaves_the_stream_as_it_was():
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
 
 
-def token_and_state(phi, dtype=np.float32, value_dim=E):
+def token_and_state(phi: Any, dtype: Any = np.float32) -> tuple[Any, Any, Any, Any]:
     query, key, value = (x[:, 0].astype(dtype) for x in tokens(1))
-    state = linattn.init_state(phi, value_dim, batch_shape=(2,), like=key)
+    state = linattn.init_state(phi, E, batch_shape=(2,), like=key)
     return query, key, value, state
 
 
-BAD_STEPS = {
+BAD_STEPS: dict[str, Any] = {
     "dim": lambda q, k, v, s: (q[:, :4], k[:, :4], v, s),
     "one dim": lambda q, k, v, s: (q, k[:, :4], v, s),
     "dtype": lambda q, k, v, s: (q, k, v.astype(np.float64), s),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from benchmarks.peers.processes import Child, PeerError
 from benchmarks.peers.record import QUIET, Cell, Check, LeftOut, Memory, Record, Timing
 from benchmarks.peers.registry import ATTENTION, DECODE, PEERS, RATES
 
-__all__ = ["TOLERANCE", "Budget", "Runner", "order"]
+__all__ = ["TOLERANCE", "Budget", "Runner", "order", "side_by_side"]
 
 TOLERANCE = 1e-4
 """Relative error in float32 above which a peer is not timed."""
@@ -45,6 +45,25 @@ def order(count: int, turn: int) -> list[int]:
     return places[::-1] if turn % 2 else places
 
 
+def side_by_side(
+    able: Mapping[tuple[str, int], Sequence[str]], wanted: Sequence[str], length: int
+) -> list[Cell]:
+    """Return what is timed, with what is compared as near as it can be: a kind, a peer, threads.
+
+    The machine is another one half a minute later. Decoding a token is not work for several
+    threads: it is timed on the fewest.
+    """
+    fewest = min((threads for _, threads in able), default=1)
+    peers = dict.fromkeys(name for name, _ in able)
+    return [
+        Cell(name, kind, length, threads)
+        for kind in wanted
+        for name in peers
+        for threads in sorted(t for n, t in able if n == name)
+        if kind in able[name, threads] and not (kind in DECODE and threads > fewest)
+    ]
+
+
 class Runner:
     """Checks, times and measures peers in their children, and keeps what it finds in a record."""
 
@@ -68,7 +87,6 @@ class Runner:
             for name in names
             if t == 1 or not _is_rate(name)
         }
-        self._fewest = min(threads)
         self._able: dict[tuple[str, int], list[str]] = {}
 
     def close(self) -> None:
@@ -103,15 +121,8 @@ class Runner:
         """Time every able peer at one length, round by round, and forget the inputs.
 
         ``wanted``: kinds that take turns with one another.
-
-        Decoding a token is not work for several threads: it is timed on the fewest.
         """
-        cells = [
-            Cell(name, kind, length, threads)
-            for (name, threads), kinds in self._able.items()
-            for kind in kinds
-            if kind in wanted and not (kind in DECODE and threads > self._fewest)
-        ]
+        cells = side_by_side(self._able, wanted, length)
         children = len({(cell.peer, cell.threads) for cell in cells})
         ready = [cell for cell in cells if self._prepare(sizes, cell, children)]
         rounds: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in ready}
