@@ -335,13 +335,13 @@ BAD_STEPS: dict[str, Any] = {
 def test_a_step_after_a_good_one_is_checked_like_the_first(bad):
     phi = EluFeatures()
     good = token_and_state(phi)
-    wrong = BAD_STEPS[bad](*good)
+    query, key, value, state = BAD_STEPS[bad](*good)
     linattn.decode_step(*token_and_state(MAPS["relu"]), MAPS["relu"])
     with pytest.raises((TypeError, ValueError)) as first:
-        linattn.decode_step(*wrong, phi)
+        linattn.decode_step(query, key, value, state, phi)
     linattn.decode_step(*good, phi)
     with pytest.raises((TypeError, ValueError)) as later:
-        linattn.decode_step(*wrong, phi)
+        linattn.decode_step(query, key, value, state, phi)
     assert (type(later.value), str(later.value)) == (type(first.value), str(first.value))
 
 
