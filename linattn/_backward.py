@@ -128,11 +128,10 @@ def pull(problem: Problem, cotangent: Cotangent, kept: Kept | None = None) -> Gr
         if answer is not NotImplemented:
             return Gradients(*answer)
 
-    plan = _dispatch.block_function("plan", problem.xp)(problem)
+    plan = _dispatch.block_function("plan", problem.xp)(problem).for_gradients()
     arrays = (problem.query, problem.key, problem.value)
     out = _Out(*(_Rows(problem, array, plan.tasks) for array in arrays))
     states: list[tuple[Index, Array]] = []
-    block_size = plan.backward_size or plan.block_size
     if isinstance(problem.query_spec, Exact):
         walk: Any = _walk_exact
     else:
@@ -141,7 +140,7 @@ def pull(problem: Problem, cotangent: Cotangent, kept: Kept | None = None) -> Gr
     def work(task: Index) -> None:
         with _generic.quiet():
             mine = take_problem(problem, task)
-            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, block_size, kept)
+            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, plan.block_size, kept)
         if problem.state is not None:
             states.append((task, _state_gradient(initial_state(mine), suffix)))
 

@@ -339,9 +339,9 @@ def solve(
             return answer  # type: ignore[no-any-return]
 
     plan = _dispatch.block_function("plan", problem.xp)(problem)
-    if kept is not None and plan.backward_size is not None:
+    if kept is not None:
         # What is kept stands before the blocks of the pullback.
-        plan = plan._replace(block_size=plan.backward_size)
+        plan = plan.for_gradients()
     output = Rows(problem, problem.value.shape[-1], problem.query.dtype)
     norms = Rows(problem, 1, problem.dtype) if problem.want_log else None
     states: list[tuple[Index, State]] = []

@@ -468,6 +468,8 @@ class Plan(NamedTuple):
         Pieces of the sequence to be run side by side, where there is one task only.
     backward_size : int or None
         Tokens a block of the backward pass; None is ``block_size``.
+    backward_tasks : sequence of Index or None
+        Tasks of the backward pass; None is ``tasks``.
     """
 
     block_size: int
@@ -475,6 +477,14 @@ class Plan(NamedTuple):
     run: Callable[[Callable[[Any], None], Sequence[Any]], None]
     segments: int = 1
     backward_size: int | None = None
+    backward_tasks: Sequence[Index] | None = None
+
+    def for_gradients(self) -> Plan:
+        """Tasks and blocks of the backward pass, and of a forward pass that keeps states for it."""
+        return self._replace(
+            block_size=self.backward_size or self.block_size,
+            tasks=self.tasks if self.backward_tasks is None else self.backward_tasks,
+        )
 
 
 @runtime_checkable

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linattn_numpy.triangles import SUB_BLOCK, Triangles, pieces
+from linattn_numpy.pieces import SUB_BLOCK, pieces
+from linattn_numpy.triangles import Triangles
 
 LEADS = [
     ((), (), (), ()),

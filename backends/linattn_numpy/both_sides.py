@@ -22,8 +22,8 @@ from linattn_numpy.gradients import (
     above_diagonal,
 )
 from linattn_numpy.limits import AHEAD, all_finite
+from linattn_numpy.pieces import split, sub_blocks
 from linattn_numpy.products import product, transposed
-from linattn_numpy.triangles import split, sub_blocks
 
 __all__ = ["scan_vjp"]
 

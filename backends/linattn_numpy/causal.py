@@ -27,8 +27,9 @@ from linattn_numpy.features import (
     shifted_log,
 )
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place, tiny
-from linattn_numpy.products import cut, leading
-from linattn_numpy.triangles import Triangles, pieces, sub_blocks
+from linattn_numpy.pieces import cut, pieces, sub_blocks
+from linattn_numpy.products import leading
+from linattn_numpy.triangles import Triangles
 
 __all__ = ["common_scale", "scan_block"]
 
@@ -96,7 +97,7 @@ def _scan_plain(
     n, highest, nd = v1.shape[-2], 0.0, None
     largest = _without_a_look(query_spec, key_spec, query, key, common)
     kvz = state.kvz * common.scale[..., None]
-    for rows, length, size in pieces(n, CACHE_NUMBERS // kvz.shape[-2]):
+    for rows, length, size in pieces(n, CACHE_NUMBERS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query.x, length, "query")
         keys = FeatureMaker(key_spec, key.x, length, "key")
         k, factor = _scaled(keys.weights, common.column)

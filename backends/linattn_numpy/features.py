@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from linattn.typing import Exact, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy.buffers import buffer, zeros
 from linattn_numpy.limits import LOWEST, in_place
-from linattn_numpy.products import batch, cut, leading, moved, multiply
+from linattn_numpy.pieces import cut, moved, pieces
+from linattn_numpy.products import batch, leading, multiply
 
 __all__ = [
     "FeatureMaker",
@@ -37,6 +38,12 @@ Floats = NDArray[Any]
 
 PIECE_NUMBERS = 1 << 18
 """Features of a side made at once: 1 MB of float32. In halves full attention takes 1 % longer."""
+
+LEAST_PIECE = 128
+"""Rows of a piece at least; the most for few rows of many heads."""
+
+GROUPED_ROWS = 4096
+"""Rows of several heads that share a piece, which is then of fewer rows of each."""
 
 FEW_ROWS = 32
 """Products of fewer rows are worth a copy that makes one of many."""
@@ -116,21 +123,22 @@ class FeatureMaker:
 def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tuple[slice, Floats]]:
     """Features of a block, some rows at a time: they are still in cache when they are multiplied.
 
-    They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them.
+    They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them. How many rows it is
+    depends on the block's length, not on the heads that it has, so that sums have the same bits
+    however heads are grouped.
     """
-    n, width = x.shape[-2], prod(x.shape[:-2]) * x.shape[-1]
+    n, lead, width = x.shape[-2], x.shape[:-2], x.shape[-1]
     if not isinstance(spec.P, float):
-        width = prod(leading(x.shape[:-2], spec.P.shape[:-2])) * spec.P.shape[-1]
-    halves = 2 if isinstance(spec, Exponential) and spec.paired else 1
-    size = min(n, max(1, PIECE_NUMBERS // (halves * width)))
-    for start, stop in ((0, n - n % size), (n - n % size, n)):
-        if start == stop:
-            continue
-        length = min(size, stop - start)
+        lead, width = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
+    numbers = width * (2 if isinstance(spec, Exponential) and spec.paired else 1)
+    rows = -(-PIECE_NUMBERS * min(n, GROUPED_ROWS) // (GROUPED_ROWS * numbers))
+    most = 2 * PIECE_NUMBERS // (numbers * prod(lead))
+    for group, length, _ in pieces(n, min(max(rows, LEAST_PIECE), most)):
         maker = FeatureMaker(spec, x, length, name)
-        for i, some in enumerate(maker.cut(x[..., start:stop, :])):
+        for i, some in enumerate(maker.cut(x[..., group, :])):
             maker.make(some, looks=False)
-            yield slice(start + i * length, start + (i + 1) * length), maker.weights
+            start = group.start + i * length
+            yield slice(start, start + length), maker.weights
 
 
 def largest_exponent(spec: Spec | Exact, x: Floats) -> float:

@@ -23,8 +23,8 @@ from linattn_numpy.buffers import buffer
 from linattn_numpy.causal import common_scale
 from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place
+from linattn_numpy.pieces import split, sub_blocks
 from linattn_numpy.products import leading, multiply, product, transposed, weighted, weighted_sum
-from linattn_numpy.triangles import split, sub_blocks
 
 __all__ = [
     "above_diagonal",

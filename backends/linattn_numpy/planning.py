@@ -28,6 +28,9 @@ Half of that takes 2 to 4 % longer on one thread and 4 to 11 % on two, who wait 
 Python does something for a block.
 """
 
+SHORT = 512
+"""Heads of fewer tokens count as so long: their states take as much room as their features."""
+
 LONG, LONG_CAUSAL = 4096, 16384
 """Tokens of a single task that is cut along the sequence where there are threads for its parts.
 
@@ -43,14 +46,16 @@ PARALLEL_FLOPS = 2e8
 def plan(problem: Problem) -> Plan:
     """One task a head, short heads grouped; blocks that fit the cache; threads over tasks."""
     block = problem.chunk_size or _block_size(problem)
-    tasks = _tasks(problem, block)
     threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
+    few = _heads_at_once(problem, block)
+    alone = _tasks(problem, few)
+    tasks = _tasks(problem, max(few, _heads_together(problem, block, threads)))
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
     backward = _backward_size(problem, block)
     if segments > 1 and problem.chunk_size is None:
         block = min(block, _share(problem, segments))
-    do = partial(run, min(threads, max(len(tasks), segments)))
-    return Plan(block, tasks, do, segments, backward)
+    do = partial(run, min(threads, max(len(alone), segments)))
+    return Plan(block, tasks, do, segments, backward, alone)
 
 
 def _backward_size(problem: Problem, block: int) -> int | None:
@@ -103,15 +108,39 @@ def _sides(problem: Problem) -> int:
     return 2 if problem.is_causal else 1
 
 
-def _tasks(problem: Problem, block: int) -> Sequence[Index]:
+def _heads_at_once(problem: Problem, block: int) -> int:
+    """Heads of a task whose features are there at once."""
+    longest = max(1, _longest(problem))
+    width = problem.num_features or longest
+    return max(1, BLOCK_NUMBERS // _sides(problem) // (width * min(longest, block)))
+
+
+def _heads_together(problem: Problem, block: int, threads: int) -> int:
+    """Heads of a task whose features are made in pieces: what Python does is done once for all.
+
+    As many as have the tokens of a block, if no thread must do more than its share. Four heads of
+    512 tokens, causal, take 5 % less than one by one, and 28 % less on two threads.
+    """
+    specs = problem.query_spec, problem.key_spec
+    if problem.exact_window is not None or not all(is_known(spec) for spec in specs):
+        return 1
+    most = _rows(problem, PIECEMEAL_NUMBERS, MOST_PIECEMEAL_ROWS)
+    heads = prod(problem.state_lead)
+    n = problem.state_lead[-1] if problem.state_lead else 1
+    for group in range(min(n, most // max(SHORT, min(_longest(problem), block))), 1, -1):
+        tasks = heads // n * -(-n // group)
+        if -(-tasks // threads) * group <= -(-heads // threads):
+            return group
+    return 1
+
+
+def _tasks(problem: Problem, group: int) -> Sequence[Index]:
+    """So many heads a task."""
     lead = problem.state_lead
     if not lead:
         return [()]
     if 0 in lead:
         return []
-    longest = max(1, _longest(problem))
-    width = problem.num_features or longest
-    group = max(1, BLOCK_NUMBERS // _sides(problem) // (width * min(longest, block)))
     if prod(lead) <= group and max(lead[:-1], default=1) == 1:
         return [()]
     axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead[:-1]]

@@ -20,9 +20,7 @@ from linattn_numpy.buffers import buffer
 
 __all__ = [
     "batch",
-    "cut",
     "leading",
-    "moved",
     "multiply",
     "product",
     "transposed",
@@ -70,18 +68,6 @@ def likes_small() -> bool:
 def transposed(x: Floats) -> Floats:
     """Swap the last two axes."""
     return np.swapaxes(x, -1, -2)
-
-
-def moved(x: Floats, source: int, target: int) -> Floats:
-    """Move an axis; NumPy's own function takes five times as long as the rest of a small step."""
-    axes = list(range(x.ndim))
-    axes.insert(target % x.ndim, axes.pop(source))
-    return x.transpose(axes)
-
-
-def cut(x: Floats, *shape: int) -> Floats:
-    """Give the rows of a number of pieces this shape, and put the pieces first."""
-    return moved(x.reshape(*x.shape[:-2], -1, *shape, x.shape[-1]), x.ndim - 2, 0)
 
 
 def leading(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,42 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn_numpy.buffers import buffer
-from linattn_numpy.products import cut, leading, moved, multiply, transposed
+from linattn_numpy.pieces import cut, moved
+from linattn_numpy.products import leading, multiply, transposed
 
-__all__ = ["Triangles", "pieces", "split", "sub_blocks"]
+__all__ = ["Triangles"]
 
 Floats = NDArray[Any]
-
-SUB_BLOCK = 32
-"""Rows of a causal block that share one triangle; longer ones waste half a square."""
-
-
-def sub_blocks(n: int) -> list[tuple[slice, int]]:
-    """Rows of a block in parts of one sub-block length each: whole ones, and the rest."""
-    whole = n - n % SUB_BLOCK
-    parts = [(slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)]
-    return [(rows, size) for rows, size in parts if rows.start < rows.stop]
-
-
-def split(x: Floats, rows: slice, size: int) -> Floats:
-    """Give some rows an axis of sub-blocks."""
-    x = x[..., rows, :]
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-
-
-@cache
-def pieces(n: int, most: int) -> list[tuple[slice, int, int]]:
-    """Rows of a block in groups of pieces: ``(rows, length of a piece, size of its sub-blocks)``.
-
-    A piece is of at most so many rows, or of one sub-block.
-    """
-    found = []
-    for rows, size in sub_blocks(n):
-        length = max(1, most // size) * size
-        edge = rows.stop - (rows.stop - rows.start) % length
-        found.append((slice(rows.start, edge), length, size))
-        found.append((slice(edge, rows.stop), rows.stop - edge, size))
-    return [group for group in found if group[0].start < group[0].stop]
 
 
 @cache
