@@ -8,7 +8,7 @@ from typing import Any
 from linattn import _checks
 from linattn.typing import ColumnMeans, Corrected, Index, Problem, State
 
-__all__ = ["at", "take", "take_problem"]
+__all__ = ["at", "take", "take_problem", "take_state"]
 
 
 def at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
@@ -59,9 +59,9 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         lead=_take_lead(problem.lead, task),
         query_change=_take_spec(problem.query_change, task),
         key_change=_take_spec(problem.key_change, task),
-        state=None if state is None else _take_state(state, task),
+        state=None if state is None else take_state(state, task),
     )
 
 
-def _take_state(state: State, task: Index) -> State:
+def take_state(state: State, task: Index) -> State:
     return State(take(state.kvz, 2, task), take(state.log_scale, 1, task), state.length)

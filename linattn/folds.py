@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, TypeAlias
 
 import array_api_compat
@@ -20,9 +20,10 @@ from linattn._corrected import guarded, widened
 from linattn._halves import exact_halves, scan_exact
 from linattn._kept import Kept
 from linattn._means import scan_means
-from linattn._tasks import at, take_problem
+from linattn._tasks import at, take, take_problem, take_state
 from linattn._window import walk_window
 from linattn.typing import (
+    HEAD_BY_HEAD,
     Array,
     ColumnMeans,
     Corrected,
@@ -91,6 +92,8 @@ def _causal_block(
     answer: Any = NotImplemented
     if special is not None:
         answer = special(*specs, query, key, v1, state, problem.want_log)
+        if answer is HEAD_BY_HEAD:
+            return _head_by_head(problem, query, key, v1, state)
         if answer is NotImplemented and v1.shape[-2] > LONGEST_REFUSED:
             return _in_halves(problem, query, key, v1, state)
     if answer is NotImplemented:
@@ -104,6 +107,34 @@ def _causal_block(
     redone, _ = scan_exact(*specs, query, key, v1, state)
     where = problem.xp.where
     return Partial(where(refused, redone.nd, part.nd), where(refused, redone.log, part.log)), after
+
+
+def _head_by_head(
+    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
+) -> tuple[Partial, State]:
+    """Do the heads of a causal block one by one, so that a far one costs the others nothing."""
+    xp, lead, n = problem.xp, problem.lead, v1.shape[-2]
+    like = dict(dtype=problem.dtype, device=array_api_compat.device(v1))
+    part = Partial(xp.empty((*lead, n, v1.shape[-1]), **like), xp.empty((*lead, n, 1), **like))
+    after = State(xp.empty_like(state.kvz), xp.empty_like(state.log_scale), state.length + n)
+    for index in product(*map(range, problem.state_lead)):
+        task = tuple(slice(i, i + 1) for i in index)
+        own, own_after = _causal_block(
+            take_problem(problem, task),
+            _take_tokens(query, task),
+            _take_tokens(key, task),
+            take(v1, 2, task),
+            take_state(state, task),
+        )
+        where = at(tuple(part.nd.shape), 2, task)
+        part.nd[where], part.log[where] = own.nd, own.log
+        after.kvz[at(tuple(after.kvz.shape), 2, task)] = own_after.kvz
+        after.log_scale[at(tuple(after.log_scale.shape), 1, task)] = own_after.log_scale
+    return part, after
+
+
+def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
+    return Tokens(take(tokens.x, 2, task), take(tokens.log_weight, 2, task), tokens.start)
 
 
 def _in_halves(

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 __all__ = [
+    "HEAD_BY_HEAD",
     "Activation",
     "Affine",
     "Array",
@@ -43,6 +44,10 @@ Array: TypeAlias = Any
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each leading axis of a problem's state, aligned to the right."""
+
+
+HEAD_BY_HEAD = object()
+"""What a backend's ``scan_block`` returns for several heads that it would do one by one."""
 
 
 class Tokens(NamedTuple):
@@ -525,8 +530,9 @@ class Backend(Protocol):
       None and an attribute ``state``.
 
     Each may return ``NotImplemented`` for a problem that it does not know; the generic code then
-    takes over. A module with compiled kernels may also define ``kernel_status() -> str``, where
-    they have run, which ``linattn info`` prints.
+    takes over. ``scan_block`` may return ``HEAD_BY_HEAD`` for a block of several heads: it is then
+    called for each alone. A module with compiled kernels may also define
+    ``kernel_status() -> str``, where they have run, which ``linattn info`` prints.
 
     In the gradients a *suffix* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
     queries behind the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale

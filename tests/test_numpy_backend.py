@@ -320,6 +320,35 @@ def test_threads_change_no_bit(count, is_causal, monkeypatch):
     assert state.length == want_state.length
 
 
+@pytest.mark.parametrize("lead", [(2, 4), (5,), (3, 2), (2, 1, 2)])
+@pytest.mark.parametrize("is_far", [False, True])
+def test_heads_that_share_a_task_do_not_share_their_fate(lead, is_far, calls, monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    query, key, value = inputs(600, heads=lead)
+    phi = PositiveFeatures(D, 256, rng=0)
+    if is_far:
+        # One head needs a shift.
+        key[(0,) * len(lead)][100:110] *= 1e3
+    with linattn.config(num_threads=1):
+        plan = planning.plan(linear_problem(query, key, value, phi, is_causal=True))
+    assert len(plan.tasks) < len(plan.backward_tasks) == np.prod(lead)
+    options = dict(is_causal=True, return_state=True, return_log_normalizer=True)
+    found = []
+    for count in (1, 2, 3):
+        with linattn.config(num_threads=count):
+            found.append(linattn.linear_attention(query, key, value, phi, **options))
+    with linattn.without_backends():
+        want, want_state, want_norm = linattn.linear_attention(query, key, value, phi, **options)
+    for out, state, norm in found:
+        assert np.array_equal(out, found[0][0])
+        assert np.array_equal(state.kvz, found[0][1].kvz)
+        agree(out, want, 1e-11)
+        agree(norm, want_norm, 1e-11)
+        assert state.length == want_state.length
+    assert calls["plain"] > 0
+    assert (calls["shifted"] > 0) == is_far
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_tasks_run_side_by_side(count):
     barrier, done = threading.Barrier(count), []

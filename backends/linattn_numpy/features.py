@@ -39,12 +39,6 @@ Floats = NDArray[Any]
 PIECE_NUMBERS = 1 << 18
 """Features of a side made at once: 1 MB of float32. In halves full attention takes 1 % longer."""
 
-LEAST_PIECE = 128
-"""Rows of a piece at least; the most for few rows of many heads."""
-
-GROUPED_ROWS = 4096
-"""Rows of several heads that share a piece, which is then of fewer rows of each."""
-
 FEW_ROWS = 32
 """Products of fewer rows are worth a copy that makes one of many."""
 
@@ -123,17 +117,13 @@ class FeatureMaker:
 def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tuple[slice, Floats]]:
     """Features of a block, some rows at a time: they are still in cache when they are multiplied.
 
-    They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them. How many rows it is
-    depends on the block's length, not on the heads that it has, so that sums have the same bits
-    however heads are grouped.
+    They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them.
     """
-    n, lead, width = x.shape[-2], x.shape[:-2], x.shape[-1]
+    lead, width = x.shape[:-2], x.shape[-1]
     if not isinstance(spec.P, float):
         lead, width = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-    numbers = width * (2 if isinstance(spec, Exponential) and spec.paired else 1)
-    rows = -(-PIECE_NUMBERS * min(n, GROUPED_ROWS) // (GROUPED_ROWS * numbers))
-    most = 2 * PIECE_NUMBERS // (numbers * prod(lead))
-    for group, length, _ in pieces(n, min(max(rows, LEAST_PIECE), most)):
+    numbers = prod(lead) * width * (2 if isinstance(spec, Exponential) and spec.paired else 1)
+    for group, length, _ in pieces(x.shape[-2], PIECE_NUMBERS // numbers):
         maker = FeatureMaker(spec, x, length, name)
         for i, some in enumerate(maker.cut(x[..., group, :])):
             maker.make(some, looks=False)

@@ -116,13 +116,15 @@ def _heads_at_once(problem: Problem, block: int) -> int:
 
 
 def _heads_together(problem: Problem, block: int, threads: int) -> int:
-    """Heads of a task whose features are made in pieces: what Python does is done once for all.
+    """Heads of a causal task whose features are made in pieces, so that Python works once for all.
 
-    As many as have the tokens of a block, if no thread must do more than its share. Four heads of
-    512 tokens, causal, take 5 % less than one by one, and 28 % less on two threads.
+    As many as have the tokens of a block, if no thread must do more than its share: it changes no
+    bit. Eight heads of 512 tokens take 13 % less than one by one, and 30 % less on two threads.
     """
     specs = problem.query_spec, problem.key_spec
     if problem.exact_window is not None or not all(is_known(spec) for spec in specs):
+        return 1
+    if not problem.is_causal or problem.chunk_size is not None:
         return 1
     most = _rows(problem, PIECEMEAL_NUMBERS, MOST_PIECEMEAL_ROWS)
     heads = prod(problem.state_lead)
