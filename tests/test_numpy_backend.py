@@ -331,19 +331,30 @@ def test_heads_that_share_a_task_do_not_share_their_fate(lead, is_far, calls, mo
         key[(0,) * len(lead)][100:110] *= 1e3
     with linattn.config(num_threads=1):
         plan = planning.plan(linear_problem(query, key, value, phi, is_causal=True))
-    assert len(plan.tasks) < len(plan.backward_tasks) == np.prod(lead)
-    options = dict(is_causal=True, return_state=True, return_log_normalizer=True)
-    found = []
-    for count in (1, 2, 3):
+    assert len(plan.tasks) < len(plan.for_gradients().tasks) == np.prod(lead)
+
+    def attend(count):
         with linattn.config(num_threads=count):
-            found.append(linattn.linear_attention(query, key, value, phi, **options))
+            return linattn.linear_attention(
+                query,
+                key,
+                value,
+                phi,
+                is_causal=True,
+                return_state=True,
+                return_log_normalizer=True,
+            )
+
+    found = [attend(count) for count in (1, 2, 3)]
     with linattn.without_backends():
-        want, want_state, want_norm = linattn.linear_attention(query, key, value, phi, **options)
+        want, want_state, want_norm = attend(1)
+        want_read = linattn.read_state(query, want_state, phi)
     for out, state, norm in found:
         assert np.array_equal(out, found[0][0])
         assert np.array_equal(state.kvz, found[0][1].kvz)
         agree(out, want, 1e-11)
         agree(norm, want_norm, 1e-11)
+        agree(linattn.read_state(query, state, phi), want_read, 1e-11)
         assert state.length == want_state.length
     assert calls["plain"] > 0
     assert (calls["shifted"] > 0) == is_far
