@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -242,8 +242,7 @@ class _Step(NamedTuple):
     problem: Problem
 
 
-_last = threading.local()
-"""The last step of this thread."""
+_last: ContextVar[_Step | None] = ContextVar("last step", default=None)
 
 
 def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
@@ -252,7 +251,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     The description is kept for the next step of the same map with arrays of the same kinds: to
     make it takes a sixth of a step.
     """
-    last: _Step | None = getattr(_last, "step", None)
+    last = _last.get()
     settings, given = _dispatch.current_settings(), [query, key, value]
     if isinstance(state, State):
         given += [state.kvz, state.log_scale]
@@ -277,7 +276,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     # Maps that keep their specs never change; other libraries' arrays may belong to a trace.
     if hasattr(feature_map, "specs") and _checks.are_plain(given):
         bare = problem.but(query=None, key=None, value=None, state=None)
-        _last.step = _Step(feature_map, settings, kinds, bare)
+        _last.set(_Step(feature_map, settings, kinds, bare))
     return problem
 
 
