@@ -273,7 +273,8 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     problem = _described(
         xp, query, key, value, feature_map, is_causal=True, state=state, state_name="state"
     )
-    # Maps that keep their specs never change; other libraries' arrays may belong to a trace.
+    # Maps with ``specs`` keep what they return, and never change; what other libraries' arrays
+    # make may belong to a trace.
     if hasattr(feature_map, "specs") and _checks.are_plain(given):
         bare = problem.but(query=None, key=None, value=None, state=None)
         _last.set(_Step(feature_map, settings, kinds, bare))

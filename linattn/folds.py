@@ -118,7 +118,11 @@ def _head_by_head(
     part = Partial(xp.empty((*lead, n, v1.shape[-1]), **like), xp.empty((*lead, n, 1), **like))
     after = State(xp.empty_like(state.kvz), xp.empty_like(state.log_scale), state.length + n)
     for index in product(*map(range, problem.state_lead)):
-        task = tuple(slice(i, i + 1) for i in index)
+        # An axis of 1 stays whole, as in plans: queries may have more along it.
+        task = tuple(
+            slice(i, i + 1) if size > 1 else slice(None)
+            for i, size in zip(index, problem.state_lead, strict=True)
+        )
         own, own_after = _causal_block(
             take_problem(problem, task),
             _take_tokens(query, task),
@@ -428,9 +432,7 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
     """
     whole = _dispatch.whole_function("decode", problem.xp)
     if whole is not None:
-        # To replace a field takes 6 us, and here there is seldom another state.
-        same = problem.state is state
-        answer: Any = whole(problem if same else problem.but(state=state))
+        answer: Any = whole(problem.but(state=state))
         if answer is not NotImplemented:
             return answer  # type: ignore[no-any-return]
     one = slice(0, 1)

@@ -561,7 +561,7 @@ class Backend(Protocol):
         v1: Array,
         state: State,
         want_log: bool,
-    ) -> tuple[Partial, State]:
+    ) -> tuple[Partial, State] | object:
         """Causal attention within a block, after the state; also the state after it."""
         ...
 

@@ -374,6 +374,26 @@ def test_a_step_after_one_of_another_kind_is_its_own():
         linattn.decode_step(*step, phi)
 
 
+def test_a_map_with_one_spec_for_all_dtypes():
+    class Relu:
+        num_features = None
+        spec = MAPS["relu"].query_spec(np, np.float64, None)
+
+        def query_spec(self, xp, dtype, device):
+            return self.spec
+
+        key_spec = query_spec
+        query_features, key_features = MAPS["relu"].query_features, MAPS["relu"].key_features
+
+    phi = Relu()
+    for dtype in (np.float32, np.float64, np.float32):
+        query, key, value, state = token_and_state(phi, dtype)
+        out, after = linattn.decode_step(query, key, value, state, phi)
+        assert out.dtype == after.kvz.dtype == after.log_scale.dtype == dtype
+        want = linattn.decode_step(query, key, value, state, MAPS["relu"])[0]
+        np.testing.assert_array_equal(out, want)
+
+
 def test_a_step_that_is_left_to_others_spoils_nothing():
     # All features of these keys are far below what a state on the log scale 0 can hold.
     phi = EluFeatures()

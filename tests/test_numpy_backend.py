@@ -320,18 +320,43 @@ def test_threads_change_no_bit(count, is_causal, monkeypatch):
     assert state.length == want_state.length
 
 
-@pytest.mark.parametrize("lead", [(2, 4), (5,), (3, 2), (2, 1, 2)])
-@pytest.mark.parametrize("is_far", [False, True])
-def test_heads_that_share_a_task_do_not_share_their_fate(lead, is_far, calls, monkeypatch):
+GROUPS = {
+    "short": ((2, 4), (2, 4), 600, PositiveFeatures(D, 256, rng=0)),
+    "one axis": ((5,), (5,), 600, PositiveFeatures(D, 256, rng=0)),
+    "axis of 1": ((2, 1, 2), (2, 1, 2), 600, PositiveFeatures(D, 256, rng=0)),
+    "more queries": ((4, 3), (1, 3), 600, PositiveFeatures(D, 256, rng=0)),
+    "more queries between": ((2, 3, 2), (2, 1, 2), 600, PositiveFeatures(D, 256, rng=0)),
+    "fewer columns": ((6,), (6,), 600, PositiveFeatures(D, 64, rng=0)),
+    "paired": ((6,), (6,), 545, HyperbolicFeatures(D, 128, rng=0)),
+    "a row left": ((8,), (8,), 513, PositiveFeatures(D, 256, rng=0)),
+    "elu": ((8,), (8,), 513, EluFeatures()),
+    "columns of each head": (
+        (4,),
+        (4,),
+        600,
+        PositiveFeatures.from_projection(
+            np.random.default_rng(7).standard_normal((4, 256, D)),
+            log_weights=np.random.default_rng(8).standard_normal((4, 256))
+            * [[0.0], [1.0], [0.0], [1.0]],
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("change", ["none", "far", "large"])
+def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, monkeypatch):
     monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
-    query, key, value = inputs(600, heads=lead)
-    phi = PositiveFeatures(D, 256, rng=0)
-    if is_far:
+    query_lead, lead, n, phi = GROUPS[name]
+    query = inputs(n, heads=query_lead)[0]
+    _, key, value = inputs(n, heads=lead, seed=1)
+    first = (0,) * len(lead)
+    if change == "far":
         # One head needs a shift.
-        key[(0,) * len(lead)][100:110] *= 1e3
-    with linattn.config(num_threads=1):
-        plan = planning.plan(linear_problem(query, key, value, phi, is_causal=True))
-    assert len(plan.tasks) < len(plan.for_gradients().tasks) == np.prod(lead)
+        key[first][100:110] *= -1e3
+    if change == "large":
+        # Exponents of one head need a look; those of the others do not.
+        query[(0,) * len(query_lead)] *= 60
 
     def attend(count):
         with linattn.config(num_threads=count):
@@ -345,19 +370,45 @@ def test_heads_that_share_a_task_do_not_share_their_fate(lead, is_far, calls, mo
                 return_log_normalizer=True,
             )
 
-    found = [attend(count) for count in (1, 2, 3)]
+    with linattn.config(num_threads=1):
+        plan = planning.plan(linear_problem(query, key, value, phi, is_causal=True))
+    assert len(plan.tasks) < np.prod(lead)
+    found = [attend(count) for count in (1, 2, 3, 8)]
     with linattn.without_backends():
         want, want_state, want_norm = attend(1)
     want_logs = np.log(want_state.z) + want_state.log_scale
     for out, state, norm in found:
         assert np.array_equal(out, found[0][0])
         assert np.array_equal(state.kvz, found[0][1].kvz)
-        agree(out, want, 1e-11)
-        agree(norm, want_norm, 1e-11)
-        agree(np.log(state.z) + state.log_scale, want_logs, 1e-11)
+        agree(out, want, 1e-10)
+        agree(norm, want_norm, 1e-10)
+        agree(np.log(state.z) + state.log_scale, want_logs, 1e-10)
         assert state.length == want_state.length
     assert calls["plain"] > 0
-    assert (calls["shifted"] > 0) == is_far
+
+
+def test_a_backward_pass_keeps_its_own_tasks():
+    query, key, value = inputs(600, heads=(2, 4))
+    phi = PositiveFeatures(D, 256, rng=0)
+    with linattn.config(num_threads=1):
+        plan = planning.plan(linear_problem(query, key, value, phi, is_causal=True))
+    assert len(plan.tasks) < len(plan.for_gradients().tasks) == 8
+
+
+@pytest.mark.parametrize("n", [40, 600])
+def test_sides_of_which_one_is_paired(n):
+    paired, single = HyperbolicFeatures(D, 64, rng=0), PositiveFeatures(D, 64, rng=0)
+    for query_map, key_map in ((paired, single), (single, paired)):
+
+        class Mixed:
+            num_features = 64
+            query_spec, key_spec = query_map.query_spec, key_map.key_spec
+            query_features, key_features = query_map.query_features, key_map.key_features
+
+        query, key, value = inputs(n, heads=(3,))
+        out = linattn.linear_attention(query, key, value, Mixed(), is_causal=True)
+        with linattn.without_backends():
+            agree(out, linattn.linear_attention(query, key, value, Mixed(), is_causal=True))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

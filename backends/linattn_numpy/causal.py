@@ -2,8 +2,9 @@
 
 A block is *plain* if its exponents lie within ``+-REACH``, or if the norms of its queries bound
 theirs: its features are made and used a piece at a time, on one scale with its state, and it is
-checked here by the rule of the driver, on the scale of its largest product. Refused, it is done
-again shifted, and the driver checks that.
+checked here by the rule of the driver, on the scale of its largest product. Of a block that is
+refused each head is done by itself; a head that is refused is done again shifted, and the driver
+checks that.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import HEAD_BY_HEAD, Exponential, Partial, Spec, State, Tokens
+from linattn.typing import HEAD_BY_HEAD, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
     FeatureMaker,
     column_logs,
+    halves_of,
     is_known,
-    largest_exponent,
+    largest_exponents,
     row_log,
     row_term,
     shifted_log,
@@ -39,7 +41,13 @@ Floats = NDArray[Any]
 CACHE_NUMBERS = 1 << 17
 """Features of a side made at once: half a MB of float32, which a second-level cache holds.
 
-In halves it takes 3 % longer. Heads with more are refused one by one.
+In halves it takes 3 % longer.
+"""
+
+LEAST_APART = 1 << 14
+"""Features of a head from which heads are done one by one where one of them is refused.
+
+It does not depend on how many heads there are, so that grouping them changes no bit.
 """
 
 NEAR = {4: 20.0, 8: 80.0}
@@ -67,13 +75,13 @@ def scan_block(
     """Causal attention of a block after the state, and the state after it."""
     if 0 in query.x.shape or 0 in v1.shape:
         return NotImplemented
-    answer = _scan_plain(query_spec, key_spec, query, key, v1, state, want_log)
-    if answer is not None:
-        return answer
-    heads, m = prod(state.kvz.shape[:-2]), state.kvz.shape[-2]
-    is_large = heads > 1 and heads * v1.shape[-2] * m > CACHE_NUMBERS
-    if is_large and is_known(query_spec) and is_known(key_spec):
-        return HEAD_BY_HEAD
+    if is_known(query_spec) and is_known(key_spec) and halves_of(query_spec) == halves_of(key_spec):
+        answer = _scan_plain(query_spec, key_spec, query, key, v1, state, want_log)
+        if answer is not None:
+            return answer
+        *heads, m, _ = state.kvz.shape
+        if prod(heads) > 1 and v1.shape[-2] * m >= LEAST_APART:
+            return HEAD_BY_HEAD
     # Longer ones, which come in pieces where they are plain, are tried again in shorter blocks.
     is_short = v1.shape[-2] <= max(SHIFTED_ROWS, CACHE_NUMBERS // state.kvz.shape[-2])
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
@@ -82,8 +90,8 @@ def scan_block(
 
 
 def _scan_plain(
-    query_spec: Spec,
-    key_spec: Spec,
+    query_spec: Exponential | Pointwise,
+    key_spec: Exponential | Pointwise,
     query: Tokens,
     key: Tokens,
     v1: Floats,
@@ -91,19 +99,20 @@ def _scan_plain(
     want_log: bool,
 ) -> tuple[Partial, State] | None:
     """Scan without shifts, on one scale for block and state; None where that is not sound."""
-    if not (is_known(query_spec) and is_known(key_spec)):
-        return None
     column = column_logs(query_spec, v1.dtype)
     logs = column_logs(key_spec, v1.dtype)
     common = common_scale(column, logs, row_term(key_spec, key), state)
     if common is None:
         return None
     n, highest, nd = v1.shape[-2], 0.0, None
-    largest = _without_a_look(query_spec, key_spec, query, key, common)
+    bounds = _known_bounds(query_spec, key_spec, query, key, common)
+    looks = bool((bounds == inf).any())
+    if looks and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
+        return None  # alone, some heads are looked at and some are not
     kvz = state.kvz * common.scale[..., None]
     for rows, length, size in pieces(n, CACHE_NUMBERS // kvz[..., 0].size):
-        queries = FeatureMaker(query_spec, query.x, length, "query")
-        keys = FeatureMaker(key_spec, key.x, length, "key")
+        queries = FeatureMaker(query_spec, query.x, length, "query", merges=False)
+        keys = FeatureMaker(key_spec, key.x, length, "key", merges=False)
         k, factor = _scaled(keys.weights, common.column)
         shape = (*leading(v1.shape[:-2], common.weights.shape[:-2]), length, v1.shape[-1])
         v = buffer("v1", shape, v1.dtype)
@@ -120,9 +129,9 @@ def _scan_plain(
             sums.cut(nd[..., rows, :]),
         )
         for some, others, values, out, weight in zip(*arrays, weights, strict=False):
-            reach = queries.make(some, looks=largest is None)
+            reach = queries.make(some, looks=looks)
             if reach < inf:
-                reach += keys.make(others, looks=largest is None)
+                reach += keys.make(others, looks=looks)
             if reach == inf:
                 return None
             highest = max(highest, reach)
@@ -133,7 +142,7 @@ def _scan_plain(
         kvz = sums.state()
     assert nd is not None
     terms = kvz.shape[-2] * (state.length + n)
-    lost = exp(highest) if largest is None else 2 * exp(largest)
+    lost = exp(highest) if looks else 2 * exp(float(bounds.max()))
     if not (nd[..., -1].min() >= floor_of(nd.dtype) * terms * lost and all_finite(nd)):
         return None
     log = row_log(query_spec, query, common.g[..., None], want_log)
@@ -143,24 +152,26 @@ def _scan_plain(
     return Partial(nd, log, sound=True), State(kvz, c, state.length + n)
 
 
-def _without_a_look(
+def _known_bounds(
     query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, common: Common
-) -> float | None:
-    """Bound on the exponents of queries where exponents need no look, or None where they do.
+) -> Floats:
+    """Bounds on the exponents of each head's queries, ``(...)``; inf where they need a look.
 
     A key's weight must be a normal number, and so must every feature of a query. What underflow can
     take then is twice the smallest number for each key and column, in its feature and in what it
     adds to the state, times the largest feature of the query; exponents of keys need no bound,
     since what is too large for a float shows as inf.
     """
-    if key.log_weight is None and isinstance(key_spec, Exponential):
-        least = float(common.weights.min())
-        if common.column is not None:
-            least *= float(common.column.min())
-        largest = largest_exponent(query_spec, query.x)
-        if least >= tiny(query.x.dtype) and largest <= MOST_KNOWN[query.x.itemsize]:
-            return largest
-    return None
+    if key.log_weight is not None or not (
+        isinstance(key_spec, Exponential) and isinstance(query_spec, Exponential)
+    ):
+        return np.asarray(inf)
+    least = common.weights.min(axis=(-2, -1))
+    if common.column is not None:
+        least = least * common.column.min(axis=-1)
+    bounds = largest_exponents(query_spec, query.x)
+    is_known_enough = (least >= tiny(query.x.dtype)) & (bounds <= MOST_KNOWN[query.x.itemsize])
+    return np.where(is_known_enough, bounds, inf)
 
 
 class Common(NamedTuple):
@@ -198,7 +209,10 @@ def common_scale(
     g = finite(g)
     block = np.exp(block - g)
     first = block[..., :1]
-    if (block == first).all():
+    even = (block == first).all(axis=-1)
+    if even.any() and not even.all():
+        return None  # alone, some heads would be given their factors in another way
+    if even.all():
         weights = first[..., None] if row is None else np.exp(row) * first[..., None]
         return Common(g, None, weights, np.exp(before - g))
     weights = np.ones((1, 1), g.dtype) if row is None else np.exp(row)

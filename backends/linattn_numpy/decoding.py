@@ -36,7 +36,7 @@ LARGEST_LOG = {4: 1e15, 8: 1e150}
 """Logs of a query's features beyond this are left to the generic code, by bytes a number."""
 
 KEPT_NUMBERS = 1 << 16
-"""Features of larger tokens are not kept from one call of :func:`decode` to the next."""
+"""What larger tokens need is not kept from one call of :func:`decode` to the next."""
 
 HIGHEST_SQUARE = exp(2 * AHEAD)
 """Features of which the sum of squares is below this are all below exp(AHEAD)."""
@@ -70,7 +70,7 @@ def _is_natural(log_scale: Floats) -> bool:
 
 
 _last = threading.local()
-"""Features of the last token of :func:`decode` on this thread, and what they are of."""
+"""What the last token of :func:`decode` on this thread needed."""
 
 _below: WeakKeyDictionary[Exponential, Floats] = WeakKeyDictionary()
 """What :func:`_with_square` has made, for as long as a map keeps its spec."""
@@ -254,7 +254,7 @@ def _kept(problem: Problem, state: State) -> tuple[_Exponentials | _Pointwise, _
     To make them takes 9 us, to put them on another scale 3.
     """
     shape, log_scale = state.kvz.shape, state.log_scale
-    kind = (problem.query_spec, problem.key_spec, shape)
+    kind = (problem.query_spec, problem.key_spec, shape, state.kvz.dtype)
     kept: _Kept | None = getattr(_last, "kept", None)
     if kept is not None and kept.kind == kind:
         kept.features.rest_on(log_scale)

@@ -24,10 +24,11 @@ __all__ = [
     "activated",
     "column_logs",
     "features",
+    "halves_of",
     "inputs",
     "is_known",
     "is_simple",
-    "largest_exponent",
+    "largest_exponents",
     "plain_weights",
     "row_log",
     "row_term",
@@ -37,7 +38,10 @@ __all__ = [
 Floats = NDArray[Any]
 
 PIECE_NUMBERS = 1 << 18
-"""Features of a side made at once: 1 MB of float32. In halves full attention takes 1 % longer."""
+"""Features of a side made at once: 1 MB of float32, if that is a sub-block or more.
+
+In halves full attention takes 1 % longer.
+"""
 
 FEW_ROWS = 32
 """Products of fewer rows are worth a copy that makes one of many."""
@@ -63,14 +67,17 @@ class FeatureMaker:
 
     They are left in ``weights``, ``(..., h, n, m / h)``, on their natural scale: what is beyond the
     range is inf or 0. A paired map has its halves, h = 2, apart: what is done to whole arrays takes
-    half of what it takes on parts of their rows.
+    half of what it takes on parts of their rows. ``merges``: whether heads may share one product,
+    which for a single row is another one than their own, with other last bits.
     """
 
     weights: Floats
 
-    def __init__(self, spec: Exponential | Pointwise, x: Floats, n: int, name: str) -> None:
+    def __init__(
+        self, spec: Exponential | Pointwise, x: Floats, n: int, name: str, *, merges: bool
+    ) -> None:
         lead, j, self._rows = x.shape[:-2], x.shape[-1], n
-        self._spec, self._halves = spec, 2 if isinstance(spec, Exponential) and spec.paired else 1
+        self._spec, self._halves, self._merges = spec, halves_of(spec), merges
         if not isinstance(spec.P, float):
             lead, j = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
             self._rows = batch(n, spec.P)
@@ -79,8 +86,8 @@ class FeatureMaker:
         halves = buffer(name, (self._halves, *shape), x.dtype)
         self._first, self._last = halves[0], halves[-1]
         self.weights = moved(halves.reshape(self._halves, *lead, n, j), 0, -3)
-        in_place = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
-        self._inputs = self._first if in_place else buffer(name + "_inputs", shape, x.dtype)
+        needs_none = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
+        self._inputs = self._first if needs_none else buffer(name + "_inputs", shape, x.dtype)
 
     def cut(self, x: Floats) -> Floats:
         """Tokens of a number of pieces, one after the other along the first axis."""
@@ -101,7 +108,7 @@ class FeatureMaker:
         if isinstance(self._spec.P, float):
             factor = self._spec.P
             return x if factor == 1.0 else np.multiply(x, factor, out=self._inputs)
-        if self._rows < self.weights.shape[-2]:
+        if self._rows < self.weights.shape[-2] or not self._merges:
             return np.matmul(x, self._projection, out=self._inputs)
         return _project(x, self._projection, self._inputs)
 
@@ -122,22 +129,25 @@ def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tu
     lead, width = x.shape[:-2], x.shape[-1]
     if not isinstance(spec.P, float):
         lead, width = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-    numbers = prod(lead) * width * (2 if isinstance(spec, Exponential) and spec.paired else 1)
+    numbers = prod(lead) * width * halves_of(spec)
     for group, length, _ in pieces(x.shape[-2], PIECE_NUMBERS // numbers):
-        maker = FeatureMaker(spec, x, length, name)
+        maker = FeatureMaker(spec, x, length, name, merges=True)
         for i, some in enumerate(maker.cut(x[..., group, :])):
             maker.make(some, looks=False)
             start = group.start + i * length
             yield slice(start, start + length), maker.weights
 
 
-def largest_exponent(spec: Spec | Exact, x: Floats) -> float:
-    """Bound on the size of a block's exponents by the norms of its tokens; inf if not known."""
-    if not isinstance(spec, Exponential):
-        return inf
-    token = np.vecdot(x, x).max()
-    column = np.square(spec.P).sum(axis=-2).max()
-    return float(np.sqrt(token * column))
+def halves_of(spec: Spec | Exact) -> int:
+    """2 for a paired map, whose other half of columns are reciprocals; else 1."""
+    return 2 if isinstance(spec, Exponential) and spec.paired else 1
+
+
+def largest_exponents(spec: Exponential, x: Floats) -> Floats:
+    """Bounds ``(...)`` on the size of the exponents of each head by the norms of its tokens."""
+    token = np.vecdot(x, x).max(axis=-1)
+    column = np.square(spec.P).sum(axis=-2).max(axis=-1)
+    return np.asarray(np.sqrt(token * column))
 
 
 def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:

@@ -26,9 +26,9 @@ def _lower(size: int, dtype: Any) -> Floats:
 class Triangles:
     """Sums ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` of pieces of one shape, one after the other.
 
-    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the piece at hand, in h
-    parts of their columns; ``v``: its values, ``(..., n, e)``. All that NumPy must know of them is
-    made here, once: a piece of 512 tokens would spend 4 % of its time on it.
+    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the piece at hand, both in
+    h parts of their columns; ``v``: its values, ``(..., n, e)``. All that NumPy must know of them
+    is made here, once: a piece of 512 tokens would spend 4 % of its time on it.
     """
 
     lead: tuple[int, ...]
