@@ -387,6 +387,40 @@ def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, mo
     assert calls["plain"] > 0
 
 
+def test_heads_of_which_only_some_need_a_look_are_done_alone(calls):
+    query, key, value = inputs(600, heads=(5,))
+    phi = PositiveFeatures(D, 256, rng=0)
+    bound = D**-0.25 * np.linalg.norm(query[0], axis=-1).max()
+    bound *= np.linalg.norm(phi.projection, axis=-1).max()
+    query[0] *= 1.01 * causal.MOST_KNOWN[8] / bound
+    with linattn.config(num_threads=1):
+        linattn.linear_attention(query, key, value, phi, is_causal=True)
+    assert calls["plain"] == 5
+    calls["plain"] = 0
+    with linattn.config(num_threads=1):
+        linattn.linear_attention(query[1:], key[1:], value[1:], phi, is_causal=True)
+    assert calls["plain"] == 1
+
+
+def test_heads_of_which_only_some_have_even_columns_have_their_own_bits(monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    phi = GROUPS["columns of each head"][-1]
+    query, key, value = inputs(600, heads=(4,))
+    _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+    # The first block is below the scale of the state: a factor that is not 1.
+    state = linattn.State(state.kvz, state.log_scale + 3, state.length)
+    found = []
+    for count in (1, 2, 4):
+        with linattn.config(num_threads=count):
+            found.append(
+                linattn.linear_attention(
+                    query, key, value, phi, is_causal=True, initial_state=state
+                )
+            )
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
 def test_a_backward_pass_keeps_its_own_tasks():
     query, key, value = inputs(600, heads=(2, 4))
     phi = PositiveFeatures(D, 256, rng=0)
