@@ -240,16 +240,36 @@ class _Outer:
         return np.asarray(after)
 
 
+class _Result:
+    """Numerators and denominators of a token, ``nd`` of shape ``(..., 1, e + 1)``, with views."""
+
+    def __init__(self, nd: Floats) -> None:
+        self.nd, self.rows = nd, nd[..., 0, :]
+        self._numerators, self._denominators = self.rows[..., :-1], self.rows[..., -1:]
+        self._flat = nd.reshape(-1)
+        self._flat_denominators = self._flat[nd.shape[-1] - 1 :: nd.shape[-1]]
+        self._zeros = np.zeros_like(self._flat)
+
+    def divided(self, least: float) -> Floats | None:
+        """Numerator over denominator, a new array; None for what must be looked at."""
+        # Zeros make 0 of what is finite and NaN of all else, in half the time of a sum.
+        is_finite = self._flat.dot(self._zeros) == 0
+        if is_finite and np.minimum.reduce(self._flat_denominators) >= least:
+            return np.divide(self._numerators, self._denominators)
+        return None
+
+
 class _Kept(NamedTuple):
     """What a token of :func:`decode` needs beside a state."""
 
     kind: tuple[Any, ...]
     features: _Exponentials | _Pointwise
     outer: _Outer
+    result: _Result
 
 
-def _kept(problem: Problem, state: State) -> tuple[_Exponentials | _Pointwise, _Outer]:
-    """Features on the log scale of a state: this thread's last, where that was of the same kind.
+def _kept(problem: Problem, state: State) -> _Kept:
+    """Return what a step from a state needs: this thread's last, if that was of the same kind.
 
     To make them takes 9 us, to put them on another scale 3.
     """
@@ -259,20 +279,12 @@ def _kept(problem: Problem, state: State) -> tuple[_Exponentials | _Pointwise, _
     if kept is not None and kept.kind == kind:
         kept.features.rest_on(log_scale)
     else:
-        kept = _Kept(kind, _features(problem, log_scale), _Outer(shape, state.kvz.dtype))
+        result = _Result(np.empty((*shape[:-2], 1, shape[-1]), state.kvz.dtype))
+        features, outer = _features(problem, log_scale), _Outer(shape, state.kvz.dtype)
+        kept = _Kept(kind, features, outer, result)
         if log_scale.size <= KEPT_NUMBERS:
             _last.kept = kept
-    return kept.features, kept.outer
-
-
-def _divided(nd: Floats, least: float) -> Floats | None:
-    """Numerator over denominator, ``(..., e + 1)`` by rows; None for what must be looked at."""
-    flat = nd.reshape(-1)
-    # Zeros make 0 of what is finite and NaN of all else, in half the time of a sum.
-    is_finite = flat.dot(np.zeros(flat.size, flat.dtype)) == 0
-    if is_finite and np.minimum.reduce(flat[nd.shape[-1] - 1 :: nd.shape[-1]]) >= least:
-        return np.asarray(nd[..., :-1] / nd[..., -1:])
-    return None
+    return kept
 
 
 def decode(problem: Problem) -> Any:
@@ -282,7 +294,7 @@ def decode(problem: Problem) -> Any:
         return NotImplemented
     query, key, value = (x[..., 0, :] for x in (problem.query, problem.key, problem.value))
     with quiet():
-        kvz, (features, outer) = state.kvz, _kept(problem, state)
+        kvz, (_, features, outer, result) = state.kvz, _kept(problem, state)
         weights = features.take(query, key)
         if weights is None:
             features.rest_on(features.higher())
@@ -291,11 +303,25 @@ def decode(problem: Problem) -> Any:
                 return NotImplemented
             kvz = kvz * np.exp(state.log_scale - features.log_scale)[..., None]
         after = outer.added(kvz, weights, value)
-        nd = np.matmul(np.swapaxes(features.query(), -1, -2), after)[..., 0, :]
-        out = _divided(nd, LEAST_DENOMINATOR[nd.itemsize])
+        np.matmul(np.swapaxes(features.query(), -1, -2), after, out=result.nd)
+        out = result.divided(LEAST_DENOMINATOR[after.itemsize])
     if out is None:
         return NotImplemented
     return out, State(after, features.log_scale.copy(), state.length + 1)
+
+
+class _Slot(NamedTuple):
+    """Where the next token waits, and views of all that a read with it takes."""
+
+    weights: Floats
+    value: Floats
+    rows: Floats
+    """The state and the features of the tokens that wait, ``(..., e + 1 + count, m)``."""
+    values: Floats
+    sums: Floats
+    """Room for their products with a query's features."""
+    shares: Floats
+    """Of these, those of the tokens that wait."""
 
 
 class Stepper:
@@ -313,17 +339,21 @@ class Stepper:
         self._state, self._waiting = rows[..., :width, :], rows[..., width:, :]
         self._values = values
         self._state[...] = np.swapaxes(state.kvz, -1, -2)
-        # Views for each count of tokens: a step would take half a microsecond to make them.
+        sums = np.empty((*lead, width + PENDING, 1), rows.dtype)
+        self._read_of_state = sums[..., :width, 0]
+        self._result = _Result(np.empty((*lead, 1, width), rows.dtype))
+        # Views for each count of tokens: a step would take two microseconds to make them.
         self._slots = [
-            (
+            _Slot(
                 self._waiting[..., i, :],
                 values[..., i, :-1],
                 rows[..., : width + i + 1, :],
                 values[..., : i + 1, :],
+                sums[..., : width + i + 1, :],
+                np.swapaxes(sums[..., width : width + i + 1, :], -1, -2),
             )
             for i in range(PENDING)
         ]
-        self._width = width
         self._floor = floor_of(rows.dtype) * m
         self._length = state.length
         self._count = 0
@@ -384,24 +414,23 @@ class Stepper:
 
     def _added_and_read(self, weights: Floats, value: Floats) -> Floats | None:
         """Let a token wait as the next one, and read with its query."""
-        slot, slot_value, rows, values = self._slots[self._count]
-        slot[...] = weights
-        slot_value[...] = value
+        slot = self._slots[self._count]
+        slot.weights[...] = weights
+        slot.value[...] = value
         # Largest logs and shifts take 4 us of a step.
         if self._tries_natural:
-            out = self._read(rows, values, self._features.natural_query(), self._least)
+            out = self._read(slot, self._features.natural_query(), self._least)
             self._tries_natural = out is not None
             if out is not None:
                 return out
-        return self._read(rows, values, self._features.query(), LEAST_DENOMINATOR[rows.itemsize])
+        return self._read(slot, self._features.query(), LEAST_DENOMINATOR[weights.itemsize])
 
-    def _read(self, rows: Floats, values: Floats, phi: Floats, least: float) -> Floats | None:
+    def _read(self, slot: _Slot, phi: Floats, least: float) -> Floats | None:
         """Read a state and the tokens that wait beside it."""
-        sums = np.matmul(rows, phi)[..., 0]
-        width = self._width
-        near = np.matmul(sums[..., None, width:], values)[..., 0, :]
-        near += sums[..., :width]
-        return _divided(near, least)
+        np.matmul(slot.rows, phi, out=slot.sums)
+        np.matmul(slot.shares, slot.values, out=self._result.nd)
+        np.add(self._result.rows, self._read_of_state, out=self._result.rows)
+        return self._result.divided(least)
 
 
 def stepper(problem: Problem, state: State) -> Any:
