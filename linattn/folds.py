@@ -432,7 +432,9 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
     """
     whole = _dispatch.whole_function("decode", problem.xp)
     if whole is not None:
-        answer: Any = whole(problem.but(state=state))
+        # The caller's problem mostly has the state already.
+        same = problem.state is state
+        answer: Any = whole(problem if same else problem.but(state=state))
         if answer is not NotImplemented:
             return answer  # type: ignore[no-any-return]
     one = slice(0, 1)

@@ -80,7 +80,8 @@ class FeatureMaker:
         self._spec, self._halves, self._merges = spec, halves_of(spec), merges
         if not isinstance(spec.P, float):
             lead, j = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-            self._rows = batch(n, spec.P)
+            size = batch(n, spec.P)
+            self._rows = n if n % size else size
             self._projection = spec.P if spec.P.ndim == 2 else spec.P[..., None, :, :]
         shape = (*lead, n // self._rows, self._rows, j)
         halves = buffer(name, (self._halves, *shape), x.dtype)

@@ -81,11 +81,8 @@ def leading(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]
 def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
     """``x y`` into ``out``, in batches of rows where that is faster."""
     n, (k, j) = x.shape[-2], y.shape[-2:]
-    # Kernels for small matrices are slow on a turned second factor.
-    if n <= LEAST_ROWS or y.strides[-1] != y.itemsize or not likes_small():
-        return np.matmul(x, y, out=out)
-    size = _rows(k * j)
-    if size == 0 or n * k * j <= SMALL:
+    size = batch(n, y)
+    if size == n:
         return np.matmul(x, y, out=out)
     whole = n - n % size
     lead = x.shape[:-2]
@@ -107,12 +104,12 @@ def _rows(numbers: int) -> int:
 
 
 def batch(n: int, y: Floats) -> int:
-    """Rows at a time in which n rows are best multiplied by ``y``: all, or a divisor of n."""
+    """Rows at a time in which n rows are best multiplied by ``y``: all, or as many as a batch."""
     k, j = y.shape[-2:]
+    # Kernels for small matrices are slow on a turned second factor.
     if n * k * j <= SMALL or y.strides[-1] != y.itemsize or not likes_small():
         return n
-    size = _rows(k * j)
-    return n if size == 0 or n % size else size
+    return _rows(k * j) or n
 
 
 def product(x: Floats, y: Floats, name: str) -> Floats:
