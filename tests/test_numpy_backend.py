@@ -328,6 +328,7 @@ GROUPS = {
     "more queries between": ((2, 3, 2), (2, 1, 2), 600, PositiveFeatures(D, 256, rng=0)),
     "fewer columns": ((6,), (6,), 600, PositiveFeatures(D, 64, rng=0)),
     "paired": ((6,), (6,), 545, HyperbolicFeatures(D, 128, rng=0)),
+    "long": ((3,), (3,), 4200, PositiveFeatures(D, 256, rng=0)),
     "a row left": ((8,), (8,), 513, PositiveFeatures(D, 256, rng=0)),
     "elu": ((8,), (8,), 513, EluFeatures()),
     "columns of each head": (
@@ -692,9 +693,11 @@ def test_long_buffers_are_not_kept():
     assert buffer("test_name", (10, 10), np.float32).dtype == np.float32
 
 
-def workspace(phi, length, is_causal):
+def workspace(phi, heads, length, is_causal):
     """Bytes that a thread which has nothing yet needs at most, beyond inputs and output."""
-    query, key, value = np.random.default_rng(0).standard_normal((3, length, 64), dtype=np.float32)
+    query, key, value = np.random.default_rng(0).standard_normal(
+        (3, heads, length, 64), dtype=np.float32
+    )
     found = []
 
     def run():
@@ -719,10 +722,12 @@ def workspace(phi, length, is_causal):
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_workspace_is_small_and_does_not_grow(phi, is_causal):
-    workspace(phi, 64, is_causal)  # what is imported at the first call
-    short, long = (workspace(phi, length, is_causal) for length in (16384, 65536))
+    workspace(phi, 1, 64, is_causal)  # what is imported at the first call
+    short, long = (workspace(phi, 2, length, is_causal) for length in (16384, 65536))
     assert max(short, long) <= 8 * 2**20
     assert long - short < 2**20
+    for heads, length in ((1, 16384), (8, 4096), (8, 2048), (8, 1024), (16, 512), (64, 100)):
+        assert workspace(phi, heads, length, is_causal) <= 8 * 2**20
 
 
 @pytest.mark.parametrize(("sign", "factor"), [(-1, 1e-20), (1, 1e20), (1, 1e25), (1, 1)])

@@ -29,16 +29,11 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return kept[:count].reshape(shape)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Return zeros that nobody may write to.
-
-    The larger and the smaller of two arrays take a third of the time of an array and a number.
-    """
-    count = prod(shape)
+def zeros(count: int, dtype: Any) -> NDArray[Any]:
+    """Return zeros that nobody may write to."""
     kept = getattr(_scratch, "zeros", None)
     if kept is None or kept.size < count or kept.dtype != dtype:
         kept = np.zeros(count, dtype)
         kept.flags.writeable = False
-        if kept.nbytes <= KEPT_BYTES:
-            _scratch.zeros = kept
-    return np.asarray(kept[:count].reshape(shape))
+        _scratch.zeros = kept
+    return np.asarray(kept[:count])

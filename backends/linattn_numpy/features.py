@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Exact, Exponential, Pointwise, Spec, Tokens
-from linattn_numpy.buffers import buffer, zeros
+from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import LOWEST, in_place
 from linattn_numpy.pieces import cut, moved, pieces
 from linattn_numpy.products import batch, leading, multiply
@@ -45,6 +45,9 @@ In halves full attention takes 1 % longer.
 
 FEW_ROWS = 32
 """Products of fewer rows are worth a copy that makes one of many."""
+
+FEW_NUMBERS = 2048
+"""An array of so many is faster compared with a number than clipped: 1.8 against 2.6 us."""
 
 REACH = {4: 30.0, 8: 300.0}
 """Exponents of a causal block up to this size need no shift; the range is about 3 REACH."""
@@ -235,21 +238,27 @@ def inputs(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
 def activated(spec: Pointwise, u: Floats, out: Floats) -> Floats:
     """Put features into ``out``, which is not where the inputs ``u`` are."""
     if spec.f.name == "relu":
-        np.maximum(u, zeros(u.shape, u.dtype), out=out)
+        _positive(u, out)
     else:
         # exp(u) lies above u + 1, and below 1 where u is negative: the smaller of exp(u) and
         # max(u, 0) + 1 is the function on both sides, even if exp(u) is inf. It comes first,
         # because it computes while u comes from memory: 4 % less for elu + 1 than the other way.
         np.exp(u, out=out)
-        linear = buffer("linear", u.shape, u.dtype)
-        np.maximum(u, zeros(u.shape, u.dtype), out=linear)
-        np.add(linear, 1, out=linear)
+        linear = buffer("more", u.shape, u.dtype)
+        np.add(_positive(u, linear), 1, out=linear)
         np.minimum(out, linear, out=out)
     if spec.offset != 0.0:
         out += spec.offset
     if spec.factor != 1.0:
         out *= spec.factor
     return out
+
+
+def _positive(u: Floats, out: Floats) -> Floats:
+    """Put ``max(u, 0)`` into ``out``; to clip a large array takes a third of the time."""
+    if u.size < FEW_NUMBERS:
+        return np.maximum(u, 0, out=out)
+    return u.clip(0, inf, out=out)
 
 
 def column_logs(spec: Exponential | Pointwise, dtype: Any) -> Floats:

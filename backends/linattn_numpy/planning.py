@@ -29,8 +29,12 @@ Half of that takes 2 to 4 % longer on one thread and 4 to 11 % on two, who wait 
 Python does something for a block.
 """
 
-SHORT = 512
-"""Heads of fewer tokens count as so long: their states take as much room as their features."""
+TOGETHER_NUMBERS, SHORT = 9216 * 65, 768
+"""Room for the values and states of heads that share a causal task, and the length that those of
+fewer tokens count as: two heads of 4,096 tokens, d = 64, m = 256.
+
+Half of that takes 2 % longer on one thread and 5 to 8 % on two.
+"""
 
 LONG, LONG_CAUSAL = 4096, 16384
 """Tokens of a single task that is cut along the sequence where there are threads for its parts.
@@ -118,9 +122,9 @@ def _heads_at_once(problem: Problem, block: int) -> int:
 def _heads_together(problem: Problem, block: int, threads: int) -> int:
     """Heads of a causal task whose features are made in pieces, so that Python works once for all.
 
-    As many as have the tokens of a block, if no thread must do more than its share; a block that is
-    refused is done head by head, so that it changes no bit. Four heads at a time of 512 tokens take
-    9 % less than one by one, and 28 % less on two threads.
+    As many as there is room for, if no thread must do more than its share; a block that is refused
+    is done head by head, so that it changes no bit. Four heads at a time of 512 tokens take 9 %
+    less than one by one, and 28 % less on two threads.
     """
     specs = problem.query_spec, problem.key_spec
     if problem.exact_window is not None or not all(is_known(spec) for spec in specs):
@@ -129,13 +133,14 @@ def _heads_together(problem: Problem, block: int, threads: int) -> int:
         return 1
     if _longest(problem) * problem.num_features < LEAST_APART:
         return 1
-    most = _rows(problem, PIECEMEAL_NUMBERS, MOST_PIECEMEAL_ROWS)
     heads = prod(problem.state_lead)
     n = problem.state_lead[-1] if problem.state_lead else 1
-    for group in range(min(n, most // max(SHORT, min(_longest(problem), block))), 1, -1):
-        tasks = heads // n * -(-n // group)
-        if -(-tasks // threads) * group <= -(-heads // threads):
-            return group
+    rows = max(SHORT, min(_longest(problem), block)) + problem.num_features
+    most = TOGETHER_NUMBERS // (rows * (problem.value.shape[-1] + 1))
+    for group in range(min(n, most), 1, -1):
+        count = -(-n // group)
+        if -(-(heads // n * count) // threads) * group <= -(-heads // threads):
+            return -(-n // count)
     return 1
 
 
