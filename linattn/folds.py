@@ -7,9 +7,10 @@ parts on different scales, and puts rows where they belong. Block bodies and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any, TypeAlias
 
 import array_api_compat
@@ -171,7 +172,7 @@ def reading(problem: Problem, state: State) -> tuple[Spec, State]:
     return problem.query_spec, state
 
 
-# Walks ------------------------------------------------------------------------------------------
+# Walks: they stop after each block, and give the state there -----------------------------------
 
 
 def initial_state(problem: Problem) -> State:
@@ -190,6 +191,11 @@ def initial_state(problem: Problem) -> State:
 
 def update(problem: Problem, state: State, block_size: int) -> State:
     """Add all keys and values of a problem to a state, block by block."""
+    return _last(_updates(problem, state, block_size), state)
+
+
+def _updates(problem: Problem, state: State, block_size: int) -> Iterator[State]:
+    """Add a problem's keys and values to a state: the state after each block."""
     reduce_block = _dispatch.block_function("reduce_block", problem.xp)
     start = state.length
     for rows in blocks(problem.key.shape[-2], block_size):
@@ -200,20 +206,20 @@ def update(problem: Problem, state: State, block_size: int) -> State:
             passing_v1_block(problem, rows),
             state,
         )
-    return state
+        yield state
 
 
-def _walk_full(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    before = initial_state(problem)
-    state = update(problem, before, block_size)
-    _read(problem, state, before.length, task, block_size, put)
-    return state
+def _walk_full(problem: Problem, task: Index, block_size: int, put: _Put) -> Iterator[State]:
+    state = before = initial_state(problem)
+    for state in _updates(problem, before, block_size):
+        yield state
+    yield from _reads(problem, state, before.length, task, block_size, put)
 
 
-def _read(
+def _reads(
     problem: Problem, state: State, start: int, task: Index, block_size: int, put: _Put
-) -> None:
-    """Read a state with all queries of a problem, block by block."""
+) -> Iterator[State]:
+    """Read a state with all queries of a problem: the state again after each block."""
     read_block = _dispatch.block_function("read_block", problem.xp)
     query_spec, seen = reading(problem, state)
     for rows in blocks(problem.query.shape[-2], block_size):
@@ -222,23 +228,24 @@ def _read(
         )
         put(task, rows, guarded(part) if isinstance(problem.query_spec, Corrected) else part)
         del part
+        yield state
 
 
 def _walk_causal(
     problem: Problem, task: Index, block_size: int, put: _Put, offer: _Offer | None
-) -> State:
-    return _scan(problem, initial_state(problem), task, block_size, put, offer)
+) -> Iterator[State]:
+    return _scans(problem, initial_state(problem), task, block_size, put, offer)
 
 
-def _scan(
+def _scans(
     problem: Problem,
     state: State,
     task: Index,
     block_size: int,
     put: _Put,
     offer: _Offer | None,
-) -> State:
-    """Go through a problem causally, from a state to the one after it, block by block."""
+) -> Iterator[State]:
+    """Go through a problem causally: the state after each block."""
     start = state.length
     for rows in blocks(problem.query.shape[-2], block_size):
         if offer is not None:
@@ -252,12 +259,18 @@ def _scan(
         )
         put(task, rows, part)
         del part
-    return state
+        yield state
 
 
-def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> None:
+def _walk_exact(problem: Problem, task: Index, block_size: int, put: _Put) -> Iterator[None]:
     for rows in blocks(problem.query.shape[-2], block_size):
         put(task, rows, exact_rows(problem, rows, block_size))
+        yield None
+
+
+def _last(walk: Iterator[State], state: State) -> State:
+    """Finish a walk: the state after it, or the one before it where there is no block."""
+    return deque(chain([state], walk), maxlen=1).pop()
 
 
 def exact_rows(problem: Problem, rows: slice, block_size: int) -> Partial:
@@ -280,8 +293,8 @@ def exact_rows(problem: Problem, rows: slice, block_size: int) -> Partial:
     return _nothing(problem, query) if part is None else part
 
 
-def _walk_window(problem: Problem, task: Index, block_size: int, put: _Put) -> State:
-    return walk_window(problem, initial_state(problem), block_size, partial(put, task))
+def _walk_window(problem: Problem, task: Index, block_size: int, put: _Put) -> Iterator[State]:
+    yield walk_window(problem, initial_state(problem), block_size, partial(put, task))
 
 
 def _nothing(problem: Problem, query: Tokens) -> Partial:
@@ -328,12 +341,13 @@ def _in_segments(problem: Problem, plan: Plan, put: _Put, offer: _Offer | None) 
         with _generic.quiet():
             part = _segment(problem, rows)
             if problem.is_causal:
-                after = _scan(part, states[i], (), plan.block_size, put_later, offer_later)
-                if i + 1 == len(keys):
-                    states[-1] = after
+                walk = _scans(part, states[i], (), plan.block_size, put_later, offer_later)
             else:
                 start = before.length + rows.start
-                _read(part, states[-1], start, (), plan.block_size, put_later)
+                walk = _reads(part, states[-1], start, (), plan.block_size, put_later)
+            after = _last(walk, states[i])
+            if i + 1 == len(keys):
+                states[-1] = after
 
     plan.run(reduce, range(len(reduced)))
     with _generic.quiet():
@@ -393,11 +407,25 @@ def solve(
         if norms is not None:
             norms.put(task, rows, log_normalizer(part, problem))
 
-    def work(task: Index) -> None:
-        with _generic.quiet():
-            state = walk(take_problem(problem, task), task, plan.block_size, put)
+    def steps(task: Index) -> Iterator[None]:
+        part = take_problem(problem, task)
+        walked, state = walk(part, task, plan.block_size, put), None
+        while True:
+            try:
+                with _generic.quiet():
+                    state = next(walked)
+            except StopIteration:
+                break
+            yield
         if return_state:
-            states.append((task, state))
+            states.append((task, initial_state(part) if state is None else state))
+
+    def work(task: Index) -> Iterator[None] | None:
+        if plan.stepwise:
+            return steps(task)
+        for _ in steps(task):
+            pass
+        return None
 
     if plan.segments > 1 and walk not in (_walk_exact, _walk_window):
         state = _in_segments(problem, plan, put, offer)

@@ -475,14 +475,18 @@ class Plan(NamedTuple):
         Tokens a block of the backward pass; None is ``block_size``.
     backward_tasks : sequence of Index or None
         Tasks of the backward pass; None is ``tasks``.
+    stepwise : bool
+        ``run`` expects of ``work(task)`` an iterator: each of its steps does a block of the task.
+        They may be taken up by one thread after the other, so that threads end together.
     """
 
     block_size: int
     tasks: Sequence[Index]
-    run: Callable[[Callable[[Any], None], Sequence[Any]], None]
+    run: Callable[[Callable[[Any], Any], Sequence[Any]], None]
     segments: int = 1
     backward_size: int | None = None
     backward_tasks: Sequence[Index] | None = None
+    stepwise: bool = False
 
     def for_gradients(self) -> Plan:
         """Tasks and blocks of the backward pass, and of a forward pass that keeps states for it."""

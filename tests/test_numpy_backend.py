@@ -459,6 +459,49 @@ def test_tasks_run_side_by_side(count):
     assert len({name for _, name in done}) == count
 
 
+def test_the_last_tasks_are_done_in_turns():
+    begun, lock = [], threading.Lock()
+
+    def work(task):
+        for step in range(3):
+            with lock:
+                begun.append((task, step))
+            yield
+
+    count, last = 40, threads.LAST * 2
+    threads.run(2, work, range(count))
+    assert sorted(begun) == [(task, step) for task in range(count) for step in range(3)]
+    for task in range(count):
+        assert [step for other, step in begun if other == task] == [0, 1, 2]
+    for i in range(1, len(begun) + 1):
+        steps = dict(begun[:i])
+        # No more than these are ever unfinished, each of which holds a state.
+        assert sum(step < 2 for step in steps.values()) <= last + 2
+    first = [i for i, (task, step) in enumerate(begun) if task >= count - last and step == 0]
+    second = [i for i, (task, step) in enumerate(begun) if task >= count - last and step == 1]
+    # The other thread may be late with one.
+    assert sum(i > min(second) for i in first) <= 1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    query, key, value = inputs(900, heads=(3,))
+    phi = PositiveFeatures(D, 32, rng=0)
+
+    def attend(count):
+        with linattn.config(num_threads=count):
+            return linattn.linear_attention(
+                query, key, value, phi, is_causal=is_causal, chunk_size=128, return_state=True
+            )
+
+    want, want_state = attend(1)
+    for _ in range(20):
+        out, state = attend(2)
+        assert np.array_equal(out, want)
+        assert np.array_equal(state.kvz, want_state.kvz)
+
+
 def test_calls_from_within_tasks_do_not_wait_for_each_other():
     done = []
 

@@ -59,7 +59,7 @@ def plan(problem: Problem) -> Plan:
     backward = _backward_size(problem, block)
     if segments > 1 and problem.chunk_size is None:
         block = min(block, _share(problem, segments))
-    return Plan(block, tasks, partial(run, threads), segments, backward, alone)
+    return Plan(block, tasks, partial(run, threads), segments, backward, alone, stepwise=True)
 
 
 def _backward_size(problem: Problem, block: int) -> int | None:
