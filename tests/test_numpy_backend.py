@@ -486,6 +486,7 @@ def test_the_last_tasks_are_done_in_turns():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, monkeypatch):
     monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "LONG", 0)
     query, key, value = inputs(900, heads=(3,))
     phi = PositiveFeatures(D, 32, rng=0)
 
