@@ -487,6 +487,7 @@ def test_the_last_tasks_are_done_in_turns():
 def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, monkeypatch):
     monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
     monkeypatch.setattr(planning, "LONG", 0)
+    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
     query, key, value = inputs(900, heads=(3,))
     phi = PositiveFeatures(D, 32, rng=0)
 
@@ -496,6 +497,9 @@ def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, m
                 query, key, value, phi, is_causal=is_causal, chunk_size=128, return_state=True
             )
 
+    problem = linear_problem(query, key, value, phi, is_causal=is_causal, chunk_size=128)
+    assert planning.plan(problem).stepwise
+    assert len(planning.plan(problem).tasks) == 3
     want, want_state = attend(1)
     for _ in range(20):
         out, state = attend(2)
