@@ -29,13 +29,13 @@ def test_sums_of_pieces_are_sums_over_pairs(lead, halves, length, size, count):
     q, k = (rng.standard_normal((*axes, halves, n, r)) for axes in lead[:2])
     v = rng.standard_normal((*lead[2], n, e))
     start = rng.standard_normal((*lead[3], halves * r, e))
-    some_q, some_k, some_v = (np.empty((*x.shape[:-2], length, x.shape[-1])) for x in (q, k, v))
-    sums = Triangles(some_q, some_k, some_v, start, size)
+    some_q, some_k = (np.empty((*x.shape[:-2], length, x.shape[-1])) for x in (q, k))
+    sums = Triangles(some_q, some_k, v.shape[:-2], start, size)
     out = np.empty((*sums.lead, n, e))
-    for i, part in enumerate(sums.cut(out)):
+    for i, (values, part) in enumerate(zip(sums.cut(v), sums.cut(out), strict=True)):
         rows = slice(i * length, (i + 1) * length)
-        some_q[...], some_k[...], some_v[...] = (x[..., rows, :] for x in (q, k, v))
-        sums.add(part)
+        some_q[...], some_k[...] = (x[..., rows, :] for x in (q, k))
+        sums.add(values, part)
 
     whole_q, whole_k = (
         np.swapaxes(x, -3, -2).reshape(*x.shape[:-3], n, halves * r) for x in (q, k)
@@ -45,7 +45,7 @@ def test_sums_of_pieces_are_sums_over_pairs(lead, halves, length, size, count):
     after = start + np.swapaxes(whole_k, -1, -2) @ v
     np.testing.assert_allclose(sums.state(), np.broadcast_to(after, sums.state().shape), atol=1e-12)
     kept = sums.state()
-    sums.add(out[..., :length, :].reshape(*sums.lead, length // size, size, e))
+    sums.add(sums.cut(v)[-1], sums.cut(out)[-1])
     assert not np.array_equal(sums.state(), kept)
 
 

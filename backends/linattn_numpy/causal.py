@@ -29,7 +29,7 @@ from linattn_numpy.features import (
     shifted_log,
 )
 from linattn_numpy.limits import all_finite, finite, floor_of, in_place, tiny
-from linattn_numpy.pieces import cut, pieces, sub_blocks
+from linattn_numpy.pieces import pieces, sub_blocks
 from linattn_numpy.products import leading
 from linattn_numpy.triangles import Triangles
 
@@ -110,22 +110,24 @@ def _scan_plain(
     if looks and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
         return None  # alone, some heads are looked at and some are not
     kvz = state.kvz * common.scale[..., None]
+    # elu + 1 takes 1.4 % less where values that weigh 1 are not copied.
+    weighs = common.weights.shape[-2] == n or bool((common.weights != 1).any())
+    lead = leading(v1.shape[:-2], common.weights.shape[:-2] if weighs else ())
     for rows, length, size in pieces(n, CACHE_NUMBERS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query.x, length, "query", merges=False)
         keys = FeatureMaker(key_spec, key.x, length, "key", merges=False)
         k, factor = _scaled(keys.weights, common.column)
-        shape = (*leading(v1.shape[:-2], common.weights.shape[:-2]), length, v1.shape[-1])
-        v = buffer("v1", shape, v1.dtype)
-        sums = Triangles(queries.weights, k, v, kvz, size)
+        sums = Triangles(queries.weights, k, lead, kvz, size)
         if nd is None:
-            nd = buffer("rows", (*sums.lead, n, v.shape[-1]), v.dtype)
-        weights: Any = repeat(common.weights)
+            nd = buffer("rows", (*sums.lead, n, v1.shape[-1]), v1.dtype)
+        weights: Any = repeat(common.weights[..., None])
         if common.weights.shape[-2] == n:
-            weights = cut(common.weights[..., rows, :], length)
+            weights = sums.cut(common.weights[..., rows, :])
+        v = buffer("v1", (*lead, length // size, size, v1.shape[-1]), v1.dtype) if weighs else None
         arrays = (
             queries.cut(query.x[..., rows, :]),
             keys.cut(key.x[..., rows, :]),
-            cut(v1[..., rows, :], length),
+            sums.cut(v1[..., rows, :]),
             sums.cut(nd[..., rows, :]),
         )
         for some, others, values, out, weight in zip(*arrays, weights, strict=False):
@@ -137,8 +139,7 @@ def _scan_plain(
             highest = max(highest, reach)
             if factor is not None:
                 np.multiply(keys.weights, factor, out=k)
-            np.multiply(values, weight, out=v)
-            sums.add(out)
+            sums.add(values if v is None else np.multiply(values, weight, out=v), out)
         kvz = sums.state()
     assert nd is not None
     terms = kvz.shape[-2] * (state.length + n)
@@ -260,10 +261,10 @@ def _scan_shifted(
     n, nd = v1.shape[-2], None
     for rows, size in sub_blocks(n):
         q, k = (log[..., None, rows, :] for log in (log_q, log_k))
-        sums = Triangles(q, k, v1[..., rows, :], kvz, size)
+        sums = Triangles(q, k, v1.shape[:-2], kvz, size)
         if nd is None:
             nd = buffer("rows", (*sums.lead, n, v1.shape[-1]), v1.dtype)
-        sums.add(*sums.cut(nd[..., rows, :]))
+        sums.add(*sums.cut(v1[..., rows, :]), *sums.cut(nd[..., rows, :]))
         kvz = sums.state()
     assert nd is not None
     return Partial(nd, row), State(kvz, c, state.length + n)

@@ -27,25 +27,26 @@ class Triangles:
     """Sums ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` of pieces of one shape, one after the other.
 
     ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the piece at hand, both in
-    h parts of their columns; ``v``: its values, ``(..., n, e)``. All that NumPy must know of them
-    is made here, once: causal attention takes 5 % less than where each piece makes it.
+    h parts of their columns; ``lead``: leading axes of its values; ``kvz``: the state before it,
+    ``(..., m, e)``. All that NumPy must know of them is made here, once: causal attention takes 5 %
+    less than where each piece makes it.
     """
 
     lead: tuple[int, ...]
     """Leading axes of the sums."""
 
-    def __init__(self, q: Floats, k: Floats, v: Floats, kvz: Floats, size: int) -> None:
-        (h, n, r), e = q.shape[-3:], v.shape[-1]
+    def __init__(self, q: Floats, k: Floats, lead: tuple[int, ...], kvz: Floats, size: int) -> None:
+        (h, n, r), e, dtype = q.shape[-3:], kvz.shape[-1], kvz.dtype
         count = n // size
+        self._shape = count, size
         self._q, self._k = (x.reshape(*x.shape[:-2], count, size, r) for x in (q, k))
-        self._v = v.reshape(*v.shape[:-2], count, size, e)
-        lead = leading(q.shape[:-3], k.shape[:-3])
-        self._scores = buffer("scores", (*lead, h, count, size, size), v.dtype)
+        heads = leading(q.shape[:-3], k.shape[:-3])
+        self._scores = buffer("scores", (*heads, h, count, size, size), dtype)
         self._parts = list(moved(self._scores, -4, 0))
-        self._visible = _lower(size, v.dtype)
+        self._visible = _lower(size, dtype)
         # Sub-blocks come first: one state is added to the next as a row of numbers.
-        lead = leading(k.shape[:-3], v.shape[:-2], kvz.shape[:-2])
-        states = buffer("states", (count + 1, *lead, h * r, e), v.dtype)
+        lead = leading(k.shape[:-3], lead, kvz.shape[:-2])
+        states = buffer("states", (count + 1, *lead, h * r, e), dtype)
         each = list(states.reshape(count + 1, -1))
         *self._steps, self._last_step = pairwise(each)
         self._next = each[0]
@@ -54,22 +55,25 @@ class Triangles:
         self._before, self._own = halves[..., :count, :, :], halves[..., 1:, :, :]
         self._start[...] = kvz
         self.lead = leading(lead, q.shape[:-3])
-        self._reads = buffer("more", (*self.lead, h, count, size, e), v.dtype)
+        self._reads = buffer("more", (*self.lead, h, count, size, e), dtype)
         self._read_parts = list(moved(self._reads, -4, 0))
 
-    def cut(self, out: Floats) -> Floats:
-        """Rows of a number of pieces, one after the other along the first axis, for their sums."""
-        return cut(out, *self._v.shape[-3:-1])
+    def cut(self, x: Floats) -> Floats:
+        """Rows of a number of pieces, one after the other along the first axis, for :meth:`add`."""
+        return cut(x, *self._shape)
 
-    def add(self, out: Floats) -> None:
-        """Put the sums of a piece into ``out`` and go on from the state after it."""
+    def add(self, v: Floats, out: Floats) -> None:
+        """Put the sums of a piece with values ``v`` into ``out`` and go on from the state after it.
+
+        Both are ``(..., n / size, size, e)``.
+        """
         first, *others = self._parts
         np.matmul(self._q, transposed(self._k), out=self._scores)
         for part in others:
             np.add(first, part, out=first)
         np.multiply(first, self._visible, out=first)
-        np.matmul(first, self._v, out=out)
-        np.matmul(transposed(self._k), self._v[..., None, :, :, :], out=self._own)
+        np.matmul(first, v, out=out)
+        np.matmul(transposed(self._k), v[..., None, :, :, :], out=self._own)
         for before, after in self._steps:
             np.add(before, after, out=after)
         multiply(self._q, self._before, self._reads)
