@@ -342,12 +342,13 @@ def _in_segments(problem: Problem, plan: Plan, put: _Put, offer: _Offer | None) 
             part = _segment(problem, rows)
             if problem.is_causal:
                 walk = _scans(part, states[i], (), plan.block_size, put_later, offer_later)
+                after = _last(walk, states[i])
+                if i + 1 == len(keys):
+                    states[-1] = after
             else:
                 start = before.length + rows.start
                 walk = _reads(part, states[-1], start, (), plan.block_size, put_later)
-            after = _last(walk, states[i])
-            if i + 1 == len(keys):
-                states[-1] = after
+                _last(walk, states[-1])
 
     plan.run(reduce, range(len(reduced)))
     with _generic.quiet():

@@ -446,6 +446,18 @@ def test_sides_of_which_one_is_paired(n):
             agree(out, linattn.linear_attention(query, key, value, Mixed(), is_causal=True))
 
 
+def test_segments_of_queries_may_be_more_than_those_of_keys(monkeypatch):
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    query = inputs(3 * planning.LONG, heads=())[0]
+    _, key, value = inputs(100, heads=(), seed=1)
+    phi = PositiveFeatures(D, 32, rng=0)
+    with linattn.config(num_threads=4):
+        assert planning.plan(linear_problem(query, key, value, phi)).segments == 4
+        out = linattn.linear_attention(query, key, value, phi)
+    with linattn.without_backends():
+        agree(out, linattn.linear_attention(query, key, value, phi), 1e-10)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_tasks_run_side_by_side(count):
     barrier, done = threading.Barrier(count), []
