@@ -36,6 +36,7 @@ __all__ = [
     "are_plain",
     "check_arrays",
     "check_finite_number",
+    "check_flag",
     "check_key_mask",
     "check_leading_axes",
     "check_positive_int",
@@ -279,6 +280,14 @@ def check_finite_number(name: str, value: Any, *, positive: bool = False) -> flo
         message = f"{name} must be {wanted}, got {number}"
         raise ValueError(message)
     return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Check that a flag is True or False: any other object would count by being empty or not."""
+    if not isinstance(value, bool | np.bool_):
+        message = f"{name} must be True or False, got {value!r}"
+        raise TypeError(message)
+    return bool(value)
 
 
 def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -112,6 +112,8 @@ def linear_problem(
     exact_window: Any = None,
 ) -> Problem:
     """Check the arguments of linear attention and describe the computation."""
+    is_causal = _checks.check_flag("is_causal", is_causal)
+    want_log = _checks.check_flag("return_log_normalizer", want_log)
     check_feature_map(feature_map)
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
     return _described(
@@ -200,7 +202,7 @@ def _described(
         query_change=specs[0] if isinstance(specs[0], Affine) else None,
         key_change=specs[1] if isinstance(specs[1], Affine) else None,
         state=state,
-        is_causal=bool(is_causal),
+        is_causal=is_causal,
         chunk_size=chunk_size,
         want_log=want_log,
         lazy=_checks.is_lazy(query),
@@ -285,6 +287,7 @@ def exact_problem(
     query: Any, key: Any, value: Any, *, scale: Any, is_causal: bool, key_mask: Any
 ) -> Problem:
     """Check the arguments of softmax attention and describe the computation."""
+    is_causal = _checks.check_flag("is_causal", is_causal)
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
     remedy = "pass equal lengths"
     _check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
@@ -310,7 +313,7 @@ def exact_problem(
         query_change=None,
         key_change=None,
         state=None,
-        is_causal=bool(is_causal),
+        is_causal=is_causal,
         chunk_size=None,
         want_log=False,
         lazy=_checks.is_lazy(query),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn import folds
+from linattn import _checks, folds
 from linattn._problem import exact_problem, linear_problem, step_problem
 from linattn.typing import Array, FeatureMap, State
 
@@ -76,7 +76,7 @@ def linear_attention(
     ------
     TypeError
         Not an array, masked array or matrix, not a real floating dtype, arrays of different
-        libraries, not a feature map.
+        libraries, not a feature map, a flag that is neither True nor False.
     ValueError
         Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
         fitted to the whole sequence with ``is_causal``; a window with L != S or with a map of
@@ -122,6 +122,7 @@ def linear_attention(
     >>> linattn.linear_attention(query, key, value, phi, is_causal=True).shape
     (8, 1000, 64)
     """
+    return_state = _checks.check_flag("return_state", return_state)
     problem = linear_problem(
         query,
         key,

@@ -130,6 +130,7 @@ def linear_attention_vjp(
             f"softmax_attention_vjp"
         )
         raise ValueError(message)
+    return_state = _checks.check_flag("return_state", return_state)
     problem = differentiable_problem(
         query,
         key,

@@ -208,6 +208,9 @@ def _prepare(
     is_causal: bool,
     key_mask: npt.ArrayLike | None,
 ) -> tuple[Float64, Float64, Float64, Visible]:
+    if not isinstance(is_causal, bool | np.bool_):
+        message = f"is_causal must be True or False, got {is_causal!r}"
+        raise TypeError(message)
     q, k, v = _float64("query", query), _float64("key", key), _float64("value", value)
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         message = f"query and key: want the same last axis >= 1, got {q.shape} and {k.shape}"

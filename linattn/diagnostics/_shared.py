@@ -39,6 +39,7 @@ def check_tokens(
     query: Array, key: Array, is_causal: bool, key_mask: Array | None
 ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
     """Return queries, keys (0 where masked) and the mask, ``(..., S)``, on the host."""
+    is_causal = _checks.check_flag("is_causal", is_causal)
     xp, (query, key) = _checks.check_arrays(query=query, key=key)
     L, S = query.shape[-2], key.shape[-2]
     if query.shape[-1] != key.shape[-1]:

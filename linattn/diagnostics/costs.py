@@ -66,6 +66,7 @@ def crossover_length(
     >>> crossover_length(64, 64, 256)
     517
     """
+    is_causal = _checks.check_flag("is_causal", is_causal)
     sizes = {"dim": dim, "value_dim": value_dim, "num_features": num_features}
     d, e, m = (_checks.check_positive_int(name, size) for name, size in sizes.items())
     c = _checks.check_positive_int("chunk_size", chunk_size)

@@ -249,6 +249,8 @@ class CalibratedFeatures(BaseFeatureMap):
         m = _checks.check_positive_int("num_features", num_features)
         if exact_window is not None:
             exact_window = _checks.check_positive_int("exact_window", exact_window)
+        is_causal = _checks.check_flag("is_causal", is_causal)
+        learn = _checks.check_flag("learn", learn)
         if bandwidth is None:
             bandwidth = 0.5 if learn else 0.05
         h = _checks.check_finite_number("bandwidth", bandwidth, positive=True)
@@ -271,7 +273,7 @@ class CalibratedFeatures(BaseFeatureMap):
                 )
                 raise ValueError(message)
         x = np.concatenate([pool_heads(one.x, heads) for one in sequences], axis=-2)
-        use = _calibration.Use(exact_window, bool(is_causal))
+        use = _calibration.Use(exact_window, is_causal)
         weights = [_calibration.importance(one, use) for one in sequences]
         found = _calibration.closed_form(x, y, np.concatenate(weights, axis=-1), m, h)
         if learn:

@@ -350,7 +350,9 @@ class GeneralizedExponentialFeatures(_ExponentialFeatures):
     def _take(self, dim: int, *, A: float | ArrayLike = 0.0, antithetic: bool = True) -> None:
         tilt = _checked_tilt(A)
         self._set(
-            antithetic=bool(antithetic), A=tilt if tilt.ndim else float(tilt), _A=tilt[..., None]
+            antithetic=_checks.check_flag("antithetic", antithetic),
+            A=tilt if tilt.ndim else float(tilt),
+            _A=tilt[..., None],
         )
 
     def _parameters_taken(self) -> dict[str, Any]:
@@ -521,7 +523,7 @@ class DenseExponentialFeatures(_ExponentialFeatures):
             )
             raise ValueError(message)
         self._set(
-            antithetic=bool(antithetic),
+            antithetic=_checks.check_flag("antithetic", antithetic),
             A=tilt,
             _A=tilt,
             transform=T,
@@ -595,6 +597,7 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         tilts in closed form: the optimum of the mean log second moment among symmetric maps
         (without antithetic pairs). Time O((L + S) d^2 + d^3) a head.
         """
+        symmetric = _checks.check_flag("symmetric", symmetric)
         x, y, scale = _scaled_sample(query, key, scale)
         d = x.shape[-1]
         balance = np.eye(d)

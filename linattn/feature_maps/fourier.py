@@ -270,9 +270,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         sampler: Any,
         log_weights: Floats | None,
     ) -> None:
-        if not isinstance(normalize, bool | np.bool_):
-            message = f"normalize must be True or False, got {normalize!r}"
-            raise TypeError(message)
+        normalize = _checks.check_flag("normalize", normalize)
         bandwidth = _checks.check_finite_number("bandwidth", bandwidth, positive=True)
         if isinstance(kernel, str):
             unbiased = self._sampler_unbiased(sampler)
@@ -282,7 +280,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
             dim=int(projection.shape[-1]),
             num_features=2 * int(projection.shape[-2]),
             bandwidth=bandwidth,
-            normalize=bool(normalize),
+            normalize=normalize,
             scale=(1 / bandwidth) * (1 / bandwidth),
             projection=projection,
             sampler=sampler,
@@ -331,7 +329,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         """
         _check_kernel(kernel)
         rows = cls._check_projection(projection)
-        if normalize and rows.ndim > 2:
+        if _checks.check_flag("normalize", normalize) and rows.ndim > 2:
             message = (
                 f"projection must have shape (rows, dim) with normalize=True, got {rows.shape}; "
                 f"for a projection for each head normalise queries and keys yourself"

@@ -166,6 +166,7 @@ class LandmarkFeatures(BaseFeatureMap):
         scale: float | None = None,
         corrected: bool = False,
     ) -> None:
+        corrected = _checks.check_flag("corrected", corrected)
         b, q, lognorm, M = (
             np.array(a, dtype=np.float64) for a in (landmarks, probes, log_normalizers, metric)
         )
@@ -205,7 +206,7 @@ class LandmarkFeatures(BaseFeatureMap):
             dim=d,
             num_features=int(b.shape[-2]) + (int(q.shape[-2]) if corrected else 0),
             scale=_checks.check_finite_number("scale", scale, positive=True),
-            corrected=bool(corrected),
+            corrected=corrected,
             positive=not corrected,
             landmarks=b,
             probes=q,
@@ -301,6 +302,7 @@ class LandmarkFeatures(BaseFeatureMap):
         """
         m = _checks.check_positive_int("num_features", num_features)
         p = _checks.check_positive_int("num_probes", num_probes)
+        corrected = _checks.check_flag("corrected", corrected)
         if corrected and p < 2 * m:
             message = (
                 f"num_probes must be at least 2 num_features, {2 * m}, for corrected=True, got {p}"

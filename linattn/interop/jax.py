@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from linattn import _dispatch, folds
+from linattn import _checks, _dispatch, folds
 from linattn._problem import exact_problem
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, FeatureMap, State
@@ -61,6 +61,7 @@ def linear_attention(
     :func:`linattn.linear_attention` itself.
     """
     policy = _dispatch.current_settings()
+    return_state = _checks.check_flag("return_state", return_state)
 
     def problem_of(arrays: Any) -> Any:
         query, key, value, state, key_mask = arrays

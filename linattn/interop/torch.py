@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from linattn import _dispatch, folds
+from linattn import _checks, _dispatch, folds
 from linattn._problem import exact_problem
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, FeatureMap, State
@@ -59,6 +59,7 @@ def linear_attention(
     Extra memory as of :func:`linattn.linear_attention_vjp`. The gradient cannot be differentiated
     again; :func:`linattn.linear_attention` itself can.
     """
+    return_state = _checks.check_flag("return_state", return_state)
     settings = {"is_causal": is_causal, "chunk_size": chunk_size}
     kvz, log_scale, length = (None, None, 0) if initial_state is None else initial_state
     arrays = (query, key, value, kvz, log_scale, key_mask)

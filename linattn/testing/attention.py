@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import linattn
+from linattn import _checks
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import feature_products, has_positions, lead_axes
 from linattn.testing._evidence import Evidence, assert_close, on_host
@@ -413,6 +414,7 @@ def assert_batch_independent(
     TypeError
         Neither a map nor an attention.
     """
+    is_causal = _checks.check_flag("is_causal", is_causal)
     check = "assert_batch_independent"
     case = _Case(feature_map, attention, rng, length)
     options = {"is_causal": True} if is_causal else {}

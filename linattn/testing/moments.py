@@ -13,6 +13,8 @@ from functools import lru_cache
 from itertools import product
 from math import comb, exp, prod
 
+from linattn._checks import check_flag
+
 __all__ = ["block_kurtosis", "exponential_moments", "orthogonal_block_moment"]
 
 KINDS = ("positive", "paired", "trigonometric")
@@ -162,7 +164,7 @@ def block_kurtosis(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         An unknown kind, a norm below 1e-3, a tilt of 1/16 or more.
 
     Notes
@@ -171,6 +173,7 @@ def block_kurtosis(
     :func:`orthogonal_block_moment`; a tilt multiplies the power p of a row by
     ``sqrt((1 - 4 A) / (1 - 4 p A))``. Blocks are independent: their cumulants add.
     """
+    orthogonal = check_flag("orthogonal", orthogonal)
     if kind not in KINDS or not sq_norm >= 1e-3 or not A < 1 / 16:
         message = (
             f"want a kind of {KINDS}, sq_norm of at least 1e-3 and A below 1/16, got {kind!r}, "

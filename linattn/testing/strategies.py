@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from linattn import feature_maps as maps
+from linattn._checks import check_flag
 from linattn.sampling import SAMPLERS
 from linattn.typing import Array
 
@@ -60,6 +61,7 @@ def query_key_value(
         Leading axes are none, a batch, or batch and heads, with axes of 1 in key and value now
         and then (grouped queries). Lengths are at least 1.
     """
+    same_length = check_flag("same_length", same_length)
     lead = draw(st.sampled_from([(), (2,), (2, 3), (1, 2)]))
     grouped = draw(st.booleans())
     key_lead = tuple(1 for _ in lead[-1:]) if grouped and lead else lead[-1:]
@@ -146,6 +148,8 @@ def feature_maps(
     strategy of feature map
         With up to three blocks of rows, a whole number or not.
     """
+    if softmax_kernel is not None:
+        softmax_kernel = check_flag("softmax_kernel", softmax_kernel)
     d = draw(st.integers(1, max_dim)) if dim is None else dim
     if samplers is None:
         samplers = tuple(sorted(name for name, known in SAMPLERS.items() if known.unbiased))

@@ -1,0 +1,242 @@
+"""Arguments of public functions: what is wrong is refused by name, before any work."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+import linattn.automatic
+import linattn.diagnostics
+import linattn.gradients
+import linattn.interop
+import linattn.reference
+import linattn.testing
+import linattn.testing.moments
+import linattn.testing.strategies
+from linattn import feature_maps as maps
+
+QUERY, KEY, VALUE = np.random.default_rng(0).standard_normal((3, 6, 4))
+QKV = (QUERY, KEY, VALUE)
+TOKENS = (QUERY, KEY)
+LANDMARKS = maps.LandmarkFeatures.fit(*TOKENS, num_features=2, num_probes=4, rng=0)
+PROJECTION = np.ones((3, 4))
+
+
+def _batches(**flag: Any) -> Any:
+    return linattn.testing.assert_batch_independent(maps.EluFeatures(), **flag)
+
+
+def _drawn(strategy: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **flag: strategy(**flag).example()
+
+
+def _interop(framework: str, function: str, *options: Any) -> Callable[..., Any]:
+    def call(**flag: Any) -> Any:
+        module = importlib.import_module(f"linattn.interop.{framework}")
+        library = importlib.import_module({"jax": "jax.numpy"}.get(framework, framework))
+        return getattr(module, function)(*map(library.asarray, QKV), *options, **flag)
+
+    return call
+
+
+LINEAR = (*QKV, maps.EluFeatures())
+
+# Every public function with flags, and how to call it with one of them.
+FLAGGED: dict[str, Callable[..., Any]] = {
+    "automatic.attention": lambda **flag: linattn.attention(*QKV, **flag),
+    "functional.linear_attention": lambda **flag: linattn.linear_attention(*LINEAR, **flag),
+    "functional.softmax_attention": lambda **flag: linattn.softmax_attention(*QKV, **flag),
+    "gradients.linear_attention_vjp": lambda **flag: linattn.linear_attention_vjp(*LINEAR, **flag),
+    "gradients.softmax_attention_vjp": lambda **flag: linattn.softmax_attention_vjp(*QKV, **flag),
+    "reference.kernel_attention": lambda **flag: linattn.reference.kernel_attention(
+        *LINEAR, **flag
+    ),
+    "reference.kernel_sums": lambda **flag: linattn.reference.kernel_sums(*LINEAR, **flag),
+    "reference.softmax_attention": lambda **flag: linattn.reference.softmax_attention(*QKV, **flag),
+    "diagnostics.attention_weights": lambda **flag: linattn.diagnostics.attention_weights(
+        *TOKENS, rows=[0], **flag
+    ),
+    "diagnostics.crossover_length": lambda **flag: linattn.diagnostics.crossover_length(
+        4, 4, 4, **flag
+    ),
+    "diagnostics.denominators": lambda **flag: linattn.diagnostics.denominators(
+        *TOKENS, maps.EluFeatures(), **flag
+    ),
+    "diagnostics.held_out_error": lambda **flag: linattn.diagnostics.held_out_error(
+        QKV[2], *QKV, **flag
+    ),
+    "diagnostics.attended_norms": lambda **flag: linattn.diagnostics.attended_norms(
+        *TOKENS, **flag
+    ),
+    "diagnostics.recommend_num_features": lambda **flag: linattn.diagnostics.recommend_num_features(
+        *TOKENS, maps.PositiveFeatures(4, rng=0), tolerance=0.5, **flag
+    ),
+    "diagnostics.relative_variance": lambda **flag: linattn.diagnostics.relative_variance(
+        *TOKENS, maps.PositiveFeatures(4, rng=0), **flag
+    ),
+    "feature_maps.CalibratedFeatures.calibrate": lambda **flag: maps.CalibratedFeatures.calibrate(
+        QKV, num_features=2, num_steps=1, batch_size=1, **flag
+    ),
+    "feature_maps.DenseExponentialFeatures": lambda **flag: maps.DenseExponentialFeatures(
+        4, 8, A=np.zeros(4), transform=np.eye(4), **flag
+    ),
+    "feature_maps.DenseExponentialFeatures.calibrate": lambda **flag: (
+        maps.DenseExponentialFeatures.calibrate(TOKENS, num_features=8, **flag)
+    ),
+    "feature_maps.DenseExponentialFeatures.fit": lambda **flag: maps.DenseExponentialFeatures.fit(
+        *TOKENS, num_features=8, **flag
+    ),
+    "feature_maps.DenseExponentialFeatures.from_projection": lambda **flag: (
+        maps.DenseExponentialFeatures.from_projection(
+            PROJECTION, A=np.zeros(4), transform=np.eye(4), **flag
+        )
+    ),
+    "feature_maps.GeneralizedExponentialFeatures": lambda **flag: (
+        maps.GeneralizedExponentialFeatures(4, 8, **flag)
+    ),
+    "feature_maps.GeneralizedExponentialFeatures.fit": lambda **flag: (
+        maps.GeneralizedExponentialFeatures.fit(*TOKENS, num_features=8, **flag)
+    ),
+    "feature_maps.GeneralizedExponentialFeatures.from_projection": lambda **flag: (
+        maps.GeneralizedExponentialFeatures.from_projection(PROJECTION, **flag)
+    ),
+    "feature_maps.LandmarkFeatures": lambda **flag: maps.LandmarkFeatures(
+        LANDMARKS.landmarks,
+        LANDMARKS.probes,
+        LANDMARKS.log_normalizers,
+        LANDMARKS.metric,
+        **flag,
+    ),
+    "feature_maps.LandmarkFeatures.fit": lambda **flag: maps.LandmarkFeatures.fit(
+        *TOKENS, num_features=2, **flag
+    ),
+    "feature_maps.RandomFourierFeatures": lambda **flag: maps.RandomFourierFeatures(4, 8, **flag),
+    "feature_maps.RandomFourierFeatures.from_projection": lambda **flag: (
+        maps.RandomFourierFeatures.from_projection(PROJECTION, **flag)
+    ),
+    "interop.jax.linear_attention": _interop("jax", "linear_attention", maps.EluFeatures()),
+    "interop.jax.softmax_attention": _interop("jax", "softmax_attention"),
+    "interop.torch.linear_attention": _interop("torch", "linear_attention", maps.EluFeatures()),
+    "interop.torch.softmax_attention": _interop("torch", "softmax_attention"),
+    "testing.assert_batch_independent": _batches,
+    "testing.moments.block_kurtosis": lambda **flag: linattn.testing.moments.block_kurtosis(
+        "positive", 1.0, 4, 4, **flag
+    ),
+    "testing.strategies.feature_maps": _drawn(linattn.testing.strategies.feature_maps),
+    "testing.strategies.query_key_value": _drawn(linattn.testing.strategies.query_key_value),
+}
+
+
+# Protocols, and the driver, whose arguments others have checked.
+INSIDE = ("linattn.folds", "linattn.typing")
+
+
+def _public_modules() -> Iterator[Any]:
+    for found in pkgutil.walk_packages(linattn.__path__, "linattn."):
+        if any(part.startswith("_") for part in found.name.split(".")) or ".cli" in found.name:
+            continue
+        if found.name in INSIDE:
+            continue
+        if found.name.startswith("linattn.interop."):
+            pytest.importorskip(found.name.rpartition(".")[2])
+        module = importlib.import_module(found.name)
+        if hasattr(module, "__all__"):
+            yield module
+
+
+def _callables(owner: Any) -> Iterator[Callable[..., Any]]:
+    """Functions of a module or class; of a class what makes one of it, too."""
+    names = owner.__all__ if inspect.ismodule(owner) else [n for n in vars(owner) if n[0] != "_"]
+    for name in names:
+        member = getattr(owner, name)
+        if inspect.isroutine(member):
+            yield member
+        # Records of results take their attributes as they are.
+        elif inspect.isclass(member) and not (
+            issubclass(member, tuple) or hasattr(member, "__dataclass_fields__")
+        ):
+            yield member.__init__
+            yield from _callables(member)
+
+
+def _where(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _flags(function: Callable[..., Any]) -> list[str]:
+    """Names of a function's boolean parameters, those of what it wraps included."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return []
+    return [p.name for p in parameters if p.annotation in ("bool", "bool | None")]
+
+
+def _at(path: str) -> Callable[..., Any]:
+    if path.startswith("interop"):
+        pytest.importorskip(path.split(".")[1])
+        importlib.import_module(f"linattn.{path.rpartition('.')[0]}")
+    owner: Any = linattn
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    return owner.__init__ if inspect.isclass(owner) else owner
+
+
+CASES = [
+    pytest.param(
+        path, marks=[pytest.mark.frameworks] if path.startswith("interop") else [], id=path
+    )
+    for path in FLAGGED
+]
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
+@pytest.mark.parametrize("wrong", ["no", 0, 1.0, np.array([True]), "None"], ids=repr)
+@pytest.mark.parametrize("path", CASES)
+def test_flags_are_true_or_false(path, wrong):
+    names = _flags(_at(path))
+    assert names
+    for name in names:
+        with pytest.raises(TypeError, match=f"^{name} must be True(,| or) .*, got "):
+            FLAGGED[path](**{name: wrong})
+
+
+@pytest.mark.frameworks
+def test_every_flag_is_among_them():
+    found = {_where(f) for module in _public_modules() for f in _callables(module) if _flags(f)}
+    assert found == {_where(_at(path)) for path in FLAGGED}
+
+
+ONE_HEAD = QKV[1][None, :5, :]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda mask: linattn.linear_attention(
+            *(ONE_HEAD,) * 3, maps.EluFeatures(), key_mask=mask, is_causal=True
+        ),
+        lambda mask: linattn.softmax_attention(*(ONE_HEAD,) * 3, key_mask=mask),
+        lambda mask: linattn.attention(*(ONE_HEAD,) * 3, key_mask=mask),
+        lambda mask: linattn.update_state(
+            linattn.init_state(maps.EluFeatures(), 4, batch_shape=(3,), like=ONE_HEAD),
+            *(ONE_HEAD,) * 2,
+            maps.EluFeatures(),
+            key_mask=mask,
+        ),
+        lambda mask: maps.LandmarkFeatures.fit(*(ONE_HEAD,) * 2, num_features=2, key_mask=mask),
+        lambda mask: linattn.CoresetAttention(2).extend(*(ONE_HEAD,) * 3, key_mask=mask),
+    ],
+    ids=["linear", "softmax", "attention", "update_state", "landmarks", "coreset"],
+)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 1, 5), (1,), (3, 1)], ids=str)
+def test_a_mask_does_not_widen_the_keys(call, shape):
+    with pytest.raises(ValueError, match=r"key_mask must have shape \(5,\).*got \("):
+        call(np.ones(shape, dtype=bool))
