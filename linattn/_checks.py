@@ -87,7 +87,8 @@ def place(xp: ModuleType, device: Any) -> tuple[Any, ...] | None:
     if library == "numpy":
         return (device,)
     if library == "cupy":
-        return device, sys.modules["cupy"].cuda.get_current_stream().ptr
+        # Its number: a Device of CuPy has no hash.
+        return int(device), sys.modules["cupy"].cuda.get_current_stream(int(device)).ptr
     return None
 
 
