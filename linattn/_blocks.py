@@ -10,6 +10,8 @@ import array_api_compat
 from linattn import _dispatch, _generic
 from linattn._tasks import at
 from linattn.typing import (
+    ELU_PLUS_ONE,
+    RELU,
     Affine,
     Array,
     ColumnMeans,
@@ -34,8 +36,8 @@ __all__ = [
     "v1_block",
 ]
 
-DONE_BY_NAME = ("elu_plus_one", "relu")
-"""Activations that are linattn's own; a function behind any other name may be a caller's."""
+CALLS_NOTHING = (ELU_PLUS_ONE, RELU)
+"""Activations of linattn; any other, whatever its name, may be a caller's function."""
 
 
 def blocks(length: int, size: int) -> Iterator[slice]:
@@ -89,9 +91,7 @@ def _calls_out(spec: Any) -> bool:
     """Whether a spec holds a function, which may be a caller's and use attention itself."""
     if isinstance(spec, Affine | ColumnMeans | Corrected):
         return _calls_out(spec.spec)
-    return isinstance(spec, Opaque) or (
-        isinstance(spec, Pointwise) and spec.f.name not in DONE_BY_NAME
-    )
+    return isinstance(spec, Opaque) or (isinstance(spec, Pointwise) and spec.f not in CALLS_NOTHING)
 
 
 def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:

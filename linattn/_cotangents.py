@@ -10,6 +10,7 @@ from types import ModuleType
 
 from linattn._generic import finite_shift, namespace
 from linattn.typing import (
+    HEAVISIDE,
     Affine,
     Array,
     Assigned,
@@ -44,7 +45,7 @@ def check_differentiable(spec: MapSpec, feature_map: object) -> None:
             "its features are a function without a vjp; give the map query_spec and key_spec that "
             "return linattn.typing.Opaque(fn, vjp), or another spec"
         )
-    elif isinstance(spec, Pointwise) and spec.f.name == "heaviside":
+    elif isinstance(spec, Pointwise) and spec.f == HEAVISIDE:
         missing = "its features are steps, whose derivative is 0 wherever there is one"
     elif isinstance(spec, Pointwise) and spec.f.vjp is None:
         missing = (

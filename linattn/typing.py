@@ -13,7 +13,11 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 __all__ = [
+    "ELU_PLUS_ONE",
     "HEAD_BY_HEAD",
+    "HEAVISIDE",
+    "RELU",
+    "SQUARED_RELU",
     "Activation",
     "Affine",
     "Array",
@@ -157,10 +161,13 @@ class RowScale(NamedTuple):
 class Activation:
     """A named pointwise function of a :class:`Pointwise` spec.
 
+    A backend knows a function by the whole record (``spec.f == RELU``), which a copy is equal to,
+    and never by its name, which is the caller's to choose.
+
     Attributes
     ----------
     name : str
-        What a backend matches on.
+        What messages call it.
     apply : callable
         ``apply(u, xp) -> (values, log)``: ``f(u) = values * exp(log)``, log ``(..., n, 1)`` or
         None. It may widen the last axis (cosine and sine).
@@ -172,6 +179,56 @@ class Activation:
     name: str
     apply: Callable[[Array, ModuleType], tuple[Array, Array | None]]
     vjp: Callable[[Array, Array, ModuleType], Array] | None = None
+
+
+def _elu_plus_one(u: Array, xp: ModuleType) -> tuple[Array, Array]:
+    # A row of large negative numbers would underflow to no feature at all; its largest
+    # coordinate goes to the log, which is 0 for every row that has a positive one.
+    row = xp.max(u, axis=-1, keepdims=True)
+    zero = xp.zeros_like(u)
+    log = xp.minimum(row, xp.zeros_like(row))
+    return xp.where(u > 0, u + 1, xp.exp(xp.minimum(u, zero) - log)), log
+
+
+def _relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
+    return xp.maximum(u, xp.zeros_like(u)), None
+
+
+def _heaviside(u: Array, xp: ModuleType) -> tuple[Array, None]:
+    # What is not finite has no sign: NaN, where a comparison would give a plausible 0 or 1.
+    return xp.where(u > 0, xp.ones_like(u), xp.zeros_like(u)) + (u - u), None
+
+
+def _squared_relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
+    positive = xp.maximum(u, xp.zeros_like(u))
+    return positive * positive, None
+
+
+def _elu_plus_one_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
+    # Where a row's log is not 0 no coordinate is positive, and the derivative is the value.
+    values, _ = _elu_plus_one(u, xp)
+    return g * xp.where(u > 0, xp.ones_like(u), values)
+
+
+def _relu_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
+    return xp.where(u > 0, g, xp.zeros_like(u))
+
+
+def _squared_relu_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
+    return 2 * g * xp.maximum(u, xp.zeros_like(u))
+
+
+ELU_PLUS_ONE = Activation("elu_plus_one", _elu_plus_one, _elu_plus_one_vjp)
+"""``u + 1`` where u > 0, ``exp(u)`` elsewhere."""
+
+HEAVISIDE = Activation("heaviside", _heaviside)
+"""1 where u > 0, 0 elsewhere; it has no gradient."""
+
+RELU = Activation("relu", _relu, _relu_vjp)
+"""``max(u, 0)``."""
+
+SQUARED_RELU = Activation("squared_relu", _squared_relu, _squared_relu_vjp)
+"""``max(u, 0)^2``."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,13 +6,16 @@ import math
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from linattn.typing import Array, Exponential, Pointwise
+from linattn.typing import ELU_PLUS_ONE, RELU, Array, Exponential, Pointwise
 from linattn_cupy import device
 
 __all__ = ["FAMILIES", "Parameters", "columns_of", "family_of", "parameters_of"]
 
 FAMILIES = {"exponential": 0, "elu_plus_one": 1, "relu": 2}
 """Option MAP of the kernels."""
+
+ACTIVATIONS = (ELU_PLUS_ONE, RELU)
+"""Functions that the kernels know; a caller's own may have the name of one of them."""
 
 
 class Parameters(NamedTuple):
@@ -42,7 +45,7 @@ def family_of(spec: Any) -> str | None:
         return "exponential" if isinstance(spec.Q, float) else None
     plain = (
         isinstance(spec, Pointwise)
-        and spec.f.name in FAMILIES
+        and spec.f in ACTIVATIONS
         and isinstance(spec.P, float)
         and spec.P == 1.0
         and spec.bias is None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Assigned, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn.typing import RELU, Assigned, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import column_logs, features, is_known, row_log, row_term, shifted_log
@@ -87,7 +87,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
         if lost:
             largest = max(largest, float(weights.max()))
     z, (least, most) = kvz[..., -1], COLUMN_SUMS[kvz.itemsize]
-    if isinstance(key_spec, Pointwise) and key_spec.f.name == "relu":
+    if isinstance(key_spec, Pointwise) and key_spec.f == RELU:
         z = np.where(z == 0, 1, z)
     if lost:
         # A row whose share has underflowed may have features as large as they come.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exact, Exponential, Pointwise, Spec, Tokens
+from linattn.typing import ELU_PLUS_ONE, RELU, Exact, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import LOWEST, in_place
 from linattn_numpy.pieces import cut, moved, pieces
@@ -174,10 +174,10 @@ def highest_log(spec: Exponential | Pointwise, u: Floats) -> float:
     if isinstance(spec, Exponential):
         reach = max(high, -low)
         return reach if reach <= REACH[u.itemsize] else inf
-    if not (LOWEST[u.itemsize] <= low if spec.f.name == "elu_plus_one" else low > -inf):
+    if not (LOWEST[u.itemsize] <= low if spec.f == ELU_PLUS_ONE else low > -inf):
         return inf
     # Sums and products of features far from 1 would leave the range of float32.
-    if not (high < LARGE and (spec.offset != 0.0 or spec.f.name != "relu" or high > 1 / LARGE)):
+    if not (high < LARGE and (spec.offset != 0.0 or spec.f != RELU or high > 1 / LARGE)):
         return inf
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
@@ -220,7 +220,7 @@ def is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     """Whether a spec is one of the pointwise maps that are made here."""
     return (
         isinstance(spec, Pointwise)
-        and spec.f.name in ("elu_plus_one", "relu")
+        and spec.f in (ELU_PLUS_ONE, RELU)
         and spec.quad is None
         and spec.bias is None
         and isinstance(spec.factor, float)
@@ -237,7 +237,7 @@ def inputs(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
 
 def activated(spec: Pointwise, u: Floats, out: Floats) -> Floats:
     """Put features into ``out``, which is not where the inputs ``u`` are."""
-    if spec.f.name == "relu":
+    if spec.f == RELU:
         _positive(u, out)
     else:
         # exp(u) lies above u + 1, and below 1 where u is negative: the smaller of exp(u) and

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
+from linattn.typing import RELU, Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal import common_scale
 from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
@@ -52,7 +52,7 @@ class _Block(NamedTuple):
 
 def _known(spec: Spec) -> bool:
     return isinstance(spec, Exponential) or (
-        is_simple(spec) and (spec.f.name == "relu" or spec.offset == 0.0)
+        is_simple(spec) and (spec.f == RELU or spec.offset == 0.0)
     )
 
 
@@ -111,7 +111,7 @@ def _to_tokens(
             return in_place(np.subtract, gradient, total * spec.Q * x)
         return in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
     assert isinstance(spec, Pointwise)
-    if spec.f.name == "relu":
+    if spec.f == RELU:
         read = in_place(np.multiply, read, weights > spec.offset * spec.factor)
         slope: Any = spec.factor
     else:

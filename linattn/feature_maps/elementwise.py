@@ -13,52 +13,18 @@ from linattn import _checks
 from linattn.feature_maps._base import BaseFeatureMap, square_norms
 from linattn.feature_maps._projected import ProjectedFeatureMap
 from linattn.sampling import Seed, gaussian
-from linattn.typing import Activation, Array, Pointwise
+from linattn.typing import (
+    ELU_PLUS_ONE,
+    HEAVISIDE,
+    RELU,
+    SQUARED_RELU,
+    Activation,
+    Array,
+    Pointwise,
+)
 
 __all__ = ["ActivationFeatures", "EluFeatures", "ReluFeatures"]
 
-
-def _elu_plus_one(u: Array, xp: ModuleType) -> tuple[Array, Array]:
-    # A row of large negative numbers would underflow to no feature at all; its largest
-    # coordinate goes to the log, which is 0 for every row that has a positive one.
-    row = xp.max(u, axis=-1, keepdims=True)
-    zero = xp.zeros_like(u)
-    log = xp.minimum(row, xp.zeros_like(row))
-    return xp.where(u > 0, u + 1, xp.exp(xp.minimum(u, zero) - log)), log
-
-
-def _relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
-    return xp.maximum(u, xp.zeros_like(u)), None
-
-
-def _heaviside(u: Array, xp: ModuleType) -> tuple[Array, None]:
-    # What is not finite has no sign: NaN, where a comparison would give a plausible 0 or 1.
-    return xp.where(u > 0, xp.ones_like(u), xp.zeros_like(u)) + (u - u), None
-
-
-def _squared_relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
-    positive = xp.maximum(u, xp.zeros_like(u))
-    return positive * positive, None
-
-
-def _elu_plus_one_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
-    # Where a row's log is not 0 no coordinate is positive, and the derivative is the value.
-    values, _ = _elu_plus_one(u, xp)
-    return g * xp.where(u > 0, xp.ones_like(u), values)
-
-
-def _relu_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
-    return xp.where(u > 0, g, xp.zeros_like(u))
-
-
-def _squared_relu_vjp(u: Array, g: Array, xp: ModuleType) -> Array:
-    return 2 * g * xp.maximum(u, xp.zeros_like(u))
-
-
-ELU_PLUS_ONE = Activation("elu_plus_one", _elu_plus_one, _elu_plus_one_vjp)
-HEAVISIDE = Activation("heaviside", _heaviside)
-RELU = Activation("relu", _relu, _relu_vjp)
-SQUARED_RELU = Activation("squared_relu", _squared_relu, _squared_relu_vjp)
 
 # The order n of the arc-cosine kernel is the place in this list: f(u) = u^n where u > 0.
 ARC_COSINE = (HEAVISIDE, RELU, SQUARED_RELU)
