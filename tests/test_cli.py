@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -349,7 +350,7 @@ class TestErrors:
         def fail(*arguments):
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(Path, "write_bytes", fail)
+        monkeypatch.setattr(os, "open", fail)
         monkeypatch.setattr(run, "exact_output", None)
         result = call("compare", "--input", file, *SMALL, "--out", tmp_path)
         self.check(result, "cannot be written to: Permission denied")
@@ -636,14 +637,54 @@ class TestReport:
         path = tmp_path / "compare.json"
         report.write(path, b"old")
 
-        def fail(self, target):
+        def fail(source, target):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "replace", fail)
+        monkeypatch.setattr(os, "replace", fail)
         with pytest.raises(Exception, match=r"compare\.json: cannot be written: No space left"):
             report.write(path, b"new")
         assert path.read_bytes() == b"old"
         assert list(tmp_path.iterdir()) == [path]
+
+    def test_what_is_planted_beside_a_file_is_not_followed(self, file, tmp_path):
+        """A link under a name that could be guessed: the file's own, and the process id."""
+        out, victim = tmp_path / "out", tmp_path / "victim"
+        out.mkdir()
+        victim.write_text("mine")
+        for name in report.FILES:
+            (out / f".{name}.{os.getpid()}").symlink_to(victim)
+        result = call("compare", "--input", file, "--maps", "relu", *SMALL, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert victim.read_text() == "mine"
+
+    @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+    def test_only_regular_files_are_replaced(self, file, tmp_path, monkeypatch, kind):
+        out, victim = tmp_path / "out", tmp_path / "victim"
+        out.mkdir()
+        target = out / "time.png"
+        if kind == "link":
+            target.symlink_to(victim)
+        else:
+            (Path.mkdir if kind == "folder" else os.mkfifo)(target)
+        monkeypatch.setattr(run, "exact_output", None)  # known before anything is measured
+        result = call("compare", "--input", file, *SMALL, "--out", out)
+        wanted = "it is a symbolic link" if kind == "link" else "it is not a regular file"
+        TestErrors.check(result, f"time.png: cannot be written: {wanted}; name a regular file")
+        assert not victim.exists()
+        assert list(out.iterdir()) == [target]
+
+    def test_permissions_are_kept(self, tmp_path):
+        path = tmp_path / "compare.json"
+        umask = os.umask(0o022)
+        try:
+            report.write(path, b"new")
+            assert path.stat().st_mode & 0o777 == 0o644
+            path.chmod(0o600)
+            report.write(path, b"newer")
+        finally:
+            os.umask(umask)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.read_bytes() == b"newer"
 
 
 class TestInfo:

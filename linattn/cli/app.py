@@ -216,16 +216,16 @@ def _compare(settings: Settings) -> None:
     from linattn.cli.run import run, steps
 
     given = inputs.sample() if settings.input is None else inputs.load(settings.input)
-    report.prepare_folder(settings.out)
+    report.prepare_folder(settings.out, report.FILES)
     with _progress(steps(settings, given)) as notify:
         results = run(settings, given, notify)
     found, is_causal = results.sweep, settings.is_causal
-    files = {
-        "compare.json": report.as_json(results.record()),
-        "error.png": plots.error_plot(results.rows, results.inputs, is_causal=is_causal),
-        "time.png": plots.time_plot(found, results.inputs, is_causal=is_causal),
-    }
-    for name, content in files.items():
+    contents = (
+        report.as_json(results.record()),
+        plots.error_plot(results.rows, results.inputs, is_causal=is_causal),
+        plots.time_plot(found, results.inputs, is_causal=is_causal),
+    )
+    for name, content in zip(report.FILES, contents, strict=True):
         report.write(settings.out / name, content)
 
     console = Console(markup=False, highlight=False, emoji=False)
@@ -238,7 +238,7 @@ def _compare(settings: Settings) -> None:
     console.print(tables.crossover_text(found))
     if found.left_out:
         console.print(tables.left_out_text(found))
-    console.print(f"Written to {settings.out}: {', '.join(files)}", soft_wrap=True)
+    console.print(f"Written to {settings.out}: {', '.join(report.FILES)}", soft_wrap=True)
     console.print(f"Verdict: {results.verdict.sentence}", soft_wrap=True)
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from linattn import _atomic
 from linattn.cli.errors import CommandError
 
-__all__ = ["as_json", "prepare_folder", "write"]
+__all__ = ["FILES", "as_json", "prepare_folder", "write"]
+
+FILES = ("compare.json", "error.png", "time.png")
+"""What a run leaves in its folder."""
 
 
 def as_json(record: Any) -> bytes:
@@ -18,22 +24,24 @@ def as_json(record: Any) -> bytes:
     return (json.dumps(_finite(record), indent=2, allow_nan=False) + "\n").encode()
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make the folder if need be, and find out now whether files can be written into it.
+def prepare_folder(folder: Path, names: Iterable[str]) -> None:
+    """Make the folder if need be, and find out now whether these files can be written into it.
 
     Raises
     ------
     CommandError
         They cannot.
     """
-    probe = _unfinished(folder / "probe")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         message = f"--out {folder}: cannot be written to: {error.strerror or error}"
         raise CommandError(message) from None
+    for name in names:
+        with _named_error(folder / name):
+            _atomic.check_target(folder / name)
 
 
 def write(path: Path, content: bytes) -> None:
@@ -44,20 +52,17 @@ def write(path: Path, content: bytes) -> None:
     CommandError
         It cannot be written.
     """
-    unfinished = _unfinished(path)
+    with _named_error(path):
+        _atomic.write_bytes(path, content)
+
+
+@contextmanager
+def _named_error(path: Path) -> Iterator[None]:
     try:
-        try:
-            unfinished.write_bytes(content)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        yield
     except OSError as error:
         message = f"{path}: cannot be written: {error.strerror or error}"
         raise CommandError(message) from None
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _finite(record: Any) -> Any:
