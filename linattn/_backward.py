@@ -89,6 +89,8 @@ class _Rows:
             block = sum_to(block, self._shape[:-2], 2)
             self._blocks[rows.start] = xp.astype(block, self._dtype, copy=False)
             return
+        if 0 in self._shape:
+            return
         index = (*at(self._shape, 2, task)[:-2], rows, slice(None))
         block = sum_to(block, tuple(self._array[index].shape[:-2]), 2)
         if self._shared:

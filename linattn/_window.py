@@ -149,7 +149,9 @@ def _blocked(tokens: Tokens, size: int, w: int) -> Tokens:
 def _split(x: Array, w: int) -> Array:
     if x is None:
         return None
-    return _generic.namespace(x).reshape(x, (*x.shape[:-2], -1, w, x.shape[-1]))
+    # The number of blocks in full: -1 for it would be a guess where there are no heads.
+    *lead, size, width = x.shape
+    return _generic.namespace(x).reshape(x, (*lead, size // w, w, width))
 
 
 def _flat(part: Partial, rows: int) -> Partial:

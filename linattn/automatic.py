@@ -179,7 +179,7 @@ def attention(
     if not return_report:
         return output
     error = np.zeros(problem.lead)
-    return output, AttentionReport("exact", None, None, error, 1 + spent / exact_pairs)
+    return output, AttentionReport("exact", None, None, error, 1 + spent / max(exact_pairs, 1))
 
 
 def _linear(

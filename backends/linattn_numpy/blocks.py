@@ -135,7 +135,7 @@ def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
 
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
     """Read the state with a block of queries."""
-    if 0 in tokens.x.shape:
+    if 0 in tokens.x.shape or 0 in state.kvz.shape:
         return NotImplemented
     if not is_known(query_spec):
         return NotImplemented

@@ -140,7 +140,7 @@ class _MonomialFeatures(BaseFeatureMap):
                 if k == 1:
                     du = du + dpower
                 else:
-                    shape = (*dpower.shape[:-1], -1, self.dim)
+                    shape = (*dpower.shape[:-1], powers[k - 1].shape[-1], self.dim)
                     padded = xp.concat([dpower, xp.zeros_like(dpower[..., :1])], axis=-1)
                     pairs = xp.reshape(xp.take(padded, degrees[k].child, axis=-1), shape)
                     du = du + xp.matmul(powers[k - 1][..., None, :], pairs)[..., 0, :]

@@ -1,0 +1,137 @@
+"""Problems without a head or a token: nothing to compute, and nothing that falls over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn import feature_maps as maps
+
+DIM, VALUE_DIM = 4, 3
+SAMPLE = np.random.default_rng(0).standard_normal((3, 8, DIM))
+
+MAPS: dict[str, Any] = {
+    "elu": maps.EluFeatures(),
+    "relu": maps.ReluFeatures(),
+    "softmax": maps.SoftmaxFeatures(),
+    "taylor": maps.TaylorFeatures(DIM),
+    "polynomial": maps.PolynomialFeatures(DIM, 3),
+    "cosformer": maps.CosformerFeatures(DIM, max_length=64),
+    "positive": maps.PositiveFeatures(DIM, 8, rng=0),
+    "hyperbolic": maps.HyperbolicFeatures(DIM, 8, rng=0),
+    "trigonometric": maps.TrigonometricFeatures(DIM, 8, rng=0),
+    "fourier": maps.RandomFourierFeatures(DIM, 8, rng=0),
+    "activation": maps.ActivationFeatures(DIM, 8, rng=0),
+    "hedgehog": maps.HedgehogFeatures(SAMPLE[0]),
+    "reparametrized": maps.Reparametrized(maps.HyperbolicFeatures(DIM, 8, rng=0), SAMPLE[0, 0]),
+    "calibrated": maps.CalibratedFeatures.calibrate([tuple(SAMPLE)], num_features=4),
+    "landmarks": maps.LandmarkFeatures.fit(*SAMPLE[:2], num_features=2, num_probes=4, rng=0),
+    "corrected": maps.LandmarkFeatures.fit(
+        *SAMPLE[:2], num_features=2, num_probes=4, corrected=True, rng=0
+    ),
+}
+
+# Queries and keys: their numbers, and their leading axes.
+LENGTHS = [(5, 5), (0, 4), (4, 0)]
+NO_HEADS = [((0, 3), (0, 3)), ((2, 0), (2, 0)), ((0,), (1,)), ((0, 2), (2,)), ((1, 1), (0, 1))]
+
+
+def _arrays(xp, leads, lengths) -> Any:
+    rng = np.random.default_rng(0)
+    shapes = [
+        (*leads[0], lengths[0], DIM),
+        (*leads[1], lengths[1], DIM),
+        (*leads[1], lengths[1], VALUE_DIM),
+    ]
+    return [xp.array(rng.standard_normal(shape), "float32") for shape in shapes]
+
+
+def _lead(leads):
+    return np.broadcast_shapes(*leads)
+
+
+@pytest.mark.parametrize("leads", NO_HEADS, ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_linear_attention_without_heads(xp_any_shape, name, leads):
+    xp, phi = xp_any_shape, MAPS[name]
+    for lengths in LENGTHS:
+        query, key, value = _arrays(xp, leads, lengths)
+        same = lengths[0] == lengths[1]
+        for is_causal in (False, True) if same and phi.causal else (False,):
+            window = phi.softmax_kernel and same and name != "corrected"
+            for exact_window in (None, 2) if window else (None,):
+                output, state, norm = linattn.linear_attention(
+                    query,
+                    key,
+                    value,
+                    phi,
+                    is_causal=is_causal,
+                    exact_window=exact_window,
+                    return_state=True,
+                    return_log_normalizer=True,
+                )
+                xp.assert_like(output, query, shape=(*_lead(leads), lengths[0], VALUE_DIM))
+                xp.assert_like(norm, query, shape=(*_lead(leads), lengths[0]))
+                m = DIM if phi.num_features is None else phi.num_features
+                assert tuple(state.kvz.shape) == (*leads[1], m, VALUE_DIM + 1)
+                assert state.length == lengths[1]
+
+
+@pytest.mark.parametrize("leads", NO_HEADS, ids=str)
+@pytest.mark.parametrize("name", [name for name in MAPS if name != "corrected"])
+def test_gradients_without_heads(xp_any_shape, name, leads):
+    xp, phi = xp_any_shape, MAPS[name]
+    for lengths in LENGTHS:
+        query, key, value = arrays = _arrays(xp, leads, lengths)
+        same = lengths[0] == lengths[1]
+        for is_causal in (False, True) if same and phi.causal else (False,):
+            (output, state), pullback = linattn.linear_attention_vjp(
+                query, key, value, phi, is_causal=is_causal, return_state=True
+            )
+            for gradient, array in zip(pullback(output, state.kvz), arrays, strict=True):
+                xp.assert_like(gradient, array)
+
+
+@pytest.mark.parametrize("leads", NO_HEADS, ids=str)
+def test_softmax_attention_without_heads(xp, leads):
+    for lengths in LENGTHS:
+        arrays = _arrays(xp, leads, lengths)
+        for is_causal in (False, True) if lengths[0] == lengths[1] else (False,):
+            output, pullback = linattn.softmax_attention_vjp(*arrays, is_causal=is_causal)
+            xp.assert_like(output, arrays[0], shape=(*_lead(leads), lengths[0], VALUE_DIM))
+            for gradient, array in zip(pullback(output), arrays, strict=True):
+                xp.assert_like(gradient, array)
+            output = linattn.attention(*arrays, is_causal=is_causal)
+            xp.assert_like(output, arrays[0], shape=(*_lead(leads), lengths[0], VALUE_DIM))
+
+
+@pytest.mark.parametrize("leads", NO_HEADS, ids=str)
+@pytest.mark.parametrize("name", ["elu", "positive", "landmarks"])
+def test_streams_without_heads(xp, name, leads):
+    phi = MAPS[name]
+    query, key, value = _arrays(xp, leads, (5, 5))
+    state = linattn.init_state(phi, VALUE_DIM, batch_shape=_lead(leads), like=key)
+    state = linattn.update_state(state, key, value, phi)
+    output = linattn.read_state(query, linattn.merge_states(state, state), phi)
+    xp.assert_like(output, query, shape=(*_lead(leads), 5, VALUE_DIM))
+    if phi.causal:
+        q, k, v = (array[..., 0, :] for array in (query, key, value))
+        output, state = linattn.decode_step(q, k, v, state, phi)
+        xp.assert_like(output, query, shape=(*_lead(leads), VALUE_DIM))
+        decoder = linattn.Decoder(phi, state)
+        for _ in range(2):
+            output = decoder.step(q, k, v)
+            xp.assert_like(output, query, shape=(*_lead(leads), VALUE_DIM))
+        assert decoder.state.length == 8
+
+
+@pytest.mark.parametrize("shape", [(2, 0, DIM), (0, 5, DIM)], ids=str)
+def test_a_report_about_nothing(xp_any_shape, shape):
+    query = xp_any_shape.array(np.zeros(shape), "float32")
+    output, report = linattn.attention(query, query, query, return_report=True)
+    xp_any_shape.assert_like(output, query)
+    assert (report.method, report.cost) == ("exact", 1.0)
+    assert report.error.shape == shape[:1]
