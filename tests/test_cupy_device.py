@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,10 @@ import pytest
 from linattn_cupy import device
 
 
+class CompileError(Exception):
+    """CuPy's CompileException."""
+
+
 class FakeCupy:
     """The few names that the backend uses."""
 
@@ -20,24 +26,26 @@ class FakeCupy:
         self.capability = "90"
         self.built: list[tuple[str, tuple[str, ...]]] = []
         self.launched: list[tuple[Any, ...]] = []
-        self.broken = False
+        self.error: Exception | None = None
         self.cuda = SimpleNamespace(
             Device=lambda number: SimpleNamespace(
-                compute_capability=self.capability, attributes={"MultiProcessorCount": 132}
+                compute_capability=self.capability,
+                attributes={"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 100_016},
             ),
             runtime=SimpleNamespace(getDevice=lambda: 1),
+            compiler=SimpleNamespace(CompileException=CompileError),
         )
 
-    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:
+    def RawModule(self, *, code: str, options: tuple[str, ...] = ()) -> Any:
         self.built.append((code, options))
-        if self.broken:
-            message = "ptxas is out of sorts"
-            raise OSError(message)
+        if self.error is not None and "device.cuh" in code:
+            raise self.error
 
         def run(*args: Any, **settings: Any) -> None:
             self.launched.append((*args, settings))
 
         class Kernel:
+            shared_size_bytes = 16
             max_dynamic_shared_size_bytes = 0
             __call__ = staticmethod(run)
 
@@ -50,10 +58,12 @@ def cupy(monkeypatch):
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(device, "_pid", [])
-    device._kernel.cache_clear()
-    device._warn_once.cache_clear()
+    kept = (device._kernel, device._attribute, device.open_compiler, device._warn_once)
+    for function in kept:
+        function.cache_clear()
     yield fake
-    device._kernel.cache_clear()
+    for function in kept:
+        function.cache_clear()
 
 
 def launch(shared=0, args=(), **options):
@@ -101,7 +111,7 @@ def test_what_cannot_be_built_is_tried_once(cupy, reason):
         cupy.capability = "75"
         words = r"compute capability 7\.5 is below 8\.0"
     else:
-        cupy.broken = True
+        cupy.error = CompileError("ptxas is out of sorts")
         words = r"features\.cu does not build here: ptxas is out of sorts"
     for _ in range(3):
         with pytest.raises(device.KernelUnavailableError, match=words):
@@ -110,6 +120,54 @@ def test_what_cannot_be_built_is_tried_once(cupy, reason):
     assert device.or_generic(lambda: 3)() == 3
     with pytest.warns(RuntimeWarning, match=words):
         assert device.or_generic(lambda: launch(WARPS=8))() is NotImplemented
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("out of memory"), CompileError("nvrtc: error: failed to open libnvrtc-builtins.so")],
+    ids=["driver", "nvrtc"],
+)
+def test_what_may_pass_is_tried_again(cupy, error):
+    cupy.error = error
+    for _ in range(2):
+        with pytest.raises(
+            device.KernelUnavailableError, match=r"does not build here: (out|nvrtc)"
+        ):
+            launch(WARPS=8)
+    cupy.error = None
+    launch(WARPS=8)
+    assert [len(cupy.built), len(cupy.launched)] == [3, 1]
+
+
+def test_shared_memory_that_the_device_lacks(cupy):
+    launch(100_000)
+    with pytest.raises(
+        device.KernelUnavailableError,
+        match=r"triangle needs 100,001 bytes of shared memory a block, this device has 100,000",
+    ):
+        launch(100_001)
+    assert len(cupy.launched) == 1
+
+
+def test_the_first_call_of_a_process_compiles_alone(cupy, monkeypatch):
+    working = []
+    compile_now = cupy.RawModule
+
+    def compile_slowly(**given):
+        working.append(given)
+        together = len(working)
+        time.sleep(0.05)
+        working.remove(given)
+        assert together == 1
+        return compile_now(**given)
+
+    monkeypatch.setattr(cupy, "RawModule", compile_slowly)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(device.or_generic(lambda: len(cupy.built))) for _ in range(4)]
+        assert all(call.result() > 0 for call in calls)
+    before = len(cupy.built)
+    device.or_generic(lambda: None)()
+    assert len(cupy.built) == before
 
 
 def test_a_forked_process_is_told(cupy, monkeypatch):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from linattn.typing import Array
 
@@ -24,7 +25,9 @@ __all__ = [
     "empty",
     "full",
     "launch",
+    "need_shared",
     "on_device",
+    "open_compiler",
     "or_generic",
     "processors",
     "shared_bytes",
@@ -34,8 +37,8 @@ KERNELS = Path(__file__).with_name("kernels")
 OLDEST = 80
 """Compute capability, times 10, that the kernels need."""
 
-STATIC_SHARED_BYTES = 48 * 1024
-"""Shared memory that a block may have without asking."""
+UNOPENED = "libnvrtc-builtins"
+"""In NVRTC's message where it could not load itself, and has not looked at the source."""
 
 Options = Mapping[str, int]
 Grid = tuple[int, int, int]
@@ -59,9 +62,37 @@ def _headers() -> str:
     return "x" + hashlib.sha256(b"".join(texts)).hexdigest()
 
 
+_first_compilation = threading.Lock()
+
+
+@cache
+def open_compiler() -> None:
+    """Compile a kernel while no other thread does; the first call of a process.
+
+    NVRTC 13.0 loads a part of itself when it first compiles, and fails in the threads that compile
+    meanwhile; so would CuPy's own kernels, whatever they are for.
+    """
+    import cupy
+
+    try:
+        with _first_compilation:
+            code = 'extern "C" __global__ void nothing() {}'
+            cupy.RawModule(code=code).get_function("nothing")
+    except Exception as error:  # compilers and drivers each have errors of their own
+        message = f"nothing can be compiled: {error}"
+        raise KernelUnavailableError(message) from error
+
+
+class _Kernel(NamedTuple):
+    """A function, and how much dynamic shared memory it may be launched with."""
+
+    function: Any
+    shared_bytes: int
+
+
 @lru_cache(maxsize=512)
-def _kernel(source: str, function: str, options: tuple[str, ...], shared: int, device: int) -> Any:
-    """Build a kernel, or say in words why it cannot be; either is remembered."""
+def _kernel(source: str, function: str, options: tuple[str, ...], device: int) -> _Kernel | str:
+    """Build a kernel, or say in words why it never can be; either is remembered."""
     import cupy
 
     capability = int(cupy.cuda.Device(device).compute_capability)
@@ -70,11 +101,16 @@ def _kernel(source: str, function: str, options: tuple[str, ...], shared: int, d
     code = (KERNELS / source).read_text(encoding="utf-8")
     try:
         kernel = cupy.RawModule(code=code, options=options).get_function(function)
-        if shared > STATIC_SHARED_BYTES:
-            kernel.max_dynamic_shared_size_bytes = shared
-    except Exception as error:  # compilers, drivers and devices each have errors of their own
-        return f"{source} does not build here: {error}"
-    return kernel
+        # CuPy keeps one function for all callers: a limit of one launch would be that of others.
+        most = shared_bytes() - kernel.shared_size_bytes
+        kernel.max_dynamic_shared_size_bytes = most
+    except Exception as error:  # drivers and devices have errors of their own, and these pass
+        reason = f"{source} does not build here: {error}"
+        wrong = isinstance(error, cupy.cuda.compiler.CompileException)
+        if wrong and UNOPENED not in str(error):
+            return reason
+        raise KernelUnavailableError(reason) from error
+    return _Kernel(kernel, most)
 
 
 _pid: list[int] = []
@@ -94,7 +130,7 @@ def launch(
     Raises
     ------
     KernelUnavailableError
-        It cannot be built for this device.
+        It cannot be built for this device, or not now, or needs more shared memory than that has.
     RuntimeError
         This process was forked from one that has used the GPU.
     """
@@ -109,11 +145,21 @@ def launch(
         )
         raise RuntimeError(message)
     device = cupy.cuda.runtime.getDevice()
-    kernel = _kernel(source, function, compile_options(options), shared, device)
+    kernel = _kernel(source, function, compile_options(options), device)
     if isinstance(kernel, str):
         raise KernelUnavailableError(kernel)
+    need_shared(function, shared, kernel.shared_bytes)
     pointers = tuple(0 if arg is None else arg for arg in args)
-    kernel(grid, block, pointers, shared_mem=shared)
+    kernel.function(grid, block, pointers, shared_mem=shared)
+
+
+def need_shared(what: str, wanted: int, most: int) -> None:
+    """Raise KernelUnavailableError where a block may not have so much shared memory."""
+    if wanted > most:
+        message = (
+            f"{what} needs {wanted:,} bytes of shared memory a block, this device has {most:,}"
+        )
+        raise KernelUnavailableError(message)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -181,6 +227,7 @@ def or_generic(function: _F) -> _F:
     @wraps(function)
     def with_fallback(*args: Any) -> Any:
         try:
+            open_compiler()
             return function(*args)
         except KernelUnavailableError as error:
             _warn_once(str(error))

@@ -32,6 +32,8 @@ class NumpyDevice:
         Segments of heads whose rows were done again.
     processors : int
         How many multiprocessors the device says it has.
+    shared_bytes : int
+        How much shared memory a block may have.
     unavailable : str or None
         A reason for which no kernel can be built, or None.
     """
@@ -56,6 +58,7 @@ class NumpyDevice:
             "processors": lambda: self.processors,
             "shared_bytes": lambda: self.shared_bytes,
             "on_device": lambda array: nullcontext(),
+            "open_compiler": lambda: None,
         }
         for name, function in double.items():
             monkeypatch.setattr(linattn_cupy.device, name, function)
@@ -65,6 +68,7 @@ class NumpyDevice:
     def launch(self, source: str, function: str, *args: Any) -> None:
         if self.unavailable is not None:
             raise linattn_cupy.device.KernelUnavailableError(self.unavailable)
+        linattn_cupy.device.need_shared(function, args[3], self.shared_bytes)
         self.launches.append(function)
         if function == "redo_rows":
             self.redone += int(args[-1][0].sum())

@@ -1,0 +1,123 @@
+"""Limits of devices, and first calls of threads: the real CuPy on the simulated driver.
+
+The driver checks launches and computes nothing, so each test asks which kernels were launched and
+what was raised or warned of, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+RUN = TESTS / "fake_gpu" / "run.sh"
+BUILT = Path(os.environ.get("FAKE_GPU_ENV", ROOT / ".fake_gpu"))
+
+START = """
+import sys, threading, warnings
+import numpy as np
+import cupy
+import linattn
+from benchmarks.gpu.library import register
+register()
+from linattn_cupy import device
+launched = []
+launch = device.launch
+def noted(source, function, *rest):
+    launch(source, function, *rest)
+    launched.append(function)
+device.launch = noted
+def inputs(lead, n, d, dtype="float16"):
+    rng = np.random.default_rng(0)
+    return [cupy.asarray(rng.standard_normal((*lead, n, d)).astype(dtype)) for _ in range(3)]
+"""
+
+
+@pytest.fixture
+def on_simulated_driver(tmp_path):
+    """Run a program on the simulated driver, with those of its settings; return what it prints."""
+    if not (RUN.exists() and (BUILT / "lib-fake").is_dir()):
+        pytest.skip("CuPy on the simulated driver: tests/fake_gpu has not been built")
+
+    def run(program: str, **settings: str) -> list[str]:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+        environment = {"PYTHONPATH": path, "FAKE_GPU_ENV": str(BUILT), **settings}
+        finished = subprocess.run(
+            [
+                str(RUN),
+                "python",
+                "-W",
+                "error::RuntimeWarning",
+                "-c",
+                START + textwrap.dedent(program),
+            ],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        return finished.stdout.splitlines()
+
+    return run
+
+
+def test_maps_of_several_sizes_decode_in_one_process(on_simulated_driver):
+    """The limit of shared memory is the function's, whoever launches it."""
+    on_simulated_driver(
+        """
+        for m in (8192, 4096, 16, 8192):
+            phi = linattn.feature_maps.PositiveFeatures(64, m, rng=0)
+            q, k, v = (a[:, 0] for a in inputs((2,), 1, 64, "float32"))
+            state = linattn.init_state(phi, 64, batch_shape=(2,), like=q)
+            for _ in range(2):
+                linattn.decode_step(q, k, v, state, phi)
+        assert launched == ["decode"] * 8, launched
+        """
+    )
+
+
+def test_a_map_too_large_for_the_device_is_said_to_be(on_simulated_driver):
+    (said,) = on_simulated_driver(
+        """
+        phi = linattn.feature_maps.PositiveFeatures(64, 24000, rng=0)
+        q, k, v = (a[:, 0] for a in inputs((2,), 1, 64, "float32"))
+        state = linattn.init_state(phi, 64, batch_shape=(2,), like=q)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                linattn.decode_step(q, k, v, state, phi)
+        assert "decode" not in launched
+        (one,) = seen
+        print(one.message)
+        """
+    )
+    assert "decode needs 290,884 bytes of shared memory a block, this device has 232,4" in said
+
+
+def test_threads_that_are_the_first_to_call(on_simulated_driver, tmp_path):
+    """NVRTC 13.0 fails in all threads but the first that use it at once."""
+    on_simulated_driver(
+        """
+        arrays = [inputs((1,), 100, 16 * i) for i in range(1, 4)]
+        phi = linattn.feature_maps.EluFeatures()
+        failed = []
+        begin = threading.Barrier(3)
+        def one(own):
+            begin.wait()
+            try:
+                linattn.linear_attention(*own, phi)
+            except BaseException as error:
+                failed.append(error)
+        threads = [threading.Thread(target=one, args=(own,)) for own in arrays]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert not failed, failed
+        assert sorted(launched) == sorted(["segment_states", "scan_states", "read_states"] * 3)
+        """,
+        CUPY_CACHE_DIR=str(tmp_path),
+    )
