@@ -7,6 +7,7 @@ what nobody wrote are NaN; see tests/emulator.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -25,7 +26,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     ReluFeatures,
 )
-from linattn_cupy import device, fused, layout, products
+from linattn_cupy import device, fused, gradients, layout, products
 
 D = 16
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -513,8 +514,70 @@ def test_one_warning_and_the_generic_code_where_kernels_cannot_be_built(cupy_bac
 
 
 def test_a_device_with_little_shared_memory(cupy_backend):
+    device._warn_once.cache_clear()
     cupy_backend.shared_bytes = 4096
-    assert solve(BF16, *inputs(), MAPS["positive"]) is NotImplemented
+    words = r"full attention with d = 16, m = 40 needs [\d,]+ bytes of shared memory a block, this"
+    with pytest.warns(RuntimeWarning, match=words):
+        assert solve(BF16, *inputs(), MAPS["positive"]) is NotImplemented
+    assert cupy_backend.launches == []
+
+
+def test_reads_of_shorter_chunks_where_memory_is_short(cupy_backend):
+    query, key, value = inputs()
+    phi = PositiveFeatures(D, 128, rng=0)
+    q, k, v = (x.astype(F16) for x in (query, key, value))
+    variant = fused._variant(_problem.linear_problem(q, k, v, phi))
+    assert variant is not None
+    short, long = (variant.shared(c, keys=False, queries=True) for c in (64, 128))
+    cupy_backend.shared_bytes = long - 1
+    assert short < long
+    assert variant.shared(64, keys=True, queries=False) < long
+    output, *_ = solve(BF16, query, key, value, phi)
+    assert cupy_backend.launches == ["segment_states", "scan_states", "read_states"]
+    assert error(output, exact(query, key, value, phi)) < TOLERANCE[BF16]
+
+
+CARDS = {"163 KB": 166_912, "99 KB": 101_376, "227 KB": 232_448}
+GPU_PAGE = Path(__file__).resolve().parents[1] / "docs" / "gpu.md"
+
+
+def test_the_page_says_what_fits_which_card(cupy_backend):
+    """The largest m of full and causal attention by d, and that gradients take as many."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in GPU_PAGE.read_text(encoding="utf-8").splitlines()
+        if " KB | " in line
+    ]
+    assert [row[1] for row in rows] == list(CARDS)
+    for row in rows:
+        cupy_backend.shared_bytes = CARDS[row[1]]
+        found = [", ".join(str(largest(dim, causal)) for causal in (False, True)) for dim in DIMS]
+        assert row[2:] == found
+        widest = [dim for dim in range(16, 129, 8) if fits(EluFeatures(), dim, is_causal=True)]
+        assert max(widest) == (112 if row[1] == "99 KB" else 128)
+
+
+DIMS = (32, 64, 96, 128)
+
+
+def largest(dim, is_causal):
+    return max(
+        m
+        for m in range(16, 257, 16)
+        if fits(PositiveFeatures(dim, m, rng=0), dim, is_causal=is_causal)
+    )
+
+
+def fits(phi, dim, *, is_causal):
+    query, key, value = (x.astype(F16) for x in inputs((1,), 1, 64, dim))
+    problem = _problem.linear_problem(query, key, value, phi, is_causal=is_causal)
+    try:
+        work = fused.work_of(problem)
+    except device.KernelUnavailableError:
+        return False
+    assert work is not None
+    assert gradients._least_memory(work) <= device.shared_bytes()
+    return True
 
 
 def test_shared_memory_is_what_the_kernels_lay_out(cupy_backend):

@@ -23,7 +23,7 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn.typing import State
-from linattn_cupy import gradients
+from linattn_cupy import device, fused, gradients
 
 D, E = 16, 24
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -266,9 +266,21 @@ def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change):
 
 @CAUSAL
 def test_a_device_with_little_shared_memory(cupy_backend, is_causal):
-    cupy_backend.shared_bytes = 20_000
-    assert pull(BF16, *inputs(), MAPS["positive"], is_causal=is_causal) is NotImplemented
+    device._warn_once.cache_clear()
+    cupy_backend.shared_bytes = 15_000
+    with pytest.warns(RuntimeWarning, match="bytes of shared memory a block, this device has"):
+        assert pull(BF16, *inputs(), MAPS["positive"], is_causal=is_causal) is NotImplemented
     assert cupy_backend.launches == []
+
+
+def test_reads_of_shorter_chunks_where_memory_is_short(cupy_backend):
+    query, key, value, grad = inputs()
+    phi = MAPS["positive"]
+    variant = fused.Variant("exponential", False, D, 48, 32, 3)
+    cupy_backend.shared_bytes = gradients._shared(variant, 128, others=False, own=True) - 1
+    found = pull(BF16, query, key, value, grad, phi)
+    assert cupy_backend.launches.count("read_gradients") == 2
+    agree(found, exact(query, key, value, grad, phi), BF16)
 
 
 def test_float16_through_the_door(cupy_backend):

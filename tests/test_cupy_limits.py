@@ -121,3 +121,49 @@ def test_threads_that_are_the_first_to_call(on_simulated_driver, tmp_path):
         """,
         CUPY_CACHE_DIR=str(tmp_path),
     )
+
+
+CARDS = {
+    "A100": {"FAKE_GPU_CC": "80", "FAKE_GPU_SHARED": "166912"},
+    "RTX 3090": {"FAKE_GPU_CC": "86", "FAKE_GPU_SHARED": "101376"},
+    "RTX 5090": {"FAKE_GPU_CC": "120", "FAKE_GPU_SHARED": "101376"},
+}
+
+
+@pytest.mark.parametrize(("card", "dim"), [("A100", 128), ("RTX 3090", 64), ("RTX 5090", 64)])
+def test_full_attention_on_cards_with_less_shared_memory(on_simulated_driver, card, dim):
+    """Reads of 128 tokens do not fit; those of 64 do."""
+    on_simulated_driver(
+        f"""
+        phi = linattn.feature_maps.PositiveFeatures({dim}, 256, rng=0)
+        arrays = inputs((2,), 100, {dim})
+        linattn.linear_attention(*arrays, phi)
+        assert launched == ["segment_states", "scan_states", "read_states"], launched
+        """,
+        **CARDS[card],
+    )
+
+
+@pytest.mark.parametrize(
+    ("card", "dim", "needs"),
+    [
+        ("A100", 128, "219,392 bytes of shared memory a block, this device has 166,912"),
+        ("RTX 3090", 64, "162,048 bytes of shared memory a block, this device has 101,376"),
+    ],
+)
+def test_what_does_not_fit_a_card_is_said(on_simulated_driver, card, dim, needs):
+    said = on_simulated_driver(
+        f"""
+        phi = linattn.feature_maps.PositiveFeatures({dim}, 256, rng=0)
+        arrays = inputs((2,), 100, {dim})
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                linattn.linear_attention(*arrays, phi, is_causal=True)
+        assert "causal_rows" not in launched
+        print(*(warning.message for warning in seen), sep="\\n")
+        """,
+        **CARDS[card],
+    )
+    assert len(said) == 1
+    assert f"causal attention with d = {dim}, m = 256 needs {needs}" in said[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from linattn_cupy.steps import MOST_VALUES, Rows, exact_map, redo
 
 __all__ = [
     "CAUSAL_CHUNK",
-    "READ_CHUNK",
+    "READ_CHUNKS",
     "Before",
     "Work",
     "attention",
@@ -22,6 +24,8 @@ __all__ = [
     "cut",
     "full_rows",
     "full_state",
+    "need_memory",
+    "read_chunk",
     "ready",
     "scan",
     "states_before",
@@ -32,7 +36,9 @@ LARGEST_DIM = 128
 MOST_COLUMNS = 256
 MOST_WARPS = 8
 CAUSAL_CHUNK = 64
-READ_CHUNK = 128
+READ_CHUNKS = (128, 64)
+"""The longest that fits is taken."""
+
 VALUE_TILE = 64
 PARTS = {"segment_states": 0, "scan_states": 0, "read_states": 1, "causal_rows": 2}
 """Option PART of the kernels: what is compiled together."""
@@ -247,14 +253,21 @@ def attention(problem: Problem) -> Any:
 
 
 def work_of(problem: Problem) -> Work | None:
-    """Prepare the launches of a problem; None where the kernels do not do it."""
+    """Prepare the launches of a problem; None where the kernels do not do it.
+
+    Raises
+    ------
+    KernelUnavailableError
+        They do it on devices with more shared memory.
+    """
     variant = _variant(problem)
     heads, state_heads = heads_of(problem.lead), heads_of(problem.state_lead)
     if variant is None or heads is None or state_heads is None:
         return None
-    shared = variant.shared(CAUSAL_CHUNK, keys=True, queries=problem.is_causal)
-    if shared > device.shared_bytes():
-        return None
+    sizes = [variant.shared(CAUSAL_CHUNK, keys=True, queries=problem.is_causal)]
+    if not problem.is_causal:
+        sizes.append(variant.shared(READ_CHUNKS[-1], keys=False, queries=True))
+    need_memory("attention", problem, max(sizes))
     return Work(
         problem,
         variant,
@@ -266,6 +279,19 @@ def work_of(problem: Problem) -> Work | None:
         heads,
         state_heads,
     )
+
+
+def need_memory(what: str, problem: Problem, size: int) -> None:
+    """Raise KernelUnavailableError where a block may not have so much shared memory."""
+    kind = "causal" if problem.is_causal else "full"
+    shape = f"d = {problem.query.shape[-1]}, m = {problem.num_features}"
+    device.need_shared(f"{kind} {what} with {shape}", size, device.shared_bytes())
+
+
+def read_chunk(shared: Callable[[int], int]) -> int:
+    """Tokens that a block reads at once, by the shared memory that a chunk of so many needs."""
+    most = device.shared_bytes()
+    return next((chunk for chunk in READ_CHUNKS if shared(chunk) <= most), READ_CHUNKS[-1])
 
 
 def _initial(heads: Heads, state: State | None) -> list[Any]:
@@ -365,7 +391,8 @@ def full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | No
     problem, heads = work.problem, work.heads
     output, norms = _outputs(work)
     length = problem.query.shape[-2]
-    segments, segment_length = cut(heads.total * work.tiles, length, READ_CHUNK, length)
+    chunk = read_chunk(partial(work.variant.shared, keys=False, queries=True))
+    segments, segment_length = cut(heads.total * work.tiles, length, chunk, length)
     args = [
         work.query,
         *strides(heads, work.query),
@@ -381,7 +408,7 @@ def full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | No
         output,
         norms,
     ]
-    work.launch("read_states", heads.total * segments, READ_CHUNK, args, keys=False, queries=True)
+    work.launch("read_states", heads.total * segments, chunk, args, keys=False, queries=True)
     return output, norms
 
 

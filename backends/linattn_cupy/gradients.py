@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from linattn.typing import Array, Problem, State
 from linattn_cupy import device
 from linattn_cupy.fused import (
     CAUSAL_CHUNK,
-    READ_CHUNK,
+    READ_CHUNKS,
     Before,
     Variant,
     Work,
@@ -19,6 +20,8 @@ from linattn_cupy.fused import (
     cut,
     full_rows,
     full_state,
+    need_memory,
+    read_chunk,
     ready,
     scan,
     states_before,
@@ -181,7 +184,8 @@ class _Pull:
         """Gradients of tokens that read one state each head, and of values for keys."""
         work, heads = self.work, self.heads
         length = side.tokens.shape[-2]
-        segments, segment_length = cut(heads.total * work.tiles, length, READ_CHUNK, length)
+        chunk = read_chunk(partial(_shared, work.variant, others=False, own=True))
+        segments, segment_length = cut(heads.total * work.tiles, length, chunk, length)
         out = self._room(keys=keys)
         mask = work.mask_args(heads) if keys else [None, *[np.int64(0)] * 4]
         args = [
@@ -201,7 +205,7 @@ class _Pull:
             flags,
         ]
         blocks = heads.total * segments
-        self._launch("read_gradients", blocks, READ_CHUNK, args, keys=keys, own=True)
+        self._launch("read_gradients", blocks, chunk, args, keys=keys, own=True)
         return out.result()
 
     def walk(
@@ -262,8 +266,9 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
         own = replace(problem, state_lead=problem.lead, want_log=True)
         work = work_of(own)
         shared = cotangent.state is not None and problem.state_lead != problem.lead
-        if work is None or shared or not _fits(work):
+        if work is None or shared:
             return NotImplemented
+        need_memory("gradients", own, _least_memory(work))
         pull = _Pull(work, cotangent.output)
         walk = _causal if problem.is_causal else _full
         gradients, suffix, flags = walk(pull, cotangent.state)
@@ -275,12 +280,14 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
         return *sums, state
 
 
-def _fits(work: Work) -> bool:
+def _least_memory(work: Work) -> int:
+    """Bytes of shared memory that a block of the largest kernel needs."""
     if work.problem.is_causal:
-        size = _shared(work.variant, CAUSAL_CHUNK, others=True, own=True)
-    else:
-        size = _shared(work.variant, READ_CHUNK, others=False, own=True)
-    return size <= device.shared_bytes()
+        return _shared(work.variant, CAUSAL_CHUNK, others=True, own=True)
+    return max(
+        _shared(work.variant, CAUSAL_CHUNK, others=True, own=False),
+        _shared(work.variant, READ_CHUNKS[-1], others=False, own=True),
+    )
 
 
 _Walked = tuple[tuple[Array, ...], tuple[Array, Array] | None, Array]
