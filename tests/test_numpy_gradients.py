@@ -296,3 +296,70 @@ def test_pullback_where_the_forward_pass_kept_nothing(at_once):
         wanted = pullback(output)
     agree(pullback(output), wanted)
     assert not at_once
+
+
+# Float32 against float64 ------------------------------------------------------------------------
+
+
+def single_and_double(arrays, feature_map, **options):
+    """Gradients of float32 arrays by the backend, and by the generic code in float64."""
+    singles = [a.astype(np.float32) for a in arrays]
+    grad = np.random.default_rng(1).standard_normal(np.shape(arrays[0])).astype(np.float32)
+    got = linear_vjp(*singles, feature_map, **options)[1](grad)
+    with linattn.without_backends():
+        doubles = [a.astype(np.float64) for a in singles]
+        return got, linear_vjp(*doubles, feature_map, **options)[1](grad.astype(np.float64))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sampler", ["gaussian", None])
+def test_relu_inputs_are_told_by_their_sign_at_every_width(is_causal, sampler):
+    """Beside the offset a small input is rounded away, and float32 of the offset may round up."""
+    for m in range(1, 513 if sampler else 17):
+        phi = ActivationFeatures(4 if sampler else m, m, sampler=sampler, rng=m)
+        rng = np.random.default_rng(m)
+        shape = (12, 4 if sampler else m)
+        arrays = rng.standard_normal(shape), rng.standard_normal(shape), rng.standard_normal(shape)
+        got, want = single_and_double(arrays, phi, is_causal=is_causal, chunk_size=6)
+        for a, b in zip(got, want, strict=True):
+            # With one feature the gradient of queries is 0.
+            assert np.linalg.norm(a - b) <= 1e-4 * max(float(np.linalg.norm(b)), 0.1), m
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "positive"])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "n", "chunk_size"),
+    [((2,), (2,), 1900, None), ((2,), (2,), 50, 1), ((1,), (2,), 50, 1), ((2, 3), (2, 1), 50, 1)],
+    ids=["heads", "heads, one token a block", "shared query", "shared keys"],
+)
+def test_one_large_key_in_one_of_several_heads(name, heads, key_heads, n, chunk_size):
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((*heads, n, D))
+    key, value = rng.standard_normal((2, *key_heads, n, D))
+    key.reshape(-1, n, D)[-1, n // 2, 0] = 100
+    phi = HedgehogFeatures(np.eye(D)) if name == "hedgehog" else EXPONENTIAL[name]
+    options = {"is_causal": True, "chunk_size": chunk_size}
+    singles = [a.astype(np.float32) for a in (query, key, value)]
+    grad = rng.standard_normal((*np.broadcast_shapes(heads, key_heads), n, D)).astype(np.float32)
+    got = linear_vjp(*singles, phi, **options)[1](grad)
+    with linattn.without_backends():
+        doubles = [a.astype(np.float64) for a in singles]
+        want = linear_vjp(*doubles, phi, **options)[1](grad.astype(np.float64))
+    for a, b in zip(got, want, strict=True):
+        assert np.isfinite(a).all()
+        heads_of = (a - b).reshape(-1, n * D), b.reshape(-1, n * D)
+        error, size = (np.linalg.norm(x, axis=-1) for x in heads_of)
+        assert (error <= 1e-5 * size).all()
+
+
+def test_a_head_without_a_row_that_has_gradients_beside_one_that_has():
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 40, D))
+    query[0] = -1
+    key[0] = 1
+    for chunk_size in (None, 1):
+        options = {"is_causal": True, "chunk_size": chunk_size}
+        got, want = single_and_double([query, key, value], POINTWISE["relu"], **options)
+        agree(got, want, 1e-5)
+        assert not any(gradient[0].any() for gradient in got)
+        assert got[1][1].any()

@@ -65,7 +65,7 @@ def scan_vjp(
     common = _plain_scale(query_spec, key_spec, query, key, v1, state)
     if common is None:
         return NotImplemented
-    q, k, v, start, _, c, floor = common
+    q, k, v, start, _, c, floor, (query_positive, key_positive) = common
     # The suffix's own scale: that of the rows, whose queries lack the log of their columns.
     ahead = suffix.log_scale + c
     if k.shape[:-2] != lead or q.shape[:-2] != lead or not ahead.max() <= AHEAD:
@@ -77,13 +77,13 @@ def scan_vjp(
     if found is None:
         return NotImplemented
     triangles, inverses = found
-    grad_query = _to_tokens(query_spec, query.x, q, read, None)
+    grad_query = _to_tokens(query_spec, query.x, q, query_positive, read, None)
     grad_query *= inverses
     behind = suffix.kvz * np.exp(ahead)[..., None]
     grad_v1, before = _key_triangles(triangles, q, k, v, behind, read)
     grad_v1 *= v[..., -1:]
     total = np.vecdot(v1, grad_v1)[..., None]
-    grad_key = _to_tokens(key_spec, key.x, k, read, total)
+    grad_key = _to_tokens(key_spec, key.x, k, key_positive, read, total)
     suffix = State(before, -c, suffix.length + v1.shape[-2])
     return grad_query, grad_key, grad_v1, suffix
 

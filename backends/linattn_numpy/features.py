@@ -63,6 +63,8 @@ class Plain(NamedTuple):
     col: Floats
     highest: float
     """Log of the largest weight, at least 0."""
+    positive: NDArray[np.bool_] | None
+    """Where the inputs of a ReLU are; None for other functions."""
 
 
 class FeatureMaker:
@@ -163,9 +165,13 @@ def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
     if highest == inf:
         return None
     if isinstance(spec, Exponential):
-        return Plain(_exponentiated(spec, u, name), spec.col, highest)
+        return Plain(_exponentiated(spec, u, name), spec.col, highest, None)
     weights = activated(spec, u, buffer(name + "_both", u.shape, u.dtype))
-    return Plain(weights, np.zeros(weights.shape[-1], weights.dtype), highest)
+    positive = None
+    if spec.f == RELU:
+        # Features do not tell: a small input vanishes beside the offset.
+        positive = np.greater(u, 0, out=buffer(name + "_positive", u.shape, bool))
+    return Plain(weights, np.zeros(weights.shape[-1], weights.dtype), highest, positive)
 
 
 def highest_log(spec: Exponential | Pointwise, u: Floats) -> float:

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 Floats = NDArray[Any]
+Bools = NDArray[np.bool_]
 
 REACH = {4: 20.0, 8: 200.0}
 """Exponents of plain blocks, by bytes a number: the range is four of them and a cotangent's own."""
@@ -93,11 +94,17 @@ def _max_to(x: Floats, lead: tuple[int, ...]) -> Floats:
 
 
 def _to_tokens(
-    spec: Spec, x: Floats, weights: Floats, read: Floats, total: Floats | None
+    spec: Spec,
+    x: Floats,
+    weights: Floats,
+    positive: Bools | None,
+    read: Floats,
+    total: Floats | None,
 ) -> Floats:
     """Gradient of tokens whose features, ``weights`` as evaluated, have cotangent ``read``.
 
-    ``read`` is ours to change. ``total``: sum of their products over a row, None for 0.
+    ``read`` is ours to change. ``positive``: where inputs of a ReLU are. ``total``: sum of the
+    products of features and cotangents over a row, None for 0.
     """
     if isinstance(spec, Exponential):
         read = in_place(np.multiply, read, weights)
@@ -111,8 +118,8 @@ def _to_tokens(
             return in_place(np.subtract, gradient, total * spec.Q * x)
         return in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
     assert isinstance(spec, Pointwise)
-    if spec.f == RELU:
-        read = in_place(np.multiply, read, weights > spec.offset * spec.factor)
+    if positive is not None:
+        read = in_place(np.multiply, read, positive)
         slope: Any = spec.factor
     else:
         read = in_place(np.multiply, read, np.minimum(weights, spec.factor))
@@ -174,6 +181,7 @@ def read_block_vjp(
         column, kvz, highest = -finite(state.log_scale), state.kvz, 1.0
     else:
         return NotImplemented
+    positive = None if block is None else block.plain.positive
     z = kvz[..., -1:]
     read = product(grad_output, transposed(kvz[..., :-1]), "read")
     # Underflow takes at most the smallest number times the largest weight or sum, once a term.
@@ -185,7 +193,7 @@ def read_block_vjp(
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = _sum_to(weighted_sum(weights, g1), suffix.kvz.shape[:-2])
     suffix = _added(suffix, sums, column, g1.shape[-2])
-    return _to_tokens(query_spec, tokens.x, weights, read, None), suffix
+    return _to_tokens(query_spec, tokens.x, weights, positive, read, None), suffix
 
 
 def _added(suffix: State, sums: Floats, column: Floats, n: int) -> State:
@@ -230,7 +238,8 @@ def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) 
         grad_v1 *= factor
     total = np.vecdot(v1, grad_v1)[..., None]
     read = product(scaled, transposed(kvz), "read")
-    return _to_tokens(key_spec, tokens.x, weights, read, total), grad_v1
+    positive = None if block is None else block.plain.positive
+    return _to_tokens(key_spec, tokens.x, weights, positive, read, total), grad_v1
 
 
 def _row_factor(row: Floats | None) -> tuple[Floats | None, Any]:
@@ -262,14 +271,14 @@ def scan_query_vjp(
         common = _shifted_scale(query_spec, key_spec, query, key, v1, state)
     if common is None:
         return NotImplemented
-    q, k, v, start, log_row, c, floor = common
+    q, k, v, start, log_row, c, floor, (positive, _) = common
     read, z, after = _read_causally(grad_output, k, v, start)
     rows = _rows(q, np.vecdot(q, z)[..., None], read, z, floor)
     if rows is None:
         return NotImplemented
     empty = ~np.any(after[..., -1:] != 0, axis=-2)
     c = np.where(empty, c.dtype.type(-np.inf), c)
-    gradient = _to_tokens(query_spec, query.x, q, read, None)
+    gradient = _to_tokens(query_spec, query.x, q, positive, read, None)
     return gradient, RowScale(log_row, *rows), State(after, c, state.length + v.shape[-2])
 
 
@@ -286,6 +295,8 @@ class _Common(NamedTuple):
     """Log scale of the columns of ``start`` and of what is added to it."""
     floor: float
     """Least sound denominator."""
+    positive: tuple[Bools | None, Bools | None] = (None, None)
+    """Where inputs of a ReLU are, of queries and of keys."""
 
 
 def _plain_scale(
@@ -309,7 +320,9 @@ def _plain_scale(
     log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
     shape = (*log_row.shape[:-2], query.x.shape[-2], 1)
     c = np.broadcast_to(g - queries.plain.col, state.log_scale.shape).astype(v1.dtype)
-    return _Common(queries.plain.weights, k, v, start, np.broadcast_to(log_row, shape), c, floor)
+    log_row = np.broadcast_to(log_row, shape)
+    positive = queries.plain.positive, keys.plain.positive
+    return _Common(queries.plain.weights, k, v, start, log_row, c, floor, positive)
 
 
 def _shifted_scale(
@@ -354,7 +367,7 @@ def scan_key_vjp(
         common = _shifted_suffix(query_spec, key_spec, *args[2:])
     if common is None:
         return NotImplemented
-    q, k, v, g1, factor, start, h = common
+    q, k, v, g1, factor, start, h, positive = common
     lead = suffix.kvz.shape[:-2]
     rows = sub_blocks(v.shape[-2])
     grad_v1 = np.empty((*lead, *v1.shape[-2:]), v1.dtype)
@@ -386,7 +399,7 @@ def scan_key_vjp(
     if factor is not None:
         grad_v1 *= factor
     total = np.vecdot(v1, grad_v1)[..., None]
-    gradient = _to_tokens(key_spec, key.x, k, read, total)
+    gradient = _to_tokens(key_spec, key.x, k, positive, read, total)
     return gradient, grad_v1, State(start, h, suffix.length + v1.shape[-2])
 
 
@@ -402,6 +415,8 @@ class _Suffix(NamedTuple):
     start: Floats
     h: Floats
     """Log scale of the columns of ``start`` and of what is added to it."""
+    positive: Bools | None = None
+    """Where inputs of a ReLU are, of keys."""
 
 
 def _plain_suffix(
@@ -420,18 +435,22 @@ def _plain_suffix(
         return None
     lead, dtype = suffix.kvz.shape[:-2], v1.dtype
     row = log_row if queries.row is None else log_row - queries.row
-    least = row.min()
-    if not np.isfinite(least):
+    # A scale for each head: on that of another the rows of a head far above it would vanish, and
+    # those of earlier keys that count for them overflow. It is -inf where no row has a gradient.
+    highest = _max_to(-row.min(axis=-2), lead)
+    if not np.all(highest < np.inf):
         return None
-    column = np.broadcast_to(queries.plain.col - least, suffix.log_scale.shape)
+    column = np.broadcast_to(queries.plain.col + highest, suffix.log_scale.shape)
     h = np.maximum(suffix.log_scale, column)
+    shift = finite(h)
     factor, top = _row_factor(keys.row)
     scale = h + keys.plain.col + top
     terms = h.shape[-1] * (suffix.length + v1.shape[-2])
     if not scale.max() + queries.plain.highest + keys.plain.highest <= _largest_scale(dtype, terms):
         return None
-    q, k, g1 = queries.plain.weights, keys.plain.weights, grad_nd * np.exp(least - row)
-    column = np.exp(column - h)
+    q, k = queries.plain.weights, keys.plain.weights
+    g1 = grad_nd * np.exp(-row - finite(highest)[..., None])
+    column = np.exp(column - shift)
     if np.all(column == column[..., :1]) and column.shape[:-1] == lead:
         g1 = g1 * column[..., :1, None]
     else:
@@ -445,8 +464,8 @@ def _plain_suffix(
     else:
         return None  # these gradients are taken from the features themselves
     v = v1 if factor is None else v1 * factor
-    start = suffix.kvz * np.exp(suffix.log_scale - h)[..., None]
-    return _Suffix(q, k, v, g1, factor, start, h.astype(dtype))
+    start = suffix.kvz * np.exp(suffix.log_scale - shift)[..., None]
+    return _Suffix(q, k, v, g1, factor, start, h.astype(dtype), keys.plain.positive)
 
 
 def _shifted_suffix(
