@@ -10,7 +10,6 @@ entries kept, ``r`` rows, ``d`` dim, ``e`` value dim.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from math import prod
 from types import ModuleType
@@ -22,7 +21,7 @@ import numpy as np
 from linattn import _checks, _generic
 from linattn._blocks import Rows, divide, token_block, v1_block
 from linattn._problem import exact_problem
-from linattn.files import Arrays, Members, read_arrays, write_arrays
+from linattn.files import Arrays, Members, Path, read_arrays, write_arrays
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Partial, Problem
 
@@ -447,19 +446,18 @@ class CoresetAttention:
         _, token = _checks.check_arrays(1, query=query, key=key, value=value)
         return self.extend(*(x[..., None, :] for x in token))[..., 0, :]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: Path) -> None:
         """Save the stream to a file, to go on elsewhere.
 
         Parameters
         ----------
-        path : str or path-like
-            Where to; the name is used as it is. An existing file is replaced in one step, so that
-            an interruption leaves the old file or the new one.
+        path : str, bytes or path-like
+            As for :func:`linattn.save_state`.
 
         Raises
         ------
-        OSError
-            The file cannot be written.
+        TypeError, OSError
+            As :func:`linattn.save_state`.
 
         Notes
         -----
@@ -482,12 +480,12 @@ class CoresetAttention:
         write_arrays(path, numbers | dict(zip(ARRAYS, arrays, strict=True)))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], like: Array | None = None) -> Self:
+    def load(cls, path: Path, like: Array | None = None) -> Self:
         """Load a stream saved by :meth:`save`; it goes on as the saved one would have.
 
         Parameters
         ----------
-        path : str or path-like
+        path : str, bytes or path-like
             The file; it need not be trusted.
         like : array, optional
             Gives the library and device of the stream. Default NumPy.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -12,7 +11,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _atomic, _checks
 from linattn._problem import check_feature_map
 from linattn.typing import Array, FeatureMap, State
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrays",
     "Members",
+    "Path",
     "StateFileError",
     "load_state",
     "read_arrays",
@@ -29,6 +29,7 @@ __all__ = [
     "write_arrays",
 ]
 
+Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 Members: TypeAlias = Mapping[str, tuple[str, int | None]]
 """Name of each array of a file -> (dtype kind, number of axes or None)."""
@@ -60,16 +61,14 @@ def _fingerprint(feature_map: Any) -> str:
     return str(feature_map.fingerprint())
 
 
-def save_state(
-    path: str | os.PathLike[str], state: State, feature_map: FeatureMap | None = None
-) -> None:
+def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) -> None:
     """Save a state to a file.
 
     Parameters
     ----------
-    path : str or path-like
+    path : str, bytes or path-like
         Where to; the name is used as it is. An existing file is replaced in one step, so that
-        an interruption leaves the old file or the new one.
+        an interruption leaves the old file or the new one, and keeps its permissions.
     state : State
         Of any library and device.
     feature_map : FeatureMap, optional
@@ -80,11 +79,13 @@ def save_state(
     TypeError
         Not a state, or a map without ``fingerprint()``.
     OSError
-        The file cannot be written.
+        The file cannot be written, or the path is that of something else than a regular file: a
+        folder, a symbolic link, a device.
 
     Notes
     -----
-    An uncompressed npz file of ``m (e + 2)`` numbers a head, in the state's dtype.
+    An uncompressed npz file of ``m (e + 2)`` numbers a head, in the state's dtype. It is made in
+    memory first, which takes as much again.
     """
     if not isinstance(state, State):
         message = f"state must be a linattn.State, got {type(state).__name__}"
@@ -100,25 +101,30 @@ def save_state(
     write_arrays(path, arrays)
 
 
-def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
-    """Write arrays to an uncompressed npz file, which replaces an existing one in one step."""
-    folder, base = os.path.split(os.fspath(path))
-    # Not by tempfile, whose files nobody else may read: what is saved is for other processes.
-    name = os.path.join(folder, f".{base}-{os.urandom(8).hex()}")
+def _checked_path(path: Path) -> str:
+    # A number would be taken for an open file.
     try:
-        with open(name, "xb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+        return os.fsdecode(path)
+    except TypeError:
+        message = f"path must be a str, bytes or path-like object, got {type(path).__name__}"
+        raise TypeError(message) from None
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays to an uncompressed npz file, which replaces an existing one in one step."""
+    name = _checked_path(path)
+    # In memory first: a disk that is full or an interrupt meets no half of an archive.
+    archive = BytesIO()
+    try:
+        np.savez(archive, **arrays)
+    except ValueError as error:
+        # Of an interrupt zipfile may say only that a member is still open.
+        raise error.__context__ or error from None
+    _atomic.write_bytes(name, archive.getvalue())
 
 
 def load_state(
-    path: str | os.PathLike[str],
+    path: Path,
     feature_map: FeatureMap | None = None,
     like: Array | None = None,
 ) -> State:
@@ -126,7 +132,7 @@ def load_state(
 
     Parameters
     ----------
-    path : str or path-like
+    path : str, bytes or path-like
         The file; it need not be trusted.
     feature_map : FeatureMap, optional
         The map that the state must belong to. None does not check.
@@ -149,6 +155,7 @@ def load_state(
     -----
     Nothing is unpickled, and no more is read than the file holds.
     """
+    path = _checked_path(path)
     wanted = None if feature_map is None else _fingerprint(feature_map)
     saved, state = read_arrays(path, "state", MEMBERS, FORMAT_VERSION, _build_state)
     _check_fingerprint(saved, wanted, path)
@@ -190,7 +197,7 @@ def _build_state(arrays: Arrays) -> tuple[str, State]:
 
 
 def read_arrays(
-    path: str | os.PathLike[str],
+    path: Path,
     kind: str,
     members: Members,
     version: int,
@@ -203,6 +210,7 @@ def read_arrays(
     """
     import zipfile  # here and not at the top, for an import that costs little
 
+    path = _checked_path(path)
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:

@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import struct
+import sys
 import tracemalloc
 import zipfile
 
@@ -163,6 +164,25 @@ def test_paths_may_be_strings_and_are_used_as_they_are(tmp_path):
     assert_same_bits(load_state(name), some_state())
 
 
+def test_paths_may_be_bytes(tmp_path):
+    name = os.fsencode(tmp_path / "\xe9tat")
+    save_state(name, some_state(), phi_of())
+    assert os.listdir(os.fsencode(tmp_path)) == [os.path.basename(name)]
+    assert_same_bits(load_state(name, phi_of()), some_state())
+    with pytest.raises(StateFileError, match="\xe9tat holds the state of another feature map"):
+        load_state(name, phi_of(1))
+
+
+@pytest.mark.parametrize("name", [None, 0, 3.0, bytearray(b"state.npz")])
+def test_what_is_no_path(name):
+    """A number would be read from: 0 is the standard input."""
+    message = f"path must be a str, bytes or path-like object, got {type(name).__name__}"
+    with pytest.raises(TypeError, match=message):
+        save_state(name, some_state())
+    with pytest.raises(TypeError, match=message):
+        load_state(name)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_who_may_read_the_file_is_what_the_user_has_set(path, mask):
@@ -172,6 +192,35 @@ def test_who_may_read_the_file_is_what_the_user_has_set(path, mask):
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_file_that_is_replaced_keeps_its_permissions(path, mode):
+    before = os.umask(0o022)
+    try:
+        save_state(path, some_state())
+        path.chmod(mode)
+        save_state(path, some_state(length=9))
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
+    assert_same_bits(load_state(path), some_state(length=9))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes of POSIX")
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_only_regular_files_are_replaced(path, kind):
+    victim = path.parent / "victim"
+    if kind == "link":
+        path.symlink_to(victim)
+    else:
+        (os.mkdir if kind == "folder" else os.mkfifo)(path)
+    wanted = "it is a symbolic link" if kind == "link" else "it is not a regular file"
+    with pytest.raises(FileExistsError, match=f"{wanted}; name a regular file"):
+        save_state(path, some_state())
+    assert list(path.parent.iterdir()) == [path]
+    assert path.is_symlink() == (kind == "link")
 
 
 def test_numpy_reads_the_file_without_pickle(path):
@@ -302,6 +351,44 @@ def test_an_interrupted_save_leaves_the_old_file_and_nothing_else(
     assert [p.name for p in path.parent.iterdir()] == (["state.npz"] if existing else [])
     if existing:
         assert_same_bits(load_state(path), old)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_is_an_interrupt_wherever_it_falls(path):
+    """In the middle of making an archive, zipfile complains of a member that is still open."""
+    old, new = some_state(), some_state(length=9)
+    save_state(path, old)
+
+    def save_interrupted_at(step):
+        """Interrupt a save at a line of zipfile's; return whether it came so far."""
+        lines = 0
+
+        def trace(frame, event, argument):
+            nonlocal lines
+            if event == "line" and frame.f_code.co_filename == zipfile.__file__:
+                lines += 1
+                if lines == step:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            save_state(path, new)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return lines >= step
+
+    step = 1
+    while save_interrupted_at(step):
+        assert [p.name for p in path.parent.iterdir()] == ["state.npz"]
+        assert load_state(path).length in (5, 9)
+        step += 1
+    assert step > 100
+    assert_same_bits(load_state(path), new)
 
 
 def test_the_file_appears_only_when_it_is_complete(path, monkeypatch):
