@@ -34,6 +34,7 @@ __all__ = [
     "PARAMETER_AXES",
     "accumulation_dtype",
     "are_plain",
+    "check_array",
     "check_arrays",
     "check_finite_number",
     "check_flag",
@@ -97,8 +98,16 @@ def is_lazy(array: Array) -> bool:
     return bool(array_api_compat.is_lazy_array(array))
 
 
-def to_numpy(array: Array) -> NDArray[Any]:
-    """Copy an array of any library to the host as NumPy."""
+def to_numpy(
+    array: Array, name: str = "an array that is computed with on the host"
+) -> NDArray[Any]:
+    """Copy an array of any library to the host as NumPy.
+
+    Raises
+    ------
+    TypeError
+        A traced array, which has no values.
+    """
     if array_api_compat.is_cupy_array(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
@@ -107,7 +116,16 @@ def to_numpy(array: Array) -> NDArray[Any]:
     if library_name(namespace(array)) == "array_api_strict":
         xp = namespace(array)
         array = array_api_compat.to_device(array, xp.Device("CPU_DEVICE"))
-    return np.asarray(array)
+    try:
+        return np.asarray(array)
+    except TypeError as error:
+        if not array_api_compat.is_jax_array(array):
+            raise
+        message = (
+            f"{name} must have values, got a traced {type(array).__name__}; call the function "
+            f"outside of jax.jit, jax.grad and jax.vmap"
+        )
+        raise TypeError(message) from error
 
 
 def device_array(array: NDArray[np.float64], xp: ModuleType, dtype: Any, device: Any) -> Array:
@@ -166,6 +184,17 @@ def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
         message = f"{name} must be an array with axes (..., length, dim), got a 0-d array"
         raise TypeError(message)
     return xp, array
+
+
+def check_array(name: str, array: Any) -> Array:
+    """Check that this is an array with axes, and return it in native byte order.
+
+    Raises
+    ------
+    TypeError
+        Not an array, one of no axes, or a subclass that means more than its numbers.
+    """
+    return _one_array(name, array)[1]
 
 
 def _check_float(name: str, array: Array, xp: ModuleType) -> None:

@@ -243,6 +243,82 @@ def test_jax_maps_over_batches(jax):
         agree(jax.jit(jax.vmap(function))(*points), pullback(grad))
 
 
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_jax_takes_the_arrays_of_numpy(jax, kind):
+    interop, (arrays, grad, mask) = load("jax"), inputs()
+    options = (MAPS["positive"],) if kind == "linear" else ()
+    function = getattr(interop, f"{kind}_attention")
+    pullback = {"linear": linear_vjp, "softmax": softmax_vjp}[kind](
+        *arrays, *options, key_mask=mask
+    )
+    expected = pullback[1](grad)
+
+    def attend(*points):
+        return function(*points, *options, key_mask=mask)
+
+    assert isinstance(attend(*arrays), jax.Array)
+    agree([attend(*arrays)], pullback[:1])
+    # JAX hands NumPy's arrays to the function, its pullback and back as classes of its own.
+    agree(jax.vjp(attend, *arrays)[1](grad), expected)
+    agree(jax.vjp(attend, *map(jax.numpy.asarray, arrays))[1](grad), expected)
+    query, *others = arrays
+
+    def loss(query):
+        return (attend(query, *others) * grad).sum()
+
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        agree([gradient(query)], expected[:1])
+
+
+def test_jax_takes_a_state_of_numpy(jax):
+    interop, (arrays, grad, _) = load("jax"), inputs()
+    feature_map = MAPS["positive"]
+    _, state = linear(*arrays, feature_map, return_state=True)
+    expected, pullback = linear_vjp(*arrays, feature_map, initial_state=state)
+
+    def attend(*points):
+        return interop.linear_attention(*points, feature_map, initial_state=state)
+
+    agree([attend(*arrays)], [expected])
+    agree(jax.vjp(attend, *arrays)[1](grad), pullback(grad)[:3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: np.ma.masked_array(x), "query must be a plain array, got numpy.ma"),
+        (lambda x: x.tolist(), "query must be an array of NumPy.*, got list"),
+        (lambda x: x.astype(int), "query must have dtype float16.*, got int"),
+    ],
+    ids=["masked", "list", "int"],
+)
+def test_jax_refuses_what_the_function_refuses(jax, change, message):
+    (query, key, value), _, _ = inputs()
+    for function, options in (("linear_attention", (MAPS["elu"],)), ("softmax_attention", ())):
+        with pytest.raises(TypeError, match=message):
+            getattr(load("jax"), function)(change(query), key, value, *options)
+    with pytest.raises(TypeError, match=r"initial_state must be a linattn\.State, got int"):
+        load("jax").linear_attention(query, key, value, MAPS["elu"], initial_state=3)
+
+
+@pytest.mark.parametrize("name", ["positive", "taylor", "cosformer", "hedgehog"])
+def test_closed_forms_of_traced_arrays_say_that_they_are_of_the_host(jax, name):
+    point = jax.numpy.asarray(inputs()[0][0])
+    with pytest.raises(TypeError, match=r"x must have values, got a traced.*outside of jax\.jit"):
+        jax.jit(MAPS[name].kernel)(point, point)
+
+
+def test_diagnostics_of_traced_arrays_say_that_they_are_of_the_host(jax):
+    point = jax.numpy.asarray(inputs()[0][0])
+
+    @jax.jit
+    def norms(x):
+        return linattn.diagnostics.attended_norms(x, x)
+
+    with pytest.raises(TypeError, match="must have values, got a traced"):
+        norms(point)
+
+
 def test_jax_states_carry_gradients(jax):
     interop = load("jax")
     arrays, grad, _ = inputs()

@@ -211,7 +211,8 @@ class BaseFeatureMap(ABC):
         Raises
         ------
         TypeError, ValueError
-            Not floating arrays of one library, dtype, device and dim.
+            Not floating arrays of one library, dtype, device and dim; traced arrays, where the
+            closed form is computed on the host.
         NotImplementedError
             No closed form is known; the message says of what.
         """
@@ -220,7 +221,8 @@ class BaseFeatureMap(ABC):
         """Apply a closed form in float64 NumPy to arrays of any library."""
         xp, (x, y) = self._check(x=x, y=y)
         with _generic.quiet():
-            result = function(*(_checks.to_numpy(array).astype(np.float64) for array in (x, y)))
+            hosts = (_checks.to_numpy(a, name) for name, a in (("x", x), ("y", y)))
+            result = function(*(host.astype(np.float64) for host in hosts))
             array = xp.asarray(np.asarray(result), device=array_api_compat.device(x))
             return xp.astype(array, x.dtype, copy=False)
 

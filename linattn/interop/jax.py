@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from linattn import _checks, _dispatch, folds
 from linattn._problem import exact_problem
@@ -30,7 +32,7 @@ def linear_attention(
 
     Parameters
     ----------
-    query : jax.Array, (..., L, d)
+    query : jax.Array or ndarray, (..., L, d)
         As for :func:`linattn.linear_attention`.
     key : jax.Array, (..., S, d)
         Same dtype and device.
@@ -64,7 +66,7 @@ def linear_attention(
     return_state = _checks.check_flag("return_state", return_state)
 
     def problem_of(arrays: Any) -> Any:
-        query, key, value, state, key_mask = arrays
+        query, key, value, state, key_mask = jax.tree.map(_as_jax, arrays)
         with _dispatch.under(policy):
             return differentiable_problem(
                 query,
@@ -87,6 +89,7 @@ def linear_attention(
 
     def backward(kept: Any, cotangents: Any) -> Any:
         arrays, log_scale = kept
+        cotangents = jax.tree.map(_as_jax, cotangents)
         grad_output, grad_state = cotangents
         pullback = pullback_of(problem_of(arrays), log_scale)
         gradients = pullback(grad_output, None if grad_state is None else grad_state.kvz)
@@ -98,7 +101,12 @@ def linear_attention(
         return ((*gradients[:3], state, None),)
 
     attend.defvjp(forward, backward)
-    output, state = attend((query, key, value, initial_state, key_mask))
+    if initial_state is not None:
+        _checks.check_state_record("initial_state", initial_state)
+        own = {name: _as_jax(getattr(initial_state, name)) for name in ("kvz", "log_scale")}
+        initial_state = initial_state._replace(**own)
+    arrays = _taken(query=query, key=key, value=value)
+    output, state = attend((*arrays, initial_state, *_taken(key_mask=key_mask)))
     return (output, state) if return_state else output
 
 
@@ -115,7 +123,7 @@ def softmax_attention(
 
     Parameters
     ----------
-    query : jax.Array, (..., L, d)
+    query : jax.Array or ndarray, (..., L, d)
         As for :func:`linattn.softmax_attention`.
     key : jax.Array, (..., S, d)
         Same dtype and device.
@@ -142,7 +150,7 @@ def softmax_attention(
     policy = _dispatch.current_settings()
 
     def problem_of(arrays: Any) -> Any:
-        *qkv, mask = arrays
+        *qkv, mask = jax.tree.map(_as_jax, arrays)
         with _dispatch.under(policy):
             return exact_problem(*qkv, scale=scale, is_causal=is_causal, key_mask=mask)
 
@@ -154,7 +162,19 @@ def softmax_attention(
         return attend(arrays), arrays
 
     def backward(arrays: Any, grad_output: Any) -> Any:
-        return ((*pullback_of(problem_of(arrays))(grad_output), None),)
+        return ((*pullback_of(problem_of(arrays))(_as_jax(grad_output)), None),)
 
     attend.defvjp(forward, backward)
-    return attend((query, key, value, key_mask))
+    return attend(_taken(query=query, key=key, value=value, key_mask=key_mask))
+
+
+def _taken(**named: Any) -> tuple[Any, ...]:
+    """Take NumPy's arrays, which JAX's users pass everywhere, if they are no more than numbers."""
+    return tuple(
+        None if a is None else _as_jax(_checks.check_array(n, a)) for n, a in named.items()
+    )
+
+
+def _as_jax(array: Any) -> Any:
+    """Bring NumPy's arrays, which JAX hands to what it differentiates as they came, to JAX."""
+    return jnp.asarray(array) if isinstance(array, np.ndarray) else array
