@@ -23,6 +23,7 @@ EXTRAS = {
     "threads",
     "testing",
     "qmc",
+    "all",
     "test",
     "test-kernels",
     "lint",
@@ -119,6 +120,17 @@ def test_metadata_is_light_and_names_every_extra(metadata):
     assert required == {"numpy>=2.0", "array-api-compat>=1.15"}
     unbounded = [item for item in requirements if ">=" not in item and "linattn[" not in item]
     assert unbounded == []
+
+
+def test_all_is_every_extra_of_users_but_the_gpu(metadata):
+    """The others are for work on linattn itself, or bring a CUDA that may not fit."""
+
+    def brought_by(*extras):
+        requirements = metadata.get_all("Requires-Dist", [])
+        marker = f"extra == .({'|'.join(extras)})."
+        return {item.split(";")[0] for item in requirements if re.search(marker, item)}
+
+    assert brought_by("all") == brought_by("cli", "threads", "testing", "qmc") != set()
 
 
 def test_test_extra_needs_no_framework_and_no_gpu(metadata):
