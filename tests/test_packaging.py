@@ -141,6 +141,16 @@ def test_test_extra_needs_no_framework_and_no_gpu(metadata):
     assert not any(re.match(r"torch|jax|cupy", item) for item in tested)
 
 
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_cuda_extras_bring_what_kernels_are_compiled_with(metadata, cuda):
+    own = [
+        item.partition(";")[0].strip()
+        for item in metadata.get_all("Requires-Dist", [])
+        if item.endswith(f"extra == 'cuda{cuda}'")
+    ]
+    assert own == [f"cupy-cuda{cuda}x[ctk]>=14.0", "ml-dtypes>=0.5", "numpy>=2.1.2"]
+
+
 def test_licence_goes_with_the_wheel(metadata, dist_info):
     assert metadata["License-Expression"] == "Apache-2.0"
     text = (dist_info / "licenses" / "LICENSE").read_text(encoding="utf-8")
