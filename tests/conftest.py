@@ -1,7 +1,8 @@
 """What the tests share: every array library (`xp`) and hypothesis strategies (`draws`).
 
 For CUDA kernels, without a GPU: `emulator` runs them, `nvrtc` and `compile_kernel` compile them;
-`cupy_backend` is all of linattn_cupy on NumPy arrays.
+`cupy_backend` is all of linattn_cupy on NumPy arrays; `recorded` is the log of the fake GPU, on
+which the real CuPy runs.
 
 A test that takes `xp` runs once per array library. A test that draws its shapes takes
 `xp_any_shape` instead: NumPy with its backend and without, and array-api-strict; the others would
@@ -60,28 +61,12 @@ JAX_FILES = {
 }
 
 
-# The subset `pytest -m quick`: what most changes break first, in half a minute on two cores.
-QUICK_FILES = {
-    "test_decoding.py",
-    "test_files.py",
-    "test_landmarks.py",
-    "test_public_api.py",
-    "test_reference.py",
-    "test_state.py",
-}
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the subsets, and leave JAX in all files but those above to the profile `fresh`.
+    """Leave JAX in all other files to the profile `fresh`.
 
     JAX compiles each operation for each shape, seconds a test; Dask, which takes the same path
     without branches on data, is in all of them.
     """
-    for item in items:
-        if item.path.name in QUICK_FILES and not {"torch", "jax", "dask"} & _libraries(item):
-            item.add_marker("quick")
-        if "emulator" in getattr(item, "fixturenames", ()):
-            item.add_marker("emulator")
     if PROFILE == "fresh":
         return
     slow = [item for item in items if item.path.name not in JAX_FILES and _on_jax(item)]
@@ -90,13 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _on_jax(item: pytest.Item) -> bool:
-    return "jax" in _libraries(item)
-
-
-def _libraries(item: pytest.Item) -> set[str]:
-    """Parts of the name of a test's case, among them that of its array library."""
     callspec = getattr(item, "callspec", None)
-    return set() if callspec is None else set(callspec.id.split("-"))
+    return callspec is not None and "jax" in callspec.id.split("-")
 
 
 @dataclass(frozen=True)
@@ -410,6 +390,13 @@ def cupy_backend(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     device = _load(TESTS / "emulator" / "numpy_device.py").NumpyDevice(emulator)
     device.install(monkeypatch)
     return device
+
+
+@pytest.fixture(scope="session")
+def recorded() -> Callable[..., Any]:
+    """`with recorded() as log:` is what the fake GPU was asked to do meanwhile."""
+    recorder: Callable[..., Any] = _load(TESTS / "fake_gpu" / "log.py").recorded
+    return recorder
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,83 @@
+"""What the fake GPU was asked to do while a block ran, and which device gave memory out."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+# Loaded before all else (run.sh), so that its functions are those of the process.
+_process = ctypes.CDLL(None)
+_process.fake_gpu_recorded.restype = ctypes.c_char_p
+
+
+@dataclass
+class Log:
+    """Lines of the fake GPU's log, filled when the block ends.
+
+    Attributes
+    ----------
+    lines : list of str
+        All of them, in order.
+    memory : set of int
+        Devices of which CuPy's pools gave memory out.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    memory: set[int] = field(default_factory=set)
+
+    def of(self, *kinds: str) -> list[str]:
+        """Lines that begin with one of these words."""
+        return [line for line in self.lines if line.partition(" ")[0] in kinds]
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels that were launched."""
+        return [line.split()[1] for line in self.of("LAUNCH")]
+
+    @property
+    def devices(self) -> set[int]:
+        """Devices that had something to do or gave memory out."""
+        found = re.findall(
+            r"^(?:LAUNCH|ALLOC) .*\b(?:device|on) (\d+)", "\n".join(self.lines), re.M
+        )
+        return {int(device) for device in found} | self.memory
+
+    @property
+    def waits(self) -> list[str]:
+        """Lines in which the host waits for a device."""
+        return [line for line in self.lines if line.startswith("WAIT") or line.endswith("waits")]
+
+    @property
+    def pageable(self) -> list[str]:
+        """Copies from memory of the host that is not pinned: they wait as well."""
+        return [line for line in self.of("COPY") if " pageable" in line]
+
+    @property
+    def written(self) -> set[int]:
+        """Addresses that kernels and fills were given while a stream captured."""
+        captured = "\n".join(line for line in self.lines if " captured" in line)
+        return {int(address, 16) for address in re.findall(r" (0x[0-9a-f]+)", captured)}
+
+
+@contextmanager
+def recorded() -> Iterator[Log]:
+    """Keep the log of a block."""
+    import cupy
+
+    class Memory(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name = "devices"
+
+        def malloc_preprocess(self, **told: Any) -> None:
+            log.memory.add(told["device_id"])
+
+    log = Log()
+    with Memory():
+        _process.fake_gpu_record()
+        try:
+            yield log
+        finally:
+            log.lines += _process.fake_gpu_recorded().decode().splitlines()

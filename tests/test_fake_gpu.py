@@ -1,0 +1,489 @@
+"""Every public function with the CuPy that people install, on the fake GPU of `tests/fake_gpu`.
+
+Kernels are compiled and launches checked, but nothing is computed: what is seen here are
+exceptions, shapes, dtypes, devices, streams, waits and memory. What kernels compute is the
+emulator's business.
+"""
+
+# Inputs are unpacked, and mypy does not know how many there are.
+# mypy: disable-error-code="arg-type, call-arg, misc"
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn import _checks, diagnostics
+from linattn.feature_maps import (
+    ActivationFeatures,
+    CalibratedFeatures,
+    CosformerFeatures,
+    DenseExponentialFeatures,
+    EluFeatures,
+    GeneralizedExponentialFeatures,
+    HedgehogFeatures,
+    HyperbolicFeatures,
+    LandmarkFeatures,
+    PolynomialFeatures,
+    PositiveFeatures,
+    RandomFourierFeatures,
+    ReluFeatures,
+    Reparametrized,
+    SoftmaxFeatures,
+    TaylorFeatures,
+    TrigonometricFeatures,
+)
+
+if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
+    pytest.skip("needs the fake GPU: tests/fake_gpu/run.sh", allow_module_level=True)
+
+import cupy
+import ml_dtypes
+
+pytestmark = pytest.mark.fake_gpu
+
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+halves = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+LEAD, LENGTH, DIM = (2, 3), 200, 64
+FAVOR = PositiveFeatures(DIM, num_features=256, rng=0)
+ELU = EluFeatures()
+
+
+@dataclass
+class Inputs:
+    """Arguments of the calls below, made by ``make`` from NumPy's."""
+
+    make: Callable[[Any], Any]
+    dtype: str
+
+    def array(self, *shape: int) -> Any:
+        rng = np.random.default_rng(len(shape))
+        return self.make((0.5 * rng.standard_normal(shape)).astype(DTYPES[self.dtype]))
+
+    @property
+    def qkv(self) -> tuple[Any, Any, Any]:
+        return self.array(*LEAD, LENGTH, DIM), *self.kv
+
+    @property
+    def kv(self) -> tuple[Any, Any]:
+        return self.array(*LEAD, LENGTH, DIM), self.array(*LEAD, LENGTH, DIM)
+
+    @property
+    def token(self) -> tuple[Any, Any, Any]:
+        return self.array(*LEAD, DIM), self.array(*LEAD, DIM), self.array(*LEAD, DIM)
+
+    @property
+    def mask(self) -> Any:
+        return self.make(np.arange(LENGTH) < 150)
+
+    def state(self, phi: Any = FAVOR) -> Any:
+        return linattn.linear_attention(*self.qkv, phi, return_state=True)[1]
+
+
+CALLS: dict[str, Callable[[Inputs], Any]] = {}
+
+
+def call(function: Callable[[Inputs], Any]) -> Callable[[Inputs], Any]:
+    CALLS[function.__name__] = function
+    return function
+
+
+def attend(name: str, phi: Any = FAVOR, **options: Any) -> None:
+    """Add a call of linear attention; options that are strings name what `Inputs` has."""
+
+    def work(x: Inputs) -> Any:
+        made = {k: getattr(x, v) if isinstance(v, str) else v for k, v in options.items()}
+        return linattn.linear_attention(*x.qkv, phi, **made)
+
+    CALLS[f"linear_attention {name}"] = work
+
+
+attend("full")
+attend("causal", is_causal=True)
+attend("full, mask, state, norm", key_mask="mask", return_state=True, return_log_normalizer=True)
+attend(
+    "causal, mask, state, norm",
+    is_causal=True,
+    key_mask="mask",
+    return_state=True,
+    return_log_normalizer=True,
+)
+attend("full, elu", ELU)
+attend("causal, elu", ELU, is_causal=True, return_state=True)
+attend("full, window", exact_window=64)
+attend("causal, window", is_causal=True, exact_window=64)
+attend("causal, chunks", is_causal=True, chunk_size=48)
+
+
+@call
+def stream(x):
+    state = x.state()
+    return linattn.linear_attention(
+        *x.qkv, FAVOR, is_causal=True, initial_state=state, return_state=True
+    )
+
+
+@call
+def shared_keys(x):
+    query, *_ = x.qkv
+    key, value = x.array(2, 1, 70, DIM), x.array(2, 1, 70, 24)
+    grouped = linattn.linear_attention(query[:, :, :70], key, value, FAVOR, is_causal=True)
+    return grouped, linattn.linear_attention(query, key, value, FAVOR)
+
+
+@call
+def moved_axes(x):
+    # (..., N, H, d), as many libraries keep them.
+    arrays = [x.array(2, LENGTH, 3, DIM).transpose(0, 2, 1, 3) for _ in range(3)]
+    return linattn.linear_attention(*arrays, FAVOR, is_causal=True)
+
+
+@call
+def no_tokens(x):
+    query, key, value = x.qkv
+    empty = linattn.linear_attention(query[:, :, :0], key[:, :, :0], value[:, :, :0], FAVOR)
+    return empty, linattn.softmax_attention(query, key[:, :, :0], value[:, :, :0])
+
+
+@call
+def without_backends(x):
+    with linattn.without_backends():
+        return linattn.linear_attention(*x.qkv, FAVOR), linattn.linear_attention(
+            *x.qkv, FAVOR, is_causal=True
+        )
+
+
+@call
+def precision_float64(x):
+    with linattn.config(precision="float64"):
+        return linattn.linear_attention(*x.qkv, FAVOR, is_causal=True, return_state=True)
+
+
+@call
+def precision_tf32(x):
+    with linattn.config(precision="tf32"):
+        return linattn.linear_attention(*x.qkv, FAVOR, is_causal=True)
+
+
+@call
+def softmax_attention(x):
+    return (
+        linattn.softmax_attention(*x.qkv, key_mask=x.mask),
+        linattn.softmax_attention(*x.qkv, is_causal=True),
+    )
+
+
+@call
+def attention(x):
+    return (
+        linattn.attention(*x.qkv, rng=0),
+        linattn.attention(*x.qkv, tolerance=0.5, rng=0, return_report=True),
+        linattn.attention(*x.qkv, is_causal=True, key_mask=x.mask, rng=0),
+    )
+
+
+@call
+def attention_of_a_long_sequence(x):
+    long = [x.array(1, 4096, 32) for _ in range(3)]
+    return (
+        linattn.attention(*long, rng=0),
+        linattn.attention(*long, is_causal=True, tolerance=0.9, rng=0, return_report=True),
+    )
+
+
+def pulled(function, x, *args, **options):
+    output, pullback = function(*x.qkv, *args, **options)
+    return output, pullback(output)
+
+
+@call
+def linear_attention_vjp_full(x):
+    return pulled(linattn.linear_attention_vjp, x, FAVOR, key_mask=x.mask)
+
+
+@call
+def linear_attention_vjp_causal(x):
+    return pulled(linattn.linear_attention_vjp, x, FAVOR, is_causal=True)
+
+
+@call
+def linear_attention_vjp_elu(x):
+    return pulled(linattn.linear_attention_vjp, x, ELU, is_causal=True)
+
+
+@call
+def linear_attention_vjp_of_states(x):
+    (output, state), pullback = linattn.linear_attention_vjp(
+        *x.qkv, FAVOR, is_causal=True, initial_state=x.state(), return_state=True
+    )
+    return output, state, pullback(output, state.kvz)
+
+
+@call
+def softmax_attention_vjp(x):
+    full = pulled(linattn.softmax_attention_vjp, x, key_mask=x.mask)
+    return full, pulled(linattn.softmax_attention_vjp, x, is_causal=True)
+
+
+@call
+def init_state(x):
+    token = x.token[0]
+    return [linattn.init_state(phi, 8, batch_shape=LEAD, like=token) for phi in (FAVOR, ELU)]
+
+
+@call
+def update_state(x):
+    return linattn.update_state(x.state(), *x.kv, FAVOR, key_mask=x.mask)
+
+
+@call
+def read_state(x):
+    return linattn.read_state(x.qkv[0], x.state(), FAVOR)
+
+
+@call
+def merge_states(x):
+    return linattn.merge_states(x.state(), x.state())
+
+
+@call
+def decode_step(x):
+    output, state = linattn.decode_step(*x.token, x.state(), FAVOR)
+    return output, linattn.decode_step(*x.token, state, FAVOR)
+
+
+@call
+def decode_step_generic(x):
+    with linattn.without_backends():
+        return linattn.decode_step(*x.token, x.state(), FAVOR)
+
+
+@call
+def decoder(x):
+    stream = linattn.Decoder(FAVOR, x.state())
+    outputs = [stream.step(*x.token) for _ in range(3)]
+    other = copy.deepcopy(stream)
+    return outputs, stream.state, other.step(*x.token), other.state
+
+
+@call
+def decoder_generic(x):
+    with linattn.without_backends():
+        stream = linattn.Decoder(FAVOR, x.state())
+        return stream.step(*x.token), stream.step(*x.token), stream.state
+
+
+@call
+def saved_state(x):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.npz"
+        linattn.save_state(path, x.state(), FAVOR)
+        state = linattn.load_state(path, FAVOR, like=x.token[0])
+    return state, linattn.read_state(x.qkv[0], state, FAVOR)
+
+
+@call
+def coreset(x):
+    stream = linattn.CoresetAttention(16, block_size=16, rng=0)
+    outputs = stream.extend(*x.qkv, key_mask=x.mask), stream.step(*x.token)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "coreset.npz"
+        stream.save(path)
+        loaded = linattn.CoresetAttention.load(path, like=x.token[0])
+    return outputs, loaded.step(*x.token)
+
+
+@call
+def landmarks(x):
+    query, key, value = (array[..., :16] for array in x.qkv)
+    results = []
+    for corrected in (False, True):
+        phi = LandmarkFeatures.fit(
+            query, key, num_features=16, key_mask=x.mask, corrected=corrected, rng=0
+        )
+        results.append(linattn.linear_attention(query, key, value, phi, key_mask=x.mask))
+    window = LandmarkFeatures.fit(query, key, num_features=16, rng=0)
+    results.append(linattn.linear_attention(query, key, value, window, exact_window=32))
+    drawn = LandmarkFeatures.sample(query, key, num_features=16, rng=0)
+    return results, linattn.linear_attention(query, key, value, drawn)
+
+
+@call
+def calibrated(x):
+    query, key, value = (array[..., :16] for array in x.qkv)
+    maps = [
+        CalibratedFeatures.calibrate([(query, key)], num_features=16, rng=0),
+        CalibratedFeatures.calibrate(
+            [(query, key, value)], num_features=16, learn=True, num_steps=2, rng=0
+        ),
+        DenseExponentialFeatures.calibrate([(query, key)], num_features=16, rng=0),
+        DenseExponentialFeatures.fit(query, key, num_features=16, rng=0),
+        GeneralizedExponentialFeatures.fit(query, key, num_features=16, rng=0),
+    ]
+    return [linattn.linear_attention(query, key, value, phi) for phi in maps]
+
+
+@call
+def redrawn(x):
+    outputs = []
+    for seed in range(2):
+        phi = FAVOR.redraw(seed)
+        outputs.append(linattn.linear_attention(*x.qkv, phi))
+    return outputs, linattn.linear_attention(*x.qkv, pickle.loads(pickle.dumps(FAVOR)))
+
+
+@call
+def diagnostics_of_a_map(x):
+    query, key, _ = x.qkv
+    return (
+        diagnostics.relative_variance(query, key, FAVOR, key_mask=x.mask),
+        diagnostics.recommend_num_features(query, key, FAVOR, tolerance=0.1),
+        diagnostics.attended_norms(query, key, is_causal=True),
+        diagnostics.denominators(query, key, FAVOR, is_causal=True),
+        diagnostics.attention_weights(query, key, FAVOR, rows=[3], is_causal=True),
+        diagnostics.attention_weights(query, key, rows=slice(0, 2)),
+    )
+
+
+@call
+def diagnostics_of_an_output(x):
+    query, key, value = x.qkv
+    return (
+        diagnostics.held_out_error(value, query, key, value, is_causal=True, rng=0),
+        diagnostics.output_error(query, x.state(), FAVOR),
+        diagnostics.effective_features(query, x.state(), FAVOR),
+    )
+
+
+WIDTH = 16
+rows = partial(np.random.default_rng(0).standard_normal)
+MAPS: dict[str, Any] = {
+    "positive": PositiveFeatures(WIDTH, 32, rng=0),
+    "positive, heads": PositiveFeatures.from_projection(rows((3, 32, WIDTH))),
+    "positive, weights": PositiveFeatures.from_projection(
+        rows((32, WIDTH)), log_weights=np.linspace(-1, 1, 32)
+    ),
+    "hyperbolic": HyperbolicFeatures(WIDTH, 32, rng=0),
+    "generalized": GeneralizedExponentialFeatures(WIDTH, 32, A=-0.1, rng=0),
+    "dense": DenseExponentialFeatures(
+        WIDTH, 32, A=-0.1 * np.ones(WIDTH), transform=np.eye(WIDTH), rng=0
+    ),
+    "trigonometric": TrigonometricFeatures(WIDTH, 32, rng=0),
+    "fourier": RandomFourierFeatures(WIDTH, 32, rng=0),
+    "relu performer": ActivationFeatures(WIDTH, 32, rng=0),
+    "activation, no projection": ActivationFeatures(sampler=None),
+    "elu": EluFeatures(),
+    "relu": ReluFeatures(),
+    "hedgehog": HedgehogFeatures(0.3 * rows((8, WIDTH))),
+    "softmax": SoftmaxFeatures(),
+    "cosformer": CosformerFeatures(WIDTH, max_length=2 * LENGTH),
+    "taylor": TaylorFeatures(WIDTH, 2),
+    "polynomial": PolynomialFeatures(WIDTH, 2),
+    "reparametrized": Reparametrized(PositiveFeatures(WIDTH, 32, rng=0), np.ones(WIDTH)),
+}
+
+
+def of_a_map(phi: Any, x: Inputs) -> Any:
+    query, key, value = (array[..., :WIDTH] for array in x.qkv)
+    results = [linattn.linear_attention(query, key, value, phi, return_state=True)]
+    results.append(linattn.read_state(query, results[0][1], phi))
+    if getattr(phi, "causal", True):
+        results.append(linattn.linear_attention(query, key, value, phi, is_causal=True))
+        token = (query[..., 3, :], key[..., 3, :], value[..., 3, :])
+        results.append(linattn.decode_step(*token, results[0][1], phi))
+    for name in ("query_features", "key_features"):
+        results.append(getattr(phi, name)(query))
+    for name in ("kernel", "estimate", "mean", "variance"):
+        try:
+            results.append(getattr(phi, name)(query, key))
+        except NotImplementedError:  # no closed form is known
+            results.append(name)
+    return results
+
+
+CALLS |= {f"map: {name}": partial(of_a_map, phi) for name, phi in MAPS.items()}
+
+
+def tree(result: Any) -> Any:
+    """Structure of a result: shapes and dtypes of arrays; reports on numbers may hold None."""
+    if isinstance(result, cupy.ndarray | np.ndarray):
+        return tuple(result.shape), str(result.dtype)
+    if isinstance(result, tuple | list):
+        return type(result).__name__, [tree(one) for one in result]
+    return None
+
+
+def arrays_of(result: Any) -> Iterator[Any]:
+    if isinstance(result, cupy.ndarray):
+        yield result
+    elif isinstance(result, tuple | list):
+        for one in result:
+            yield from arrays_of(one)
+
+
+def on_host(dtype: str) -> Inputs:
+    return Inputs(np.asarray, dtype)
+
+
+def on_device(number: int, dtype: str) -> Inputs:
+    def make(host: Any) -> Any:
+        with cupy.cuda.Device(number):
+            return cupy.asarray(host)
+
+    return Inputs(make, dtype)
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory():
+    """Without CuPy's pool, whose memory holds what earlier tests left: calls branch on it."""
+    with cupy.cuda.using_allocator(None):
+        yield
+
+
+def test_a_place_can_be_hashed():
+    array = cupy.zeros(3)
+    xp = _checks.namespace(array)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(array.device)
+    assert len({_checks.place(xp, array.device), _checks.place(xp, array.device)}) == 1
+    with cupy.cuda.Stream():
+        other = _checks.place(xp, array.device)
+    assert other != _checks.place(xp, array.device)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@every_dtype
+@pytest.mark.parametrize("name", CALLS)
+def test_every_public_function(recorded, name, dtype, device):
+    """No call raises; all its work, memory and results are on the device of the arrays."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = tree(CALLS[name](on_host(dtype)))
+    assert cupy.cuda.Device().id == 0
+    with recorded() as log, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of data that is not there
+        found = CALLS[name](on_device(device, dtype))
+    assert tree(found) == wanted
+    assert {array.device.id for array in arrays_of(found)} <= {device}
+    assert log.of("ERROR", "NOTE") == []
+    assert log.devices == {device}
+    assert cupy.cuda.Device().id == 0
