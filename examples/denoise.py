@@ -35,7 +35,7 @@ try:
     import linattn
     from linattn.cli.timing import peak_memory
 except ModuleNotFoundError as error:
-    print(f"denoise.py needs {error.name}: pip install '.[examples]'", file=sys.stderr)
+    print(f"denoise.py needs {error.name}: pip install 'linattn[examples]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 Floats = NDArray[np.float32]
@@ -265,7 +265,7 @@ def command(
     try:
         original = load_picture()
     except ModuleNotFoundError as error:
-        message = f"denoise.py needs {error.name}: pip install '.[examples]'"
+        message = f"denoise.py needs {error.name}: pip install 'linattn[examples]'"
         typer.echo(message, err=True)
         raise typer.Exit(2) from None
     if out is not None:

@@ -75,5 +75,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    hidden = {"Any", "TYPE_CHECKING", "annotations", "importlib"}
-    return sorted({*globals(), *_SUBMODULES, *_FROM} - hidden)
+    return sorted({*globals(), *_SUBMODULES, *_FROM})

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import array_api_compat
@@ -24,8 +25,6 @@ from linattn.typing import (
     ColumnMeans,
     Corrected,
     Exponential,
-    FeatureMap,
-    Features,
     MapSpec,
     Normalized,
     Pointwise,
@@ -38,7 +37,6 @@ __all__ = [
     "are_plain",
     "check_array",
     "check_arrays",
-    "check_features",
     "check_finite_number",
     "check_flag",
     "check_key_mask",
@@ -51,6 +49,7 @@ __all__ = [
     "kinds",
     "library_name",
     "namespace",
+    "on_array_device",
     "spec_lead",
     "to_numpy",
 ]
@@ -94,6 +93,32 @@ def place(xp: ModuleType, device: Any) -> tuple[Any, ...] | None:
         # Its number: a Device of CuPy has no hash.
         return int(device), sys.modules["cupy"].cuda.get_current_stream(int(device)).ptr
     return None
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def on_array_device(function: _F) -> _F:
+    """Let a public function run with the device of its first CuPy array as the current one.
+
+    CuPy allocates and launches on the current device, wherever the arrays are. Other libraries know
+    no current device.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cupy = sys.modules.get("cupy")
+        if cupy is None:
+            return function(*args, **kwargs)
+        kind: Any = getattr(cupy, "ndarray", ())  # it has none yet while it is being imported
+        for argument in (*args, *kwargs.values()):
+            array = argument.kvz if isinstance(argument, State) else argument
+            if isinstance(array, kind):
+                with array.device:
+                    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def is_lazy(array: Array) -> bool:
@@ -411,29 +436,6 @@ def _spec_lead(spec: MapSpec) -> tuple[int, ...]:
         if array is not None and not isinstance(array, float):
             shapes.append(tuple(array.shape[:-axes]))
     return np.broadcast_shapes(*shapes)
-
-
-def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) -> Features:
-    """Check that a map has made features of tokens ``(..., n, d)`` of the library of ``x``."""
-    if not isinstance(features, Features):
-        message = (
-            f"{name} must be linattn.typing.Features(log, values), got "
-            f"{type(features).__name__}; return Features(None, values) for features as they are"
-        )
-        raise TypeError(message)
-    log, values = features
-    n, m = x.shape[-2], feature_map.num_features or x.shape[-1]
-    wide = log if values is None else values
-    shapes: Any = [None if part is None else tuple(part.shape) for part in features]
-    fits = wide is not None and tuple(wide.shape[-2:]) == (n, m)
-    if not fits or (values is not None and log is not None and shapes[0][-2:] != (n, 1)):
-        message = (
-            f"{name} must have values (..., {n}, {m}) and log None or (..., {n}, 1), or values "
-            f"None and log (..., {n}, {m}), for {n} tokens and num_features="
-            f"{feature_map.num_features}, got values {shapes[1]} and log {shapes[0]}"
-        )
-        raise ValueError(message)
-    return features
 
 
 def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:

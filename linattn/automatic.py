@@ -55,6 +55,7 @@ class AttentionReport(NamedTuple):
     cost: float
 
 
+@_checks.on_array_device
 def attention(
     query: Array,
     key: Array,
@@ -173,7 +174,7 @@ def attention(
             f"tolerance={tolerance:g} takes exact attention, in quadratic time: with {m // 2} "
             f"columns the estimated error was {np.max(error):.2g}",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     output = softmax_attention(query, key, value, **options)
     if not return_report:

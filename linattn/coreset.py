@@ -391,6 +391,7 @@ class CoresetAttention:
         """Tokens seen so far, masked ones included."""
         return 0 if self._stream is None else self._stream.length
 
+    @_checks.on_array_device
     def extend(
         self, query: Array, key: Array, value: Array, *, key_mask: Array | None = None
     ) -> Array:
@@ -435,6 +436,7 @@ class CoresetAttention:
         self._stream = stream
         return output.result()
 
+    @_checks.on_array_device
     def step(self, query: Array, key: Array, value: Array) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
 
@@ -480,6 +482,7 @@ class CoresetAttention:
         write_arrays(path, numbers | dict(zip(ARRAYS, arrays, strict=True)))
 
     @classmethod
+    @_checks.on_array_device
     def load(cls, path: Path, like: Array | None = None) -> Self:
         """Load a stream saved by :meth:`save`; it goes on as the saved one would have.
 

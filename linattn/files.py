@@ -61,6 +61,7 @@ def _fingerprint(feature_map: Any) -> str:
     return str(feature_map.fingerprint())
 
 
+@_checks.on_array_device
 def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) -> None:
     """Save a state to a file.
 
@@ -123,6 +124,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     _atomic.write_bytes(name, archive.getvalue())
 
 
+@_checks.on_array_device
 def load_state(
     path: Path,
     feature_map: FeatureMap | None = None,

@@ -11,6 +11,7 @@ from linattn.typing import Array, FeatureMap, State
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]
 
 
+@_checks.on_array_device
 def linear_attention(
     query: Array,
     key: Array,
@@ -140,6 +141,7 @@ def linear_attention(
     return (output, *extra) if extra else output
 
 
+@_checks.on_array_device
 def softmax_attention(
     query: Array,
     key: Array,
@@ -193,6 +195,7 @@ def softmax_attention(
     return folds.solve(problem, return_state=False)[0]
 
 
+@_checks.on_array_device
 def decode_step(
     query: Array, key: Array, value: Array, state: State, feature_map: FeatureMap
 ) -> tuple[Array, State]:

@@ -22,6 +22,7 @@ __all__ = [
 Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
+@_checks.on_array_device
 def linear_attention_vjp(
     query: Array,
     key: Array,
@@ -149,6 +150,7 @@ def linear_attention_vjp(
     return (output, state), pullback_of(problem, state.log_scale, kept)
 
 
+@_checks.on_array_device
 def softmax_attention_vjp(
     query: Array,
     key: Array,
@@ -233,6 +235,7 @@ def pullback_of(problem: Problem, log_scale: Array = None, kept: Kept | None = N
     Nothing of the forward pass is needed for it; states that it has kept make it faster.
     """
 
+    @_checks.on_array_device
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
         shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
         _check_cotangent("grad_output", grad_output, "output", shape, problem.query)

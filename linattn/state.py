@@ -19,6 +19,7 @@ from linattn.typing import Array, FeatureMap, Problem, State
 __all__ = ["Decoder", "State", "init_state", "merge_states", "read_state", "update_state"]
 
 
+@_checks.on_array_device
 def init_state(
     feature_map: FeatureMap,
     value_dim: int,
@@ -95,6 +96,7 @@ def _update_problem(state: Any, key: Any, value: Any, feature_map: Any, key_mask
     )
 
 
+@_checks.on_array_device
 def update_state(
     state: State,
     key: Array,
@@ -138,6 +140,7 @@ def update_state(
     return after
 
 
+@_checks.on_array_device
 def read_state(query: Array, state: State, feature_map: FeatureMap) -> Array:
     """Attend to everything a state has seen.
 
@@ -175,6 +178,7 @@ def read_state(query: Array, state: State, feature_map: FeatureMap) -> Array:
     return folds.solve(problem, return_state=False)[0]
 
 
+@_checks.on_array_device
 def merge_states(first: State, second: State) -> State:
     """Merge the states of two stretches of keys into the state of both.
 
@@ -268,9 +272,9 @@ class Decoder:
         """The state after the last step."""
         if self._stepper is not None:
             return self._stepper.state  # type: ignore[no-any-return]
-        # Sums are arrays of their own, and stay on a framework's tape.
-        return State(self._state.kvz + 0, self._state.log_scale + 0, self._state.length)
+        return _copied(self._state)
 
+    @_checks.on_array_device
     def step(self, query: Array, key: Array, value: Array) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
 
@@ -309,6 +313,12 @@ class Decoder:
         """Go on without the backend's stepper, from the state it is in."""
         if self._stepper is not None:
             self._state, self._stepper = self._stepper.state, None
+
+
+@_checks.on_array_device
+def _copied(state: State) -> State:
+    # Sums are arrays of their own, and stay on a framework's tape.
+    return State(state.kvz + 0, state.log_scale + 0, state.length)
 
 
 def _begin(problem: Problem) -> Any:

@@ -106,10 +106,11 @@ def test_tolerance(is_causal):
         )
     assert report.method != "exact"
     assert (report.error <= 0.5).all()
-    with pytest.warns(UserWarning, match=r"tolerance=1e-12 takes exact attention"):
+    with pytest.warns(UserWarning, match=r"tolerance=1e-12 takes exact attention") as told:
         output, report = linattn.attention(
             *arrays, is_causal=is_causal, tolerance=1e-12, rng=0, return_report=True
         )
+    assert [warning.filename for warning in told] == [__file__]
     assert report.method == "exact"
     assert report.cost > 1
     assert_array_equal(output, linattn.softmax_attention(*arrays, is_causal=is_causal))

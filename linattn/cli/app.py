@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from linattn.cli.errors import CommandError
-from linattn.cli.text import say
 
 if TYPE_CHECKING:
     from linattn.cli.settings import Settings
 
 __all__ = ["app"]
 
-_UsageError: Any = typer.BadParameter.__base__
-
-
-class _OneLineGroup(TyperGroup):
-    """Errors of usage as one line, like all others."""
-
-    def main(self, *args: Any, **options: Any) -> Any:
-        try:
-            code = super().main(
-                *args, **options | {"prog_name": "linattn", "standalone_mode": False}
-            )
-        except _UsageError as error:
-            where = error.ctx.command_path if error.ctx else "linattn"
-            message = f"{error.format_message().rstrip('.')}; see {where} --help"
-            _fail(message)
-            code = 2
-        raise SystemExit(code)
-
-
 # What only a running command needs is imported inside it: --help stays quick.
 app = typer.Typer(
-    cls=_OneLineGroup,
     add_completion=False,
-    invoke_without_command=True,
+    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -51,35 +28,23 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from linattn.cli import info
+        import linattn
 
-        typer.echo(info.version())
+        typer.echo(f"linattn {linattn.__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
-    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Measure linear attention against exact softmax attention."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
-def _list_maps(wanted: bool) -> None:
-    if wanted:
-        from linattn.cli.methods import METHODS
-
-        for method in METHODS:
-            typer.echo(f"{method.name:18} {method.about}")
-        raise typer.Exit
-
-
-@app.command(short_help="Is a feature map good enough, and faster?")
+@app.command()
 def compare(
     input_file: Annotated[
         Path | None,
@@ -99,12 +64,6 @@ def compare(
             "option or use commas, here and below.  [default: all that fit]",
         ),
     ] = None,
-    list_maps: Annotated[
-        bool,
-        typer.Option(
-            "--list", callback=_list_maps, is_eager=True, help="Say what these maps are, and exit."
-        ),
-    ] = False,
     num_features: Annotated[
         list[str] | None,
         typer.Option(metavar="NUMBERS", help="Columns of the maps.  [default: 64,128,256,1024]"),
@@ -149,8 +108,7 @@ def compare(
         from linattn.cli import methods, settings
 
         try:
-            names = settings.words("--maps", maps, "name") if maps else ()
-            chosen = methods.select(names)
+            chosen = methods.select(settings.words(maps or []))
         except ValueError as error:
             message = f"--maps: {error}"
             raise CommandError(message) from None
@@ -182,15 +140,35 @@ def compare(
         )
 
 
-@app.command(short_help="What is installed here, for bug reports.")
+@app.command()
 def info() -> None:
-    """Show versions, backends, BLAS, threads and GPUs: for bug reports."""
+    """Show versions, backends and whether each can run here, BLAS and threads, GPUs."""
+    from rich.console import Console
+
     from linattn.cli import info as here
+    from linattn.cli.tables import facts_table
 
-    typer.echo(here.text())
+    console = Console(markup=False, highlight=False, emoji=False)
+    backends = []
+    for entry in here.backends():
+        can = f"{'yes' if entry.runs else 'no'}: {entry.detail}"
+        kernels = f"\nkernels: {entry.kernels}" if entry.kernels else ""
+        backends.append((f"{entry.library} ({entry.module})", can + kernels))
+    machine = here.machine()
+    facts = [
+        ("system", str(machine["system"])),
+        ("processor", str(machine["processor"])),
+        ("cores", f"{machine['cores']}, {machine['usable_cores']} usable by this process"),
+        ("BLAS", here.blas()),
+        ("threads", "\n".join(here.threads())),
+        ("GPU", "\n".join(here.gpus()) or "none found (nvidia-smi)"),
+    ]
+    console.print(facts_table("Versions", list(here.versions().items())))
+    console.print(facts_table("Backends: can they run here?", backends))
+    console.print(facts_table("Machine", facts))
 
 
-@app.command(short_help="Is a feature map what it claims to be?")
+@app.command()
 def verify(
     target: Annotated[
         str,
@@ -239,35 +217,29 @@ def _compare(settings: Settings) -> None:
 
     given = inputs.sample() if settings.input is None else inputs.load(settings.input)
     report.prepare_folder(settings.out, report.FILES)
-    if given.question:
-        say(f"linattn: warning: {given.question}", error=True)
     with _progress(steps(settings, given)) as notify:
         results = run(settings, given, notify)
     found, is_causal = results.sweep, settings.is_causal
     contents = (
         report.as_json(results.record()),
-        plots.png(plots.error_figure(results.rows, results.inputs, is_causal=is_causal)),
-        plots.png(plots.time_figure(found, results.inputs, is_causal=is_causal)),
+        plots.error_plot(results.rows, results.inputs, is_causal=is_causal),
+        plots.time_plot(found, results.inputs, is_causal=is_causal),
     )
     for name, content in zip(report.FILES, contents, strict=True):
         report.write(settings.out / name, content)
 
-    # A narrower terminal breaks the lines of a table; nothing may be cut off.
-    width = max(tables.WIDTH, shutil.get_terminal_size().columns)
-    console = Console(markup=False, highlight=False, emoji=False, width=width)
-    say(f"Input: {results.inputs.source}", whole=True)
+    console = Console(markup=False, highlight=False, emoji=False)
+    console.print(f"Input: {results.inputs.source}", soft_wrap=True)
     if results.inputs.left_out:
-        say(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
+        console.print(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
     console.print(tables.error_table(results.rows, results.inputs, is_causal=is_causal))
-    if any(row.failure for row in results.rows):
-        say(tables.failures_text(results.rows))
-    say(tables.norms_text(results.norms))
+    console.print(tables.norms_text(results.norms))
     console.print(tables.time_table(found, is_causal=is_causal))
-    say(tables.crossover_text(found))
+    console.print(tables.crossover_text(found))
     if found.left_out:
-        say(tables.left_out_text(found))
-    say(f"Written to {settings.out}: {', '.join(report.FILES)}", whole=True)
-    say(f"Verdict: {results.verdict.sentence}", whole=True)
+        console.print(tables.left_out_text(found))
+    console.print(f"Written to {settings.out}: {', '.join(report.FILES)}", soft_wrap=True)
+    console.print(f"Verdict: {results.verdict.sentence}", soft_wrap=True)
 
 
 @contextmanager
@@ -302,12 +274,11 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except CommandError as error:
-        _fail(str(error))
+        typer.echo(f"linattn: error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
     except MemoryError:
-        _fail("not enough memory: try smaller --lengths, --max-heads or --max-tokens")
+        typer.echo(
+            "linattn: error: not enough memory: try smaller --lengths, --max-heads or --max-tokens",
+            err=True,
+        )
         raise typer.Exit(2) from None
-
-
-def _fail(message: str) -> None:
-    say(f"linattn: error: {' '.join(message.split())}", error=True)

@@ -98,22 +98,9 @@ class Settings:
         return shlex.join([*line, "--out", str(self.out)])
 
 
-def words(option: str, texts: Sequence[str], kind: str) -> tuple[str, ...]:
-    """Split words at commas.
-
-    Raises
-    ------
-    CommandError
-        There is none, or one is empty.
-    """
-    found = tuple(word.strip() for text in texts for word in text.split(","))
-    if not any(found):
-        message = f"{option}: want at least one {kind}, got none"
-        raise CommandError(message)
-    if not all(found):
-        message = f"{option}: want a {kind} between any two commas, got {','.join(texts)!r}"
-        raise CommandError(message)
-    return found
+def words(texts: Sequence[str]) -> tuple[str, ...]:
+    """Split words at commas, dropping empty ones."""
+    return tuple(word.strip() for text in texts for word in text.split(",") if word.strip())
 
 
 def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -> tuple[int, ...]:
@@ -134,7 +121,7 @@ def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -
         There is no number, or something that is not one within the bounds.
     """
     numbers = set()
-    for word in words(option, texts, "whole number"):
+    for word in words(texts):
         try:
             number = int(word)
         except ValueError:
@@ -143,4 +130,7 @@ def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -
             message = f"{option}: want whole numbers from {minimum} to {maximum}, got {word!r}"
             raise CommandError(message)
         numbers.add(number)
+    if not numbers:
+        message = f"{option}: want at least one whole number, got none"
+        raise CommandError(message)
     return tuple(sorted(numbers))

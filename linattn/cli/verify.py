@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from linattn import feature_maps
-from linattn._extras import remedy
 from linattn.cli.errors import CommandError
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def _user_object(target: str) -> Any:
 
 def _kit() -> Any:
     if find_spec("hypothesis") is None:
-        message = f"verify needs hypothesis: {remedy('testing')}"
+        message = "verify needs hypothesis: pip install 'linattn[testing]'"
         raise CommandError(message)
     return importlib.import_module("linattn.testing.check")
 

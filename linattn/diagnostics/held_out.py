@@ -88,6 +88,7 @@ def held_out_rows(
     return ranks + np.searchsorted(taken - np.arange(len(taken)), ranks, side="right")
 
 
+@_checks.on_array_device
 def held_out_error(
     output: Array,
     query: Array,

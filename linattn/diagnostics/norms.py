@@ -40,6 +40,7 @@ class AttendedNorms(NamedTuple):
     num_features: Floats
 
 
+@_checks.on_array_device
 def attended_norms(
     query: Array,
     key: Array,

@@ -117,6 +117,7 @@ class Denominators(NamedTuple):
     verdict: str
 
 
+@_checks.on_array_device
 def output_error(
     query: Array, state: State, feature_map: Any, *, block_size: int | None = None
 ) -> OutputError:
@@ -232,6 +233,7 @@ def output_error(
     return OutputError(output, variance, jackknife, bias, relative, effective, len(starts), verdict)
 
 
+@_checks.on_array_device
 def effective_features(query: Array, state: State, feature_map: FeatureMap) -> Floats:
     r"""Count the features that carry each query's read: ``1 / sum_r pi_r^2``.
 
@@ -274,6 +276,7 @@ def effective_features(query: Array, state: State, feature_map: FeatureMap) -> F
     return np.concatenate(parts, axis=-1)
 
 
+@_checks.on_array_device
 def denominators(
     query: Array,
     key: Array,

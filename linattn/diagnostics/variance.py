@@ -85,6 +85,7 @@ class Recommendation(NamedTuple):
     verdict: str
 
 
+@_checks.on_array_device
 def relative_variance(
     query: Array,
     key: Array,
@@ -164,6 +165,7 @@ def relative_variance(
     )
 
 
+@_checks.on_array_device
 def recommend_num_features(
     query: Array,
     key: Array,

@@ -16,6 +16,7 @@ from linattn.typing import Array, ColumnMeans, FeatureMap
 __all__ = ["attention_weights"]
 
 
+@_checks.on_array_device
 def attention_weights(
     query: Array,
     key: Array,

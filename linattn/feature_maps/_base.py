@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
@@ -35,22 +34,15 @@ class BaseFeatureMap(ABC):
     """Whether the kernel is ``exp(scale x.y)``."""
     causal: bool = True
     """Whether the map may be used causally: it has not seen the sequence."""
+    associative: ClassVar[bool] = True
+    """Whether states of stretches merge wherever each of them began."""
+
     _parameters: ClassVar[tuple[str, ...]]
     """Names of the attributes that determine the features, in the order of ``repr``."""
-    _keeps_specs: ClassVar[bool] = True
-    """Whether :meth:`specs` is this class's own; another map may use the name as it likes."""
-    _made_by: ClassVar[str] = ""
-    """The class method that finds what the constructor takes; empty where a user has that."""
 
     dim: int | None
     num_features: int | None
     scale: float
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Have the constructor say what it takes where it is given something else."""
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
 
     def _set(self, **attributes: Any) -> None:
         for value in attributes.values():
@@ -168,6 +160,7 @@ class BaseFeatureMap(ABC):
             raise ValueError(message)
         return xp, arrays
 
+    @_checks.on_array_device
     def _features(self, x: Array, side: str) -> Features:
         xp, (x,) = self._check(x=x)
         dtype = _checks.accumulation_dtype(xp, x.dtype, None)
@@ -225,6 +218,7 @@ class BaseFeatureMap(ABC):
             No closed form is known; the message says of what.
         """
 
+    @_checks.on_array_device
     def _on_host(self, function: PairFunction, x: Array, y: Array) -> Array:
         """Apply a closed form in float64 NumPy to arrays of any library."""
         xp, (x, y) = self._check(x=x, y=y)
@@ -234,6 +228,7 @@ class BaseFeatureMap(ABC):
             array = xp.asarray(np.asarray(result), device=array_api_compat.device(x))
             return xp.astype(array, x.dtype, copy=False)
 
+    @_checks.on_array_device
     def estimate(self, x: Array, y: Array) -> Array:
         """Return the map's kernel estimate ``phi(x) . phi(y)``, shapes as :meth:`kernel`."""
         xp, (x, y) = self._check(x=x, y=y)
@@ -259,6 +254,7 @@ class BaseFeatureMap(ABC):
             raise NotImplementedError(message)
         return self.kernel(x, y)
 
+    @_checks.on_array_device
     def variance(self, x: Array, y: Array) -> Array:
         """Exact variance of :meth:`estimate`, shapes as :meth:`kernel`; 0 for a deterministic map.
 
@@ -268,35 +264,9 @@ class BaseFeatureMap(ABC):
             No closed form is known; the message says what is missing.
         """
         xp, (x, y) = self._check(x=x, y=y)
-        return xp.zeros_like(xp.matmul(x, xp.matrix_transpose(y)))
-
-
-def _explained(init: Callable[..., None]) -> Callable[..., None]:
-    """Name the parameters, and the remedy, where arguments do not fit a constructor's."""
-
-    @functools.wraps(init)
-    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        except TypeError as error:
-            from inspect import signature  # only for who has to be told
-
-            takes = signature(init)
-            try:
-                takes.bind(self, *args, **kwargs)
-            except TypeError as misfit:
-                raise TypeError(_misfit(type(self), misfit, takes, kwargs)) from None
-            raise error
-
-    return explained
-
-
-def _misfit(cls: Any, misfit: TypeError, takes: Any, given: dict[str, Any]) -> str:
-    names = [name for name in takes.parameters if name != "self"]
-    remedy = f"; make one by {cls.__name__}.{cls._made_by}" if cls._made_by else ""
-    if "seed" in given and "rng" in names:
-        remedy = "; a seed is given as rng="
-    return f"{cls.__name__} takes {', '.join(names)}: {misfit}{remedy}"
+        lead = _checks.check_leading_axes(x=tuple(x.shape[:-2]), y=tuple(y.shape[:-2]))
+        shape = (*lead, x.shape[-2], y.shape[-2])
+        return xp.zeros(shape, dtype=x.dtype, device=array_api_compat.device(x))
 
 
 def _qualified_name(name: str, function: Any) -> str:

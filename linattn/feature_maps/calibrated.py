@@ -99,7 +99,6 @@ class CalibratedFeatures(BaseFeatureMap):
     positive = True
     unbiased = False
     softmax_kernel = True
-    _made_by = "calibrate(samples)"
     _parameters = (
         "scale",
         "centroids",

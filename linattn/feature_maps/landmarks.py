@@ -132,7 +132,6 @@ class LandmarkFeatures(BaseFeatureMap):
     unbiased = False
     softmax_kernel = True
     causal = False
-    _made_by = "fit(query, key)"
     _parameters = (
         "scale",
         "corrected",
@@ -230,6 +229,7 @@ class LandmarkFeatures(BaseFeatureMap):
         return shown
 
     @classmethod
+    @_checks.on_array_device
     def fit(
         cls,
         query: Array,
@@ -339,6 +339,7 @@ class LandmarkFeatures(BaseFeatureMap):
         )
 
     @staticmethod
+    @_checks.on_array_device
     def sample(
         query: Array,
         key: Array,

@@ -116,6 +116,7 @@ class SoftmaxFeatures(BaseFeatureMap):
 
         return self._on_host(closed_form, x, y)
 
+    @_checks.on_array_device
     def estimate(self, x: Array, y: Array) -> Array:
         """Return the kernel as the features give it, in the accumulation dtype."""
         xp, (x, y) = self._check(x=x, y=y)
