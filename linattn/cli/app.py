@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linattn.cli.errors import CommandError
+from linattn.cli.errors import CommandError, UserCodeError
 
 if TYPE_CHECKING:
     from linattn.cli.settings import Settings
@@ -168,6 +168,14 @@ def info() -> None:
     console.print(facts_table("Machine", facts))
 
 
+def _list_maps(wanted: bool) -> None:
+    if wanted:
+        from linattn.cli.verify import map_names
+
+        typer.echo("\n".join(map_names()))
+        raise typer.Exit
+
+
 @app.command()
 def verify(
     target: Annotated[
@@ -193,20 +201,41 @@ def verify(
     seed: Annotated[
         int, typer.Option(metavar="NUMBER", help="Of everything random; another for fresh draws.")
     ] = 0,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where code of yours raises an error.")
+    ] = False,
+    list_maps: Annotated[
+        bool,
+        typer.Option(
+            "--list", callback=_list_maps, is_eager=True, help="Show the maps known by name."
+        ),
+    ] = False,
 ) -> None:
-    """Check that a feature map is what it claims: mean, variance, causality, streaming, arrays."""
+    """Check that a feature map is what it claims: mean, variance, causality, streaming, arrays.
+
+    Exit code: 0 all is well; 1 a check failed; 2 a wrong name or option; 3 no check failed, but the
+    mean was not checked; 4 the factory raised an error.
+    """
     with _one_line_errors():
         from rich.console import Console
 
         from linattn.cli import verify as checks
 
-        found = checks.find_map(target, checks.Choice(dim, num_features, sampler, seed))
+        choice = checks.Choice(dim, num_features, sampler, seed)
+        found = checks.find_map(target, choice, show_traceback=traceback)
         with _progress(checks.num_checks()) as notify:
-            report = checks.verify(found, num_draws=draws, seed=seed, notify=notify)
+            report = checks.verify(
+                found, num_draws=draws, seed=seed, notify=notify, show_traceback=traceback
+            )
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(checks.report_table(report))
+    for text in (*checks.failures(report), report.summary, report.reservation):
+        if text:
+            console.print(text)
     if not report.passed:
         raise typer.Exit(1)
+    if report.reservation:
+        raise typer.Exit(3)
 
 
 def _compare(settings: Settings) -> None:
@@ -276,6 +305,9 @@ def _one_line_errors() -> Iterator[None]:
     except CommandError as error:
         typer.echo(f"linattn: error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
+    except UserCodeError as error:
+        typer.echo(f"linattn: error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(4) from None
     except MemoryError:
         typer.echo(
             "linattn: error: not enough memory: try smaller --lengths, --max-heads or --max-tokens",

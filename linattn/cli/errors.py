@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CommandError"]
+__all__ = ["CommandError", "UserCodeError"]
 
 
 class CommandError(Exception):
     """Ends the command with one line on stderr and exit code 2."""
+
+
+class UserCodeError(BaseException):
+    """Code of the user's raised: ends the command with one line on stderr and exit code 4.
+
+    No Exception, because what checks a map reports those as failures of the map.
+    """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,12 +17,20 @@ from rich.table import Table
 from rich.text import Text
 
 from linattn import feature_maps
-from linattn.cli.errors import CommandError
+from linattn.cli.errors import CommandError, UserCodeError
 
 if TYPE_CHECKING:
     from linattn.testing import Report
 
-__all__ = ["Choice", "find_map", "num_checks", "report_table", "verify"]
+__all__ = [
+    "Choice",
+    "failures",
+    "find_map",
+    "map_names",
+    "num_checks",
+    "report_table",
+    "verify",
+]
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,34 @@ class Choice:
             raise CommandError(message)
 
 
-def find_map(target: str, choice: Choice) -> Any:
+def _is_map(found: Any) -> bool:
+    return hasattr(found, "query_features") and hasattr(found, "key_features")
+
+
+def map_names() -> list[str]:
+    """Return the maps that can be made by their name."""
+    classes = {name: getattr(feature_maps, name) for name in feature_maps.__all__}
+    return sorted(
+        name
+        for name, cls in classes.items()
+        if inspect.isclass(cls) and not inspect.isabstract(cls) and _maker(cls) is not None
+    )
+
+
+def _maker(cls: Any) -> Callable[..., Any] | None:
+    """Return what makes a map from a choice, or from a choice and a sample; None for neither."""
+    if not _required(cls) - {"dim"}:
+        return cls  # type: ignore[no-any-return]
+    fit = getattr(cls, "fit", None)
+    return fit if fit is not None and _required(fit) == {"query", "key"} else None
+
+
+def _required(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty}
+
+
+def find_map(target: str, choice: Choice, *, show_traceback: bool = False) -> Any:
     """Return the map or factory of that name.
 
     Raises
@@ -60,8 +96,8 @@ def find_map(target: str, choice: Choice) -> Any:
     CommandError
         No such map, module or object, or one that cannot be made from the choice.
     """
-    found = _user_object(target) if ":" in target else _shipped_map(target, choice)
-    if inspect.isclass(found) or not (callable(found) or hasattr(found, "query_features")):
+    found = _user_object(target, show_traceback) if ":" in target else _shipped_map(target, choice)
+    if inspect.isclass(found) or not (callable(found) or _is_map(found)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         message = (
             f"{target}: want a feature map, or a function factory(rng) that makes one; is {kind}"
@@ -71,45 +107,32 @@ def find_map(target: str, choice: Choice) -> Any:
 
 
 def _shipped_map(name: str, choice: Choice) -> Any:
-    names = [known for known in feature_maps.__all__ if not inspect.isabstract(_class(known))]
-    names = [known for known in names if inspect.isclass(_class(known))]
+    names = map_names()
     if name not in names:
+        known = name in feature_maps.__all__
+        got = f"{name}, which needs more than these options" if known else name
         message = (
-            f"want one of {', '.join(sorted(names))}, or module:object for a map of your own, "
-            f"got {name}"
+            f"want one of {', '.join(names)}, or module:object for a map of your own, got {got}"
         )
         raise CommandError(message)
-    cls = _class(name)
-    parameters = inspect.signature(cls).parameters
+    make: Any = _maker(getattr(feature_maps, name))
+    parameters = inspect.signature(make).parameters
     given: dict[str, Any] = {"dim": choice.dim, "num_features": choice.num_features}
     given |= {"sampler": choice.sampler, "rng": choice.seed}
     for option in ("num_features", "sampler"):
         if given[option] is not None and option not in parameters:
             message = f"--{option.replace('_', '-')}: {name} has no such parameter"
             raise CommandError(message)
+    if "query" in parameters:
+        given["query"], given["key"] = _sample(choice)
     arguments = {
         key: value for key, value in given.items() if key in parameters and value is not None
     }
     try:
-        if _missing(cls, arguments) and hasattr(cls, "fit"):
-            del arguments["dim"]
-            return cls.fit(*_sample(choice), **arguments)
-        return cls(**arguments)
-    except (TypeError, ValueError) as error:
-        message = (
-            f"{name} cannot be made from these options: {error}; write it into a module and give "
-            f"module:object"
-        )
+        return make(**arguments)
+    except (ImportError, TypeError, ValueError) as error:
+        message = f"{name} cannot be made from these options: {error}"
         raise CommandError(message) from None
-
-
-def _class(name: str) -> Any:
-    return getattr(feature_maps, name)
-
-
-def _missing(cls: Any, arguments: dict[str, Any]) -> bool:
-    parameters = inspect.signature(cls).parameters.values()
-    return any(p.default is p.empty and p.name not in arguments for p in parameters)
 
 
 def _sample(choice: Choice) -> tuple[Any, Any]:
@@ -117,17 +140,20 @@ def _sample(choice: Choice) -> tuple[Any, Any]:
     return rng.standard_normal((64, choice.dim)), rng.standard_normal((64, choice.dim))
 
 
-def _user_object(target: str) -> Any:
+def _user_object(target: str, show_traceback: bool) -> Any:
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         message = f"want module:object, got {target}"
         raise CommandError(message)
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        # Last: a file here must not take the place of what the command itself imports.
+        sys.path.append(here)
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything when it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        if show_traceback:
+            traceback.print_exception(error)
         message = f"{target}: importing {module_name} fails: {type(error).__name__}: {error}"
         raise CommandError(message) from None
     for name in path.split("."):
@@ -156,34 +182,66 @@ def num_checks() -> int:
     return len(_kit().CHECKS)
 
 
-def verify(found: Any, *, num_draws: int, seed: int, notify: Callable[[str], None]) -> Report:
+def verify(
+    found: Any,
+    *,
+    num_draws: int,
+    seed: int,
+    notify: Callable[[str], None],
+    show_traceback: bool = False,
+) -> Report:
     """Run every check that applies.
 
     Raises
     ------
     CommandError
-        No draws; the object is no map and makes none.
+        No draws; the object makes no map.
+    UserCodeError
+        The factory raises, or the map where no check reports it.
     """
     if num_draws < 1:
         message = f"--draws: want a whole number >= 1, got {num_draws}"
         raise CommandError(message)
+    kit = _kit()
+
+    def blame(error: Exception) -> UserCodeError:
+        if show_traceback:
+            traceback.print_exception(error)
+        hint = "" if show_traceback else "; --traceback shows where"
+        what = "the map" if source is found else "the factory"
+        return UserCodeError(f"{what} raised {type(error).__name__}: {error}{hint}")
+
+    def factory(rng: np.random.Generator) -> Any:
+        try:
+            return found(rng)
+        except Exception as error:  # a user's factory may raise anything
+            raise blame(error) from None
+
+    source = found if _is_map(found) else factory
     try:
-        report: Report = _kit().check_feature_map(
-            found, num_draws=num_draws, rng=seed, on_fail="return", notify=notify
+        report: Report = kit.check_feature_map(
+            source, num_draws=num_draws, rng=seed, on_fail="return", notify=notify
         )
     except TypeError as error:
-        raise CommandError(str(error)) from None
+        if source is factory:
+            raise CommandError(str(error)) from None
+        raise blame(error) from None
+    except Exception as error:  # and so may a user's map
+        raise blame(error) from None
     return report
 
 
+def failures(report: Report) -> list[str]:
+    """Return what went wrong in each check that failed."""
+    return [f"{row.check}: {row.detail}" for row in report.rows if row.result == "FAILED"]
+
+
 def report_table(report: Report) -> Table:
-    """Return the report as a table of 80 columns."""
+    """Return the rows of the report as a table of 80 columns."""
     title = " ".join(report.title.split())
     table = Table(
         title=Text(title if len(title) <= 160 else f"{title[:157]}..."),
         title_justify="left",
-        caption=Text(report.summary),
-        caption_justify="left",
         width=80,
     )
     table.add_column("check")
@@ -193,7 +251,8 @@ def report_table(report: Report) -> Table:
     styles = {"FAILED": "bold red", "skipped": "dim"}
     for row in report.rows:
         table.add_row(
-            Text(row.check), Text(row.what), Text(row.result), Text(row.detail),
+            Text(row.check), Text(row.what), Text(row.result),
+            Text("see below" if row.result == "FAILED" else row.detail),
             style=styles.get(row.result, ""),
         )  # fmt: skip
     return table

@@ -20,6 +20,7 @@ if find_spec("hypothesis") is None:
     raise ImportError(_message)
 
 from linattn.testing import moments, statistics, strategies
+from linattn.testing._draws import standard_pairs
 from linattn.testing._evidence import Evidence, UntestableError
 from linattn.testing.arrays import (
     assert_inputs_unchanged,
@@ -65,6 +66,7 @@ __all__ = [
     "moments",
     "norm_bounded_vectors",
     "query_key_value",
+    "standard_pairs",
     "statistics",
     "strategies",
 ]

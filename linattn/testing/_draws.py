@@ -10,18 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.sampling import Seed, as_generator
-from linattn.testing._evidence import UntestableError, on_host
+from linattn.testing._evidence import MalformedFeaturesError, UntestableError, on_host
 from linattn.typing import Array, ColumnMeans, FeatureMap, Features
 
 __all__ = [
+    "Floats",
     "MapOrFactory",
     "MapSource",
+    "checked_features",
     "feature_products",
     "has_positions",
     "lead_axes",
     "need_pair_kernel",
     "standard_pairs",
+    "width",
 ]
+
+Floats = NDArray[np.float64]
 
 MapOrFactory = FeatureMap | Callable[[np.random.Generator], FeatureMap]
 """A map with ``redraw(rng)``, a deterministic map, or ``factory(rng)`` that makes a map."""
@@ -69,7 +74,7 @@ class MapSource:
         """Return the next map."""
         return self.first if self.factory is None else self.factory(self.rng)
 
-    def products(self, x: Array, y: Array, num_draws: int) -> NDArray[np.float64]:
+    def products(self, x: Array, y: Array, num_draws: int) -> Floats:
         """Estimates of so many draws at pairs ``(pairs, ..., 1, d)``: ``(draws, pairs, ...)``."""
         count = num_draws if self.is_random else 1
         return np.stack([feature_products(self.draw(), x, y)[..., 0, 0] for _ in range(count)])
@@ -94,7 +99,49 @@ def _redraws(feature_map: Any, rng: np.random.Generator) -> bool:
     return True
 
 
-def _parts(features: Features) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def checked_features(feature_map: Any, side: str, x: Array) -> Features:
+    """Call ``query_features`` or ``key_features``, and check the form of what comes.
+
+    Raises
+    ------
+    MalformedFeaturesError
+        Not a pair of a log and values, one of them None at most, or not a row for each vector.
+    """
+    what = f"{type(feature_map).__name__}.{side}"
+    features = getattr(feature_map, side)(x)
+    if not (isinstance(features, tuple) and len(features) == 2):
+        message = (
+            f"{what} must return Features(log, values), got {type(features).__name__}; for a plain "
+            f"array return Features(None, array), for the logarithms of features "
+            f"Features(logarithms, None)"
+        )
+        raise MalformedFeaturesError(message)
+    log, values = features
+    widths = {"log": log, "values": values}
+    for name, part in widths.items():
+        if part is not None and (np.ndim(part) < 2 or np.shape(part)[-2] != x.shape[-2]):
+            message = (
+                f"{what} must return {name} of shape (..., {x.shape[-2]}, features) for vectors of "
+                f"shape {tuple(x.shape)}, got {np.shape(part)}"
+            )
+            raise MalformedFeaturesError(message)
+    if log is None and values is None:
+        message = f"{what} must return a log or values, got None for both"
+        raise MalformedFeaturesError(message)
+    if log is not None and values is not None and np.shape(log)[-1] != 1:
+        message = (
+            f"{what} must return a log of shape (..., n, 1) beside values, got {np.shape(log)}"
+        )
+        raise MalformedFeaturesError(message)
+    return Features(log, values)
+
+
+def width(features: Features) -> int:
+    """Count the features of a vector."""
+    return int(np.shape(features.log if features.values is None else features.values)[-1])
+
+
+def _parts(features: Features) -> tuple[Floats, Floats]:
     """Split features into a log for each row and values of moderate size."""
     log, values = features
     if values is not None:
@@ -106,10 +153,17 @@ def _parts(features: Features) -> tuple[NDArray[np.float64], NDArray[np.float64]
     return row, np.exp(host - row)
 
 
-def feature_products(feature_map: Any, x: Array, y: Array) -> NDArray[np.float64]:
+def feature_products(feature_map: Any, x: Array, y: Array) -> Floats:
     """``phi(x) . psi(y)`` of the features themselves, whatever the map's ``estimate`` says."""
-    log_x, unit_x = _parts(feature_map.query_features(x))
-    log_y, unit_y = _parts(feature_map.key_features(y))
+    query = checked_features(feature_map, "query_features", x)
+    key = checked_features(feature_map, "key_features", y)
+    if width(query) != width(key):
+        message = (
+            f"query_features and key_features must give as many features, got {width(query)} and "
+            f"{width(key)}"
+        )
+        raise MalformedFeaturesError(message)
+    (log_x, unit_x), (log_y, unit_y) = _parts(query), _parts(key)
     products = np.matmul(unit_x, np.swapaxes(unit_y, -1, -2))
     with np.errstate(over="ignore"):
         return np.asarray(products * np.exp(log_x + np.swapaxes(log_y, -1, -2)))
@@ -117,14 +171,13 @@ def feature_products(feature_map: Any, x: Array, y: Array) -> NDArray[np.float64
 
 def lead_axes(feature_map: Any, dim: int) -> tuple[int, ...]:
     """Leading axes of a map's own parameters (heads), () for most maps."""
-    features = feature_map.key_features(np.zeros((1, dim)))
-    shape = np.shape(features.log if features.values is None else features.values)
-    return tuple(shape[:-2])
+    log, values = checked_features(feature_map, "key_features", np.zeros((1, dim)))
+    return tuple(np.shape(log if values is None else values)[:-2])
 
 
 def has_positions(feature_map: Any, dim: int) -> bool:
     """Whether one vector has other features at another position."""
-    log, values = _parts(feature_map.key_features(np.full((3, dim), 0.5)))
+    log, values = _parts(checked_features(feature_map, "key_features", np.full((3, dim), 0.5)))
     rows = values * np.exp(log)
     return not np.allclose(rows, rows[..., :1, :], rtol=1e-9, atol=0)
 
@@ -144,21 +197,53 @@ def need_pair_kernel(feature_map: Any) -> None:
         raise UntestableError(message)
 
 
-def standard_pairs(
-    dim: int, scale: float, rng: np.random.Generator
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Pairs ``(pairs, d)`` with ``scale |x + y|^2 <= 1/2``, or ``y = -x``.
+def standard_pairs(dim: int, scale: float, seed: int) -> tuple[Floats, Floats]:
+    r"""Pairs of vectors at which the kit tests a mean or a variance, unless it is given others.
 
-    Along the diagonal, where QR without its signs shows, with both signs; along the first and the
-    last axis, where norms that depend on directions show; in general position with unequal norms;
-    and opposite vectors, long ones too, where positive features have no variance.
+    Parameters
+    ----------
+    dim : int
+        d.
+    scale : float
+        Of the map; 1 for maps that have none.
+    seed : int
+        Of the directions in general position; messages name it.
+
+    Returns
+    -------
+    x, y : ndarray, (P, d)
+        P is 8, and one more for each power of 2 between 1 and d.
+
+    Raises
+    ------
+    ValueError
+        A dim below 1, a scale that is not positive.
+
+    Notes
+    -----
+    ``scale |x + y|^2 <= 1/2``, or ``y = -x``. Along the diagonal with both signs, along the first
+    and the last axis, and along the diagonals of the first 2, 4, 8, ... coordinates: rows of a QR
+    without its signs have their bias there, whatever their number. In general position with unequal
+    norms. And opposite vectors, long ones too, where positive features have no variance.
+
+    Examples
+    --------
+    >>> from linattn.testing import standard_pairs
+    >>> x, y = standard_pairs(dim=4, scale=1.0, seed=0)
+    >>> x.shape
+    (9, 4)
     """
+    if dim < 1 or not scale > 0:
+        message = f"dim must be at least 1 and scale positive, got {dim} and {scale}"
+        raise ValueError(message)
     r = np.sqrt(0.5 / scale) / 2
-    diagonal = np.ones(dim) / np.sqrt(dim)
+    counts = [2**k for k in range(1, dim.bit_length()) if 2**k < dim]
+    diagonals = [np.where(np.arange(dim) < k, 1 / np.sqrt(k), 0.0) for k in (*counts, dim)]
+    diagonal = diagonals[-1]
     first, last = np.eye(dim)[0], np.eye(dim)[-1]
-    general = rng.standard_normal((4, dim))
+    general = np.random.default_rng(seed).standard_normal((4, dim))
     general /= np.linalg.norm(general, axis=-1, keepdims=True)
-    x = [diagonal, -diagonal, first, -last, 1.2 * general[0], general[1], diagonal, 4 * general[2]]
-    y = [diagonal, -diagonal, first, -last, 0.6 * general[3], 0.3 * general[1], -diagonal]
-    y.append(-4 * general[2])
+    along = [*diagonals, -diagonal, first, -last]
+    x = [*along, 1.2 * general[0], general[1], diagonal, 4 * general[2]]
+    y = [*along, 0.6 * general[3], 0.3 * general[1], -diagonal, -4 * general[2]]
     return r * np.array(x), r * np.array(y)

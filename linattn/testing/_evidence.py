@@ -10,11 +10,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks
 
-__all__ = ["Evidence", "UntestableError", "assert_close", "fail", "largest", "on_host"]
+__all__ = [
+    "Evidence",
+    "MalformedFeaturesError",
+    "UntestableError",
+    "assert_close",
+    "fail",
+    "largest",
+    "on_host",
+]
 
 
 class UntestableError(ValueError):
     """No honest test exists of what was asked, or none that could fail; the message says why."""
+
+
+class MalformedFeaturesError(TypeError):
+    """What a map returned for features cannot be read as features; the message says what it is."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +43,16 @@ class Evidence:
         Probability that it would fail although all is right; 0 for deterministic checks.
     detectable : float
         Smallest relative error that it finds.
+    detectable_sd : float
+        For means: the same in standard deviations of one draw, as they were measured; 0 where
+        nothing is random.
     """
 
     check: str
     detail: str
     false_alarm_rate: float = 0.0
     detectable: float = 0.0
+    detectable_sd: float = 0.0
 
 
 def fail(check: str, message: str) -> NoReturn:

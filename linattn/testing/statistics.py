@@ -6,9 +6,15 @@ rate, ``L = log(2 / alpha)``.
 The kit's own assertions use :func:`score_test`. It needs the exact variance (or an upper bound of
 it) and nothing else about the law, however heavy its tails: ``|sum psi(a (X_i - mu))|`` exceeds its
 threshold with a probability of at most alpha. Near the mean it acts as a sample mean that may be
-``sqrt(2 L)`` standard errors away: 6.54 for alpha = 1e-9, where a Gaussian would need 6.11. The
-other two bound a plain sample mean: :func:`moment_bound` from exact moments,
-:func:`bernstein_bound` for bounded draws.
+``sqrt(2 L)`` standard errors away: 6.54 for alpha = 1e-9, where a Gaussian would need 6.11. Where
+no variance is known, :func:`variance_bound` bounds it from draws, given a bound of the kurtosis;
+:func:`betting_test` needs none, if draws are bounded. The other two bound a plain sample mean:
+:func:`moment_bound` from exact moments, :func:`bernstein_bound` for bounded draws.
+
+Several quantities of the same draws are tested together by the average of their e-values, which are
+never negative and have a mean of at most 1 where all is right: so has their average, however they
+depend on each other, and it reaches ``1 / alpha`` with a probability of at most alpha (Markov). A
+union bound refuses only where one of k e-values reaches ``k / alpha``; then the average does too.
 """
 
 from __future__ import annotations
@@ -25,25 +31,28 @@ __all__ = [
     "ScoreTest",
     "at_most_test",
     "bernstein_bound",
+    "betting_test",
     "detectable_shift",
     "moment_bound",
     "score_test",
+    "variance_bound",
 ]
 
 Floats = NDArray[np.float64]
 
 
 class ScoreTest(NamedTuple):
-    """What :func:`score_test` finds.
+    """What :func:`score_test` and :func:`betting_test` find.
 
     Attributes
     ----------
     score : ndarray, (...)
-        ``max(S_up, S_down)`` of each entry; NaN where a draw is NaN.
+        Of each entry the larger of both sides' scores; NaN where a draw is NaN.
     threshold : float
-        Scores at or above it, and NaN, mean that mean and variance are not both as claimed.
+        One score at or above it refutes the claim, and so does NaN.
     passed : bool
-        Whether every score is below.
+        Whether all entries together are below: the average of their e-values is less than
+        ``1 / alpha``. Several scores just below the threshold do not pass.
     """
 
     score: Floats
@@ -86,6 +95,14 @@ def _psi(x: Floats) -> Floats:
     return np.sign(x) * np.log1p(np.abs(x) + x * x / 2)
 
 
+def _below(log_e_values: list[Floats], false_alarm_rate: float) -> bool:
+    """Whether the average e-value is less than ``1 / alpha``; NaN is not."""
+    flat = np.concatenate([np.ravel(values) for values in log_e_values])
+    with np.errstate(invalid="ignore"):
+        total = float(np.logaddexp.reduce(flat, initial=-inf))
+    return total - log(max(1, flat.size)) < -log(false_alarm_rate)
+
+
 def score_test(
     deviations: ArrayLike,
     variance: ArrayLike,
@@ -126,9 +143,10 @@ def score_test(
     Notes
     -----
     False-alarm rate: rigorous. ``psi(t) <= log(1 + t + t^2 / 2)``, so that ``E exp(S)`` is at most
-    ``(1 + a^2 sigma^2 / 2)^n``, and Markov's inequality gives ``P(S >= T) <= exp(-L)`` for
-    ``T = n log(1 + a^2 sigma^2 / 2) + L``; the same for -S. Entries share alpha (union bound).
-    What is detected: :func:`detectable_shift`. Time O(n) an entry.
+    ``(1 + a^2 sigma^2 / 2)^n``, and ``exp(S) / (1 + a^2 sigma^2 / 2)^n`` is an e-value; the same
+    for -S. With k entries and both sides ``L = log(2 k / alpha)``: one entry alone fails at
+    ``S >= n log(1 + a^2 sigma^2 / 2) + L``, several that agree fail below it, since e-values are
+    averaged. What one entry detects: :func:`detectable_shift`. Time O(n) an entry.
 
     References
     ----------
@@ -145,11 +163,120 @@ def score_test(
     tiny = np.finfo(np.float64).tiny
     a = np.sqrt(2 * L / (n * np.maximum(np.asarray(variance), np.maximum(slack**2, tiny))))
     with np.errstate(over="ignore", invalid="ignore"):
-        score = np.sum(_psi(a * (d - slack)), axis=0)
+        scores = [np.sum(_psi(a * (d - slack)), axis=0)]
         if side == "both":
-            score = np.maximum(score, -np.sum(_psi(a * (d + slack)), axis=0))
-    threshold = n * log1p(L / n) + L
-    return ScoreTest(score, threshold, bool(np.all(score < threshold)))
+            scores.append(-np.sum(_psi(a * (d + slack)), axis=0))
+        allowance = n * log1p(L / n)
+        passed = _below([score - allowance for score in scores], false_alarm_rate)
+    return ScoreTest(np.max(np.stack(scores), axis=0), allowance + L, passed)
+
+
+def betting_test(
+    deviations: ArrayLike, bound: ArrayLike, *, false_alarm_rate: float = 1e-9
+) -> ScoreTest:
+    r"""Test a mean of bounded draws whose variance is not known: rigorous for every such law.
+
+    .. math::
+        S = \sum_i \log(1 \pm \lambda_i (X_i - \mu)), \qquad
+        \lambda_i = \min\Bigl(\frac{3}{4 b}, \sqrt{2 L / (n v_{i-1})}\Bigr), \qquad
+        v_i = \frac{b^2 / 4 + \sum_{j \le i} (X_j - \mu)^2}{i + 1}
+
+    Parameters
+    ----------
+    deviations : array_like, (n, ...)
+        ``X_i - mu``, mu the claimed mean; independent along the first axis. The trailing entries
+        may depend on each other.
+    bound : array_like, (...)
+        b, the largest possible ``|X - mu|``.
+    false_alarm_rate : float, optional
+        alpha, of all entries together. Default 1e-9.
+
+    Returns
+    -------
+    ScoreTest
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1), a deviation above the bound.
+
+    Notes
+    -----
+    False-alarm rate: rigorous. ``exp(S)`` is what a bet of the share lambda_i of one's money on
+    each draw makes of 1; the shares are fixed before their draw, so that its mean is 1. Entries and
+    sides are averaged. It is as sharp as a test that knows the variance where that is large beside
+    ``b sqrt(L / n)``; from ``n`` of about ``2 L b / shift`` on it sees any shift that is large
+    beside the spread. Time O(n) an entry.
+
+    References
+    ----------
+    Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (2024),
+    section 4.
+    """
+    d = np.asarray(deviations, dtype=np.float64)
+    b = np.asarray(bound, dtype=np.float64)
+    if np.any(np.abs(d) > b * (1 + 1e-9)):
+        message = f"deviations must be at most bound, got {np.max(np.abs(d) - b):.3g} more"
+        raise ValueError(message)
+    n = d.shape[0]
+    L = _log_odds(false_alarm_rate, max(1, d[0].size), 2)
+    before = np.cumsum(d * d, axis=0) - d * d
+    v = (b * b / 4 + before) / np.arange(1, n + 1).reshape(-1, *(1 for _ in d.shape[1:]))
+    bets = np.minimum(0.75 / b, np.sqrt(2 * L / (n * v))) * d
+    scores = [np.sum(np.log1p(sign * bets), axis=0) for sign in (1, -1)]
+    return ScoreTest(np.max(np.stack(scores), axis=0), L, _below(scores, false_alarm_rate))
+
+
+def variance_bound(
+    squares: ArrayLike, kurtosis: float, *, false_alarm_rate: float = 1e-9
+) -> Floats:
+    r"""Upper bound of a variance from draws, for laws whose kurtosis has a bound.
+
+    .. math::
+        \sigma^2 \le \frac{1}{\kappa q} \frac{1}{n} \sum_i (X_i - \mu)^2, \qquad
+        n\, \mathrm{KL}(q \,\|\, 1 / \kappa) = \log(k / \alpha), \quad q < 1 / \kappa
+
+    Parameters
+    ----------
+    squares : array_like, (n, ...)
+        ``(X_i - mu)^2``, mu the mean; independent along the first axis.
+    kurtosis : float
+        kappa, at least ``E (X - mu)^4 / sigma^4``; above 1.
+    false_alarm_rate : float, optional
+        alpha: that one of the k entries has a larger variance. Default 1e-9.
+
+    Returns
+    -------
+    ndarray, (...)
+        inf where the draws are too few: fewer than about ``kappa log(k / alpha)``.
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1), a kurtosis of 1 or less.
+
+    Notes
+    -----
+    Rigorous. Of all laws on [0, inf) with mean 1 and second moment kappa the two-point law on 0 and
+    kappa has the largest ``E exp(-s Y)`` for every s > 0 (``1 - exp(-s y)`` lies above the parabola
+    through 0 that touches it at kappa), so that a mean of squares is at most ``kappa q sigma^2``
+    with probability at most ``exp(-n KL(q || 1 / kappa))``; entries by a union bound.
+    """
+    _check_rate("false_alarm_rate", false_alarm_rate)
+    if not kurtosis > 1:
+        message = f"kurtosis must be above 1, got {kurtosis!r}"
+        raise ValueError(message)
+    y = np.asarray(squares, dtype=np.float64)
+    n, p = y.shape[0], 1 / kurtosis
+    need = _log_odds(false_alarm_rate, max(1, y[0].size), 1) / n
+    low, high = 0.0, p
+    for _ in range(60):
+        q = (low + high) / 2
+        divergence = q * log(q / p) + (1 - q) * (log1p(-q) - log1p(-p))
+        low, high = (q, high) if divergence >= need else (low, q)
+    # Below the root, where the bound is safe; at 0 no frequency is rare enough.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.mean(y, axis=0) * p / low) if low > 0 else np.full(y.shape[1:], inf)
 
 
 def detectable_shift(
@@ -196,7 +323,8 @@ def detectable_shift(
     need = (num_draws * log1p(L / num_draws) + 2 * L - log(miss_rate)) / num_draws
     u = 1 - sqrt(1 - 2 * need) if need < 0.5 else inf
     sigma = np.sqrt(np.asarray(variance, dtype=np.float64))
-    return np.asarray(u * sigma * sqrt(num_draws / (2 * L)))
+    with np.errstate(invalid="ignore"):
+        return np.where(sigma > 0, u * sigma * sqrt(num_draws / (2 * L)), sigma)
 
 
 def at_most_test(
