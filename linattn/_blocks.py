@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import array_api_compat
@@ -38,6 +40,10 @@ __all__ = [
 
 CALLS_NOTHING = (ELU_PLUS_ONE, RELU)
 """Activations of linattn; any other, whatever its name, may be a caller's function."""
+
+
+MOST_NEGATIVE = 0.01
+"""Share of negative denominators that is passed over in silence."""
 
 
 def blocks(length: int, size: int) -> Iterator[slice]:
@@ -120,6 +126,10 @@ class Rows:
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
         self._dtype = dtype
+        # To look at values of a GPU would have it waited for.
+        looks = not (problem.lazy or array_api_compat.is_cupy_array(problem.query))
+        self._counts = problem.signed and looks
+        self._negative: list[int] = []
         self._divide = _dispatch.block_function("divide", problem.xp, divide)
 
     def put(self, task: Index, rows: slice, block: Array) -> None:
@@ -131,6 +141,9 @@ class Rows:
 
     def put_divided(self, task: Index, rows: slice, part: Partial) -> None:
         """Put numerator over denominator."""
+        if self._counts:
+            negative = self._xp.astype(part.nd[..., -1] < 0, self._xp.int64)
+            self._negative.append(int(self._xp.sum(negative)))
         if self._array is None or 0 in self._shape:
             self.put(task, rows, divide(part))
             return
@@ -144,6 +157,17 @@ class Rows:
 
     def result(self) -> Array:
         return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
+
+    def warn_of_signs(self, stacklevel: int) -> None:
+        """Warn where many denominators have cancelled: the rows are no averages of the values."""
+        rows, negative = prod(self._shape[:-1]), sum(self._negative)
+        if negative > MOST_NEGATIVE * rows:
+            message = (
+                f"{negative} of {rows} denominators are negative: the features take both signs, "
+                f"and these rows are no averages of the values; use a positive map, such as "
+                f"PositiveFeatures for the softmax or a Gaussian kernel, or more features"
+            )
+            warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
 
 
 def divide(part: Partial, out: Array | None = None) -> Array:

@@ -210,6 +210,7 @@ def _described(
         tf32=settings.precision == "tf32",
         exact_window=exact_window,
         near_spec=near_spec,
+        signed=not getattr(feature_map, "positive", True),
     )
 
 

@@ -83,6 +83,12 @@ def linear_attention(
         fitted to the whole sequence with ``is_causal``; a window with L != S or with a map of
         another kernel.
 
+    Warns
+    -----
+    UserWarning
+        More than one denominator in a hundred is negative, by a map that is not positive. Not for
+        lazy and traced arrays, nor for those of CuPy, whose values are not looked at.
+
     See Also
     --------
     softmax_attention : exact, in quadratic time.

@@ -86,6 +86,11 @@ def linear_attention_vjp(
     NotImplementedError
         The map has no gradient; the message says what is missing.
 
+    Warns
+    -----
+    UserWarning
+        As :func:`linattn.linear_attention`.
+
     See Also
     --------
     softmax_attention_vjp : the same for exact attention.

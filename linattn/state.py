@@ -163,6 +163,11 @@ def read_state(query: Array, state: State, feature_map: FeatureMap) -> Array:
     TypeError, ValueError
         As :func:`linattn.linear_attention`.
 
+    Warns
+    -----
+    UserWarning
+        As :func:`linattn.linear_attention`.
+
     Notes
     -----
     Time O(L m (d + e)).

@@ -482,6 +482,8 @@ class Problem:
         Length of the blocks whose keys are exact in their own block and in those beside it.
     near_spec : Exact or None
         How they are; None without a window.
+    signed : bool
+        Whether features take both signs, so that a denominator may cancel.
     """
 
     xp: ModuleType
@@ -506,6 +508,7 @@ class Problem:
     tf32: bool = False
     exact_window: int | None = None
     near_spec: Exact | None = None
+    signed: bool = False
 
     def but(self, **changes: Any) -> Problem:
         """Copy with other values of some attributes, in 1 us instead of the 9 of ``replace``."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks, _generic
-from linattn._problem import check_feature_map, map_columns
+from linattn import _checks, _generic, folds
+from linattn._problem import check_feature_map, linear_problem, map_columns
 from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
@@ -23,7 +23,6 @@ from linattn.diagnostics._shared import (
     weighted_quantile,
     worst,
 )
-from linattn.functional import linear_attention
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["Denominators", "OutputError", "denominators", "effective_features", "output_error"]
@@ -314,15 +313,18 @@ def denominators(
     hidden = None
     if key_mask is not None:
         hidden = np.array(np.broadcast_to(visible_keys(key, key_mask, x.shape[-2]), y.shape[:-1]))
-    _, log_normalizer = linear_attention(
+    problem = linear_problem(
         x,
         y,
         np.zeros((*y.shape[:-1], 1)),
         feature_map,
         is_causal=is_causal,
         key_mask=hidden,
-        return_log_normalizer=True,
+        want_log=True,
     )
+    # What linear attention would warn of is counted here.
+    log_normalizer = folds.solve(problem.but(signed=False), return_state=False)[2]
+    assert log_normalizer is not None
     counts = np.broadcast_to(visible.any(axis=-1), log_normalizer.shape)
     seen = counts.sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -9,6 +9,7 @@ Letters: ``L`` tokens, ``d`` dim, ``e`` value dim.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -68,7 +69,10 @@ class _Case:
     def attend(self, query: Any, key: Any, value: Any, **options: Any) -> Any:
         if self.own is not None:
             return self.own(query, key, value, **options)
-        return linattn.linear_attention(query, key, value, self.feature_map, **options)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            # Inputs are drawn for what must hold of every output, whatever its denominator.
+            warnings.filterwarnings("ignore", ".* denominators are negative", UserWarning)
+            return linattn.linear_attention(query, key, value, self.feature_map, **options)  # type: ignore[arg-type]
 
     @property
     def has_positions(self) -> bool:
