@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from linattn import _checks, _generic
 
@@ -17,6 +19,7 @@ __all__ = [
     "block_function",
     "config",
     "current_settings",
+    "limited_threads",
     "registered_backends",
     "under",
     "whole_function",
@@ -194,3 +197,12 @@ def whole_function(name: str, xp: ModuleType) -> Callable[..., Any] | None:
     """Return a function of the backend's whole tier, or None where it has none."""
     function: Callable[..., Any] | None = getattr(_backend(xp), name, None)
     return function
+
+
+def limited_threads() -> AbstractContextManager[Any]:
+    """Context for what the core computes with NumPy itself, whatever library its caller's is.
+
+    The NumPy backend's, so that samples and fits are kept to the threads that its blocks are.
+    """
+    limited = getattr(_backend(np), "limited_threads", None)
+    return nullcontext() if limited is None else limited()

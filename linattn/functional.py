@@ -142,6 +142,8 @@ def linear_attention(
         want_log=return_log_normalizer,
         exact_window=exact_window,
     )
+    if initial_state is None and hasattr(feature_map, "_check_keys"):
+        feature_map._check_keys(problem)
     output, state, norm = folds.solve(problem, return_state=return_state)
     extra = [x for x, wanted in ((state, return_state), (norm, return_log_normalizer)) if wanted]
     return (output, *extra) if extra else output

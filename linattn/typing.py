@@ -596,7 +596,9 @@ class Backend(Protocol):
     Each may return ``NotImplemented`` for a problem that it does not know; the generic code then
     takes over. ``scan_block`` may return ``HEAD_BY_HEAD`` for a block of several heads: it is then
     called for each alone. A module with compiled kernels may also define
-    ``kernel_status() -> str``, where they have run, which ``linattn info`` prints.
+    ``kernel_status() -> str``, where they have run, which ``linattn info`` prints. That of NumPy
+    may define ``limited_threads()``, a context manager for what the core computes on the host
+    between blocks, such as the fit of landmarks to arrays of any library.
 
     In the gradients a *suffix* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
     queries behind the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale

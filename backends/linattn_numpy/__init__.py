@@ -22,6 +22,7 @@ from linattn_numpy.gradients import (
 )
 from linattn_numpy.planning import plan
 from linattn_numpy.running import far_states
+from linattn_numpy.threads import limited_threads
 
 __all__ = [
     "decode",
@@ -31,6 +32,7 @@ __all__ = [
     "exact_more",
     "exact_query_vjp",
     "far_states",
+    "limited_threads",
     "plan",
     "read_block",
     "read_block_vjp",

@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any
 
 from linattn_numpy.blas import blas
 
-__all__ = ["run"]
+__all__ = ["limited_threads", "run"]
 
 LAST = 4
 """Tasks a thread that are done in turns at the end."""
@@ -42,6 +43,11 @@ def _pool(helpers: int) -> ThreadPoolExecutor:
         if helpers not in _pools:
             _pools[helpers] = ThreadPoolExecutor(helpers, "linattn")
         return _pools[helpers]
+
+
+def limited_threads() -> AbstractContextManager[None]:
+    """Keep what is computed between blocks to the one BLAS thread that blocks are computed with."""
+    return blas.one_thread()
 
 
 def _steps(work: Callable[[Any], Iterable[Any] | None], task: Any) -> Iterator[Any]:

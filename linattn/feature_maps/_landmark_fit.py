@@ -20,8 +20,10 @@ from linattn.typing import Array
 __all__ = [
     "Sample",
     "choose",
+    "detached",
     "draw_sample",
     "host_arrays",
+    "is_concrete",
     "lloyd",
     "log_normalizers",
     "log_sum",
@@ -72,18 +74,29 @@ def host_arrays(xp: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
     for name, array in named.items():
         if array is None or not _checks.is_lazy(array):
             continue
-        try:
-            _checks.to_numpy(array[..., :0])
-        except Exception as error:
+        if not is_concrete(array):
             message = (
                 f"{name} must have values to fit to, got a traced {type(array).__name__}; fit "
                 f"outside of the traced function and use the map inside"
             )
-            raise TypeError(message) from error
-    return xp, [
-        a.detach() if a is not None and array_api_compat.is_torch_array(a) else a
-        for a in named.values()
-    ]
+            raise TypeError(message)
+    return xp, [None if array is None else detached(array) for array in named.values()]
+
+
+def is_concrete(array: Array) -> bool:
+    """Whether an array has its values at hand: a traced one has not, and Dask's is a recipe."""
+    if array_api_compat.is_dask_array(array):
+        return False
+    try:
+        _checks.to_numpy(array[..., :0])
+    except Exception:
+        return False
+    return True
+
+
+def detached(array: Array) -> Array:
+    """Cut an array from any gradient tape."""
+    return array.detach() if array_api_compat.is_torch_array(array) else array
 
 
 def sample_size(m: int) -> int:
@@ -111,7 +124,9 @@ def draw_sample(x: Array, mask: Array | None, noise: Floats, xp: ModuleType) -> 
         taken = np.empty((*x.shape[:-2], width, x.shape[-1]), _host_dtype(x, xp))
         for i, index in enumerate(np.ndindex(lead)):
             pairs = zip(index, lead, strict=True)
-            heads = tuple(slice(None) if n == 1 else slice(j, j + 1) for j, n in pairs)
+            # Strict libraries want an index for each axis, or an ellipsis.
+            own = (slice(None) if n == 1 else slice(j, j + 1) for j, n in pairs)
+            heads: tuple[Any, ...] = (*own, ...)
             taken[heads] = _take(x[heads], positions[i], xp)
     if not valid.all():
         taken = np.where(valid[..., None], taken, taken.dtype.type(0))

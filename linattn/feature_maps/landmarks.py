@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from math import log, sqrt
 from types import ModuleType
 from typing import Any, NamedTuple, Self
@@ -9,13 +10,15 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks, _generic
+from linattn import _checks, _dispatch, _generic
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.feature_maps._landmark_fit import (
     Sample,
     choose,
+    detached,
     draw_sample,
     host_arrays,
+    is_concrete,
     lloyd,
     log_normalizers,
     log_sum,
@@ -26,7 +29,7 @@ from linattn.feature_maps._landmark_fit import (
 )
 from linattn.feature_maps.exponential import PositiveFeatures
 from linattn.sampling import Seed, as_generator
-from linattn.typing import Array, Assigned, Corrected, Exponential
+from linattn.typing import Array, Assigned, Corrected, Exponential, Problem
 
 __all__ = ["LandmarkFeatures"]
 
@@ -34,6 +37,9 @@ Floats = NDArray[np.float64]
 
 # Sampled keys times probes, all heads together: 2 MB of float32.
 CLUSTER_ELEMENTS = 1 << 19
+
+# Probes whose normalizers are compared with those of the fit, and what they may differ by.
+PROBES_CHECKED, APART = 8, 0.05
 
 LLOYD_STEPS = 3
 RIDGE = 0.1
@@ -102,7 +108,12 @@ class LandmarkFeatures(BaseFeatureMap):
     that spread by 1 and more are hard for it.
 
     There is no ``redraw``: landmarks belong to a sequence, and :meth:`fit` with another seed draws
-    others. States of one map merge; those of two fits do not.
+    others. States of one map merge; those of two fits do not. To use a map with other keys than
+    those of its fit costs nothing and is mostly wrong, so that :func:`linattn.linear_attention`
+    compares the normalizers of 8 probes: where one differs by more than a factor of exp(.05), it
+    warns. If that is meant, say so:
+    ``warnings.filterwarnings("ignore", "feature_map was fitted to other keys")``. Traced arrays,
+    and states that are added to and read by hand, are not looked at.
 
     Corrected (``positive`` is False): the p probes are columns of the state as well,
     ``Y_i = sum_j A_ij [v_j, 1]``, and the sums S at the landmarks become, with
@@ -316,7 +327,7 @@ class LandmarkFeatures(BaseFeatureMap):
         key_strata, query_strata, query_order = generator.random((3, max(size, p)))
         gumbel = generator.gumbel(size=size)
 
-        with _generic.quiet():
+        with _generic.quiet(), _dispatch.limited_threads():
             keys = draw_sample(given.key, given.key_mask, key_strata[:size], given.xp)
             queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
             probes = choose(queries, p, query_order)
@@ -328,15 +339,15 @@ class LandmarkFeatures(BaseFeatureMap):
             lognorm = np.where(lognorm == -np.inf, 0.0, lognorm)
             lognorm = np.where(probes.valid, lognorm, np.inf)
             landmarks, used = _clusters(scaled, lognorm, keys, metric, gumbel, m)
-        return cls(
-            landmarks,
-            probes.x,
-            lognorm,
-            metric,
-            used=used,
-            scale=given.scale,
-            corrected=corrected,
-        )
+            return cls(
+                landmarks,
+                probes.x,
+                lognorm,
+                metric,
+                used=used,
+                scale=given.scale,
+                corrected=corrected,
+            )
 
     @staticmethod
     @_checks.on_array_device
@@ -403,7 +414,7 @@ class LandmarkFeatures(BaseFeatureMap):
         key_strata, query_strata, query_order = generator.random((3, size))
         gumbel = generator.gumbel(size=(m, size))
         root = sqrt(given.scale)
-        with _generic.quiet():
+        with _generic.quiet(), _dispatch.limited_threads():
             keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
             queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
             _check_finite(queries, keys, np.zeros(1))
@@ -421,6 +432,35 @@ class LandmarkFeatures(BaseFeatureMap):
         )
         feature_map._set(causal=False, unbiased=True)
         return feature_map
+
+    def _check_keys(self, problem: Problem) -> None:
+        """Warn of keys among which the probes find other normalizers than those fitted to.
+
+        A few probes tell: keys rounded to bfloat16 are .016 off on the shipped sample, those of the
+        other layer or half 1 and more, unlike draws of 8,192 Gaussian keys .05.
+        """
+        if not is_concrete(problem.key):
+            return
+        p = self.probes.shape[-2]
+        few = np.linspace(0, p - 1, min(p, PROBES_CHECKED)).round().astype(np.intp)
+        known = self.log_normalizers[..., few]
+        with _generic.quiet(), _dispatch.limited_threads():
+            found = log_normalizers(
+                self.scale * self.probes[..., few, :],
+                detached(problem.key),
+                problem.key_mask,
+                problem.dtype,
+                problem.xp,
+            )
+            apart = np.abs(found - known)
+        largest = float(np.max(apart, initial=0.0, where=np.isfinite(apart)))
+        if largest > APART:
+            message = (
+                f"feature_map was fitted to other keys: the normalizers of its probes differ by up "
+                f"to exp({largest:.2g}); fit it to this sequence, or ignore this warning where its "
+                f"landmarks are meant for other keys"
+            )
+            warnings.warn(message, UserWarning, stacklevel=3)
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential | Corrected:
         """Spec of the query side: ``exp(s q.b_c)``."""
