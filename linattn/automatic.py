@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _checks, _dispatch
 from linattn._problem import exact_problem
 from linattn._tasks import at, take_problem
 from linattn.coreset import CoresetAttention
@@ -25,7 +25,18 @@ COLUMNS = 64
 PROBES = 128
 WINDOW = 32
 CORESET_BLOCK = 128
+
 HELD_OUT = 64
+"""Exact rows of each head from which the error of a call without a tolerance is estimated."""
+
+ROWS_A_COLUMN = 4
+"""Exact rows for each column where there is a tolerance: a seventh of the time, whatever m is."""
+
+PROBABILITY = 0.95
+"""Of meeting a tolerance in every head; the numbers of columns that may be tried share the rest."""
+
+FAR_OFF = 0.1
+"""Estimated error of a head above which a call without a tolerance warns."""
 
 OVERHEAD = 4.0
 """Pairs of exact attention that take the time of one pair of the others, on a CPU core."""
@@ -45,7 +56,9 @@ class AttentionReport(NamedTuple):
     error : ndarray, (...)
         Estimated relative output error of each head, from held-out exact rows; 0 when exact.
     cost : float
-        Pairs worked out, over those of exact attention: fitting included.
+        Pairs worked out, over those of exact attention: fitting and exact rows included.
+    bound : ndarray, (...)
+        Upper bound of the error of each head, which is what a tolerance is compared with.
     """
 
     method: str
@@ -53,6 +66,7 @@ class AttentionReport(NamedTuple):
     exact_window: int | None
     error: NDArray[np.float64]
     cost: float
+    bound: NDArray[np.float64]
 
 
 @_checks.on_array_device
@@ -92,8 +106,8 @@ def attention(
     scale : float, optional
         s > 0; default ``1 / sqrt(d)``.
     tolerance : float, optional
-        Largest estimated relative output error of any head. m is doubled until it is met, up to
-        exact attention. Default: none, m = 64.
+        Largest relative output error of any head, kept with probability 0.95. m is doubled until
+        every head's bound is below it, up to exact attention. Default: none, m = 64.
     rng : int, Generator, SeedSequence or None, optional
         Seed of landmarks, or of the coreset, and of the rows held out.
     return_report : bool, optional
@@ -113,8 +127,8 @@ def attention(
     Warns
     -----
     UserWarning
-        The tolerance took exact attention, in quadratic time, on a sequence long enough for the
-        others.
+        Without a tolerance: the estimated error of a head is above 0.1. With one: it took exact
+        attention, in quadratic time, on a sequence long enough for the others.
 
     See Also
     --------
@@ -131,11 +145,19 @@ def attention(
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits that spread by 1 and more) defeats every
-    linear method; ask for the report, or for a tolerance. The estimate is from 64 rows a head:
-    its own error is some 10 %, more where few rows carry the error.
+    linear method.
+
+    The error is always estimated, from rows of exact attention that landmarks were not fitted to:
+    64 a head, or with a tolerance 4 m, drawn anew for each m. An estimate from 64 rows is itself
+    off by some 10 %, more where few rows carry the error. A tolerance is compared with
+    the ``bound`` of :func:`linattn.diagnostics.held_out_error`, at probability
+    ``1 - 0.05 / n`` where n numbers of columns may be tried: so one that is taken by luck has a
+    probability of 0.05 in all. Heads share nothing further, because an output is taken only if all
+    heads pass, the worst among them. The bound knows of rows like those drawn; where the
+    error of a head is in a few rows among thousands, it may miss them.
 
     Time O((L + S) (m + p) (d + e)) and memory O(m (d + e)) beyond inputs and outputs, p probes;
-    with a tolerance the sum over the m tried.
+    with a tolerance the sum over the m tried, and O(m (L + S) (d + e)) for exact rows.
 
     Examples
     --------
@@ -153,34 +175,61 @@ def attention(
         tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
     options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "scale": scale}
     generator = as_generator(rng)
-    exact_pairs = _exact_pairs(problem)
-    spent, m = 0.0, COLUMNS
-    while not (problem.lazy or 0 in problem.lead):
-        pairs = _pairs(problem, m)
-        if OVERHEAD * (spent + pairs) >= exact_pairs:
-            break
-        spent += pairs
-        output, found = _linear(query, key, value, m, options, generator, problem)
-        if not (return_report or tolerance is not None):
-            return output
-        error = found(output)
-        if tolerance is None or np.all(error <= tolerance):
+    exact_pairs, length = _exact_pairs(problem), problem.query.shape[-2]
+    columns, query_mask = _columns(problem, tolerance), _query_mask(problem, key_mask)
+    probability = 1 - (1 - PROBABILITY) / max(len(columns), 1)
+    window, cost = _window(problem), 0.0
+    for m in columns:
+        num_rows = HELD_OUT if tolerance is None else ROWS_A_COLUMN * m
+        cost += _pairs(problem, m) / exact_pairs + num_rows / length
+        with _dispatch.limited_threads():
+            output, probes = _linear(query, key, value, m, query_mask, window, options, generator)
+            error, bound = _estimate(
+                output, problem, query_mask, probes, num_rows, probability, generator
+            )
+        if tolerance is None or np.all(bound <= tolerance):
+            if tolerance is None and np.any(error > FAR_OFF):
+                warnings.warn(_far_off(error), UserWarning, stacklevel=3)
             method = "coreset" if is_causal else "landmarks"
-            report = AttentionReport(method, m, _window(problem), error, spent / exact_pairs)
+            report = AttentionReport(method, m, window, error, cost, bound)
             return (output, report) if return_report else output
-        m *= 2
-    if spent:
+    if columns:
         warnings.warn(
-            f"tolerance={tolerance:g} takes exact attention, in quadratic time: with {m // 2} "
-            f"columns the estimated error was {np.max(error):.2g}",
+            f"tolerance={tolerance:g} takes exact attention, in quadratic time: with {m} columns "
+            f"the error was estimated at {np.max(error):.2g}, and at most {np.max(bound):.2g}",
             UserWarning,
             stacklevel=3,
         )
     output = softmax_attention(query, key, value, **options)
     if not return_report:
         return output
-    error = np.zeros(problem.lead)
-    return output, AttentionReport("exact", None, None, error, 1 + spent / max(exact_pairs, 1))
+    none = np.zeros(problem.lead)
+    return output, AttentionReport("exact", None, None, none, 1 + cost, none)
+
+
+def _columns(problem: Problem, tolerance: float | None) -> list[int]:
+    """Numbers of columns to try before exact attention is cheaper: the first, or all."""
+    if problem.lazy or 0 in problem.lead:
+        return []
+    exact_pairs, spent, m = _exact_pairs(problem), 0.0, COLUMNS
+    found: list[int] = []
+    while OVERHEAD * (spent + _pairs(problem, m)) < exact_pairs:
+        found.append(m)
+        if tolerance is None:
+            break
+        spent += _pairs(problem, m)
+        m *= 2
+    return found
+
+
+def _far_off(error: NDArray[np.float64]) -> str:
+    worst = np.unravel_index(np.argmax(np.where(np.isnan(error), 0.0, error)), error.shape)
+    head = f" of head {tuple(int(i) for i in worst)}" if error.ndim else ""
+    return (
+        f"the error{head} is estimated at {error[worst]:.2g} of the output, above {FAR_OFF:g}: "
+        f"pass tolerance= for more columns, or exact attention where they do not do, or use "
+        f"softmax_attention"
+    )
 
 
 def _linear(
@@ -188,48 +237,40 @@ def _linear(
     key: Array,
     value: Array,
     m: int,
+    query_mask: Array | None,
+    exact_window: int | None,
     options: dict[str, Any],
     generator: np.random.Generator,
-    problem: Problem,
-) -> tuple[Array, Any]:
-    """Output of the linear method with m columns, and what estimates its error."""
+) -> tuple[Array, NDArray[np.float64] | None]:
+    """Output of the linear method with m columns, and the probes that it was fitted to."""
     scale, key_mask = options["scale"], options["key_mask"]
-    same = problem.query.shape[-2] == problem.key.shape[-2]
-    query_mask = _query_mask(problem, key_mask) if same else None
-    probes: NDArray[np.float64] | None = None
-    if problem.is_causal:
+    if options["is_causal"]:
         stream = CoresetAttention(m, block_size=CORESET_BLOCK, scale=scale, rng=generator)
-        output = stream.extend(query, key, value, key_mask=key_mask)
-    else:
-        phi = LandmarkFeatures.fit(
-            query,
-            key,
-            num_features=m,
-            num_probes=max(PROBES, 2 * m),
-            key_mask=key_mask,
-            query_mask=query_mask,
-            scale=scale,
-            rng=generator,
-        )
-        probes = phi.probes
-        output = linear_attention(
-            query, key, value, phi, key_mask=key_mask, exact_window=_window(problem)
-        )
-
-    def found(output: Array) -> NDArray[np.float64]:
-        return _estimate(output, problem, probes, query_mask, generator)
-
-    return output, found
+        return stream.extend(query, key, value, key_mask=key_mask), None
+    phi = LandmarkFeatures.fit(
+        query,
+        key,
+        num_features=m,
+        num_probes=max(PROBES, 2 * m),
+        key_mask=key_mask,
+        query_mask=query_mask,
+        scale=scale,
+        rng=generator,
+    )
+    output = linear_attention(query, key, value, phi, key_mask=key_mask, exact_window=exact_window)
+    return output, phi.probes
 
 
 def _estimate(
     output: Array,
     problem: Problem,
-    probes: NDArray[np.float64] | None,
     query_mask: Array | None,
+    probes: NDArray[np.float64] | None,
+    num_rows: int,
+    probability: float,
     generator: np.random.Generator,
-) -> NDArray[np.float64]:
-    """Error of each head on rows of its own queries; 0 for a head that has none.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Error of each head on rows of its own queries, and its bound; 0 for a head that has none.
 
     Heads under one mask share their rows.
     """
@@ -237,31 +278,48 @@ def _estimate(
     valid = np.ones(1, bool) if query_mask is None else _checks.to_numpy(query_mask)
     masks = valid.shape[:-1]
     valid = np.broadcast_to(valid, (*masks, length))
-    error = np.zeros(problem.lead)
+    error, bound = np.zeros(problem.lead), np.zeros(problem.lead)
     for heads in np.ndindex(masks):
         pairs = zip(heads, masks, strict=True)
         task = tuple(slice(None) if n == 1 else slice(i, i + 1) for i, n in pairs)
         part = take_problem(problem, task)
-        queries = np.flatnonzero(valid[heads])
-        rows = queries[held_out_rows(len(queries), 4 * HELD_OUT, generator)]
-        if probes is not None:
-            rows = _without_probes(part, rows, probes[at(probes.shape, 2, task)])
-        rows = rows[held_out_rows(len(rows), HELD_OUT, generator)]
-        error[at(error.shape, 0, task)] = held_out_error(
+        own = None if probes is None else probes[at(probes.shape, 2, task)]
+        found = held_out_error(
             output[at(tuple(output.shape), 2, task)],
-            part.query,
-            part.key,
-            part.value,
+            query=part.query,
+            key=part.key,
+            value=part.value,
             is_causal=part.is_causal,
             key_mask=None if part.key_mask is None else part.key_mask[..., 0],
             scale=part.query_spec.scale,
-            rows=rows,
-        ).relative
-    return error
+            rows=_rows(part, np.flatnonzero(valid[heads]), own, num_rows, generator),
+            probability=probability,
+        )
+        where = at(error.shape, 0, task)
+        error[where], bound[where] = found.relative, found.bound
+    return error, bound
+
+
+def _rows(
+    problem: Problem,
+    queries: NDArray[np.intp],
+    probes: NDArray[np.float64] | None,
+    num_rows: int,
+    generator: np.random.Generator,
+) -> NDArray[np.intp]:
+    """Draw rows of queries that no map was fitted to; all queries where too few are left."""
+    rows = queries[held_out_rows(len(queries), 2 * num_rows, generator)]
+    if probes is not None:
+        rows = _without_probes(problem, rows, probes)
+    if len(rows) < num_rows:
+        return queries
+    return rows[held_out_rows(len(rows), num_rows, generator)]
 
 
 def _query_mask(problem: Problem, key_mask: Array | None) -> Array | None:
     """Tokens that count as queries to fit to: those that count as keys, where the axes agree."""
+    if problem.query.shape[-2] != problem.key.shape[-2]:
+        return None
     if key_mask is None or key_mask.ndim == 1:
         return key_mask
     axes = tuple(problem.query.shape[:-1])
@@ -277,11 +335,10 @@ def _without_probes(
     """Rows whose query is no probe of the first head: a map is fitted to its probes."""
     first = (0,) * (problem.query.ndim - 2)
     index = problem.xp.asarray(rows, device=array_api_compat.device(problem.query))
-    taken = problem.xp.take(problem.query[first], index, axis=-2)
+    taken = problem.xp.take(problem.query[(*first, ...)], index, axis=-2)
     queries = _checks.to_numpy(problem.xp.astype(taken, problem.dtype)).astype(np.float64)
-    known = probes[(0,) * (probes.ndim - 2)]
-    fresh = ~(queries[:, None, :] == known).all(axis=-1).any(axis=-1)
-    return rows[fresh] if fresh.any() else rows
+    known = {probe.tobytes() for probe in probes[(0,) * (probes.ndim - 2)]}
+    return rows[[query.tobytes() not in known for query in queries]]
 
 
 def _window(problem: Problem) -> int | None:

@@ -70,7 +70,7 @@ FLAGGED: dict[str, Callable[..., Any]] = {
         *TOKENS, maps.EluFeatures(), **flag
     ),
     "diagnostics.held_out_error": lambda **flag: linattn.diagnostics.held_out_error(
-        QKV[2], *QKV, **flag
+        QKV[2], query=QKV[0], key=QKV[1], value=QKV[2], **flag
     ),
     "diagnostics.attended_norms": lambda **flag: linattn.diagnostics.attended_norms(
         *TOKENS, **flag

@@ -29,7 +29,7 @@ SIGNATURES = {
         "(query, key, value, *, is_causal=False, key_mask=None, scale=None, tolerance=None, "
         "rng=None, return_report=False)"
     ),
-    "AttentionReport": "(method, num_features, exact_window, error, cost)",
+    "AttentionReport": "(method, num_features, exact_window, error, cost, bound)",
     "CoresetAttention": "(num_entries=64, *, block_size=32, scale=None, rng=None)",
     "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None)",
     "CoresetAttention.step": "(self, query, key, value)",
@@ -84,12 +84,12 @@ SIGNATURES = {
         "(query, key, *, scale=None, is_causal=False, key_mask=None, num_samples=128)"
     ),
     "diagnostics.held_out_error": (
-        "(output, query, key, value, *, is_causal=False, key_mask=None, scale=None, num_rows=64, "
-        "rows=None, rng=None)"
+        "(output, *, query, key, value, is_causal=False, key_mask=None, scale=None, num_rows=64, "
+        "rows=None, probability=0.95, rng=None)"
     ),
     "diagnostics.held_out_rows": "(length, num_rows, rng=None, exclude=None)",
     "diagnostics.AttendedNorms": "(percentiles, logit_range, num_features)",
-    "diagnostics.HeldOutError": "(relative, mean_square, rows)",
+    "diagnostics.HeldOutError": "(relative, mean_square, rows, bound)",
     "diagnostics.RelativeVariance": "(mean, median, percentiles, bias, verdict)",
     "diagnostics.Recommendation": "(num_features, per_head, hopeless, verdict)",
     "diagnostics.OutputError": (

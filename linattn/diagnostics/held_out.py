@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import log
 from typing import NamedTuple
 
 import array_api_compat
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks, _generic
+from linattn import _checks, _dispatch, _generic
 from linattn._blocks import blocks, divide, token_block, v1_block
 from linattn._problem import exact_problem
 from linattn.diagnostics._shared import Floats
@@ -17,8 +18,8 @@ from linattn.typing import Array, Partial, Problem, Tokens
 
 __all__ = ["HeldOutError", "held_out_error", "held_out_rows"]
 
-BLOCK = 1024
-"""Keys that the rows are computed against at a time."""
+BLOCK, ROWS = 512, 256
+"""Keys and rows that are computed at a time: their logits stay in the cache."""
 
 
 class HeldOutError(NamedTuple):
@@ -34,11 +35,16 @@ class HeldOutError(NamedTuple):
         have been drawn.
     rows : ndarray of int, (h,)
         Which rows.
+    bound : ndarray, (...)
+        Upper bound of the relative error over all rows that could have been drawn, each at the
+        probability that was asked for; ``relative`` where the rows are all there are, inf for a
+        single one of many.
     """
 
     relative: Floats
     mean_square: Floats
     rows: NDArray[np.intp]
+    bound: Floats
 
 
 def held_out_rows(
@@ -91,15 +97,16 @@ def held_out_rows(
 @_checks.on_array_device
 def held_out_error(
     output: Array,
+    *,
     query: Array,
     key: Array,
     value: Array,
-    *,
     is_causal: bool = False,
     key_mask: Array | None = None,
     scale: float | None = None,
     num_rows: int = 64,
     rows: ArrayLike | None = None,
+    probability: float = 0.95,
     rng: Seed = None,
 ) -> HeldOutError:
     r"""Error of any approximation of softmax attention, from a few rows computed exactly.
@@ -115,7 +122,8 @@ def held_out_error(
     output : array, (..., L, e)
         What the approximation gave.
     query, key, value : array, (..., L, d), (..., S, d), (..., S, e)
-        Its inputs, of the same library, dtype and device.
+        Its inputs, of the same library, dtype and device. By name only: four arrays that may have
+        one shape would be confused without a word.
     is_causal : bool, optional
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
@@ -126,6 +134,8 @@ def held_out_error(
         h; default 64. All rows where there are fewer.
     rows : array_like of int, optional
         R itself, instead of a draw.
+    probability : float, optional
+        That of the bound, between 0 and 1. Default 0.95.
     rng : int, Generator, SeedSequence or None, optional
         Seed of the draw.
 
@@ -136,7 +146,8 @@ def held_out_error(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.softmax_attention`; an output of another shape; rows out of range.
+        As :func:`linattn.softmax_attention`; an output of another shape; rows out of range; a
+        probability that is none.
 
     Notes
     -----
@@ -144,8 +155,27 @@ def held_out_error(
     of a map fitted to these queries (``exclude`` of :func:`held_out_rows`).
     The mean square is then unbiased over draws of R. On the shipped sample (landmarks, with and
     without a window; rows that are no probes) 98 in 100 estimates of a head's relative error are
-    within .70 and 1.23 times it. Time O(h S (d + e)), memory O(h (d + e)) and a block of keys,
-    whatever the length.
+    within .70 and 1.23 times it.
+
+    The bound is Bernstein's inequality for the residuals of the ratio. With
+    ``a_i = |o_i - o*_i|^2``, ``b_i = |o*_i|^2``, ``r_i = a_i - relative^2 b_i`` and
+    ``l = -log(1 - probability)``,
+
+    .. math::
+        \mathrm{bound}^2 = \frac{\bar a + \sqrt{2 l \, \overline{r^2} / h}
+        + l \max_i r_i / h}{\bar b} .
+
+    What the inequality wants to be known, the variance and the largest of all residuals, is taken
+    from the rows; for that its last term counts three times. So the bound allows for rows unlike
+    those seen, a share of l / h of them and each as bad as the worst seen, and not for fewer that
+    are worse: no draw of h rows can tell of these. ``benchmarks/tolerance.py`` measures it.
+
+    Time O(h S (d + e)), memory O(h (d + e)) and a block of keys, whatever the length.
+
+    References
+    ----------
+    Bounds with estimated variance: Audibert, Munos, Szepesvari, "Exploration-exploitation
+    tradeoff using variance estimates in multi-armed bandits" (2009), theorem 1.
     """
     xp, (output, query, key, value) = _checks.check_arrays(
         output=output, query=query, key=key, value=value
@@ -154,6 +184,10 @@ def held_out_error(
     L, e = query.shape[-2], value.shape[-1]
     if tuple(output.shape) != (*problem.lead, L, e):
         message = f"output must have shape {(*problem.lead, L, e)}, got {tuple(output.shape)}"
+        raise ValueError(message)
+    probability = _checks.check_finite_number("probability", probability, positive=True)
+    if probability >= 1:
+        message = f"probability must be between 0 and 1, got {probability}"
         raise ValueError(message)
     if rows is None:
         num_rows = _checks.check_positive_int("num_rows", num_rows)
@@ -165,32 +199,62 @@ def held_out_error(
             message = f"rows must be numbers of queries from 0 to {L - 1}, got {rows!r}"
             raise ValueError(message)
         chosen = chosen.astype(np.intp)
-    with _generic.quiet():
+    with _generic.quiet(), _dispatch.limited_threads():
+        exact = _checks.to_numpy(_exact_rows(chosen, problem)).astype(np.float64)
         index = xp.asarray(chosen, device=array_api_compat.device(query))
-        exact = _checks.to_numpy(_exact_rows(index, problem)).astype(np.float64)
         taken = xp.astype(xp.take(output, index, axis=-2), problem.dtype)
         given = _checks.to_numpy(taken).astype(np.float64)
         # In float64: squares of small and large values leave the range of float32.
-        square = np.sum((given - exact) ** 2, axis=(-2, -1))
-        unit = np.sum(exact**2, axis=(-2, -1))
-        relative = np.where(square == 0, 0.0, np.sqrt(square / unit))
-        return HeldOutError(relative, square / max(len(chosen), 1), chosen)
+        squares = np.sum((given - exact) ** 2, axis=-1)
+        units = np.sum(exact**2, axis=-1)
+        square, unit = np.sum(squares, axis=-1), np.sum(units, axis=-1)
+        mean_square = square / max(len(chosen), 1)
+        ratio = np.where(square == 0, 0.0, square / unit)
+        relative = bound = np.sqrt(ratio)
+        if len(np.unique(chosen)) < L:
+            margin = _margin(squares - ratio[..., None] * units, -log(1 - probability))
+            square = max(len(chosen), 1) * (mean_square + margin)
+            bound = np.where(square == 0, 0.0, np.sqrt(square / unit))
+        return HeldOutError(relative, mean_square, chosen, bound)
 
 
-def _exact_rows(index: Array, problem: Problem) -> Array:
+def _margin(residuals: Floats, level: float) -> Floats:
+    """Bound what a mean square lacks: Bernstein's inequality with what the rows show."""
+    h = residuals.shape[-1]
+    if h < 2:
+        return np.full(residuals.shape[:-1], np.inf)
+    variance = np.mean(residuals**2, axis=-1)
+    largest = np.max(residuals, axis=-1)
+    return np.asarray(np.sqrt(2 * level * variance / h) + level * largest / h)
+
+
+def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
     """Softmax attention of some queries, over blocks of keys."""
     xp, device = problem.xp, array_api_compat.device(problem.query)
-    taken = xp.take(problem.query, index, axis=-2)
-    rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
-    part: Partial | None = None
-    for block in blocks(problem.key.shape[-2], BLOCK):
-        visible = None
-        if problem.is_causal:
-            visible = xp.arange(block.start, block.stop, device=device) <= index[:, None]
-        tokens, v1 = token_block(problem, "key", block, 0), v1_block(problem, block)
-        more = _generic.exact_block(problem.query_spec, rows, tokens, v1, visible)
-        part = more if part is None else _generic.combine(part, more)
-    if part is None:
-        shape = (*problem.lead, index.shape[0], problem.value.shape[-1])
+    exact_block = _dispatch.block_function("exact_block", xp)
+    exact_more = _dispatch.block_function("exact_more", xp)
+    outputs: list[Array] = []
+    for some in blocks(len(chosen), ROWS):
+        first, last = int(chosen[some].min()), int(chosen[some].max())
+        index = xp.asarray(chosen[some], device=device)
+        taken = xp.take(problem.query, index, axis=-2)
+        rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
+        part: Partial | None = None
+        for block in blocks(last + 1 if problem.is_causal else problem.key.shape[-2], BLOCK):
+            keys, v1 = token_block(problem, "key", block, 0), v1_block(problem, block)
+            visible = None
+            if problem.is_causal and block.stop > first + 1:
+                visible = xp.arange(block.start, block.stop, device=device) <= index[:, None]
+            if part is None:
+                part = exact_block(problem.query_spec, rows, keys, v1, visible)
+            elif visible is None:
+                part = exact_more(problem.query_spec, rows, keys, v1, part)
+            else:
+                more = exact_block(problem.query_spec, rows, keys, v1, visible)
+                part = _generic.combine(part, more)
+        if part is not None:
+            outputs.append(divide(part))
+    if not outputs:
+        shape = (*problem.lead, len(chosen), problem.value.shape[-1])
         return xp.zeros(shape, dtype=problem.dtype, device=device)
-    return divide(part)
+    return xp.concat(outputs, axis=-2)

@@ -437,7 +437,7 @@ class LandmarkFeatures(BaseFeatureMap):
         """Warn of keys among which the probes find other normalizers than those fitted to.
 
         A few probes tell: keys rounded to bfloat16 are .016 off on the shipped sample, those of the
-        other layer or half 1 and more, unlike draws of 8,192 Gaussian keys .05.
+        other layer or half 1 and more, fresh draws of 8,192 Gaussian keys about .05.
         """
         if not is_concrete(problem.key):
             return
@@ -460,7 +460,7 @@ class LandmarkFeatures(BaseFeatureMap):
                 f"to exp({largest:.2g}); fit it to this sequence, or ignore this warning where its "
                 f"landmarks are meant for other keys"
             )
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warnings.warn(message, UserWarning, stacklevel=4)
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential | Corrected:
         """Spec of the query side: ``exp(s q.b_c)``."""
