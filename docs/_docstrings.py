@@ -12,6 +12,7 @@ ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 CITED = re.compile(r"(\[\d+\])_")
 CITATION = re.compile(r"^( *)\.\. (\[\d+\])", re.MULTILINE)
 LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
+CALLED_BY_USERS = {"__call__"}
 SEE_ALSO = re.compile(r"(?<=^See Also\n--------\n)(?:.+\n)+", re.MULTILINE)
 
 
@@ -35,9 +36,11 @@ def _list(match: re.Match[str]) -> str:
 
 
 class MarkdownDocstrings(griffe.Extension):
-    """Translates every docstring before it is parsed."""
+    """Translates every docstring before it is parsed, and leaves special methods out."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Replace the docstring of an object that has been read."""
+        if obj.is_special and obj.name not in CALLED_BY_USERS:
+            obj.public = False
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)

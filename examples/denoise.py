@@ -43,7 +43,7 @@ try:
 
     import linattn
 except ModuleNotFoundError as error:
-    print(f"denoise.py needs {error.name}: pip install 'linattn[examples]'", file=sys.stderr)
+    print(f"denoise.py needs {error.name}: pip install '.[examples]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 Floats = NDArray[np.float32]
@@ -270,7 +270,7 @@ def command(
 
         original = load_picture()
     except ModuleNotFoundError as error:
-        message = f"denoise.py needs {error.name}: pip install 'linattn[examples]'"
+        message = f"denoise.py needs {error.name}: pip install '.[examples]'"
         typer.echo(message, err=True)
         raise typer.Exit(2) from None
     if out is not None:

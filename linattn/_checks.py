@@ -25,6 +25,8 @@ from linattn.typing import (
     ColumnMeans,
     Corrected,
     Exponential,
+    FeatureMap,
+    Features,
     MapSpec,
     Normalized,
     Pointwise,
@@ -37,6 +39,7 @@ __all__ = [
     "are_plain",
     "check_array",
     "check_arrays",
+    "check_features",
     "check_finite_number",
     "check_flag",
     "check_key_mask",
@@ -436,6 +439,29 @@ def _spec_lead(spec: MapSpec) -> tuple[int, ...]:
         if array is not None and not isinstance(array, float):
             shapes.append(tuple(array.shape[:-axes]))
     return np.broadcast_shapes(*shapes)
+
+
+def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) -> Features:
+    """Check that a map has made features of tokens ``(..., n, d)`` of the library of ``x``."""
+    if not isinstance(features, Features):
+        message = (
+            f"{name} must be linattn.typing.Features(log, values), got "
+            f"{type(features).__name__}; return Features(None, values) for features as they are"
+        )
+        raise TypeError(message)
+    log, values = features
+    n, m = x.shape[-2], feature_map.num_features or x.shape[-1]
+    wide = log if values is None else values
+    shapes: Any = [None if part is None else tuple(part.shape) for part in features]
+    fits = wide is not None and tuple(wide.shape[-2:]) == (n, m)
+    if not fits or (values is not None and log is not None and shapes[0][-2:] != (n, 1)):
+        message = (
+            f"{name} must have values (..., {n}, {m}) and log None or (..., {n}, 1), or values "
+            f"None and log (..., {n}, {m}), for {n} tokens and num_features="
+            f"{feature_map.num_features}, got values {shapes[1]} and log {shapes[0]}"
+        )
+        raise ValueError(message)
+    return features
 
 
 def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:

@@ -26,6 +26,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from linattn._extras import remedy
+
 __all__ = [
     "chi_quantiles",
     "count_pairs",
@@ -59,7 +61,7 @@ def scipy_special(sampler: str) -> Any:
     try:
         from scipy import special
     except ImportError as error:
-        msg = f"the sampler {sampler!r} needs SciPy, in the extra qmc: pip install 'linattn[qmc]'"
+        msg = f"the sampler {sampler!r} needs SciPy, in the extra qmc: {remedy('qmc')}"
         raise ImportError(msg) from error
     return special
 

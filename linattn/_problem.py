@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from linattn.typing import (
     Corrected,
     Exact,
     FeatureMap,
+    Features,
     MapSpec,
     Opaque,
     Problem,
@@ -55,25 +57,30 @@ def map_columns(feature_map: FeatureMap, name: str, dim: int) -> int:
             f"{dim}"
         )
         raise ValueError(message)
-    return dim if feature_map.num_features is None else feature_map.num_features
+    m = feature_map.num_features
+    return dim if m is None else _checks.check_positive_int("feature_map.num_features", m)
 
 
-def map_specs(
-    feature_map: FeatureMap, xp: ModuleType, dtype: Any, device: Any
-) -> tuple[MapSpec, MapSpec]:
+def map_specs(feature_map: Any, xp: ModuleType, dtype: Any, device: Any) -> tuple[MapSpec, MapSpec]:
     """Specs of the query and the key side, with parameters on the device."""
-    if hasattr(feature_map, "specs"):
-        return feature_map.specs(xp, dtype, device)  # type: ignore[no-any-return]
+    if getattr(feature_map, "_keeps_specs", False):
+        specs: tuple[MapSpec, MapSpec] = feature_map.specs(xp, dtype, device)
+        return specs
     if hasattr(feature_map, "query_spec") and hasattr(feature_map, "key_spec"):
         return feature_map.query_spec(xp, dtype, device), feature_map.key_spec(xp, dtype, device)
+    sides = ("query_features", "key_features")
+    query, key = (Opaque(_checked(feature_map, name)) for name in sides)
+    return query, key
 
-    def query_features(tokens: Tokens) -> Any:
-        return feature_map.query_features(tokens.x)
 
-    def key_features(tokens: Tokens) -> Any:
-        return feature_map.key_features(tokens.x)
+def _checked(feature_map: FeatureMap, name: str) -> Callable[[Tokens], Features]:
+    """Return a method of a map that is not linattn's, with its result checked."""
+    method = getattr(feature_map, name)
 
-    return Opaque(query_features), Opaque(key_features)
+    def features(tokens: Tokens) -> Features:
+        return _checks.check_features(f"{name}(x)", method(tokens.x), tokens.x, feature_map)
+
+    return features
 
 
 def _check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, remedy: str) -> None:
@@ -276,9 +283,9 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     problem = _described(
         xp, query, key, value, feature_map, is_causal=True, state=state, state_name="state"
     )
-    # Maps with ``specs`` keep what they return, and never change; what other libraries' arrays
-    # make may belong to a trace.
-    if hasattr(feature_map, "specs") and _checks.are_plain(given):
+    # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
+    # belong to a trace.
+    if getattr(feature_map, "_keeps_specs", False) and _checks.are_plain(given):
         bare = problem.but(query=None, key=None, value=None, state=None)
         _last.set(_Step(feature_map, settings, kinds, bare))
     return problem

@@ -61,12 +61,28 @@ JAX_FILES = {
 }
 
 
+# The subset `pytest -m quick`: what most changes break first, in half a minute on two cores.
+QUICK_FILES = {
+    "test_decoding.py",
+    "test_files.py",
+    "test_landmarks.py",
+    "test_public_api.py",
+    "test_reference.py",
+    "test_state.py",
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave JAX in all other files to the profile `fresh`.
+    """Mark the subsets, and leave JAX in all files but those above to the profile `fresh`.
 
     JAX compiles each operation for each shape, seconds a test; Dask, which takes the same path
     without branches on data, is in all of them.
     """
+    for item in items:
+        if item.path.name in QUICK_FILES and not {"torch", "jax", "dask"} & _libraries(item):
+            item.add_marker("quick")
+        if "emulator" in getattr(item, "fixturenames", ()):
+            item.add_marker("emulator")
     if PROFILE == "fresh":
         return
     slow = [item for item in items if item.path.name not in JAX_FILES and _on_jax(item)]
@@ -75,8 +91,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _on_jax(item: pytest.Item) -> bool:
+    return "jax" in _libraries(item)
+
+
+def _libraries(item: pytest.Item) -> set[str]:
+    """Parts of the name of a test's case, among them that of its array library."""
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and "jax" in callspec.id.split("-")
+    return set() if callspec is None else set(callspec.id.split("-"))
 
 
 @dataclass(frozen=True)

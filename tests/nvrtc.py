@@ -69,6 +69,18 @@ def _check(status: int) -> None:
         raise CompilationError(message)
 
 
+def arguments(options: Mapping[str, str | int], arch: str, *, include: Path) -> list[str]:
+    """Return the options with which CuPy compiles a kernel, but for the paths of its headers."""
+    return [
+        "-std=c++17",
+        f"-I{include}",
+        *(f"-D{macro}={value}" for macro, value in sorted(options.items())),
+        "-ftz=true",
+        f"-arch={arch}",
+        "--device-as-default-execution-space",
+    ]
+
+
 def compile_kernel(
     source_path: Path, options: Mapping[str, str | int], arch: str, *, include: Path
 ) -> dict[str, Resources]:
@@ -95,15 +107,9 @@ def compile_kernel(
     text, name = source_path.read_bytes(), source_path.name.encode()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
     try:
-        arguments = [
-            f"--gpu-architecture={arch}",
-            "--std=c++17",
-            f"--include-path={include}",
-            "--ptxas-options=-v",
-            *(f"--define-macro={macro}={value}" for macro, value in options.items()),
-        ]
-        encoded = (ctypes.c_char_p * len(arguments))(*(a.encode() for a in arguments))
-        status = nvrtc.nvrtcCompileProgram(program, len(arguments), encoded)
+        given = [*arguments(options, arch, include=include), "--ptxas-options=-v"]
+        encoded = (ctypes.c_char_p * len(given))(*(argument.encode() for argument in given))
+        status = nvrtc.nvrtcCompileProgram(program, len(given), encoded)
         size = ctypes.c_size_t()
         _check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
         log = ctypes.create_string_buffer(size.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
@@ -21,12 +22,14 @@ import linattn.testing
 import linattn.testing.moments
 import linattn.testing.strategies
 from linattn import feature_maps as maps
+from linattn.typing import Features
 
 QUERY, KEY, VALUE = np.random.default_rng(0).standard_normal((3, 6, 4))
 QKV = (QUERY, KEY, VALUE)
 TOKENS = (QUERY, KEY)
 LANDMARKS = maps.LandmarkFeatures.fit(*TOKENS, num_features=2, num_probes=4, rng=0)
 PROJECTION = np.ones((3, 4))
+any_map: Any = maps  # so that no type checker sees what is wrong
 
 
 def _batches(**flag: Any) -> Any:
@@ -240,3 +243,121 @@ ONE_HEAD = QKV[1][None, :5, :]
 def test_a_mask_does_not_widen_the_keys(call, shape):
     with pytest.raises(ValueError, match=r"key_mask must have shape \(5,\).*got \("):
         call(np.ones(shape, dtype=bool))
+
+
+# Maps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: any_map.LandmarkFeatures(64), TypeError, r"LandmarkFeatures\.fit\(query, key\)"),
+        (lambda: any_map.CalibratedFeatures(64), TypeError, r"CalibratedFeatures\.calibrate"),
+        (lambda: any_map.PositiveFeatures(64, seed=0), TypeError, "a seed is given as rng="),
+        (lambda: any_map.EluFeatures(seed=0), TypeError, "takes dim, scale: .*'seed'$"),
+        (
+            lambda: any_map.PositiveFeatures(),
+            TypeError,
+            "takes dim, num_features, .*: missing .*'dim'",
+        ),
+        (
+            lambda: any_map.PolynomialFeatures(64, 10),
+            ValueError,
+            "make 718,406,958,841; take a lower",
+        ),
+        (lambda: any_map.TaylorFeatures(64, 8), ValueError, "at most 1,048,576 columns"),
+        (lambda: any_map.PolynomialFeatures(1, 2000), ValueError, "degree must be at most 1000"),
+        (lambda: any_map.TaylorFeatures(1, 500), ValueError, "order must be at most 170"),
+        (
+            lambda: any_map.Reparametrized(maps.PositiveFeatures),
+            TypeError,
+            "got the class Positive",
+        ),
+    ],
+)
+def test_maps_say_what_they_take(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_columns_of_a_polynomial_up_to_the_bound():
+    assert maps.PolynomialFeatures(64, 4).num_features == 814_385
+    assert maps.PolynomialFeatures(2, 1000).num_features == 501_501
+    assert maps.TaylorFeatures(1, 170).num_features == 171
+
+
+class Mine:
+    """A map of the user's, with what its methods return given."""
+
+    num_features = 8
+    specs = "one pair, left and right"
+
+    def __init__(self, make):
+        self.make = make
+
+    def query_features(self, x):
+        return self.make(x)
+
+    key_features = query_features
+
+
+def _wide(x):
+    return np.concatenate([x * x, np.ones_like(x)], axis=-1)
+
+
+def _ways(feature_map):
+    """Ways in which a map's features are asked for."""
+    state = linattn.init_state(feature_map, 4, like=QUERY)
+    return [
+        lambda: linattn.linear_attention(*QKV, feature_map),
+        lambda: linattn.linear_attention(*QKV, feature_map, is_causal=True),
+        lambda: linattn.update_state(state, KEY, VALUE, feature_map),
+        lambda: linattn.decode_step(QUERY[0], KEY[0], VALUE[0], state, feature_map),
+        lambda: linattn.Decoder(feature_map, state).step(QUERY[0], KEY[0], VALUE[0]),
+    ]
+
+
+def test_an_attribute_named_specs_is_the_users():
+    feature_map = Mine(lambda x: Features(None, _wide(x)))
+    for is_causal in (False, True):
+        output = linattn.linear_attention(*QKV, feature_map, is_causal=is_causal)
+        expected = linattn.reference.kernel_attention(*QKV, feature_map, is_causal=is_causal)
+        np.testing.assert_allclose(output, expected, atol=1e-12)
+    for call in _ways(feature_map):
+        call()
+
+
+@pytest.mark.parametrize("backends", [True, False], ids=["numpy", "generic"])
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (_wide, TypeError, r"Features\(log, values\), got ndarray; return Features\(None, values"),
+        (lambda x: (None, _wide(x)), TypeError, "got tuple"),
+        (lambda x: None, TypeError, "got NoneType"),
+        (lambda x: Features(None, x), ValueError, r"8\), .* num_features=8, got values \(\d, 4\)"),
+        (lambda x: Features(x, None), ValueError, r"got values None and log \(\d, 4\)"),
+        (lambda x: Features(None, None), ValueError, "got values None and log None"),
+        (lambda x: Features(_wide(x), _wide(x)), ValueError, r"log None or \(\.\.\., \d, 1\)"),
+        (lambda x: Features(None, _wide(x)[..., :1, :].mean(-2)), ValueError, r"got values \(8,\)"),
+    ],
+    ids=["array", "tuple", "none", "narrow", "narrow log", "empty", "two", "flat"],
+)
+def test_features_of_the_users_maps_are_checked(make, error, said, backends):
+    with contextlib.nullcontext() if backends else linattn.without_backends():
+        for call in _ways(Mine(make)):
+            with pytest.raises(error, match=r"^(query|key)_features\(x\) must .*" + said):
+                call()
+
+
+@pytest.mark.parametrize("wrong", [8.0, "8", 0, True])
+def test_the_number_of_features_of_the_users_maps_is_checked(wrong):
+    feature_map = Mine(lambda x: Features(None, _wide(x)))
+    feature_map.num_features = wrong
+    with pytest.raises((TypeError, ValueError), match=r"feature_map\.num_features must be"):
+        linattn.linear_attention(*QKV, feature_map)
+
+
+def test_dir_shows_what_is_for_users():
+    shown = set(dir(linattn))
+    assert shown >= set(linattn.__all__)
+    assert not shown & {"Any", "TYPE_CHECKING", "annotations", "importlib"}

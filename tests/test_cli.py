@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import pty
+import re
 import shlex
 import subprocess
 import sys
@@ -23,7 +25,19 @@ from typer.testing import CliRunner
 
 import linattn
 from linattn import reference
-from linattn.cli import compare, info, inputs, methods, report, run, sweep, tables, timing
+from linattn.cli import (
+    compare,
+    info,
+    inputs,
+    methods,
+    plots,
+    report,
+    run,
+    sweep,
+    tables,
+    timing,
+)
+from linattn.cli import text as texts
 from linattn.cli.app import app
 from linattn_cupy import hardware
 
@@ -61,13 +75,15 @@ def small(file):
     return inputs.load(file)
 
 
-def row(method, median, *, is_baseline=False, held_out=False, num_features=None):
+def row(method, median, *, is_baseline=False, held_out=False, num_features=None, exact_share=0.0):
     return compare.Row(
         method=method,
         label=method.upper(),
         num_features=num_features,
         is_baseline=is_baseline,
         held_out=held_out,
+        exact_share=exact_share,
+        failure="",
         median=median,
         percentile_90=median,
         heads=((median,),),
@@ -192,9 +208,11 @@ class TestCompare:
         assert heads[0] == heads[1]
 
     def test_good_enough_map(self, tmp_path):
-        """Queries of zero attend uniformly: FAVOR+ with many columns does nearly the same."""
-        path = save(tmp_path / "in.npz", query=np.zeros((20, 8)), key=np.full((20, 8), 0.01))
-        options = ["--maps", "favor+,elu+1", "--num-features", "256", "--lengths", "8"]
+        """Short queries and keys: FAVOR+ with many columns is near, uniform attention is not."""
+        rng = np.random.default_rng(0)
+        query, key = (0.6 * rng.standard_normal((20, 8)) for _ in range(2))
+        path = save(tmp_path / "in.npz", query=query, key=key)
+        options = ["--maps", "favor+,elu+1", "--num-features", "4096", "--lengths", "8"]
         result = call("compare", "--input", path, *options, "--out", tmp_path / "out")
         assert result.exit_code == 0, result.output
         assert (
@@ -202,11 +220,136 @@ class TestCompare:
             in result.stdout.splitlines()[-1]
         )
 
+    def test_a_window_over_all_keys_is_no_approximation(self, tmp_path):
+        """64 tokens in blocks of 32: every key is near, so that no error is left to be seen."""
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 2, 64, 16), np.float32)
+        path = save(tmp_path / "in.npz", query=query, key=key, value=value)
+        options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
+        assert verdict["use"] == "exact"
+        assert not verdict["good_enough"]
+        assert "window" not in verdict["best"]
+        assert "measure them on more tokens" in verdict["sentence"]
+        assert "0.000†" in result.stdout or "e-07†" in result.stdout
+        told = " ".join(result.stdout.split())
+        assert "† more than 50% of the pairs need no approximation" in told
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"query": np.zeros((20, 8))}, "query is all zero"),
+            ({"key": np.zeros((20, 8))}, "key is all zero"),
+            ({"value": np.zeros((20, 4))}, "value is all zero"),
+            (
+                {"key": np.ones((1, 8)), "value": np.ones((1, 4)), "query": np.ones((1, 8))},
+                "there is one key only",
+            ),
+            (
+                {"value": 1 + 0.01 * np.eye(20, 4)},
+                "even uniform attention has a median error of 0.0",
+            ),
+        ],
+        ids=["query", "key", "value", "one token", "values alike"],
+    )
+    def test_inputs_on_which_any_map_would_do(self, tmp_path, change, reason):
+        path = save(tmp_path / "in.npz", **change)
+        options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.splitlines()[-1].startswith(f"Verdict: none: {reason}")
+        verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
+        assert (verdict["best"], verdict["use"], verdict["good_enough"]) == (None, "", False)
+
+    def test_one_is_singular(self, tmp_path):
+        one = {name: np.ones((1, 8)) for name in ("query", "key", "value")}
+        path = save(tmp_path / "in.npz", **one)
+        options = ["--maps", "relu", "--lengths", "1", "--out", tmp_path]
+        result = call("compare", "--input", path, *options)
+        assert "1 head, 1 token, dim 8" in result.stdout
+        assert "each of 1 draw by" in " ".join(result.stdout.split())
+        assert "1 tokens" not in result.stdout
+        assert "1 heads" not in result.stdout
+
+    def test_swapped_axes_are_asked_about(self, tmp_path):
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 40, 4, 8), np.float32)
+        options = ["--maps", "relu,elu+1", "--lengths", "8", "--out", tmp_path]
+        path = save(tmp_path / "in.npz", query=query, key=key, value=value)
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        question = (
+            "query (40, 4, 8) is read as 40 heads of 4 tokens; did you mean 40 tokens of 4 heads? "
+            "Then save numpy.swapaxes(x, -3, -2) of each array"
+        )
+        assert question in result.stderr.splitlines()[0]
+        assert question in result.stdout.splitlines()[-1]
+        swapped = [np.swapaxes(x, -3, -2) for x in (query, key, value)]
+        save(path, query=swapped[0], key=swapped[1], value=swapped[2])
+        result = call("compare", "--input", path, *options)
+        assert result.stderr == ""
+        assert "did you mean" not in result.stdout
+
+    def test_a_method_that_fails_is_a_row(self, tmp_path):
+        """Logits of 1e9: landmarks refuse them, the others are measured all the same."""
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 2, 128, 32), np.float32)
+        path = save(tmp_path / "in.npz", query=2e5 * query, key=1e4 * key, value=value)
+        options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path / "out"]
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        text = " ".join(result.stdout.split())
+        assert "Failed: landmarks with 16 columns" in text
+        errors = json.loads((tmp_path / "out" / "compare.json").read_text())["errors"]
+        failed = {entry["method"] for entry in errors if entry["failure"]}
+        assert failed == {"landmarks", "landmarks+window"}
+        assert all(entry["median"] is None for entry in errors if entry["failure"])
+        only = call("compare", "--input", path, "--maps", "landmarks", *options)
+        TestErrors.check(only, "every map fails; landmarks with 16 columns: ")
+
+    def test_a_method_out_of_memory_is_a_row(self, small):
+        def attend(*arguments, **options):
+            raise MemoryError
+
+        greedy = methods.Method("greedy", "greedy", lambda *arguments: attend, False)
+        exact = small.value.astype(np.float64)
+        case = compare.Case(greedy, None)
+        found = compare.measure(case, small, exact, is_causal=False, seed=0, draws=3)
+        assert found.failure == "MemoryError"
+        assert found.median == math.inf
+        assert not found.may_win
+
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_nothing_is_cut_off(self, file, tmp_path, columns):
+        options = ["--num-features", "8", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", file, *options, COLUMNS=str(columns))
+        assert result.exit_code == 0, result.output
+        assert "…" not in result.stdout
+        for word in ("memory", "calibrated, window 32", "exact / map"):
+            assert word in result.stdout
+
     def test_only_maps_without_columns(self, file, tmp_path):
         options = ["--maps", "relu", "--lengths", "8", "--out", tmp_path]
         result = call("compare", "--input", file, *options)
         assert result.exit_code == 0, result.output
         assert "ReLU" in result.stdout
+
+    def test_points_that_fail_are_named(self, file, tmp_path, monkeypatch):
+        """Memory that does not suffice for the longest sequence costs a point, not the run."""
+        attend = linattn.linear_attention
+
+        def limited(query, *arguments, **options):
+            if query.shape[-2] > 64:
+                raise MemoryError
+            return attend(query, *arguments, **options)
+
+        monkeypatch.setattr(linattn, "linear_attention", limited)
+        options = ["--maps", "elu+1", "--lengths", "64,128", "--out", tmp_path]
+        result = call("compare", "--input", file, *options)
+        assert result.exit_code == 0, result.output
+        assert "Left out: elu + 1 at 128 tokens fails: MemoryError." in result.stdout
 
     def test_points_beyond_the_budget_are_named(self, file, tmp_path):
         options = ["--maps", "elu+1", "--lengths", "32,4096", "--time-budget", "0"]
@@ -258,7 +401,10 @@ BAD_FILES = {
     "folder": (lambda path: path.mkdir(), "cannot be read: Is a directory"),
     "empty": (lambda path: path.write_bytes(b""), "want an .npz file"),
     "text": (lambda path: path.write_text("hello\nworld"), "want an .npz file"),
-    "half a zip": (lambda path: path.write_bytes(save(path).read_bytes()[:700]), "want an .npz"),
+    "half a zip": (
+        lambda path: path.write_bytes(save(path).read_bytes()[:700]),
+        "want an .npz file of NumPy arrays (numpy.savez), got one that is cut off or damaged",
+    ),
     "corrupt": (_corrupt, "query cannot be read"),
     "pickled": (_pickled, "query cannot be read: Object arrays cannot be loaded"),
     "no arrays": (lambda path: np.savez(path), "missing: query, key, value; found: nothing"),
@@ -318,6 +464,17 @@ class TestErrors:
             (["--lengths", "-5"], "got '-5'"),
             (["--lengths", "99999999"], "got '99999999'"),
             (["--lengths", ","], "--lengths: want at least one whole number, got none"),
+            (
+                ["--lengths", "64,,128"],
+                "--lengths: want a whole number between any two commas, got '64,,128'",
+            ),
+            (["--num-features", "64,"], "want a whole number between any two commas, got '64,'"),
+            (["--maps="], "--maps: want at least one name, got none"),
+            (["--maps", "relu,,elu+1"], "want a name between any two commas, got 'relu,,elu+1'"),
+            (
+                ["--maps", "landmarks", "--num-features", "64"],
+                "--num-features: want at most 19 for landmarks on 20 keys, got 64 or more",
+            ),
             (["--num-features", "0"], "--num-features: want whole numbers from 1 to 65536"),
             (["--num-features", "65"], "hyperbolic with 65 columns: num_features"),
             (["--maps", "favour"], "--maps: want names out of favor+, hyperbolic"),
@@ -368,6 +525,11 @@ class TestErrors:
         result = call("compare", *words)
         assert result.exit_code == 2
         assert "Traceback" not in result.output
+        self.check(result, "; see linattn compare --help")
+
+    @pytest.mark.parametrize("words", [["nonsense"], ["--nonsense"], ["verify"]])
+    def test_usage_of_the_whole(self, words):
+        self.check(call(*words), " --help")
 
     def test_a_pickle_is_never_loaded(self, tmp_path):
         class Trap:
@@ -481,6 +643,81 @@ class TestVerdict:
     def test_what_was_judged_on_other_tokens_does_not_win(self):
         rows = [row("a", 0.2), row("b", 0.01, held_out=True)]
         assert compare.judge([*rows, UNIFORM, EXACT]).best == "a"
+
+    def test_exact_attention_that_is_faster_wins(self):
+        rows = [replace(row("a", 0.02, num_features=64), seconds=0.029), UNIFORM]
+        crossed = sweep.Crossover("crossed", 1723.0, (1024, 2048))
+        verdict = compare.judge([*rows, replace(EXACT, seconds=0.0062)], crossed)
+        assert (verdict.best, verdict.good_enough, verdict.use) == ("a", True, "exact")
+        assert (
+            "but exact attention is faster on these tokens (6.20 ms; the map 29.0 ms): "
+            "use exact softmax attention." in verdict.sentence
+        )
+        assert "faster one from about 1,700 tokens on" in verdict.sentence
+
+    def test_a_map_that_is_faster_wins(self):
+        rows = [replace(row("a", 0.02), seconds=0.002), UNIFORM, replace(EXACT, seconds=0.0062)]
+        verdict = compare.judge(rows)
+        assert verdict.use == "map"
+        assert verdict.sentence.endswith("it takes 2.00 ms, exact softmax attention 6.20 ms.")
+
+    @pytest.mark.parametrize("ratio", [0.93, 1.0, 1.08])
+    def test_a_tie_with_exact_attention(self, ratio):
+        rows = [replace(row("a", 0.02), seconds=0.01 * ratio), UNIFORM]
+        verdict = compare.judge([*rows, replace(EXACT, seconds=0.01)])
+        assert verdict.use == "exact"
+        assert "exact attention is about as fast on these tokens" in verdict.sentence
+
+    def test_ties_between_maps(self):
+        rows = [row("a", 0.05), replace(row("b", 0.08), seconds=1.05), row("c", 0.3), UNIFORM]
+        assert "tied in time with B)" in compare.judge([*rows, EXACT]).sentence
+        rows = [row("a", 0.3), row("b", 0.31), row("c", 0.32), row("d", 0.325), UNIFORM]
+        sentence = compare.judge([*rows, EXACT]).sentence
+        assert sentence.startswith("A is the best map (tied with B and C and 1 more) but not good")
+
+    def test_a_tie_with_uniform_attention(self):
+        sentence = compare.judge([row("a", 0.48), UNIFORM, EXACT]).sentence
+        assert "hardly better than uniform attention (median error 0.48 against 0.50)" in sentence
+
+    @pytest.mark.parametrize("share", [0.49, 0.51])
+    def test_what_approximated_little_does_not_win(self, share):
+        rows = [row("a", 0.2), row("b", 1e-7, exact_share=share), UNIFORM, EXACT]
+        verdict = compare.judge(rows)
+        assert verdict.best == ("b" if share < 0.5 else "a")
+        assert ("on more tokens" in verdict.sentence) == (share > 0.5)
+
+    def test_nothing_approximated_enough(self):
+        verdict = compare.judge([row("b", 1e-7, exact_share=1.0), UNIFORM, EXACT])
+        assert (verdict.best, verdict.use) == (None, "")
+        assert verdict.sentence.startswith("none: no map approximated enough to be judged.")
+
+    @pytest.mark.parametrize("length", [1, 31, 32, 64, 65, 96, 200, 256])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_share_of_exact_pairs(self, length, is_causal):
+        index = np.arange(length)
+        block = index // methods.WINDOW
+        seen = np.tril(np.ones((length, length))) if is_causal else np.ones((length, length))
+        near = np.abs(block[:, None] - block) <= 1
+        (window,) = (m for m in methods.METHODS if m.name == "landmarks+window")
+        want = (near * seen).sum() / seen.sum()
+        assert window.exact_share(length, 0, is_causal) == pytest.approx(want)
+        assert window.exact_share(length, length, is_causal) == 1
+
+    @pytest.mark.parametrize("length", [40, 96, 97, 200])
+    def test_a_coreset_of_few_tokens_holds_every_key(self, length):
+        """What is said to be exact is exact, and one block later it is not."""
+        (coreset,) = methods.select(("coreset",))
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 1, length, 4))
+        given = inputs.Inputs("", query, key, value)
+        exact = compare.exact_output(given, is_causal=True)
+        output = compare.prepare(compare.Case(coreset, 32), given, seed=0)(
+            query, key, value, is_causal=True
+        )
+        held = math.sqrt(coreset.exact_share(length, 32, True)) * length
+        error = np.abs(output - exact).max(axis=(0, 2))
+        assert error[: round(held)].max() < 1e-12
+        assert round(held) == length or error[round(held) :].max() > 1e-3
 
     def test_not_good_enough(self):
         verdict = compare.judge([row("a", 0.2), row("b", 0.11), UNIFORM, EXACT])
@@ -623,6 +860,65 @@ class TestMeasuring:
     )
     def test_durations(self, seconds, text):
         assert tables.duration(seconds) == text
+
+
+class TestPictures:
+    @staticmethod
+    def rows():
+        found = []
+        for index, method in enumerate(methods.METHODS):
+            middle = 0.02 * 1.4**index
+            for columns in (64, 128) if method.has_columns else (None,):
+                found.append(
+                    replace(
+                        row(method.name, middle, num_features=columns),
+                        label=method.label,
+                        heads=((middle / 2, middle / 1.5, middle, middle * 1.5, middle * 2),),
+                    )
+                )
+        return [*found, UNIFORM, EXACT]
+
+    def test_every_method_has_a_colour_of_its_own(self, small):
+        assert len(set(plots.COLORS)) == len(plots.COLORS) >= len(methods.METHODS)
+        figure = plots.error_figure(self.rows(), small, is_causal=False)
+        drawn = {bars[0].get_color() for bars in figure.axes[0].containers}
+        assert len(drawn) == len(methods.METHODS)
+
+    def test_quartiles_on_a_log_axis(self, small):
+        axes = plots.error_figure(self.rows(), small, is_causal=False).axes[0]
+        assert axes.get_yscale() == "log"
+        first = axes.containers[0]
+        (segment, _) = first[2][0].get_segments()
+        np.testing.assert_allclose(segment[:, 1], [0.02 / 1.5, 0.02 * 1.5])
+
+    def test_what_would_squeeze_the_others_is_named(self, small):
+        rows = self.rows()
+        rows[0] = replace(rows[0], median=37.1)
+        rows[2] = replace(rows[2], median=2e-7)
+        rows[4] = replace(rows[4], median=math.inf, failure="no")
+        figure = plots.error_figure(rows, small, is_causal=False)
+        low, high = figure.axes[0].get_ylim()
+        assert 1e-3 <= low < 0.02
+        assert 1 < high < 5
+        (note,) = figure.texts
+        told = " ".join(note.get_text().split())
+        assert told == (
+            "Not drawn: FAVOR+ 37.1 at 64; hyperbolic 2e-07 at 64; trigonometric failed at 64"
+        )
+
+    def test_ticks_of_time_are_of_one_format(self, small):
+        points = [sweep.Point("linear", 2**k, 3e-6 * 4**k, 1) for k in range(12)]
+        figure = plots.time_figure(sweep.Sweep("x", tuple(points), (), 1.0), small, is_causal=False)
+        figure.canvas.draw()
+        labels = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+        assert {"10 us", "100 us", "1 ms", "10 ms", "100 ms", "1 s", "10 s"} <= set(labels)
+        assert all(re.fullmatch(r"1(0|00|,000)? (us|ms|s)", label) for label in labels if label)
+
+    def test_a_curve_that_failed_is_named(self, small):
+        found = sweep.Sweep("x", (), (sweep.LeftOut("linear", 64, 0.0, "no memory"),), 1.0)
+        figure = plots.time_figure(found, small, is_causal=False)
+        assert figure.texts[0].get_text() == "Left out: x at 64 tokens (failed)"
+        assert tables.left_out_text(found) == "Left out: x at 64 tokens fails: no memory."
 
 
 class TestReport:
@@ -788,7 +1084,7 @@ class TestInfo:
         monkeypatch.setattr(linattn, "registered_backends", lambda: {"cupy": "json"})
         status = info.backends()[0]
         assert not status.runs
-        assert "cupy is not installed (pip install 'linattn[cuda13]'" in status.detail
+        assert "cupy is not installed (pip install '.[cuda13]' or" in status.detail
 
     def test_broken_backend(self, monkeypatch):
         backends = {"numpy": "no_such_backend", "json": "json"}
@@ -801,18 +1097,77 @@ class TestInfo:
 
     def test_threads_without_threadpoolctl(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "threadpoolctl", None)
-        assert "pip install 'linattn[threads]'" in info.threads()[-1]
+        assert "pip install '.[threads]'" in info.threads()[-1]
 
 
 class TestEntry:
+    BARE = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None\n"
+        "from linattn.cli import main; main()"
+    )
+
     def test_missing_extra(self):
         code = "import sys; sys.modules['rich'] = None; from linattn.cli import main; main()"
         result = python("-c", code)
         assert result.returncode == 2
         assert result.stdout == ""
         assert result.stderr.splitlines() == [
-            "linattn: error: the command needs rich: pip install 'linattn[cli]'"
+            "linattn: error: the command needs rich: pip install '.[cli]' in a clone of linattn; "
+            "without, there are --version and info"
         ]
+
+    def test_version_and_info_need_no_extra(self):
+        result = python("-c", self.BARE, "--version")
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout == f"linattn {linattn.__version__}\n"
+        result = python("-c", self.BARE, "info")
+        assert (result.returncode, result.stderr) == (0, "")
+        assert f"numpy (linattn_numpy)  yes: numpy {np.__version__}" in result.stdout
+        assert python("-c", self.BARE, "compare").returncode == 2
+
+    def test_no_arguments_show_the_help(self):
+        result = call()
+        assert result.exit_code == 0
+        assert result.stdout == call("--help").stdout
+
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_summaries_are_not_cut(self, columns):
+        text = call("--help", COLUMNS=str(columns)).stdout
+        assert text.count("\n  compare  ") == 1
+        assert "..." not in text[text.index("Commands:") :]
+
+    def test_list(self):
+        result = call("compare", "--list")
+        assert result.exit_code == 0
+        lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+        assert [name for name, _ in lines] == [method.name for method in methods.METHODS]
+        assert all(about for _, about in lines)
+
+    @pytest.mark.parametrize(
+        "words", [["compare", "--maps", "nonsense"], ["compare", "--nonsense"]]
+    )
+    def test_errors_on_a_terminal_break_between_words(self, words):
+        ours, theirs = pty.openpty()
+        subprocess.run(
+            [sys.executable, "-m", "linattn", *words],
+            stderr=theirs,
+            env=os.environ | {"COLUMNS": "60"},
+            timeout=60,
+        )
+        os.close(theirs)
+        text = os.read(ours, 10**5).decode()
+        os.close(ours)
+        lines = text.splitlines()
+        assert len(lines) > 1
+        assert max(map(len, lines)) <= 60
+        assert " ".join(lines) + "\n" == call(*words).stderr
+
+    @pytest.mark.parametrize("width", [20, 60])
+    def test_sentences_break_between_words(self, width):
+        told = "landmarks+window, at 1,024 tokens: numpy.swapaxes(x, -3, -2) is-not-broken"
+        lines = texts.wrap(told, width).splitlines()
+        assert " ".join(lines) == told
 
     def test_help_is_light(self):
         code = (

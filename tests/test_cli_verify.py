@@ -444,7 +444,7 @@ def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(verify, "find_spec", lambda name: None)
     result = call("PositiveFeatures")
     assert result.exit_code == 2
-    assert "pip install 'linattn[testing]'" in result.stderr
+    assert "pip install '.[testing]'" in result.stderr
 
 
 def test_every_announced_step_is_a_check():

@@ -197,7 +197,6 @@ def test_maps_are_values():
         assert other.fingerprint() != PHI.fingerprint()
     with pytest.raises(AttributeError, match="immutable"):
         PHI.max_length = 18
-    assert not PHI.associative
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from linattn_cupy import device
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 RUN = TESTS / "fake_gpu" / "run.sh"
@@ -121,6 +123,30 @@ def test_threads_that_are_the_first_to_call(on_simulated_driver, tmp_path):
         """,
         CUPY_CACHE_DIR=str(tmp_path),
     )
+
+
+def test_kernels_are_compiled_as_the_tests_compile_them(on_simulated_driver, nvrtc, tmp_path):
+    """What NVRTC is given, but for CuPy's own headers and the hash of the backend's."""
+    (given,) = on_simulated_driver(
+        """
+        from cupy.cuda import compiler
+        compile_now = compiler._NVRTCProgram.compile
+        seen = []
+        def noted(self, options=(), log_stream=None):
+            seen.append(options)
+            return compile_now(self, options, log_stream)
+        compiler._NVRTCProgram.compile = noted
+        options = device.compile_options({"WARPS": 8, "COLUMNS": 3})
+        code = (device.KERNELS / "features.cu").read_text()
+        cupy.RawModule(code=code, options=options).get_function("row_terms")
+        own = f"-I{device.KERNELS}"
+        other = "-DHEADERS=", "-I"
+        print(*(x for x in seen[-1] if x == own or not x.startswith(other)))
+        """,
+        CUPY_CACHE_DIR=str(tmp_path),
+    )
+    expected = nvrtc.arguments({"WARPS": 8, "COLUMNS": 3}, "sm_90", include=device.KERNELS)
+    assert given.split() == expected
 
 
 CARDS = {

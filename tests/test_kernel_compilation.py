@@ -6,7 +6,7 @@ import pytest
 
 from linattn_cupy.device import KERNELS
 
-ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 
 PLAIN = """
 #include "device.cuh"
@@ -63,6 +63,8 @@ SHIPPED = [
     ("fused.cu", fused(0, 0, HEAD_DIM=16, FEATURES=48, VALUE_TILE=16, WARPS=3), 128),
     ("fused.cu", fused(1, 0, HEAD_DIM=64, FEATURES=256, CHUNK=128), 160),
     ("fused.cu", fused(1, 2, HEAD_DIM=128, FEATURES=128, CHUNK=128, FP16=1), 160),
+    ("fused.cu", fused(1, 0, HEAD_DIM=64, FEATURES=256), 160),
+    ("fused.cu", fused(1, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 160),
     ("fused.cu", fused(2, 0, HEAD_DIM=64, FEATURES=256), 255),
     ("fused.cu", fused(2, 0, HEAD_DIM=64, FEATURES=256, FP16=1), 255),
     ("fused.cu", fused(2, 0, HEAD_DIM=128, FEATURES=256), 255),
@@ -73,6 +75,8 @@ SHIPPED = [
     ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=64, FEATURES=256, CHUNK=128), 160),
     ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=128, FEATURES=256, CHUNK=128, FP16=1), 200),
     ("gradients.cu", gradients(1, 2, 0, HEAD_DIM=128, FEATURES=128, CHUNK=128, FP16=1), 128),
+    ("gradients.cu", gradients(1, 0, 0, HEAD_DIM=64, FEATURES=256), 160),
+    ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=128, FEATURES=256, FP16=1), 200),
     ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=64, FEATURES=256), 255),
     ("gradients.cu", gradients(2, 0, 1, HEAD_DIM=64, FEATURES=256), 255),
     ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=128, FEATURES=256), 255),
@@ -126,7 +130,8 @@ def test_resources_of_kernels_that_fit(compiled, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_kernel_that_spills_is_seen(compiled, arch):
     kernel = compiled(SPILLING, arch)["spills"]
-    assert kernel.registers <= 32
+    # A multiprocessor of sm_120 has no room for two such blocks, whatever they spill.
+    assert kernel.registers <= (64 if arch == "sm_120" else 32)
     assert kernel.spill_bytes >= 200
     assert kernel.stack_bytes >= 200
 

@@ -23,6 +23,7 @@ EXTRAS = {
     "threads",
     "testing",
     "qmc",
+    "all",
     "test",
     "test-kernels",
     "lint",
@@ -121,12 +122,33 @@ def test_metadata_is_light_and_names_every_extra(metadata):
     assert unbounded == []
 
 
+def test_all_is_every_extra_of_users_but_the_gpu(metadata):
+    """The others are for work on linattn itself, or bring a CUDA that may not fit."""
+
+    def brought_by(*extras):
+        requirements = metadata.get_all("Requires-Dist", [])
+        marker = f"extra == .({'|'.join(extras)})."
+        return {item.split(";")[0] for item in requirements if re.search(marker, item)}
+
+    assert brought_by("all") == brought_by("cli", "threads", "testing", "qmc") != set()
+
+
 def test_test_extra_needs_no_framework_and_no_gpu(metadata):
     tested = [
         item for item in metadata.get_all("Requires-Dist", []) if re.search("extra == .test.", item)
     ]
     assert any(item.startswith("pytest>=9") for item in tested)
     assert not any(re.match(r"torch|jax|cupy", item) for item in tested)
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_cuda_extras_bring_what_kernels_are_compiled_with(metadata, cuda):
+    own = [
+        item.partition(";")[0].strip()
+        for item in metadata.get_all("Requires-Dist", [])
+        if item.endswith(f"extra == 'cuda{cuda}'")
+    ]
+    assert own == [f"cupy-cuda{cuda}x[ctk]>=14.0", "ml-dtypes>=0.5", "numpy>=2.1.2"]
 
 
 def test_licence_goes_with_the_wheel(metadata, dist_info):

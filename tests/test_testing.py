@@ -949,7 +949,7 @@ def test_missing_extra_is_named():
     program = "import sys; sys.modules['hypothesis'] = None; import linattn; import linattn.testing"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 1
-    assert "ImportError: linattn.testing needs hypothesis: pip install 'linattn[testing]'" in (
+    assert "ImportError: linattn.testing needs hypothesis: pip install '.[testing]'" in (
         finished.stderr
     )
 

@@ -14,6 +14,8 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command on ``sys.argv`` and exit.
 
+    ``--version`` and ``info``, which bug reports need, run without the extra.
+
     Raises
     ------
     SystemExit
@@ -22,12 +24,25 @@ def main() -> None:
     """
     missing = [name for name in ("typer", "rich", "matplotlib") if find_spec(name) is None]
     if missing:
-        print(
-            f"linattn: error: the command needs {', '.join(missing)}: pip install 'linattn[cli]'",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+        raise SystemExit(_without_extra(sys.argv[1:], missing))
 
     from linattn.cli.app import app
 
-    app(prog_name="linattn")
+    app()
+
+
+def _without_extra(arguments: list[str], missing: list[str]) -> int:
+    from linattn._extras import remedy
+    from linattn.cli import info
+    from linattn.cli.text import say
+
+    match arguments:
+        case ["--version"]:
+            print(info.version())
+        case ["info"]:
+            print(info.text())
+        case _:
+            needed = f"the command needs {', '.join(missing)}: {remedy('cli')}"
+            say(f"linattn: error: {needed}; without, there are --version and info", error=True)
+            return 2
+    return 0

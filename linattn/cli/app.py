@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from linattn.cli.errors import CommandError, UserCodeError
+from linattn.cli.text import say
 
 if TYPE_CHECKING:
     from linattn.cli.settings import Settings
 
 __all__ = ["app"]
 
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class _OneLineGroup(TyperGroup):
+    """Errors of usage as one line, like all others."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            code = super().main(
+                *args, **options | {"prog_name": "linattn", "standalone_mode": False}
+            )
+        except _UsageError as error:
+            where = error.ctx.command_path if error.ctx else "linattn"
+            message = f"{error.format_message().rstrip('.')}; see {where} --help"
+            _fail(message)
+            code = 2
+        raise SystemExit(code)
+
+
 # What only a running command needs is imported inside it: --help stays quick.
 app = typer.Typer(
+    cls=_OneLineGroup,
     add_completion=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -28,23 +51,35 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        import linattn
+        from linattn.cli import info
 
-        typer.echo(f"linattn {linattn.__version__}")
+        typer.echo(info.version())
         raise typer.Exit
 
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Measure linear attention against exact softmax attention."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
-@app.command()
+def _list_maps(wanted: bool) -> None:
+    if wanted:
+        from linattn.cli.methods import METHODS
+
+        for method in METHODS:
+            typer.echo(f"{method.name:18} {method.about}")
+        raise typer.Exit
+
+
+@app.command(short_help="Is a feature map good enough, and faster?")
 def compare(
     input_file: Annotated[
         Path | None,
@@ -64,6 +99,12 @@ def compare(
             "option or use commas, here and below.  [default: all that fit]",
         ),
     ] = None,
+    list_maps: Annotated[
+        bool,
+        typer.Option(
+            "--list", callback=_list_maps, is_eager=True, help="Say what these maps are, and exit."
+        ),
+    ] = False,
     num_features: Annotated[
         list[str] | None,
         typer.Option(metavar="NUMBERS", help="Columns of the maps.  [default: 64,128,256,1024]"),
@@ -108,7 +149,8 @@ def compare(
         from linattn.cli import methods, settings
 
         try:
-            chosen = methods.select(settings.words(maps or []))
+            names = settings.words("--maps", maps, "name") if maps else ()
+            chosen = methods.select(names)
         except ValueError as error:
             message = f"--maps: {error}"
             raise CommandError(message) from None
@@ -140,35 +182,15 @@ def compare(
         )
 
 
-@app.command()
+@app.command(short_help="What is installed here, for bug reports.")
 def info() -> None:
-    """Show versions, backends and whether each can run here, BLAS and threads, GPUs."""
-    from rich.console import Console
-
+    """Show versions, backends, BLAS, threads and GPUs: for bug reports."""
     from linattn.cli import info as here
-    from linattn.cli.tables import facts_table
 
-    console = Console(markup=False, highlight=False, emoji=False)
-    backends = []
-    for entry in here.backends():
-        can = f"{'yes' if entry.runs else 'no'}: {entry.detail}"
-        kernels = f"\nkernels: {entry.kernels}" if entry.kernels else ""
-        backends.append((f"{entry.library} ({entry.module})", can + kernels))
-    machine = here.machine()
-    facts = [
-        ("system", str(machine["system"])),
-        ("processor", str(machine["processor"])),
-        ("cores", f"{machine['cores']}, {machine['usable_cores']} usable by this process"),
-        ("BLAS", here.blas()),
-        ("threads", "\n".join(here.threads())),
-        ("GPU", "\n".join(here.gpus()) or "none found (nvidia-smi)"),
-    ]
-    console.print(facts_table("Versions", list(here.versions().items())))
-    console.print(facts_table("Backends: can they run here?", backends))
-    console.print(facts_table("Machine", facts))
+    typer.echo(here.text())
 
 
-def _list_maps(wanted: bool) -> None:
+def _list_names(wanted: bool) -> None:
     if wanted:
         from linattn.cli.verify import map_names
 
@@ -176,7 +198,7 @@ def _list_maps(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command()
+@app.command(short_help="Is a feature map what it claims to be?")
 def verify(
     target: Annotated[
         str,
@@ -207,7 +229,7 @@ def verify(
     list_maps: Annotated[
         bool,
         typer.Option(
-            "--list", callback=_list_maps, is_eager=True, help="Show the maps known by name."
+            "--list", callback=_list_names, is_eager=True, help="Show the maps known by name."
         ),
     ] = False,
 ) -> None:
@@ -246,29 +268,35 @@ def _compare(settings: Settings) -> None:
 
     given = inputs.sample() if settings.input is None else inputs.load(settings.input)
     report.prepare_folder(settings.out, report.FILES)
+    if given.question:
+        say(f"linattn: warning: {given.question}", error=True)
     with _progress(steps(settings, given)) as notify:
         results = run(settings, given, notify)
     found, is_causal = results.sweep, settings.is_causal
     contents = (
         report.as_json(results.record()),
-        plots.error_plot(results.rows, results.inputs, is_causal=is_causal),
-        plots.time_plot(found, results.inputs, is_causal=is_causal),
+        plots.png(plots.error_figure(results.rows, results.inputs, is_causal=is_causal)),
+        plots.png(plots.time_figure(found, results.inputs, is_causal=is_causal)),
     )
     for name, content in zip(report.FILES, contents, strict=True):
         report.write(settings.out / name, content)
 
-    console = Console(markup=False, highlight=False, emoji=False)
-    console.print(f"Input: {results.inputs.source}", soft_wrap=True)
+    # A narrower terminal breaks the lines of a table; nothing may be cut off.
+    width = max(tables.WIDTH, shutil.get_terminal_size().columns)
+    console = Console(markup=False, highlight=False, emoji=False, width=width)
+    say(f"Input: {results.inputs.source}", whole=True)
     if results.inputs.left_out:
-        console.print(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
+        say(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
     console.print(tables.error_table(results.rows, results.inputs, is_causal=is_causal))
-    console.print(tables.norms_text(results.norms))
+    if any(row.failure for row in results.rows):
+        say(tables.failures_text(results.rows))
+    say(tables.norms_text(results.norms))
     console.print(tables.time_table(found, is_causal=is_causal))
-    console.print(tables.crossover_text(found))
+    say(tables.crossover_text(found))
     if found.left_out:
-        console.print(tables.left_out_text(found))
-    console.print(f"Written to {settings.out}: {', '.join(report.FILES)}", soft_wrap=True)
-    console.print(f"Verdict: {results.verdict.sentence}", soft_wrap=True)
+        say(tables.left_out_text(found))
+    say(f"Written to {settings.out}: {', '.join(report.FILES)}", whole=True)
+    say(f"Verdict: {results.verdict.sentence}", whole=True)
 
 
 @contextmanager
@@ -303,14 +331,15 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except CommandError as error:
-        typer.echo(f"linattn: error: {' '.join(str(error).split())}", err=True)
+        _fail(str(error))
         raise typer.Exit(2) from None
     except UserCodeError as error:
-        typer.echo(f"linattn: error: {' '.join(str(error).split())}", err=True)
+        _fail(str(error))
         raise typer.Exit(4) from None
     except MemoryError:
-        typer.echo(
-            "linattn: error: not enough memory: try smaller --lengths, --max-heads or --max-tokens",
-            err=True,
-        )
+        _fail("not enough memory: try smaller --lengths, --max-heads or --max-tokens")
         raise typer.Exit(2) from None
+
+
+def _fail(message: str) -> None:
+    say(f"linattn: error: {' '.join(message.split())}", error=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -15,17 +15,22 @@ import numpy.typing as npt
 import linattn
 from linattn.cli.errors import CommandError
 from linattn.cli.inputs import Inputs
-from linattn.cli.methods import BASELINES, UNIFORM, Attend, Method
+from linattn.cli.methods import BASELINES, EXACT, FAILURES, UNIFORM, Attend, Method
+from linattn.cli.sweep import Crossover
+from linattn.cli.text import duration, reason
 from linattn.cli.timing import fastest, peak_memory
 
 __all__ = [
     "GOOD_ENOUGH",
+    "MOST_EXACT",
+    "TIE",
     "Case",
     "Row",
     "Verdict",
     "best_row",
     "cases",
     "cheapest_row",
+    "check",
     "exact_output",
     "judge",
     "measure",
@@ -36,6 +41,12 @@ __all__ = [
 
 GOOD_ENOUGH = 0.1
 """Largest median relative output error with which a map may replace softmax without retraining."""
+
+MOST_EXACT = 0.5
+"""Largest share of pairs that a row may need no approximation for, if it is to win."""
+
+TIE = 1.1
+"""Errors, and times, whose ratio is smaller are a tie: another run may turn them around."""
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 
@@ -69,6 +80,11 @@ class Row:
     held_out : bool
         Whether the map was fitted to the first half of the tokens and judged on the second, so
         that its errors are those of shorter sequences: it cannot win either.
+    exact_share : float
+        Share of the pairs of a query and a key that need no approximation at this size. Above
+        `MOST_EXACT` the row cannot win: its error says nothing about longer sequences.
+    failure : str
+        Why there is nothing to tell of it, all numbers being inf; else empty.
     median, percentile_90 : float
         Of the relative output error over heads and draws; inf where too many are not finite.
     heads : tuple of tuple of float
@@ -88,30 +104,48 @@ class Row:
     num_features: int | None
     is_baseline: bool
     held_out: bool
+    exact_share: float
+    failure: str
     median: float
     percentile_90: float
     heads: tuple[tuple[float, ...], ...]
     setup_seconds: float
     seconds: float
     calls: int
-    peak_bytes: int
+    peak_bytes: float
+
+    @property
+    def full_label(self) -> str:
+        """The label with the number of columns, for people."""
+        if self.num_features is None:
+            return self.label
+        return f"{self.label} with {self.num_features} columns"
+
+    @property
+    def may_win(self) -> bool:
+        """Whether the row is a map that approximated what it was judged on, and did not fail."""
+        barred = self.is_baseline or self.held_out or self.exact_share > MOST_EXACT
+        return not barred and math.isfinite(self.median)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which map is best, and whether it may replace softmax without retraining.
+    """Which map is best, and whether it should replace softmax without retraining.
 
     Attributes
     ----------
     best, num_features, median
-        The fastest map that is good enough, else the one with the lowest median error; None if no
-        map has a finite one.
+        The fastest map that is good enough, else the one with the lowest median error; None if
+        there is no such map, or the inputs tell none apart.
     uniform : float
         The median error of uniform attention.
     threshold : float
         `GOOD_ENOUGH`.
     good_enough : bool
         Whether median <= threshold.
+    use : str
+        "map" if the best one is good enough and faster than exact attention, "exact" if not;
+        "" if the inputs do not tell.
     sentence : str
         The same for people.
     """
@@ -122,6 +156,7 @@ class Verdict:
     uniform: float
     threshold: float
     good_enough: bool
+    use: str
     sentence: str
 
 
@@ -173,18 +208,27 @@ def prepare(case: Case, inputs: Inputs, *, seed: int, draw: int = 0) -> Attend:
 
     What is drawn depends on the seed, the number of columns and the number of the draw only, not on
     what else is measured; maps with the same columns share it.
+    """
+    rng = np.random.default_rng([seed, case.num_features or 0, draw])
+    return case.method.make(inputs.query, inputs.key, case.num_features, rng)
+
+
+def check(every: Iterable[Case], inputs: Inputs) -> None:
+    """Find out before anything is measured whether the maps take their numbers of columns.
 
     Raises
     ------
     CommandError
-        The map refuses this number of columns or these inputs.
+        One does not.
     """
-    rng = np.random.default_rng([seed, case.num_features or 0, draw])
-    try:
-        return case.method.make(inputs.query, inputs.key, case.num_features, rng)
-    except ValueError as error:
-        message = f"{case.label}: {error}"
-        raise CommandError(message) from error
+    one = replace(inputs, query=inputs.query[:, :1], key=inputs.key[:, :1])
+    for case in every:
+        if not case.method.held_out:  # whose numbers are limited by the tokens that there are
+            try:
+                prepare(case, one, seed=0)
+            except ValueError as error:
+                message = f"--num-features: {case.label}: {error}"
+                raise CommandError(message) from None
 
 
 def measure(
@@ -192,15 +236,44 @@ def measure(
 ) -> Row:
     """Measure one case: error per draw and head, then time, then memory, in separate calls.
 
-    A method without a choice of columns, or without chance, is not drawn again.
-
-    Raises
-    ------
-    CommandError
-        The map refuses its number of columns or the inputs.
+    A method without a choice of columns, or without chance, is not drawn again. One that fails
+    gives a row that says so.
     """
+    method, num_keys = case.method, inputs.key.shape[-2]
+    row = Row(
+        method=method.name,
+        label=method.label,
+        num_features=case.num_features,
+        is_baseline=method in BASELINES,
+        held_out=method.held_out,
+        exact_share=method.exact_share(num_keys, case.num_features or 0, is_causal),
+        failure="",
+        median=math.inf,
+        percentile_90=math.inf,
+        heads=(),
+        setup_seconds=math.inf,
+        seconds=math.inf,
+        calls=0,
+        peak_bytes=math.inf,
+    )
+    try:
+        return _measured(row, case, inputs, exact, is_causal=is_causal, seed=seed, draws=draws)
+    except FAILURES as error:
+        return replace(row, failure=reason(error))
+
+
+def _measured(
+    row: Row,
+    case: Case,
+    inputs: Inputs,
+    exact: Float64,
+    *,
+    is_causal: bool,
+    seed: int,
+    draws: int,
+) -> Row:
     judged, truth = inputs, exact
-    if case.method.held_out:
+    if row.held_out:
         half = max(1, inputs.key.shape[-2] // 2)
         names = ("query", "key", "value")
         judged = replace(inputs, **{name: getattr(inputs, name)[:, half:] for name in names})
@@ -211,21 +284,13 @@ def measure(
         start = perf_counter()
         attend = prepare(case, inputs, seed=seed, draw=draw)
         setup_seconds = min(setup_seconds, perf_counter() - start)
-        call = partial(attend, inputs.query, inputs.key, inputs.value, is_causal=is_causal)
-        try:
-            output = attend(judged.query, judged.key, judged.value, is_causal=is_causal)
-            errors.append(relative_error(output, truth))
-        except ValueError as error:
-            message = f"{case.label}: {error}"
-            raise CommandError(message) from error
+        output = attend(judged.query, judged.key, judged.value, is_causal=is_causal)
+        errors.append(relative_error(output, truth))
+    call = partial(attend, inputs.query, inputs.key, inputs.value, is_causal=is_causal)
     timing = fastest(call, max_calls=10, max_seconds=0.5)
     over_all = np.concatenate(errors)
-    return Row(
-        method=case.method.name,
-        label=case.method.label,
-        num_features=case.num_features,
-        is_baseline=case.method in BASELINES,
-        held_out=case.method.held_out,
+    return replace(
+        row,
         median=_quantile(over_all, 0.5),
         percentile_90=_quantile(over_all, 0.9),
         heads=tuple(tuple(heads.tolist()) for heads in errors),
@@ -238,18 +303,12 @@ def measure(
 
 def best_row(rows: Iterable[Row]) -> Row | None:
     """Return the row with the lowest finite median error of those that may win."""
-    finite = [row for row in _candidates(rows) if math.isfinite(row.median)]
-    return min(finite, key=lambda row: row.median, default=None)
+    return min((row for row in rows if row.may_win), key=_median, default=None)
 
 
 def cheapest_row(rows: Iterable[Row]) -> Row | None:
     """Return the fastest row that is good enough, of those that may win."""
-    enough = [row for row in _candidates(rows) if row.median <= GOOD_ENOUGH]
-    return min(enough, key=lambda row: row.seconds, default=None)
-
-
-def _candidates(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if not (row.is_baseline or row.held_out)]
+    return min(_good_enough(rows), key=_seconds, default=None)
 
 
 def uniform_row(rows: Iterable[Row]) -> Row:
@@ -257,34 +316,114 @@ def uniform_row(rows: Iterable[Row]) -> Row:
     return next(row for row in rows if row.method == UNIFORM.name)
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
-    """Say which map is best and whether it is good enough to be used unretrained."""
+def judge(
+    rows: Sequence[Row], crossover: Crossover | None = None, *, degenerate: str = ""
+) -> Verdict:
+    """Say which map is best, and whether to use it without retraining.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        With those of the baselines.
+    crossover : Crossover, optional
+        Of the map that is the cheapest good one.
+    degenerate : str
+        Why any map would do on these inputs, if that is so.
+    """
     uniform = uniform_row(rows).median
-    best = cheapest_row(rows) or best_row(rows)
-    if best is None:
-        sentence = "no map gave a finite error: use exact softmax attention."
-        return Verdict(None, None, None, uniform, GOOD_ENOUGH, False, sentence)
-    columns = "" if best.num_features is None else f" with {best.num_features} columns"
-    name = f"{best.label}{columns}"
-    good_enough = best.median <= GOOD_ENOUGH
-    if good_enough:
+    if degenerate or uniform <= GOOD_ENOUGH:
+        why = degenerate or f"even uniform attention has a median error of {uniform:.2g} here"
         sentence = (
-            f"{name} is the cheapest map that is good enough to use unretrained "
-            f"(median error {best.median:.2g} <= {GOOD_ENOUGH:g})."
+            f"none: {why}, so that these inputs do not tell maps apart; measure on queries, "
+            "keys and values of a trained model."
         )
-    elif best.median >= uniform:
-        sentence = (
-            f"{name} is the best map but no better than uniform attention "
-            f"(median error {best.median:.2f} >= {uniform:.2f}): use exact softmax attention."
-        )
+        return Verdict(None, None, None, uniform, GOOD_ENOUGH, False, "", sentence)
+    cheapest, best = cheapest_row(rows), best_row(rows)
+    use = "exact"
+    if cheapest is not None:
+        use, sentence = _worth(cheapest, rows, crossover)
+        best = cheapest
+    elif best is not None:
+        sentence = _not_enough(best, rows, uniform)
     else:
-        sentence = (
-            f"{name} is the best map but not good enough to use unretrained "
-            f"(median error {best.median:.2f} > {GOOD_ENOUGH:g}): use exact softmax attention."
+        sentence = "no map gave a finite error: use exact softmax attention."
+        if any(row.exact_share > MOST_EXACT for row in rows):
+            use, sentence = "", "none: no map approximated enough to be judged."
+    if cheapest is None and any(row.exact_share > MOST_EXACT for row in rows):
+        sentence += (
+            " Maps that need no approximation for most pairs at this size are left out: measure "
+            "them on more tokens."
         )
-    return Verdict(
-        best.method, best.num_features, best.median, uniform, GOOD_ENOUGH, good_enough, sentence
+    good_enough = cheapest is not None
+    if best is None:
+        return Verdict(None, None, None, uniform, GOOD_ENOUGH, good_enough, use, sentence)
+    found = (best.method, best.num_features, best.median)
+    return Verdict(*found, uniform, GOOD_ENOUGH, good_enough, use, sentence)
+
+
+def _worth(row: Row, rows: Sequence[Row], crossover: Crossover | None) -> tuple[str, str]:
+    """Say whether the cheapest good row is worth using: it must be faster than exact attention."""
+    tied = _tied(row, _good_enough(rows), _seconds)
+    enough = (
+        f"{row.full_label} is the cheapest map that is good enough to use unretrained "
+        f"(median error {row.median:.2g} <= {GOOD_ENOUGH:g}, 90th percentile "
+        f"{row.percentile_90:.2g}{f'; tied in time with {tied}' if tied else ''})"
     )
+    exact = next(other for other in rows if other.method == EXACT.name).seconds
+    ours, theirs = duration(row.seconds), duration(exact)
+    if row.seconds * TIE < exact:
+        return "map", f"{enough}: it takes {ours}, exact softmax attention {theirs}."
+    if row.seconds < exact * TIE:
+        why = f"about as fast on these tokens ({theirs}; the map {ours})"
+    else:
+        why = f"faster on these tokens ({theirs}; the map {ours})"
+    sentence = f"{enough}, but exact attention is {why}: use exact softmax attention."
+    if crossover is not None and crossover.length is not None:
+        sentence += (
+            f" On one head the map is the faster one from about {crossover.rounded:,} tokens on: "
+            "for such lengths, measure on such sequences."
+        )
+    return "exact", sentence
+
+
+def _not_enough(row: Row, rows: Iterable[Row], uniform: float) -> str:
+    best = f"{row.full_label} is the best map"
+    errors = f"median error {row.median:.2f}"
+    if row.median >= uniform:
+        why = f"no better than uniform attention ({errors} >= {uniform:.2f})"
+        return f"{best} but {why}: use exact softmax attention."
+    tied = _tied(row, [other for other in rows if other.may_win], _median)
+    if tied:
+        best += f" (tied with {tied})"
+    if row.median * TIE >= uniform:
+        why = f"hardly better than uniform attention ({errors} against {uniform:.2f})"
+    else:
+        why = f"not good enough to use unretrained ({errors} > {GOOD_ENOUGH:g})"
+    return f"{best} but {why}: use exact softmax attention."
+
+
+def _good_enough(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.may_win and row.median <= GOOD_ENOUGH]
+
+
+def _tied(row: Row, others: Iterable[Row], number: Callable[[Row], float]) -> str:
+    """Name the rows that another run may put before this one."""
+    names = [
+        other.full_label
+        for other in sorted(others, key=number)
+        if other is not row and number(other) <= number(row) * TIE
+    ]
+    if len(names) > 2:
+        names[2:] = [f"{len(names) - 2} more"]
+    return " and ".join(names)
+
+
+def _median(row: Row) -> float:
+    return row.median
+
+
+def _seconds(row: Row) -> float:
+    return row.seconds
 
 
 def _quantile(errors: Float64, fraction: float) -> float:

@@ -16,8 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import linattn
+from linattn._extras import remedy
+from linattn.cli.text import count, wrap
 
-__all__ = ["BackendStatus", "backends", "blas", "gpus", "machine", "threads", "versions"]
+__all__ = [
+    "BackendStatus",
+    "backends",
+    "blas",
+    "gpus",
+    "machine",
+    "text",
+    "threads",
+    "version",
+    "versions",
+]
 
 DISTRIBUTIONS = (
     "numpy",
@@ -64,6 +76,35 @@ class BackendStatus(NamedTuple):
     kernels: str = ""
 
 
+def version() -> str:
+    """Return what ``--version`` prints."""
+    return f"linattn {linattn.__version__}"
+
+
+def text() -> str:
+    """Return everything as plain text, which needs no extra and pastes well into a bug report."""
+    can_run = []
+    for entry in backends():
+        told = f"{'yes' if entry.runs else 'no'}: {entry.detail}"
+        lines = [told, f"kernels: {entry.kernels}"] if entry.kernels else [told]
+        can_run.append((f"{entry.library} ({entry.module})", lines))
+    here = machine()
+    facts = [
+        ("system", [str(here["system"])]),
+        ("processor", [str(here["processor"])]),
+        ("cores", [f"{here['cores']}, {here['usable_cores']} usable by this process"]),
+        ("BLAS", [blas()]),
+        ("threads", threads()),
+        ("GPU", gpus() or ["none found (nvidia-smi)"]),
+    ]
+    sections = [
+        ("Versions", [(name, [found]) for name, found in versions().items()]),
+        ("Backends: can they run here?", can_run),
+        ("Machine", facts),
+    ]
+    return "\n\n".join(_section(title, entries) for title, entries in sections)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python, linattn and the libraries that are installed."""
     found = {"python": platform.python_version(), "linattn": linattn.__version__}
@@ -100,12 +141,12 @@ def threads() -> list[str]:
     """Return the thread pools of this process, and the variables that set their size."""
     lines = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if find_spec("threadpoolctl") is None:
-        return [*lines, "pools unknown: pip install 'linattn[threads]' to see and cap them"]
+        return [*lines, f"pools unknown: {remedy('threads')} to see and cap them"]
     from threadpoolctl import threadpool_info
 
     for pool in threadpool_info():
         name = f"{pool.get('internal_api', 'pool')} {pool.get('version') or ''}".strip()
-        lines.append(f"{name}: {pool.get('num_threads')} threads")
+        lines.append(f"{name}: {count(pool.get('num_threads') or 0, 'thread')}")
     return lines
 
 
@@ -137,6 +178,18 @@ def gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in result.stdout.splitlines() if line.strip()]
+
+
+def _section(title: str, entries: list[tuple[str, list[str]]]) -> str:
+    width = max(40, shutil.get_terminal_size().columns)
+    column = 2 + max(len(name) for name, _ in entries) + 2
+    lines = [title]
+    for name, facts in entries:
+        first = f"  {name}".ljust(column)
+        for fact in facts:
+            lines.append(wrap(first + fact, width, " " * column))
+            first = " " * column
+    return "\n".join(lines)
 
 
 def _status(library: str, module: str) -> tuple[bool, str]:
@@ -172,18 +225,18 @@ def _cupy_devices(cupy: Any) -> tuple[bool, str]:
     version = getattr(cupy, "__version__", "")
     try:
         runtime = cupy.cuda.runtime
-        count = int(runtime.getDeviceCount())
-        names = [runtime.getDeviceProperties(index)["name"].decode() for index in range(count)]
+        found = int(runtime.getDeviceCount())
+        names = [runtime.getDeviceProperties(index)["name"].decode() for index in range(found)]
     except Exception as error:  # without a driver CuPy raises errors of its own
         what = f"cupy {version}".strip()
         return False, f"{what} is installed, but no usable NVIDIA driver: {_short(error)}"
     if not names:
         return False, "no device"
-    return True, f"{count} device{'s' if count > 1 else ''}: {', '.join(names)}"
+    return True, f"{count(len(names), 'device')}: {', '.join(names)}"
 
 
 def _remedy(library: str) -> str:
-    return " (pip install 'linattn[cuda13]' or 'linattn[cuda12]')" if library == "cupy" else ""
+    return f" ({remedy('cuda13', 'cuda12')})" if library == "cupy" else ""
 
 
 def _short(error: Exception) -> str:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from linattn import datasets
 from linattn.cli.errors import CommandError
+from linattn.cli.text import count, reason
 
 __all__ = ["NAMES", "NOISE", "Inputs", "continued", "limited", "load", "sample"]
 
@@ -35,6 +36,8 @@ class Inputs:
         ``(H, L, d)``, ``(H, S, d)``, ``(H, S, e)``, all float32 or all float64, finite.
     left_out : tuple of str
         What of the source is not here, in words.
+    question : str
+        What the user may have meant otherwise; else empty.
     """
 
     source: str
@@ -42,6 +45,17 @@ class Inputs:
     key: FloatArray
     value: FloatArray
     left_out: tuple[str, ...] = ()
+    question: str = ""
+
+    @property
+    def degenerate(self) -> str:
+        """Why every map gives the same output, or nothing is to be given; "" if not."""
+        if self.key.shape[-2] == 1:
+            return "there is one key only"
+        for name in NAMES:
+            if not getattr(self, name).any():
+                return f"{name} is all zero"
+        return ""
 
     def describe(self) -> dict[str, str | int | tuple[str, ...]]:
         """Return source, sizes and dtype under the names that the JSON file uses."""
@@ -54,6 +68,7 @@ class Inputs:
             "value_dim": self.value.shape[2],
             "dtype": str(self.query.dtype),
             "left_out": self.left_out,
+            "question": self.question,
         }
 
 
@@ -89,6 +104,7 @@ def load(path: Path) -> Inputs:
     except ValueError:
         message = f"{path}: want leading axes that broadcast, got {shapes}"
         raise CommandError(message) from None
+    question = _question(query.shape)
     dtype = np.result_type(query, key, value, np.float32)
     query, key, value = (
         np.broadcast_to(array, batch + array.shape[-2:])
@@ -96,7 +112,7 @@ def load(path: Path) -> Inputs:
         .astype(dtype, copy=False)
         for array in (query, key, value)
     )
-    return Inputs(str(path), query, key, value)
+    return Inputs(str(path), query, key, value, question=question)
 
 
 def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool) -> Inputs:
@@ -168,6 +184,18 @@ def _with_noise(
     return out
 
 
+def _question(shape: tuple[int, ...]) -> str:
+    """Ask about an axis of heads that is longer than that of the tokens: often they are swapped."""
+    if len(shape) < 3 or shape[-3] <= shape[-2]:
+        return ""
+    outer, inner = shape[-3:-1]
+    return (
+        f"query {shape} is read as {count(outer, 'head')} of {count(inner, 'token')}; did you mean "
+        f"{count(outer, 'token')} of {count(inner, 'head')}? Then save "
+        "numpy.swapaxes(x, -3, -2) of each array: axes are (..., length, dim)"
+    )
+
+
 def _read(path: Path) -> dict[str, npt.NDArray[np.generic]]:
     try:
         with path.open("rb") as stream:
@@ -181,7 +209,10 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
     try:
         archive = np.load(stream, allow_pickle=False)
     except (ValueError, EOFError, zipfile.BadZipFile):
-        message = f"{path}: want an .npz file of NumPy arrays (numpy.savez), got something else"
+        stream.seek(0)
+        is_zip = stream.read(2) == b"PK"
+        found = "one that is cut off or damaged" if is_zip else "something else"
+        message = f"{path}: want an .npz file of NumPy arrays (numpy.savez), got {found}"
         raise CommandError(message) from None
     if not isinstance(archive, np.lib.npyio.NpzFile):
         message = f"{path}: want an .npz file with {', '.join(NAMES)}, got a single .npy array"
@@ -199,7 +230,7 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
         except MemoryError:
             raise
         except Exception as error:  # damaged bytes make zipfile and NumPy raise nearly anything
-            message = f"{path}: {name} cannot be read: {error or type(error).__name__}"
+            message = f"{path}: {name} cannot be read: {reason(error)}"
             raise CommandError(message) from None
     return arrays
 

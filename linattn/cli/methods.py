@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,10 @@ import linattn
 from linattn import feature_maps
 from linattn.typing import Array, FeatureMap
 
-__all__ = ["BASELINES", "EXACT", "METHODS", "UNIFORM", "Attend", "Method", "select"]
+__all__ = ["BASELINES", "EXACT", "FAILURES", "METHODS", "UNIFORM", "Attend", "Method", "select"]
+
+FAILURES = (ValueError, ArithmeticError, MemoryError)
+"""What a method may raise on inputs that it cannot do: the others are measured all the same."""
 
 
 class Attend(Protocol):
@@ -55,6 +59,12 @@ class Method:
         Whether the map is fitted to the first half of the tokens, to be judged on the second.
     most_columns : callable
         ``most_columns(S)``: columns that make sense for S keys, at most.
+    exact_share : callable
+        ``exact_share(S, num_features, is_causal)``: the share of all pairs of a query and a key
+        that need no approximation at this size: too large, and the error says nothing about
+        longer sequences.
+    about : str
+        What it is, in a line.
     """
 
     name: str
@@ -66,6 +76,8 @@ class Method:
     aligned: bool = False
     held_out: bool = False
     most_columns: Callable[[int], float] = lambda num_keys: math.inf
+    exact_share: Callable[[int, int, bool], float] = lambda num_keys, columns, is_causal: 0.0
+    about: str = ""
 
     def obstacle(self, *, is_causal: bool, aligned: bool) -> str:
         """Return why the method cannot be measured there; "" if it can."""
@@ -88,6 +100,34 @@ def _linear(feature_map: FeatureMap) -> Attend:
 
 WINDOW = 32
 """Block length of exact windows, and of the coreset's exact blocks."""
+
+
+def _in_window(num_keys: int, is_causal: bool) -> float:
+    """Return the share of pairs that an exact window counts: its own block and those beside."""
+    blocks, rest = divmod(num_keys, WINDOW)
+    sizes = [WINDOW] * blocks + [rest]
+    beside = sum(left * right for left, right in pairwise(sizes))
+    if is_causal:
+        own = sum(size * (size + 1) / 2 for size in sizes)
+        return (own + beside) / (num_keys * (num_keys + 1) / 2)
+    return (sum(size**2 for size in sizes) + 2 * beside) / num_keys**2
+
+
+def _in_window_of_half(num_keys: int, columns: int, is_causal: bool) -> float:
+    return _in_window(num_keys - num_keys // 2, is_causal)
+
+
+def _near_landmarks(num_keys: int, columns: int, is_causal: bool) -> float:
+    return min(1.0, columns / num_keys)
+
+
+def _near_either(num_keys: int, columns: int, is_causal: bool) -> float:
+    return max(_near_landmarks(num_keys, columns, is_causal), _in_window(num_keys, is_causal))
+
+
+def _uncompressed(num_keys: int, columns: int, is_causal: bool) -> float:
+    """Return the share of pairs of queries so early that their coreset still holds every key."""
+    return float(min(1.0, (columns + 2 * WINDOW) / num_keys) ** 2)
 
 
 def _landmarks(num_features: int | None, rng: np.random.Generator, window: int | None) -> Attend:
@@ -153,6 +193,7 @@ METHODS: tuple[Method, ...] = (
         lambda query, key, num_features, rng: _linear(
             feature_maps.PositiveFeatures(query.shape[-1], num_features, rng=rng)
         ),
+        about="PositiveFeatures: positive random features, orthogonal rows",
     ),
     Method(
         "hyperbolic",
@@ -160,6 +201,7 @@ METHODS: tuple[Method, ...] = (
         lambda query, key, num_features, rng: _linear(
             feature_maps.HyperbolicFeatures(query.shape[-1], num_features, rng=rng)
         ),
+        about="HyperbolicFeatures: positive random features in pairs",
     ),
     Method(
         "trigonometric",
@@ -167,6 +209,7 @@ METHODS: tuple[Method, ...] = (
         lambda query, key, num_features, rng: _linear(
             feature_maps.TrigonometricFeatures(query.shape[-1], num_features, rng=rng)
         ),
+        about="TrigonometricFeatures: random sines and cosines",
     ),
     Method(
         "relu-performer",
@@ -174,58 +217,74 @@ METHODS: tuple[Method, ...] = (
         lambda query, key, num_features, rng: _linear(
             feature_maps.ActivationFeatures(query.shape[-1], num_features, rng=rng)
         ),
+        about="ActivationFeatures: ReLU of random projections",
     ),
     Method(
         "elu+1",
         "elu + 1",
         lambda query, key, num_features, rng: _linear(feature_maps.EluFeatures()),
+        about="EluFeatures: elu(x) + 1; no choice of columns",
         has_columns=False,
     ),
     Method(
         "relu",
         "ReLU",
         lambda query, key, num_features, rng: _linear(feature_maps.ReluFeatures()),
+        about="ReluFeatures: ReLU; no choice of columns",
         has_columns=False,
     ),
     Method(
         "landmarks",
         "landmarks",
         lambda query, key, num_features, rng: _landmarks(num_features, rng, None),
+        about="LandmarkFeatures, fitted to the sequence; not with --causal",
         causal=False,
         # With a landmark for every key it would be exact attention.
         most_columns=lambda num_keys: num_keys - 1,
+        exact_share=_near_landmarks,
     ),
     Method(
         "landmarks+window",
         f"landmarks, window {WINDOW}",
         lambda query, key, num_features, rng: _landmarks(num_features, rng, WINDOW),
+        about="the same, near keys exactly; not with --causal",
         causal=False,
         aligned=True,
         most_columns=lambda num_keys: num_keys - 1,
+        exact_share=_near_either,
     ),
     Method(
         "calibrated+window",
         f"calibrated, window {WINDOW}",
         lambda query, key, num_features, rng: _calibrated(query, key, num_features),
+        about="CalibratedFeatures, frozen, near keys exactly",
         is_random=False,
         aligned=True,
         held_out=True,
         most_columns=lambda num_keys: num_keys // 2,
+        exact_share=_in_window_of_half,
     ),
     Method(
         "coreset",
         f"coreset, blocks of {WINDOW}",
         lambda query, key, num_features, rng: _coreset(num_features, rng),
+        about="CoresetAttention: a bounded stream; only with --causal",
         causal=True,
         aligned=True,
         most_columns=lambda num_keys: num_keys - 1,
+        exact_share=_uncompressed,
     ),
 )
 
 UNIFORM = Method(
-    "uniform", "uniform attention", lambda query, key, num_features, rng: _uniform, False
+    "uniform",
+    "uniform attention",
+    lambda query, key, num_features, rng: _uniform,
+    has_columns=False,
 )
-EXACT = Method("exact", "exact softmax", lambda query, key, num_features, rng: _softmax, False)
+EXACT = Method(
+    "exact", "exact softmax", lambda query, key, num_features, rng: _softmax, has_columns=False
+)
 
 BASELINES: tuple[Method, ...] = (UNIFORM, EXACT)
 """What the methods are held against: always measured, never the winner."""

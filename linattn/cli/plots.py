@@ -1,26 +1,41 @@
-"""Results as two PNG pictures, legible without colour."""
+"""Results as two pictures, legible without colour."""
 
 from __future__ import annotations
 
 import io
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from linattn.cli.compare import GOOD_ENOUGH, Row, uniform_row
 from linattn.cli.inputs import Inputs
-from linattn.cli.sweep import EXPONENTS, Crossover, Sweep
-from linattn.cli.tables import duration
+from linattn.cli.methods import METHODS
+from linattn.cli.sweep import Crossover, Sweep
+from linattn.cli.tables import size_text
 
-__all__ = ["error_plot", "time_plot"]
+__all__ = ["COLORS", "error_figure", "png", "time_figure"]
 
-# The palette of Okabe and Ito, which people with any colour vision tell apart; markers and dashes
-# say the same again, and go on where the colours begin anew.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+# A method has one colour, marker and dash in every picture. The first seven colours are those of
+# Okabe and Ito, which people with any colour vision tell apart; markers and dashes say the same.
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#7F7F7F",
+    "#332288",
+    "#882255",
+    "#8B8B00",
+    "#00DDDD",
+)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
 _DASHES = (
     "-",
@@ -36,42 +51,49 @@ _DASHES = (
     (0, (4, 4)),
 )
 
-_CEILING = 1.6
-"""Errors above this are named instead of drawn: they would flatten everything else."""
+_RANGE = (1e-3, 3.0)
+"""Errors outside are named instead of drawn: the axis is there to tell the others apart."""
 
 
-def error_plot(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> bytes:
-    """Return a PNG of the median error against the number of columns."""
+def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Figure:
+    """Draw median and quartiles of the error against the number of columns."""
     figure, axes = _axes()
+    columns = sorted({row.num_features for row in rows if row.num_features is not None})
+    # Left of the numbers: maps without a choice.
+    without = columns[0] / 2 if columns else 1
     by_method: dict[str, list[Row]] = {}
     for row in rows:
         if not row.is_baseline:
             by_method.setdefault(row.method, []).append(row)
-    off_scale = []
-    for index, group in enumerate(by_method.values()):
-        color, label = _COLORS[index % len(_COLORS)], group[0].label
-        dashes = _DASHES[index % len(_DASHES)]
-        high = [row for row in group if not row.median <= _CEILING]
-        if high:
-            values = ", ".join(f"{row.median:.3g}{_at(row)}" for row in high)
-            off_scale.append(f"{label} {values}")
-        drawn = [row for row in group if row.median <= _CEILING]
+    outside = []
+    for index, (method, group) in enumerate(by_method.items()):
+        style = _style(method)
+        drawn = [row for row in group if _RANGE[0] <= row.median <= _RANGE[1]]
+        if len(drawn) < len(group):
+            named = [_told(row) for row in group if row not in drawn]
+            outside.append(f"{group[0].label} {', '.join(named)}")
         if not drawn:
             continue
-        if drawn[0].num_features is None:
-            level = drawn[0].median
-            axes.axhline(level, linestyle=dashes, color=color, label=f"{label}: {level:.2f}")
-        else:
-            axes.plot(
-                [row.num_features or 0 for row in drawn],
-                [row.median for row in drawn],
-                linestyle=dashes,
-                marker=_MARKERS[index % len(_MARKERS)],
-                color=color,
-                label=label,
-            )
-    uniform = uniform_row(rows).median
-    axes.axhline(uniform, color="black", linewidth=2, label=f"uniform attention: {uniform:.2f}")
+        # Beside each other, so that their quartiles do not hide each other.
+        apart = 2 ** (0.5 * ((index + 0.5) / len(by_method) - 0.5))
+        low, high = zip(*(_quartiles(row) for row in drawn), strict=True)
+        median = [row.median for row in drawn]
+        axes.errorbar(
+            [apart * (row.num_features or without) for row in drawn],
+            median,
+            yerr=[
+                [middle - end for middle, end in zip(median, low, strict=True)],
+                [end - middle for middle, end in zip(median, high, strict=True)],
+            ],
+            elinewidth=0.8,
+            capsize=1.5,
+            label=group[0].label,
+            **style,
+        )
+    uniform = uniform_row(rows)
+    if uniform.median >= _RANGE[0]:
+        axes.axhspan(*_quartiles(uniform), color="black", alpha=0.08, linewidth=0)
+        axes.axhline(uniform.median, color="black", linewidth=1.5, label="uniform attention")
     axes.axhline(
         GOOD_ENOUGH,
         color="black",
@@ -79,29 +101,32 @@ def error_plot(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> bytes
         linestyle=":",
         label=f"good enough: {GOOD_ENOUGH:g}",
     )
-    columns = sorted({row.num_features for row in rows if row.num_features is not None})
-    if columns:
-        axes.set_xscale("log", base=2)
-        axes.set_xlim(columns[0] / 1.3, columns[-1] * 1.3)
-        axes.set_xlabel("columns of the feature map (number, log scale)")
-    axes.set_xticks(columns, [f"{number:,}" for number in columns])
+    ticks: dict[float, str] = {number: f"{number:,}" for number in columns}
+    if any(row.num_features is None and not row.is_baseline for row in rows):
+        ticks[without] = "no choice"
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(min(ticks) / 1.4, max(ticks) * 1.4)
+    axes.set_xticks(list(ticks), list(ticks.values()))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(0, None)
-    axes.set_ylabel("relative output error, median (no unit)")
-    sizes = inputs.describe()
-    causal = ", causal" if is_causal else ""
+    axes.set_xlabel("columns of the feature map (log scale)")
+    axes.set_yscale("log")
+    axes.set_ylim(max(axes.get_ylim()[0], _RANGE[0]), _RANGE[1])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("relative output error (log scale)")
     axes.set_title(
-        f"Error against exact softmax attention\n"
-        f"{sizes['heads']} heads, {sizes['key_length']} tokens, dim {sizes['dim']}{causal}"
+        "Error against exact softmax attention: median and quartiles\n"
+        f"{size_text(inputs)}{', causal' if is_causal else ''}"
     )
-    if off_scale:
-        _footnote(figure, f"Above the axis: {'; '.join(off_scale)}")
+    if outside:
+        _footnote(figure, f"Not drawn: {'; '.join(outside)}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    return _png(figure)
+    return figure
 
 
-def time_plot(found: Sweep, inputs: Inputs, *, is_causal: bool) -> bytes:
-    """Return a PNG of time against sequence length, with the crossover."""
+def time_figure(found: Sweep, inputs: Inputs, *, is_causal: bool) -> Figure:
+    """Draw time against sequence length, with the crossover."""
     figure, axes = _axes()
     for index, (curve, label) in enumerate((("linear", found.label), ("exact", "exact softmax"))):
         times = found.seconds(curve)
@@ -109,7 +134,7 @@ def time_plot(found: Sweep, inputs: Inputs, *, is_causal: bool) -> bytes:
             axes.plot(
                 list(times),
                 list(times.values()),
-                color=_COLORS[index],
+                color=COLORS[index],
                 linestyle=_DASHES[index],
                 marker=_MARKERS[index],
                 label=label,
@@ -120,7 +145,8 @@ def time_plot(found: Sweep, inputs: Inputs, *, is_causal: bool) -> bytes:
     axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30, ha="right")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: duration(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: _tick(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("sequence length (tokens, log scale)")
     axes.set_ylabel("time of one call, one head (log scale)")
     sizes = inputs.describe()
@@ -133,21 +159,62 @@ def time_plot(found: Sweep, inputs: Inputs, *, is_causal: bool) -> bytes:
         axes.axvline(result.length, color="black", linewidth=1, linestyle=":")
     axes.text(0.98, 0.03, _crossover_label(result), transform=axes.transAxes, ha="right")
     if found.left_out:
-        named = [
-            f"{curve} at {', '.join(tokens)} tokens"
-            for curve in EXPONENTS
-            if (tokens := [f"{p.length:,}" for p in found.left_out if p.curve == curve])
-        ]
-        _footnote(figure, f"Left out (time budget): {'; '.join(named)}")
+        labels = {"linear": found.label, "exact": "exact softmax"}
+        named = []
+        for curve, label in labels.items():
+            points = [point for point in found.left_out if point.curve == curve]
+            for reason, chosen in (
+                ("time budget", [point for point in points if not point.failure]),
+                ("failed", [point for point in points if point.failure]),
+            ):
+                if chosen:
+                    tokens = ", ".join(f"{point.length:,}" for point in chosen)
+                    named.append(f"{label} at {tokens} tokens ({reason})")
+        _footnote(figure, f"Left out: {'; '.join(named)}")
     if found.points:
         axes.legend(loc="upper left")
-    return _png(figure)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """Return the figure as a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _style(method: str) -> dict[str, Any]:
+    index = [known.name for known in METHODS].index(method)
+    return {
+        "color": COLORS[index],
+        "marker": _MARKERS[index],
+        "linestyle": _DASHES[index],
+        "markersize": 5,
+    }
+
+
+def _told(row: Row) -> str:
+    what = "failed" if row.failure else f"{row.median:.3g}"
+    return what if row.num_features is None else f"{what} at {row.num_features}"
+
+
+def _quartiles(row: Row) -> tuple[float, float]:
+    errors = [error for heads in row.heads for error in heads]
+    low, high = (float(np.quantile(errors, share, method="nearest")) for share in (0.25, 0.75))
+    return low, min(high, 2 * _RANGE[1])
+
+
+def _tick(seconds: float) -> str:
+    for limit, factor, unit in ((1e-3, 1e6, "us"), (1, 1e3, "ms")):
+        if seconds < limit * 0.999:
+            return f"{round(seconds * factor, 6):g} {unit}"
+    return f"{seconds:,.6g} s"
 
 
 def _crossover_label(result: Crossover) -> str:
     low, high = result.between
     if result.length is not None:
-        return f"crossover: about {float(f'{result.length:.2g}'):,.0f} tokens"
+        return f"crossover: about {result.rounded:,} tokens"
     if result.status == "below":
         return f"crossover: below {high:,} tokens"
     return "crossover: not reached" + (f" up to {low:,} tokens" if low else "")
@@ -166,13 +233,3 @@ def _footnote(figure: Figure, text: str) -> None:
     figure.text(0.01, 0.01, "\n".join(lines), fontsize=9)
     bottom = 0.02 + 0.033 * len(lines)
     figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom))
-
-
-def _at(row: Row) -> str:
-    return "" if row.num_features is None else f" at {row.num_features}"
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

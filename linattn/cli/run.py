@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any
@@ -19,6 +19,7 @@ from linattn.cli.compare import (
     best_row,
     cases,
     cheapest_row,
+    check,
     exact_output,
     judge,
     measure,
@@ -29,6 +30,7 @@ from linattn.cli.inputs import Inputs, continued, limited
 from linattn.cli.methods import BASELINES, EXACT, METHODS, select
 from linattn.cli.settings import Settings
 from linattn.cli.sweep import Sweep, sweep
+from linattn.cli.text import count
 from linattn.diagnostics import AttendedNorms, attended_norms
 
 __all__ = ["CURVE_COLUMNS", "CURVE_METHOD", "Results", "run", "steps"]
@@ -132,7 +134,15 @@ def _cases(settings: Settings, given: Inputs) -> list[Case]:
         elif len(settings.maps) < len(METHODS):
             message = f"--maps: {method.name} {obstacle}"
             raise CommandError(message)
-    return list(cases(fitting, settings.num_features, inputs))
+    found = list(cases(fitting, settings.num_features, inputs))
+    if all(case.method in BASELINES for case in found):
+        most = max(method.most_columns(inputs.key.shape[-2]) for method in fitting)
+        message = (
+            f"--num-features: want at most {most} for {', '.join(m.name for m in fitting)} on "
+            f"{count(inputs.key.shape[-2], 'key')}, got {settings.num_features[0]} or more"
+        )
+        raise CommandError(message)
+    return found
 
 
 def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Results:
@@ -150,13 +160,14 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     Raises
     ------
     CommandError
-        The settings do not fit the inputs.
+        The settings do not fit the inputs, or no map can do with them.
     """
     started = datetime.now(UTC)
     start = perf_counter()
     is_causal, seed = settings.is_causal, settings.seed
     inputs = _inputs(settings, given)
     every = _cases(settings, given)
+    check(every, inputs)
     notify("exact attention in float64")
     exact = exact_output(inputs, is_causal=is_causal)
     rows = []
@@ -165,6 +176,11 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         rows.append(
             measure(case, inputs, exact, is_causal=is_causal, seed=seed, draws=settings.draws)
         )
+
+    maps = [row for row in rows if not row.is_baseline]
+    if all(row.failure for row in maps):
+        message = f"{inputs.source}: every map fails; {maps[0].full_label}: {maps[0].failure}"
+        raise CommandError(message)
 
     notify("norms of attended pairs")
     norms = attended_norms(inputs.query, inputs.key, is_causal=is_causal)
@@ -185,8 +201,11 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         time_budget=settings.time_budget,
         notify=notify,
     )
+    verdict = judge(rows, curve.crossover, degenerate=inputs.degenerate)
+    if inputs.question:
+        verdict = replace(verdict, sentence=f"{verdict.sentence} But {inputs.question}.")
     return Results(
-        settings, inputs, tuple(rows), norms, curve, judge(rows), started, perf_counter() - start
+        settings, inputs, tuple(rows), norms, curve, verdict, started, perf_counter() - start
     )
 
 
@@ -196,7 +215,8 @@ def _curve_case(every: Sequence[Case], rows: Sequence[Row]) -> Case:
     if chosen is not None:
         wanted = (chosen.method, chosen.num_features)
         return next(case for case in every if (case.method.name, case.num_features) == wanted)
-    measured = [case for case in every if case.method not in BASELINES]
+    fit = {(row.method, row.num_features) for row in rows if not (row.is_baseline or row.failure)}
+    measured = [case for case in every if (case.method.name, case.num_features) in fit]
     best = best_row(rows)
     names = {case.method.name for case in measured}
     name = best.method if CURVE_METHOD not in names and best is not None else CURVE_METHOD

@@ -98,9 +98,22 @@ class Settings:
         return shlex.join([*line, "--out", str(self.out)])
 
 
-def words(texts: Sequence[str]) -> tuple[str, ...]:
-    """Split words at commas, dropping empty ones."""
-    return tuple(word.strip() for text in texts for word in text.split(",") if word.strip())
+def words(option: str, texts: Sequence[str], kind: str) -> tuple[str, ...]:
+    """Split words at commas.
+
+    Raises
+    ------
+    CommandError
+        There is none, or one is empty.
+    """
+    found = tuple(word.strip() for text in texts for word in text.split(","))
+    if not any(found):
+        message = f"{option}: want at least one {kind}, got none"
+        raise CommandError(message)
+    if not all(found):
+        message = f"{option}: want a {kind} between any two commas, got {','.join(texts)!r}"
+        raise CommandError(message)
+    return found
 
 
 def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -> tuple[int, ...]:
@@ -121,7 +134,7 @@ def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -
         There is no number, or something that is not one within the bounds.
     """
     numbers = set()
-    for word in words(texts):
+    for word in words(option, texts, "whole number"):
         try:
             number = int(word)
         except ValueError:
@@ -130,7 +143,4 @@ def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -
             message = f"{option}: want whole numbers from {minimum} to {maximum}, got {word!r}"
             raise CommandError(message)
         numbers.add(number)
-    if not numbers:
-        message = f"{option}: want at least one whole number, got none"
-        raise CommandError(message)
     return tuple(sorted(numbers))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from linattn.cli.methods import Attend
+from linattn.cli.methods import FAILURES, Attend
+from linattn.cli.text import reason
 from linattn.cli.timing import fastest
 
 __all__ = ["EXPONENTS", "WARM_UP", "Crossover", "LeftOut", "Point", "Sweep", "crossover", "sweep"]
@@ -44,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A point that was not measured, because it was expected not to fit into the time budget.
+    """A point that was not measured, mostly because it would not fit into the time budget.
 
     Attributes
     ----------
@@ -53,11 +55,14 @@ class LeftOut:
     expected_seconds : float
         Time of the longest measured call, times the length's ratio to the curve's exponent. It
         decides what is measured and is never plotted or used for the crossover.
+    failure : str
+        Why the call failed, if it was made; else empty.
     """
 
     curve: str
     length: int
     expected_seconds: float
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ class Crossover:
     status: str
     length: float | None = None
     between: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def rounded(self) -> int | None:
+        """The length with the two digits that it deserves."""
+        return None if self.length is None else int(float(f"{self.length:.2g}"))
 
 
 @dataclass(frozen=True)
@@ -155,8 +165,10 @@ def sweep(
     last: dict[str, tuple[int, float]] = {}
     for curve, attend in curves.items():
         length = min(lengths[-1], WARM_UP)
-        timing = fastest(_call(attend, arrays, length, is_causal), max_calls=2, max_seconds=0.1)
-        last[curve] = (length, timing.seconds)
+        last[curve] = (length, 0.0)
+        with suppress(*FAILURES):  # told of the points themselves
+            timing = fastest(_call(attend, arrays, length, is_causal), max_calls=2, max_seconds=0.1)
+            last[curve] = (length, timing.seconds)
 
     points: list[Point] = []
     left_out: list[LeftOut] = []
@@ -173,11 +185,15 @@ def sweep(
             if expected > remaining - reserve:
                 left_out.append(LeftOut(curve, length, expected))
                 continue
-            timing = fastest(
-                _call(attend, arrays, length, is_causal),
-                max_calls=20,
-                max_seconds=min(1.0, remaining - reserve),
-            )
+            try:
+                timing = fastest(
+                    _call(attend, arrays, length, is_causal),
+                    max_calls=20,
+                    max_seconds=min(1.0, remaining - reserve),
+                )
+            except FAILURES as error:
+                left_out.append(LeftOut(curve, length, expected, reason(error)))
+                continue
             remaining -= timing.total_seconds
             last[curve] = max(last[curve], (length, timing.seconds))
             points.append(Point(curve, length, timing.seconds, timing.calls))

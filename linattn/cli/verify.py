@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linattn import feature_maps
+from linattn._extras import remedy
 from linattn.cli.errors import CommandError, UserCodeError
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _user_object(target: str, show_traceback: bool) -> Any:
 
 def _kit() -> Any:
     if find_spec("hypothesis") is None:
-        message = "verify needs hypothesis: pip install 'linattn[testing]'"
+        message = f"verify needs hypothesis: {remedy('testing')}"
         raise CommandError(message)
     return importlib.import_module("linattn.testing.check")
 

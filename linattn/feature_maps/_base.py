@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
@@ -34,15 +35,22 @@ class BaseFeatureMap(ABC):
     """Whether the kernel is ``exp(scale x.y)``."""
     causal: bool = True
     """Whether the map may be used causally: it has not seen the sequence."""
-    associative: ClassVar[bool] = True
-    """Whether states of stretches merge wherever each of them began."""
-
     _parameters: ClassVar[tuple[str, ...]]
     """Names of the attributes that determine the features, in the order of ``repr``."""
+    _keeps_specs: ClassVar[bool] = True
+    """Whether :meth:`specs` is this class's own; another map may use the name as it likes."""
+    _made_by: ClassVar[str] = ""
+    """The class method that finds what the constructor takes; empty where a user has that."""
 
     dim: int | None
     num_features: int | None
     scale: float
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have the constructor say what it takes where it is given something else."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
 
     def _set(self, **attributes: Any) -> None:
         for value in attributes.values():
@@ -267,6 +275,34 @@ class BaseFeatureMap(ABC):
         lead = _checks.check_leading_axes(x=tuple(x.shape[:-2]), y=tuple(y.shape[:-2]))
         shape = (*lead, x.shape[-2], y.shape[-2])
         return xp.zeros(shape, dtype=x.dtype, device=array_api_compat.device(x))
+
+
+def _explained(init: Callable[..., None]) -> Callable[..., None]:
+    """Name the parameters, and the remedy, where arguments do not fit a constructor's."""
+
+    @functools.wraps(init)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            from inspect import signature  # only for who has to be told
+
+            takes = signature(init)
+            try:
+                takes.bind(self, *args, **kwargs)
+            except TypeError as misfit:
+                raise TypeError(_misfit(type(self), misfit, takes, kwargs)) from None
+            raise error
+
+    return explained
+
+
+def _misfit(cls: Any, misfit: TypeError, takes: Any, given: dict[str, Any]) -> str:
+    names = [name for name in takes.parameters if name != "self"]
+    remedy = f"; make one by {cls.__name__}.{cls._made_by}" if cls._made_by else ""
+    if "seed" in given and "rng" in names:
+        remedy = "; a seed is given as rng="
+    return f"{cls.__name__} takes {', '.join(names)}: {misfit}{remedy}"
 
 
 def _qualified_name(name: str, function: Any) -> str:

@@ -99,6 +99,7 @@ class CalibratedFeatures(BaseFeatureMap):
     positive = True
     unbiased = False
     softmax_kernel = True
+    _made_by = "calibrate(samples)"
     _parameters = (
         "scale",
         "centroids",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import pi, sqrt
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -49,8 +49,6 @@ class CosformerFeatures(BaseFeatureMap):
         2 d.
     positive, unbiased, causal : bool
         What may be relied on.
-    associative : bool
-        False: states of separate stretches do not merge, see below.
 
     Raises
     ------
@@ -85,7 +83,6 @@ class CosformerFeatures(BaseFeatureMap):
 
     positive = True
     unbiased = True
-    associative: ClassVar[bool] = False
     """Whether states of separate stretches merge."""
     _parameters = ("dim", "max_length", "scale")
 

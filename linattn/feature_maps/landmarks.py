@@ -143,6 +143,7 @@ class LandmarkFeatures(BaseFeatureMap):
     unbiased = False
     softmax_kernel = True
     causal = False
+    _made_by = "fit(query, key)"
     _parameters = (
         "scale",
         "corrected",

@@ -25,6 +25,10 @@ from linattn.typing import Array, Features, Opaque, Tokens
 __all__ = ["PolynomialFeatures", "TaylorFeatures"]
 
 
+MOST_COLUMNS = 2**20
+"""Columns beyond which a map is refused: a state of a million of them takes 260 MB a head."""
+
+
 class _Degree(NamedTuple):
     """Monomials of one degree, each a monomial of the degree below times one coordinate."""
 
@@ -81,8 +85,15 @@ class _MonomialFeatures(BaseFeatureMap):
         scale = _checks.check_finite_number("scale", scale, positive=True)
         self._set(dim=dim, scale=scale, **attributes)
         weights = self._weights()
-        columns = (comb(dim + k - 1, k) for k, weight in enumerate(weights) if weight > 0)
-        self._set(num_features=sum(columns), positive=len(weights) == 1)
+        columns = sum(comb(dim + k - 1, k) for k, weight in enumerate(weights) if weight > 0)
+        if columns > MOST_COLUMNS:
+            message = (
+                f"dim and degree must make at most {MOST_COLUMNS:,} columns, got dim={dim} and "
+                f"degree {len(weights) - 1}, which make {columns:,}; take a lower degree, or "
+                f"project to fewer coordinates"
+            )
+            raise ValueError(message)
+        self._set(num_features=columns, positive=len(weights) == 1)
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Opaque:
         """Spec of both sides: ``sqrt(w_k k!/a!) (sqrt(s) x)^a`` for each monomial."""
@@ -166,7 +177,7 @@ class _MonomialFeatures(BaseFeatureMap):
         """Kernel as a function of ``t = scale x.y``."""
 
 
-def _check_degree(name: str, value: Any, least: int) -> int:
+def _check_degree(name: str, value: Any, least: int, most: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
@@ -176,6 +187,9 @@ def _check_degree(name: str, value: Any, least: int) -> int:
         raise TypeError(message)
     if number < least:
         message = f"{name} must be at least {least}, got {number}"
+        raise ValueError(message)
+    if number > most:
+        message = f"{name} must be at most {most}, beyond which weights overflow, got {number}"
         raise ValueError(message)
     return number
 
@@ -211,7 +225,7 @@ class TaylorFeatures(_MonomialFeatures):
     Raises
     ------
     TypeError, ValueError
-        Sizes that are not positive integers, a scale that is not positive.
+        Sizes that are not positive integers, a scale that is not positive, more than 2^20 columns.
 
     Notes
     -----
@@ -250,7 +264,7 @@ class TaylorFeatures(_MonomialFeatures):
 
     def __init__(self, dim: int, order: int = 2, *, scale: float | None = None) -> None:
         dim = _checks.check_positive_int("dim", dim)
-        order = _check_degree("order", order, 0)
+        order = _check_degree("order", order, 0, 170)
         self._finish(dim, 1 / sqrt(dim) if scale is None else scale, order=order)
 
     def _weights(self) -> Sequence[float]:
@@ -296,7 +310,8 @@ class PolynomialFeatures(_MonomialFeatures):
     Raises
     ------
     TypeError, ValueError
-        Sizes that are not positive integers, a scale that is not positive, a negative c.
+        Sizes that are not positive integers, a scale that is not positive, a negative c, more than
+        2^20 columns.
 
     Notes
     -----
@@ -328,7 +343,7 @@ class PolynomialFeatures(_MonomialFeatures):
     c: float
 
     def __init__(self, dim: int, degree: int = 2, c: float = 1.0, *, scale: float = 1.0) -> None:
-        degree = _check_degree("degree", degree, 1)
+        degree = _check_degree("degree", degree, 1, 1000)
         c = _checks.check_finite_number("c", c)
         if c < 0:
             message = f"c must be at least 0, for its powers to be weights of features, got {c}"

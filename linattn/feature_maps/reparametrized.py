@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks
+from linattn._problem import check_feature_map
 from linattn.feature_maps._base import BaseFeatureMap
 from linattn.sampling import Seed
 from linattn.typing import Affine, Array
@@ -88,6 +89,7 @@ class Reparametrized(BaseFeatureMap):
         key_shift: ArrayLike | None = None,
         transform: ArrayLike | None = None,
     ) -> None:
+        check_feature_map(feature_map)
         if not getattr(feature_map, "softmax_kernel", False):
             message = (
                 f"feature_map must be a map of the softmax kernel, such as PositiveFeatures(dim), "

@@ -8,15 +8,17 @@ Whatever is left to chance takes ``false_alarm_rate``, by default 1e-9, and ``rn
 the same draws each time. Thresholds come from exact variances and are proved; where no honest test
 exists :class:`UntestableError` says why.
 
-Needs hypothesis: ``pip install 'linattn[testing]'``.
+Needs hypothesis, which the extra ``testing`` brings.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
+from linattn._extras import remedy
+
 if find_spec("hypothesis") is None:
-    _message = "linattn.testing needs hypothesis: pip install 'linattn[testing]'"
+    _message = f"linattn.testing needs hypothesis: {remedy('testing')}"
     raise ImportError(_message)
 
 from linattn.testing import moments, statistics, strategies

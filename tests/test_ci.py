@@ -1,0 +1,80 @@
+"""The script of CI: whatever it runs can fail it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# In the place of every tool: writes down how it was called, and fails where it is told to.
+TOOL = """#!/bin/bash
+call="${0##*/.venv}"; call="${call##*/stub/} $*"
+echo "$call" >>"$CALLS"
+if [[ $* == "-m venv "* ]]; then
+    mkdir -p "$3/bin"
+    for tool in pip python ruff mypy lint-imports mkdocs; do cp "$0" "$3/bin/$tool"; done
+fi
+[[ $call != "$FAILING" ]]
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository that holds the script, the README that it reads, and nothing to test."""
+    if os.name != "posix" or not all(map(shutil.which, ("bash", "git", "tar"))):
+        pytest.skip("the script of CI needs bash, git and tar")
+    folder = tmp_path / "checkout"
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    subprocess.run(["git", "init", "--quiet", folder], check=True)
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    (stub / "python3").write_text(TOOL, encoding="utf-8")
+    (stub / "python3").chmod(0o755)
+    return folder
+
+
+def run(checkout: Path, failing: str = "") -> tuple[int, list[str]]:
+    """Run the script with tools that do nothing; return its exit code and the calls it made."""
+    calls = checkout.parent / "calls"
+    calls.write_text("", encoding="utf-8")
+    environment = os.environ | {
+        "PATH": f"{checkout.parent / 'stub'}{os.pathsep}{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "FAILING": failing,
+    }
+    finished = subprocess.run(
+        ["bash", ".ci/run"], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    return finished.returncode, calls.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_call_can_fail_it(checkout):
+    code, calls = run(checkout)
+    assert code == 0
+    assert len(set(calls)) >= 12
+    for call in dict.fromkeys(calls):
+        assert run(checkout, failing=call)[0] != 0, call
+
+
+def test_it_runs_what_contributors_are_told_to_run(checkout):
+    _, calls = run(checkout)
+    commands = [call.partition("bin/")[2] for call in calls]
+    assert "python -m pytest" in commands
+    assert {"ruff check", "ruff format --check", "mypy", "lint-imports"} <= {
+        command.strip() for command in commands
+    }
+    # --quiet hides warnings, which --strict then does not count.
+    assert "mkdocs build --strict" in commands
+
+
+def test_a_readme_without_its_test_command_fails_it(checkout):
+    readme = checkout / "README.md"
+    readme.write_text(readme.read_text(encoding="utf-8").replace("[test]", "[tests]"))
+    assert run(checkout)[0] != 0

@@ -1,0 +1,67 @@
+"""The site that `mkdocs build` makes of docs/ and of the docstrings."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="mkdocs (extra docs) is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    finished = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", folder],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return folder
+
+
+def signature(site: Path, page: str, name: str) -> list[str]:
+    """Return the lines of the signature below a heading."""
+    text = (site / page / "index.html").read_text(encoding="utf-8")
+    block = text.split(f'id="{name}"')[1].partition("<code>")[2].partition("</code>")[0]
+    return html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines()
+
+
+def test_long_signatures_are_broken_into_lines(site):
+    lines = signature(site, "attention", "linattn.functional.linear_attention")
+    assert lines[0] == "linear_attention("
+    assert "    return_log_normalizer=False," in lines
+    assert max(map(len, lines)) < 80
+
+
+def test_classes_show_how_they_are_made(site):
+    name = "linattn.feature_maps.exponential.PositiveFeatures"
+    (line,) = ["".join(signature(site, "feature_maps", name))]
+    assert line.startswith("PositiveFeatures(")
+    assert "rng=None" in line
+
+
+def test_pages_show_what_is_public(site):
+    shown = re.findall(
+        r'id="(linattn[\w.]+)"',
+        "".join(page.read_text(encoding="utf-8") for page in site.glob("*/index.html")),
+    )
+    assert "linattn.automatic.attention" in shown
+    assert "linattn.automatic.OVERHEAD" not in shown
+    assert [name for name in shown if name.endswith("__getstate__")] == []
+
+
+@pytest.mark.parametrize("word", ["memmap", "train_copy", "checkpoint", "Dask"])
+def test_search_finds(site, word):
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert any(word.lower() in (d["title"] + d["text"]).lower() for d in index["docs"])
