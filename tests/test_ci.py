@@ -15,9 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOL = """#!/bin/bash
 call="${0##*/.venv}"; call="${call##*/stub/} $*"
 echo "$call" >>"$CALLS"
-if [[ $* == "-m venv "* ]]; then
-    mkdir -p "$3/bin"
-    for tool in pip python ruff mypy lint-imports mkdocs; do cp "$0" "$3/bin/$tool"; done
+case $call in
+    "python3 -m venv "*) folder=$3 ;;
+    *fake_gpu/build.sh*) folder=.venv-fake-gpu ;;
+esac
+if [[ ${folder:-} ]]; then
+    mkdir -p "$folder/bin"
+    for tool in pip python ruff mypy lint-imports mkdocs; do cp "$0" "$folder/bin/$tool"; done
 fi
 [[ $call != "$FAILING" ]]
 """
@@ -32,6 +36,11 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
+    for name in ("build.sh", "run.sh"):
+        script = folder / "tests" / "fake_gpu" / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(TOOL, encoding="utf-8")
+        script.chmod(0o755)
     subprocess.run(["git", "init", "--quiet", folder], check=True)
     stub = tmp_path / "stub"
     stub.mkdir()
