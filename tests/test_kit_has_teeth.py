@@ -123,6 +123,20 @@ for name, wrong_block in (
         check="assert_gaussian_rows",
     )
 tooth(
+    "raw QR in many dimensions",
+    partial(testing.assert_gaussian_rows, num=64, dim=64, num_draws=1000, rng=SEED),
+    lambda num, dim, rng: haar_block(dim, rng),
+    lambda num, dim, rng: raw_qr_block(dim, rng),
+    check="assert_gaussian_rows",
+)
+tooth(
+    "rows 5 % too long",
+    partial(testing.assert_gaussian_rows, num=32, dim=32, rng=SEED),
+    lambda num, dim, rng: haar_block(dim, rng),
+    lambda num, dim, rng: 1.05 * haar_block(dim, rng),
+    check="assert_gaussian_rows",
+)
+tooth(
     "deterministic strata",
     partial(testing.assert_gaussian_rows, num=4, dim=2, rng=SEED),
     random_strata,
@@ -580,6 +594,34 @@ def full_with_recency(query, key, value):
     return weights @ value / np.sum(weights, axis=-1, keepdims=True)
 
 
+def full_with_gain_by_query(query, key, value):
+    return full(query, key, value) * (1 + 1e-3 * np.arange(query.shape[-2]))[:, None]
+
+
+def full_less_maximum(query, key, value, axis=(-2, -1)):
+    weights = np.exp(query) @ np.swapaxes(np.exp(key - np.max(key, axis, keepdims=True)), -1, -2)
+    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
+
+
+def full_less_maximum_of_batch(query, key, value):
+    """Right for moderate numbers; a NaN is in every element, a large one lets others underflow."""
+    return full_less_maximum(query, key, value, axis=None)
+
+
+tooth(
+    "a maximum over the batch as shift",
+    lambda attention: testing.assert_batch_independent(attention=attention, rng=SEED),
+    full_less_maximum,
+    full_less_maximum_of_batch,
+    check="assert_batch_independent",
+)
+tooth(
+    "outputs by the position of the query",
+    lambda attention: testing.assert_permutation_invariant(attention=attention, rng=SEED),
+    full,
+    full_with_gain_by_query,
+    check="assert_permutation_invariant",
+)
 tooth(
     "epsilon in the denominator",
     lambda attention: testing.assert_normalized(

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from math import comb, exp, expm1, sqrt
 
+import array_api_compat
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -866,6 +867,133 @@ class TestCheckFeatureMap:
             testing.check_feature_map(EluFeatures(), on_fail="warn")
         with pytest.raises(TypeError, match="map_or_factory must be"):
             testing.check_feature_map(7)  # type: ignore[arg-type]
+
+
+class Whole(Own):
+    """Features that pass every check but that of the mean, and one change to spoil them."""
+
+    dim = 4
+
+    def __init__(self, change=lambda x, side: x):
+        self.change = change
+
+    def features(self, x, side):
+        xp = array_api_compat.array_namespace(x)
+        return Features(None, xp.exp(0.1 * self.change(x, side)))
+
+    def query_features(self, x):
+        return self.features(x, "query")
+
+    def key_features(self, x):
+        return self.features(x, "key")
+
+
+def unchanged(x, side):
+    return x
+
+
+def in_place(x, side):
+    x -= 1.0
+    return x
+
+
+def by_position(side_wanted):
+    def change(x, side):
+        return x * (1 + np.arange(x.shape[-2])[:, None]) if side == side_wanted else x
+
+    return change
+
+
+def to_mean(axes):
+    return lambda x, side: x - np.mean(x, axis=axes, keepdims=True)
+
+
+class TestEveryRowCanFail:
+    """One planted defect for each row of the report that chance does not decide."""
+
+    def failed(self, subject):
+        report = testing.check_feature_map(subject, skip=("mean", "variance"), on_fail="return")
+        return {row.check for row in report.rows if row.result == "FAILED"}
+
+    def test_unspoilt(self):
+        assert self.failed(Whole(unchanged)) == set()
+
+    @pytest.mark.parametrize(
+        ("row", "change"),
+        [
+            ("features", lambda x, side: x * np.inf),
+            ("causal", to_mean(-2)),
+            ("streaming", to_mean(-2)),
+            ("mask", lambda x, side: np.sort(x, axis=-2)),
+            ("merge", to_mean((-1, -2))),
+            ("permutation", by_position("query")),
+            ("batch", to_mean(0)),
+            ("normalized", lambda x, side: 1e3 * x),
+            ("namespace", lambda x, side: np.asarray(x)),
+            ("inputs", in_place),
+            ("pickle", lambda x, side: x),
+        ],
+    )
+    def test_row_fails(self, row, change):
+        with np.errstate(all="ignore"):
+            assert row in self.failed(Whole(change))
+
+    def test_redraw(self):
+        fixed = Whole(unchanged)
+        factory = lambda rng: fixed  # noqa: E731
+        assert self.failed(factory) == {"redraw"}
+
+    def test_every_row_is_here(self):
+        (rows,) = (
+            mark.args[1] for mark in self.test_row_fails.pytestmark if mark.name == "parametrize"
+        )
+        covered = {row for row, _ in rows} | {"redraw", "mean", "variance"}
+        assert covered == set(CHECKS)
+
+
+class TestNothingToTry:
+    """What is tried on nothing cannot fail, and so is refused."""
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda: testing.assert_causal(EluFeatures(), magnitudes=()),
+            lambda: testing.assert_normalized(EluFeatures(), magnitudes=()),
+            lambda: testing.assert_mask_is_slice(EluFeatures(), garbage=()),
+            lambda: testing.assert_inputs_unchanged(np.sin),
+            lambda: testing.assert_namespace_preserved(np.sin),
+            lambda: testing.assert_gradient(np.sin, lambda: (0.0, tuple)),
+        ],
+    )
+    def test_empty(self, call):
+        with pytest.raises(ValueError, match="must not be empty"):
+            call()
+
+    @pytest.mark.parametrize("length", [0, 1])
+    @pytest.mark.parametrize(
+        "assertion",
+        [
+            testing.assert_batch_independent,
+            testing.assert_causal,
+            testing.assert_mask_is_slice,
+            testing.assert_permutation_invariant,
+            testing.assert_streaming,
+        ],
+    )
+    def test_one_token(self, assertion, length):
+        with pytest.raises(ValueError, match="length must be at least 2"):
+            assertion(EluFeatures(), length=length)
+
+    @pytest.mark.parametrize("rtol", [0.0, 1.0, float("inf"), float("nan")])
+    def test_any_difference_allowed(self, rtol):
+        with pytest.raises(ValueError, match="rtol must be between 0 and 1"):
+            testing.assert_causal(EluFeatures(), rtol=rtol)
+
+    def test_no_directions(self):
+        with pytest.raises(ValueError, match="num_directions must be"):
+            testing.assert_gradient(
+                np.sin, lambda x: (np.sin(x), lambda g: (g,)), np.ones(3), num_directions=0
+            )
 
 
 class TestOtherAssertions:

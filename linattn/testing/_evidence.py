@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ __all__ = [
     "assert_close",
     "fail",
     "largest",
+    "need_some",
     "on_host",
 ]
 
@@ -68,6 +70,9 @@ def on_host(array: Any) -> NDArray[np.float64]:
 
 def assert_close(check: str, what: str, actual: Any, expected: Any, rtol: float) -> None:
     """Compare on the scale of the largest entry; NaN and inf never pass."""
+    if not 0 < rtol < 1:
+        message = f"rtol must be between 0 and 1, got {rtol!r}"
+        raise ValueError(message)
     got, want = on_host(actual), on_host(expected)
     if got.shape != want.shape:
         fail(check, f"{what}: want shape {want.shape}, got {got.shape}")
@@ -75,6 +80,13 @@ def assert_close(check: str, what: str, actual: Any, expected: Any, rtol: float)
     allowed = rtol * max(1.0, largest(want))
     if not error <= allowed:
         fail(check, f"{what}: largest difference {error:.3g}, want at most {allowed:.3g}")
+
+
+def need_some(name: str, values: Sized) -> None:
+    """Refuse an empty sequence: what is tried on nothing cannot fail."""
+    if not len(values):
+        message = f"{name} must not be empty: what is tried on nothing cannot fail"
+        raise ValueError(message)
 
 
 def largest(array: ArrayLike) -> float:

@@ -21,7 +21,7 @@ import linattn
 from linattn import _checks
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import feature_products, has_positions, lead_axes
-from linattn.testing._evidence import Evidence, assert_close, on_host
+from linattn.testing._evidence import Evidence, assert_close, need_some, on_host
 from linattn.typing import Array, FeatureMap
 
 __all__ = [
@@ -54,6 +54,9 @@ class _Case:
         if feature_map is None and attention is None:
             message = "want a feature_map, or attention= (query, key, value, **options)"
             raise TypeError(message)
+        if length < 2:
+            message = f"length must be at least 2 tokens, got {length}"
+            raise ValueError(message)
         self.feature_map = feature_map
         self.own = attention
         self.rng = as_generator(rng)
@@ -116,12 +119,15 @@ def assert_causal(
         An earlier output changed, or is not finite.
     TypeError
         Neither a map nor an attention.
+    ValueError
+        Fewer than 2 tokens, an ``rtol`` outside (0, 1), an empty list of what to try.
 
     Notes
     -----
     Tokens are replaced from position 1, L / 2 and L - 1 on. Time of seven calls.
     """
     check = "assert_causal"
+    need_some("magnitudes", magnitudes)
     case = _Case(feature_map, attention, rng, length)
     whole = on_host(case.attend(case.query, case.key, case.value, is_causal=True))
     cuts = sorted({1, length // 2, length - 1})
@@ -171,6 +177,8 @@ def assert_streaming(
         They differ.
     TypeError
         Neither a map nor both of the others.
+    ValueError
+        As :func:`assert_causal`.
     """
     check = "assert_streaming"
     case = _Case(feature_map, attention, rng, length)
@@ -246,12 +254,15 @@ def assert_mask_is_slice(
         Outputs differ from those without the masked keys.
     TypeError
         Neither a map nor an attention.
+    ValueError
+        As :func:`assert_causal`.
 
     Notes
     -----
     A map whose features depend on the position keeps its first keys, others a random half.
     """
     check = "assert_mask_is_slice"
+    need_some("garbage", garbage)
     case = _Case(feature_map, attention, rng, length)
     keep = case.rng.random(length) < 0.5
     keep[:2] = True, False
@@ -310,6 +321,8 @@ def assert_merge_associative(
         Some grouping reads differently from one state of all tokens.
     TypeError
         Neither a map nor all three functions.
+    ValueError
+        As :func:`assert_causal`.
     """
     check = "assert_merge_associative"
     functions = {"reduce": reduce, "merge": merge, "read": read}
@@ -372,6 +385,8 @@ def assert_permutation_invariant(
         An output changed, or did not move with its query.
     TypeError
         Neither a map nor an attention.
+    ValueError
+        As :func:`assert_causal`.
     """
     check = "assert_permutation_invariant"
     case = _Case(feature_map, attention, rng, length)
@@ -417,6 +432,8 @@ def assert_batch_independent(
         Elements differ from themselves alone, or from themselves beside one of size 30 or NaN.
     TypeError
         Neither a map nor an attention.
+    ValueError
+        As :func:`assert_causal`.
     """
     is_causal = _checks.check_flag("is_causal", is_causal)
     check = "assert_batch_independent"
@@ -472,8 +489,11 @@ def assert_normalized(
         Weights that do not sum to 1.
     TypeError
         Neither a map nor an attention.
+    ValueError
+        As :func:`assert_causal`.
     """
     check = "assert_normalized"
+    need_some("magnitudes", magnitudes)
     for size in magnitudes:
         case = _Case(feature_map, attention, rng, length, size)
         ones = np.ones_like(case.value)

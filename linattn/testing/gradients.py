@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn import _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._evidence import Evidence, fail, on_host
+from linattn.testing._evidence import Evidence, fail, need_some, on_host
 from linattn.typing import Array
 
 __all__ = ["assert_gradient"]
@@ -59,8 +59,8 @@ def assert_gradient(
     AssertionError
         The output of ``vjp`` is not that of ``function``; a gradient has another shape or type
         than its array, or is not the derivative.
-    TypeError
-        Arrays that are not float64.
+    TypeError, ValueError
+        Arrays that are not float64, or none; directions that are not a whole, positive number.
 
     Notes
     -----
@@ -69,6 +69,8 @@ def assert_gradient(
     ``4 num_directions`` calls an array.
     """
     check = "assert_gradient"
+    need_some("arrays", arrays)
+    _checks.check_positive_int("num_directions", num_directions)
     named = {f"arrays[{index}]": array for index, array in enumerate(arrays)}
     xp, _ = _checks.check_arrays(1, **named)
     if arrays[0].dtype != xp.float64:
