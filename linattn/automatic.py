@@ -30,7 +30,7 @@ HELD_OUT = 64
 """Exact rows of each head from which the error of a call without a tolerance is estimated."""
 
 ROWS_A_COLUMN = 4
-"""Exact rows for each column where there is a tolerance: a seventh of the time, whatever m is."""
+"""Exact rows for each column where there is a tolerance: a fifth of the time, whatever m is."""
 
 PROBABILITY = 0.95
 """Of meeting a tolerance in every head; the numbers of columns that may be tried share the rest."""

@@ -250,6 +250,7 @@ def test_a_tolerance_is_kept():
                 )
             exceeded += bool(error(output, exact) > factor * usual)
             taken += report.method == "landmarks"
+            assert report.bound <= factor * usual
         assert exceeded < 9
         assert taken >= least
 

@@ -368,7 +368,7 @@ def diagnostics_of_a_map(x):
 def diagnostics_of_an_output(x):
     query, key, value = x.qkv
     return (
-        diagnostics.held_out_error(value, query, key, value, is_causal=True, rng=0),
+        diagnostics.held_out_error(value, query=query, key=key, value=value, is_causal=True, rng=0),
         diagnostics.output_error(query, x.state(), FAVOR),
         diagnostics.effective_features(query, x.state(), FAVOR),
     )
