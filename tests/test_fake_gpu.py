@@ -16,6 +16,7 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,8 @@ if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
 import cupy
 import ml_dtypes
 
+import linattn_cupy
+
 pytestmark = pytest.mark.fake_gpu
 
 DTYPES = {
@@ -61,7 +64,7 @@ DTYPES = {
     "float64": np.float64,
 }
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-halves = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+HALVES = ["float16", "bfloat16"]
 
 LEAD, LENGTH, DIM = (2, 3), 200, 64
 FAVOR = PositiveFeatures(DIM, num_features=256, rng=0)
@@ -487,3 +490,176 @@ def test_every_public_function(recorded, name, dtype, device):
     assert log.of("ERROR", "NOTE") == []
     assert log.devices == {device}
     assert cupy.cuda.Device().id == 0
+
+
+# Streams, waits, graphs, threads -----------------------------------------------------------------
+
+
+def causal(x: Inputs) -> Any:
+    return linattn.linear_attention(*x.qkv, FAVOR, is_causal=True)
+
+
+FUSED = [name for name in CALLS if name.startswith("linear_attention ") and "window" not in name]
+"""Calls that kernels do whole in 16 bits."""
+
+
+class Held:
+    """Inputs that are made once, so that a call of them makes nothing but its results."""
+
+    def __init__(self, x: Inputs) -> None:
+        self.qkv, self.token, self.mask = x.qkv, x.token, x.mask
+
+
+def held(dtype: str, work: Callable[[Any], Any]) -> Callable[[], Any]:
+    return partial(work, Held(on_device(0, dtype)))
+
+
+def stepper(dtype: str) -> Callable[[], Any]:
+    x = on_device(0, dtype)
+    decoder = linattn.Decoder(FAVOR, x.state())
+    token = x.token
+    return lambda: decoder.step(*token)
+
+
+def single_step(dtype: str) -> Callable[[], Any]:
+    x = on_device(0, dtype)
+    state, token = x.state(), x.token
+    return lambda: linattn.decode_step(*token, state, FAVOR)
+
+
+QUIET = [
+    *(pytest.param(partial(held, d, CALLS[n]), id=f"{n}-{d}") for n in FUSED for d in HALVES),
+    *(
+        pytest.param(partial(f, d), id=f"{f.__name__}-{d}")
+        for f in (stepper, single_step)
+        for d in (*HALVES, "float32")
+    ),
+]
+FLOAT32 = ["linear_attention full", "linear_attention causal"]
+"""float32 that goes by kernels and cuBLAS."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *QUIET,
+        *(pytest.param(partial(held, "float32", CALLS[n]), id=f"{n}-float32") for n in FLOAT32),
+    ],
+)
+def test_a_warm_call_never_waits(recorded, make):
+    """All its work is in the current stream, and nothing comes from the host but arguments."""
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        work = make()
+        work()
+        with recorded() as log:
+            work()
+    assert log.of("ERROR", "NOTE") == []
+    assert log.waits == log.pageable == []
+    launches = log.of("LAUNCH", "GEMM", "FILL")
+    assert launches
+    assert all(f" stream {stream.ptr:#x}" in line for line in launches)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_wait_once_for_their_flag(recorded, dtype):
+    with cupy.cuda.Stream(non_blocking=True):
+        query, key, value = on_device(0, dtype).qkv
+        output, pullback = linattn.linear_attention_vjp(query, key, value, FAVOR, is_causal=True)
+        pullback(output)
+        with recorded() as log:
+            pullback(output)
+    assert len(log.waits) == 1
+    assert log.pageable == []
+
+
+@pytest.mark.parametrize("make", QUIET)
+def test_a_captured_call(recorded, make):
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        work = make()
+        with recorded() as log:
+            call = linattn_cupy.capture(work)
+        assert tree(call.output) == tree(work())
+        assert len([line for line in log.of("LAUNCH") if " captured" in line]) > 0
+        assert log.of("ERROR", "NOTE") == []
+        with recorded() as log:
+            call.launch()
+    assert log.lines == [f"GRAPH launched in stream {stream.ptr:#x}"]
+
+
+def test_what_a_graph_writes_is_nobody_elses(recorded):
+    """Arrays that are made later lie elsewhere, of whatever size."""
+    with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc), cupy.cuda.Stream():
+        query, key, value = on_device(0, "bfloat16").qkv
+        arguments = {array.data.ptr for array in (query, key, value)}
+        with recorded() as log:
+            call = linattn_cupy.capture(
+                linattn.linear_attention, query, key, value, FAVOR, is_causal=True
+            )
+        assert call.output.data.ptr in log.written - arguments
+        sizes = (2**p for p in range(9, 22))
+        later = [cupy.empty(size, np.uint8) for size in sizes for _ in range(20)]
+        own = log.written - arguments
+    shared = [a for a in later if any(a.data.ptr <= p < a.data.ptr + a.nbytes for p in own)]
+    assert len(own) > 3
+    assert shared == []
+
+
+def test_a_captured_decoder_goes_on():
+    with cupy.cuda.Stream():
+        x = on_device(0, "float32")
+        decoder = linattn.Decoder(FAVOR, x.state())
+        call = linattn_cupy.capture(decoder.step, *x.token)
+        assert call.output.shape == (*LEAD, DIM)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "work", "said"),
+    [
+        ("float32", "linear_attention full", "cuBLAS"),
+        ("float32", "linear_attention causal", "cuBLAS"),
+        ("float64", "linear_attention full", "cuBLAS|waits"),
+        ("bfloat16", "linear_attention_vjp_causal", "transfers"),
+    ],
+)
+def test_what_cannot_be_captured_says_so(dtype, work, said):
+    with cupy.cuda.Stream() as stream:
+        with pytest.raises(RuntimeError, match=rf"function must be a call that .*got '.*({said})"):
+            linattn_cupy.capture(held(dtype, CALLS[work]))
+        # The stream is as before.
+        assert not stream.is_capturing()
+        assert linattn_cupy.capture(stepper("float32")).output is not None
+
+
+def test_errors_of_a_captured_call_are_its_own():
+    calls = []
+
+    def second_fails():
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+
+    with cupy.cuda.Stream() as stream:
+        with pytest.raises(ZeroDivisionError):
+            linattn_cupy.capture(second_fails)
+        assert not stream.is_capturing()
+
+
+def test_the_default_stream_is_not_captured():
+    with pytest.raises(RuntimeError, match="current stream must be one that can be captured"):
+        linattn_cupy.capture(held("bfloat16", causal))
+
+
+@every_dtype
+def test_threads_with_streams_of_their_own(recorded, dtype):
+    """Each thread has its own current device and stream."""
+    names = ["linear_attention causal", "decoder", "linear_attention_vjp_full", "map: elu"]
+
+    def work(i: int) -> list[Any]:
+        with cupy.cuda.using_allocator(None), cupy.cuda.Stream(non_blocking=True):
+            return [tree(CALLS[names[(i + j) % 4]](on_device(i % 2, dtype))) for j in range(4)]
+
+    with recorded() as log, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
+    assert log.of("ERROR", "NOTE") == []
+    for i in range(1, 4):
+        assert found[i] == found[0][i:] + found[0][:i]

@@ -604,7 +604,7 @@ class FakeStream:
     kept: list[Any]
 
     def __init__(self, non_blocking=False):
-        self.ptr = 1
+        self.ptr = 3
 
     def __enter__(self):
         FakeStream.now = self
@@ -627,7 +627,7 @@ class FakeStream:
     def end_capture(self):
         linattn_cupy.device.launch = self.launch
 
-        def again(stream):
+        def again():
             for arguments in self.kept:
                 self.launch(*arguments)
 
@@ -645,6 +645,8 @@ class FakeEvent:
 
 
 class FakePool:
+    malloc = None
+
     def free_all_blocks(self):
         pass
 
@@ -674,6 +676,7 @@ def fake_cupy(monkeypatch, emulated, cupy_backend):
     cupy: Any = types.ModuleType("cupy")
     for name in ("empty", "empty_like", "full", "ones", "copyto", "ascontiguousarray", "asarray"):
         setattr(cupy, name, getattr(np, name))
+    cupy.ndarray = ()  # no array is CuPy's
 
     def normal(shape, dtype):
         return np.random.default_rng(0).standard_normal(shape, dtype)
@@ -699,12 +702,15 @@ def fake_cupy(monkeypatch, emulated, cupy_backend):
         Stream=FakeStream,
         Event=FakeEvent,
         MemoryHook=FakeHook,
+        MemoryPool=FakePool,
+        using_allocator=lambda allocator: nullcontext(),
         Device=lambda: device,
         get_current_stream=lambda: FakeStream.now,
         get_elapsed_time=lambda start, end: 1e3 * (end.at - start.at),
         runtime=types.SimpleNamespace(
             memGetInfo=lambda: (10**9, 10**9),
             getDeviceProperties=lambda index: properties,
+            streamLegacy=1,
             driverGetVersion=lambda: 13000,
             runtimeGetVersion=lambda: 13000,
         ),
@@ -744,7 +750,7 @@ def test_behaviour_on_a_double(fake_cupy, emulated, monkeypatch):
 def test_a_graph_that_does_not_run_again_does_not_pass(fake_cupy, emulated, monkeypatch):
     monkeypatch.setattr(behaviour, "SMALL", (1, 2, 130, 64))
     monkeypatch.setattr(behaviour, "feature_map_of", lambda *a: parity.feature_map_of("elu", 0, 0))
-    idle = types.SimpleNamespace(launch=lambda stream: None)
+    idle = types.SimpleNamespace(launch=lambda: None)
     end = FakeStream.end_capture
     monkeypatch.setattr(FakeStream, "end_capture", lambda self: (end(self), idle)[1])
     names = ["graph of a call, bfloat16 causal", "graph of Decoder.step, bfloat16"]

@@ -4,7 +4,7 @@ float16 and bfloat16 attention with the maps that the kernels know runs whole (:
 so do its gradients (:mod:`.gradients`); blocks of float32 go by matrix products of all heads at
 once (:mod:`.blocks`), tokens one by one in a kernel of their own (:mod:`.steps`). Everything else
 is left to the generic code. Nothing here looks at values from the host, but for one flag at the end
-of gradients.
+of gradients. :func:`capture` makes a CUDA graph of a call.
 
 The kernels are compiled for real GPUs and executed on the CPU by the tests; whether they have run
 on a GPU is what :func:`.hardware.kernel_status` says.
@@ -15,13 +15,16 @@ from __future__ import annotations
 from linattn_cupy.blocks import read_block, reduce_block, scan_block
 from linattn_cupy.fused import attention
 from linattn_cupy.gradients import attention_vjp
+from linattn_cupy.graphs import CapturedCall, capture
 from linattn_cupy.hardware import kernel_status
 from linattn_cupy.planning import plan
 from linattn_cupy.steps import decode, stepper
 
 __all__ = [
+    "CapturedCall",
     "attention",
     "attention_vjp",
+    "capture",
     "decode",
     "kernel_status",
     "plan",

@@ -91,19 +91,7 @@ def input_sets(bytes_each: int, cache_bytes: int, free_bytes: int) -> int:
 
 
 def captured(call: Thunk) -> Thunk:
-    """Capture a warm call of CuPy's current stream, which is not the default one, as a graph."""
-    import cupy
+    """Capture a call in CuPy's current stream, which is not the default one, as a graph."""
+    import linattn_cupy
 
-    stream = cupy.cuda.get_current_stream()
-    call()
-    stream.synchronize()
-    stream.begin_capture()
-    try:
-        result = call()
-    finally:
-        graph = stream.end_capture()
-
-    def launch(_kept: Any = result) -> None:
-        graph.launch(stream)
-
-    return launch
+    return linattn_cupy.capture(call).launch

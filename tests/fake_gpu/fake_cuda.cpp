@@ -433,7 +433,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind kind
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, cudaStream_t s) {
     Guard guard(mutex);
-    const char* pageable = kind == cudaMemcpyHostToDevice && !allocation_of(from, n) ? " pageable" : "";
+    const char* pageable = (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDefault) && !allocation_of(from, n) ? " pageable" : "";
     note("COPY kind %d bytes %zu stream %p%s%s", (int)kind, n, (void*)s, pageable, captures(s) ? " captured" : "");
     TRY(check_stream(s, "a copy"));
     return copy(to, from, n, kind);
