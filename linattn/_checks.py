@@ -50,6 +50,7 @@ __all__ = [
     "device_array",
     "is_lazy",
     "kinds",
+    "known_fingerprint",
     "library_name",
     "namespace",
     "on_array_device",
@@ -479,6 +480,20 @@ def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
         )
         raise ValueError(message)
     return xp, state
+
+
+def known_fingerprint(state: State) -> int | None:
+    """Return the fingerprint that a state carries, None for none or one that cannot be read.
+
+    JAX makes arrays of integers, and within a trace they have no value.
+    """
+    fingerprint: Any = state.fingerprint
+    if fingerprint is None or type(fingerprint) is int:
+        return fingerprint
+    try:
+        return operator.index(fingerprint)
+    except TypeError:
+        return None
 
 
 def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Array) -> State:

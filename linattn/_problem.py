@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import array_api_compat
+import numpy as np
 
 from linattn import _checks, _dispatch
 from linattn.typing import (
@@ -26,10 +29,14 @@ from linattn.typing import (
 
 __all__ = [
     "check_feature_map",
+    "check_map_of_state",
     "exact_problem",
     "linear_problem",
     "map_columns",
+    "map_fingerprint",
     "map_specs",
+    "short_fingerprint",
+    "stamped",
     "step_problem",
 ]
 
@@ -46,6 +53,45 @@ def check_feature_map(feature_map: Any) -> None:
             f"linattn.feature_maps.PositiveFeatures(dim), got {came}"
         )
         raise TypeError(message)
+
+
+def short_fingerprint(fingerprint: str) -> int:
+    """Return 31 bits of a fingerprint: with 32 JAX could not hold it in its default integer."""
+    return crc32(fingerprint.encode()) >> 1
+
+
+def map_fingerprint(feature_map: FeatureMap) -> int | None:
+    """Return the short fingerprint of a map, None for a map that has none."""
+    fingerprint = getattr(feature_map, "fingerprint", None)
+    if not callable(fingerprint):
+        return None
+    try:
+        return short_fingerprint(str(fingerprint()))
+    except ValueError:
+        # A parameter is a function without a name of its own.
+        return None
+
+
+def check_map_of_state(name: str, state: State, feature_map: FeatureMap) -> None:
+    """Check that a state is of this map, as far as both are known."""
+    came = _checks.known_fingerprint(state)
+    wanted = None if came is None else map_fingerprint(feature_map)
+    if wanted is not None and came != wanted:
+        message = (
+            f"{name} must be a state of feature_map, {feature_map!r} with the fingerprint "
+            f"{wanted}, got one of another map, with the fingerprint {came}; use the map that "
+            f"made the state"
+        )
+        raise ValueError(message)
+
+
+def stamped(state: State, before: State | None, feature_map: FeatureMap) -> State:
+    """Return a state with the fingerprint of the state before it, or else that of its map.
+
+    A state of unknown origin stays one: what it was made of does not become known.
+    """
+    fingerprint = map_fingerprint(feature_map) if before is None else before.fingerprint
+    return State(state.kvz, state.log_scale, state.length, fingerprint)
 
 
 def map_columns(feature_map: FeatureMap, name: str, dim: int) -> int:
@@ -153,6 +199,7 @@ def _described(
     chunk_size: Any = None,
     want_log: bool = False,
     exact_window: Any = None,
+    one_token: bool = False,
 ) -> Problem:
     """Describe linear attention of a map and arrays that have been checked one by one."""
     remedy = (
@@ -189,6 +236,9 @@ def _described(
     if state is not None:
         e = value.shape[-1]
         state = _checks.check_state(state_name, state, m=m, e=e, dtype=dtype, like=query)
+        check_map_of_state(state_name, state, feature_map)
+        if one_token:
+            _check_one_token(tuple(state.kvz.shape[:-2]), key, value)
         shapes[state_name] = tuple(state.kvz.shape[:-2])
     state_lead = _checks.check_leading_axes(**shapes)
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
@@ -249,6 +299,7 @@ class _Step(NamedTuple):
     feature_map: FeatureMap
     settings: _dispatch.Settings
     kinds: list[Any]
+    fingerprint: int | None
     problem: Problem
 
 
@@ -257,6 +308,9 @@ _last: ContextVar[_Step | None] = ContextVar("last step", default=None)
 
 def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
     """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it.
+
+    Keys and values add no leading axis to the state: that would take several tokens for several
+    streams.
 
     The description is kept for the next step of the same map with arrays of the same kinds: to
     make it takes a sixth of a step.
@@ -271,6 +325,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
         and last.feature_map is feature_map
         and last.kinds == kinds
         and last.settings == settings
+        and last.fingerprint == _checks.known_fingerprint(state)
     ):
         query, key, value = (array[..., None, :] for array in given[:3])
         return last.problem.but(query=query, key=key, value=value, state=state)
@@ -281,14 +336,38 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
     problem = _described(
-        xp, query, key, value, feature_map, is_causal=True, state=state, state_name="state"
+        xp,
+        query,
+        key,
+        value,
+        feature_map,
+        is_causal=True,
+        state=state,
+        state_name="state",
+        one_token=True,
     )
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.
     if getattr(feature_map, "_keeps_specs", False) and _checks.are_plain(given):
         bare = problem.but(query=None, key=None, value=None, state=None)
-        _last.set(_Step(feature_map, settings, kinds, bare))
+        fingerprint = _checks.known_fingerprint(state)
+        _last.set(_Step(feature_map, settings, kinds, fingerprint, bare))
     return problem
+
+
+def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:
+    """Check that a token adds no leading axis to a state."""
+    shapes = tuple(key.shape[:-2]), tuple(value.shape[:-2])
+    with suppress(ValueError):
+        if shapes == (lead, lead) or np.broadcast_shapes(lead, *shapes) == lead:
+            return
+    message = (
+        f"key and value must be one token, no length axis, with leading axes that broadcast to "
+        f"those of the state, got key {shapes[0]}, value {shapes[1]} and state {lead}; for several "
+        f"tokens use linear_attention with is_causal=True and initial_state, for several streams a "
+        f"state with an axis for them"
+    )
+    raise ValueError(message)
 
 
 def exact_problem(

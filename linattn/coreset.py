@@ -376,6 +376,13 @@ class CoresetAttention:
         self._seed = int(as_generator(rng).integers(2**63))
         self._stream: _Stream | None = None
 
+    def __repr__(self) -> str:
+        """Show the settings and how long the stream is, in place of its numbers."""
+        return (
+            f"CoresetAttention(num_entries={self.num_entries}, block_size={self.block_size}, "
+            f"scale={self._scale}, length={self.length})"
+        )
+
     @property
     def num_entries(self) -> int:
         """Entries m kept for older keys."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _atomic, _checks
-from linattn._problem import check_feature_map
+from linattn._problem import check_feature_map, check_map_of_state, short_fingerprint
 from linattn.typing import Array, FeatureMap, State
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ MEMBERS: Members = {
 }
 
 
+SHORT = "#"
+"""What stands before the fingerprint of a state whose map was not given."""
+
+
 class StateFileError(ValueError):
     """A file is not a state that linattn saved, or is the state of another feature map."""
 
@@ -73,12 +77,17 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     state : State
         Of any library and device.
     feature_map : FeatureMap, optional
-        The map of the state; its fingerprint is saved, and :func:`load_state` checks it.
+        The map of the state; its fingerprint is saved, and :func:`load_state` checks it. Without
+        it the 31 bits are that the state carries. The map itself is not saved: make it again with
+        the same arguments and the same integer as ``rng``, or pickle it. One drawn with
+        ``rng=None`` cannot be drawn again.
 
     Raises
     ------
     TypeError
         Not a state, or a map without ``fingerprint()``.
+    ValueError
+        The state of another map, or a map whose fingerprint cannot be made.
     OSError
         The file cannot be written, or the path is that of something else than a regular file: a
         folder, a symbolic link, a device.
@@ -91,7 +100,12 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     if not isinstance(state, State):
         message = f"state must be a linattn.State, got {type(state).__name__}"
         raise TypeError(message)
-    fingerprint = "" if feature_map is None else _fingerprint(feature_map)
+    if feature_map is not None:
+        fingerprint = _fingerprint(feature_map)
+        check_map_of_state("state", state, feature_map)
+    else:
+        known = _checks.known_fingerprint(state)
+        fingerprint = "" if known is None else f"{SHORT}{known}"
     arrays = {
         "format_version": np.int64(FORMAT_VERSION),
         "fingerprint": np.str_(fingerprint),
@@ -137,7 +151,8 @@ def load_state(
     path : str, bytes or path-like
         The file; it need not be trusted.
     feature_map : FeatureMap, optional
-        The map that the state must belong to. None does not check.
+        The map that the state must belong to. None does not check; the state then still carries
+        the fingerprint, and is not read with another map.
     like : array, optional
         Gives the library and device of the state. Default NumPy.
 
@@ -166,11 +181,11 @@ def load_state(
     xp, _ = _checks.check_arrays(1, like=like)
     device = array_api_compat.device(like)
     kvz, log_scale = (xp.asarray(a, device=device) for a in (state.kvz, state.log_scale))
-    return State(kvz, log_scale, state.length)
+    return State(kvz, log_scale, state.length, state.fingerprint)
 
 
 def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
-    if wanted is None or saved == wanted:
+    if wanted is None or saved in (wanted, f"{SHORT}{short_fingerprint(wanted)}"):
         return
     if not saved:
         message = (
@@ -178,7 +193,10 @@ def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
             f"feature_map=None to load it unchecked"
         )
     else:
-        message = f"{path} holds the state of another feature map than the one given"
+        message = (
+            f"{path} holds the state of another feature map than the one given; make the map with "
+            f"the same arguments and the same integer as rng"
+        )
     raise StateFileError(message)
 
 
@@ -195,7 +213,19 @@ def _build_state(arrays: Arrays) -> tuple[str, State]:
     if length < 0:
         message = f"length must not be negative, got {length}"
         raise ValueError(message)
-    return str(arrays["fingerprint"]), State(kvz, log_scale, length)
+    saved = str(arrays["fingerprint"])
+    return saved, State(kvz, log_scale, length, _short(saved))
+
+
+def _short(saved: str) -> int | None:
+    """Return the fingerprint of a state from what its file says."""
+    if not saved.startswith(SHORT):
+        return short_fingerprint(saved) if saved else None
+    number = saved.removeprefix(SHORT)
+    if not (number.isascii() and number.isdecimal() and len(number) <= 10 and int(number) < 2**31):
+        message = f"fingerprint must be {SHORT} and an integer of 31 bits, got {saved[:20]!r}"
+        raise ValueError(message)
+    return int(number)
 
 
 def read_arrays(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from linattn import _checks, folds
-from linattn._problem import exact_problem, linear_problem, step_problem
+from linattn._problem import exact_problem, linear_problem, stamped, step_problem
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]
@@ -81,7 +81,7 @@ def linear_attention(
     ValueError
         Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
         fitted to the whole sequence with ``is_causal``; a window with L != S or with a map of
-        another kernel.
+        another kernel; the state of another map.
 
     Warns
     -----
@@ -145,6 +145,9 @@ def linear_attention(
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)
     output, state, norm = folds.solve(problem, return_state=return_state)
+    if return_state:
+        assert state is not None
+        state = stamped(state, initial_state, feature_map)
     extra = [x for x, wanted in ((state, return_state), (norm, return_log_normalizer)) if wanted]
     return (output, *extra) if extra else output
 
@@ -212,9 +215,10 @@ def decode_step(
     Parameters
     ----------
     query, key : array, (..., d)
-        One token; no length axis.
+        One token; no length axis. Leading axes of the key broadcast to those of the state and add
+        none; the query may have more: several queries for one key.
     value : array, (..., e)
-        Its value.
+        Its value, with leading axes as of the key.
     state : State
         Everything seen before; it is not changed.
     feature_map : FeatureMap
@@ -225,12 +229,13 @@ def decode_step(
     output : array, (..., e)
         What causal attention over the whole sequence gives at this token.
     state : State
-        The state after it.
+        The state after it, of the same shape.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear_attention`; a state of another shape, dtype or library.
+        As :func:`linear_attention`; a state of another shape, dtype or library; keys or values
+        with more leading axes than the state.
 
     See Also
     --------
@@ -240,4 +245,5 @@ def decode_step(
     -----
     Time and memory O(m (d + e)), whatever the context length.
     """
-    return folds.step(step_problem(query, key, value, state, feature_map), state)
+    output, after = folds.step(step_problem(query, key, value, state, feature_map), state)
+    return output, stamped(after, state, feature_map)

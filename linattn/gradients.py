@@ -9,7 +9,7 @@ from linattn import _backward, _checks, folds
 from linattn._backward import Cotangent
 from linattn._cotangents import check_differentiable
 from linattn._kept import Kept
-from linattn._problem import exact_problem, linear_problem
+from linattn._problem import exact_problem, linear_problem, stamped
 from linattn.typing import Array, FeatureMap, Problem, State
 
 __all__ = [
@@ -152,6 +152,7 @@ def linear_attention_vjp(
     # A backend that does the whole problem may give a state that nobody asked for.
     if state is None or not return_state:
         return output, pullback_of(problem, kept=kept)
+    state = stamped(state, initial_state, feature_map)
     return (output, state), pullback_of(problem, state.log_scale, kept)
 
 

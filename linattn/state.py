@@ -9,9 +9,11 @@ import array_api_compat
 from linattn import _checks, _dispatch, _generic, folds
 from linattn._problem import (
     check_feature_map,
+    check_map_of_state,
     linear_problem,
     map_columns,
     map_specs,
+    stamped,
     step_problem,
 )
 from linattn.typing import Array, FeatureMap, Problem, State
@@ -44,7 +46,8 @@ def init_state(
     Returns
     -------
     State
-        ``kvz`` (*batch_shape, m, e + 1) of zeros, ``log_scale`` of -inf, ``length`` 0.
+        ``kvz`` (*batch_shape, m, e + 1) of zeros, ``log_scale`` of -inf, ``length`` 0, and the
+        ``fingerprint`` of the map.
 
     Raises
     ------
@@ -69,7 +72,8 @@ def init_state(
         batch_shape=lead,
         feature_map=_checks.spec_lead(map_specs(feature_map, xp, dtype, device)[1]),
     )
-    return _generic.empty_state(lead, m, e, xp.empty((0,), dtype=dtype, device=device))
+    nothing = _generic.empty_state(lead, m, e, xp.empty((0,), dtype=dtype, device=device))
+    return stamped(nothing, None, feature_map)
 
 
 def _check_batch_shape(batch_shape: Any) -> tuple[int, ...]:
@@ -137,7 +141,7 @@ def update_state(
     problem = _update_problem(state, key, value, feature_map, key_mask)
     after = folds.solve(problem, return_state=True)[1]
     assert after is not None
-    return after
+    return stamped(after, state, feature_map)
 
 
 @_checks.on_array_device
@@ -203,7 +207,7 @@ def merge_states(first: State, second: State) -> State:
     Raises
     ------
     TypeError, ValueError
-        Not states, or of different shape, dtype or library.
+        Not states, or of different shape, dtype, library or feature map.
 
     Notes
     -----
@@ -215,8 +219,17 @@ def merge_states(first: State, second: State) -> State:
     _checks.check_leading_axes(
         first=tuple(first.kvz.shape[:-2]), second=tuple(second.kvz.shape[:-2])
     )
+    known = [state.fingerprint for state in (first, second) if state.fingerprint is not None]
+    came = [_checks.known_fingerprint(state) for state in (first, second)]
+    if None not in came and came[0] != came[1]:
+        message = (
+            f"first and second must be states of one feature map, got the fingerprints {came[0]} "
+            f"and {came[1]}; make both with the same map, such as one drawn with the same seed"
+        )
+        raise ValueError(message)
     with _generic.quiet():
-        return _generic.merge(first, second)
+        merged = _generic.merge(first, second)
+    return merged._replace(fingerprint=known[0] if known else None)
 
 
 class Decoder:
@@ -228,7 +241,8 @@ class Decoder:
         The map of the state.
     state : State
         Where to start: :func:`init_state`, or what a prompt left
-        (``linear_attention(..., return_state=True)``).
+        (``linear_attention(..., return_state=True)``). It has the leading axes of all that comes:
+        steps add none.
 
     Attributes
     ----------
@@ -239,6 +253,8 @@ class Decoder:
     ------
     TypeError
         Not a feature map or not a state.
+    ValueError
+        The state of another map.
 
     Notes
     -----
@@ -261,27 +277,38 @@ class Decoder:
     def __init__(self, feature_map: FeatureMap, state: State) -> None:
         check_feature_map(feature_map)
         _checks.check_state_record("state", state)
+        check_map_of_state("state", state, feature_map)
         self._feature_map = feature_map
         self._state = state
+        self._stepped = 0
+        """Tokens that the stepper has taken since ``_state``."""
         self._last: Any = None
         self._problem: Problem | None = None
         self._stepper: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is written to: copies and pickles go on by themselves."""
-        kept = {"_state": self.state, "_last": None, "_problem": None, "_stepper": None}
-        return {**self.__dict__, **kept}
+        made = {"_stepped": 0, "_last": None, "_problem": None, "_stepper": None}
+        return {**self.__dict__, **made, "_state": self.state}
+
+    def __repr__(self) -> str:
+        """Show the map, and shapes in place of the numbers of the state."""
+        state = self._state._replace(length=self._state.length + self._stepped)
+        return f"Decoder({self._feature_map!r}, {state!r})"
 
     @property
     def state(self) -> State:
         """The state after the last step."""
-        if self._stepper is not None:
-            return self._stepper.state  # type: ignore[no-any-return]
-        return _copied(self._state)
+        with _generic.quiet():
+            stepper = self._stepper
+            kvz, log_scale, length, _ = _copied(self._state) if stepper is None else stepper.state
+        return State(kvz, log_scale, length, self._state.fingerprint)
 
     @_checks.on_array_device
     def step(self, query: Array, key: Array, value: Array) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
+
+        Leading axes as of :func:`linattn.decode_step`.
 
         Raises
         ------
@@ -305,19 +332,21 @@ class Decoder:
         if self._stepper is not None:
             output = self._stepper.step(*arrays)
             if output is not None:
+                self._stepped += 1
                 return output
             # One step by other means; the next looks for a stepper again.
             self._leave()
             self._last = None
         rows = tuple(array[..., None, :] for array in arrays)
         problem = self._problem.but(query=rows[0], key=rows[1], value=rows[2])
-        output, self._state = folds.step(problem, self._state)
+        output, after = folds.step(problem, self._state)
+        self._state = stamped(after, self._state, self._feature_map)
         return output
 
     def _leave(self) -> None:
         """Go on without the backend's stepper, from the state it is in."""
         if self._stepper is not None:
-            self._state, self._stepper = self._stepper.state, None
+            self._state, self._stepper, self._stepped = self.state, None, 0
 
 
 @_checks.on_array_device

@@ -101,11 +101,20 @@ class State(NamedTuple):
         ``(..., m)``: the log shift of each feature, -inf while it has seen nothing.
     length : int
         Positions consumed, masked ones included.
+    fingerprint : int or None
+        31 bits of the fingerprint of the feature map, which tell its states from those of other
+        maps; None where that is not known, and then nothing is refused.
     """
 
     kvz: Array
     log_scale: Array
     length: int
+    fingerprint: int | None = None
+
+    def __repr__(self) -> str:
+        """Show shapes and dtypes in place of the numbers."""
+        shown = ", ".join(f"{name}={_brief(value)}" for name, value in self._asdict().items())
+        return f"State({shown})"
 
     @property
     def kv(self) -> Array:
@@ -116,6 +125,11 @@ class State(NamedTuple):
     def z(self) -> Array:
         """View ``(..., m)`` of the summed features, to be read times ``exp(log_scale)``."""
         return self.kvz[..., -1]
+
+
+def _brief(value: Any) -> str:
+    shape = getattr(value, "shape", ())
+    return f"<{value.dtype} {tuple(shape)}>" if len(shape) else str(value)
 
 
 class Partial(NamedTuple):
@@ -563,7 +577,9 @@ class FeatureMap(Protocol):
     ``num_features`` is the number of columns, None meaning "as many as the inputs have
     coordinates". A map that has ``query_spec(xp, dtype, device)`` and ``key_spec(...)`` as well is
     evaluated by the backends from those records; otherwise the two methods here are called on
-    blocks of tokens.
+    blocks of tokens. A method ``fingerprint()`` that returns a string, another one for every map
+    that gives other features, lets states be told from those of other maps; it is called whenever
+    a state is checked.
     """
 
     @property

@@ -470,8 +470,10 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_maps_are_values():
-    assert (
-        repr(PHI) == f"CalibratedFeatures(dim=6, num_features=8, heads=(3,), scale={float(SCALE)})"
+    number = linattn.init_state(PHI, 1, like=np.ones(DIM)).fingerprint
+    assert repr(PHI) == (
+        f"CalibratedFeatures(dim=6, num_features=8, heads=(3,), scale={float(SCALE)}, "
+        f"fingerprint={number})"
     )
     assert (PHI.positive, PHI.unbiased, PHI.softmax_kernel, PHI.causal) == (True, False, True, True)
     assert (PHI.dim, PHI.num_features) == (DIM, M)

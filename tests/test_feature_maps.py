@@ -842,23 +842,26 @@ def test_maps_are_immutable(name):
     [
         (
             PositiveFeatures(64, rng=0),
-            "PositiveFeatures(dim=64, num_features=320, scale=0.125, sampler='orthogonal')",
+            "PositiveFeatures(dim=64, num_features=320, scale=0.125, sampler='orthogonal', "
+            "fingerprint={})",
         ),
         (
             TrigonometricFeatures.from_projection(np.ones((2, 3, 4)), scale=1.0),
-            "TrigonometricFeatures(dim=4, num_features=6, heads=(2,), scale=1.0, sampler=None)",
+            "TrigonometricFeatures(dim=4, num_features=6, heads=(2,), scale=1.0, sampler=None, "
+            "fingerprint={})",
         ),
         (
             ActivationFeatures(4, 8, rng=0, sampler="gaussian"),
             "ActivationFeatures(dim=4, num_features=8, activation='relu', epsilon=0.001, "
-            "scale=1.0, sampler='gaussian')",
+            "scale=1.0, sampler='gaussian', fingerprint={})",
         ),
         (EluFeatures(), "EluFeatures(dim=None, scale=1.0)"),
         (ReluFeatures(4, scale=2), "ReluFeatures(dim=4, scale=2.0)"),
     ],
 )
 def test_repr(feature_map, shown):
-    assert repr(feature_map) == shown
+    state = linattn.init_state(feature_map, 1, like=np.ones(feature_map.dim or 1))
+    assert repr(feature_map) == shown.format(state.fingerprint)
 
 
 def test_a_fingerprint_needs_functions_with_names():

@@ -51,6 +51,7 @@ def some_state(phi=None, length=5):
 
 def assert_same_bits(state, expected):
     assert state.length == expected.length
+    assert state.fingerprint == expected.fingerprint
     for field in ("kvz", "log_scale"):
         actual, wanted = getattr(state, field), getattr(expected, field)
         assert actual.dtype == wanted.dtype
@@ -148,7 +149,7 @@ def test_values_that_are_not_finite_survive(path):
 def test_fortran_order_and_big_endian_become_native(path):
     state = some_state()
     odd = linattn.State(
-        np.asfortranarray(state.kvz).astype(">f4"), state.log_scale.astype(">f4"), state.length
+        np.asfortranarray(state.kvz).astype(">f4"), state.log_scale.astype(">f4"), *state[2:]
     )
     save_state(path, odd)
     loaded = load_state(path)
@@ -287,9 +288,38 @@ def test_the_same_map_is_accepted_wherever_it_came_from(path):
 
 
 def test_a_file_saved_without_a_map_cannot_be_checked(path):
-    save_state(path, some_state())
+    save_state(path, some_state()._replace(fingerprint=None))
+    assert load_state(path).fingerprint is None
     with pytest.raises(StateFileError, match="saved without its feature map"):
         load_state(path, phi_of())
+
+
+def test_a_file_keeps_what_the_state_knows_of_its_map(path):
+    state = some_state()
+    for arguments in ((), (phi_of(),)):
+        save_state(path, state, *arguments)
+        assert load_state(path).fingerprint == state.fingerprint
+        assert load_state(path, phi_of(), like=state.kvz).fingerprint == state.fingerprint
+        with pytest.raises(StateFileError, match=r"another feature map.*same integer as rng"):
+            load_state(path, phi_of(1))
+        with pytest.raises(ValueError, match="got one of another map"):
+            linattn.read_state(tokens(1)[0], load_state(path), phi_of(1))
+    foreign = state._replace(fingerprint=None)
+    save_state(path, foreign, phi_of())
+    assert load_state(path).fingerprint == state.fingerprint
+
+
+def test_a_state_is_not_saved_as_that_of_another_map(path):
+    with pytest.raises(ValueError, match=r"state must be a state of feature_map.*another map"):
+        save_state(path, some_state(), phi_of(1))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("number", ["", "-1", "1.0", "x", str(2**31), "9" * 99, "\u0661", " 1"])
+def test_fingerprints_that_are_none(path, number):
+    np.savez(path, **members(fingerprint=np.str_("#" + number)))
+    with pytest.raises(StateFileError, match="fingerprint must be # and an integer of 31 bits"):
+        load_state(path)
 
 
 def test_maps_that_cannot_be_recognised(path):

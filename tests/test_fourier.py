@@ -220,9 +220,10 @@ def test_one_seed_one_map(kernel):
     for copied in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
         assert copied == first
         assert_array_equal(copied.kernel(X[:, :3], Y[:, :3]), first.kernel(X[:, :3], Y[:, :3]))
+    number = linattn.init_state(first, 1, like=X).fingerprint
     assert repr(first) == (
         f"RandomFourierFeatures(dim=3, num_features=6, kernel={kernel!r}, bandwidth=1.0, "
-        f"normalize=False, sampler='orthogonal')"
+        f"normalize=False, sampler='orthogonal', fingerprint={number})"
     )
     assert not first.positive
     assert first.unbiased

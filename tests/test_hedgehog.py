@@ -171,8 +171,11 @@ def test_weights_are_copied_and_read_only():
 
 def test_maps_are_values():
     phi = MAPS["two-sided"][0]
-    assert repr(phi) == "HedgehogFeatures(dim=4, num_features=6, heads=(2,))"
-    assert repr(MAPS["shared"][0]) == "HedgehogFeatures(dim=4, num_features=6)"
+    number = linattn.init_state(phi, 1, like=np.ones(4)).fingerprint
+    assert repr(phi) == (
+        f"HedgehogFeatures(dim=4, num_features=6, heads=(2,), fingerprint={number})"
+    )
+    assert repr(MAPS["shared"][0]).startswith("HedgehogFeatures(dim=4, num_features=6, finger")
     assert (phi.dim, phi.num_features, phi.scale, phi.positive) == (4, 6, 1.0, True)
     twin = pickle.loads(pickle.dumps(phi))
     assert twin == phi

@@ -389,3 +389,52 @@ def test_signatures_are_those_of_the_functions(framework):
         known = inspect.signature(getattr(linattn, name)).parameters
         assert list(own) == [parameter for parameter in known if parameter not in without]
         assert inspect.getdoc(function)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_states_of_frameworks_know_their_map(framework):
+    library = pytest.importorskip(framework, reason=f"{framework} is not installed")
+    interop, feature_map = load(framework), feature_maps.PositiveFeatures(DIM, 12, rng=0)
+    other = feature_map.redraw(1)
+    make = library.tensor if framework == "torch" else library.numpy.asarray
+    arrays = [make(a) for a in inputs()[0]]
+    for linear_of in (interop.linear_attention, linear):
+        _, state = linear_of(*arrays, feature_map, return_state=True)
+        _, after = linear_of(*arrays, feature_map, initial_state=state, return_state=True)
+        number = linattn.init_state(feature_map, 1, like=arrays[1]).fingerprint
+        assert state.fingerprint == after.fingerprint == number
+        with pytest.raises(ValueError, match="got one of another map"):
+            linear_of(*arrays, other, initial_state=state)
+        foreign = linattn.State(*state[:3])
+        answer = linear_of(*arrays, other, initial_state=foreign, return_state=True)
+        assert answer[1].fingerprint is None
+    with pytest.raises(TypeError, match=r"initial_state must be a linattn\.State"):
+        interop.linear_attention(*arrays, feature_map, initial_state=tuple(state[:3]))
+
+
+def test_jax_traces_fingerprints(jax):
+    """Within a trace a fingerprint has no value: it is carried on, and not compared."""
+    feature_map = feature_maps.PositiveFeatures(DIM, 12, rng=0)
+    other = feature_map.redraw(1)
+    query, key, value = (jax.numpy.asarray(a) for a in inputs()[0])
+    state = linattn.init_state(feature_map, value.shape[-1], batch_shape=key.shape[:-2], like=key)
+
+    @jax.jit
+    def step(query, key, value, state):
+        return linattn.decode_step(query, key, value, state, feature_map)
+
+    _, after = step(query[..., 0, :], key[..., 0, :], value[..., 0, :], state)
+    assert after.fingerprint == state.fingerprint
+    linattn.read_state(query, after, feature_map)
+    with pytest.raises(ValueError, match="got one of another map"):
+        linattn.read_state(query, after, other)
+    with pytest.raises(ValueError, match="one feature map"):
+        linattn.merge_states(after, linattn.init_state(other, DIM, batch_shape=(2, 1), like=key))
+    jax.jit(lambda s: linattn.read_state(query, s, other))(after)
+
+    for start in (state, linattn.State(*state[:3])):
+        tokens = [jax.numpy.moveaxis(a, -2, 0) for a in (query, key, value)]
+        last, rows = jax.lax.scan(lambda s, token: step(*token, s)[::-1], start, tokens)
+        expected = linattn.linear_attention(query, key, value, feature_map, is_causal=True)
+        agree([jax.numpy.moveaxis(rows, 0, -2)], [expected])
+        assert last.fingerprint == start.fingerprint

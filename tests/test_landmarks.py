@@ -724,7 +724,8 @@ def test_representation_equality_and_immutability():
     q, k, _ = inputs()
     phi = LandmarkFeatures.fit(q, k, num_features=9, rng=1)
     assert repr(phi) == (
-        f"LandmarkFeatures(dim=5, num_features=9, heads=(2,), num_probes=40, scale={5**-0.5})"
+        f"LandmarkFeatures(dim=5, num_features=9, heads=(2,), num_probes=40, scale={5**-0.5}, "
+        f"fingerprint={linattn.init_state(phi, 1, like=q).fingerprint})"
     )
     assert phi == LandmarkFeatures.fit(q, k, num_features=9, rng=1)
     assert phi != LandmarkFeatures.fit(q, k, num_features=9, rng=2)

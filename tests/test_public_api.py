@@ -35,7 +35,7 @@ SIGNATURES = {
     "CoresetAttention.step": "(self, query, key, value)",
     "CoresetAttention.save": "(self, path)",
     "CoresetAttention.load": "(path, like=None)",
-    "State": "(kvz, log_scale, length)",
+    "State": "(kvz, log_scale, length, fingerprint=None)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
     "update_state": "(state, key, value, feature_map, *, key_mask=None)",
     "read_state": "(query, state, feature_map)",
@@ -318,6 +318,7 @@ def test_samplers_are_found_by_name():
 
 
 def test_state_fields_keep_their_order():
-    assert linattn.State._fields == ("kvz", "log_scale", "length")
+    assert linattn.State._fields == ("kvz", "log_scale", "length", "fingerprint")
+    assert linattn.State(None, None, 0) == (None, None, 0, None)
     assert isinstance(linattn.State.kv, property)
     assert isinstance(linattn.State.z, property)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import pickle
 from contextlib import nullcontext
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -370,6 +372,49 @@ def test_decoder_takes_steps_of_changing_shape_and_dtype(numpy_path):
     assert_array_equal(decoder.step(one, one, value), 1)
 
 
+@pytest.mark.parametrize("step", ["function", "decoder"])
+def test_a_step_adds_no_leading_axes(numpy_path, step):
+    """Five tokens would be taken for five streams, each from the state of one."""
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+
+    def take(lead, query, key, value):
+        state = init_state(phi, VALUE_DIM, batch_shape=lead, like=np.ones(DIM))
+        if step == "decoder":
+            return Decoder(phi, state).step(query, key, value)
+        return decode_step(query, key, value, state, phi)[0]
+
+    query, key, value = tokens(5)
+    for lead, arrays in {
+        (): (query, key, value),
+        (1,): (query, key, value),
+        (5, 1): (query, key, value),
+        (3,): tokens(5, 3),
+        (4,): tokens(1, 4),
+    }.items():
+        with pytest.raises(ValueError, match="one token, no length axis"):
+            take(lead, *arrays)
+    message = r"got key \(\), value \(5,\) and state \(\);"
+    with pytest.raises(ValueError, match=message):
+        take((), query[0], key[0], value)
+    # Several queries of one key, and one key for several heads.
+    assert take((), query, key[0], value[0]).shape == (5, VALUE_DIM)
+    assert take((5,), query, key[0], value).shape == (5, VALUE_DIM)
+    assert take((2, 5), query, key, value).shape == (2, 5, VALUE_DIM)
+
+
+def test_a_refused_step_leaves_the_stream_as_it_was(numpy_path):
+    phi, (query, key, value) = EluFeatures(), tokens(5)
+    decoder = Decoder(phi, init_state(phi, VALUE_DIM, like=key))
+    first = decoder.step(query[0], key[0], value[0])
+    with pytest.raises(ValueError, match="no length axis"):
+        decoder.step(query, key, value)
+    assert decoder.state.length == 1
+    assert_close(first, value[0])
+    expected = reference.kernel_attention(query, key, value, phi, is_causal=True)
+    for t in range(1, 5):
+        assert_close(decoder.step(query[t], key[t], value[t]), expected[t])
+
+
 # Prefixes ---------------------------------------------------------------------------------------
 
 
@@ -597,6 +642,213 @@ def test_states_copy_and_pickle():
         assert_array_equal(twin.kvz, state.kvz)
         assert_array_equal(twin.log_scale, state.log_scale)
         assert twin.length == state.length
+
+
+# Whose state it is ------------------------------------------------------------------------------
+
+
+def used_with(state, phi):
+    """Return every call that takes a state, on tokens that fit it."""
+    query, key, value = tokens(4)
+    return {
+        "update": lambda: update_state(state, key, value, phi),
+        "read": lambda: read_state(query, state, phi),
+        "full": lambda: linear_attention(query, key, value, phi, initial_state=state),
+        "causal": lambda: linear_attention(
+            query, key, value, phi, is_causal=True, initial_state=state
+        ),
+        "gradients": lambda: linattn.linear_attention_vjp(
+            query, key, value, phi, initial_state=state
+        ),
+        "step": lambda: decode_step(query[0], key[0], value[0], state, phi),
+        "decoder": lambda: Decoder(phi, state),
+    }
+
+
+def state_of(phi, seed=0, length=5):
+    _, key, value = tokens(length, seed=seed)
+    return update_state(init_state(phi, VALUE_DIM, like=key), key, value, phi)
+
+
+CALLS = list(used_with(None, None))
+OTHER = PositiveFeatures(DIM, 2 * DIM, rng=2)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_state_of_another_map_is_refused(numpy_path, call):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    state = state_of(phi)
+    message = rf"state must be a state of feature_map, .* {phi_number(OTHER)}, .* {state[3]};"
+    with pytest.raises(ValueError, match=message):
+        used_with(state, OTHER)[call]()
+    # A good step is remembered; the next is checked all the same.
+    used_with(state_of(OTHER), OTHER)["step"]()
+    with pytest.raises(ValueError, match=message):
+        used_with(state, OTHER)[call]()
+    used_with(state, PositiveFeatures(DIM, 2 * DIM, rng=1))[call]()
+
+
+def phi_number(phi):
+    return init_state(phi, 1, like=np.ones(DIM)).fingerprint
+
+
+def test_states_of_two_maps_do_not_merge(numpy_path):
+    first, second = (state_of(PositiveFeatures(DIM, 2 * DIM, rng=rng)) for rng in (1, 2))
+    message = rf"one feature map, got the fingerprints {first[3]} and {second[3]};"
+    with pytest.raises(ValueError, match=message):
+        merge_states(first, second)
+    foreign = second._replace(fingerprint=None)
+    assert merge_states(first, foreign).fingerprint == first.fingerprint
+    assert merge_states(foreign, first).fingerprint == first.fingerprint
+    assert merge_states(foreign, foreign).fingerprint is None
+
+
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_every_state_knows_its_map(numpy_path, name):
+    phi = MAPS[name](DIM)
+    query, key, value = tokens(9)
+    empty = init_state(phi, VALUE_DIM, like=key)
+    known = empty.fingerprint
+    assert type(known) is int
+    assert 0 <= known < 2**31
+    batch = np.stack([key, key])
+    options: list[dict[str, Any]] = [{}, {"is_causal": True}]
+    if name == "positive":
+        options.append({"exact_window": 2})
+    after = [
+        linear_attention(query, key, value, phi, return_state=True, **option)[1]
+        for option in options
+    ]
+    after += [
+        update_state(empty, key, value, phi),
+        update_state(empty, key[:0], value[:0], phi),
+        linear_attention(query, key, value, phi, initial_state=empty, return_state=True)[1],
+        linear_attention(batch, batch, value, phi, initial_state=empty, return_state=True)[1],
+        linattn.linear_attention_vjp(query, key, value, phi, return_state=True)[0][1],
+        merge_states(empty, empty),
+        decode_step(query[0], key[0], value[0], empty, phi)[1],
+    ]
+    decoder = Decoder(phi, empty)
+    for _ in range(3):
+        after += [decoder.state, copy.copy(decoder).state]
+        decoder.step(query[0], key[0], value[0])
+    with linattn.without_backends():
+        decoder.step(query[0], key[0], value[0])
+    after += [decoder.state, pickle.loads(pickle.dumps(decoder)).state]
+    assert [state.fingerprint for state in after] == [known] * len(after)
+
+
+def test_every_library_carries_fingerprints(xp):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    query, key, value = (xp.array(a) for a in tokens(5))
+    state = init_state(phi, VALUE_DIM, like=key)
+    state = linear_attention(query, key, value, phi, initial_state=state, return_state=True)[1]
+    state = decode_step(query[0, :], key[0, :], value[0, :], state, phi)[1]
+    decoder = Decoder(phi, update_state(state, key, value, phi))
+    decoder.step(query[0, :], key[0, :], value[0, :])
+    assert decoder.state.fingerprint == phi_number(phi)
+    with pytest.raises(ValueError, match="got one of another map"):
+        read_state(query, decoder.state, OTHER)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_state_of_unknown_origin_is_never_refused_and_stays_one(numpy_path, call):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    known = state_of(phi)
+    foreign = State(known.kvz, known.log_scale, known.length)
+    answers = [used_with(state, phi)[call]() for state in (known, foreign)]
+    if call == "decoder":
+        answers = [decoder.state for decoder in answers]
+    if call == "update":
+        assert answers[1].fingerprint is None
+    if call == "step":
+        assert answers[1][1].fingerprint is None
+    outputs = [a[0] if isinstance(a, tuple) else a for a in answers]
+    assert_array_equal(outputs[0], outputs[1])
+    used_with(foreign, OTHER)[call]()
+
+
+def test_maps_without_a_fingerprint_make_states_of_unknown_origin():
+    class Marked(OwnMap):
+        def fingerprint(self):
+            return f"mine, {self.num_features}"
+
+    class Unrelated(OwnMap):
+        fingerprint = 5
+
+    local = ActivationFeatures(DIM, 2 * DIM, activation=lambda u: u, rng=0)
+    for phi in (OwnMap(DIM), Unrelated(DIM), local):
+        state = state_of(phi)
+        assert state.fingerprint is None
+        assert_array_equal(read_state(np.ones((1, DIM)), state, phi).shape, (1, VALUE_DIM))
+    marked = state_of(Marked(DIM))
+    assert marked.fingerprint == state_of(Marked(DIM)).fingerprint is not None
+    # Not known to be another one.
+    read_state(np.ones((1, DIM)), marked, OwnMap(DIM))
+    with pytest.raises(ValueError, match="got one of another map"):
+        read_state(np.ones((1, DIM)), marked, MAPS["positive"](DIM))
+
+
+def test_maps_that_differ_by_less_than_float32_holds_are_two():
+    # Integers: float32 holds them and nothing within 1e-9 of them.
+    rows = np.random.default_rng(0).integers(1, 9, (2 * DIM, DIM))
+    first, second = (PositiveFeatures.from_projection(rows + step) for step in (0, 1e-9))
+    assert first.fingerprint() != second.fingerprint()
+    with pytest.raises(ValueError, match="got one of another map"):
+        read_state(np.ones((1, DIM)), state_of(first), second)
+
+
+def test_fingerprints_fit_the_integers_of_jax():
+    """Of 32 bits one of these would be too large in all but 2^-20 of all ways to draw maps."""
+    numbers = {phi_number(EluFeatures(scale=scale)) for scale in range(1, 21)}
+    assert len(numbers) == 20
+    assert all(0 <= number < 2**31 for number in numbers)
+
+
+def test_a_fingerprint_is_made_once_and_not_pickled(monkeypatch):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    before = pickle.dumps(phi)
+    known = phi.fingerprint()
+    assert pickle.dumps(phi) == before
+    monkeypatch.setattr(hashlib, "sha256", None)
+    assert phi.fingerprint() == known
+    with pytest.raises(TypeError):
+        PositiveFeatures(DIM, 2 * DIM, rng=1).fingerprint()
+
+
+# What is shown ----------------------------------------------------------------------------------
+
+
+def test_a_state_shows_shapes_in_place_of_numbers():
+    phi = PositiveFeatures(64, 256, rng=1)
+    state = init_state(phi, 64, batch_shape=(2,), like=np.ones(64, dtype=np.float32))
+    number = state.fingerprint
+    assert repr(state) == (
+        f"State(kvz=<float32 (2, 256, 65)>, log_scale=<float32 (2, 256)>, length=0, "
+        f"fingerprint={number})"
+    )
+    assert repr(State(None, None, None)) == (
+        "State(kvz=None, log_scale=None, length=None, fingerprint=None)"
+    )
+    assert f"fingerprint={number})" in repr(phi)
+
+
+def test_two_seeds_look_different():
+    shown = {repr(PositiveFeatures(DIM, 2 * DIM, rng=rng)) for rng in (0, 1, 2, 2)}
+    assert len(shown) == 3
+    assert max(map(len, shown)) < 130
+
+
+def test_a_decoder_shows_its_map_and_how_far_it_is(numpy_path):
+    for phi in (PositiveFeatures(DIM, 2 * DIM, rng=1), EluFeatures()):
+        decoder = Decoder(phi, init_state(phi, VALUE_DIM, like=np.ones(DIM)))
+        for length in range(3):
+            assert repr(decoder) == f"Decoder({phi!r}, {decoder.state!r})"
+            assert f"length={length}, " in repr(decoder)
+            decoder.step(np.ones(DIM), np.ones(DIM), np.ones(VALUE_DIM))
+        with linattn.without_backends():
+            decoder.step(np.ones(DIM), np.ones(DIM), np.ones(VALUE_DIM))
+            assert f"length={4}, " in repr(decoder)
 
 
 # What is refused --------------------------------------------------------------------------------

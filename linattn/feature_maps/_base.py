@@ -13,9 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _checks, _generic
+from linattn._problem import map_fingerprint
 from linattn.typing import Array, Features, MapSpec, Tokens
 
 __all__ = ["BaseFeatureMap", "PairFunction", "dots", "square_distances", "square_norms"]
+
+KEPT = ("_kept_specs", "_kept_fingerprint")
+"""Attributes that hold what was made from the others."""
 
 PairFunction: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 
@@ -70,23 +74,30 @@ class BaseFeatureMap(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made anew when it is needed."""
-        return {name: value for name, value in self.__dict__.items() if name != "_kept_specs"}
+        return {name: value for name, value in self.__dict__.items() if name not in KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled map, read-only as it was."""
         self._set(**state)
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that determines the features.
+        """Return a hash of everything that determines the features; made once.
 
-        Saved states carry it, so that they are not read with another map.
+        States carry 31 bits of it and files of states all of it, so that they are not read with
+        another map.
 
         Raises
         ------
         ValueError
             A parameter is a function without a name of its own (a lambda, a local function).
         """
-        import hashlib  # loads OpenSSL, for the few who save a state
+        kept: str | None = self.__dict__.get("_kept_fingerprint")
+        if kept is None:
+            kept = self.__dict__["_kept_fingerprint"] = self._hash_parameters()
+        return kept
+
+    def _hash_parameters(self) -> str:
+        import hashlib  # loads OpenSSL, for those who use states
 
         digest = hashlib.sha256(type(self).__qualname__.encode())
         for name in self._parameters:
@@ -118,8 +129,11 @@ class BaseFeatureMap(ABC):
         return {name: getattr(self, name) for name in self._parameters}
 
     def __repr__(self) -> str:
-        """Show the class and its parameters."""
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._repr_parameters().items())
+        """Show the class and its parameters; of arrays, which are not shown, the fingerprint."""
+        parameters = self._repr_parameters()
+        if any(isinstance(getattr(self, name), np.ndarray) for name in self._parameters):
+            parameters["fingerprint"] = map_fingerprint(self)
+        shown = ", ".join(f"{name}={value!r}" for name, value in parameters.items())
         return f"{type(self).__name__}({shown})"
 
     @abstractmethod

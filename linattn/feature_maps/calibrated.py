@@ -92,8 +92,8 @@ class CalibratedFeatures(BaseFeatureMap):
     >>> from linattn.feature_maps import CalibratedFeatures
     >>> rng = np.random.default_rng(0)
     >>> samples = [tuple(rng.standard_normal((2, 8, 100, 4))) for _ in range(3)]
-    >>> CalibratedFeatures.calibrate(samples, num_features=16)
-    CalibratedFeatures(dim=4, num_features=16, heads=(8,), scale=0.5)
+    >>> CalibratedFeatures.calibrate(samples, num_features=16)  # doctest: +ELLIPSIS
+    CalibratedFeatures(dim=4, num_features=16, heads=(8,), scale=0.5, fingerprint=...)
     """
 
     positive = True

@@ -213,8 +213,8 @@ class PositiveFeatures(_ExponentialFeatures):
     Examples
     --------
     >>> from linattn.feature_maps import PositiveFeatures
-    >>> PositiveFeatures(64, rng=0)
-    PositiveFeatures(dim=64, num_features=320, scale=0.125, sampler='orthogonal')
+    >>> PositiveFeatures(64, rng=0)  # doctest: +ELLIPSIS
+    PositiveFeatures(dim=64, num_features=320, scale=0.125, sampler='orthogonal', fingerprint=...)
     """
 
 

@@ -74,8 +74,8 @@ class HedgehogFeatures(BaseFeatureMap):
     --------
     >>> import numpy as np
     >>> from linattn.feature_maps import HedgehogFeatures
-    >>> HedgehogFeatures(np.eye(64))
-    HedgehogFeatures(dim=64, num_features=128)
+    >>> HedgehogFeatures(np.eye(64))  # doctest: +ELLIPSIS
+    HedgehogFeatures(dim=64, num_features=128, fingerprint=...)
     """
 
     positive = True

@@ -310,8 +310,9 @@ class LandmarkFeatures(BaseFeatureMap):
         >>> import numpy as np
         >>> from linattn.feature_maps import LandmarkFeatures
         >>> query, key = np.random.default_rng(0).standard_normal((2, 8, 500, 16))
-        >>> LandmarkFeatures.fit(query, key, num_features=32, rng=0)
-        LandmarkFeatures(dim=16, num_features=32, heads=(8,), num_probes=128, scale=0.25)
+        >>> phi = LandmarkFeatures.fit(query, key, num_features=32, rng=0)
+        >>> phi.dim, phi.num_features, phi.scale
+        (16, 32, 0.25)
         """
         m = _checks.check_positive_int("num_features", num_features)
         p = _checks.check_positive_int("num_probes", num_probes)

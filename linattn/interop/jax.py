@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linattn import _checks, _dispatch, folds
-from linattn._problem import exact_problem
+from linattn._problem import check_map_of_state, exact_problem, stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, FeatureMap, State
 
@@ -101,13 +101,16 @@ def linear_attention(
         return ((*gradients[:3], state, None),)
 
     attend.defvjp(forward, backward)
+    before = None
     if initial_state is not None:
         _checks.check_state_record("initial_state", initial_state)
+        check_map_of_state("initial_state", initial_state, feature_map)
         own = {name: _as_jax(getattr(initial_state, name)) for name in ("kvz", "log_scale")}
-        initial_state = initial_state._replace(**own)
+        # A trace would take the fingerprint for a number.
+        before = initial_state._replace(**own, fingerprint=None)
     arrays = _taken(query=query, key=key, value=value)
-    output, state = attend((*arrays, initial_state, *_taken(key_mask=key_mask)))
-    return (output, state) if return_state else output
+    output, state = attend((*arrays, before, *_taken(key_mask=key_mask)))
+    return (output, stamped(state, initial_state, feature_map)) if return_state else output
 
 
 def softmax_attention(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from linattn import _checks, _dispatch, folds
-from linattn._problem import exact_problem
+from linattn._problem import check_map_of_state, exact_problem, stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, FeatureMap, State
 
@@ -61,14 +61,19 @@ def linear_attention(
     """
     return_state = _checks.check_flag("return_state", return_state)
     settings = {"is_causal": is_causal, "chunk_size": chunk_size}
-    kvz, log_scale, length = (None, None, 0) if initial_state is None else initial_state
+    kvz, log_scale, length = None, None, 0
+    if initial_state is not None:
+        _checks.check_state_record("initial_state", initial_state)
+        check_map_of_state("initial_state", initial_state, feature_map)
+        kvz, log_scale, length, _ = initial_state
     arrays = (query, key, value, kvz, log_scale, key_mask)
     output, kvz, log_scale = _LinearAttention.apply(
         *arrays, length, feature_map, settings, return_state
     )
     if not return_state:
         return output
-    return output, State(kvz, log_scale, length + key.shape[-2])
+    after = State(kvz, log_scale, length + key.shape[-2])
+    return output, stamped(after, initial_state, feature_map)
 
 
 def softmax_attention(
