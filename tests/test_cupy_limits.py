@@ -18,7 +18,7 @@ from linattn_cupy import device
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 RUN = TESTS / "fake_gpu" / "run.sh"
-BUILT = Path(os.environ.get("FAKE_GPU_ENV", ROOT / ".fake_gpu"))
+BUILT = Path(os.environ.get("FAKE_GPU_ENV", ROOT / ".venv-fake-gpu"))
 
 START = """
 import sys, threading, warnings
@@ -147,6 +147,40 @@ def test_kernels_are_compiled_as_the_tests_compile_them(on_simulated_driver, nvr
     )
     expected = nvrtc.arguments({"WARPS": 8, "COLUMNS": 3}, "sm_90", include=device.KERNELS)
     assert given.split() == expected
+
+
+def test_kernels_of_the_benchmark_are_compiled_in_threads(on_simulated_driver, tmp_path):
+    on_simulated_driver(
+        """
+        from benchmarks.gpu import compilation
+        from benchmarks.gpu.cases import cases
+        wanted = compilation.variants(c for c in cases() if c.name == "float16 elu plain full")
+        assert [function for _, function, _ in wanted] == [
+            "segment_states", "scan_states", "read_states"
+        ]
+        assert compilation.build(wanted) == (3, [])
+        assert launched == []
+        broken = [("fused.cu", "read_states", ("-DPART=1",))]
+        compiled, (error,) = compilation.build(broken)
+        assert compiled == 0
+        assert "fused.cu does not build here" in error
+        """,
+        CUPY_CACHE_DIR=str(tmp_path),
+    )
+
+
+def test_first_contact(on_simulated_driver):
+    said = on_simulated_driver(
+        """
+        from benchmarks.gpu import first_contact
+        sys.argv[1:] = ["environment"]
+        assert first_contact.main() == 0
+        sys.argv[1:] = ["float64"]
+        assert first_contact.main() == 0
+        """
+    )
+    assert len(said) == 15
+    assert all(line.startswith("ok  ") for line in said)
 
 
 CARDS = {

@@ -26,6 +26,7 @@ from benchmarks.gpu import (
     behaviour,
     cases,
     ceilings,
+    compilation,
     floors,
     goals,
     library,
@@ -34,7 +35,9 @@ from benchmarks.gpu import (
     page,
     parity,
     peers,
+    run,
     tables,
+    timer,
     timings,
 )
 from benchmarks.gpu.record import Item, LeftOut, Record
@@ -173,7 +176,7 @@ def test_cases_are_all_there():
 
 @pytest.mark.parametrize("name", ["float32 elu masked full", "float32 elu masked causal"])
 def test_masked_inputs_hold_nan_behind_the_mask_only(name):
-    inputs = parity._host_inputs(ALL[name])
+    inputs = parity.host_inputs(ALL[name])
     hidden = ~np.broadcast_to(inputs.mask, inputs.key.shape[:-1])
     assert hidden.any()
     assert inputs.mask[..., 0].all()
@@ -211,6 +214,15 @@ def test_floor_of_a_step():
     work = floors.decode_work(floors.Sizes(1024))
     assert work.bytes == 2 * 1024 * 4 * 256 * 66
     assert 1e6 * floors.floor(work, H200).seconds == pytest.approx(32.2, abs=0.1)
+
+
+def test_what_is_executed_by_hand():
+    # A token and head: half of the keys again, 2 x 64 x 256 + 2 x 256 x 64 flops each; all sides
+    # once, 131,072; a causal square of 2 x 64 x 320, of whose strips 5 in 8 are done.
+    flops = floors.executed_flops("favor", floors.Sizes(), 8192, is_causal=True)
+    assert flops == 64 * 8192 * (32768 + 131072 + 25600)
+    full = floors.executed_flops("elu", floors.Sizes(), 8192, is_causal=False)
+    assert full == 64 * 8192 * 4 * 64 * 64
 
 
 class FakeClock:
@@ -357,6 +369,88 @@ def test_out_of_time_is_said_and_no_failure(record):
     assert record.failures() == []
 
 
+def test_what_cannot_end_in_time_is_not_begun(record):
+    items = [Item("long", never, 50.0), Item("short", lambda: {"passed": True}, 5.0)]
+    run_section(record, "parity", iter(items), time.time() + 20)
+    assert record.items("parity")["long"] == {"left_out": "out of time"}
+    assert record.items("parity")["short"]["passed"]
+
+
+class Processes:
+    """In the place of processes: each item that is not done yet takes its process along."""
+
+    def __init__(self, names):
+        self.names, self.begun = names, []
+
+    def run(self, command, **settings):
+        section, path = command[3:5]
+        record = Record.read(Path(path))
+        if not record.machine:
+            record.machine = {"kernels": hardware.kernel_hashes(), "device": {"name": "Double"}}
+        left = [name for name in self.names if name not in record.items(section)]
+        self.begun.append(section)
+        if not left:
+            record.save()
+            return types.SimpleNamespace(returncode=0)
+        record.begin(section, left[0])
+        return types.SimpleNamespace(returncode=139)
+
+
+@pytest.fixture
+def on_double(fake_cupy, monkeypatch):
+    monkeypatch.setattr(run, "_unable", lambda: None)
+    monkeypatch.setattr(tables, "report", lambda record: "")
+
+
+def test_a_section_stops_after_some_deaths(on_double, monkeypatch, tmp_path):
+    processes = Processes([f"item {i}" for i in range(20)])
+    monkeypatch.setattr(subprocess, "run", processes.run)
+    out = tmp_path / "gpu.json"
+    assert run.main(["--out", str(out), "--only", "ceilings", "peers"]) == 0
+    assert processes.begun == ["ceilings"] * 5 + ["peers"] * 5
+    found = Record.read(out).items("ceilings")
+    assert list(found) == [*(f"item {i}" for i in range(5)), "the rest"]
+    assert "too many processes ended" in found["the rest"]["left_out"]
+    assert run.main(["--out", str(out), "--only", "ceilings"]) == 0
+    assert list(Record.read(out).items("ceilings"))[5:] == [
+        *(f"item {i}" for i in range(5, 10)),
+        "the rest",
+    ]
+
+
+def test_parts_of_a_run_make_one_record(on_double, monkeypatch, tmp_path):
+    processes = Processes([])
+    monkeypatch.setattr(subprocess, "run", processes.run)
+    out = tmp_path / "gpu.json"
+    run.main(["--out", str(out), "--only", "ceilings"])
+    record = Record.read(out)
+    record.put("ceilings", "copy", {"rate": 1.0})
+    record.put("ceilings", "exp", {"left_out": "out of time"})
+    record.put("peers", "fla", {"left_out": "fla is not installed"})
+    run.main(["--out", str(out), "--only", "timings", "peers"])
+    assert processes.begun == ["ceilings", "compilation", "timings", "peers"]
+    assert Record.read(out).sections == {
+        "ceilings": {"copy": {"rate": 1.0}},
+        "peers": {"fla": {"left_out": "fla is not installed"}},
+    }
+
+
+@pytest.mark.parametrize("what", ["device", "kernels", "quick"])
+def test_another_run_is_not_added_to(on_double, monkeypatch, tmp_path, capsys, what):
+    monkeypatch.setattr(subprocess, "run", Processes([]).run)
+    out = tmp_path / "gpu.json"
+    run.main(["--out", str(out), "--only", "ceilings"])
+    record = Record.read(out)
+    others: dict[str, Any] = {"device": {"name": "X"}, "kernels": {}, "quick": False}
+    record.machine[what] = others[what]
+    record.put("ceilings", "copy", {"rate": 1.0})
+    more = ["--quick"] if what == "quick" else []
+    assert run.main(["--out", str(out), *more]) == 2
+    words = {"device": "is of X, this is Double", "kernels": "other kernels", "quick": "--quick"}
+    assert words[what] in capsys.readouterr().err
+    assert Record.read(out).items("ceilings") == {"copy": {"rate": 1.0}}
+
+
 # Tables -----------------------------------------------------------------------------------------
 
 
@@ -444,6 +538,9 @@ def test_goals(whole):
     assert (memory.reached, memory.met) == ("0.10 of it", False)
     ahead = [found[f"causal {n:,}: ahead of torch SDPA"] for n in (4096, 8192)]
     assert [goal.met for goal in ahead] == [False, True]
+    whole.items("peers")["torch SDPA cuDNN causal 8192"]["seconds"] = 9e-4
+    beside = {goal.wanted: goal for goal in goals.goals(whole)}
+    assert beside["causal 8,192: ahead of torch SDPA"].reached == "0.90 times"
     whole.sections["peers"] = {}
     unknown = {goal.wanted: goal for goal in goals.goals(whole)}
     assert unknown["causal 8,192: ahead of torch SDPA"].met is None
@@ -579,12 +676,16 @@ def test_a_section_in_a_process_of_its_own_that_dies_is_blamed(tmp_path, monkeyp
     found = Record.read(tmp_path / "a" / "b.json")
     assert "FileNotFoundError" not in finished.stderr  # --out is the caller's, not the checkout's
     assert "getDeviceProperties" in finished.stderr
-    assert set(found.sections) == {"parity", "peers"}
+    assert set(found.sections) == {"compilation", "parity", "peers"}
     assert found.failures() == ["parity: begin"]
     assert "Failed" in finished.stdout
 
 
-@pytest.mark.parametrize("text", [ceilings.EXPONENTIALS, behaviour.BUSY], ids=["exp", "busy"])
+@pytest.mark.parametrize(
+    "text",
+    [ceilings.EXPONENTIALS, ceilings.PRODUCTS_OF_WARPS, timer.BUSY],
+    ids=["exp", "mma", "busy"],
+)
 def test_kernels_of_the_benchmark_compile(compile_kernel, tmp_path, text):
     path = tmp_path / "f.cu"
     path.write_text(text)
@@ -801,6 +902,39 @@ def test_timings_on_a_double(fake_cupy, emulated, monkeypatch):
         assert item["eager_seconds"] > 0
     assert [found[name]["graph"] for name in names] == [False, True, True, True, True]
     assert found[names[2]]["sets"] == 16
+    kernels = ["segment_states", "scan_states", "causal_rows", "redo_rows"]
+    assert list(found[names[2]]["kernels"]) == kernels
+    assert "kernels" not in found[names[0]]
+
+
+def test_a_call_that_cannot_be_captured_has_its_eager_times(fake_cupy, monkeypatch):
+    def refused(call):
+        message = "cublasSetStream"
+        raise NotImplementedError(message)
+
+    monkeypatch.setattr(timings, "measure", partial(measure, budget=0.0))
+    monkeypatch.setattr(timings, "captured", refused)
+    found = timings._timed([lambda: None], graphs=True)
+    assert found["seconds"] == found["eager_seconds"] > 0
+    assert found["graph"] is False
+    assert found["not_captured"] == "NotImplementedError: cublasSetStream"
+
+
+def test_all_that_a_case_launches_is_compiled_first(fake_cupy, cupy_backend, monkeypatch):
+    launched: set[tuple[str, str, tuple[str, ...]]] = set()
+    case = small("bfloat16 favor gradient causal")
+    found = compilation.variants([case])
+    assert cupy_backend.launches == []
+    launch = linattn_cupy.device.launch
+
+    def noted(source, function, options, *rest):
+        launched.add((source, function, linattn_cupy.device.compile_options(options)))
+        launch(source, function, options, *rest)
+
+    monkeypatch.setattr(linattn_cupy.device, "launch", noted)
+    parity.check(EmulatedLibrary(cupy_backend.launches), case)
+    assert set(found) == launched
+    assert len(found) == len(launched)
 
 
 def test_ceilings_on_a_double(fake_cupy, monkeypatch):

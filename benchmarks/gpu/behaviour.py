@@ -13,19 +13,12 @@ from benchmarks.gpu import limits, outside
 from benchmarks.gpu.library import Library
 from benchmarks.gpu.parity import feature_map_of
 from benchmarks.gpu.record import Item
-from benchmarks.gpu.timer import captured
+from benchmarks.gpu.timer import BUSY, captured
 
 __all__ = ["items"]
 
 SMALL = (2, 4, 1500, 64)
 BUSY_SECONDS = 0.5
-BUSY = r"""
-extern "C" __global__ void busy(long long nanoseconds) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
-}
-"""
 
 Found = dict[str, Any]
 

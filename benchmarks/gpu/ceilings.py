@@ -40,6 +40,32 @@ extern "C" __global__ void exponentials(float* out, int rounds) {
 """2^-x again and again, near 0.64, in chains that do not wait for each other."""
 
 
+PRODUCTS_OF_WARPS = r"""
+extern "C" __global__ void products(float* out, int rounds) {
+    unsigned a[4], b[2];
+    for (int i = 0; i < 4; i++) a[i] = 0x3c003c00u + threadIdx.x + i;
+    for (int i = 0; i < 2; i++) b[i] = 0x3c003c00u + threadIdx.x - i;
+    float d[CHAINS][4] = {};
+    for (int round = 0; round < rounds; round++) {
+        #pragma unroll
+        for (int i = 0; i < CHAINS; i++) {
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                         : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        }
+    }
+    float sum = 0;
+    for (int i = 0; i < CHAINS; i++) for (int j = 0; j < 4; j++) sum += d[i][j];
+    out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+"""
+"""The instruction of the fused kernels, in chains that do not wait for each other."""
+
+PRODUCT_FLOPS = 2 * 16 * 8 * 16
+"""Of one instruction of a warp."""
+
+
 def items(*, quick: bool = False) -> Iterator[Item]:
     """Yield the measurement of each ceiling: ``rate`` is a second."""
     yield Item("copy", _copy)
@@ -47,6 +73,7 @@ def items(*, quick: bool = False) -> Iterator[Item]:
         rows = rows // 2 if quick else rows
         yield Item(dtype, partial(_product, dtype, rows))
     yield Item("exp", _exponentials)
+    yield Item("mma.sync", _products_of_warps)
 
 
 def _copy() -> dict[str, Any]:
@@ -93,14 +120,25 @@ def _product(dtype: str, n: int) -> dict[str, Any]:
 
 
 def _exponentials() -> dict[str, Any]:
+    found = _in_chains(EXPONENTIALS, "exponentials")
+    count = BLOCKS * THREADS * CHAINS * ROUNDS
+    return {**found, "rate": count / found["seconds"], "unit": "exp"}
+
+
+def _products_of_warps() -> dict[str, Any]:
+    found = _in_chains(PRODUCTS_OF_WARPS, "products")
+    count = BLOCKS * THREADS // 32 * CHAINS * ROUNDS
+    return {**found, "rate": count * PRODUCT_FLOPS / found["seconds"], "unit": "flop"}
+
+
+def _in_chains(text: str, name: str) -> dict[str, Any]:
+    """Time a kernel whose threads each repeat ``CHAINS`` instructions ``ROUNDS`` times."""
     import cupy
 
-    kernel = cupy.RawKernel(EXPONENTIALS, "exponentials", options=(f"-DCHAINS={CHAINS}",))
+    kernel = cupy.RawKernel(text, name, options=(f"-DCHAINS={CHAINS}",))
     out = cupy.empty(BLOCKS * THREADS, dtype="float32")
 
     def call() -> None:
         kernel((BLOCKS,), (THREADS,), (out, np.int32(ROUNDS)))
 
-    found = measure(CupyClock(), [call])
-    count = BLOCKS * THREADS * CHAINS * ROUNDS
-    return {**found, "rate": count / found["seconds"], "unit": "exp"}
+    return measure(CupyClock(), [call])

@@ -19,6 +19,11 @@ written), flops by the rate of a large matrix product of the dtype, and exponent
 the special function units, all measured in the same run. They overlap at best, so that the floor is
 the largest of them.
 
+The fused kernels do more than that: causal ones project keys and add them up a second time, but for
+those of the last segment, and less of the causal square, whose strips of 16 rows end at the
+diagonal. ``executed_flops`` counts their ``mma.sync`` instructions, which have a ceiling of their
+own, below that of a large matrix product.
+
 A step of decoding reads and writes each state once; all else is small beside it.
 """
 
@@ -26,10 +31,27 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["CHUNK", "Floor", "Rates", "Sizes", "Work", "attention_work", "decode_work", "floor"]
+__all__ = [
+    "CHUNK",
+    "SEGMENTS",
+    "Floor",
+    "Rates",
+    "Sizes",
+    "Work",
+    "attention_work",
+    "decode_work",
+    "executed_flops",
+    "floor",
+]
 
 CHUNK = 64
 """c: tokens that share one causal square."""
+
+STRIP = 16
+"""Rows of a chunk that a warp works on."""
+
+SEGMENTS = 2
+"""Segments of the sequence of each of 64 heads, on a device of 132 multiprocessors."""
 
 
 class Sizes(NamedTuple):
@@ -82,6 +104,22 @@ def attention_work(
         flops += 2 * CHUNK * (m + e + 1)
     tokens = heads * length
     return Work(tokens * itemsize * 2 * (d + e), tokens * flops, tokens * 2 * m)
+
+
+def executed_flops(
+    feature_map: str, sizes: Sizes, length: int, *, is_causal: bool, segments: int = SEGMENTS
+) -> float:
+    """Count the flops of ``mma.sync`` in a fused call; value dims fill whole tiles."""
+    heads, d, m, e = sizes
+    projected = feature_map == "favor"
+    m = m if projected else d
+    one_side = 2 * d * m * projected + 2 * m * e
+    flops = 2.0 * one_side
+    if is_causal:
+        strips = CHUNK // STRIP
+        flops += one_side * (segments - 1) / segments
+        flops += 2 * CHUNK * (m + e) * (strips + 1) / (2 * strips)
+    return heads * length * flops
 
 
 def decode_work(sizes: Sizes) -> Work:

@@ -34,10 +34,11 @@ def items(library: Library, *, quick: bool = False) -> Iterator[Item]:
             name = f"memory beyond inputs and outputs, {dtype} {kind} {length}"
             yield Item(name, partial(_memory, library, dtype, kind, length))
     for dtype, kind in KINDS:
-        yield Item(f"{HEADS:,} heads, {dtype} {kind}", partial(_many_heads, library, dtype, kind))
+        name = f"{HEADS:,} heads, {dtype} {kind}"
+        yield Item(name, partial(_many_heads, library, dtype, kind), 20.0)
     for dtype, kind in [] if quick else KINDS:
         name = f"more than 2^31 elements, {dtype} {kind}"
-        yield Item(name, partial(_many_elements, library, dtype, kind))
+        yield Item(name, partial(_many_elements, library, dtype, kind), 60.0)
 
 
 def _attend(arrays: list[Any], kind: str, phi: Any) -> Any:

@@ -16,16 +16,16 @@ from benchmarks.gpu.record import Item, LeftOut
 __all__ = ["items"]
 
 TOOLS = ("memcheck", "racecheck")
-LONGEST_SECONDS = 150
+LONGEST_SECONDS = 120
 
 Found = dict[str, Any]
 
 
 def items() -> Iterator[Item]:
     """Yield the checks."""
-    yield Item("forked process", _fork)
+    yield Item("forked process", _fork, 30.0)
     for tool in TOOLS:
-        yield Item(f"compute-sanitizer {tool}", partial(_sanitizer, tool))
+        yield Item(f"compute-sanitizer {tool}", partial(_sanitizer, tool), LONGEST_SECONDS)
 
 
 def _small_case(*words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,17 @@ from benchmarks.gpu.library import Library
 from benchmarks.gpu.record import Item
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
 
-__all__ = ["RUNS", "check", "feature_map_of", "items", "relative_error"]
+__all__ = [
+    "RUNS",
+    "Inputs",
+    "check",
+    "feature_map_of",
+    "host_inputs",
+    "items",
+    "precision",
+    "relative_error",
+    "run",
+]
 
 RUNS = 3
 STEPS = 20
@@ -37,7 +47,9 @@ Floats = NDArray[Any]
 Results = dict[str, Any]
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
+    """Arguments of a case, on the host or the device."""
+
     query: Any
     key: Any
     value: Any
@@ -72,18 +84,18 @@ def relative_error(got: Floats, wanted: Floats) -> float:
 def check(library: Library, case: Case) -> dict[str, Any]:
     """Run a case ``RUNS`` times and compare, with what is wanted and bitwise with each other."""
     phi = feature_map_of(case.feature_map, case.dim, case.features)
-    host = _host_inputs(case)
+    host = host_inputs(case)
     query, key, value, gradient = (library.array(a, case.dtype) for a in host[:4])
     mask = None if host.mask is None else library.array(host.mask, case.dtype)
-    inputs = _Inputs(query, key, value, gradient, mask)
+    inputs = Inputs(query, key, value, gradient, mask)
     runs = []
     library.launches.clear()
     for _ in range(RUNS):
         library.poison()
-        with _precision(case):
-            runs.append(_fetch(library, _run(case, phi, inputs)))
+        with precision(case):
+            runs.append(_fetch(library, run(case, phi, inputs)))
     kernels = sorted(set(library.launches))
-    rounded = _Inputs(
+    rounded = Inputs(
         library.numpy(inputs.query),
         library.numpy(inputs.key),
         library.numpy(inputs.value),
@@ -91,7 +103,7 @@ def check(library: Library, case: Case) -> dict[str, Any]:
         host.mask,
     )
     with linattn.without_backends(), np.errstate(all="ignore"):
-        wanted = _numbers(_run(case, phi, rounded))
+        wanted = _numbers(run(case, phi, rounded))
     errors = {name: _error(case, name, runs[0], wanted) for name in wanted}
     deterministic = all(_same(runs[0], other) for other in runs[1:])
     close = all(bool(error <= case.bound) for error in errors.values())
@@ -106,11 +118,13 @@ def check(library: Library, case: Case) -> dict[str, Any]:
     }
 
 
-def _precision(case: Case) -> AbstractContextManager[Any]:
+def precision(case: Case) -> AbstractContextManager[Any]:
+    """Enter this around the calls of a case."""
     return linattn.config(precision="tf32") if case.dtype == "tf32" else nullcontext()
 
 
-def _host_inputs(case: Case) -> _Inputs:
+def host_inputs(case: Case) -> Inputs:
+    """Draw the arguments of a case, with seed 0."""
     rng = np.random.default_rng(0)
     key_lead = (*case.lead[:-1], 1) if case.one_key_head else case.lead
     query = rng.standard_normal((*case.lead, case.queries, case.dim))
@@ -129,10 +143,11 @@ def _host_inputs(case: Case) -> _Inputs:
         mask[..., 0] = True
         hidden = ~np.broadcast_to(mask, key.shape[:-1])
         key[hidden], value[hidden] = np.nan, np.nan
-    return _Inputs(query, key, value, gradient, mask)
+    return Inputs(query, key, value, gradient, mask)
 
 
-def _run(case: Case, phi: Any, inputs: _Inputs) -> Results:
+def run(case: Case, phi: Any, inputs: Inputs) -> Results:
+    """Make the calls of a case; return all that comes out, by name."""
     if case.operation in ("decode_step", "decoder"):
         return _steps(case, phi, inputs)
     query, key, value, gradient, mask = inputs
@@ -160,7 +175,7 @@ def _run(case: Case, phi: Any, inputs: _Inputs) -> Results:
     return {"output": linattn.linear_attention(query, key, value, phi, **options)}
 
 
-def _steps(case: Case, phi: Any, inputs: _Inputs) -> Results:
+def _steps(case: Case, phi: Any, inputs: Inputs) -> Results:
     query, key, value = inputs[:3]
     state = linattn.init_state(phi, case.value_dim, batch_shape=case.lead, like=query)
     state = linattn.update_state(state, key[..., :PRIMED, :], value[..., :PRIMED, :], phi)

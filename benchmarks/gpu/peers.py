@@ -55,12 +55,12 @@ def _need(module: str) -> None:
         raise LeftOut(reason)
 
 
-def _sdpa(kind: str, length: int) -> tuple[tuple[int, ...], Callable[..., Any]]:
+def _sdpa(backend: str, kind: str, length: int) -> tuple[tuple[int, ...], Callable[..., Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     def call(query: Any, key: Any, value: Any) -> Any:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
             return scaled_dot_product_attention(query, key, value, is_causal=kind == "causal")
 
     return (BATCH, HEADS, length, SIZES.dim), call
@@ -80,7 +80,11 @@ def _fla(kind: str, length: int) -> tuple[tuple[int, ...], Callable[..., Any]]:
     return (BATCH, length, HEADS, SIZES.dim), call
 
 
-PEERS = {"torch SDPA flash": _sdpa, "fla linear attention": _fla}
+PEERS: dict[str, Callable[[str, int], tuple[tuple[int, ...], Callable[..., Any]]]] = {
+    "torch SDPA flash": partial(_sdpa, "FLASH_ATTENTION"),
+    "torch SDPA cuDNN": partial(_sdpa, "CUDNN_ATTENTION"),
+    "fla linear attention": _fla,
+}
 
 
 def items(*, quick: bool = False) -> Iterator[Item]:

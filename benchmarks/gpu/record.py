@@ -9,13 +9,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["CHECKED", "SECTIONS", "Item", "LeftOut", "Record", "attempt"]
+__all__ = [
+    "CHECKED",
+    "OUT_OF_TIME",
+    "SECTIONS",
+    "STOPPED",
+    "Item",
+    "LeftOut",
+    "Record",
+    "attempt",
+]
 
 SECTIONS = ("ceilings", "parity", "timings", "peers", "behaviour")
 """In the order in which they run."""
 
 CHECKED = ("parity", "behaviour")
 """Sections whose items pass or fail."""
+
+OUT_OF_TIME = "out of time"
+STOPPED = "stopped: too many processes ended"
+"""Reasons for leaving out what a later run may do."""
 
 LONGEST_TRACE = 3000
 
@@ -25,10 +38,14 @@ class LeftOut(Exception):
 
 
 class Item(NamedTuple):
-    """One thing to be found out; ``run`` returns what there is to say about it."""
+    """One thing to be found out; ``run`` returns what there is to say about it.
+
+    ``seconds`` is about how long that takes: it is not begun with less time left.
+    """
 
     name: str
     run: Callable[[], dict[str, Any]]
+    seconds: float = 10.0
 
 
 class Record:
@@ -68,6 +85,13 @@ class Record:
         text = json.dumps(content, indent=1, default=_plain)
         beside.write_text(text + "\n", encoding="utf-8")
         os.replace(beside, self.path)
+
+    def resume(self) -> None:
+        """Forget what an earlier run left for a later one."""
+        for items in self.sections.values():
+            for name, found in list(items.items()):
+                if found.get("left_out") in (OUT_OF_TIME, STOPPED):
+                    del items[name]
 
     def items(self, section: str) -> dict[str, dict[str, Any]]:
         """Items of a section that are done."""

@@ -15,9 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu.paths import ROOT, child_environment
-from benchmarks.gpu.record import SECTIONS, Record
+from benchmarks.gpu.record import SECTIONS, STOPPED, Record
 
 __all__ = ["main"]
+
+COMPILED = ("parity", "timings", "behaviour")
+"""Sections before which all kernels are compiled."""
+
+MOST_DEATHS = 5
+"""Processes of a section that may end badly."""
 
 NEEDED = ("numpy", "cupy", "array_api_compat", "ml_dtypes")
 
@@ -32,7 +38,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=ROOT / "build" / "gpu.json", help="file of the results")
     add("--quick", action="store_true", help="one length, two dtypes, no large arrays")
     add("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
-    add("--seconds", type=float, default=570.0, help="leave out what would begin later than that")
+    add("--seconds", type=float, default=420.0, help="leave out what would end later than that")
     return parser.parse_args(arguments)
 
 
@@ -47,10 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.gpu.tables import report
 
     options.out = options.out.resolve()
-    record = Record(options.out)
+    record = Record.read(options.out) if options.out.exists() else Record(options.out)
+    reason = _unlike(record, quick=options.quick)
+    if reason is not None:
+        print(f"benchmarks.gpu: {options.out} {reason}", file=sys.stderr)
+        return 2
+    record.resume()
+    # Another machine has none of the compiled kernels that this one's CuPy keeps on disk.
+    record.sections.pop("compilation", None)
     record.save()
     stop = time.time() + options.seconds
-    for section in options.only:
+    first = ["compilation"] if set(options.only) & set(COMPILED) else []
+    for section in [*first, *options.only]:
         _watch(options, section, stop)
     record = Record.read(options.out)
     print(report(record))
@@ -71,12 +85,34 @@ def _unable() -> str | None:
     return None if count else "there is a driver but no device"
 
 
+def _unlike(record: Record, *, quick: bool) -> str | None:
+    """Say why what is found now cannot stand beside what the record holds."""
+    if not record.machine:
+        return None
+    import cupy
+
+    from benchmarks.gpu.library import register
+
+    register()
+    from linattn_cupy.hardware import kernel_hashes
+
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    remedy = "give another --out or remove it"
+    if record.machine["device"]["name"] != name:
+        return f"is of {record.machine['device']['name']}, this is {name}; {remedy}"
+    if record.machine["kernels"] != kernel_hashes():
+        return f"is of other kernels than these; {remedy}"
+    if bool(record.machine.get("quick")) != quick:
+        return f"was begun {'without' if quick else 'with'} --quick; {remedy}"
+    return None
+
+
 def _watch(options: argparse.Namespace, section: str, stop: float) -> None:
     """Have a section done by other processes, as many as it takes."""
     words = [section, str(options.out), str(stop), *(["--quick"] if options.quick else [])]
     command = [sys.executable, "-m", "benchmarks.gpu.section", *words]
     done = -1
-    while True:
+    for _ in range(MOST_DEATHS):
         print(f"{section} ...", flush=True)
         code = subprocess.run(command, cwd=ROOT, env=child_environment()).returncode
         record = Record.read(options.out)
@@ -89,6 +125,7 @@ def _watch(options: argparse.Namespace, section: str, stop: float) -> None:
             found = {"exception": f"the process ended with code {code}", "passed": False}
             record.put(section, "begin", found)
             return
+    record.put(section, "the rest", {"left_out": STOPPED})
 
 
 if __name__ == "__main__":

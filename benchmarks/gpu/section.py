@@ -8,13 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.gpu import behaviour, cases, ceilings, machine, parity, peers, timings
+from benchmarks.gpu import (
+    behaviour,
+    cases,
+    ceilings,
+    compilation,
+    machine,
+    parity,
+    peers,
+    timings,
+)
 from benchmarks.gpu.library import CupyLibrary, register
-from benchmarks.gpu.record import Item, Record, attempt
+from benchmarks.gpu.record import OUT_OF_TIME, Item, Record, attempt
 
 __all__ = ["BROKEN", "main", "run_section"]
 
-ITEM_SECONDS = 200
+ITEM_SECONDS = 150
 """An item that takes longer ends its process."""
 
 BROKEN = 3
@@ -41,6 +50,8 @@ def _items(section: str, *, quick: bool) -> Iterator[Item]:
         return ceilings.items(quick=quick)
     if section == "peers":
         return peers.items(quick=quick)
+    if section == "compilation":
+        return compilation.items(cases.cases(quick=quick))
     library = CupyLibrary()
     if section == "parity":
         return parity.items(library, cases.cases(quick=quick))
@@ -56,13 +67,13 @@ def run_section(
     stop: float,
     alive: Callable[[], bool] | None = None,
 ) -> int:
-    """Do what the record does not hold yet, until ``stop``; ``alive()`` after each failure."""
+    """Do what the record does not hold yet and ends before ``stop``; ``alive()`` after failures."""
     done = set(record.items(section))
     for item in items:
         if item.name in done:
             continue
-        if time.time() > stop:
-            record.put(section, item.name, {"left_out": "out of time"})
+        if time.time() + item.seconds > stop:
+            record.put(section, item.name, {"left_out": OUT_OF_TIME})
             continue
         record.begin(section, item.name)
         faulthandler.dump_traceback_later(ITEM_SECONDS, exit=True)

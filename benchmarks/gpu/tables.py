@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks.gpu.goals import floor_of, goals
+from benchmarks.gpu.goals import executed_of, floor_of, goals
 from benchmarks.gpu.record import CHECKED, Record
+from benchmarks.gpu.timings import MAIN
 from benchmarks.peers.tables import Table, as_text, duration
 
 __all__ = ["report", "tables"]
@@ -39,6 +40,8 @@ def tables(record: Record) -> Iterator[Table]:
         _ceilings(record),
         _parity(record),
         *_attention(record),
+        _executed(record),
+        _kernels(record),
         _decode(record),
         _goals(record),
         _behaviour(record),
@@ -112,6 +115,33 @@ def _share(record: Record, item: dict[str, Any]) -> str:
         return ""
     least = floor_of(record, item)
     return "" if least is None else _percent(least.seconds / item["seconds"])
+
+
+def _executed(record: Record) -> Table:
+    """Tabulate what the fused kernels execute beside the ceiling of their instruction."""
+    rows = [["", "map", "tokens", "executed", "at mma.sync's ceiling", "of the time"]]
+    for item in record.items("timings").values():
+        known = "seconds" in item and item["kind"] != "decode"
+        executed = executed_of(record, item) if known else None
+        if executed is not None:
+            flops, least = executed
+            way = f"{item['way']} {item['kind']}"
+            told = [f"{item['length']:,}", f"{flops / 1e9:,.0f} GFLOP", duration(least)]
+            rows.append([way, MAPS[item["map"]], *told, _percent(least / item["seconds"])])
+    return _shortened("Products that the fused kernels execute", rows)
+
+
+def _kernels(record: Record) -> Table:
+    """Tabulate each kernel's time at the main length, and in decoding."""
+    rows = [["", "kernel", "device"]]
+    for name, item in record.items("timings").items():
+        if item.get("length", MAIN) == MAIN and "step 2" not in name:
+            rows += [[name, kernel, duration(took)] for kernel, took in _own(item)]
+    return Table("Kernels by themselves", rows, [])
+
+
+def _own(item: dict[str, Any]) -> list[tuple[str, float]]:
+    return list(item.get("kernels", {}).items())
 
 
 def _decode(record: Record) -> Table:

@@ -9,7 +9,29 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Clock", "CupyClock", "Thunk", "captured", "input_sets", "measure"]
+import numpy as np
+
+__all__ = [
+    "BUSY",
+    "Clock",
+    "CupyClock",
+    "Thunk",
+    "captured",
+    "input_sets",
+    "kernel_seconds",
+    "measure",
+]
+
+BUSY = r"""
+extern "C" __global__ void busy(long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
+}
+"""
+AHEAD_SECONDS = 0.1
+"""How long the device is busy while the host launches kernels that are timed one by one."""
+
 
 Thunk = Callable[[], Any]
 
@@ -95,3 +117,37 @@ def captured(call: Thunk) -> Thunk:
     import linattn_cupy
 
     return linattn_cupy.capture(call).launch
+
+
+def kernel_seconds(call: Thunk) -> dict[str, float]:
+    """Time each of linattn's kernels in a warm call, by name; those that run twice are summed.
+
+    The device is kept busy until all are launched, so that no time of the host is among theirs.
+    """
+    import cupy
+
+    from linattn_cupy import device
+
+    noted: list[tuple[str, Any, Any]] = []
+    launch: Any = device.launch
+
+    def timed(source: str, function: str, *rest: Any) -> None:
+        before, after = cupy.cuda.Event(), cupy.cuda.Event()
+        before.record()
+        launch(source, function, *rest)
+        after.record()
+        noted.append((function, before, after))
+
+    busy = cupy.RawKernel(BUSY, "busy")
+    device.launch = timed  # type: ignore[assignment]
+    try:
+        busy((1,), (1,), (np.int64(1e9 * AHEAD_SECONDS),))
+        call()
+    finally:
+        device.launch = launch
+    cupy.cuda.get_current_stream().synchronize()
+    found: dict[str, float] = {}
+    for function, before, after in noted:
+        took = float(cupy.cuda.get_elapsed_time(before, after)) / 1e3
+        found[function] = found.get(function, 0.0) + took
+    return found
