@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import array_api_compat
 import numpy as np
@@ -17,7 +17,7 @@ from linattn.diagnostics import held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
 from linattn.functional import linear_attention, softmax_attention
 from linattn.sampling import Seed, as_generator
-from linattn.typing import Array, Problem
+from linattn.typing import Array, ArrayT, Problem
 
 __all__ = ["AttentionReport", "attention"]
 
@@ -67,6 +67,47 @@ class AttentionReport(NamedTuple):
     error: NDArray[np.float64]
     cost: float
     bound: NDArray[np.float64]
+
+
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    key_mask: Array | None
+    scale: float | None
+    tolerance: float | None
+    rng: Seed
+
+
+@overload
+def attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_report: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> ArrayT: ...
+
+
+@overload
+def attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_report: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, AttentionReport]: ...
+
+
+@overload
+def attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_report: bool = False,
+    **options: Unpack[_Options],
+) -> Any: ...
 
 
 @_checks.on_array_device

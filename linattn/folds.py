@@ -433,7 +433,7 @@ def solve(
         states.append(((), state))
     else:
         plan.run(work, plan.tasks)
-    output.warn_of_signs(stacklevel=3)
+    output.warn_of_signs(stacklevel=4)
     norm = None if norms is None else norms.result()[..., 0]
     return output.result(), _join(problem, states) if return_state else None, norm
 

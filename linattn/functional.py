@@ -2,13 +2,86 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from linattn import _checks, folds
 from linattn._problem import exact_problem, linear_problem, stamped, step_problem
-from linattn.typing import Array, FeatureMap, State
+from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]
+
+
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    key_mask: Array | None
+    initial_state: State | None
+    chunk_size: int | None
+    exact_window: int | None
+
+
+@overload
+def linear_attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[False] = False,
+    return_log_normalizer: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> ArrayT: ...
+
+
+@overload
+def linear_attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[True],
+    return_log_normalizer: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, State]: ...
+
+
+@overload
+def linear_attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[False] = False,
+    return_log_normalizer: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, Array]: ...
+
+
+@overload
+def linear_attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[True],
+    return_log_normalizer: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, State, Array]: ...
+
+
+@overload
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: bool = False,
+    return_log_normalizer: bool = False,
+    **options: Unpack[_Options],
+) -> Any: ...
 
 
 @_checks.on_array_device
@@ -154,14 +227,14 @@ def linear_attention(
 
 @_checks.on_array_device
 def softmax_attention(
-    query: Array,
+    query: ArrayT,
     key: Array,
     value: Array,
     *,
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
-) -> Array:
+) -> ArrayT:
     r"""Exact softmax attention in linear memory.
 
     .. math::
@@ -203,13 +276,14 @@ def softmax_attention(
     Does Not Need O(n^2) Memory" (2021).
     """
     problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
-    return folds.solve(problem, return_state=False)[0]
+    output: ArrayT = folds.solve(problem, return_state=False)[0]
+    return output
 
 
 @_checks.on_array_device
 def decode_step(
-    query: Array, key: Array, value: Array, state: State, feature_map: FeatureMap
-) -> tuple[Array, State]:
+    query: ArrayT, key: Array, value: Array, state: State, feature_map: FeatureMap
+) -> tuple[ArrayT, State]:
     """Causal linear attention of one token after a state.
 
     Parameters

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 from linattn import _backward, _checks, folds
 from linattn._backward import Cotangent
 from linattn._cotangents import check_differentiable
 from linattn._kept import Kept
 from linattn._problem import exact_problem, linear_problem, stamped
-from linattn.typing import Array, FeatureMap, Problem, State
+from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
 
 __all__ = [
     "differentiable_problem",
@@ -20,6 +20,50 @@ __all__ = [
 ]
 
 Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
+
+
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    key_mask: Array | None
+    initial_state: State | None
+    chunk_size: int | None
+    exact_window: None
+
+
+@overload
+def linear_attention_vjp(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, Pullback]: ...
+
+
+@overload
+def linear_attention_vjp(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[tuple[ArrayT, State], Pullback]: ...
+
+
+@overload
+def linear_attention_vjp(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: bool = False,
+    **options: Unpack[_Options],
+) -> tuple[Any, Pullback]: ...
 
 
 @_checks.on_array_device
@@ -158,14 +202,14 @@ def linear_attention_vjp(
 
 @_checks.on_array_device
 def softmax_attention_vjp(
-    query: Array,
+    query: ArrayT,
     key: Array,
     value: Array,
     *,
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
-) -> tuple[Array, Pullback]:
+) -> tuple[ArrayT, Pullback]:
     r"""Exact softmax attention and its pullback, in linear memory.
 
     .. math::

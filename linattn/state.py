@@ -16,7 +16,7 @@ from linattn._problem import (
     stamped,
     step_problem,
 )
-from linattn.typing import Array, FeatureMap, Problem, State
+from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
 
 __all__ = ["Decoder", "State", "init_state", "merge_states", "read_state", "update_state"]
 
@@ -145,7 +145,7 @@ def update_state(
 
 
 @_checks.on_array_device
-def read_state(query: Array, state: State, feature_map: FeatureMap) -> Array:
+def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     """Attend to everything a state has seen.
 
     Parameters
@@ -176,15 +176,16 @@ def read_state(query: Array, state: State, feature_map: FeatureMap) -> Array:
     -----
     Time O(L m (d + e)).
     """
-    xp, (query,) = _checks.check_arrays(query=query)
+    xp, (queries,) = _checks.check_arrays(query=query)
     _checks.check_state_record("state", state)
     e = state.kvz.shape[-1] - 1
     lead = tuple(state.kvz.shape[:-2])
-    device = array_api_compat.device(query)
-    nothing = xp.empty((*lead, 0, e), dtype=query.dtype, device=device)
-    no_key = xp.empty((*lead, 0, query.shape[-1]), dtype=query.dtype, device=device)
-    problem = linear_problem(query, no_key, nothing, feature_map, state=state, state_name="state")
-    return folds.solve(problem, return_state=False)[0]
+    device = array_api_compat.device(queries)
+    nothing = xp.empty((*lead, 0, e), dtype=queries.dtype, device=device)
+    no_key = xp.empty((*lead, 0, queries.shape[-1]), dtype=queries.dtype, device=device)
+    problem = linear_problem(queries, no_key, nothing, feature_map, state=state, state_name="state")
+    output: ArrayT = folds.solve(problem, return_state=False)[0]
+    return output
 
 
 @_checks.on_array_device

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 __all__ = [
     "ELU_PLUS_ONE",
@@ -21,6 +21,7 @@ __all__ = [
     "Activation",
     "Affine",
     "Array",
+    "ArrayT",
     "Assigned",
     "Backend",
     "ColumnMeans",
@@ -45,6 +46,9 @@ __all__ = [
 
 Array: TypeAlias = Any
 """Any array that array-api-compat knows (NumPy, CuPy, torch, JAX, Dask, array-api-strict)."""
+
+ArrayT = TypeVar("ArrayT")
+"""The type of the query, which results have: arrays of one library have one type."""
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each leading axis of a problem's state, aligned to the right."""

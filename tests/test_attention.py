@@ -1,13 +1,14 @@
 """Linear and exact attention against the oracles: values, order of time, NaN, memory, libraries."""
 
 # Tests call with star arguments, and with what types forbid.
-# mypy: disable-error-code="arg-type, attr-defined, call-arg, misc"
+# mypy: disable-error-code="arg-type, attr-defined, call-arg, call-overload, misc"
 
 from __future__ import annotations
 
 import functools
 import tracemalloc
 from contextlib import nullcontext
+from typing import Any
 
 import array_api_compat
 import ml_dtypes
@@ -213,7 +214,7 @@ def test_initial_state_in_every_library(xp):
     host, arrays = library_inputs(xp, "float64", *shapes, seed=3)
     first = [a[:CHUNK, :] for a in arrays]
     rest = [a[CHUNK:, :] for a in arrays]
-    options = {"is_causal": True, "chunk_size": CHUNK}
+    options: Any = {"is_causal": True, "chunk_size": CHUNK}
     head, state = linattn.linear_attention(*first, phi, return_state=True, **options)
     tail = linattn.linear_attention(*rest, phi, initial_state=state, **options)
     stream = np.concatenate([xp.numpy(head), xp.numpy(tail)])

@@ -8,6 +8,7 @@ import re
 import tracemalloc
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -560,7 +561,7 @@ def test_error_is_that_of_the_queries_that_count():
         reports, found = [], []
         for padding in (0.0, 1.0, np.nan):
             arrays = [np.where(valid[:, None], x, padding * x) for x in (query, key, value)]
-            options = dict(key_mask=valid, rng=0)
+            options: Any = dict(key_mask=valid, rng=0)
             output, report = linattn.attention(
                 *arrays, **options, return_report=True, tolerance=0.5
             )
@@ -581,7 +582,7 @@ def test_error_of_heads_under_masks_of_their_own(axes):
     counts = np.broadcast_to(mask, (2, 2, 4000))[..., None]
     # Whatever padding would tell, it would be far from the error of a fair row.
     query = np.where(counts, query, 9 * query)
-    options = dict(key_mask=mask, rng=0)
+    options: Any = dict(key_mask=mask, rng=0)
     output, report = linattn.attention(query, key, value, **options, return_report=True)
     exact = linattn.softmax_attention(query, key, value, key_mask=mask)
     assert report.error.shape == (2, 2)

@@ -1,6 +1,6 @@
 """Exact near keys and linear far ones under one denominator, against the dense form."""
 
-# mypy: disable-error-code="arg-type, call-arg, misc"
+# mypy: disable-error-code="arg-type, call-arg, call-overload, misc"
 
 from __future__ import annotations
 

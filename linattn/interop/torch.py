@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from linattn import _checks, _dispatch, folds
 from linattn._problem import check_map_of_state, exact_problem, stamped
 from linattn.gradients import differentiable_problem, pullback_of
-from linattn.typing import Array, FeatureMap, State
+from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["linear_attention", "softmax_attention"]
+
+
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    key_mask: Array | None
+    initial_state: State | None
+    chunk_size: int | None
+
+
+@overload
+def linear_attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> ArrayT: ...
+
+
+@overload
+def linear_attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, State]: ...
+
+
+@overload
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    *,
+    return_state: bool = False,
+    **options: Unpack[_Options],
+) -> Any: ...
 
 
 def linear_attention(
