@@ -466,7 +466,10 @@ def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) 
 
 
 def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
-    """Check that something is a state whose arrays fit each other; return their namespace too."""
+    """Check that something is a state whose arrays fit each other.
+
+    Returns their namespace, and the state in native byte order.
+    """
     if not isinstance(state, State):
         message = f"{name} must be a linattn.State, got {type(state).__name__}"
         raise TypeError(message)
@@ -479,7 +482,9 @@ def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
             f"{shape} and {scale_shape}"
         )
         raise ValueError(message)
-    return xp, state
+    if kvz is state.kvz and log_scale is state.log_scale:
+        return xp, state
+    return xp, state._replace(kvz=kvz, log_scale=log_scale)
 
 
 def known_fingerprint(state: State) -> int | None:
@@ -499,7 +504,7 @@ def known_fingerprint(state: State) -> int | None:
 def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Array) -> State:
     """Check that a state belongs to a map with ``m`` columns and values of dim ``e``."""
     xp = namespace(like)
-    state_xp, checked = check_state_record(name, state)
+    state_xp, state = check_state_record(name, state)
     if state_xp is not xp:
         message = (
             f"{name} must come from the array library of the other arguments, got "
@@ -522,4 +527,4 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Arra
             f"{tuple(state.log_scale.shape)}"
         )
         raise ValueError(message)
-    return checked
+    return state  # type: ignore[no-any-return]

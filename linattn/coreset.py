@@ -440,8 +440,9 @@ class CoresetAttention:
                 part, stream = self._piece(stream, problem, rows)
                 out = divide(part)
                 output.put((), rows, problem.xp.reshape(out, (*stream.lead, *out.shape[1:])))
+        result = output.result()
         self._stream = stream
-        return output.result()
+        return result
 
     @_checks.on_array_device
     def step(self, query: Array, key: Array, value: Array) -> Array:

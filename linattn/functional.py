@@ -319,5 +319,7 @@ def decode_step(
     -----
     Time and memory O(m (d + e)), whatever the context length.
     """
-    output, after = folds.step(step_problem(query, key, value, state, feature_map), state)
+    problem = step_problem(query, key, value, state, feature_map)
+    assert problem.state is not None
+    output, after = folds.step(problem, problem.state)
     return output, stamped(after, state, feature_map)

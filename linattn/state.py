@@ -214,9 +214,11 @@ def merge_states(first: State, second: State) -> State:
     -----
     ``c = max(c_1, c_2)``, each side rescaled by ``exp(c_i - c)``. Time O(m e).
     """
-    _checks.check_state_record("first", first)
+    _, first = _checks.check_state_record("first", first)
     m, width = first.kvz.shape[-2:]
-    _checks.check_state("second", second, m=m, e=width - 1, dtype=first.kvz.dtype, like=first.kvz)
+    second = _checks.check_state(
+        "second", second, m=m, e=width - 1, dtype=first.kvz.dtype, like=first.kvz
+    )
     _checks.check_leading_axes(
         first=tuple(first.kvz.shape[:-2]), second=tuple(second.kvz.shape[:-2])
     )
@@ -277,7 +279,7 @@ class Decoder:
 
     def __init__(self, feature_map: FeatureMap, state: State) -> None:
         check_feature_map(feature_map)
-        _checks.check_state_record("state", state)
+        _, state = _checks.check_state_record("state", state)
         check_map_of_state("state", state, feature_map)
         self._feature_map = feature_map
         self._state = state

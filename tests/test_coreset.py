@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import tracemalloc
 import zipfile
 from typing import Any
@@ -451,6 +452,53 @@ def test_forks_go_their_own_ways(fork, length):
         *(np.concatenate(pair, axis=-2) for pair in zip(arrays, more, strict=True))
     )
     assert_allclose(stream.extend(*more), whole[:, length:], atol=1e-12)
+
+
+def test_an_interrupted_call_leaves_the_stream_as_it_was():
+    """Wherever it is interrupted, no block of a call is in the stream without the others."""
+    arrays = tokens(15, 2)
+    whole = CoresetAttention(3, block_size=2, rng=0).extend(*arrays)
+    stream = CoresetAttention(3, block_size=2, rng=0)
+    stream.extend(*(a[:, :5] for a in arrays))
+    rest = [a[:, 5:] for a in arrays]
+    source = sys.modules[CoresetAttention.__module__].__file__
+
+    def is_interrupted_at(step):
+        lines = 0
+
+        def trace(frame, event, argument):
+            nonlocal lines
+            if event == "line" and frame.f_code.co_filename == source:
+                lines += 1
+                if lines == step:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        before, fork = sys.gettrace(), copy.copy(stream)
+        sys.settrace(trace)
+        try:
+            fork.extend(*rest)
+        except KeyboardInterrupt:
+            # At the very end the stream has all of the call.
+            assert fork.length in (5, 15)
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    step = 1
+    while is_interrupted_at(step):
+        step += 11
+    assert step > 100
+    assert_allclose(stream.extend(*rest), whole[:, 5:], atol=1e-12)
+
+
+def test_a_stream_shows_its_settings_in_place_of_numbers():
+    stream = CoresetAttention(5, block_size=4, rng=0)
+    stream.extend(*tokens(7, 2))
+    shown = "CoresetAttention(num_entries=5, block_size=4, scale=None, length=7)"
+    assert repr(stream) == shown
 
 
 @pytest.mark.parametrize("length", [3, 4, 7])

@@ -185,6 +185,48 @@ def test_a_read_of_what_has_underflowed_is_shifted():
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["positive", "elu", "taylor"])
+@pytest.mark.parametrize("steps", [0, 3, PENDING + 1])
+def test_states_and_copies_do_not_follow_their_decoder(name, steps):
+    """One that shares memory with the decoder changes when that goes on, or changes it."""
+    phi = (MAPS | {"taylor": TaylorFeatures(D)})[name]
+    query, key, value = tokens(steps + 2 * PENDING + 3)
+    state = linattn.init_state(phi, E, batch_shape=(2,), like=key)
+    decoder = linattn.Decoder(phi, state)
+    if steps:
+        stream(phi, query[:, :steps], key[:, :steps], value[:, :steps], decoder)
+    taken, fork = decoder.state, copy.copy(decoder)
+    kept, written = copy.deepcopy(taken), decoder.state
+    written.kvz[...] = written.log_scale[...] = 7
+    rest = [x[:, steps:] for x in (query, key, value)]
+    want = linattn.linear_attention(query, key, value, phi, is_causal=True)[:, steps:]
+    np.testing.assert_allclose(
+        stream(phi, rest[0], rest[1], rest[2], decoder)[0], want, rtol=0, atol=1e-12
+    )
+    for same in (taken, fork.state):
+        for now, then in zip(same, kept, strict=True):
+            np.testing.assert_array_equal(now, then)
+    np.testing.assert_allclose(
+        stream(phi, rest[0], rest[1], rest[2], fork)[0], want, rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["positive", "elu", "taylor"])
+def test_a_decoder_raises_nothing_of_numpy(name):
+    """Tokens that wait are added when the state is asked for: products may underflow."""
+    phi = (MAPS | {"taylor": TaylorFeatures(D)})[name]
+    query, key, value = tokens(5, dtype=np.float32)
+    key[:, 1:] *= 5
+    value *= np.float32(1e-38)
+    state = linattn.init_state(phi, E, batch_shape=(2,), like=key)
+    decoder = linattn.Decoder(phi, state)
+    with np.errstate(all="raise"):
+        stream(phi, query, key, value, decoder)
+        assert decoder.state.length == 5
+        assert copy.copy(decoder).state.length == 5
+        assert "length=5" in repr(decoder)
+
+
 @every_map
 def test_one_step_equals_the_generic_one(name):
     phi = MAPS[name]

@@ -692,6 +692,24 @@ def phi_number(phi):
     return init_state(phi, 1, like=np.ones(DIM)).fingerprint
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_state_in_foreign_byte_order_is_taken(numpy_path, call):
+    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
+    state = state_of(phi)
+    turned = state._replace(**{n: getattr(state, n).astype(">f8") for n in ("kvz", "log_scale")})
+    answers = [used_with(s, phi)[call]() for s in (state, turned)]
+    if call == "decoder":
+        for decoder in answers:
+            decoder.step(np.ones(DIM), np.ones(DIM), np.ones(VALUE_DIM))
+        answers = [decoder.state for decoder in answers]
+    outputs = [a[0] if isinstance(a, tuple) else a for a in answers]
+    assert outputs[1].dtype.isnative
+    assert_array_equal(outputs[0], outputs[1])
+    for merged in (merge_states(state, turned), merge_states(turned, state)):
+        assert merged.kvz.dtype == np.float64
+        assert_same_state(merged, merge_states(state, state))
+
+
 def test_states_of_two_maps_do_not_merge(numpy_path):
     first, second = (state_of(PositiveFeatures(DIM, 2 * DIM, rng=rng)) for rng in (1, 2))
     message = rf"one feature map, got the fingerprints {first[3]} and {second[3]};"
