@@ -681,3 +681,14 @@ def test_wrong_arguments_are_named():
     (output, _), pullback = linear_vjp(*arrays, feature_map, return_state=True)
     with pytest.raises(ValueError, match=r"grad_state must have the shape of state.kvz"):
         pullback(output, np.ones((2, 16, 5)))
+
+
+def test_the_number_of_kept_states_is_the_documented_one():
+    from pathlib import Path
+
+    from linattn._kept import MOST
+
+    page = (Path(__file__).parents[1] / "docs" / "gradients.md").read_text(encoding="utf-8")
+    assert f"at most {2 * MOST} states a head" in page
+    assert f"Up to {MOST} states are kept" in page
+    assert f"at most {MOST} states a head" in (linattn.linear_attention_vjp.__doc__ or "")

@@ -199,6 +199,21 @@ def test_torch_keeps_only_the_arguments(torch):
     assert kept[interop.linear_attention] <= 1 < 10 < kept[linear]
 
 
+def test_torch_differentiates_through_a_window(torch):
+    """As the docs say; by one derivative along a random direction."""
+    torch.manual_seed(0)
+    query, key, value, way = torch.randn(4, 40, DIM, dtype=torch.float64)
+    query.requires_grad_()
+
+    def attend(query):
+        return linear(query, key, value, MAPS["positive"], exact_window=4, is_causal=True).sum()
+
+    attend(query).backward()
+    with torch.no_grad():
+        slope = (attend(query + 1e-6 * way) - attend(query - 1e-6 * way)) / 2e-6
+    assert abs(float((query.grad * way).sum() - slope)) <= 1e-6 * abs(float(slope))
+
+
 # JAX --------------------------------------------------------------------------------------------
 
 
