@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
+from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from linattn.feature_maps import (
     GeneralizedExponentialFeatures,
     HyperbolicFeatures,
     PositiveFeatures,
+    Reparametrized,
+    TrigonometricFeatures,
 )
 
 # The reference inputs of the project's known answers: v = |x + y|^2 = 1.06.
@@ -49,6 +54,37 @@ def sample(seed=0):
 )
 def test_known_variances(feature_map, variance):
     assert_allclose(feature_map.variance(X, Y), [[variance]], rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [(40, -10), (27, -0.5), (15, 11.6), (-26, -0.6), (300, -299), (40, -40), (1e-9, 0)]
+)
+@pytest.mark.parametrize("tilt", [0.0, -0.1, -3.0, 0.1])
+@pytest.mark.parametrize("antithetic", [False, True])
+def test_variances_of_which_a_factor_is_out_of_range(x, y, tilt, antithetic):
+    phi = GeneralizedExponentialFeatures(
+        1, 4, A=tilt, antithetic=antithetic, scale=1.0, sampler="gaussian", rng=0
+    )
+    v, rho = (x + y) ** 2, 1 / (1 - 8 * tilt)
+    moment = Decimal((rho + 1) ** 2 / (4 * rho)).sqrt()
+    relative = moment * (Decimal(rho) * Decimal(v)).exp() - 1
+    if antithetic:
+        relative = (relative + moment * (-Decimal(v)).exp() - 1) / 2
+    want = (2 * Decimal(x) * Decimal(y)).exp() * relative / phi.projection.shape[0]
+    got = phi.variance(np.array([[float(x)]]), np.array([[float(y)]]))
+    if want > Decimal("1.7e308"):
+        assert np.isinf(got).all()
+    else:
+        assert_allclose(got, float(want), rtol=1e-9, atol=1e-300)
+
+
+def test_variances_of_trigonometric_features_out_of_range():
+    phi = TrigonometricFeatures(1, 4, scale=1.0, sampler="gaussian", rng=0)
+    x = np.array([[40.0]])
+    assert phi.variance(x, x) == 0
+    assert phi.variance(x, x - 1) == np.inf
+    changed = Reparametrized(phi, np.array([0.0]), np.array([-60.0]), np.eye(1))
+    assert changed.variance(x, x - 60) == 0
 
 
 def test_the_best_tilt_of_one_pair_is_the_known_one():
@@ -239,3 +275,71 @@ def test_bad_axes(A, transform, message):
 def test_an_empty_sample_cannot_be_fitted():
     with pytest.raises(ValueError, match="at least one token"):
         GeneralizedExponentialFeatures.fit(np.ones((0, 4)), np.ones((3, 4)))
+
+
+# Large queries ----------------------------------------------------------------------------------
+
+_ROTATION = np.linalg.qr(np.random.default_rng(3).standard_normal((8, 8)))[0]
+LARGE = {
+    "positive": PositiveFeatures(8, 32, rng=0),
+    "hyperbolic": HyperbolicFeatures(8, 32, rng=0),
+    "generalized": GeneralizedExponentialFeatures(8, 32, A=-0.1, rng=0),
+    "dense": DenseExponentialFeatures(8, 32, A=-0.1 * np.ones(8), transform=_ROTATION, rng=0),
+    "reparametrized": Reparametrized(
+        PositiveFeatures(8, 32, rng=0), np.full(8, 0.3), np.full(8, -0.2), np.eye(8)
+    ),
+}
+
+
+def read_in_every_way(query: Any, key: Any, value: Any, phi: Any) -> Any:
+    """Outputs of full and causal attention, each by all that there is."""
+    state = linattn.init_state(phi, 8, batch_shape=query.shape[:-2], like=key)
+    filled = linattn.update_state(state, key, value, phi)
+    full = {
+        "full": linattn.linear_attention(query, key, value, phi),
+        "read_state": linattn.read_state(query, filled, phi),
+        "log": linattn.linear_attention(query, key, value, phi, return_log_normalizer=True)[0],
+    }
+    causal, decoder = {}, linattn.Decoder(phi, state)
+    for chunk_size in (None, 1, 16):
+        causal[f"causal, {chunk_size}"] = linattn.linear_attention(
+            query, key, value, phi, is_causal=True, chunk_size=chunk_size
+        )
+    steps = [(query[..., i, :], key[..., i, :], value[..., i, :]) for i in range(key.shape[-2])]
+    causal["Decoder"] = np.stack([decoder.step(q, k, v) for q, k, v in steps], axis=-2)
+    out = []
+    for q, k, v in steps:
+        row, state = linattn.decode_step(q, k, v, state, phi)
+        out.append(row)
+    causal["decode_step"] = np.stack(out, axis=-2)
+    return full, causal
+
+
+@pytest.mark.parametrize("generic", [False, True], ids=["numpy", "generic"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_queries_are_not_lost_beside_their_square(name, dtype, generic):
+    """A query's square cancels. From 1e4 on each row reads the feature that is its largest."""
+    rng, phi = np.random.default_rng(0), LARGE[name]
+    query, key, value = (x.astype(dtype) for x in rng.standard_normal((3, 2, 20, 8)))
+    arrays = (query * np.asarray(1e6, dtype), key, value)
+    q, k, v = (x.astype(np.float64) for x in arrays)
+    with linattn.without_backends():
+        limits = [
+            linattn.linear_attention(q, k, v, phi, is_causal=is_causal)
+            for is_causal in (False, True)
+        ]
+    if dtype == "float32":
+        # A row past range has its head done by halves.
+        beyond = query * np.float32(1e15)
+        beyond[0, 10] = 3e38
+        out = linattn.linear_attention(beyond, key, value, phi, is_causal=True)
+        rows = np.arange(20) != 10
+        assert_allclose(out[:, rows], limits[1][:, rows], rtol=0, atol=1e-3)
+    for exponent in range(5, 21):
+        large = query * np.asarray(10.0**exponent, dtype)
+        with linattn.without_backends() if generic else nullcontext():
+            answers = read_in_every_way(large, key, value, phi)
+        for outputs, want in zip(answers, limits, strict=True):
+            for way, out in outputs.items():
+                assert_allclose(out, want, rtol=0, atol=1e-3, err_msg=f"{way}, 1e{exponent}")

@@ -123,7 +123,7 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
         ``prod_l ((rho_l + 1)^2 / (4 rho_l))^(1/2) exp(sum_l rho_l z_l^2)``; a pair of signs has
         the mean of that and of the same with ``-|z|^2`` for the last sum.
         """
-        kernel_square = np.exp(2 * self.scale * dots(x, y))
+        log_square = 2 * self.scale * dots(x, y)
         v = self._square_norm(x, y)
         x, y = self._transformed(x, y)
         A = np.broadcast_to(self._A, (*np.shape(self._A)[:-1], self.dim))
@@ -131,11 +131,14 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
         spread = np.sum(np.log((rho + 1) ** 2 / (4 * rho)), axis=-1)[..., None, None] / 2
         root = np.sqrt(rho)[..., None, :]
         tilted = square_distances(root * x, -root * y)
-        row = np.expm1(spread + tilted)
+        # Times exp(-top): the moment alone may be out of range where the kernel makes up for it.
+        top = np.maximum(spread + tilted, 0)
+        row = _scaled_expm1(spread + tilted, top)
         if self.antithetic:
-            row = (row + np.expm1(spread - v)) / 2
-        gap = self._law(sampler.variance_gap, v)
-        return np.asarray(kernel_square * np.maximum(row / self._rows - gap, 0))
+            row = (row + _scaled_expm1(spread - v, top)) / 2
+        gap = self._law(sampler.variance_gap, v) * np.exp(-top)
+        log_relative = np.log(np.maximum(row / self._rows - gap, 0))
+        return np.asarray(np.exp(log_square + top + log_relative))
 
     def _law(self, closed_form: Any, square_norm: Floats) -> Floats:
         """Evaluate head by head, for every A that there is."""
@@ -709,6 +712,12 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         )
         root = sqrt(scale)
         return Reparametrized(inside, c / root, b / root, balance @ axes)
+
+
+def _scaled_expm1(x: Floats, top: Floats) -> Floats:
+    """Return ``(exp(x) - 1) exp(-top)`` of an ``x <= top``."""
+    small = np.expm1(np.minimum(x, 1)) * np.exp(-top)
+    return np.where(x > 1, np.exp(x - top) - np.exp(-top), small)
 
 
 def _optimal_tilt(t: ArrayLike) -> Floats:

@@ -194,7 +194,10 @@ class Reparametrized(BaseFeatureMap):
     def _through(self, function: Any, power: int, x: Array, y: Array) -> Array:
         def closed_form(a: Floats, b: Floats) -> Floats:
             a, b, log_factor = self._changed(a, b)
-            return np.asarray(function(a, b) * np.exp(power * log_factor))
+            inside = function(a, b)
+            # What is 0 or infinite inside stays so, whatever the factor's exponential is.
+            log = np.log(np.abs(inside)) + power * log_factor
+            return np.asarray(np.sign(inside) * np.exp(log))
 
         return self._on_host(closed_form, x, y)
 

@@ -120,6 +120,6 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
             xx, yy = (self.scale * squares for squares in square_norms(a, b))
             gap = self._law(sampler.variance_gap, u)
             rest = np.expm1(-u) ** 2 / (2 * self._rows) - gap
-            return np.asarray(np.exp(xx + yy) * np.maximum(rest, 0))
+            return np.asarray(np.exp(xx + yy + np.log(np.maximum(rest, 0))))
 
         return self._on_host(closed_form, x, y)
