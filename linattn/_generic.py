@@ -48,6 +48,7 @@ __all__ = [
     "merge",
     "namespace",
     "plan",
+    "query_features",
     "quiet",
     "read",
     "read_block",
@@ -137,16 +138,44 @@ def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Arra
     return Features(features.log + xp.log(largest), features.values / largest), largest
 
 
+def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
+    """Evaluate queries apart from what all features of a token share: features, and its log.
+
+    It cancels in what they read. Beside the square of a large query nothing would be left of the
+    exponents that tell its features apart, and beside the largest of these nothing of keys' logs.
+    """
+    if isinstance(spec, Exponential):
+        xp = namespace(tokens.x)
+        # An exponent past range may be so by a part of its sum: it is not known to be small.
+        u = _nan_if_infinite(_exponents(spec, tokens.x, xp))
+        features = Features(u + spec.col[..., None, :], None)
+        own = _exponential_row(spec, tokens.x, xp)
+        if tokens.log_weight is not None:
+            own = own + tokens.log_weight
+    else:
+        features = row_features(spec, tokens)
+        xp = namespace(features.log)
+        own = xp.zeros_like(features.log[..., :1])
+    top = finite_shift(xp.max(features.log, axis=-1, keepdims=True), xp)
+    return Features(features.log - top, features.values), own + top
+
+
 def _exponential_log(spec: Exponential, x: Array, xp: ModuleType) -> Array:
+    return _exponents(spec, x, xp) + _exponential_row(spec, x, xp) + spec.col[..., None, :]
+
+
+def _exponents(spec: Exponential, x: Array, xp: ModuleType) -> Array:
     u = xp.matmul(x, spec.P)
-    if spec.paired:
-        u = xp.concat([u, -u], axis=-1)
+    return xp.concat([u, -u], axis=-1) if spec.paired else u
+
+
+def _exponential_row(spec: Exponential, x: Array, xp: ModuleType) -> Array:
     half = spec.Q / 2
     if isinstance(spec.Q, float):
         quad = half * xp.sum(x * x, axis=-1, keepdims=True)
     else:
         quad = xp.sum(x * xp.matmul(x, half), axis=-1, keepdims=True)
-    return u - _nan_if_infinite(quad) + spec.col[..., None, :]
+    return -_nan_if_infinite(quad)
 
 
 def _pointwise(spec: Pointwise, x: Array, xp: ModuleType) -> Features:
@@ -297,7 +326,9 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> Sta
 
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
     """Read the state with a block of queries. O(n m (d + e)) time, O(n m) memory."""
-    return read(row_features(query_spec, tokens), state)
+    queries, own = query_features(query_spec, tokens)
+    part = read(queries, state)
+    return Partial(part.nd, part.log + own)
 
 
 def scan_block(
@@ -315,7 +346,8 @@ def scan_block(
     checks it, on a scale where no product of a query feature and a key feature exceeds 1.
     """
     xp = namespace(v1)
-    queries, keys = row_features(query_spec, query), row_features(key_spec, key)
+    keys = row_features(key_spec, key)
+    queries, own = query_features(query_spec, query)
     weights_k, c, shift = _key_weights(keys, state.log_scale)
     weights_q, row = _query_weights(queries, c)
     before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
@@ -324,7 +356,7 @@ def scan_block(
     scores = xp.tril(scores)
     nd = xp.matmul(scores, v1) + xp.matmul(weights_q, before)
     after = before + xp.matmul(xp.matrix_transpose(weights_k), v1)
-    return Partial(nd, row), State(after, c, state.length + v1.shape[-2])
+    return Partial(nd, row + own), State(after, c, state.length + v1.shape[-2])
 
 
 def exact_block(

@@ -70,8 +70,9 @@ def scan_exact(
     left halves, and a row's parts are combined by their own logs. No branch depends on data.
     O(n m (d + e log n)) time, O(n m) memory.
     """
-    queries = _generic.row_features(query_spec, query)
-    return scan_features(queries, _generic.row_features(key_spec, key), v1, state)
+    queries, own = _generic.query_features(query_spec, query)
+    part, after = scan_features(queries, _generic.row_features(key_spec, key), v1, state)
+    return Partial(part.nd, part.log + own), after
 
 
 def padded(features: Features, size: int, fill: float) -> Features:

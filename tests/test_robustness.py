@@ -644,7 +644,14 @@ class RowShifted:
         return self.feature_map.num_features
 
     def query_features(self, x):
-        log, values = self.feature_map.query_features(x)
+        phi = self.feature_map
+        log, values = phi.query_features(x)
+        if isinstance(phi, PositiveFeatures | HyperbolicFeatures):
+            # Beside the square of a large query float64 has no room for its exponents, which are
+            # linear: those of a small one times as much.
+            size = 1 + 2 * np.max(np.abs(x), axis=-1, keepdims=True)
+            plus, minus = (phi.query_features(sign * x / size).log for sign in (1, -1))
+            log = size * (plus - minus) / 2 + phi.query_features(0 * x).log
         if log is not None:
             log = log - np.max(log, axis=-1, keepdims=True)
         return log, values

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from linattn.typing import RELU, Assigned, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
-from linattn_numpy.features import column_logs, features, is_known, row_log, row_term, shifted_log
+from linattn_numpy.features import (
+    column_logs,
+    features,
+    is_known,
+    query_exponents,
+    row_log,
+    row_term,
+    shifted_log,
+)
 from linattn_numpy.limits import (
     AHEAD,
     LEAST_READ,
@@ -146,7 +154,7 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
         kvz = kvz * np.exp(c - finite(top))[..., None]
         # A column far below the top one may still be the one that counts for a query.
         if np.any((kvz[..., -1] < floor_of(kvz.dtype)) & (c > -np.inf)):
-            return _read_shifted(query_spec, tokens, state)
+            return _read_shifted(query_spec, tokens, state, want_log)
     nd = np.zeros(())
     for rows, weights in features(query_spec, tokens.x, "query"):
         if rows.start == 0:
@@ -161,19 +169,19 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     floor = floor_of(nd.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, LEAST_READ[nd.itemsize])
     if not (nd[..., -1].min() >= floor and all_finite(nd)):
-        return _read_shifted(query_spec, tokens, state)
+        return _read_shifted(query_spec, tokens, state, want_log)
     return Partial(nd, row_log(query_spec, tokens, top[..., None], want_log))
 
 
-def _read_shifted(query_spec: Spec, tokens: Tokens, state: State) -> Any:
+def _read_shifted(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
     if not isinstance(query_spec, Exponential):
         return NotImplemented
-    log = shifted_log(query_spec, tokens, "query")
+    log = query_exponents(query_spec, tokens, "query")
     log = in_place(np.add, log, (state.log_scale + query_spec.col)[..., None, :])
     row = log.max(axis=-1, keepdims=True)
     log -= finite(row)
     np.exp(log, out=log)
-    return Partial(product(log, state.kvz, "nd"), row)
+    return Partial(product(log, state.kvz, "nd"), row_log(query_spec, tokens, row, want_log))
 
 
 def divide(part: Partial, out: Floats | None = None) -> Any:

@@ -24,6 +24,7 @@ from linattn_numpy.features import (
     halves_of,
     is_known,
     largest_exponents,
+    query_exponents,
     row_log,
     row_term,
     shifted_log,
@@ -85,7 +86,7 @@ def scan_block(
     # Longer ones, which come in pieces where they are plain, are tried again in shorter blocks.
     is_short = v1.shape[-2] <= max(SHIFTED_ROWS, CACHE_NUMBERS // state.kvz.shape[-2])
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        return _scan_shifted(query_spec, key_spec, query, key, v1, state)
+        return _scan_shifted(query_spec, key_spec, query, key, v1, state, want_log)
     return NotImplemented
 
 
@@ -245,6 +246,7 @@ def _scan_shifted(
     key: Tokens,
     v1: Floats,
     state: State,
+    want_log: bool,
 ) -> tuple[Partial, State]:
     """Scan on the running maximum of each column, each row on its own largest."""
     log_k = shifted_log(key_spec, key, "key")
@@ -252,7 +254,7 @@ def _scan_shifted(
     shift = finite(c)
     log_k = in_place(np.add, log_k, (key_spec.col - shift)[..., None, :])
     np.exp(log_k, out=log_k)
-    log_q = shifted_log(query_spec, query, "query")
+    log_q = query_exponents(query_spec, query, "query")
     log_q = in_place(np.add, log_q, (c + query_spec.col)[..., None, :])
     row = log_q.max(axis=-1, keepdims=True)
     log_q -= finite(row)
@@ -267,4 +269,4 @@ def _scan_shifted(
         sums.add(*sums.cut(v1[..., rows, :]), *sums.cut(nd[..., rows, :]))
         kvz = sums.state()
     assert nd is not None
-    return Partial(nd, row), State(kvz, c, state.length + n)
+    return Partial(nd, row_log(query_spec, query, row, want_log)), State(kvz, c, state.length + n)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import ELU_PLUS_ONE, RELU, Exact, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import LOWEST, in_place
+from linattn_numpy.limits import LOWEST, all_finite, in_place
 from linattn_numpy.pieces import cut, moved, pieces
 from linattn_numpy.products import batch, leading, multiply
 
@@ -30,6 +30,7 @@ __all__ = [
     "is_simple",
     "largest_exponents",
     "plain_weights",
+    "query_exponents",
     "row_log",
     "row_term",
     "shifted_log",
@@ -290,6 +291,24 @@ def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
 
 def shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
+    row = row_term(spec, tokens)
+    assert row is not None
+    return in_place(np.add, _exponents(spec, tokens, name), row)
+
+
+def query_exponents(spec: Exponential, tokens: Tokens, name: str) -> Floats:
+    """Log features of queries, but for ``col`` and the row term, which cancels in what they read.
+
+    Beside the square of a large query nothing would be left of them.
+    """
+    u = _exponents(spec, tokens, name)
+    if not all_finite(u):
+        # One past range may be so by a part of its sum: it is not known to be small.
+        u += u - u
+    return u
+
+
+def _exponents(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     u = inputs(spec, tokens.x, name)
     if spec.paired:
         r = u.shape[-1]
@@ -297,9 +316,7 @@ def shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
         both[..., :r] = u
         np.negative(u, out=both[..., r:])
         u = both
-    row = row_term(spec, tokens)
-    assert row is not None
-    return in_place(np.add, u, row)
+    return u
 
 
 def row_log(spec: Spec, tokens: Tokens, log: Floats, want_log: bool) -> Floats:
