@@ -73,7 +73,7 @@ QUICK_FILES = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the subsets, and leave JAX in all files but those above to the profile `fresh`.
+    """Mark the subsets, and leave the fuzz to `-m fuzz` and JAX elsewhere to the profile `fresh`.
 
     JAX compiles each operation for each shape, seconds a test; Dask, which takes the same path
     without branches on data, is in all of them.
@@ -83,6 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if "emulator" in getattr(item, "fixturenames", ()):
             item.add_marker("emulator")
+    if "fuzz" not in config.option.markexpr:
+        fuzz = [item for item in items if item.get_closest_marker("fuzz")]
+        config.hook.pytest_deselected(items=fuzz)
+        items[:] = [item for item in items if item not in fuzz]
     if PROFILE == "fresh":
         return
     slow = [item for item in items if item.path.name not in JAX_FILES and _on_jax(item)]
