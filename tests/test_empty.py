@@ -10,6 +10,9 @@ import pytest
 import linattn
 from linattn import feature_maps as maps
 
+# Landmarks are read with keys that they were not fitted to, where there are any.
+pytestmark = pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+
 DIM, VALUE_DIM = 4, 3
 SAMPLE = np.random.default_rng(0).standard_normal((3, 8, DIM))
 

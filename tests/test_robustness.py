@@ -2045,7 +2045,10 @@ def test_row_40_another_map_is_refused(tmp_path):
     ):
         with pytest.raises(linattn.StateFileError, match="another feature map"):
             linattn.load_state(path, other)
-    linattn.save_state(path, filled_state(phi))
+    linattn.save_state(path, filled_state(phi))  # it knows its map, though not by its full name
+    with pytest.raises(linattn.StateFileError, match="another feature map"):
+        linattn.load_state(path, phi.redraw(1))
+    linattn.save_state(path, filled_state(phi)._replace(fingerprint=None))
     with pytest.raises(linattn.StateFileError, match=saying("without its feature map")):
         linattn.load_state(path, phi)
 
