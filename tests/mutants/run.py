@@ -26,7 +26,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+OPTIONS = ["-q", "-x", "-n", "0", "-m", "not frameworks", "-p", "no:cacheprovider"]
+PYTEST = [sys.executable, "-m", "pytest", *OPTIONS]
 FAILED, NOTHING_RUN = 1, {2, 3, 4, 5}
 
 
