@@ -211,6 +211,7 @@ def test_cross_lengths(name):
     )
 
 
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
 def test_landmarks_hold_their_fit_and_their_assignment():
     feature_map = _LANDMARKS()
     assert_gradient(

@@ -38,8 +38,10 @@ ALLOWED_AT_IMPORT = {
     "array_api_compat",
     "copy",
     "dataclasses",
+    "errno",
     "linattn",
     "numpy.typing",
+    "zlib",
 }
 ALLOWED_PREFIXES = ("array_api_compat.common", "linattn.", "numpy._typing.")
 
