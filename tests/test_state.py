@@ -1000,3 +1000,27 @@ def test_an_overflow_of_float16_in_one_step_says_no_more_than_in_many():
         out, _ = decode_step(query[1], key[1], value[1], before, phi)
     assert np.isinf(whole[1]).all()
     assert_array_equal(out, whole[1])
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "phi", [EluFeatures(), PositiveFeatures(4, 8, rng=0)], ids=["elu", "positive"]
+)
+def test_an_infinite_denominator_is_no_answer(phi, dtype, backend):
+    """Numerators over it would be zeros, which look like an average of the values."""
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 5, 4)).astype(dtype)
+    with linattn.config() if backend else linattn.without_backends(), np.errstate(invalid="ignore"):
+        state = update_state(init_state(phi, 4, batch_shape=(2,), like=key), key, value, phi)
+        state.z[0] = np.inf
+        token = query[:, 0], key[:, 0], value[:, 0]
+        outputs = {
+            "read_state": read_state(query, state, phi),
+            "decode_step": decode_step(*token, state, phi)[0],
+            "Decoder": Decoder(phi, state).step(*token),
+            "causal": linear_attention(query, key, value, phi, is_causal=True, initial_state=state),
+            "full": linear_attention(query, key, value, phi, initial_state=state),
+        }
+    for function, output in outputs.items():
+        assert np.isnan(output[0]).all(), function
+        assert np.isfinite(output[1]).all(), function
