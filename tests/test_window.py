@@ -150,6 +150,25 @@ def test_one_normaliser_at_any_scale(is_causal, backend):
     check(out.astype(np.float64), dense_weights(*doubles[:2], phi, 8, is_causal), doubles[2], 3e-5)
 
 
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize("size", [1.0, 1e-29], ids=["values", "small values"])
+@pytest.mark.parametrize("gap", [19, 19.9, 20.1, 25, 30, 60, 85, 94])
+def test_far_keys_below_those_that_follow(gap, size, backend):
+    """On the scale of later keys, which they do not see, earlier rows would lose their far keys."""
+    length, window = 96, 8
+    norm = np.sqrt(2 * gap)
+    phi = PositiveFeatures.from_projection([[norm, 0], [norm, 0]], scale=1.0)
+    query, key = np.zeros((2, length, 2), dtype=np.float32)
+    key[length // 2 :, 0] = norm
+    value = size * np.random.default_rng(0).standard_normal((length, 3))
+    value = value.astype(np.float32)
+    with linattn.config() if backend else linattn.without_backends():
+        out = linattn.linear_attention(query, key, value, phi, is_causal=True, exact_window=window)
+    doubles = [x.astype(np.float64) for x in (query, key)]
+    weights = dense_weights(*doubles, phi, window, True)
+    check(out / np.float64(size), weights, value / np.float64(size), 1e-6)
+
+
 @full_and_causal
 def test_a_window_over_everything_is_exact_attention(is_causal):
     query, key, value = np.random.default_rng(0).standard_normal((3, 2, 50, 8))
