@@ -27,7 +27,7 @@ from linattn.feature_maps import (
     ReluFeatures,
     SoftmaxFeatures,
 )
-from linattn.typing import Features
+from linattn.typing import ELU_PLUS_ONE, Activation, Features, Opaque, Pointwise
 from linattn_numpy import blocks, causal, planning, threads
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
@@ -556,6 +556,50 @@ def test_a_map_may_call_attention_itself(is_causal):
         with linattn.without_backends():
             expected = attend()
         np.testing.assert_allclose(attend(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["opaque", "activation"])
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_side_of_a_map_may_call_attention_itself(form, side, is_causal):
+    """The inner call must not write over the values that the outer one has laid out."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 300, D))
+
+    def smoothed(x):
+        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures()))
+
+    def plain(x):
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+    on_query, on_key = (smoothed, plain) if side == "query" else (plain, smoothed)
+
+    def spec(features):
+        if features is plain:
+            return Pointwise(ELU_PLUS_ONE, P=1.0)
+        if form == "opaque":
+            return Opaque(lambda tokens: Features(None, smoothed(tokens.x)))
+        return Pointwise(Activation("smoothed", lambda u, xp: (smoothed(u), None)), P=1.0)
+
+    class OneSide:
+        num_features = D
+
+        def query_spec(self, xp, dtype, device):
+            return spec(on_query)
+
+        def key_spec(self, xp, dtype, device):
+            return spec(on_key)
+
+        def query_features(self, x):
+            return Features(None, on_query(x))
+
+        def key_features(self, x):
+            return Features(None, on_key(x))
+
+    # In one block, so that what the map returns does not depend on blocks.
+    options: dict[str, Any] = dict(is_causal=is_causal)
+    out = linattn.linear_attention(query, key, value, OneSide(), chunk_size=300, **options)
+    agree(out, linattn.reference.kernel_attention(query, key, value, OneSide(), **options), 1e-9)
 
 
 def test_threads_see_the_settings_of_the_caller():
