@@ -938,3 +938,66 @@ def test_a_state_is_made_where_no_query_has_a_batch():
         linattn.read_state(key, state, EluFeatures()), linattn.read_state(key, want, EluFeatures())
     )
     assert state.z.min() > 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_later_keys_of_softmax_attention_with_larger_logits(is_causal, dtype, monkeypatch):
+    """On the scale of earlier keys the exponentials of later ones overflow."""
+    added = []
+
+    def more(*args, inner=linattn_numpy.exact_more):
+        part = inner(*args)
+        added.append(part is not NotImplemented)
+        return part
+
+    monkeypatch.setattr(linattn_numpy, "exact_more", more)
+    largest = np.log(np.finfo(dtype).max)
+    rng = np.random.default_rng(0)
+    n = 1200
+    for growth, is_within in (
+        (0, True),
+        (largest - 20, True),
+        (largest + 2, False),
+        (3 * largest, False),
+    ):
+        query, (key, value) = np.ones((n, 2)), rng.standard_normal((2, n, 2))
+        key *= 0.1
+        # Later keys first where causal rows go on from their own block to earlier ones.
+        key[slice(0, 400) if is_causal else slice(800, n), 0] += growth
+        arrays = [a.astype(dtype) for a in (query, key, value)]
+        out = linattn.softmax_attention(*arrays, scale=1.0, is_causal=is_causal)
+        want = linattn.reference.softmax_attention(*arrays, scale=1.0, is_causal=is_causal)
+        agree(out, want, (20 + growth) * np.finfo(dtype).eps)
+        assert added
+        assert all(added) == is_within
+        added.clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "size"),
+    [(np.float32, gap, 1e-32) for gap in (19, 21, 30, 50)]
+    + [(np.float64, gap, 1e-278) for gap in (79, 81, 94)],
+)
+def test_a_column_of_a_state_far_below_a_causal_block(dtype, gap, size):
+    """Small values of earlier keys would underflow on the scale of the block's top column.
+
+    The queries weigh up that the state's second column is so far below the block's first.
+    """
+    n, shift = 64, gap / 2
+    rng = np.random.default_rng(0)
+    noise, value = 0.2 * rng.standard_normal((2 * n, 3)), size * rng.standard_normal((2 * n, 3))
+    query, key = noise + np.array([-shift, shift, 0]), noise * [1, 1, 0]
+    key[n:] += [shift, -shift, 0]
+    # Norms apart, logs of the columns are -gap, -gap in the state and 0, -gap in the block.
+    key[:n, 2] = np.sqrt(shift**2 * 2 + gap)
+    phi = PositiveFeatures.from_projection(np.eye(3)[:2], scale=1.0)
+    q, k, v = (x.astype(dtype) for x in (query, key, value))
+    out = linattn.linear_attention(q, k, v, phi, is_causal=True, chunk_size=n)
+    logs = [x.astype(np.float64) @ np.eye(3)[:, :2] for x in (q, k)]
+    logs[1] -= np.square(k.astype(np.float64)).sum(axis=-1, keepdims=True) / 2
+    pairs = np.logaddexp.reduce(logs[0][:, None, :] + logs[1][None, :, :], axis=-1)
+    pairs = np.where(np.tri(2 * n, dtype=bool), pairs, -np.inf)
+    weights = np.exp(pairs - pairs.max(axis=-1, keepdims=True))
+    want = weights @ v.astype(np.float64) / weights.sum(axis=-1, keepdims=True)
+    agree(out / np.float64(size), want / size, 1e-5 if dtype == np.float32 else 2e-13)
