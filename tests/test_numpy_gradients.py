@@ -363,3 +363,43 @@ def test_a_head_without_a_row_that_has_gradients_beside_one_that_has():
         agree(got, want, 1e-5)
         assert not any(gradient[0].any() for gradient in got)
         assert got[1][1].any()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e5, 1e8])
+@pytest.mark.parametrize("below", [55, 64, 68, 74, 76, 79])
+def test_small_features_of_queries(below, size, is_causal):
+    """Their denominators are normal numbers, and a cotangent over one of them is no number."""
+    query, key, value, grad = np.random.default_rng(0).standard_normal((4, 40, D))
+    query = 0.1 * query - below
+    arrays = [a.astype(np.float32) for a in (query, key, value, size * grad)]
+    phi, options = EluFeatures(scale=1.0), {"is_causal": is_causal}
+    got = linear_vjp(*arrays[:3], phi, **options)[1](arrays[3])
+    with linattn.without_backends():
+        doubles = [a.astype(np.float64) for a in arrays]
+        want = linear_vjp(*doubles[:3], phi, **options)[1](doubles[3])
+    agree(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e5])
+@pytest.mark.parametrize("gap", [30, 60, 68, 76, 84, 88, 90, 92, 94, 96])
+@pytest.mark.parametrize("exponent", [0, 25], ids=["plain", "shifted"])
+def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls):
+    """On the scale of those keys their denominators, and what is over these, leave float32."""
+    query, key, value, grad = 0.3 * np.random.default_rng(0).standard_normal((4, 40, D))
+    norm = np.sqrt(2 * gap)
+    key[:20, -1] = norm
+    query[:, 0], query[:, -1] = exponent, 0
+    projection = np.random.default_rng(1).standard_normal((16, D))
+    projection[:, 0], projection[:, -1] = 1, 0
+    phi = PositiveFeatures.from_projection(projection, scale=1.0)
+    arrays = [a.astype(np.float32) for a in (query, key, value, size * grad)]
+    options = {"is_causal": True}
+    got = linear_vjp(*arrays[:3], phi, **options)[1](arrays[3])
+    if exponent:
+        # The least sound denominator is that of a row some 65 below.
+        assert (calls["generic"] > 0) == (gap > 65)
+    with linattn.without_backends():
+        doubles = [a.astype(np.float64) for a in arrays]
+        want = linear_vjp(*doubles[:3], phi, **options)[1](doubles[3])
+    agree(got, want, 2e-5)
