@@ -657,36 +657,30 @@ def test_tasks_cover_every_head_once():
 
 
 class FakeController:
-    """Stands in for threadpoolctl: one number of threads for the process."""
+    """Stands in for threadpoolctl: one library, with one number of threads for the process."""
 
     def __init__(self):
-        self.threads = 7
+        self.num_threads = 7
         self.taken = 0
+        self.lib_controllers = [self]
 
-    def limit(self, *, limits):
-        self.taken += 1
-        before, self.threads = self.threads, limits
-        controller = self
-
-        class Limit:
-            def restore_original_limits(self):
-                controller.threads = before
-
-        return Limit()
+    def set_num_threads(self, number):
+        self.taken += number == 1
+        self.num_threads = number
 
 
 def test_blas_limit_is_taken_once_and_given_back_by_the_last():
     blas, fake = Blas(), FakeController()
     blas._controller, blas._looked = fake, True
     with blas.one_thread():
-        assert fake.threads == 1
+        assert fake.num_threads == 1
         with blas.one_thread():
-            assert (fake.threads, fake.taken) == (1, 1)
-        assert fake.threads == 1
-    assert fake.threads == 7
+            assert (fake.num_threads, fake.taken) == (1, 1)
+        assert fake.num_threads == 1
+    assert fake.num_threads == 7
     with pytest.raises(KeyError), blas.one_thread():
         raise KeyError
-    assert fake.threads == 7
+    assert fake.num_threads == 7
 
 
 FORKS = """
@@ -697,24 +691,22 @@ import threading
 from linattn_numpy.blas import Blas
 
 class Controller:
-    threads = 7
+    num_threads = 7
 
-    def limit(self, *, limits):
-        before, Controller.threads = Controller.threads, limits
-        return self
+    def set_num_threads(self, number):
+        Controller.num_threads = number
 
-    def restore_original_limits(self):
-        Controller.threads = 7
+Controller.lib_controllers = [Controller()]
 
 def forked(expected):
     child = os.fork()
     if child == 0:
         signal.alarm(60)
         try:
-            assert Controller.threads == expected, Controller.threads
+            assert Controller.num_threads == expected, Controller.num_threads
             with blas.one_thread():
-                assert Controller.threads == 1, Controller.threads
-            assert Controller.threads == expected, Controller.threads
+                assert Controller.num_threads == 1, Controller.num_threads
+            assert Controller.num_threads == expected, Controller.num_threads
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)
@@ -723,7 +715,7 @@ def forked(expected):
         return "child"
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 0, status
-    assert Controller.threads == 1, Controller.threads
+    assert Controller.num_threads == 1, Controller.num_threads
     return "parent"
 
 blas = Blas()
@@ -744,11 +736,11 @@ try:
 finally:
     done.set()
     thread.join()
-assert Controller.threads == 7, Controller.threads
+assert Controller.num_threads == 7, Controller.num_threads
 # The thread that forks holds it, and gives it back in parent and child.
 with blas.one_thread():
     forked(1)
-assert Controller.threads == 7, Controller.threads
+assert Controller.num_threads == 7, Controller.num_threads
 """
 
 

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Blas", "blas"]
+__all__ = ["Blas", "Limit", "blas"]
+
+
+class Limit:
+    """One user's share in the limit: ``with limit:`` holds BLAS at one thread.
+
+    An interrupt may fall between ``with`` and what it calls: ``give_back`` belongs into a
+    ``finally`` around it.
+    """
+
+    def __init__(self, owner: Blas) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        """Take the limit."""
+        self._owner.take(self)
+
+    def __exit__(self, *error: object) -> None:
+        """Give it back."""
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give back what is not given back yet, all of it or what an interrupt has left."""
+        self._owner.give_back(self)
 
 
 class Blas:
     """The process-wide limit on BLAS threads, taken by the first user and given back by the last.
 
-    Without threadpoolctl (extra ``threads``) BLAS is left alone.
+    Without threadpoolctl (extra ``threads``) BLAS is left alone. What is taken is noted before it
+    changes anything, and forgotten after it has been given back: an interrupt may fall anywhere.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._users = 0
-        self._mine = threading.local()
-        self._limit: Any = None
+        self._users: dict[int, int] = {}
+        self._before: list[tuple[Any, int]] = []
         self._controller: Any = None
         self._looked = False
         if hasattr(os, "register_at_fork"):
@@ -35,44 +56,50 @@ class Blas:
     def _after_fork(self) -> None:
         """Keep what the thread that forked holds: a child of fork() has no other."""
         self._lock = threading.RLock()
-        self._users = getattr(self._mine, "users", 0)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        if self._users == 0 and self._limit is not None:
-            self._limit.restore_original_limits()
-            self._limit = None
+        here = threading.get_ident()
+        self._users = {user: thread for user, thread in self._users.items() if thread == here}
+        if not self._users:
+            self._restore()
 
     def controller(self) -> Any:
         """Return a threadpoolctl controller, or None where it is not installed."""
         with self._lock:
             if not self._looked:
-                self._looked = True
                 try:
                     from threadpoolctl import ThreadpoolController
                 except ImportError:
-                    return None
-                self._controller = ThreadpoolController().select(user_api="blas")
+                    pass
+                else:
+                    self._controller = ThreadpoolController().select(user_api="blas")
+                self._looked = True
             return self._controller
 
-    @contextmanager
-    def one_thread(self) -> Iterator[None]:
-        """Hold BLAS at one thread."""
+    def one_thread(self) -> Limit:
+        """Return what holds BLAS at one thread."""
+        return Limit(self)
+
+    def take(self, limit: Limit) -> None:
+        """Count a user, the first of whom sets BLAS to one thread."""
         controller = self.controller()
         with self._lock:
-            self._count(1)
-            if self._users == 1 and controller is not None:
-                self._limit = controller.limit(limits=1)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._count(-1)
-                self._give_back()
+            self._users[id(limit)] = threading.get_ident()
+            if len(self._users) == 1 and controller is not None:
+                self._before = [(lib, lib.num_threads) for lib in controller.lib_controllers]
+                for library, _ in self._before:
+                    library.set_num_threads(1)
 
-    def _count(self, more: int) -> None:
-        self._users += more
-        self._mine.users = getattr(self._mine, "users", 0) + more
+    def give_back(self, limit: Limit) -> None:
+        """Count a user no more, the last of whom sets BLAS to what it was."""
+        if id(limit) in self._users:
+            with self._lock:
+                if len(self._users) == 1:
+                    self._restore()
+                self._users.pop(id(limit), None)
+
+    def _restore(self) -> None:
+        for library, number in self._before:
+            library.set_num_threads(number)
+        self._before = []
 
 
 blas = Blas()

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
@@ -45,9 +45,15 @@ def _pool(helpers: int) -> ThreadPoolExecutor:
         return _pools[helpers]
 
 
-def limited_threads() -> AbstractContextManager[None]:
+@contextmanager
+def limited_threads() -> Iterator[None]:
     """Keep what is computed between blocks to the one BLAS thread that blocks are computed with."""
-    return blas.one_thread()
+    limit = blas.one_thread()
+    try:
+        with limit:
+            yield
+    finally:
+        limit.give_back()
 
 
 def _steps(work: Callable[[Any], Iterable[Any] | None], task: Any) -> Iterator[Any]:
@@ -67,43 +73,53 @@ def run(threads: int, work: Callable[[Any], Iterable[Any] | None], tasks: Sequen
     # One BLAS thread even for one of ours: a block is too small to share out. Two waited for each
     # other: 275 ms for a head of 16,384 tokens on two busy cores, where one took 37 ms.
     threads = min(threads, len(tasks))
-    with blas.one_thread():
-        if threads <= 1 or getattr(_here, "busy", False):
-            for task in tasks:
-                for _ in _steps(work, task):
-                    pass
-            return
-        left, lock = deque(_steps(work, task) for task in tasks), threading.Lock()
+    limit = blas.one_thread()
+    try:
+        with limit:
+            _share(threads, work, tasks)
+    finally:
+        limit.give_back()
 
-        def drain() -> None:
-            _here.busy = True
-            try:
-                while True:
-                    with lock:
-                        if not left:
-                            return
-                        steps = left.popleft()
-                    for _ in steps:
-                        with lock:
-                            if 0 < len(left) < LAST * threads:
-                                left.append(steps)
-                                break
-            except BaseException:
-                with lock:
-                    left.clear()
-                raise
-            finally:
-                _here.busy = False
 
-        helpers = threads - 1
-        pool = _pool(helpers)
-        # A context each: settings of the caller hold in all of them.
-        futures = [pool.submit(copy_context().run, drain) for _ in range(helpers)]
+def _share(threads: int, work: Callable[[Any], Iterable[Any] | None], tasks: Sequence[Any]) -> None:
+    if threads <= 1 or getattr(_here, "busy", False):
+        for task in tasks:
+            for _ in _steps(work, task):
+                pass
+        return
+    left, lock = deque(_steps(work, task) for task in tasks), threading.Lock()
+
+    def drain() -> None:
+        _here.busy = True
         try:
-            drain()
+            while True:
+                with lock:
+                    if not left:
+                        return
+                    steps = left.popleft()
+                for _ in steps:
+                    with lock:
+                        if 0 < len(left) < LAST * threads:
+                            left.append(steps)
+                            break
+        except BaseException:
+            with lock:
+                left.clear()
+            raise
         finally:
-            # Helpers that have not begun have nothing left to do.
-            wait([future for future in futures if not future.cancel()])
-        for future in futures:
-            if not future.cancelled():
-                future.result()
+            _here.busy = False
+
+    helpers = threads - 1
+    pool = _pool(helpers)
+    # A context each: settings of the caller hold in all of them.
+    futures = []
+    try:
+        for _ in range(helpers):
+            futures.append(pool.submit(copy_context().run, drain))
+        drain()
+    finally:
+        # Helpers that have not begun have nothing left to do.
+        wait([future for future in futures if not future.cancel()])
+    for future in futures:
+        if not future.cancelled():
+            future.result()

@@ -1,0 +1,106 @@
+"""Threads of the NumPy backend: what interrupts and errors leave, and the order of tasks."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn.feature_maps import PositiveFeatures
+from linattn_numpy import blas, planning, threads
+
+D = 8
+HERE = {blas.__file__, threads.__file__}
+
+
+@pytest.fixture(autouse=True)
+def _a_task_a_head(monkeypatch):
+    """Let small problems be shared out, a head a task."""
+    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(planning, "TOGETHER_NUMBERS", 1)
+
+
+def inputs(n, heads):
+    return np.random.default_rng(0).standard_normal((3, heads, n, D), dtype=np.float32)
+
+
+def is_interrupted_at(step, call, kept):
+    """Interrupt a call before one of the instructions of the modules that limit and share out.
+
+    Lines that take and release locks are left out: Python lets no signal in between a lock and the
+    body of its ``with``. ``kept``: where the error goes, as into ``sys.last_value`` of a session.
+    """
+    locks = {
+        (name, number)
+        for name in HERE
+        for number, line in enumerate(Path(name).read_text().splitlines(), 1)
+        if line.strip().startswith("with ") and "lock" in line
+    }
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        name = frame.f_code.co_filename
+        if name not in HERE:
+            return None
+        frame.f_trace_opcodes = True
+        if event in ("call", "opcode") and (name, frame.f_lineno) not in locks:
+            seen += 1
+            if seen == step:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    # An interrupt that falls while garbage is collected is lost in Python itself.
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    assert len(kept) == (seen >= step)
+    return seen >= step
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupt_leaves_the_threads_of_blas_as_they_were(count):
+    """Wherever it falls, and while its traceback is still there."""
+    threadpoolctl = pytest.importorskip("threadpoolctl", reason="extra 'threads' not installed")
+    libraries = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    query, key, value = inputs(20, 2)
+    phi = PositiveFeatures(D, 16, rng=0)
+
+    def attend():
+        with linattn.config(num_threads=count):
+            return linattn.linear_attention(query, key, value, phi)
+
+    want, left = attend(), []
+    with threadpoolctl.threadpool_limits(2, "blas"):
+        before = [library.num_threads for library in libraries]
+        if set(before) != {2}:
+            pytest.skip("the threads of this NumPy's BLAS cannot be set")
+        step = 1
+        while is_interrupted_at(step, attend, kept := list[KeyboardInterrupt]()):
+            if [library.num_threads for library in libraries] != before:
+                left.append(str(traceback.extract_tb(kept[0].__traceback__)[-1]))
+                kept.clear()
+                for library, number in zip(libraries, before, strict=True):
+                    library.set_num_threads(number)
+            step += 1
+        assert step > 100
+        assert not left
+        # Nobody is counted who has gone.
+        held: set[int] = set()
+        threads.run(1, lambda _: held.update(lib.num_threads for lib in libraries), [0])
+        assert held == {1}
+    assert np.array_equal(attend(), want)
