@@ -7,7 +7,8 @@ come from :mod:`linattn._dispatch`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from linattn._blocks import blocks, raw_block, token_block, v1_block
 from linattn._cotangents import change_vjp, sum_to
 from linattn._kept import Kept
 from linattn._means_vjp import means_key_vjp, means_query_vjp
-from linattn._tasks import at, take, take_problem
+from linattn._tasks import Name, at, take, take_problem, task_name
 from linattn.folds import exact_rows, initial_state, reading, update
 from linattn.typing import (
     Affine,
@@ -61,10 +62,32 @@ class Gradients(NamedTuple):
     state: Array
 
 
+class _Sum:
+    """Rows to which tasks add in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, Array] = {}
+
+    def shares(self, turn: int, share: Array, xp: Any) -> Iterator[Array]:
+        """Yield the shares whose turn has come, with one more."""
+        if turn > self._next:
+            # A backend may make its next block in the same place.
+            self._early[turn] = xp.asarray(share, copy=True)
+            return
+        while share is not None:
+            yield share
+            self._next += 1
+            share = self._early.pop(self._next, None)
+
+
 class _Rows:
     """Where rows of one gradient go: summed over the axes along which its argument was broadcast.
 
-    Where several tasks add to one row, they do it one at a time in the accumulation dtype.
+    Where several tasks add to one row, they do it one at a time in the accumulation dtype and in
+    the order of the tasks, whichever is done first: sums are the same in every bit from run to run.
+    A share that comes before its turn is kept until then, so that nobody waits: of tasks that run
+    side by side, a part of a head's gradient each.
     """
 
     def __init__(self, problem: Problem, like: Array, tasks: Sequence[Index]) -> None:
@@ -78,6 +101,14 @@ class _Rows:
             n > 1 and (back > len(lead) or lead[-back] == 1)
             for back, n in enumerate(reversed(problem.state_lead), start=1)
         )
+        self._turns: dict[Name, int] = {}
+        self._sums: dict[tuple[Name, int], _Sum] = {}
+        if self._shared:
+            count: Counter[Name] = Counter()
+            for task in tasks:
+                place = task_name(at(lead, 0, task))
+                self._turns[task_name(task)] = count[place]
+                count[place] += 1
         if not problem.lazy or 0 in self._shape or 0 in problem.lead:
             device = array_api_compat.device(like)
             dtype = problem.dtype if self._shared else like.dtype
@@ -94,8 +125,11 @@ class _Rows:
         index = (*at(self._shape, 2, task)[:-2], rows, slice(None))
         block = sum_to(block, tuple(self._array[index].shape[:-2]), 2)
         if self._shared:
+            place = task_name(index[: len(self._shape) - 2]), rows.start
             with self._lock:
-                self._array[index] += block
+                sums = self._sums.setdefault(place, _Sum())
+                for share in sums.shares(self._turns[task_name(task)], block, xp):
+                    self._array[index] += share
         else:
             self._array[index] = xp.astype(block, self._dtype, copy=False)
 

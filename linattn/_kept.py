@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from linattn._tasks import Name, task_name
 from linattn.typing import Index, Problem, State
 
 __all__ = ["Kept"]
@@ -25,13 +26,13 @@ class Kept:
     """States of one problem by task and by the row before which they stand."""
 
     def __init__(self) -> None:
-        self._states: dict[tuple[tuple[int | None, int | None], ...], dict[int, State]] = {}
+        self._states: dict[Name, dict[int, State]] = {}
 
     def offer(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
         """Keep the state before a row of a task, or not."""
         step = _stride(problem, block_size)
         if row and step <= MOST and row % (step * block_size) == 0:
-            self._states.setdefault(_name(task), {})[row] = state
+            self._states.setdefault(task_name(task), {})[row] = state
 
     def segments(
         self, problem: Problem, block_size: int, task: Index, every: Sequence[slice], first: State
@@ -39,7 +40,7 @@ class Kept:
         """Blocks in segments, each with the state before it; None where states are missing."""
         if not every:
             return None
-        states = {**self._states.get(_name(task), {}), 0: first}
+        states = {**self._states.get(task_name(task), {}), 0: first}
         segments: list[tuple[State, list[slice]]] = []
         for rows in every:
             if rows.start in states:
@@ -47,10 +48,6 @@ class Kept:
             segments[-1][1].append(rows)
         longest = max(len(rows) for _, rows in segments)
         return segments if longest <= min(MOST, _stride(problem, block_size)) else None
-
-
-def _name(task: Index) -> tuple[tuple[int | None, int | None], ...]:
-    return tuple((axis.start, axis.stop) for axis in task)
 
 
 def _stride(problem: Problem, block_size: int) -> int:

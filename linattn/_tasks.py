@@ -8,7 +8,14 @@ from typing import Any
 from linattn import _checks
 from linattn.typing import ColumnMeans, Corrected, Index, Problem, State
 
-__all__ = ["at", "take", "take_problem", "take_state"]
+__all__ = ["Name", "at", "take", "take_problem", "take_state", "task_name"]
+
+Name = tuple[tuple[int | None, int | None], ...]
+
+
+def task_name(task: Index) -> Name:
+    """Name a task by something that can be hashed, as slices before Python 3.12 cannot."""
+    return tuple((axis.start, axis.stop) for axis in task)
 
 
 def at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:

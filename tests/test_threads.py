@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import linattn
+import linattn_numpy
 from linattn.feature_maps import PositiveFeatures
 from linattn_numpy import blas, planning, threads
 
@@ -104,3 +107,47 @@ def test_an_interrupt_leaves_the_threads_of_blas_as_they_were(count):
         threads.run(1, lambda _: held.update(lib.num_threads for lib in libraries), [0])
         assert held == {1}
     assert np.array_equal(attend(), want)
+
+
+# The order of tasks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shared", ["keys", "queries", "keys of one batch"])
+def test_gradients_of_shared_rows_are_the_same_from_run_to_run(shared, is_causal, monkeypatch):
+    """Whichever task ends first, and however many threads there are."""
+    query, key, value = inputs(300, 6)
+    phi = PositiveFeatures(D, 16, rng=0)
+    if shared == "queries":
+        query = query[:1]
+    elif shared == "keys":
+        key = key[:1]
+    else:
+        query, value = (x.reshape(2, 3, *x.shape[1:]) for x in (query, value))
+        key = key[:2, None]
+    output = linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
+    weight = np.random.default_rng(1).standard_normal(output.shape, dtype=np.float32)
+    delays, drawing = np.random.default_rng(2), threading.Lock()
+
+    def late(work):
+        def done(*args):
+            with drawing:
+                delay = delays.uniform(0, 2e-3)
+            time.sleep(delay)
+            return work(*args)
+
+        return done
+
+    def gradients(count):
+        with linattn.config(num_threads=count):
+            _, pull = linattn.linear_attention_vjp(
+                query, key, value, phi, is_causal=is_causal, chunk_size=100
+            )
+            return pull(weight)[:3]
+
+    want = gradients(1)
+    for name in ("reduce_block_vjp", "scan_key_vjp", "scan_vjp"):
+        monkeypatch.setattr(linattn_numpy, name, late(getattr(linattn_numpy, name)))
+    for count in [2, 3] * 10:
+        for mine, theirs in zip(gradients(count), want, strict=True):
+            assert np.array_equal(mine, theirs)
