@@ -15,6 +15,7 @@ import pytest
 import linattn
 import linattn_numpy
 from linattn.feature_maps import PositiveFeatures
+from linattn.typing import Features
 from linattn_numpy import blas, planning, threads
 
 D = 8
@@ -151,3 +152,49 @@ def test_gradients_of_shared_rows_are_the_same_from_run_to_run(shared, is_causal
     for count in [2, 3] * 10:
         for mine, theirs in zip(gradients(count), want, strict=True):
             assert np.array_equal(mine, theirs)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Fails for one head, in the first block; counts the heads that were begun."""
+
+    num_features = dim = D
+
+    def __init__(self, fails, here):
+        self.fails, self.here = fails, here
+        self.begun: list[float] = []
+        self.lock, self.failed = threading.Lock(), threading.Event()
+
+    def query_features(self, x):
+        return Features(np.zeros_like(x[..., :1]), np.exp(x))
+
+    def key_features(self, x):
+        with self.lock:
+            self.begun.append(float(x.flat[0]))
+        is_here = threading.current_thread() is threading.main_thread()
+        if is_here == self.here and not self.failed.is_set():
+            self.failed.set()
+            message = "one head"
+            raise self.fails(message)
+        # The other thread is in a head of its own until this one has failed.
+        assert self.failed.wait(30)
+        time.sleep(0.05)
+        return self.query_features(x)
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["caller", "helper"])
+@pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
+def test_an_error_on_any_thread_is_raised_and_no_further_head_is_begun(fails, here):
+    arrays = np.ones((3, 40, 5, D), np.float32)
+    arrays[1] *= np.arange(40, dtype=np.float32)[:, None, None]
+    phi = Failing(fails, here)
+    with linattn.config(num_threads=2), pytest.raises(fails, match="one head"):
+        linattn.linear_attention(*arrays, phi)
+    # Those that were under way; a busy machine may be late to stop.
+    assert 1 <= len(phi.begun) < 20
+    # Threads that failed work on.
+    with linattn.config(num_threads=2):
+        out = linattn.linear_attention(*arrays, PositiveFeatures(D, 16, rng=0))
+    np.testing.assert_allclose(out, np.ones_like(out), rtol=1e-5)
