@@ -107,6 +107,9 @@ def test_an_interrupt_leaves_the_threads_of_blas_as_they_were(count):
         held: set[int] = set()
         threads.run(1, lambda _: held.update(lib.num_threads for lib in libraries), [0])
         assert held == {1}
+    # Nor is a thread taken to be at work that is not: both of these wait for the other.
+    barrier = threading.Barrier(2)
+    threads.run(2, lambda _: [barrier.wait(5)], [0, 1])
     assert np.array_equal(attend(), want)
 
 
@@ -187,14 +190,13 @@ class Failing:
 @pytest.mark.parametrize("here", [True, False], ids=["caller", "helper"])
 @pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
 def test_an_error_on_any_thread_is_raised_and_no_further_head_is_begun(fails, here):
-    arrays = np.ones((3, 40, 5, D), np.float32)
-    arrays[1] *= np.arange(40, dtype=np.float32)[:, None, None]
+    query, key, value = np.ones((3, 40, 5, D), np.float32)
     phi = Failing(fails, here)
     with linattn.config(num_threads=2), pytest.raises(fails, match="one head"):
-        linattn.linear_attention(*arrays, phi)
+        linattn.linear_attention(query, key, value, phi)
     # Those that were under way; a busy machine may be late to stop.
     assert 1 <= len(phi.begun) < 20
     # Threads that failed work on.
     with linattn.config(num_threads=2):
-        out = linattn.linear_attention(*arrays, PositiveFeatures(D, 16, rng=0))
+        out = linattn.linear_attention(query, key, value, PositiveFeatures(D, 16, rng=0))
     np.testing.assert_allclose(out, np.ones_like(out), rtol=1e-5)

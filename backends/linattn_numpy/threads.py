@@ -118,6 +118,8 @@ def _share(threads: int, work: Callable[[Any], Iterable[Any] | None], tasks: Seq
             futures.append(pool.submit(copy_context().run, drain))
         drain()
     finally:
+        # An interrupt may have fallen where ``drain`` says so.
+        _here.busy = False
         # Helpers that have not begun have nothing left to do.
         wait([future for future in futures if not future.cancel()])
     for future in futures:
