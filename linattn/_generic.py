@@ -40,6 +40,7 @@ __all__ = [
     "change",
     "column_means",
     "combine",
+    "divisor",
     "empty_state",
     "evaluate",
     "exact_block",
@@ -74,6 +75,12 @@ WINDOW_SPAN = 2048
 def finite_shift(log: Array, xp: ModuleType) -> Array:
     """Replace -inf (nothing seen) by 0, so that ``exp(-inf - shift)`` is 0 and not NaN."""
     return xp.where(log == -xp.inf, xp.zeros_like(log), log)
+
+
+def divisor(size: Array, xp: ModuleType) -> Array:
+    """Sizes of rows, those cut whose reciprocal, by which XLA multiplies, it would make 0."""
+    most = 1 / float(xp.finfo(size.dtype).smallest_normal)
+    return xp.where((size > most) & (size < xp.inf), xp.full_like(size, most), size)
 
 
 def change(affine: Affine, tokens: Tokens, *, weighted: bool) -> Tokens:
@@ -134,7 +141,7 @@ def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Arra
         return features, None
     xp = namespace(features.values)
     largest = xp.max(xp.abs(features.values), axis=-1, keepdims=True)
-    largest = xp.where(largest == 0, xp.ones_like(largest), largest)
+    largest = divisor(xp.where(largest == 0, xp.ones_like(largest), largest), xp)
     return Features(features.log + xp.log(largest), features.values / largest), largest
 
 

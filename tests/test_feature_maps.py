@@ -24,8 +24,10 @@ from linattn.feature_maps import (
     ActivationFeatures,
     EluFeatures,
     HyperbolicFeatures,
+    PolynomialFeatures,
     PositiveFeatures,
     ReluFeatures,
+    TaylorFeatures,
     TrigonometricFeatures,
 )
 from linattn.typing import Features
@@ -992,3 +994,25 @@ def test_a_map_of_the_users_works_everywhere(mine, generic):
             run()
     else:
         run()
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("size", [8e37, 9e37, 3e38])
+@pytest.mark.parametrize(
+    "phi",
+    [EluFeatures(), ReluFeatures(), TaylorFeatures(4), PolynomialFeatures(4, 2)],
+    ids=["elu", "relu", "taylor", "polynomial"],
+)
+def test_jax_does_not_lose_rows_past_the_inverse_of_its_smallest_number(phi, size):
+    """XLA divides by a number that many share by multiplying: subnormal inverses count as 0."""
+    jnp = pytest.importorskip("jax.numpy")
+    rng = np.random.default_rng(0)
+    rows, others, value = rng.random((3, 5, 4), dtype=np.float32)
+    rows[:, 0] = 1
+    large = rows * np.float32(size)
+    for query, key in ((large, others), (others, large)):
+        q, k, v = (jnp.asarray(x) for x in (query, key, value))
+        out = linattn.linear_attention(q, k, v, phi)
+        q, k, v = (x.astype(np.float64) for x in (query, key, value))
+        want = linattn.linear_attention(q, k, v, phi)
+        assert_allclose(np.asarray(out), want, rtol=2e-5)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _checks, _generic
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.typing import Array, Features, Opaque, Tokens
 
@@ -116,7 +116,7 @@ class _MonomialFeatures(BaseFeatureMap):
             size = xp.max(xp.abs(u), axis=-1, keepdims=True)
             if any(used[:-1]):
                 size = xp.maximum(size, xp.ones_like(size))
-            size = xp.where(size == 0, xp.ones_like(size), size)
+            size = _generic.divisor(xp.where(size == 0, xp.ones_like(size), size), xp)
             return u / size, size
 
         def monomials(u: Array) -> Iterator[Array]:
