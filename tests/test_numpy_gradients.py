@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     ReluFeatures,
 )
+from linattn.typing import Exponential
 from linattn_numpy import gradients, planning
 
 # Arrays are unpacked into their places, which no type checker can follow.
@@ -403,3 +405,37 @@ def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls
         doubles = [a.astype(np.float64) for a in arrays]
         want = linear_vjp(*doubles[:3], phi, **options)[1](doubles[3])
     agree(got, want, 2e-5)
+
+
+class Lopsided:
+    """An exponential map whose curvature is no symmetric matrix."""
+
+    num_features = 6
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.P, self.Q = rng.standard_normal((4, 6)), rng.standard_normal((4, 4)) / 4
+
+    def query_spec(self, xp: Any, dtype: Any, device: Any) -> Exponential:
+        return Exponential(self.P.astype(dtype), self.Q.astype(dtype), np.zeros(6, dtype))
+
+    key_spec = query_spec
+
+    def query_features(self, x: Any) -> Any:
+        raise NotImplementedError
+
+    key_features = query_features
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_curvature_need_not_be_symmetric(is_causal):
+    query, key, value = np.random.default_rng(1).standard_normal((3, 2, 40, 4))
+    grads = []
+    for context in (nullcontext(), linattn.without_backends()):
+        with context:
+            output, pullback = linattn.linear_attention_vjp(
+                query, key, value, Lopsided(), is_causal=is_causal
+            )
+            grads.append(pullback(output))
+    for mine, other in zip(*grads, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-10, atol=1e-12)
