@@ -320,7 +320,10 @@ def _misfit(cls: Any, misfit: TypeError, takes: Any, given: dict[str, Any]) -> s
 
 
 def _qualified_name(name: str, function: Any) -> str:
-    qualified = f"{function.__module__}.{getattr(function, '__qualname__', '<object>')}"
+    # A ufunc of NumPy 2.0 has a name and no module.
+    module = getattr(function, "__module__", type(function).__module__)
+    own = getattr(function, "__qualname__", getattr(function, "__name__", "<object>"))
+    qualified = f"{module}.{own}"
     if "<" in qualified:
         message = (
             f"{name} must be a function defined at the top of a module to be recognised in "
