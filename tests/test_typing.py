@@ -149,3 +149,31 @@ def test_an_activation_of_any_name_may_call_attention_itself(name):
         plain = Mapped(Activation("softplus", softplus))
         want = linattn.linear_attention(query, key, value, plain, is_causal=is_causal)
         np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-12)
+
+
+class Biased(Mapped):
+    """`relu(x P + bias)` of both sides."""
+
+    def __init__(self, P: Any, bias: Any) -> None:
+        super().__init__(RELU, P)
+        self.bias = bias
+
+    def query_spec(self, xp, dtype, device):
+        P, bias = (xp.asarray(a, dtype=dtype) for a in (self._P, self.bias))
+        return Pointwise(RELU, P, bias)
+
+    key_spec = query_spec
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_bias_is_added(xp_any_shape, is_causal):
+    xp, rng = xp_any_shape, np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 9, 4))
+    P, bias = rng.standard_normal((4, 6)), rng.standard_normal(6) + 1
+    q, k, v = (xp.array(x, "float64") for x in (query, key, value))
+    out = linattn.linear_attention(q, k, v, Biased(P, bias), is_causal=is_causal)
+    phi, psi = (np.maximum(x @ P + bias, 0) for x in (query, key))
+    weights = phi @ np.swapaxes(psi, -1, -2)
+    weights = np.tril(weights) if is_causal else weights
+    want = weights @ value / weights.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-12, atol=1e-13)

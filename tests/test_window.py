@@ -300,3 +300,17 @@ def test_a_window_longer_than_the_sequence_costs_no_more(is_causal):
     exact = linattn.softmax_attention(query, key, value, is_causal=is_causal)
     assert_allclose(out, exact, rtol=1e-12, atol=1e-13)
     assert peak < 2e7
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [3, 6])
+def test_what_lies_outside_the_sequence_has_no_say_in_its_scale(xp, length, is_causal):
+    # All logits are -200: beside a logit of 0 nothing would be left of them in float32.
+    host = np.zeros((3, 1, length, 4))
+    host[0, ..., 0], host[1, ..., 0] = 10, -20
+    host[2] = np.arange(4 * length).reshape(1, length, 4)
+    query, key, value = (xp.array(x, "float32") for x in host)
+    phi = PositiveFeatures(4, 8, scale=1.0, rng=0)
+    out = linattn.linear_attention(query, key, value, phi, exact_window=6, is_causal=is_causal)
+    exact = linattn.reference.softmax_attention(*host, scale=1.0, is_causal=is_causal)
+    np.testing.assert_allclose(xp.numpy(out), exact, rtol=1e-5)
