@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import array_api_compat
 
 from linattn import _block_vjp, _dispatch, _generic
-from linattn._blocks import blocks, raw_block, token_block, v1_block
+from linattn._blocks import blocks, raw_block, token_block, values_and_one_block
 from linattn._cotangents import change_vjp, sum_to
 from linattn._kept import Kept
 from linattn._means_vjp import means_key_vjp, means_query_vjp
@@ -24,7 +24,7 @@ from linattn.folds import exact_rows, initial_state, reading, update
 from linattn.typing import (
     Affine,
     Array,
-    ColumnMeans,
+    ColumnNormalized,
     Exact,
     Exponential,
     Index,
@@ -176,9 +176,9 @@ def pull(problem: Problem, cotangent: Cotangent, kept: Kept | None = None) -> Gr
     def work(task: Index) -> None:
         with _generic.quiet():
             mine = take_problem(problem, task)
-            suffix = walk(mine, _take_cotangent(cotangent, task), out, task, plan.block_size, kept)
+            adjoint = walk(mine, _take_cotangent(cotangent, task), out, task, plan.block_size, kept)
         if problem.state is not None:
-            states.append((task, _state_gradient(initial_state(mine), suffix)))
+            states.append((task, _state_gradient(initial_state(mine), adjoint)))
 
     plan.run(work, plan.tasks)
     state = None if problem.state is None else _join(problem, states)
@@ -198,28 +198,31 @@ def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
 def _walk_full(
     problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int, _: Kept | None
 ) -> State:
-    """Let queries read the state of all keys, and the suffix of all queries read keys."""
+    """Let queries read the state of all keys, and the adjoint of all queries read keys."""
     before = initial_state(problem)
     start = before.length
     state = update(problem, before, block_size)
     query_spec, seen = reading(problem, state)
-    suffix = _empty_suffix(problem, state)
+    adjoint = _empty_adjoint(problem, state)
     read_block_vjp = _block("read_block_vjp", problem)
     for rows in _query_blocks(problem, block_size):
         grad = _grad_block(problem, cotangent, rows)
         tokens = token_block(problem, "query", rows, start)
-        gradient, suffix = read_block_vjp(query_spec, tokens, seen, grad, suffix)
+        gradient, adjoint = read_block_vjp(query_spec, tokens, seen, grad, adjoint)
         out.query.put(task, rows, _unchanged(problem.query_change, gradient, None))
-    if isinstance(problem.query_spec, ColumnMeans):
-        suffix = _means_suffix(suffix, state)
+    if isinstance(problem.query_spec, ColumnNormalized):
+        adjoint = _means_adjoint(adjoint, state)
     if cotangent.state is not None:
-        suffix = _generic.merge(suffix, _broadcast(cotangent.state, suffix))
+        adjoint = _generic.merge(adjoint, _broadcast(cotangent.state, adjoint))
     reduce_block_vjp = _block("reduce_block_vjp", problem)
     for rows in blocks(problem.key.shape[-2], block_size):
-        tokens, v1 = token_block(problem, "key", rows, start), v1_block(problem, rows)
-        gradients = reduce_block_vjp(problem.key_spec, tokens, v1, suffix)
-        _put_keys(problem, out, task, rows, v1, *gradients)
-    return suffix
+        tokens, values_and_one = (
+            token_block(problem, "key", rows, start),
+            values_and_one_block(problem, rows),
+        )
+        gradients = reduce_block_vjp(problem.key_spec, tokens, values_and_one, adjoint)
+        _put_keys(problem, out, task, rows, values_and_one, *gradients)
+    return adjoint
 
 
 def _walk_causal(
@@ -234,16 +237,16 @@ def _walk_causal(
     specs = (problem.query_spec, problem.key_spec)
     state = initial_state(problem)
     start = state.length
-    suffix = _empty_suffix(problem, state)
+    adjoint = _empty_adjoint(problem, state)
     if cotangent.state is not None:
-        suffix = _generic.merge(suffix, _broadcast(cotangent.state, suffix))
-    if isinstance(problem.query_spec, ColumnMeans):
-        return _walk_means(problem, cotangent, out, task, block_size, state, suffix)
+        adjoint = _generic.merge(adjoint, _broadcast(cotangent.state, adjoint))
+    if isinstance(problem.query_spec, ColumnNormalized):
+        return _walk_means(problem, cotangent, out, task, block_size, state, adjoint)
     every = list(_query_blocks(problem, block_size))
     if kept is not None:
         segments = kept.segments(problem, block_size, task, every, state)
         if segments is not None:
-            return _walk_back(problem, cotangent, out, task, segments, suffix)
+            return _walk_back(problem, cotangent, out, task, segments, adjoint)
     scales: list[RowScale] = []
     scan_query_vjp = _block("scan_query_vjp", problem)
     for rows in every:
@@ -256,9 +259,9 @@ def _walk_causal(
     for rows in reversed(every):
         tokens, scale = _token_blocks(problem, rows, start), scales.pop()
         g1 = _block_vjp.row_cotangent(scale, _grad_block(problem, cotangent, rows))
-        *gradients, suffix = scan_key_vjp(*specs, *tokens, suffix, g1, scale.log)
+        *gradients, adjoint = scan_key_vjp(*specs, *tokens, adjoint, g1, scale.log)
         _put_keys(problem, out, task, rows, tokens[2], *gradients)
-    return suffix
+    return adjoint
 
 
 def _walk_back(
@@ -267,7 +270,7 @@ def _walk_back(
     out: _Out,
     task: Index,
     segments: list[tuple[State, list[slice]]],
-    suffix: State,
+    adjoint: State,
 ) -> State:
     """Pull back through queries and keys of a block at once, from the last block to the first.
 
@@ -280,18 +283,21 @@ def _walk_back(
     for first, every in reversed(segments):
         states = [first]
         for rows in every[:-1]:
-            key, v1 = token_block(problem, "key", rows, start), v1_block(problem, rows)
-            states.append(reduce_block(problem.key_spec, key, v1, states[-1]))
+            key, values_and_one = (
+                token_block(problem, "key", rows, start),
+                values_and_one_block(problem, rows),
+            )
+            states.append(reduce_block(problem.key_spec, key, values_and_one, states[-1]))
         for rows in reversed(every):
             tokens, grad = (
                 _token_blocks(problem, rows, start),
                 _grad_block(problem, cotangent, rows),
             )
-            args = (*specs, *tokens, states.pop(), suffix, grad)
-            gradient, grad_key, grad_v1, suffix = scan_vjp(*args)
+            args = (*specs, *tokens, states.pop(), adjoint, grad)
+            gradient, grad_key, grad_values_and_one, adjoint = scan_vjp(*args)
             out.query.put(task, rows, _unchanged(problem.query_change, gradient, None))
-            _put_keys(problem, out, task, rows, tokens[2], grad_key, grad_v1)
-    return suffix
+            _put_keys(problem, out, task, rows, tokens[2], grad_key, grad_values_and_one)
+    return adjoint
 
 
 def _both_sides(problem: Problem) -> Any:
@@ -301,10 +307,10 @@ def _both_sides(problem: Problem) -> Any:
     )
 
     def one_by_one(*args: Any) -> Any:
-        *block, state, suffix, grad = args
+        *block, state, adjoint, grad = args
         gradient, scale, _ = scan_query_vjp(*block, state, grad)
         g1 = _block_vjp.row_cotangent(scale, grad)
-        return gradient, *scan_key_vjp(*block, suffix, g1, scale.log)
+        return gradient, *scan_key_vjp(*block, adjoint, g1, scale.log)
 
     return _dispatch.block_function("scan_vjp", problem.xp, one_by_one)
 
@@ -316,7 +322,7 @@ def _walk_means(
     task: Index,
     block_size: int,
     state: State,
-    suffix: State,
+    adjoint: State,
 ) -> State:
     """As :func:`_walk_causal`, for queries that read means: keeps the state before each block."""
     specs = (problem.query_spec, problem.key_spec)
@@ -333,16 +339,16 @@ def _walk_means(
     for rows in reversed(every):
         tokens = _token_blocks(problem, rows, start)
         grad = _grad_block(problem, cotangent, rows)
-        *gradients, suffix = means_key_vjp(*specs, *tokens, before.pop(), suffix, grad)
+        *gradients, adjoint = means_key_vjp(*specs, *tokens, before.pop(), adjoint, grad)
         _put_keys(problem, out, task, rows, tokens[2], *gradients)
-    return suffix
+    return adjoint
 
 
 def _token_blocks(problem: Problem, rows: slice, start: int) -> tuple[Tokens, Tokens, Array]:
     """Return queries, keys and ``[v, 1]`` of a causal block."""
     query = token_block(problem, "query", rows, start)
     key = token_block(problem, "key", rows, start)
-    return query, key, v1_block(problem, rows)
+    return query, key, values_and_one_block(problem, rows)
 
 
 def _walk_exact(
@@ -358,23 +364,31 @@ def _walk_exact(
         scale = _block_vjp.row_scale(exact_rows(problem, rows, block_size), grad)
         g1, gradient = _block_vjp.row_cotangent(scale, grad), xp.zeros_like(query.x)
         for others in blocks(rows.stop if problem.is_causal else problem.key.shape[-2], block_size):
-            key, v1 = raw_block(problem, "key", others, 0), v1_block(problem, others)
+            key, values_and_one = (
+                raw_block(problem, "key", others, 0),
+                values_and_one_block(problem, others),
+            )
             visible = _visible(problem, rows, others)
-            gradient = gradient + exact_query_vjp(spec, query, key, v1, g1, scale.log, visible)
+            gradient = gradient + exact_query_vjp(
+                spec, query, key, values_and_one, g1, scale.log, visible
+            )
         out.query.put(task, rows, gradient)
         scales.append(scale)
     exact_key_vjp = _block("exact_key_vjp", problem)
     for others in blocks(problem.key.shape[-2], block_size):
-        key, v1 = raw_block(problem, "key", others, 0), v1_block(problem, others)
-        gradients = [xp.zeros_like(key.x), xp.zeros_like(v1)]
+        key, values_and_one = (
+            raw_block(problem, "key", others, 0),
+            values_and_one_block(problem, others),
+        )
+        gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
         for rows, scale in zip(every, scales, strict=True):
             if problem.is_causal and rows.stop <= others.start:
                 continue
             g1 = _block_vjp.row_cotangent(scale, _grad_block(problem, cotangent, rows))
             query, visible = raw_block(problem, "query", rows, 0), _visible(problem, rows, others)
-            more = exact_key_vjp(spec, query, key, v1, g1, scale.log, visible)
+            more = exact_key_vjp(spec, query, key, values_and_one, g1, scale.log, visible)
             gradients = [x + sum_to(y, lead, 2) for x, y in zip(gradients, more, strict=True)]
-        _put_keys(problem, out, task, others, v1, *gradients)
+        _put_keys(problem, out, task, others, values_and_one, *gradients)
 
 
 def _visible(problem: Problem, rows: slice, others: slice) -> Array:
@@ -408,14 +422,14 @@ def _put_keys(
     out: _Out,
     task: Index,
     rows: slice,
-    v1: Array,
+    values_and_one: Array,
     grad_key: Array,
-    grad_v1: Array,
+    grad_values_and_one: Array,
 ) -> None:
     """Pull gradients of keys back to the caller's; those of masked keys are exactly 0."""
-    xp, affine, grad_value = problem.xp, problem.key_change, grad_v1[..., :-1]
+    xp, affine, grad_value = problem.xp, problem.key_change, grad_values_and_one[..., :-1]
     if affine is not None:
-        weight = xp.sum(v1 * grad_v1, axis=-1, keepdims=True)
+        weight = xp.sum(values_and_one * grad_values_and_one, axis=-1, keepdims=True)
         grad_key = change_vjp(affine, grad_key, weight)
     if problem.key_mask is not None:
         mask = problem.key_mask[..., rows, :]
@@ -428,7 +442,7 @@ def _put_keys(
 # States -----------------------------------------------------------------------------------------
 
 
-def _empty_suffix(problem: Problem, like: State) -> State:
+def _empty_adjoint(problem: Problem, like: State) -> State:
     m, e = problem.num_features, problem.value.shape[-1]
     return _generic.empty_state(problem.state_lead, m, e, like.kvz)
 
@@ -439,25 +453,25 @@ def _broadcast(state: State, like: State) -> State:
     return State(kvz, xp.broadcast_to(state.log_scale, tuple(like.log_scale.shape)), 0)
 
 
-def _means_suffix(suffix: State, state: State) -> State:
-    """Pull a suffix of column means ``kv / z`` back to the state that was divided."""
+def _means_adjoint(adjoint: State, state: State) -> State:
+    """Pull an adjoint of column means ``kv / z`` back to the state that was divided."""
     xp = _generic.namespace(state.kvz)
     z = state.kvz[..., -1:]
     empty = z == 0
     divisor = xp.where(empty, xp.ones_like(z), z)
-    kv = suffix.kvz[..., :-1] / divisor
+    kv = adjoint.kvz[..., :-1] / divisor
     mean = state.kvz[..., :-1] / divisor
     kvz = xp.concat([kv, -xp.sum(kv * mean, axis=-1, keepdims=True)], axis=-1)
-    log = suffix.log_scale - _generic.finite_shift(state.log_scale, xp)
+    log = adjoint.log_scale - _generic.finite_shift(state.log_scale, xp)
     nothing = xp.full_like(log, -xp.inf)
     kvz = xp.where(empty, xp.zeros_like(kvz), kvz)
-    return State(kvz, xp.where(empty[..., 0], nothing, log), suffix.length)
+    return State(kvz, xp.where(empty[..., 0], nothing, log), adjoint.length)
 
 
-def _state_gradient(before: State, suffix: State) -> Array:
+def _state_gradient(before: State, adjoint: State) -> Array:
     """Cotangent of a state's ``kvz``, its log scale held constant."""
-    xp = _generic.namespace(suffix.kvz)
-    return suffix.kvz * xp.exp(suffix.log_scale + before.log_scale)[..., None]
+    xp = _generic.namespace(adjoint.kvz)
+    return adjoint.kvz * xp.exp(adjoint.log_scale + before.log_scale)[..., None]
 
 
 def _join(problem: Problem, states: list[tuple[Index, Array]]) -> Array:
@@ -466,7 +480,7 @@ def _join(problem: Problem, states: list[tuple[Index, Array]]) -> Array:
     lead = tuple(problem.state.kvz.shape[:-2])
     if len(states) == 1:
         return sum_to(states[0][1], lead, 2)
-    whole = initial_state(problem.but(state=None)).kvz
+    whole = initial_state(problem.replace(state=None)).kvz
     for task, gradient in states:
         whole[at(tuple(whole.shape), 2, task)] = gradient
     return sum_to(whole, lead, 2)

@@ -1,7 +1,7 @@
 """The gradients of the block tier in plain array API: right for every library and every spec.
 
 With the cotangent g1 of a row's ``[numerator, denominator]``, queries read the state of the keys
-before them with it, and keys read the *suffix* of the queries behind them, which is a state too:
+before them with it, and keys read the *adjoint* of the queries behind them, which is a state too:
 features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. Causal blocks go by halves, so that
 every scale holds visible tokens only: no weight exceeds 1 for positive maps, and no branch depends
 on data. ``n`` tokens, ``m`` features, ``e`` value dim.
@@ -30,6 +30,7 @@ from linattn.typing import (
 
 __all__ = [
     "absorb_rows",
+    "adjoint_cotangent",
     "exact_key_vjp",
     "exact_query_vjp",
     "key_triangle",
@@ -41,7 +42,6 @@ __all__ = [
     "row_scale",
     "scan_key_vjp",
     "scan_query_vjp",
-    "suffix_cotangent",
 ]
 
 
@@ -50,8 +50,8 @@ __all__ = [
 
 def row_scale(part: Partial, grad_output: Array) -> RowScale:
     """Keep what the cotangent of a row needs of its forward pass: three numbers."""
-    xp = namespace(part.nd)
-    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
+    xp = namespace(part.num_den)
+    numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
     # A masked token alone in its block has a denominator, on the scale 0.
     dead = (denominator == 0) | (part.log == -xp.inf)
     one, zero = xp.ones_like(denominator), xp.zeros_like(denominator)
@@ -68,16 +68,16 @@ def row_cotangent(scale: RowScale, grad_output: Array) -> Array:
 
 
 def absorb_rows(
-    queries: Features, g1: Array, log: Array, suffix: State, inner: Array = None
+    queries: Features, g1: Array, log: Array, adjoint: State, inner: Array = None
 ) -> State:
-    """Add queries to a suffix; summed over leading axes that the suffix lacks.
+    """Add queries to an adjoint; summed over leading axes that the adjoint lacks.
 
     ``inner``, (..., n, m): what the last of ``g1`` lacks in each column, or None for nothing.
     """
     xp = namespace(g1)
-    lead = tuple(suffix.log_scale.shape[:-1])
+    lead = tuple(adjoint.log_scale.shape[:-1])
     e = queries.log - log
-    c = xp.maximum(suffix.log_scale, _max_to(xp.max(e, axis=-2), lead))
+    c = xp.maximum(adjoint.log_scale, _max_to(xp.max(e, axis=-2), lead))
     shift = finite_shift(c, xp)
     weights = _times(xp.exp(e - shift[..., None, :]), queries.values)
     kvz = xp.matmul(xp.matrix_transpose(weights), g1)
@@ -85,8 +85,8 @@ def absorb_rows(
         last = kvz[..., -1:] - xp.sum(weights * inner, axis=-2)[..., None]
         kvz = xp.concat([kvz[..., :-1], last], axis=-1)
     kvz = sum_to(kvz, lead, 2)
-    before = suffix.kvz * xp.exp(suffix.log_scale - shift)[..., None]
-    return State(before + kvz, c, suffix.length + g1.shape[-2])
+    before = adjoint.kvz * xp.exp(adjoint.log_scale - shift)[..., None]
+    return State(before + kvz, c, adjoint.length + g1.shape[-2])
 
 
 def _times(weights: Array, values: Array) -> Array:
@@ -108,16 +108,16 @@ def _max_to(x: Array, lead: tuple[int, ...]) -> Array:
 
 
 def read_block_vjp(
-    query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, suffix: State
+    query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, adjoint: State
 ) -> tuple[Array, State]:
-    """Gradient of queries that read a state, and the suffix with them. O(n m (d + e)) time."""
+    """Gradient of queries that read a state, and the adjoint with them. O(n m (d + e)) time."""
     queries, largest = scaled_features(query_spec, tokens)
     part = read(queries, state)
     scale = row_scale(part, grad_output)
     g1 = row_cotangent(scale, grad_output)
     cotangent = read_by(queries, state, g1, scale.log)
     gradient = features_vjp(query_spec, tokens, _of_queries(queries, cotangent, largest))
-    return gradient, absorb_rows(queries, g1, scale.log, suffix)
+    return gradient, absorb_rows(queries, g1, scale.log, adjoint)
 
 
 def read_by(queries: Features, state: State, g1: Array, log: Array) -> Array:
@@ -141,19 +141,21 @@ def _of_keys(keys: Features, cotangent: Array, largest: Array, weight: Array) ->
 
 
 def reduce_block_vjp(
-    key_spec: Spec, tokens: Tokens, v1: Array, suffix: State
+    key_spec: Spec, tokens: Tokens, values_and_one: Array, adjoint: State
 ) -> tuple[Array, Array]:
-    """Gradients of keys and of ``[v, 1]`` that a suffix has read. O(n m (d + e)) time."""
+    """Gradients of keys and of ``[v, 1]`` that an adjoint has read. O(n m (d + e)) time."""
     keys, largest = scaled_features(key_spec, tokens)
-    cotangent, grad_v1 = suffix_cotangent(keys, v1, suffix)
-    return _key_gradient(key_spec, tokens, keys, largest, v1, cotangent, grad_v1), grad_v1
+    cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
+    return _key_gradient(
+        key_spec, tokens, keys, largest, values_and_one, cotangent, grad_values_and_one
+    ), grad_values_and_one
 
 
-def suffix_cotangent(keys: Features, v1: Array, suffix: State) -> tuple[Array, Array]:
-    xp = namespace(v1)
-    weights = xp.exp(keys.log + suffix.log_scale[..., None, :])
-    cotangent = weights * xp.matmul(v1, xp.matrix_transpose(suffix.kvz))
-    return cotangent, xp.matmul(_times(weights, keys.values), suffix.kvz)
+def adjoint_cotangent(keys: Features, values_and_one: Array, adjoint: State) -> tuple[Array, Array]:
+    xp = namespace(values_and_one)
+    weights = xp.exp(keys.log + adjoint.log_scale[..., None, :])
+    cotangent = weights * xp.matmul(values_and_one, xp.matrix_transpose(adjoint.kvz))
+    return cotangent, xp.matmul(_times(weights, keys.values), adjoint.kvz)
 
 
 def _key_gradient(
@@ -161,12 +163,14 @@ def _key_gradient(
     tokens: Tokens,
     keys: Features,
     largest: Array,
-    v1: Array,
+    values_and_one: Array,
     cotangent: Array,
-    grad_v1: Array,
+    grad_values_and_one: Array,
 ) -> Array:
     # A factor on all features of a key is a factor on its [v, 1].
-    weight = namespace(v1).sum(v1 * grad_v1, axis=-1, keepdims=True)
+    weight = namespace(values_and_one).sum(
+        values_and_one * grad_values_and_one, axis=-1, keepdims=True
+    )
     return features_vjp(key_spec, tokens, _of_keys(keys, cotangent, largest, weight))
 
 
@@ -178,7 +182,7 @@ def scan_query_vjp(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Array,
+    values_and_one: Array,
     state: State,
     grad_output: Array,
 ) -> tuple[Array, RowScale, State]:
@@ -188,11 +192,11 @@ def scan_query_vjp(
     """
     queries, largest = scaled_features(query_spec, query)
     keys, _ = scaled_features(key_spec, key)
-    part, after = scan_features(queries, keys, v1, state)
+    part, after = scan_features(queries, keys, values_and_one, state)
     scale = row_scale(part, grad_output)
     g1 = row_cotangent(scale, grad_output)
     cotangent = read_by(queries, state, g1, scale.log)
-    cotangent = cotangent + query_triangle(queries, keys, v1, g1, scale.log)
+    cotangent = cotangent + query_triangle(queries, keys, values_and_one, g1, scale.log)
     gradient = features_vjp(query_spec, query, _of_queries(queries, cotangent, largest))
     return gradient, scale, after
 
@@ -202,54 +206,63 @@ def scan_key_vjp(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Array,
-    suffix: State,
-    grad_nd: Array,
+    values_and_one: Array,
+    adjoint: State,
+    grad_num_den: Array,
     log: Array,
 ) -> tuple[Array, Array, State]:
-    """Gradients of a causal block of keys and of ``[v, 1]``, and the suffix before the block.
+    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block.
 
     O(n m (d + e) + n^2 (m + e)) time, O(n m) memory.
     """
     queries, _ = scaled_features(query_spec, query)
     keys, largest = scaled_features(key_spec, key)
-    cotangent, grad_v1 = suffix_cotangent(keys, v1, suffix)
-    lead = tuple(suffix.log_scale.shape[:-1])
-    own, own_v1 = key_triangle(queries, keys, v1, grad_nd, log)
-    cotangent, grad_v1 = cotangent + sum_to(own, lead, 2), grad_v1 + sum_to(own_v1, lead, 2)
-    gradient = _key_gradient(key_spec, key, keys, largest, v1, cotangent, grad_v1)
-    return gradient, grad_v1, absorb_rows(queries, grad_nd, log, suffix)
+    cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
+    lead = tuple(adjoint.log_scale.shape[:-1])
+    own, own_v1 = key_triangle(queries, keys, values_and_one, grad_num_den, log)
+    cotangent, grad_values_and_one = (
+        cotangent + sum_to(own, lead, 2),
+        grad_values_and_one + sum_to(own_v1, lead, 2),
+    )
+    gradient = _key_gradient(
+        key_spec, key, keys, largest, values_and_one, cotangent, grad_values_and_one
+    )
+    return gradient, grad_values_and_one, absorb_rows(queries, grad_num_den, log, adjoint)
 
 
 class _Padded:
     """A causal block with a power of two of rows, in the end rows that neither see nor are seen."""
 
-    def __init__(self, queries: Features, keys: Features, v1: Array, g1: Array, log: Array) -> None:
-        self.n = v1.shape[-2]
+    def __init__(
+        self, queries: Features, keys: Features, values_and_one: Array, g1: Array, log: Array
+    ) -> None:
+        self.n = values_and_one.shape[-2]
         self.size = 1 << (self.n - 1).bit_length()
         self.queries = padded(queries, self.size, 0.0)
         self.keys = padded(keys, self.size, -float("inf"))
-        self.v1, self.g1 = pad(v1, self.size), pad(g1, self.size)
+        self.values_and_one, self.g1 = pad(values_and_one, self.size), pad(g1, self.size)
         self.log = pad(log, self.size, float("inf"))
 
     def own(self) -> tuple[Array, Array]:
         """Each token with itself: its weights without values, and ``g1.[v, 1]``."""
-        xp = namespace(self.v1)
+        xp = namespace(self.values_and_one)
         weights = xp.exp(self.queries.log + self.keys.log - self.log)
-        return weights, xp.sum(self.g1 * self.v1, axis=-1, keepdims=True)
+        return weights, xp.sum(self.g1 * self.values_and_one, axis=-1, keepdims=True)
 
     def left(self, half: int) -> tuple[Features, Array]:
         keys = Features(*(halves(x, half, 0) for x in self.keys))
-        return keys, halves(self.v1, half, 0)
+        return keys, halves(self.values_and_one, half, 0)
 
     def right(self, half: int) -> tuple[Features, Array, Array]:
         queries = Features(*(halves(x, half, 1) for x in self.queries))
         return queries, halves(self.g1, half, 1), halves(self.log, half, 1)
 
 
-def query_triangle(queries: Features, keys: Features, v1: Array, g1: Array, log: Array) -> Array:
+def query_triangle(
+    queries: Features, keys: Features, values_and_one: Array, g1: Array, log: Array
+) -> Array:
     """Cotangent of queries by the keys of their own block, themselves included."""
-    block, xp = _Padded(queries, keys, v1, g1, log), namespace(v1)
+    block, xp = _Padded(queries, keys, values_and_one, g1, log), namespace(values_and_one)
     weights, products = block.own()
     total = _times(weights * products, block.keys.values)
     for half in levels(block.size):
@@ -265,10 +278,15 @@ def query_triangle(queries: Features, keys: Features, v1: Array, g1: Array, log:
 
 
 def key_triangle(
-    queries: Features, keys: Features, v1: Array, g1: Array, log: Array, inner: Array = None
+    queries: Features,
+    keys: Features,
+    values_and_one: Array,
+    g1: Array,
+    log: Array,
+    inner: Array = None,
 ) -> tuple[Array, Array]:
     """Cotangents of keys and of ``[v, 1]`` by the queries of their own block; inner as above."""
-    block, xp = _Padded(queries, keys, v1, g1, log), namespace(v1)
+    block, xp = _Padded(queries, keys, values_and_one, g1, log), namespace(values_and_one)
     inner = pad(inner, block.size)
     weights, products = block.own()
     weights = _times(weights, block.queries.values)
@@ -303,22 +321,34 @@ def _spread(x: Array, n: int, side: int) -> Array:
 
 
 def exact_query_vjp(
-    spec: Exact, query: Tokens, key: Tokens, v1: Array, g1: Array, log: Array, visible: Array
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    g1: Array,
+    log: Array,
+    visible: Array,
 ) -> Array:
     """Gradient of queries through their weights for a block of keys. O(n s (d + e)) time."""
-    xp = namespace(v1)
+    xp = namespace(values_and_one)
     weights = _softmax_weights(spec, query, key, log, visible)
-    grad_logits = weights * xp.matmul(g1, xp.matrix_transpose(v1))
+    grad_logits = weights * xp.matmul(g1, xp.matrix_transpose(values_and_one))
     return xp.matmul(grad_logits, key.x) * spec.scale
 
 
 def exact_key_vjp(
-    spec: Exact, query: Tokens, key: Tokens, v1: Array, g1: Array, log: Array, visible: Array
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    g1: Array,
+    log: Array,
+    visible: Array,
 ) -> tuple[Array, Array]:
     """Gradients of keys and of ``[v, 1]`` by a block of queries. O(n s (d + e)) time."""
-    xp = namespace(v1)
+    xp = namespace(values_and_one)
     weights = xp.matrix_transpose(_softmax_weights(spec, query, key, log, visible))
-    grad_logits = weights * xp.matmul(v1, xp.matrix_transpose(g1))
+    grad_logits = weights * xp.matmul(values_and_one, xp.matrix_transpose(g1))
     return xp.matmul(grad_logits, query.x) * spec.scale, xp.matmul(weights, g1)
 
 

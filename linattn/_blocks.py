@@ -16,7 +16,7 @@ from linattn.typing import (
     RELU,
     Affine,
     Array,
-    ColumnMeans,
+    ColumnNormalized,
     Corrected,
     Index,
     Opaque,
@@ -32,10 +32,10 @@ __all__ = [
     "changed",
     "divide",
     "log_normalizer",
-    "passing_v1_block",
     "raw_block",
     "token_block",
-    "v1_block",
+    "transient_values_block",
+    "values_and_one_block",
 ]
 
 CALLS_NOTHING = (ELU_PLUS_ONE, RELU)
@@ -77,25 +77,25 @@ def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     return changed(problem, side, raw_block(problem, side, rows, start))
 
 
-def v1_block(problem: Problem, rows: slice) -> Array:
+def values_and_one_block(problem: Problem, rows: slice) -> Array:
     """``[v, 1]``, so that numerator and denominator come out of one product."""
     return values_block(*_values(problem, rows))
 
 
-def passing_v1_block(problem: Problem, rows: slice) -> Array:
+def transient_values_block(problem: Problem, rows: slice) -> Array:
     """Make the same for one use: the next call may write over it.
 
     The next call must not be one that a feature map makes before this use is over.
     """
     if _calls_out(problem.key_spec) or _calls_out(problem.query_spec):
-        return v1_block(problem, rows)
+        return values_and_one_block(problem, rows)
     make = _dispatch.block_function("values_block", problem.xp, values_block)
     return make(*_values(problem, rows))
 
 
 def _calls_out(spec: Any) -> bool:
     """Whether a spec holds a function, which may be a caller's and use attention itself."""
-    if isinstance(spec, Affine | ColumnMeans | Corrected):
+    if isinstance(spec, Affine | ColumnNormalized | Corrected):
         return _calls_out(spec.spec)
     return isinstance(spec, Opaque) or (isinstance(spec, Pointwise) and spec.f not in CALLS_NOTHING)
 
@@ -142,7 +142,7 @@ class Rows:
     def put_divided(self, task: Index, rows: slice, part: Partial) -> None:
         """Put numerator over denominator."""
         if self._counts:
-            negative = self._xp.astype(part.nd[..., -1] < 0, self._xp.int64)
+            negative = self._xp.astype(part.num_den[..., -1] < 0, self._xp.int64)
             self._negative.append(int(self._xp.sum(negative)))
         if self._array is None or 0 in self._shape:
             self.put(task, rows, divide(part))
@@ -175,8 +175,8 @@ def divide(part: Partial, out: Array | None = None) -> Array:
 
     A backend's may put the result into ``out`` and return None.
     """
-    xp = _generic.namespace(part.nd)
-    numerator, denominator = part.nd[..., :-1], part.nd[..., -1:]
+    xp = _generic.namespace(part.num_den)
+    numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
     empty = denominator == 0
     infinite = xp.abs(denominator) == xp.inf
     divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
@@ -185,4 +185,4 @@ def divide(part: Partial, out: Array | None = None) -> Array:
 
 
 def log_normalizer(part: Partial, problem: Problem) -> Array:
-    return part.log + problem.xp.log(part.nd[..., -1:])
+    return part.log + problem.xp.log(part.num_den[..., -1:])

@@ -22,7 +22,7 @@ from linattn.typing import (
     Affine,
     Array,
     Assigned,
-    ColumnMeans,
+    ColumnNormalized,
     Corrected,
     Exponential,
     FeatureMap,
@@ -433,7 +433,7 @@ def spec_lead(spec: MapSpec) -> tuple[int, ...]:
 
 
 def _spec_lead(spec: MapSpec) -> tuple[int, ...]:
-    inside = spec_lead(spec.spec) if isinstance(spec, Affine | ColumnMeans | Corrected) else ()
+    inside = spec_lead(spec.spec) if isinstance(spec, Affine | ColumnNormalized | Corrected) else ()
     shapes = [inside]
     for name, axes in PARAMETER_AXES.get(type(spec), {}).items():
         array = getattr(spec, name)

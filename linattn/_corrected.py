@@ -41,10 +41,10 @@ def widened(spec: Corrected, state: State) -> State:
 
 def guarded(part: Partial) -> Partial:
     """Choose for each query between what it read of a widened state."""
-    xp = _generic.namespace(part.nd)
-    width = (part.nd.shape[-1] - 1) // 2
-    corrected, plain = part.nd[..., :width], part.nd[..., width + 1 :]
-    d1, d0, size = corrected[..., -1:], plain[..., -1:], part.nd[..., width : width + 1]
+    xp = _generic.namespace(part.num_den)
+    width = (part.num_den.shape[-1] - 1) // 2
+    corrected, plain = part.num_den[..., :width], part.num_den[..., width + 1 :]
+    d1, d0, size = corrected[..., -1:], plain[..., -1:], part.num_den[..., width : width + 1]
     near = (LARGEST_RATIO * d1 > d0) & (d1 < LARGEST_RATIO * d0)
     # Where the correction overflowed or is NaN no comparison holds.
     sound = near & (size < LARGEST_CANCELLATION * d1)

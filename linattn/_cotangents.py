@@ -14,7 +14,7 @@ from linattn.typing import (
     Affine,
     Array,
     Assigned,
-    ColumnMeans,
+    ColumnNormalized,
     Corrected,
     Exponential,
     Features,
@@ -31,7 +31,7 @@ __all__ = ["change_vjp", "check_differentiable", "features_vjp", "sum_to"]
 
 def check_differentiable(spec: MapSpec, feature_map: object) -> None:
     """Refuse a map without derivative, or without the rule for it, and say what is missing."""
-    if isinstance(spec, Affine | ColumnMeans):
+    if isinstance(spec, Affine | ColumnNormalized):
         check_differentiable(spec.spec, feature_map)
         return
     missing = ""

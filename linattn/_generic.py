@@ -18,7 +18,7 @@ from linattn.typing import (
     Affine,
     Array,
     Assigned,
-    ColumnMeans,
+    ColumnNormalized,
     Corrected,
     Exact,
     Exponential,
@@ -102,7 +102,7 @@ def evaluate(spec: MapSpec, tokens: Tokens) -> Features:
     """
     if isinstance(spec, Affine):
         return evaluate(spec.spec, change(spec, tokens, weighted=True))
-    if isinstance(spec, ColumnMeans):
+    if isinstance(spec, ColumnNormalized):
         return evaluate(spec.spec, tokens)
     if isinstance(spec, Corrected):
         return _corrected(spec, evaluate(spec.spec, tokens))
@@ -265,11 +265,13 @@ def merge(first: State, second: State) -> State:
 
 def combine(first: Partial, second: Partial) -> Partial:
     """Add two numerators and denominators that are on different scales."""
-    xp = namespace(first.nd)
+    xp = namespace(first.num_den)
     log = xp.maximum(first.log, second.log)
     shift = finite_shift(log, xp)
-    nd = first.nd * xp.exp(first.log - shift) + second.nd * xp.exp(second.log - shift)
-    return Partial(nd, log)
+    num_den = first.num_den * xp.exp(first.log - shift) + second.num_den * xp.exp(
+        second.log - shift
+    )
+    return Partial(num_den, log)
 
 
 def _key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
@@ -294,15 +296,15 @@ def _query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
     return (weights if values is None else values * weights), row
 
 
-def absorb(features: Features, v1: Array, state: State | None) -> State:
+def absorb(features: Features, values_and_one: Array, state: State | None) -> State:
     """Add evaluated keys and their ``[v, 1]`` to a state (None: nothing seen before)."""
-    xp = namespace(v1)
+    xp = namespace(values_and_one)
     weights, c, shift = _key_weights(features, None if state is None else state.log_scale)
-    kvz = xp.matmul(xp.matrix_transpose(weights), v1)
+    kvz = xp.matmul(xp.matrix_transpose(weights), values_and_one)
     if state is None:
-        return State(kvz, c, v1.shape[-2])
+        return State(kvz, c, values_and_one.shape[-2])
     kvz = state.kvz * xp.exp(state.log_scale - shift)[..., None] + kvz
-    return State(kvz, c, state.length + v1.shape[-2])
+    return State(kvz, c, state.length + values_and_one.shape[-2])
 
 
 def column_means(state: State) -> State:
@@ -326,16 +328,16 @@ def read(features: Features, state: State) -> Partial:
     return Partial(xp.matmul(weights, state.kvz), row)
 
 
-def reduce_block(key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> State:
+def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State) -> State:
     """Add a block of keys to the state. O(n m (d + e)) time, O(n m) memory."""
-    return absorb(row_features(key_spec, tokens), v1, state)
+    return absorb(row_features(key_spec, tokens), values_and_one, state)
 
 
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
     """Read the state with a block of queries. O(n m (d + e)) time, O(n m) memory."""
     queries, own = query_features(query_spec, tokens)
     part = read(queries, state)
-    return Partial(part.nd, part.log + own)
+    return Partial(part.num_den, part.log + own)
 
 
 def scan_block(
@@ -343,7 +345,7 @@ def scan_block(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Array,
+    values_and_one: Array,
     state: State,
     want_log: bool,
 ) -> tuple[Partial, State]:
@@ -352,7 +354,7 @@ def scan_block(
     The shift includes later keys, so an early row may come out small or non-finite; the caller
     checks it, on a scale where no product of a query feature and a key feature exceeds 1.
     """
-    xp = namespace(v1)
+    xp = namespace(values_and_one)
     keys = row_features(key_spec, key)
     queries, own = query_features(query_spec, query)
     weights_k, c, shift = _key_weights(keys, state.log_scale)
@@ -361,13 +363,13 @@ def scan_block(
 
     scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k))
     scores = xp.tril(scores)
-    nd = xp.matmul(scores, v1) + xp.matmul(weights_q, before)
-    after = before + xp.matmul(xp.matrix_transpose(weights_k), v1)
-    return Partial(nd, row + own), State(after, c, state.length + v1.shape[-2])
+    num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
+    after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
+    return Partial(num_den, row + own), State(after, c, state.length + values_and_one.shape[-2])
 
 
 def exact_block(
-    spec: Exact, query: Tokens, key: Tokens, v1: Array, visible: Array | None = None
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, visible: Array | None = None
 ) -> Partial:
     """Softmax attention of queries to keys. O(n s (d + e)) time, O(n s) memory.
 
@@ -376,7 +378,7 @@ def exact_block(
 
     A row whose logits all overflow to -inf becomes NaN: its weights are not known to be zero.
     """
-    xp = namespace(v1)
+    xp = namespace(values_and_one)
     logits = xp.matmul(query.x * spec.scale, xp.matrix_transpose(key.x))
     row = xp.max(logits, axis=-1, keepdims=True)
     overflowed = row == -xp.inf
@@ -388,13 +390,15 @@ def exact_block(
         row = xp.max(logits, axis=-1, keepdims=True)
     weights = xp.exp(logits - finite_shift(row, xp))
     nan = xp.full_like(row, float("nan"))
-    nd = xp.where(overflowed, nan, xp.matmul(weights, v1))
-    return Partial(nd, xp.where(overflowed, nan, row))
+    num_den = xp.where(overflowed, nan, xp.matmul(weights, values_and_one))
+    return Partial(num_den, xp.where(overflowed, nan, row))
 
 
-def exact_more(spec: Exact, query: Tokens, key: Tokens, v1: Array, part: Partial) -> Partial:
+def exact_more(
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, part: Partial
+) -> Partial:
     """Add a block of keys to a partial of the same queries. Cost as :func:`exact_block`."""
-    return combine(part, exact_block(spec, query, key, v1))
+    return combine(part, exact_block(spec, query, key, values_and_one))
 
 
 def run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:

@@ -35,14 +35,14 @@ def halves(x: Array, half: int, side: int) -> Array:
 
 def on_right_halves(part: Partial, n: int) -> Partial:
     """Spread rows of right halves over all ``n`` rows; left halves see nothing."""
-    xp = _generic.namespace(part.nd)
+    xp = _generic.namespace(part.num_den)
 
     def spread(right: Array, left: Array) -> Array:
         both = xp.concat([left, right], axis=-2)
         return xp.reshape(both, (*both.shape[:-3], n, both.shape[-1]))
 
     nothing = xp.full_like(part.log, -float("inf"))
-    return Partial(spread(part.nd, xp.zeros_like(part.nd)), spread(part.log, nothing))
+    return Partial(spread(part.num_den, xp.zeros_like(part.num_den)), spread(part.log, nothing))
 
 
 def levels(n: int) -> Iterator[int]:
@@ -62,7 +62,12 @@ def pad(x: Array, size: int, fill: float = 0.0) -> Array:
 
 
 def scan_exact(
-    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, v1: Array, state: State
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
 ) -> tuple[Partial, State]:
     """Causal attention of a block in which no row's scale depends on a later key.
 
@@ -71,8 +76,10 @@ def scan_exact(
     O(n m (d + e log n)) time, O(n m) memory.
     """
     queries, own = _generic.query_features(query_spec, query)
-    part, after = scan_features(queries, _generic.row_features(key_spec, key), v1, state)
-    return Partial(part.nd, part.log + own), after
+    part, after = scan_features(
+        queries, _generic.row_features(key_spec, key), values_and_one, state
+    )
+    return Partial(part.num_den, part.log + own), after
 
 
 def padded(features: Features, size: int, fill: float) -> Features:
@@ -81,37 +88,39 @@ def padded(features: Features, size: int, fill: float) -> Features:
 
 
 def scan_features(
-    queries: Features, keys: Features, v1: Array, state: State
+    queries: Features, keys: Features, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
     """:func:`scan_exact` of a block that has been evaluated."""
-    n = v1.shape[-2]
+    n = values_and_one.shape[-2]
     size = 1 << (n - 1).bit_length()
     queries, keys = padded(queries, size, 0.0), padded(keys, size, -float("inf"))
-    v1 = pad(v1, size)
-    part = _generic.combine(own_tokens(queries, keys, v1), _generic.read(queries, state))
+    values_and_one = pad(values_and_one, size)
+    part = _generic.combine(
+        own_tokens(queries, keys, values_and_one), _generic.read(queries, state)
+    )
     for half in levels(size):
         left = Features(halves(keys.log, half, 0), halves(keys.values, half, 0))
         right = Features(halves(queries.log, half, 1), halves(queries.values, half, 1))
-        seen = _generic.absorb(left, halves(v1, half, 0), None)
+        seen = _generic.absorb(left, halves(values_and_one, half, 0), None)
         part = _generic.combine(part, on_right_halves(_generic.read(right, seen), size))
-    after = _generic.absorb(keys, v1, state)
+    after = _generic.absorb(keys, values_and_one, state)
     after = State(after.kvz, after.log_scale, state.length + n)
-    return Partial(part.nd[..., :n, :], part.log[..., :n, :]), after
+    return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
 
 
-def own_tokens(queries: Features, keys: Features, v1: Array) -> Partial:
-    xp = _generic.namespace(v1)
+def own_tokens(queries: Features, keys: Features, values_and_one: Array) -> Partial:
+    xp = _generic.namespace(values_and_one)
     e = queries.log + keys.log
     row = xp.max(e, axis=-1, keepdims=True)
     weights = xp.exp(e - _generic.finite_shift(row, xp))
     for values in (queries.values, keys.values):
         weights = weights if values is None else weights * values
-    return Partial(xp.sum(weights, axis=-1, keepdims=True) * v1, row)
+    return Partial(xp.sum(weights, axis=-1, keepdims=True) * values_and_one, row)
 
 
-def exact_halves(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
+def exact_halves(spec: Exact, query: Tokens, key: Tokens, values_and_one: Array) -> Partial:
     """Causal softmax attention within a block: each token itself, then right halves read left."""
-    xp, n = _generic.namespace(v1), v1.shape[-2]
+    xp, n = _generic.namespace(values_and_one), values_and_one.shape[-2]
     exact_block = _dispatch.block_function("exact_block", xp)
     size = 1 << (n - 1).bit_length()
     log_weight = key.log_weight
@@ -119,14 +128,14 @@ def exact_halves(spec: Exact, query: Tokens, key: Tokens, v1: Array) -> Partial:
         log_weight = xp.zeros_like(key.x[..., :1])
     query = Tokens(pad(query.x, size), None, 0)
     key = Tokens(pad(key.x, size), pad(log_weight, size, -float("inf")), 0)
-    v1 = pad(v1, size)
+    values_and_one = pad(values_and_one, size)
     logit = xp.sum(query.x * key.x, axis=-1, keepdims=True) * spec.scale
     logit = logit + (logit - logit)
     logit = logit if key.log_weight is None else logit + key.log_weight
-    part = Partial(v1 + xp.zeros_like(logit), logit)
+    part = Partial(values_and_one + xp.zeros_like(logit), logit)
     for half in levels(size):
         right = Tokens(halves(query.x, half, 1), None, 0)
         left = Tokens(halves(key.x, half, 0), halves(key.log_weight, half, 0), 0)
-        seen = exact_block(spec, right, left, halves(v1, half, 0))
+        seen = exact_block(spec, right, left, halves(values_and_one, half, 0))
         part = _generic.combine(part, on_right_halves(seen, size))
-    return Partial(part.nd[..., :n, :], part.log[..., :n, :])
+    return Partial(part.num_den[..., :n, :], part.log[..., :n, :])

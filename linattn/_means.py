@@ -11,7 +11,7 @@ __all__ = ["scan_means"]
 
 
 def scan_means(
-    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
     """Causal attention of a block whose queries read means.
 
@@ -20,19 +20,19 @@ def scan_means(
     """
     log_q = _generic.evaluate(problem.query_spec, query).log
     log_k = _generic.evaluate(problem.key_spec, key).log
-    answer = None if problem.lazy else _means_on_one_scale(log_q, log_k, v1, state)
-    return _means_by_halves(log_q, log_k, v1, state) if answer is None else answer
+    answer = None if problem.lazy else _means_on_one_scale(log_q, log_k, values_and_one, state)
+    return _means_by_halves(log_q, log_k, values_and_one, state) if answer is None else answer
 
 
 def _means_on_one_scale(
-    log_q: Array, log_k: Array, v1: Array, state: State
+    log_q: Array, log_k: Array, values_and_one: Array, state: State
 ) -> tuple[Partial, State] | None:
     """One scale for each column and all rows; None where an early row would lose digits to it.
 
     Weights lost to underflow are below rounding of a normaliser of at least ``eps^2``, and that
     bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
     """
-    xp = _generic.namespace(v1)
+    xp = _generic.namespace(values_and_one)
     c = xp.maximum(state.log_scale, xp.max(log_k, axis=-2))
     shift = _generic.finite_shift(c, xp)
     weights_k = xp.exp(log_k - shift[..., None, :])
@@ -43,38 +43,44 @@ def _means_on_one_scale(
     row = xp.max(log_q, axis=-1, keepdims=True)
     weights_q = xp.exp(log_q - row) / z
     scores = xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k)))
-    nd = xp.matmul(scores, v1) + xp.matmul(weights_q, before)
-    if not bool(xp.all(xp.isfinite(nd))):
+    num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
+    if not bool(xp.all(xp.isfinite(num_den))):
         return None
-    after = before + xp.matmul(xp.matrix_transpose(weights_k), v1)
-    return Partial(nd, row), State(after, c, state.length + v1.shape[-2])
+    after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
+    return Partial(num_den, row), State(after, c, state.length + values_and_one.shape[-2])
 
 
-def _means_by_halves(log_q: Array, log_k: Array, v1: Array, state: State) -> tuple[Partial, State]:
+def _means_by_halves(
+    log_q: Array, log_k: Array, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
     """As :func:`scan_exact`: no row's scale depends on a later key, no branch on data.
 
     O(n m (d + e log n)) time, O(n m) memory.
     """
-    n = v1.shape[-2]
+    n = values_and_one.shape[-2]
     size = 1 << (n - 1).bit_length()
-    log_q, log_k, v1 = pad(log_q, size), pad(log_k, size, -float("inf")), pad(v1, size)
-    xp = _generic.namespace(v1)
+    log_q, log_k, values_and_one = (
+        pad(log_q, size),
+        pad(log_k, size, -float("inf")),
+        pad(values_and_one, size),
+    )
+    xp = _generic.namespace(values_and_one)
     before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
     each = State(xp.ones_like(log_k)[..., None], log_k, 0)
     z = _generic.merge(before, running(each, lazy=True))
     top = _generic.finite_shift(z.log_scale, xp)
     empty = z.z == 0
     log_q = log_q - xp.log(xp.where(empty, xp.ones_like(z.z), z.z))
-    part = own_tokens(Features(log_q, None), Features(log_k - top, None), v1)
+    part = own_tokens(Features(log_q, None), Features(log_k - top, None), values_and_one)
     part = _generic.combine(part, _read_at(log_q, top, state))
     for half in levels(size):
         left = Features(halves(log_k, half, 0), None)
-        seen = _generic.absorb(left, halves(v1, half, 0), None)
+        seen = _generic.absorb(left, halves(values_and_one, half, 0), None)
         right = _read_at(halves(log_q, half, 1), halves(top, half, 1), seen)
         part = _generic.combine(part, on_right_halves(right, size))
-    after = _generic.absorb(Features(log_k, None), v1, state)
+    after = _generic.absorb(Features(log_k, None), values_and_one, state)
     after = State(after.kvz, after.log_scale, state.length + n)
-    return Partial(part.nd[..., :n, :], part.log[..., :n, :]), after
+    return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
 
 
 def _read_at(log_q: Array, top: Array, state: State) -> Partial:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from linattn._block_vjp import absorb_rows, key_triangle, query_triangle, read_by, suffix_cotangent
+from linattn._block_vjp import absorb_rows, adjoint_cotangent, key_triangle, query_triangle, read_by
 from linattn._cotangents import features_vjp, sum_to
 from linattn._generic import evaluate, finite_shift, merge, namespace
 from linattn._running import running
-from linattn.typing import Array, ColumnMeans, Features, Spec, State, Tokens
+from linattn.typing import Array, ColumnNormalized, Features, Spec, State, Tokens
 
 __all__ = ["means_key_vjp", "means_query_vjp"]
 
@@ -28,9 +28,11 @@ class _Means(NamedTuple):
     g1: Array
 
 
-def _means(log_q: Array, log_k: Array, v1: Array, state: State, grad_output: Array) -> _Means:
+def _means(
+    log_q: Array, log_k: Array, values_and_one: Array, state: State, grad_output: Array
+) -> _Means:
     """O(n m (log n + e) + n^2 (m + e)) time, O(n m) memory; no branch depends on data."""
-    xp = namespace(v1)
+    xp = namespace(values_and_one)
     before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
     each = State(xp.ones_like(log_k)[..., None], log_k, 0)
     z = merge(before, running(each, lazy=True))
@@ -45,44 +47,47 @@ def _means(log_q: Array, log_k: Array, v1: Array, state: State, grad_output: Arr
     each_mean = Features(-log_z, None)
     zero = xp.zeros_like(total)
     inner = read_by(each_mean, state, g1, zero)
-    inner = inner + query_triangle(each_mean, Features(log_k, None), v1, g1, zero)
+    inner = inner + query_triangle(each_mean, Features(log_k, None), values_and_one, g1, zero)
     return _Means(share / total, log_q - row - xp.log(total) - log_z, inner, g1)
 
 
 def means_query_vjp(
-    query_spec: ColumnMeans,
+    query_spec: ColumnNormalized,
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Array,
+    values_and_one: Array,
     state: State,
     grad_output: Array,
 ) -> Array:
     """Gradient of a causal block of queries."""
-    xp = namespace(v1)
+    xp = namespace(values_and_one)
     log_q, log_k = evaluate(query_spec, query).log, evaluate(key_spec, key).log
-    share, _, inner, _ = _means(log_q, log_k, v1, state, grad_output)
+    share, _, inner, _ = _means(log_q, log_k, values_and_one, state, grad_output)
     mean = xp.sum(share * inner, axis=-1, keepdims=True)
     return features_vjp(query_spec.spec, query, Features(share * (inner - mean), None))
 
 
 def means_key_vjp(
-    query_spec: ColumnMeans,
+    query_spec: ColumnNormalized,
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Array,
+    values_and_one: Array,
     state: State,
-    suffix: State,
+    adjoint: State,
     grad_output: Array,
 ) -> tuple[Array, Array, State]:
-    """Gradients of a causal block of keys and of ``[v, 1]``, and the suffix before the block."""
+    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
     log_q, keys = evaluate(query_spec, query).log, evaluate(key_spec, key)
-    means = _means(log_q, keys.log, v1, state, grad_output)
+    means = _means(log_q, keys.log, values_and_one, state, grad_output)
     queries, zero = Features(means.log_weight, None), means.share[..., :1] * 0
-    cotangent, grad_v1 = suffix_cotangent(keys, v1, suffix)
-    lead = tuple(suffix.log_scale.shape[:-1])
-    own, own_v1 = key_triangle(queries, keys, v1, means.g1, zero, means.inner)
-    cotangent, grad_v1 = cotangent + sum_to(own, lead, 2), grad_v1 + sum_to(own_v1, lead, 2)
+    cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
+    lead = tuple(adjoint.log_scale.shape[:-1])
+    own, own_v1 = key_triangle(queries, keys, values_and_one, means.g1, zero, means.inner)
+    cotangent, grad_values_and_one = (
+        cotangent + sum_to(own, lead, 2),
+        grad_values_and_one + sum_to(own_v1, lead, 2),
+    )
     gradient = features_vjp(key_spec, key, Features(cotangent, None))
-    return gradient, grad_v1, absorb_rows(queries, means.g1, zero, suffix, means.inner)
+    return gradient, grad_values_and_one, absorb_rows(queries, means.g1, zero, adjoint, means.inner)

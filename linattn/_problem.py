@@ -328,7 +328,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
         and last.fingerprint == _checks.known_fingerprint(state)
     ):
         query, key, value = (array[..., None, :] for array in given[:3])
-        return last.problem.but(query=query, key=key, value=value, state=state)
+        return last.problem.replace(query=query, key=key, value=value, state=state)
     xp, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
     query, key, value = (array[..., None, :] for array in arrays)
     if state is None:
@@ -349,7 +349,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.
     if getattr(feature_map, "_keeps_specs", False) and _checks.are_plain(given):
-        bare = problem.but(query=None, key=None, value=None, state=None)
+        bare = problem.replace(query=None, key=None, value=None, state=None)
         fingerprint = _checks.known_fingerprint(state)
         _last.set(_Step(feature_map, settings, kinds, fingerprint, bare))
     return problem

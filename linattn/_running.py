@@ -27,8 +27,8 @@ def far_states(
     seen = _part(prefixes, slice(0, g))
     if after is not None:
         following = _flipped(_part(states, slice(3, g + 2)))
-        suffixes = running(stacked([_one(after), following]), lazy=lazy)
-        seen = _generic.merge(seen, _flipped(suffixes))
+        adjoints = running(stacked([_one(after), following]), lazy=lazy)
+        seen = _generic.merge(seen, _flipped(adjoints))
     return seen, one_of(prefixes, g)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from linattn import _checks
-from linattn.typing import ColumnMeans, Corrected, Index, Problem, State
+from linattn.typing import ColumnNormalized, Corrected, Index, Problem, State
 
 __all__ = ["Name", "at", "take", "take_problem", "take_state", "task_name"]
 
@@ -46,7 +46,7 @@ def _take_spec(spec: Any, task: Index) -> Any:
         part = take(whole, axes, task)
         if part is not whole:
             changes[name] = part
-    if isinstance(spec, ColumnMeans | Corrected):
+    if isinstance(spec, ColumnNormalized | Corrected):
         changes["spec"] = _take_spec(spec.spec, task)
     return replace(spec, **changes) if changes else spec
 
@@ -55,7 +55,7 @@ def take_problem(problem: Problem, task: Index) -> Problem:
     if not task:
         return problem
     state = problem.state
-    return problem.but(
+    return problem.replace(
         query=take(problem.query, 2, task),
         key=take(problem.key, 2, task),
         value=take(problem.value, 2, task),

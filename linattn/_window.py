@@ -16,7 +16,7 @@ from typing import Any
 import array_api_compat
 
 from linattn import _checks, _dispatch, _generic
-from linattn._blocks import changed, raw_block, v1_block
+from linattn._blocks import changed, raw_block, values_and_one_block
 from linattn._halves import exact_halves, pad
 from linattn._running import far_states, one_of
 from linattn.typing import Array, Exact, Partial, Problem, State, Tokens
@@ -40,9 +40,9 @@ def walk_window(
     span = max(1, block_size // w)
     count = -(-length // w)
     # The near part needs far logs on the true scale, the query's own term included.
-    problem = problem.but(want_log=True)
+    problem = problem.replace(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
-    blocked = problem.but(**{name: _over_blocks(getattr(problem, name)) for name in names})
+    blocked = problem.replace(**{name: _over_blocks(getattr(problem, name)) for name in names})
     read_block = _dispatch.block_function("read_block", problem.xp)
     near_block = _dispatch.block_function("window_block", problem.xp, window_block)
     surroundings = _dispatch.block_function("far_states", problem.xp, far_states)
@@ -54,11 +54,15 @@ def walk_window(
         later = _states_after(problem, start, span, 0, -(-count // span), _nothing(problem))
     for first, after in zip(range(0, count, span), later, strict=False):
         g = min(span, count - first)
-        raw, v1 = _key_blocks(problem, first - 1, first + g + (after is not None), start)
-        states = _block_states(blocked, raw, v1)
+        raw, values_and_one = _key_blocks(
+            problem, first - 1, first + g + (after is not None), start
+        )
+        states = _block_states(blocked, raw, values_and_one)
         rows = slice(first * w, min((first + g) * w, length))
         query = _blocked(raw_block(problem, "query", rows, start), g * w, w)
-        near = near_block(problem.near_spec, query, raw, v1, problem.is_causal, problem.lazy)
+        near = near_block(
+            problem.near_spec, query, raw, values_and_one, problem.is_causal, problem.lazy
+        )
         seen, before = surroundings(before, states, after, problem.lazy)
         far = read_block(blocked.query_spec, changed(blocked, "query", query), seen, True)
         put(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
@@ -71,30 +75,30 @@ def walk_window(
 
 
 def window_block(
-    spec: Exact, query: Tokens, key: Tokens, v1: Array, is_causal: bool, lazy: bool
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, is_causal: bool, lazy: bool
 ) -> Partial:
     """Exact part: each block of queries with its own keys and those of the blocks beside it.
 
     Queries ``(..., g, w, d)``; keys of one block more in front, and full attention one behind.
     O(g w^2 (d + e)) time, O(g w (w + d + e)) memory.
     """
-    xp = _generic.namespace(v1)
+    xp = _generic.namespace(values_and_one)
     exact_block = _dispatch.block_function("exact_block", xp)
     g, w = query.x.shape[-3:-1]
     if not is_causal:
         keys = Tokens(_beside(key.x, g, 3), _beside(key.log_weight, g, 3), key.start)
-        return exact_block(spec, query, keys, _beside(v1, g, 3))  # type: ignore[no-any-return]
+        return exact_block(spec, query, keys, _beside(values_and_one, g, 3))  # type: ignore[no-any-return]
     if not lazy:
         keys = Tokens(_beside(key.x, g, 2), _beside(key.log_weight, g, 2), key.start)
-        index = xp.arange(2 * w, device=array_api_compat.device(v1))
+        index = xp.arange(2 * w, device=array_api_compat.device(values_and_one))
         visible = index <= index[w:, None]
-        part: Partial = exact_block(spec, query, keys, _beside(v1, g, 2), visible)
-        if bool(xp.all(xp.isfinite(part.nd))):
+        part: Partial = exact_block(spec, query, keys, _beside(values_and_one, g, 2), visible)
+        if bool(xp.all(xp.isfinite(part.num_den))):
             return part
     own = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
     last = Tokens(key.x[..., :g, :, :], _where(key.log_weight, slice(0, g)), key.start)
-    part = exact_block(spec, query, last, v1[..., :g, :, :])
-    return _generic.combine(part, exact_halves(spec, query, own, v1[..., 1:, :, :]))
+    part = exact_block(spec, query, last, values_and_one[..., :g, :, :])
+    return _generic.combine(part, exact_halves(spec, query, own, values_and_one[..., 1:, :, :]))
 
 
 def _beside(x: Array, g: int, width: int) -> Array:
@@ -117,7 +121,10 @@ def _key_blocks(problem: Problem, first: int, stop: int, start: int) -> tuple[To
     w, length = problem.exact_window, problem.key.shape[-2]
     assert w is not None
     rows = slice(max(first, 0) * w, min(stop * w, length))
-    tokens, v1 = raw_block(problem, "key", rows, start), v1_block(problem, rows)
+    tokens, values_and_one = (
+        raw_block(problem, "key", rows, start),
+        values_and_one_block(problem, rows),
+    )
     front = rows.start - first * w
     size = (stop - first) * w
     log_weight = tokens.log_weight
@@ -126,7 +133,7 @@ def _key_blocks(problem: Problem, first: int, stop: int, start: int) -> tuple[To
     x = _padded(tokens.x, front, size)
     log_weight = _padded(log_weight, front, size, -float("inf"))
     tokens = _blocked(Tokens(x, log_weight, first * w + start), size, w)
-    return tokens, _split(_padded(v1, front, size), w)
+    return tokens, _split(_padded(values_and_one, front, size), w)
 
 
 def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
@@ -155,10 +162,10 @@ def _split(x: Array, w: int) -> Array:
 
 
 def _flat(part: Partial, rows: int) -> Partial:
-    xp = _generic.namespace(part.nd)
-    *lead, g, w, width = part.nd.shape
-    nd = xp.reshape(part.nd, (*lead, g * w, width))[..., :rows, :]
-    return Partial(nd, xp.reshape(part.log, (*part.log.shape[:-3], g * w, 1))[..., :rows, :])
+    xp = _generic.namespace(part.num_den)
+    *lead, g, w, width = part.num_den.shape
+    num_den = xp.reshape(part.num_den, (*lead, g * w, width))[..., :rows, :]
+    return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * w, 1))[..., :rows, :])
 
 
 def _over_blocks(spec: Any) -> Any:
@@ -181,12 +188,12 @@ def _nothing(problem: Problem, *blocks: int) -> State:
     return _generic.empty_state(lead, m, problem.value.shape[-1], like)
 
 
-def _block_states(problem: Problem, key: Tokens, v1: Array) -> State:
+def _block_states(problem: Problem, key: Tokens, values_and_one: Array) -> State:
     """State of every block by itself, with an axis of blocks."""
     reduce_block = _dispatch.block_function("reduce_block", problem.xp)
     empty = _nothing(problem, key.x.shape[-3])
     tokens = changed(problem, "key", key)
-    return reduce_block(problem.key_spec, tokens, v1, empty)  # type: ignore[no-any-return]
+    return reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]
 
 
 def _states_after(
@@ -221,5 +228,7 @@ def _stretch(problem: Problem, start: int, span: int, first: int, stop: int) -> 
         rows = slice((index * span + 1) * w, min(((index + 1) * span + 1) * w, length))
         if rows.start < rows.stop:
             tokens = changed(problem, "key", raw_block(problem, "key", rows, start))
-            state = reduce_block(problem.key_spec, tokens, v1_block(problem, rows), state)
+            state = reduce_block(
+                problem.key_spec, tokens, values_and_one_block(problem, rows), state
+            )
     return state

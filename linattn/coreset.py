@@ -19,7 +19,7 @@ import array_api_compat
 import numpy as np
 
 from linattn import _checks, _generic
-from linattn._blocks import Rows, divide, token_block, v1_block
+from linattn._blocks import Rows, divide, token_block, values_and_one_block
 from linattn._problem import exact_problem
 from linattn.files import Arrays, Members, Path, read_arrays, write_arrays
 from linattn.sampling import Seed, as_generator
@@ -55,13 +55,13 @@ MEMBERS: Members = {
 
 
 class _Entries(NamedTuple):
-    """Weighted keys: ``exp(q.key + log)`` is what a query gives to ``v1``."""
+    """Weighted keys: ``exp(q.key + log)`` is what a query gives to ``values_and_one``."""
 
     key: Array
     """(H, n, d)"""
     log: Array
     """(H, n), -inf for an entry that stands for nothing"""
-    v1: Array
+    values_and_one: Array
     """(H, n, e + 1): values, and 1"""
 
 
@@ -118,10 +118,10 @@ def _read(query: Array, old: _Entries, new: _Entries, xp: ModuleType, lazy: bool
         number += xp.astype(xp.max(old.log, axis=-1) > -xp.inf, query.dtype)[:, None, None]
     # A row that sees no key is 0; one whose logits all overflow to -inf is NaN.
     shift = xp.where(number == 0, xp.zeros_like(top), top)
-    nd = _visible_product(xp.exp(_lowered(near, shift)), new.v1, visible, xp, lazy)
+    num_den = _visible_product(xp.exp(_lowered(near, shift)), new.values_and_one, visible, xp, lazy)
     if far is not None:
-        nd += xp.matmul(xp.exp(_lowered(far, shift)), old.v1)
-    return Partial(nd, top)
+        num_den += xp.matmul(xp.exp(_lowered(far, shift)), old.values_and_one)
+    return Partial(num_den, top)
 
 
 def _lowered(x: Array, shift: Array) -> Array:
@@ -134,15 +134,20 @@ def _lowered(x: Array, shift: Array) -> Array:
 
 
 def _visible_product(
-    weights: Array, v1: Array, visible: Array, xp: ModuleType, lazy: bool
+    weights: Array, values_and_one: Array, visible: Array, xp: ModuleType, lazy: bool
 ) -> Array:
-    """``weights @ v1``, where a weight of 0 of an invisible key silences even a NaN."""
-    finite = xp.isfinite(v1)
+    """``weights @ values_and_one``, where a weight of 0 of an invisible key silences even a NaN."""
+    finite = xp.isfinite(values_and_one)
     if not lazy and bool(xp.all(finite)):
-        return xp.matmul(weights, v1)
-    spoilt = xp.matmul(xp.astype(visible, v1.dtype), xp.astype(~finite, v1.dtype)) > 0
-    nd = xp.matmul(weights, xp.where(finite, v1, xp.zeros_like(v1)))
-    return xp.where(spoilt, xp.full_like(nd, float("nan")), nd)
+        return xp.matmul(weights, values_and_one)
+    spoilt = (
+        xp.matmul(
+            xp.astype(visible, values_and_one.dtype), xp.astype(~finite, values_and_one.dtype)
+        )
+        > 0
+    )
+    num_den = xp.matmul(weights, xp.where(finite, values_and_one, xp.zeros_like(values_and_one)))
+    return xp.where(spoilt, xp.full_like(num_den, float("nan")), num_den)
 
 
 def _add_queries(moments: _Moments, query: Array, xp: ModuleType) -> _Moments:
@@ -248,10 +253,10 @@ def _reduce(
     mu = moments.mean + xp.matmul(b, half)
     mu1 = xp.concat([mu, -xp.vecdot(mu, b)[..., None]], axis=-1)
     log = entries.log + xp.vecdot(_rows(mu1, assigned, xp), x1)
-    sums, top = _sums(log, entries.v1, assigned, members, xp, lazy)
+    sums, top = _sums(log, entries.values_and_one, assigned, members, xp, lazy)
     total = sums[..., -1:]
-    v1 = sums / (total + xp.astype(total == 0, x.dtype))
-    return _Entries(b + centre, (top + xp.log(total))[..., 0], v1)
+    values_and_one = sums / (total + xp.astype(total == 0, x.dtype))
+    return _Entries(b + centre, (top + xp.log(total))[..., 0], values_and_one)
 
 
 def _noise(seed: int, block: int, like: Array) -> Array:
@@ -584,12 +589,12 @@ def _tokens(lead: tuple[int, ...], problem: Problem, rows: slice) -> tuple[Array
 
     query = flat(token_block(problem, "query", rows, 0).x) * problem.query_spec.scale
     tokens = token_block(problem, "key", rows, 0)
-    key, v1 = flat(tokens.x), flat(v1_block(problem, rows))
+    key, values_and_one = flat(tokens.x), flat(values_and_one_block(problem, rows))
     if tokens.log_weight is None:
-        return query, _Entries(key, xp.zeros_like(key[..., 0]), v1), query
+        return query, _Entries(key, xp.zeros_like(key[..., 0]), values_and_one), query
     log = flat(tokens.log_weight)
     # NaN where the position is masked.
-    return query, _Entries(key, log[..., 0], v1), query + 0 * log
+    return query, _Entries(key, log[..., 0], values_and_one), query + 0 * log
 
 
 def _begun(problem: Problem) -> _Stream:
@@ -620,7 +625,7 @@ def _check_continues(stream: _Stream, problem: Problem) -> None:
     kinds = {
         "leading axes": (stream.lead, problem.lead),
         "dim": (key.shape[-1], problem.key.shape[-1]),
-        "value dim": (stream.old.v1.shape[-1] - 1, problem.value.shape[-1]),
+        "value dim": (stream.old.values_and_one.shape[-1] - 1, problem.value.shape[-1]),
         "accumulation dtype": (key.dtype, problem.dtype),
         "device": (device(key), device(problem.query)),
     }

@@ -16,7 +16,14 @@ from typing import Any, TypeAlias
 import array_api_compat
 
 from linattn import _dispatch, _generic
-from linattn._blocks import Rows, blocks, divide, log_normalizer, passing_v1_block, token_block
+from linattn._blocks import (
+    Rows,
+    blocks,
+    divide,
+    log_normalizer,
+    token_block,
+    transient_values_block,
+)
 from linattn._corrected import guarded, widened
 from linattn._halves import exact_halves, scan_exact
 from linattn._kept import Kept
@@ -26,7 +33,7 @@ from linattn._window import walk_window
 from linattn.typing import (
     HEAD_BY_HEAD,
     Array,
-    ColumnMeans,
+    ColumnNormalized,
     Corrected,
     Exact,
     Index,
@@ -53,70 +60,74 @@ LONGEST_REFUSED = 512
 def _refused(part: Partial, log_weight: Array, state: State, m: int) -> Array:
     """Heads ``(..., 1, 1)`` with a row that the block's common shift may have spoilt, or None.
 
-    A row is sound if it is finite and its denominator is at least ``(tiny / eps) (m N + z)``, N
+    A row is accepted if it is finite and its denominator is at least ``(tiny / eps) (m N + z)``, N
     tokens so far and z the normalisers of the state: what underflow can have taken from it, at most
-    ``tiny (m N + z)``, is then below rounding. A row that sees no key at all is sound too. A column
-    of values that the state has lost to NaN or inf is past repair, and so is a head whose
+    ``tiny (m N + z)``, is then below rounding. A row that sees no key at all is accepted too. A
+    column of values that the state has lost to NaN or inf is past repair, and so is a head whose
     normalisers it has lost; the other columns are not.
     """
-    xp = _generic.namespace(part.nd)
-    info = xp.finfo(part.nd.dtype)
-    n = part.nd.shape[-2]
+    xp = _generic.namespace(part.num_den)
+    info = xp.finfo(part.num_den.dtype)
+    n = part.num_den.shape[-2]
     # A backend's state may be on a scale of which its normalisers are not bounded by the tokens.
     terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
     floor = float(info.smallest_normal) / float(info.eps) * terms
-    sound = xp.abs(part.nd[..., -1:]) >= floor
+    accepted = xp.abs(part.num_den[..., -1:]) >= floor
     if log_weight is not None:
         sees = xp.cumulative_sum(xp.astype(log_weight > -xp.inf, xp.int64), axis=-2) > 0
         before = xp.any(state.log_scale > -xp.inf, axis=-1)[..., None, None]
-        sound = sound | ~(sees | before)
-    lost = ~xp.isfinite(part.nd)
-    if bool(xp.all(sound & ~xp.any(lost, axis=-1, keepdims=True))):
+        accepted = accepted | ~(sees | before)
+    lost = ~xp.isfinite(part.num_den)
+    if bool(xp.all(accepted & ~xp.any(lost, axis=-1, keepdims=True))):
         return None
     alive = xp.all(xp.isfinite(state.kvz), axis=-2, keepdims=True)
-    sound = sound & ~xp.any(lost & alive, axis=-1, keepdims=True)
-    refused = ~xp.all(sound, axis=-2, keepdims=True)
+    accepted = accepted & ~xp.any(lost & alive, axis=-1, keepdims=True)
+    refused = ~xp.all(accepted, axis=-2, keepdims=True)
     log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
     refused = refused & alive[..., -1:] & log_finite
     return refused if bool(xp.any(refused)) else None
 
 
 def _causal_block(
-    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
     specs = (problem.query_spec, problem.key_spec)
-    if isinstance(problem.query_spec, ColumnMeans):
-        return scan_means(problem, query, key, v1, state)
+    if isinstance(problem.query_spec, ColumnNormalized):
+        return scan_means(problem, query, key, values_and_one, state)
     if problem.lazy:
-        return scan_exact(*specs, query, key, v1, state)
+        return scan_exact(*specs, query, key, values_and_one, state)
     special: Any = _dispatch.whole_function("scan_block", problem.xp)
     answer: Any = NotImplemented
     if special is not None:
-        answer = special(*specs, query, key, v1, state, problem.want_log)
+        answer = special(*specs, query, key, values_and_one, state, problem.want_log)
         if answer is HEAD_BY_HEAD:
-            return _head_by_head(problem, query, key, v1, state)
-        if answer is NotImplemented and v1.shape[-2] > LONGEST_REFUSED:
-            return _in_halves(problem, query, key, v1, state)
+            return _head_by_head(problem, query, key, values_and_one, state)
+        if answer is NotImplemented and values_and_one.shape[-2] > LONGEST_REFUSED:
+            return _in_halves(problem, query, key, values_and_one, state)
     if answer is NotImplemented:
-        answer = _generic.scan_block(*specs, query, key, v1, state, problem.want_log)
+        answer = _generic.scan_block(*specs, query, key, values_and_one, state, problem.want_log)
     part, after = answer
-    if part.sound:
+    if part.accepted:
         return part, after
     refused = _refused(part, key.log_weight, state, problem.num_features)
     if refused is None:
         return part, after
-    redone, _ = scan_exact(*specs, query, key, v1, state)
+    redone, _ = scan_exact(*specs, query, key, values_and_one, state)
     where = problem.xp.where
-    return Partial(where(refused, redone.nd, part.nd), where(refused, redone.log, part.log)), after
+    return Partial(
+        where(refused, redone.num_den, part.num_den), where(refused, redone.log, part.log)
+    ), after
 
 
 def _head_by_head(
-    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
     """Do the heads of a causal block one by one, so that a far one costs the others nothing."""
-    xp, lead, n = problem.xp, problem.lead, v1.shape[-2]
-    like = dict(dtype=problem.dtype, device=array_api_compat.device(v1))
-    part = Partial(xp.empty((*lead, n, v1.shape[-1]), **like), xp.empty((*lead, n, 1), **like))
+    xp, lead, n = problem.xp, problem.lead, values_and_one.shape[-2]
+    like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
+    part = Partial(
+        xp.empty((*lead, n, values_and_one.shape[-1]), **like), xp.empty((*lead, n, 1), **like)
+    )
     after = State(xp.empty_like(state.kvz), xp.empty_like(state.log_scale), state.length + n)
     for index in product(*map(range, problem.state_lead)):
         # An axis of 1 stays whole, as in plans: queries may have more along it.
@@ -128,11 +139,11 @@ def _head_by_head(
             take_problem(problem, task),
             _take_tokens(query, task),
             _take_tokens(key, task),
-            take(v1, 2, task),
+            take(values_and_one, 2, task),
             take_state(state, task),
         )
-        where = at(tuple(part.nd.shape), 2, task)
-        part.nd[where], part.log[where] = own.nd, own.log
+        where = at(tuple(part.num_den.shape), 2, task)
+        part.num_den[where], part.log[where] = own.num_den, own.log
         after.kvz[at(tuple(after.kvz.shape), 2, task)] = own_after.kvz
         after.log_scale[at(tuple(after.log_scale.shape), 1, task)] = own_after.log_scale
     return part, after
@@ -143,18 +154,18 @@ def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
 
 
 def _in_halves(
-    problem: Problem, query: Tokens, key: Tokens, v1: Array, state: State
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
     """Do a causal block that a backend refuses as two shorter ones."""
-    xp, n = problem.xp, v1.shape[-2]
+    xp, n = problem.xp, values_and_one.shape[-2]
     sums: list[Array] = []
     logs: list[Array] = []
     for rows in (slice(0, n // 2), slice(n // 2, n)):
         half, keys = _rows_of(query, rows), _rows_of(key, rows)
-        part, state = _causal_block(problem, half, keys, v1[..., rows, :], state)
+        part, state = _causal_block(problem, half, keys, values_and_one[..., rows, :], state)
         # A backend may make the next part in the same place.
-        sums.append(xp.asarray(part.nd, copy=True))
-        logs.append(xp.broadcast_to(part.log, (*part.nd.shape[:-1], 1)))
+        sums.append(xp.asarray(part.num_den, copy=True))
+        logs.append(xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1)))
     return Partial(xp.concat(sums, axis=-2), xp.concat(logs, axis=-2)), state
 
 
@@ -165,7 +176,7 @@ def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
 
 def reading(problem: Problem, state: State) -> tuple[Spec, State]:
     """Spec and state of a plain read."""
-    if isinstance(problem.query_spec, ColumnMeans):
+    if isinstance(problem.query_spec, ColumnNormalized):
         return problem.query_spec.spec, _generic.column_means(state)
     if isinstance(problem.query_spec, Corrected):
         return problem.query_spec.spec, widened(problem.query_spec, state)
@@ -203,7 +214,7 @@ def _updates(problem: Problem, state: State, block_size: int) -> Iterator[State]
         state = reduce_block(
             problem.key_spec,
             token_block(problem, "key", rows, start),
-            passing_v1_block(problem, rows),
+            transient_values_block(problem, rows),
             state,
         )
         yield state
@@ -254,7 +265,7 @@ def _scans(
             problem,
             token_block(problem, "query", rows, start),
             token_block(problem, "key", rows, start),
-            passing_v1_block(problem, rows),
+            transient_values_block(problem, rows),
             state,
         )
         put(task, rows, part)
@@ -282,14 +293,14 @@ def exact_rows(problem: Problem, rows: slice, block_size: int) -> Partial:
     part = None
     if problem.is_causal:
         key = token_block(problem, "key", rows, 0)
-        part = exact_halves(spec, query, key, passing_v1_block(problem, rows))
+        part = exact_halves(spec, query, key, transient_values_block(problem, rows))
     for others in blocks(rows.start if problem.is_causal else problem.key.shape[-2], block_size):
         key = token_block(problem, "key", others, 0)
-        v1 = passing_v1_block(problem, others)
+        values_and_one = transient_values_block(problem, others)
         if part is None:
-            part = exact_block(spec, query, key, v1)
+            part = exact_block(spec, query, key, values_and_one)
         else:
-            part = exact_more(spec, query, key, v1, part)
+            part = exact_more(spec, query, key, values_and_one, part)
     return _nothing(problem, query) if part is None else part
 
 
@@ -300,8 +311,8 @@ def _walk_window(problem: Problem, task: Index, block_size: int, put: _Put) -> I
 def _nothing(problem: Problem, query: Tokens) -> Partial:
     shape = (*problem.lead, query.x.shape[-2], problem.value.shape[-1] + 1)
     device = array_api_compat.device(query.x)
-    nd = problem.xp.zeros(shape, dtype=problem.dtype, device=device)
-    return Partial(nd, nd[..., -1:] - problem.xp.inf)
+    num_den = problem.xp.zeros(shape, dtype=problem.dtype, device=device)
+    return Partial(num_den, num_den[..., -1:] - problem.xp.inf)
 
 
 # Segments ---------------------------------------------------------------------------------------
@@ -318,7 +329,7 @@ def _in_segments(problem: Problem, plan: Plan, put: _Put, offer: _Offer | None) 
     keys = _segments(problem.key.shape[-2], plan)
     queries = keys if problem.is_causal else _segments(problem.query.shape[-2], plan)
     reduced = keys[:-1] if problem.is_causal else keys
-    nothing = initial_state(problem.but(state=None))
+    nothing = initial_state(problem.replace(state=None))
     states = [before] * (len(keys) + 1)
 
     def reduce(i: int) -> None:
@@ -372,7 +383,7 @@ def _segment(problem: Problem, rows: slice) -> Problem:
     """Take some rows of a problem whose state is handed around beside it."""
     mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
     sides = {name: getattr(problem, name)[..., rows, :] for name in ("query", "key", "value")}
-    return problem.but(key_mask=mask, **sides)
+    return problem.replace(key_mask=mask, **sides)
 
 
 def solve(
@@ -422,7 +433,7 @@ def solve(
             states.append((task, initial_state(part) if state is None else state))
 
     def work(task: Index) -> Iterator[None] | None:
-        if plan.stepwise:
+        if plan.resumable:
             return steps(task)
         for _ in steps(task):
             pass
@@ -447,7 +458,7 @@ def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
             return state
         kvz, log_scale = (xp.asarray(a, copy=True) for a in (state.kvz, state.log_scale))
         return State(kvz, log_scale, state.length)
-    whole = initial_state(problem.but(state=None))
+    whole = initial_state(problem.replace(state=None))
     for task, state in states:
         whole.kvz[at(tuple(whole.kvz.shape), 2, task)] = state.kvz
         whole.log_scale[at(tuple(whole.log_scale.shape), 1, task)] = state.log_scale
@@ -464,13 +475,13 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
     if whole is not None:
         # The caller's problem mostly has the state already.
         same = problem.state is state
-        answer: Any = whole(problem if same else problem.but(state=state))
+        answer: Any = whole(problem if same else problem.replace(state=state))
         if answer is not NotImplemented:
             return answer  # type: ignore[no-any-return]
     one = slice(0, 1)
     start = state.length
     with _generic.quiet():
-        state = update(problem, initial_state(problem.but(state=state)), 1)
+        state = update(problem, initial_state(problem.replace(state=state)), 1)
         read_block = _dispatch.block_function("read_block", problem.xp)
         tokens = token_block(problem, "query", one, start)
         query_spec, seen = reading(problem, state)

@@ -308,7 +308,7 @@ def _check_cotangent(
 
 
 def _state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
-    """Return what a returned state adds to all suffixes: ``grad_state exp(-log_scale)``."""
+    """Return what a returned state adds to all adjoints: ``grad_state exp(-log_scale)``."""
     if grad_state is None:
         return None
     if log_scale is None:

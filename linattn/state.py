@@ -341,7 +341,7 @@ class Decoder:
             self._leave()
             self._last = None
         rows = tuple(array[..., None, :] for array in arrays)
-        problem = self._problem.but(query=rows[0], key=rows[1], value=rows[2])
+        problem = self._problem.replace(query=rows[0], key=rows[1], value=rows[2])
         output, after = folds.step(problem, self._state)
         self._state = stamped(after, self._state, self._feature_map)
         return output

@@ -24,7 +24,7 @@ __all__ = [
     "ArrayT",
     "Assigned",
     "Backend",
-    "ColumnMeans",
+    "ColumnNormalized",
     "Corrected",
     "Exact",
     "Exponential",
@@ -141,31 +141,31 @@ class Partial(NamedTuple):
 
     Attributes
     ----------
-    nd : Array
-        ``(..., n, e + 1)``: ``[numerator, denominator] = nd * exp(log)``.
+    num_den : Array
+        ``(..., n, e + 1)``: ``[numerator, denominator] = num_den * exp(log)``.
     log : Array
         ``(..., n, 1)``, or ``(..., 1, 1)`` for one scale; -inf for a row that sees no key.
-    sound : bool
+    accepted : bool
         Whether every row of a causal block has been accepted already, by the rule of the driver.
     """
 
-    nd: Array
+    num_den: Array
     log: Array
-    sound: bool = False
+    accepted: bool = False
 
 
 class RowScale(NamedTuple):
     """What the gradient of a row's numerator and denominator is made of.
 
-    With ``[num, den] = nd * exp(log)`` and g the cotangent of ``num / den``, the cotangent of
-    ``nd`` is ``[g * inverse, -inner]``. A row that is 0 because its denominator is has none.
+    With ``[num, den] = num_den * exp(log)`` and g the cotangent of ``num / den``, the cotangent of
+    ``num_den`` is ``[g * inverse, -inner]``. A row that is 0 because its denominator is has none.
 
     Attributes
     ----------
     log : Array
         ``(..., n, 1)``: the log of the row's scale; inf for a row without gradient.
     inverse : Array
-        ``(..., n, 1)``: ``1 / nd[..., -1:]``, 0 for a row without gradient.
+        ``(..., n, 1)``: ``1 / num_den[..., -1:]``, 0 for a row without gradient.
     inner : Array
         ``(..., n, 1)``: ``inverse * (g . num / den)``.
     """
@@ -402,7 +402,7 @@ class Affine:
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnMeans:
+class ColumnNormalized:
     """Spec of queries that read means: every column of the state divided by its own normaliser.
 
     ``out = sum_r phi_r (kv_r / z_r) / sum_r phi_r`` over the columns that have seen a key. The
@@ -456,7 +456,7 @@ class Exact:
 
 
 Spec: TypeAlias = Exponential | Pointwise | Assigned | Normalized | Opaque
-MapSpec: TypeAlias = Spec | Affine | ColumnMeans | Corrected
+MapSpec: TypeAlias = Spec | Affine | ColumnNormalized | Corrected
 """What a feature map may say of a side; block bodies are given a ``Spec``."""
 
 
@@ -528,7 +528,7 @@ class Problem:
     near_spec: Exact | None = None
     signed: bool = False
 
-    def but(self, **changes: Any) -> Problem:
+    def replace(self, **changes: Any) -> Problem:
         """Copy with other values of some attributes, in 1 us instead of the 9 of ``replace``."""
         other = object.__new__(Problem)
         other.__dict__.update(self.__dict__, **changes)
@@ -553,7 +553,7 @@ class Plan(NamedTuple):
         Tokens a block of the backward pass; None is ``block_size``.
     backward_tasks : sequence of Index or None
         Tasks of the backward pass; None is ``tasks``.
-    stepwise : bool
+    resumable : bool
         ``run`` expects of ``work(task)`` an iterator: each of its steps does a block of the task.
         They may be taken up by one thread after the other, so that threads end together.
     """
@@ -564,7 +564,7 @@ class Plan(NamedTuple):
     segments: int = 1
     backward_size: int | None = None
     backward_tasks: Sequence[Index] | None = None
-    stepwise: bool = False
+    resumable: bool = False
 
     def for_gradients(self) -> Plan:
         """Tasks and blocks of the backward pass, and of a forward pass that keeps states for it."""
@@ -608,7 +608,7 @@ class Backend(Protocol):
     * ``attention(problem) -> (output, state, log_normalizer)``;
     * ``attention_vjp(problem, cotangent) -> (query, key, value, state)``: gradients, that of the
       initial state's ``kvz`` None without one. ``cotangent.output`` is that of the output,
-      ``cotangent.state`` None or a ``State`` to merge with the suffix behind the last token;
+      ``cotangent.state`` None or a ``State`` to merge with the adjoint behind the last token;
     * ``decode(problem) -> (output, state)``;
     * ``stepper(problem, state)``, an object with a method ``step(query, key, value) -> output`` or
       None and an attribute ``state``.
@@ -620,7 +620,7 @@ class Backend(Protocol):
     may define ``limited_threads()``, a context manager for what the core computes on the host
     between blocks, such as the fit of landmarks to arrays of any library.
 
-    In the gradients a *suffix* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
+    In the gradients a *adjoint* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
     queries behind the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale
     ``exp(log_i)``. Gradients may have leading axes that their tokens lack; the driver sums over
     them.
@@ -630,7 +630,9 @@ class Backend(Protocol):
         """Choose tasks, block length and threads."""
         ...
 
-    def reduce_block(self, key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> State:
+    def reduce_block(
+        self, key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State
+    ) -> State:
         """Add a block of keys and values to the state."""
         ...
 
@@ -644,7 +646,7 @@ class Backend(Protocol):
         key_spec: Spec,
         query: Tokens,
         key: Tokens,
-        v1: Array,
+        values_and_one: Array,
         state: State,
         want_log: bool,
     ) -> tuple[Partial, State] | object:
@@ -652,13 +654,18 @@ class Backend(Protocol):
         ...
 
     def exact_block(
-        self, spec: Exact, query: Tokens, key: Tokens, v1: Array, visible: Array | None = None
+        self,
+        spec: Exact,
+        query: Tokens,
+        key: Tokens,
+        values_and_one: Array,
+        visible: Array | None = None,
     ) -> Partial:
         """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
         ...
 
     def exact_more(
-        self, spec: Exact, query: Tokens, key: Tokens, v1: Array, part: Partial
+        self, spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, part: Partial
     ) -> Partial:
         """Add a block of keys to a partial of the same queries."""
         ...
@@ -672,7 +679,13 @@ class Backend(Protocol):
         ...
 
     def window_block(
-        self, spec: Exact, query: Tokens, key: Tokens, v1: Array, is_causal: bool, lazy: bool
+        self,
+        spec: Exact,
+        query: Tokens,
+        key: Tokens,
+        values_and_one: Array,
+        is_causal: bool,
+        lazy: bool,
     ) -> Partial:
         """Softmax attention of blocks of queries to the keys of their own block and beside it."""
         ...
@@ -684,15 +697,15 @@ class Backend(Protocol):
         ...
 
     def read_block_vjp(
-        self, query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, suffix: State
+        self, query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, adjoint: State
     ) -> tuple[Array, State]:
-        """Gradient of a block of queries that read a state, and the suffix with them added."""
+        """Gradient of a block of queries that read a state, and the adjoint with them added."""
         ...
 
     def reduce_block_vjp(
-        self, key_spec: Spec, tokens: Tokens, v1: Array, suffix: State
+        self, key_spec: Spec, tokens: Tokens, values_and_one: Array, adjoint: State
     ) -> tuple[Array, Array]:
-        """Gradients of a block of keys and of their ``[v, 1]``, all read by a suffix."""
+        """Gradients of a block of keys and of their ``[v, 1]``, all read by an adjoint."""
         ...
 
     def scan_query_vjp(
@@ -701,7 +714,7 @@ class Backend(Protocol):
         key_spec: Spec,
         query: Tokens,
         key: Tokens,
-        v1: Array,
+        values_and_one: Array,
         state: State,
         grad_output: Array,
     ) -> tuple[Array, RowScale, State]:
@@ -714,14 +727,15 @@ class Backend(Protocol):
         key_spec: Spec,
         query: Tokens,
         key: Tokens,
-        v1: Array,
-        suffix: State,
-        grad_nd: Array,
+        values_and_one: Array,
+        adjoint: State,
+        grad_num_den: Array,
         log: Array,
     ) -> tuple[Array, Array, State]:
-        """Gradients of a causal block of keys and of ``[v, 1]``, and the suffix before the block.
+        """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block.
 
-        ``grad_nd``, ``(..., n, e + 1)``, is the cotangent of the rows on the scale ``exp(log)``.
+        ``grad_num_den``, ``(..., n, e + 1)``, is the cotangent of the rows on the scale
+        ``exp(log)``.
         """
         ...
 
@@ -731,14 +745,14 @@ class Backend(Protocol):
         key_spec: Spec,
         query: Tokens,
         key: Tokens,
-        v1: Array,
+        values_and_one: Array,
         state: State,
-        suffix: State,
+        adjoint: State,
         grad_output: Array,
     ) -> tuple[Array, Array, Array, State]:
-        """Gradients of a causal block by queries, keys and ``[v, 1]``, and the suffix before it.
+        """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
-        What the two functions above do, at once, from the state before the block and the suffix
+        What the two functions above do, at once, from the state before the block and the adjoint
         behind it. Where a backend has it, the forward pass keeps states for it.
         """
         ...
@@ -748,8 +762,8 @@ class Backend(Protocol):
         spec: Exact,
         query: Tokens,
         key: Tokens,
-        v1: Array,
-        grad_nd: Array,
+        values_and_one: Array,
+        grad_num_den: Array,
         log: Array,
         visible: Array | None,
     ) -> Array:
@@ -761,8 +775,8 @@ class Backend(Protocol):
         spec: Exact,
         query: Tokens,
         key: Tokens,
-        v1: Array,
-        grad_nd: Array,
+        values_and_one: Array,
+        grad_num_den: Array,
         log: Array,
         visible: Array | None,
     ) -> tuple[Array, Array]:

@@ -127,13 +127,13 @@ def blockwise(feature_map, x, is_causal, sizes):
         return weights.view(Counted)
 
     state = np.zeros((m if rows else d, d + 1)).view(Counted)
-    v1 = np.ones((CAUSAL_BLOCK, d + 1)).view(Counted)
+    values_and_one = np.ones((CAUSAL_BLOCK, d + 1)).view(Counted)
     for block in np.split(x, len(x) // CAUSAL_BLOCK):
         phi_q, phi_k = features(block), features(block)
         np.matmul(phi_q, state)
         if is_causal:
-            np.matmul(np.matmul(phi_q, phi_k.T), v1)
-        state = state + np.matmul(phi_k.T, v1)
+            np.matmul(np.matmul(phi_q, phi_k.T), values_and_one)
+        state = state + np.matmul(phi_k.T, values_and_one)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

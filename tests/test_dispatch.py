@@ -166,7 +166,7 @@ def test_not_implemented_falls_back(fakes, name):
 def test_what_a_block_function_returns_is_used(fakes):
     def zero_read(query_spec, tokens, state, want_log):
         part = _generic.read_block(query_spec, tokens, state, want_log)
-        return Partial(part.nd * 0 + 2, part.log)
+        return Partial(part.num_den * 0 + 2, part.log)
 
     fakes.backend(read_block=zero_read)
     assert_array_equal(linattn.linear_attention(*tokens(), PHI), np.ones((2, 10, 4)))
@@ -182,9 +182,9 @@ def test_the_plan_of_a_backend_is_followed(fakes):
         for task in reversed(todo):
             work(task)
 
-    def reduce_block(key_spec, block, v1, state):
+    def reduce_block(key_spec, block, values_and_one, state):
         sizes.append(block.x.shape[:2])
-        return _generic.reduce_block(key_spec, block, v1, state)
+        return _generic.reduce_block(key_spec, block, values_and_one, state)
 
     fakes.backend(plan=lambda problem: Plan(4, tasks, run), reduce_block=reduce_block)
     query, key, value = tokens()

@@ -650,8 +650,8 @@ tooth(
 def reduced(key, value):
     log_scale = np.max(key, axis=-2)
     psi = np.exp(key - log_scale[..., None, :])
-    v1 = np.concatenate([value, np.ones_like(value[..., :1])], axis=-1)
-    return np.swapaxes(psi, -1, -2) @ v1, log_scale
+    values_and_one = np.concatenate([value, np.ones_like(value[..., :1])], axis=-1)
+    return np.swapaxes(psi, -1, -2) @ values_and_one, log_scale
 
 
 def merged(first, second):

@@ -94,14 +94,14 @@ def dense_corrected(q, k, v, phi, reading=None):
         lse = log_sum(phi.scale * probes @ k[head].T, 1)
         A = np.exp(phi.scale * probes @ k[head].T - lse[:, None])
         Phi = np.exp(phi.scale * probes @ b.T - lse[:, None])
-        v1 = np.concatenate([v[head], np.ones((len(k[head]), 1))], axis=1)
-        S = np.zeros((len(b), v1.shape[1]))
+        values_and_one = np.concatenate([v[head], np.ones((len(k[head]), 1))], axis=1)
+        S = np.zeros((len(b), values_and_one.shape[1]))
         for j, a in enumerate(columns):
-            S[a] += A[:, j] @ Phi[:, a] / (Phi[:, a] @ Phi[:, a]) * v1[j]
+            S[a] += A[:, j] @ Phi[:, a] / (Phi[:, a] @ Phi[:, a]) * values_and_one[j]
         norms = np.sqrt((Phi * Phi).sum(axis=0))
         unit = Phi / norms
         normal = unit.T @ unit + 0.1 * np.eye(len(b))
-        S1 = S + np.linalg.solve(normal, unit.T @ (A @ v1 - Phi @ S)) / norms[:, None]
+        S1 = S + np.linalg.solve(normal, unit.T @ (A @ values_and_one - Phi @ S)) / norms[:, None]
         for i, query in enumerate(reading[head]):
             features = np.exp(phi.scale * b @ query)
             plain, better = features @ S, features @ S1
@@ -291,9 +291,9 @@ def test_the_guard_condition_by_condition():
         (1.0, np.inf, np.inf): False,
         (1.0, np.nan, np.nan): False,
     }
-    nd = np.array([[7.0, d1, size, 5.0, d0] for d0, d1, size in rows])
-    part = guarded(Partial(nd, np.zeros((len(rows), 1))))
-    assert_array_equal(part.nd[:, 0], np.where(list(rows.values()), 7.0, 5.0))
+    num_den = np.array([[7.0, d1, size, 5.0, d0] for d0, d1, size in rows])
+    part = guarded(Partial(num_den, np.zeros((len(rows), 1))))
+    assert_array_equal(part.num_den[:, 0], np.where(list(rows.values()), 7.0, 5.0))
 
 
 # Invariants -------------------------------------------------------------------------------------

@@ -510,7 +510,7 @@ def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, m
             )
 
     problem = linear_problem(query, key, value, phi, is_causal=is_causal, chunk_size=128)
-    assert planning.plan(problem).stepwise
+    assert planning.plan(problem).resumable
     assert len(planning.plan(problem).tasks) == 3
     want, want_state = attend(1)
     for _ in range(20):

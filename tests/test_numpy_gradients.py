@@ -66,9 +66,9 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, name, outer)
 
-    for name in ("_plain_scale", "_plain_suffix", "_plain_block"):
+    for name in ("_plain_scale", "_plain_adjoint", "_plain_block"):
         counted(gradients, name, "plain")
-    for name in ("_shifted_scale", "_shifted_suffix", "shifted_log"):
+    for name in ("_shifted_scale", "_shifted_adjoint", "shifted_log"):
         counted(gradients, name, "shifted")
     for name in ("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"):
         counted(linattn_numpy, name, "generic")
@@ -136,7 +136,7 @@ def test_lengths_and_masks(is_causal, length):
 
 @pytest.mark.parametrize("scale", [1.0, 60.0])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_grouped_queries_share_a_suffix(is_causal, scale, calls):
+def test_grouped_queries_share_an_adjoint(is_causal, scale, calls):
     arrays = inputs(70, scale, heads=(2, 3, 2))
     arrays[1], arrays[2] = arrays[1][:, :, :1], arrays[2][:, :, :1]
     both(arrays, EXPONENTIAL["hyperbolic"], 1e-10, is_causal=is_causal)
@@ -228,7 +228,7 @@ def test_float32_blocks_at_once_are_right_to_rounding():
 
 @pytest.mark.parametrize("row", [10, 100, 290])
 def test_blocks_one_by_one_between_blocks_at_once(row, at_once):
-    """A token far outside the plain range: its block is shifted, the suffix changes its scale."""
+    """A token far outside the plain range: its block is shifted, the adjoint changes its scale."""
     query, key, value = inputs(300)
     query[:, row] *= 300
     key[:, row] *= 3
@@ -236,7 +236,7 @@ def test_blocks_one_by_one_between_blocks_at_once(row, at_once):
     assert set(at_once) == {False, True}
 
 
-def test_rising_keys_change_the_scale_of_the_suffix(at_once):
+def test_rising_keys_change_the_scale_of_the_adjoint(at_once):
     """Later keys weigh e^30 times as much as earlier ones, in one stream."""
     query, key, value = inputs(300)
     key = key * np.linspace(6, 0.1, 300)[:, None]

@@ -125,18 +125,18 @@ def _new_state(kvz: Array, shifts: Array, lead: tuple[int, ...], length: int) ->
 
 
 @device.or_generic
-def reduce_block(key_spec: Spec, tokens: Tokens, v1: Array, state: State) -> Any:
+def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State) -> Any:
     """Add a block of keys to the state; NotImplemented where there is no kernel for it."""
-    lead = _lead_of(key_spec, tokens.x, v1, state.kvz)
+    lead = _lead_of(key_spec, tokens.x, values_and_one, state.kvz)
     if lead is None:
         return NotImplemented
-    with device.on_device(v1):
+    with device.on_device(values_and_one):
         kvz, log_scale = _state_arrays(state, lead)
         side = _Side(key_spec, tokens, lead)
         shifts, keep = _weigh_keys(side, log_scale)
         after = _rescaled(kvz, keep)
-        multiply(side.u, _flat(v1, lead), after, transpose_a=True, add=True)
-        return _new_state(after, shifts, lead, state.length + v1.shape[-2])
+        multiply(side.u, _flat(values_and_one, lead), after, transpose_a=True, add=True)
+        return _new_state(after, shifts, lead, state.length + values_and_one.shape[-2])
 
 
 @device.or_generic
@@ -149,29 +149,31 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
         kvz, log_scale = _state_arrays(state, lead)
         side = _Side(query_spec, tokens, lead)
         norms = _weigh_queries(side, log_scale)
-        nd = device.empty((*side.u.shape[:2], kvz.shape[-1]), "float32")
-        multiply(side.u, kvz, nd)
-        return _partial(nd, norms, lead, sound=False)
+        num_den = device.empty((*side.u.shape[:2], kvz.shape[-1]), "float32")
+        multiply(side.u, kvz, num_den)
+        return _partial(num_den, norms, lead, accepted=False)
 
 
-def _partial(nd: Array, norms: Array, lead: tuple[int, ...], *, sound: bool) -> Partial:
-    return Partial(nd.reshape(*lead, *nd.shape[1:]), norms.reshape(*lead, -1, 1), sound)
+def _partial(num_den: Array, norms: Array, lead: tuple[int, ...], *, accepted: bool) -> Partial:
+    return Partial(
+        num_den.reshape(*lead, *num_den.shape[1:]), norms.reshape(*lead, -1, 1), accepted
+    )
 
 
 def _redo(
     queries: _Side,
     keys: _Side,
-    v1: Array,
+    values_and_one: Array,
     state: tuple[Array, Array],
     flags: Array,
-    nd: Array,
+    num_den: Array,
     norms: Array,
 ) -> None:
-    count, n, columns = v1.shape
+    count, n, columns = values_and_one.shape
     heads = heads_of((count,))
     assert heads is not None
     tokens: list[Any] = []
-    for array in (queries.x, keys.x, v1):
+    for array in (queries.x, keys.x, values_and_one):
         tokens += [array, *strides(heads, array)]
     nothing = [None, *[np.int64(0)] * 4]
     weights = nothing
@@ -182,7 +184,7 @@ def _redo(
         [*tokens, *nothing, *weights],
         [*state, *unit_strides(heads, (count,))],
         (device.empty((count, m, columns), "float32"), device.empty((count, m), "float32")),
-        (None, nd, norms),
+        (None, num_den, norms),
     )
     dims = (int(queries.x.shape[-1]), m, columns)
     flat = keys.map._replace(lead=tuple(keys.map.col.shape[:1]))
@@ -195,43 +197,43 @@ def scan_block(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Array,
+    values_and_one: Array,
     state: State,
     want_log: bool,
 ) -> Any:
-    """Causal attention of a block, or NotImplemented; rows that are not sound are done again here.
+    """Causal attention of a block, or NotImplemented; rejected rows are done again here.
 
     Whether any are is found and acted on by the device: nothing is looked at from the host.
     """
-    lead = _lead_of(query_spec, query.x, key.x, v1, state.kvz)
-    shapes = (key.x.shape[:-2], v1.shape[:-2], state.kvz.shape[:-2])
-    if lead is None or key_spec is not query_spec or v1.shape[-1] > MOST_VALUES:
+    lead = _lead_of(query_spec, query.x, key.x, values_and_one, state.kvz)
+    shapes = (key.x.shape[:-2], values_and_one.shape[:-2], state.kvz.shape[:-2])
+    if lead is None or key_spec is not query_spec or values_and_one.shape[-1] > MOST_VALUES:
         return NotImplemented
     if np.broadcast_shapes(*shapes) != lead:
         return NotImplemented  # queries share a state
-    with device.on_device(v1):
+    with device.on_device(values_and_one):
         kvz, log_scale = _state_arrays(state, lead)
-        v1 = _flat(v1, lead)
+        values_and_one = _flat(values_and_one, lead)
         queries, keys = _Side(query_spec, query, lead), _Side(key_spec, key, lead)
         shifts, keep = _weigh_keys(keys, log_scale)
         norms = _weigh_queries(queries, shifts)
         after = _rescaled(kvz, keep)
         heads, n, m = keys.u.shape
-        columns = v1.shape[-1]
+        columns = values_and_one.shape[-1]
 
         scores = device.empty((heads, n, n), "float32")
         multiply(queries.u, keys.u, scores, transpose_b=True)
         total = heads * n * n
         _launch("triangle", (-(-total // THREADS), 1), [scores, np.int64(total), np.int32(n)])
-        nd = device.empty((heads, n, columns), "float32")
-        multiply(scores, v1, nd)
-        multiply(queries.u, after, nd, add=True)
-        multiply(keys.u, v1, after, transpose_a=True, add=True)
+        num_den = device.empty((heads, n, columns), "float32")
+        multiply(scores, values_and_one, num_den)
+        multiply(queries.u, after, num_den, add=True)
+        multiply(keys.u, values_and_one, after, transpose_a=True, add=True)
 
         flags = device.empty((heads,), "int32")
         sizes = [np.int32(x) for x in (n, m, columns)]
-        args = [nd, keys.weights, kvz, log_scale, np.int64(state.length + n), *sizes, flags]
+        args = [num_den, keys.weights, kvz, log_scale, np.int64(state.length + n), *sizes, flags]
         _launch("check_rows", (heads, 1), args)
-        _redo(queries, keys, v1, (kvz, log_scale), flags, nd, norms)
-        part = _partial(nd, norms, lead, sound=True)
+        _redo(queries, keys, values_and_one, (kvz, log_scale), flags, num_den, norms)
+        part = _partial(num_den, norms, lead, accepted=True)
         return part, _new_state(after, shifts, lead, state.length + n)

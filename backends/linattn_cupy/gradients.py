@@ -152,7 +152,7 @@ class _Pull:
         self._launch("key_terms", -(-total // work.variant.warps), CAUSAL_CHUNK, args)
         return _Side(work.key, work.value, work.mask, rows, None)
 
-    def suffixes(
+    def adjoints(
         self, queries: _Side, segments: int, segment_length: int, needed: int
     ) -> tuple[Array, Array]:
         """Suffixes of the last ``needed`` segments of queries, last first, and their shifts."""
@@ -211,7 +211,7 @@ class _Pull:
     def walk(
         self, queries: _Side, keys: _Side, states: Before, flags: Array, *, of_keys: bool
     ) -> tuple[Array, Array | None]:
-        """Causal gradients of one side, from the states before or the suffixes behind segments."""
+        """Causal gradients of one side, from the states before or the adjoints behind segments."""
         work, heads = self.work, self.heads
         out = self._room(keys=of_keys)
         args: list[Any] = []
@@ -253,8 +253,8 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     """Gradients of linear attention of float16 and bfloat16, or NotImplemented.
 
     Output and normalisers are computed again, then the gradients of queries by a walk over the
-    state of the keys, and those of keys and values by a walk over the suffix of the queries; causal
-    walks go over segments side by side. Products are of bfloat16 (queries, keys and the projection
+    state of the keys, and those of keys and values by a walk over that of the queries; causal walks
+    go over segments side by side. Products are of bfloat16 (queries, keys and the projection
     in the dtype of the inputs) and accumulated in float32; gradients of heads that share an
     argument are rounded to its dtype before they are summed. With more than 64 values gradients of
     queries, then of keys, are summed from parts in float32, one for each 64.
@@ -271,12 +271,12 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
         need_memory("gradients", own, _least_memory(work))
         pull = _Pull(work, cotangent.output)
         walk = _causal if problem.is_causal else _full
-        gradients, suffix, flags = walk(pull, cotangent.state)
+        gradients, adjoint, flags = walk(pull, cotangent.state)
         if bool(flags.any()):
             return NotImplemented
         arrays = (problem.query, problem.key, problem.value)
         sums = [_sum_to(x, tuple(like.shape)) for x, like in zip(gradients, arrays, strict=True)]
-        state = None if suffix is None else _state_gradient(problem, *suffix)
+        state = None if adjoint is None else _state_gradient(problem, *adjoint)
         return *sums, state
 
 
@@ -291,7 +291,7 @@ def _least_memory(work: Work) -> int:
 
 
 _Walked = tuple[tuple[Array, ...], tuple[Array, Array] | None, Array]
-"""Gradients of query, key and value, the suffix before all keys where it is wanted, and flags."""
+"""Gradients of query, key and value, the adjoint before all keys where it is wanted, and flags."""
 
 
 def _full(pull: _Pull, grad_state: State | None) -> _Walked:
@@ -304,11 +304,11 @@ def _full(pull: _Pull, grad_state: State | None) -> _Walked:
     segments, segment_length = cut(
         work.heads.total * work.tiles, length, CAUSAL_CHUNK, work.most_segments()
     )
-    states = pull.suffixes(queries, segments, segment_length, segments)
-    suffix = work.room()
-    scan(work, grad_state, segments, states, suffix)
-    of_key, of_value = pull.read(pull.keys(), suffix, flags, keys=True)
-    return (of_query, of_key, of_value), suffix if work.problem.state is not None else None, flags
+    states = pull.adjoints(queries, segments, segment_length, segments)
+    adjoint = work.room()
+    scan(work, grad_state, segments, states, adjoint)
+    of_key, of_value = pull.read(pull.keys(), adjoint, flags, keys=True)
+    return (of_query, of_key, of_value), adjoint if work.problem.state is not None else None, flags
 
 
 def _causal(pull: _Pull, grad_state: State | None) -> _Walked:
@@ -318,18 +318,18 @@ def _causal(pull: _Pull, grad_state: State | None) -> _Walked:
     queries, keys = pull.queries(output, norms), pull.keys()
     of_query, _ = pull.walk(queries, keys, before, flags, of_keys=False)
     _, _, segments, segment_length = before
-    del output, norms, before  # their memory is for the suffixes
+    del output, norms, before  # their memory is for the adjoints
     whole = work.problem.state is not None
-    states = pull.suffixes(queries, segments, segment_length, segments - (not whole))
-    suffix = work.room() if whole else None
-    shifts = scan(work, grad_state, segments, states, (None, None) if suffix is None else suffix)
+    states = pull.adjoints(queries, segments, segment_length, segments - (not whole))
+    adjoint = work.room() if whole else None
+    shifts = scan(work, grad_state, segments, states, (None, None) if adjoint is None else adjoint)
     behind = Before(states[0], shifts, segments, segment_length)
     of_key, of_value = pull.walk(queries, keys, behind, flags, of_keys=True)
-    return (of_query, of_key, of_value), suffix, flags
+    return (of_query, of_key, of_value), adjoint, flags
 
 
 def _state_gradient(problem: Problem, kvz: Array, shifts: Array) -> Array:
-    """Gradient of the initial state's ``kvz``, from the suffix before all keys."""
+    """Gradient of the initial state's ``kvz``, from the adjoint before all keys."""
     assert problem.state is not None
     gradient = kvz * problem.xp.exp(shifts + problem.state.log_scale)[..., None]
     return _sum_to(gradient, tuple(problem.state.kvz.shape))

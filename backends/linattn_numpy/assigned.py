@@ -29,7 +29,9 @@ CHUNK_NUMBERS = 1 << 17
 """Numbers worked on at once: two such arrays of float32 make a MB."""
 
 
-def assigned_sums(spec: Assigned, tokens: Tokens, v1: Floats) -> tuple[Floats, Floats] | None:
+def assigned_sums(
+    spec: Assigned, tokens: Tokens, values_and_one: Floats
+) -> tuple[Floats, Floats] | None:
     """Sum a block by column: sums and their log scale; None where generic code must do it."""
     if spec.dense:
         return None
@@ -49,7 +51,7 @@ def assigned_sums(spec: Assigned, tokens: Tokens, v1: Floats) -> tuple[Floats, F
     weights.fill(0)
     flat = weights.reshape(-1)
     flat[np.arange(column.size) * m + column.ravel()] = np.exp(log - top).ravel()
-    sums = np.matmul(np.swapaxes(weights, -1, -2), v1)
+    sums = np.matmul(np.swapaxes(weights, -1, -2), values_and_one)
     seen = sums[..., -1] > 0
     return sums, np.where(seen, top[..., 0], log.dtype.type(-np.inf))
 

@@ -56,24 +56,24 @@ Whatever scale a later read chooses, it loses less than rounding of columns that
 def values_block(value: Floats, mask: Any, dtype: Any) -> Any:
     """``[v, 1]`` in a buffer, for the block of this moment."""
     lead = value.shape[:-2] if mask is None else np.broadcast_shapes(value.shape, mask.shape)[:-2]
-    v1 = buffer("values", (*lead, value.shape[-2], value.shape[-1] + 1), dtype)
-    v1[..., :-1] = value
-    v1[..., -1] = 1
+    values_and_one = buffer("values", (*lead, value.shape[-2], value.shape[-1] + 1), dtype)
+    values_and_one[..., :-1] = value
+    values_and_one[..., -1] = 1
     if mask is not None:
-        np.copyto(v1[..., :-1], 0, where=~mask)
-    return v1
+        np.copyto(values_and_one[..., :-1], 0, where=~mask)
+    return values_and_one
 
 
-def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> Any:
+def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State) -> Any:
     """Add a block of keys to the state."""
     if 0 in tokens.x.shape:
         return NotImplemented
     if isinstance(key_spec, Assigned):
-        sums = assigned_sums(key_spec, tokens, v1)
-        return NotImplemented if sums is None else _merged(state, *sums, v1.shape[-2])
+        sums = assigned_sums(key_spec, tokens, values_and_one)
+        return NotImplemented if sums is None else _merged(state, *sums, values_and_one.shape[-2])
     if not is_known(key_spec):
         return NotImplemented
-    c, row, shares = column_logs(key_spec, v1.dtype), row_term(key_spec, tokens), None
+    c, row, shares = column_logs(key_spec, values_and_one.dtype), row_term(key_spec, tokens), None
     lost = False
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
@@ -83,7 +83,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
         c = c + top[..., 0]
     kvz, largest = np.zeros(()), 0.0
     for rows, weights in features(key_spec, tokens.x, "key"):
-        some = v1[..., rows, :]
+        some = values_and_one[..., rows, :]
         if shares is not None:
             some = weighted(some, shares[..., rows, :])
         added = weighted_sum(weights, some[..., None, :, :])
@@ -99,13 +99,13 @@ def reduce_block(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> An
         z = np.where(z == 0, 1, z)
     if lost:
         # A row whose share has underflowed may have features as large as they come.
-        least = max(least, floor_of(z.dtype) * v1.shape[-2] * largest)
+        least = max(least, floor_of(z.dtype) * values_and_one.shape[-2] * largest)
     if not (least <= z.min() <= z.max() <= most and all_finite(kvz)):
-        return _reduce_shifted(key_spec, tokens, v1, state)
-    return _merged(state, kvz, c, v1.shape[-2])
+        return _reduce_shifted(key_spec, tokens, values_and_one, state)
+    return _merged(state, kvz, c, values_and_one.shape[-2])
 
 
-def _reduce_shifted(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) -> Any:
+def _reduce_shifted(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State) -> Any:
     if not isinstance(key_spec, Exponential):
         return NotImplemented
     log = shifted_log(key_spec, tokens, "key")
@@ -114,7 +114,9 @@ def _reduce_shifted(key_spec: Spec, tokens: Tokens, v1: Floats, state: State) ->
         return NotImplemented
     log -= finite(top)[..., None, :]
     np.exp(log, out=log)
-    return _merged(state, weighted_sum(log, v1), top + key_spec.col, v1.shape[-2])
+    return _merged(
+        state, weighted_sum(log, values_and_one), top + key_spec.col, values_and_one.shape[-2]
+    )
 
 
 def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
@@ -155,22 +157,22 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
         # A column far below the top one may still be the one that counts for a query.
         if np.any((kvz[..., -1] < floor_of(kvz.dtype)) & (c > -np.inf)):
             return _read_shifted(query_spec, tokens, state, want_log)
-    nd = np.zeros(())
+    num_den = np.zeros(())
     for rows, weights in features(query_spec, tokens.x, "query"):
         if rows.start == 0:
             lead = leading(weights.shape[:-3], kvz.shape[:-2])
-            nd = buffer("nd", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
+            num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
         halves, r = weights.shape[-3], weights.shape[-1]
         if halves == 1:
-            multiply(weights[..., 0, :, :], kvz, nd[..., rows, :])
+            multiply(weights[..., 0, :, :], kvz, num_den[..., rows, :])
         else:
             columns = kvz.reshape(*kvz.shape[:-2], halves, r, kvz.shape[-1])
-            np.add.reduce(product(weights, columns, "halves"), axis=-3, out=nd[..., rows, :])
-    floor = floor_of(nd.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
-    floor = max(floor, LEAST_READ[nd.itemsize])
-    if not (nd[..., -1].min() >= floor and all_finite(nd)):
+            np.add.reduce(product(weights, columns, "halves"), axis=-3, out=num_den[..., rows, :])
+    floor = floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
+    floor = max(floor, LEAST_READ[num_den.itemsize])
+    if not (num_den[..., -1].min() >= floor and all_finite(num_den)):
         return _read_shifted(query_spec, tokens, state, want_log)
-    return Partial(nd, row_log(query_spec, tokens, top[..., None], want_log))
+    return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
 
 
 def _read_shifted(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
@@ -181,17 +183,17 @@ def _read_shifted(query_spec: Spec, tokens: Tokens, state: State, want_log: bool
     row = log.max(axis=-1, keepdims=True)
     log -= finite(row)
     np.exp(log, out=log)
-    return Partial(product(log, state.kvz, "nd"), row_log(query_spec, tokens, row, want_log))
+    return Partial(product(log, state.kvz, "num_den"), row_log(query_spec, tokens, row, want_log))
 
 
 def divide(part: Partial, out: Floats | None = None) -> Any:
     """Numerator over denominator, into ``out``."""
-    divisor = part.nd[..., -1:]
+    divisor = part.num_den[..., -1:]
     least, most = divisor.min(initial=1.0), divisor.max(initial=1.0)
     if least < 0:
         sizes = np.abs(divisor)
         least, most = sizes.min(), sizes.max()
     if out is None or not 0 < least <= most < np.inf:
         return NotImplemented
-    np.divide(part.nd[..., :-1], divisor, out=out, casting="same_kind")
+    np.divide(part.num_den[..., :-1], divisor, out=out, casting="same_kind")
     return None

@@ -1,6 +1,6 @@
 """Gradients of a causal block for queries and keys at once, of plain blocks only.
 
-With the state before the block at hand, and the suffix behind it, features are made once, and so
+With the state before the block at hand, and the adjoint behind it, features are made once, and so
 are the weights of the pairs within a sub-block and their cotangents, each of which both sides need.
 Blocks that are not plain, and those of arguments that share leading axes, go one side at a time.
 """
@@ -47,27 +47,29 @@ def scan_vjp(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
+    values_and_one: Floats,
     state: State,
-    suffix: State,
+    adjoint: State,
     grad_output: Floats,
 ) -> Any:
-    """Gradients of a plain causal block by queries, keys and ``[v, 1]``, and the suffix before it.
+    """Gradients of a plain causal block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
-    ``state`` is the one before the block, ``suffix`` the one behind it. Features and weights within
-    sub-blocks are made once for both sides.
+    ``state`` is the one before the block, ``adjoint`` the one behind it. Features and weights
+    within sub-blocks are made once for both sides.
     """
     lead = state.kvz.shape[:-2]
-    if 0 in query.x.shape or any(x.shape[:-2] != lead for x in (query.x, key.x, v1, grad_output)):
+    if 0 in query.x.shape or any(
+        x.shape[:-2] != lead for x in (query.x, key.x, values_and_one, grad_output)
+    ):
         return NotImplemented
     if not (_known(query_spec) and _known(key_spec)):
         return NotImplemented
-    common = _plain_scale(query_spec, key_spec, query, key, v1, state)
+    common = _plain_scale(query_spec, key_spec, query, key, values_and_one, state)
     if common is None:
         return NotImplemented
     q, k, v, start, _, c, floor, (query_positive, key_positive) = common
-    # The suffix's own scale: that of the rows, whose queries lack the log of their columns.
-    ahead = suffix.log_scale + c
+    # The adjoint's own scale: that of the rows, whose queries lack the log of their columns.
+    ahead = adjoint.log_scale + c
     if k.shape[:-2] != lead or q.shape[:-2] != lead or not ahead.max() <= AHEAD:
         return NotImplemented
     if not (isinstance(key_spec, Exponential) or np.all(c == c[..., :1])):
@@ -79,13 +81,13 @@ def scan_vjp(
     triangles, inverses = found
     grad_query = _to_tokens(query_spec, query.x, q, query_positive, read, None)
     grad_query *= inverses
-    behind = suffix.kvz * np.exp(ahead)[..., None]
-    grad_v1, before = _key_triangles(triangles, q, k, v, behind, read)
-    grad_v1 *= v[..., -1:]
-    total = np.vecdot(v1, grad_v1)[..., None]
+    behind = adjoint.kvz * np.exp(ahead)[..., None]
+    grad_values_and_one, before = _key_triangles(triangles, q, k, v, behind, read)
+    grad_values_and_one *= v[..., -1:]
+    total = np.vecdot(values_and_one, grad_values_and_one)[..., None]
     grad_key = _to_tokens(key_spec, key.x, k, key_positive, read, total)
-    suffix = State(before, -c, suffix.length + v1.shape[-2])
-    return grad_query, grad_key, grad_v1, suffix
+    adjoint = State(before, -c, adjoint.length + values_and_one.shape[-2])
+    return grad_query, grad_key, grad_values_and_one, adjoint
 
 
 def _query_triangles(
@@ -144,10 +146,12 @@ def _query_triangles(
 def _key_triangles(
     triangles: list[_Triangle], q: Floats, k: Floats, v: Floats, start: Floats, read: Floats
 ) -> tuple[Floats, Floats]:
-    """Put the cotangents of ``k`` into ``read``; return those of v and the suffix before."""
-    grad_v1 = np.empty(v.shape, v.dtype)
+    """Put the cotangents of ``k`` into ``read``; return those of v and the adjoint before."""
+    grad_values_and_one = np.empty(v.shape, v.dtype)
     for part, size, scores, cotangents, g1 in reversed(triangles):
-        qs, ks, vs, out, out_v1 = (split(x, part, size) for x in (q, k, v, read, grad_v1))
+        qs, ks, vs, out, out_v1 = (
+            split(x, part, size) for x in (q, k, v, read, grad_values_and_one)
+        )
         states = _states(start, qs.shape[-3], last=True)
         np.matmul(transposed(qs), g1, out=states[..., :-1, :, :])
         for i in range(qs.shape[-3] - 1, -1, -1):
@@ -158,7 +162,7 @@ def _key_triangles(
         np.matmul(vs, _turned(later), out=out)
         out += product(transposed(cotangents), qs, "more")
         start = states[..., 0, :, :].copy()
-    return grad_v1, start
+    return grad_values_and_one, start
 
 
 def _states(start: Floats, count: int, *, last: bool = False) -> Floats:

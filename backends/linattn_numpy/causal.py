@@ -69,24 +69,24 @@ def scan_block(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
+    values_and_one: Floats,
     state: State,
     want_log: bool,
 ) -> Any:
     """Causal attention of a block after the state, and the state after it."""
-    if 0 in query.x.shape or 0 in v1.shape:
+    if 0 in query.x.shape or 0 in values_and_one.shape:
         return NotImplemented
     if is_known(query_spec) and is_known(key_spec) and halves_of(query_spec) == halves_of(key_spec):
-        answer = _scan_plain(query_spec, key_spec, query, key, v1, state, want_log)
+        answer = _scan_plain(query_spec, key_spec, query, key, values_and_one, state, want_log)
         if answer is not None:
             return answer
         *heads, m, _ = state.kvz.shape
-        if prod(heads) > 1 and v1.shape[-2] * m >= LEAST_APART:
+        if prod(heads) > 1 and values_and_one.shape[-2] * m >= LEAST_APART:
             return HEAD_BY_HEAD
     # Longer ones, which come in pieces where they are plain, are tried again in shorter blocks.
-    is_short = v1.shape[-2] <= max(SHIFTED_ROWS, CACHE_NUMBERS // state.kvz.shape[-2])
+    is_short = values_and_one.shape[-2] <= max(SHIFTED_ROWS, CACHE_NUMBERS // state.kvz.shape[-2])
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        return _scan_shifted(query_spec, key_spec, query, key, v1, state, want_log)
+        return _scan_shifted(query_spec, key_spec, query, key, values_and_one, state, want_log)
     return NotImplemented
 
 
@@ -95,17 +95,17 @@ def _scan_plain(
     key_spec: Exponential | Pointwise,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
+    values_and_one: Floats,
     state: State,
     want_log: bool,
 ) -> tuple[Partial, State] | None:
-    """Scan without shifts, on one scale for block and state; None where that is not sound."""
-    column = column_logs(query_spec, v1.dtype)
-    logs = column_logs(key_spec, v1.dtype)
+    """Scan without shifts, on one scale for block and state; None where that is not accurate."""
+    column = column_logs(query_spec, values_and_one.dtype)
+    logs = column_logs(key_spec, values_and_one.dtype)
     common = common_scale(column, logs, row_term(key_spec, key), state)
     if common is None:
         return None
-    n, highest, nd = v1.shape[-2], 0.0, None
+    n, highest, num_den = values_and_one.shape[-2], 0.0, None
     bounds = _known_bounds(query_spec, key_spec, query, key, common)
     looks = bool((bounds == inf).any())
     if looks and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
@@ -113,23 +113,33 @@ def _scan_plain(
     kvz = state.kvz * common.scale[..., None]
     # elu + 1 takes 1.4 % less where values that weigh 1 are not copied.
     weighs = common.weights.shape[-2] == n or bool((common.weights != 1).any())
-    lead = leading(v1.shape[:-2], common.weights.shape[:-2] if weighs else ())
+    lead = leading(values_and_one.shape[:-2], common.weights.shape[:-2] if weighs else ())
     for rows, length, size in pieces(n, CACHE_NUMBERS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query.x, length, "query", merges=False)
         keys = FeatureMaker(key_spec, key.x, length, "key", merges=False)
         k, factor = _scaled(keys.weights, common.column)
         sums = Triangles(queries.weights, k, lead, kvz, size)
-        if nd is None:
-            nd = buffer("rows", (*sums.lead, n, v1.shape[-1]), v1.dtype)
+        if num_den is None:
+            num_den = buffer(
+                "rows", (*sums.lead, n, values_and_one.shape[-1]), values_and_one.dtype
+            )
         weights: Any = repeat(common.weights[..., None])
         if common.weights.shape[-2] == n:
             weights = sums.cut(common.weights[..., rows, :])
-        v = buffer("v1", (*lead, length // size, size, v1.shape[-1]), v1.dtype) if weighs else None
+        v = (
+            buffer(
+                "values_and_one",
+                (*lead, length // size, size, values_and_one.shape[-1]),
+                values_and_one.dtype,
+            )
+            if weighs
+            else None
+        )
         arrays = (
             queries.cut(query.x[..., rows, :]),
             keys.cut(key.x[..., rows, :]),
-            sums.cut(v1[..., rows, :]),
-            sums.cut(nd[..., rows, :]),
+            sums.cut(values_and_one[..., rows, :]),
+            sums.cut(num_den[..., rows, :]),
         )
         for some, others, values, out, weight in zip(*arrays, weights, strict=False):
             reach = queries.make(some, looks=looks)
@@ -142,16 +152,18 @@ def _scan_plain(
                 np.multiply(keys.weights, factor, out=k)
             sums.add(values if v is None else np.multiply(values, weight, out=v), out)
         kvz = sums.state()
-    assert nd is not None
+    assert num_den is not None
     terms = kvz.shape[-2] * (state.length + n)
     lost = exp(highest) if looks else 2 * exp(float(bounds.max()))
-    if not (nd[..., -1].min() >= floor_of(nd.dtype) * terms * lost and all_finite(nd)):
+    if not (
+        num_den[..., -1].min() >= floor_of(num_den.dtype) * terms * lost and all_finite(num_den)
+    ):
         return None
     log = row_log(query_spec, query, common.g[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.g - column)
     if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
         c = np.where(sees, c, c.dtype.type(-np.inf))
-    return Partial(nd, log, sound=True), State(kvz, c, state.length + n)
+    return Partial(num_den, log, accepted=True), State(kvz, c, state.length + n)
 
 
 def _known_bounds(
@@ -192,7 +204,7 @@ class Common(NamedTuple):
 def common_scale(
     query_logs: Floats, key_logs: Floats, row: Floats | None, state: State
 ) -> Common | None:
-    """Put a plain causal block and its state on one scale; None where that is not sound.
+    """Put a plain causal block and its state on one scale; None where that is not accurate.
 
     ``query_logs``, ``key_logs``: logs that columns have beside their weights; ``row``: the keys'
     own terms.
@@ -244,7 +256,7 @@ def _scan_shifted(
     key_spec: Exponential,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
+    values_and_one: Floats,
     state: State,
     want_log: bool,
 ) -> tuple[Partial, State]:
@@ -260,13 +272,17 @@ def _scan_shifted(
     log_q -= finite(row)
     np.exp(log_q, out=log_q)
     kvz = state.kvz * np.exp(state.log_scale - shift)[..., None]
-    n, nd = v1.shape[-2], None
+    n, num_den = values_and_one.shape[-2], None
     for rows, size in sub_blocks(n):
         q, k = (log[..., None, rows, :] for log in (log_q, log_k))
-        sums = Triangles(q, k, v1.shape[:-2], kvz, size)
-        if nd is None:
-            nd = buffer("rows", (*sums.lead, n, v1.shape[-1]), v1.dtype)
-        sums.add(*sums.cut(v1[..., rows, :]), *sums.cut(nd[..., rows, :]))
+        sums = Triangles(q, k, values_and_one.shape[:-2], kvz, size)
+        if num_den is None:
+            num_den = buffer(
+                "rows", (*sums.lead, n, values_and_one.shape[-1]), values_and_one.dtype
+            )
+        sums.add(*sums.cut(values_and_one[..., rows, :]), *sums.cut(num_den[..., rows, :]))
         kvz = sums.state()
-    assert nd is not None
-    return Partial(nd, row_log(query_spec, query, row, want_log)), State(kvz, c, state.length + n)
+    assert num_den is not None
+    return Partial(num_den, row_log(query_spec, query, row, want_log)), State(
+        kvz, c, state.length + n
+    )

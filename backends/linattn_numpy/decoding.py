@@ -223,10 +223,13 @@ class _Outer:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-        v1, phi = np.zeros((*shape[:-2], 2, shape[-1]), dtype), np.zeros((*shape[:-1], 2), dtype)
-        self._v1, self._phi = v1, phi
-        self._value, self._weights = v1[..., 0, :-1], phi[..., 0]
-        v1[..., 0, -1] = 1
+        values_and_one, phi = (
+            np.zeros((*shape[:-2], 2, shape[-1]), dtype),
+            np.zeros((*shape[:-1], 2), dtype),
+        )
+        self._v1, self._phi = values_and_one, phi
+        self._value, self._weights = values_and_one[..., 0, :-1], phi[..., 0]
+        values_and_one[..., 0, -1] = 1
 
     def added(self, kvz: Floats, weights: Floats, value: Floats) -> Floats:
         """Return ``kvz + weights [value, 1]^T``, stored by rows whatever came.
@@ -241,13 +244,13 @@ class _Outer:
 
 
 class _Result:
-    """Numerators and denominators of a token, ``nd`` of shape ``(..., 1, e + 1)``, with views."""
+    """Numerators and denominators of a token, ``num_den`` ``(..., 1, e + 1)``, with views."""
 
-    def __init__(self, nd: Floats) -> None:
-        self.nd, self.rows = nd, nd[..., 0, :]
+    def __init__(self, num_den: Floats) -> None:
+        self.num_den, self.rows = num_den, num_den[..., 0, :]
         self._numerators, self._denominators = self.rows[..., :-1], self.rows[..., -1:]
-        self._flat = nd.reshape(-1)
-        self._flat_denominators = self._flat[nd.shape[-1] - 1 :: nd.shape[-1]]
+        self._flat = num_den.reshape(-1)
+        self._flat_denominators = self._flat[num_den.shape[-1] - 1 :: num_den.shape[-1]]
         self._zeros = np.zeros_like(self._flat)
 
     def divided(self, least: float) -> Floats | None:
@@ -303,7 +306,7 @@ def decode(problem: Problem) -> Any:
                 return NotImplemented
             kvz = kvz * np.exp(state.log_scale - features.log_scale)[..., None]
         after = outer.added(kvz, weights, value)
-        np.matmul(np.swapaxes(features.query(), -1, -2), after, out=result.nd)
+        np.matmul(np.swapaxes(features.query(), -1, -2), after, out=result.num_den)
         out = result.divided(LEAST_DENOMINATOR[after.itemsize])
     if out is None:
         return NotImplemented
@@ -428,7 +431,7 @@ class Stepper:
     def _read(self, slot: _Slot, phi: Floats, least: float) -> Floats | None:
         """Read a state and the tokens that wait beside it."""
         np.matmul(slot.rows, phi, out=slot.sums)
-        np.matmul(slot.shares, slot.values, out=self._result.nd)
+        np.matmul(slot.shares, slot.values, out=self._result.num_den)
         np.add(self._result.rows, self._read_of_state, out=self._result.rows)
         return self._result.divided(least)
 

@@ -34,9 +34,11 @@ def _logits(
     return logits
 
 
-def exact_more(spec: Exact, query: Tokens, key: Tokens, v1: Floats, part: Partial) -> Any:
+def exact_more(
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, part: Partial
+) -> Any:
     """Add a block of keys to a partial of the same queries, on its scale."""
-    if 0 in query.x.shape or 0 in v1.shape:
+    if 0 in query.x.shape or 0 in values_and_one.shape:
         return NotImplemented
     if part.log.shape[:-1] != query.x.shape[:-1]:
         return NotImplemented
@@ -44,23 +46,23 @@ def exact_more(spec: Exact, query: Tokens, key: Tokens, v1: Floats, part: Partia
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
     logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
-    more = product(np.exp(logits, out=logits), v1, "more")
-    if more.shape != part.nd.shape:
+    more = product(np.exp(logits, out=logits), values_and_one, "more")
+    if more.shape != part.num_den.shape:
         return NotImplemented
-    nd = more + part.nd
+    num_den = more + part.num_den
     # What is inf or NaN is so by itself, or because the scale is too low for this block.
-    return Partial(nd, part.log) if all_finite(nd) else NotImplemented
+    return Partial(num_den, part.log) if all_finite(num_den) else NotImplemented
 
 
 def exact_block(
     spec: Exact,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
+    values_and_one: Floats,
     visible: NDArray[np.bool_] | None = None,
 ) -> Any:
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
-    if 0 in query.x.shape or 0 in v1.shape:
+    if 0 in query.x.shape or 0 in values_and_one.shape:
         return NotImplemented
     logits = _logits(spec, query, key, visible)
     row = logits.max(axis=-1, keepdims=True)
@@ -68,21 +70,21 @@ def exact_block(
         return NotImplemented
     logits -= row
     np.exp(logits, out=logits)
-    return Partial(np.matmul(logits, v1), row)
+    return Partial(np.matmul(logits, values_and_one), row)
 
 
 def window_block(
-    spec: Exact, query: Tokens, key: Tokens, v1: Floats, is_causal: bool, lazy: bool
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
 ) -> Any:
     """Exact part of a window: keys of neighbouring blocks are views that overlap, not copies."""
-    if 0 in query.x.shape or 0 in v1.shape:
+    if 0 in query.x.shape or 0 in values_and_one.shape:
         return NotImplemented
     g, w = query.x.shape[-3:-1]
     width = 2 if is_causal else 3
     keys = Tokens(_beside(key.x, g, width), _beside(key.log_weight, g, width), key.start)
     visible = np.tri(w, 2 * w, w, dtype=bool) if is_causal else None
-    part = exact_block(spec, query, keys, _beside(v1, g, width), visible)
-    if is_causal and part is not NotImplemented and not np.isfinite(part.nd).all():
+    part = exact_block(spec, query, keys, _beside(values_and_one, g, width), visible)
+    if is_causal and part is not NotImplemented and not np.isfinite(part.num_den).all():
         return NotImplemented
     return part
 

@@ -158,9 +158,9 @@ def _rows(
 
 
 def read_block_vjp(
-    query_spec: Spec, tokens: Tokens, state: State, grad_output: Floats, suffix: State
+    query_spec: Spec, tokens: Tokens, state: State, grad_output: Floats, adjoint: State
 ) -> Any:
-    """Gradient of queries that read a state, and the suffix with them added."""
+    """Gradient of queries that read a state, and the adjoint with them added."""
     if 0 in tokens.x.shape or not _known(query_spec):
         return NotImplemented
     block = _plain_block(query_spec, tokens, "query")
@@ -191,55 +191,57 @@ def read_block_vjp(
         return NotImplemented
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
-    sums = _sum_to(weighted_sum(weights, g1), suffix.kvz.shape[:-2])
-    suffix = _added(suffix, sums, column, g1.shape[-2])
-    return _to_tokens(query_spec, tokens.x, weights, positive, read, None), suffix
+    sums = _sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
+    adjoint = _added(adjoint, sums, column, g1.shape[-2])
+    return _to_tokens(query_spec, tokens.x, weights, positive, read, None), adjoint
 
 
-def _added(suffix: State, sums: Floats, column: Floats, n: int) -> State:
-    """Add a block's sums, on the log scale ``column``, to a suffix; ``sums`` is ours to change."""
-    length = suffix.length + n
-    if np.array_equal(suffix.log_scale, column):
-        sums += suffix.kvz
-        return State(sums, suffix.log_scale, length)
-    after = np.maximum(suffix.log_scale, column)
+def _added(adjoint: State, sums: Floats, column: Floats, n: int) -> State:
+    """Add a block's sums, on the log scale ``column``, to an adjoint; ``sums`` is written over."""
+    length = adjoint.length + n
+    if np.array_equal(adjoint.log_scale, column):
+        sums += adjoint.kvz
+        return State(sums, adjoint.log_scale, length)
+    after = np.maximum(adjoint.log_scale, column)
     shift = finite(after)
     sums *= np.exp(column - shift)[..., None]
-    sums += suffix.kvz * np.exp(suffix.log_scale - shift)[..., None]
+    sums += adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
     return State(sums, after, length)
 
 
-def reduce_block_vjp(key_spec: Spec, tokens: Tokens, v1: Floats, suffix: State) -> Any:
-    """Gradients of keys and of ``[v, 1]`` that a suffix has read."""
+def reduce_block_vjp(key_spec: Spec, tokens: Tokens, values_and_one: Floats, adjoint: State) -> Any:
+    """Gradients of keys and of ``[v, 1]`` that an adjoint has read."""
     if 0 in tokens.x.shape or not _known(key_spec):
         return NotImplemented
-    scale = _largest_scale(v1.dtype, prod(suffix.log_scale.shape[-1:]) * max(suffix.length, 1))
+    scale = _largest_scale(
+        values_and_one.dtype, prod(adjoint.log_scale.shape[-1:]) * max(adjoint.length, 1)
+    )
     block = _plain_block(key_spec, tokens, "key")
     if block is not None:
         factor, top = _row_factor(block.row)
-        column = suffix.log_scale + block.plain.col + top
+        column = adjoint.log_scale + block.plain.col + top
         if not column.max() + block.plain.highest <= scale:
             return NotImplemented
-        kvz = suffix.kvz * np.exp(column)[..., None]
+        kvz = adjoint.kvz * np.exp(column)[..., None]
         weights = block.plain.weights
     elif isinstance(key_spec, Exponential):
-        factor, kvz = None, suffix.kvz
+        factor, kvz = None, adjoint.kvz
         weights = shifted_log(key_spec, tokens, "key")
-        weights = in_place(np.add, weights, (suffix.log_scale + key_spec.col)[..., None, :])
+        weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
         if not weights.max() <= scale:
             return NotImplemented
         np.exp(weights, out=weights)
     else:
         return NotImplemented
-    shape = (*leading(weights.shape[:-2], kvz.shape[:-2]), *v1.shape[-2:])
-    grad_v1 = multiply(weights, kvz, np.empty(shape, v1.dtype))
-    scaled = v1 if factor is None else v1 * factor
+    shape = (*leading(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
+    grad_values_and_one = multiply(weights, kvz, np.empty(shape, values_and_one.dtype))
+    scaled = values_and_one if factor is None else values_and_one * factor
     if factor is not None:
-        grad_v1 *= factor
-    total = np.vecdot(v1, grad_v1)[..., None]
+        grad_values_and_one *= factor
+    total = np.vecdot(values_and_one, grad_values_and_one)[..., None]
     read = product(scaled, transposed(kvz), "read")
     positive = None if block is None else block.plain.positive
-    return _to_tokens(key_spec, tokens.x, weights, positive, read, total), grad_v1
+    return _to_tokens(key_spec, tokens.x, weights, positive, read, total), grad_values_and_one
 
 
 def _row_factor(row: Floats | None) -> tuple[Floats | None, Any]:
@@ -258,17 +260,17 @@ def scan_query_vjp(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
+    values_and_one: Floats,
     state: State,
     grad_output: Floats,
 ) -> Any:
     """Gradient of a causal block of queries, their scales, and the state after the block."""
     if 0 in query.x.shape or not (_known(query_spec) and _known(key_spec)):
         return NotImplemented
-    args = (query_spec, key_spec, query, key, v1, state)
+    args = (query_spec, key_spec, query, key, values_and_one, state)
     common = _plain_scale(*args)
     if common is None and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        common = _shifted_scale(query_spec, key_spec, query, key, v1, state)
+        common = _shifted_scale(query_spec, key_spec, query, key, values_and_one, state)
     if common is None:
         return NotImplemented
     q, k, v, start, log_row, c, floor, (positive, _) = common
@@ -300,7 +302,12 @@ class _Common(NamedTuple):
 
 
 def _plain_scale(
-    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, v1: Floats, state: State
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    state: State,
 ) -> _Common | None:
     queries = _plain_block(query_spec, query, "query")
     keys = None if queries is None else _plain_block(key_spec, key, "key")
@@ -310,16 +317,21 @@ def _plain_scale(
     if common is None:
         return None
     g, column, weights, scale = common
-    v = weighted(v1, weights)
+    v = weighted(values_and_one, weights)
     k = keys.plain.weights
     if column is not None:
         k = in_place(np.multiply, k, column[..., None, :])
     highest = np.exp(queries.plain.highest + keys.plain.highest)
-    floor = floor_of(v1.dtype) * k.shape[-1] * (state.length + v1.shape[-2]) * highest
+    floor = (
+        floor_of(values_and_one.dtype)
+        * k.shape[-1]
+        * (state.length + values_and_one.shape[-2])
+        * highest
+    )
     start = state.kvz * scale[..., None]
     log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
     shape = (*log_row.shape[:-2], query.x.shape[-2], 1)
-    c = np.broadcast_to(g - queries.plain.col, state.log_scale.shape).astype(v1.dtype)
+    c = np.broadcast_to(g - queries.plain.col, state.log_scale.shape).astype(values_and_one.dtype)
     log_row = np.broadcast_to(log_row, shape)
     positive = queries.plain.positive, keys.plain.positive
     return _Common(queries.plain.weights, k, v, start, log_row, c, floor, positive)
@@ -330,7 +342,7 @@ def _shifted_scale(
     key_spec: Exponential,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
+    values_and_one: Floats,
     state: State,
 ) -> _Common:
     k = shifted_log(key_spec, key, "key")
@@ -344,8 +356,8 @@ def _shifted_scale(
     q -= finite(row)
     np.exp(q, out=q)
     start = state.kvz * np.exp(state.log_scale - shift)[..., None]
-    floor = floor_of(v1.dtype) * k.shape[-1] * (state.length + v1.shape[-2])
-    return _Common(q, k, v1, start, row, c, floor)
+    floor = floor_of(values_and_one.dtype) * k.shape[-1] * (state.length + values_and_one.shape[-2])
+    return _Common(q, k, values_and_one, start, row, c, floor)
 
 
 def scan_key_vjp(
@@ -353,25 +365,25 @@ def scan_key_vjp(
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
-    suffix: State,
-    grad_nd: Floats,
+    values_and_one: Floats,
+    adjoint: State,
+    grad_num_den: Floats,
     log_row: Floats,
 ) -> Any:
-    """Gradients of a causal block of keys and of ``[v, 1]``, and the suffix before the block."""
+    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
     if 0 in query.x.shape or not (_known(query_spec) and _known(key_spec)):
         return NotImplemented
-    args = (query_spec, key_spec, query, key, v1, suffix, grad_nd, log_row)
-    common = _plain_suffix(*args)
+    args = (query_spec, key_spec, query, key, values_and_one, adjoint, grad_num_den, log_row)
+    common = _plain_adjoint(*args)
     if common is None and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        common = _shifted_suffix(query_spec, key_spec, *args[2:])
+        common = _shifted_adjoint(query_spec, key_spec, *args[2:])
     if common is None:
         return NotImplemented
     q, k, v, g1, factor, start, h, positive = common
-    lead = suffix.kvz.shape[:-2]
+    lead = adjoint.kvz.shape[:-2]
     rows = sub_blocks(v.shape[-2])
-    grad_v1 = np.empty((*lead, *v1.shape[-2:]), v1.dtype)
-    read = buffer("read", (*lead, v1.shape[-2], k.shape[-1]), k.dtype)
+    grad_values_and_one = np.empty((*lead, *values_and_one.shape[-2:]), values_and_one.dtype)
+    read = buffer("read", (*lead, values_and_one.shape[-2], k.shape[-1]), k.dtype)
     for part, size in reversed(rows):
         qs, ks, vs, gs = (split(x, part, size) for x in (q, k, v, g1))
         inner = (*lead, (part.stop - part.start) // size)
@@ -385,7 +397,7 @@ def scan_key_vjp(
         for i in range(inner[-1] - 1, -1, -1):
             states[..., i, :, :] += states[..., i + 1, :, :]
         later, hidden = states[..., 1:, :, :], transposed(above_diagonal(size))
-        out = split(grad_v1, part, size)
+        out = split(grad_values_and_one, part, size)
         np.matmul(ks, later, out=out)
         scores = product(ks, transposed(qs), "scores")
         np.copyto(scores, 0, where=hidden)
@@ -397,14 +409,14 @@ def scan_key_vjp(
         out += _sum_to(product(scores, qs, "more"), inner)
         start = states[..., 0, :, :].copy()
     if factor is not None:
-        grad_v1 *= factor
-    total = np.vecdot(v1, grad_v1)[..., None]
+        grad_values_and_one *= factor
+    total = np.vecdot(values_and_one, grad_values_and_one)[..., None]
     gradient = _to_tokens(key_spec, key.x, k, positive, read, total)
-    return gradient, grad_v1, State(start, h, suffix.length + v1.shape[-2])
+    return gradient, grad_values_and_one, State(start, h, adjoint.length + values_and_one.shape[-2])
 
 
 class _Suffix(NamedTuple):
-    """A causal block and the suffix behind it on one scale."""
+    """A causal block and the adjoint behind it on one scale."""
 
     q: Floats
     k: Floats
@@ -419,37 +431,37 @@ class _Suffix(NamedTuple):
     """Where inputs of a ReLU are, of keys."""
 
 
-def _plain_suffix(
+def _plain_adjoint(
     query_spec: Spec,
     key_spec: Spec,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
-    suffix: State,
-    grad_nd: Floats,
+    values_and_one: Floats,
+    adjoint: State,
+    grad_num_den: Floats,
     log_row: Floats,
 ) -> _Suffix | None:
     queries = _plain_block(query_spec, query, "query")
     keys = None if queries is None else _plain_block(key_spec, key, "key")
     if queries is None or keys is None:
         return None
-    lead, dtype = suffix.kvz.shape[:-2], v1.dtype
+    lead, dtype = adjoint.kvz.shape[:-2], values_and_one.dtype
     row = log_row if queries.row is None else log_row - queries.row
     # A scale for each head: on that of another the rows of a head far above it would vanish, and
     # those of earlier keys that count for them overflow. It is -inf where no row has a gradient.
     highest = _max_to(-row.min(axis=-2), lead)
     if not np.all(highest < np.inf):
         return None
-    column = np.broadcast_to(queries.plain.col + highest, suffix.log_scale.shape)
-    h = np.maximum(suffix.log_scale, column)
+    column = np.broadcast_to(queries.plain.col + highest, adjoint.log_scale.shape)
+    h = np.maximum(adjoint.log_scale, column)
     shift = finite(h)
     factor, top = _row_factor(keys.row)
     scale = h + keys.plain.col + top
-    terms = h.shape[-1] * (suffix.length + v1.shape[-2])
+    terms = h.shape[-1] * (adjoint.length + values_and_one.shape[-2])
     if not scale.max() + queries.plain.highest + keys.plain.highest <= _largest_scale(dtype, terms):
         return None
     q, k = queries.plain.weights, keys.plain.weights
-    g1 = grad_nd * np.exp(-row - finite(highest)[..., None])
+    g1 = grad_num_den * np.exp(-row - finite(highest)[..., None])
     column = np.exp(column - shift)
     if np.all(column == column[..., :1]) and column.shape[:-1] == lead:
         g1 = g1 * column[..., :1, None]
@@ -463,37 +475,37 @@ def _plain_suffix(
         k = in_place(np.multiply, k, scale[..., None, :])
     else:
         return None  # these gradients are taken from the features themselves
-    v = v1 if factor is None else v1 * factor
-    start = suffix.kvz * np.exp(suffix.log_scale - shift)[..., None]
+    v = values_and_one if factor is None else values_and_one * factor
+    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
     return _Suffix(q, k, v, g1, factor, start, h.astype(dtype), keys.plain.positive)
 
 
-def _shifted_suffix(
+def _shifted_adjoint(
     query_spec: Exponential,
     key_spec: Exponential,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
-    suffix: State,
-    grad_nd: Floats,
+    values_and_one: Floats,
+    adjoint: State,
+    grad_num_den: Floats,
     log_row: Floats,
 ) -> _Suffix | None:
-    lead = suffix.kvz.shape[:-2]
+    lead = adjoint.kvz.shape[:-2]
     q = shifted_log(query_spec, query, "query")
     q = in_place(np.add, q, query_spec.col[..., None, :])
     q = in_place(np.subtract, q, log_row)
-    h = np.maximum(suffix.log_scale, _max_to(q.max(axis=-2), lead))
+    h = np.maximum(adjoint.log_scale, _max_to(q.max(axis=-2), lead))
     shift = finite(h)
     q = in_place(np.subtract, q, shift[..., None, :])
     np.exp(q, out=q)
     k = shifted_log(key_spec, key, "key")
     k = in_place(np.add, k, (key_spec.col + shift)[..., None, :])
-    terms = h.shape[-1] * (suffix.length + v1.shape[-2])
-    if not k.max() <= _largest_scale(v1.dtype, terms):
+    terms = h.shape[-1] * (adjoint.length + values_and_one.shape[-2])
+    if not k.max() <= _largest_scale(values_and_one.dtype, terms):
         return None
     np.exp(k, out=k)
-    start = suffix.kvz * np.exp(suffix.log_scale - shift)[..., None]
-    return _Suffix(q, k, v1, grad_nd, None, start, h)
+    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
+    return _Suffix(q, k, values_and_one, grad_num_den, None, start, h)
 
 
 # Triangles --------------------------------------------------------------------------------------
@@ -551,14 +563,16 @@ def exact_query_vjp(
     spec: Exact,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
-    grad_nd: Floats,
+    values_and_one: Floats,
+    grad_num_den: Floats,
     log_row: Floats,
     visible: Any,
 ) -> Floats:
     """Gradient of a block of queries through their softmax weights for a block of keys."""
     weights = _softmax_weights(spec, query, key, log_row, visible)
-    grad_logits = in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
+    grad_logits = in_place(
+        np.multiply, product(grad_num_den, transposed(values_and_one), "read"), weights
+    )
     return np.asarray(np.matmul(grad_logits, key.x * spec.scale))
 
 
@@ -566,16 +580,18 @@ def exact_key_vjp(
     spec: Exact,
     query: Tokens,
     key: Tokens,
-    v1: Floats,
-    grad_nd: Floats,
+    values_and_one: Floats,
+    grad_num_den: Floats,
     log_row: Floats,
     visible: Any,
 ) -> tuple[Floats, Floats]:
     """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
     weights = _softmax_weights(spec, query, key, log_row, visible)
-    grad_logits = in_place(np.multiply, product(grad_nd, transposed(v1), "read"), weights)
+    grad_logits = in_place(
+        np.multiply, product(grad_num_den, transposed(values_and_one), "read"), weights
+    )
     return np.matmul(transposed(grad_logits), query.x * spec.scale), np.matmul(
-        transposed(weights), grad_nd
+        transposed(weights), grad_num_den
     )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import prod
 
-from linattn.typing import ColumnMeans, Exact, Index, Plan, Pointwise, Problem
+from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem
 from linattn_numpy.blas import blas
 from linattn_numpy.causal import LEAST_APART
 from linattn_numpy.features import is_known
@@ -61,8 +61,8 @@ def plan(problem: Problem) -> Plan:
     backward = _backward_size(problem, block)
     if segments > 1 and problem.chunk_size is None:
         block = min(block, _share(problem, segments))
-    stepwise = _longest(problem) >= LONG
-    return Plan(block, tasks, partial(run, threads), segments, backward, alone, stepwise)
+    resumable = _longest(problem) >= LONG
+    return Plan(block, tasks, partial(run, threads), segments, backward, alone, resumable)
 
 
 def _backward_size(problem: Problem, block: int) -> int | None:
@@ -94,7 +94,7 @@ def _block_size(problem: Problem) -> int:
     if problem.exact_window is not None:
         # 512 and 1,024 tokens take 1.4 and 1.2 times as long: too little at once for NumPy.
         return 2048
-    if problem.is_causal and isinstance(problem.query_spec, ColumnMeans):
+    if problem.is_causal and isinstance(problem.query_spec, ColumnNormalized):
         # Quadratic in the block.
         return 256
     if problem.is_causal and not (is_known(problem.query_spec) and is_known(problem.key_spec)):

@@ -149,7 +149,11 @@ def _tokens_and_columns(n: int, m: int, j: int) -> tuple[int, int]:
     return (min(size, n), columns) if fits else (n, m)
 
 
-def weighted(v1: Floats, weights: Floats) -> Floats:
+def weighted(values_and_one: Floats, weights: Floats) -> Floats:
     """Multiply in a buffer."""
-    shape = (*leading(v1.shape[:-2], weights.shape[:-2]), *v1.shape[-2:])
-    return np.asarray(np.multiply(v1, weights, out=buffer("v1", shape, v1.dtype)))
+    shape = (*leading(values_and_one.shape[:-2], weights.shape[:-2]), *values_and_one.shape[-2:])
+    return np.asarray(
+        np.multiply(
+            values_and_one, weights, out=buffer("values_and_one", shape, values_and_one.dtype)
+        )
+    )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks, _dispatch, _generic
-from linattn._blocks import blocks, divide, token_block, v1_block
+from linattn._blocks import blocks, divide, token_block, values_and_one_block
 from linattn._problem import exact_problem
 from linattn.diagnostics._shared import Floats
 from linattn.sampling import Seed, as_generator
@@ -241,16 +241,19 @@ def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
         rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
         part: Partial | None = None
         for block in blocks(last + 1 if problem.is_causal else problem.key.shape[-2], BLOCK):
-            keys, v1 = token_block(problem, "key", block, 0), v1_block(problem, block)
+            keys, values_and_one = (
+                token_block(problem, "key", block, 0),
+                values_and_one_block(problem, block),
+            )
             visible = None
             if problem.is_causal and block.stop > first + 1:
                 visible = xp.arange(block.start, block.stop, device=device) <= index[:, None]
             if part is None:
-                part = exact_block(problem.query_spec, rows, keys, v1, visible)
+                part = exact_block(problem.query_spec, rows, keys, values_and_one, visible)
             elif visible is None:
-                part = exact_more(problem.query_spec, rows, keys, v1, part)
+                part = exact_more(problem.query_spec, rows, keys, values_and_one, part)
             else:
-                more = exact_block(problem.query_spec, rows, keys, v1, visible)
+                more = exact_block(problem.query_spec, rows, keys, values_and_one, visible)
                 part = _generic.combine(part, more)
         if part is not None:
             outputs.append(divide(part))

@@ -323,7 +323,7 @@ def denominators(
         want_log=True,
     )
     # What linear attention would warn of is counted here.
-    log_normalizer = folds.solve(problem.but(signed=False), return_state=False)[2]
+    log_normalizer = folds.solve(problem.replace(signed=False), return_state=False)[2]
     assert log_normalizer is not None
     counts = np.broadcast_to(visible.any(axis=-1), log_normalizer.shape)
     seen = counts.sum(axis=-1)

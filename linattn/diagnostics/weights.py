@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from linattn import _checks
 from linattn._problem import check_feature_map, map_columns, map_specs
 from linattn.diagnostics._shared import Floats, check_inputs, softmax
-from linattn.typing import Array, ColumnMeans, FeatureMap
+from linattn.typing import Array, ColumnNormalized, FeatureMap
 
 __all__ = ["attention_weights"]
 
@@ -110,7 +110,7 @@ def _row_terms(
     for i in chosen:
         mask = visible[..., i, :]
         seen = np.where(mask[..., None], log_key, -np.inf)
-        if isinstance(query_spec, ColumnMeans):
+        if isinstance(query_spec, ColumnNormalized):
             seen = np.log(softmax(np.swapaxes(seen, -1, -2)))
             seen = np.swapaxes(seen, -1, -2)
         yield log_query[..., i, None, :] + seen, sign_query[..., i, None, :] * sign_key, mask

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn import _checks, _generic
 from linattn.feature_maps._base import BaseFeatureMap, dots
-from linattn.typing import Array, ColumnMeans, Features, Opaque, Tokens
+from linattn.typing import Array, ColumnNormalized, Features, Opaque, Tokens
 
 __all__ = ["SoftmaxFeatures"]
 
@@ -84,9 +84,9 @@ class SoftmaxFeatures(BaseFeatureMap):
         scale = _checks.check_finite_number("scale", scale, positive=True)
         self._set(dim=dim, num_features=dim, scale=scale)
 
-    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> ColumnMeans:
+    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> ColumnNormalized:
         """Spec of the query side: the read of means, with ``exp(sqrt(s) x)``."""
-        return ColumnMeans(self.key_spec(xp, dtype, device))
+        return ColumnNormalized(self.key_spec(xp, dtype, device))
 
     def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Opaque:
         """Spec of the key side: ``exp(sqrt(s) x)``."""

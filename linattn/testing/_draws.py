@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn.sampling import Seed, as_generator
 from linattn.testing._evidence import MalformedFeaturesError, UntestableError, on_host
-from linattn.typing import Array, ColumnMeans, FeatureMap, Features
+from linattn.typing import Array, ColumnNormalized, FeatureMap, Features
 
 __all__ = [
     "Floats",
@@ -189,7 +189,7 @@ def need_pair_kernel(feature_map: Any) -> None:
         return
     x = np.zeros((1, 1))
     xp = array_api_compat.array_namespace(x)
-    if isinstance(make_spec(xp, xp.float64, array_api_compat.device(x)), ColumnMeans):
+    if isinstance(make_spec(xp, xp.float64, array_api_compat.device(x)), ColumnNormalized):
         message = (
             f"the weights of {type(feature_map).__name__} depend on all keys, each column being "
             f"divided by its own normaliser: a pair has no estimate of its own"
