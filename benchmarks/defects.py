@@ -113,7 +113,7 @@ def epsilon_in_features() -> Row:
     ours = linattn.linear_attention(query, key, value, favor())
     return Row(
         f"`exp(...) + {EPSILON:g}` as features, against division by 0",
-        f"on the real sample attention is the plain mean of the values, to "
+        f"on the real sample attention is the unweighted mean of the values, to "
         f"{np.median(distance(padded, mean)):.4f}",
         f"no epsilon: the same features are {np.median(distance(ours, mean)):.2f} away from that "
         f"mean",
@@ -209,7 +209,7 @@ def sums_in_float16() -> Row:
         ones, ones, ones, EluFeatures(), is_causal=True, return_log_normalizer=True
     )
     return Row(
-        "sums kept in the float16 of the keys",
+        "sums in the float16 of the keys",
         f"4096 equal keys add up to {theirs:.0f}",
         f"{np.exp(norm[-1] - norm[0]):.0f}: states are float32",
     )
