@@ -10,10 +10,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import same_bits
 from benchmarks.peers import oracle, page, rotation
 from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
 from benchmarks.peers.problem import Inputs, Prepared, Sizes
@@ -449,3 +451,27 @@ def test_the_page_shows_the_record_that_is_kept():
     shown = page.between_marks(page.PAGE.read_text(encoding="utf-8"))
     kept = page.RESULTS.exists()
     assert shown == (page.render(Record.read(page.RESULTS)) if kept else "")
+
+
+def test_a_single_bit_is_a_difference():
+    same: dict[str, Any] = {
+        "full#0": np.zeros(3),
+        "full#1": np.ones(3, np.float32),
+        "window#0": np.array("TypeError"),
+    }
+    assert same_bits.compare(same, {name: array.copy() for name, array in same.items()}) == []
+    for changed in (np.array([0.0, 0.0, -0.0]), np.zeros(3, np.float32), np.zeros((1, 3))):
+        (line,) = same_bits.compare(same, {**same, "full#0": changed})
+        assert line.startswith("full: ")
+    after = np.nextafter(same["full#1"], np.float32(2))
+    (line,) = same_bits.compare(same, {**same, "full#1": after})
+    assert line == "full: largest relative difference 1.2e-07"
+    (line,) = same_bits.compare(same, {**same, "window#0": np.array("ValueError")})
+    assert line == "window: TypeError became ValueError"
+    (line,) = same_bits.compare(same, {"full#0": np.zeros(3), "full#1": np.ones(3, np.float32)})
+    assert line == "window: result 0 in one of them only"
+
+
+def test_problems_have_names_of_their_own():
+    names = [name for name, _ in same_bits.problems()]
+    assert len(names) == len(set(names)) >= 200
