@@ -6,7 +6,10 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+import re
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,26 @@ import linattn.testing.moments
 import linattn.testing.strategies
 from linattn import feature_maps as maps
 from linattn.typing import Features
+from tests.attentions import (
+    DIM,
+    LENGTH,
+    MAPS,
+    PHI,
+    every_attention,
+    filled_state,
+    in_library,
+    some_attentions,
+    tokens,
+)
+from tests.entries import (
+    every_argument,
+    every_entry,
+    every_state_call,
+    good_state,
+    saying,
+    state_calls,
+    word,
+)
 
 QUERY, KEY, VALUE = np.random.default_rng(0).standard_normal((3, 6, 4))
 QKV = (QUERY, KEY, VALUE)
@@ -361,3 +384,346 @@ def test_dir_shows_what_is_for_users():
     shown = set(dir(linattn))
     assert shown >= set(linattn.__all__)
     assert not shown & {"Any", "TYPE_CHECKING", "annotations", "importlib"}
+
+
+# Arrays, states and sizes ------------------------------------------------------------------------
+
+
+@every_entry
+def test_entries_take_valid_arrays(entry):
+    entry.call(np.asarray, **entry.arrays())
+
+
+@pytest.mark.parametrize(
+    "seed_taking",
+    [
+        maps.PositiveFeatures,
+        maps.HyperbolicFeatures,
+        maps.TrigonometricFeatures,
+        maps.ActivationFeatures,
+    ],
+)
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("4", TypeError), (True, TypeError)],
+)
+def test_row_05_bad_sizes_of_random_maps(seed_taking, value, error):
+    with pytest.raises(error, match=saying(word("dim"), "must be", re.escape(repr(value)))):
+        seed_taking(value, rng=0)
+    came = re.escape(repr(value))
+    with pytest.raises(error, match=saying(word("num_features"), "must be", came)):
+        seed_taking(4, value, rng=0)
+
+
+@pytest.mark.parametrize(
+    "make", [maps.EluFeatures, maps.ReluFeatures, partial(maps.ActivationFeatures, sampler=None)]
+)
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("4", TypeError), (True, TypeError)],
+)
+def test_row_05_bad_dims_of_coordinate_maps(make, value, error):
+    with pytest.raises(error, match=saying(word("dim"), "must be", re.escape(repr(value)))):
+        make(value)
+
+
+@pytest.mark.parametrize("make", [maps.HyperbolicFeatures, maps.TrigonometricFeatures])
+def test_row_05_odd_columns_of_a_paired_map(make):
+    with pytest.raises(ValueError, match=saying(word("num_features"), "even", "7")):
+        make(4, 7)
+
+
+@every_argument
+def test_row_05_dim_zero(entry, argument):
+    arrays = entry.arrays()
+    arrays[argument] = arrays[argument][..., :0]
+    with pytest.raises(ValueError, match=saying(word(argument), "at least 1", r"\b0[,)]")):
+        entry.call(np.asarray, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "error"), [(0, ValueError), (-3, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+def test_row_05_bad_value_dim(value_dim, error):
+    with pytest.raises(
+        error, match=saying(word("value_dim"), "must be", re.escape(repr(value_dim)))
+    ):
+        linattn.init_state(PHI, value_dim, like=np.ones(DIM))
+
+
+@pytest.mark.parametrize(
+    ("batch_shape", "error"),
+    [
+        ((-1,), ValueError),
+        (3, TypeError),
+        ((1.5,), TypeError),
+        ((True,), TypeError),
+        ((False,), TypeError),
+        ((0.0,), TypeError),
+        ("ab", TypeError),
+    ],
+)
+def test_row_05_bad_batch_shape(batch_shape, error):
+    with pytest.raises(error, match=saying(word("batch_shape"), "must be")):
+        linattn.init_state(PHI, 3, batch_shape=batch_shape, like=np.ones(DIM))
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "error"),
+    [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError), ("8", TypeError)],
+)
+def test_row_05_bad_chunk_size(chunk_size, error):
+    came = re.escape(repr(chunk_size))
+    with pytest.raises(error, match=saying(word("chunk_size"), "must be", came)):
+        linattn.linear_attention(*tokens(), PHI, chunk_size=chunk_size)
+
+
+@every_state_call
+def test_state_calls_take_a_valid_state(name):
+    state_calls()[name][1](good_state(np.asarray))
+
+
+NOT_STATES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "tuple": (TypeError, lambda good: tuple(good)),
+    "None fields": (TypeError, lambda good: linattn.State(None, None, 0)),
+    "None log_scale": (TypeError, lambda good: good._replace(log_scale=None)),
+    "lists": (TypeError, lambda good: linattn.State([[0.0]], [0.0], 0)),
+    "integers": (
+        (TypeError, ValueError),
+        lambda good: good._replace(kvz=np.zeros(good.kvz.shape, dtype=int)),
+    ),
+    "other columns": (
+        ValueError,
+        lambda good: linattn.State(good.kvz[1:], good.log_scale[1:], good.length),
+    ),
+    "other values": (ValueError, lambda good: good._replace(kvz=good.kvz[:, 1:])),
+    "other log_scale": (ValueError, lambda good: good._replace(log_scale=good.log_scale[1:])),
+    "no axes": (
+        (TypeError, ValueError),
+        lambda good: good._replace(kvz=np.zeros((), dtype=good.kvz.dtype)),
+    ),
+}
+
+
+@every_state_call
+@pytest.mark.parametrize("kind", NOT_STATES)
+def test_row_32_broken_states(name, kind):
+    if (name, kind) == ("read_state", "other values"):
+        pytest.skip("read_state takes the value dim from the state")
+    argument, call = state_calls()[name]
+    error, spoil = NOT_STATES[kind]
+    # Two states that do not fit each other: either may be named.
+    named = word(argument) if not argument.startswith("first") else "(first|second)"
+    with pytest.raises(error, match=saying(named, "must|leading axes")):
+        call(spoil(good_state(np.asarray)))
+
+
+@every_state_call
+@pytest.mark.parametrize("state", [None, 0, "state", np.zeros(3), linattn.State], ids=repr)
+def test_row_32_no_state_at_all(name, state):
+    argument, call = state_calls()[name]
+    if state is None and argument == "initial_state":
+        return
+    with pytest.raises(TypeError, match=saying(word(argument), "linattn.State", "got")):
+        call(state)
+
+
+@every_argument
+@pytest.mark.parametrize(
+    "subclass",
+    [np.matrix, np.ma.array, lambda a: a.view(np.recarray)],
+    ids=["matrix", "masked", "recarray"],
+)
+def test_row_27_subclasses_that_mean_more(entry, argument, subclass):
+    arrays = entry.arrays()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        arrays[argument] = subclass(arrays[argument])
+    came = re.escape(type(arrays[argument]).__name__)
+    with pytest.raises(TypeError, match=saying(word(argument), "plain array", came, "convert")):
+        entry.call(np.asarray, **arrays)
+
+
+@every_argument
+@pytest.mark.parametrize(
+    "thing",
+    [
+        [[1.0, 2.0], [3.0, 4.0]],
+        (1.0, 2.0),
+        3.5,
+        2,
+        True,
+        "array",
+        b"array",
+        None,
+        {},
+        np.float32(3.0),
+        np.complex64(1),
+        np.str_("a"),
+        object(),
+        range(4),
+        memoryview(b"ab"),
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_row_28_no_arrays(entry, argument, thing):
+    arrays = entry.arrays()
+    arrays[argument] = thing
+    came = word(type(thing).__name__)
+    match = saying(word(argument), "array", came, rf"asarray\({argument}\)")
+    with pytest.raises(TypeError, match=match):
+        entry.call(np.asarray, **arrays)
+
+
+@every_argument
+def test_row_28_no_axes(entry, argument):
+    arrays = entry.arrays()
+    arrays[argument] = np.asarray(np.float32(2.0))
+    with pytest.raises(TypeError, match=saying(word(argument), "axes", "0-d")):
+        entry.call(np.asarray, **arrays)
+
+
+@every_argument
+def test_row_28_one_axis_where_a_length_is_needed(entry, argument):
+    if len(entry.shapes[argument]) < 2 or argument == "like":
+        return
+    arrays = entry.arrays()
+    arrays[argument] = arrays[argument][0]
+    came = re.escape(str(arrays[argument].shape))
+    with pytest.raises(ValueError, match=saying(word(argument), "at least 2 axes", came)):
+        entry.call(np.asarray, **arrays)
+
+
+@some_attentions
+def test_row_28_no_axes_in_every_library(xp, attend):
+    query, _, value = in_library(xp, tokens())
+    with pytest.raises(TypeError, match=saying(word("key"), "axes", "0-d")):
+        attend(query, xp.array(np.float32(1)), value)
+    with pytest.raises(TypeError, match=saying(word("key"), "array", word("list"))):
+        attend(query, [[1.0]], value)
+
+
+@some_attentions
+@pytest.mark.parametrize(("queries", "keys"), [(1, LENGTH), (LENGTH, 2), (0, LENGTH), (LENGTH, 0)])
+def test_row_31_causal_needs_equal_lengths(xp, attend, queries, keys):
+    query, key, value = in_library(xp, tokens())
+    match = saying("causal", "query", "key", word(str(queries)), word(str(keys)))
+    remedy = "equal lengths?"
+    if attend.feature_map is not None:
+        remedy = saying("initial_state", "read_state", "equal length")
+    with pytest.raises(ValueError, match=match + saying(remedy)):
+        attend(query[:, :queries, :], key[:, :keys, :], value[:, :keys, :], is_causal=True)
+
+
+@every_attention
+def test_row_32_shapes_that_do_not_fit(attend):
+    query, key, value = tokens()
+    longer, wider = tokens(length=7), tokens(dim=5)
+    heads = tokens(lead=(3,))
+    cases = [
+        ((wider[0], key, value), ["query", "key", r"\(2, 6, 5\)|\b5\b", r"\(2, 6, 4\)|\b4\b"]),
+        ((query, wider[1], value), ["query", "key", r"\(2, 6, 4\)", r"\(2, 6, 5\)"]),
+        ((query, key, longer[2]), ["key", "value", r"\(2, 6, 4\)", r"\(2, 7, 3\)"]),
+        ((heads[0], key, value), ["leading axes", r"query \(3,\)", r"key \(2,\)"]),
+        ((query, heads[1], value), ["leading axes", r"key \(3,\)", r"value \(2,\)"]),
+        ((query, key, heads[2]), ["leading axes", r"value \(3,\)", r"key \(2,\)"]),
+    ]
+    for arrays, said in cases:
+        with pytest.raises(ValueError, match=saying(*said)):
+            attend(*arrays)
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "activation"])
+def test_row_32_inputs_of_another_dim_than_the_map(name):
+    phi = MAPS[name]
+    query, key, value = tokens(dim=5)
+    state = filled_state(phi)
+    calls = [
+        lambda: linattn.linear_attention(query, key, value, phi),
+        lambda: linattn.update_state(state, key, value, phi),
+        lambda: linattn.read_state(query, state, phi),
+        lambda: linattn.decode_step(query[:, 0], key[:, 0], value[:, 0], state, phi),
+        lambda: phi.query_features(query),
+        lambda: phi.kernel(query, key),
+        lambda: phi.estimate(query, key),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=saying("query|key|x", word("4"), word("5"), "dim")):
+            call()
+
+
+def test_row_32_pairs_of_different_dim():
+    x, y = np.ones((2, 3)), np.ones((2, 4))
+    for phi in (MAPS["elu"], MAPS["relu"]):
+        for method in (phi.kernel, phi.estimate, phi.variance):
+            with pytest.raises(
+                ValueError, match=saying(word("x"), word("y"), r"\(2, 3\)", r"\(2, 4\)")
+            ):
+                method(x, y)
+
+
+def test_row_32_heads_of_a_map_that_do_not_fit():
+    phi = maps.PositiveFeatures.from_projection(np.ones((3, 8, DIM)))
+    query, key, value = tokens()
+    with pytest.raises(
+        ValueError, match=saying("leading axes", "feature_map", r"\(3,\)", r"\(2,\)")
+    ):
+        linattn.linear_attention(query, key, value, phi)
+    with pytest.raises(
+        ValueError, match=saying("leading axes", "feature_map", r"\(3,\)", r"\(2,\)")
+    ):
+        linattn.init_state(phi, 3, batch_shape=(2,), like=query)
+
+
+def test_row_32_heads_of_a_state_that_do_not_fit():
+    query, key, value = tokens()
+    state = filled_state(PHI, lead=(3,))
+    calls = [
+        lambda: linattn.linear_attention(query, key, value, PHI, initial_state=state),
+        lambda: linattn.update_state(state, key, value, PHI),
+        lambda: linattn.read_state(query, state, PHI),
+        lambda: linattn.decode_step(query[:, 0], key[:, 0], value[:, 0], state, PHI),
+        lambda: linattn.merge_states(state, filled_state(PHI)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=saying("leading axes", r"\(3,\)", r"\(2,\)")):
+            call()
+
+
+@pytest.mark.parametrize(
+    "feature_map", [None, "elu", 3, maps.PositiveFeatures, maps.EluFeatures, np.exp, ()], ids=repr
+)
+def test_row_32_no_feature_map(feature_map):
+    query, key, value = tokens(lead=())
+    state = filled_state(PHI, lead=())
+    calls = [
+        lambda: linattn.linear_attention(query, key, value, feature_map),
+        lambda: linattn.init_state(feature_map, 3, like=query),
+        lambda: linattn.update_state(state, key, value, feature_map),
+        lambda: linattn.read_state(query, state, feature_map),
+        lambda: linattn.decode_step(query[0], key[0], value[0], state, feature_map),
+        lambda: linattn.Decoder(feature_map, state),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=saying(word("feature_map"), "must have", "got")):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"),
+    [
+        (True, TypeError),
+        ("1", TypeError),
+        (1j, TypeError),
+        (np.ones(1), TypeError),
+        (np.nan, ValueError),
+        (np.inf, ValueError),
+    ],
+    ids=repr,
+)
+def test_row_32_bad_scale(scale, error):
+    with pytest.raises(error, match=saying(word("scale"), "must be", "got")):
+        linattn.softmax_attention(*tokens(), scale=scale)
+    for make in (partial(maps.PositiveFeatures, 4), maps.EluFeatures, maps.ReluFeatures):
+        with pytest.raises(error, match=saying(word("scale"), "must be", "got")):
+            make(scale=scale)

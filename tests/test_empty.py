@@ -9,11 +9,22 @@ import pytest
 
 import linattn
 from linattn import feature_maps as maps
+from tests.attentions import (
+    DIM,
+    HEADS,
+    LENGTH,
+    VALUE_DIM,
+    every_map,
+    in_library,
+    some_attentions,
+    some_maps,
+    state_of,
+    tokens,
+)
 
 # Landmarks are read with keys that they were not fitted to, where there are any.
 pytestmark = pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
 
-DIM, VALUE_DIM = 4, 3
 SAMPLE = np.random.default_rng(0).standard_normal((3, 8, DIM))
 
 MAPS: dict[str, Any] = {
@@ -138,3 +149,72 @@ def test_a_report_about_nothing(xp_any_shape, shape):
     xp_any_shape.assert_like(output, query)
     assert (report.method, report.cost) == ("exact", 1.0)
     assert report.error.shape == shape[:1]
+
+
+# No keys, no queries, no batch -------------------------------------------------------------------
+
+
+@some_attentions
+def test_row_03_no_keys(xp, attend):
+    query, key, value = in_library(xp, tokens())
+    out = attend(query, key[:, :0, :], value[:, :0, :], is_causal=False)
+    xp.assert_like(out, value)
+    np.testing.assert_array_equal(xp.numpy(out), 0)
+    mask = xp.array(np.zeros(0, dtype=bool))
+    out = attend(query, key[:, :0, :], value[:, :0, :], is_causal=False, key_mask=mask)
+    np.testing.assert_array_equal(xp.numpy(out), 0)
+
+
+@some_maps
+def test_row_03_update_with_no_keys_keeps_the_state(xp, feature_map):
+    query, key, value = in_library(xp, tokens())
+    state = state_of(feature_map, like=query, batch_shape=(HEADS,))
+    state = linattn.update_state(state, key, value, feature_map)
+    after = linattn.update_state(state, key[:, :0, :], value[:, :0, :], feature_map)
+    xp.assert_like(after.kvz, state.kvz)
+    np.testing.assert_array_equal(xp.numpy(after.kvz), xp.numpy(state.kvz))
+    np.testing.assert_array_equal(xp.numpy(after.log_scale), xp.numpy(state.log_scale))
+    assert after.length == LENGTH
+    out = linattn.linear_attention(
+        query, key[:, :0, :], value[:, :0, :], feature_map, initial_state=state
+    )
+    read = linattn.read_state(query, state, feature_map)
+    np.testing.assert_allclose(xp.numpy(out), xp.numpy(read), rtol=1e-6)
+
+
+@some_maps
+def test_row_03_empty_state_reads_zero(xp, feature_map):
+    (query, _, value) = in_library(xp, tokens())
+    state = state_of(feature_map, like=query, batch_shape=(HEADS,))
+    out = linattn.read_state(query, state, feature_map)
+    xp.assert_like(out, value)
+    np.testing.assert_array_equal(xp.numpy(out), 0)
+
+
+@some_attentions
+@pytest.mark.parametrize("empty", ["queries", "queries and keys", "batch"])
+def test_row_04_no_queries_or_no_batch(xp, attend, empty):
+    query, key, value = in_library(xp, tokens())
+    if empty == "batch":
+        query, key, value = query[:0, ...], key[:0, ...], value[:0, ...]
+    else:
+        query = query[:, :0, :]
+    if empty == "queries and keys":
+        key, value = key[:, :0, :], value[:, :0, :]
+    options = {"is_causal": False} if empty == "queries" else {}
+    out = attend(query, key, value, **options)
+    xp.assert_like(out, value, shape=(*query.shape[:-1], VALUE_DIM))
+
+
+@every_map
+def test_row_04_state_functions_without_a_batch(feature_map):
+    query, key, value = tokens(lead=(0,))
+    state = state_of(feature_map, like=query, batch_shape=(0,))
+    assert state.kvz.shape[0] == 0
+    state = linattn.update_state(state, key, value, feature_map)
+    assert linattn.read_state(query, state, feature_map).shape == value.shape
+    out, after = linattn.decode_step(query[:, 0], key[:, 0], value[:, 0], state, feature_map)
+    assert out.shape == (0, VALUE_DIM)
+    assert out.dtype == np.float32
+    assert after.length == LENGTH + 1
+    assert linattn.merge_states(state, after).kvz.shape == state.kvz.shape

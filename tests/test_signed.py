@@ -10,8 +10,9 @@ import pytest
 
 import linattn
 from linattn import feature_maps as maps
+from linattn import reference
+from tests.attentions import DIM, Attention, fetched, in_library, tokens
 
-DIM = 4
 SIGNED = maps.RandomFourierFeatures(DIM, 16, rng=0)
 POSITIVE = maps.PositiveFeatures(DIM, 16, rng=0)
 SAID = r"^\d+ of \d+ denominators are negative: .* positive map"
@@ -125,3 +126,35 @@ def test_the_command_and_the_kit_do_not_warn():
         warnings.simplefilter("error")
         method.make(query, key, 16, np.random.default_rng(0))(query, key, value, is_causal=False)
         assert_batch_independent(maps.RandomFourierFeatures(DIM, 4, bandwidth=0.1, rng=0))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_row_18_negative_denominator_is_not_clamped(xp, is_causal):
+    phi = maps.TrigonometricFeatures.from_projection([[1.0]], scale=1.0)
+    query = np.zeros((2, 1))
+    key, value = np.array([[2.0], [0.5]]), np.array([[1.0], [3.0]])
+    weights = np.exp(key[:, 0] ** 2 / 2) * np.cos(key[:, 0])
+    out, norm = linattn.linear_attention(
+        *in_library(xp, (query, key, value)),
+        phi,
+        is_causal=is_causal,
+        return_log_normalizer=True,
+    )
+    full = (weights @ value) / weights.sum()
+    assert weights.sum() < 0
+    expected = np.stack([value[0] if is_causal else full, full])
+    np.testing.assert_allclose(xp.numpy(out), expected, rtol=1e-10)
+    assert np.isnan(fetched(xp, norm)).all()
+
+
+def test_row_18_log_normalizer_tells_where_the_denominator_is_negative():
+    phi = maps.TrigonometricFeatures(DIM, 2, rng=0)
+    query, key, value = tokens(length=60, dtype="float64")
+    query, key = 3 * query, 3 * key
+    out, norm = linattn.linear_attention(query, key, value, phi, return_log_normalizer=True)
+    sums = reference.kernel_sums(query, key, value, phi)
+    negative = sums.denominator[..., 0] < 0
+    assert negative.any()
+    assert not negative.all()
+    np.testing.assert_array_equal(np.isnan(norm), negative)
+    Attention("", phi, False).check(out, query, key, value, tolerance=1e-11)

@@ -1,0 +1,91 @@
+"""Arrays of two devices or of two libraries in one call are refused, and both are named."""
+
+from __future__ import annotations
+
+import array_api_compat
+import array_api_strict
+import numpy as np
+import pytest
+
+import linattn
+from tests.attentions import PHI, state_of, tokens
+from tests.entries import (
+    CPU,
+    DEVICE1,
+    every_argument_of_several,
+    every_state_call,
+    good_state,
+    on_device,
+    saying,
+    state_calls,
+    word,
+)
+
+
+@every_argument_of_several
+@pytest.mark.parametrize(("home", "away"), [(CPU, DEVICE1), (DEVICE1, CPU)], ids=str)
+def test_row_29_mixed_devices(entry, argument, home, away):
+    arrays = entry.arrays(on_device(home))
+    arrays[argument] = array_api_compat.to_device(arrays[argument], away)
+    match = saying(word(argument), "CPU_DEVICE", "device1")
+    with pytest.raises(ValueError, match=match):
+        entry.call(on_device(home), **arrays)
+
+
+@every_state_call
+def test_row_29_state_on_another_device(name):
+    argument, call = state_calls(on_device(DEVICE1))[name]
+    named = word(argument) if argument != "first" else "(first|second)"
+    with pytest.raises(ValueError, match=saying(named, "CPU_DEVICE", "device1")):
+        call(good_state(on_device(CPU)))
+
+
+def test_row_29_stream_that_changes_device():
+    query, key, value = (array[0, 0] for array in tokens())
+    home = [on_device(DEVICE1)(array) for array in (query, key, value)]
+    decoder = linattn.Decoder(PHI, state_of(PHI, like=home[0]))
+    decoder.step(*home)
+    away = [on_device(CPU)(array) for array in (query, key, value)]
+    before = decoder.state
+    with pytest.raises(ValueError, match=saying(word("state"), "CPU_DEVICE", "device1")):
+        decoder.step(*away)
+    with pytest.raises(ValueError, match=saying(word("key"), "CPU_DEVICE", "device1")):
+        decoder.step(home[0], away[1], home[2])
+    assert decoder.state.length == before.length
+    for one, other in zip(decoder.state[:2], before[:2], strict=True):
+        found, want = (np.asarray(array_api_compat.to_device(a, CPU)) for a in (one, other))
+        np.testing.assert_array_equal(found, want)
+    decoder.step(*home)
+
+
+@every_argument_of_several
+def test_row_30_mixed_namespaces(entry, argument):
+    for home, away in (
+        (np.asarray, array_api_strict.asarray),
+        (array_api_strict.asarray, np.asarray),
+    ):
+        arrays = entry.arrays(home)
+        arrays[argument] = entry.arrays(away)[argument]
+        match = saying(word(argument), r"\bnumpy\b", r"\barray_api_strict\b")
+        with pytest.raises(TypeError, match=match):
+            entry.call(home, **arrays)
+
+
+@every_state_call
+def test_row_30_state_of_another_namespace(name):
+    argument, call = state_calls()[name]
+    named = word(argument) if argument != "first" else "(first|second)"
+    match = saying(named, r"\bnumpy\b", r"\barray_api_strict\b")
+    with pytest.raises(TypeError, match=match):
+        call(good_state(array_api_strict.asarray))
+
+
+def test_row_30_stream_that_changes_namespace():
+    query, key, value = (array[0, 0] for array in tokens())
+    decoder = linattn.Decoder(PHI, state_of(PHI, like=query))
+    decoder.step(query, key, value)
+    match = saying(r"\bnumpy\b", r"\barray_api_strict\b")
+    with pytest.raises(TypeError, match=match):
+        decoder.step(query, array_api_strict.asarray(key), value)
+    with pytest.raises(TypeError, match=saying(word("state"), match)):
+        decoder.step(*map(array_api_strict.asarray, (query, key, value)))

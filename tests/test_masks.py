@@ -1,0 +1,219 @@
+"""Masks: masked rows are exact zeros, masked tokens leave no trace, and wrong masks are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import pytest
+
+import linattn
+from tests.attentions import (
+    CHUNK,
+    HEADS,
+    LENGTH,
+    PHI,
+    every_attention,
+    every_map,
+    filled_state,
+    in_library,
+    some_attentions,
+    state_of,
+    tokens,
+)
+from tests.entries import CPU, DEVICE1, on_device, saying, word
+
+
+@some_attentions
+def test_row_01_all_keys_masked(xp, attend):
+    query, key, value = in_library(xp, tokens())
+    mask = xp.array(np.zeros(LENGTH, dtype=bool))
+    out = attend(query, key, value, key_mask=mask, chunk_size=CHUNK)
+    xp.assert_like(out, value)
+    np.testing.assert_array_equal(xp.numpy(out), 0)
+
+
+@every_attention
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_row_01_all_keys_masked_in_every_dtype(attend, dtype):
+    query, key, value = tokens(dtype=dtype)
+    out = attend(query, key, value, key_mask=np.zeros(LENGTH, dtype=bool))
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out, 0)
+
+
+@every_attention
+def test_row_01_first_keys_masked(attend):
+    query, key, value = tokens()
+    mask = np.arange(LENGTH) >= 2
+    out = attend(query, key, value, key_mask=mask)
+    attend.check(out, query, key, value, tolerance=1e-5, key_mask=mask)
+    if attend.is_causal:
+        np.testing.assert_array_equal(out[:, :2], 0)
+
+
+@every_map
+def test_row_01_log_normalizer_of_nothing_is_minus_infinity(feature_map):
+    query, key, value = tokens()
+    mask = np.zeros(LENGTH, dtype=bool)
+    for is_causal in (False, True):
+        _, norm = linattn.linear_attention(
+            query,
+            key,
+            value,
+            feature_map,
+            is_causal=is_causal,
+            key_mask=mask,
+            return_log_normalizer=True,
+        )
+        np.testing.assert_array_equal(norm, -np.inf)
+
+
+@some_attentions
+def test_row_02_one_sequence_of_a_batch_has_length_zero(xp, attend):
+    query, key, value = in_library(xp, tokens())
+    lengths = np.array([0, LENGTH])
+    mask = xp.array(np.arange(LENGTH) < lengths[:, None])
+    out = xp.numpy(attend(query, key, value, key_mask=mask, chunk_size=CHUNK))
+    np.testing.assert_array_equal(out[0], 0)
+    alone = xp.numpy(attend(query, key, value, chunk_size=CHUNK))
+    np.testing.assert_allclose(out[1], alone[1], rtol=1e-5, atol=1e-6)
+
+
+@every_map
+def test_row_02_state_of_length_zero_is_the_identity(feature_map):
+    query, key, value = tokens()
+    mask = np.arange(LENGTH) < np.array([0, LENGTH])[:, None]
+    empty = state_of(feature_map, like=query, batch_shape=(HEADS,))
+    state = linattn.update_state(empty, key, value, feature_map, key_mask=mask)
+    np.testing.assert_array_equal(state.kvz[0], empty.kvz[0])
+    np.testing.assert_array_equal(state.log_scale[0], -np.inf)
+    assert state.length == LENGTH
+    other = filled_state(feature_map)
+    merged = linattn.merge_states(state, other)
+    np.testing.assert_array_equal(merged.kvz[0], other.kvz[0])
+    np.testing.assert_array_equal(merged.log_scale[0], other.log_scale[0])
+    np.testing.assert_array_equal(linattn.read_state(query, state, feature_map)[0], 0)
+
+
+MASK = np.array([[True, False, True, True, False, True], [False, True, True, True, True, True]])
+
+
+def poisoned_where(mask, bad, *arrays):
+    """Copies that hold something bad where the mask is False."""
+    return [np.where(mask[..., None], array, array.dtype.type(bad)) for array in arrays]
+
+
+@some_attentions
+def test_row_13_masked_keys_and_values_do_not_leak(xp, attend):
+    query, key, value = tokens()
+    arrays = in_library(xp, (query, *poisoned_where(MASK, np.nan, key, value)))
+    out = xp.numpy(attend(*arrays, key_mask=xp.array(MASK), chunk_size=CHUNK))
+    attend.check(out, query, key, value, tolerance=1e-5, key_mask=MASK)
+
+
+@every_attention
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_row_13_masked_keys_and_values_leave_no_bit(attend, bad):
+    query, key, value = tokens()
+    clean = attend(query, key, value, key_mask=MASK)
+    out = attend(query, *poisoned_where(MASK, bad, key, value), key_mask=MASK)
+    np.testing.assert_array_equal(out, clean)
+    attend.check(out, query, key, value, tolerance=1e-5, key_mask=MASK)
+
+
+@every_map
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_row_13_masked_keys_and_values_do_not_leak_into_states(feature_map, bad):
+    query, key, value = tokens()
+    mask = np.arange(LENGTH) % 2 == 0
+    key[:, ~mask] = bad
+    value[:, ~mask] = bad
+    empty = state_of(feature_map, like=key, batch_shape=(HEADS,))
+    state = linattn.update_state(empty, key, value, feature_map, key_mask=mask)
+    clean = linattn.update_state(empty, key[:, mask], value[:, mask], feature_map)
+    np.testing.assert_allclose(state.kvz, clean.kvz, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(state.log_scale, clean.log_scale)
+    read = linattn.read_state(query, state, feature_map)
+    clean_read = linattn.read_state(query, clean, feature_map)
+    np.testing.assert_allclose(read, clean_read, rtol=1e-4, atol=1e-5)
+
+
+BAD_MASKS = {
+    "integers": (TypeError, ["boolean", "int64"], np.ones(LENGTH, dtype=np.int64)),
+    "floats": (TypeError, ["boolean", "float32"], np.zeros(LENGTH, dtype=np.float32)),
+    "list": (TypeError, ["array", word("list")], [True] * LENGTH),
+    "bool": (TypeError, ["array", word("bool")], True),
+    "no axes": (TypeError, ["axes", "0-d"], np.array(True)),
+    "masked": (TypeError, ["plain array", "MaskedArray"], np.ma.array(np.ones(LENGTH, dtype=bool))),
+    "short": (ValueError, [r"\(6,\)", r"\(5,\)"], np.ones(LENGTH - 1, dtype=bool)),
+    "one for all": (ValueError, [r"\(6,\)", r"\(1,\)"], np.ones(1, dtype=bool)),
+    "other heads": (ValueError, [r"\(2, 6\)", r"\(3, 6\)"], np.ones((3, LENGTH), dtype=bool)),
+    "too many axes": (
+        ValueError,
+        [r"\(2, 6\)", r"\(1, 2, 6\)", re.escape("mask[:, None, :]")],
+        np.ones((1, HEADS, LENGTH), dtype=bool),
+    ),
+    "column": (
+        ValueError,
+        [r"\(2, 6\)", r"\(2, 6, 1\)"],
+        np.ones((HEADS, LENGTH, 1), dtype=bool),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax", "update"])
+@pytest.mark.parametrize("kind", BAD_MASKS)
+def test_row_32_bad_masks(name, kind):
+    query, key, value = tokens()
+    error, said, mask = BAD_MASKS[kind]
+    call: Callable[[], Any] = {
+        "linear": lambda: linattn.linear_attention(query, key, value, PHI, key_mask=mask),
+        "softmax": lambda: linattn.softmax_attention(query, key, value, key_mask=mask),
+        "update": lambda: linattn.update_state(
+            state_of(PHI, like=key, batch_shape=(HEADS,)), key, value, PHI, key_mask=mask
+        ),
+    }[name]
+    with pytest.raises(error, match=saying(word("key_mask"), *said)):
+        call()
+
+
+@every_attention
+@pytest.mark.parametrize("shape", [(4, LENGTH), (1, 4, LENGTH), (HEADS, 4, LENGTH)], ids=str)
+def test_row_32_mask_of_pairs(attend, shape):
+    query, key, value = tokens()
+    match = saying(
+        word("key_mask"), re.escape(str(shape)), r"pair|each query", "cannot be honoured"
+    )
+    with pytest.raises(ValueError, match=match) as caught:
+        attend(query[:, :4], key, value, key_mask=np.ones(shape, dtype=bool), is_causal=False)
+    if attend.feature_map is None:
+        # It must not send the caller to the function that was called.
+        assert "softmax attention" not in str(caught.value)
+        assert "linear attention never" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax", "update"])
+def test_row_29_mask_on_another_device(name):
+    query, key, value = map(on_device(DEVICE1), tokens())
+    mask = on_device(CPU)(np.ones(LENGTH, dtype=bool))
+    call: Callable[[], Any] = {
+        "linear": lambda: linattn.linear_attention(query, key, value, PHI, key_mask=mask),
+        "softmax": lambda: linattn.softmax_attention(query, key, value, key_mask=mask),
+        "update": lambda: linattn.update_state(
+            state_of(PHI, like=key, batch_shape=(HEADS,)), key, value, PHI, key_mask=mask
+        ),
+    }[name]
+    with pytest.raises(ValueError, match=saying(word("key_mask"), "CPU_DEVICE", "device1")):
+        call()
+
+
+@some_attentions
+def test_row_30_mask_of_another_namespace(attend):
+    mask = array_api_strict.asarray(np.ones(LENGTH, dtype=bool))
+    match = saying(word("key_mask"), r"\bnumpy\b", r"\barray_api_strict\b")
+    with pytest.raises(TypeError, match=match):
+        attend(*tokens(), key_mask=mask)

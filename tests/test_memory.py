@@ -1,0 +1,76 @@
+"""Memory: nothing is held between calls, and what a call needs does not grow with length."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+from tests.attentions import LENGTH, MAPS, PHI, every_attention, filled_state, tokens
+
+
+def _repeated() -> dict[str, Callable[[], Any]]:
+    query, key, value = tokens()
+    state = filled_state(PHI)
+    decoder = linattn.Decoder(PHI, state)
+    token = query[:, 0], key[:, 0], value[:, 0]
+    mask = np.arange(LENGTH) > 0
+    return {
+        "full": lambda: linattn.linear_attention(query, key, value, PHI, key_mask=mask),
+        "causal": lambda: linattn.linear_attention(query, key, value, PHI, is_causal=True),
+        "threads": lambda: linattn.linear_attention(query, key, value, MAPS["elu"], chunk_size=2),
+        "softmax": lambda: linattn.softmax_attention(query, key, value, is_causal=True),
+        "decode_step": lambda: linattn.decode_step(*token, state, PHI),
+        "Decoder": lambda: decoder.step(*token),
+        "update_state": lambda: linattn.update_state(state, key, value, PHI),
+        "redraw": lambda: PHI.redraw(0),
+        "refused": lambda: _ignore(lambda: linattn.linear_attention(query, key, value[:, 1:], PHI)),
+    }
+
+
+def _ignore(call):
+    try:
+        call()
+    except ValueError:
+        return
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", _repeated())
+def test_row_46_memory_is_flat_over_a_thousand_calls(name):
+    call = _repeated()[name]
+    for _ in range(30):
+        call()
+    threads = threading.active_count()
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(1000):
+        call()
+    gc.collect()
+    # One forgotten object a call would be a thousand.
+    assert sys.getallocatedblocks() - before < 300
+    assert threading.active_count() <= threads
+
+
+@every_attention
+def test_row_46_extra_memory_does_not_grow_with_length(attend):
+    def extra(length):
+        arrays = tokens(lead=(), length=length)
+        with linattn.config(num_threads=1):
+            attend(*arrays, chunk_size=64)
+            tracemalloc.start()
+            try:
+                out = attend(*arrays, chunk_size=64)
+                return tracemalloc.get_traced_memory()[1] - out.nbytes
+            finally:
+                tracemalloc.stop()
+
+    short, long = (2100, 4200) if attend.feature_map is None else (2000, 8000)
+    assert extra(long) < 1.2 * extra(short) + 20_000
