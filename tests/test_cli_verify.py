@@ -10,13 +10,10 @@ import pytest
 
 pytest.importorskip("typer", reason="the command needs the extra cli")
 
-from typer.testing import CliRunner
-
 from linattn import feature_maps
 from linattn.cli import verify
-from linattn.cli.app import app
+from tests import command
 
-PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "NO_COLOR": "1"}
 FEW = ("--draws", "600", "--dim", "4")
 
 MINE = '''
@@ -96,7 +93,7 @@ no_variance, no_kernel, plain = NoVariance(), NoKernel(), Plain()
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, ["verify", *map(str, arguments)], env=PLAIN)
+    return command.call("verify", *arguments)
 
 
 @pytest.fixture

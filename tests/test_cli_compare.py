@@ -1,0 +1,676 @@
+"""`linattn compare`: errors, times, the verdict and the pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="the command needs the extra cli")
+
+import linattn
+from linattn import reference
+from linattn.cli import (
+    compare,
+    inputs,
+    methods,
+    plots,
+    sweep,
+    tables,
+    timing,
+)
+from tests.command import SMALL, assert_refused, call, save
+
+
+@pytest.fixture
+def file(tmp_path):
+    return save(tmp_path / "mine.npz")
+
+
+@pytest.fixture
+def small(file):
+    return inputs.load(file)
+
+
+def row(method, median, *, is_baseline=False, held_out=False, num_features=None, exact_share=0.0):
+    return compare.Row(
+        method=method,
+        label=method.upper(),
+        num_features=num_features,
+        is_baseline=is_baseline,
+        held_out=held_out,
+        exact_share=exact_share,
+        failure="",
+        median=median,
+        percentile_90=median,
+        heads=((median,),),
+        setup_seconds=0,
+        seconds=1,
+        calls=1,
+        peak_bytes=1,
+    )
+
+
+UNIFORM = row("uniform", 0.5, is_baseline=True)
+EXACT = row("exact", 0.0, is_baseline=True)
+
+
+class TestCompare:
+    def test_sample(self, tmp_path):
+        out = tmp_path / "out"
+        result = call("compare", "--maps", "favor+,elu+1", *SMALL, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert result.stderr == ""
+        lines = result.stdout.splitlines()
+        tables_end = next(i for i, line in enumerate(lines) if line.startswith("Crossover"))
+        assert max(map(len, lines[1:tables_end])) <= 80
+        for text in ("FAVOR+", "elu + 1", "uniform attention", "exact softmax", "24 heads"):
+            assert text in result.stdout
+        assert "hyperbolic" not in result.stdout
+        assert lines[-1].startswith("Verdict: ")
+        assert lines[-1].endswith(": use exact softmax attention.")
+        for name in ("error.png", "time.png"):
+            assert (out / name).read_bytes().startswith(b"\x89PNG\r\n")
+        record = json.loads((out / "compare.json").read_text())
+        assert record["versions"]["linattn"] == linattn.__version__
+        assert record["input"]["heads"] == 24
+        draws = {entry["method"]: entry["heads"] for entry in record["errors"]}
+        assert [len(heads) for heads in draws.values()] == [5, 1, 1, 1]
+        assert {len(heads) for one in draws.values() for heads in one} == {24}
+        assert record["verdict"]["sentence"] in lines[-1]
+        assert sorted(path.name for path in out.iterdir()) == [
+            "compare.json",
+            "error.png",
+            "time.png",
+        ]
+
+    def test_sample_errors_are_those_of_uniform_attention(self, tmp_path):
+        """What the project says of its sample, so that nobody is promised more."""
+        result = call("compare", *SMALL, "--num-features", "64", "--out", tmp_path)
+        assert result.exit_code == 0, result.output
+        entries = json.loads((tmp_path / "compare.json").read_text())["errors"]
+        median = {(entry["method"], entry["num_features"]): entry["median"] for entry in entries}
+        assert median["uniform", None] == pytest.approx(0.88, abs=0.01)
+        assert median["elu+1", None] == pytest.approx(0.86, abs=0.01)
+        assert median["favor+", 64] > median["uniform", None]
+        assert median["trigonometric", 64] > 5
+
+    def test_command_in_the_record_repeats_the_run(self, file, tmp_path):
+        first, second = tmp_path / "a b", tmp_path / "second"
+        options = ["--input", file, "--causal", "--seed", 7, "--max-heads", 2, *SMALL]
+        assert call("compare", *options, "--out", first).exit_code == 0
+        record = json.loads((first / "compare.json").read_text())
+        words = shlex.split(record["command"])
+        assert words[0] == "linattn"
+        assert words[-1] == str(first)
+        assert call(*words[1:-1], second).exit_code == 0
+        again = json.loads((second / "compare.json").read_text())
+        assert [e["heads"] for e in again["errors"]] == [e["heads"] for e in record["errors"]]
+        assert call("compare", *options, "--seed", 8, "--out", second).exit_code == 0
+        other = json.loads((second / "compare.json").read_text())
+        assert other["errors"][0]["heads"] != record["errors"][0]["heads"]
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("method", [*methods.METHODS, *methods.BASELINES], ids=lambda m: m.name)
+    def test_every_method_against_the_oracle(self, small, method, is_causal):
+        exact = compare.exact_output(small, is_causal=is_causal)
+        truth = reference.softmax_attention(
+            small.query, small.key, small.value, is_causal=is_causal
+        )
+        np.testing.assert_allclose(exact, truth, rtol=1e-12, atol=1e-12)
+        if method.obstacle(is_causal=is_causal, aligned=True):
+            pytest.skip("of no use there")
+        case = compare.Case(method, 8 if method.has_columns else None)
+        arrays = (small.query, small.key, small.value)
+        if method.held_out:  # fitted to ten of the twenty tokens, judged on the others
+            arrays = tuple(x[:, 10:] for x in arrays)
+            truth = reference.softmax_attention(*arrays, is_causal=is_causal)
+        output = compare.prepare(case, small, seed=0)(*arrays, is_causal=is_causal)
+        errors = [
+            np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+            for ours, theirs in zip(output, truth, strict=True)
+        ]
+        measured = compare.measure(case, small, exact, is_causal=is_causal, seed=0, draws=1)
+        np.testing.assert_allclose(measured.heads, [errors], rtol=1e-6, atol=1e-9)
+        assert measured.median == pytest.approx(np.median(errors), abs=1e-9)
+        assert measured.percentile_90 == pytest.approx(np.quantile(errors, 0.9), abs=1e-9)
+        if method is methods.EXACT:
+            assert max(errors) < 1e-6
+        if method is methods.UNIFORM:
+            sees = np.tril(np.ones((20, 20))) if is_causal else np.ones((20, 20))
+            mean = sees / sees.sum(axis=1, keepdims=True) @ small.value
+            np.testing.assert_allclose(output, mean, atol=1e-6)
+
+    def test_draws_are_different_and_all_count(self, small):
+        case = compare.Case(methods.select(("favor+",))[0], 16)
+        exact = compare.exact_output(small, is_causal=False)
+        found = compare.measure(case, small, exact, is_causal=False, seed=0, draws=3)
+        assert len(set(found.heads)) == 3
+        assert found.median == pytest.approx(np.median(found.heads))
+        assert found.percentile_90 == pytest.approx(np.quantile(found.heads, 0.9))
+        fewer = compare.measure(case, small, exact, is_causal=False, seed=0, draws=2)
+        assert fewer.heads == found.heads[:2]
+
+    def test_a_draw_does_not_depend_on_what_else_is_measured(self, file, tmp_path):
+        heads = []
+        for maps, columns in (("favor+", "16"), ("hyperbolic,favor+", "8,16")):
+            options = ["--maps", maps, "--num-features", columns, "--lengths", "8"]
+            assert call("compare", "--input", file, *options, "--out", tmp_path).exit_code == 0
+            record = json.loads((tmp_path / "compare.json").read_text())
+            heads += [
+                entry["heads"]
+                for entry in record["errors"]
+                if (entry["method"], entry["num_features"]) == ("favor+", 16)
+            ]
+        assert heads[0] == heads[1]
+
+    def test_good_enough_map(self, tmp_path):
+        """Short queries and keys: FAVOR+ with many columns is near, uniform attention is not."""
+        rng = np.random.default_rng(0)
+        query, key = (0.6 * rng.standard_normal((20, 8)) for _ in range(2))
+        path = save(tmp_path / "in.npz", query=query, key=key)
+        options = ["--maps", "favor+,elu+1", "--num-features", "4096", "--lengths", "8"]
+        result = call("compare", "--input", path, *options, "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert (
+            "is the cheapest map that is good enough to use unretrained"
+            in result.stdout.splitlines()[-1]
+        )
+
+    def test_a_window_over_all_keys_is_no_approximation(self, tmp_path):
+        """64 tokens in blocks of 32: every key is near, so that no error is left to be seen."""
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 2, 64, 16), np.float32)
+        path = save(tmp_path / "in.npz", query=query, key=key, value=value)
+        options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
+        assert verdict["use"] == "exact"
+        assert not verdict["good_enough"]
+        assert "window" not in verdict["best"]
+        assert "measure them on more tokens" in verdict["sentence"]
+        assert "0.000†" in result.stdout or "e-07†" in result.stdout
+        told = " ".join(result.stdout.split())
+        assert "† more than 50% of the pairs need no approximation" in told
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"query": np.zeros((20, 8))}, "query is all zero"),
+            ({"key": np.zeros((20, 8))}, "key is all zero"),
+            ({"value": np.zeros((20, 4))}, "value is all zero"),
+            (
+                {"key": np.ones((1, 8)), "value": np.ones((1, 4)), "query": np.ones((1, 8))},
+                "there is one key only",
+            ),
+            (
+                {"value": 1 + 0.01 * np.eye(20, 4)},
+                "even uniform attention has a median error of 0.0",
+            ),
+        ],
+        ids=["query", "key", "value", "one token", "values alike"],
+    )
+    def test_inputs_on_which_any_map_would_do(self, tmp_path, change, reason):
+        path = save(tmp_path / "in.npz", **change)
+        options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.splitlines()[-1].startswith(f"Verdict: none: {reason}")
+        verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
+        assert (verdict["best"], verdict["use"], verdict["good_enough"]) == (None, "", False)
+
+    def test_one_is_singular(self, tmp_path):
+        one = {name: np.ones((1, 8)) for name in ("query", "key", "value")}
+        path = save(tmp_path / "in.npz", **one)
+        options = ["--maps", "relu", "--lengths", "1", "--out", tmp_path]
+        result = call("compare", "--input", path, *options)
+        assert "1 head, 1 token, dim 8" in result.stdout
+        assert "each of 1 draw by" in " ".join(result.stdout.split())
+        assert "1 tokens" not in result.stdout
+        assert "1 heads" not in result.stdout
+
+    def test_swapped_axes_are_asked_about(self, tmp_path):
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 40, 4, 8), np.float32)
+        options = ["--maps", "relu,elu+1", "--lengths", "8", "--out", tmp_path]
+        path = save(tmp_path / "in.npz", query=query, key=key, value=value)
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        question = (
+            "query (40, 4, 8) is read as 40 heads of 4 tokens; did you mean 40 tokens of 4 heads? "
+            "Then save numpy.swapaxes(x, -3, -2) of each array"
+        )
+        assert question in result.stderr.splitlines()[0]
+        assert question in result.stdout.splitlines()[-1]
+        swapped = [np.swapaxes(x, -3, -2) for x in (query, key, value)]
+        save(path, query=swapped[0], key=swapped[1], value=swapped[2])
+        result = call("compare", "--input", path, *options)
+        assert result.stderr == ""
+        assert "did you mean" not in result.stdout
+
+    def test_a_method_that_fails_is_a_row(self, tmp_path):
+        """Logits of 1e9: landmarks refuse them, the others are measured all the same."""
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 2, 128, 32), np.float32)
+        path = save(tmp_path / "in.npz", query=2e5 * query, key=1e4 * key, value=value)
+        options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path / "out"]
+        result = call("compare", "--input", path, *options)
+        assert result.exit_code == 0, result.output
+        text = " ".join(result.stdout.split())
+        assert "Failed: landmarks with 16 columns" in text
+        errors = json.loads((tmp_path / "out" / "compare.json").read_text())["errors"]
+        failed = {entry["method"] for entry in errors if entry["failure"]}
+        assert failed == {"landmarks", "landmarks+window"}
+        assert all(entry["median"] is None for entry in errors if entry["failure"])
+        only = call("compare", "--input", path, "--maps", "landmarks", *options)
+        assert_refused(only, "every map fails; landmarks with 16 columns: ")
+
+    def test_a_method_out_of_memory_is_a_row(self, small):
+        def attend(*arguments, **options):
+            raise MemoryError
+
+        greedy = methods.Method("greedy", "greedy", lambda *arguments: attend, False)
+        exact = small.value.astype(np.float64)
+        case = compare.Case(greedy, None)
+        found = compare.measure(case, small, exact, is_causal=False, seed=0, draws=3)
+        assert found.failure == "MemoryError"
+        assert found.median == math.inf
+        assert not found.may_win
+
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_nothing_is_cut_off(self, file, tmp_path, columns):
+        options = ["--num-features", "8", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", file, *options, COLUMNS=str(columns))
+        assert result.exit_code == 0, result.output
+        assert "…" not in result.stdout
+        for word in ("memory", "calibrated, window 32", "exact / map"):
+            assert word in result.stdout
+
+    def test_only_maps_without_columns(self, file, tmp_path):
+        options = ["--maps", "relu", "--lengths", "8", "--out", tmp_path]
+        result = call("compare", "--input", file, *options)
+        assert result.exit_code == 0, result.output
+        assert "ReLU" in result.stdout
+
+    def test_points_that_fail_are_named(self, file, tmp_path, monkeypatch):
+        """Memory that does not suffice for the longest sequence costs a point, not the run."""
+        attend = linattn.linear_attention
+
+        def limited(query, *arguments, **options):
+            if query.shape[-2] > 64:
+                raise MemoryError
+            return attend(query, *arguments, **options)
+
+        monkeypatch.setattr(linattn, "linear_attention", limited)
+        options = ["--maps", "elu+1", "--lengths", "64,128", "--out", tmp_path]
+        result = call("compare", "--input", file, *options)
+        assert result.exit_code == 0, result.output
+        assert "Left out: elu + 1 at 128 tokens fails: MemoryError." in result.stdout
+
+    def test_points_beyond_the_budget_are_named(self, file, tmp_path):
+        options = ["--maps", "elu+1", "--lengths", "32,4096", "--time-budget", "0"]
+        result = call("compare", "--input", file, *options, "--out", tmp_path)
+        assert result.exit_code == 0, result.output
+        text = " ".join(result.stdout.split())
+        assert "Crossover: not reached; no length was measured with both." in text
+        left_out = text[text.index("Left out, beyond the time budget of 0 s: ") :]
+        for point in ("elu + 1 at 32 tokens", "exact softmax at 32 tokens", "), 4,096 tokens"):
+            assert point in left_out
+        curve = json.loads((tmp_path / "compare.json").read_text())["lengths"]
+        assert curve["points"] == []
+        assert len(curve["left_out"]) == 4
+        assert curve["crossover"]["status"] == "not measured"
+
+    def test_what_is_left_out_of_the_table_is_named(self, file, tmp_path):
+        options = ["--max-heads", "2", "--max-tokens", "16", *SMALL, "--out", tmp_path]
+        result = call("compare", "--input", file, *options)
+        text = " ".join(result.stdout.split())
+        assert "4 of 6 heads (--max-heads 2)" in text
+        assert "4 of 20 query tokens (--max-tokens 16)" in text
+        assert "2 heads, 16 tokens" in text
+
+    def test_progress_only_on_a_terminal(self, file, tmp_path):
+        options = ["compare", "--input", file, "--maps", "relu", *SMALL, "--out", tmp_path]
+        assert call(*options).stderr == ""
+        assert "exact attention" in call(*options, FORCE_COLOR="1").stderr
+
+    def test_brackets_in_a_path_are_printed_as_they_are(self, file, tmp_path):
+        out = tmp_path / "[bold]x[/bold]"
+        options = ["--maps", "relu", "--lengths", "8", "--out", out]
+        result = call("compare", "--input", file, *options)
+        assert result.exit_code == 0, result.output
+        assert "[bold]x[/bold]" in result.stdout
+
+
+class TestError:
+    def test_scale_does_not_matter(self):
+        rng = np.random.default_rng(0)
+        exact = rng.standard_normal((2, 5, 3))
+        output = exact + 0.1 * rng.standard_normal(exact.shape)
+        want = np.linalg.norm(output - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
+        for scale in (1.0, 1e-200, 1e200):
+            np.testing.assert_allclose(compare.relative_error(output * scale, exact * scale), want)
+
+    def test_zero_and_not_finite(self):
+        exact = np.zeros((4, 2, 2))
+        exact[2:] = 1
+        output = exact.copy()
+        output[1, 0, 0] = 1
+        output[2, 0, 0] = np.nan
+        np.testing.assert_array_equal(
+            compare.relative_error(output, exact), [0, math.inf, math.inf, 0]
+        )
+
+    def test_a_head_that_is_not_finite_counts_as_the_worst(self, small):
+        def attend(query, key, value, *, is_causal):
+            output = value.copy()
+            output[:2] = np.nan
+            return output
+
+        broken = methods.Method("broken", "broken", lambda *arguments: attend, False)
+        exact = small.value.astype(np.float64)
+        found = compare.measure(
+            compare.Case(broken, None), small, exact, is_causal=False, seed=0, draws=3
+        )
+        assert found.median == 0
+        assert found.percentile_90 == math.inf
+        assert found.heads == ((math.inf, math.inf, 0, 0, 0, 0),)
+
+
+class TestVerdict:
+    def test_good_enough(self):
+        verdict = compare.judge([row("a", 0.1, num_features=64), row("b", 0.3), UNIFORM, EXACT])
+        assert verdict.good_enough
+        assert (verdict.best, verdict.num_features, verdict.median) == ("a", 64, 0.1)
+        assert verdict.sentence.startswith("A with 64 columns is the cheapest map that is good")
+
+    def test_the_cheapest_of_the_good(self):
+        rows = [row("a", 0.02), replace(row("b", 0.08), seconds=0.5), row("c", 0.3)]
+        assert compare.judge([*rows, UNIFORM, EXACT]).best == "b"
+
+    def test_what_was_judged_on_other_tokens_does_not_win(self):
+        rows = [row("a", 0.2), row("b", 0.01, held_out=True)]
+        assert compare.judge([*rows, UNIFORM, EXACT]).best == "a"
+
+    def test_exact_attention_that_is_faster_wins(self):
+        rows = [replace(row("a", 0.02, num_features=64), seconds=0.029), UNIFORM]
+        crossed = sweep.Crossover("crossed", 1723.0, (1024, 2048))
+        verdict = compare.judge([*rows, replace(EXACT, seconds=0.0062)], crossed)
+        assert (verdict.best, verdict.good_enough, verdict.use) == ("a", True, "exact")
+        assert (
+            "but exact attention is faster on these tokens (6.20 ms; the map 29.0 ms): "
+            "use exact softmax attention." in verdict.sentence
+        )
+        assert "faster one from about 1,700 tokens on" in verdict.sentence
+
+    def test_a_map_that_is_faster_wins(self):
+        rows = [replace(row("a", 0.02), seconds=0.002), UNIFORM, replace(EXACT, seconds=0.0062)]
+        verdict = compare.judge(rows)
+        assert verdict.use == "map"
+        assert verdict.sentence.endswith("it takes 2.00 ms, exact softmax attention 6.20 ms.")
+
+    @pytest.mark.parametrize("ratio", [0.93, 1.0, 1.08])
+    def test_a_tie_with_exact_attention(self, ratio):
+        rows = [replace(row("a", 0.02), seconds=0.01 * ratio), UNIFORM]
+        verdict = compare.judge([*rows, replace(EXACT, seconds=0.01)])
+        assert verdict.use == "exact"
+        assert "exact attention is about as fast on these tokens" in verdict.sentence
+
+    def test_ties_between_maps(self):
+        rows = [row("a", 0.05), replace(row("b", 0.08), seconds=1.05), row("c", 0.3), UNIFORM]
+        assert "tied in time with B)" in compare.judge([*rows, EXACT]).sentence
+        rows = [row("a", 0.3), row("b", 0.31), row("c", 0.32), row("d", 0.325), UNIFORM]
+        sentence = compare.judge([*rows, EXACT]).sentence
+        assert sentence.startswith("A is the best map (tied with B and C and 1 more) but not good")
+
+    def test_a_tie_with_uniform_attention(self):
+        sentence = compare.judge([row("a", 0.48), UNIFORM, EXACT]).sentence
+        assert "hardly better than uniform attention (median error 0.48 against 0.50)" in sentence
+
+    @pytest.mark.parametrize("share", [0.49, 0.51])
+    def test_what_approximated_little_does_not_win(self, share):
+        rows = [row("a", 0.2), row("b", 1e-7, exact_share=share), UNIFORM, EXACT]
+        verdict = compare.judge(rows)
+        assert verdict.best == ("b" if share < 0.5 else "a")
+        assert ("on more tokens" in verdict.sentence) == (share > 0.5)
+
+    def test_nothing_approximated_enough(self):
+        verdict = compare.judge([row("b", 1e-7, exact_share=1.0), UNIFORM, EXACT])
+        assert (verdict.best, verdict.use) == (None, "")
+        assert verdict.sentence.startswith("none: no map approximated enough to be judged.")
+
+    @pytest.mark.parametrize("length", [1, 31, 32, 64, 65, 96, 200, 256])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_share_of_exact_pairs(self, length, is_causal):
+        index = np.arange(length)
+        block = index // methods.WINDOW
+        seen = np.tril(np.ones((length, length))) if is_causal else np.ones((length, length))
+        near = np.abs(block[:, None] - block) <= 1
+        (window,) = (m for m in methods.METHODS if m.name == "landmarks+window")
+        want = (near * seen).sum() / seen.sum()
+        assert window.exact_share(length, 0, is_causal) == pytest.approx(want)
+        assert window.exact_share(length, length, is_causal) == 1
+
+    @pytest.mark.parametrize("length", [40, 96, 97, 200])
+    def test_a_coreset_of_few_tokens_holds_every_key(self, length):
+        """What is said to be exact is exact, and one block later it is not."""
+        (coreset,) = methods.select(("coreset",))
+        rng = np.random.default_rng(0)
+        query, key, value = rng.standard_normal((3, 1, length, 4))
+        given = inputs.Inputs("", query, key, value)
+        exact = compare.exact_output(given, is_causal=True)
+        output = compare.prepare(compare.Case(coreset, 32), given, seed=0)(
+            query, key, value, is_causal=True
+        )
+        held = math.sqrt(coreset.exact_share(length, 32, True)) * length
+        error = np.abs(output - exact).max(axis=(0, 2))
+        assert error[: round(held)].max() < 1e-12
+        assert round(held) == length or error[round(held) :].max() > 1e-3
+
+    def test_not_good_enough(self):
+        verdict = compare.judge([row("a", 0.2), row("b", 0.11), UNIFORM, EXACT])
+        assert not verdict.good_enough
+        assert verdict.sentence.startswith("B is the best map but not good enough")
+        assert verdict.sentence.endswith("use exact softmax attention.")
+
+    def test_no_better_than_uniform(self):
+        verdict = compare.judge([row("a", 0.6), row("b", 0.55), UNIFORM, EXACT])
+        assert "B is the best map but no better than uniform attention" in verdict.sentence
+        assert verdict.sentence.endswith("use exact softmax attention.")
+
+    def test_nothing_finite(self):
+        verdict = compare.judge([row("a", math.inf), UNIFORM, EXACT])
+        assert verdict.best is None
+        assert verdict.sentence == "no map gave a finite error: use exact softmax attention."
+
+
+class TestSweep:
+    lengths = (256, 512, 1024, 2048)
+
+    def test_crossover_of_power_laws_is_exact(self):
+        linear = {length: 3e-6 * length for length in self.lengths}
+        exact = {length: 5e-9 * length**2 for length in self.lengths}
+        found = sweep.crossover(linear, exact)
+        assert found.status == "crossed"
+        assert found.length == pytest.approx(600)
+        assert found.between == (512, 1024)
+
+    def test_below_and_not_reached(self):
+        fast = dict.fromkeys(self.lengths, 1.0)
+        slow = dict.fromkeys(self.lengths, 2.0)
+        assert sweep.crossover(fast, slow) == sweep.Crossover("below", None, (None, 256))
+        assert sweep.crossover(slow, fast) == sweep.Crossover("not reached", None, (2048, None))
+        assert sweep.crossover(fast, {}) == sweep.Crossover("not measured")
+
+    def test_only_lengths_measured_with_both_count(self):
+        linear = dict.fromkeys(self.lengths, 1.0)
+        exact = {256: 0.5, 512: 0.9, 4096: 9.0}
+        assert sweep.crossover(linear, exact) == sweep.Crossover("not reached", None, (512, None))
+
+    def test_after_noise_the_last_crossing_counts(self):
+        linear = dict.fromkeys(self.lengths, 1.0)
+        exact = dict(zip(self.lengths, (0.5, 2.0, 0.5, 2.0), strict=True))
+        found = sweep.crossover(linear, exact)
+        assert found.between == (1024, 2048)
+        assert found.length == pytest.approx(1024 * math.sqrt(2))
+
+    def test_budget_decides_what_is_measured(self, monkeypatch):
+        """Times of the pretended calls: 1 ms and 4 ms at 1024 tokens, growing by power laws."""
+
+        def attend(curve):
+            def run(query, key, value, *, is_causal):
+                calls.append((curve, len(query)))
+
+            return run
+
+        def pretend(call, **limits):
+            call()
+            curve, length = calls[-1]
+            unit = {"linear": 1e-3, "exact": 4e-3}[curve]
+            seconds = unit * (length / 1024) ** sweep.EXPONENTS[curve]
+            return timing.Timing(seconds, 1, seconds)
+
+        monkeypatch.setattr(sweep, "fastest", pretend)
+        calls: list[tuple[str, int]] = []
+        told: list[str] = []
+        lengths = [1024 * 2**k for k in range(5)]
+        found = sweep.sweep(
+            [np.zeros((lengths[-1], 2))] * 3,
+            lengths,
+            {"linear": attend("linear"), "exact": attend("exact")},
+            label="x",
+            is_causal=False,
+            time_budget=0.36,
+            notify=told.append,
+        )
+        # Exact takes 4, 16, 64 ms; its 256 ms at 8,192 tokens would fit into the 261 ms that are
+        # left, but not leave the 16 ms that linear needs for 16,384 tokens.
+        assert sorted(found.seconds("linear")) == lengths
+        assert sorted(found.seconds("exact")) == lengths[:3]
+        assert [(p.curve, p.length) for p in found.left_out] == [("exact", 8192), ("exact", 16384)]
+        assert found.left_out[0].expected_seconds == pytest.approx(0.256)
+        assert found.lengths == tuple(lengths)
+        assert len(told) == 2 * len(lengths)
+        assert max(length for curve, length in calls if curve == "exact") == 4096
+        text = tables.left_out_text(found)
+        assert "exact softmax at 8,192 tokens (expected 256 ms)" in text
+        assert ", 16,384 tokens (expected 1.0 s)" in text
+
+    @pytest.mark.parametrize(
+        ("exact", "text"),
+        [
+            ({256: 1.0, 512: 4.0}, "from about 360 tokens on (interpolated between 256 and 512)"),
+            ({256: 3.0, 512: 4.0}, "Crossover: below 256 tokens"),
+            ({256: 1.0, 512: 1.5}, "not reached; exact attention was faster at 512 tokens"),
+        ],
+    )
+    def test_sentences(self, exact, text):
+        points = [sweep.Point("exact", length, time, 1) for length, time in exact.items()]
+        points += [sweep.Point("linear", length, 2.0, 1) for length in exact]
+        found = sweep.Sweep("x", tuple(points), (), 1.0)
+        assert text in tables.crossover_text(found)
+        assert tables.left_out_text(found) == ""
+
+
+class TestMeasuring:
+    def test_peak_memory_counts_the_call_only(self):
+        before = np.ones(10**6)
+        peak = timing.peak_memory(lambda: (np.empty(10**6), None)[1])
+        assert 8e6 <= peak < 8.2e6
+        assert before.nbytes == 8e6
+
+    def test_peak_memory_while_somebody_else_traces(self):
+        tracemalloc.start()
+        try:
+            before = np.ones(10**6)
+            peak = timing.peak_memory(lambda: (np.empty(10**5), None)[1])
+            assert tracemalloc.is_tracing()
+        finally:
+            tracemalloc.stop()
+        assert 8e5 <= peak < 1e6 < before.nbytes
+
+    def test_calls(self):
+        calls = []
+        timed = timing.fastest(lambda: calls.append(1), max_calls=4, max_seconds=60)
+        assert timed.calls == len(calls) == 4
+        assert timed.total_seconds >= 4 * timed.seconds
+        assert timing.fastest(lambda: None, max_calls=4, max_seconds=0).calls == 1
+
+    @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [
+            (0, "0.00 us"),
+            (1.234e-5, "12.3 us"),
+            (0.1234, "123 ms"),
+            (12.34, "12.3 s"),
+            (4e3, "4,000 s"),
+        ],
+    )
+    def test_durations(self, seconds, text):
+        assert tables.duration(seconds) == text
+
+
+class TestPictures:
+    @staticmethod
+    def rows():
+        found = []
+        for index, method in enumerate(methods.METHODS):
+            middle = 0.02 * 1.4**index
+            for columns in (64, 128) if method.has_columns else (None,):
+                found.append(
+                    replace(
+                        row(method.name, middle, num_features=columns),
+                        label=method.label,
+                        heads=((middle / 2, middle / 1.5, middle, middle * 1.5, middle * 2),),
+                    )
+                )
+        return [*found, UNIFORM, EXACT]
+
+    def test_every_method_has_a_colour_of_its_own(self, small):
+        assert len(set(plots.COLORS)) == len(plots.COLORS) >= len(methods.METHODS)
+        figure = plots.error_figure(self.rows(), small, is_causal=False)
+        drawn = {bars[0].get_color() for bars in figure.axes[0].containers}
+        assert len(drawn) == len(methods.METHODS)
+
+    def test_quartiles_on_a_log_axis(self, small):
+        axes = plots.error_figure(self.rows(), small, is_causal=False).axes[0]
+        assert axes.get_yscale() == "log"
+        first = axes.containers[0]
+        (segment, _) = first[2][0].get_segments()
+        np.testing.assert_allclose(segment[:, 1], [0.02 / 1.5, 0.02 * 1.5])
+
+    def test_what_would_squeeze_the_others_is_named(self, small):
+        rows = self.rows()
+        rows[0] = replace(rows[0], median=37.1)
+        rows[2] = replace(rows[2], median=2e-7)
+        rows[4] = replace(rows[4], median=math.inf, failure="no")
+        figure = plots.error_figure(rows, small, is_causal=False)
+        low, high = figure.axes[0].get_ylim()
+        assert 1e-3 <= low < 0.02
+        assert 1 < high < 5
+        (note,) = figure.texts
+        told = " ".join(note.get_text().split())
+        assert told == (
+            "Not drawn: FAVOR+ 37.1 at 64; hyperbolic 2e-07 at 64; trigonometric failed at 64"
+        )
+
+    def test_ticks_of_time_are_of_one_format(self, small):
+        points = [sweep.Point("linear", 2**k, 3e-6 * 4**k, 1) for k in range(12)]
+        figure = plots.time_figure(sweep.Sweep("x", tuple(points), (), 1.0), small, is_causal=False)
+        figure.canvas.draw()
+        labels = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+        assert {"10 us", "100 us", "1 ms", "10 ms", "100 ms", "1 s", "10 s"} <= set(labels)
+        assert all(re.fullmatch(r"1(0|00|,000)? (us|ms|s)", label) for label in labels if label)
+
+    def test_a_curve_that_failed_is_named(self, small):
+        found = sweep.Sweep("x", (), (sweep.LeftOut("linear", 64, 0.0, "no memory"),), 1.0)
+        figure = plots.time_figure(found, small, is_causal=False)
+        assert figure.texts[0].get_text() == "Left out: x at 64 tokens (failed)"
+        assert tables.left_out_text(found) == "Left out: x at 64 tokens fails: no memory."
