@@ -3,7 +3,7 @@
 Each wrong one is a line away from its twin, and the assertion that catches it is named. Honest
 twins pass; of those that chance decides, at most `TOTAL_FALSE_ALARM_RATE` of all runs fail.
 
-    LINATTN_TEST_SEED=1 pytest tests/test_kit_has_teeth.py        # fresh draws
+    LINATTN_TEST_SEED=1 pytest tests/test_kit_mutations.py        # fresh draws
 """
 
 from __future__ import annotations
