@@ -76,11 +76,6 @@ class Attention:
         error = np.abs(output - expected)[..., rows, :]
         assert np.all(error <= tolerance * allowed[..., rows, :]), np.max(error)
 
-    @property
-    def dead_rows_are_zero(self) -> bool:
-        """Whether a query without a positive coordinate has no feature at all."""
-        return self.name == "relu"
-
 
 def exponential_kernel(x, y):
     return np.exp(x @ np.swapaxes(y, -1, -2) / np.sqrt(x.shape[-1]))

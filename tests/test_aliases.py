@@ -29,7 +29,7 @@ from tests.attentions import (
 
 
 @some_attentions
-def test_row_48_inputs_are_unchanged(xp, attend):
+def test_inputs_are_unchanged(xp, attend):
     arrays = in_library(xp, tokens())
     mask = xp.array(np.arange(LENGTH) % 3 > 0)
     before = [xp.numpy(array) for array in (*arrays, mask)]
@@ -40,7 +40,7 @@ def test_row_48_inputs_are_unchanged(xp, attend):
 
 @every_attention
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_row_48_query_is_key_is_value(attend, dtype):
+def test_query_is_key_is_value(attend, dtype):
     x = tokens(dtype=dtype)[0]
     out = attend(x, x, x)
     np.testing.assert_array_equal(out, attend(x.copy(), x.copy(), x.copy()))
@@ -127,7 +127,7 @@ def calls_with_states(feature_map, dtype) -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize("name", [*MAPS, "identity"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("length", [1, LENGTH])
-def test_row_48_outputs_alias_no_input_and_inputs_stay(name, dtype, length):
+def test_outputs_alias_no_input_and_inputs_stay(name, dtype, length):
     identity = ActivationFeatures(sampler=None, activation=_identity, epsilon=0.0)
     feature_map = MAPS.get(name, identity)
     query, key, value = tokens(length=max(length, 3), dtype=dtype)
@@ -153,7 +153,7 @@ def _identity(u):
 
 
 @every_map
-def test_row_48_earlier_states_of_a_decoder_stay(feature_map):
+def test_earlier_states_of_a_decoder_stay(feature_map):
     query, key, value = tokens(lead=())
     decoder = linattn.Decoder(feature_map, state_of(feature_map, like=query))
     seen = [(decoder.state, copy.deepcopy(decoder.state))]
@@ -168,7 +168,7 @@ def test_row_48_earlier_states_of_a_decoder_stay(feature_map):
 
 
 @every_map
-def test_row_48_a_refused_step_leaves_the_decoder_as_it_was(feature_map):
+def test_a_rejected_step_leaves_the_decoder_as_it_was(feature_map):
     query, key, value = (array[0, 0] for array in tokens())
     decoder = linattn.Decoder(feature_map, state_of(feature_map, like=query))
     for _ in range(3):

@@ -407,7 +407,7 @@ def test_entries_take_valid_arrays(entry):
     ("value", "error"),
     [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("4", TypeError), (True, TypeError)],
 )
-def test_row_05_bad_sizes_of_random_maps(seed_taking, value, error):
+def test_bad_sizes_of_random_maps(seed_taking, value, error):
     with pytest.raises(error, match=saying(word("dim"), "must be", re.escape(repr(value)))):
         seed_taking(value, rng=0)
     came = re.escape(repr(value))
@@ -422,19 +422,19 @@ def test_row_05_bad_sizes_of_random_maps(seed_taking, value, error):
     ("value", "error"),
     [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("4", TypeError), (True, TypeError)],
 )
-def test_row_05_bad_dims_of_coordinate_maps(make, value, error):
+def test_bad_dims_of_coordinate_maps(make, value, error):
     with pytest.raises(error, match=saying(word("dim"), "must be", re.escape(repr(value)))):
         make(value)
 
 
 @pytest.mark.parametrize("make", [maps.HyperbolicFeatures, maps.TrigonometricFeatures])
-def test_row_05_odd_columns_of_a_paired_map(make):
+def test_odd_num_features_of_a_paired_map(make):
     with pytest.raises(ValueError, match=saying(word("num_features"), "even", "7")):
         make(4, 7)
 
 
 @every_argument
-def test_row_05_dim_zero(entry, argument):
+def test_dim_zero(entry, argument):
     arrays = entry.arrays()
     arrays[argument] = arrays[argument][..., :0]
     with pytest.raises(ValueError, match=saying(word(argument), "at least 1", r"\b0[,)]")):
@@ -444,7 +444,7 @@ def test_row_05_dim_zero(entry, argument):
 @pytest.mark.parametrize(
     ("value_dim", "error"), [(0, ValueError), (-3, ValueError), (1.0, TypeError), (True, TypeError)]
 )
-def test_row_05_bad_value_dim(value_dim, error):
+def test_bad_value_dim(value_dim, error):
     with pytest.raises(
         error, match=saying(word("value_dim"), "must be", re.escape(repr(value_dim)))
     ):
@@ -463,7 +463,7 @@ def test_row_05_bad_value_dim(value_dim, error):
         ("ab", TypeError),
     ],
 )
-def test_row_05_bad_batch_shape(batch_shape, error):
+def test_bad_batch_shape(batch_shape, error):
     with pytest.raises(error, match=saying(word("batch_shape"), "must be")):
         linattn.init_state(PHI, 3, batch_shape=batch_shape, like=np.ones(DIM))
 
@@ -472,7 +472,7 @@ def test_row_05_bad_batch_shape(batch_shape, error):
     ("chunk_size", "error"),
     [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError), ("8", TypeError)],
 )
-def test_row_05_bad_chunk_size(chunk_size, error):
+def test_bad_chunk_size(chunk_size, error):
     came = re.escape(repr(chunk_size))
     with pytest.raises(error, match=saying(word("chunk_size"), "must be", came)):
         linattn.linear_attention(*tokens(), PHI, chunk_size=chunk_size)
@@ -507,7 +507,7 @@ NOT_STATES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 @every_state_call
 @pytest.mark.parametrize("kind", NOT_STATES)
-def test_row_32_broken_states(name, kind):
+def test_broken_states(name, kind):
     if (name, kind) == ("read_state", "other values"):
         pytest.skip("read_state takes the value dim from the state")
     argument, call = state_calls()[name]
@@ -520,7 +520,7 @@ def test_row_32_broken_states(name, kind):
 
 @every_state_call
 @pytest.mark.parametrize("state", [None, 0, "state", np.zeros(3), linattn.State], ids=repr)
-def test_row_32_no_state_at_all(name, state):
+def test_no_state_at_all(name, state):
     argument, call = state_calls()[name]
     if state is None and argument == "initial_state":
         return
@@ -534,7 +534,7 @@ def test_row_32_no_state_at_all(name, state):
     [np.matrix, np.ma.array, lambda a: a.view(np.recarray)],
     ids=["matrix", "masked", "recarray"],
 )
-def test_row_27_subclasses_that_mean_more(entry, argument, subclass):
+def test_subclasses_that_mean_more(entry, argument, subclass):
     arrays = entry.arrays()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PendingDeprecationWarning)
@@ -566,7 +566,7 @@ def test_row_27_subclasses_that_mean_more(entry, argument, subclass):
     ],
     ids=lambda thing: type(thing).__name__,
 )
-def test_row_28_no_arrays(entry, argument, thing):
+def test_no_arrays(entry, argument, thing):
     arrays = entry.arrays()
     arrays[argument] = thing
     came = word(type(thing).__name__)
@@ -576,7 +576,7 @@ def test_row_28_no_arrays(entry, argument, thing):
 
 
 @every_argument
-def test_row_28_no_axes(entry, argument):
+def test_no_axes(entry, argument):
     arrays = entry.arrays()
     arrays[argument] = np.asarray(np.float32(2.0))
     with pytest.raises(TypeError, match=saying(word(argument), "axes", "0-d")):
@@ -584,7 +584,7 @@ def test_row_28_no_axes(entry, argument):
 
 
 @every_argument
-def test_row_28_one_axis_where_a_length_is_needed(entry, argument):
+def test_one_axis_where_a_length_is_needed(entry, argument):
     if len(entry.shapes[argument]) < 2 or argument == "like":
         return
     arrays = entry.arrays()
@@ -595,7 +595,7 @@ def test_row_28_one_axis_where_a_length_is_needed(entry, argument):
 
 
 @some_attentions
-def test_row_28_no_axes_in_every_library(xp, attend):
+def test_no_axes_in_every_library(xp, attend):
     query, _, value = in_library(xp, tokens())
     with pytest.raises(TypeError, match=saying(word("key"), "axes", "0-d")):
         attend(query, xp.array(np.float32(1)), value)
@@ -605,7 +605,7 @@ def test_row_28_no_axes_in_every_library(xp, attend):
 
 @some_attentions
 @pytest.mark.parametrize(("queries", "keys"), [(1, LENGTH), (LENGTH, 2), (0, LENGTH), (LENGTH, 0)])
-def test_row_31_causal_needs_equal_lengths(xp, attend, queries, keys):
+def test_causal_needs_equal_lengths(xp, attend, queries, keys):
     query, key, value = in_library(xp, tokens())
     match = saying("causal", "query", "key", word(str(queries)), word(str(keys)))
     remedy = "equal lengths?"
@@ -616,7 +616,7 @@ def test_row_31_causal_needs_equal_lengths(xp, attend, queries, keys):
 
 
 @every_attention
-def test_row_32_shapes_that_do_not_fit(attend):
+def test_shapes_that_do_not_fit(attend):
     query, key, value = tokens()
     longer, wider = tokens(length=7), tokens(dim=5)
     heads = tokens(lead=(3,))
@@ -634,7 +634,7 @@ def test_row_32_shapes_that_do_not_fit(attend):
 
 
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "activation"])
-def test_row_32_inputs_of_another_dim_than_the_map(name):
+def test_inputs_of_another_dim_than_the_map(name):
     phi = MAPS[name]
     query, key, value = tokens(dim=5)
     state = filled_state(phi)
@@ -652,7 +652,7 @@ def test_row_32_inputs_of_another_dim_than_the_map(name):
             call()
 
 
-def test_row_32_pairs_of_different_dim():
+def test_pairs_of_different_dim():
     x, y = np.ones((2, 3)), np.ones((2, 4))
     for phi in (MAPS["elu"], MAPS["relu"]):
         for method in (phi.kernel, phi.estimate, phi.variance):
@@ -662,7 +662,7 @@ def test_row_32_pairs_of_different_dim():
                 method(x, y)
 
 
-def test_row_32_heads_of_a_map_that_do_not_fit():
+def test_heads_of_a_map_that_do_not_fit():
     phi = maps.PositiveFeatures.from_projection(np.ones((3, 8, DIM)))
     query, key, value = tokens()
     with pytest.raises(
@@ -675,7 +675,7 @@ def test_row_32_heads_of_a_map_that_do_not_fit():
         linattn.init_state(phi, 3, batch_shape=(2,), like=query)
 
 
-def test_row_32_heads_of_a_state_that_do_not_fit():
+def test_heads_of_a_state_that_do_not_fit():
     query, key, value = tokens()
     state = filled_state(PHI, lead=(3,))
     calls = [
@@ -693,7 +693,7 @@ def test_row_32_heads_of_a_state_that_do_not_fit():
 @pytest.mark.parametrize(
     "feature_map", [None, "elu", 3, maps.PositiveFeatures, maps.EluFeatures, np.exp, ()], ids=repr
 )
-def test_row_32_no_feature_map(feature_map):
+def test_no_feature_map(feature_map):
     query, key, value = tokens(lead=())
     state = filled_state(PHI, lead=())
     calls = [
@@ -721,7 +721,7 @@ def test_row_32_no_feature_map(feature_map):
     ],
     ids=repr,
 )
-def test_row_32_bad_scale(scale, error):
+def test_bad_scale(scale, error):
     with pytest.raises(error, match=saying(word("scale"), "must be", "got")):
         linattn.softmax_attention(*tokens(), scale=scale)
     for make in (partial(maps.PositiveFeatures, 4), maps.EluFeatures, maps.ReluFeatures):

@@ -479,7 +479,7 @@ class _NumpyLibrary:
 
 @given(data=st.data())
 def test_any_shape_in_every_library(xp_any_shape, draws, data):
-    # Dask pays for each block it may have to look at: short sequences there.
+    # Dask pays for each block whose values may be inspected: short sequences there.
     case = data.draw(draws.cases(max_length=10 if xp_any_shape.name == "dask" else 40))
     name = data.draw(st.sampled_from(sorted(MAPS)))
     dtype = data.draw(st.sampled_from(sorted(BOUNDS)))

@@ -24,7 +24,7 @@ from tests.attentions import (
 
 
 @every_attention
-def test_row_43_eight_threads_share_one_object(attend):
+def test_eight_threads_share_one_object(attend):
     arrays = tokens(length=40)
     shared = Attention(attend.name, copy.deepcopy(attend.feature_map), attend.is_causal)
     start = threading.Barrier(8)
@@ -43,7 +43,7 @@ def test_row_43_eight_threads_share_one_object(attend):
 
 
 @every_map
-def test_row_43_eight_threads_share_one_state(feature_map):
+def test_eight_threads_share_one_state(feature_map):
     query, key, value = tokens()
     state = filled_state(feature_map)
     kept = copy.deepcopy(state)
@@ -65,7 +65,7 @@ def test_row_43_eight_threads_share_one_state(feature_map):
     assert_equal_and_native(state, kept)
 
 
-def test_row_43_settings_hold_for_one_thread_only():
+def test_settings_hold_for_one_thread_only():
     seen = {}
 
     def work():
@@ -114,7 +114,7 @@ assert all(np.array_equal(a, b) for a, b in zip(call(), expected, strict=True))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="numpy: this platform has no fork")
-def test_row_44_fork_after_threads():
+def test_fork_after_threads():
     finished = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, check=False
     )

@@ -43,7 +43,7 @@ every_copy = pytest.mark.parametrize("clone", COPIES.values(), ids=COPIES)
 
 @every_map
 @every_copy
-def test_row_39_copies_of_maps_are_bit_equal(feature_map, clone):
+def test_copies_of_maps_are_bit_equal(feature_map, clone):
     twin = clone(feature_map)
     assert twin == feature_map
     assert repr(twin) == repr(feature_map)
@@ -61,14 +61,14 @@ def test_row_39_copies_of_maps_are_bit_equal(feature_map, clone):
 
 
 @every_copy
-def test_row_39_copies_of_states_are_bit_equal(clone):
+def test_copies_of_states_are_bit_equal(clone):
     state = filled_state(PHI)
     twin = clone(state)
     assert type(twin) is linattn.State
     assert_equal_and_native(twin, state)
 
 
-def test_row_39_states_of_every_library_copy(xp):
+def test_states_of_every_library_copy(xp):
     query, key, value = in_library(xp, tokens())
     state = state_of(PHI, like=query, batch_shape=(HEADS,))
     state = linattn.update_state(state, key, value, PHI)
@@ -79,7 +79,7 @@ def test_row_39_states_of_every_library_copy(xp):
 
 
 @some_maps
-def test_row_39_maps_keep_no_device_handles(xp, feature_map):
+def test_maps_keep_no_device_handles(xp, feature_map):
     before = pickle.dumps(feature_map)
     linattn.linear_attention(*in_library(xp, tokens()), feature_map)
     feature_map.query_features(in_library(xp, tokens())[0])
@@ -87,7 +87,7 @@ def test_row_39_maps_keep_no_device_handles(xp, feature_map):
 
 
 @every_map
-def test_row_40_saved_and_restored_at_every_token(feature_map, tmp_path):
+def test_saved_and_restored_at_every_token(feature_map, tmp_path):
     path = tmp_path / "state.npz"
     query, key, value = tokens(length=12)
     whole, last = linattn.linear_attention(
@@ -113,7 +113,7 @@ def test_row_40_saved_and_restored_at_every_token(feature_map, tmp_path):
 
 @every_map
 @pytest.mark.parametrize("cut", [0, 1, 5, 11, 12])
-def test_row_40_a_stream_may_be_cut_anywhere(feature_map, cut, tmp_path):
+def test_a_stream_may_be_cut_anywhere(feature_map, cut, tmp_path):
     path = tmp_path / "state.npz"
     arrays = tokens(length=12)
     head, tail = ([array[:, part] for array in arrays] for part in (slice(cut), slice(cut, None)))
@@ -128,7 +128,7 @@ def test_row_40_a_stream_may_be_cut_anywhere(feature_map, cut, tmp_path):
     assert state.length == 12
 
 
-def test_row_40_another_map_is_refused(tmp_path):
+def test_the_file_of_another_map_is_rejected(tmp_path):
     path = tmp_path / "state.npz"
     names = list(MAPS)
     for index, name in enumerate(names):
@@ -158,13 +158,13 @@ def test_row_40_another_map_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("state", [None, (1, 2, 3), {}], ids=repr)
-def test_row_40_only_states_are_saved(state, tmp_path):
+def test_only_states_are_saved(state, tmp_path):
     with pytest.raises(TypeError, match=saying(word("state"), "linattn.State", "got")):
         linattn.save_state(tmp_path / "state.npz", state)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_row_40_states_of_every_library_are_saved(xp, tmp_path):
+def test_states_of_every_library_are_saved(xp, tmp_path):
     path = tmp_path / "state.npz"
     query, key, value = in_library(xp, tokens())
     state = state_of(PHI, like=query, batch_shape=(HEADS,))

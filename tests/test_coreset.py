@@ -370,13 +370,13 @@ def test_later_nan_in_every_library(xp):
     out = CoresetAttention(4, block_size=4, rng=0).extend(query, key, value)
     value[0, 6, 0] = np.nan
     key[1, 5] = np.nan
-    spoilt = CoresetAttention(4, block_size=4, rng=0).extend(
+    with_nan = CoresetAttention(4, block_size=4, rng=0).extend(
         *(xp.array(a) for a in (query, key, value))
     )
     nan = np.zeros(out.shape, dtype=bool)
     nan[0, 6:, 0] = True
     nan[1, 5:] = True
-    assert_allclose(xp.numpy(spoilt), np.where(nan, np.nan, out), rtol=0, atol=1e-13)
+    assert_allclose(xp.numpy(with_nan), np.where(nan, np.nan, out), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

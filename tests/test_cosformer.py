@@ -19,7 +19,7 @@ full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full
 
 
 def inputs(seed=0, length=LENGTH):
-    """Query, key and value that float32 holds exactly, and a mask; one query is dead."""
+    """Query, key and value that float32 holds exactly, and a mask; one query has no feature."""
     rng = np.random.default_rng(seed)
     shapes = [(2, length, DIM), (2, length, DIM), (2, length, VALUE_DIM)]
     arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
@@ -127,7 +127,7 @@ def test_other_lengths_of_queries():
 
 @full_and_causal
 def test_max_length_is_where_it_ends(xp, is_causal):
-    """17 positions are not a power of two, and the dead query makes the causal block be redone."""
+    """17 positions are no power of two; the query without features has the causal block redone."""
     query, key, value, _ = inputs(6, MAX_LENGTH + 1)
     arrays = [xp.array(a) for a in (query, key, value)]
     fitting = stretch((query, key, value), slice(None, MAX_LENGTH))

@@ -147,7 +147,7 @@ def test_segments_agree(cupy_backend, is_causal, processors):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_masked_keys_are_not_looked_at(cupy_backend, is_causal):
+def test_values_of_masked_keys_are_not_inspected(cupy_backend, is_causal):
     phi = MAPS["positive"]
     query, key, value = inputs((2, 3))
     mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
@@ -164,7 +164,7 @@ def test_masked_keys_are_not_looked_at(cupy_backend, is_causal):
         assert cupy_backend.redone == 0
 
 
-def test_a_row_that_sees_no_key_is_sound(cupy_backend):
+def test_a_row_that_sees_no_key_is_accepted(cupy_backend):
     phi = MAPS["positive"]
     query, key, value = inputs((1,), 70)
     mask = np.arange(70) >= 20
@@ -401,12 +401,12 @@ def test_float32_rows_that_a_later_key_would_drown(cupy_backend, size):
     assert np.isnan(output[2, 55:]).all()
 
 
-def test_nothing_is_looked_at_from_the_host(cupy_backend, monkeypatch):
+def test_the_host_reads_no_values(cupy_backend, monkeypatch):
     """The driver's own acceptance, which would wait for the device, is never asked."""
     from linattn import folds
 
     def refused(*args):
-        pytest.fail("the host looked at values")
+        pytest.fail("the host read values")
 
     monkeypatch.setattr(folds, "_refused", refused)
     query, key, value = inputs((2,), 100)

@@ -139,7 +139,7 @@ def test_values_of_more_than_one_tile(cupy_backend, emulation, name, is_causal):
 
 @CAUSAL
 @pytest.mark.parametrize("name", ["positive", "elu"])
-def test_masked_keys_are_not_looked_at(cupy_backend, name, is_causal):
+def test_values_of_masked_keys_are_not_inspected(cupy_backend, name, is_causal):
     query, key, value, grad = inputs((2, 3))
     mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
     mask[0, :, :100] = False  # rows that see no key, and a whole chunk of them
@@ -228,7 +228,7 @@ def test_what_is_not_finite_is_left_to_the_generic_code(cupy_backend, place, is_
 @pytest.mark.parametrize(
     ("later", "size"), [("keys", 8), ("keys", 12), ("queries", 30)], ids=["keys", "all", "queries"]
 )
-def test_what_a_shared_scale_has_spoilt_is_left_to_the_generic_code(cupy_backend, later, size):
+def test_what_underflows_at_a_shared_scale_is_left_to_the_generic_code(cupy_backend, later, size):
     """The first 40 rows of a chunk see keys that weigh nothing beside those behind them."""
     phi = MAPS["positive"]
     query, key, value, grad = inputs((2,), 64)

@@ -23,7 +23,7 @@ def _interrupt(*args, **kwargs):
 
 
 @pytest.mark.parametrize("place", ["os.replace", "os.fsync", "numpy.savez"])
-def test_row_41_interrupted_saving_leaves_the_old_file_alone(place, tmp_path, monkeypatch):
+def test_interrupted_saving_leaves_the_old_file_alone(place, tmp_path, monkeypatch):
     path = tmp_path / "state.npz"
     old = filled_state(PHI, 1)
     linattn.save_state(path, old, PHI)
@@ -36,7 +36,7 @@ def test_row_41_interrupted_saving_leaves_the_old_file_alone(place, tmp_path, mo
 
 # An interruption between two instructions may leave the temporary file open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_row_41_interrupted_at_any_line_the_file_is_the_old_or_the_new_one(tmp_path):
+def test_interrupted_at_any_line_the_file_is_the_old_or_the_new_one(tmp_path):
     path = tmp_path / "state.npz"
     old, new = filled_state(PHI, 1), filled_state(PHI, 2)
     tracer = sys.gettrace()
@@ -86,14 +86,14 @@ def load_or_refuse(path, data):
     return state
 
 
-def test_row_42_truncated_files(tmp_path):
+def test_truncated_files(tmp_path):
     good = state_bytes(tmp_path)
     for length in range(0, len(good), 3):
         assert load_or_refuse(tmp_path / "bad.npz", good[:length]) is None
 
 
 @pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
-def test_row_42_flipped_bytes(tmp_path, flip):
+def test_flipped_bytes(tmp_path, flip):
     good = state_bytes(tmp_path)
     refused = 0
     for position in range(len(good)):
@@ -123,7 +123,7 @@ def npz(path, **members: bytes):
             archive.writestr(f"{name}.npy", data)
 
 
-def test_row_42_a_file_made_by_hand_loads(tmp_path):
+def test_a_file_made_by_hand_loads(tmp_path):
     npz(tmp_path / "state.npz")
     assert linattn.load_state(tmp_path / "state.npz").kvz.shape == (2, 3)
 
@@ -187,7 +187,7 @@ BAD_MEMBERS = {
 
 
 @pytest.mark.parametrize("kind", BAD_MEMBERS)
-def test_row_42_hostile_members(tmp_path, kind):
+def test_hostile_members(tmp_path, kind):
     path = tmp_path / "bad.npz"
     npz(path, **BAD_MEMBERS[kind])
     with pytest.raises(linattn.StateFileError, match=saying("bad.npz")):
@@ -199,7 +199,7 @@ def test_row_42_hostile_members(tmp_path, kind):
     [b"", b"text", b"PK\x05\x06" + bytes(18), bytes(1000), None],
     ids=["empty", "text", "empty zip", "zeros", "npy"],
 )
-def test_row_42_no_state_file(tmp_path, data):
+def test_no_state_file(tmp_path, data):
     path = tmp_path / "bad.npz"
     if data is None:
         with path.open("wb") as file:
@@ -210,7 +210,7 @@ def test_row_42_no_state_file(tmp_path, data):
         linattn.load_state(path)
 
 
-def test_row_42_compressed_bomb(tmp_path):
+def test_compressed_bomb(tmp_path):
     path = tmp_path / "bomb.npz"
     np.savez_compressed(
         path,
@@ -229,7 +229,7 @@ def test_row_42_compressed_bomb(tmp_path):
         tracemalloc.stop()
 
 
-def test_row_42_missing_file_is_an_os_error(tmp_path):
+def test_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         linattn.load_state(tmp_path / "none.npz")
     with pytest.raises(OSError, match="none"):
@@ -238,7 +238,7 @@ def test_row_42_missing_file_is_an_os_error(tmp_path):
 
 @pytest.mark.parametrize("fortran", [False, True])
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_row_42_foreign_layouts_are_read_right(tmp_path, fortran, order):
+def test_foreign_layouts_are_read_right(tmp_path, fortran, order):
     path = tmp_path / "state.npz"
     numbers = np.arange(6).reshape(2, 3)
     body = numbers.astype(f"{order}f4").tobytes(order="F" if fortran else "C")

@@ -1,4 +1,4 @@
-"""The NumPy backend one token at a time: streams that nobody looks at, scales that jump, forks."""
+"""The NumPy backend one token at a time: streams whose state is not read, scale jumps, forks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def stream(phi, query, key, value, decoder=None):
 
 
 @every_map
-def test_a_stream_that_nobody_looks_at(name):
+def test_a_stream_whose_state_nobody_reads(name):
     query, key, value = tokens(3 * PENDING + 7)
     out, decoder = stream(MAPS[name], query, key, value)
     assert isinstance(decoder._stepper, Stepper)
@@ -264,7 +264,7 @@ def test_a_step_does_not_ask_how_its_state_is_stored():
     np.testing.assert_allclose(after.kvz * scale, all_keys.kvz, rtol=0, atol=1e-11)
 
 
-def test_states_that_were_looked_at_do_not_change():
+def test_states_that_were_read_do_not_change():
     phi = MAPS["positive"]
     query, key, value = tokens(80)
     start = linattn.init_state(phi, E, batch_shape=(2,), like=key[:, 0])

@@ -24,7 +24,7 @@ from tests.entries import (
 
 @every_argument_of_several
 @pytest.mark.parametrize(("home", "away"), [(CPU, DEVICE1), (DEVICE1, CPU)], ids=str)
-def test_row_29_mixed_devices(entry, argument, home, away):
+def test_mixed_devices(entry, argument, home, away):
     arrays = entry.arrays(on_device(home))
     arrays[argument] = array_api_compat.to_device(arrays[argument], away)
     match = saying(word(argument), "CPU_DEVICE", "device1")
@@ -33,14 +33,14 @@ def test_row_29_mixed_devices(entry, argument, home, away):
 
 
 @every_state_call
-def test_row_29_state_on_another_device(name):
+def test_state_on_another_device(name):
     argument, call = state_calls(on_device(DEVICE1))[name]
     named = word(argument) if argument != "first" else "(first|second)"
     with pytest.raises(ValueError, match=saying(named, "CPU_DEVICE", "device1")):
         call(good_state(on_device(CPU)))
 
 
-def test_row_29_stream_that_changes_device():
+def test_stream_that_changes_device():
     query, key, value = (array[0, 0] for array in tokens())
     home = [on_device(DEVICE1)(array) for array in (query, key, value)]
     decoder = linattn.Decoder(PHI, state_of(PHI, like=home[0]))
@@ -59,7 +59,7 @@ def test_row_29_stream_that_changes_device():
 
 
 @every_argument_of_several
-def test_row_30_mixed_namespaces(entry, argument):
+def test_mixed_namespaces(entry, argument):
     for home, away in (
         (np.asarray, array_api_strict.asarray),
         (array_api_strict.asarray, np.asarray),
@@ -72,7 +72,7 @@ def test_row_30_mixed_namespaces(entry, argument):
 
 
 @every_state_call
-def test_row_30_state_of_another_namespace(name):
+def test_state_of_another_namespace(name):
     argument, call = state_calls()[name]
     named = word(argument) if argument != "first" else "(first|second)"
     match = saying(named, r"\bnumpy\b", r"\barray_api_strict\b")
@@ -80,7 +80,7 @@ def test_row_30_state_of_another_namespace(name):
         call(good_state(array_api_strict.asarray))
 
 
-def test_row_30_stream_that_changes_namespace():
+def test_stream_that_changes_namespace():
     query, key, value = (array[0, 0] for array in tokens())
     decoder = linattn.Decoder(PHI, state_of(PHI, like=query))
     decoder.step(query, key, value)

@@ -115,7 +115,7 @@ class TestRelativeVariance:
         best = relative_variance(0.2 * query, 0.2 * key, phi)
         assert best.verdict.startswith("linear attention: ")
 
-    def test_the_real_sample_is_hopeless_for_plain_features(self):
+    def test_random_features_are_not_worth_it_on_the_real_sample(self):
         query, key, _ = linattn.datasets.pretrained_qkv()
         phi = PositiveFeatures(32, 256, rng=0)
         found = relative_variance(query, key, phi, num_samples=32)
@@ -224,7 +224,7 @@ class TestRecommendation:
             exact = (p @ H @ p - 1) / 16
             assert exact < r**2 < 10 * exact
 
-    def test_hopeless_heads_are_told_from_others(self):
+    def test_heads_that_are_not_worth_it_are_told_from_others(self):
         query, key, _ = inputs(1.0, 2, 60)
         size = np.array([0.2, 4.0])[:, None, None]
         phi = HyperbolicFeatures(DIM, 16, rng=0)
@@ -345,7 +345,7 @@ class TestAttentionWeights:
         np.testing.assert_allclose(one, weights[..., 3:4, :], rtol=1e-12)
         assert attention_weights(query, key, phi, rows=[], **options).shape == (2, 3, 0, 7)
 
-    def test_maps_that_read_means(self):
+    def test_column_normalized_maps(self):
         query, key, value = inputs(0.7, 9)
         phi = SoftmaxFeatures(DIM)
         weights = attention_weights(query, key, phi, rows=slice(None))
@@ -353,7 +353,7 @@ class TestAttentionWeights:
             weights @ value, linattn.linear_attention(query, key, value, phi), rtol=1e-10
         )
 
-    def test_dead_rows_and_huge_inputs(self):
+    def test_rows_with_zero_denominator_and_huge_inputs(self):
         x = -np.ones((3, DIM))
         np.testing.assert_array_equal(attention_weights(x, -x, ReluFeatures(), rows=[0]), 0)
         query, key, _ = inputs(60.0, 4)
@@ -599,7 +599,7 @@ class TestDenominators:
         assert found.negative.min() > 0
         assert found.verdict.startswith("use exact softmax attention: the denominator is negative")
 
-    def test_dead_rows_are_zero_and_positive_maps_have_neither(self):
+    def test_zero_denominators_are_told_and_positive_maps_have_neither(self):
         x = np.concatenate([np.ones((3, DIM)), -np.ones((1, DIM))])
         found = denominators(x, np.ones((4, DIM)), ReluFeatures())
         assert found.negative == 0

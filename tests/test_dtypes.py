@@ -41,7 +41,7 @@ FLOATING = r"float16, bfloat16, float32 or float64"
 
 @every_argument
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
-def test_row_19_integers(entry, argument, dtype):
+def test_integers(entry, argument, dtype):
     arrays = entry.arrays()
     arrays[argument] = np.ones_like(arrays[argument], dtype=dtype)
     match = saying(word(argument), FLOATING, dtype, "convert")
@@ -51,7 +51,7 @@ def test_row_19_integers(entry, argument, dtype):
 
 @some_attentions
 @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64"])
-def test_rows_19_20_23_no_floats_in_every_library(xp, attend, dtype):
+def test_no_floats_in_every_library(xp, attend, dtype):
     arrays = {
         name: xp.array(array, dtype)
         for name, array in zip(("query", "key", "value"), tokens(), strict=True)
@@ -76,7 +76,7 @@ def test_rows_19_20_23_no_floats_in_every_library(xp, attend, dtype):
     ],
     ids=str,
 )
-def test_rows_20_23_other_dtypes(entry, argument, dtype, came):
+def test_other_dtypes(entry, argument, dtype, came):
     if dtype == "longdouble" and np.dtype("longdouble") == np.dtype("float64"):
         pytest.skip("numpy: longdouble is float64 on this platform")
     arrays = entry.arrays()
@@ -87,7 +87,7 @@ def test_rows_20_23_other_dtypes(entry, argument, dtype, came):
 
 @every_argument_of_several
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_row_21_mixed_dtypes(entry, argument, dtype):
+def test_mixed_dtypes(entry, argument, dtype):
     arrays = entry.arrays()
     arrays[argument] = arrays[argument].astype(dtype)
     match = saying(word(argument), "one dtype", "float32", dtype)
@@ -95,7 +95,7 @@ def test_row_21_mixed_dtypes(entry, argument, dtype):
         entry.call(np.asarray, **arrays)
 
 
-def test_row_21_mixed_dtypes_in_every_library(xp):
+def test_mixed_dtypes_in_every_library(xp):
     query, key, value = in_library(xp, tokens())
     value = xp.xp.astype(value, xp.xp.float64)
     match = saying(word("value"), "one dtype", "float32", "float64")
@@ -105,7 +105,7 @@ def test_row_21_mixed_dtypes_in_every_library(xp):
 
 
 @every_state_call
-def test_row_21_state_of_another_dtype(name):
+def test_state_of_another_dtype(name):
     argument, call = state_calls()[name]
     state = state_of(PHI, like=np.ones(DIM, dtype=np.float64))
     # Merging has no map to take the dtype from: either argument may be the odd one.
@@ -130,19 +130,19 @@ def sum_of_narrow_floats(xp, dtype, is_causal):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_row_22_long_sums_of_narrow_floats(xp, dtype):
+def test_long_sums_of_narrow_floats(xp, dtype):
     sum_of_narrow_floats(xp, dtype, is_causal=False)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_row_22_long_causal_sums_of_narrow_floats(xp, dtype):
+def test_long_causal_sums_of_narrow_floats(xp, dtype):
     if xp.name in ("dask", "jax"):
         pytest.skip(f"{xp.name}: lazy arrays take the time of log2(chunk) levels for each chunk")
     sum_of_narrow_floats(xp, dtype, is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_row_22_long_streams_of_narrow_floats(dtype):
+def test_long_streams_of_narrow_floats(dtype):
     if dtype == "bfloat16":
         torch = pytest.importorskip("torch", reason="torch: NumPy has no bfloat16")
         token = torch.ones(1, dtype=torch.bfloat16)
@@ -158,7 +158,7 @@ def test_row_22_long_streams_of_narrow_floats(dtype):
 
 @pytest.mark.parametrize("attend", attentions("positive"))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_row_22_dtype_out_is_dtype_in(xp, attend, dtype):
+def test_dtype_out_is_dtype_in(xp, attend, dtype):
     query, key, value = tokens()
     arrays = [xp.array(array, dtype) for array in (query, key, value)]
     out = attend(*arrays, chunk_size=CHUNK)

@@ -155,7 +155,7 @@ def test_a_report_about_nothing(xp_any_shape, shape):
 
 
 @some_attentions
-def test_row_03_no_keys(xp, attend):
+def test_no_keys(xp, attend):
     query, key, value = in_library(xp, tokens())
     out = attend(query, key[:, :0, :], value[:, :0, :], is_causal=False)
     xp.assert_like(out, value)
@@ -166,7 +166,7 @@ def test_row_03_no_keys(xp, attend):
 
 
 @some_maps
-def test_row_03_update_with_no_keys_keeps_the_state(xp, feature_map):
+def test_update_with_no_keys_keeps_the_state(xp, feature_map):
     query, key, value = in_library(xp, tokens())
     state = state_of(feature_map, like=query, batch_shape=(HEADS,))
     state = linattn.update_state(state, key, value, feature_map)
@@ -183,7 +183,7 @@ def test_row_03_update_with_no_keys_keeps_the_state(xp, feature_map):
 
 
 @some_maps
-def test_row_03_empty_state_reads_zero(xp, feature_map):
+def test_empty_state_reads_zero(xp, feature_map):
     (query, _, value) = in_library(xp, tokens())
     state = state_of(feature_map, like=query, batch_shape=(HEADS,))
     out = linattn.read_state(query, state, feature_map)
@@ -193,7 +193,7 @@ def test_row_03_empty_state_reads_zero(xp, feature_map):
 
 @some_attentions
 @pytest.mark.parametrize("empty", ["queries", "queries and keys", "batch"])
-def test_row_04_no_queries_or_no_batch(xp, attend, empty):
+def test_no_queries_or_no_batch(xp, attend, empty):
     query, key, value = in_library(xp, tokens())
     if empty == "batch":
         query, key, value = query[:0, ...], key[:0, ...], value[:0, ...]
@@ -207,7 +207,7 @@ def test_row_04_no_queries_or_no_batch(xp, attend, empty):
 
 
 @every_map
-def test_row_04_state_functions_without_a_batch(feature_map):
+def test_state_functions_without_a_batch(feature_map):
     query, key, value = tokens(lead=(0,))
     state = state_of(feature_map, like=query, batch_shape=(0,))
     assert state.kvz.shape[0] == 0

@@ -330,7 +330,7 @@ def test_large_queries_are_not_lost_beside_their_square(name, dtype, generic):
             for is_causal in (False, True)
         ]
     if dtype == "float32":
-        # A row past range has its head done by halves.
+        # A row past range has its head divided.
         beyond = query * np.float32(1e15)
         beyond[0, 10] = 3e38
         out = linattn.linear_attention(beyond, key, value, phi, is_causal=True)

@@ -9,13 +9,13 @@ from tests.attentions import HEADS, MAPS, every_attention, every_map, state_of, 
 
 
 @every_attention
-def test_row_50_strict_floating_point_handling_is_not_disturbed(attend):
+def test_attention_under_errstate_raise(attend):
     query, key, value = tokens(length=140)
     mask = np.arange(140) > 3
     big = [30 * query, 30 * key, value]
-    dead = [-np.abs(query), -np.abs(key), value]
+    featureless = [-np.abs(query), -np.abs(key), value]
     with np.errstate(all="raise"):
-        for arrays in ((query, key, value), big, dead, [a * np.float32(1e-30) for a in big]):
+        for arrays in ((query, key, value), big, featureless, [a * np.float32(1e-30) for a in big]):
             attend(*arrays)
             attend(*arrays, key_mask=mask)
             attend(*arrays, key_mask=np.zeros_like(mask))
@@ -23,7 +23,7 @@ def test_row_50_strict_floating_point_handling_is_not_disturbed(attend):
 
 
 @every_map
-def test_row_50_strict_floating_point_handling_in_states_and_maps(feature_map):
+def test_states_and_maps_under_errstate_raise(feature_map):
     query, key, value = tokens()
     query, key = 30 * query, 30 * key
     with np.errstate(all="raise"):

@@ -406,7 +406,7 @@ def test_one_token_that_is_masked_has_gradient_zero(xp):
     ],
     ids=["padding", "masked"],
 )
-def test_halves_without_keys_or_rows_ask_for_nothing(xp, feature_map, first):
+def test_sub_blocks_without_keys_or_rows_ask_for_nothing(xp, feature_map, first):
     # Log features of keys of some thousands, either sign, beside halves of padding or masked keys.
     query, key, value = 6 * np.random.default_rng(0).standard_normal((3, 37, 4))
     key[32:] *= 8
@@ -429,7 +429,7 @@ def test_a_state_that_has_seen_nothing_asks_for_nothing():
         np.testing.assert_array_equal(gradient, 0)
 
 
-def test_dead_relu_queries_have_gradient_zero(xp_any_shape):
+def test_relu_queries_with_zero_denominator_have_gradient_zero(xp_any_shape):
     xp = xp_any_shape
     query, key, value = inputs("relu")
     query[0, 3] = -1.0
@@ -684,7 +684,7 @@ def test_wrong_arguments_are_named():
         pullback(output, np.ones((2, 16, 5)))
 
 
-def test_the_number_of_kept_states_is_the_documented_one():
+def test_the_number_of_checkpoints_is_the_documented_one():
     from pathlib import Path
 
     from linattn._kept import MOST

@@ -9,7 +9,7 @@ from tests.attentions import Attention, every_attention, tokens
 
 
 @every_attention
-def test_row_49_permuted_keys(attend):
+def test_permuted_keys(attend):
     if attend.is_causal:
         attend = Attention(attend.name, attend.feature_map, False)
     query, key, value = tokens(length=40)
@@ -20,7 +20,7 @@ def test_row_49_permuted_keys(attend):
 
 
 @every_attention
-def test_row_49_permuted_batch(attend):
+def test_permuted_batch(attend):
     arrays = tokens(lead=(5, 2), length=30)
     order = np.array([3, 1, 4, 0, 2])
     out = attend(*arrays)
@@ -29,7 +29,7 @@ def test_row_49_permuted_batch(attend):
 
 @every_attention
 @pytest.mark.parametrize(("short", "long"), [(1, 2), (6, 9), (127, 128), (128, 129), (100, 300)])
-def test_row_49_future_tokens_change_nothing(attend, short, long):
+def test_future_tokens_change_nothing(attend, short, long):
     attend = Attention(attend.name, attend.feature_map, True)
     arrays = tokens(length=long, dtype="float64")
     prefix = [array[:, :short] for array in arrays]
@@ -41,7 +41,7 @@ def test_row_49_future_tokens_change_nothing(attend, short, long):
 
 
 @every_attention
-def test_row_49_other_batch_entries_do_not_matter(attend):
+def test_other_batch_entries_do_not_matter(attend):
     query, key, value = tokens(length=140)
     out = attend(query, key, value)
     key[1], value[1], query[1] = np.nan, np.inf, 1e20

@@ -1,6 +1,6 @@
-"""The kit catches what it is for: wrong maps, samplers and attention, beside their honest twins.
+"""The kit catches what it is for: wrong maps, samplers and attention, beside their valid twins.
 
-Each wrong one is a line away from its twin, and the assertion that catches it is named. Honest
+Each wrong one is a line away from its twin, and the assertion that catches it is named. Valid
 twins pass; of those that chance decides, at most `TOTAL_FALSE_ALARM_RATE` of all runs fail.
 
     LINATTN_TEST_SEED=1 pytest tests/test_kit_mutations.py        # fresh draws
@@ -30,23 +30,23 @@ D, M = 4, 16
 
 
 @dataclass(frozen=True)
-class Tooth:
+class Mutation:
     """What is wrong, the assertion that sees it, and the twin that differs in it alone."""
 
     name: str
     check: str
     assertion: Callable[[Any], testing.Evidence]
-    honest: Any
+    valid: Any
     wrong: Any
 
 
-TEETH: list[Tooth] = []
+MUTATIONS: list[Mutation] = []
 
 
-def tooth(name: str, assertion: Any, honest: Any, wrong: Any, **options: Any) -> None:
+def mutation(name: str, assertion: Any, valid: Any, wrong: Any, **options: Any) -> None:
     """Add a pair; `assertion` may be a function of the twin instead of one of the kit's."""
     check = options.pop("check", None) or assertion.__name__
-    TEETH.append(Tooth(name, check, partial(assertion, **options), honest, wrong))
+    MUTATIONS.append(Mutation(name, check, partial(assertion, **options), valid, wrong))
 
 
 # Samplers: rows of projections.
@@ -115,28 +115,28 @@ for name, wrong_block in (
     ("norms of sqrt(d)", root_d_block),
     ("norms of the same block's rows", own_norms_block),
 ):
-    tooth(
+    mutation(
         name,
         rows_are_gaussian,
         lambda num, dim, rng: haar_block(dim, rng),
         lambda num, dim, rng, make=wrong_block: make(dim, rng),
         check="assert_gaussian_rows",
     )
-tooth(
+mutation(
     "raw QR in many dimensions",
     partial(testing.assert_gaussian_rows, num=64, dim=64, num_draws=1000, rng=SEED),
     lambda num, dim, rng: haar_block(dim, rng),
     lambda num, dim, rng: raw_qr_block(dim, rng),
     check="assert_gaussian_rows",
 )
-tooth(
+mutation(
     "rows 5 % too long",
     partial(testing.assert_gaussian_rows, num=32, dim=32, rng=SEED),
     lambda num, dim, rng: haar_block(dim, rng),
     lambda num, dim, rng: 1.05 * haar_block(dim, rng),
     check="assert_gaussian_rows",
 )
-tooth(
+mutation(
     "deterministic strata",
     partial(testing.assert_gaussian_rows, num=4, dim=2, rng=SEED),
     random_strata,
@@ -159,14 +159,14 @@ def favor_plus_with(sampler, assertion=testing.assert_unbiased, **options):
     )
 
 
-tooth(
+mutation(
     "raw QR, seen by the features",
     favor_plus_with,
     fresh_blocks,
     lambda num, dim, rng: blocks_of(num, dim, rng, raw_qr_block),
     check="assert_unbiased",
 )
-tooth(
+mutation(
     "one seed for all blocks",
     partial(
         favor_plus_with,
@@ -275,7 +275,7 @@ for name, wrong in (
     ("half the projections of the keys negated", (favor, half_negated)),
     ("a shift for each key", (favor, shifted_by_key)),
 ):
-    tooth(name, unbiased, favor, wrong, check="assert_unbiased")
+    mutation(name, unbiased, favor, wrong, check="assert_unbiased")
 
 
 class Signed(Sketch):
@@ -302,7 +302,7 @@ def cos_minus_sin(x, omega):
     return np.exp(square(x) / 2) / sqrt(M) * np.concatenate([np.cos(u), -np.sin(u)], axis=-1)
 
 
-tooth(
+mutation(
     "sign error in the sine part",
     partial(unbiased, variance=trigonometric_variance, kind=Signed),
     cos_sin,
@@ -337,7 +337,7 @@ def phase_variance(x, y):
     return np.exp(norms) * (1 + np.exp(-2 * s) / 2 - np.exp(-s)) / M
 
 
-tooth(
+mutation(
     "phases forgotten",
     lambda kind: testing.assert_unbiased(kind, kernel=kernel, variance=phase_variance, rng=SEED),
     WholePhases,
@@ -363,7 +363,7 @@ def tilted_without_factor(x, omega, A=TILT):
     return log_features - log(M) / 2
 
 
-tooth(
+mutation(
     "(1 - 4A)^(d/4) forgotten",
     partial(unbiased, variance=tilted_variance),
     tilted,
@@ -396,7 +396,7 @@ def variance_at_best_tilt(tilt):
     )  # fmt: skip
 
 
-tooth("wrong A*", variance_at_best_tilt, best_tilt, notes_tilt, check="assert_variance")
+mutation("wrong A*", variance_at_best_tilt, best_tilt, notes_tilt, check="assert_variance")
 
 
 def variance_is(claim):
@@ -405,7 +405,7 @@ def variance_is(claim):
     )
 
 
-tooth(
+mutation(
     "variance claimed with |x - y| for |x + y|",
     variance_is,
     favor_variance,
@@ -420,7 +420,7 @@ def fixed_norm_mean(claim):
     return testing.assert_mean(feature_map, LARGER, LARGER, mean=mean, num_draws=6000, rng=SEED)
 
 
-tooth("bias of fixed norms denied", fixed_norm_mean, "mean", "kernel", check="assert_mean")
+mutation("bias of fixed norms denied", fixed_norm_mean, "mean", "kernel", check="assert_mean")
 
 
 # Attention: (query, key, value, **options).
@@ -467,7 +467,7 @@ def step_without_normaliser(query, key, value, state):
     return read(np.exp(query), *state), state
 
 
-tooth(
+mutation(
     "cumulative sum on the wrong axis",
     lambda attention: testing.assert_streaming(attention=attention, step=one_step, rng=SEED),
     running,
@@ -478,7 +478,7 @@ for name, wrong_step in (
     ("state stored in float16", step_in_float16),
     ("normaliser not updated", step_without_normaliser),
 ):
-    tooth(
+    mutation(
         name,
         lambda step: testing.assert_streaming(attention=running, step=step, rng=SEED),
         one_step,
@@ -511,14 +511,14 @@ def off_by_one(query, key, value, is_causal=True):
     return weights @ value / np.sum(weights, axis=-1, keepdims=True)
 
 
-for name, honest_attention, wrong_attention in (
+for name, valid_attention, wrong_attention in (
     ("a maximum over later keys as shift", causal, causal_shifted_by_maximum),
     ("triangle off by one", strictly_upper, off_by_one),
 ):
-    tooth(
+    mutation(
         name,
         lambda attention: testing.assert_causal(attention=attention, rng=SEED),
-        honest_attention,
+        valid_attention,
         wrong_attention,
         check="assert_causal",
     )
@@ -551,7 +551,7 @@ for name, wrong_mask, garbage in (
     ("mask on values only", masked_values_only, (1.0,)),
     ("mask multiplied with NaN", masked_by_product, (np.nan,)),
 ):
-    tooth(
+    mutation(
         name,
         lambda attention, garbage=garbage: testing.assert_mask_is_slice(
             attention=attention, garbage=garbage, rng=SEED
@@ -608,21 +608,21 @@ def full_less_maximum_of_batch(query, key, value):
     return full_less_maximum(query, key, value, axis=None)
 
 
-tooth(
+mutation(
     "a maximum over the batch as shift",
     lambda attention: testing.assert_batch_independent(attention=attention, rng=SEED),
     full_less_maximum,
     full_less_maximum_of_batch,
     check="assert_batch_independent",
 )
-tooth(
+mutation(
     "outputs by the position of the query",
     lambda attention: testing.assert_permutation_invariant(attention=attention, rng=SEED),
     full,
     full_with_gain_by_query,
     check="assert_permutation_invariant",
 )
-tooth(
+mutation(
     "epsilon in the denominator",
     lambda attention: testing.assert_normalized(
         attention=attention, magnitudes=(0.5, 2.5), rng=SEED
@@ -631,14 +631,14 @@ tooth(
     full_with_epsilon,
     check="assert_normalized",
 )
-tooth(
+mutation(
     "standardised over the batch",
     lambda attention: testing.assert_batch_independent(attention=attention, rng=SEED),
     full_scaled_by_itself,
     full_scaled_by_batch,
     check="assert_batch_independent",
 )
-tooth(
+mutation(
     "weights by position",
     lambda attention: testing.assert_permutation_invariant(attention=attention, rng=SEED),
     full,
@@ -671,7 +671,7 @@ def read_state(query, state):
     return out[..., :-1] / out[..., -1:]
 
 
-tooth(
+mutation(
     "merge without rescaling",
     lambda merge: testing.assert_merge_associative(
         reduce=reduced, merge=merge, read=read_state, rng=SEED
@@ -700,7 +700,7 @@ def average_vjp_without_denominator(logits):
     return out, lambda g: (share * LARGER * g[:, None],)
 
 
-tooth(
+mutation(
     "gradient without the denominator's term",
     lambda vjp: testing.assert_gradient(average, vjp, np.sin(LARGER), rng=SEED),
     average_vjp,
@@ -734,28 +734,28 @@ def strict_array():
     return strict.asarray(LARGER)
 
 
-tooth(
+mutation(
     "NumPy returned for another library's arrays",
     lambda function: testing.assert_namespace_preserved(function, strict_array()),
     doubled,
     doubled_through_numpy,
     check="assert_namespace_preserved",
 )
-tooth(
+mutation(
     "float32 becomes float64",
     lambda function: testing.assert_namespace_preserved(function, LARGER.astype(np.float32)),
     doubled,
     doubled_in_float64,
     check="assert_namespace_preserved",
 )
-tooth(
+mutation(
     "input scaled in place",
     lambda function: testing.assert_inputs_unchanged(function, LARGER.copy()),
     doubled,
     doubled_in_place,
     check="assert_inputs_unchanged",
 )
-tooth(
+mutation(
     "a lambda in the map",
     testing.assert_picklable,
     Sketch(np.random.default_rng(0), favor),
@@ -786,7 +786,7 @@ def checked(feature_map):
     return testing.Evidence("check_feature_map", report.summary, report.false_alarm_rate)
 
 
-tooth(
+mutation(
     "a redraw that ignores its seed",
     checked,
     Redrawn(np.random.default_rng(0)),
@@ -794,17 +794,17 @@ tooth(
     check="redraw",
 )
 
-NAMES = [case.name for case in TEETH]
+NAMES = [case.name for case in MUTATIONS]
 
 
-@pytest.fixture(params=TEETH, ids=NAMES)
+@pytest.fixture(params=MUTATIONS, ids=NAMES)
 def case(request):
     return request.param
 
 
-def test_honest_twin_passes(case):
+def test_valid_twin_passes(case):
     with np.errstate(all="ignore"):
-        evidence = case.assertion(case.honest)
+        evidence = case.assertion(case.valid)
     assert evidence.false_alarm_rate in (0.0, RATE)
 
 
@@ -813,15 +813,15 @@ def test_wrong_twin_is_caught_by_the_named_assertion(case):
         case.assertion(case.wrong)
 
 
-def test_there_are_teeth_enough():
+def test_every_kind_of_defect_is_planted():
     assert len(set(NAMES)) == len(NAMES) >= 20
     assertions = {name for name in testing.__all__ if name.startswith("assert_")}
-    assert assertions <= {case.check for case in TEETH}
+    assert assertions <= {case.check for case in MUTATIONS}
 
 
 def test_total_false_alarm_rate():
-    """Stated at the top: every honest twin decided by chance has its rate, and they add up."""
-    assert len(TEETH) * RATE <= TOTAL_FALSE_ALARM_RATE < 1e-6
+    """Stated at the top: every valid twin decided by chance has its rate, and they add up."""
+    assert len(MUTATIONS) * RATE <= TOTAL_FALSE_ALARM_RATE < 1e-6
 
 
 def test_orthogonal_blocks_of_this_file_are_those_of_the_library():

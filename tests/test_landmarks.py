@@ -138,7 +138,7 @@ def fitted_by_hand(q, k, m, p, scale, seed):
     for done in range(4):
         fresh = [j for j in np.argsort(-(np.log(odds) + gumbel[: len(k)])) if j not in chosen]
         chosen += fresh[: m * (done + 1) // 4 - m * done // 4]
-        # What is not 0 by rounding is 0 for those chosen, and they are not looked at again.
+        # What is not 0 by rounding is 0 for those chosen, and they are not drawn again.
         odds = w * np.maximum(distances(k[chosen]).min(axis=1), 1e-300)
     b = k[np.sort(chosen)]
     for _ in range(3):
@@ -507,7 +507,7 @@ def test_keys_of_another_sequence_warn(xp):
     other: Any = [xp.array(x[1]) for x in (q, k, v)]
     attend(own[0], own[1], own[2], phi, exact_window=32)
     if array_api_compat.is_dask_array(own[0]):
-        # What would have to be computed to be looked at is not looked at.
+        # What would have to be computed to be inspected is not inspected.
         attend(other[0], other[1], other[2], phi)
         return
     with pytest.warns(UserWarning, match=OTHER_KEYS) as caught:

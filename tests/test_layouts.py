@@ -28,7 +28,7 @@ def big_endian(array):
 
 @every_attention
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_row_24_big_endian(attend, dtype):
+def test_big_endian(attend, dtype):
     arrays = tokens(dtype=dtype)
     out = attend(*map(big_endian, arrays))
     assert out.dtype == np.dtype(dtype)
@@ -37,20 +37,20 @@ def test_row_24_big_endian(attend, dtype):
 
 
 @every_attention
-def test_row_24_one_big_endian_argument(attend):
+def test_one_big_endian_argument(attend):
     query, key, value = tokens()
     np.testing.assert_array_equal(attend(query, big_endian(key), value), attend(query, key, value))
 
 
 @every_entry
-def test_row_24_big_endian_everywhere(entry):
+def test_big_endian_everywhere(entry):
     arrays = entry.arrays()
     swapped = {name: big_endian(array) for name, array in arrays.items()}
     assert_equal_and_native(entry.call(np.asarray, **swapped), entry.call(np.asarray, **arrays))
 
 
 @every_map
-def test_row_24_big_endian_stream(feature_map):
+def test_big_endian_stream(feature_map):
     query, key, value = tokens(lead=())
     empty = state_of(feature_map, like=key)
     native, swapped = linattn.Decoder(feature_map, empty), linattn.Decoder(feature_map, empty)
@@ -85,7 +85,7 @@ def _unaligned(array):
 
 @every_attention
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_row_25_strides(attend, layout):
+def test_strides(attend, layout):
     query, key, value = tokens(length=150)
     mask = (np.arange(300) % 3 > 0)[::-2]
     for dtype in ("float32", "float64"):
@@ -102,7 +102,7 @@ def test_row_25_strides(attend, layout):
 
 
 @every_attention
-def test_row_25_zero_strides(attend):
+def test_zero_strides(attend):
     query, key, value = (array[:1, :1] for array in tokens())
     arrays = [np.broadcast_to(a, (HEADS, LENGTH, a.shape[-1])) for a in (query, key, value)]
     assert arrays[0].strides[:2] == (0, 0)
@@ -112,7 +112,7 @@ def test_row_25_zero_strides(attend):
 
 @every_map
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_row_25_strides_in_states(feature_map, layout):
+def test_strides_in_states(feature_map, layout):
     relay = LAYOUTS[layout]
     query, key, value = tokens()
     state = filled_state(feature_map)
@@ -136,7 +136,7 @@ def test_row_25_strides_in_states(feature_map, layout):
 
 @every_attention
 @pytest.mark.parametrize("mode", ["r", "r+", "c"])
-def test_row_26_memmap(attend, mode, tmp_path):
+def test_memmap(attend, mode, tmp_path):
     arrays = tokens()
     mapped = []
     for index, array in enumerate(arrays):
@@ -151,7 +151,7 @@ def test_row_26_memmap(attend, mode, tmp_path):
 
 
 @every_map
-def test_row_26_memmap_in_states(feature_map, tmp_path):
+def test_memmap_in_states(feature_map, tmp_path):
     _, key, value = tokens()
     path = tmp_path / "key.npy"
     np.save(path, key)
@@ -166,7 +166,7 @@ def test_row_26_memmap_in_states(feature_map, tmp_path):
 
 
 @every_map
-def test_row_26_read_only_states(feature_map):
+def test_read_only_states(feature_map):
     query, key, value = tokens()
     state = filled_state(feature_map)
     expected = linattn.update_state(state, key, value, feature_map)

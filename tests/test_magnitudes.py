@@ -33,7 +33,7 @@ from tests.attentions import (
 
 @some_attentions
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 30.0), ("float16", 8.0)])
-def test_row_10_logits_beyond_the_range_of_exp(xp, attend, dtype, size):
+def test_logits_beyond_the_range_of_exp(xp, attend, dtype, size):
     if attend.name == "trigonometric" and dtype == "float16":
         size = 5.0
     query, key, value = tokens()
@@ -49,7 +49,7 @@ def test_row_10_logits_beyond_the_range_of_exp(xp, attend, dtype, size):
 
 
 @every_map
-def test_row_10_states_of_large_logits(feature_map):
+def test_states_of_large_logits(feature_map):
     query, key, value = tokens(lead=())
     query, key = 30 * query, 30 * key
     state = linattn.update_state(state_of(feature_map, like=key), key, value, feature_map)
@@ -90,7 +90,7 @@ class RowShifted:
         return self.feature_map.key_features(y)
 
 
-def assert_right_or_refused(attend, query, key, value, function=None):
+def assert_right_or_rejected(attend, query, key, value, function=None):
     """Each row is right, or holds a NaN: never plausible and wrong."""
     try:
         out = (function or attend)(query, key, value)
@@ -133,27 +133,27 @@ HUGE: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
 
 @every_attention
 @pytest.mark.parametrize("huge", HUGE)
-def test_row_11_huge_inputs_are_right_nan_or_refused(attend, huge):
+def test_huge_inputs_are_right_nan_or_rejected(attend, huge):
     query, key, value = tokens()
     query, key = (a.astype(np.float32) for a in HUGE[huge](query, key))
-    assert_right_or_refused(attend, query, key, value)
+    assert_right_or_rejected(attend, query, key, value)
 
 
 @some_attentions
 @pytest.mark.parametrize("huge", ["both", "opposed"])
-def test_row_11_huge_inputs_in_every_library(xp, attend, huge):
+def test_huge_inputs_in_every_library(xp, attend, huge):
     query, key, value = tokens()
     query, key = (a.astype(np.float32) for a in HUGE[huge](query, key))
 
     def in_library_and_back(*arrays):
         return fetched(xp, attend(*in_library(xp, arrays), chunk_size=CHUNK))
 
-    assert_right_or_refused(attend, query, key, value, in_library_and_back)
+    assert_right_or_rejected(attend, query, key, value, in_library_and_back)
 
 
 @every_map
 @pytest.mark.parametrize("huge", HUGE)
-def test_row_11_huge_inputs_in_states(feature_map, huge):
+def test_huge_inputs_in_states(feature_map, huge):
     query, key, value = tokens(lead=())
     query, key = (a.astype(np.float32) for a in HUGE[huge](query, key))
 
@@ -166,20 +166,20 @@ def test_row_11_huge_inputs_in_states(feature_map, huge):
         return np.stack([decoder.step(*token) for token in zip(query, key, value, strict=True)])
 
     full, causal = Attention("", feature_map, False), Attention("", feature_map, True)
-    assert_right_or_refused(full, query, key, value, through_a_state)
-    assert_right_or_refused(causal, query, key, value, through_steps)
+    assert_right_or_rejected(full, query, key, value, through_a_state)
+    assert_right_or_rejected(causal, query, key, value, through_steps)
 
 
 @every_attention
 @pytest.mark.parametrize("size", [1e-20, 1e-25, 1e-30])
-def test_row_11_minute_inputs_are_right_nan_or_refused(attend, size):
+def test_minute_inputs_are_right_nan_or_rejected(attend, size):
     query, key, value = tokens()
     query, key = (a * np.float32(size) for a in (query, key))
-    assert_right_or_refused(attend, query, key, value)
+    assert_right_or_rejected(attend, query, key, value)
 
 
 @every_map
-def test_row_11_estimates_are_right_or_not_finite(feature_map):
+def test_estimates_are_right_or_not_finite(feature_map):
     x, y, _ = tokens(lead=())
     for size in (1e20, 3e38):
         for sign in (1, -1):
@@ -216,7 +216,7 @@ def tiny_then_huge(name, length):
 
 @pytest.mark.parametrize("name", [*MAPS, "softmax"])
 @pytest.mark.parametrize("length", [16, 200])
-def test_row_15_tiny_keys_early_and_huge_keys_later(name, length):
+def test_tiny_keys_early_and_huge_keys_later(name, length):
     attend = Attention(name, MAPS.get(name), True)
     query, key, value = tiny_then_huge(name, length)
     out = attend(query, key, value)
@@ -224,7 +224,7 @@ def test_row_15_tiny_keys_early_and_huge_keys_later(name, length):
     attend.check(out, query, key, value, tolerance=2e-4)
 
 
-def test_row_15_in_every_library(xp):
+def test_tiny_keys_early_in_every_library(xp):
     attend = Attention("positive", MAPS["positive"], True)
     arrays = [np.stack([array] * HEADS) for array in tiny_then_huge("positive", LENGTH)]
     out = xp.numpy(attend(*in_library(xp, arrays), chunk_size=CHUNK))
@@ -233,7 +233,7 @@ def test_row_15_in_every_library(xp):
 
 @every_attention
 @pytest.mark.parametrize("which", ["zero", "positive", "negative"])
-def test_row_16_identical_keys_give_the_uniform_average(attend, which):
+def test_identical_keys_give_the_uniform_average(attend, which):
     query, _, value = tokens(dtype="float64")
     key = {"zero": 0.0, "positive": 0.7, "negative": -0.7}[which] * np.ones_like(query)
     out = attend(query, key, value)
@@ -247,7 +247,7 @@ def test_row_16_identical_keys_give_the_uniform_average(attend, which):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_row_16_zero_queries_give_the_uniform_average_of_softmax(is_causal):
+def test_zero_queries_give_the_uniform_average_of_softmax(is_causal):
     query, key, value = tokens(dtype="float64")
     out = linattn.softmax_attention(query * 0, key, value, is_causal=is_causal)
     means = np.cumsum(value, axis=-2) / np.arange(1, LENGTH + 1)[:, None]
@@ -256,7 +256,7 @@ def test_row_16_zero_queries_give_the_uniform_average_of_softmax(is_causal):
 
 
 @every_map
-def test_row_16_everything_zero(feature_map):
+def test_everything_zero(feature_map):
     query, key, value = (np.zeros_like(array) for array in tokens())
     for is_causal in (False, True):
         out = linattn.linear_attention(query, key, value, feature_map, is_causal=is_causal)
@@ -264,9 +264,9 @@ def test_row_16_everything_zero(feature_map):
 
 
 @some_attentions
-def test_row_17_denormal_queries_and_keys(xp, attend):
+def test_denormal_queries_and_keys(xp, attend):
     if xp.name == "jax" and attend.name == "relu":
-        pytest.skip("jax: XLA flushes denormals to zero, and a query of zeros is dead")
+        pytest.skip("jax: XLA flushes denormals to zero, and a query of zeros has no feature")
     query, key, value = tokens()
     query, key = (a * np.float32(1e-40) for a in (query, key))
     out = attend(*in_library(xp, (query, key, value)), chunk_size=CHUNK)
@@ -275,7 +275,7 @@ def test_row_17_denormal_queries_and_keys(xp, attend):
 
 @every_attention
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 1e-40), ("float64", 1e-310)])
-def test_row_17_denormal_queries_or_keys(attend, dtype, size):
+def test_denormal_queries_or_keys(attend, dtype, size):
     query, key, value = tokens(dtype=dtype)
     small_query, small_key = (a * a.dtype.type(size) for a in (query, key))
     for q, k in ((small_query, small_key), (small_query, key), (query, small_key)):
@@ -283,7 +283,7 @@ def test_row_17_denormal_queries_or_keys(attend, dtype, size):
 
 
 @every_attention
-def test_row_17_denormal_values(attend):
+def test_denormal_values(attend):
     query, key, value = tokens()
     value = value * np.float32(1e-39)
     attend.check(attend(query, key, value), query, key, value, tolerance=2e-2)

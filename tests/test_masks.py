@@ -28,7 +28,7 @@ from tests.entries import CPU, DEVICE1, on_device, saying, word
 
 
 @some_attentions
-def test_row_01_all_keys_masked(xp, attend):
+def test_all_keys_masked(xp, attend):
     query, key, value = in_library(xp, tokens())
     mask = xp.array(np.zeros(LENGTH, dtype=bool))
     out = attend(query, key, value, key_mask=mask, chunk_size=CHUNK)
@@ -38,7 +38,7 @@ def test_row_01_all_keys_masked(xp, attend):
 
 @every_attention
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_row_01_all_keys_masked_in_every_dtype(attend, dtype):
+def test_all_keys_masked_in_every_dtype(attend, dtype):
     query, key, value = tokens(dtype=dtype)
     out = attend(query, key, value, key_mask=np.zeros(LENGTH, dtype=bool))
     assert out.dtype == dtype
@@ -46,7 +46,7 @@ def test_row_01_all_keys_masked_in_every_dtype(attend, dtype):
 
 
 @every_attention
-def test_row_01_first_keys_masked(attend):
+def test_first_keys_masked(attend):
     query, key, value = tokens()
     mask = np.arange(LENGTH) >= 2
     out = attend(query, key, value, key_mask=mask)
@@ -56,7 +56,7 @@ def test_row_01_first_keys_masked(attend):
 
 
 @every_map
-def test_row_01_log_normalizer_of_nothing_is_minus_infinity(feature_map):
+def test_log_normalizer_of_nothing_is_minus_infinity(feature_map):
     query, key, value = tokens()
     mask = np.zeros(LENGTH, dtype=bool)
     for is_causal in (False, True):
@@ -73,7 +73,7 @@ def test_row_01_log_normalizer_of_nothing_is_minus_infinity(feature_map):
 
 
 @some_attentions
-def test_row_02_one_sequence_of_a_batch_has_length_zero(xp, attend):
+def test_one_sequence_of_a_batch_has_length_zero(xp, attend):
     query, key, value = in_library(xp, tokens())
     lengths = np.array([0, LENGTH])
     mask = xp.array(np.arange(LENGTH) < lengths[:, None])
@@ -84,7 +84,7 @@ def test_row_02_one_sequence_of_a_batch_has_length_zero(xp, attend):
 
 
 @every_map
-def test_row_02_state_of_length_zero_is_the_identity(feature_map):
+def test_state_of_length_zero_is_the_identity(feature_map):
     query, key, value = tokens()
     mask = np.arange(LENGTH) < np.array([0, LENGTH])[:, None]
     empty = state_of(feature_map, like=query, batch_shape=(HEADS,))
@@ -108,7 +108,7 @@ def poisoned_where(mask, bad, *arrays):
 
 
 @some_attentions
-def test_row_13_masked_keys_and_values_do_not_leak(xp, attend):
+def test_masked_keys_and_values_do_not_leak(xp, attend):
     query, key, value = tokens()
     arrays = in_library(xp, (query, *poisoned_where(MASK, np.nan, key, value)))
     out = xp.numpy(attend(*arrays, key_mask=xp.array(MASK), chunk_size=CHUNK))
@@ -117,7 +117,7 @@ def test_row_13_masked_keys_and_values_do_not_leak(xp, attend):
 
 @every_attention
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_row_13_masked_keys_and_values_leave_no_bit(attend, bad):
+def test_masked_keys_and_values_leave_no_bit(attend, bad):
     query, key, value = tokens()
     clean = attend(query, key, value, key_mask=MASK)
     out = attend(query, *poisoned_where(MASK, bad, key, value), key_mask=MASK)
@@ -127,7 +127,7 @@ def test_row_13_masked_keys_and_values_leave_no_bit(attend, bad):
 
 @every_map
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_row_13_masked_keys_and_values_do_not_leak_into_states(feature_map, bad):
+def test_masked_keys_and_values_do_not_leak_into_states(feature_map, bad):
     query, key, value = tokens()
     mask = np.arange(LENGTH) % 2 == 0
     key[:, ~mask] = bad
@@ -167,7 +167,7 @@ BAD_MASKS = {
 
 @pytest.mark.parametrize("name", ["linear", "softmax", "update"])
 @pytest.mark.parametrize("kind", BAD_MASKS)
-def test_row_32_bad_masks(name, kind):
+def test_bad_masks(name, kind):
     query, key, value = tokens()
     error, said, mask = BAD_MASKS[kind]
     call: Callable[[], Any] = {
@@ -183,7 +183,7 @@ def test_row_32_bad_masks(name, kind):
 
 @every_attention
 @pytest.mark.parametrize("shape", [(4, LENGTH), (1, 4, LENGTH), (HEADS, 4, LENGTH)], ids=str)
-def test_row_32_mask_of_pairs(attend, shape):
+def test_mask_of_pairs(attend, shape):
     query, key, value = tokens()
     match = saying(
         word("key_mask"), re.escape(str(shape)), r"pair|each query", "cannot be honoured"
@@ -197,7 +197,7 @@ def test_row_32_mask_of_pairs(attend, shape):
 
 
 @pytest.mark.parametrize("name", ["linear", "softmax", "update"])
-def test_row_29_mask_on_another_device(name):
+def test_mask_on_another_device(name):
     query, key, value = map(on_device(DEVICE1), tokens())
     mask = on_device(CPU)(np.ones(LENGTH, dtype=bool))
     call: Callable[[], Any] = {
@@ -212,7 +212,7 @@ def test_row_29_mask_on_another_device(name):
 
 
 @some_attentions
-def test_row_30_mask_of_another_namespace(attend):
+def test_mask_of_another_namespace(attend):
     mask = array_api_strict.asarray(np.ones(LENGTH, dtype=bool))
     match = saying(word("key_mask"), r"\bnumpy\b", r"\barray_api_strict\b")
     with pytest.raises(TypeError, match=match):

@@ -44,7 +44,7 @@ def _ignore(call):
 
 
 @pytest.mark.parametrize("name", _repeated())
-def test_row_46_memory_is_flat_over_a_thousand_calls(name):
+def test_memory_is_flat_over_a_thousand_calls(name):
     call = _repeated()[name]
     for _ in range(30):
         call()
@@ -60,7 +60,7 @@ def test_row_46_memory_is_flat_over_a_thousand_calls(name):
 
 
 @every_attention
-def test_row_46_extra_memory_does_not_grow_with_length(attend):
+def test_extra_memory_does_not_grow_with_length(attend):
     def extra(length):
         arrays = tokens(lead=(), length=length)
         with linattn.config(num_threads=1):

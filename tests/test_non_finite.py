@@ -25,7 +25,7 @@ from tests.attentions import (
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_row_01_dead_relu_query(xp, is_causal):
+def test_a_relu_query_with_zero_denominator(xp, is_causal):
     query, key, value = tokens()
     query[0, 3] = -np.abs(query[0, 3])
     attend = Attention("relu", MAPS["relu"], is_causal)
@@ -35,7 +35,7 @@ def test_row_01_dead_relu_query(xp, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_row_01_nan_never_becomes_zero_in_a_dead_row(xp, is_causal):
+def test_nan_never_becomes_zero_in_a_row_with_zero_denominator(xp, is_causal):
     query, key, value = tokens()
     query[0, 3] = -np.abs(query[0, 3])
     value[0, 1, 0] = np.nan
@@ -47,7 +47,7 @@ def test_row_01_nan_never_becomes_zero_in_a_dead_row(xp, is_causal):
 
 @every_attention
 @pytest.mark.parametrize("side", ["query", "key", "value"])
-def test_row_01_nan_never_becomes_zero(attend, side):
+def test_nan_never_becomes_zero(attend, side):
     arrays = dict(zip(("query", "key", "value"), tokens(), strict=True))
     arrays[side][...] = np.nan
     assert np.isnan(attend(**arrays)).all()
@@ -55,7 +55,7 @@ def test_row_01_nan_never_becomes_zero(attend, side):
 
 @some_attentions
 @pytest.mark.parametrize("coordinates", [slice(2, 3), slice(None)], ids=["one", "all"])
-def test_row_12_inf_in_one_query(xp, attend, coordinates):
+def test_inf_in_one_query(xp, attend, coordinates):
     query, key, value = tokens()
     poisoned = query.copy()
     poisoned[1, 3, coordinates] = np.inf
@@ -69,7 +69,7 @@ def test_row_12_inf_in_one_query(xp, attend, coordinates):
 @every_attention
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("key_sign", [1, -1])
-def test_row_12_inf_in_one_query_against_keys_of_one_sign(attend, sign, key_sign):
+def test_inf_in_one_query_against_keys_of_one_sign(attend, sign, key_sign):
     query, key, value = tokens()
     key = key_sign * np.abs(key)
     poisoned = query.copy()
@@ -89,7 +89,7 @@ def test_row_12_inf_in_one_query_against_keys_of_one_sign(attend, sign, key_sign
 
 @every_map
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_row_12_bad_query_in_a_step(feature_map, bad):
+def test_bad_query_in_a_step(feature_map, bad):
     query, key, value = (array[:, 0] for array in tokens())
     query[1, 2] = bad
     state = filled_state(feature_map)
@@ -101,7 +101,7 @@ def test_row_12_bad_query_in_a_step(feature_map, bad):
 
 @some_attentions
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_row_14_bad_live_key(xp, attend, bad):
+def test_bad_live_key(xp, attend, bad):
     query, key, value = tokens()
     poisoned = key.copy()
     poisoned[1, 3] = bad
@@ -114,7 +114,7 @@ def test_row_14_bad_live_key(xp, attend, bad):
 
 @every_attention
 @pytest.mark.parametrize("position", [0, 100, 130, 255, 256, 299])
-def test_row_14_nan_in_a_live_key_of_a_long_sequence(attend, position):
+def test_nan_in_a_live_key_of_a_long_sequence(attend, position):
     query, key, value = tokens(lead=(2,), length=300)
     key[0, position, 1] = np.nan
     out = attend(query, key, value)
@@ -125,7 +125,7 @@ def test_row_14_nan_in_a_live_key_of_a_long_sequence(attend, position):
 
 
 @every_attention
-def test_row_14_nan_in_a_live_value(attend):
+def test_nan_in_a_live_value(attend):
     query, key, value = tokens(length=140)
     poisoned = value.copy()
     poisoned[1, 133, 2] = np.nan
@@ -138,8 +138,8 @@ def test_row_14_nan_in_a_live_value(attend):
 
 @every_map
 @pytest.mark.parametrize("chunk_size", [64, None])
-def test_row_14_nan_in_one_coordinate_of_a_state_leaves_the_others_causal(feature_map, chunk_size):
-    """A coordinate that is lost is lost; in another, NaN still reaches no earlier row."""
+def test_nan_in_one_coordinate_of_a_state_leaves_the_others_causal(feature_map, chunk_size):
+    """One coordinate of the state is NaN; in another, NaN still reaches no earlier row."""
     query, key, value = tokens(length=300)
     value[:, 0, 0] = np.nan
     options: dict[str, Any] = dict(is_causal=True, chunk_size=chunk_size)
@@ -152,7 +152,7 @@ def test_row_14_nan_in_one_coordinate_of_a_state_leaves_the_others_causal(featur
     assert np.isfinite(out[..., 2]).all()
 
 
-def test_row_14_nan_in_one_coordinate_costs_the_others_no_digits():
+def test_nan_in_one_coordinate_costs_the_others_no_digits():
     """Early rows of a block whose late keys have far larger features are still done again."""
     rng = np.random.default_rng(0)
     query, key, value = rng.standard_normal((3, 200, DIM), dtype=np.float32)
@@ -169,7 +169,7 @@ def test_row_14_nan_in_one_coordinate_costs_the_others_no_digits():
 
 
 @every_map
-def test_row_14_nan_in_a_state_stays(feature_map):
+def test_nan_in_a_state_stays(feature_map):
     query, key, value = tokens()
     state = filled_state(feature_map)
     state.kvz[1] = np.nan

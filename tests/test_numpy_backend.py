@@ -113,7 +113,7 @@ def test_every_branch_equals_the_generic_code(name, is_causal, masked, scale, ca
         assert taken["generic"] == 0
 
 
-def test_a_spoilt_plain_block_is_done_again_shifted(calls):
+def test_a_rejected_unshifted_block_is_done_again_stabilized(calls):
     # Long keys late in the block pull the common scale away from the early ones.
     query, key, value = (x.astype(np.float32) for x in inputs(64, heads=()))
     key[40:] *= 9
@@ -124,7 +124,7 @@ def test_a_spoilt_plain_block_is_done_again_shifted(calls):
     agree(out, want, 3e-6)
 
 
-def test_plain_blocks_take_no_shift(calls):
+def test_blocks_in_range_take_no_shift(calls):
     query, key, value = (x.astype(np.float32) for x in inputs(600, heads=()))
     phi = PositiveFeatures(D, 24, rng=0)
     linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=256)
@@ -245,7 +245,7 @@ def test_values_of_several_heads_share_their_keys(name, is_causal):
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0])
-def test_exponents_that_are_not_looked_at(scale, calls):
+def test_exponents_that_are_not_inspected(scale, calls):
     query, key, value = inputs(1100, scale)
     phi = PositiveFeatures(D, 48, rng=0)
     with linattn.without_backends():
@@ -282,7 +282,7 @@ def test_what_underflows_unseen_is_noticed(dim):
 
 
 @pytest.mark.parametrize("phi", [PositiveFeatures(D, 256, rng=0), EluFeatures()])
-def test_only_the_part_of_a_long_block_that_is_refused_is_done_again(phi, calls):
+def test_only_the_rejected_part_of_a_long_block_is_done_again(phi, calls):
     query, key, value = (x[0] for x in inputs(2048, heads=(1,)))
     key[1500:1510] *= -1e3
     out = linattn.linear_attention(query, key, value, phi, is_causal=True)
@@ -356,7 +356,7 @@ def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, mo
         # One head needs a shift.
         key[first][100:110] *= -1e3
     if change == "large":
-        # Exponents of one head need a look; those of the others do not.
+        # Exponents of one head have to be inspected; those of the others do not.
         query[(0,) * len(query_lead)] *= 60
 
     def attend(count):
@@ -388,7 +388,7 @@ def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, mo
     assert calls["plain"] > 0
 
 
-def test_heads_of_which_only_some_need_a_look_are_done_alone(calls):
+def test_heads_of_which_only_some_need_inspection_are_done_alone(calls):
     query, key, value = inputs(600, heads=(5,))
     phi = PositiveFeatures(D, 256, rng=0)
     bound = D**-0.25 * np.linalg.norm(query[0], axis=-1).max()
@@ -471,7 +471,7 @@ def test_tasks_run_side_by_side(count):
     assert len({name for _, name in done}) == count
 
 
-def test_the_last_tasks_are_done_in_turns():
+def test_the_last_tasks_are_done_round_robin():
     begun, lock = [], threading.Lock()
 
     def work(task):
@@ -780,7 +780,7 @@ def test_number_of_threads(asked, environment, controller, number, monkeypatch):
     assert planning._num_threads(problem) >= 1
 
 
-def test_long_buffers_are_not_kept():
+def test_long_buffers_are_freed():
     small = buffer("test_name", (10, 10), np.float64)
     assert np.shares_memory(buffer("test_name", (5, 7), np.float64), small)
     long = buffer("test_name", (1000, 1000), np.float64)
@@ -827,7 +827,7 @@ def test_workspace_is_small_and_does_not_grow(phi, is_causal):
 
 
 @pytest.mark.parametrize(("sign", "factor"), [(-1, 1e-20), (1, 1e20), (1, 1e25), (1, 1)])
-def test_values_of_any_size_come_through_a_plain_block(sign, factor):
+def test_values_of_any_size_come_through_an_unshifted_block(sign, factor):
     """Features of exp(+-28) times these values leave the range of float32."""
     rng = np.random.default_rng(0)
     phi = PositiveFeatures.from_projection(np.ones((2, 1)), scale=1.0)
@@ -865,7 +865,7 @@ def test_a_key_with_large_features_far_below_the_top_row_counts(own, gap):
     agree(out, linattn.reference.kernel_attention(query, key, value, phi), 1e-3)
 
 
-def test_a_column_far_below_the_top_one_counts_for_a_query_that_looks_there():
+def test_a_feature_far_below_the_largest_counts_for_a_query_that_reads_it():
     projection = np.zeros((2, 3))
     projection[:, :2] = np.eye(2)
     phi = PositiveFeatures.from_projection(projection, scale=1.0)

@@ -153,7 +153,7 @@ def test_a_state_on_far_scales_is_taken_along():
 
 
 @pytest.mark.parametrize("rows", [1.0, 0.2], ids=["shifted", "plain"])
-def test_a_block_that_would_lose_digits_goes_by_halves(rows, calls):
+def test_a_block_that_would_lose_digits_is_divided(rows, calls):
     # Features of short keys late in the block are far larger than those of the early, long ones.
     query, key, value = inputs(64, heads=(), dtype=np.float32)
     key[:20] *= 12
@@ -204,13 +204,13 @@ def at_once(monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 33, 64, 300])
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "weighted", "per-head", "dense"])
-def test_plain_blocks_are_done_at_once(name, n, at_once):
+def test_unshifted_blocks_are_done_at_once(name, n, at_once):
     both(inputs(n), EXPONENTIAL[name], is_causal=True, chunk_size=64)
     assert at_once == 3 * -(-n // 64) * [True] or at_once == -(-n // 64) * [True]
 
 
 @pytest.mark.parametrize("name", POINTWISE)
-def test_plain_blocks_of_pointwise_features_are_done_at_once(name, at_once):
+def test_unshifted_blocks_of_pointwise_features_are_done_at_once(name, at_once):
     both(inputs(300), POINTWISE[name], is_causal=True, chunk_size=64)
     # A query whose features are all 0 has no denominator.
     assert at_once.count(True) >= (3 if name == "relu" else 5)
@@ -228,7 +228,7 @@ def test_float32_blocks_at_once_are_right_to_rounding():
 
 @pytest.mark.parametrize("row", [10, 100, 290])
 def test_blocks_one_by_one_between_blocks_at_once(row, at_once):
-    """A token far outside the plain range: its block is shifted, the adjoint changes its scale."""
+    """A token outside the range of exp: its block is stabilized, the adjoint changes its scale."""
     query, key, value = inputs(300)
     query[:, row] *= 300
     key[:, row] *= 3
@@ -263,22 +263,22 @@ def test_shared_keys_go_one_by_one(at_once):
 
 
 @pytest.mark.parametrize(("most", "blocks_at_once"), [(32, 10), (4, 10), (3, 0)])
-def test_states_between_kept_ones_are_made_again(most, blocks_at_once, at_once, monkeypatch):
-    """At most so many are kept, and at most so many made again; else there are two scans."""
+def test_states_between_checkpoints_are_recomputed(most, blocks_at_once, at_once, monkeypatch):
+    """At most so many are stored, and at most so many recomputed; else there are two scans."""
     monkeypatch.setattr(_kept, "MOST", most)
     monkeypatch.setattr(_kept, "SHARE", 100.0)
     both(inputs(310, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert len(at_once) == blocks_at_once
 
 
-def test_states_are_kept_by_segments_side_by_side(at_once, monkeypatch):
+def test_segments_on_several_threads_store_checkpoints(at_once, monkeypatch):
     monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
     with linattn.config(num_threads=2):
         both(inputs(1100, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert at_once == 35 * [True]
 
 
-def test_kept_states_are_few_beside_the_arguments(monkeypatch):
+def test_checkpoints_are_small_beside_the_arguments(monkeypatch):
     kept = _kept.Kept()
     monkeypatch.setattr("linattn._backward.Kept", lambda: kept)
     arrays = [np.zeros((2, 4096, 16), np.float32)] * 3
@@ -289,7 +289,7 @@ def test_kept_states_are_few_beside_the_arguments(monkeypatch):
     assert 0 < size <= sum(a.nbytes for a in arrays) / 4
 
 
-def test_pullback_where_the_forward_pass_kept_nothing(at_once):
+def test_pullback_without_checkpoints_of_the_forward_pass(at_once):
     arrays = inputs(300)
     with linattn.without_backends():
         output, pullback = linear_vjp(
@@ -399,7 +399,7 @@ def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls
     options = {"is_causal": True}
     got = linear_vjp(*arrays[:3], phi, **options)[1](arrays[3])
     if exponent:
-        # The least sound denominator is that of a row some 65 below.
+        # The least accepted denominator is that of a row some 65 below.
         assert (calls["generic"] > 0) == (gap > 65)
     with linattn.without_backends():
         doubles = [a.astype(np.float64) for a in arrays]

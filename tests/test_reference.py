@@ -324,7 +324,7 @@ def test_empty_axes(method):
     assert attend(method, *inputs((5, 2), (3, 2), (3, 0))).shape == (5, 0)
 
 
-def test_dead_features_give_zero_and_nan_stays():
+def test_zero_denominators_give_zero_and_nan_stays():
     relu = Map(lambda x: (None, np.maximum(x, 0)))
     query, key = np.array([[-1.0], [1.0]]), np.array([[2.0], [1.0]])
     out = kernel_attention(query, key, np.array([[3.0], [6.0]]), relu)

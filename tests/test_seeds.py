@@ -37,7 +37,7 @@ every_random_map = pytest.mark.parametrize("make", RANDOM_MAPS)
     ],
     ids=repr,
 )
-def test_row_34_bad_seeds(make, seed, error):
+def test_bad_seeds(make, seed, error):
     match = saying(word("rng"), "bool") if isinstance(seed, bool | np.bool_) else None
     with pytest.raises(error, match=match):
         make(4, rng=seed)
@@ -46,7 +46,7 @@ def test_row_34_bad_seeds(make, seed, error):
 
 
 @every_random_map
-def test_row_34_good_seeds(make):
+def test_good_seeds(make):
     seeds = [0, 1, 5, 2**32 + 5, 2**64, 2**64 + 1, 2**100]
     drawn = [make(4, rng=seed).projection for seed in seeds]
     for index, projection in enumerate(drawn):
@@ -59,7 +59,7 @@ def test_row_34_good_seeds(make):
 
 
 @every_random_map
-def test_row_35_spawned_seeds_are_distinct(make):
+def test_spawned_seeds_are_distinct(make):
     children = np.random.SeedSequence(7).spawn(4)
     drawn = [make(4, rng=child).projection for child in children]
     drawn.append(make(4, rng=7).projection)
@@ -69,7 +69,7 @@ def test_row_35_spawned_seeds_are_distinct(make):
 
 @every_random_map
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_row_36_one_seed_one_projection_in_every_library(xp, make, dtype):
+def test_one_seed_one_projection_in_every_library(xp, make, dtype):
     phi = make(5, 10, rng=11)
     device = array_api_compat.device(xp.array(np.ones(1)))
     spec = phi.query_spec(xp.xp, xp.dtype(dtype), device)
@@ -80,13 +80,13 @@ def test_row_36_one_seed_one_projection_in_every_library(xp, make, dtype):
 
 
 @pytest.mark.parametrize("coordinate", range(3))
-def test_row_37_signs_of_the_orthogonal_rows_are_fair(coordinate):
+def test_signs_of_the_orthogonal_rows_are_fair(coordinate):
     # 600 fair coins leave 300 +- 80 once in 1.6e10 runs; unfixed QR has one sign only.
     signs = [sampling.orthogonal(3, 3, seed)[coordinate, coordinate] > 0 for seed in range(600)]
     assert 220 < sum(signs) < 380
 
 
-def test_row_38_global_random_state_is_untouched():
+def test_global_random_state_is_untouched():
     np.random.seed(3)  # noqa: NPY002
     random.seed(3)
     before = np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index] # noqa: NPY002

@@ -43,7 +43,7 @@ def single_feature_maps():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("length", [1, 3])
-def test_row_06_sizes_of_one_are_not_squeezed(name, is_causal, lead, length):
+def test_sizes_of_one_are_not_squeezed(name, is_causal, lead, length):
     attend = Attention(name, single_feature_maps()[name], is_causal)
     query, key, value = tokens(lead=lead, length=length, dim=1, value_dim=1)
     query, key = np.abs(query), np.abs(key)
@@ -53,7 +53,7 @@ def test_row_06_sizes_of_one_are_not_squeezed(name, is_causal, lead, length):
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
-def test_row_06_states_of_size_one_are_not_squeezed(lead):
+def test_states_of_size_one_are_not_squeezed(lead):
     phi = PositiveFeatures(1, 1, rng=0)
     query, key, value = tokens(lead=lead, length=1, dim=1, value_dim=1)
     empty = state_of(phi, like=query, batch_shape=lead, value_dim=1)
@@ -69,7 +69,7 @@ def test_row_06_states_of_size_one_are_not_squeezed(lead):
 @pytest.mark.parametrize("make", [PositiveFeatures, ActivationFeatures])
 @pytest.mark.parametrize("num_features", [1, 3, 5, 8, 13])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_row_07_truncated_block(make, num_features, is_causal):
+def test_truncated_block(make, num_features, is_causal):
     phi = make(5, num_features, rng=0)
     assert phi.num_features == num_features
     assert phi.projection.shape == (num_features, 5)
@@ -85,7 +85,7 @@ def test_row_07_truncated_block(make, num_features, is_causal):
 
 @some_attentions
 @pytest.mark.parametrize("chunk_size", [2, CHUNK])
-def test_row_08_any_chunk_equals_unchunked(xp, attend, chunk_size):
+def test_any_chunk_equals_unchunked(xp, attend, chunk_size):
     query, key, value = tokens()
     mask = np.array([[True, False, True, True, False, True], [True] * 6])
     out = attend(
@@ -95,7 +95,7 @@ def test_row_08_any_chunk_equals_unchunked(xp, attend, chunk_size):
 
 
 @every_attention
-def test_row_08_many_chunks(attend):
+def test_many_chunks(attend):
     query, key, value = tokens(lead=(), length=67, dtype="float64")
     for chunk_size in (1, 2, 5, 64, 66, 67, 68):
         out = attend(query, key, value, chunk_size=chunk_size)
@@ -104,7 +104,7 @@ def test_row_08_many_chunks(attend):
 
 @every_map
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_row_09_chunks_and_threads_agree_closely(feature_map, is_causal):
+def test_chunks_and_threads_agree_closely(feature_map, is_causal):
     attend = Attention("", feature_map, is_causal)
     query, key, value = tokens(lead=(3,), length=150)
     for num_threads in (1, 2, 5):
@@ -115,7 +115,7 @@ def test_row_09_chunks_and_threads_agree_closely(feature_map, is_causal):
 
 
 @every_attention
-def test_row_33_more_heads_than_65535(attend):
+def test_more_heads_than_65535(attend):
     heads = 70_000 if attend.name in ("positive", "relu", "softmax") else 66_000
     rng = np.random.default_rng(0)
     few = [0.6 * rng.standard_normal((7, 2, DIM)).astype(np.float32) for _ in range(3)]
@@ -126,7 +126,7 @@ def test_row_33_more_heads_than_65535(attend):
 
 
 @every_attention
-def test_row_33_strides_beyond_32_bits(attend, tmp_path):
+def test_strides_beyond_32_bits(attend, tmp_path):
     few = tokens(lead=(), length=2)
     far = 2**31 + 64
     arrays = []

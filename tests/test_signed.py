@@ -46,7 +46,7 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_one_warning_a_call(xp, way):
     if xp.name.startswith(("dask", "jax", "cupy")):
-        pytest.skip(f"{xp.name}: its values are not looked at")
+        pytest.skip(f"{xp.name}: its values are not inspected")
     query, key, value = _arrays(xp)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -129,7 +129,7 @@ def test_the_command_and_the_kit_do_not_warn():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_row_18_negative_denominator_is_not_clamped(xp, is_causal):
+def test_negative_denominator_is_not_clamped(xp, is_causal):
     phi = maps.TrigonometricFeatures.from_projection([[1.0]], scale=1.0)
     query = np.zeros((2, 1))
     key, value = np.array([[2.0], [0.5]]), np.array([[1.0], [3.0]])
@@ -147,7 +147,7 @@ def test_row_18_negative_denominator_is_not_clamped(xp, is_causal):
     assert np.isnan(fetched(xp, norm)).all()
 
 
-def test_row_18_log_normalizer_tells_where_the_denominator_is_negative():
+def test_log_normalizer_tells_where_the_denominator_is_negative():
     phi = maps.TrigonometricFeatures(DIM, 2, rng=0)
     query, key, value = tokens(length=60, dtype="float64")
     query, key = 3 * query, 3 * key

@@ -915,7 +915,7 @@ class TestEveryRowCanFail:
         report = testing.check_feature_map(subject, skip=("mean", "variance"), on_fail="return")
         return {row.check for row in report.rows if row.result == "FAILED"}
 
-    def test_unspoilt(self):
+    def test_without_a_defect(self):
         assert self.failed(Whole(unchanged)) == set()
 
     @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_traced(is_causal):
 
 @full_and_causal
 @pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
-def test_one_normaliser_at_any_scale(is_causal, backend):
+def test_one_normalizer_at_any_scale(is_causal, backend):
     """Growing keys and values of 1e4: no scale of far or later keys spoils a row."""
     rng = np.random.default_rng(3)
     length = 600
@@ -255,7 +255,7 @@ def test_memory_does_not_grow_with_the_length(is_causal):
 
 
 @given(data=st.data())
-def test_running_states_are_merges_one_by_one(draws, data):
+def test_prefix_states_are_merges_one_by_one(draws, data):
     """Both ways, and at scales where only the way by pairs will do."""
     rng = np.random.default_rng(data.draw(draws.seeds))
     n = data.draw(st.integers(1, 12))
