@@ -50,7 +50,7 @@ def favor() -> PositiveFeatures:
     return PositiveFeatures(DIM, COLUMNS, rng=0)
 
 
-def stabilised(x: Array, epsilon: float, *, is_query: bool) -> Array:
+def stabilized(x: Array, epsilon: float, *, is_query: bool) -> Array:
     """FAVOR+ features shifted by their largest exponent, plus epsilon.
 
     A query is shifted by the largest ``w.x`` of its own, all keys by the largest of all keys.
@@ -67,12 +67,12 @@ def pairwise(weights: Array, value: Array) -> Array:
     return np.asarray(weights @ value / weights.sum(axis=-1, keepdims=True))
 
 
-def stabilised_attention(
+def stabilized_attention(
     query: Array, key: Array, value: Array, epsilon: float, *, is_causal: bool
 ) -> Array:
-    """Attention with :func:`stabilised` features."""
-    queries = stabilised(query, epsilon, is_query=True)
-    weights = queries @ stabilised(key, epsilon, is_query=False).swapaxes(-1, -2)
+    """Attention with :func:`stabilized` features."""
+    queries = stabilized(query, epsilon, is_query=True)
+    weights = queries @ stabilized(key, epsilon, is_query=False).swapaxes(-1, -2)
     return pairwise(np.tril(weights) if is_causal else weights, value)
 
 
@@ -109,7 +109,7 @@ def epsilon_in_features() -> Row:
     """Distance of attention to the mean of the values, with epsilon and without."""
     query, key, value = sample()
     mean = np.broadcast_to(value.mean(axis=-2, keepdims=True), value.shape)
-    padded = stabilised_attention(query, key, value, EPSILON, is_causal=False)
+    padded = stabilized_attention(query, key, value, EPSILON, is_causal=False)
     ours = linattn.linear_attention(query, key, value, favor())
     return Row(
         f"`exp(...) + {EPSILON:g}` as features, against division by 0",
@@ -120,7 +120,7 @@ def epsilon_in_features() -> Row:
     )
 
 
-def stabiliser_of_all_keys() -> Row:
+def stabilizer_of_all_keys() -> Row:
     """Largest change of earlier causal outputs when the last key is multiplied by 1.5."""
     query, key, value = gaussians()
     louder = key.copy()
@@ -130,7 +130,7 @@ def stabiliser_of_all_keys() -> Row:
         before, after = (attention(keys)[:, :-1] for keys in (key, louder))
         return float(np.max(np.abs(after - before)) / np.sqrt(np.mean(before**2)))
 
-    theirs = leak(lambda k: stabilised_attention(query, k, value, EPSILON, is_causal=True))
+    theirs = leak(lambda k: stabilized_attention(query, k, value, EPSILON, is_causal=True))
     ours = leak(
         lambda k: np.asarray(linattn.linear_attention(query, k, value, favor(), is_causal=True))
     )
@@ -218,7 +218,7 @@ def sums_in_float16() -> Row:
 ROWS = (
     orthogonal_rows,
     epsilon_in_features,
-    stabiliser_of_all_keys,
+    stabilizer_of_all_keys,
     redraw_on_every_call,
     mask_on_values,
     undoing_by_subtraction,

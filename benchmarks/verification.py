@@ -41,7 +41,7 @@ SPECTRA = ("gaussian", "laplace", "exponential", "cauchy", "matern32", "matern52
 
 
 def best_tilt(v: float, dim: int) -> float:
-    """Return the closed-form optimum A of generalised exponential features for one v."""
+    """Return the closed-form optimum A of generalized exponential features for one v."""
     query = np.zeros((1, dim))
     query[0, 0] = sqrt(v) / 2
     fitted = GeneralizedExponentialFeatures.fit(query, query, num_features=2, scale=1.0, rng=0)

@@ -130,7 +130,7 @@ FeaturesOption: TypeAlias = Annotated[
     int, typer.Option(min=1, metavar="NUMBER", help="Random features of a head, for favor.")
 ]
 StepsOption: TypeAlias = Annotated[
-    int, typer.Option(min=1, metavar="NUMBER", help="Of the optimiser.")
+    int, typer.Option(min=1, metavar="NUMBER", help="Of the optimizer.")
 ]
 RedrawOption: TypeAlias = Annotated[
     int,

@@ -2,7 +2,7 @@
 
 No framework: a layer is a function that returns its output and a pullback, as
 `linattn.linear_attention_vjp` does, and a gradient is the pullbacks called in reverse. The
-parameters are one long vector, of which the matrices are views, so that an optimiser is a few lines
+parameters are one long vector, of which the matrices are views, so that an optimizer is a few lines
 and a finite difference can be taken along any direction.
 """
 

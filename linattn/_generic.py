@@ -308,7 +308,7 @@ def absorb(features: Features, values_and_one: Array, state: State | None) -> St
 
 
 def column_means(state: State) -> State:
-    """Divide each column by its own normaliser: kvz becomes ``[mean value, 1]`` on log scale 0.
+    """Divide each column by its own normalizer: kvz becomes ``[mean value, 1]`` on log scale 0.
 
     A column that has seen nothing keeps a log scale of -inf, and no say in the scale of a row.
     """

@@ -1,4 +1,4 @@
-"""Causal reads that divide each column of the state by its own normaliser."""
+"""Causal reads that divide each column of the state by its own normalizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def scan_means(
 ) -> tuple[Partial, State]:
     """Causal attention of a block whose queries read means.
 
-    With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normaliser of column r up to token i, it is
+    With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normalizer of column r up to token i, it is
     an ordinary causal read.
     """
     log_q = _generic.evaluate(problem.query_spec, query).log
@@ -29,7 +29,7 @@ def _means_on_one_scale(
 ) -> tuple[Partial, State] | None:
     """One scale for each column and all rows; None where an early row would lose digits to it.
 
-    Weights lost to underflow are below rounding of a normaliser of at least ``eps^2``, and that
+    Weights lost to underflow are below rounding of a normalizer of at least ``eps^2``, and that
     bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
     """
     xp = _generic.namespace(values_and_one)

@@ -1,4 +1,4 @@
-"""Gradients of causal reads that divide each column of the state by its own normaliser.
+"""Gradients of causal reads that divide each column of the state by its own normalizer.
 
 With M_ir the mean that query i reads of column r, p_ir its share and ``w_ir = p_ir / z_ir``, the
 log features have the cotangents ``p_ir g_i.(M_ir - o_i)`` of queries and, summed over the queries

@@ -1,4 +1,4 @@
-"""Near keys exactly, far keys by the feature map, one normaliser.
+"""Near keys exactly, far keys by the feature map, one normalizer.
 
 Tokens stand in blocks of the window's length; the keys of a query's own block and of those beside
 it (causal: the one before) are near. Blocks are worked on by the span, with an axis of blocks

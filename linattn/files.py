@@ -58,7 +58,7 @@ def _fingerprint(feature_map: Any) -> str:
     check_feature_map(feature_map)
     if not hasattr(feature_map, "fingerprint"):
         message = (
-            f"feature_map must have a method fingerprint() for its states to be recognised, which "
+            f"feature_map must have a method fingerprint() for its states to be recognized, which "
             f"{type(feature_map).__name__} has not; pass feature_map=None to do without"
         )
         raise TypeError(message)

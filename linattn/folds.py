@@ -61,15 +61,15 @@ def _refused(part: Partial, log_weight: Array, state: State, m: int) -> Array:
     """Heads ``(..., 1, 1)`` with a row that the block's common shift may have spoilt, or None.
 
     A row is accepted if it is finite and its denominator is at least ``(tiny / eps) (m N + z)``, N
-    tokens so far and z the normalisers of the state: what underflow can have taken from it, at most
+    tokens so far and z the normalizers of the state: what underflow can have taken from it, at most
     ``tiny (m N + z)``, is then below rounding. A row that sees no key at all is accepted too. A
     column of values that the state has lost to NaN or inf is past repair, and so is a head whose
-    normalisers it has lost; the other columns are not.
+    normalizers it has lost; the other columns are not.
     """
     xp = _generic.namespace(part.num_den)
     info = xp.finfo(part.num_den.dtype)
     n = part.num_den.shape[-2]
-    # A backend's state may be on a scale of which its normalisers are not bounded by the tokens.
+    # A backend's state may be on a scale of which its normalizers are not bounded by the tokens.
     terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
     floor = float(info.smallest_normal) / float(info.eps) * terms
     accepted = xp.abs(part.num_den[..., -1:]) >= floor
@@ -389,7 +389,7 @@ def _segment(problem: Problem, rows: slice) -> Problem:
 def solve(
     problem: Problem, *, return_state: bool, kept: Kept | None = None
 ) -> tuple[Array, State | None, Array | None]:
-    """Run a problem: (output, state after it, log normaliser), the last two where asked for.
+    """Run a problem: (output, state after it, log normalizer), the last two where asked for.
 
     ``kept``: takes states of a causal problem on the way.
     """

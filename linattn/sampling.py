@@ -171,7 +171,7 @@ class Sampler:
         num, dim : int
             Rows m (not features) and dimension d.
         A : float
-            Parameter of generalised exponential features (1 - 4A)^(d/4) exp(A |w|^2 +
+            Parameter of generalized exponential features (1 - 4A)^(d/4) exp(A |w|^2 +
             sqrt(1 - 4A) w.x - |x|^2/2), below 1/8; 0 for "trigonometric".
 
         Returns
@@ -602,7 +602,7 @@ def quantile(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ..
 def fixed_norm(
     num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...] = ()
 ) -> _Floats:
-    """Draw orthogonal directions with norms that all are sqrt(d): biased, regularised softmax.
+    """Draw orthogonal directions with norms that all are sqrt(d): biased, regularized softmax.
 
     Parameters
     ----------

@@ -403,7 +403,7 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class ColumnNormalized:
-    """Spec of queries that read means: every column of the state divided by its own normaliser.
+    """Spec of queries that read means: every column of the state divided by its own normalizer.
 
     ``out = sum_r phi_r (kv_r / z_r) / sum_r phi_r`` over the columns that have seen a key. The
     driver divides: block bodies only ever see the spec inside and a divided state, and are not
@@ -489,7 +489,7 @@ class Problem:
     chunk_size : int or None
         Tokens a block, or None for the plan's choice.
     want_log : bool
-        Whether the log normaliser is asked for.
+        Whether the log normalizer is asked for.
     lazy : bool
         Whether values must not be looked at (traced or lazy arrays).
     num_threads : int or None

@@ -423,7 +423,7 @@ def test_keys_shared_by_heads_and_values_shared_by_heads(numpy_path, name, facto
 
 
 def check_any_shape(xp, case, phi, dtype):
-    """Check one drawn case, its state and normaliser."""
+    """Check one drawn case, its state and normalizer."""
     query, key, value = (a.astype(dtype) for a in (case.query, case.key, case.value))
     arrays = [xp.array(a) for a in (query, key, value)]
     mask = None if case.key_mask is None else xp.array(case.key_mask)

@@ -79,7 +79,7 @@ def test_gradients_of_the_oracle_are_finite_differences(formula, is_causal):
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_check_sees_another_formula(kind, monkeypatch):
     def padded(x, rows):
-        return oracle.stabilised(x, rows, 1e-2, is_query=True)
+        return oracle.stabilized(x, rows, 1e-2, is_query=True)
 
     monkeypatch.setattr(oracle, "exponentials", padded)
     assert Worker("linattn-favor", 1).check(kind) > TOLERANCE

@@ -101,7 +101,7 @@ def test_the_formula_of_the_features():
             assert_allclose(log[column], want + np.log(1.8) - np.log(6) / 2, rtol=1e-13)
 
 
-def test_without_tilt_it_is_the_maps_it_generalises():
+def test_without_tilt_it_is_the_maps_it_generalizes():
     x, y = sample()[0][0, :7], sample(1)[0][0, :5]
     for antithetic, cls in ((True, HyperbolicFeatures), (False, PositiveFeatures)):
         ours = GeneralizedExponentialFeatures(6, 24, antithetic=antithetic, rng=3)

@@ -212,7 +212,7 @@ def test_features_of_large_inputs_stay_in_the_log():
     assert_allclose(values, [[1.0, math.exp(-1)]], rtol=1e-15)
 
 
-def test_estimate_has_no_stabiliser_left():
+def test_estimate_has_no_stabilizer_left():
     # One feature is e^800, the other e^-800: neither is a float64, their product is 1.
     feature_map = PositiveFeatures.from_projection([[40.0]], scale=1.0)
     x, y = np.array([[40.0]]), np.array([[40 - math.sqrt(3200)]])
@@ -351,7 +351,7 @@ def test_orthogonal_positive_features_are_unbiased():
 
 
 def kurtosis_of_one_row(cls, x, y):
-    """Fourth standardised moment of one row's estimate, exact: it depends on one projection."""
+    """Fourth standardized moment of one row's estimate, exact: it depends on one projection."""
     nodes, weights = normal_nodes(80)
     along = x - y if cls is TrigonometricFeatures else x + y
     size = float(np.linalg.norm(along))

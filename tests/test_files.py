@@ -322,7 +322,7 @@ def test_fingerprints_that_are_none(path, number):
         load_state(path)
 
 
-def test_maps_that_cannot_be_recognised(path):
+def test_maps_that_cannot_be_recognized(path):
     class Nameless:
         num_features = DIM
 

@@ -412,7 +412,7 @@ def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def test_random_feature_attention_has_the_kernel_of_normalised_softmax():
+def test_random_feature_attention_has_the_kernel_of_normalized_softmax():
     rng = np.random.default_rng(6)
     query, key, value = rng.standard_normal((3, 2, 9, 4))
     phi = RandomFourierFeatures(4, bandwidth=0.8, normalize=True, rng=0)
@@ -427,7 +427,7 @@ def test_random_feature_attention_has_the_kernel_of_normalised_softmax():
 
 
 @each_kernel
-def test_normalising_is_the_same_as_normalised_inputs(kernel):
+def test_normalizing_is_the_same_as_normalized_inputs(kernel):
     plain = independent(kernel, 8, bandwidth=0.7)
     phi = independent(kernel, 8, bandwidth=0.7, normalize=True)
     assert phi != plain
@@ -443,7 +443,7 @@ def test_normalising_is_the_same_as_normalised_inputs(kernel):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_normalising_what_is_zero_tiny_huge_or_not_finite(xp, dtype):
+def test_normalizing_what_is_zero_tiny_huge_or_not_finite(xp, dtype):
     phi = RandomFourierFeatures(4, 8, bandwidth=0.5, normalize=True, rng=0)
     rows = np.array([X[0], 1e-35 * X[0], 1e35 * X[0], 0 * X[0], X[0], X[0], X[0]])
     rows[4, 1], rows[5, 1], rows[6, 1] = np.nan, np.inf, -np.inf

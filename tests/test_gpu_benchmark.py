@@ -839,9 +839,9 @@ def test_behaviour_on_a_double(fake_cupy, emulated, monkeypatch):
         "work stays on the stream, bfloat16 causal",
         "strided views, bfloat16 causal",
         "graph of a call, bfloat16 causal",
-        "no hidden synchronisation, bfloat16 causal",
+        "no hidden synchronization, bfloat16 causal",
         "graph of Decoder.step, bfloat16",
-        "steps without synchronisation, bfloat16",
+        "steps without synchronization, bfloat16",
         "max and min of infinities",
     ]
     found = run_items(behaviour.items(emulated), names)

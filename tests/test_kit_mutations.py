@@ -460,7 +460,7 @@ def step_in_float16(query, key, value, state):
     return read(np.exp(query), *state), state
 
 
-def step_without_normaliser(query, key, value, state):
+def step_without_normalizer(query, key, value, state):
     kv, z = (0.0, np.exp(key)) if state is None else state
     psi = np.exp(key)
     state = (kv + outer(psi, value), z)
@@ -476,7 +476,7 @@ mutation(
 )
 for name, wrong_step in (
     ("state stored in float16", step_in_float16),
-    ("normaliser not updated", step_without_normaliser),
+    ("normalizer not updated", step_without_normalizer),
 ):
     mutation(
         name,
@@ -632,7 +632,7 @@ mutation(
     check="assert_normalized",
 )
 mutation(
-    "standardised over the batch",
+    "standardized over the batch",
     lambda attention: testing.assert_batch_independent(attention=attention, rng=SEED),
     full_scaled_by_itself,
     full_scaled_by_batch,

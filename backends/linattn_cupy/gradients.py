@@ -252,7 +252,7 @@ class _Pull:
 def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     """Gradients of linear attention of float16 and bfloat16, or NotImplemented.
 
-    Output and normalisers are computed again, then the gradients of queries by a walk over the
+    Output and normalizers are computed again, then the gradients of queries by a walk over the
     state of the keys, and those of keys and values by a walk over that of the queries; causal walks
     go over segments side by side. Products are of bfloat16 (queries, keys and the projection
     in the dtype of the inputs) and accumulated in float32; gradients of heads that share an

@@ -139,7 +139,7 @@ def _rows(
     """``1 / den`` and ``g.out / den`` of rows, or None where one has lost digits or overflowed.
 
     Numerators need not be formed: with the state of a row in two parts, ``read = g.S`` and the
-    normalisers ``z`` of its columns, ``g.num`` is the sum of ``weights * read``. In its place
+    normalizers ``z`` of its columns, ``g.num`` is the sum of ``weights * read``. In its place
     ``read`` is left with the cotangent ``read / den - (g.out / den) z`` of the weights.
     """
     if not floor <= denominator.min() <= denominator.max() < np.inf:
@@ -542,7 +542,7 @@ def _read_causally(
         for i in range(count):
             states[..., i + 1, :, :] += states[..., i, :, :]
         before = states[..., :count, :, :]
-        # What is visible of the block's own keys, for cotangents and for normalisers: one product.
+        # What is visible of the block's own keys, for cotangents and for normalizers: one product.
         scores = buffer("scores", (*lead, count, 2 * size, size), k.dtype)
         np.matmul(gs, transposed(vs[..., :-1]), out=scores[..., :size, :])
         scores[..., size:, :] = transposed(vs[..., -1:])

@@ -31,11 +31,11 @@ def items(library: Library, *, quick: bool = False) -> Iterator[Item]:
                 ("work stays on the stream", _stream),
                 ("strided views", _views),
                 ("graph of a call", _graph_of_a_call),
-                ("no hidden synchronisation", _no_synchronisation),
+                ("no hidden synchronization", _no_synchronization),
             ):
                 yield _item(f"{name}, {dtype} {kind}", check, library, dtype, kind)
         yield _item(f"graph of Decoder.step, {dtype}", _graph_of_steps, library, dtype)
-        yield _item(f"steps without synchronisation, {dtype}", _quiet_steps, library, dtype)
+        yield _item(f"steps without synchronization, {dtype}", _quiet_steps, library, dtype)
     yield _item("max and min of infinities", _infinities, library)
     yield from limits.items(library, quick=quick)
     yield from outside.items()
@@ -154,7 +154,7 @@ def _graph_of_steps(library: Library, dtype: str) -> Found:
     return {"passed": same}
 
 
-def _no_synchronisation(library: Library, dtype: str, kind: str) -> Found:
+def _no_synchronization(library: Library, dtype: str, kind: str) -> Found:
     """Call warm, with a mask and a state too: nothing waits for the device."""
     import cupyx
 

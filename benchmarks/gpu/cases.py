@@ -37,7 +37,7 @@ class Case:
     halves : bool
         Whether the second half of the keys follows on a state of the first.
     everything : bool
-        Whether the state and the log normaliser are asked for.
+        Whether the state and the log normalizer are asked for.
     hard : str
         "jump": keys of vanishing weight, then plain ones, so that rows are done again. "nan": NaN
         in one key, which no earlier row may see.

@@ -74,7 +74,7 @@ def _fla(kind: str, length: int) -> tuple[tuple[int, ...], Callable[..., Any]]:
     from fla.ops.linear_attn import chunk_linear_attn
 
     def call(query: Any, key: Any, value: Any) -> Any:
-        # Features are given to it; normalised, as ours are.
+        # Features are given to it; normalized, as ours are.
         return chunk_linear_attn(query, key, value, normalize=True)
 
     return (BATCH, length, HEADS, SIZES.dim), call

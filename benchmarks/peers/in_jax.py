@@ -1,6 +1,6 @@
 """Google's formula of FAVOR+ in jitted JAX.
 
-Features as :func:`benchmarks.peers.oracle.stabilised` with epsilon 1e-4. Full attention sums over
+Features as :func:`benchmarks.peers.oracle.stabilized` with epsilon 1e-4. Full attention sums over
 keys, then reads. Causal attention makes numerator and denominator each by a scan over the tokens
 that carries the running sum: ``P_t = P_(t-1) + phi(k_t) v_t^T``, read by ``phi(q_t)``. The rows are
 linattn's: the formula leaves them open.
@@ -32,7 +32,7 @@ Array = Any
 
 
 def features(x: Array, rows: Array, *, is_query: bool) -> Array:
-    """Stabilised positive features, ``(..., n, m)``."""
+    """Stabilized positive features, ``(..., n, m)``."""
     x = x * x.shape[-1] ** -0.25
     exponent = jnp.einsum("...nd,md->...nm", x, rows)
     half = jnp.sum(x * x, axis=-1, keepdims=True) / 2
@@ -113,8 +113,8 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
     compiled = jax.jit(attend).lower(*arrays).compile()
 
     def wanted() -> Floats:
-        q = oracle.stabilised(inputs.query, inputs.rows, EPSILON, is_query=True)
-        k = oracle.stabilised(inputs.key, inputs.rows, EPSILON, is_query=False)
+        q = oracle.stabilized(inputs.query, inputs.rows, EPSILON, is_query=True)
+        k = oracle.stabilized(inputs.key, inputs.rows, EPSILON, is_query=False)
         weights = np.asarray(q @ k.swapaxes(-1, -2))
         return oracle.attention(weights, inputs.value, is_causal=is_causal)
 

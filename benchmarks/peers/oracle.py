@@ -18,7 +18,7 @@ __all__ = [
     "recipe_vjp",
     "softmax_vjp",
     "softmax_weights",
-    "stabilised",
+    "stabilized",
 ]
 
 
@@ -52,7 +52,7 @@ def hyperbolic(x: Floats, rows: Floats) -> Floats:
     return exponentials(x, np.concatenate([rows, -rows]))
 
 
-def stabilised(x: Floats, rows: Floats, epsilon: float, *, is_query: bool) -> Floats:
+def stabilized(x: Floats, rows: Floats, epsilon: float, *, is_query: bool) -> Floats:
     """FAVOR+ as Google's JAX code and performer-pytorch have it.
 
     ``phi_r(x) = (exp(w_r . y - |y|^2 / 2 - c) + epsilon) / sqrt(m)`` where c is the largest
@@ -85,12 +85,12 @@ def recipe_vjp(
 ) -> list[Floats]:
     """Return the output of FAVOR+ and its gradients by query, key and value.
 
-    With an epsilon the features are :func:`stabilised`, their shift c held constant.
+    With an epsilon the features are :func:`stabilized`, their shift c held constant.
     """
     x = (inputs.query, inputs.key)
     if epsilon:
         q, k = (
-            stabilised(y, rows, epsilon, is_query=is_query)
+            stabilized(y, rows, epsilon, is_query=is_query)
             for y, is_query in zip(x, (True, False), strict=True)
         )
     else:

@@ -38,8 +38,8 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
 
     def wanted() -> Floats:
         rows = layer.projection_matrix.numpy()
-        q = oracle.stabilised(inputs.query, rows, FEATURE_EPSILON, is_query=True)
-        k = oracle.stabilised(inputs.key, rows, FEATURE_EPSILON, is_query=False)
+        q = oracle.stabilized(inputs.query, rows, FEATURE_EPSILON, is_query=True)
+        k = oracle.stabilized(inputs.key, rows, FEATURE_EPSILON, is_query=False)
         epsilon = SUM_EPSILON * q.sum(axis=-1, keepdims=True) if is_causal else 0.0
         weights = np.asarray(q @ k.swapaxes(-1, -2))
         return oracle.attention(weights, inputs.value, is_causal=is_causal, epsilon=epsilon)

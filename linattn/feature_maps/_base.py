@@ -326,7 +326,7 @@ def _qualified_name(name: str, function: Any) -> str:
     qualified = f"{module}.{own}"
     if "<" in qualified:
         message = (
-            f"{name} must be a function defined at the top of a module to be recognised in "
+            f"{name} must be a function defined at the top of a module to be recognized in "
             f"another process, got {qualified}"
         )
         raise ValueError(message)

@@ -1,4 +1,4 @@
-"""Calibration of normalised exponential features, on the host.
+"""Calibration of normalized exponential features, on the host.
 
 Queries x and keys y carry ``sqrt(scale)`` each, so that logits are ``x.y``. Letters: ``n`` queries,
 ``s`` keys, ``d`` dim, ``m`` features; leading axes are heads. The map is
@@ -61,7 +61,7 @@ def _swap(x: Floats) -> Floats:
 
 
 def pivots(y: Floats, metric: Floats, m: int) -> Floats:
-    """Choose m keys by a pivoted Cholesky factorisation; returns them, ``(..., m, d)``.
+    """Choose m keys by a pivoted Cholesky factorization; returns them, ``(..., m, d)``.
 
     The matrix is ``exp(-|y_j - y_l|^2 / 2)`` in the metric. Where queries are Gaussian with this
     covariance it is the Gram matrix of the functions ``x -> exp(x.y_j)``, each of norm 1, under

@@ -1,4 +1,4 @@
-"""How landmarks are found: samples of tokens, normalisers of probe queries, weighted clusters.
+"""How landmarks are found: samples of tokens, normalizers of probe queries, weighted clusters.
 
 What is small (samples, landmarks, probes) is NumPy on the host, so that every array library gets
 the same answer. What is long, all keys, is walked block by block in its own library.

@@ -231,7 +231,7 @@ class CalibratedFeatures(BaseFeatureMap):
         -----
         Closed form, of c the mean and Sigma the covariance of all queries and the metric
         ``|x|^2 = s^2 x.Sigma x``, under which a squared distance of two keys is the variance of
-        their logits' difference: b are keys chosen by pivoted Cholesky factorisation of
+        their logits' difference: b are keys chosen by pivoted Cholesky factorization of
         ``exp(-|k - k'|^2 / 2)`` (the Gram matrix of the keys' columns of attention, each of norm 1,
         under Gaussian queries), then moved by three steps of Lloyd's algorithm to the weighted
         means of their clusters, a key weighing ``sqrt(mean_i A_ij^2)`` of the exact weights A of at
@@ -240,7 +240,7 @@ class CalibratedFeatures(BaseFeatureMap):
         it is exact for every key; when all keys are shifted the attention stays what it was. Time
         O(n m (m + d)) a head, memory O(n m), n keys in all.
 
-        Learning minimises by Adam, over all parameters of all heads at once, the mean over
+        Learning minimizes by Adam, over all parameters of all heads at once, the mean over
         sequences of ``|out - exact| / |exact| + 0.1 KL(exact weights || weights)``, through the
         window and the mask that are asked for: tokens are in blocks of ``exact_window`` from the
         start, a key in the block of the query or a neighbour of it is exact. Inputs are scaled by

@@ -1,4 +1,4 @@
-"""Maps that apply one function to every coordinate: elu + 1, ReLU, and generalised attention."""
+"""Maps that apply one function to every coordinate: elu + 1, ReLU, and generalized attention."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class ReluFeatures(_CoordinateFeatures):
 
 
 class ActivationFeatures(ProjectedFeatureMap):
-    r"""Performer's generalised attention: f(W x) + epsilon.
+    r"""Performer's generalized attention: f(W x) + epsilon.
 
     .. math:: \phi_r(x) = m^{-1/2} \left( f(\sqrt{s}\, \omega_r \cdot x) + \epsilon \right)
 
@@ -196,7 +196,7 @@ class ActivationFeatures(ProjectedFeatureMap):
     References
     ----------
     Choromanski et al., "Rethinking Attention with Performers" (2021), section 2.2 and appendix
-    on generalised attention; Cho and Saul, "Kernel Methods for Deep Learning" (2009), eq. 1 to 7
+    on generalized attention; Cho and Saul, "Kernel Methods for Deep Learning" (2009), eq. 1 to 7
     (twice the kernel here); So et al., "Primer" (2021), for the squared ReLU. The variances are
     derived in this project.
 

@@ -274,7 +274,7 @@ class HyperbolicFeatures(_ExponentialFeatures):
 
 
 class GeneralizedExponentialFeatures(_ExponentialFeatures):
-    r"""Generalised exponential features (OPRF, FAVOR++): a tilt A that lowers the variance.
+    r"""Generalized exponential features (OPRF, FAVOR++): a tilt A that lowers the variance.
 
     .. math::
         f(\omega, x) = (1 - 4A)^{d/4} \exp(A |\omega|^2 + \sqrt{1 - 4A}\, \sqrt{s}\,
@@ -415,7 +415,7 @@ class GeneralizedExponentialFeatures(_ExponentialFeatures):
 
         Notes
         -----
-        The closed form minimises the mean log second moment over all pairs (without antithetic
+        The closed form minimizes the mean log second moment over all pairs (without antithetic
         pairs; with them the optimum is slightly nearer 0): with
         ``phi = mean |x + y|^2 = mean |x|^2 + mean |y|^2 + 2 mean x . mean y`` and ``t = phi / d``,
         ``A = (1 - 2t - sqrt((2t + 1)^2 + 8t)) / 16``. Time O((L + S) d) a head.

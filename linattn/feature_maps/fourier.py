@@ -199,14 +199,14 @@ class RandomFourierFeatures(ProjectedFeatureMap):
     ``kernel``, ``mean`` and ``variance`` O(n s d) and O(n s).
 
     The features have both signs: the denominator of attention may be small or negative, and its
-    ratio far from the truth. Nothing is clamped; ask for the log normaliser to see it (NaN where
+    ratio far from the truth. Nothing is clamped; ask for the log normalizer to see it (NaN where
     the denominator is negative). Phases ``omega.x / l`` are as precise as the dtype: beyond 1e7
     they are arbitrary in float32. That is harmless for the few far rows of a heavy-tailed spectrum,
     but not where x itself is so long; a row x whose squared norm overflows is NaN.
 
     **Random Feature Attention** is ``normalize=True`` with the Gaussian kernel: between unit
     vectors it is ``exp(-1 / l^2) exp(x.y / l^2)``, so that attention with this kernel is softmax
-    attention of the normalised vectors with scale ``1 / l^2``: the constant cancels. A vector of
+    attention of the normalized vectors with scale ``1 / l^2``: the constant cancels. A vector of
     zeros has no direction and stays zero, never NaN: as a query it weighs all unit keys alike, as a
     key it has the weight ``exp(-1 / (2 l^2))``.
 
@@ -332,7 +332,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         if _checks.check_flag("normalize", normalize) and rows.ndim > 2:
             message = (
                 f"projection must have shape (rows, dim) with normalize=True, got {rows.shape}; "
-                f"for a projection for each head normalise queries and keys yourself"
+                f"for a projection for each head normalize queries and keys yourself"
             )
             raise ValueError(message)
         weights = None

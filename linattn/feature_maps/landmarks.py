@@ -54,7 +54,7 @@ class LandmarkFeatures(BaseFeatureMap):
 
     with ``A_ij = exp(s q_i.k_j - l_i)`` and ``Phi_ic = exp(s q_i.b_c - l_i)`` for p probe queries
     q_i, ``l_i = log sum_j exp(s q_i.k_j)``: ``g_j`` is the least-squares fit of key j's attention
-    by its landmark's, over the probes. Key j goes to the landmark ``a_j`` that minimises
+    by its landmark's, over the probes. Key j goes to the landmark ``a_j`` that minimizes
     ``(k_j - b_c).(M (k_j - b_c))``, M the covariance of the queries: the variance over queries of
     the logit difference. Letters: ``d`` dim, ``m`` landmarks, ``p`` probes, ``s`` scale.
 
@@ -299,7 +299,7 @@ class LandmarkFeatures(BaseFeatureMap):
         ``w_j`` times the squared distance to the nearest landmark so far; three Lloyd steps with
         weights w follow. Probes are queries from equal strata of the sequence. Sequences longer
         than ``max(16 m, 1024)`` are clustered by a sample of that many keys, one from each of as
-        many equal strata, and so are the queries; the normalisers l are of all keys. Heads share
+        many equal strata, and so are the queries; the normalizers l are of all keys. Heads share
         the random numbers.
 
         Time O(S p d + C m d) a head with C sampled keys; memory O(C m), whatever the length. A
@@ -337,7 +337,7 @@ class LandmarkFeatures(BaseFeatureMap):
             scaled = given.scale * probes.x
             lognorm = log_normalizers(scaled, given.key, given.key_mask, given.dtype, given.xp)
             _check_finite(queries, keys, lognorm)
-            # A head that sees no key: its landmarks are all unused, and any normaliser will do.
+            # A head that sees no key: its landmarks are all unused, and any normalizer will do.
             lognorm = np.where(lognorm == -np.inf, 0.0, lognorm)
             lognorm = np.where(probes.valid, lognorm, np.inf)
             landmarks, used = _clusters(scaled, lognorm, keys, metric, gumbel, m)

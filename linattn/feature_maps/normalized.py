@@ -17,7 +17,7 @@ __all__ = ["SoftmaxFeatures"]
 
 
 class SoftmaxFeatures(BaseFeatureMap):
-    r"""Efficient attention: queries and keys are normalised each on their own.
+    r"""Efficient attention: queries and keys are normalized each on their own.
 
     .. math::
         o_i = \sum_r p_{ir} \sum_j c_{jr} v_j, \qquad
@@ -50,14 +50,14 @@ class SoftmaxFeatures(BaseFeatureMap):
 
     Notes
     -----
-    ``query_features`` and ``key_features`` are the exponentials, without their normalisers. The
+    ``query_features`` and ``key_features`` are the exponentials, without their normalizers. The
     sum over keys belongs to the sequence seen, so that attention is not the ratio of
     ``phi(q) . sum_j phi(k_j) v_j`` and ``phi(q) . sum_j phi(k_j)``: each column of the state is
     divided by its own sum when it is read. States are those of any map, and are updated, merged
     and masked as they are.
 
-    A causal query sees normalisers of the keys up to its own, as it does in a token step. Attention
-    weights are not negative and sum to 1. The log normaliser is that of the query's softmax.
+    A causal query sees normalizers of the keys up to its own, as it does in a token step. Attention
+    weights are not negative and sum to 1. The log normalizer is that of the query's softmax.
 
     Deterministic: variance 0. It does not approximate softmax of ``q.k``. Time O(n d e), causal
     O(n c (d + e)) more with blocks of c tokens; memory O(n d). A causal block whose keys grow by
@@ -66,7 +66,7 @@ class SoftmaxFeatures(BaseFeatureMap):
     References
     ----------
     Shen et al., "Efficient Attention: Attention with Linear Complexities" (2021), its method
-    with softmax normalisation; the causal form is the same for every prefix.
+    with softmax normalization; the causal form is the same for every prefix.
 
     Examples
     --------

@@ -74,7 +74,7 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
     trigonometric pair gap. Time O(n m d), memory O(n m).
 
     The features have both signs: the denominator of attention may be small or negative, and its
-    ratio far from the truth. Nothing is clamped; ask for the log normaliser to see it (NaN where
+    ratio far from the truth. Nothing is clamped; ask for the log normalizer to see it (NaN where
     the denominator is negative).
 
     References

@@ -192,7 +192,7 @@ def need_pair_kernel(feature_map: Any) -> None:
     if isinstance(make_spec(xp, xp.float64, array_api_compat.device(x)), ColumnNormalized):
         message = (
             f"the weights of {type(feature_map).__name__} depend on all keys, each column being "
-            f"divided by its own normaliser: a pair has no estimate of its own"
+            f"divided by its own normalizer: a pair has no estimate of its own"
         )
         raise UntestableError(message)
 

@@ -1,7 +1,7 @@
 """Exact moments of random features: of one row, and of a block of orthogonal rows.
 
 Letters: ``v = |x + y|^2`` (``s = |x - y|^2`` for trigonometric features) of scaled inputs, ``d``
-dim, ``m`` rows, ``A`` the tilt of generalised exponential features, ``X`` the estimate of one row
+dim, ``m`` rows, ``A`` the tilt of generalized exponential features, ``X`` the estimate of one row
 over the kernel.
 """
 

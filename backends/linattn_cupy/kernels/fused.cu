@@ -480,7 +480,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     State state;
     load_state(state, s, kvz, shifts, features, value_dim, first_value);
     bool seen = false;
-    float terms = 0.0f;  // bounds the sum of all normalisers
+    float terms = 0.0f;  // bounds the sum of all normalizers
     for (int r = 0; r < features; ++r) {
         seen = seen || shifts[r] > -INFINITE;
         terms += fabsf(kvz[static_cast<i64>(r) * (value_dim + 1) + value_dim]);

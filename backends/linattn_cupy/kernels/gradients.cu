@@ -3,7 +3,7 @@
 // Query i and key j meet in feature r with the weight exp(l_ir + l_jr), where
 //   l_ir = omega_r.q_i + col_r - curvature |q_i|^2 / 2 - n_i    a_i = [g_i, -g_i.o_i]
 //   l_jr = omega_r.k_j + col_r - curvature |k_j|^2 / 2          b_j = [v_j, 1]
-// n_i is the row's log normaliser, o_i its output, g_i the cotangent of that. By the log of a weight
+// n_i is the row's log normalizer, o_i its output, g_i the cotangent of that. By the log of a weight
 // the derivative is the weight times a_i.b_j, so that both sides go by one rule, which for queries is
 //   dl_ir = exp(l_ir) sum_j exp(l_jr) a_i.b_j,    grad q_i = sum_r dl_ir omega_r
 // and for keys the same with i and j changed, less curvature k_j sum_r dl_jr; that sum is 0 for

@@ -90,7 +90,7 @@ __device__ __forceinline__ float block_max(float x, float* meet) {
     return x;
 }
 
-// Where a step puts what it read: the output and the log normaliser, or with `nd` the numerators and
+// Where a step puts what it read: the output and the log normalizer, or with `nd` the numerators and
 // the denominator, (columns), on the scale exp(*norm).
 struct Target {
     Input* output;
