@@ -22,7 +22,7 @@ from linattn.feature_maps import (
     TaylorFeatures,
 )
 from linattn_numpy.decoding import PENDING, Stepper
-from linattn_numpy.limits import AHEAD
+from linattn_numpy.limits import MAX_LOG_LEAD
 
 D, E = 8, 5
 rng = np.random.default_rng(11)
@@ -151,7 +151,7 @@ def test_scales_that_jump(name, dtype):
     tolerance = {np.float64: 1e-11, np.float32: 3e-5}[dtype]
     np.testing.assert_allclose(out, want, rtol=0, atol=tolerance)
     assert isinstance(decoder._stepper, Stepper)
-    assert decoder._stepper._waiting.max() <= np.exp(AHEAD)
+    assert decoder._stepper._waiting.max() <= np.exp(MAX_LOG_LEAD)
 
 
 @pytest.mark.parametrize("factor", [1e3, -1e3])

@@ -28,9 +28,10 @@ from linattn.feature_maps import (
     SoftmaxFeatures,
 )
 from linattn.typing import ELU_PLUS_ONE, Activation, Features, Opaque, Pointwise
-from linattn_numpy import blocks, causal, planning, threads
+from linattn_numpy import causal, planning, states, threads, tuning
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
+from linattn_numpy.limits import MAX_UNINSPECTED_EXPONENT
 
 D = 8
 MAPS = {
@@ -66,10 +67,10 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(room, name, outer)
 
-    counted(causal, "_scan_plain", "plain")
-    counted(causal, "_scan_shifted", "shifted")
-    counted(blocks, "_reduce_shifted", "shifted")
-    counted(blocks, "_read_shifted", "shifted")
+    counted(causal, "_scan_unshifted", "plain")
+    counted(causal, "_scan_stabilized", "shifted")
+    counted(states, "_reduce_stabilized", "shifted")
+    counted(states, "_read_stabilized", "shifted")
     return counts
 
 
@@ -157,10 +158,10 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
         chunk_size=7,
     )
     want = linattn.linear_attention(query, key, value, phi, **options)
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
     monkeypatch.setattr(planning, "_tasks", lambda problem, block: [()])
-    monkeypatch.setattr(planning, "LONG", 1)
-    monkeypatch.setattr(planning, "LONG_CAUSAL", 1)
+    monkeypatch.setattr(planning, "MIN_SEGMENTED_ROWS", 1)
+    monkeypatch.setattr(planning, "MIN_SEGMENTED_CAUSAL_ROWS", 1)
     cut = []
     inner = folds._in_segments
 
@@ -182,7 +183,7 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
 
 @pytest.mark.parametrize("length", [4096, 5000])
 def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
     seen = []
     inner = folds._segments
 
@@ -202,7 +203,7 @@ def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monk
 
 
 def test_threads_shorten_no_block_that_they_do_not_share(monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
     phi = PositiveFeatures(D, 256, rng=0)
     query, key, value = inputs(4096, heads=())
     sizes = []
@@ -295,18 +296,18 @@ def test_only_the_rejected_part_of_a_long_block_is_done_again(phi, calls):
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_threads_change_no_bit(count, is_causal, monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
     query, key, value = inputs(300, heads=(2, 3))
     phi = PositiveFeatures(D, 24, rng=0)
     seen = set()
-    scan = causal._scan_plain
+    scan = causal._scan_unshifted
 
     def spy(*args):
         seen.add(threading.current_thread().name)
         return scan(*args)
 
-    monkeypatch.setattr(causal, "_scan_plain", spy)
+    monkeypatch.setattr(causal, "_scan_unshifted", spy)
     options = dict(is_causal=is_causal, return_state=True, return_log_normalizer=True)
     with linattn.config(num_threads=1):
         want, want_state, want_norm = linattn.linear_attention(query, key, value, phi, **options)
@@ -347,7 +348,7 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("change", ["none", "far", "large"])
 def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
     query_lead, lead, n, phi = GROUPS[name]
     query = inputs(n, heads=query_lead)[0]
     _, key, value = inputs(n, heads=lead, seed=1)
@@ -393,7 +394,7 @@ def test_heads_of_which_only_some_need_inspection_are_done_alone(calls):
     phi = PositiveFeatures(D, 256, rng=0)
     bound = D**-0.25 * np.linalg.norm(query[0], axis=-1).max()
     bound *= np.linalg.norm(phi.projection, axis=-1).max()
-    query[0] *= 1.01 * causal.MOST_KNOWN[8] / bound
+    query[0] *= 1.01 * MAX_UNINSPECTED_EXPONENT[8] / bound
     with linattn.config(num_threads=1):
         linattn.linear_attention(query, key, value, phi, is_causal=True)
     assert calls["plain"] == 5
@@ -404,7 +405,7 @@ def test_heads_of_which_only_some_need_inspection_are_done_alone(calls):
 
 
 def test_heads_of_which_only_some_have_even_columns_have_their_own_bits(monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
     phi = GROUPS["columns of each head"][-1]
     query, key, value = inputs(600, heads=(4,))
     _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
@@ -447,8 +448,8 @@ def test_sides_of_which_one_is_paired(n):
 
 
 def test_segments_of_queries_may_be_more_than_those_of_keys(monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
-    query = inputs(3 * planning.LONG, heads=())[0]
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    query = inputs(3 * tuning.MIN_SEGMENTED_ROWS, heads=())[0]
     _, key, value = inputs(100, heads=(), seed=1)
     phi = PositiveFeatures(D, 32, rng=0)
     with linattn.config(num_threads=4):
@@ -480,7 +481,7 @@ def test_the_last_tasks_are_done_round_robin():
                 begun.append((task, step))
             yield
 
-    count, last = 40, threads.LAST * 2
+    count, last = 40, tuning.ROUND_ROBIN_TASKS * 2
     threads.run(2, work, range(count))
     assert sorted(begun) == [(task, step) for task in range(count) for step in range(3)]
     for task in range(count):
@@ -497,9 +498,9 @@ def test_the_last_tasks_are_done_round_robin():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "LONG", 0)
-    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MIN_SEGMENTED_ROWS", 0)
+    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
     query, key, value = inputs(900, heads=(3,))
     phi = PositiveFeatures(D, 32, rng=0)
 
@@ -630,8 +631,8 @@ def test_after_an_error_no_further_task_begins():
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
 
     def fail(*args):
         message = "from a thread"
@@ -648,7 +649,7 @@ def test_tasks_cover_every_head_once():
     with linattn.config(num_threads=2):
         for group in (1, 40 * 24 * 2, 10**9):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(planning, "BLOCK_NUMBERS", group)
+                patch.setattr(planning, "MAX_BLOCK_ELEMENTS", group)
                 out = linattn.linear_attention(query, key, value, PositiveFeatures(D, 24, rng=0))
             want = linattn.reference.kernel_attention(
                 query, key, value, PositiveFeatures(D, 24, rng=0)

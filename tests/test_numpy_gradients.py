@@ -68,7 +68,7 @@ def calls(monkeypatch):
 
     for name in ("_plain_scale", "_plain_adjoint", "_plain_block"):
         counted(gradients, name, "plain")
-    for name in ("_shifted_scale", "_shifted_adjoint", "shifted_log"):
+    for name in ("_shifted_scale", "_shifted_adjoint", "log_features"):
         counted(gradients, name, "shifted")
     for name in ("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"):
         counted(linattn_numpy, name, "generic")
@@ -272,7 +272,7 @@ def test_states_between_checkpoints_are_recomputed(most, blocks_at_once, at_once
 
 
 def test_segments_on_several_threads_store_checkpoints(at_once, monkeypatch):
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
     with linattn.config(num_threads=2):
         both(inputs(1100, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert at_once == 35 * [True]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from linattn_numpy import products
 from linattn_numpy.blas import blas
 
-SMALL = 4_000
+MAX_SMALL_MATMUL = 4_000
 """Small enough that small inputs are cut too."""
 
 
@@ -34,10 +34,10 @@ LAYOUTS = st.sampled_from(["whole", "turned", "slice"])
 
 @pytest.fixture(params=[True, False], ids=["cut", "whole"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    monkeypatch.setattr(products, "SMALL", SMALL)
-    monkeypatch.setattr(products, "likes_small", lambda: request.param)
-    monkeypatch.setattr(products, "LEAST_TOKENS", 4)
-    caches = (products._rows, products._tokens_and_columns)
+    monkeypatch.setattr(products, "MAX_SMALL_MATMUL", MAX_SMALL_MATMUL)
+    monkeypatch.setattr(products, "has_small_matmul", lambda: request.param)
+    monkeypatch.setattr(products, "MIN_SUM_ROWS", 4)
+    caches = (products._rows_per_small_product, products._tokens_and_features)
     for cached in caches:
         cached.cache_clear()
     yield request.param
@@ -87,7 +87,7 @@ def test_large_products_are_cut(cut: bool, monkeypatch: pytest.MonkeyPatch) -> N
     long = np.arange(300.0)[:, None]
     assert np.array_equal(products.weighted_sum(np.ones((300, 40)), long), np.full((40, 1), 44850))
     largest = max(int(np.prod(shape)) for shape in shapes)
-    assert (largest <= SMALL) == cut
+    assert (largest <= MAX_SMALL_MATMUL) == cut
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_where_small_products_are_fast(
     monkeypatch.setattr(np.lib.introspect, "opt_func_info", lambda *_: info)
     controller = SimpleNamespace(info=lambda: [{"architecture": kernels}]) if kernels else None
     monkeypatch.setattr(blas, "controller", lambda: controller)
-    assert products.likes_small.__wrapped__() == wanted
+    assert products.has_small_matmul.__wrapped__() == wanted

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linattn_numpy.pieces import SUB_BLOCK, pieces
+from linattn_numpy.tiles import tiles
 from linattn_numpy.triangles import Triangles
+from linattn_numpy.tuning import SUB_BLOCK_ROWS
 
 LEADS = [
     ((), (), (), ()),
@@ -32,7 +33,7 @@ def test_sums_of_pieces_are_sums_over_pairs(lead, halves, length, size, count):
     some_q, some_k = (np.empty((*x.shape[:-2], length, x.shape[-1])) for x in (q, k))
     sums = Triangles(some_q, some_k, v.shape[:-2], start, size)
     out = np.empty((*sums.lead, n, e))
-    for i, (values, part) in enumerate(zip(sums.cut(v), sums.cut(out), strict=True)):
+    for i, (values, part) in enumerate(zip(sums.split(v), sums.split(out), strict=True)):
         rows = slice(i * length, (i + 1) * length)
         some_q[...], some_k[...] = (x[..., rows, :] for x in (q, k))
         sums.add(values, part)
@@ -45,17 +46,17 @@ def test_sums_of_pieces_are_sums_over_pairs(lead, halves, length, size, count):
     after = start + np.swapaxes(whole_k, -1, -2) @ v
     np.testing.assert_allclose(sums.state(), np.broadcast_to(after, sums.state().shape), atol=1e-12)
     kept = sums.state()
-    sums.add(sums.cut(v)[-1], sums.cut(out)[-1])
+    sums.add(sums.split(v)[-1], sums.split(out)[-1])
     assert not np.array_equal(sums.state(), kept)
 
 
 @given(n=st.integers(0, 5000), most=st.integers(0, 3000))
 def test_pieces_are_all_rows_in_order(n, most):
     at = 0
-    for rows, length, size in pieces(n, most):
+    for rows, length, size in tiles(n, most):
         assert rows.start == at < rows.stop
         assert (rows.stop - rows.start) % length == 0 == length % size
         assert length <= max(most, size)
-        assert size == SUB_BLOCK or rows.stop == n
+        assert size == SUB_BLOCK_ROWS or rows.stop == n
         at = rows.stop
     assert at == n

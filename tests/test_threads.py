@@ -25,9 +25,9 @@ HERE = {blas.__file__, threads.__file__}
 @pytest.fixture(autouse=True)
 def _a_task_a_head(monkeypatch):
     """Let small problems be shared out, a head a task."""
-    monkeypatch.setattr(planning, "PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "BLOCK_NUMBERS", 1)
-    monkeypatch.setattr(planning, "TOGETHER_NUMBERS", 1)
+    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(planning, "MAX_BATCHED_ELEMENTS", 1)
 
 
 def inputs(n, heads):

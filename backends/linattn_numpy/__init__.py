@@ -7,7 +7,6 @@ it does not speed up, and the generic code takes over.
 
 from __future__ import annotations
 
-from linattn_numpy.blocks import divide, read_block, reduce_block, values_block
 from linattn_numpy.both_sides import scan_vjp
 from linattn_numpy.causal import scan_block
 from linattn_numpy.decoding import decode, stepper
@@ -21,7 +20,8 @@ from linattn_numpy.gradients import (
     scan_query_vjp,
 )
 from linattn_numpy.planning import plan
-from linattn_numpy.running import far_states
+from linattn_numpy.prefix_states import far_states
+from linattn_numpy.states import divide, read_block, reduce_block, values_block
 from linattn_numpy.threads import limited_threads
 
 __all__ = [

@@ -14,19 +14,12 @@ from numpy.typing import NDArray
 
 from linattn.typing import Assigned, Tokens
 from linattn_numpy.buffers import buffer
+from linattn_numpy.limits import MAX_WEIGHT_SPREAD, MIN_EXP_SUM
+from linattn_numpy.tuning import ASSIGNED_TILE_ELEMENTS
 
 __all__ = ["assigned_sums"]
 
 Floats = NDArray[Any]
-
-LEAST_SUM = {4: 1e-30, 8: 1e-290}
-"""Sums of exponentials below this are made anew with a shift, by bytes a number."""
-
-SPREAD = {4: 30.0, 8: 300.0}
-"""Log weights of a block that differ by no more than this may share one scale."""
-
-CHUNK_NUMBERS = 1 << 17
-"""Numbers worked on at once: two such arrays of float32 make a MB."""
 
 
 def assigned_sums(
@@ -45,7 +38,8 @@ def assigned_sums(
     column = np.broadcast_to(column, log.shape[:-1])
     top = log.max(axis=-2, keepdims=True)
     top = np.where(top == -np.inf, log.dtype.type(0), top)
-    if np.min(log, where=log > -np.inf, initial=np.inf) < top.max() - SPREAD[log.itemsize]:
+    lowest = np.min(log, where=log > -np.inf, initial=np.inf)
+    if lowest < top.max() - MAX_WEIGHT_SPREAD[log.itemsize]:
         return None
     weights = buffer("weights", (*column.shape, m), log.dtype)
     weights.fill(0)
@@ -76,7 +70,7 @@ def _columns_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floa
     lead, n = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays)), x.shape[-2]
     column = np.empty((*lead, n), np.intp)
     log = np.empty((*lead, n, 1), x.dtype)
-    size = max(64, CHUNK_NUMBERS // (p * prod(lead)))
+    size = max(64, ASSIGNED_TILE_ELEMENTS // (p * prod(lead)))
     for start in range(0, n, size):
         chunk = slice(start, min(start + size, n))
         scores = np.matmul(x[..., chunk, :], P)
@@ -97,7 +91,7 @@ def _columns_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floa
 def _log_sum(x: Floats, space: Floats) -> Floats | None:
     """Log of the sum of exponentials along the last axis; None for what is not finite."""
     total = np.exp(x, out=space).sum(axis=-1, keepdims=True)
-    if LEAST_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
+    if MIN_EXP_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
         return np.asarray(np.log(total))
     shift = x.max(axis=-1, keepdims=True)
     if not np.isfinite(shift).all():

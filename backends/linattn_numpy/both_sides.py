@@ -21,9 +21,9 @@ from linattn_numpy.gradients import (
     _turned,
     above_diagonal,
 )
-from linattn_numpy.limits import AHEAD, all_finite
-from linattn_numpy.pieces import split, sub_blocks
+from linattn_numpy.limits import MAX_LOG_LEAD, all_finite
 from linattn_numpy.products import product, transposed
+from linattn_numpy.tiles import split_sub_blocks, sub_blocks
 
 __all__ = ["scan_vjp"]
 
@@ -70,7 +70,7 @@ def scan_vjp(
     q, k, v, start, _, c, floor, (query_positive, key_positive) = common
     # The adjoint's own scale: that of the rows, whose queries lack the log of their columns.
     ahead = adjoint.log_scale + c
-    if k.shape[:-2] != lead or q.shape[:-2] != lead or not ahead.max() <= AHEAD:
+    if k.shape[:-2] != lead or q.shape[:-2] != lead or not ahead.max() <= MAX_LOG_LEAD:
         return NotImplemented
     if not (isinstance(key_spec, Exponential) or np.all(c == c[..., :1])):
         return NotImplemented  # these gradients are taken from the features themselves
@@ -108,7 +108,9 @@ def _query_triangles(
     inverses = np.empty((*q.shape[:-1], 1), q.dtype)
     start = transposed(start)
     for part, size in sub_blocks(v.shape[-2]):
-        qs, ks, vs, gs, out = (split(x, part, size) for x in (q, k, v, grad_output, read))
+        qs, ks, vs, gs, out = (
+            split_sub_blocks(x, part, size) for x in (q, k, v, grad_output, read)
+        )
         # By rows of values: a product of few rows with a transposed view takes twice as long.
         states = _states(start, qs.shape[-3])
         np.matmul(transposed(vs), ks, out=states[..., 1:, :, :])
@@ -122,7 +124,7 @@ def _query_triangles(
         denominator += np.matmul(qs, transposed(z))
         if not floor <= denominator.min() <= denominator.max() < np.inf:
             return None
-        inverse = np.divide(1, denominator, out=split(inverses, part, size))
+        inverse = np.divide(1, denominator, out=split_sub_blocks(inverses, part, size))
         np.matmul(gs, before[..., :-1, :], out=out)
         cotangents = np.matmul(gs, transposed(vs[..., :-1]))
         inner = np.vecdot(scores, cotangents) + np.vecdot(qs, out)
@@ -150,7 +152,7 @@ def _key_triangles(
     grad_values_and_one = np.empty(v.shape, v.dtype)
     for part, size, scores, cotangents, g1 in reversed(triangles):
         qs, ks, vs, out, out_v1 = (
-            split(x, part, size) for x in (q, k, v, read, grad_values_and_one)
+            split_sub_blocks(x, part, size) for x in (q, k, v, read, grad_values_and_one)
         )
         states = _states(start, qs.shape[-3], last=True)
         np.matmul(transposed(qs), g1, out=states[..., :-1, :, :])

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["buffer", "zeros"]
+from linattn_numpy.tuning import MAX_CACHED_BYTES
 
-KEPT_BYTES = 1 << 22
-"""Larger buffers, of long blocks that a caller asked for, are not kept between calls."""
+__all__ = ["buffer", "zeros"]
 
 _scratch = threading.local()
 
@@ -20,7 +19,7 @@ _scratch = threading.local()
 def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Return this thread's buffer of that name; what it held before is lost."""
     count = prod(shape)
-    if count * np.dtype(dtype).itemsize > KEPT_BYTES:
+    if count * np.dtype(dtype).itemsize > MAX_CACHED_BYTES:
         return np.empty(shape, dtype)
     kept = getattr(_scratch, name, None)
     if kept is None or kept.size < count or kept.dtype != dtype:

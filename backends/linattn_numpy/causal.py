@@ -11,57 +11,39 @@ from __future__ import annotations
 
 from itertools import repeat
 from math import exp, inf, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import HEAD_BY_HEAD, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
+from linattn_numpy.causal_scales import CommonScale, common_scale, stabilize
 from linattn_numpy.features import (
     FeatureMaker,
-    column_logs,
-    halves_of,
-    is_known,
-    largest_exponents,
+    exponent_bounds,
+    log_features,
+    log_offsets,
+    num_sign_halves,
     query_exponents,
     row_log,
     row_term,
-    shifted_log,
+    supports,
 )
-from linattn_numpy.limits import all_finite, finite, floor_of, in_place, tiny
-from linattn_numpy.pieces import pieces, sub_blocks
-from linattn_numpy.products import leading
+from linattn_numpy.limits import (
+    MAX_UNINSPECTED_EXPONENT,
+    all_finite,
+    floor_of,
+    tiny,
+)
+from linattn_numpy.products import broadcast_lead
+from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
+from linattn_numpy.tuning import CAUSAL_TILE_ELEMENTS, MAX_STABILIZED_ROWS, MIN_APART_ELEMENTS
 
-__all__ = ["common_scale", "scan_block"]
+__all__ = ["scan_block"]
 
 Floats = NDArray[Any]
-
-
-CACHE_NUMBERS = 1 << 17
-"""Features of a side made at once: half a MB of float32, which a second-level cache holds.
-
-In halves it takes 3 % longer.
-"""
-
-LEAST_APART = 1 << 14
-"""Features of a head from which heads are done one by one where one of them is refused.
-
-It does not depend on how many heads there are, so that grouping them changes no bit.
-"""
-
-NEAR = {4: 20.0, 8: 80.0}
-"""Column logs of a state that differ by no more than this may share one scale."""
-
-MOST_KNOWN = {4: 50.0, 8: 300.0}
-"""Where those of queries are known to be no larger, exponents are not looked at: 3 % of the time.
-
-By bytes a number.
-"""
-
-SHIFTED_ROWS = 512
-"""Rows that may share one shift however many columns they have; the driver cuts to as many."""
 
 
 def scan_block(
@@ -76,21 +58,27 @@ def scan_block(
     """Causal attention of a block after the state, and the state after it."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
         return NotImplemented
-    if is_known(query_spec) and is_known(key_spec) and halves_of(query_spec) == halves_of(key_spec):
-        answer = _scan_plain(query_spec, key_spec, query, key, values_and_one, state, want_log)
+    if (
+        supports(query_spec)
+        and supports(key_spec)
+        and num_sign_halves(query_spec) == num_sign_halves(key_spec)
+    ):
+        answer = _scan_unshifted(query_spec, key_spec, query, key, values_and_one, state, want_log)
         if answer is not None:
             return answer
         *heads, m, _ = state.kvz.shape
-        if prod(heads) > 1 and values_and_one.shape[-2] * m >= LEAST_APART:
+        if prod(heads) > 1 and values_and_one.shape[-2] * m >= MIN_APART_ELEMENTS:
             return HEAD_BY_HEAD
     # Longer ones, which come in pieces where they are plain, are tried again in shorter blocks.
-    is_short = values_and_one.shape[-2] <= max(SHIFTED_ROWS, CACHE_NUMBERS // state.kvz.shape[-2])
+    is_short = values_and_one.shape[-2] <= max(
+        MAX_STABILIZED_ROWS, CAUSAL_TILE_ELEMENTS // state.kvz.shape[-2]
+    )
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        return _scan_shifted(query_spec, key_spec, query, key, values_and_one, state, want_log)
+        return _scan_stabilized(query_spec, key_spec, query, key, values_and_one, state, want_log)
     return NotImplemented
 
 
-def _scan_plain(
+def _scan_unshifted(
     query_spec: Exponential | Pointwise,
     key_spec: Exponential | Pointwise,
     query: Tokens,
@@ -100,8 +88,8 @@ def _scan_plain(
     want_log: bool,
 ) -> tuple[Partial, State] | None:
     """Scan without shifts, on one scale for block and state; None where that is not accurate."""
-    column = column_logs(query_spec, values_and_one.dtype)
-    logs = column_logs(key_spec, values_and_one.dtype)
+    column = log_offsets(query_spec, values_and_one.dtype)
+    logs = log_offsets(key_spec, values_and_one.dtype)
     common = common_scale(column, logs, row_term(key_spec, key), state)
     if common is None:
         return None
@@ -113,8 +101,8 @@ def _scan_plain(
     kvz = state.kvz * common.scale[..., None]
     # elu + 1 takes 1.4 % less where values that weigh 1 are not copied.
     weighs = common.weights.shape[-2] == n or bool((common.weights != 1).any())
-    lead = leading(values_and_one.shape[:-2], common.weights.shape[:-2] if weighs else ())
-    for rows, length, size in pieces(n, CACHE_NUMBERS // kvz[..., 0].size):
+    lead = broadcast_lead(values_and_one.shape[:-2], common.weights.shape[:-2] if weighs else ())
+    for rows, length, size in tiles(n, CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query.x, length, "query", merges=False)
         keys = FeatureMaker(key_spec, key.x, length, "key", merges=False)
         k, factor = _scaled(keys.weights, common.column)
@@ -125,7 +113,7 @@ def _scan_plain(
             )
         weights: Any = repeat(common.weights[..., None])
         if common.weights.shape[-2] == n:
-            weights = sums.cut(common.weights[..., rows, :])
+            weights = sums.split(common.weights[..., rows, :])
         v = (
             buffer(
                 "values_and_one",
@@ -136,10 +124,10 @@ def _scan_plain(
             else None
         )
         arrays = (
-            queries.cut(query.x[..., rows, :]),
-            keys.cut(key.x[..., rows, :]),
-            sums.cut(values_and_one[..., rows, :]),
-            sums.cut(num_den[..., rows, :]),
+            queries.split(query.x[..., rows, :]),
+            keys.split(key.x[..., rows, :]),
+            sums.split(values_and_one[..., rows, :]),
+            sums.split(num_den[..., rows, :]),
         )
         for some, others, values, out, weight in zip(*arrays, weights, strict=False):
             reach = queries.make(some, looks=looks)
@@ -167,7 +155,7 @@ def _scan_plain(
 
 
 def _known_bounds(
-    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, common: Common
+    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, common: CommonScale
 ) -> Floats:
     """Bounds on the exponents of each head's queries, ``(...)``; inf where they need a look.
 
@@ -183,54 +171,11 @@ def _known_bounds(
     least = common.weights.min(axis=(-2, -1))
     if common.column is not None:
         least = least * common.column.min(axis=-1)
-    bounds = largest_exponents(query_spec, query.x)
-    is_known_enough = (least >= tiny(query.x.dtype)) & (bounds <= MOST_KNOWN[query.x.itemsize])
+    bounds = exponent_bounds(query_spec, query.x)
+    is_known_enough = (least >= tiny(query.x.dtype)) & (
+        bounds <= MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
+    )
     return np.where(is_known_enough, bounds, inf)
-
-
-class Common(NamedTuple):
-    """A causal block of keys and the state before it on one scale."""
-
-    g: Floats
-    """``(..., 1)``: a column's log is g less its log in the weights of the queries."""
-    column: Floats | None
-    """What the columns of the keys' weights are yet to be multiplied with; None for 1."""
-    weights: Floats
-    """``(..., n, 1)`` or ``(..., 1, 1)``: all else that the keys' weights lack."""
-    scale: Floats
-    """What the columns of the state are multiplied with."""
-
-
-def common_scale(
-    query_logs: Floats, key_logs: Floats, row: Floats | None, state: State
-) -> Common | None:
-    """Put a plain causal block and its state on one scale; None where that is not accurate.
-
-    ``query_logs``, ``key_logs``: logs that columns have beside their weights; ``row``: the keys'
-    own terms.
-    """
-    near = NEAR[state.kvz.itemsize]
-    # In the common scale g every column log, of the state and of this block, is at most 0.
-    before = state.log_scale + query_logs
-    block = key_logs + query_logs
-    if row is not None:
-        top = row.max(axis=-2, keepdims=True)
-        row = row - finite(top)
-        block = block + top[..., 0]
-    g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
-    if not (_all_near(before, g, near) and _all_near(block, g, near)):
-        return None
-    g = finite(g)
-    block = np.exp(block - g)
-    first = block[..., :1]
-    even = (block == first).all(axis=-1)
-    if even.any() and not even.all():
-        return None  # alone, some heads would be given their factors in another way
-    if even.all():
-        weights = first[..., None] if row is None else np.exp(row) * first[..., None]
-        return Common(g, None, weights, np.exp(before - g))
-    weights = np.ones((1, 1), g.dtype) if row is None else np.exp(row)
-    return Common(g, block, weights, np.exp(before - g))
 
 
 def _scaled(k: Floats, column: Floats | None) -> tuple[Floats, Floats | None]:
@@ -242,16 +187,7 @@ def _scaled(k: Floats, column: Floats | None) -> tuple[Floats, Floats | None]:
     return k if shape == k.shape else buffer("columns", shape, k.dtype), factor
 
 
-def _all_near(log: Floats, g: Floats, near: float) -> bool:
-    """Whether all columns of each head are within reach of g, or all hold nothing."""
-    below = g - log
-    if below.max() <= near or log.max() == -np.inf:
-        return True
-    empty = log.max(axis=-1, keepdims=True) == -np.inf
-    return bool(((below.max(axis=-1, keepdims=True) <= near) | empty).all())
-
-
-def _scan_shifted(
+def _scan_stabilized(
     query_spec: Exponential,
     key_spec: Exponential,
     query: Tokens,
@@ -261,26 +197,18 @@ def _scan_shifted(
     want_log: bool,
 ) -> tuple[Partial, State]:
     """Scan on the running maximum of each column, each row on its own largest."""
-    log_k = shifted_log(key_spec, key, "key")
-    c = np.maximum(state.log_scale, log_k.max(axis=-2) + key_spec.col)
-    shift = finite(c)
-    log_k = in_place(np.add, log_k, (key_spec.col - shift)[..., None, :])
-    np.exp(log_k, out=log_k)
+    log_k = log_features(key_spec, key, "key")
     log_q = query_exponents(query_spec, query, "query")
-    log_q = in_place(np.add, log_q, (c + query_spec.col)[..., None, :])
-    row = log_q.max(axis=-1, keepdims=True)
-    log_q -= finite(row)
-    np.exp(log_q, out=log_q)
-    kvz = state.kvz * np.exp(state.log_scale - shift)[..., None]
+    queries, keys, kvz, row, c = stabilize(query_spec, key_spec, log_q, log_k, state)
     n, num_den = values_and_one.shape[-2], None
     for rows, size in sub_blocks(n):
-        q, k = (log[..., None, rows, :] for log in (log_q, log_k))
+        q, k = (x[..., None, rows, :] for x in (queries, keys))
         sums = Triangles(q, k, values_and_one.shape[:-2], kvz, size)
         if num_den is None:
             num_den = buffer(
                 "rows", (*sums.lead, n, values_and_one.shape[-1]), values_and_one.dtype
             )
-        sums.add(*sums.cut(values_and_one[..., rows, :]), *sums.cut(num_den[..., rows, :]))
+        sums.add(*sums.split(values_and_one[..., rows, :]), *sums.split(num_den[..., rows, :]))
         kvz = sums.state()
     assert num_den is not None
     return Partial(num_den, row_log(query_spec, query, row, want_log)), State(

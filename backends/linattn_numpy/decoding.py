@@ -1,6 +1,6 @@
 """One token at a time: few NumPy calls, and a state that is written to once in many tokens.
 
-The log scale of a state stays where it is while a token is no more than AHEAD above it. A
+The log scale of a state stays where it is while a token is no more than MAX_LOG_LEAD above it. A
 :class:`Stepper` keeps the last PENDING tokens beside its state, as features on that scale and
 values, and adds them all in one product when there is no more room. Whatever is not finite, or may
 have lost more than rounding, is left to the generic code, from the state before the token.
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from linattn.typing import Exponential, Pointwise, Problem, State
 from linattn_numpy.buffers import buffer
-from linattn_numpy.features import activated, inputs, is_simple
-from linattn_numpy.limits import AHEAD, LEAST_READ, floor_of
+from linattn_numpy.features import activate, preactivations, supports_pointwise
+from linattn_numpy.limits import MAX_LOG_LEAD, MIN_READ_DENOMINATOR, floor_of
 
 __all__ = ["decode", "stepper"]
 
@@ -38,8 +38,8 @@ LARGEST_LOG = {4: 1e15, 8: 1e150}
 KEPT_NUMBERS = 1 << 16
 """What larger tokens need is not kept from one call of :func:`decode` to the next."""
 
-HIGHEST_SQUARE = exp(2 * AHEAD)
-"""Features of which the sum of squares is below this are all below exp(AHEAD)."""
+HIGHEST_SQUARE = exp(2 * MAX_LOG_LEAD)
+"""Features of which the sum of squares is below this are all below exp(MAX_LOG_LEAD)."""
 
 quiet = partial(np.errstate, over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
@@ -57,7 +57,7 @@ def _knows(problem: Problem, state: State) -> bool:
         and not problem.want_log
         and (
             (isinstance(specs[0], Exponential) and isinstance(specs[1], Exponential))
-            or (all(is_simple(spec) for spec in specs) and _is_natural(state.log_scale))
+            or (all(supports_pointwise(spec) for spec in specs) and _is_natural(state.log_scale))
         )
     )
 
@@ -66,7 +66,7 @@ def _is_natural(log_scale: Floats) -> bool:
     """Whether a state may be put on the log scale 0 with nothing lost."""
     if not log_scale.any():
         return True
-    return bool(np.all((np.abs(log_scale) <= AHEAD) | (log_scale == -np.inf)))
+    return bool(np.all((np.abs(log_scale) <= MAX_LOG_LEAD) | (log_scale == -np.inf)))
 
 
 _last = threading.local()
@@ -141,7 +141,7 @@ class _Exponentials:
         # A sum of squares takes a microsecond less than to look for the largest.
         if not (
             self._flat_weights.dot(self._flat_weights) <= HIGHEST_SQUARE
-            or np.maximum.reduce(self._key_log, axis=None) <= AHEAD
+            or np.maximum.reduce(self._key_log, axis=None) <= MAX_LOG_LEAD
         ):
             return None
         # Where a square is past range all features would be 0.
@@ -205,8 +205,8 @@ class _Pointwise:
 
 def _activated(spec: Pointwise, x: Floats) -> Floats:
     """Features of a token of each head, ``(..., m)``, in a buffer."""
-    u = inputs(spec, x[..., None, :], "token")
-    return activated(spec, u, buffer("token_features", u.shape, u.dtype))[..., 0, :]
+    u = preactivations(spec, x[..., None, :], "token")
+    return activate(spec, u, buffer("token_features", u.shape, u.dtype))[..., 0, :]
 
 
 def _features(problem: Problem, log_scale: Floats) -> _Exponentials | _Pointwise:
@@ -368,8 +368,8 @@ class Stepper:
         Underflow of the query's features can have taken ``tiny`` for each column and unit of its
         sum, waiting tokens included.
         """
-        most = float(self._state[..., -1, :].max()) + PENDING * exp(AHEAD)
-        self._least = max(LEAST_READ[self._state.itemsize], self._floor * most)
+        most = float(self._state[..., -1, :].max()) + PENDING * exp(MAX_LOG_LEAD)
+        self._least = max(MIN_READ_DENOMINATOR[self._state.itemsize], self._floor * most)
         self._tries_natural = True
 
     @property

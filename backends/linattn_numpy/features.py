@@ -14,55 +14,38 @@ from numpy.typing import NDArray
 
 from linattn.typing import ELU_PLUS_ONE, RELU, Exact, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import LOWEST, all_finite, in_place
-from linattn_numpy.pieces import cut, moved, pieces
-from linattn_numpy.products import batch, leading, multiply
+from linattn_numpy.limits import MAX_EXPONENT, MAX_FEATURE, MIN_EXPONENT, all_finite, in_place
+from linattn_numpy.products import broadcast_lead, multiply, rows_per_product
+from linattn_numpy.tiles import moveaxis, split_tiles, tiles
+from linattn_numpy.tuning import MIN_CLIPPED_ELEMENTS, MIN_UNCOPIED_ROWS, TILE_ELEMENTS
 
 __all__ = [
     "FeatureMaker",
-    "Plain",
-    "activated",
-    "column_logs",
+    "UnshiftedFeatures",
+    "activate",
+    "exponent_bounds",
     "features",
-    "halves_of",
-    "inputs",
-    "is_known",
-    "is_simple",
-    "largest_exponents",
-    "plain_weights",
+    "log_features",
+    "log_offsets",
+    "num_sign_halves",
+    "preactivations",
     "query_exponents",
     "row_log",
     "row_term",
-    "shifted_log",
+    "supports",
+    "supports_pointwise",
+    "unshifted_features",
 ]
 
 Floats = NDArray[Any]
 
-PIECE_NUMBERS = 1 << 18
-"""Features of a side made at once: 1 MB of float32, if that is a sub-block or more.
 
-In halves full attention takes 1 % longer.
-"""
-
-FEW_ROWS = 32
-"""Products of fewer rows are worth a copy that makes one of many."""
-
-FEW_NUMBERS = 2048
-"""An array of so many is faster compared with a number than clipped: 1.8 against 2.6 us."""
-
-REACH = {4: 30.0, 8: 300.0}
-"""Exponents of a causal block up to this size need no shift; the range is about 3 REACH."""
-
-LARGE = 1e10
-"""Blocks of pointwise features beyond this, or all below its inverse, go to the generic code."""
-
-
-class Plain(NamedTuple):
+class UnshiftedFeatures(NamedTuple):
     """Weights of a block on their natural scale: ``phi = weights * exp(col)`` without row term."""
 
     weights: Floats
     col: Floats
-    highest: float
+    max_log: float
     """Log of the largest weight, at least 0."""
     positive: NDArray[np.bool_] | None
     """Where the inputs of a ReLU are; None for other functions."""
@@ -83,22 +66,22 @@ class FeatureMaker:
         self, spec: Exponential | Pointwise, x: Floats, n: int, name: str, *, merges: bool
     ) -> None:
         lead, j, self._rows = x.shape[:-2], x.shape[-1], n
-        self._spec, self._halves, self._merges = spec, halves_of(spec), merges
+        self._spec, self._halves, self._merges = spec, num_sign_halves(spec), merges
         if not isinstance(spec.P, float):
-            lead, j = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-            size = batch(n, spec.P)
+            lead, j = broadcast_lead(lead, spec.P.shape[:-2]), spec.P.shape[-1]
+            size = rows_per_product(n, spec.P)
             self._rows = n if n % size else size
             self._projection = spec.P if spec.P.ndim == 2 else spec.P[..., None, :, :]
         shape = (*lead, n // self._rows, self._rows, j)
         halves = buffer(name, (self._halves, *shape), x.dtype)
         self._first, self._last = halves[0], halves[-1]
-        self.weights = moved(halves.reshape(self._halves, *lead, n, j), 0, -3)
+        self.weights = moveaxis(halves.reshape(self._halves, *lead, n, j), 0, -3)
         needs_none = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
         self._inputs = self._first if needs_none else buffer(name + "_inputs", shape, x.dtype)
 
-    def cut(self, x: Floats) -> Floats:
+    def split(self, x: Floats) -> Floats:
         """Tokens of a number of pieces, one after the other along the first axis."""
-        return cut(x, self.weights.shape[-2] // self._rows, self._rows)
+        return split_tiles(x, self.weights.shape[-2] // self._rows, self._rows)
 
     def make(self, x: Floats, *, looks: bool) -> float:
         """Make the features of a piece, and return the log of the largest, at least 0, if asked.
@@ -106,7 +89,7 @@ class FeatureMaker:
         A piece that needs a shift is looked at and left: inf.
         """
         u = self._input(x)
-        highest = highest_log(self._spec, u) if looks else 0.0
+        highest = max_log(self._spec, u) if looks else 0.0
         if highest < inf:
             self._activate(u)
         return highest
@@ -121,7 +104,7 @@ class FeatureMaker:
 
     def _activate(self, u: Floats) -> None:
         if isinstance(self._spec, Pointwise):
-            activated(self._spec, u, self._first)
+            activate(self._spec, u, self._first)
             return
         np.exp(u, out=u)
         if self._halves == 2:
@@ -135,56 +118,58 @@ def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tu
     """
     lead, width = x.shape[:-2], x.shape[-1]
     if not isinstance(spec.P, float):
-        lead, width = leading(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-    numbers = prod(lead) * width * halves_of(spec)
-    for group, length, _ in pieces(x.shape[-2], PIECE_NUMBERS // numbers):
+        lead, width = broadcast_lead(lead, spec.P.shape[:-2]), spec.P.shape[-1]
+    numbers = prod(lead) * width * num_sign_halves(spec)
+    for group, length, _ in tiles(x.shape[-2], TILE_ELEMENTS // numbers):
         maker = FeatureMaker(spec, x, length, name, merges=True)
-        for i, some in enumerate(maker.cut(x[..., group, :])):
+        for i, some in enumerate(maker.split(x[..., group, :])):
             maker.make(some, looks=False)
             start = group.start + i * length
             yield slice(start, start + length), maker.weights
 
 
-def halves_of(spec: Spec | Exact) -> int:
+def num_sign_halves(spec: Spec | Exact) -> int:
     """2 for a paired map, whose other half of columns are reciprocals; else 1."""
     return 2 if isinstance(spec, Exponential) and spec.paired else 1
 
 
-def largest_exponents(spec: Exponential, x: Floats) -> Floats:
+def exponent_bounds(spec: Exponential, x: Floats) -> Floats:
     """Bounds ``(...)`` on the size of the exponents of each head by the norms of its tokens."""
     token = np.vecdot(x, x).max(axis=-1)
     column = np.square(spec.P).sum(axis=-2).max(axis=-1)
     return np.asarray(np.sqrt(token * column))
 
 
-def plain_weights(spec: Spec | Exact, x: Floats, name: str) -> Plain | None:
+def unshifted_features(spec: Spec | Exact, x: Floats, name: str) -> UnshiftedFeatures | None:
     """Weights of a block, or None where it needs a shift or generic code."""
-    if not is_known(spec):
+    if not supports(spec):
         return None
-    u = inputs(spec, x, name)
-    highest = highest_log(spec, u)
+    u = preactivations(spec, x, name)
+    highest = max_log(spec, u)
     if highest == inf:
         return None
     if isinstance(spec, Exponential):
-        return Plain(_exponentiated(spec, u, name), spec.col, highest, None)
-    weights = activated(spec, u, buffer(name + "_both", u.shape, u.dtype))
+        return UnshiftedFeatures(_exponentiated(spec, u, name), spec.col, highest, None)
+    weights = activate(spec, u, buffer(name + "_both", u.shape, u.dtype))
     positive = None
     if spec.f == RELU:
         # Features do not tell: a small input vanishes beside the offset.
         positive = np.greater(u, 0, out=buffer(name + "_positive", u.shape, bool))
-    return Plain(weights, np.zeros(weights.shape[-1], weights.dtype), highest, positive)
+    return UnshiftedFeatures(weights, np.zeros(weights.shape[-1], weights.dtype), highest, positive)
 
 
-def highest_log(spec: Exponential | Pointwise, u: Floats) -> float:
+def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     """Log of the largest feature by exponents or inputs, at least 0; inf for a shift."""
     low, high = float(u.min()), float(u.max())
     if isinstance(spec, Exponential):
         reach = max(high, -low)
-        return reach if reach <= REACH[u.itemsize] else inf
-    if not (LOWEST[u.itemsize] <= low if spec.f == ELU_PLUS_ONE else low > -inf):
+        return reach if reach <= MAX_EXPONENT[u.itemsize] else inf
+    if not (MIN_EXPONENT[u.itemsize] <= low if spec.f == ELU_PLUS_ONE else low > -inf):
         return inf
     # Sums and products of features far from 1 would leave the range of float32.
-    if not (high < LARGE and (spec.offset != 0.0 or spec.f != RELU or high > 1 / LARGE)):
+    if not (
+        high < MAX_FEATURE and (spec.offset != 0.0 or spec.f != RELU or high > 1 / MAX_FEATURE)
+    ):
         return inf
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
@@ -195,7 +180,7 @@ def _project(x: Floats, P: Floats, out: Floats) -> Floats:
     Where they do not lie side by side, one product would take a copy, which long ones do not need.
     """
     u = out
-    if x.shape[-2] >= FEW_ROWS and not x.flags.c_contiguous:
+    if x.shape[-2] >= MIN_UNCOPIED_ROWS and not x.flags.c_contiguous:
         return multiply(x, P, out)
     while x.ndim > 2 and P.ndim > 2 and P.shape[-3] == 1:
         x, out = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, out))
@@ -218,12 +203,12 @@ def _exponentiated(spec: Exponential, u: Floats, name: str) -> Floats:
     return both
 
 
-def is_known(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:
+def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:
     """Whether the features of a spec are made here."""
-    return isinstance(spec, Exponential) or is_simple(spec)
+    return isinstance(spec, Exponential) or supports_pointwise(spec)
 
 
-def is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
+def supports_pointwise(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     """Whether a spec is one of the pointwise maps that are made here."""
     return (
         isinstance(spec, Pointwise)
@@ -234,15 +219,15 @@ def is_simple(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     )
 
 
-def inputs(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
+def preactivations(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
     """Return what the function of a map is applied to; without P it is not ours to change."""
     if isinstance(spec.P, float):
         return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
-    lead = leading(x.shape[:-2], spec.P.shape[:-2])
+    lead = broadcast_lead(x.shape[:-2], spec.P.shape[:-2])
     return _project(x, spec.P, buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
 
 
-def activated(spec: Pointwise, u: Floats, out: Floats) -> Floats:
+def activate(spec: Pointwise, u: Floats, out: Floats) -> Floats:
     """Put features into ``out``, which is not where the inputs ``u`` are."""
     if spec.f == RELU:
         _positive(u, out)
@@ -263,12 +248,12 @@ def activated(spec: Pointwise, u: Floats, out: Floats) -> Floats:
 
 def _positive(u: Floats, out: Floats) -> Floats:
     """Put ``max(u, 0)`` into ``out``; to clip a large array takes a third of the time."""
-    if u.size < FEW_NUMBERS:
+    if u.size < MIN_CLIPPED_ELEMENTS:
         return np.maximum(u, 0, out=out)
     return u.clip(0, inf, out=out)
 
 
-def column_logs(spec: Exponential | Pointwise, dtype: Any) -> Floats:
+def log_offsets(spec: Exponential | Pointwise, dtype: Any) -> Floats:
     """Return what the logs of a map's columns have beside those of their weights."""
     if isinstance(spec, Exponential):
         return np.asarray(spec.col)
@@ -289,7 +274,7 @@ def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
     return row
 
 
-def shifted_log(spec: Exponential, tokens: Tokens, name: str) -> Floats:
+def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
     row = row_term(spec, tokens)
     assert row is not None
@@ -309,7 +294,7 @@ def query_exponents(spec: Exponential, tokens: Tokens, name: str) -> Floats:
 
 
 def _exponents(spec: Exponential, tokens: Tokens, name: str) -> Floats:
-    u = inputs(spec, tokens.x, name)
+    u = preactivations(spec, tokens.x, name)
     if spec.paired:
         r = u.shape[-1]
         both = buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)

@@ -20,11 +20,24 @@ from numpy.typing import NDArray
 
 from linattn.typing import RELU, Exact, Exponential, Pointwise, RowScale, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import common_scale
-from linattn_numpy.features import Plain, is_simple, plain_weights, row_term, shifted_log
-from linattn_numpy.limits import all_finite, finite, floor_of, in_place
-from linattn_numpy.pieces import split, sub_blocks
-from linattn_numpy.products import leading, multiply, product, transposed, weighted, weighted_sum
+from linattn_numpy.causal_scales import common_scale, stabilize
+from linattn_numpy.features import (
+    UnshiftedFeatures,
+    log_features,
+    row_term,
+    supports_pointwise,
+    unshifted_features,
+)
+from linattn_numpy.limits import all_finite, finite_shift, floor_of, in_place
+from linattn_numpy.products import (
+    broadcast_lead,
+    multiply,
+    product,
+    transposed,
+    weighted,
+    weighted_sum,
+)
+from linattn_numpy.tiles import split_sub_blocks, sub_blocks
 
 __all__ = [
     "above_diagonal",
@@ -46,20 +59,20 @@ REACH = {4: 20.0, 8: 200.0}
 class _Block(NamedTuple):
     """A block of one side on its natural scale."""
 
-    plain: Plain
+    plain: UnshiftedFeatures
     row: Floats | None
     """Log that all features of a token share, ``(..., n, 1)``; None for 0."""
 
 
 def _known(spec: Spec) -> bool:
     return isinstance(spec, Exponential) or (
-        is_simple(spec) and (spec.f == RELU or spec.offset == 0.0)
+        supports_pointwise(spec) and (spec.f == RELU or spec.offset == 0.0)
     )
 
 
 def _plain_block(spec: Spec, tokens: Tokens, name: str) -> _Block | None:
-    plain = plain_weights(spec, tokens.x, name)
-    if plain is None or plain.highest > REACH[tokens.x.itemsize]:
+    plain = unshifted_features(spec, tokens.x, name)
+    if plain is None or plain.max_log > REACH[tokens.x.itemsize]:
         return None
     return _Block(plain, row_term(spec, tokens))
 
@@ -166,19 +179,19 @@ def read_block_vjp(
     block = _plain_block(query_spec, tokens, "query")
     if block is not None:
         c = state.log_scale + block.plain.col
-        top = finite(c.max(axis=-1, keepdims=True))
-        weights, kvz, highest = block.plain.weights, state.kvz, np.exp(block.plain.highest)
+        top = finite_shift(c.max(axis=-1, keepdims=True))
+        weights, kvz, highest = block.plain.weights, state.kvz, np.exp(block.plain.max_log)
         if not np.all(c == top):
             kvz = kvz * np.exp(c - top)[..., None]
         column = block.plain.col - top
     elif isinstance(query_spec, Exponential):
-        weights = shifted_log(query_spec, tokens, "query")
+        weights = log_features(query_spec, tokens, "query")
         c = state.log_scale + query_spec.col
         weights = in_place(np.add, weights, c[..., None, :])
-        weights -= finite(weights.max(axis=-1, keepdims=True))
+        weights -= finite_shift(weights.max(axis=-1, keepdims=True))
         np.exp(weights, out=weights)
         # A column without keys has no scale, and no key to ask for one.
-        column, kvz, highest = -finite(state.log_scale), state.kvz, 1.0
+        column, kvz, highest = -finite_shift(state.log_scale), state.kvz, 1.0
     else:
         return NotImplemented
     positive = None if block is None else block.plain.positive
@@ -203,7 +216,7 @@ def _added(adjoint: State, sums: Floats, column: Floats, n: int) -> State:
         sums += adjoint.kvz
         return State(sums, adjoint.log_scale, length)
     after = np.maximum(adjoint.log_scale, column)
-    shift = finite(after)
+    shift = finite_shift(after)
     sums *= np.exp(column - shift)[..., None]
     sums += adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
     return State(sums, after, length)
@@ -220,20 +233,20 @@ def reduce_block_vjp(key_spec: Spec, tokens: Tokens, values_and_one: Floats, adj
     if block is not None:
         factor, top = _row_factor(block.row)
         column = adjoint.log_scale + block.plain.col + top
-        if not column.max() + block.plain.highest <= scale:
+        if not column.max() + block.plain.max_log <= scale:
             return NotImplemented
         kvz = adjoint.kvz * np.exp(column)[..., None]
         weights = block.plain.weights
     elif isinstance(key_spec, Exponential):
         factor, kvz = None, adjoint.kvz
-        weights = shifted_log(key_spec, tokens, "key")
+        weights = log_features(key_spec, tokens, "key")
         weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
         if not weights.max() <= scale:
             return NotImplemented
         np.exp(weights, out=weights)
     else:
         return NotImplemented
-    shape = (*leading(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
+    shape = (*broadcast_lead(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
     grad_values_and_one = multiply(weights, kvz, np.empty(shape, values_and_one.dtype))
     scaled = values_and_one if factor is None else values_and_one * factor
     if factor is not None:
@@ -248,7 +261,7 @@ def _row_factor(row: Floats | None) -> tuple[Floats | None, Any]:
     """Rows relative to their largest ``(..., 1)``, which is 0 where there is none."""
     if row is None:
         return None, 0.0
-    top = finite(row.max(axis=-2, keepdims=True))
+    top = finite_shift(row.max(axis=-2, keepdims=True))
     return np.exp(row - top), top[..., 0]
 
 
@@ -321,7 +334,7 @@ def _plain_scale(
     k = keys.plain.weights
     if column is not None:
         k = in_place(np.multiply, k, column[..., None, :])
-    highest = np.exp(queries.plain.highest + keys.plain.highest)
+    highest = np.exp(queries.plain.max_log + keys.plain.max_log)
     floor = (
         floor_of(values_and_one.dtype)
         * k.shape[-1]
@@ -345,17 +358,9 @@ def _shifted_scale(
     values_and_one: Floats,
     state: State,
 ) -> _Common:
-    k = shifted_log(key_spec, key, "key")
-    c = np.maximum(state.log_scale, k.max(axis=-2) + key_spec.col)
-    shift = finite(c)
-    k = in_place(np.add, k, (key_spec.col - shift)[..., None, :])
-    np.exp(k, out=k)
-    q = shifted_log(query_spec, query, "query")
-    q = in_place(np.add, q, (c + query_spec.col)[..., None, :])
-    row = q.max(axis=-1, keepdims=True)
-    q -= finite(row)
-    np.exp(q, out=q)
-    start = state.kvz * np.exp(state.log_scale - shift)[..., None]
+    log_k = log_features(key_spec, key, "key")
+    log_q = log_features(query_spec, query, "query")
+    q, k, start, row, c = stabilize(query_spec, key_spec, log_q, log_k, state)
     floor = floor_of(values_and_one.dtype) * k.shape[-1] * (state.length + values_and_one.shape[-2])
     return _Common(q, k, values_and_one, start, row, c, floor)
 
@@ -385,7 +390,7 @@ def scan_key_vjp(
     grad_values_and_one = np.empty((*lead, *values_and_one.shape[-2:]), values_and_one.dtype)
     read = buffer("read", (*lead, values_and_one.shape[-2], k.shape[-1]), k.dtype)
     for part, size in reversed(rows):
-        qs, ks, vs, gs = (split(x, part, size) for x in (q, k, v, g1))
+        qs, ks, vs, gs = (split_sub_blocks(x, part, size) for x in (q, k, v, g1))
         inner = (*lead, (part.stop - part.start) // size)
         states = buffer("states", (*lead, inner[-1] + 1, *start.shape[-2:]), start.dtype)
         states[..., -1, :, :] = start
@@ -397,12 +402,12 @@ def scan_key_vjp(
         for i in range(inner[-1] - 1, -1, -1):
             states[..., i, :, :] += states[..., i + 1, :, :]
         later, hidden = states[..., 1:, :, :], transposed(above_diagonal(size))
-        out = split(grad_values_and_one, part, size)
+        out = split_sub_blocks(grad_values_and_one, part, size)
         np.matmul(ks, later, out=out)
         scores = product(ks, transposed(qs), "scores")
         np.copyto(scores, 0, where=hidden)
         out += _sum_to(product(scores, gs, "more"), inner)
-        out = split(read, part, size)
+        out = split_sub_blocks(read, part, size)
         np.matmul(vs, _turned(later), out=out)
         scores = product(vs, transposed(gs), "scores")
         np.copyto(scores, 0, where=hidden)
@@ -454,14 +459,14 @@ def _plain_adjoint(
         return None
     column = np.broadcast_to(queries.plain.col + highest, adjoint.log_scale.shape)
     h = np.maximum(adjoint.log_scale, column)
-    shift = finite(h)
+    shift = finite_shift(h)
     factor, top = _row_factor(keys.row)
     scale = h + keys.plain.col + top
     terms = h.shape[-1] * (adjoint.length + values_and_one.shape[-2])
-    if not scale.max() + queries.plain.highest + keys.plain.highest <= _largest_scale(dtype, terms):
+    if not scale.max() + queries.plain.max_log + keys.plain.max_log <= _largest_scale(dtype, terms):
         return None
     q, k = queries.plain.weights, keys.plain.weights
-    g1 = grad_num_den * np.exp(-row - finite(highest)[..., None])
+    g1 = grad_num_den * np.exp(-row - finite_shift(highest)[..., None])
     column = np.exp(column - shift)
     if np.all(column == column[..., :1]) and column.shape[:-1] == lead:
         g1 = g1 * column[..., :1, None]
@@ -491,14 +496,14 @@ def _shifted_adjoint(
     log_row: Floats,
 ) -> _Suffix | None:
     lead = adjoint.kvz.shape[:-2]
-    q = shifted_log(query_spec, query, "query")
+    q = log_features(query_spec, query, "query")
     q = in_place(np.add, q, query_spec.col[..., None, :])
     q = in_place(np.subtract, q, log_row)
     h = np.maximum(adjoint.log_scale, _max_to(q.max(axis=-2), lead))
-    shift = finite(h)
+    shift = finite_shift(h)
     q = in_place(np.subtract, q, shift[..., None, :])
     np.exp(q, out=q)
-    k = shifted_log(key_spec, key, "key")
+    k = log_features(key_spec, key, "key")
     k = in_place(np.add, k, (key_spec.col + shift)[..., None, :])
     terms = h.shape[-1] * (adjoint.length + values_and_one.shape[-2])
     if not k.max() <= _largest_scale(values_and_one.dtype, terms):
@@ -532,7 +537,7 @@ def _read_causally(
     read = buffer("read", (*lead, *k.shape[-2:]), k.dtype)
     z = buffer("z", read.shape, k.dtype)
     for part, size in sub_blocks(v.shape[-2]):
-        gs, ks, vs = (split(x, part, size) for x in (grad_output, k, v))
+        gs, ks, vs = (split_sub_blocks(x, part, size) for x in (grad_output, k, v))
         count, above = (part.stop - part.start) // size, above_diagonal(size)
         # By rows of values: a product of few rows with a transposed view takes twice as long.
         shape = (*start.shape[:-2], count + 1, *start.shape[:-3:-1])
@@ -548,10 +553,10 @@ def _read_causally(
         scores[..., size:, :] = transposed(vs[..., -1:])
         np.copyto(scores, 0, where=np.concatenate([above, above]))
         both = product(scores, ks, "more")
-        out = split(read, part, size)
+        out = split_sub_blocks(read, part, size)
         np.matmul(gs, before[..., :-1, :], out=out)
         out += both[..., :size, :]
-        np.add(both[..., size:, :], before[..., -1:, :], out=split(z, part, size))
+        np.add(both[..., size:, :], before[..., -1:, :], out=split_sub_blocks(z, part, size))
         start = transposed(states[..., count, :, :])
     return read, z, start.copy()
 

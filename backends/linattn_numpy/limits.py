@@ -1,4 +1,7 @@
-"""What numbers of a dtype can hold, and what underflow may take from a sum."""
+"""What numbers of a dtype can hold, and what underflow may take from a sum.
+
+Bounds that depend on the dtype are given by bytes a number.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,19 @@ from numpy.typing import NDArray
 from linattn_numpy.buffers import zeros
 
 __all__ = [
-    "AHEAD",
-    "LEAST_READ",
-    "LOWEST",
+    "FEATURE_SUM_RANGE",
+    "MAX_EXPONENT",
+    "MAX_FEATURE",
+    "MAX_LOG_LEAD",
+    "MAX_LOG_SPREAD",
+    "MAX_PREFIX_LOG_SPREAD",
+    "MAX_UNINSPECTED_EXPONENT",
+    "MAX_WEIGHT_SPREAD",
+    "MIN_EXPONENT",
+    "MIN_EXP_SUM",
+    "MIN_READ_DENOMINATOR",
     "all_finite",
-    "finite",
+    "finite_shift",
     "floor_of",
     "in_place",
     "tiny",
@@ -23,14 +34,41 @@ __all__ = [
 
 Floats = NDArray[Any]
 
-AHEAD = 10.0
+MIN_EXPONENT = {4: -80.0, 8: -700.0}
+"""Exponentials of less are hardly normal numbers."""
+
+MAX_EXPONENT = {4: 30.0, 8: 300.0}
+"""Exponents of an unshifted causal block: the range of the dtype is about three times as wide."""
+
+MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}
+"""Exponents of queries that a bound keeps below this are not inspected."""
+
+MAX_FEATURE = 1e10
+"""Blocks of pointwise features beyond this, or all below its inverse, go to the generic code."""
+
+MAX_LOG_LEAD = 10.0
 """How far above the log scale of a state a block may be that is added without rescaling it."""
 
-LEAST_READ = {4: 1e-13, 8: 1e-130}
-"""A read with a denominator below it is done again shifted: small values may have underflowed."""
+MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}
+"""How far apart the log scales of features may be that a causal block puts on one scale."""
 
-LOWEST = {4: -80.0, 8: -700.0}
-"""Exponentials of less are hardly normal numbers, by bytes a number."""
+MAX_PREFIX_LOG_SPREAD = 20.0
+"""How far apart those of one feature in a prefix scan may be: nothing underflows."""
+
+MAX_WEIGHT_SPREAD = {4: 30.0, 8: 300.0}
+"""How far apart the log weights of assigned keys may be that share one scale."""
+
+FEATURE_SUM_RANGE = {4: (1e-12, 1e12), 8: (1e-130, 1e130)}
+"""Sums of a feature over an unshifted block.
+
+Whatever scale a later read chooses, it loses less than rounding of features that differ so much.
+"""
+
+MIN_READ_DENOMINATOR = {4: 1e-13, 8: 1e-130}
+"""A read with a denominator below it is done again max-stabilized: values may have underflowed."""
+
+MIN_EXP_SUM = {4: 1e-30, 8: 1e-290}
+"""A sum of exponentials below it is done again max-stabilized."""
 
 
 @cache
@@ -45,7 +83,7 @@ def floor_of(dtype: Any) -> float:
     return tiny(dtype) / float(np.finfo(dtype).eps)
 
 
-def finite(log: Floats) -> Floats:
+def finite_shift(log: Floats) -> Floats:
     """Replace -inf, nothing seen, by 0."""
     return np.where(log == -np.inf, log.dtype.type(0), log)
 

@@ -10,58 +10,41 @@ from math import prod
 
 from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem
 from linattn_numpy.blas import blas
-from linattn_numpy.causal import LEAST_APART
-from linattn_numpy.features import is_known
+from linattn_numpy.features import supports
 from linattn_numpy.threads import run
+from linattn_numpy.tuning import (
+    COLUMN_NORMALIZED_BLOCK_ROWS,
+    EXACT_BLOCK_ROWS,
+    MAX_BATCHED_ELEMENTS,
+    MAX_BLOCK_ELEMENTS,
+    MAX_BLOCK_ROWS,
+    MAX_TILED_BLOCK_ELEMENTS,
+    MAX_TILED_BLOCK_ROWS,
+    MIN_APART_ELEMENTS,
+    MIN_BATCHED_ROWS,
+    MIN_BLOCK_ROWS,
+    MIN_PARALLEL_FLOPS,
+    MIN_SEGMENTED_CAUSAL_ROWS,
+    MIN_SEGMENTED_ROWS,
+    SEGMENT_MULTIPLE,
+    WINDOW_BLOCK_ROWS,
+)
 
 __all__ = ["plan"]
-
-BLOCK_NUMBERS = 1024 * 256
-"""Numbers in a block of features of each side that are all there at once: 1 MB in float32."""
-
-MOST_ROWS = 2048
-"""Tokens in a block, however narrow its features are."""
-
-PIECEMEAL_NUMBERS, MOST_PIECEMEAL_ROWS = 4 * BLOCK_NUMBERS, 2 * MOST_ROWS
-"""The same where features are made and used some at a time.
-
-Half of that takes 2 to 4 % longer on one thread and 4 to 11 % on two, who wait for each other where
-Python does something for a block.
-"""
-
-TOGETHER_NUMBERS, SHORT = 9216 * 65, 768
-"""Room for the values and states of heads that share a causal task, and the length that those of
-fewer tokens count as: two heads of 4,096 tokens, d = 64, m = 256.
-
-Half of that takes 2 % longer on one thread and 5 to 8 % on two.
-"""
-
-LONG, LONG_CAUSAL = 4096, 16384
-"""Tokens of a single task that is cut along the sequence where there are threads for its parts.
-
-One head of 256 columns on two threads took 0.73 of the time of one at 4,096 tokens and 0.60 at
-16,384. In a causal one all keys but the last segment's are looked at twice: 0.97 at 4,096, 0.93 to
-1.16 between and 0.83 at 16,384.
-
-Of tasks so long the last are done in turns, block by block; at 1,024 tokens that takes 4 % longer.
-"""
-
-PARALLEL_FLOPS = 2e8
-"""Below this much work, two threads may take longer than one: elu + 1 of 8 heads of 512 tokens."""
 
 
 def plan(problem: Problem) -> Plan:
     """One task a head, short heads grouped; blocks that fit the cache; threads over tasks."""
     block = problem.chunk_size or _block_size(problem)
-    threads = _num_threads(problem) if _flops(problem) >= PARALLEL_FLOPS else 1
+    threads = _num_threads(problem) if _flops(problem) >= MIN_PARALLEL_FLOPS else 1
     few = _heads_at_once(problem, block)
     alone = _tasks(problem, few)
-    tasks = _tasks(problem, max(few, _heads_together(problem, block, threads)))
+    tasks = _tasks(problem, max(few, _batched_heads(problem, block, threads)))
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
     backward = _backward_size(problem, block)
     if segments > 1 and problem.chunk_size is None:
         block = min(block, _share(problem, segments))
-    resumable = _longest(problem) >= LONG
+    resumable = _longest(problem) >= MIN_SEGMENTED_ROWS
     return Plan(block, tasks, partial(run, threads), segments, backward, alone, resumable)
 
 
@@ -69,14 +52,16 @@ def _backward_size(problem: Problem, block: int) -> int | None:
     if problem.num_features == 0:
         return None
     sides = _sides(problem)
-    return min(block, _rows(problem, BLOCK_NUMBERS // sides, MOST_ROWS // sides))
+    return min(block, _rows(problem, MAX_BLOCK_ELEMENTS // sides, MAX_BLOCK_ROWS // sides))
 
 
 def _is_long(problem: Problem) -> bool:
     """Whether a single task is worth cutting along the sequence, where the driver cuts it."""
     if isinstance(problem.query_spec, Exact) or problem.exact_window is not None:
         return False
-    return _longest(problem) >= (LONG_CAUSAL if problem.is_causal else LONG)
+    return _longest(problem) >= (
+        MIN_SEGMENTED_CAUSAL_ROWS if problem.is_causal else MIN_SEGMENTED_ROWS
+    )
 
 
 def _longest(problem: Problem) -> int:
@@ -85,29 +70,26 @@ def _longest(problem: Problem) -> int:
 
 def _share(problem: Problem, segments: int) -> int:
     """Tokens of a segment, which is of whole blocks: a multiple of 512, of whole pieces."""
-    return 512 * -(-_longest(problem) // (512 * segments))
+    return SEGMENT_MULTIPLE * -(-_longest(problem) // (SEGMENT_MULTIPLE * segments))
 
 
 def _block_size(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
-        return 512
+        return EXACT_BLOCK_ROWS
     if problem.exact_window is not None:
-        # 512 and 1,024 tokens take 1.4 and 1.2 times as long: too little at once for NumPy.
-        return 2048
+        return WINDOW_BLOCK_ROWS
     if problem.is_causal and isinstance(problem.query_spec, ColumnNormalized):
-        # Quadratic in the block.
-        return 256
-    if problem.is_causal and not (is_known(problem.query_spec) and is_known(problem.key_spec)):
-        return _rows(problem, BLOCK_NUMBERS // 2, MOST_ROWS // 2)
+        return COLUMN_NORMALIZED_BLOCK_ROWS
+    if problem.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
+        return _rows(problem, MAX_BLOCK_ELEMENTS // 2, MAX_BLOCK_ROWS // 2)
     if not problem.is_causal and isinstance(problem.key_spec, Pointwise):
-        # Two heads of so many tokens take 6 % less than one of twice as many.
-        return _rows(problem, PIECEMEAL_NUMBERS, MOST_ROWS)
-    return _rows(problem, PIECEMEAL_NUMBERS, MOST_PIECEMEAL_ROWS)
+        return _rows(problem, MAX_TILED_BLOCK_ELEMENTS, MAX_BLOCK_ROWS)
+    return _rows(problem, MAX_TILED_BLOCK_ELEMENTS, MAX_TILED_BLOCK_ROWS)
 
 
 def _rows(problem: Problem, numbers: int, most: int) -> int:
     """Tokens a block, by the numbers that its features may be."""
-    return max(128, min(numbers // problem.num_features, most))
+    return max(MIN_BLOCK_ROWS, min(numbers // problem.num_features, most))
 
 
 def _sides(problem: Problem) -> int:
@@ -119,10 +101,10 @@ def _heads_at_once(problem: Problem, block: int) -> int:
     """Heads of a task whose features are there at once."""
     longest = max(1, _longest(problem))
     width = problem.num_features or longest
-    return max(1, BLOCK_NUMBERS // _sides(problem) // (width * min(longest, block)))
+    return max(1, MAX_BLOCK_ELEMENTS // _sides(problem) // (width * min(longest, block)))
 
 
-def _heads_together(problem: Problem, block: int, threads: int) -> int:
+def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     """Heads of a causal task whose features are made in pieces, so that Python works once for all.
 
     As many as there is room for, if no thread must do more than its share; a block that is refused
@@ -130,16 +112,16 @@ def _heads_together(problem: Problem, block: int, threads: int) -> int:
     less than one by one, and 28 % less on two threads.
     """
     specs = problem.query_spec, problem.key_spec
-    if problem.exact_window is not None or not all(is_known(spec) for spec in specs):
+    if problem.exact_window is not None or not all(supports(spec) for spec in specs):
         return 1
     if not problem.is_causal or problem.chunk_size is not None:
         return 1
-    if _longest(problem) * problem.num_features < LEAST_APART:
+    if _longest(problem) * problem.num_features < MIN_APART_ELEMENTS:
         return 1
     heads = prod(problem.state_lead)
     n = problem.state_lead[-1] if problem.state_lead else 1
-    rows = max(SHORT, min(_longest(problem), block)) + problem.num_features
-    most = TOGETHER_NUMBERS // (rows * (problem.value.shape[-1] + 1))
+    rows = max(MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
+    most = MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
     for group in range(min(n, most), 1, -1):
         count = -(-n // group)
         if -(-(heads // n * count) // threads) * group <= -(-heads // threads):

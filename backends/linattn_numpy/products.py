@@ -17,12 +17,19 @@ from numpy.typing import NDArray
 
 from linattn_numpy.blas import blas
 from linattn_numpy.buffers import buffer
+from linattn_numpy.tuning import (
+    AVX512_KERNELS,
+    MAX_PRODUCT_ROWS,
+    MAX_SMALL_MATMUL,
+    MIN_PRODUCT_ROWS,
+    MIN_SUM_ROWS,
+)
 
 __all__ = [
-    "batch",
-    "leading",
+    "broadcast_lead",
     "multiply",
     "product",
+    "rows_per_product",
     "transposed",
     "weighted",
     "weighted_sum",
@@ -30,22 +37,9 @@ __all__ = [
 
 Floats = NDArray[Any]
 
-SMALL = 1_000_000
-"""Multiplications of a product that needs no packing."""
-
-MOST_ROWS, LEAST_ROWS = 32, 8
-"""Rows of such a product: more gain nothing, and fewer take as long as the whole."""
-
-LEAST_TOKENS = 64
-"""Tokens of a sum that is cut, and of a part of it."""
-
-
-KERNELS = ("skylakex", "cooperlake", "sapphirerapids")
-"""Names of OpenBLAS's sets of kernels for AVX-512."""
-
 
 @cache
-def likes_small() -> bool:
+def has_small_matmul() -> bool:
     """Whether NumPy's matrix products are those of OpenBLAS with its kernels for AVX-512.
 
     threadpoolctl knows which set is in use; without it, it is what the processor allows.
@@ -57,7 +51,7 @@ def likes_small() -> bool:
         controller = blas.controller()
         if controller is not None:
             names = [library.get("architecture") or "" for library in controller.info()]
-            return any(name.lower() in KERNELS for name in names)
+            return any(name.lower() in AVX512_KERNELS for name in names)
         exp = np.lib.introspect.opt_func_info("^exp$", "float32")["exp"]
     except (AttributeError, KeyError, TypeError):
         return False
@@ -70,7 +64,7 @@ def transposed(x: Floats) -> Floats:
     return np.swapaxes(x, -1, -2)
 
 
-def leading(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
+def broadcast_lead(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
     """Broadcast leading axes; NumPy's own function takes 4 us where they are alike."""
     for shape in others:
         if shape and shape != first:
@@ -81,7 +75,7 @@ def leading(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]
 def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
     """``x y`` into ``out``, in batches of rows where that is faster."""
     n, (k, j) = x.shape[-2], y.shape[-2:]
-    size = batch(n, y)
+    size = rows_per_product(n, y)
     if size == n:
         return np.matmul(x, y, out=out)
     whole = n - n % size
@@ -95,35 +89,35 @@ def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
 
 
 @cache
-def _rows(numbers: int) -> int:
+def _rows_per_small_product(numbers: int) -> int:
     """Rows of a small product with a factor of so many numbers: a power of two, or 0."""
-    size = MOST_ROWS
-    while size * numbers > SMALL:
+    size = MAX_PRODUCT_ROWS
+    while size * numbers > MAX_SMALL_MATMUL:
         size //= 2
-    return size if size >= LEAST_ROWS else 0
+    return size if size >= MIN_PRODUCT_ROWS else 0
 
 
-def batch(n: int, y: Floats) -> int:
+def rows_per_product(n: int, y: Floats) -> int:
     """Rows at a time in which n rows are best multiplied by ``y``: all, or as many as a batch."""
     k, j = y.shape[-2:]
     # Kernels for small matrices are slow on a turned second factor.
-    if n * k * j <= SMALL or y.strides[-1] != y.itemsize or not likes_small():
+    if n * k * j <= MAX_SMALL_MATMUL or y.strides[-1] != y.itemsize or not has_small_matmul():
         return n
-    return _rows(k * j) or n
+    return _rows_per_small_product(k * j) or n
 
 
 def product(x: Floats, y: Floats, name: str) -> Floats:
     """Multiply in a buffer: pages of a fresh array cost more than what is done to them."""
-    lead = leading(x.shape[:-2], y.shape[:-2])
+    lead = broadcast_lead(x.shape[:-2], y.shape[:-2])
     return multiply(x, y, buffer(name, (*lead, x.shape[-2], y.shape[-1]), x.dtype))
 
 
 def weighted_sum(weights: Floats, v: Floats) -> Floats:
     """``weights^T v``, a new array: by batches of tokens and of columns where that is faster."""
-    lead = leading(weights.shape[:-2], v.shape[:-2])
+    lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
     (n, m), j = weights.shape[-2:], v.shape[-1]
-    size, columns = _tokens_and_columns(n, m, j) if likes_small() else (n, m)
-    if columns == m or n < LEAST_TOKENS:
+    size, columns = _tokens_and_features(n, m, j) if has_small_matmul() else (n, m)
+    if columns == m or n < MIN_SUM_ROWS:
         return np.asarray(np.matmul(transposed(weights), v))
     whole = n - n % size
     some = weights[..., :whole, :].reshape(*weights.shape[:-2], -1, size, m // columns, columns)
@@ -137,23 +131,20 @@ def weighted_sum(weights: Floats, v: Floats) -> Floats:
 
 
 @cache
-def _tokens_and_columns(n: int, m: int, j: int) -> tuple[int, int]:
+def _tokens_and_features(n: int, m: int, j: int) -> tuple[int, int]:
     """Tokens and columns of a small product, powers of two; all columns where there is none."""
-    columns = MOST_ROWS
+    columns = MAX_PRODUCT_ROWS
     while m % columns:
         columns //= 2
     size = 1
-    while 2 * size * columns * j <= SMALL:
+    while 2 * size * columns * j <= MAX_SMALL_MATMUL:
         size *= 2
-    fits = columns >= LEAST_ROWS and size >= LEAST_TOKENS
+    fits = columns >= MIN_PRODUCT_ROWS and size >= MIN_SUM_ROWS
     return (min(size, n), columns) if fits else (n, m)
 
 
 def weighted(values_and_one: Floats, weights: Floats) -> Floats:
     """Multiply in a buffer."""
-    shape = (*leading(values_and_one.shape[:-2], weights.shape[:-2]), *values_and_one.shape[-2:])
-    return np.asarray(
-        np.multiply(
-            values_and_one, weights, out=buffer("values_and_one", shape, values_and_one.dtype)
-        )
-    )
+    lead = broadcast_lead(values_and_one.shape[:-2], weights.shape[:-2])
+    out = buffer("values_and_one", (*lead, *values_and_one.shape[-2:]), values_and_one.dtype)
+    return np.asarray(np.multiply(values_and_one, weights, out=out))

@@ -16,11 +16,9 @@ from contextvars import copy_context
 from typing import Any
 
 from linattn_numpy.blas import blas
+from linattn_numpy.tuning import ROUND_ROBIN_TASKS
 
 __all__ = ["limited_threads", "run"]
-
-LAST = 4
-"""Tasks a thread that are done in turns at the end."""
 
 _here = threading.local()
 _lock = threading.Lock()
@@ -99,7 +97,7 @@ def _share(threads: int, work: Callable[[Any], Iterable[Any] | None], tasks: Seq
                     steps = left.popleft()
                 for _ in steps:
                     with lock:
-                        if 0 < len(left) < LAST * threads:
+                        if 0 < len(left) < ROUND_ROBIN_TASKS * threads:
                             left.append(steps)
                             break
         except BaseException:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn_numpy.buffers import buffer
-from linattn_numpy.pieces import cut, moved
-from linattn_numpy.products import leading, multiply, transposed
+from linattn_numpy.products import broadcast_lead, multiply, transposed
+from linattn_numpy.tiles import moveaxis, split_tiles
 
 __all__ = ["Triangles"]
 
@@ -40,27 +40,27 @@ class Triangles:
         count = n // size
         self._shape = count, size
         self._q, self._k = (x.reshape(*x.shape[:-2], count, size, r) for x in (q, k))
-        heads = leading(q.shape[:-3], k.shape[:-3])
+        heads = broadcast_lead(q.shape[:-3], k.shape[:-3])
         self._scores = buffer("scores", (*heads, h, count, size, size), dtype)
-        self._parts = list(moved(self._scores, -4, 0))
+        self._parts = list(moveaxis(self._scores, -4, 0))
         self._visible = _lower(size, dtype)
         # Sub-blocks come first: one state is added to the next as a row of numbers.
-        lead = leading(k.shape[:-3], lead, kvz.shape[:-2])
+        lead = broadcast_lead(k.shape[:-3], lead, kvz.shape[:-2])
         states = buffer("states", (count + 1, *lead, h * r, e), dtype)
         each = list(states.reshape(count + 1, -1))
         *self._steps, self._last_step = pairwise(each)
         self._next = each[0]
         self._start = states[0]
-        halves = moved(states.reshape(count + 1, *lead, h, r, e), 0, -3)
+        halves = moveaxis(states.reshape(count + 1, *lead, h, r, e), 0, -3)
         self._before, self._own = halves[..., :count, :, :], halves[..., 1:, :, :]
         self._start[...] = kvz
-        self.lead = leading(lead, q.shape[:-3])
+        self.lead = broadcast_lead(lead, q.shape[:-3])
         self._reads = buffer("more", (*self.lead, h, count, size, e), dtype)
-        self._read_parts = list(moved(self._reads, -4, 0))
+        self._read_parts = list(moveaxis(self._reads, -4, 0))
 
-    def cut(self, x: Floats) -> Floats:
+    def split(self, x: Floats) -> Floats:
         """Rows of a number of pieces, one after the other along the first axis, for :meth:`add`."""
-        return cut(x, *self._shape)
+        return split_tiles(x, *self._shape)
 
     def add(self, v: Floats, out: Floats) -> None:
         """Put the sums of a piece with values ``v`` into ``out`` and go on from the state after it.

@@ -7,29 +7,28 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-__all__ = ["cut", "moved", "pieces", "split", "sub_blocks"]
+from linattn_numpy.tuning import SUB_BLOCK_ROWS
+
+__all__ = ["moveaxis", "split_sub_blocks", "split_tiles", "sub_blocks", "tiles"]
 
 Floats = NDArray[Any]
-
-SUB_BLOCK = 32
-"""Rows of a causal block that share one triangle; longer ones waste half a square."""
 
 
 def sub_blocks(n: int) -> list[tuple[slice, int]]:
     """Rows of a block in parts of one sub-block length each: whole ones, and the rest."""
-    whole = n - n % SUB_BLOCK
-    parts = [(slice(0, whole), SUB_BLOCK), (slice(whole, n), n - whole)]
+    whole = n - n % SUB_BLOCK_ROWS
+    parts = [(slice(0, whole), SUB_BLOCK_ROWS), (slice(whole, n), n - whole)]
     return [(rows, size) for rows, size in parts if rows.start < rows.stop]
 
 
-def split(x: Floats, rows: slice, size: int) -> Floats:
+def split_sub_blocks(x: Floats, rows: slice, size: int) -> Floats:
     """Give some rows an axis of sub-blocks."""
     x = x[..., rows, :]
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
 @cache
-def pieces(n: int, most: int) -> list[tuple[slice, int, int]]:
+def tiles(n: int, most: int) -> list[tuple[slice, int, int]]:
     """Rows of a block in groups of pieces: ``(rows, length of a piece, size of its sub-blocks)``.
 
     A piece is of at most so many rows, or of one sub-block.
@@ -43,12 +42,12 @@ def pieces(n: int, most: int) -> list[tuple[slice, int, int]]:
     return [group for group in found if group[0].start < group[0].stop]
 
 
-def cut(x: Floats, *shape: int) -> Floats:
+def split_tiles(x: Floats, *shape: int) -> Floats:
     """Give the rows of a number of pieces this shape, and put the pieces first."""
-    return moved(x.reshape(*x.shape[:-2], -1, *shape, x.shape[-1]), x.ndim - 2, 0)
+    return moveaxis(x.reshape(*x.shape[:-2], -1, *shape, x.shape[-1]), x.ndim - 2, 0)
 
 
-def moved(x: Floats, source: int, target: int) -> Floats:
+def moveaxis(x: Floats, source: int, target: int) -> Floats:
     """Move an axis in 1 us; NumPy's own function takes 5."""
     axes = list(range(x.ndim))
     axes.insert(target % x.ndim, axes.pop(source))

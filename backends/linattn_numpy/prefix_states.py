@@ -9,13 +9,11 @@ from numpy.typing import NDArray
 
 from linattn.typing import State
 from linattn_numpy.buffers import buffer
+from linattn_numpy.limits import MAX_PREFIX_LOG_SPREAD
 
 __all__ = ["far_states"]
 
 Floats = NDArray[Any]
-
-NEAR = 20.0
-"""Logs of a column that differ by no more than this may share one scale: nothing underflows."""
 
 
 def far_states(before: State, states: State, after: State | None, lazy: bool) -> Any:
@@ -28,7 +26,7 @@ def far_states(before: State, states: State, after: State | None, lazy: bool) ->
     logs = [end.log_scale[..., None, :] for end in ends] + [states.log_scale]
     c = np.max([log.max(axis=-2) for log in logs], axis=0)[..., None, :]
     shift = np.where(c == -np.inf, c.dtype.type(0), c)
-    if not all(np.all((log == -np.inf) | (shift - log <= NEAR)) for log in logs):
+    if not all(np.all((log == -np.inf) | (shift - log <= MAX_PREFIX_LOG_SPREAD)) for log in logs):
         return NotImplemented
     *factors, inner = (np.exp(log - shift)[..., None] for log in logs)
     lead = np.broadcast_shapes(*(end.kvz.shape[:-2] for end in ends), states.kvz.shape[:-3])

@@ -3,9 +3,9 @@
 A block of full attention is done on its *natural* scale: exponents ``u = x P`` are exponentiated
 as they are, and what was lost shows in the sums. The row term (curvature and log weight) goes onto
 ``[v, 1]``, relative to its largest in the block; that largest and the constants of the columns go
-into log_scale. A key side is sound if every column's sum lies within COLUMN_SUMS: underflow has
-then taken less than rounding, and all that follows has room. A row is sound if its denominator is
-beyond what underflow can have taken from it, by the rule of the driver, and nothing is infinite.
+into log_scale. A key side is accepted if the sums of all features lie in FEATURE_SUM_RANGE: then
+underflow has taken less than rounding, and all that follows has room. A row is accepted if its
+denominator is beyond what underflow can have taken, by the rule of the driver, and finite.
 Any other block is done again *shifted* by the exact running maximum of each column. Blocks with NaN
 or inf go to the generic code.
 """
@@ -21,36 +21,30 @@ from linattn.typing import RELU, Assigned, Exponential, Partial, Pointwise, Spec
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
-    column_logs,
     features,
-    is_known,
+    log_features,
+    log_offsets,
     query_exponents,
     row_log,
     row_term,
-    shifted_log,
+    supports,
 )
 from linattn_numpy.limits import (
-    AHEAD,
-    LEAST_READ,
-    LOWEST,
+    FEATURE_SUM_RANGE,
+    MAX_LOG_LEAD,
+    MIN_EXPONENT,
+    MIN_READ_DENOMINATOR,
     all_finite,
-    finite,
+    finite_shift,
     floor_of,
     in_place,
     tiny,
 )
-from linattn_numpy.products import leading, multiply, product, weighted, weighted_sum
+from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
 
 __all__ = ["divide", "read_block", "reduce_block", "values_block"]
 
 Floats = NDArray[Any]
-
-
-COLUMN_SUMS = {4: (1e-12, 1e12), 8: (1e-130, 1e130)}
-"""Sums of a column that need no shift, by bytes a number.
-
-Whatever scale a later read chooses, it loses less than rounding of columns that differ so much.
-"""
 
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Any:
@@ -71,14 +65,14 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: 
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
         return NotImplemented if sums is None else _merged(state, *sums, values_and_one.shape[-2])
-    if not is_known(key_spec):
+    if not supports(key_spec):
         return NotImplemented
-    c, row, shares = column_logs(key_spec, values_and_one.dtype), row_term(key_spec, tokens), None
+    c, row, shares = log_offsets(key_spec, values_and_one.dtype), row_term(key_spec, tokens), None
     lost = False
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
-        shares = np.exp(row - (top if tokens.log_weight is None else finite(top)))
-        if not (top - row).max() < -LOWEST[row.itemsize]:
+        shares = np.exp(row - (top if tokens.log_weight is None else finite_shift(top)))
+        if not (top - row).max() < -MIN_EXPONENT[row.itemsize]:
             lost = bool(np.any((shares < tiny(shares.dtype)) & (row > -np.inf)))
         c = c + top[..., 0]
     kvz, largest = np.zeros(()), 0.0
@@ -94,25 +88,25 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: 
             kvz += added
         if lost:
             largest = max(largest, float(weights.max()))
-    z, (least, most) = kvz[..., -1], COLUMN_SUMS[kvz.itemsize]
+    z, (least, most) = kvz[..., -1], FEATURE_SUM_RANGE[kvz.itemsize]
     if isinstance(key_spec, Pointwise) and key_spec.f == RELU:
         z = np.where(z == 0, 1, z)
     if lost:
         # A row whose share has underflowed may have features as large as they come.
         least = max(least, floor_of(z.dtype) * values_and_one.shape[-2] * largest)
     if not (least <= z.min() <= z.max() <= most and all_finite(kvz)):
-        return _reduce_shifted(key_spec, tokens, values_and_one, state)
+        return _reduce_stabilized(key_spec, tokens, values_and_one, state)
     return _merged(state, kvz, c, values_and_one.shape[-2])
 
 
-def _reduce_shifted(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State) -> Any:
+def _reduce_stabilized(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State) -> Any:
     if not isinstance(key_spec, Exponential):
         return NotImplemented
-    log = shifted_log(key_spec, tokens, "key")
+    log = log_features(key_spec, tokens, "key")
     top = log.max(axis=-2)
     if not np.isfinite(log.max(initial=-np.inf)) and not np.all(top == -np.inf):
         return NotImplemented
-    log -= finite(top)[..., None, :]
+    log -= finite_shift(top)[..., None, :]
     np.exp(log, out=log)
     return _merged(
         state, weighted_sum(log, values_and_one), top + key_spec.col, values_and_one.shape[-2]
@@ -127,7 +121,7 @@ def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
     """
     same = kvz.shape == state.kvz.shape
     ahead = c - state.log_scale
-    if same and ahead.max() <= AHEAD:
+    if same and ahead.max() <= MAX_LOG_LEAD:
         # A little past its scale, or below it, a block joins the state as it stands.
         kvz *= np.exp(ahead)[..., None]
         kvz += state.kvz
@@ -137,7 +131,7 @@ def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
         log_scale[...] = c
         return State(kvz, log_scale, state.length + n)
     after = np.maximum(state.log_scale, c)
-    shift = finite(after)
+    shift = finite_shift(after)
     kvz = kvz * np.exp(c - shift)[..., None]
     kvz = kvz + state.kvz * np.exp(state.log_scale - shift)[..., None]
     return State(kvz, after, state.length + n)
@@ -147,20 +141,20 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     """Read the state with a block of queries."""
     if 0 in tokens.x.shape or 0 in state.kvz.shape:
         return NotImplemented
-    if not is_known(query_spec):
+    if not supports(query_spec):
         return NotImplemented
-    c = state.log_scale + column_logs(query_spec, state.kvz.dtype)
+    c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
     top = c.max(axis=-1, keepdims=True)
     kvz = state.kvz
     if not (c == top).all():
-        kvz = kvz * np.exp(c - finite(top))[..., None]
+        kvz = kvz * np.exp(c - finite_shift(top))[..., None]
         # A column far below the top one may still be the one that counts for a query.
         if np.any((kvz[..., -1] < floor_of(kvz.dtype)) & (c > -np.inf)):
-            return _read_shifted(query_spec, tokens, state, want_log)
+            return _read_stabilized(query_spec, tokens, state, want_log)
     num_den = np.zeros(())
     for rows, weights in features(query_spec, tokens.x, "query"):
         if rows.start == 0:
-            lead = leading(weights.shape[:-3], kvz.shape[:-2])
+            lead = broadcast_lead(weights.shape[:-3], kvz.shape[:-2])
             num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
         halves, r = weights.shape[-3], weights.shape[-1]
         if halves == 1:
@@ -169,19 +163,19 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
             columns = kvz.reshape(*kvz.shape[:-2], halves, r, kvz.shape[-1])
             np.add.reduce(product(weights, columns, "halves"), axis=-3, out=num_den[..., rows, :])
     floor = floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
-    floor = max(floor, LEAST_READ[num_den.itemsize])
+    floor = max(floor, MIN_READ_DENOMINATOR[num_den.itemsize])
     if not (num_den[..., -1].min() >= floor and all_finite(num_den)):
-        return _read_shifted(query_spec, tokens, state, want_log)
+        return _read_stabilized(query_spec, tokens, state, want_log)
     return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
 
 
-def _read_shifted(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
+def _read_stabilized(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
     if not isinstance(query_spec, Exponential):
         return NotImplemented
     log = query_exponents(query_spec, tokens, "query")
     log = in_place(np.add, log, (state.log_scale + query_spec.col)[..., None, :])
     row = log.max(axis=-1, keepdims=True)
-    log -= finite(row)
+    log -= finite_shift(row)
     np.exp(log, out=log)
     return Partial(product(log, state.kvz, "num_den"), row_log(query_spec, tokens, row, want_log))
 

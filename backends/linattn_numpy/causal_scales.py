@@ -1,0 +1,99 @@
+"""Scales that a causal block and the state before it share, for outputs and for gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exponential, State
+from linattn_numpy.limits import MAX_LOG_SPREAD, finite_shift, in_place
+
+__all__ = ["CommonScale", "StabilizedBlock", "common_scale", "stabilize"]
+
+Floats = NDArray[Any]
+
+
+class CommonScale(NamedTuple):
+    """A causal block of keys and the state before it on one scale."""
+
+    g: Floats
+    """``(..., 1)``: a column's log is g less its log in the weights of the queries."""
+    column: Floats | None
+    """What the columns of the keys' weights are yet to be multiplied with; None for 1."""
+    weights: Floats
+    """``(..., n, 1)`` or ``(..., 1, 1)``: all else that the keys' weights lack."""
+    scale: Floats
+    """What the columns of the state are multiplied with."""
+
+
+def common_scale(
+    query_logs: Floats, key_logs: Floats, row: Floats | None, state: State
+) -> CommonScale | None:
+    """Put a plain causal block and its state on one scale; None where that is not accurate.
+
+    ``query_logs``, ``key_logs``: logs that columns have beside their weights; ``row``: the keys'
+    own terms.
+    """
+    near = MAX_LOG_SPREAD[state.kvz.itemsize]
+    # In the common scale g every column log, of the state and of this block, is at most 0.
+    before = state.log_scale + query_logs
+    block = key_logs + query_logs
+    if row is not None:
+        top = row.max(axis=-2, keepdims=True)
+        row = row - finite_shift(top)
+        block = block + top[..., 0]
+    g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
+    if not (_all_near(before, g, near) and _all_near(block, g, near)):
+        return None
+    g = finite_shift(g)
+    block = np.exp(block - g)
+    first = block[..., :1]
+    even = (block == first).all(axis=-1)
+    if even.any() and not even.all():
+        return None  # alone, some heads would be given their factors in another way
+    if even.all():
+        weights = first[..., None] if row is None else np.exp(row) * first[..., None]
+        return CommonScale(g, None, weights, np.exp(before - g))
+    weights = np.ones((1, 1), g.dtype) if row is None else np.exp(row)
+    return CommonScale(g, block, weights, np.exp(before - g))
+
+
+def _all_near(log: Floats, g: Floats, near: float) -> bool:
+    """Whether all columns of each head are within reach of g, or all hold nothing."""
+    below = g - log
+    if below.max() <= near or log.max() == -np.inf:
+        return True
+    empty = log.max(axis=-1, keepdims=True) == -np.inf
+    return bool(((below.max(axis=-1, keepdims=True) <= near) | empty).all())
+
+
+class StabilizedBlock(NamedTuple):
+    """Features of a causal block and the state before it, relative to the largest logs."""
+
+    query: Floats
+    key: Floats
+    state: Floats
+    log_row: Floats
+    """Log scale of each query, ``(..., n, 1)``."""
+    log_scale: Floats
+    """Log scale of each feature, of ``state`` and of what the keys add to it."""
+
+
+def stabilize(
+    query_spec: Exponential, key_spec: Exponential, log_q: Floats, log_k: Floats, state: State
+) -> StabilizedBlock:
+    """Exponentiate keys on the running maximum of each feature, and each query on its own largest.
+
+    ``log_q``, ``log_k``: log features but for ``col``, which are written over.
+    """
+    c = np.maximum(state.log_scale, log_k.max(axis=-2) + key_spec.col)
+    shift = finite_shift(c)
+    k = in_place(np.add, log_k, (key_spec.col - shift)[..., None, :])
+    np.exp(k, out=k)
+    q = in_place(np.add, log_q, (c + query_spec.col)[..., None, :])
+    row = q.max(axis=-1, keepdims=True)
+    q -= finite_shift(row)
+    np.exp(q, out=q)
+    return StabilizedBlock(q, k, state.kvz * np.exp(state.log_scale - shift)[..., None], row, c)
