@@ -54,14 +54,23 @@ _Offer: TypeAlias = Callable[[Index, int, State], None]
 LONGEST_REFUSED = 512
 """Tokens of a causal block that is not cut where a backend refuses it: then it costs its square."""
 
+SMALL_VALUES = 2.0**10
+"""Rounding units that underflow may take of the largest value that a row sees: 1e-4 in float32.
+
+One unit would have ordinary rows inspected twice, for their first values are hardly all of size 1.
+"""
+
 # Accepting a block ------------------------------------------------------------------------------
 
 
-def _refused(part: Partial, log_weight: Array, state: State, m: int) -> Array:
+def _refused(
+    part: Partial, log_weight: Array, values_and_one: Array, state: State, m: int
+) -> Array:
     """Heads ``(..., 1, 1)`` with a row that the block's common shift may have spoilt, or None.
 
-    A row is accepted if it is finite and its denominator is at least ``(tiny / eps) (m N + z)``, N
-    tokens so far and z the normalizers of the state: what underflow can have taken from it, at most
+    A row is accepted if it is finite and its denominator, times ``SMALL_VALUES`` times the size of
+    the values that it sees where that is below 1, is at least ``(tiny / eps) (m N + z)``, N tokens
+    so far and z the normalizers of the state: what underflow can have taken from it, at most
     ``tiny (m N + z)``, is then below rounding. A row that sees no key at all is accepted too. A
     column of values that the state has lost to NaN or inf is past repair, and so is a head whose
     normalizers it has lost; the other columns are not.
@@ -72,20 +81,39 @@ def _refused(part: Partial, log_weight: Array, state: State, m: int) -> Array:
     # A backend's state may be on a scale of which its normalizers are not bounded by the tokens.
     terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
     floor = float(info.smallest_normal) / float(info.eps) * terms
-    accepted = xp.abs(part.num_den[..., -1:]) >= floor
+    denominator, one = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
+    # All rows see the first values: hardly ever must others be inspected.
+    first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
+    large = denominator * xp.minimum(SMALL_VALUES * first, one) >= floor
+    lost = ~xp.isfinite(part.num_den)
+    if bool(xp.all(large & ~xp.any(lost, axis=-1, keepdims=True))):
+        return None
+    seen = _values_seen(values_and_one, state)
+    small = denominator * xp.minimum(SMALL_VALUES * seen, one) < floor
+    accepted = ~xp.any(small & (seen != 0), axis=-1, keepdims=True)
     if log_weight is not None:
         sees = xp.cumulative_sum(xp.astype(log_weight > -xp.inf, xp.int64), axis=-2) > 0
         before = xp.any(state.log_scale > -xp.inf, axis=-1)[..., None, None]
         accepted = accepted | ~(sees | before)
-    lost = ~xp.isfinite(part.num_den)
-    if bool(xp.all(accepted & ~xp.any(lost, axis=-1, keepdims=True))):
-        return None
     alive = xp.all(xp.isfinite(state.kvz), axis=-2, keepdims=True)
     accepted = accepted & ~xp.any(lost & alive, axis=-1, keepdims=True)
     refused = ~xp.all(accepted, axis=-2, keepdims=True)
     log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
     refused = refused & alive[..., -1:] & log_finite
     return refused if bool(xp.any(refused)) else None
+
+
+def _values_seen(values_and_one: Array, state: State) -> Array:
+    """Size of the ``[v, 1]`` that each row sees, ``(..., n, e + 1)``; 0 where all are.
+
+    No more than the largest: the mean of the block's own, or of those in a column of the state.
+    """
+    xp, sizes = _generic.namespace(values_and_one), abs(values_and_one)
+    count = xp.cumulative_sum(xp.ones_like(sizes[..., :1]), axis=-2)
+    own = xp.cumulative_sum(sizes, axis=-2) / count
+    z = xp.abs(state.kvz[..., -1:])
+    before = xp.where(z == 0, xp.zeros_like(state.kvz), xp.abs(state.kvz) / z)
+    return xp.maximum(own, xp.max(before, axis=-2, keepdims=True))
 
 
 def _causal_block(
@@ -109,7 +137,7 @@ def _causal_block(
     part, after = answer
     if part.accepted:
         return part, after
-    refused = _refused(part, key.log_weight, state, problem.num_features)
+    refused = _refused(part, key.log_weight, values_and_one, state, problem.num_features)
     if refused is None:
         return part, after
     redone, _ = scan_exact(*specs, query, key, values_and_one, state)

@@ -33,6 +33,7 @@ from linattn_numpy.features import (
 from linattn_numpy.limits import (
     MAX_UNINSPECTED_EXPONENT,
     all_finite,
+    all_large,
     floor_of,
     tiny,
 )
@@ -143,8 +144,12 @@ def _scan_unshifted(
     assert num_den is not None
     terms = kvz.shape[-2] * (state.length + n)
     lost = exp(highest) if looks else 2 * exp(float(bounds.max()))
+    floor = floor_of(num_den.dtype) * terms * lost
+    # Exponents of keys that nobody has inspected may make up for small weights.
+    least_weight = 1.0 if looks else float(common.weights.min())
     if not (
-        num_den[..., -1].min() >= floor_of(num_den.dtype) * terms * lost and all_finite(num_den)
+        all_large(num_den[..., -1:], values_and_one, state.kvz, floor, least_weight)
+        and all_finite(num_den)
     ):
         return None
     log = row_log(query_spec, query, common.g[..., None], want_log)

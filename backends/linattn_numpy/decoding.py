@@ -29,9 +29,6 @@ Floats = NDArray[Any]
 PENDING = 16
 """Tokens that wait: each makes a read longer, and adding them up is a pass over the state."""
 
-LEAST_DENOMINATOR = {4: 1e-20, 8: 1e-200}
-"""Denominators below this are left to the generic code, by bytes a number."""
-
 LARGEST_LOG = {4: 1e15, 8: 1e150}
 """Logs of a query's features beyond this are left to the generic code, by bytes a number."""
 
@@ -307,7 +304,7 @@ def decode(problem: Problem) -> Any:
             kvz = kvz * np.exp(state.log_scale - features.log_scale)[..., None]
         after = outer.added(kvz, weights, value)
         np.matmul(np.swapaxes(features.query(), -1, -2), after, out=result.num_den)
-        out = result.divided(LEAST_DENOMINATOR[after.itemsize])
+        out = result.divided(MIN_READ_DENOMINATOR[after.itemsize])
     if out is None:
         return NotImplemented
     return out, State(after, features.log_scale.copy(), state.length + 1)
@@ -426,7 +423,7 @@ class Stepper:
             self._tries_natural = out is not None
             if out is not None:
                 return out
-        return self._read(slot, self._features.query(), LEAST_DENOMINATOR[weights.itemsize])
+        return self._read(slot, self._features.query(), MIN_READ_DENOMINATOR[weights.itemsize])
 
     def _read(self, slot: _Slot, phi: Floats, least: float) -> Floats | None:
         """Read a state and the tokens that wait beside it."""

@@ -25,7 +25,9 @@ __all__ = [
     "MIN_EXPONENT",
     "MIN_EXP_SUM",
     "MIN_READ_DENOMINATOR",
+    "SMALL_VALUES",
     "all_finite",
+    "all_large",
     "finite_shift",
     "floor_of",
     "in_place",
@@ -70,6 +72,9 @@ MIN_READ_DENOMINATOR = {4: 1e-13, 8: 1e-130}
 MIN_EXP_SUM = {4: 1e-30, 8: 1e-290}
 """A sum of exponentials below it is done again max-stabilized."""
 
+SMALL_VALUES = 2.0**10
+"""Rounding units that underflow may take of the largest value that a row sees, as in the driver."""
+
 
 @cache
 def tiny(dtype: Any) -> float:
@@ -98,3 +103,34 @@ def in_place(operation: np.ufunc, x: Floats, y: Floats) -> Floats:
     """Put the result into x, unless y has leading axes (of a state, of weights) beyond its."""
     fits = np.broadcast_shapes(x.shape, y.shape) == x.shape
     return np.asarray(operation(x, y, out=x if fits else None))
+
+
+def all_large(
+    denominators: Floats, values_and_one: Floats, kvz: Floats, floor: float, factor: float = 1.0
+) -> bool:
+    """Whether underflow of ``floor`` leaves causal rows, and the small values that they see.
+
+    ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's; ``kvz``: the state before
+    it; ``factor``: what values are multiplied with at least, before all else.
+    """
+    least = denominators.min()
+    if not least >= floor:
+        return False
+    lost = tiny(values_and_one.dtype) / factor
+    size = max(floor / least, lost) / SMALL_VALUES
+    # All rows see the first values: hardly ever must others be inspected.
+    if size <= np.abs(values_and_one[..., 0, :]).min():
+        return True
+    own, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
+    before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
+    before = before.max(axis=-2, keepdims=True)
+    if not (_any_below(own, size) or _any_below(before, size)):
+        return True
+    # No more than the largest that each row sees.
+    seen = np.maximum(np.maximum.accumulate(own, axis=-2), before)
+    return not np.any((SMALL_VALUES * seen < np.maximum(floor / denominators, lost)) & (seen != 0))
+
+
+def _any_below(sizes: Floats, least: float) -> bool:
+    """Whether any size is neither 0 nor so large."""
+    return bool(np.any((sizes < least) & (sizes != 0)))
