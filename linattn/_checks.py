@@ -80,7 +80,7 @@ def namespace(array: Array) -> ModuleType:
 
 
 def library_name(xp: ModuleType) -> str:
-    """Root module of the array library behind a namespace: ``numpy``, ``cupy``, ``torch``..."""
+    """Root module of the array library of a namespace: ``numpy``, ``cupy``, ``torch``..."""
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
 
 
@@ -88,7 +88,7 @@ def place(xp: ModuleType, device: Any) -> tuple[Any, ...] | None:
     """Where arrays live that are kept from call to call: the device, and for CuPy the stream too.
 
     What one stream makes another may use only when it is done. None for libraries whose arrays may
-    belong to a trace, and are not to be kept.
+    belong to a trace, and must not be cached.
     """
     library = library_name(xp)
     if library == "numpy":
@@ -126,7 +126,7 @@ def on_array_device(function: _F) -> _F:
 
 
 def is_lazy(array: Array) -> bool:
-    """Whether looking at the array's values is impossible (traced) or expensive (lazy)."""
+    """Whether inspecting the array's values is impossible (traced) or expensive (lazy)."""
     return bool(array_api_compat.is_lazy_array(array))
 
 
@@ -194,7 +194,7 @@ def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
     if isinstance(array, np.ndarray):
         if type(array) not in (np.ndarray, np.memmap):
             message = (
-                f"{name} must be a plain array, got {type(array).__module__}."
+                f"{name} must be an ordinary array, got {type(array).__module__}."
                 f"{type(array).__name__}, whose extra meaning (mask, unit, shape) would be lost; "
                 f"convert it first, for a mask use key_mask"
             )
@@ -234,7 +234,7 @@ def _check_float(name: str, array: Array, xp: ModuleType) -> None:
     try:
         floating = bool(xp.isdtype(dtype, "real floating"))
     except (TypeError, ValueError):
-        # CuPy computes with the bfloat16 of ml_dtypes, of which isdtype knows nothing.
+        # CuPy computes with the bfloat16 of ml_dtypes, which isdtype does not support.
         floating = str(dtype) == "bfloat16"
     if not floating or dtype_bits(dtype) not in (16, 32, 64):
         hint = ""
@@ -316,7 +316,7 @@ def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any
 
 
 def check_positive_int(name: str, value: Any, *, least: int = 1) -> int:
-    """Check a count: an integer of at least ``least``, bool refused."""
+    """Check a count: an integer of at least ``least``, no bool."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -332,7 +332,7 @@ def check_positive_int(name: str, value: Any, *, least: int = 1) -> int:
 
 
 def check_finite_number(name: str, value: Any, *, positive: bool = False) -> float:
-    """Check a finite real number, bool refused."""
+    """Check a finite real number, no bool."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         message = f"{name} must be a real number, got {value!r}"
         raise TypeError(message)
@@ -418,7 +418,7 @@ PARAMETER_AXES: dict[type, dict[str, int]] = {
     Normalized: {"P": 2, "col": 1, "power": 2, "tilt": 2},
     Pointwise: {"P": 2, "bias": 1, "factor": 1},
 }
-"""Axes of each array of a spec behind its leading ones; what is None or a number has none."""
+"""Axes of each array of a spec after its leading ones; what is None or a number has none."""
 
 
 _leads: WeakKeyDictionary[MapSpec, tuple[int, ...]] = WeakKeyDictionary()

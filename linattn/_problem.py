@@ -144,8 +144,8 @@ def _check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, r
         raise ValueError(message)
     if is_causal and query.shape[-2] != key.shape[-2]:
         message = (
-            f"causal attention needs query and key of equal length, got {query.shape[-2]} and "
-            f"{key.shape[-2]}: which key each query stands at would be a guess; {remedy}"
+            f"under is_causal query and key must have equal length, got {query.shape[-2]} and "
+            f"{key.shape[-2]}; {remedy}"
         )
         raise ValueError(message)
 
@@ -286,8 +286,8 @@ def _check_window(
         raise ValueError(message)
     if query.shape[-2] != key.shape[-2]:
         message = (
-            f"exact_window needs query and key of equal length, got {query.shape[-2]} and "
-            f"{key.shape[-2]}: near is a matter of positions in one sequence"
+            f"under exact_window query and key must have equal length, got {query.shape[-2]} and "
+            f"{key.shape[-2]}: both are one sequence there"
         )
         raise ValueError(message)
     return exact_window, Exact(feature_map.scale)

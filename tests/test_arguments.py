@@ -540,7 +540,7 @@ def test_subclasses_that_mean_more(entry, argument, subclass):
         warnings.simplefilter("ignore", PendingDeprecationWarning)
         arrays[argument] = subclass(arrays[argument])
     came = re.escape(type(arrays[argument]).__name__)
-    with pytest.raises(TypeError, match=saying(word(argument), "plain array", came, "convert")):
+    with pytest.raises(TypeError, match=saying(word(argument), "ordinary array", came, "convert")):
         entry.call(np.asarray, **arrays)
 
 

@@ -530,7 +530,7 @@ def test_held_out_errors():
         held_out_error(value[:, :5], **inputs)
     with pytest.raises(ValueError, match=r"rows must be numbers of queries from 0 to 5"):
         held_out_error(value, **inputs, rows=[6])
-    with pytest.raises(ValueError, match="causal attention needs query and key of equal length"):
+    with pytest.raises(ValueError, match="under is_causal query and key must have equal length"):
         held_out_error(value, query=query, key=key[:, :5], value=value[:, :5], is_causal=True)
     with pytest.raises(ValueError, match="key and value must have one length"):
         held_out_error(value, query=query, key=key, value=value[:, :5])

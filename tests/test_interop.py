@@ -301,7 +301,7 @@ def test_jax_takes_a_state_of_numpy(jax):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: np.ma.masked_array(x), "query must be a plain array, got numpy.ma"),
+        (lambda x: np.ma.masked_array(x), "query must be an ordinary array, got numpy.ma"),
         (lambda x: x.tolist(), "query must be an array of NumPy.*, got list"),
         (lambda x: x.astype(int), "query must have dtype float16.*, got int"),
     ],

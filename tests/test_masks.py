@@ -148,7 +148,11 @@ BAD_MASKS = {
     "list": (TypeError, ["array", word("list")], [True] * LENGTH),
     "bool": (TypeError, ["array", word("bool")], True),
     "no axes": (TypeError, ["axes", "0-d"], np.array(True)),
-    "masked": (TypeError, ["plain array", "MaskedArray"], np.ma.array(np.ones(LENGTH, dtype=bool))),
+    "masked": (
+        TypeError,
+        ["ordinary array", "MaskedArray"],
+        np.ma.array(np.ones(LENGTH, dtype=bool)),
+    ),
     "short": (ValueError, [r"\(6,\)", r"\(5,\)"], np.ones(LENGTH - 1, dtype=bool)),
     "one for all": (ValueError, [r"\(6,\)", r"\(1,\)"], np.ones(1, dtype=bool)),
     "other heads": (ValueError, [r"\(2, 6\)", r"\(3, 6\)"], np.ones((3, LENGTH), dtype=bool)),

@@ -283,7 +283,9 @@ def test_errors():
         linattn.linear_attention(query, key, value, phi, exact_window=0)
     with pytest.raises(TypeError, match=r"exact_window must be a positive integer, got 2\.5"):
         linattn.linear_attention(query, key, value, phi, exact_window=2.5)
-    with pytest.raises(ValueError, match=r"exact_window needs query and key of equal length"):
+    with pytest.raises(
+        ValueError, match=r"under exact_window query and key must have equal length"
+    ):
         linattn.linear_attention(query[:5], key, value, phi, exact_window=2)
     with pytest.raises(ValueError, match=r"map of the softmax kernel .* got EluFeatures"):
         linattn.linear_attention(query, key, value, EluFeatures(), exact_window=2)

@@ -1,4 +1,4 @@
-"""Assertions about the law of an estimate: unbiased, of the mean and the variance claimed.
+"""Assertions about the distribution of an estimate: unbiased, of the mean and the variance claimed.
 
 Letters: ``P`` pairs of vectors, ``d`` dim, ``n`` draws of the map, ``K`` the kernel.
 """
@@ -167,7 +167,7 @@ def assert_unbiased(
     AssertionError
         The mean is not the kernel, or the variance is larger than claimed.
     UntestableError
-        No honest test exists: pairs of positive features of the softmax kernel with
+        No valid test exists: pairs of positive features of the softmax kernel with
         ``v = scale |x + y|^2`` above 2, where a few huge draws make up the mean; so few draws that
         a bias of 100 % would pass (50 % at every default pair); neither a variance nor a kurtosis
         known.
@@ -177,11 +177,11 @@ def assert_unbiased(
 
     Notes
     -----
-    False-alarm rate: rigorous, for any law (:func:`linattn.testing.statistics.score_test`), and
-    with ``kurtosis`` for any law of at most that kurtosis
-    (:func:`linattn.testing.statistics.variance_bound`). The smallest relative bias is about
-    ``1.6 sqrt(2 log(2 P / alpha) Var / n) / K``: for m independent positive features at v = 1/2,
-    m = 32 and the defaults, 2.5 %; with a measured variance 2.5 times that.
+    False-alarm rate: rigorous, for any distribution
+    (:func:`linattn.testing.statistics.score_test`), and with ``kurtosis`` for any distribution of
+    at most that kurtosis (:func:`linattn.testing.statistics.variance_bound`). The smallest relative
+    bias is about ``1.6 sqrt(2 log(2 P / alpha) Var / n) / K``: for m independent positive features
+    at v = 1/2, m = 32 and the defaults, 2.5 %; with a measured variance 2.5 times that.
     """
     return _assert_mean(
         "assert_unbiased", "kernel", map_or_factory, x, y, kernel, variance,
@@ -415,7 +415,7 @@ def _detectable(
 
 
 def _refuse(pairs: _Pairs, detectable: Floats, moving: NDArray[np.bool_]) -> None:
-    """Say where there is no honest test, instead of passing whatever comes.
+    """Say where there is no valid test, instead of passing whatever comes.
 
     A pair whose draws all agree shows nothing of the others, and does not decide whether the
     default pairs show anything.
@@ -427,7 +427,7 @@ def _refuse(pairs: _Pairs, detectable: Floats, moving: NDArray[np.bool_]) -> Non
         message = (
             f"x and y must have v = scale |x + y|^2 of at most {LARGEST_V:g}, got {np.max(v):.3g}: "
             f"beyond it a few huge draws make up the mean of positive features, and no test of "
-            f"means is honest; use shorter vectors"
+            f"means is valid; use shorter vectors"
         )
         raise UntestableError(message)
     num = detectable.shape[0]
