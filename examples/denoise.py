@@ -1,4 +1,4 @@
-"""Non-local means as attention: every pixel looks at all 273,280 pixels of its picture.
+"""Non-local means as attention: every pixel attends to all 273,280 pixels of its picture.
 
 A noisy pixel is replaced by the mean of all pixels, weighted by how much the patches around them
 look alike and how near they are:
@@ -15,7 +15,7 @@ others.
 The table has what that must be compared with: a Gaussian blur, scikit-image's non-local means, and
 each half of the method alone. Read it before you use landmarks for this: weights as sharp as these
 are too much for 64 landmarks alone, which make the picture worse; and with a window they are no
-better than the window alone, since what a pixel looks like is nearly always near.
+better than the window alone, since pixels that are alike are nearly always near.
 
     python examples/denoise.py --out pictures
 """

@@ -69,13 +69,13 @@ BATCH, RATE = 8, 4e-3
 
 
 def next_bytes(text: Tokens, starts: Tokens) -> tuple[Tokens, Tokens]:
-    """Return stretches of text and what follows each of their bytes, both (documents, 128)."""
+    """Return excerpts of text and what follows each of their bytes, both (documents, 128)."""
     read = windows(text, starts, LENGTH + 1)
     return read[:, :-1], read[:, 1:]
 
 
 def bits_per_byte(model: Transformer, text: Tokens) -> float:
-    """Return the mean of ``-log2 p(byte)`` over a text, cut into stretches of `LENGTH` bytes."""
+    """Return the mean of ``-log2 p(byte)`` over a text, cut into excerpts of `LENGTH` bytes."""
     starts = np.arange(0, text.size - LENGTH, LENGTH)
     losses = [
         cross_entropy(model.logits(tokens[None])[0], targets[None])[0]

@@ -165,7 +165,7 @@ class Sizes:
     amplitude : float
         Of the waves that positions start with; bytes start with a standard deviation of 1/2.
     sharpness : float
-        Of queries and keys at the start: at 1 a token looks at tokens that are like it, near 0 at
+        Of queries and keys at the start: at 1 a token attends to tokens that are like it, near 0 at
         all alike.
     """
 
@@ -262,7 +262,7 @@ class Transformer:
         for layer in range(sizes.layers):
             self._weights[f"{layer}.out"] *= 0.3
             self._weights[f"{layer}.down"] *= 0.3
-            # Queries start as keys are: a token looks at tokens that are like it.
+            # Queries start as keys are: a token attends to tokens that are like it.
             query, key, _ = np.split(self._weights[f"{layer}.qkv"], 3, axis=1)
             key *= sizes.sharpness
             query[...] = key
@@ -518,5 +518,5 @@ def as_text(tokens: Sequence[int] | Tokens) -> str:
 
 
 def windows(text: Tokens, starts: Tokens, length: int) -> Tokens:
-    """Return the stretches of `length` bytes that begin at `starts`."""
+    """Return the excerpts of `length` bytes that begin at `starts`."""
     return text[starts[:, None] + np.arange(length)]

@@ -22,7 +22,7 @@ def check_target(path: Path) -> os.stat_result | None:
         It is a folder, a symbolic link or a device: replacing it is not what its owner expects,
         and following a link writes where somebody else said.
     OSError
-        It cannot be looked at.
+        Its status cannot be read.
     """
     try:
         found = os.lstat(path)

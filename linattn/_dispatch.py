@@ -58,7 +58,7 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
     precision : {"float64", "tf32"}, optional
         ``"float64"`` accumulates in float64 whatever the input dtype; outputs keep the dtype of
         the inputs, states are float64. ``"tf32"`` lets the tensor cores of a GPU round the factors
-        of float32 products to 10 bits behind the point: CuPy arrays, nothing elsewhere. None leaves
+        of float32 products to 10 bits after the point: CuPy arrays, nothing elsewhere. None leaves
         the setting as it is; where it was never set, float64 inputs are accumulated in float64 and
         all others in float32.
 
@@ -177,7 +177,7 @@ def _backend(xp: ModuleType) -> ModuleType | None:
 def block_function(
     name: str, xp: ModuleType, generic: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function of the block tier: the backend's, with the generic one behind it.
+    """Return a function of the block tier: the backend's, with the generic one as fallback.
 
     The generic one is that of :mod:`linattn._generic`, or the one that is handed in.
     """

@@ -1,4 +1,4 @@
-"""Exact second moments of projections: the closed forms behind `linattn.sampling`.
+"""Exact second moments of projections: the closed forms of `linattn.sampling`.
 
 Letters: m rows, d dimension, b = d/2; v = |x + y|^2 and s = |x - y|^2; q = |omega|^2 / 2, which is
 Gamma(b) for a standard normal row; (b)_k = b (b + 1) ... (b + k - 1); P(k; v) = e^-v v^k / k!;
@@ -244,7 +244,7 @@ def fixed_norm_mean(kind: str, sq_norm: Floats, num: int, dim: int, A: float) ->
 
 
 class _NormLaw(Protocol):
-    """How m norms are drawn: stratum i has a law of its own, rows get the strata at random.
+    """How m norms are drawn: stratum i has its own distribution, rows get strata at random.
 
     ``mu[k, i]`` is the mean of coefficient k in stratum i; one column stands for m equal ones.
     """
@@ -256,7 +256,7 @@ class _NormLaw(Protocol):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean over strata is the law of N(0, I)."""
+        """Whether the mean over strata is the distribution N(0, I)."""
         ...
 
     def powers(self, count: int, A: float, power: int = 1) -> Floats:

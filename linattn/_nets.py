@@ -3,7 +3,7 @@
 Both generators return float64 of shape ``(*batch_shape, num, dim)``: the first ``num`` points of
 an independent scramble for each index of the batch. Every coordinate of every point is uniform on
 a grid of the open unit interval no coarser than 2^-51, so that a quantile function of it is finite
-and has the law it should have, to the last digits of float64.
+and has the distribution it should have, to the last digits of float64.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def halton(
 ) -> NDArray[np.float64]:
     """Draw a Halton sequence with a random permutation of the digits at every place.
 
-    Takes, for each dimension in turn, p uniform numbers a place: the order of them is the
+    Takes, for one dimension after another, p uniform numbers a place: the order of them is the
     permutation of the digits of base p.
     """
     bases = _primes(dim)

@@ -185,7 +185,7 @@ def attention(
     more than four times as many, and for traced and lazy arrays, at which nothing can be fitted.
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
-    structure (independent Gaussian keys with logits that spread by 1 and more) defeats every
+    structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every
     linear method.
 
     The error is always estimated, from rows of exact attention that landmarks were not fitted to:
@@ -194,7 +194,7 @@ def attention(
     the ``bound`` of :func:`linattn.diagnostics.held_out_error`, at probability
     ``1 - 0.05 / n`` where n numbers of columns may be tried: so one that is taken by luck has a
     probability of 0.05 in all. Heads share nothing further, because an output is taken only if all
-    heads pass, the worst among them. The bound knows of rows like those drawn; where the
+    heads pass, the worst among them. The bound speaks of rows like those drawn; where the
     error of a head is in a few rows among thousands, it may miss them.
 
     Time O((L + S) (m + p) (d + e)) and memory O(m (d + e)) beyond inputs and outputs, p probes;

@@ -235,7 +235,7 @@ def _reduce(
     x1, ordered = table[..., :-1], _rows(table, order, xp)
     b1, b_log = ordered[:, :m, :-1], ordered[:, :m, -1:]
     other1, other_log = ordered[:, m:, :-1], ordered[:, m:, -1:]
-    # First step: each landmark is its own, so only the others are looked at. Their weights
+    # First step: each landmark is its own, so only the others are compared. Their weights
     # relative to their landmark's are bounded by the noise. A landmark that stands for nothing
     # does no harm: there is one only where all that stand for something are landmarks too.
     assigned = _nearest(other1, b1[..., :d], half, xp)
@@ -341,7 +341,7 @@ class CoresetAttention:
 
     *Masks and non-finite numbers.* A masked position counts as a position, and in nothing else:
     neither its key and value nor its query enter the state. A query that is not finite makes its
-    own row NaN and is left out of c and Sigma; a key or value that is not finite can spoil its own
+    own row NaN and is left out of c and Sigma; a key or value that is not finite can affect its own
     row and later ones only. A row that sees no key is 0.
 
     *Leading axes* (batch, heads) of query, key and value broadcast against each other. The state
@@ -557,7 +557,7 @@ class CoresetAttention:
             first = last
 
     def _piece(self, stream: _Stream, problem: Problem, rows: slice) -> tuple[Partial, _Stream]:
-        """Read a piece of a block; if it is the last of its block, reduce."""
+        """Read a part of a block; if it is the last of its block, reduce."""
         query, fresh, counted = _tokens(stream.lead, problem, rows)
         xp, lazy = problem.xp, problem.lazy
         new = _joined(stream.new, fresh, xp)
@@ -580,7 +580,7 @@ class CoresetAttention:
 
 
 def _tokens(lead: tuple[int, ...], problem: Problem, rows: slice) -> tuple[Array, _Entries, Array]:
-    """Return queries, keys, and the queries as they count, of a piece; leading axes as one."""
+    """Return queries, keys, and the queries as they count, of a part; leading axes as one."""
     xp, heads = problem.xp, prod(lead)
 
     def flat(x: Array) -> Array:

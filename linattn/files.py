@@ -252,7 +252,7 @@ def read_arrays(
                 message = f"it has format version {found}, this linattn reads {version}"
                 raise ValueError(message)
             return build(arrays)
-        # A hostile file makes the parsers behind this raise nearly anything.
+        # A hostile file makes the parsers below raise nearly anything.
         except Exception as error:
             message = f"{path} is not a linattn {kind} file: {error}"
             raise StateFileError(message) from error

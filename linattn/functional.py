@@ -160,7 +160,7 @@ def linear_attention(
     -----
     UserWarning
         More than one denominator in a hundred is negative, by a map that is not positive. Not for
-        lazy and traced arrays, nor for those of CuPy, whose values are not looked at.
+        lazy and traced arrays, nor for those of CuPy, whose values are not inspected.
 
     See Also
     --------
@@ -179,13 +179,13 @@ def linear_attention(
     unbiased where the map is, with the variance of far pairs only.
 
     Random maps estimate the kernel without bias, but the ratio of two estimates is biased by
-    O(1 / m), and its error grows like ``exp(|q + k|^2) / m``: on real queries and keys look at
+    O(1 / m), and its error grows like ``exp(|q + k|^2) / m``: on real queries and keys compute
     the error first (``linattn compare``).
 
-    Features are summed on a running log scale that cancels in the ratio, so that no constant is
+    Features are summed on a log scale that cancels in the ratio, so that no constant is
     added anywhere and no scale leaks from later keys; for exponential maps the denominator of a
     row lies in [1, m S] on its own scale. A causal block whose shared scale would cost a row its
-    precision is computed again by halves.
+    precision is computed again by divide and conquer.
 
     References
     ----------
@@ -268,7 +268,7 @@ def softmax_attention(
     Notes
     -----
     Time O(L S (d + e)); memory O(c^2 + c e) beyond inputs and outputs, c tokens a block: blocks of
-    keys are combined by their running maxima. Logits of any size are safe.
+    keys are combined as in online softmax. Logits of any size are safe.
 
     References
     ----------

@@ -78,7 +78,7 @@ def as_generator(rng: Seed) -> np.random.Generator:
     Raises
     ------
     TypeError
-        If ``rng`` is a bool, which NumPy would read as 0 or 1, or anything NumPy refuses.
+        If ``rng`` is a bool, which NumPy would read as 0 or 1, or anything that NumPy rejects.
     ValueError
         If ``rng`` is a negative int.
     """
@@ -89,7 +89,7 @@ def as_generator(rng: Seed) -> np.random.Generator:
 
 
 def _no_pair_function(sq_norm: ArrayLike, dim: int) -> _Floats:
-    """Refuse: pairs of rows differ, or their law is not known."""
+    """Refuse: pairs of rows differ, or their distribution is not known."""
     msg = "this sampler has no function of one pair of rows: see Sampler.variance_gap"
     raise NotImplementedError(msg)
 
@@ -274,9 +274,9 @@ class Sampler:
         ------
         TypeError
             If ``num`` or ``dim`` is no int (bool included), ``batch_shape`` is no tuple of ints,
-            or NumPy refuses ``rng``.
+            or NumPy rejects ``rng``.
         ValueError
-            If ``num`` or ``dim`` is below 1, a batch axis is negative, or NumPy refuses ``rng``.
+            If ``num`` or ``dim`` is below 1, a batch axis is negative, or NumPy rejects ``rng``.
         """
         num = _integer(num, "num", least=1)
         dim = _integer(dim, "dim", least=1)
@@ -535,9 +535,9 @@ def stratified(
 
     Notes
     -----
-    The spread of the norms no longer adds to the variance: with g_i the mean of exp(w.z - v/2) in
-    stratum i, and E_ii that of the product of two rows of orthogonal directions and independent
-    norms both of stratum i,
+    The variance of the norms no longer adds to that of the estimate: with g_i the mean of exp(w.z -
+    v/2) in stratum i, and E_ii that of the product of two rows of orthogonal directions and
+    independent norms both of stratum i,
 
         gap = sum_i (g_i - 1)^2 / m^2
               + N_p / (m^3 (m - 1)) [m^2 pair_gap(v, d) + sum_i (E_ii - g_i^2)],

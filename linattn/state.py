@@ -190,9 +190,9 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
 
 @_checks.on_array_device
 def merge_states(first: State, second: State) -> State:
-    """Merge the states of two stretches of keys into the state of both.
+    """Merge the states of two sets of keys into the state of both.
 
-    Associative and commutative, with :func:`init_state` as identity, so that stretches may be
+    Associative and commutative, with :func:`init_state` as identity, so that they may be
     reduced anywhere and in any order.
 
     Parameters
@@ -324,7 +324,8 @@ class Decoder:
         if self._problem is None or self._last != (_checks.kinds(arrays), settings, begin):
             self._leave()
             problem = step_problem(query, key, value, self._state, self._feature_map)
-            # Not what came but what it became: bytes in foreign order are turned at every step.
+            # Not what came but what it became: bytes in foreign order are byte-swapped at every
+            # step.
             rows = (problem.query, problem.key, problem.value)
             self._problem = problem
             begin = _begin(problem)
@@ -337,7 +338,7 @@ class Decoder:
             if output is not None:
                 self._stepped += 1
                 return output
-            # One step by other means; the next looks for a stepper again.
+            # One step by other means; the next asks for a stepper again.
             self._leave()
             self._last = None
         rows = tuple(array[..., None, :] for array in arrays)

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = Any
-"""Any array that array-api-compat knows (NumPy, CuPy, torch, JAX, Dask, array-api-strict)."""
+"""Any array that array-api-compat supports (NumPy, CuPy, torch, JAX, Dask, array-api-strict)."""
 
 ArrayT = TypeVar("ArrayT")
 """The type of the query, which results have: arrays of one library have one type."""
@@ -94,8 +94,8 @@ class Features(NamedTuple):
 class State(NamedTuple):
     """Everything that linear attention remembers of the keys and values seen so far.
 
-    It stands for ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``; states of two stretches merge
-    associatively and commutatively (:func:`linattn.merge_states`).
+    It stands for ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``; states of two sets of keys
+    merge associatively and commutatively (:func:`linattn.merge_states`).
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class State(NamedTuple):
         Positions consumed, masked ones included.
     fingerprint : int or None
         31 bits of the fingerprint of the feature map, which tell its states from those of other
-        maps; None where that is not known, and then nothing is refused.
+        maps; None where that is not known, and then nothing is rejected.
     """
 
     kvz: Array
@@ -179,8 +179,8 @@ class RowScale(NamedTuple):
 class Activation:
     """A named pointwise function of a :class:`Pointwise` spec.
 
-    A backend knows a function by the whole record (``spec.f == RELU``), which a copy is equal to,
-    and never by its name, which is the caller's to choose.
+    A backend recognizes a function by the whole record (``spec.f == RELU``), which a copy is equal
+    to, and never by its name, which is the caller's to choose.
 
     Attributes
     ----------
@@ -403,7 +403,7 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class ColumnNormalized:
-    """Spec of queries that read means: every column of the state divided by its own normalizer.
+    """Spec of a column-normalized read: every column of the state divided by its own normalizer.
 
     ``out = sum_r phi_r (kv_r / z_r) / sum_r phi_r`` over the columns that have seen a key. The
     driver divides: block bodies only ever see the spec inside and a divided state, and are not
@@ -491,7 +491,7 @@ class Problem:
     want_log : bool
         Whether the log normalizer is asked for.
     lazy : bool
-        Whether values must not be looked at (traced or lazy arrays).
+        Whether values must not be inspected (traced or lazy arrays).
     num_threads : int or None
         What the caller allows; None leaves it to the plan.
     tf32 : bool
@@ -543,7 +543,7 @@ class Plan(NamedTuple):
     block_size : int
         Tokens a block.
     tasks : sequence of Index
-        Independent pieces along the leading axes of the state; ``[()]`` is everything at once.
+        Independent parts along the leading axes of the state; ``[()]`` is everything at once.
     run : callable
         ``run(work, tasks)`` calls ``work(task)`` for each task, in any order, and returns when
         all are done. Errors are raised.
@@ -555,7 +555,7 @@ class Plan(NamedTuple):
         Tasks of the backward pass; None is ``tasks``.
     resumable : bool
         ``run`` expects of ``work(task)`` an iterator: each of its steps does a block of the task.
-        They may be taken up by one thread after the other, so that threads end together.
+        They may be taken up by one thread after the other, for load balancing.
     """
 
     block_size: int
@@ -608,7 +608,7 @@ class Backend(Protocol):
     * ``attention(problem) -> (output, state, log_normalizer)``;
     * ``attention_vjp(problem, cotangent) -> (query, key, value, state)``: gradients, that of the
       initial state's ``kvz`` None without one. ``cotangent.output`` is that of the output,
-      ``cotangent.state`` None or a ``State`` to merge with the adjoint behind the last token;
+      ``cotangent.state`` None or a ``State`` to merge with the adjoint after the last token;
     * ``decode(problem) -> (output, state)``;
     * ``stepper(problem, state)``, an object with a method ``step(query, key, value) -> output`` or
       None and an attribute ``state``.
@@ -621,7 +621,7 @@ class Backend(Protocol):
     between blocks, such as the fit of landmarks to arrays of any library.
 
     In the gradients a *adjoint* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
-    queries behind the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale
+    queries after the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale
     ``exp(log_i)``. Gradients may have leading axes that their tokens lack; the driver sums over
     them.
     """
@@ -671,7 +671,7 @@ class Backend(Protocol):
         ...
 
     def values_block(self, value: Array, mask: Array | None, dtype: Any) -> Array:
-        """Values of a block with a column of 1 behind them, masked ones as 0; for one use."""
+        """Values of a block with a column of 1 appended, masked ones as 0; for one use."""
         ...
 
     def divide(self, part: Partial, out: Array | None = None) -> Array | None:
@@ -753,7 +753,7 @@ class Backend(Protocol):
         """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
         What the two functions above do, at once, from the state before the block and the adjoint
-        behind it. Where a backend has it, the forward pass keeps states for it.
+        behind it. Where a backend has it, the forward pass stores checkpoints for it.
         """
         ...
 

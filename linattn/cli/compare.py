@@ -46,7 +46,7 @@ MOST_EXACT = 0.5
 """Largest share of pairs that a row may need no approximation for, if it is to win."""
 
 TIE = 1.1
-"""Errors, and times, whose ratio is smaller are a tie: another run may turn them around."""
+"""Errors, and times, whose ratio is smaller are a tie: another run may rank them the other way."""
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 

@@ -82,7 +82,7 @@ def version() -> str:
 
 
 def text() -> str:
-    """Return everything as plain text, which needs no extra and pastes well into a bug report."""
+    """Return everything as text, which needs no extra and pastes well into a bug report."""
     can_run = []
     for entry in backends():
         told = f"{'yes' if entry.runs else 'no'}: {entry.detail}"

@@ -116,7 +116,7 @@ def load(path: Path) -> Inputs:
 
 
 def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool) -> Inputs:
-    """Keep the first tokens and heads spread evenly over all, and say what was left out.
+    """Keep the first tokens and heads evenly spaced among all, and say what was left out.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The files that a run leaves behind."""
+"""The files that a run writes."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Results:
     seconds: float
 
     def record(self) -> dict[str, Any]:
-        """Return it all, and where it was measured, as plain dictionaries, lists and numbers."""
+        """Return it all, and where it was measured, as dictionaries, lists and numbers."""
         return {
             "format": FORMAT,
             "command": self.settings.command(),

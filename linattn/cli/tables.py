@@ -33,7 +33,7 @@ WIDTH = 80
 """What the tables need."""
 
 MANY_COLUMNS = 4096
-"""Columns beyond which random features are called hopeless: exact attention is cheaper."""
+"""Columns beyond which random features are not worth it: exact attention is cheaper."""
 
 
 def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Table:

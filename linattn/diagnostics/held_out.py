@@ -50,7 +50,7 @@ class HeldOutError(NamedTuple):
 def held_out_rows(
     length: int, num_rows: int, rng: Seed = None, exclude: ArrayLike | None = None
 ) -> NDArray[np.intp]:
-    """Draw rows, one from each of h stretches of equal length; all there are if too few.
+    """Draw rows, one from each of h strata of equal length; all there are if too few.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def held_out_rows(
     rng : int, Generator, SeedSequence or None, optional
         Seed.
     exclude : array_like of int, optional
-        Rows that must not be drawn, such as the probes of a fitted map: it knows them too well.
+        Rows that must not be drawn, such as the probes that a map was fitted to.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def held_out_rows(
 
     Notes
     -----
-    The stretches start at a random row and go around the end, so that every row that is not
+    The strata start at a random row and go around the end, so that every row that is not
     excluded has the same chance. Time and memory O(h + excluded): nothing grows with the length.
     """
     length = _checks.check_positive_int("length", length, least=0)

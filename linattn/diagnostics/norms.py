@@ -68,7 +68,7 @@ def attended_norms(
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend.
     num_samples : int, optional
-        Most queries, and most keys, that are looked at: evenly spaced ones, of the keys among those
+        Most queries, and most keys, that are used: evenly spaced ones, of the keys among those
         that are seen. Default 128.
 
     Returns
@@ -82,7 +82,7 @@ def attended_norms(
 
     Notes
     -----
-    For maps that take more than plain positive features, and for which heads they are hopeless,
+    For maps that take more than positive features, and for which heads they are not worth it,
     see :func:`relative_variance`. Time O(n^2 d) and memory O(n^2) a head, n = num_samples.
 
     References

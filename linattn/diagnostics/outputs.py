@@ -1,4 +1,4 @@
-"""After attention has run: the error of an output, and the features and denominators behind it."""
+"""After attention has run: the error of an output, its features and its denominators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OutputError(NamedTuple):
     variance : ndarray, (..., L, e)
         Estimated variance over draws of the projection, to first order.
     jackknife : ndarray, (..., L, e)
-        The same from leaving out each block in turn, which sees a little further.
+        The same from leaving out one block after another, which sees a little further.
     bias : ndarray, (..., L, e)
         Estimated bias of the ratio of two estimates.
     denominator_variance : ndarray, (..., L)
@@ -72,9 +72,9 @@ class OutputError(NamedTuple):
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Return the ends of an interval that holds exact attention with this probability.
 
-        ``corrected -+ t sqrt(jackknife)``, t the quantile of Student's law with G - 1 degrees of
-        freedom. The level is reached where blocks are near normal; it is not where a few features
-        carry the output: where the verdict is against linear attention, do not rely on it.
+        ``corrected -+ t sqrt(jackknife)``, t the quantile of Student's t distribution with G - 1
+        degrees of freedom. The level is reached where blocks are near normal; it is not where a few
+        features carry the output: where the verdict is against linear attention, do not rely on it.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ def output_error(
     block g.
 
     Blocks are what was drawn independently: single rows, whole orthogonal blocks of d rows, with
-    all columns that come from a row (antithetic pairs, cosine and sine) together.
+    all columns that come from a row (antithetic pairs, cosine and sine) jointly.
 
     Parameters
     ----------
@@ -163,9 +163,9 @@ def output_error(
 
     Notes
     -----
-    The terms of a read know nothing of the features that were not drawn: where the law of the
-    kernel estimate has a heavy tail (:func:`relative_variance` above 1) all of this is too small.
-    A verdict for linear attention needs both.
+    The terms of a read say nothing of the features that were not drawn: where the distribution of
+    the kernel estimate has a heavy tail (:func:`relative_variance` above 1) all of this is too
+    small. A verdict for linear attention needs both.
 
     A last block of fewer rows counts by its size, ``1 - sum_g (m_g / m)^2`` standing for
     ``(G - 1) / G``. Time O(L m e) a head, as the read.
@@ -382,7 +382,7 @@ def _read_inputs(
 def _query_weights(
     x: Floats, log_scale: Floats, feature_map: FeatureMap, kvz: Floats
 ) -> Iterator[Floats]:
-    """Yield features ``(..., n, m)``, on the state's scale, of one stretch of queries a time."""
+    """Yield features ``(..., n, m)``, on the state's scale, of one block of queries a time."""
     heads = math.prod(np.broadcast_shapes(x.shape[:-2], log_scale.shape[:-1]))
     size = max(1, MOST_TERMS // max(1, heads * kvz.shape[-1] * kvz.shape[-2]))
     for start in range(0, max(x.shape[-2], 1), size):
@@ -407,7 +407,7 @@ def _participation(terms: Floats) -> Floats:
 
 
 def _student_quantile(level: float, freedom: int) -> float:
-    """Return t with ``P(|T| <= t) = level``, by bisection of the law for whole degrees."""
+    """Return t with ``P(|T| <= t) = level``, for whole degrees, by bisection."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2

@@ -69,7 +69,7 @@ class Recommendation(NamedTuple):
     Attributes
     ----------
     num_features : int or None
-        Columns that are enough in every head that is not hopeless; None if all are.
+        Columns that are enough in every head that is not `hopeless`; None if all are.
     per_head : ndarray, (...)
         Columns that each head takes, infinite where no number is enough.
     hopeless : ndarray of bool, (...)
@@ -117,7 +117,7 @@ def relative_variance(
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend.
     num_samples : int, optional
-        Most queries, and most keys, that are looked at: evenly spaced ones. Default 128.
+        Most queries, and most keys, that are used: evenly spaced ones. Default 128.
 
     Returns
     -------
@@ -129,7 +129,7 @@ def relative_variance(
         As :func:`linattn.linear_attention` for the arrays; no token at all; NaN or inf; a map
         without ``kernel`` and ``variance``.
     NotImplementedError
-        The map knows no closed form for its variance.
+        The map has no closed form for its variance.
 
     Notes
     -----
@@ -222,7 +222,7 @@ def recommend_num_features(
     Rounded up to whole blocks, for which the variance of independent and block-coupled rows is
     exactly proportional to 1/m; couplings across blocks do better. A bias, which no number of
     columns cures, is taken off the tolerance. Where m columns cost more than exact attention at
-    this length (:func:`crossover_length`) the head is hopeless. r is an upper bound: errors of
+    this length (:func:`crossover_length`) the head is `hopeless`. r is an upper bound: errors of
     different keys partly cancel. Cost as :func:`relative_variance`.
     """
     tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)

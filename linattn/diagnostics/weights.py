@@ -1,4 +1,4 @@
-"""Rows of the attention matrix, for looking at."""
+"""Rows of the attention matrix, for inspection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def attention_weights(
     key_mask: Array | None = None,
     scale: float | None = None,
 ) -> Floats:
-    r"""Rows of the attention matrix, which attention itself never makes; for looking at.
+    r"""Rows of the attention matrix, which attention itself never makes; for inspection.
 
     .. math::
         w_{ij} = \frac{\phi(q_i) \cdot \psi(k_j)}{\sum_l \phi(q_i) \cdot \psi(k_l)}

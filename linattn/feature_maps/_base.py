@@ -148,7 +148,7 @@ class BaseFeatureMap(ABC):
         """Specs of both sides, one object where they are alike; kept, because a map never changes.
 
         To cast and move a projection takes as long as attention over a few hundred tokens. What
-        libraries other than NumPy and CuPy make may belong to a trace, and is not kept.
+        libraries other than NumPy and CuPy make may belong to a trace, and is not cached.
         """
         place = _checks.place(xp, device)
         if place is None:

@@ -65,8 +65,9 @@ def pivots(y: Floats, metric: Floats, m: int) -> Floats:
 
     The matrix is ``exp(-|y_j - y_l|^2 / 2)`` in the metric. Where queries are Gaussian with this
     covariance it is the Gram matrix of the functions ``x -> exp(x.y_j)``, each of norm 1, under
-    the law of the queries: the next pivot is the key whose column of attention those before it
-    explain least. O(n m (m + d)) time, O(n m) memory a head; the matrix itself is never formed.
+    the distribution of the queries: the next pivot is the key whose column of attention those
+    before it explain least. O(n m (m + d)) time, O(n m) memory a head; the matrix itself is never
+    formed.
     """
     heads, (n, d) = y.shape[:-2], y.shape[-2:]
     y = y.reshape(-1, n, d)

@@ -35,7 +35,7 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-# Numbers worked on at once, all heads together: half a MB of float32, for the cache. (2 MB: fitting
+# Numbers worked on at once, of all heads: half a MB of float32, for the cache. (2 MB: fitting
 # 2 heads of 2,048 tokens takes 9.1 ms for 6.7.)
 BLOCK_ELEMENTS = 1 << 17
 
@@ -65,7 +65,7 @@ def host_arrays(xp: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
     Raises
     ------
     TypeError
-        An array has no values to look at.
+        An array has no values to inspect.
     """
     arrays = [array for array in named.values() if array is not None]
     if all(array_api_compat.is_dask_array(array) for array in arrays):
@@ -198,7 +198,7 @@ def log_normalizers(
 ) -> Floats:
     """``log sum_j exp(probe.k_j)`` over all visible keys, ``(..., p)``; -inf where there is none.
 
-    Blocks of keys with a running maximum: O(S p d) time, memory that does not grow with S.
+    Online softmax over blocks of keys: O(S p d) time, memory that does not grow with S.
     """
     rows = _checks.device_array(probes, xp, dtype, array_api_compat.device(key))
     lead = np.broadcast_shapes(probes.shape[:-2], tuple(key.shape[:-2]))

@@ -245,7 +245,7 @@ class CalibratedFeatures(BaseFeatureMap):
         window and the mask that are asked for: tokens are in blocks of ``exact_window`` from the
         start, a key in the block of the query or a neighbour of it is exact. Inputs are scaled by
         ``sqrt(s)`` for it. Time O(num_steps batch_size n^2 (m + d + e)) a head, memory O(n^2) a
-        head, n tokens of a sequence. Few and short samples are learned by heart.
+        head, n tokens of a sequence. Few and short samples are overfit.
         """
         m = _checks.check_positive_int("num_features", num_features)
         if exact_window is not None:
@@ -395,7 +395,7 @@ class CalibratedFeatures(BaseFeatureMap):
 
 
 def _finite(name: str, array: Any, trailing: tuple[int, ...]) -> Floats:
-    """Copy to float64, check the last axes, refuse NaN and inf."""
+    """Copy to float64, check the last axes, raise for NaN and inf."""
     copy = np.array(array, dtype=np.float64)
     if copy.shape[copy.ndim - len(trailing) :] != trailing or copy.ndim < len(trailing):
         message = f"{name} must have last axes {trailing}, got shape {copy.shape}"

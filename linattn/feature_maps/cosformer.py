@@ -54,14 +54,14 @@ class CosformerFeatures(BaseFeatureMap):
     ------
     TypeError, ValueError
         Sizes that are not positive integers, a scale that is not positive; on use, a position of
-        max_length or more (where the position is traced it cannot be looked at, and features past
+        max_length or more (where the position is traced it cannot be checked, and features past
         the end change sign).
 
     Notes
     -----
     Positions count from 0, or go on from ``state.length`` where a state is given: queries of full
     attention with an initial state, and those of ``read_state``, stand from ``state.length`` on.
-    A stretch that is to follow another therefore has to be added to its state; two states that
+    A sequence that is to follow another therefore has to be added to its state; two states that
     both began at position 0 are merged as if their tokens stood side by side. Masked positions
     count.
 
@@ -83,7 +83,7 @@ class CosformerFeatures(BaseFeatureMap):
 
     positive = True
     unbiased = True
-    """Whether states of separate stretches merge."""
+    """Whether states of separate sequences merge."""
     _parameters = ("dim", "max_length", "scale")
 
     dim: int

@@ -1,8 +1,8 @@
 """Random Fourier features of kernels of the difference: bounded, signed, and for any spectrum.
 
 A kernel k(x - y) with k(0) = 1 is the mean of cos(omega.(x - y)) over its spectrum, a probability
-law. The spectra named here are all normal rows times something drawn beside them, so that every
-sampler of normal rows draws them, whatever couples its rows.
+distribution. The spectra named here are all normal rows times something drawn beside them, so that
+every sampler of normal rows draws them, whatever couples its rows.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
             weights = factor * np.exp(0.5 * self.log_weights)
             weights = np.concatenate([weights, weights], axis=-1)
             factor = _checks.device_array(weights, xp, dtype, device)
-        # The row's log is 0, but for rows whose squared norm overflows: their phases are lost.
+        # The row's log is 0, but for rows whose squared norm overflows: their phases mean nothing.
         spec = Pointwise(
             COS_SIN, _checks.device_array(P, xp, dtype, device), quad=0.0, factor=factor
         )

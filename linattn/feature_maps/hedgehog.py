@@ -159,7 +159,7 @@ class HedgehogFeatures(BaseFeatureMap):
 
 
 def _finite(name: str, array: ArrayLike, trailing: tuple[int, ...] = ()) -> Floats:
-    """Copy to float64, check the last axes, refuse NaN and inf."""
+    """Copy to float64, check the last axes, raise for NaN and inf."""
     copy = np.array(array, dtype=np.float64)
     if copy.shape[copy.ndim - len(trailing) :] != trailing:
         message = f"{name} must have last axes {trailing}, got shape {copy.shape}"

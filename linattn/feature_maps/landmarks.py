@@ -35,7 +35,7 @@ __all__ = ["LandmarkFeatures"]
 
 Floats = NDArray[np.float64]
 
-# Sampled keys times probes, all heads together: 2 MB of float32.
+# Sampled keys times probes, of all heads: 2 MB of float32.
 CLUSTER_ELEMENTS = 1 << 19
 
 # Probes whose normalizers are compared with those of the fit, and what they may differ by.
@@ -105,7 +105,7 @@ class LandmarkFeatures(BaseFeatureMap):
     outputs are convex combinations of the values; attention of equal keys, of a landmark with one
     key, and of no more keys than landmarks, is exact. Softmax is unchanged by ``k -> k + b`` and
     ``(q, k) -> (q M, k M^-T)``, and so is this map, to rounding. Unstructured keys with logits
-    that spread by 1 and more are hard for it.
+    of standard deviation 1 and more are hard for it.
 
     There is no ``redraw``: landmarks belong to a sequence, and :meth:`fit` with another seed draws
     others. States of one map merge; those of two fits do not. To use a map with other keys than
@@ -113,7 +113,7 @@ class LandmarkFeatures(BaseFeatureMap):
     compares the normalizers of 8 probes: where one differs by more than a factor of exp(.05), it
     warns. If that is meant, say so:
     ``warnings.filterwarnings("ignore", "feature_map was fitted to other keys")``. Traced arrays,
-    and states that are added to and read by hand, are not looked at.
+    and states that are added to and read by hand, are not checked.
 
     Corrected (``positive`` is False): the p probes are columns of the state as well,
     ``Y_i = sum_j A_ij [v_j, 1]``, and the sums S at the landmarks become, with
@@ -260,7 +260,7 @@ class LandmarkFeatures(BaseFeatureMap):
         Parameters
         ----------
         query : array, (..., L, d)
-            Of any array-API library, concrete: values are looked at.
+            Of any array-API library, concrete: values are inspected.
         key : array, (..., S, d)
             Same library, dtype and device. Leading axes broadcast: each pair of a query head and
             a key head has landmarks of its own.
@@ -561,7 +561,7 @@ def _check_finite(queries: Sample, keys: Sample, lognorm: Floats) -> None:
 
 
 def _each(sample: Sample, num: int) -> Floats:
-    """Use the tokens of a sample in turn, so many in all."""
+    """Cycle through the tokens of a sample, so many in all."""
     counts = np.maximum(np.sum(sample.valid, axis=-1, keepdims=True), 1)
     turn = np.arange(num) % counts
     turn = np.broadcast_to(turn, (*sample.x.shape[:-2], num))
@@ -602,7 +602,7 @@ def _some_clusters(
     count = np.sum(valid, axis=-1)[:, None, None]
     if m >= C:
         return np.where(valid[..., None], x, 0.0).astype(np.float64), valid
-    # Centred: what is computed is as small as the spread of the keys allows.
+    # Centred: what is computed is as small as the distances of the keys allow.
     centre = np.sum(x, axis=-2, keepdims=True, dtype=np.float64) / np.maximum(count, 1)
     centred = x - centre.astype(x.dtype)
     offset = np.sum(probes * centre, axis=-1, keepdims=True) - lognorm
@@ -626,7 +626,7 @@ def _tables(feature_map: LandmarkFeatures) -> tuple[Floats, Floats, Floats, Floa
     """Scores ``k.images + bias`` of nearness in the metric, log Phi, and ``log Phi - G``."""
     b, used = feature_map.landmarks, feature_map.used
     count = np.maximum(np.sum(used, axis=-1), 1)[..., None, None]
-    # About the mean landmark, scores are as small as the spread of the landmarks allows.
+    # About the mean landmark, scores are as small as the distances of the landmarks allow.
     mean = np.sum(np.where(used[..., None], b, 0.0), axis=-2, keepdims=True) / count
     centred = np.where(used[..., None], b - mean, 0.0)
     # The largest score counts, whatever the scores' factor: one with which they are about 1.

@@ -61,7 +61,7 @@ class SoftmaxFeatures(BaseFeatureMap):
 
     Deterministic: variance 0. It does not approximate softmax of ``q.k``. Time O(n d e), causal
     O(n c (d + e)) more with blocks of c tokens; memory O(n d). A causal block whose keys grow by
-    more than float range holds is computed by halves.
+    more than float range holds is computed by divide and conquer.
 
     References
     ----------

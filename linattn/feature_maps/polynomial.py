@@ -26,7 +26,7 @@ __all__ = ["PolynomialFeatures", "TaylorFeatures"]
 
 
 MOST_COLUMNS = 2**20
-"""Columns beyond which a map is refused: a state of a million of them takes 260 MB a head."""
+"""Columns beyond which a map is an error: a state of a million of them takes 260 MB a head."""
 
 
 class _Degree(NamedTuple):

@@ -228,7 +228,7 @@ class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _once(gradients: tuple[Array, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Have gradients that are differentiated again refused; alone, torch takes them as constant."""
+    """Make differentiating gradients again an error; alone, torch takes them as constant."""
     if not torch.is_grad_enabled():
         return gradients
     given = [array for array in arrays if array is not None]

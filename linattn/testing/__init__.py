@@ -2,10 +2,10 @@
 
 "Is my feature map unbiased, is its variance what I claim, does nothing leak from later tokens?"
 Every assertion raises AssertionError with its name and what it saw, and returns
-:class:`Evidence` otherwise: plain functions, for pytest or without it.
+:class:`Evidence` otherwise: functions, for pytest or without it.
 
 Whatever is left to chance takes ``false_alarm_rate``, by default 1e-9, and ``rng``, by default 0:
-the same draws each time. Thresholds come from exact variances and are proved; where no honest test
+the same draws each time. Thresholds come from exact variances and are proved; where no valid test
 exists :class:`UntestableError` says why.
 
 Needs hypothesis, which the extra ``testing`` brings.

@@ -1,4 +1,4 @@
-"""How the kit draws: maps one after another, and the pairs of vectors where they are looked at."""
+"""How the kit draws: maps one after another, and the pairs of vectors where they are compared."""
 
 from __future__ import annotations
 

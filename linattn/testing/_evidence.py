@@ -24,7 +24,7 @@ __all__ = [
 
 
 class UntestableError(ValueError):
-    """No honest test exists of what was asked, or none that could fail; the message says why."""
+    """No valid test exists of what was asked, or none that could fail; the message says why."""
 
 
 class MalformedFeaturesError(TypeError):

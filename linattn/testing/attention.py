@@ -291,23 +291,23 @@ def assert_merge_associative(
     rtol: float = 1e-9,
     rng: Seed = 0,
 ) -> Evidence:
-    """Assert that states of stretches merge in any order and grouping into the state of all.
+    """Assert that states of parts merge in any order and grouping into the state of all.
 
     Parameters
     ----------
     feature_map : FeatureMap, optional
         Gives the functions below that are not given.
     reduce : callable, optional
-        ``reduce(key, value) -> state`` of a stretch. Default :func:`linattn.update_state`.
+        ``reduce(key, value) -> state`` of a part. Default :func:`linattn.update_state`.
     merge : callable, optional
         ``merge(first, second) -> state``. Default :func:`linattn.merge_states`.
     read : callable, optional
         ``read(query, state) -> output``. Default :func:`linattn.read_state`.
     sizes : tuple of float, optional
-        Size of the keys of the three stretches; unequal ones have unequal scales. Default
+        Size of the keys of the three parts; unequal ones have unequal scales. Default
         (0.3, 1, 3).
     length : int, optional
-        Of each stretch. Default 11.
+        Of each part. Default 11.
     rtol, rng
         As :func:`assert_causal`.
 

@@ -38,7 +38,7 @@ def assert_gradient(
         ``function(*arrays) -> output``, one array.
     vjp : callable
         ``vjp(*arrays) -> (output, pullback)`` and ``pullback(cotangent) -> gradients``, one for
-        each array (more are not looked at), as ``linear_attention_vjp`` and ``jax.vjp``.
+        each array (more are ignored), as ``linear_attention_vjp`` and ``jax.vjp``.
     *arrays : array
         float64, where the function is smooth.
     step : float, optional

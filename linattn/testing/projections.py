@@ -42,7 +42,7 @@ def assert_gaussian_rows(
     num_draws : int, optional
         n. Default 4000.
     false_alarm_rate : float, optional
-        Of all together. Default 1e-9.
+        Of all jointly. Default 1e-9.
     rng : int, Generator, SeedSequence or None, optional
         Default 0.
 
@@ -69,7 +69,7 @@ def assert_gaussian_rows(
     taken as it comes (:func:`linattn.testing.statistics.betting_test`): the more rows, the smaller
     the errors that are found. Norms are tested with the variance of one row, which that of an
     average never exceeds. An average over rows is all that an unbiased estimate needs; rows of one
-    draw that each have a law of their own (strata) pass.
+    draw that each have a distribution of their own (strata) pass.
     """
     check = "assert_gaussian_rows"
     for name, number in (("num", num), ("dim", dim), ("num_draws", num_draws)):

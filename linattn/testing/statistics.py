@@ -8,13 +8,13 @@ it) and nothing else about the law, however heavy its tails: ``|sum psi(a (X_i -
 threshold with a probability of at most alpha. Near the mean it acts as a sample mean that may be
 ``sqrt(2 L)`` standard errors away: 6.54 for alpha = 1e-9, where a Gaussian would need 6.11. Where
 no variance is known, :func:`variance_bound` bounds it from draws, given a bound of the kurtosis;
-:func:`betting_test` needs none, if draws are bounded. The other two bound a plain sample mean:
+:func:`betting_test` needs none, if draws are bounded. The other two bound a sample mean:
 :func:`moment_bound` from exact moments, :func:`bernstein_bound` for bounded draws.
 
 Several quantities of the same draws are tested together by the average of their e-values, which are
 never negative and have a mean of at most 1 where all is right: so has their average, however they
 depend on each other, and it reaches ``1 / alpha`` with a probability of at most alpha (Markov). A
-union bound refuses only where one of k e-values reaches ``k / alpha``; then the average does too.
+union bound rejects only where one of k e-values reaches ``k / alpha``; then the average does too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def score_test(
     rounding: ArrayLike = 0.0,
     side: str = "both",
 ) -> ScoreTest:
-    r"""Test a mean by a bounded-influence score: rigorous for every law of that variance.
+    r"""Test a mean by a bounded-influence score: rigorous for every distribution of that variance.
 
     .. math::
         S = \sum_i \psi(a (X_i - \mu)), \qquad \psi(t) = \mathrm{sgn}(t) \log(1 + |t| + t^2 / 2),
@@ -174,7 +174,7 @@ def score_test(
 def betting_test(
     deviations: ArrayLike, bound: ArrayLike, *, false_alarm_rate: float = 1e-9
 ) -> ScoreTest:
-    r"""Test a mean of bounded draws whose variance is not known: rigorous for every such law.
+    r"""Test a mean of bounded draws of unknown variance: rigorous for every such distribution.
 
     .. math::
         S = \sum_i \log(1 \pm \lambda_i (X_i - \mu)), \qquad
@@ -204,9 +204,9 @@ def betting_test(
     -----
     False-alarm rate: rigorous. ``exp(S)`` is what a bet of the share lambda_i of one's money on
     each draw makes of 1; the shares are fixed before their draw, so that its mean is 1. Entries and
-    sides are averaged. It is as sharp as a test that knows the variance where that is large beside
-    ``b sqrt(L / n)``; from ``n`` of about ``2 L b / shift`` on it sees any shift that is large
-    beside the spread. Time O(n) an entry.
+    sides are averaged. It is as sharp as a test that is given the variance where that is large
+    beside ``b sqrt(L / n)``; from ``n`` of about ``2 L b / shift`` on it sees any shift that is
+    large beside the spread. Time O(n) an entry.
 
     References
     ----------
@@ -230,7 +230,7 @@ def betting_test(
 def variance_bound(
     squares: ArrayLike, kurtosis: float, *, false_alarm_rate: float = 1e-9
 ) -> Floats:
-    r"""Upper bound of a variance from draws, for laws whose kurtosis has a bound.
+    r"""Upper bound of a variance from draws, for distributions whose kurtosis has a bound.
 
     .. math::
         \sigma^2 \le \frac{1}{\kappa q} \frac{1}{n} \sum_i (X_i - \mu)^2, \qquad
@@ -257,10 +257,11 @@ def variance_bound(
 
     Notes
     -----
-    Rigorous. Of all laws on [0, inf) with mean 1 and second moment kappa the two-point law on 0 and
-    kappa has the largest ``E exp(-s Y)`` for every s > 0 (``1 - exp(-s y)`` lies above the parabola
-    through 0 that touches it at kappa), so that a mean of squares is at most ``kappa q sigma^2``
-    with probability at most ``exp(-n KL(q || 1 / kappa))``; entries by a union bound.
+    Rigorous. Of all distributions on [0, inf) with mean 1 and second moment kappa the two-point
+    distribution on 0 and kappa has the largest ``E exp(-s Y)`` for every s > 0 (``1 - exp(-s y)``
+    lies above the parabola through 0 that touches it at kappa), so that a mean of squares is at
+    most ``kappa q sigma^2`` with probability at most ``exp(-n KL(q || 1 / kappa))``; entries by a
+    union bound.
     """
     _check_rate("false_alarm_rate", false_alarm_rate)
     if not kurtosis > 1:
@@ -314,7 +315,7 @@ def detectable_shift(
 
     Notes
     -----
-    Rigorous if the variance of the wrong law is at most ``variance``: for a shift b,
+    Rigorous if the variance of the wrong distribution is at most ``variance``: for a shift b,
     ``P(S < T) <= exp(T - n (a b - a^2 b^2 / 2 - a^2 sigma^2 / 2))``, which is solved for b. It is
     about ``1.6 sqrt(2 L / n)`` standard deviations.
     """
@@ -330,7 +331,7 @@ def detectable_shift(
 def at_most_test(
     samples: ArrayLike, mean: ArrayLike, bound: ArrayLike, *, false_alarm_rate: float = 1e-9
 ) -> AtMostTest:
-    """Test that a mean of non-negative draws is at most a claim: rigorous for every law.
+    """Test that a mean of non-negative draws is at most a claim: rigorous for every distribution.
 
     Parameters
     ----------
@@ -354,10 +355,10 @@ def at_most_test(
 
     Notes
     -----
-    False-alarm rate: rigorous. Cutting off only lowers the mean, and of all laws on [0, b] of mean
-    p b the two-point law has the largest moment generating function, so that the mean reaches
-    ``q b >= p b`` with probability at most ``exp(-n KL(q || p))``. An excess of the cut-off mean by
-    about ``sqrt(2 (b / mean) log(1 / alpha) / n)`` of the mean is seen.
+    False-alarm rate: rigorous. Cutting off only lowers the mean, and of all distributions on [0, b]
+    of mean p b the two-point distribution has the largest moment generating function, so that the
+    mean reaches ``q b >= p b`` with probability at most ``exp(-n KL(q || p))``. An excess of the
+    cut-off mean by about ``sqrt(2 (b / mean) log(1 / alpha) / n)`` of the mean is seen.
 
     References
     ----------
@@ -378,7 +379,7 @@ def at_most_test(
 def moment_bound(
     central_moments: Sequence[float], num_draws: int, *, false_alarm_rate: float = 1e-9
 ) -> float:
-    r"""How far a plain sample mean may be from the mean, from exact moments.
+    r"""How far a sample mean may be from the mean, from exact moments.
 
     .. math:: t = \min_k (\mathrm{E} (\bar X - \mu)^{2k} / \alpha)^{1 / 2k}
 
@@ -437,7 +438,7 @@ def _over(moment: float, order: int, unit: float) -> float:
 def bernstein_bound(
     variance: float, bound: float, num_draws: int, *, false_alarm_rate: float = 1e-9
 ) -> float:
-    r"""How far a plain sample mean of bounded draws may be from the mean.
+    r"""How far a sample mean of bounded draws may be from the mean.
 
     .. math:: t = L b / (3 n) + \sqrt{(L b / (3 n))^2 + 2 \sigma^2 L / n}
 
