@@ -21,7 +21,7 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn.typing import Exponential
-from linattn_numpy import gradients, planning
+from linattn_numpy import block_vjps, causal_vjps, planning
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear_vjp: Any = linattn.linear_attention_vjp
@@ -51,7 +51,7 @@ POINTWISE = {
 @pytest.fixture
 def calls(monkeypatch):
     """Count how often the branches of the backend set up a block, and how often none does."""
-    counts = {"plain": 0, "shifted": 0, "generic": 0}
+    counts = {"unshifted": 0, "stabilized": 0, "generic": 0}
 
     def counted(module, name, branch):
         inner = getattr(module, name)
@@ -66,10 +66,12 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, name, outer)
 
-    for name in ("_plain_scale", "_plain_adjoint", "_plain_block"):
-        counted(gradients, name, "plain")
-    for name in ("_shifted_scale", "_shifted_adjoint", "log_features"):
-        counted(gradients, name, "shifted")
+    for name in ("_unshifted_rows", "_unshifted_keys", "unshifted_features"):
+        counted(causal_vjps, name, "unshifted")
+    for name in ("_stabilized_rows", "_stabilized_keys", "log_features"):
+        counted(causal_vjps, name, "stabilized")
+    counted(block_vjps, "unshifted_features", "unshifted")
+    counted(block_vjps, "log_features", "stabilized")
     for name in ("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"):
         counted(linattn_numpy, name, "generic")
     return counts
@@ -112,9 +114,9 @@ def agree(first, second, tolerance=1e-11):
 def test_exponential_branches_equal_the_generic_code(name, is_causal, scale, calls):
     both(inputs(scale=scale), EXPONENTIAL[name], 1e-10, is_causal=is_causal)
     if scale == 1:
-        assert calls["generic"] == calls["shifted"] == 0 < calls["plain"]
+        assert calls["generic"] == calls["stabilized"] == 0 < calls["unshifted"]
     elif name != "hedgehog":
-        assert calls["shifted"] > 0
+        assert calls["stabilized"] > 0
 
 
 @pytest.mark.parametrize("name", POINTWISE)
@@ -123,7 +125,7 @@ def test_pointwise_branches_equal_the_generic_code(name, is_causal, calls):
     arrays = inputs()
     arrays[0], arrays[1] = arrays[0] + 0.5, arrays[1] + 0.5  # no query without a feature
     both(arrays, POINTWISE[name], is_causal=is_causal)
-    assert calls["generic"] == 0 < calls["plain"]
+    assert calls["generic"] == 0 < calls["unshifted"]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -152,7 +154,7 @@ def test_a_state_on_far_scales_is_taken_along():
             both((query, key, value), phi, 1e-10, is_causal=is_causal, initial_state=state)
 
 
-@pytest.mark.parametrize("rows", [1.0, 0.2], ids=["shifted", "plain"])
+@pytest.mark.parametrize("rows", [1.0, 0.2], ids=["stabilized", "unshifted"])
 def test_a_block_that_would_lose_digits_is_divided(rows, calls):
     # Features of short keys late in the block are far larger than those of the early, long ones.
     query, key, value = inputs(64, heads=(), dtype=np.float32)
@@ -385,7 +387,7 @@ def test_small_features_of_queries(below, size, is_causal):
 
 @pytest.mark.parametrize("size", [1.0, 1e5])
 @pytest.mark.parametrize("gap", [30, 60, 68, 76, 84, 88, 90, 92, 94, 96])
-@pytest.mark.parametrize("exponent", [0, 25], ids=["plain", "shifted"])
+@pytest.mark.parametrize("exponent", [0, 25], ids=["unshifted", "stabilized"])
 def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls):
     """On the scale of those keys their denominators, and what is over these, leave float32."""
     query, key, value, grad = 0.3 * np.random.default_rng(0).standard_normal((4, 40, D))

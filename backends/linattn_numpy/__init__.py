@@ -7,18 +7,16 @@ it does not speed up, and the generic code takes over.
 
 from __future__ import annotations
 
-from linattn_numpy.both_sides import scan_vjp
-from linattn_numpy.causal import scan_block
-from linattn_numpy.decoding import decode, stepper
-from linattn_numpy.exact import exact_block, exact_more, window_block
-from linattn_numpy.gradients import (
+from linattn_numpy.block_vjps import (
     exact_key_vjp,
     exact_query_vjp,
     read_block_vjp,
     reduce_block_vjp,
-    scan_key_vjp,
-    scan_query_vjp,
 )
+from linattn_numpy.causal import scan_block
+from linattn_numpy.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
+from linattn_numpy.decoding import decode, stepper
+from linattn_numpy.exact import exact_block, exact_more, window_block
 from linattn_numpy.planning import plan
 from linattn_numpy.prefix_states import far_states
 from linattn_numpy.states import divide, read_block, reduce_block, values_block

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf, log, prod
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,13 @@ from linattn_numpy.tuning import MIN_CLIPPED_ELEMENTS, MIN_UNCOPIED_ROWS, TILE_E
 
 __all__ = [
     "FeatureMaker",
-    "UnshiftedFeatures",
     "activate",
     "exponent_bounds",
+    "exponentials",
     "features",
     "log_features",
     "log_offsets",
+    "max_log",
     "num_sign_halves",
     "preactivations",
     "query_exponents",
@@ -34,21 +35,9 @@ __all__ = [
     "row_term",
     "supports",
     "supports_pointwise",
-    "unshifted_features",
 ]
 
 Floats = NDArray[Any]
-
-
-class UnshiftedFeatures(NamedTuple):
-    """Weights of a block on their natural scale: ``phi = weights * exp(col)`` without row term."""
-
-    weights: Floats
-    col: Floats
-    max_log: float
-    """Log of the largest weight, at least 0."""
-    positive: NDArray[np.bool_] | None
-    """Where the inputs of a ReLU are; None for other functions."""
 
 
 class FeatureMaker:
@@ -140,24 +129,6 @@ def exponent_bounds(spec: Exponential, x: Floats) -> Floats:
     return np.asarray(np.sqrt(token * column))
 
 
-def unshifted_features(spec: Spec | Exact, x: Floats, name: str) -> UnshiftedFeatures | None:
-    """Weights of a block, or None where it needs a shift or generic code."""
-    if not supports(spec):
-        return None
-    u = preactivations(spec, x, name)
-    highest = max_log(spec, u)
-    if highest == inf:
-        return None
-    if isinstance(spec, Exponential):
-        return UnshiftedFeatures(_exponentiated(spec, u, name), spec.col, highest, None)
-    weights = activate(spec, u, buffer(name + "_both", u.shape, u.dtype))
-    positive = None
-    if spec.f == RELU:
-        # Features do not tell: a small input vanishes beside the offset.
-        positive = np.greater(u, 0, out=buffer(name + "_positive", u.shape, bool))
-    return UnshiftedFeatures(weights, np.zeros(weights.shape[-1], weights.dtype), highest, positive)
-
-
 def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     """Log of the largest feature by exponents or inputs, at least 0; inf for a shift."""
     low, high = float(u.min()), float(u.max())
@@ -191,7 +162,7 @@ def _project(x: Floats, P: Floats, out: Floats) -> Floats:
     return u
 
 
-def _exponentiated(spec: Exponential, u: Floats, name: str) -> Floats:
+def exponentials(spec: Exponential, u: Floats, name: str) -> Floats:
     """Exponentials of all columns; those of the second half of a paired map are reciprocals."""
     np.exp(u, out=u)
     if not spec.paired:

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_LOG_SPREAD",
     "MAX_PREFIX_LOG_SPREAD",
     "MAX_UNINSPECTED_EXPONENT",
+    "MAX_VJP_EXPONENT",
     "MAX_WEIGHT_SPREAD",
     "MIN_EXPONENT",
     "MIN_EXP_SUM",
@@ -41,6 +42,9 @@ MIN_EXPONENT = {4: -80.0, 8: -700.0}
 
 MAX_EXPONENT = {4: 30.0, 8: 300.0}
 """Exponents of an unshifted causal block: the range of the dtype is about three times as wide."""
+
+MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}
+"""Exponents of an unshifted block in gradients: the range is four of them and a cotangent's own."""
 
 MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}
 """Exponents of queries that a bound keeps below this are not inspected."""

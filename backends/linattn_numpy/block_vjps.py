@@ -1,0 +1,210 @@
+"""Gradients of full and of softmax attention for blocks in place; causal blocks: causal_vjps.
+
+A block whose exponents are not moderate is *max-stabilized*, if its map is exponential: exponents
+are taken less their exact maxima.
+
+What may be lost to underflow is bounded in units of attention weights, which sum to 1 over the keys
+of a query: the largest product of scales times the smallest normal number, once a term.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exact, Exponential, Spec, State, Tokens
+from linattn_numpy.buffers import buffer
+from linattn_numpy.feature_vjps import features_vjp, has_vjp, sum_to, unshifted_features
+from linattn_numpy.features import log_features
+from linattn_numpy.limits import all_finite, finite_shift, floor_of, in_place
+from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
+
+__all__ = [
+    "division_vjp",
+    "exact_key_vjp",
+    "exact_query_vjp",
+    "max_scale",
+    "read_block_vjp",
+    "reduce_block_vjp",
+    "relative_rows",
+]
+
+Floats = NDArray[Any]
+
+
+def max_scale(dtype: Any, terms: float) -> float:
+    """Log of the largest scale from which underflow cannot take more than rounding of 1."""
+    return -log(floor_of(dtype)) - log(terms)
+
+
+def division_vjp(
+    weights: Floats, denominator: Floats, cotangent: Floats, z: Floats, floor: float
+) -> tuple[Floats, Floats] | None:
+    """``1 / den`` and ``g.out / den`` of rows, or None where one has lost digits or overflowed.
+
+    Numerators need not be formed: with the state S of a row and the normalizers ``z`` of its
+    features, ``g.num`` is the sum of ``weights * (g.S)``. ``cotangent``, which is ``g.S``, becomes
+    that of the weights, ``g.S / den - (g.out / den) z``.
+    """
+    if not floor <= denominator.min() <= denominator.max() < np.inf:
+        return None
+    inverse = 1 / denominator
+    inner = np.vecdot(weights, cotangent)[..., None] * inverse
+    inner *= inverse
+    if not all_finite(inner):
+        return None
+    cotangent *= inverse
+    cotangent -= np.multiply(z, inner, out=buffer("more", cotangent.shape, cotangent.dtype))
+    return inverse, inner
+
+
+def relative_rows(row: Floats | None) -> tuple[Floats | None, Any]:
+    """Exponentials of row terms less the largest, and that one ``(..., 1)``; 0 if there is none."""
+    if row is None:
+        return None, 0.0
+    top = finite_shift(row.max(axis=-2, keepdims=True))
+    return np.exp(row - top), top[..., 0]
+
+
+# Full attention ---------------------------------------------------------------------------------
+
+
+def read_block_vjp(
+    query_spec: Spec, tokens: Tokens, state: State, grad_output: Floats, adjoint: State
+) -> Any:
+    """Gradient of queries that read a state, and the adjoint with them added."""
+    if 0 in tokens.x.shape or not has_vjp(query_spec):
+        return NotImplemented
+    kvz, positive = state.kvz, None
+    features = unshifted_features(query_spec, tokens, "query")
+    if features is not None:
+        c = state.log_scale + features.col
+        top = finite_shift(c.max(axis=-1, keepdims=True))
+        if not np.all(c == top):
+            kvz = kvz * np.exp(c - top)[..., None]
+        log_scale, max_weight = features.col - top, np.exp(features.max_log)
+        weights, positive = features.weights, features.positive
+    elif isinstance(query_spec, Exponential):
+        weights = log_features(query_spec, tokens, "query")
+        weights = in_place(np.add, weights, (state.log_scale + query_spec.col)[..., None, :])
+        weights -= finite_shift(weights.max(axis=-1, keepdims=True))
+        np.exp(weights, out=weights)
+        # A feature without keys has no scale, and no key to ask for one.
+        log_scale, max_weight = -finite_shift(state.log_scale), 1.0
+    else:
+        return NotImplemented
+    z = kvz[..., -1:]
+    cotangent = product(grad_output, transposed(kvz[..., :-1]), "read")
+    # Underflow takes at most the smallest number times the largest weight or sum, once a term.
+    floor = floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
+    rows = division_vjp(weights, np.matmul(weights, z), cotangent, transposed(z), floor)
+    if rows is None:
+        return NotImplemented
+    inverse, inner = rows
+    g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
+    sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
+    adjoint = _added(adjoint, sums, log_scale, g1.shape[-2])
+    return features_vjp(query_spec, tokens.x, weights, positive, cotangent, None), adjoint
+
+
+def _added(adjoint: State, sums: Floats, log_scale: Floats, n: int) -> State:
+    """Add the sums of a block to an adjoint; ``sums`` is written over."""
+    length = adjoint.length + n
+    if np.array_equal(adjoint.log_scale, log_scale):
+        sums += adjoint.kvz
+        return State(sums, adjoint.log_scale, length)
+    after = np.maximum(adjoint.log_scale, log_scale)
+    shift = finite_shift(after)
+    sums *= np.exp(log_scale - shift)[..., None]
+    sums += adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
+    return State(sums, after, length)
+
+
+def reduce_block_vjp(key_spec: Spec, tokens: Tokens, values_and_one: Floats, adjoint: State) -> Any:
+    """Gradients of keys and of ``[v, 1]`` that an adjoint has read."""
+    if 0 in tokens.x.shape or not has_vjp(key_spec):
+        return NotImplemented
+    kvz, factor, positive, dtype = adjoint.kvz, None, None, values_and_one.dtype
+    limit = max_scale(dtype, adjoint.log_scale.shape[-1] * max(adjoint.length, 1))
+    features = unshifted_features(key_spec, tokens, "key")
+    if features is not None:
+        factor, top = relative_rows(features.row)
+        scale = adjoint.log_scale + features.col + top
+        if not scale.max() + features.max_log <= limit:
+            return NotImplemented
+        kvz = kvz * np.exp(scale)[..., None]
+        weights, positive = features.weights, features.positive
+    elif isinstance(key_spec, Exponential):
+        weights = log_features(key_spec, tokens, "key")
+        weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
+        if not weights.max() <= limit:
+            return NotImplemented
+        np.exp(weights, out=weights)
+    else:
+        return NotImplemented
+    shape = (*broadcast_lead(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
+    grad_values_and_one = multiply(weights, kvz, np.empty(shape, dtype))
+    v = values_and_one
+    if factor is not None:
+        v = v * factor
+        grad_values_and_one *= factor
+    total = np.vecdot(values_and_one, grad_values_and_one)[..., None]
+    cotangent = product(v, transposed(kvz), "read")
+    grad_key = features_vjp(key_spec, tokens.x, weights, positive, cotangent, total)
+    return grad_key, grad_values_and_one
+
+
+# Softmax attention ------------------------------------------------------------------------------
+
+
+def exact_query_vjp(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    grad_num_den: Floats,
+    log_row: Floats,
+    visible: Any,
+) -> Floats:
+    """Gradient of a block of queries through their softmax weights for a block of keys."""
+    weights = _softmax_weights(spec, query, key, log_row, visible)
+    grad_logits = _grad_logits(weights, values_and_one, grad_num_den)
+    return np.asarray(np.matmul(grad_logits, key.x * spec.scale))
+
+
+def exact_key_vjp(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    grad_num_den: Floats,
+    log_row: Floats,
+    visible: Any,
+) -> tuple[Floats, Floats]:
+    """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
+    weights = _softmax_weights(spec, query, key, log_row, visible)
+    grad_logits = _grad_logits(weights, values_and_one, grad_num_den)
+    grad_key = np.matmul(transposed(grad_logits), query.x * spec.scale)
+    return grad_key, np.matmul(transposed(weights), grad_num_den)
+
+
+def _softmax_weights(
+    spec: Exact, query: Tokens, key: Tokens, log_row: Floats, visible: Any
+) -> Floats:
+    """Weights of visible keys on the scale of their rows; 0 for the others."""
+    logits = product(query.x * spec.scale, transposed(key.x), "logits")
+    if key.log_weight is not None:
+        logits = in_place(np.add, logits, transposed(key.log_weight))
+    if visible is not None:
+        np.copyto(logits, -np.inf, where=~visible)
+    logits = in_place(np.subtract, logits, log_row)
+    np.exp(logits, out=logits)
+    return logits
+
+
+def _grad_logits(weights: Floats, values_and_one: Floats, grad_num_den: Floats) -> Floats:
+    cotangent = product(grad_num_den, transposed(values_and_one), "read")
+    return in_place(np.multiply, cotangent, weights)

@@ -1,0 +1,479 @@
+"""Gradients of a causal block in place: of its queries, of its keys, and of both at once.
+
+Block and state, before it for queries or behind it for keys, are put on one scale, unshifted or
+max-stabilized; then one scan over sub-blocks forwards pulls back to queries, one backwards to keys.
+A block whose scale would cost a row or a key its digits is left to the generic code, which divides
+and conquers.
+
+With the state before the block at hand, and the adjoint behind it, both sides of an unshifted block
+share features, and the weights and cotangents of the pairs within a sub-block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from math import exp
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exponential, RowScale, Spec, State, Tokens
+from linattn_numpy.block_vjps import division_vjp, max_scale, relative_rows
+from linattn_numpy.buffers import buffer
+from linattn_numpy.causal_scales import common_scale, stabilize
+from linattn_numpy.feature_vjps import (
+    Unshifted,
+    features_vjp,
+    has_vjp,
+    sum_to,
+    unshifted_features,
+)
+from linattn_numpy.features import log_features
+from linattn_numpy.limits import MAX_LOG_LEAD, all_finite, finite_shift, floor_of, in_place
+from linattn_numpy.products import product, transposed, weighted
+from linattn_numpy.tiles import split_sub_blocks, sub_blocks
+
+__all__ = ["scan_key_vjp", "scan_query_vjp", "scan_vjp"]
+
+Floats = NDArray[Any]
+Bools = NDArray[np.bool_]
+
+
+class _Block(NamedTuple):
+    """A causal block as it came."""
+
+    query_spec: Any
+    key_spec: Any
+    query: Tokens
+    key: Tokens
+    values_and_one: Floats
+
+    def has_vjp(self) -> bool:
+        return 0 not in self.query.x.shape and has_vjp(self.query_spec) and has_vjp(self.key_spec)
+
+    def is_exponential(self) -> bool:
+        return isinstance(self.query_spec, Exponential) and isinstance(self.key_spec, Exponential)
+
+    def unshifted(self) -> tuple[Unshifted, Unshifted] | None:
+        """Features of queries and of keys."""
+        queries = unshifted_features(self.query_spec, self.query, "query")
+        keys = None if queries is None else unshifted_features(self.key_spec, self.key, "key")
+        return None if queries is None or keys is None else (queries, keys)
+
+
+def scan_query_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    state: State,
+    grad_output: Floats,
+) -> Any:
+    """Gradient of a causal block of queries, their scales, and the state after the block."""
+    block = _Block(query_spec, key_spec, query, key, values_and_one)
+    if not block.has_vjp():
+        return NotImplemented
+    rows = _unshifted_rows(block, state)
+    if rows is None and block.is_exponential():
+        rows = _stabilized_rows(block, state)
+    if rows is None:
+        return NotImplemented
+    cotangent, z, after = _read_scan(rows, grad_output)
+    scale = division_vjp(rows.q, np.vecdot(rows.q, z)[..., None], cotangent, z, rows.floor)
+    if scale is None:
+        return NotImplemented
+    empty = ~np.any(after[..., -1:] != 0, axis=-2)
+    log_scale = np.where(empty, rows.log_scale.dtype.type(-np.inf), rows.log_scale)
+    gradient = features_vjp(query_spec, query.x, rows.q, rows.positive[0], cotangent, None)
+    length = state.length + values_and_one.shape[-2]
+    return gradient, RowScale(rows.log_row, *scale), State(after, log_scale, length)
+
+
+def scan_key_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    adjoint: State,
+    grad_num_den: Floats,
+    log_row: Floats,
+) -> Any:
+    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
+    block = _Block(query_spec, key_spec, query, key, values_and_one)
+    if not block.has_vjp():
+        return NotImplemented
+    keys = _unshifted_keys(block, adjoint, grad_num_den, log_row)
+    if keys is None and block.is_exponential():
+        keys = _stabilized_keys(block, adjoint, grad_num_den, log_row)
+    if keys is None:
+        return NotImplemented
+    return _keys_vjp(block, keys, _key_pairs(keys), adjoint.length)
+
+
+def scan_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    state: State,
+    adjoint: State,
+    grad_output: Floats,
+) -> Any:
+    """Gradients of an unshifted block by queries, keys and ``[v, 1]``, and the adjoint before it.
+
+    ``state`` is the one before the block, ``adjoint`` the one behind it. Other blocks, and those of
+    arguments that share leading axes, go one side at a time.
+    """
+    block = _Block(query_spec, key_spec, query, key, values_and_one)
+    lead = state.kvz.shape[:-2]
+    if not block.has_vjp() or any(
+        x.shape[:-2] != lead for x in (query.x, key.x, values_and_one, grad_output)
+    ):
+        return NotImplemented
+    rows = _unshifted_rows(block, state)
+    if rows is None:
+        return NotImplemented
+    q, k, v = rows.q, rows.k, rows.v
+    # The adjoint's own scale: that of the rows, whose queries lack the log of their features.
+    log_factor = adjoint.log_scale + rows.log_scale
+    if k.shape[:-2] != lead or q.shape[:-2] != lead or not log_factor.max() <= MAX_LOG_LEAD:
+        return NotImplemented
+    if not (isinstance(key_spec, Exponential) or np.all(rows.log_scale == rows.log_scale[..., :1])):
+        return NotImplemented  # these gradients are taken from the features themselves
+    found = _query_pairs(rows, grad_output)
+    if found is None:
+        return NotImplemented
+    cotangent, inverse, g1, pairs = found
+    grad_query = features_vjp(query_spec, query.x, q, rows.positive[0], cotangent, None)
+    grad_query *= inverse
+    start = adjoint.kvz * np.exp(log_factor)[..., None]
+    keys = _Keys(q, k, v, g1, v[..., -1:], start, -rows.log_scale, rows.positive[1])
+    return grad_query, *_keys_vjp(block, keys, reversed(pairs), adjoint.length)
+
+
+# Queries ----------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """A causal block and the state before it on one scale."""
+
+    q: Floats
+    k: Floats
+    v: Floats
+    start: Floats
+    log_row: Floats
+    """True log scale of each row, the query's own term included."""
+    log_scale: Floats
+    """Of the features of ``start`` and of what is added to it."""
+    floor: float
+    """Least denominator that is accepted."""
+    positive: tuple[Bools | None, Bools | None] = (None, None)
+    """Where inputs of a ReLU are, of queries and of keys."""
+
+
+def _unshifted_rows(block: _Block, state: State) -> _Rows | None:
+    features = block.unshifted()
+    if features is None:
+        return None
+    queries, keys = features
+    common = common_scale(queries.col, keys.col, keys.row, state)
+    if common is None:
+        return None
+    g, feature_scale, weights, state_scale = common
+    v = weighted(block.values_and_one, weights)
+    k = keys.weights
+    if feature_scale is not None:
+        k = in_place(np.multiply, k, feature_scale[..., None, :])
+    floor = _floor(block, k, state) * exp(queries.max_log + keys.max_log)
+    start = state.kvz * state_scale[..., None]
+    log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
+    log_row = np.broadcast_to(log_row, (*log_row.shape[:-2], block.query.x.shape[-2], 1))
+    log_scale = np.broadcast_to(g - queries.col, state.log_scale.shape).astype(v.dtype)
+    positive = queries.positive, keys.positive
+    return _Rows(queries.weights, k, v, start, log_row, log_scale, floor, positive)
+
+
+def _stabilized_rows(block: _Block, state: State) -> _Rows:
+    log_k = log_features(block.key_spec, block.key, "key")
+    log_q = log_features(block.query_spec, block.query, "query")
+    q, k, start, log_row, log_scale = stabilize(
+        block.query_spec, block.key_spec, log_q, log_k, state
+    )
+    floor = _floor(block, k, state)
+    return _Rows(q, k, block.values_and_one, start, log_row, log_scale, floor)
+
+
+def _floor(block: _Block, k: Floats, state: State) -> float:
+    """Least denominator of features and keys that weigh at most 1."""
+    keys = state.length + block.values_and_one.shape[-2]
+    return floor_of(block.values_and_one.dtype) * float(k.shape[-1] * keys)
+
+
+def _read_scan(rows: _Rows, grad_output: Floats) -> tuple[Floats, Floats, Floats]:
+    """``g.S`` and z of the state S of each row, both (..., n, m), and the state after the block."""
+    k, v, start = rows.k, rows.v, transposed(rows.start)
+    lead = np.broadcast_shapes(grad_output.shape[:-2], start.shape[:-2])
+    read = buffer("read", (*lead, *k.shape[-2:]), k.dtype)
+    z = buffer("z", read.shape, k.dtype)
+    for part, size in sub_blocks(v.shape[-2]):
+        gs, ks, vs, out, out_z = (
+            split_sub_blocks(x, part, size) for x in (grad_output, k, v, read, z)
+        )
+        states = _prefix_states(start, ks, vs)
+        before, above = states[..., :-1, :, :], above_diagonal(size)
+        # What is visible of the block's own keys, for cotangents and for normalizers: one product.
+        pairs = buffer("scores", (*out.shape[:-2], 2 * size, size), k.dtype)
+        np.matmul(gs, transposed(vs[..., :-1]), out=pairs[..., :size, :])
+        pairs[..., size:, :] = transposed(vs[..., -1:])
+        np.copyto(pairs, 0, where=np.concatenate([above, above]))
+        both = product(pairs, ks, "more")
+        np.matmul(gs, before[..., :-1, :], out=out)
+        out += both[..., :size, :]
+        np.add(both[..., size:, :], before[..., -1:, :], out=out_z)
+        start = states[..., -1, :, :]
+    return read, z, transposed(start).copy()
+
+
+def _prefix_states(start: Floats, ks: Floats, vs: Floats) -> Floats:
+    """States before each sub-block and after the last, ``(..., count + 1, e + 1, m)``.
+
+    By rows of values: a product of few rows with a transposed view takes twice as long.
+    """
+    count = ks.shape[-3]
+    states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
+    states[..., 0, :, :] = start
+    np.matmul(transposed(vs), ks, out=states[..., 1:, :, :])
+    for i in range(count):
+        states[..., i + 1, :, :] += states[..., i, :, :]
+    return states
+
+
+@cache
+def above_diagonal(size: int) -> Bools:
+    """Pairs of a later key and an earlier query of a sub-block."""
+    return np.triu(np.ones((size, size), dtype=bool), 1)
+
+
+# Keys -------------------------------------------------------------------------------------------
+
+
+class _Keys(NamedTuple):
+    """A causal block and the adjoint behind it on one scale."""
+
+    q: Floats
+    k: Floats
+    v: Floats
+    g1: Floats
+    """Cotangents of the rows' ``[num, den]``."""
+    factor: Floats | None
+    """What gradients of ``[v, 1]`` have yet to be multiplied with; ``v`` has been."""
+    start: Floats
+    log_scale: Floats
+    """Of the features of ``start`` and of what is added to it."""
+    positive: Bools | None = None
+    """Where inputs of a ReLU are, of keys."""
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a key and a query within some sub-blocks, ``(..., count, size, size)``.
+
+    0 where the query does not see the key.
+    """
+
+    rows: slice
+    size: int
+    weights: Floats
+    cotangents: Floats
+
+
+def _unshifted_keys(
+    block: _Block, adjoint: State, grad_num_den: Floats, log_row: Floats
+) -> _Keys | None:
+    features = block.unshifted()
+    if features is None:
+        return None
+    queries, keys = features
+    lead, dtype = adjoint.kvz.shape[:-2], block.values_and_one.dtype
+    row = log_row if queries.row is None else log_row - queries.row
+    # A scale for each head: on that of another the rows of a head far above it would vanish, and
+    # those of earlier keys that count for them overflow. It is -inf where no row has a gradient.
+    highest = _max_to(-row.min(axis=-2), lead)
+    if not np.all(highest < np.inf):
+        return None
+    own = np.broadcast_to(queries.col + highest, adjoint.log_scale.shape)
+    log_scale = np.maximum(adjoint.log_scale, own)
+    shift = finite_shift(log_scale)
+    factor, top = relative_rows(keys.row)
+    scale = log_scale + keys.col + top
+    if not scale.max() + queries.max_log + keys.max_log <= _max_scale(block, adjoint):
+        return None
+    q, k = queries.weights, keys.weights
+    g1 = grad_num_den * np.exp(-row - finite_shift(highest)[..., None])
+    own = np.exp(own - shift)
+    if np.all(own == own[..., :1]) and own.shape[:-1] == lead:
+        g1 = g1 * own[..., :1, None]
+    else:
+        q = in_place(np.multiply, q, own[..., None, :])
+    scale = np.exp(scale)
+    if np.all(scale == scale[..., :1]):
+        scale = scale[..., :1, None]
+        factor = np.broadcast_to(scale, (*lead, 1, 1)) if factor is None else factor * scale
+    elif isinstance(block.key_spec, Exponential):
+        k = in_place(np.multiply, k, scale[..., None, :])
+    else:
+        return None  # these gradients are taken from the features themselves
+    v = block.values_and_one if factor is None else block.values_and_one * factor
+    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
+    return _Keys(q, k, v, g1, factor, start, log_scale.astype(dtype), keys.positive)
+
+
+def _stabilized_keys(
+    block: _Block, adjoint: State, grad_num_den: Floats, log_row: Floats
+) -> _Keys | None:
+    q = log_features(block.query_spec, block.query, "query")
+    q = in_place(np.add, q, block.query_spec.col[..., None, :])
+    q = in_place(np.subtract, q, log_row)
+    log_scale = np.maximum(adjoint.log_scale, _max_to(q.max(axis=-2), adjoint.kvz.shape[:-2]))
+    shift = finite_shift(log_scale)
+    q = in_place(np.subtract, q, shift[..., None, :])
+    np.exp(q, out=q)
+    k = log_features(block.key_spec, block.key, "key")
+    k = in_place(np.add, k, (block.key_spec.col + shift)[..., None, :])
+    if not k.max() <= _max_scale(block, adjoint):
+        return None
+    np.exp(k, out=k)
+    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
+    return _Keys(q, k, block.values_and_one, grad_num_den, None, start, log_scale)
+
+
+def _max_scale(block: _Block, adjoint: State) -> float:
+    rows = adjoint.length + block.values_and_one.shape[-2]
+    return max_scale(block.values_and_one.dtype, adjoint.log_scale.shape[-1] * rows)
+
+
+def _max_to(x: Floats, lead: tuple[int, ...]) -> Floats:
+    """Largest over leading axes along which ``(*lead, m)`` was broadcast."""
+    extra = max(x.ndim - 1 - len(lead), 0)
+    x = np.asarray(x.max(axis=tuple(range(extra))))
+    own = lead[len(lead) - x.ndim + 1 :]
+    axes = tuple(i for i, n in enumerate(own) if n == 1 and x.shape[i] != 1)
+    return np.asarray(x.max(axis=axes, keepdims=True))
+
+
+def _key_pairs(keys: _Keys) -> Iterator[_Pairs]:
+    """Weights and cotangents of pairs, from the last sub-blocks to the first."""
+    for rows, size in reversed(sub_blocks(keys.v.shape[-2])):
+        qs, ks, vs, gs = (
+            split_sub_blocks(x, rows, size) for x in (keys.q, keys.k, keys.v, keys.g1)
+        )
+        hidden = transposed(above_diagonal(size))
+        weights = product(ks, transposed(qs), "scores")
+        np.copyto(weights, 0, where=hidden)
+        cotangents = product(vs, transposed(gs), "cotangents")
+        np.copyto(cotangents, 0, where=hidden)
+        yield _Pairs(rows, size, weights, cotangents)
+
+
+def _keys_vjp(
+    block: _Block, keys: _Keys, pairs: Iterable[_Pairs], length: int
+) -> tuple[Floats, Floats, State]:
+    """Gradients of keys and of ``[v, 1]``, and the adjoint before the block; ``pairs`` last first.
+
+    ``length``: of the adjoint behind it.
+    """
+    k, v, start = keys.k, keys.v, keys.start
+    lead, n = start.shape[:-2], v.shape[-2]
+    grad_values_and_one = np.empty((*lead, n, v.shape[-1]), v.dtype)
+    cotangent = buffer("read", (*lead, n, k.shape[-1]), k.dtype)
+    for rows, size, weights, cotangents in pairs:
+        qs, ks, vs, gs = (split_sub_blocks(x, rows, size) for x in (keys.q, k, v, keys.g1))
+        states = _adjoint_states(start, qs, gs)
+        later, inner = states[..., 1:, :, :], (*lead, states.shape[-3] - 1)
+        out = split_sub_blocks(grad_values_and_one, rows, size)
+        np.matmul(ks, later, out=out)
+        out += sum_to(np.matmul(weights, gs), inner)
+        out = split_sub_blocks(cotangent, rows, size)
+        np.matmul(vs, _transposed_copy(later), out=out)
+        out += sum_to(product(cotangents, qs, "more"), inner)
+        start = states[..., 0, :, :]
+    adjoint = State(start.copy(), keys.log_scale, length + n)
+    if keys.factor is not None:
+        grad_values_and_one *= keys.factor
+    total = np.vecdot(block.values_and_one, grad_values_and_one)[..., None]
+    grad_key = features_vjp(block.key_spec, block.key.x, k, keys.positive, cotangent, total)
+    return grad_key, grad_values_and_one, adjoint
+
+
+def _adjoint_states(start: Floats, qs: Floats, gs: Floats) -> Floats:
+    """Adjoints before each sub-block and behind the last, ``(..., count + 1, m, e + 1)``."""
+    count = qs.shape[-3]
+    states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
+    states[..., -1, :, :] = start
+    own = states[..., :-1, :, :]
+    if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == own.shape[:-2]:
+        np.matmul(transposed(qs), gs, out=own)
+    else:
+        own[...] = sum_to(np.matmul(transposed(qs), gs), own.shape[:-2])
+    for i in reversed(range(count)):
+        states[..., i, :, :] += states[..., i + 1, :, :]
+    return states
+
+
+def _transposed_copy(states: Floats) -> Floats:
+    """In a buffer: a product of few rows with a transposed view takes twice as long."""
+    copy = buffer("transposed", (*states.shape[:-2], *states.shape[:-3:-1]), states.dtype)
+    np.copyto(copy, transposed(states))
+    return copy
+
+
+# Both at once -----------------------------------------------------------------------------------
+
+
+def _query_pairs(
+    rows: _Rows, grad_output: Floats
+) -> tuple[Floats, Floats, Floats, list[_Pairs]] | None:
+    """Cotangents of ``q`` times their denominators, the inverses of these, g1, and pairs.
+
+    None where a denominator has lost digits. Numerators need not be formed: with the state before a
+    row in two parts, ``g.num`` is the sum of ``q * (g.S)``.
+    """
+    q, k, v, start = rows.q, rows.k, rows.v, transposed(rows.start)
+    cotangent, g1 = buffer("read", q.shape, q.dtype), np.empty(v.shape, v.dtype)
+    inverses = np.empty((*q.shape[:-1], 1), q.dtype)
+    pairs: list[_Pairs] = []
+    for part, size in sub_blocks(v.shape[-2]):
+        qs, ks, vs, gs, out, g1s = (
+            split_sub_blocks(x, part, size) for x in (q, k, v, grad_output, cotangent, g1)
+        )
+        states = _prefix_states(start, ks, vs)
+        before, above = states[..., :-1, :, :], above_diagonal(size)
+        weights = np.matmul(qs, transposed(ks))
+        np.copyto(weights, 0, where=above)
+        z = before[..., -1:, :]
+        denominator = np.matmul(weights, vs[..., -1:])
+        denominator += np.matmul(qs, transposed(z))
+        if not rows.floor <= denominator.min() <= denominator.max() < np.inf:
+            return None
+        inverse = np.divide(1, denominator, out=split_sub_blocks(inverses, part, size))
+        np.matmul(gs, before[..., :-1, :], out=out)
+        cotangents = np.matmul(gs, transposed(vs[..., :-1]))
+        inner = np.vecdot(weights, cotangents) + np.vecdot(qs, out)
+        inner = inner[..., None] * inverse
+        cotangents -= inner * transposed(vs[..., -1:])
+        np.copyto(cotangents, 0, where=above)
+        more = buffer("more", out.shape, out.dtype)
+        out -= np.multiply(z, inner, out=more)
+        out += np.matmul(cotangents, ks, out=more)
+        cotangents *= inverse
+        np.multiply(gs, inverse, out=g1s[..., :-1])
+        np.multiply(inner, -inverse, out=g1s[..., -1:])
+        if not all_finite(g1s[..., -1]):
+            return None
+        pairs.append(_Pairs(part, size, transposed(weights), transposed(cotangents)))
+        start = states[..., -1, :, :]
+    return cotangent, inverses, g1, pairs

@@ -1,0 +1,119 @@
+"""Features of a block for its gradients, and their cotangents pulled back to tokens.
+
+Exponential maps, elu + 1 and ReLU. A block is *unshifted* where its exponents are moderate: they
+are exponentiated as they are, a key's row term goes onto ``[v, 1]`` and a query's row scale onto
+its cotangent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import RELU, Exponential, Pointwise, Spec, Tokens
+from linattn_numpy.buffers import buffer
+from linattn_numpy.features import (
+    activate,
+    exponentials,
+    max_log,
+    preactivations,
+    row_term,
+    supports_pointwise,
+)
+from linattn_numpy.limits import MAX_VJP_EXPONENT, in_place
+from linattn_numpy.products import transposed
+
+__all__ = ["Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
+
+Floats = NDArray[Any]
+Bools = NDArray[np.bool_]
+
+
+def has_vjp(spec: Spec) -> TypeGuard[Exponential | Pointwise]:
+    """Whether the features of a spec are pulled back here."""
+    return isinstance(spec, Exponential) or (
+        supports_pointwise(spec) and (spec.f == RELU or spec.offset == 0.0)
+    )
+
+
+class Unshifted(NamedTuple):
+    """Features of a block as they are: ``phi = weights * exp(col + row)``."""
+
+    weights: Floats
+    col: Floats
+    row: Floats | None
+    """Log that all features of a token share, ``(..., n, 1)``; None for 0."""
+    max_log: float
+    """Log of the largest weight, at least 0."""
+    positive: Bools | None
+    """Where the inputs of a ReLU are; None for other functions."""
+
+
+def unshifted_features(
+    spec: Exponential | Pointwise, tokens: Tokens, name: str
+) -> Unshifted | None:
+    """Features in buffers of that name; None where an exponent is beyond MAX_VJP_EXPONENT."""
+    u = preactivations(spec, tokens.x, name)
+    highest = max_log(spec, u)
+    if highest > MAX_VJP_EXPONENT[u.itemsize]:
+        return None
+    if isinstance(spec, Exponential):
+        weights = exponentials(spec, u, name)
+        return Unshifted(weights, spec.col, row_term(spec, tokens), highest, None)
+    weights = activate(spec, u, buffer(name + "_both", u.shape, u.dtype))
+    positive = None
+    if spec.f == RELU:
+        # Features do not tell: a small input vanishes beside the offset.
+        positive = np.greater(u, 0, out=buffer(name + "_positive", u.shape, bool))
+    col = np.zeros(weights.shape[-1], weights.dtype)
+    return Unshifted(weights, col, tokens.log_weight, highest, positive)
+
+
+def features_vjp(
+    spec: Spec,
+    x: Floats,
+    weights: Floats,
+    positive: Bools | None,
+    cotangent: Floats,
+    total: Floats | None,
+) -> Floats:
+    """Pull the cotangent of the features ``weights`` back to tokens; it is written over.
+
+    ``positive``: where inputs of a ReLU are. ``total``: sum of the products of features and
+    cotangents over a row, None for 0.
+    """
+    if isinstance(spec, Exponential):
+        cotangent = in_place(np.multiply, cotangent, weights)
+        r = spec.P.shape[-1]
+        if spec.paired:
+            cotangent[..., :r] -= cotangent[..., r:]
+        gradient = np.asarray(np.matmul(cotangent[..., :r], transposed(spec.P)))
+        if total is None or (isinstance(spec.Q, float) and spec.Q == 0.0):
+            return gradient
+        if isinstance(spec.Q, float):
+            return in_place(np.subtract, gradient, total * spec.Q * x)
+        return in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
+    assert isinstance(spec, Pointwise)
+    if positive is not None:
+        cotangent = in_place(np.multiply, cotangent, positive)
+        slope: Any = spec.factor
+    else:
+        cotangent = in_place(np.multiply, cotangent, np.minimum(weights, spec.factor))
+        slope = 1.0
+    if isinstance(spec.P, float):
+        cotangent *= slope * spec.P
+        return cotangent.copy()
+    return np.asarray(np.matmul(cotangent, transposed(spec.P) * slope))
+
+
+def sum_to(x: Floats, lead: tuple[int, ...]) -> Floats:
+    """Sum over leading axes along which an array with leading axes ``lead`` was broadcast."""
+    shape = x.shape[:-2]
+    if shape == lead:
+        return x
+    extra = len(shape) - len(lead)
+    axes = [extra + i for i, n in enumerate(lead) if n != shape[extra + i]]
+    summed = x.sum(axis=(*range(extra), *axes), keepdims=True)
+    return np.asarray(summed.reshape(*lead, *x.shape[-2:]))
