@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from linattn._dispatch import config, registered_backends, without_backends
+from linattn._dispatch import registered_backends, without_backends
+from linattn._settings import config
 from linattn.files import StateFileError, load_state, save_state
 from linattn.functional import decode_step, linear_attention, softmax_attention
 from linattn.state import (

@@ -1,42 +1,19 @@
-"""Input checks: every public function is given its arguments through here, before any work.
-
-A message says the argument, what was wanted and what came.
-"""
+"""Checks of arguments: every error names the argument, what was wanted and what came."""
 
 from __future__ import annotations
 
 import numbers
 import operator
-import sys
-from collections.abc import Callable, Iterable
-from functools import wraps
 from types import ModuleType
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import array_api_compat
 import numpy as np
-from numpy.typing import NDArray
 
-from linattn.typing import (
-    Affine,
-    Array,
-    Assigned,
-    ColumnNormalized,
-    Corrected,
-    Exponential,
-    FeatureMap,
-    Features,
-    MapSpec,
-    Normalized,
-    Pointwise,
-    State,
-)
+from linattn._arrays import _is_plain, dtype_bits, library_name, namespace
+from linattn.typing import Array, FeatureMap, Features, State
 
 __all__ = [
-    "PARAMETER_AXES",
-    "accumulation_dtype",
-    "are_plain",
     "check_array",
     "check_arrays",
     "check_features",
@@ -47,145 +24,8 @@ __all__ = [
     "check_positive_int",
     "check_state",
     "check_state_record",
-    "device_array",
-    "is_lazy",
-    "kinds",
     "known_fingerprint",
-    "library_name",
-    "namespace",
-    "on_array_device",
-    "spec_lead",
-    "to_numpy",
 ]
-
-
-_namespaces: dict[type, ModuleType] = {}
-
-
-def namespace(array: Array) -> ModuleType:
-    """Return the array-API namespace of an array.
-
-    Remembered by type: asking array-api-compat takes 13 us, and a step of decoding takes 50.
-
-    Raises
-    ------
-    TypeError
-        Not an array.
-    """
-    kind = type(array)
-    found = _namespaces.get(kind)
-    if found is None:
-        found = _namespaces[kind] = array_api_compat.array_namespace(array)
-    return found
-
-
-def library_name(xp: ModuleType) -> str:
-    """Root module of the array library of a namespace: ``numpy``, ``cupy``, ``torch``..."""
-    return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
-
-
-def place(xp: ModuleType, device: Any) -> tuple[Any, ...] | None:
-    """Where arrays live that are kept from call to call: the device, and for CuPy the stream too.
-
-    What one stream makes another may use only when it is done. None for libraries whose arrays may
-    belong to a trace, and must not be cached.
-    """
-    library = library_name(xp)
-    if library == "numpy":
-        return (device,)
-    if library == "cupy":
-        # Its number: a Device of CuPy has no hash.
-        return int(device), sys.modules["cupy"].cuda.get_current_stream(int(device)).ptr
-    return None
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def on_array_device(function: _F) -> _F:
-    """Let a public function run with the device of its first CuPy array as the current one.
-
-    CuPy allocates and launches on the current device, wherever the arrays are. Other libraries know
-    no current device.
-    """
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        cupy = sys.modules.get("cupy")
-        if cupy is None:
-            return function(*args, **kwargs)
-        kind: Any = getattr(cupy, "ndarray", ())  # it has none yet while it is being imported
-        for argument in (*args, *kwargs.values()):
-            array = argument.kvz if isinstance(argument, State) else argument
-            if isinstance(array, kind):
-                with array.device:
-                    return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-def is_lazy(array: Array) -> bool:
-    """Whether inspecting the array's values is impossible (traced) or expensive (lazy)."""
-    return bool(array_api_compat.is_lazy_array(array))
-
-
-def to_numpy(
-    array: Array, name: str = "an array that is computed with on the host"
-) -> NDArray[Any]:
-    """Copy an array of any library to the host as NumPy.
-
-    Raises
-    ------
-    TypeError
-        A traced array, which has no values.
-    """
-    if array_api_compat.is_cupy_array(array):
-        return np.asarray(array.get())
-    if array_api_compat.is_torch_array(array):
-        array = array.detach().cpu()
-        return np.asarray(array.float() if str(array.dtype) == "torch.bfloat16" else array)
-    if library_name(namespace(array)) == "array_api_strict":
-        xp = namespace(array)
-        array = array_api_compat.to_device(array, xp.Device("CPU_DEVICE"))
-    try:
-        return np.asarray(array)
-    except TypeError as error:
-        if not array_api_compat.is_jax_array(array):
-            raise
-        message = (
-            f"{name} must have values, got a traced {type(array).__name__}; call the function "
-            f"outside of jax.jit, jax.grad and jax.vmap"
-        )
-        raise TypeError(message) from error
-
-
-def device_array(array: NDArray[np.float64], xp: ModuleType, dtype: Any, device: Any) -> Array:
-    """Cast float64 numbers on the host, so that all libraries get the same bits, and move them."""
-    host = array.astype(np.float64 if dtype == xp.float64 else np.float32, order="C")
-    return xp.asarray(host, device=device)
-
-
-_PLAIN_DTYPES = {np.dtype(np.float32), np.dtype(np.float64)}
-"""Dtypes of which nothing else need be asked: to ask takes as long as a step of decoding."""
-
-
-def are_plain(arrays: Iterable[Any]) -> bool:
-    """Whether all are NumPy's own arrays, of native dtypes that are always taken."""
-    return all(_is_plain(array) for array in arrays)
-
-
-def _is_plain(array: Any) -> bool:
-    """Whether this is NumPy's own array, of a native dtype that is always taken."""
-    return type(array) is np.ndarray and array.dtype in _PLAIN_DTYPES
-
-
-def kinds(arrays: Iterable[Any]) -> list[Any]:
-    """Return what must stay the same from call to call for arrays to be checked once."""
-    return [
-        (type(a), getattr(a, "shape", None), getattr(a, "dtype", None), getattr(a, "device", None))
-        for a in arrays
-    ]
 
 
 def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
@@ -244,14 +84,6 @@ def _check_float(name: str, array: Array, xp: ModuleType) -> None:
         raise TypeError(message)
 
 
-def dtype_bits(dtype: Any) -> int:
-    """Width of a floating dtype of any library."""
-    bits = getattr(dtype, "itemsize", None)
-    if bits is None:
-        bits = np.dtype(dtype._np_dtype if hasattr(dtype, "_np_dtype") else dtype).itemsize
-    return 8 * int(bits)
-
-
 def _check_device(first: str, first_array: Array, name: str, array: Array) -> None:
     devices = (array_api_compat.device(first_array), array_api_compat.device(array))
     # A traced array does not know its device.
@@ -300,19 +132,6 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
             )
             raise ValueError(message)
     return xp, [array for _, array in checked.values()]
-
-
-def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any:
-    """float64 for float64 or when the precision asks for it, else float32."""
-    if precision != "float64" and dtype != xp.float64:
-        return xp.float32
-    if "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating"):
-        message = (
-            f"precision='float64' needs a library with float64 switched on, which "
-            f"{library_name(xp)} has not"
-        )
-        raise ValueError(message)
-    return xp.float64
 
 
 def check_positive_int(name: str, value: Any, *, least: int = 1) -> int:
@@ -408,38 +227,6 @@ def check_key_mask(
     if len(shape) == 1:
         mask = xp.reshape(mask, (1,) * (len(wanted) - 1) + shape)
     return xp.broadcast_to(mask, (*mask.shape[:-1], wanted[-1]))[..., None]
-
-
-PARAMETER_AXES: dict[type, dict[str, int]] = {
-    Affine: {"shift": 2, "transform": 2, "weight": 2, "offset": 2},
-    Assigned: {"P": 2, "bias": 1, "probes": 2, "offset": 1, "table": 2},
-    Corrected: {"half_log": 1, "matrix": 2},
-    Exponential: {"P": 2, "Q": 2, "col": 1},
-    Normalized: {"P": 2, "col": 1, "power": 2, "tilt": 2},
-    Pointwise: {"P": 2, "bias": 1, "factor": 1},
-}
-"""Axes of each array of a spec after its leading ones; what is None or a number has none."""
-
-
-_leads: WeakKeyDictionary[MapSpec, tuple[int, ...]] = WeakKeyDictionary()
-
-
-def spec_lead(spec: MapSpec) -> tuple[int, ...]:
-    """Leading axes (heads) of a spec's parameters; remembered, since specs are kept by maps."""
-    lead = _leads.get(spec)
-    if lead is None:
-        lead = _leads[spec] = _spec_lead(spec)
-    return lead
-
-
-def _spec_lead(spec: MapSpec) -> tuple[int, ...]:
-    inside = spec_lead(spec.spec) if isinstance(spec, Affine | ColumnNormalized | Corrected) else ()
-    shapes = [inside]
-    for name, axes in PARAMETER_AXES.get(type(spec), {}).items():
-        array = getattr(spec, name)
-        if array is not None and not isinstance(array, float):
-            shapes.append(tuple(array.shape[:-axes]))
-    return np.broadcast_shapes(*shapes)
 
 
 def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) -> Features:

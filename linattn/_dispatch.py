@@ -1,4 +1,4 @@
-"""Which code runs: backends found by entry point, and the settings that a user may change."""
+"""Which code runs: backends found by entry point, with the generic code behind them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from linattn import _checks, _generic
+from linattn import _arrays, _generic
 
 __all__ = [
-    "Settings",
     "block_function",
-    "config",
-    "current_settings",
     "limited_threads",
     "registered_backends",
-    "under",
     "whole_function",
     "without_backends",
 ]
@@ -29,81 +25,7 @@ __all__ = [
 GROUP = "linattn.backends"
 
 
-class Settings(NamedTuple):
-    """The numeric policy in force (:func:`config`)."""
-
-    num_threads: int | None = None
-    precision: str | None = None
-
-
-DEFAULTS = Settings()
-_settings: ContextVar[Settings] = ContextVar("linattn_settings", default=DEFAULTS)
 _backends_on: ContextVar[bool] = ContextVar("linattn_backends_on", default=True)
-
-
-def current_settings() -> Settings:
-    """Return the settings in force."""
-    return _settings.get()
-
-
-@contextmanager
-def config(num_threads: int | None = None, precision: str | None = None) -> Iterator[Settings]:
-    """Change settings for the calls inside a ``with`` block.
-
-    Parameters
-    ----------
-    num_threads : int, optional
-        Threads that a backend may use. None leaves the setting as it is; where it was never set,
-        the environment variable ``OMP_NUM_THREADS`` counts, then the number of cores.
-    precision : {"float64", "tf32"}, optional
-        ``"float64"`` accumulates in float64 whatever the input dtype; outputs keep the dtype of
-        the inputs, states are float64. ``"tf32"`` lets the tensor cores of a GPU round the factors
-        of float32 products to 10 bits after the point: CuPy arrays, nothing elsewhere. None leaves
-        the setting as it is; where it was never set, float64 inputs are accumulated in float64 and
-        all others in float32.
-
-    Yields
-    ------
-    Settings
-        The settings in force inside the block.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``num_threads`` is not a positive integer, or ``precision`` is unknown.
-
-    Notes
-    -----
-    The settings live in a context variable: they hold for this thread (or task) only.
-
-    Examples
-    --------
-    >>> import linattn
-    >>> with linattn.config(num_threads=1) as settings:
-    ...     settings.num_threads
-    1
-    """
-    changed = current_settings()
-    if num_threads is not None:
-        count = _checks.check_positive_int("num_threads", num_threads)
-        changed = changed._replace(num_threads=count)
-    if precision is not None:
-        if precision not in ("float64", "tf32"):
-            message = f"precision must be 'float64', 'tf32' or None, got {precision!r}"
-            raise ValueError(message)
-        changed = changed._replace(precision=precision)
-    with under(changed):
-        yield changed
-
-
-@contextmanager
-def under(settings: Settings) -> Iterator[None]:
-    """Put settings in force as a whole: those of an earlier call, for what is done about it."""
-    token = _settings.set(settings)
-    try:
-        yield
-    finally:
-        _settings.reset(token)
 
 
 @contextmanager
@@ -170,7 +92,7 @@ def _load(module_name: str) -> ModuleType:
 def _backend(xp: ModuleType) -> ModuleType | None:
     if not _backends_on.get():
         return None
-    module_name = _entry_points().get(_checks.library_name(xp))
+    module_name = _entry_points().get(_arrays.library_name(xp))
     return None if module_name is None else _load(module_name)
 
 

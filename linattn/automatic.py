@@ -9,9 +9,9 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks, _dispatch
-from linattn._problem import exact_problem
-from linattn._tasks import at, take_problem
+from linattn import _arrays, _checks, _dispatch
+from linattn._driver.problem import exact_problem
+from linattn._driver.tasks import take_problem, task_index
 from linattn.coreset import CoresetAttention
 from linattn.diagnostics import held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
@@ -110,7 +110,7 @@ def attention(
 ) -> Any: ...
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def attention(
     query: Array,
     key: Array,
@@ -316,7 +316,7 @@ def _estimate(
     Heads under one mask share their rows.
     """
     length = problem.query.shape[-2]
-    valid = np.ones(1, bool) if query_mask is None else _checks.to_numpy(query_mask)
+    valid = np.ones(1, bool) if query_mask is None else _arrays.to_numpy(query_mask)
     masks = valid.shape[:-1]
     valid = np.broadcast_to(valid, (*masks, length))
     error, bound = np.zeros(problem.lead), np.zeros(problem.lead)
@@ -324,9 +324,9 @@ def _estimate(
         pairs = zip(heads, masks, strict=True)
         task = tuple(slice(None) if n == 1 else slice(i, i + 1) for i, n in pairs)
         part = take_problem(problem, task)
-        own = None if probes is None else probes[at(probes.shape, 2, task)]
+        own = None if probes is None else probes[task_index(probes.shape, 2, task)]
         found = held_out_error(
-            output[at(tuple(output.shape), 2, task)],
+            output[task_index(tuple(output.shape), 2, task)],
             query=part.query,
             key=part.key,
             value=part.value,
@@ -336,7 +336,7 @@ def _estimate(
             rows=_rows(part, np.flatnonzero(valid[heads]), own, num_rows, generator),
             probability=probability,
         )
-        where = at(error.shape, 0, task)
+        where = task_index(error.shape, 0, task)
         error[where], bound[where] = found.relative, found.bound
     return error, bound
 
@@ -377,7 +377,7 @@ def _without_probes(
     first = (0,) * (problem.query.ndim - 2)
     index = problem.xp.asarray(rows, device=array_api_compat.device(problem.query))
     taken = problem.xp.take(problem.query[(*first, ...)], index, axis=-2)
-    queries = _checks.to_numpy(problem.xp.astype(taken, problem.dtype)).astype(np.float64)
+    queries = _arrays.to_numpy(problem.xp.astype(taken, problem.dtype)).astype(np.float64)
     known = {probe.tobytes() for probe in probes[(0,) * (probes.ndim - 2)]}
     return rows[[query.tobytes() not in known for query in queries]]
 

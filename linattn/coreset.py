@@ -18,9 +18,10 @@ from typing import NamedTuple, Self
 import array_api_compat
 import numpy as np
 
-from linattn import _checks, _generic
-from linattn._blocks import Rows, divide, token_block, values_and_one_block
-from linattn._problem import exact_problem
+from linattn import _arrays, _checks, _generic
+from linattn._driver.blocks import Rows, token_block, values_and_one_block
+from linattn._driver.problem import exact_problem
+from linattn._generic.states import divide
 from linattn.files import Arrays, Members, Path, read_arrays, write_arrays
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Partial, Problem
@@ -261,10 +262,10 @@ def _reduce(
 
 def _noise(seed: int, block: int, like: Array) -> Array:
     """Gumbel noise of one block, drawn on the host: the same for every library and every cut."""
-    xp = _generic.namespace(like)
+    xp = _arrays.namespace(like)
     sequence = np.random.SeedSequence(seed, spawn_key=(block,))
     noise = -np.log(np.random.default_rng(sequence).standard_exponential(tuple(like.shape)))
-    return _checks.device_array(noise, xp, like.dtype, array_api_compat.device(like))
+    return _arrays.device_array(noise, xp, like.dtype, array_api_compat.device(like))
 
 
 def _joined(first: _Entries, second: _Entries, xp: ModuleType) -> _Entries:
@@ -403,7 +404,7 @@ class CoresetAttention:
         """Tokens seen so far, masked ones included."""
         return 0 if self._stream is None else self._stream.length
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def extend(
         self, query: Array, key: Array, value: Array, *, key_mask: Array | None = None
     ) -> Array:
@@ -440,7 +441,7 @@ class CoresetAttention:
         stream = _begun(problem) if self._stream is None else self._stream
         _check_continues(stream, problem)
         output = Rows(problem, problem.value.shape[-1], problem.query.dtype)
-        with _generic.quiet():
+        with _generic.ignore_fp_warnings():
             for rows in self._pieces(stream.length, problem.query.shape[-2]):
                 part, stream = self._piece(stream, problem, rows)
                 out = divide(part)
@@ -449,7 +450,7 @@ class CoresetAttention:
         self._stream = stream
         return result
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def step(self, query: Array, key: Array, value: Array) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
 
@@ -490,12 +491,12 @@ class CoresetAttention:
             arrays = [np.zeros(0, dtype=np.float32)] * len(ARRAYS)
         else:
             lead = self._stream.lead
-            arrays = [_checks.to_numpy(x) for x in _arrays_of(self._stream)]
+            arrays = [_arrays.to_numpy(x) for x in _arrays_of(self._stream)]
             arrays = [x.reshape((*lead, *x.shape[1:])) for x in arrays]
         write_arrays(path, numbers | dict(zip(ARRAYS, arrays, strict=True)))
 
     @classmethod
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def load(cls, path: Path, like: Array | None = None) -> Self:
         """Load a stream saved by :meth:`save`; it goes on as the saved one would have.
 
@@ -614,11 +615,11 @@ def _begun(problem: Problem) -> _Stream:
 def _check_continues(stream: _Stream, problem: Problem) -> None:
     """Check that new tokens are of the kind of those seen."""
     key = stream.old.key
-    xp = _generic.namespace(key)
+    xp = _arrays.namespace(key)
     if xp is not problem.xp:
         message = (
             f"query, key and value must come from the array library of the stream, "
-            f"{_checks.library_name(xp)}, got {_checks.library_name(problem.xp)}"
+            f"{_arrays.library_name(xp)}, got {_arrays.library_name(problem.xp)}"
         )
         raise TypeError(message)
     device = array_api_compat.device

@@ -11,8 +11,8 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _atomic, _checks
-from linattn._problem import check_feature_map, check_map_of_state, short_fingerprint
+from linattn import _arrays, _atomic, _checks
+from linattn._driver.problem import check_feature_map, check_map_of_state, short_fingerprint
 from linattn.typing import Array, FeatureMap, State
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _fingerprint(feature_map: Any) -> str:
     return str(feature_map.fingerprint())
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) -> None:
     """Save a state to a file.
 
@@ -109,8 +109,8 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     arrays = {
         "format_version": np.int64(FORMAT_VERSION),
         "fingerprint": np.str_(fingerprint),
-        "kvz": _checks.to_numpy(state.kvz),
-        "log_scale": _checks.to_numpy(state.log_scale),
+        "kvz": _arrays.to_numpy(state.kvz),
+        "log_scale": _arrays.to_numpy(state.log_scale),
         "length": np.int64(int(state.length)),
     }
     write_arrays(path, arrays)
@@ -138,7 +138,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     _atomic.write_bytes(name, archive.getvalue())
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def load_state(
     path: Path,
     feature_map: FeatureMap | None = None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from linattn import _checks, folds
-from linattn._problem import exact_problem, linear_problem, stamped, step_problem
+from linattn import _arrays, _checks
+from linattn._driver import forward
+from linattn._driver.problem import exact_problem, linear_problem, stamped, step_problem
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]
@@ -84,7 +85,7 @@ def linear_attention(
 ) -> Any: ...
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def linear_attention(
     query: Array,
     key: Array,
@@ -217,7 +218,7 @@ def linear_attention(
     )
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)
-    output, state, norm = folds.solve(problem, return_state=return_state)
+    output, state, norm = forward.solve(problem, return_state=return_state)
     if return_state:
         assert state is not None
         state = stamped(state, initial_state, feature_map)
@@ -225,7 +226,7 @@ def linear_attention(
     return (output, *extra) if extra else output
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def softmax_attention(
     query: ArrayT,
     key: Array,
@@ -276,11 +277,11 @@ def softmax_attention(
     Does Not Need O(n^2) Memory" (2021).
     """
     problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
-    output: ArrayT = folds.solve(problem, return_state=False)[0]
+    output: ArrayT = forward.solve(problem, return_state=False)[0]
     return output
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def decode_step(
     query: ArrayT, key: Array, value: Array, state: State, feature_map: FeatureMap
 ) -> tuple[ArrayT, State]:
@@ -321,5 +322,5 @@ def decode_step(
     """
     problem = step_problem(query, key, value, state, feature_map)
     assert problem.state is not None
-    output, after = folds.step(problem, problem.state)
+    output, after = forward.step(problem, problem.state)
     return output, stamped(after, state, feature_map)

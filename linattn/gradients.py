@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
-from linattn import _backward, _checks, folds
-from linattn._backward import Cotangent
-from linattn._cotangents import check_differentiable
-from linattn._kept import Kept
-from linattn._problem import exact_problem, linear_problem, stamped
+from linattn import _arrays, _checks
+from linattn._driver import backward, forward
+from linattn._driver.backward import Cotangent
+from linattn._driver.checkpoints import Checkpoints
+from linattn._driver.problem import exact_problem, linear_problem, stamped
+from linattn._generic.feature_vjps import check_differentiable
 from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
 
 __all__ = [
@@ -66,7 +67,7 @@ def linear_attention_vjp(
 ) -> tuple[Any, Pullback]: ...
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def linear_attention_vjp(
     query: Array,
     key: Array,
@@ -192,16 +193,16 @@ def linear_attention_vjp(
         state=initial_state,
         chunk_size=chunk_size,
     )
-    kept = _backward.kept_for(problem)
-    output, state, _ = folds.solve(problem, return_state=return_state, kept=kept)
+    checkpoints = backward.checkpoints_for(problem)
+    output, state, _ = forward.solve(problem, return_state=return_state, checkpoints=checkpoints)
     # A backend that does the whole problem may give a state that nobody asked for.
     if state is None or not return_state:
-        return output, pullback_of(problem, kept=kept)
+        return output, pullback_of(problem, checkpoints=checkpoints)
     state = stamped(state, initial_state, feature_map)
-    return (output, state), pullback_of(problem, state.log_scale, kept)
+    return (output, state), pullback_of(problem, state.log_scale, checkpoints)
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def softmax_attention_vjp(
     query: ArrayT,
     key: Array,
@@ -267,7 +268,7 @@ def softmax_attention_vjp(
     [(100, 16), (100, 16), (100, 16)]
     """
     problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
-    return folds.solve(problem, return_state=False)[0], pullback_of(problem)
+    return forward.solve(problem, return_state=False)[0], pullback_of(problem)
 
 
 def differentiable_problem(
@@ -280,18 +281,20 @@ def differentiable_problem(
     return problem
 
 
-def pullback_of(problem: Problem, log_scale: Array = None, kept: Kept | None = None) -> Pullback:
+def pullback_of(
+    problem: Problem, log_scale: Array = None, checkpoints: Checkpoints | None = None
+) -> Pullback:
     """Return the pullback of a problem; ``log_scale``: that of its last state, if it was asked for.
 
-    Nothing of the forward pass is needed for it; states that it has kept make it faster.
+    Nothing of the forward pass is needed for it; checkpoints of it make it faster.
     """
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
         shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
         _check_cotangent("grad_output", grad_output, "output", shape, problem.query)
         cotangent = Cotangent(grad_output, _state_cotangent(grad_state, log_scale, problem))
-        gradients = _backward.pull(problem, cotangent, kept)
+        gradients = backward.pull(problem, cotangent, checkpoints)
         return gradients[:3] if problem.state is None else tuple(gradients)
 
     return pullback

@@ -6,8 +6,9 @@ from typing import Any
 
 import array_api_compat
 
-from linattn import _checks, _dispatch, _generic, folds
-from linattn._problem import (
+from linattn import _arrays, _checks, _dispatch, _generic, _settings
+from linattn._driver import forward
+from linattn._driver.problem import (
     check_feature_map,
     check_map_of_state,
     linear_problem,
@@ -21,7 +22,7 @@ from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
 __all__ = ["Decoder", "State", "init_state", "merge_states", "read_state", "update_state"]
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def init_state(
     feature_map: FeatureMap,
     value_dim: int,
@@ -65,12 +66,12 @@ def init_state(
     m = feature_map.num_features
     if m is None:
         m = map_columns(feature_map, "like", like.shape[-1])
-    precision = _dispatch.current_settings().precision
-    dtype = _checks.accumulation_dtype(xp, like.dtype, precision)
+    precision = _settings.current_settings().precision
+    dtype = _arrays.accumulation_dtype(xp, like.dtype, precision)
     device = array_api_compat.device(like)
     lead = _checks.check_leading_axes(
         batch_shape=lead,
-        feature_map=_checks.spec_lead(map_specs(feature_map, xp, dtype, device)[1]),
+        feature_map=_generic.spec_lead(map_specs(feature_map, xp, dtype, device)[1]),
     )
     nothing = _generic.empty_state(lead, m, e, xp.empty((0,), dtype=dtype, device=device))
     return stamped(nothing, None, feature_map)
@@ -100,7 +101,7 @@ def _update_problem(state: Any, key: Any, value: Any, feature_map: Any, key_mask
     )
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def update_state(
     state: State,
     key: Array,
@@ -139,12 +140,12 @@ def update_state(
     Time O(S m (d + e)); extra memory O(c m) with blocks of c tokens.
     """
     problem = _update_problem(state, key, value, feature_map, key_mask)
-    after = folds.solve(problem, return_state=True)[1]
+    after = forward.solve(problem, return_state=True)[1]
     assert after is not None
     return stamped(after, state, feature_map)
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     """Attend to everything a state has seen.
 
@@ -184,11 +185,11 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     nothing = xp.empty((*lead, 0, e), dtype=queries.dtype, device=device)
     no_key = xp.empty((*lead, 0, queries.shape[-1]), dtype=queries.dtype, device=device)
     problem = linear_problem(queries, no_key, nothing, feature_map, state=state, state_name="state")
-    output: ArrayT = folds.solve(problem, return_state=False)[0]
+    output: ArrayT = forward.solve(problem, return_state=False)[0]
     return output
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def merge_states(first: State, second: State) -> State:
     """Merge the states of two sets of keys into the state of both.
 
@@ -230,7 +231,7 @@ def merge_states(first: State, second: State) -> State:
             f"and {came[1]}; make both with the same map, such as one drawn with the same seed"
         )
         raise ValueError(message)
-    with _generic.quiet():
+    with _generic.ignore_fp_warnings():
         merged = _generic.merge(first, second)
     return merged._replace(fingerprint=known[0] if known else None)
 
@@ -302,12 +303,12 @@ class Decoder:
     @property
     def state(self) -> State:
         """The state after the last step."""
-        with _generic.quiet():
+        with _generic.ignore_fp_warnings():
             stepper = self._stepper
             kvz, log_scale, length, _ = _copied(self._state) if stepper is None else stepper.state
         return State(kvz, log_scale, length, self._state.fingerprint)
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def step(self, query: Array, key: Array, value: Array) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
 
@@ -320,8 +321,8 @@ class Decoder:
         """
         arrays = (query, key, value)
         begin = None if self._problem is None else _begin(self._problem)
-        settings = _dispatch.current_settings()
-        if self._problem is None or self._last != (_checks.kinds(arrays), settings, begin):
+        settings = _settings.current_settings()
+        if self._problem is None or self._last != (_arrays.kinds(arrays), settings, begin):
             self._leave()
             problem = step_problem(query, key, value, self._state, self._feature_map)
             # Not what came but what it became: bytes in foreign order are byte-swapped at every
@@ -329,7 +330,7 @@ class Decoder:
             rows = (problem.query, problem.key, problem.value)
             self._problem = problem
             begin = _begin(problem)
-            self._last = (_checks.kinds(row[..., 0, :] for row in rows), settings, begin)
+            self._last = (_arrays.kinds(row[..., 0, :] for row in rows), settings, begin)
             stepper = None if begin is None else begin(problem, self._state)
             self._stepper = None if stepper is NotImplemented else stepper
             arrays = tuple(row[..., 0, :] for row in rows)
@@ -343,7 +344,7 @@ class Decoder:
             self._last = None
         rows = tuple(array[..., None, :] for array in arrays)
         problem = self._problem.replace(query=rows[0], key=rows[1], value=rows[2])
-        output, after = folds.step(problem, self._state)
+        output, after = forward.step(problem, self._state)
         self._state = stamped(after, self._state, self._feature_map)
         return output
 
@@ -353,7 +354,7 @@ class Decoder:
             self._state, self._stepper, self._stepped = self.state, None, 0
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def _copied(state: State) -> State:
     # Sums are arrays of their own, and stay on a framework's tape.
     return State(state.kvz + 0, state.log_scale + 0, state.length)

@@ -161,7 +161,7 @@ FLAGGED: dict[str, Callable[..., Any]] = {
 
 
 # Protocols, and the driver, whose arguments others have checked.
-INSIDE = ("linattn.folds", "linattn.typing")
+INSIDE = ("linattn.typing",)
 
 
 def _public_modules() -> Iterator[Any]:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
-from linattn import folds, reference
+from linattn import reference
+from linattn._driver import causal_blocks
 from linattn.feature_maps import (
     ActivationFeatures,
     EluFeatures,
@@ -546,19 +547,19 @@ def test_a_fall_of_thirty_loses_only_the_rounding_of_the_logs(numpy_path):
 @pytest.mark.parametrize("name", EXPONENTIAL)
 def test_blocks_are_accepted_and_redone_where_they_should_be(numpy_path, monkeypatch, name):
     redone, verdicts = [], []
-    scan_exact, refused = folds.scan_exact, folds._refused
+    scan_hierarchical, refused = causal_blocks.scan_hierarchical, causal_blocks.rejected_heads
 
     def counting_scan(*args):
         redone.append(1)
-        return scan_exact(*args)
+        return scan_hierarchical(*args)
 
     def recording(*args):
         verdict = refused(*args)
         verdicts.append(verdict is not None)
         return verdict
 
-    monkeypatch.setattr(folds, "scan_exact", counting_scan)
-    monkeypatch.setattr(folds, "_refused", recording)
+    monkeypatch.setattr(causal_blocks, "scan_hierarchical", counting_scan)
+    monkeypatch.setattr(causal_blocks, "rejected_heads", recording)
     query, keys, value = jumps()
 
     def count(key, dtype):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import _problem
+from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     ActivationFeatures,
     CosformerFeatures,
@@ -81,7 +81,7 @@ def exact(*given, **settings):
 def solve(dtype, *given, **settings):
     """The whole tier on arrays of a dtype that NumPy's own door may not let in."""
     query, key, value, phi = given
-    problem = _problem.linear_problem(query, key, value, phi, **settings)
+    problem = linear_problem(query, key, value, phi, **settings)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     return fused.attention(replace(problem, query=query, key=key, value=value))
 
@@ -224,7 +224,7 @@ def test_views_are_read_where_they_lie(cupy_backend):
     phi = MAPS["positive"]
     query, key, value = inputs((3,), 100)
     expected = exact(query, key, value, phi, is_causal=True)
-    problem = _problem.linear_problem(query, key, value, phi, is_causal=True)
+    problem = linear_problem(query, key, value, phi, is_causal=True)
     behind = [np.ascontiguousarray(x.astype(BF16).swapaxes(0, 1)) for x in (query, key, value)]
     views = [x.swapaxes(0, 1) for x in behind]
     assert all(fused.ready(x) is x for x in views)
@@ -298,7 +298,7 @@ def test_a_square_that_overflows_is_nan_and_not_nothing(cupy_backend):
     phi = MAPS["positive"]
     query, key, value = inputs((1,), 20)
     key[0, 5] = 1e30
-    problem = _problem.linear_problem(query, key, value, phi)
+    problem = linear_problem(query, key, value, phi)
     arrays = {
         name: x.astype(BF16)
         for name, x in zip(("query", "key", "value"), (query, key, value), strict=True)
@@ -403,12 +403,12 @@ def test_float32_rows_that_a_later_key_would_drown(cupy_backend, size):
 
 def test_the_host_reads_no_values(cupy_backend, monkeypatch):
     """The driver's own acceptance, which would wait for the device, is never asked."""
-    from linattn import folds
+    from linattn._driver import causal_blocks
 
     def refused(*args):
         pytest.fail("the host read values")
 
-    monkeypatch.setattr(folds, "_refused", refused)
+    monkeypatch.setattr(causal_blocks, "rejected_heads", refused)
     query, key, value = inputs((2,), 100)
     for phi in MAPS["positive"], MAPS["elu"]:
         linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=32)
@@ -526,7 +526,7 @@ def test_reads_of_shorter_chunks_where_memory_is_short(cupy_backend):
     query, key, value = inputs()
     phi = PositiveFeatures(D, 128, rng=0)
     q, k, v = (x.astype(F16) for x in (query, key, value))
-    variant = fused._variant(_problem.linear_problem(q, k, v, phi))
+    variant = fused._variant(linear_problem(q, k, v, phi))
     assert variant is not None
     short, long = (variant.shared(c, keys=False, queries=True) for c in (64, 128))
     cupy_backend.shared_bytes = long - 1
@@ -570,7 +570,7 @@ def largest(dim, is_causal):
 
 def fits(phi, dim, *, is_causal):
     query, key, value = (x.astype(F16) for x in inputs((1,), 1, 64, dim))
-    problem = _problem.linear_problem(query, key, value, phi, is_causal=is_causal)
+    problem = linear_problem(query, key, value, phi, is_causal=is_causal)
     try:
         work = fused.work_of(problem)
     except device.KernelUnavailableError:
@@ -583,7 +583,7 @@ def fits(phi, dim, *, is_causal):
 def test_shared_memory_is_what_the_kernels_lay_out(cupy_backend):
     """One byte less than the host asks for would be seen: the emulator guards the end."""
     query, key, value = (x.astype(F16) for x in inputs())
-    variant = fused._variant(_problem.linear_problem(query, key, value, MAPS["positive"]))
+    variant = fused._variant(linear_problem(query, key, value, MAPS["positive"]))
     assert variant is not None
     assert variant.shared(64, keys=True, queries=True) == 2 * (
         48 * 24 + 2 * 64 * (24 + 40) + 64 * 24 + 48 * 40 + 48 * 72

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import _problem
-from linattn._backward import Cotangent
+from linattn._driver.backward import Cotangent
+from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     CosformerFeatures,
     EluFeatures,
@@ -83,7 +83,7 @@ def exact(*given, **settings):
 def pull(dtype, *given, grad_state=None, **settings):
     """The whole tier on arrays of a dtype that NumPy's own door may not let in."""
     query, key, value, grad, phi = given
-    problem = _problem.linear_problem(query, key, value, phi, **settings)
+    problem = linear_problem(query, key, value, phi, **settings)
     query, key, value, grad = (x.astype(dtype) for x in (query, key, value, grad))
     problem = replace(problem, query=query, key=key, value=value)
     return gradients.attention_vjp(problem, Cotangent(grad, grad_state))

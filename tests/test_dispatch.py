@@ -19,7 +19,7 @@ from numpy.testing import assert_array_equal
 
 import linattn
 import linattn_numpy
-from linattn import _dispatch, _generic
+from linattn import _dispatch, _generic, _settings
 from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.typing import Exact, Partial, Plan, Problem, State
 
@@ -446,20 +446,20 @@ def test_the_suite_runs_both_ways(xp):
 
 
 def test_config_nests_and_ends():
-    outside = _dispatch.current_settings()
+    outside = _settings.current_settings()
     with linattn.config(num_threads=3) as outer:
         assert (outer.num_threads, outer.precision) == (3, outside.precision)
         with linattn.config(precision="float64") as inner:
             # None leaves a setting as it is.
             assert (inner.num_threads, inner.precision) == (3, "float64")
-            assert _dispatch.current_settings() == inner
+            assert _settings.current_settings() == inner
             with linattn.config(num_threads=1) as innermost:
                 assert (innermost.num_threads, innermost.precision) == (1, "float64")
-        assert _dispatch.current_settings() == outer
+        assert _settings.current_settings() == outer
         with pytest.raises(ZeroDivisionError), linattn.config(num_threads=2):
             1 / 0  # noqa: B018
-        assert _dispatch.current_settings() == outer
-    assert _dispatch.current_settings() == outside
+        assert _settings.current_settings() == outer
+    assert _settings.current_settings() == outside
 
 
 @pytest.mark.parametrize(
@@ -475,10 +475,10 @@ def test_config_nests_and_ends():
     ],
 )
 def test_config_refuses(options, error, match):
-    before = _dispatch.current_settings()
+    before = _settings.current_settings()
     with pytest.raises(error, match=match), linattn.config(**options):
         pytest.fail("entered")
-    assert _dispatch.current_settings() == before
+    assert _settings.current_settings() == before
 
 
 def test_settings_reach_the_backend(fakes):
@@ -553,7 +553,7 @@ def in_a_thread(function):
 
 def test_threads_do_not_inherit():
     def seen():
-        return _dispatch.current_settings(), _dispatch._backends_on.get()
+        return _settings.current_settings(), _dispatch._backends_on.get()
 
     default = in_a_thread(seen)
     with linattn.config(num_threads=3, precision="float64"), linattn.without_backends():
@@ -569,7 +569,7 @@ def test_tasks_of_an_event_loop_do_not_share():
         with linattn.config(num_threads=number):
             others_turn.set()
             await my_turn.wait()
-            return _dispatch.current_settings().num_threads
+            return _settings.current_settings().num_threads
 
     async def both():
         first, second = asyncio.Event(), asyncio.Event()

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import _checks, diagnostics
+from linattn import _arrays, diagnostics
 from linattn.feature_maps import (
     ActivationFeatures,
     CalibratedFeatures,
@@ -464,13 +464,13 @@ def fresh_memory():
 
 def test_a_place_can_be_hashed():
     array = cupy.zeros(3)
-    xp = _checks.namespace(array)
+    xp = _arrays.namespace(array)
     with pytest.raises(TypeError, match="unhashable"):
         hash(array.device)
-    assert len({_checks.place(xp, array.device), _checks.place(xp, array.device)}) == 1
+    assert len({_arrays.place(xp, array.device), _arrays.place(xp, array.device)}) == 1
     with cupy.cuda.Stream():
-        other = _checks.place(xp, array.device)
-    assert other != _checks.place(xp, array.device)
+        other = _arrays.place(xp, array.device)
+    assert other != _arrays.place(xp, array.device)
 
 
 @pytest.mark.parametrize("device", [0, 1])

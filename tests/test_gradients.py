@@ -687,9 +687,9 @@ def test_wrong_arguments_are_named():
 def test_the_number_of_checkpoints_is_the_documented_one():
     from pathlib import Path
 
-    from linattn._kept import MOST
+    from linattn._driver.checkpoints import MAX_STATES
 
     page = (Path(__file__).parents[1] / "docs" / "gradients.md").read_text(encoding="utf-8")
-    assert f"at most {2 * MOST} states a head" in page
-    assert f"Up to {MOST} states are kept" in page
-    assert f"at most {MOST} states a head" in (linattn.linear_attention_vjp.__doc__ or "")
+    assert f"at most {2 * MAX_STATES} states a head" in page
+    assert f"Up to {MAX_STATES} states are kept" in page
+    assert f"at most {MAX_STATES} states a head" in (linattn.linear_attention_vjp.__doc__ or "")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
-from linattn._corrected import guarded
+from linattn._generic.corrected import guard
 from linattn.feature_maps import LandmarkFeatures, Reparametrized
 from linattn.typing import Partial
 
@@ -292,7 +292,7 @@ def test_the_guard_condition_by_condition():
         (1.0, np.nan, np.nan): False,
     }
     num_den = np.array([[7.0, d1, size, 5.0, d0] for d0, d1, size in rows])
-    part = guarded(Partial(num_den, np.zeros((len(rows), 1))))
+    part = guard(Partial(num_den, np.zeros((len(rows), 1))))
     assert_array_equal(part.num_den[:, 0], np.where(list(rows.values()), 7.0, 5.0))
 
 

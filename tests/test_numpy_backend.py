@@ -16,8 +16,8 @@ import pytest
 
 import linattn
 import linattn_numpy
-from linattn import folds
-from linattn._problem import linear_problem
+from linattn._driver import forward, segments
+from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     ActivationFeatures,
     CosformerFeatures,
@@ -163,13 +163,13 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
     monkeypatch.setattr(planning, "MIN_SEGMENTED_ROWS", 1)
     monkeypatch.setattr(planning, "MIN_SEGMENTED_CAUSAL_ROWS", 1)
     cut = []
-    inner = folds._in_segments
+    inner = segments.in_segments
 
     def counting(*args):
         cut.append(1)
         return inner(*args)
 
-    monkeypatch.setattr(folds, "_in_segments", counting)
+    monkeypatch.setattr(forward, "in_segments", counting)
     with linattn.config(num_threads=3):
         found = linattn.linear_attention(query, key, value, phi, **options)
     assert cut == [1]
@@ -185,13 +185,13 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
 def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monkeypatch):
     monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
     seen = []
-    inner = folds._segments
+    inner = segments._segments
 
     def spy(*args):
         seen.append([rows.stop - rows.start for rows in inner(*args)])
         return inner(*args)
 
-    monkeypatch.setattr(folds, "_segments", spy)
+    monkeypatch.setattr(segments, "_segments", spy)
     query, key, value = inputs(length, heads=())
     phi = PositiveFeatures(D, 24, rng=0)
     with linattn.config(num_threads=1):

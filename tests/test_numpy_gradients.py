@@ -10,7 +10,7 @@ import pytest
 
 import linattn
 import linattn_numpy
-from linattn import _kept
+from linattn._driver import checkpoints
 from linattn.feature_maps import (
     ActivationFeatures,
     DenseExponentialFeatures,
@@ -267,8 +267,8 @@ def test_shared_keys_go_one_by_one(at_once):
 @pytest.mark.parametrize(("most", "blocks_at_once"), [(32, 10), (4, 10), (3, 0)])
 def test_states_between_checkpoints_are_recomputed(most, blocks_at_once, at_once, monkeypatch):
     """At most so many are stored, and at most so many recomputed; else there are two scans."""
-    monkeypatch.setattr(_kept, "MOST", most)
-    monkeypatch.setattr(_kept, "SHARE", 100.0)
+    monkeypatch.setattr(checkpoints, "MAX_STATES", most)
+    monkeypatch.setattr(checkpoints, "MAX_SHARE", 100.0)
     both(inputs(310, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert len(at_once) == blocks_at_once
 
@@ -281,8 +281,8 @@ def test_segments_on_several_threads_store_checkpoints(at_once, monkeypatch):
 
 
 def test_checkpoints_are_small_beside_the_arguments(monkeypatch):
-    kept = _kept.Kept()
-    monkeypatch.setattr("linattn._backward.Kept", lambda: kept)
+    kept = checkpoints.Checkpoints()
+    monkeypatch.setattr("linattn._driver.backward.Checkpoints", lambda: kept)
     arrays = [np.zeros((2, 4096, 16), np.float32)] * 3
     feature_map = PositiveFeatures(16, 512, rng=0)
     linear_vjp(*arrays, feature_map, is_causal=True)

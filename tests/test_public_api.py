@@ -213,7 +213,6 @@ def test_public_modules_are_the_designed_ones():
         "linattn.feature_maps.elementwise",
         "linattn.feature_maps.exponential",
         "linattn.feature_maps.trigonometric",
-        "linattn.folds",
         "linattn.reference",
         "linattn.sampling",
         "linattn.state",

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 import linattn
-from linattn import _running, _window
+from linattn._driver import window
+from linattn._generic import prefix_states
 from linattn.feature_maps import (
     EluFeatures,
     HyperbolicFeatures,
@@ -104,7 +105,7 @@ def test_the_window_is_the_dense_form(xp_any_shape, draws, data, name):
 def test_every_library(xp, is_causal, length, monkeypatch):
     if xp.name in {"dask", "jax"}:
         length = min(length, 100)  # a graph, or a compilation for each operation
-    monkeypatch.setattr(_window, "FAN", 3)
+    monkeypatch.setattr(window, "FAN", 3)
     rng = np.random.default_rng(2)
     query, key, value = rng.standard_normal((3, 2, length, 8)).astype(np.float32)
     phi = HyperbolicFeatures(8, 16, rng=0)
@@ -263,7 +264,9 @@ def test_prefix_states_are_merges_one_by_one(draws, data):
     log_scale[rng.random(log_scale.shape) < 0.3] = -np.inf
     kvz = np.where(log_scale[..., None] > -np.inf, rng.random((2, n, 3, 4)), 0)
     expected = State(np.zeros((2, 3, 4)), np.full((2, 3), -np.inf), 0)
-    answers = [_running.running(State(kvz, log_scale, 0), lazy=lazy) for lazy in (False, True)]
+    answers = [
+        prefix_states.prefix_merge(State(kvz, log_scale, 0), lazy=lazy) for lazy in (False, True)
+    ]
     for i in range(n):
         expected = linattn.merge_states(
             expected, State(kvz[:, i].copy(), log_scale[:, i].copy(), 0)

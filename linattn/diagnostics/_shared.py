@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.feature_maps import BaseFeatureMap
 from linattn.sampling import Sampler
 from linattn.typing import Array
@@ -21,9 +21,9 @@ BLOCK_SAMPLERS = ("fixed_norm", "orthogonal", "simplex")
 
 def to_host(array: Array, xp: Any) -> Floats:
     # NumPy has no bfloat16.
-    if _checks.dtype_bits(array.dtype) == 16:
+    if _arrays.dtype_bits(array.dtype) == 16:
         array = xp.astype(array, xp.float32)
-    return _checks.to_numpy(array).astype(np.float64)
+    return _arrays.to_numpy(array).astype(np.float64)
 
 
 def visible_keys(key: Array, key_mask: Array | None, query_len: int) -> NDArray[np.bool_]:
@@ -32,7 +32,7 @@ def visible_keys(key: Array, key_mask: Array | None, query_len: int) -> NDArray[
     if key_mask is None:
         return np.ones(key.shape[-2], dtype=bool)
     mask = _checks.check_key_mask(key_mask, key, xp, query_len=query_len)
-    return np.asarray(_checks.to_numpy(mask)[..., 0])
+    return np.asarray(_arrays.to_numpy(mask)[..., 0])
 
 
 def check_tokens(

@@ -9,9 +9,10 @@ import array_api_compat
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks, _dispatch, _generic
-from linattn._blocks import blocks, divide, token_block, values_and_one_block
-from linattn._problem import exact_problem
+from linattn import _arrays, _checks, _dispatch, _generic
+from linattn._driver.blocks import block_slices, token_block, values_and_one_block
+from linattn._driver.problem import exact_problem
+from linattn._generic.states import divide
 from linattn.diagnostics._shared import Floats
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Partial, Problem, Tokens
@@ -94,7 +95,7 @@ def held_out_rows(
     return ranks + np.searchsorted(taken - np.arange(len(taken)), ranks, side="right")
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def held_out_error(
     output: Array,
     *,
@@ -199,11 +200,11 @@ def held_out_error(
             message = f"rows must be numbers of queries from 0 to {L - 1}, got {rows!r}"
             raise ValueError(message)
         chosen = chosen.astype(np.intp)
-    with _generic.quiet(), _dispatch.limited_threads():
-        exact = _checks.to_numpy(_exact_rows(chosen, problem)).astype(np.float64)
+    with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
+        exact = _arrays.to_numpy(_exact_rows(chosen, problem)).astype(np.float64)
         index = xp.asarray(chosen, device=array_api_compat.device(query))
         taken = xp.astype(xp.take(output, index, axis=-2), problem.dtype)
-        given = _checks.to_numpy(taken).astype(np.float64)
+        given = _arrays.to_numpy(taken).astype(np.float64)
         # In float64: squares of small and large values leave the range of float32.
         squares = np.sum((given - exact) ** 2, axis=-1)
         units = np.sum(exact**2, axis=-1)
@@ -234,13 +235,13 @@ def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
     exact_block = _dispatch.block_function("exact_block", xp)
     exact_more = _dispatch.block_function("exact_more", xp)
     outputs: list[Array] = []
-    for some in blocks(len(chosen), ROWS):
+    for some in block_slices(len(chosen), ROWS):
         first, last = int(chosen[some].min()), int(chosen[some].max())
         index = xp.asarray(chosen[some], device=device)
         taken = xp.take(problem.query, index, axis=-2)
         rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
         part: Partial | None = None
-        for block in blocks(last + 1 if problem.is_causal else problem.key.shape[-2], BLOCK):
+        for block in block_slices(last + 1 if problem.is_causal else problem.key.shape[-2], BLOCK):
             keys, values_and_one = (
                 token_block(problem, "key", block, 0),
                 values_and_one_block(problem, block),

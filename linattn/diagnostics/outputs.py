@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks, _generic, folds
-from linattn._problem import check_feature_map, linear_problem, map_columns
+from linattn import _arrays, _checks, _generic
+from linattn._driver import forward
+from linattn._driver.problem import check_feature_map, linear_problem, map_columns
 from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
@@ -116,7 +117,7 @@ class Denominators(NamedTuple):
     verdict: str
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def output_error(
     query: Array, state: State, feature_map: Any, *, block_size: int | None = None
 ) -> OutputError:
@@ -198,7 +199,7 @@ def output_error(
     share = sizes / sizes.sum()
     correction = 1 / (1 - np.sum(share**2))
     pieces = []
-    with _generic.quiet():
+    with _generic.ignore_fp_warnings():
         for features in _query_weights(x, log_scale, feature_map, kvz):
             terms = features[..., :, None] * kvz[..., None, :, :]
             rows = terms.reshape(*terms.shape[:-2], copies, -1, terms.shape[-1]).sum(axis=-3)
@@ -232,7 +233,7 @@ def output_error(
     return OutputError(output, variance, jackknife, bias, relative, effective, len(starts), verdict)
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def effective_features(query: Array, state: State, feature_map: FeatureMap) -> Floats:
     r"""Count the features that carry each query's read: ``1 / sum_r pi_r^2``.
 
@@ -267,7 +268,7 @@ def effective_features(query: Array, state: State, feature_map: FeatureMap) -> F
     Time O(L m).
     """
     x, kvz, log_scale = _read_inputs(query, state, feature_map)
-    with _generic.quiet():
+    with _generic.ignore_fp_warnings():
         parts = [
             _participation(features * kvz[..., None, :, -1])
             for features in _query_weights(x, log_scale, feature_map, kvz)
@@ -275,7 +276,7 @@ def effective_features(query: Array, state: State, feature_map: FeatureMap) -> F
     return np.concatenate(parts, axis=-1)
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def denominators(
     query: Array,
     key: Array,
@@ -323,7 +324,7 @@ def denominators(
         want_log=True,
     )
     # What linear attention would warn of is counted here.
-    log_normalizer = folds.solve(problem.replace(signed=False), return_state=False)[2]
+    log_normalizer = forward.solve(problem.replace(signed=False), return_state=False)[2]
     assert log_normalizer is not None
     counts = np.broadcast_to(visible.any(axis=-1), log_normalizer.shape)
     seen = counts.sum(axis=-1)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks, _generic
-from linattn._problem import check_feature_map
+from linattn import _arrays, _checks, _generic
+from linattn._driver.problem import check_feature_map
 from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
@@ -85,7 +85,7 @@ class Recommendation(NamedTuple):
     verdict: str
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def relative_variance(
     query: Array,
     key: Array,
@@ -165,7 +165,7 @@ def relative_variance(
     )
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def recommend_num_features(
     query: Array,
     key: Array,
@@ -297,7 +297,7 @@ def _weighted_pairs(
         raise ValueError(message)
     queries, keys = (evenly_spaced(a.shape[-2], num_samples) for a in (x, y))
     x, y, visible = x[..., queries, :], y[..., keys, :], visible[..., queries, :][..., keys]
-    with _generic.quiet():
+    with _generic.ignore_fp_warnings():
         kernel = np.asarray(feature_map.kernel(x, y))
         if getattr(feature_map, "softmax_kernel", False):
             log_kernel = feature_map.scale * (x @ np.swapaxes(y, -1, -2))

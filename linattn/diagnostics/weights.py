@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
-from linattn._problem import check_feature_map, map_columns, map_specs
+from linattn import _arrays, _checks
+from linattn._driver.problem import check_feature_map, map_columns, map_specs
 from linattn.diagnostics._shared import Floats, check_inputs, softmax
 from linattn.typing import Array, ColumnNormalized, FeatureMap
 
 __all__ = ["attention_weights"]
 
 
-@_checks.on_array_device
+@_arrays.on_array_device
 def attention_weights(
     query: Array,
     key: Array,

@@ -12,8 +12,8 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks, _generic
-from linattn._problem import map_fingerprint
+from linattn import _arrays, _checks, _generic
+from linattn._driver.problem import map_fingerprint
 from linattn.typing import Array, Features, MapSpec, Tokens
 
 __all__ = ["BaseFeatureMap", "PairFunction", "dots", "square_distances", "square_norms"]
@@ -150,7 +150,7 @@ class BaseFeatureMap(ABC):
         To cast and move a projection takes as long as attention over a few hundred tokens. What
         libraries other than NumPy and CuPy make may belong to a trace, and is not cached.
         """
-        place = _checks.place(xp, device)
+        place = _arrays.place(xp, device)
         if place is None:
             return self._make_specs(xp, dtype, device)
         kept: dict[Any, tuple[MapSpec, MapSpec]] = self.__dict__.setdefault("_kept_specs", {})
@@ -182,13 +182,13 @@ class BaseFeatureMap(ABC):
             raise ValueError(message)
         return xp, arrays
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def _features(self, x: Array, side: str) -> Features:
         xp, (x,) = self._check(x=x)
-        dtype = _checks.accumulation_dtype(xp, x.dtype, None)
+        dtype = _arrays.accumulation_dtype(xp, x.dtype, None)
         make = self.query_spec if side == "query" else self.key_spec
         spec = make(xp, dtype, array_api_compat.device(x))
-        with _generic.quiet():
+        with _generic.ignore_fp_warnings():
             return _generic.evaluate(spec, Tokens(xp.astype(x, dtype, copy=False), None, 0))
 
     def query_features(self, x: Array) -> Features:
@@ -240,21 +240,21 @@ class BaseFeatureMap(ABC):
             No closed form is known; the message says of what.
         """
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def _on_host(self, function: PairFunction, x: Array, y: Array) -> Array:
         """Apply a closed form in float64 NumPy to arrays of any library."""
         xp, (x, y) = self._check(x=x, y=y)
-        with _generic.quiet():
-            hosts = (_checks.to_numpy(a, name) for name, a in (("x", x), ("y", y)))
+        with _generic.ignore_fp_warnings():
+            hosts = (_arrays.to_numpy(a, name) for name, a in (("x", x), ("y", y)))
             result = function(*(host.astype(np.float64) for host in hosts))
             array = xp.asarray(np.asarray(result), device=array_api_compat.device(x))
             return xp.astype(array, x.dtype, copy=False)
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def estimate(self, x: Array, y: Array) -> Array:
         """Return the map's kernel estimate ``phi(x) . phi(y)``, shapes as :meth:`kernel`."""
         xp, (x, y) = self._check(x=x, y=y)
-        with _generic.quiet():
+        with _generic.ignore_fp_warnings():
             (log_x, unit_x), (log_y, unit_y) = (
                 _unit_rows(features, xp)
                 for features in (self.query_features(x), self.key_features(y))
@@ -276,7 +276,7 @@ class BaseFeatureMap(ABC):
             raise NotImplementedError(message)
         return self.kernel(x, y)
 
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def variance(self, x: Array, y: Array) -> Array:
         """Exact variance of :meth:`estimate`, shapes as :meth:`kernel`; 0 for a deterministic map.
 

@@ -14,7 +14,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks, _generic
+from linattn import _arrays, _generic
 from linattn.typing import Array
 
 __all__ = [
@@ -69,10 +69,10 @@ def host_arrays(xp: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
     """
     arrays = [array for array in named.values() if array is not None]
     if all(array_api_compat.is_dask_array(array) for array in arrays):
-        host = [None if a is None else _checks.to_numpy(a) for a in named.values()]
+        host = [None if a is None else _arrays.to_numpy(a) for a in named.values()]
         return array_api_compat.array_namespace(next(a for a in host if a is not None)), host
     for name, array in named.items():
-        if array is None or not _checks.is_lazy(array):
+        if array is None or not _arrays.is_lazy(array):
             continue
         if not is_concrete(array):
             message = (
@@ -88,7 +88,7 @@ def is_concrete(array: Array) -> bool:
     if array_api_compat.is_dask_array(array):
         return False
     try:
-        _checks.to_numpy(array[..., :0])
+        _arrays.to_numpy(array[..., :0])
     except Exception:
         return False
     return True
@@ -109,7 +109,7 @@ def draw_sample(x: Array, mask: Array | None, noise: Floats, xp: ModuleType) -> 
 
     Position ``(i + noise_i) n / C`` of n visible tokens: O(C) memory beyond what a mask needs.
     """
-    visible = None if mask is None else _checks.to_numpy(mask)[..., 0]
+    visible = None if mask is None else _arrays.to_numpy(mask)[..., 0]
     lead = () if visible is None else visible.shape[:-1]
     rows = [_ranks(x, visible, index, noise) for index in np.ndindex(lead)]
     counts = np.array([len(row) for row in rows], dtype=np.int64)
@@ -151,7 +151,7 @@ def _ranks(
 
 def _take(x: Array, positions: NDArray[np.int64], xp: ModuleType) -> NDArray[Any]:
     where = xp.asarray(positions, device=array_api_compat.device(x))
-    taken = _checks.to_numpy(xp.take(x, where, axis=-2))
+    taken = _arrays.to_numpy(xp.take(x, where, axis=-2))
     return taken.astype(_host_dtype(x, xp), copy=False)
 
 
@@ -200,7 +200,7 @@ def log_normalizers(
 
     Online softmax over blocks of keys: O(S p d) time, memory that does not grow with S.
     """
-    rows = _checks.device_array(probes, xp, dtype, array_api_compat.device(key))
+    rows = _arrays.device_array(probes, xp, dtype, array_api_compat.device(key))
     lead = np.broadcast_shapes(probes.shape[:-2], tuple(key.shape[:-2]))
     size = max(16, BLOCK_ELEMENTS // max(1, int(np.prod(lead)) * probes.shape[-2]))
     top = total = None
@@ -221,7 +221,7 @@ def log_normalizers(
         total = more if total is None else total * xp.exp(top - shift) + more
         top = after
     log = xp.log(total) + _generic.finite_shift(top, xp)
-    return _checks.to_numpy(log)[..., 0].astype(np.float64)
+    return _arrays.to_numpy(log)[..., 0].astype(np.float64)
 
 
 def log_sum(x: Floats, axis: int) -> Floats:

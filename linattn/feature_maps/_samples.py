@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 
 __all__ = ["Sample", "Samples", "check_samples", "pool_heads"]
 
@@ -96,7 +96,7 @@ def _check_sample(name: str, one: Any, with_value: bool) -> Sample:
     _, checked = _checks.check_arrays(**dict(zip(names, one, strict=True)))
     arrays: list[Floats] = []
     for label, array in zip(names, checked, strict=True):
-        copy = _checks.to_numpy(array).astype(np.float64)
+        copy = _arrays.to_numpy(array).astype(np.float64)
         if not np.isfinite(copy).all():
             message = (
                 f"{label} must be finite, got NaN or inf; a sample holds valid tokens only: leave "

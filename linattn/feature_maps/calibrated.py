@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks, files
+from linattn import _arrays, _checks, files
 from linattn.feature_maps import _calibration
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.feature_maps._samples import check_samples, pool_heads
@@ -305,20 +305,20 @@ class CalibratedFeatures(BaseFeatureMap):
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
         """Spec of the query side: ``P = s b^T``, no curvature, ``col = beta``."""
         return Exponential(
-            _checks.device_array(
+            _arrays.device_array(
                 self.scale * np.swapaxes(self.centroids, -1, -2), xp, dtype, device
             ),
             0.0,
-            _checks.device_array(self.query_bias, xp, dtype, device),
+            _arrays.device_array(self.query_bias, xp, dtype, device),
         )
 
     def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Normalized:
         """Spec of the key side: ``P = a^T``, ``col = alpha``, power eta, tilt t."""
         return Normalized(
-            _checks.device_array(np.swapaxes(self.key_weights, -1, -2), xp, dtype, device),
-            _checks.device_array(self.key_bias, xp, dtype, device),
-            _checks.device_array(self.power[..., None, None], xp, dtype, device),
-            _checks.device_array(self.tilt[..., :, None], xp, dtype, device),
+            _arrays.device_array(np.swapaxes(self.key_weights, -1, -2), xp, dtype, device),
+            _arrays.device_array(self.key_bias, xp, dtype, device),
+            _arrays.device_array(self.power[..., None, None], xp, dtype, device),
+            _arrays.device_array(self.tilt[..., :, None], xp, dtype, device),
         )
 
     def kernel(self, x: Array, y: Array) -> Array:

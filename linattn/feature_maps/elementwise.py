@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.feature_maps._base import BaseFeatureMap, square_norms
 from linattn.feature_maps._projected import ProjectedFeatureMap
 from linattn.sampling import Seed, gaussian
@@ -316,7 +316,7 @@ class ActivationFeatures(ProjectedFeatureMap):
         P = sqrt(self.scale) * np.swapaxes(self.projection, -1, -2)
         return Pointwise(
             self._pointwise(),
-            _checks.device_array(P, xp, dtype, device),
+            _arrays.device_array(P, xp, dtype, device),
             offset=self.epsilon,
             factor=self._rows**-0.5,
         )

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.feature_maps._base import dots, square_distances
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
 from linattn.feature_maps._samples import check_samples, pool_heads
@@ -84,11 +84,11 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
             T = self._transforms[side]
             T_t = np.swapaxes(T, -1, -2)
             P = T_t @ P
-            Q = _checks.device_array(self.scale * (T_t @ T), xp, dtype, device)
+            Q = _arrays.device_array(self.scale * (T_t @ T), xp, dtype, device)
         return Exponential(
-            _checks.device_array(P, xp, dtype, device),
+            _arrays.device_array(P, xp, dtype, device),
             Q,
-            _checks.device_array(col, xp, dtype, device),
+            _arrays.device_array(col, xp, dtype, device),
             paired=self.antithetic,
         )
 
@@ -746,7 +746,7 @@ def _scaled_sample(query: Any, key: Any, scale: Any) -> tuple[Floats, Floats, fl
         raise ValueError(message)
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
-    x, y = (sqrt(scale) * _checks.to_numpy(a).astype(np.float64) for a in (query, key))
+    x, y = (sqrt(scale) * _arrays.to_numpy(a).astype(np.float64) for a in (query, key))
     return x, y, scale
 
 

@@ -16,8 +16,8 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks, _generic
-from linattn._cotangents import features_vjp
+from linattn import _arrays, _checks, _generic
+from linattn._generic.feature_vjps import features_vjp
 from linattn.feature_maps._base import PairFunction
 from linattn.feature_maps._projected import ProjectedFeatureMap
 from linattn.feature_maps.trigonometric import COS_SIN
@@ -379,10 +379,10 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         if self.log_weights is not None:
             weights = factor * np.exp(0.5 * self.log_weights)
             weights = np.concatenate([weights, weights], axis=-1)
-            factor = _checks.device_array(weights, xp, dtype, device)
+            factor = _arrays.device_array(weights, xp, dtype, device)
         # The row's log is 0, but for rows whose squared norm overflows: their phases mean nothing.
         spec = Pointwise(
-            COS_SIN, _checks.device_array(P, xp, dtype, device), quad=0.0, factor=factor
+            COS_SIN, _arrays.device_array(P, xp, dtype, device), quad=0.0, factor=factor
         )
         if not self.normalize:
             return spec

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.feature_maps._base import BaseFeatureMap
 from linattn.typing import Array, Exponential
 
@@ -173,8 +173,8 @@ def _finite(name: str, array: ArrayLike, trailing: tuple[int, ...] = ()) -> Floa
 def _spec(weights: Floats, bias: Floats, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
     # Zero curvature: the exponents are linear in the token.
     return Exponential(
-        _checks.device_array(np.swapaxes(weights, -1, -2), xp, dtype, device),
+        _arrays.device_array(np.swapaxes(weights, -1, -2), xp, dtype, device),
         0.0,
-        _checks.device_array(np.concatenate([bias, -bias], axis=-1), xp, dtype, device),
+        _arrays.device_array(np.concatenate([bias, -bias], axis=-1), xp, dtype, device),
         paired=True,
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks, _dispatch, _generic
+from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.feature_maps._landmark_fit import (
     Sample,
@@ -241,7 +241,7 @@ class LandmarkFeatures(BaseFeatureMap):
         return shown
 
     @classmethod
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def fit(
         cls,
         query: Array,
@@ -329,7 +329,7 @@ class LandmarkFeatures(BaseFeatureMap):
         key_strata, query_strata, query_order = generator.random((3, max(size, p)))
         gumbel = generator.gumbel(size=size)
 
-        with _generic.quiet(), _dispatch.limited_threads():
+        with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             keys = draw_sample(given.key, given.key_mask, key_strata[:size], given.xp)
             queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
             probes = choose(queries, p, query_order)
@@ -352,7 +352,7 @@ class LandmarkFeatures(BaseFeatureMap):
             )
 
     @staticmethod
-    @_checks.on_array_device
+    @_arrays.on_array_device
     def sample(
         query: Array,
         key: Array,
@@ -416,7 +416,7 @@ class LandmarkFeatures(BaseFeatureMap):
         key_strata, query_strata, query_order = generator.random((3, size))
         gumbel = generator.gumbel(size=(m, size))
         root = sqrt(given.scale)
-        with _generic.quiet(), _dispatch.limited_threads():
+        with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
             queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
             _check_finite(queries, keys, np.zeros(1))
@@ -446,7 +446,7 @@ class LandmarkFeatures(BaseFeatureMap):
         p = self.probes.shape[-2]
         few = np.linspace(0, p - 1, min(p, PROBES_CHECKED)).round().astype(np.intp)
         known = self.log_normalizers[..., few]
-        with _generic.quiet(), _dispatch.limited_threads():
+        with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             found = log_normalizers(
                 self.scale * self.probes[..., few, :],
                 detached(problem.key),
@@ -468,12 +468,12 @@ class LandmarkFeatures(BaseFeatureMap):
         """Spec of the query side: ``exp(s q.b_c)``."""
         P = self.scale * np.swapaxes(self.landmarks, -1, -2)
         col = np.where(self.used, 0.0, -np.inf)
-        P, col = (_checks.device_array(a, xp, dtype, device) for a in (P, col))
+        P, col = (_arrays.device_array(a, xp, dtype, device) for a in (P, col))
         spec = Exponential(P, 0.0, col)
         if not self.corrected:
             return spec
         half_log, matrix = (
-            _checks.device_array(a, xp, dtype, device) for a in _correction(self._log_Phi)
+            _arrays.device_array(a, xp, dtype, device) for a in _correction(self._log_Phi)
         )
         return Corrected(spec, half_log, matrix)
 
@@ -487,7 +487,7 @@ class LandmarkFeatures(BaseFeatureMap):
             self._table,
         )
         P, bias, probes, offset, table = (
-            _checks.device_array(a, xp, dtype, device) for a in arrays
+            _arrays.device_array(a, xp, dtype, device) for a in arrays
         )
         return Assigned(P, bias, probes, offset, table, dense=self.corrected)
 
@@ -546,7 +546,7 @@ def _take_inputs(query: Any, key: Any, key_mask: Any, query_mask: Any, scale: An
     xp, (query, key, query_mask, key_mask) = host_arrays(
         xp, query=query, key=key, query_mask=query_mask, key_mask=key_mask
     )
-    dtype = _checks.accumulation_dtype(xp, query.dtype, None)
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
     return _Inputs(xp, dtype, scale, query, key, query_mask, key_mask)
 
 
@@ -634,7 +634,7 @@ def _tables(feature_map: LandmarkFeatures) -> tuple[Floats, Floats, Floats, Floa
     images = (centred / unit) @ feature_map.metric / unit
     bias = -np.sum(images * (centred / 2 + mean), axis=-1)
     bias = np.where(used, bias, -np.inf)
-    with _generic.quiet():
+    with _generic.ignore_fp_warnings():
         log_Phi = feature_map.scale * dots(feature_map.probes, b)
         log_Phi = log_Phi - feature_map.log_normalizers[..., None]
         log_Phi = np.where(used[..., None, :], log_Phi, -np.inf)
@@ -649,7 +649,7 @@ def _correction(log_Phi: Floats) -> tuple[Floats, Floats]:
     With ``R = (P^T P + ridge I)^-1`` it is ``[ridge R, R P^T]``, because
     ``N S_1 = N S + R P^T (Y - P N S)`` and ``I - R P^T P = ridge R``.
     """
-    with _generic.quiet():
+    with _generic.ignore_fp_warnings():
         half_log = log_sum(2 * log_Phi, -2)[..., 0, :] / 2
     half_log = np.where(np.isfinite(half_log), half_log, 0.0)
     P = np.exp(log_Phi - half_log[..., None, :])

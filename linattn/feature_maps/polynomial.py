@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks, _generic
+from linattn import _arrays, _checks, _generic
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.typing import Array, Features, Opaque, Tokens
 
@@ -103,7 +103,7 @@ class _MonomialFeatures(BaseFeatureMap):
             _Columns(
                 xp.asarray(degree.parent, device=device),
                 xp.asarray(degree.last, device=device),
-                _checks.device_array(np.sqrt(weight * degree.multinomial), xp, dtype, device),
+                _arrays.device_array(np.sqrt(weight * degree.multinomial), xp, dtype, device),
                 xp.asarray(degree.child.ravel(), device=device),
             )
             for weight, degree in zip(weights, _degrees(self.dim, top), strict=True)

@@ -8,8 +8,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks
-from linattn._problem import check_feature_map
+from linattn import _arrays
+from linattn._driver.problem import check_feature_map
 from linattn.feature_maps._base import BaseFeatureMap
 from linattn.sampling import Seed
 from linattn.typing import Affine, Array
@@ -153,10 +153,10 @@ class Reparametrized(BaseFeatureMap):
     ) -> Affine:
         return Affine(
             inside,
-            shift=_checks.device_array(shift[..., None, :], **where),
-            transform=_checks.device_array(transform, **where),
-            weight=_checks.device_array(self.scale * weight[..., :, None], **where),
-            offset=_checks.device_array(self.scale * np.asarray(offset)[..., None, None], **where),
+            shift=_arrays.device_array(shift[..., None, :], **where),
+            transform=_arrays.device_array(transform, **where),
+            weight=_arrays.device_array(self.scale * weight[..., :, None], **where),
+            offset=_arrays.device_array(self.scale * np.asarray(offset)[..., None, None], **where),
         )
 
     def _changed(self, x: Floats, y: Floats) -> tuple[Floats, Floats, Floats]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays
 from linattn.feature_maps._base import square_distances, square_norms
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
 from linattn.typing import Activation, Array, Pointwise
@@ -94,10 +94,10 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
         if self.log_weights is not None:
             weights = factor * np.exp(0.5 * self.log_weights)
             weights = np.concatenate([weights, weights], axis=-1)
-            factor = _checks.device_array(weights, xp, dtype, device)
+            factor = _arrays.device_array(weights, xp, dtype, device)
         return Pointwise(
             COS_SIN,
-            _checks.device_array(P, xp, dtype, device),
+            _arrays.device_array(P, xp, dtype, device),
             quad=self.scale / 2,
             factor=factor,
         )

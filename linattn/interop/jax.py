@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linattn import _checks, _dispatch, folds
-from linattn._problem import check_map_of_state, exact_problem, stamped
+from linattn import _checks, _settings
+from linattn._driver.forward import solve
+from linattn._driver.problem import check_map_of_state, exact_problem, stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
@@ -105,12 +106,12 @@ def linear_attention(
     ``jax.vmap``. For forward-mode derivatives, or derivatives of the gradient, use
     :func:`linattn.linear_attention` itself.
     """
-    policy = _dispatch.current_settings()
+    policy = _settings.current_settings()
     return_state = _checks.check_flag("return_state", return_state)
 
     def problem_of(arrays: Any) -> Any:
         query, key, value, state, key_mask = jax.tree.map(_as_jax, arrays)
-        with _dispatch.under(policy):
+        with _settings.under(policy):
             return differentiable_problem(
                 query,
                 key,
@@ -124,7 +125,7 @@ def linear_attention(
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def attend(arrays: Any) -> Any:
-        return folds.solve(problem_of(arrays), return_state=return_state)[:2]
+        return solve(problem_of(arrays), return_state=return_state)[:2]
 
     def forward(arrays: Any) -> Any:
         output, state = attend(arrays)
@@ -193,16 +194,16 @@ def softmax_attention(
     Works under ``jax.jit`` and ``jax.vmap``. For forward-mode derivatives, or derivatives of the
     gradient, use :func:`linattn.softmax_attention` itself.
     """
-    policy = _dispatch.current_settings()
+    policy = _settings.current_settings()
 
     def problem_of(arrays: Any) -> Any:
         *qkv, mask = jax.tree.map(_as_jax, arrays)
-        with _dispatch.under(policy):
+        with _settings.under(policy):
             return exact_problem(*qkv, scale=scale, is_causal=is_causal, key_mask=mask)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def attend(arrays: Any) -> Any:
-        return folds.solve(problem_of(arrays), return_state=False)[0]
+        return solve(problem_of(arrays), return_state=False)[0]
 
     def forward(arrays: Any) -> Any:
         return attend(arrays), arrays

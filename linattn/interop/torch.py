@@ -6,8 +6,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from linattn import _checks, _dispatch, folds
-from linattn._problem import check_map_of_state, exact_problem, stamped
+from linattn import _checks, _settings
+from linattn._driver import forward
+from linattn._driver.problem import check_map_of_state, exact_problem, stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
@@ -176,11 +177,11 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Array, Array, Array]:
         arrays = (query, key, value, kvz, log_scale, key_mask)
         problem = _problem(arrays, length, feature_map, settings)
-        output, state, _ = folds.solve(problem, return_state=return_state)
+        output, state, _ = forward.solve(problem, return_state=return_state)
         new_kvz, new_scale = (None, None) if state is None else (state.kvz, state.log_scale)
         ctx.save_for_backward(*arrays, new_scale)
         ctx.rest = (length, feature_map, settings)
-        ctx.policy = _dispatch.current_settings()
+        ctx.policy = _settings.current_settings()
         if new_scale is not None:
             ctx.mark_non_differentiable(new_scale)
         return output, new_kvz, new_scale
@@ -188,7 +189,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad_output: Array, grad_kvz: Array, _: Array) -> tuple[Array, ...]:
         *arrays, new_scale = ctx.saved_tensors
-        with torch.no_grad(), _dispatch.under(ctx.policy):
+        with torch.no_grad(), _settings.under(ctx.policy):
             problem = _problem(arrays, *ctx.rest)
             gradients = pullback_of(problem, new_scale)(grad_output, grad_kvz)
         gradients = _once(gradients, (*arrays[:4], grad_output, grad_kvz))
@@ -215,13 +216,13 @@ class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]
     ) -> Array:
         problem = exact_problem(query, key, value, key_mask=key_mask, **settings)
         ctx.save_for_backward(query, key, value, key_mask)
-        ctx.settings, ctx.policy = settings, _dispatch.current_settings()
-        return folds.solve(problem, return_state=False)[0]
+        ctx.settings, ctx.policy = settings, _settings.current_settings()
+        return forward.solve(problem, return_state=False)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Array) -> tuple[Array, ...]:
         *arrays, key_mask = ctx.saved_tensors
-        with torch.no_grad(), _dispatch.under(ctx.policy):
+        with torch.no_grad(), _settings.under(ctx.policy):
             problem = exact_problem(*arrays, key_mask=key_mask, **ctx.settings)
             gradients = pullback_of(problem)(grad_output)
         return (*_once(gradients, (*arrays, grad_output)), None, None)

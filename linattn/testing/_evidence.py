@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks
+from linattn import _arrays
 
 __all__ = [
     "Evidence",
@@ -65,7 +65,7 @@ def fail(check: str, message: str) -> NoReturn:
 
 def on_host(array: Any) -> NDArray[np.float64]:
     """Float64 NumPy copy of an array of any library."""
-    return np.array(_checks.to_numpy(array), dtype=np.float64)
+    return np.array(_arrays.to_numpy(array), dtype=np.float64)
 
 
 def assert_close(check: str, what: str, actual: Any, expected: Any, rtol: float) -> None:

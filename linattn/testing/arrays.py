@@ -10,7 +10,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
 from linattn.testing._evidence import Evidence, fail, need_some, on_host
 from linattn.typing import Array, FeatureMap
@@ -18,10 +18,10 @@ from linattn.typing import Array, FeatureMap
 __all__ = ["assert_inputs_unchanged", "assert_namespace_preserved", "assert_picklable"]
 
 
-def _arrays(result: Any) -> Iterator[Array]:
+def _arrays_in(result: Any) -> Iterator[Array]:
     if isinstance(result, tuple | list):
         for part in result:
-            yield from _arrays(part)
+            yield from _arrays_in(part)
     elif array_api_compat.is_array_api_obj(result):
         yield result
 
@@ -53,7 +53,7 @@ def assert_namespace_preserved(function: Callable[..., Any], *arrays: Array) -> 
     xp, _ = _checks.check_arrays(1, **named)
     given = arrays[0]
     wanted = (type(given), given.dtype, array_api_compat.device(given))
-    results = list(_arrays(function(*arrays)))
+    results = list(_arrays_in(function(*arrays)))
     if not results:
         fail(check, "the function returned no array")
     for result in results:
@@ -61,7 +61,7 @@ def assert_namespace_preserved(function: Callable[..., Any], *arrays: Array) -> 
         for what, ours, theirs in zip(("type", "dtype", "device"), wanted, got, strict=True):
             if ours != theirs:
                 fail(check, f"want {what} {ours}, got {theirs}")
-    return Evidence(check, f"{_checks.library_name(xp)} {given.dtype}: {len(results)} arrays")
+    return Evidence(check, f"{_arrays.library_name(xp)} {given.dtype}: {len(results)} arrays")
 
 
 def assert_inputs_unchanged(function: Callable[..., Any], *arrays: Array) -> Evidence:

@@ -7,35 +7,39 @@ and a row's parts are combined by their own logs. No branch depends on data.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from linattn import _dispatch, _generic
+from linattn._arrays import namespace
+from linattn._generic.features import query_features, row_features
+from linattn._generic.numerics import finite_shift
+from linattn._generic.states import absorb, combine, read
 from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 
 __all__ = [
-    "exact_halves",
-    "halves",
-    "levels",
-    "on_right_halves",
-    "own_tokens",
+    "exact_causal_block",
+    "left_or_right",
+    "level_sizes",
     "pad",
-    "padded",
-    "scan_exact",
-    "scan_features",
+    "pad_features",
+    "read_diagonal",
+    "scan_features_hierarchical",
+    "scan_hierarchical",
+    "scatter_right",
 ]
 
 
-def halves(x: Array, half: int, side: int) -> Array:
+def left_or_right(x: Array, half: int, side: int) -> Array:
     """Left (0) or right (1) halves of all stretches of ``2 half`` tokens: a new axis before -2."""
     if x is None:
         return None
-    xp = _generic.namespace(x)
+    xp = namespace(x)
     *lead, n, width = x.shape
     return xp.reshape(x, (*lead, n // (2 * half), 2, half, width))[..., side, :, :]
 
 
-def on_right_halves(part: Partial, n: int) -> Partial:
+def scatter_right(part: Partial, n: int) -> Partial:
     """Spread rows of right halves over all ``n`` rows; left halves see nothing."""
-    xp = _generic.namespace(part.num_den)
+    xp = namespace(part.num_den)
 
     def spread(right: Array, left: Array) -> Array:
         both = xp.concat([left, right], axis=-2)
@@ -45,7 +49,7 @@ def on_right_halves(part: Partial, n: int) -> Partial:
     return Partial(spread(part.num_den, xp.zeros_like(part.num_den)), spread(part.log, nothing))
 
 
-def levels(n: int) -> Iterator[int]:
+def level_sizes(n: int) -> Iterator[int]:
     half = 1
     while half < n:
         yield half
@@ -56,12 +60,12 @@ def pad(x: Array, size: int, fill: float = 0.0) -> Array:
     """Append rows of one number; None stays None."""
     if x is None or x.shape[-2] == size:
         return x
-    xp = _generic.namespace(x)
+    xp = namespace(x)
     shape = (*x.shape[:-2], size - x.shape[-2], x.shape[-1])
     return xp.concat([x, xp.full_like(xp.broadcast_to(x[..., :1, :], shape), fill)], axis=-2)
 
 
-def scan_exact(
+def scan_hierarchical(
     query_spec: Spec,
     key_spec: Spec,
     query: Tokens,
@@ -75,53 +79,54 @@ def scan_exact(
     left halves, and a row's parts are combined by their own logs. No branch depends on data.
     O(n m (d + e log n)) time, O(n m) memory.
     """
-    queries, own = _generic.query_features(query_spec, query)
-    part, after = scan_features(
-        queries, _generic.row_features(key_spec, key), values_and_one, state
+    queries, own = query_features(query_spec, query)
+    part, after = scan_features_hierarchical(
+        queries, row_features(key_spec, key), values_and_one, state
     )
     return Partial(part.num_den, part.log + own), after
 
 
-def padded(features: Features, size: int, fill: float) -> Features:
+def pad_features(features: Features, size: int, fill: float) -> Features:
     """Append rows with one log and no values: tokens cannot be, maps may refuse their positions."""
     return Features(pad(features.log, size, fill), pad(features.values, size))
 
 
-def scan_features(
+def scan_features_hierarchical(
     queries: Features, keys: Features, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
-    """:func:`scan_exact` of a block that has been evaluated."""
+    """:func:`scan_hierarchical` of a block that has been evaluated."""
     n = values_and_one.shape[-2]
     size = 1 << (n - 1).bit_length()
-    queries, keys = padded(queries, size, 0.0), padded(keys, size, -float("inf"))
+    queries, keys = pad_features(queries, size, 0.0), pad_features(keys, size, -float("inf"))
     values_and_one = pad(values_and_one, size)
-    part = _generic.combine(
-        own_tokens(queries, keys, values_and_one), _generic.read(queries, state)
-    )
-    for half in levels(size):
-        left = Features(halves(keys.log, half, 0), halves(keys.values, half, 0))
-        right = Features(halves(queries.log, half, 1), halves(queries.values, half, 1))
-        seen = _generic.absorb(left, halves(values_and_one, half, 0), None)
-        part = _generic.combine(part, on_right_halves(_generic.read(right, seen), size))
-    after = _generic.absorb(keys, values_and_one, state)
+    part = combine(read_diagonal(queries, keys, values_and_one), read(queries, state))
+    for half in level_sizes(size):
+        left = Features(left_or_right(keys.log, half, 0), left_or_right(keys.values, half, 0))
+        right = Features(
+            left_or_right(queries.log, half, 1), left_or_right(queries.values, half, 1)
+        )
+        seen = absorb(left, left_or_right(values_and_one, half, 0), None)
+        part = combine(part, scatter_right(read(right, seen), size))
+    after = absorb(keys, values_and_one, state)
     after = State(after.kvz, after.log_scale, state.length + n)
     return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
 
 
-def own_tokens(queries: Features, keys: Features, values_and_one: Array) -> Partial:
-    xp = _generic.namespace(values_and_one)
+def read_diagonal(queries: Features, keys: Features, values_and_one: Array) -> Partial:
+    xp = namespace(values_and_one)
     e = queries.log + keys.log
     row = xp.max(e, axis=-1, keepdims=True)
-    weights = xp.exp(e - _generic.finite_shift(row, xp))
+    weights = xp.exp(e - finite_shift(row, xp))
     for values in (queries.values, keys.values):
         weights = weights if values is None else weights * values
     return Partial(xp.sum(weights, axis=-1, keepdims=True) * values_and_one, row)
 
 
-def exact_halves(spec: Exact, query: Tokens, key: Tokens, values_and_one: Array) -> Partial:
+def exact_causal_block(
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, exact_block: Any
+) -> Partial:
     """Causal softmax attention within a block: each token itself, then right halves read left."""
-    xp, n = _generic.namespace(values_and_one), values_and_one.shape[-2]
-    exact_block = _dispatch.block_function("exact_block", xp)
+    xp, n = namespace(values_and_one), values_and_one.shape[-2]
     size = 1 << (n - 1).bit_length()
     log_weight = key.log_weight
     if log_weight is None and n < size:
@@ -133,9 +138,9 @@ def exact_halves(spec: Exact, query: Tokens, key: Tokens, values_and_one: Array)
     logit = logit + (logit - logit)
     logit = logit if key.log_weight is None else logit + key.log_weight
     part = Partial(values_and_one + xp.zeros_like(logit), logit)
-    for half in levels(size):
-        right = Tokens(halves(query.x, half, 1), None, 0)
-        left = Tokens(halves(key.x, half, 0), halves(key.log_weight, half, 0), 0)
-        seen = exact_block(spec, right, left, halves(values_and_one, half, 0))
-        part = _generic.combine(part, on_right_halves(seen, size))
+    for half in level_sizes(size):
+        right = Tokens(left_or_right(query.x, half, 1), None, 0)
+        left = Tokens(left_or_right(key.x, half, 0), left_or_right(key.log_weight, half, 0), 0)
+        seen = exact_block(spec, right, left, left_or_right(values_and_one, half, 0))
+        part = combine(part, scatter_right(seen, size))
     return Partial(part.num_den[..., :n, :], part.log[..., :n, :])

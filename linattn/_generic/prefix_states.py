@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from linattn import _generic
+from linattn._arrays import namespace
+from linattn._generic.numerics import finite_shift
+from linattn._generic.states import merge
 from linattn.typing import State
 
-__all__ = ["far_states", "one_of", "running", "stacked"]
+__all__ = ["far_states", "prefix_merge", "stack_states", "state_at"]
 
 
 NEAR = 20.0
@@ -23,40 +25,42 @@ def far_states(
     O(g m e) time and memory.
     """
     g = states.log_scale.shape[-2] - (1 if after is None else 2)
-    prefixes = running(stacked([_one(before), _part(states, slice(0, g))]), lazy=lazy)
+    prefixes = prefix_merge(
+        stack_states([_with_block_axis(before), _part(states, slice(0, g))]), lazy=lazy
+    )
     seen = _part(prefixes, slice(0, g))
     if after is not None:
-        following = _flipped(_part(states, slice(3, g + 2)))
-        adjoints = running(stacked([_one(after), following]), lazy=lazy)
-        seen = _generic.merge(seen, _flipped(adjoints))
-    return seen, one_of(prefixes, g)
+        following = _flip(_part(states, slice(3, g + 2)))
+        adjoints = prefix_merge(stack_states([_with_block_axis(after), following]), lazy=lazy)
+        seen = merge(seen, _flip(adjoints))
+    return seen, state_at(prefixes, g)
 
 
-def _one(state: State) -> State:
+def _with_block_axis(state: State) -> State:
     return State(state.kvz[..., None, :, :], state.log_scale[..., None, :], 0)
 
 
-def one_of(states: State, index: int) -> State:
+def state_at(states: State, index: int) -> State:
     """Take one state out of an axis of blocks."""
     return State(states.kvz[..., index, :, :], states.log_scale[..., index, :], 0)
 
 
-def _flipped(states: State) -> State:
-    xp = _generic.namespace(states.kvz)
+def _flip(states: State) -> State:
+    xp = namespace(states.kvz)
     return State(xp.flip(states.kvz, axis=-3), xp.flip(states.log_scale, axis=-2), 0)
 
 
-def running(each: State, *, lazy: bool) -> State:
+def prefix_merge(each: State, *, lazy: bool) -> State:
     """Merge states along an axis, log scales ``(..., n, m)``, each with all before it."""
-    answer = None if lazy else _on_one_scale(each)
-    return _by_pairs(each) if answer is None else answer
+    answer = None if lazy else _cumulative_on_one_scale(each)
+    return _merge_pairwise(each) if answer is None else answer
 
 
-def _on_one_scale(each: State) -> State | None:
+def _cumulative_on_one_scale(each: State) -> State | None:
     """Cumulative sum on the largest scale of each column; None where that is too far from one."""
-    xp = _generic.namespace(each.kvz)
+    xp = namespace(each.kvz)
     empty = each.log_scale == -xp.inf
-    c = _generic.finite_shift(xp.max(each.log_scale, axis=-2, keepdims=True), xp)
+    c = finite_shift(xp.max(each.log_scale, axis=-2, keepdims=True), xp)
     if not bool(xp.all(empty | (c - each.log_scale <= NEAR))):
         return None
     kvz = xp.cumulative_sum(each.kvz * xp.exp(each.log_scale - c)[..., None], axis=-3)
@@ -64,7 +68,7 @@ def _on_one_scale(each: State) -> State | None:
     return State(kvz, xp.where(unseen, xp.full_like(c, -xp.inf), c), 0)
 
 
-def _by_pairs(each: State) -> State:
+def _merge_pairwise(each: State) -> State:
     """Merge pairs, find their running states in the same way, and fill in every other one.
 
     At most 2 n merges, in 2 log2(n) steps; no branch depends on data.
@@ -73,17 +77,17 @@ def _by_pairs(each: State) -> State:
     if n == 1:
         return each
     odd = _part(each, slice(0, n - n % 2, 2))
-    pairs = _by_pairs(_generic.merge(odd, _part(each, slice(1, None, 2))))
+    pairs = _merge_pairwise(merge(odd, _part(each, slice(1, None, 2))))
     firsts = _part(each, slice(0, 1))
     later = _part(each, slice(2, None, 2))
     before = _part(pairs, slice(0, later.log_scale.shape[-2]))
-    firsts = stacked([firsts, _generic.merge(before, later)]) if n > 2 else firsts
+    firsts = stack_states([firsts, merge(before, later)]) if n > 2 else firsts
     return _interleaved(firsts, pairs)
 
 
-def stacked(states: list[State]) -> State:
+def stack_states(states: list[State]) -> State:
     """Join states along their axis of blocks."""
-    xp = _generic.namespace(states[0].kvz)
+    xp = namespace(states[0].kvz)
     kvz = xp.concat([state.kvz for state in states], axis=-3)
     return State(kvz, xp.concat([state.log_scale for state in states], axis=-2), 0)
 
@@ -94,7 +98,7 @@ def _part(each: State, blocks: slice) -> State:
 
 def _interleaved(odd: State, even: State) -> State:
     """First of the one, first of the other, and so on; the one may be longer by one."""
-    xp = _generic.namespace(odd.kvz)
+    xp = namespace(odd.kvz)
     n = even.log_scale.shape[-2]
     kvz = xp.stack([odd.kvz[..., :n, :, :], even.kvz], axis=-3)
     log_scale = xp.stack([odd.log_scale[..., :n, :], even.log_scale], axis=-2)
@@ -102,4 +106,4 @@ def _interleaved(odd: State, even: State) -> State:
     both = State(
         xp.reshape(kvz, (*lead, 2 * n, m, width)), xp.reshape(log_scale, (*lead, 2 * n, m)), 0
     )
-    return stacked([both, _part(odd, slice(n, None))]) if odd.kvz.shape[-3] > n else both
+    return stack_states([both, _part(odd, slice(n, None))]) if odd.kvz.shape[-3] > n else both

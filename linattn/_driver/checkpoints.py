@@ -1,8 +1,8 @@
 """States that a causal forward pass keeps for its pullback: a bounded number of them.
 
 With the state before it at hand the pullback does a block for queries and keys at once, from the
-last block to the first, and makes its features once. Between two kept states those of the other
-blocks are made again from the keys, so that neither is kept a number of states that grows with the
+last block to the first, and makes its features once. Between two checkpoints those of the other
+blocks are made again from the keys, so that no number of states is stored that grows with the
 length.
 """
 
@@ -10,28 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linattn._tasks import Name, task_name
+from linattn._driver.tasks import Name, task_name
 from linattn.typing import Index, Problem, State
 
-__all__ = ["Kept"]
+__all__ = ["Checkpoints"]
 
-MOST = 32
-"""States that are kept, and states between two of them: a head's at most, each."""
+MAX_STATES = 32
+"""Checkpoints, and states between two of them: a head's at most, each."""
 
-SHARE = 0.25
+MAX_SHARE = 0.25
 """What states may take, relative to the arguments they are made of."""
 
 
-class Kept:
+class Checkpoints:
     """States of one problem by task and by the row before which they stand."""
 
     def __init__(self) -> None:
         self._states: dict[Name, dict[int, State]] = {}
 
-    def offer(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
+    def store(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
         """Keep the state before a row of a task, or not."""
         step = _stride(problem, block_size)
-        if row and step <= MOST and row % (step * block_size) == 0:
+        if row and step <= MAX_STATES and row % (step * block_size) == 0:
             self._states.setdefault(task_name(task), {})[row] = state
 
     def segments(
@@ -47,12 +47,12 @@ class Kept:
                 segments.append((states[rows.start], []))
             segments[-1][1].append(rows)
         longest = max(len(rows) for _, rows in segments)
-        return segments if longest <= min(MOST, _stride(problem, block_size)) else None
+        return segments if longest <= min(MAX_STATES, _stride(problem, block_size)) else None
 
 
 def _stride(problem: Problem, block_size: int) -> int:
-    """Blocks from one kept state to the next."""
+    """Blocks from one checkpoint to the next."""
     length, e = int(problem.query.shape[-2]), int(problem.value.shape[-1])
     arguments = int(problem.query.shape[-1] + problem.key.shape[-1]) + e
-    tokens = problem.num_features * (e + 1) / (SHARE * arguments)
-    return max(-(-length // (MOST * block_size)), -int(-tokens // block_size), 1)
+    tokens = problem.num_features * (e + 1) / (MAX_SHARE * arguments)
+    return max(-(-length // (MAX_STATES * block_size)), -int(-tokens // block_size), 1)

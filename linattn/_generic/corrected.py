@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from math import log
 
-from linattn import _generic
+from linattn._arrays import namespace
+from linattn._generic.numerics import finite_shift
 from linattn.typing import Corrected, Partial, State
 
-__all__ = ["guarded", "widened"]
+__all__ = ["guard", "widen_state"]
 
 LARGEST_RATIO = 2
 """How far the corrected denominator may be from the uncorrected one."""
@@ -16,19 +17,19 @@ LARGEST_CANCELLATION = 4
 """What the terms of the corrected denominator may sum to, without signs, in units of it."""
 
 
-def widened(spec: Corrected, state: State) -> State:
+def widen_state(spec: Corrected, state: State) -> State:
     """Put beside each other what one read gives of a state of m + p columns.
 
     Columns of values: the corrected ``[v, 1]``, the absolute value of its last, the uncorrected
     ``[v, 1]``. The log scales are those of the uncorrected sums, or a little less than those of the
     corrected ones where these are far above: both stay in range. O(m (m + p) e) time.
     """
-    xp = _generic.namespace(state.kvz)
+    xp = namespace(state.kvz)
     m = spec.half_log.shape[-1]
     scaled = xp.concat(
         [state.log_scale[..., :m] + spec.half_log, state.log_scale[..., m:]], axis=-1
     )
-    shift = _generic.finite_shift(xp.max(scaled, axis=-1, keepdims=True), xp)
+    shift = finite_shift(xp.max(scaled, axis=-1, keepdims=True), xp)
     corrected = xp.matmul(spec.matrix, state.kvz * xp.exp(scaled - shift)[..., None])
     top = shift - spec.half_log
     margin = log(float(xp.finfo(state.kvz.dtype).max)) / 2
@@ -39,9 +40,9 @@ def widened(spec: Corrected, state: State) -> State:
     return State(kvz, log_scale, state.length)
 
 
-def guarded(part: Partial) -> Partial:
-    """Choose for each query between what it read of a widened state."""
-    xp = _generic.namespace(part.num_den)
+def guard(part: Partial) -> Partial:
+    """Choose for each query between what it read of a widen_state state."""
+    xp = namespace(part.num_den)
     width = (part.num_den.shape[-1] - 1) // 2
     corrected, plain = part.num_den[..., :width], part.num_den[..., width + 1 :]
     d1, d0, size = corrected[..., -1:], plain[..., -1:], part.num_den[..., width : width + 1]

@@ -1,7 +1,7 @@
 """The driver of gradients: walks over blocks, forwards for queries and backwards for keys.
 
 Everything is computed again from query, key and value; beside the gradients themselves only a
-state, and causal three numbers a row or some states of the forward pass, are kept. Block bodies
+state, and causal three numbers a row or some states of the forward pass, are stored. Block bodies
 come from :mod:`linattn._dispatch`.
 """
 
@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn import _block_vjp, _dispatch, _generic
-from linattn._blocks import blocks, raw_block, token_block, values_and_one_block
-from linattn._cotangents import change_vjp, sum_to
-from linattn._kept import Kept
-from linattn._means_vjp import means_key_vjp, means_query_vjp
-from linattn._tasks import Name, at, take, take_problem, task_name
-from linattn.folds import exact_rows, initial_state, reading, update
+from linattn import _arrays, _dispatch, _generic
+from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
+from linattn._driver.checkpoints import Checkpoints
+from linattn._driver.exact import exact_rows
+from linattn._driver.tasks import Name, take, take_problem, task_index, task_name
+from linattn._driver.walks import initial_state, reading, update
+from linattn._generic.block_vjps import row_cotangent, row_scale
+from linattn._generic.column_means import column_normalized_key_vjp, column_normalized_query_vjp
+from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
 from linattn.typing import (
     Affine,
     Array,
@@ -35,7 +37,7 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["Cotangent", "Gradients", "kept_for", "pull"]
+__all__ = ["Cotangent", "Gradients", "checkpoints_for", "pull"]
 
 
 class Cotangent(NamedTuple):
@@ -106,7 +108,7 @@ class _Rows:
         if self._shared:
             count: Counter[Name] = Counter()
             for task in tasks:
-                place = task_name(at(lead, 0, task))
+                place = task_name(task_index(lead, 0, task))
                 self._turns[task_name(task)] = count[place]
                 count[place] += 1
         if not problem.lazy or 0 in self._shape or 0 in problem.lead:
@@ -122,7 +124,7 @@ class _Rows:
             return
         if 0 in self._shape:
             return
-        index = (*at(self._shape, 2, task)[:-2], rows, slice(None))
+        index = (*task_index(self._shape, 2, task)[:-2], rows, slice(None))
         block = sum_to(block, tuple(self._array[index].shape[:-2]), 2)
         if self._shared:
             place = task_name(index[: len(self._shape) - 2]), rows.start
@@ -148,16 +150,18 @@ class _Out(NamedTuple):
     value: _Rows
 
 
-def kept_for(problem: Problem) -> Kept | None:
+def checkpoints_for(problem: Problem) -> Checkpoints | None:
     """Something to keep states in, where a backend can do a block of this problem as a whole."""
     specs = (problem.query_spec, problem.key_spec)
     if not problem.is_causal or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
-    return None if _dispatch.whole_function("scan_vjp", problem.xp) is None else Kept()
+    return None if _dispatch.whole_function("scan_vjp", problem.xp) is None else Checkpoints()
 
 
-def pull(problem: Problem, cotangent: Cotangent, kept: Kept | None = None) -> Gradients:
-    """Gradients of a problem of linear attention; ``kept``: states that its forward pass kept."""
+def pull(
+    problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
+) -> Gradients:
+    """Gradients of a problem of linear attention; with states of its forward pass at hand."""
     whole = _dispatch.whole_function("attention_vjp", problem.xp)
     if whole is not None:
         answer: Any = whole(problem, cotangent)
@@ -169,14 +173,16 @@ def pull(problem: Problem, cotangent: Cotangent, kept: Kept | None = None) -> Gr
     out = _Out(*(_Rows(problem, array, plan.tasks) for array in arrays))
     states: list[tuple[Index, Array]] = []
     if isinstance(problem.query_spec, Exact):
-        walk: Any = _walk_exact
+        walk: Any = walk_exact
     else:
-        walk = _walk_causal if problem.is_causal else _walk_full
+        walk = walk_causal if problem.is_causal else walk_full
 
     def work(task: Index) -> None:
-        with _generic.quiet():
+        with _generic.ignore_fp_warnings():
             mine = take_problem(problem, task)
-            adjoint = walk(mine, _take_cotangent(cotangent, task), out, task, plan.block_size, kept)
+            adjoint = walk(
+                mine, _take_cotangent(cotangent, task), out, task, plan.block_size, checkpoints
+            )
         if problem.state is not None:
             states.append((task, _state_gradient(initial_state(mine), adjoint)))
 
@@ -195,8 +201,13 @@ def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
 # Walks ------------------------------------------------------------------------------------------
 
 
-def _walk_full(
-    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int, _: Kept | None
+def walk_full(
+    problem: Problem,
+    cotangent: Cotangent,
+    out: _Out,
+    task: Index,
+    block_size: int,
+    _: Checkpoints | None,
 ) -> State:
     """Let queries read the state of all keys, and the adjoint of all queries read keys."""
     before = initial_state(problem)
@@ -215,7 +226,7 @@ def _walk_full(
     if cotangent.state is not None:
         adjoint = _generic.merge(adjoint, _broadcast(cotangent.state, adjoint))
     reduce_block_vjp = _block("reduce_block_vjp", problem)
-    for rows in blocks(problem.key.shape[-2], block_size):
+    for rows in block_slices(problem.key.shape[-2], block_size):
         tokens, values_and_one = (
             token_block(problem, "key", rows, start),
             values_and_one_block(problem, rows),
@@ -225,15 +236,15 @@ def _walk_full(
     return adjoint
 
 
-def _walk_causal(
+def walk_causal(
     problem: Problem,
     cotangent: Cotangent,
     out: _Out,
     task: Index,
     block_size: int,
-    kept: Kept | None,
+    checkpoints: Checkpoints | None,
 ) -> State:
-    """One scan forwards for queries, and one backwards for keys; with kept states one for both."""
+    """One scan forwards for queries, and one backwards for keys; with checkpoints one for both."""
     specs = (problem.query_spec, problem.key_spec)
     state = initial_state(problem)
     start = state.length
@@ -243,8 +254,8 @@ def _walk_causal(
     if isinstance(problem.query_spec, ColumnNormalized):
         return _walk_means(problem, cotangent, out, task, block_size, state, adjoint)
     every = list(_query_blocks(problem, block_size))
-    if kept is not None:
-        segments = kept.segments(problem, block_size, task, every, state)
+    if checkpoints is not None:
+        segments = checkpoints.segments(problem, block_size, task, every, state)
         if segments is not None:
             return _walk_back(problem, cotangent, out, task, segments, adjoint)
     scales: list[RowScale] = []
@@ -258,7 +269,7 @@ def _walk_causal(
     scan_key_vjp = _block("scan_key_vjp", problem)
     for rows in reversed(every):
         tokens, scale = _token_blocks(problem, rows, start), scales.pop()
-        g1 = _block_vjp.row_cotangent(scale, _grad_block(problem, cotangent, rows))
+        g1 = row_cotangent(scale, _grad_block(problem, cotangent, rows))
         *gradients, adjoint = scan_key_vjp(*specs, *tokens, adjoint, g1, scale.log)
         _put_keys(problem, out, task, rows, tokens[2], *gradients)
     return adjoint
@@ -278,7 +289,7 @@ def _walk_back(
     """
     specs = (problem.query_spec, problem.key_spec)
     start = segments[0][0].length
-    scan_vjp = _both_sides(problem)
+    scan_vjp = _scan_vjp(problem)
     reduce_block = _dispatch.block_function("reduce_block", problem.xp)
     for first, every in reversed(segments):
         states = [first]
@@ -300,7 +311,7 @@ def _walk_back(
     return adjoint
 
 
-def _both_sides(problem: Problem) -> Any:
+def _scan_vjp(problem: Problem) -> Any:
     """Gradients of a block by both sides: a backend's, with those of one side each behind it."""
     scan_query_vjp, scan_key_vjp = (
         _block(name, problem) for name in ("scan_query_vjp", "scan_key_vjp")
@@ -309,7 +320,7 @@ def _both_sides(problem: Problem) -> Any:
     def one_by_one(*args: Any) -> Any:
         *block, state, adjoint, grad = args
         gradient, scale, _ = scan_query_vjp(*block, state, grad)
-        g1 = _block_vjp.row_cotangent(scale, grad)
+        g1 = row_cotangent(scale, grad)
         return gradient, *scan_key_vjp(*block, adjoint, g1, scale.log)
 
     return _dispatch.block_function("scan_vjp", problem.xp, one_by_one)
@@ -324,7 +335,7 @@ def _walk_means(
     state: State,
     adjoint: State,
 ) -> State:
-    """As :func:`_walk_causal`, for queries that read means: keeps the state before each block."""
+    """As :func:`walk_causal`, for queries that read means: keeps the state before each block."""
     specs = (problem.query_spec, problem.key_spec)
     start = state.length
     before: list[State] = []
@@ -333,13 +344,15 @@ def _walk_means(
     for rows in every:
         tokens = _token_blocks(problem, rows, start)
         grad = _grad_block(problem, cotangent, rows)
-        out.query.put(task, rows, means_query_vjp(*specs, *tokens, state, grad))
+        out.query.put(task, rows, column_normalized_query_vjp(*specs, *tokens, state, grad))
         before.append(state)
         state = reduce_block(problem.key_spec, *tokens[1:], state)
     for rows in reversed(every):
         tokens = _token_blocks(problem, rows, start)
         grad = _grad_block(problem, cotangent, rows)
-        *gradients, adjoint = means_key_vjp(*specs, *tokens, before.pop(), adjoint, grad)
+        *gradients, adjoint = column_normalized_key_vjp(
+            *specs, *tokens, before.pop(), adjoint, grad
+        )
         _put_keys(problem, out, task, rows, tokens[2], *gradients)
     return adjoint
 
@@ -351,8 +364,13 @@ def _token_blocks(problem: Problem, rows: slice, start: int) -> tuple[Tokens, To
     return query, key, values_and_one_block(problem, rows)
 
 
-def _walk_exact(
-    problem: Problem, cotangent: Cotangent, out: _Out, task: Index, block_size: int, _: Kept | None
+def walk_exact(
+    problem: Problem,
+    cotangent: Cotangent,
+    out: _Out,
+    task: Index,
+    block_size: int,
+    _: Checkpoints | None,
 ) -> None:
     """Softmax attention: every query reads all keys again, then every key all queries."""
     xp, spec, lead = problem.xp, problem.query_spec, problem.state_lead
@@ -360,12 +378,14 @@ def _walk_exact(
     scales: list[RowScale] = []
     exact_query_vjp = _block("exact_query_vjp", problem)
     for rows in every:
-        grad, query = _grad_block(problem, cotangent, rows), raw_block(problem, "query", rows, 0)
-        scale = _block_vjp.row_scale(exact_rows(problem, rows, block_size), grad)
-        g1, gradient = _block_vjp.row_cotangent(scale, grad), xp.zeros_like(query.x)
-        for others in blocks(rows.stop if problem.is_causal else problem.key.shape[-2], block_size):
+        grad, query = _grad_block(problem, cotangent, rows), raw_tokens(problem, "query", rows, 0)
+        scale = row_scale(exact_rows(problem, rows, block_size), grad)
+        g1, gradient = row_cotangent(scale, grad), xp.zeros_like(query.x)
+        for others in block_slices(
+            rows.stop if problem.is_causal else problem.key.shape[-2], block_size
+        ):
             key, values_and_one = (
-                raw_block(problem, "key", others, 0),
+                raw_tokens(problem, "key", others, 0),
                 values_and_one_block(problem, others),
             )
             visible = _visible(problem, rows, others)
@@ -375,17 +395,17 @@ def _walk_exact(
         out.query.put(task, rows, gradient)
         scales.append(scale)
     exact_key_vjp = _block("exact_key_vjp", problem)
-    for others in blocks(problem.key.shape[-2], block_size):
+    for others in block_slices(problem.key.shape[-2], block_size):
         key, values_and_one = (
-            raw_block(problem, "key", others, 0),
+            raw_tokens(problem, "key", others, 0),
             values_and_one_block(problem, others),
         )
         gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
         for rows, scale in zip(every, scales, strict=True):
             if problem.is_causal and rows.stop <= others.start:
                 continue
-            g1 = _block_vjp.row_cotangent(scale, _grad_block(problem, cotangent, rows))
-            query, visible = raw_block(problem, "query", rows, 0), _visible(problem, rows, others)
+            g1 = row_cotangent(scale, _grad_block(problem, cotangent, rows))
+            query, visible = raw_tokens(problem, "query", rows, 0), _visible(problem, rows, others)
             more = exact_key_vjp(spec, query, key, values_and_one, g1, scale.log, visible)
             gradients = [x + sum_to(y, lead, 2) for x, y in zip(gradients, more, strict=True)]
         _put_keys(problem, out, task, others, values_and_one, *gradients)
@@ -401,12 +421,12 @@ def _visible(problem: Problem, rows: slice, others: slice) -> Array:
 
 
 def _block(name: str, problem: Problem) -> Any:
-    return _dispatch.block_function(name, problem.xp, getattr(_block_vjp, name))
+    return _dispatch.block_function(name, problem.xp)
 
 
 def _query_blocks(problem: Problem, block_size: int) -> Any:
     """Blocks of queries; none where no row reaches the output."""
-    return blocks(0 if 0 in problem.lead else problem.query.shape[-2], block_size)
+    return block_slices(0 if 0 in problem.lead else problem.query.shape[-2], block_size)
 
 
 def _grad_block(problem: Problem, cotangent: Cotangent, rows: slice) -> Array:
@@ -414,7 +434,7 @@ def _grad_block(problem: Problem, cotangent: Cotangent, rows: slice) -> Array:
 
 
 def _unchanged(affine: Affine | None, gradient: Array, weight: Array) -> Array:
-    return gradient if affine is None else change_vjp(affine, gradient, weight)
+    return gradient if affine is None else change_coordinates_vjp(affine, gradient, weight)
 
 
 def _put_keys(
@@ -430,7 +450,7 @@ def _put_keys(
     xp, affine, grad_value = problem.xp, problem.key_change, grad_values_and_one[..., :-1]
     if affine is not None:
         weight = xp.sum(values_and_one * grad_values_and_one, axis=-1, keepdims=True)
-        grad_key = change_vjp(affine, grad_key, weight)
+        grad_key = change_coordinates_vjp(affine, grad_key, weight)
     if problem.key_mask is not None:
         mask = problem.key_mask[..., rows, :]
         grad_key = xp.where(mask, grad_key, xp.zeros_like(grad_key))
@@ -448,14 +468,14 @@ def _empty_adjoint(problem: Problem, like: State) -> State:
 
 
 def _broadcast(state: State, like: State) -> State:
-    xp = _generic.namespace(like.kvz)
+    xp = _arrays.namespace(like.kvz)
     kvz = xp.broadcast_to(state.kvz, tuple(like.kvz.shape))
     return State(kvz, xp.broadcast_to(state.log_scale, tuple(like.log_scale.shape)), 0)
 
 
 def _means_adjoint(adjoint: State, state: State) -> State:
     """Pull an adjoint of column means ``kv / z`` back to the state that was divided."""
-    xp = _generic.namespace(state.kvz)
+    xp = _arrays.namespace(state.kvz)
     z = state.kvz[..., -1:]
     empty = z == 0
     divisor = xp.where(empty, xp.ones_like(z), z)
@@ -470,7 +490,7 @@ def _means_adjoint(adjoint: State, state: State) -> State:
 
 def _state_gradient(before: State, adjoint: State) -> Array:
     """Cotangent of a state's ``kvz``, its log scale held constant."""
-    xp = _generic.namespace(adjoint.kvz)
+    xp = _arrays.namespace(adjoint.kvz)
     return adjoint.kvz * xp.exp(adjoint.log_scale + before.log_scale)[..., None]
 
 
@@ -482,5 +502,5 @@ def _join(problem: Problem, states: list[tuple[Index, Array]]) -> Array:
         return sum_to(states[0][1], lead, 2)
     whole = initial_state(problem.replace(state=None)).kvz
     for task, gradient in states:
-        whole[at(tuple(whole.shape), 2, task)] = gradient
+        whole[task_index(tuple(whole.shape), 2, task)] = gradient
     return sum_to(whole, lead, 2)

@@ -10,7 +10,8 @@ from typing import Any
 import array_api_compat
 
 from linattn import _dispatch, _generic
-from linattn._tasks import at
+from linattn._driver.tasks import task_index
+from linattn._generic import divide, values_block
 from linattn.typing import (
     ELU_PLUS_ONE,
     RELU,
@@ -28,30 +29,28 @@ from linattn.typing import (
 
 __all__ = [
     "Rows",
-    "blocks",
-    "changed",
-    "divide",
-    "log_normalizer",
-    "raw_block",
+    "block_slices",
+    "in_map_coordinates",
+    "raw_tokens",
     "token_block",
     "transient_values_block",
     "values_and_one_block",
 ]
 
-CALLS_NOTHING = (ELU_PLUS_ONE, RELU)
+OWN_ACTIVATIONS = (ELU_PLUS_ONE, RELU)
 """Activations of linattn; any other, whatever its name, may be a caller's function."""
 
 
-MOST_NEGATIVE = 0.01
+MAX_NEGATIVE_SHARE = 0.01
 """Share of negative denominators that is passed over in silence."""
 
 
-def blocks(length: int, size: int) -> Iterator[slice]:
+def block_slices(length: int, size: int) -> Iterator[slice]:
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
 
-def raw_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
+def raw_tokens(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     """Tokens of one block as they came; masked keys are zeros of log weight -inf."""
     xp = problem.xp
     source = problem.query if side == "query" else problem.key
@@ -63,18 +62,20 @@ def raw_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     return Tokens(xp.where(mask, x, zero), xp.where(mask, zero, zero - xp.inf), start + rows.start)
 
 
-def changed(problem: Problem, side: str, tokens: Tokens) -> Tokens:
+def in_map_coordinates(problem: Problem, side: str, tokens: Tokens) -> Tokens:
     """Tokens in the coordinates of their side of the map."""
     if side == "query":
         affine, weighted = problem.query_change, problem.want_log
     else:
         affine, weighted = problem.key_change, True
-    return tokens if affine is None else _generic.change(affine, tokens, weighted=weighted)
+    return (
+        tokens if affine is None else _generic.change_coordinates(affine, tokens, weighted=weighted)
+    )
 
 
 def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     """Tokens of one block of queries or keys, ready for the spec of their side."""
-    return changed(problem, side, raw_block(problem, side, rows, start))
+    return in_map_coordinates(problem, side, raw_tokens(problem, side, rows, start))
 
 
 def values_and_one_block(problem: Problem, rows: slice) -> Array:
@@ -89,7 +90,7 @@ def transient_values_block(problem: Problem, rows: slice) -> Array:
     """
     if _calls_out(problem.key_spec) or _calls_out(problem.query_spec):
         return values_and_one_block(problem, rows)
-    make = _dispatch.block_function("values_block", problem.xp, values_block)
+    make = _dispatch.block_function("values_block", problem.xp)
     return make(*_values(problem, rows))
 
 
@@ -97,21 +98,14 @@ def _calls_out(spec: Any) -> bool:
     """Whether a spec holds a function, which may be a caller's and use attention itself."""
     if isinstance(spec, Affine | ColumnNormalized | Corrected):
         return _calls_out(spec.spec)
-    return isinstance(spec, Opaque) or (isinstance(spec, Pointwise) and spec.f not in CALLS_NOTHING)
+    return isinstance(spec, Opaque) or (
+        isinstance(spec, Pointwise) and spec.f not in OWN_ACTIVATIONS
+    )
 
 
 def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:
     mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
     return problem.value[..., rows, :], mask, problem.dtype
-
-
-def values_block(value: Array, mask: Array | None, dtype: Any) -> Array:
-    """``[v, 1]`` in this dtype; masked values are 0."""
-    xp = _generic.namespace(value)
-    v = xp.astype(value, dtype, copy=False)
-    if mask is not None:
-        v = xp.where(mask, v, xp.zeros_like(mask, dtype=dtype))
-    return xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
 
 
 class Rows:
@@ -130,7 +124,7 @@ class Rows:
         looks = not (problem.lazy or array_api_compat.is_cupy_array(problem.query))
         self._counts = problem.signed and looks
         self._negative: list[int] = []
-        self._divide = _dispatch.block_function("divide", problem.xp, divide)
+        self._divide = _dispatch.block_function("divide", problem.xp)
 
     def put(self, task: Index, rows: slice, block: Array) -> None:
         block = self._xp.astype(block, self._dtype, copy=False)
@@ -139,7 +133,7 @@ class Rows:
         elif 0 not in self._shape:
             self._array[self._where(task, rows)] = block
 
-    def put_divided(self, task: Index, rows: slice, part: Partial) -> None:
+    def write_divided(self, task: Index, rows: slice, part: Partial) -> None:
         """Put numerator over denominator."""
         if self._counts:
             negative = self._xp.astype(part.num_den[..., -1] < 0, self._xp.int64)
@@ -153,7 +147,7 @@ class Rows:
             self._array[where] = self._xp.astype(out, self._dtype, copy=False)
 
     def _where(self, task: Index, rows: slice) -> tuple[slice, ...]:
-        return (*at(self._shape, 2, task)[:-2], rows, slice(None))
+        return (*task_index(self._shape, 2, task)[:-2], rows, slice(None))
 
     def result(self) -> Array:
         return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
@@ -161,28 +155,10 @@ class Rows:
     def warn_of_signs(self, stacklevel: int) -> None:
         """Warn where many denominators have cancelled: the rows are no averages of the values."""
         rows, negative = prod(self._shape[:-1]), sum(self._negative)
-        if negative > MOST_NEGATIVE * rows:
+        if negative > MAX_NEGATIVE_SHARE * rows:
             message = (
                 f"{negative} of {rows} denominators are negative: the features take both signs, "
                 f"and these rows are no averages of the values; use a positive map, such as "
                 f"PositiveFeatures for the softmax or a Gaussian kernel, or more features"
             )
             warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
-
-
-def divide(part: Partial, out: Array | None = None) -> Array:
-    """Numerator over denominator; exactly 0 where the denominator is, NaN where it overflowed.
-
-    A backend's may put the result into ``out`` and return None.
-    """
-    xp = _generic.namespace(part.num_den)
-    numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
-    empty = denominator == 0
-    infinite = xp.abs(denominator) == xp.inf
-    divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
-    output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
-    return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
-
-
-def log_normalizer(part: Partial, problem: Problem) -> Array:
-    return part.log + problem.xp.log(part.num_den[..., -1:])

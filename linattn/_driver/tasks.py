@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from linattn import _checks
+from linattn import _generic
 from linattn.typing import ColumnNormalized, Corrected, Index, Problem, State
 
-__all__ = ["Name", "at", "take", "take_problem", "take_state", "task_name"]
+__all__ = ["Name", "take", "take_problem", "take_state", "task_index", "task_name"]
 
 Name = tuple[tuple[int | None, int | None], ...]
 
@@ -18,7 +18,7 @@ def task_name(task: Index) -> Name:
     return tuple((axis.start, axis.stop) for axis in task)
 
 
-def at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
+def task_index(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
     """Index of a task in an array of this shape: axes of 1 stay whole, trailing axes too."""
     index = [slice(None)] * len(shape)
     lead = len(shape) - trailing
@@ -29,19 +29,19 @@ def at(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
 
 
 def _take_lead(lead: tuple[int, ...], task: Index) -> tuple[int, ...]:
-    index = at(lead, 0, task)
+    index = task_index(lead, 0, task)
     return tuple(len(range(*s.indices(size))) for s, size in zip(index, lead, strict=True))
 
 
 def take(array: Any, trailing: int, task: Index) -> Any:
     if not task or array is None or isinstance(array, float) or array.ndim <= trailing:
         return array
-    return array[at(tuple(array.shape), trailing, task)]
+    return array[task_index(tuple(array.shape), trailing, task)]
 
 
 def _take_spec(spec: Any, task: Index) -> Any:
     changes: dict[str, Any] = {}
-    for name, axes in _checks.PARAMETER_AXES.get(type(spec), {}).items():
+    for name, axes in _generic.PARAMETER_AXES.get(type(spec), {}).items():
         whole = getattr(spec, name)
         part = take(whole, axes, task)
         if part is not whole:

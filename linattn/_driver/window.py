@@ -15,11 +15,11 @@ from typing import Any
 
 import array_api_compat
 
-from linattn import _checks, _dispatch, _generic
-from linattn._blocks import changed, raw_block, values_and_one_block
-from linattn._halves import exact_halves, pad
-from linattn._running import far_states, one_of
-from linattn.typing import Array, Exact, Partial, Problem, State, Tokens
+from linattn import _arrays, _dispatch, _generic
+from linattn._driver.blocks import in_map_coordinates, raw_tokens, values_and_one_block
+from linattn._generic.hierarchical import pad
+from linattn._generic.prefix_states import state_at
+from linattn.typing import Array, Partial, Problem, State, Tokens
 
 __all__ = ["walk_window"]
 
@@ -44,8 +44,8 @@ def walk_window(
     names = ("query_spec", "key_spec", "query_change", "key_change")
     blocked = problem.replace(**{name: _over_blocks(getattr(problem, name)) for name in names})
     read_block = _dispatch.block_function("read_block", problem.xp)
-    near_block = _dispatch.block_function("window_block", problem.xp, window_block)
-    surroundings = _dispatch.block_function("far_states", problem.xp, far_states)
+    near_block = _dispatch.block_function("window_block", problem.xp)
+    surroundings = _dispatch.block_function("far_states", problem.xp)
     start = state.length
     before = state
     if problem.is_causal:
@@ -59,58 +59,18 @@ def walk_window(
         )
         states = _block_states(blocked, raw, values_and_one)
         rows = slice(first * w, min((first + g) * w, length))
-        query = _blocked(raw_block(problem, "query", rows, start), g * w, w)
+        query = _blocked(raw_tokens(problem, "query", rows, start), g * w, w)
         near = near_block(
             problem.near_spec, query, raw, values_and_one, problem.is_causal, problem.lazy
         )
         seen, before = surroundings(before, states, after, problem.lazy)
-        far = read_block(blocked.query_spec, changed(blocked, "query", query), seen, True)
+        far = read_block(
+            blocked.query_spec, in_map_coordinates(blocked, "query", query), seen, True
+        )
         put(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
     if count:
-        before = _generic.merge(before, one_of(states, g))
+        before = _generic.merge(before, state_at(states, g))
     return State(before.kvz, before.log_scale, start + length)
-
-
-# What is near -----------------------------------------------------------------------------------
-
-
-def window_block(
-    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, is_causal: bool, lazy: bool
-) -> Partial:
-    """Exact part: each block of queries with its own keys and those of the blocks beside it.
-
-    Queries ``(..., g, w, d)``; keys of one block more in front, and full attention one behind.
-    O(g w^2 (d + e)) time, O(g w (w + d + e)) memory.
-    """
-    xp = _generic.namespace(values_and_one)
-    exact_block = _dispatch.block_function("exact_block", xp)
-    g, w = query.x.shape[-3:-1]
-    if not is_causal:
-        keys = Tokens(_beside(key.x, g, 3), _beside(key.log_weight, g, 3), key.start)
-        return exact_block(spec, query, keys, _beside(values_and_one, g, 3))  # type: ignore[no-any-return]
-    if not lazy:
-        keys = Tokens(_beside(key.x, g, 2), _beside(key.log_weight, g, 2), key.start)
-        index = xp.arange(2 * w, device=array_api_compat.device(values_and_one))
-        visible = index <= index[w:, None]
-        part: Partial = exact_block(spec, query, keys, _beside(values_and_one, g, 2), visible)
-        if bool(xp.all(xp.isfinite(part.num_den))):
-            return part
-    own = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
-    last = Tokens(key.x[..., :g, :, :], _where(key.log_weight, slice(0, g)), key.start)
-    part = exact_block(spec, query, last, values_and_one[..., :g, :, :])
-    return _generic.combine(part, exact_halves(spec, query, own, values_and_one[..., 1:, :, :]))
-
-
-def _beside(x: Array, g: int, width: int) -> Array:
-    """Tokens of each block and of those beside it, ``(..., g, width w, ·)``; None stays None."""
-    if x is None:
-        return None
-    xp = _generic.namespace(x)
-    return xp.concat([x[..., i : i + g, :, :] for i in range(width)], axis=-2)
-
-
-def _where(x: Array, blocks: slice) -> Array:
-    return None if x is None else x[..., blocks, :, :]
 
 
 # Blocks of the window's length ------------------------------------------------------------------
@@ -122,7 +82,7 @@ def _key_blocks(problem: Problem, first: int, stop: int, start: int) -> tuple[To
     assert w is not None
     rows = slice(max(first, 0) * w, min(stop * w, length))
     tokens, values_and_one = (
-        raw_block(problem, "key", rows, start),
+        raw_tokens(problem, "key", rows, start),
         values_and_one_block(problem, rows),
     )
     front = rows.start - first * w
@@ -140,7 +100,7 @@ def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
     """Put rows of one number before and behind; None stays None."""
     if x is None or not front:
         return pad(x, size, fill)
-    xp = _generic.namespace(x)
+    xp = _arrays.namespace(x)
 
     def rows(count: int) -> Array:
         like = xp.broadcast_to(x[..., :1, :], (*x.shape[:-2], count, x.shape[-1]))
@@ -158,11 +118,11 @@ def _split(x: Array, w: int) -> Array:
         return None
     # The number of blocks in full: -1 for it would be a guess where there are no heads.
     *lead, size, width = x.shape
-    return _generic.namespace(x).reshape(x, (*lead, size // w, w, width))
+    return _arrays.namespace(x).reshape(x, (*lead, size // w, w, width))
 
 
 def _flat(part: Partial, rows: int) -> Partial:
-    xp = _generic.namespace(part.num_den)
+    xp = _arrays.namespace(part.num_den)
     *lead, g, w, width = part.num_den.shape
     num_den = xp.reshape(part.num_den, (*lead, g * w, width))[..., :rows, :]
     return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * w, 1))[..., :rows, :])
@@ -171,10 +131,10 @@ def _flat(part: Partial, rows: int) -> Partial:
 def _over_blocks(spec: Any) -> Any:
     """Give the parameters of heads an axis for blocks."""
     changes = {}
-    for name, axes in _checks.PARAMETER_AXES.get(type(spec), {}).items():
+    for name, axes in _generic.PARAMETER_AXES.get(type(spec), {}).items():
         array = getattr(spec, name)
         if array is not None and not isinstance(array, float) and array.ndim > axes:
-            xp = _generic.namespace(array)
+            xp = _arrays.namespace(array)
             changes[name] = xp.expand_dims(array, axis=-axes - 1)
     return replace(spec, **changes) if changes else spec
 
@@ -192,7 +152,7 @@ def _block_states(problem: Problem, key: Tokens, values_and_one: Array) -> State
     """State of every block by itself, with an axis of blocks."""
     reduce_block = _dispatch.block_function("reduce_block", problem.xp)
     empty = _nothing(problem, key.x.shape[-3])
-    tokens = changed(problem, "key", key)
+    tokens = in_map_coordinates(problem, "key", key)
     return reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]
 
 
@@ -212,13 +172,13 @@ def _states_after(
     states = [after]
     for begin in reversed(firsts[1:]):
         end = min(begin + size, stop)
-        states.append(_generic.merge(_stretch(problem, start, span, begin, end), states[-1]))
+        states.append(_generic.merge(_state_of_spans(problem, start, span, begin, end), states[-1]))
     for begin in firsts:
         end = min(begin + size, stop)
         yield from _states_after(problem, start, span, begin, end, states.pop())
 
 
-def _stretch(problem: Problem, start: int, span: int, first: int, stop: int) -> State:
+def _state_of_spans(problem: Problem, start: int, span: int, first: int, stop: int) -> State:
     """State of the keys of some spans, each from its second block to the first behind it."""
     w, length = problem.exact_window, problem.key.shape[-2]
     assert w is not None
@@ -227,7 +187,7 @@ def _stretch(problem: Problem, start: int, span: int, first: int, stop: int) -> 
     for index in range(first, stop):
         rows = slice((index * span + 1) * w, min(((index + 1) * span + 1) * w, length))
         if rows.start < rows.stop:
-            tokens = changed(problem, "key", raw_block(problem, "key", rows, start))
+            tokens = in_map_coordinates(problem, "key", raw_tokens(problem, "key", rows, start))
             state = reduce_block(
                 problem.key_spec, tokens, values_and_one_block(problem, rows), state
             )

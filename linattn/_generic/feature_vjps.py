@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from linattn._generic import finite_shift, namespace
+from linattn._arrays import namespace
+from linattn._generic.numerics import finite_shift
 from linattn.typing import (
     HEAVISIDE,
     Affine,
@@ -26,7 +27,7 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["change_vjp", "check_differentiable", "features_vjp", "sum_to"]
+__all__ = ["change_coordinates_vjp", "check_differentiable", "features_vjp", "sum_to"]
 
 
 def check_differentiable(spec: MapSpec, feature_map: object) -> None:
@@ -79,7 +80,7 @@ def features_vjp(spec: Spec, tokens: Tokens, cotangent: Features) -> Array:
     return spec.vjp(tokens, cotangent)
 
 
-def change_vjp(affine: Affine, gradient: Array, weight: Array) -> Array:
+def change_coordinates_vjp(affine: Affine, gradient: Array, weight: Array) -> Array:
     """Pull back through a change of coordinates; ``weight``: of the log weight, None for zero."""
     xp = namespace(gradient)
     moved = xp.matmul(gradient, xp.matrix_transpose(affine.transform))

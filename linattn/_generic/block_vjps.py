@@ -9,14 +9,18 @@ on data. ``n`` tokens, ``m`` features, ``e`` value dim.
 
 from __future__ import annotations
 
-from linattn._cotangents import features_vjp, sum_to
-from linattn._generic import (
-    finite_shift,
-    namespace,
-    read,
-    scaled_features,
+from linattn._arrays import namespace
+from linattn._generic.feature_vjps import features_vjp, sum_to
+from linattn._generic.features import scaled_features
+from linattn._generic.hierarchical import (
+    left_or_right,
+    level_sizes,
+    pad,
+    pad_features,
+    scan_features_hierarchical,
 )
-from linattn._halves import halves, levels, pad, padded, scan_features
+from linattn._generic.numerics import finite_shift
+from linattn._generic.states import read
 from linattn.typing import (
     Array,
     Exact,
@@ -192,7 +196,7 @@ def scan_query_vjp(
     """
     queries, largest = scaled_features(query_spec, query)
     keys, _ = scaled_features(key_spec, key)
-    part, after = scan_features(queries, keys, values_and_one, state)
+    part, after = scan_features_hierarchical(queries, keys, values_and_one, state)
     scale = row_scale(part, grad_output)
     g1 = row_cotangent(scale, grad_output)
     cotangent = read_by(queries, state, g1, scale.log)
@@ -238,8 +242,8 @@ class _Padded:
     ) -> None:
         self.n = values_and_one.shape[-2]
         self.size = 1 << (self.n - 1).bit_length()
-        self.queries = padded(queries, self.size, 0.0)
-        self.keys = padded(keys, self.size, -float("inf"))
+        self.queries = pad_features(queries, self.size, 0.0)
+        self.keys = pad_features(keys, self.size, -float("inf"))
         self.values_and_one, self.g1 = pad(values_and_one, self.size), pad(g1, self.size)
         self.log = pad(log, self.size, float("inf"))
 
@@ -250,12 +254,12 @@ class _Padded:
         return weights, xp.sum(self.g1 * self.values_and_one, axis=-1, keepdims=True)
 
     def left(self, half: int) -> tuple[Features, Array]:
-        keys = Features(*(halves(x, half, 0) for x in self.keys))
-        return keys, halves(self.values_and_one, half, 0)
+        keys = Features(*(left_or_right(x, half, 0) for x in self.keys))
+        return keys, left_or_right(self.values_and_one, half, 0)
 
     def right(self, half: int) -> tuple[Features, Array, Array]:
-        queries = Features(*(halves(x, half, 1) for x in self.queries))
-        return queries, halves(self.g1, half, 1), halves(self.log, half, 1)
+        queries = Features(*(left_or_right(x, half, 1) for x in self.queries))
+        return queries, left_or_right(self.g1, half, 1), left_or_right(self.log, half, 1)
 
 
 def query_triangle(
@@ -265,7 +269,7 @@ def query_triangle(
     block, xp = _Padded(queries, keys, values_and_one, g1, log), namespace(values_and_one)
     weights, products = block.own()
     total = _times(weights * products, block.keys.values)
-    for half in levels(block.size):
+    for half in level_sizes(block.size):
         left, v = block.left(half)
         right, g, row = block.right(half)
         # Where nothing is to the left the factor is 0, and not infinite times 0.
@@ -293,7 +297,7 @@ def key_triangle(
     total = weights * (products if inner is None else products - inner)
     whole = xp.sum(_times(weights, block.keys.values), axis=-1, keepdims=True)
     total_v1 = whole * block.g1
-    for half in levels(block.size):
+    for half in level_sizes(block.size):
         left, v = block.left(half)
         right, g, row = block.right(half)
         e = right.log - row
@@ -302,7 +306,7 @@ def key_triangle(
         k = xp.exp(left.log + top)
         read = xp.matmul(xp.matmul(v, xp.matrix_transpose(g)), q)
         if inner is not None:
-            read = read - xp.sum(q * halves(inner, half, 1), axis=-2, keepdims=True)
+            read = read - xp.sum(q * left_or_right(inner, half, 1), axis=-2, keepdims=True)
         scores = xp.matmul(_times(k, left.values), xp.matrix_transpose(q))
         total = total + _spread(k * read, block.size, 0)
         total_v1 = total_v1 + _spread(xp.matmul(scores, g), block.size, 0)

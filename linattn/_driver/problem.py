@@ -12,7 +12,7 @@ from zlib import crc32
 import array_api_compat
 import numpy as np
 
-from linattn import _checks, _dispatch
+from linattn import _arrays, _checks, _generic, _settings
 from linattn.typing import (
     Affine,
     Array,
@@ -217,8 +217,8 @@ def _described(
     near_spec = None
     if exact_window is not None:
         exact_window, near_spec = _check_window(exact_window, query, key, feature_map)
-    settings = _dispatch.current_settings()
-    dtype = _checks.accumulation_dtype(xp, query.dtype, settings.precision)
+    settings = _settings.current_settings()
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
     if near_spec is not None and isinstance(specs[0], Corrected):
         message = (
@@ -230,7 +230,7 @@ def _described(
     if key_mask is not None:
         mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
     shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
-    key_spec_lead, query_spec_lead = _checks.spec_lead(specs[1]), _checks.spec_lead(specs[0])
+    key_spec_lead, query_spec_lead = _generic.spec_lead(specs[1]), _generic.spec_lead(specs[0])
     if key_spec_lead or query_spec_lead:
         shapes["feature_map"] = _checks.check_leading_axes(key=key_spec_lead, query=query_spec_lead)
     if state is not None:
@@ -262,7 +262,7 @@ def _described(
         is_causal=is_causal,
         chunk_size=chunk_size,
         want_log=want_log,
-        lazy=_checks.is_lazy(query),
+        lazy=_arrays.is_lazy(query),
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
         exact_window=exact_window,
@@ -297,13 +297,13 @@ class _Step(NamedTuple):
     """What a decoding step was given, but for the numbers, and its description without arrays."""
 
     feature_map: FeatureMap
-    settings: _dispatch.Settings
+    settings: _settings.Settings
     kinds: list[Any]
     fingerprint: int | None
     problem: Problem
 
 
-_last: ContextVar[_Step | None] = ContextVar("last step", default=None)
+run_walk: ContextVar[_Step | None] = ContextVar("last step", default=None)
 
 
 def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
@@ -315,11 +315,11 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     The description is kept for the next step of the same map with arrays of the same kinds: to
     make it takes a sixth of a step.
     """
-    last = _last.get()
-    settings, given = _dispatch.current_settings(), [query, key, value]
+    last = run_walk.get()
+    settings, given = _settings.current_settings(), [query, key, value]
     if isinstance(state, State):
         given += [state.kvz, state.log_scale]
-    kinds = _checks.kinds(given)
+    kinds = _arrays.kinds(given)
     if (
         last is not None
         and last.feature_map is feature_map
@@ -348,10 +348,10 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     )
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.
-    if getattr(feature_map, "_keeps_specs", False) and _checks.are_plain(given):
+    if getattr(feature_map, "_keeps_specs", False) and _arrays.are_plain(given):
         bare = problem.replace(query=None, key=None, value=None, state=None)
         fingerprint = _checks.known_fingerprint(state)
-        _last.set(_Step(feature_map, settings, kinds, fingerprint, bare))
+        run_walk.set(_Step(feature_map, settings, kinds, fingerprint, bare))
     return problem
 
 
@@ -380,14 +380,14 @@ def exact_problem(
     _check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     spec = Exact(_checks.check_finite_number("scale", scale))
-    settings = _dispatch.current_settings()
+    settings = _settings.current_settings()
     mask = None
     if key_mask is not None:
         mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
     shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
     return Problem(
         xp=xp,
-        dtype=_checks.accumulation_dtype(xp, query.dtype, settings.precision),
+        dtype=_arrays.accumulation_dtype(xp, query.dtype, settings.precision),
         query=query,
         key=key,
         value=value,
@@ -403,7 +403,7 @@ def exact_problem(
         is_causal=is_causal,
         chunk_size=None,
         want_log=False,
-        lazy=_checks.is_lazy(query),
+        lazy=_arrays.is_lazy(query),
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
     )

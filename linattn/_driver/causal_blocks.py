@@ -1,0 +1,174 @@
+"""A causal block is accepted, or done again where one scale was not enough."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import array_api_compat
+
+from linattn import _arrays, _dispatch, _generic
+from linattn._driver.tasks import take, take_problem, take_state, task_index
+from linattn._generic.column_means import scan_column_normalized
+from linattn._generic.hierarchical import scan_hierarchical
+from linattn.typing import (
+    HEAD_BY_HEAD,
+    Array,
+    ColumnNormalized,
+    Index,
+    Partial,
+    Problem,
+    State,
+    Tokens,
+)
+
+__all__ = ["causal_block"]
+
+MAX_DECLINED_TOKENS = 512
+"""Tokens of a causal block that is not cut where a backend refuses it: then it costs its square."""
+
+
+SMALL_VALUES = 2.0**10
+"""Rounding units that underflow may take of the largest value that a row sees: 1e-4 in float32.
+
+One unit would have ordinary rows inspected twice, for their first values are hardly all of size 1.
+"""
+
+
+def rejected_heads(
+    part: Partial, log_weight: Array, values_and_one: Array, state: State, m: int
+) -> Array:
+    """Heads ``(..., 1, 1)`` with a row that underflowed on the block's common shift, or None.
+
+    A row is accepted if it is finite and its denominator, times ``SMALL_VALUES`` times the size of
+    the values that it sees where that is below 1, is at least ``(tiny / eps) (m N + z)``, N tokens
+    so far and z the normalizers of the state: what underflow can have taken from it, at most
+    ``tiny (m N + z)``, is then below rounding. A row that sees no key at all is accepted too. A
+    column of values that the state has lost to NaN or inf is past repair, and so is a head whose
+    normalizers it has lost; the other columns are not.
+    """
+    xp = _arrays.namespace(part.num_den)
+    info = xp.finfo(part.num_den.dtype)
+    n = part.num_den.shape[-2]
+    # A backend's state may be on a scale of which its normalizers are not bounded by the tokens.
+    terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
+    floor = float(info.smallest_normal) / float(info.eps) * terms
+    denominator, one = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
+    # All rows see the first values: hardly ever must others be inspected.
+    first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
+    large = denominator * xp.minimum(SMALL_VALUES * first, one) >= floor
+    not_finite = ~xp.isfinite(part.num_den)
+    if bool(xp.all(large & ~xp.any(not_finite, axis=-1, keepdims=True))):
+        return None
+    seen = _values_seen(values_and_one, state)
+    small = denominator * xp.minimum(SMALL_VALUES * seen, one) < floor
+    accepted = ~xp.any(small & (seen != 0), axis=-1, keepdims=True)
+    if log_weight is not None:
+        sees = xp.cumulative_sum(xp.astype(log_weight > -xp.inf, xp.int64), axis=-2) > 0
+        before = xp.any(state.log_scale > -xp.inf, axis=-1)[..., None, None]
+        accepted = accepted | ~(sees | before)
+    alive = xp.all(xp.isfinite(state.kvz), axis=-2, keepdims=True)
+    accepted = accepted & ~xp.any(not_finite & alive, axis=-1, keepdims=True)
+    rejected = ~xp.all(accepted, axis=-2, keepdims=True)
+    log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
+    rejected = rejected & alive[..., -1:] & log_finite
+    return rejected if bool(xp.any(rejected)) else None
+
+
+def _values_seen(values_and_one: Array, state: State) -> Array:
+    """Size of the ``[v, 1]`` that each row sees, ``(..., n, e + 1)``; 0 where all are.
+
+    No more than the largest: the mean of the block's own, or of those in a feature of the state.
+    """
+    xp, sizes = _arrays.namespace(values_and_one), abs(values_and_one)
+    count = xp.cumulative_sum(xp.ones_like(sizes[..., :1]), axis=-2)
+    own = xp.cumulative_sum(sizes, axis=-2) / count
+    z = xp.abs(state.kvz[..., -1:])
+    before = xp.where(z == 0, xp.zeros_like(state.kvz), xp.abs(state.kvz) / z)
+    return xp.maximum(own, xp.max(before, axis=-2, keepdims=True))
+
+
+def causal_block(
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
+    specs = (problem.query_spec, problem.key_spec)
+    if isinstance(problem.query_spec, ColumnNormalized):
+        return scan_column_normalized(problem, query, key, values_and_one, state)
+    if problem.lazy:
+        return scan_hierarchical(*specs, query, key, values_and_one, state)
+    special: Any = _dispatch.whole_function("scan_block", problem.xp)
+    answer: Any = NotImplemented
+    if special is not None:
+        answer = special(*specs, query, key, values_and_one, state, problem.want_log)
+        if answer is HEAD_BY_HEAD:
+            return _each_head(problem, query, key, values_and_one, state)
+        if answer is NotImplemented and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:
+            return _two_blocks(problem, query, key, values_and_one, state)
+    if answer is NotImplemented:
+        answer = _generic.scan_block(*specs, query, key, values_and_one, state, problem.want_log)
+    part, after = answer
+    if part.accepted:
+        return part, after
+    rejected = rejected_heads(part, key.log_weight, values_and_one, state, problem.num_features)
+    if rejected is None:
+        return part, after
+    redone, _ = scan_hierarchical(*specs, query, key, values_and_one, state)
+    where = problem.xp.where
+    return Partial(
+        where(rejected, redone.num_den, part.num_den), where(rejected, redone.log, part.log)
+    ), after
+
+
+def _each_head(
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
+    """Do the heads of a causal block one by one, so that a far one costs the others nothing."""
+    xp, lead, n = problem.xp, problem.lead, values_and_one.shape[-2]
+    like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
+    part = Partial(
+        xp.empty((*lead, n, values_and_one.shape[-1]), **like), xp.empty((*lead, n, 1), **like)
+    )
+    after = State(xp.empty_like(state.kvz), xp.empty_like(state.log_scale), state.length + n)
+    for index in product(*map(range, problem.state_lead)):
+        # An axis of 1 stays whole, as in plans: queries may have more along it.
+        task = tuple(
+            slice(i, i + 1) if size > 1 else slice(None)
+            for i, size in zip(index, problem.state_lead, strict=True)
+        )
+        own, own_after = causal_block(
+            take_problem(problem, task),
+            _take_tokens(query, task),
+            _take_tokens(key, task),
+            take(values_and_one, 2, task),
+            take_state(state, task),
+        )
+        where = task_index(tuple(part.num_den.shape), 2, task)
+        part.num_den[where], part.log[where] = own.num_den, own.log
+        after.kvz[task_index(tuple(after.kvz.shape), 2, task)] = own_after.kvz
+        after.log_scale[task_index(tuple(after.log_scale.shape), 1, task)] = own_after.log_scale
+    return part, after
+
+
+def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
+    return Tokens(take(tokens.x, 2, task), take(tokens.log_weight, 2, task), tokens.start)
+
+
+def _two_blocks(
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
+    """Do a causal block that a backend refuses as two shorter ones."""
+    xp, n = problem.xp, values_and_one.shape[-2]
+    sums: list[Array] = []
+    logs: list[Array] = []
+    for rows in (slice(0, n // 2), slice(n // 2, n)):
+        half, keys = _rows_of(query, rows), _rows_of(key, rows)
+        part, state = causal_block(problem, half, keys, values_and_one[..., rows, :], state)
+        # A backend may make the next part in the same place.
+        sums.append(xp.asarray(part.num_den, copy=True))
+        logs.append(xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1)))
+    return Partial(xp.concat(sums, axis=-2), xp.concat(logs, axis=-2)), state
+
+
+def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
+    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
+    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)

@@ -1,0 +1,43 @@
+"""Softmax attention of some rows: every block of keys is one more part of them."""
+
+from __future__ import annotations
+
+import array_api_compat
+
+from linattn import _dispatch
+from linattn._driver.blocks import block_slices, token_block, transient_values_block
+from linattn._generic.hierarchical import exact_causal_block
+from linattn.typing import Partial, Problem, Tokens
+
+__all__ = ["exact_rows"]
+
+
+def exact_rows(problem: Problem, rows: slice, block_size: int) -> Partial:
+    """Softmax attention of some rows: every block of keys is one more part of them."""
+    spec, xp = problem.query_spec, problem.xp
+    exact_block = _dispatch.block_function("exact_block", xp)
+    exact_more = _dispatch.block_function("exact_more", xp)
+    query = token_block(problem, "query", rows, 0)
+    part = None
+    if problem.is_causal:
+        key = token_block(problem, "key", rows, 0)
+        part = exact_causal_block(
+            spec, query, key, transient_values_block(problem, rows), exact_block
+        )
+    for others in block_slices(
+        rows.start if problem.is_causal else problem.key.shape[-2], block_size
+    ):
+        key = token_block(problem, "key", others, 0)
+        values_and_one = transient_values_block(problem, others)
+        if part is None:
+            part = exact_block(spec, query, key, values_and_one)
+        else:
+            part = exact_more(spec, query, key, values_and_one, part)
+    return _nothing(problem, query) if part is None else part
+
+
+def _nothing(problem: Problem, query: Tokens) -> Partial:
+    shape = (*problem.lead, query.x.shape[-2], problem.value.shape[-1] + 1)
+    device = array_api_compat.device(query.x)
+    num_den = problem.xp.zeros(shape, dtype=problem.dtype, device=device)
+    return Partial(num_den, num_den[..., -1:] - problem.xp.inf)

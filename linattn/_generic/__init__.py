@@ -1,0 +1,65 @@
+"""One block of tokens in array-API code, right for every library; backends replace its functions.
+
+Every file has the name of its twin in ``backends/linattn_numpy``, where that has one.
+"""
+
+from __future__ import annotations
+
+from linattn._generic.block_vjps import (
+    exact_key_vjp,
+    exact_query_vjp,
+    read_block_vjp,
+    reduce_block_vjp,
+    scan_key_vjp,
+    scan_query_vjp,
+)
+from linattn._generic.column_means import normalize_state
+from linattn._generic.exact import exact_block, exact_more, window_block
+from linattn._generic.features import change_coordinates, evaluate
+from linattn._generic.numerics import divisor, finite_shift, ignore_fp_warnings
+from linattn._generic.planning import plan, run_in_order
+from linattn._generic.prefix_states import far_states
+from linattn._generic.specs import PARAMETER_AXES, spec_lead
+from linattn._generic.states import (
+    combine,
+    divide,
+    empty_state,
+    log_normalizer,
+    merge,
+    read_block,
+    reduce_block,
+    scan_block,
+    values_block,
+)
+
+__all__ = [
+    "PARAMETER_AXES",
+    "change_coordinates",
+    "combine",
+    "divide",
+    "divisor",
+    "empty_state",
+    "evaluate",
+    "exact_block",
+    "exact_key_vjp",
+    "exact_more",
+    "exact_query_vjp",
+    "far_states",
+    "finite_shift",
+    "ignore_fp_warnings",
+    "log_normalizer",
+    "merge",
+    "normalize_state",
+    "plan",
+    "read_block",
+    "read_block_vjp",
+    "reduce_block",
+    "reduce_block_vjp",
+    "run_in_order",
+    "scan_block",
+    "scan_key_vjp",
+    "scan_query_vjp",
+    "spec_lead",
+    "values_block",
+    "window_block",
+]

@@ -1,0 +1,209 @@
+"""Reads that divide each feature of the state by its own normalizer, and their gradients.
+
+With M_ir the mean that query i reads of feature r, p_ir its share and ``w_ir = p_ir / z_ir``, the
+log features have the cotangents ``p_ir g_i.(M_ir - o_i)`` of queries and, summed over the queries
+behind, ``psi_jr w_ir g_i.(v_j - M_ir)`` of keys. The second holds a number for each row and
+feature, so that a block is computed again from the state before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from linattn._arrays import namespace
+from linattn._generic.block_vjps import (
+    absorb_rows,
+    adjoint_cotangent,
+    key_triangle,
+    query_triangle,
+    read_by,
+)
+from linattn._generic.feature_vjps import features_vjp, sum_to
+from linattn._generic.features import evaluate
+from linattn._generic.hierarchical import (
+    left_or_right,
+    level_sizes,
+    pad,
+    read_diagonal,
+    scatter_right,
+)
+from linattn._generic.numerics import finite_shift
+from linattn._generic.prefix_states import prefix_merge
+from linattn._generic.states import absorb, combine, merge, read
+from linattn.typing import Array, ColumnNormalized, Features, Partial, Problem, Spec, State, Tokens
+
+__all__ = [
+    "column_normalized_key_vjp",
+    "column_normalized_query_vjp",
+    "normalize_state",
+    "scan_column_normalized",
+]
+
+
+def normalize_state(state: State) -> State:
+    """Divide each column by its own normalizer: kvz becomes ``[mean value, 1]`` on log scale 0.
+
+    A column that has seen nothing keeps a log scale of -inf, and no say in the scale of a row.
+    """
+    xp = namespace(state.kvz)
+    z = state.kvz[..., -1:]
+    empty = z == 0
+    kvz = state.kvz / xp.where(empty, xp.ones_like(z), z)
+    zero = xp.zeros_like(state.log_scale)
+    log_scale = xp.where(empty[..., 0], zero - xp.inf, zero)
+    return State(kvz, log_scale, state.length)
+
+
+def scan_column_normalized(
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
+    """Causal attention of a block whose queries read means.
+
+    With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normalizer of column r up to token i, it is
+    an ordinary causal read.
+    """
+    log_q = evaluate(problem.query_spec, query).log
+    log_k = evaluate(problem.key_spec, key).log
+    answer = None if problem.lazy else _scan_on_one_scale(log_q, log_k, values_and_one, state)
+    return _scan_hierarchical(log_q, log_k, values_and_one, state) if answer is None else answer
+
+
+def _scan_on_one_scale(
+    log_q: Array, log_k: Array, values_and_one: Array, state: State
+) -> tuple[Partial, State] | None:
+    """One scale for each column and all rows; None where an early row would lose digits to it.
+
+    Weights lost to underflow are below rounding of a normalizer of at least ``eps^2``, and that
+    bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
+    """
+    xp = namespace(values_and_one)
+    c = xp.maximum(state.log_scale, xp.max(log_k, axis=-2))
+    shift = finite_shift(c, xp)
+    weights_k = xp.exp(log_k - shift[..., None, :])
+    before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
+    z = xp.cumulative_sum(weights_k, axis=-2) + before[..., None, :, -1]
+    if not bool(xp.all(z >= float(xp.finfo(z.dtype).eps) ** 2)):
+        return None
+    row = xp.max(log_q, axis=-1, keepdims=True)
+    weights_q = xp.exp(log_q - row) / z
+    scores = xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k)))
+    num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
+    if not bool(xp.all(xp.isfinite(num_den))):
+        return None
+    after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
+    return Partial(num_den, row), State(after, c, state.length + values_and_one.shape[-2])
+
+
+def _scan_hierarchical(
+    log_q: Array, log_k: Array, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
+    """As :func:`scan_hierarchical`: no row's scale depends on a later key, no branch on data.
+
+    O(n m (d + e log n)) time, O(n m) memory.
+    """
+    n = values_and_one.shape[-2]
+    size = 1 << (n - 1).bit_length()
+    log_q, log_k, values_and_one = (
+        pad(log_q, size),
+        pad(log_k, size, -float("inf")),
+        pad(values_and_one, size),
+    )
+    xp = namespace(values_and_one)
+    before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
+    each = State(xp.ones_like(log_k)[..., None], log_k, 0)
+    z = merge(before, prefix_merge(each, lazy=True))
+    top = finite_shift(z.log_scale, xp)
+    empty = z.z == 0
+    log_q = log_q - xp.log(xp.where(empty, xp.ones_like(z.z), z.z))
+    part = read_diagonal(Features(log_q, None), Features(log_k - top, None), values_and_one)
+    part = combine(part, _read_at(log_q, top, state))
+    for half in level_sizes(size):
+        left = Features(left_or_right(log_k, half, 0), None)
+        seen = absorb(left, left_or_right(values_and_one, half, 0), None)
+        right = _read_at(left_or_right(log_q, half, 1), left_or_right(top, half, 1), seen)
+        part = combine(part, scatter_right(right, size))
+    after = absorb(Features(log_k, None), values_and_one, state)
+    after = State(after.kvz, after.log_scale, state.length + n)
+    return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
+
+
+def _read_at(log_q: Array, top: Array, state: State) -> Partial:
+    """Read a state with features ``exp(log_q - top)``."""
+    # The two scales of keys first: they may be large, and their difference hardly is.
+    log = log_q + (state.log_scale[..., None, :] - top)
+    zero = namespace(top).zeros_like(state.log_scale)
+    return read(Features(log, None), State(state.kvz, zero, 0))
+
+
+class _Means(NamedTuple):
+    """Reads of a block: share p of each column, log of the weight w, ``g_i.M_ir``, and [g, 0]."""
+
+    share: Array
+    log_weight: Array
+    inner: Array
+    g1: Array
+
+
+def _means(
+    log_q: Array, log_k: Array, values_and_one: Array, state: State, grad_output: Array
+) -> _Means:
+    """O(n m (log n + e) + n^2 (m + e)) time, O(n m) memory; no branch depends on data."""
+    xp = namespace(values_and_one)
+    before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
+    each = State(xp.ones_like(log_k)[..., None], log_k, 0)
+    z = merge(before, prefix_merge(each, lazy=True))
+    empty = z.z == 0
+    log_z = finite_shift(z.log_scale, xp) + xp.log(xp.where(empty, xp.ones_like(z.z), z.z))
+    log_q = xp.where(empty, xp.full_like(log_z, -xp.inf), log_q)
+    row = finite_shift(xp.max(log_q, axis=-1, keepdims=True), xp)
+    share = xp.exp(log_q - row)
+    total = xp.sum(share, axis=-1, keepdims=True)
+    total = xp.where(total == 0, xp.ones_like(total), total)
+    g1 = xp.concat([grad_output, xp.zeros_like(grad_output[..., :1])], axis=-1)
+    each_mean = Features(-log_z, None)
+    zero = xp.zeros_like(total)
+    inner = read_by(each_mean, state, g1, zero)
+    inner = inner + query_triangle(each_mean, Features(log_k, None), values_and_one, g1, zero)
+    return _Means(share / total, log_q - row - xp.log(total) - log_z, inner, g1)
+
+
+def column_normalized_query_vjp(
+    query_spec: ColumnNormalized,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
+    grad_output: Array,
+) -> Array:
+    """Gradient of a causal block of queries."""
+    xp = namespace(values_and_one)
+    log_q, log_k = evaluate(query_spec, query).log, evaluate(key_spec, key).log
+    share, _, inner, _ = _means(log_q, log_k, values_and_one, state, grad_output)
+    mean = xp.sum(share * inner, axis=-1, keepdims=True)
+    return features_vjp(query_spec.spec, query, Features(share * (inner - mean), None))
+
+
+def column_normalized_key_vjp(
+    query_spec: ColumnNormalized,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
+    adjoint: State,
+    grad_output: Array,
+) -> tuple[Array, Array, State]:
+    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
+    log_q, keys = evaluate(query_spec, query).log, evaluate(key_spec, key)
+    means = _means(log_q, keys.log, values_and_one, state, grad_output)
+    queries, zero = Features(means.log_weight, None), means.share[..., :1] * 0
+    cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
+    lead = tuple(adjoint.log_scale.shape[:-1])
+    own, own_v1 = key_triangle(queries, keys, values_and_one, means.g1, zero, means.inner)
+    cotangent, grad_values_and_one = (
+        cotangent + sum_to(own, lead, 2),
+        grad_values_and_one + sum_to(own_v1, lead, 2),
+    )
+    gradient = features_vjp(key_spec, key, Features(cotangent, None))
+    return gradient, grad_values_and_one, absorb_rows(queries, means.g1, zero, adjoint, means.inner)

@@ -1,0 +1,94 @@
+"""Softmax attention of one block of queries to one block of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from linattn._arrays import namespace
+from linattn._generic.hierarchical import exact_causal_block
+from linattn._generic.numerics import finite_shift
+from linattn._generic.states import combine
+from linattn.typing import Array, Exact, Partial, Tokens
+
+__all__ = ["exact_block", "exact_more", "window_block"]
+
+
+def exact_block(
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, visible: Array | None = None
+) -> Partial:
+    """Softmax attention of queries to keys. O(n s (d + e)) time, O(n s) memory.
+
+    ``visible``, (n, s), says which pairs count; None means all. A value that is not finite
+    reaches every row, whoever sees it: the caller looks.
+
+    A row whose logits all overflow to -inf becomes NaN: its weights are not known to be zero.
+    """
+    xp = namespace(values_and_one)
+    logits = xp.matmul(query.x * spec.scale, xp.matrix_transpose(key.x))
+    row = xp.max(logits, axis=-1, keepdims=True)
+    overflowed = row == -xp.inf
+    if key.log_weight is not None:
+        logits = logits + xp.matrix_transpose(key.log_weight)
+        row = xp.max(logits, axis=-1, keepdims=True)
+    if visible is not None:
+        logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
+        row = xp.max(logits, axis=-1, keepdims=True)
+    weights = xp.exp(logits - finite_shift(row, xp))
+    nan = xp.full_like(row, float("nan"))
+    num_den = xp.where(overflowed, nan, xp.matmul(weights, values_and_one))
+    return Partial(num_den, xp.where(overflowed, nan, row))
+
+
+def exact_more(
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, part: Partial
+) -> Partial:
+    """Add a block of keys to a partial of the same queries. Cost as :func:`exact_block`."""
+    return combine(part, exact_block(spec, query, key, values_and_one))
+
+
+def window_block(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    is_causal: bool,
+    lazy: bool,
+    exact_block: Any = exact_block,
+) -> Partial:
+    """Exact part: each block of queries with its own keys and those of the blocks beside it.
+
+    Queries ``(..., g, w, d)``; keys of one block more in front, and full attention one behind.
+    O(g w^2 (d + e)) time, O(g w (w + d + e)) memory.
+    """
+    xp = namespace(values_and_one)
+    g, w = query.x.shape[-3:-1]
+    if not is_causal:
+        keys = Tokens(_beside(key.x, g, 3), _beside(key.log_weight, g, 3), key.start)
+        return exact_block(spec, query, keys, _beside(values_and_one, g, 3))  # type: ignore[no-any-return]
+    if not lazy:
+        keys = Tokens(_beside(key.x, g, 2), _beside(key.log_weight, g, 2), key.start)
+        index = xp.arange(2 * w, device=array_api_compat.device(values_and_one))
+        visible = index <= index[w:, None]
+        part: Partial = exact_block(spec, query, keys, _beside(values_and_one, g, 2), visible)
+        if bool(xp.all(xp.isfinite(part.num_den))):
+            return part
+    own = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
+    last = Tokens(key.x[..., :g, :, :], _where(key.log_weight, slice(0, g)), key.start)
+    part = exact_block(spec, query, last, values_and_one[..., :g, :, :])
+    return combine(
+        part, exact_causal_block(spec, query, own, values_and_one[..., 1:, :, :], exact_block)
+    )
+
+
+def _beside(x: Array, g: int, width: int) -> Array:
+    """Tokens of each block and of those beside it, ``(..., g, width w, ·)``; None stays None."""
+    if x is None:
+        return None
+    xp = namespace(x)
+    return xp.concat([x[..., i : i + g, :, :] for i in range(width)], axis=-2)
+
+
+def _where(x: Array, blocks: slice) -> Array:
+    return None if x is None else x[..., blocks, :, :]

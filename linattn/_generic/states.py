@@ -1,0 +1,165 @@
+"""One block of tokens against a state: reduce, read, scan, merge, combine, divide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from linattn._arrays import namespace
+from linattn._generic.features import query_features, row_features
+from linattn._generic.numerics import finite_shift
+from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
+
+__all__ = [
+    "absorb",
+    "combine",
+    "divide",
+    "empty_state",
+    "log_normalizer",
+    "merge",
+    "read",
+    "read_block",
+    "reduce_block",
+    "scan_block",
+    "values_block",
+]
+
+
+def empty_state(lead: tuple[int, ...], m: int, e: int, like: Array) -> State:
+    """Return the identity of :func:`merge`, in the namespace, dtype and device of an array."""
+    xp = namespace(like)
+    device = array_api_compat.device(like)
+    kvz = xp.zeros((*lead, m, e + 1), dtype=like.dtype, device=device)
+    log_scale = xp.full((*lead, m), -float("inf"), dtype=like.dtype, device=device)
+    return State(kvz, log_scale, 0)
+
+
+def merge(first: State, second: State) -> State:
+    """Merge two states: rescale both to the larger shift of each feature, and add."""
+    xp = namespace(first.kvz)
+    c = xp.maximum(first.log_scale, second.log_scale)
+    shift = finite_shift(c, xp)
+    kvz = (
+        first.kvz * xp.exp(first.log_scale - shift)[..., None]
+        + second.kvz * xp.exp(second.log_scale - shift)[..., None]
+    )
+    return State(kvz, c, first.length + second.length)
+
+
+def combine(first: Partial, second: Partial) -> Partial:
+    """Add two numerators and denominators that are on different scales."""
+    xp = namespace(first.num_den)
+    log = xp.maximum(first.log, second.log)
+    shift = finite_shift(log, xp)
+    num_den = first.num_den * xp.exp(first.log - shift) + second.num_den * xp.exp(
+        second.log - shift
+    )
+    return Partial(num_den, log)
+
+
+def _key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
+    """Put keys on the shift ``c`` that their state will have: (weights, c, finite c)."""
+    log, values = features
+    xp = namespace(log)
+    c = xp.max(log, axis=-2)
+    if log_scale is not None:
+        c = xp.maximum(log_scale, c)
+    shift = finite_shift(c, xp)
+    weights = xp.exp(log - shift[..., None, :])
+    return (weights if values is None else values * weights), c, shift
+
+
+def _query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
+    """Put queries on a state's shift, the largest of each row at 1: (weights, row log)."""
+    log, values = features
+    xp = namespace(log)
+    e = log + log_scale[..., None, :]
+    row = xp.max(e, axis=-1, keepdims=True)
+    weights = xp.exp(e - finite_shift(row, xp))
+    return (weights if values is None else values * weights), row
+
+
+def absorb(features: Features, values_and_one: Array, state: State | None) -> State:
+    """Add evaluated keys and their ``[v, 1]`` to a state (None: nothing seen before)."""
+    xp = namespace(values_and_one)
+    weights, c, shift = _key_weights(features, None if state is None else state.log_scale)
+    kvz = xp.matmul(xp.matrix_transpose(weights), values_and_one)
+    if state is None:
+        return State(kvz, c, values_and_one.shape[-2])
+    kvz = state.kvz * xp.exp(state.log_scale - shift)[..., None] + kvz
+    return State(kvz, c, state.length + values_and_one.shape[-2])
+
+
+def read(features: Features, state: State) -> Partial:
+    """Read a state with evaluated queries."""
+    xp = namespace(state.kvz)
+    weights, row = _query_weights(features, state.log_scale)
+    return Partial(xp.matmul(weights, state.kvz), row)
+
+
+def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State) -> State:
+    """Add a block of keys to the state. O(n m (d + e)) time, O(n m) memory."""
+    return absorb(row_features(key_spec, tokens), values_and_one, state)
+
+
+def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
+    """Read the state with a block of queries. O(n m (d + e)) time, O(n m) memory."""
+    queries, own = query_features(query_spec, tokens)
+    part = read(queries, state)
+    return Partial(part.num_den, part.log + own)
+
+
+def scan_block(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
+    want_log: bool,
+) -> tuple[Partial, State]:
+    """Causal attention of a block under one shift. O(n m (d + e) + n^2 (m + e)) time.
+
+    The shift includes later keys, so an early row may come out small or non-finite; the caller
+    checks it, on a scale where no product of a query feature and a key feature exceeds 1.
+    """
+    xp = namespace(values_and_one)
+    keys = row_features(key_spec, key)
+    queries, own = query_features(query_spec, query)
+    weights_k, c, shift = _key_weights(keys, state.log_scale)
+    weights_q, row = _query_weights(queries, c)
+    before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
+
+    scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k))
+    scores = xp.tril(scores)
+    num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
+    after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
+    return Partial(num_den, row + own), State(after, c, state.length + values_and_one.shape[-2])
+
+
+def values_block(value: Array, mask: Array | None, dtype: Any) -> Array:
+    """``[v, 1]`` in this dtype; masked values are 0."""
+    xp = namespace(value)
+    v = xp.astype(value, dtype, copy=False)
+    if mask is not None:
+        v = xp.where(mask, v, xp.zeros_like(mask, dtype=dtype))
+    return xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
+
+
+def divide(part: Partial, out: Array | None = None) -> Array:
+    """Numerator over denominator; exactly 0 where the denominator is, NaN where it overflowed.
+
+    A backend's may put the result into ``out`` and return None.
+    """
+    xp = namespace(part.num_den)
+    numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
+    empty = denominator == 0
+    infinite = xp.abs(denominator) == xp.inf
+    divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
+    output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
+    return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
+
+
+def log_normalizer(part: Partial, problem: Problem) -> Array:
+    return part.log + problem.xp.log(part.num_den[..., -1:])

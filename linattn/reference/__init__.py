@@ -1,0 +1,12 @@
+"""The oracles: quadratic attention in float64, written to be obviously right.
+
+Everything here visits one query row at a time, selects the keys which that row may see, and adds
+up their terms. No code is shared with the linear-time folds: agreement of the two is evidence.
+
+Shape letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` features; ``...`` are
+leading axes (batch, heads), which broadcast.
+"""
+
+from linattn.reference.quadratic import KernelSums, kernel_attention, kernel_sums, softmax_attention
+
+__all__ = ["KernelSums", "kernel_attention", "kernel_sums", "softmax_attention"]

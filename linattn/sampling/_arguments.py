@@ -1,0 +1,32 @@
+"""Checks of what samplers are called with."""
+
+from __future__ import annotations
+
+import operator
+
+__all__ = ["check_integer", "check_shape"]
+
+
+def check_integer(value: int, name: str, *, least: int) -> int:
+    if isinstance(value, bool):
+        msg = f"{name} must be an int, got the bool {value!r}"
+        raise TypeError(msg)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        msg = f"{name} must be an int, got {value!r} of type {type(value).__name__}"
+        raise TypeError(msg) from None
+    if number < least:
+        msg = f"{name} must be at least {least}, got {number}"
+        raise ValueError(msg)
+    return number
+
+
+def check_shape(batchcheck_shape: object) -> tuple[int, ...]:
+    if not isinstance(batchcheck_shape, tuple):
+        kind = type(batchcheck_shape).__name__
+        msg = f"batchcheck_shape must be a tuple of ints, got {batchcheck_shape!r} of type {kind}"
+        raise TypeError(msg)
+    return tuple(
+        check_integer(axis, "an axis of batchcheck_shape", least=0) for axis in batchcheck_shape
+    )

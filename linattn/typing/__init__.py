@@ -1,0 +1,73 @@
+"""Records and protocols: the words in which maps, the driver and backends talk to each other.
+
+Shape letters used everywhere: ``L`` queries, ``S`` keys, ``n`` tokens of one block, ``d`` dim,
+``m`` features, ``e`` value dim. The sequence axis is always -2; ``...`` are leading axes (batch,
+heads), which broadcast.
+"""
+
+from __future__ import annotations
+
+from linattn.typing.backend import Backend
+from linattn.typing.feature_map import FeatureMap
+from linattn.typing.problems import Plan, Problem
+from linattn.typing.records import (
+    HEAD_BY_HEAD,
+    Array,
+    ArrayT,
+    Features,
+    Index,
+    Partial,
+    RowScale,
+    State,
+    Tokens,
+)
+from linattn.typing.specs import (
+    ELU_PLUS_ONE,
+    HEAVISIDE,
+    RELU,
+    SQUARED_RELU,
+    Activation,
+    Affine,
+    Assigned,
+    ColumnNormalized,
+    Corrected,
+    Exact,
+    Exponential,
+    MapSpec,
+    Normalized,
+    Opaque,
+    Pointwise,
+    Spec,
+)
+
+__all__ = [
+    "ELU_PLUS_ONE",
+    "HEAD_BY_HEAD",
+    "HEAVISIDE",
+    "RELU",
+    "SQUARED_RELU",
+    "Activation",
+    "Affine",
+    "Array",
+    "ArrayT",
+    "Assigned",
+    "Backend",
+    "ColumnNormalized",
+    "Corrected",
+    "Exact",
+    "Exponential",
+    "FeatureMap",
+    "Features",
+    "Index",
+    "MapSpec",
+    "Normalized",
+    "Opaque",
+    "Partial",
+    "Plan",
+    "Pointwise",
+    "Problem",
+    "RowScale",
+    "Spec",
+    "State",
+    "Tokens",
+]

@@ -1,0 +1,127 @@
+"""A validated problem, and the plan by which it is walked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from linattn.typing.records import Array, Index, State
+from linattn.typing.specs import Affine, Exact
+
+__all__ = ["Plan", "Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention computation, validated: what a backend's ``plan`` and whole tier are given.
+
+    Attributes
+    ----------
+    xp : module
+        The array namespace.
+    dtype : dtype
+        The accumulation dtype: float32 or float64.
+    query, key, value : Array
+        ``(..., L, d)``, ``(..., S, d)``, ``(..., S, e)`` in the caller's dtype.
+    key_mask : Array or None
+        ``(..., S, 1)``, True = attend.
+    query_spec, key_spec : Spec or Exact
+        The two sides of the feature map; both ``Exact`` for softmax attention.
+    query_change, key_change : Affine or None
+        Changes of coordinates that the tokens go through first.
+    num_features : int
+        Columns m of the map; 0 for softmax attention.
+    state_lead, lead : tuple of int
+        Leading axes of the state (those of key, value and the map) and of the output.
+    state : State or None
+        What was seen before, or None.
+    is_causal : bool
+        Whether query i sees keys up to i only.
+    chunk_size : int or None
+        Tokens a block, or None for the plan's choice.
+    want_log : bool
+        Whether the log normalizer is asked for.
+    lazy : bool
+        Whether values must not be inspected (traced or lazy arrays).
+    num_threads : int or None
+        What the caller allows; None leaves it to the plan.
+    tf32 : bool
+        Whether float32 products may round their factors to TF32.
+    exact_window : int or None
+        Length of the blocks whose keys are exact in their own block and in those beside it.
+    near_spec : Exact or None
+        How they are; None without a window.
+    signed : bool
+        Whether features take both signs, so that a denominator may cancel.
+    """
+
+    xp: ModuleType
+    dtype: Any
+    query: Array
+    key: Array
+    value: Array
+    key_mask: Array | None
+    query_spec: Any
+    key_spec: Any
+    num_features: int
+    state_lead: tuple[int, ...]
+    lead: tuple[int, ...]
+    query_change: Affine | None
+    key_change: Affine | None
+    state: State | None
+    is_causal: bool
+    chunk_size: int | None
+    want_log: bool
+    lazy: bool
+    num_threads: int | None
+    tf32: bool = False
+    exact_window: int | None = None
+    near_spec: Exact | None = None
+    signed: bool = False
+
+    def replace(self, **changes: Any) -> Problem:
+        """Copy with other values of some attributes, in 1 us instead of the 9 of ``replace``."""
+        other = object.__new__(Problem)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
+
+
+class Plan(NamedTuple):
+    """How a problem is walked.
+
+    Attributes
+    ----------
+    block_size : int
+        Tokens a block.
+    tasks : sequence of Index
+        Independent parts along the leading axes of the state; ``[()]`` is everything at once.
+    run : callable
+        ``run(work, tasks)`` calls ``work(task)`` for each task, in any order, and returns when
+        all are done. Errors are raised.
+    segments : int
+        Pieces of the sequence to be run side by side, where there is one task only.
+    backward_size : int or None
+        Tokens a block of the backward pass; None is ``block_size``.
+    backward_tasks : sequence of Index or None
+        Tasks of the backward pass; None is ``tasks``.
+    resumable : bool
+        ``run`` expects of ``work(task)`` an iterator: each of its steps does a block of the task.
+        They may be taken up by one thread after the other, for load balancing.
+    """
+
+    block_size: int
+    tasks: Sequence[Index]
+    run: Callable[[Callable[[Any], Any], Sequence[Any]], None]
+    segments: int = 1
+    backward_size: int | None = None
+    backward_tasks: Sequence[Index] | None = None
+    resumable: bool = False
+
+    def for_gradients(self) -> Plan:
+        """Tasks and blocks of the backward pass, and of a forward pass that keeps states for it."""
+        return self._replace(
+            block_size=self.backward_size or self.block_size,
+            tasks=self.tasks if self.backward_tasks is None else self.backward_tasks,
+        )

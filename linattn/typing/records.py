@@ -1,0 +1,149 @@
+"""Records that blocks of tokens, features, states and results travel in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+__all__ = [
+    "HEAD_BY_HEAD",
+    "Array",
+    "ArrayT",
+    "Features",
+    "Index",
+    "Partial",
+    "RowScale",
+    "State",
+    "Tokens",
+]
+
+Array: TypeAlias = Any
+"""Any array that array-api-compat supports (NumPy, CuPy, torch, JAX, Dask, array-api-strict)."""
+
+
+ArrayT = TypeVar("ArrayT")
+"""The type of the query, which results have: arrays of one library have one type."""
+
+
+Index: TypeAlias = tuple[slice, ...]
+"""One slice for each leading axis of a problem's state, aligned to the right."""
+
+
+HEAD_BY_HEAD = object()
+"""What a backend's ``scan_block`` returns for several heads that it would do one by one."""
+
+
+class Tokens(NamedTuple):
+    """A block of queries or keys, already masked, clean and in the accumulation dtype.
+
+    Attributes
+    ----------
+    x : Array
+        ``(..., n, d)``.
+    log_weight : Array or None
+        ``(..., n, 1)``: exact log weight of each token, -inf where it is masked.
+    start : int
+        Position of the first token of the block in its sequence.
+    """
+
+    x: Array
+    log_weight: Array | None
+    start: int
+
+
+class Features(NamedTuple):
+    """Features kept in the log domain: ``phi = values * exp(log)``.
+
+    Attributes
+    ----------
+    log : Array or None
+        ``(..., n, m)`` for exponential maps; ``(..., n, 1)`` or None (zero) for all others.
+    values : Array or None
+        None (one) for exponential maps; ``(..., n, m)`` for all others.
+    """
+
+    log: Array
+    values: Array
+
+
+class State(NamedTuple):
+    """Everything that linear attention remembers of the keys and values seen so far.
+
+    It stands for ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``; states of two sets of keys
+    merge associatively and commutatively (:func:`linattn.merge_states`).
+
+    Attributes
+    ----------
+    kvz : Array
+        ``(..., m, e + 1)``: weighted values, and in the last column the weights themselves.
+    log_scale : Array
+        ``(..., m)``: the log shift of each feature, -inf while it has seen nothing.
+    length : int
+        Positions consumed, masked ones included.
+    fingerprint : int or None
+        31 bits of the fingerprint of the feature map, which tell its states from those of other
+        maps; None where that is not known, and then nothing is rejected.
+    """
+
+    kvz: Array
+    log_scale: Array
+    length: int
+    fingerprint: int | None = None
+
+    def __repr__(self) -> str:
+        """Show shapes and dtypes in place of the numbers."""
+        shown = ", ".join(f"{name}={_brief(value)}" for name, value in self._asdict().items())
+        return f"State({shown})"
+
+    @property
+    def kv(self) -> Array:
+        """View ``(..., m, e)`` of the weighted values, to be read times ``exp(log_scale)``."""
+        return self.kvz[..., :-1]
+
+    @property
+    def z(self) -> Array:
+        """View ``(..., m)`` of the summed features, to be read times ``exp(log_scale)``."""
+        return self.kvz[..., -1]
+
+
+def _brief(value: Any) -> str:
+    shape = getattr(value, "shape", ())
+    return f"<{value.dtype} {tuple(shape)}>" if len(shape) else str(value)
+
+
+class Partial(NamedTuple):
+    """An attention numerator and denominator on an explicit scale.
+
+    Attributes
+    ----------
+    num_den : Array
+        ``(..., n, e + 1)``: ``[numerator, denominator] = num_den * exp(log)``.
+    log : Array
+        ``(..., n, 1)``, or ``(..., 1, 1)`` for one scale; -inf for a row that sees no key.
+    accepted : bool
+        Whether every row of a causal block has been accepted already, by the rule of the driver.
+    """
+
+    num_den: Array
+    log: Array
+    accepted: bool = False
+
+
+class RowScale(NamedTuple):
+    """What the gradient of a row's numerator and denominator is made of.
+
+    With ``[num, den] = num_den * exp(log)`` and g the cotangent of ``num / den``, the cotangent of
+    ``num_den`` is ``[g * inverse, -inner]``. A row that is 0 because its denominator is has none.
+
+    Attributes
+    ----------
+    log : Array
+        ``(..., n, 1)``: the log of the row's scale; inf for a row without gradient.
+    inverse : Array
+        ``(..., n, 1)``: ``1 / num_den[..., -1:]``, 0 for a row without gradient.
+    inner : Array
+        ``(..., n, 1)``: ``inverse * (g . num / den)``.
+    """
+
+    log: Array
+    inverse: Array
+    inner: Array
