@@ -306,6 +306,10 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        # Rich before 15.0 ends even a disabled bar with an empty line.
+        yield lambda description: None
+        return
     with Progress(
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -313,7 +317,6 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         TextColumn("{task.description}", markup=False),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task("", total=total)
         begun = 0
