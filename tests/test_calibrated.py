@@ -266,7 +266,9 @@ def test_queries_without_heads_serve_all_heads_of_keys():
     assert_array_equal(pooled, np.broadcast_to(query, (HEADS, 20, DIM)))
     phi = CalibratedFeatures.calibrate((query, key), num_features=M)
     each = CalibratedFeatures.calibrate((pooled, key), num_features=M)
-    assert phi == each
+    for name in phi._parameters:
+        # Equal to rounding: heads that share queries are one product, heads of their own are not.
+        assert_allclose(getattr(phi, name), getattr(each, name), rtol=1e-12)
 
 
 def test_samples_come_from_every_library(xp):

@@ -66,7 +66,8 @@ def test_no_optional_library_is_loaded(program):
 
 
 def test_import_adds_little_to_numpy():
-    added = modules_after("import linattn") - modules_after("import numpy")
+    # Recent versions of NumPy load what dataclasses loads.
+    added = modules_after("import linattn") - modules_after("import numpy, dataclasses")
     assert "linattn.functional" in added
     others = {name for name in added if not name.startswith(ALLOWED_PREFIXES)}
     assert others - ALLOWED_AT_IMPORT == set()
