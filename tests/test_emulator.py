@@ -49,7 +49,7 @@ def floats(*shape: int) -> npt.NDArray[np.float32]:
 
 
 def test_headers_beside_the_kernels(emulation, emulator_cache, tmp_path):
-    """They are found, behind the emulator's own device.cuh, and compiled again when they change."""
+    """They are found, after the emulator's own device.cuh, and compiled again when they change."""
     (tmp_path / "device.cuh").write_text("#error the device.cuh of the kernels is for GPUs")
     (tmp_path / "f.cu").write_text(
         '#include "device.cuh"\n#include "n.cuh"\nKERNEL f(int* x) { *x = N; }\n'
@@ -115,7 +115,7 @@ def test_views_of_one_array_stay_aliased(launch):
 def test_an_empty_array_has_an_address_and_no_element(launch, fails, shape):
     empty = np.zeros(shape, np.float32)
     launch("float* x, int n", "if (threadIdx.x < n) x[0] = 1;", *ONE_WARP, [empty, np.int32(0)])
-    with fails(r"0 bytes behind the memory of args\[0\]"):
+    with fails(r"0 bytes after the memory of args\[0\]"):
         launch("float* x, int n", "if (threadIdx.x < n) x[0] = 1;", *ONE_WARP, [empty, np.int32(1)])
 
 
@@ -313,7 +313,7 @@ def test_shuffle_xor(launch):
     ("index", "message"),
     [
         ("-1", r"bytes before the memory of args\[1\]"),
-        ("64", r"bytes behind the memory of args\[1\]"),
+        ("64", r"bytes after the memory of args\[1\]"),
         ("1", r"between the elements of args\[1\]"),
     ],
 )
@@ -347,7 +347,7 @@ def test_a_write_to_a_read_only_array(launch, fails):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("shared_memory()[64] = 1;", "a write behind dynamic shared memory of 64 bytes"),
+        ("shared_memory()[64] = 1;", "a write after dynamic shared memory of 64 bytes"),
         ("shared_memory()[-1] = 1;", "a write before dynamic shared memory of 64 bytes"),
         ("*out = 1 / (*out - *out);", "f.cu:3: integer division by zero"),
         ("int a[4]; a[0] = 1; *out = a[*out + 4];", "f.cu:3: an index beyond its array"),

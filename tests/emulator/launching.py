@@ -1,12 +1,12 @@
 """Run CUDA kernels on a CPU: `Emulator.launch`, and what it checks.
 
 The kernels include `device.cuh` and use no other intrinsic; the `device.cuh` of this folder gives
-its functions C++ bodies, `runtime.cpp` runs the threads. Other headers lie beside the kernels. A
+its functions C++ bodies, `runtime.cpp` runs the threads. Other headers are beside the kernels. A
 launch fails with `EmulationError`
 
 * where outputs differ, in any bit, between orders in which threads, warps and blocks take turns:
   the mark of a missing barrier;
-* on writes beyond an array, between the elements of a view, or to a read-only array (what lies
+* on writes beyond an array, between the elements of a view, or to a read-only array (what is
   around an array reads as NaN), and beyond dynamic shared memory;
 * on warp functions that not all 32 lanes reach, and barriers that some threads never reach;
 * on addresses that are not aligned, shared memory addressed beyond its size, indices beyond a local
@@ -136,12 +136,12 @@ class _Memory:
 
     def check(self, function: str) -> None:
         names = " and ".join(f"args[{number}]" for number, _ in self.arguments)
-        before, behind = (np.flatnonzero(guard != self._pattern) for guard in self._guards)
+        before, after = (np.flatnonzero(guard != self._pattern) for guard in self._guards)
         if before.size:
             message = f"{function}: a write {GUARD - before[-1]} bytes before the memory of {names}"
             raise EmulationError(message)
-        if behind.size:
-            message = f"{function}: a write {behind[0]} bytes behind the memory of {names}"
+        if after.size:
+            message = f"{function}: a write {after[0]} bytes after the memory of {names}"
             raise EmulationError(message)
         wrong = (self.bytes != self.original) & ~self.writable
         if not wrong.any():
@@ -182,7 +182,7 @@ def _pointer(array: npt.NDArray[Any]) -> int:
 
 
 def _bounds(array: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return the first byte of the memory that an array is a view of, and the one behind it."""
+    """Return the first byte of the memory that an array is a view of, and the one after it."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     if array.size == 0:
@@ -194,13 +194,13 @@ def _memories(arrays: Mapping[int, npt.NDArray[Any]]) -> tuple[dict[int, int], l
     """Return each array's address in a copy of its memory, and the copies; aliases share one."""
     bounds = {number: _bounds(array) for number, array in arrays.items()}
     memories: list[_Memory] = []
-    spans: list[list[int]] = []
+    ranges: list[list[int]] = []
     for low, high in sorted(bounds.values()):
-        if spans and low < spans[-1][1]:
-            spans[-1][1] = max(spans[-1][1], high)
+        if ranges and low < ranges[-1][1]:
+            ranges[-1][1] = max(ranges[-1][1], high)
         else:
-            spans.append([low, high])
-    for low, high in spans:
+            ranges.append([low, high])
+    for low, high in ranges:
         memories.append(_Memory(low, high))
     addresses = {}
     for number, array in arrays.items():
@@ -357,21 +357,21 @@ class Emulator:
 
     def _library(self, wrapper: str, macros: tuple[str, ...]) -> Path:
         runtime = self._build((FOLDER / "runtime.cpp").read_text(), ["-O3", "-c"], [])
-        # Behind the folder of FLAGS, so that the device.cuh found is the one there.
+        # After the folder of FLAGS, so that the device.cuh found is the one there.
         flags = [*CHECKS, *macros, "-shared", f"-I{self._kernels_folder}"]
         return self._build(wrapper, flags, [str(runtime), *LIBRARIES])
 
-    def _build(self, text: str, flags: Sequence[str], others: Sequence[str]) -> Path:
+    def _build(self, text: str, flags: Sequence[str], inputs: Sequence[str]) -> Path:
         headers = [(FOLDER / name).read_text() for name in ("runtime.h", "device.cuh")]
         headers += [path.read_text() for path in sorted(self._kernels_folder.glob("*.cuh"))]
-        parts = [text, *headers, *FLAGS, *flags, *others]
+        parts = [text, *headers, *FLAGS, *flags, *inputs]
         built = self._cache / hashlib.sha256("\0".join(parts).encode()).hexdigest()
         if built.exists():
             return built
         with tempfile.TemporaryDirectory(dir=self._cache) as folder:
             unit, out = Path(folder) / "unit.cpp", Path(folder) / "out"
             unit.write_text(text)
-            command = ["g++", *FLAGS, *flags, "-o", str(out), str(unit), *others]
+            command = ["g++", *FLAGS, *flags, "-o", str(out), str(unit), *inputs]
             finished = subprocess.run(command, capture_output=True, text=True)
             if finished.returncode:
                 raise EmulationError(finished.stderr)

@@ -1,4 +1,4 @@
-// Blocks one after the other; the threads of a block are fibers, each on a stack of its own, that
+// Blocks run one after another; the threads of a block are fibers, each with its stack, that
 // give way only where threads wait for each other. Who goes first is a matter of `order`, so a
 // kernel that needs a barrier it has not got answers differently under different orders.
 #include "runtime.h"
@@ -266,7 +266,7 @@ void run_block() {
         }
     } while (release_block());
     check_guard(shared_begin - GUARD, "before");
-    check_guard(shared_begin + shared_size, "behind");
+    check_guard(shared_begin + shared_size, "after");
 }
 
 // Returns with a message where something failed: no stack of a fiber is left by unwinding.
@@ -345,11 +345,11 @@ void check_shared(const char* function, const char* what, const void* pointer) {
 template <float (*to_float)(uint16_t)>
 void mma(const char* place, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     Warp& warp = warps[current->warp];
-    size_t own = current->lane;
-    warp.d[own] = d;
-    std::memcpy(warp.a[own], a, sizeof a);
-    warp.b[own][0] = b0;
-    warp.b[own][1] = b1;
+    size_t own_lane = current->lane;
+    warp.d[own_lane] = d;
+    std::memcpy(warp.a[own_lane], a, sizeof a);
+    warp.b[own_lane][0] = b0;
+    warp.b[own_lane][1] = b1;
     if (!arrive(place)) return;
     float left[16][16], right[16][8], sum[16][8];
     for (size_t lane = 0; lane < LANES; lane++) {
@@ -411,9 +411,9 @@ void warp_sync() { arrive("warp_sync"); }
 
 float shuffle_xor(float value, int lanes) {
     Warp& warp = warps[current->warp];
-    size_t own = current->lane;
-    warp.values[own] = value;
-    warp.partners[own] = lanes;
+    size_t own_lane = current->lane;
+    warp.values[own_lane] = value;
+    warp.partners[own_lane] = lanes;
     if (arrive("shuffle_xor")) {
         for (size_t lane = 0; lane < LANES; lane++) {
             if (warp.partners[lane] != lanes || lanes < 0 || lanes >= static_cast<int>(LANES))
@@ -422,7 +422,7 @@ float shuffle_xor(float value, int lanes) {
             warp.exchanged[lane] = warp.values[lane ^ lanes];
         }
     }
-    return warp.exchanged[own];
+    return warp.exchanged[own_lane];
 }
 
 void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -489,7 +489,7 @@ extern "C" __attribute__((visibility("default"))) const char* launch(
     order.flip = seed == 1 ? LANES - 1 : 0;
     order.random = seed * 0x9e3779b97f4a7c15u + 1;
 
-    // 16-byte aligned and not more, as behind static shared memory.
+    // 16-byte aligned and not more, as after static shared memory.
     shared_size = shared;
     shared_buffer.resize(shared + 2 * GUARD + 64);
     auto address = reinterpret_cast<uintptr_t>(shared_buffer.data()) + GUARD;
@@ -521,10 +521,10 @@ extern "C" __attribute__((visibility("default"))) const char* launch(
     }
 
     std::vector<unsigned char> signal_stack(1 << 16);
-    stack_t own = {}, previous_stack;
-    own.ss_sp = signal_stack.data();
-    own.ss_size = signal_stack.size();
-    sigaltstack(&own, &previous_stack);
+    stack_t handler_stack = {}, previous_stack;
+    handler_stack.ss_sp = signal_stack.data();
+    handler_stack.ss_size = signal_stack.size();
+    sigaltstack(&handler_stack, &previous_stack);
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;

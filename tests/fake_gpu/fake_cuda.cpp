@@ -157,7 +157,7 @@ cudaError_t find_event(void* e, Event** found, const char* what) {
 
 // ---- Memory -----------------------------------------------------------------------------------------
 
-// What nobody computes then reads as true, and as small positive numbers: calls go on as with sound data.
+// What nobody computes then reads as true, and as small positive numbers: calls go on as with valid data.
 const size_t marked = 1 << 20;
 
 const Allocation* allocation_of(const void* p, size_t bytes) {
