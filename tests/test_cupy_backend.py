@@ -227,10 +227,10 @@ def test_views_are_read_where_they_lie(cupy_backend):
     problem = linear_problem(query, key, value, phi, is_causal=True)
     behind = [np.ascontiguousarray(x.astype(BF16).swapaxes(0, 1)) for x in (query, key, value)]
     views = [x.swapaxes(0, 1) for x in behind]
-    assert all(fused.ready(x) is x for x in views)
+    assert all(fused.aligned_rows(x) is x for x in views)
     wide = np.zeros((3, 100, D + 3), BF16)
     wide[..., 3:] = query
-    assert fused.ready(wide[..., 3:]).flags.c_contiguous
+    assert fused.aligned_rows(wide[..., 3:]).flags.c_contiguous
     for first in (views[0], wide[..., 3:]):
         problem = replace(problem, query=first, key=views[1], value=views[2])
         assert error(fused.attention(problem)[0], expected) < TOLERANCE[BF16]
@@ -611,13 +611,14 @@ def test_heads_are_three_axes_at_most():
 def test_segments_fill_the_device(cupy_backend):
     cupy_backend.processors = 132
     for heads, length in [(64, 8192), (1, 65536), (1, 100), (300, 512), (132, 64)]:
-        segments, segment_length = fused.cut(heads, length, 64, 10**6)
-        assert segments * segment_length >= length > (segments - 1) * segment_length
-        assert segment_length % 64 == 0
-        waves = -(-heads * segments // 132)
+        segments = fused.segments_of(length, heads, 64, 10**6)
+        assert segments.number * segments.length >= length
+        assert length > (segments.number - 1) * segments.length
+        assert segments.length % 64 == 0
+        waves = -(-heads * segments.number // 132)
         work = heads * -(-length // 64) / 132
-        assert waves * segment_length / 64 <= max(1.3 * work, 1)
-    assert fused.cut(64, 8192, 64, 3)[0] <= 3
+        assert waves * segments.length / 64 <= max(1.3 * work, 1)
+    assert fused.segments_of(8192, 64, 64, 3).number <= 3
 
 
 # Products ---------------------------------------------------------------------------------------
@@ -689,7 +690,7 @@ class Pointed(np.ndarray):
 def test_products_ask_cublas_for_the_right_thing(
     cublas, monkeypatch, transpose_a, transpose_b, add, shared
 ):
-    monkeypatch.setattr(products, "MOST_HEADS", 2)
+    monkeypatch.setattr(products, "MAX_BATCH", 2)
     rng = np.random.default_rng(0)
     heads, n, k, m = 5, 3, 4, 6
     a = rng.standard_normal((1 if shared == "a" else heads, *((k, n) if transpose_a else (n, k))))
@@ -717,16 +718,16 @@ def test_products_without_a_strided_batched_product(monkeypatch, add):
 
 
 def test_tf32_is_asked_for_by_the_user(cupy_backend, monkeypatch):
-    from linattn_cupy import blocks
+    from linattn_cupy import states
 
     seen = []
-    inner = vars(blocks)["multiply"]
+    inner = vars(states)["multiply"]
 
     def watched(*args, **settings):
         seen.append(products._tf32.get())
         inner(*args, **settings)
 
-    monkeypatch.setattr(blocks, "multiply", watched)
+    monkeypatch.setattr(states, "multiply", watched)
     query, key, value = inputs((2,), 40)
     linattn.linear_attention(query, key, value, MAPS["positive"])
     assert not any(seen)

@@ -40,11 +40,11 @@ TOLERANCE = {BF16: 2e-2, F16: 1e-2}
 KERNELS = {
     False: [
         *("segment_states", "scan_states", "read_states", "query_terms", "read_gradients"),
-        *("segment_suffixes", "scan_states", "key_terms", "read_gradients"),
+        *("segment_adjoints", "scan_states", "key_terms", "read_gradients"),
     ],
     True: [
         *("segment_states", "scan_states", "causal_rows", "query_terms", "key_terms"),
-        *("causal_gradients", "segment_suffixes", "scan_states", "causal_gradients"),
+        *("causal_gradients", "segment_adjoints", "scan_states", "causal_gradients"),
     ],
 }
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -124,7 +124,7 @@ def test_segments_agree(cupy_backend, is_causal, processors, name):
     agree(found, exact(*arrays, MAPS[name], is_causal=is_causal), BF16)
     # One causal segment has no states to merge.
     several = processors == 50 or not is_causal
-    assert ("segment_suffixes" in cupy_backend.launches) is several
+    assert ("segment_adjoints" in cupy_backend.launches) is several
 
 
 @CAUSAL
@@ -277,7 +277,7 @@ def test_reads_of_shorter_chunks_where_memory_is_short(cupy_backend):
     query, key, value, grad = inputs()
     phi = MAPS["positive"]
     variant = fused.Variant("exponential", False, D, 48, 32, 3)
-    cupy_backend.shared_bytes = gradients._shared(variant, 128, others=False, own=True) - 1
+    cupy_backend.shared_bytes = gradients._shared(variant, 128, sources=False, targets=True) - 1
     found = pull(BF16, query, key, value, grad, phi)
     assert cupy_backend.launches.count("read_gradients") == 2
     agree(found, exact(query, key, value, grad, phi), BF16)

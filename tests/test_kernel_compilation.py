@@ -45,7 +45,7 @@ KERNEL indexed(const int* x, float* y) {
 
 
 def fused(part, family, **sizes):
-    given = {"PART": part, "FP16": 0, "MAP": family, "VALUE_TILE": 64, "CHUNK": 64, "WARPS": 8}
+    given = {"PART": part, "FP16": 0, "MAP": family, "VALUE_TILE": 64, "TOKEN_TILE": 64, "WARPS": 8}
     return {**given, **sizes}
 
 
@@ -61,8 +61,8 @@ SHIPPED = [
     ("fused.cu", fused(0, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 255),
     ("fused.cu", fused(0, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 200),
     ("fused.cu", fused(0, 0, HEAD_DIM=16, FEATURES=48, VALUE_TILE=16, WARPS=3), 128),
-    ("fused.cu", fused(1, 0, HEAD_DIM=64, FEATURES=256, CHUNK=128), 160),
-    ("fused.cu", fused(1, 2, HEAD_DIM=128, FEATURES=128, CHUNK=128, FP16=1), 160),
+    ("fused.cu", fused(1, 0, HEAD_DIM=64, FEATURES=256, TOKEN_TILE=128), 160),
+    ("fused.cu", fused(1, 2, HEAD_DIM=128, FEATURES=128, TOKEN_TILE=128, FP16=1), 160),
     ("fused.cu", fused(1, 0, HEAD_DIM=64, FEATURES=256), 160),
     ("fused.cu", fused(1, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 160),
     ("fused.cu", fused(2, 0, HEAD_DIM=64, FEATURES=256), 255),
@@ -72,9 +72,9 @@ SHIPPED = [
     ("fused.cu", fused(2, 2, HEAD_DIM=128, FEATURES=128, FP16=1), 255),
     ("gradients.cu", gradients(0, 0, 0, HEAD_DIM=64, FEATURES=256), 220),
     ("gradients.cu", gradients(0, 0, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 220),
-    ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=64, FEATURES=256, CHUNK=128), 160),
-    ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=128, FEATURES=256, CHUNK=128, FP16=1), 200),
-    ("gradients.cu", gradients(1, 2, 0, HEAD_DIM=128, FEATURES=128, CHUNK=128, FP16=1), 128),
+    ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=64, FEATURES=256, TOKEN_TILE=128), 160),
+    ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=128, FEATURES=256, TOKEN_TILE=128, FP16=1), 200),
+    ("gradients.cu", gradients(1, 2, 0, HEAD_DIM=128, FEATURES=128, TOKEN_TILE=128, FP16=1), 128),
     ("gradients.cu", gradients(1, 0, 0, HEAD_DIM=64, FEATURES=256), 160),
     ("gradients.cu", gradients(1, 0, 1, HEAD_DIM=128, FEATURES=256, FP16=1), 200),
     ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=64, FEATURES=256), 255),

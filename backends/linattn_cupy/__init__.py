@@ -1,10 +1,12 @@
 """CuPy backend of linattn: fused kernels for 16-bit arrays, batched products for float32.
 
-float16 and bfloat16 attention with the maps that the kernels know runs whole (:mod:`.fused`), and
-so do its gradients (:mod:`.gradients`); blocks of float32 go by matrix products of all heads at
-once (:mod:`.blocks`), tokens one by one in a kernel of their own (:mod:`.steps`). Everything else
-is left to the generic code. Nothing here looks at values from the host, but for one flag at the end
-of gradients. :func:`capture` makes a CUDA graph of a call.
+float16 and bfloat16 attention with the maps that the kernels support runs whole (:mod:`.fused`),
+and so do its gradients (:mod:`.gradients`); blocks of float32 go by matrix products of all heads at
+once (:mod:`.states`), tokens one by one in a kernel of their own (:mod:`.steps`). Everything else
+is left to the generic code. There is no host synchronization, but for one flag at the end of
+gradients. :func:`capture` makes a CUDA graph of a call.
+
+The core calls these functions with the device of the arrays as the current one.
 
 The kernels are compiled for real GPUs and executed on the CPU by the tests; whether they have run
 on a GPU is what :func:`.hardware.kernel_status` says.
@@ -12,12 +14,12 @@ on a GPU is what :func:`.hardware.kernel_status` says.
 
 from __future__ import annotations
 
-from linattn_cupy.blocks import read_block, reduce_block, scan_block
 from linattn_cupy.fused import attention
 from linattn_cupy.gradients import attention_vjp
 from linattn_cupy.graphs import CapturedCall, capture
 from linattn_cupy.hardware import kernel_status
 from linattn_cupy.planning import plan
+from linattn_cupy.states import read_block, reduce_block, scan_block
 from linattn_cupy.steps import decode, stepper
 
 __all__ = [

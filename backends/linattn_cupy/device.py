@@ -1,6 +1,6 @@
 """What the backend asks of CuPy: memory, kernels and their launch.
 
-Kernels are compiled when they are first used, for the device at hand, and kept by CuPy on disk.
+Kernels are compiled when they are first used, for the device at hand, and cached by CuPy on disk.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = [
     "KERNELS",
     "address",
     "broadcast",
+    "check_shared_memory",
     "compile_options",
     "contiguous",
     "empty",
     "full",
     "launch",
-    "need_shared",
     "on_device",
     "open_compiler",
     "or_generic",
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 KERNELS = Path(__file__).with_name("kernels")
-OLDEST = 80
-"""Compute capability, times 10, that the kernels need."""
+MIN_CAPABILITY = 80
+"""Least compute capability, times 10: the kernels use its instructions."""
 
-UNOPENED = "libnvrtc-builtins"
-"""In NVRTC's message where it could not load itself, and has not looked at the source."""
+LOAD_FAILURE = "libnvrtc-builtins"
+"""In NVRTC's message where it could not load a library of its own, and has not read the source."""
 
 Options = Mapping[str, int]
 Grid = tuple[int, int, int]
@@ -57,7 +57,7 @@ def compile_options(options: Options) -> tuple[str, ...]:
 
 @cache
 def _headers() -> str:
-    """Hash of what the sources include: CuPy keeps compiled kernels by source and options."""
+    """Hash of what the sources include: CuPy caches compiled kernels by source and options."""
     texts = (path.read_bytes() for path in sorted(KERNELS.glob("*.cuh")))
     return "x" + hashlib.sha256(b"".join(texts)).hexdigest()
 
@@ -69,8 +69,8 @@ _first_compilation = threading.Lock()
 def open_compiler() -> None:
     """Compile a kernel while no other thread does; the first call of a process.
 
-    NVRTC 13.0 loads a part of itself when it first compiles, and fails in the threads that compile
-    meanwhile; so would CuPy's own kernels, whatever they are for.
+    NVRTC 13.0 loads a library of its own when it first compiles, and fails in the threads that
+    compile meanwhile; so would CuPy's own kernels, whatever they are for.
     """
     import cupy
 
@@ -92,25 +92,25 @@ class _Kernel(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _kernel(source: str, function: str, options: tuple[str, ...], device: int) -> _Kernel | str:
-    """Build a kernel, or say in words why it never can be; either is remembered."""
+    """Build a kernel, or return the reason why it never can be built; either is cached."""
     import cupy
 
     capability = int(cupy.cuda.Device(device).compute_capability)
-    if capability < OLDEST:
-        return f"compute capability {capability / 10} is below {OLDEST / 10}"
+    if capability < MIN_CAPABILITY:
+        return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
     code = (KERNELS / source).read_text(encoding="utf-8")
     try:
         kernel = cupy.RawModule(code=code, options=options).get_function(function)
-        # CuPy keeps one function for all callers: a limit of one launch would be that of others.
-        most = shared_bytes() - kernel.shared_size_bytes
-        kernel.max_dynamic_shared_size_bytes = most
-    except Exception as error:  # drivers and devices have errors of their own, and these pass
+        # CuPy has one function for all callers: the limit of one launch would hold for the next.
+        dynamic_bytes = shared_bytes() - kernel.shared_size_bytes
+        kernel.max_dynamic_shared_size_bytes = dynamic_bytes
+    except Exception as error:  # of drivers and devices, and perhaps temporary
         reason = f"{source} does not build here: {error}"
-        wrong = isinstance(error, cupy.cuda.compiler.CompileException)
-        if wrong and UNOPENED not in str(error):
+        is_compilers = isinstance(error, cupy.cuda.compiler.CompileException)
+        if is_compilers and LOAD_FAILURE not in str(error):
             return reason
         raise KernelUnavailableError(reason) from error
-    return _Kernel(kernel, most)
+    return _Kernel(kernel, dynamic_bytes)
 
 
 _pid: list[int] = []
@@ -148,22 +148,22 @@ def launch(
     kernel = _kernel(source, function, compile_options(options), device)
     if isinstance(kernel, str):
         raise KernelUnavailableError(kernel)
-    need_shared(function, shared, kernel.shared_bytes)
+    check_shared_memory(function, shared, kernel.shared_bytes)
     pointers = tuple(0 if arg is None else arg for arg in args)
     kernel.function(grid, block, pointers, shared_mem=shared)
 
 
-def need_shared(what: str, wanted: int, most: int) -> None:
+def check_shared_memory(what: str, needed: int, available: int) -> None:
     """Raise KernelUnavailableError where a block may not have so much shared memory."""
-    if wanted > most:
+    if needed > available:
         message = (
-            f"{what} needs {wanted:,} bytes of shared memory a block, this device has {most:,}"
+            f"{what} needs {needed:,} bytes of shared memory a block, this device has {available:,}"
         )
         raise KernelUnavailableError(message)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return memory of the current device, with whatever was there."""
+    """Return a new array on the current device, its elements not initialized."""
     import cupy
 
     return cupy.empty(shape, dtype=dtype)

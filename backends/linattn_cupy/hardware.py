@@ -1,6 +1,6 @@
 """Whether these kernels have run on a GPU, as far as the files of the package tell.
 
-``measured.json`` is kept here by a benchmark that ran on one (``benchmarks/gpu`` of the project's
+``measured.json`` is stored here by a benchmark that ran on one (``benchmarks/gpu`` of the project's
 repository); there is none before the first run.
 """
 

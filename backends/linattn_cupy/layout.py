@@ -1,16 +1,16 @@
-"""Where the heads of an array are: strides over at most three leading axes."""
+"""Layout of arrays as kernels take it: strides over at most three axes of heads, segments."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from linattn.typing import Array
 
-__all__ = ["Heads", "heads_of", "strides", "unit_strides"]
+__all__ = ["Heads", "Segments", "heads_of", "strides", "unit_strides", "view"]
 
-AXES = 3
+MAX_AXES = 3
 
 
 class Heads(NamedTuple):
@@ -31,30 +31,50 @@ class Heads(NamedTuple):
         return np.int64(self.sizes[1]), np.int64(self.sizes[2])
 
 
+class Segments(NamedTuple):
+    """How the tokens of each head are cut into segments, one for each block of threads."""
+
+    num_tokens: int
+    length: int
+    number: int
+
+    @property
+    def args(self) -> tuple[np.int64, np.int64, np.int32]:
+        """Sizes as the kernels take them."""
+        return np.int64(self.num_tokens), np.int64(self.length), np.int32(self.number)
+
+
 def heads_of(lead: tuple[int, ...]) -> Heads | None:
     """Heads of leading axes; None where more than three of them are larger than 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != 1)
-    if len(axes) > AXES:
+    if len(axes) > MAX_AXES:
         return None
-    sizes = (1,) * (AXES - len(axes)) + tuple(lead[i] for i in axes)
+    sizes = (1,) * (MAX_AXES - len(axes)) + tuple(lead[i] for i in axes)
     return Heads((sizes[0], sizes[1], sizes[2]), axes, lead)
 
 
-def _spread(heads: Heads, shape: tuple[int, ...], steps: tuple[int, ...]) -> list[np.int64]:
+def _head_strides(heads: Heads, shape: tuple[int, ...], steps: tuple[int, ...]) -> list[np.int64]:
     """Return steps along the heads' axes, 0 where an array has one element only, or no axis."""
     missing = len(heads.lead) - len(shape)
-    found = [np.int64(0)] * (AXES - len(heads.axes))
+    found = [np.int64(0)] * (MAX_AXES - len(heads.axes))
     for axis in heads.axes:
-        own = axis - missing
-        found.append(np.int64(steps[own] if own >= 0 and shape[own] != 1 else 0))
+        i = axis - missing
+        found.append(np.int64(steps[i] if i >= 0 and shape[i] != 1 else 0))
     return found
 
 
 def strides(heads: Heads, array: Array, *, rows: bool = True) -> list[np.int64]:
     """Strides of an array ``(..., n, x)`` in elements: three of the heads, and that of a row."""
     shape, size = tuple(array.shape[:-2]), array.dtype.itemsize
-    found = _spread(heads, shape, tuple(step // size for step in array.strides[:-2]))
+    found = _head_strides(heads, shape, tuple(step // size for step in array.strides[:-2]))
     return [*found, np.int64(array.strides[-2] // size)] if rows else found
+
+
+def view(heads: Heads, array: Array | None) -> list[Any]:
+    """Return an array and its strides as the kernels take them, a null pointer for None."""
+    if array is None:
+        return [None, *[np.int64(0)] * 4]
+    return [array, *strides(heads, array)]
 
 
 def unit_strides(heads: Heads, lead: tuple[int, ...]) -> list[np.int64]:
@@ -62,4 +82,4 @@ def unit_strides(heads: Heads, lead: tuple[int, ...]) -> list[np.int64]:
     steps = [1] * len(lead)
     for i in range(len(lead) - 1, 0, -1):
         steps[i - 1] = steps[i] * lead[i]
-    return _spread(heads, lead, tuple(steps))
+    return _head_strides(heads, lead, tuple(steps))

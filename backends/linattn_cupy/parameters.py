@@ -1,4 +1,4 @@
-"""Feature maps as the kernels know them: a family, a projection, offsets and a curvature."""
+"""Feature maps as the kernels take them: a family, a projection, offsets and a curvature."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 from linattn.typing import ELU_PLUS_ONE, RELU, Array, Exponential, Pointwise
 from linattn_cupy import device
 
-__all__ = ["FAMILIES", "Parameters", "columns_of", "family_of", "parameters_of"]
+__all__ = ["FAMILIES", "Parameters", "family_of", "num_features_of", "parameters_of"]
 
 FAMILIES = {"exponential": 0, "elu_plus_one": 1, "relu": 2}
 """Option MAP of the kernels."""
 
 ACTIVATIONS = (ELU_PLUS_ONE, RELU)
-"""Functions that the kernels know; a caller's own may have the name of one of them."""
+"""Functions that the kernels support; a caller's function may have the name of one of them."""
 
 
 class Parameters(NamedTuple):
@@ -24,9 +24,9 @@ class Parameters(NamedTuple):
     Attributes
     ----------
     projection : Array or None
-        omega, (spec heads, m, d), rows of columns; None for maps of coordinates.
+        omega, (spec heads, m, d), a row a feature; None for maps of coordinates.
     col : Array
-        (spec heads, m), float32: log of the factor of each column; -inf for padding.
+        (spec heads, m), float32: log of the factor of each feature; -inf for padding.
     curvature : float
         ``log phi = x omega - curvature |x|^2 / 2 + col``.
     lead : tuple of int
@@ -40,10 +40,10 @@ class Parameters(NamedTuple):
 
 
 def family_of(spec: Any) -> str | None:
-    """Name of the family of a spec, None for one that the kernels do not know."""
+    """Name of the family of a spec, None for one that the kernels do not support."""
     if isinstance(spec, Exponential):
         return "exponential" if isinstance(spec.Q, float) else None
-    plain = (
+    is_supported = (
         isinstance(spec, Pointwise)
         and spec.f in ACTIVATIONS
         and isinstance(spec.P, float)
@@ -54,43 +54,43 @@ def family_of(spec: Any) -> str | None:
         and isinstance(spec.factor, float)
         and spec.factor > 0.0
     )
-    return spec.f.name if plain else None
+    return spec.f.name if is_supported else None
 
 
-def columns_of(spec: Any, dim: int) -> int:
-    """Columns of a spec of a known family."""
+def num_features_of(spec: Any, dim: int) -> int:
+    """Return the number of features of a spec of a supported family."""
     return int(spec.col.shape[-1]) if isinstance(spec, Exponential) else dim
 
 
-_made: WeakKeyDictionary[Any, dict[Any, Parameters]] = WeakKeyDictionary()
+_cached: WeakKeyDictionary[Any, dict[Any, Parameters]] = WeakKeyDictionary()
 
 
-def parameters_of(spec: Any, like: Array, dim: int, columns: int) -> Parameters:
-    """Parameters in the dtype of an array, padded to ``dim`` and ``columns``; kept with the spec.
+def parameters_of(spec: Any, like: Array, dim: int, num_features: int) -> Parameters:
+    """Parameters in an array's dtype, padded to these sizes; cached as long as the spec lives.
 
     Specs of one map belong to one device and stream, and so do these.
     """
-    kept = _made.setdefault(spec, {})
-    where = (str(like.dtype), dim, columns)
-    if where not in kept:
-        kept[where] = _make(spec, like, dim, columns)
-    return kept[where]
+    cached = _cached.setdefault(spec, {})
+    variant = (str(like.dtype), dim, num_features)
+    if variant not in cached:
+        cached[variant] = _make(spec, like, dim, num_features)
+    return cached[variant]
 
 
-def _make(spec: Any, like: Array, dim: int, columns: int) -> Parameters:
+def _make(spec: Any, like: Array, dim: int, num_features: int) -> Parameters:
     if isinstance(spec, Pointwise):
-        col = device.full((1, columns), -math.inf, "float32")
-        col[:, : min(like.shape[-1], columns)] = math.log(spec.factor)
+        col = device.full((1, num_features), -math.inf, "float32")
+        col[:, : min(like.shape[-1], num_features)] = math.log(spec.factor)
         return Parameters(None, col, 0.0, ())
     lead = tuple(spec.P.shape[:-2]) if spec.P.ndim > spec.col.ndim else tuple(spec.col.shape[:-1])
     heads = math.prod(lead)
     d, r = spec.P.shape[-2:]
     m = spec.col.shape[-1]
-    projection = device.full((heads, columns, dim), 0.0, "float32")
-    rows = projection.reshape(*lead, columns, dim)
+    projection = device.full((heads, num_features, dim), 0.0, "float32")
+    rows = projection.reshape(*lead, num_features, dim)
     rows[..., :r, :d] = spec.P.swapaxes(-1, -2)
     if spec.paired:
         rows[..., r:m, :d] = -rows[..., :r, :d]
-    col = device.full((heads, columns), -math.inf, "float32")
-    col.reshape(*lead, columns)[..., :m] = spec.col
+    col = device.full((heads, num_features), -math.inf, "float32")
+    col.reshape(*lead, num_features)[..., :m] = spec.col
     return Parameters(projection.astype(like.dtype), col, float(spec.Q), lead)

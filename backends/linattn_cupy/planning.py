@@ -14,10 +14,11 @@ __all__ = ["plan"]
 WORKSPACE = 32 * 2**20
 """Bytes that the features of a block may take."""
 
-SHORTEST, LONGEST = 32, 8192
-CAUSAL_BLOCK = 256
+MIN_BLOCK, MAX_BLOCK = 32, 8192
+MAX_CAUSAL_BLOCK = 256
 EXACT_BLOCK = 1024
-WINDOW_SPAN = 2048
+WINDOW_BLOCK = 2048
+"""Tokens of a block."""
 
 
 def plan(problem: Problem) -> Plan:
@@ -30,11 +31,11 @@ def _block(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
         return EXACT_BLOCK
     if problem.exact_window is not None:
-        return WINDOW_SPAN
+        return WINDOW_BLOCK
     width = max(1, problem.num_features) + problem.value.shape[-1] + problem.query.shape[-1]
-    token = 8 * max(1, math.prod(problem.lead)) * width  # both sides, float32
-    longest = CAUSAL_BLOCK if problem.is_causal else LONGEST
-    block: int = min(longest, max(SHORTEST, WORKSPACE // token))
+    token_bytes = 8 * max(1, math.prod(problem.lead)) * width  # both sides, float32
+    max_block = MAX_CAUSAL_BLOCK if problem.is_causal else MAX_BLOCK
+    block: int = min(max_block, max(MIN_BLOCK, WORKSPACE // token_bytes))
     return 1 << (block.bit_length() - 1)
 
 

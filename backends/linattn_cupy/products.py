@@ -1,7 +1,7 @@
 """Matrix products of many heads at once, float32: the one place that calls cuBLAS.
 
-``cupy.matmul`` copies a transposed operand of three axes and does not know TF32, so that the
-strided batched product of cuBLAS is called where CuPy has it.
+``cupy.matmul`` copies a transposed operand of three axes and cannot use TF32, so that the strided
+batched product of cuBLAS is called where CuPy has it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from linattn.typing import Array
 
 __all__ = ["multiply", "tf32"]
 
-MOST_HEADS = 65535
-"""Products a call: grids of some cuBLAS kernels end there."""
+MAX_BATCH = 65535
+"""Most products a call: grids of some cuBLAS kernels end there."""
 
 _tf32: ContextVar[bool] = ContextVar("linattn_cupy_tf32", default=False)
 _one, _zero = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -27,7 +27,7 @@ _one, _zero = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Let products round their operands to TF32, 10 bits behind the point, inside."""
+    """Let products round their operands to TF32, 10 bits after the point, inside."""
     token = _tf32.set(True)
     try:
         yield
@@ -56,7 +56,7 @@ def multiply(
 ) -> None:
     """``out = a b``, or ``out += a b``: contiguous float32, (heads, n, k), (heads, k, m).
 
-    Either operand may be given transposed, and have one head for all.
+    Either operand may be given transposed, and may have one head that all share.
     """
     cublas = _cublas()
     if cublas is None:
@@ -70,8 +70,8 @@ def multiply(
     compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if _tf32.get() else cublas.CUBLAS_COMPUTE_32F
     handle = cupy.cuda.device.get_cublas_handle()
     # cuBLAS counts columns first, so that it sees all arrays transposed: out^T = b^T a^T.
-    for first in range(0, heads, MOST_HEADS):
-        count = min(MOST_HEADS, heads - first)
+    for first in range(0, heads, MAX_BATCH):
+        count = min(MAX_BATCH, heads - first)
         sides: list[int] = []
         for array, columns in ((b, b.shape[-1]), (a, a.shape[-1]), (out, m)):
             step = 0 if array.shape[0] == 1 else array.shape[-2] * array.shape[-1]

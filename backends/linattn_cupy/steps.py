@@ -1,4 +1,4 @@
-"""One token after the other: decoding, and rows done again without a shared scale."""
+"""Token by token: decoding, and causal rows computed again without a shared scale."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 from linattn.typing import Array, Problem, State
 from linattn_cupy import device
-from linattn_cupy.layout import Heads, heads_of, strides, unit_strides
-from linattn_cupy.parameters import FAMILIES, Parameters, columns_of, family_of, parameters_of
+from linattn_cupy.layout import Heads, Segments, heads_of, strides, unit_strides
+from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 
-__all__ = ["MOST_VALUES", "Rows", "decode", "exact_map", "redo", "stepper"]
+__all__ = ["MAX_VALUE_DIM", "Rows", "decode", "float32_map", "redo", "stepper"]
 
 WARPS = 8
 WARP = 32
 INPUTS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Option INPUT of the kernels."""
 
-MOST_VALUES = 511
-"""Largest value dim of a step done here: a lane keeps its columns in registers."""
+MAX_VALUE_DIM = 511
+"""Largest value dim of a step: a lane holds its columns of the state in registers."""
 
 
 def _options(family: str, inputs: str, columns: int) -> dict[str, int]:
@@ -49,12 +49,12 @@ def _launch(
     device.launch("steps.cu", function, options, grid, block, _shared(*dims), args)
 
 
-def exact_map(spec: Any, dim: int, columns: int) -> tuple[str, Parameters]:
-    """Family and float32 parameters of a spec that is known to have them."""
+def float32_map(spec: Any, dim: int, num_features: int) -> tuple[str, Parameters]:
+    """Family of a spec that is supported, and its parameters in float32."""
     family = family_of(spec)
     assert family is not None
     like = device.empty((0, dim), "float32")
-    return family, parameters_of(spec, like, dim, columns)
+    return family, parameters_of(spec, like, dim, num_features)
 
 
 def _map_args(heads: Heads, parameters: Parameters) -> list[Any]:
@@ -62,7 +62,7 @@ def _map_args(heads: Heads, parameters: Parameters) -> list[Any]:
 
 
 class Rows(NamedTuple):
-    """Causal rows that may have to be done again.
+    """Causal rows that may have to be computed again.
 
     Attributes
     ----------
@@ -71,15 +71,15 @@ class Rows(NamedTuple):
         with theirs.
     states : list
         States before the segments, their shifts and three strides.
-    room : tuple of Array
-        Memory for a state a segment of each head, and its shifts.
+    workspace : tuple of Array
+        A state for each segment of each head, and its shifts.
     out : tuple of Array or None
         Output, or numerators and denominators, and norms.
     """
 
     tokens: list[Any]
     states: list[Any]
-    room: tuple[Array, Array]
+    workspace: tuple[Array, Array]
     out: tuple[Array | None, Array | None, Array | None]
 
 
@@ -88,35 +88,32 @@ def redo(
     parameters: Parameters,
     heads: Heads,
     flags: Array,
-    cut: tuple[int, int, int],
+    segments: Segments,
     dims: tuple[int, int, int],
     rows: Rows,
 ) -> None:
-    """Do the rows of flagged segments again, exactly; the others cost a look at their flag.
+    """Compute the rows of flagged segments again, exactly; of other segments only the flag is read.
 
-    ``cut``: tokens, tokens a segment, segments; ``dims``: d, m, columns; ``parameters`` in float32,
-    not padded.
+    ``dims``: d, m, columns of a state; ``parameters`` in float32, not padded.
     """
-    length, segment_length, segments = cut
     args = [
         flags,
         *rows.tokens,
         *_map_args(heads, parameters),
         *rows.states,
         *heads.args,
-        np.int64(length),
-        np.int64(segment_length),
-        np.int32(segments),
+        *segments.args,
         *(np.int32(x) for x in dims),
         *[np.float32(parameters.curvature)] * 2,
-        *rows.room,
+        *rows.workspace,
         *rows.out,
     ]
-    _launch("redo_rows", family, str(rows.tokens[0].dtype), heads.total * segments, dims, args)
+    blocks = heads.total * segments.number
+    _launch("redo_rows", family, str(rows.tokens[0].dtype), blocks, dims, args)
 
 
-def _knows(problem: Problem) -> bool:
-    """Whether a step of this problem is done here."""
+def _supports(problem: Problem) -> bool:
+    """Whether there is a kernel for a step of this problem."""
     return (
         family_of(problem.query_spec) is not None
         and problem.key_spec is problem.query_spec
@@ -125,8 +122,8 @@ def _knows(problem: Problem) -> bool:
         and problem.query_change is None
         and problem.key_change is None
         and not problem.want_log
-        and problem.value.shape[-1] <= MOST_VALUES
-        and columns_of(problem.query_spec, problem.query.shape[-1]) == problem.num_features
+        and problem.value.shape[-1] <= MAX_VALUE_DIM
+        and num_features_of(problem.query_spec, problem.query.shape[-1]) == problem.num_features
         and problem.lead == problem.state_lead
         and 0 not in problem.lead
     )
@@ -138,7 +135,7 @@ class _Step:
     def __init__(self, problem: Problem, heads: Heads) -> None:
         self._heads = heads
         d, m = problem.query.shape[-1], problem.num_features
-        self._family, parameters = exact_map(problem.query_spec, d, m)
+        self._family, parameters = float32_map(problem.query_spec, d, m)
         self._inputs = str(problem.query.dtype)
         self._lead = problem.lead
         self._dims = (d, m, problem.value.shape[-1] + 1)
@@ -168,8 +165,8 @@ class _Step:
         _launch("decode", self._family, self._inputs, heads.total, self._dims, args)
         return output
 
-    def room(self) -> tuple[Array, Array]:
-        """Memory for a state."""
+    def new_state(self) -> tuple[Array, Array]:
+        """Allocate the sums and shifts of a state."""
         _, m, columns = self._dims
         return (
             device.empty((*self._lead, m, columns), "float32"),
@@ -181,25 +178,24 @@ class _Step:
 def decode(problem: Problem) -> Any:
     """One token: its output and a new state, in one kernel. Reads and writes the state once."""
     heads = heads_of(problem.lead)
-    if heads is None or not _knows(problem):
+    if heads is None or not _supports(problem):
         return NotImplemented
     assert problem.state is not None
-    with device.on_device(problem.query):
-        step = _Step(problem, heads)
-        before = problem.state
-        kvz, log_scale = (device.contiguous(a) for a in (before.kvz, before.log_scale))
-        after = step.room()
-        tokens = (problem.query, problem.key, problem.value)
-        output = step.run(tokens, State(kvz, log_scale, before.length), after)
-        return output, State(*after, before.length + 1)
+    step = _Step(problem, heads)
+    before = problem.state
+    kvz, log_scale = (device.contiguous(a) for a in (before.kvz, before.log_scale))
+    after = step.new_state()
+    tokens = (problem.query, problem.key, problem.value)
+    output = step.run(tokens, State(kvz, log_scale, before.length), after)
+    return output, State(*after, before.length + 1)
 
 
 class Stepper:
-    """Decoding in place: the state never leaves its memory, and nothing is waited for."""
+    """Decoding in place: the state stays in one buffer, and there is no host synchronization."""
 
-    def __init__(self, step: _Step, problem: Problem, state: State) -> None:
-        self._step, self._device = step, device.on_device(problem.query)
-        self._kvz, self._log_scale = step.room()
+    def __init__(self, step: _Step, state: State) -> None:
+        self._step = step
+        self._kvz, self._log_scale = step.new_state()
         self._kvz[...] = state.kvz
         self._log_scale[...] = state.log_scale
         self._length = state.length
@@ -207,11 +203,12 @@ class Stepper:
     @property
     def state(self) -> State:
         """The state after the last step, a copy."""
-        with self._device:
+        # No argument tells the core which device this is of.
+        with device.on_device(self._kvz):
             return State(self._kvz.copy(), self._log_scale.copy(), self._length)
 
     def step(self, query: Array, key: Array, value: Array) -> Array | None:
-        """Take one token, ``(..., d)``; return its output ``(..., e)``, or None: not done here."""
+        """Take a token, ``(..., d)``; return its output ``(..., e)``, or None without a kernel."""
         output = self._take((query[..., None, :], key[..., None, :], value[..., None, :]))
         if output is NotImplemented:
             return None
@@ -220,17 +217,14 @@ class Stepper:
 
     @device.or_generic
     def _take(self, tokens: tuple[Array, ...]) -> Any:
-        with self._device:
-            here = State(self._kvz, self._log_scale, self._length)
-            return self._step.run(tokens, here, (self._kvz, self._log_scale))
+        state = State(self._kvz, self._log_scale, self._length)
+        return self._step.run(tokens, state, (self._kvz, self._log_scale))
 
 
 @device.or_generic
 def stepper(problem: Problem, state: State) -> Any:
-    """Begin to decode in place, or NotImplemented."""
+    """Return a Stepper that begins with a state, or NotImplemented."""
     heads = heads_of(problem.lead)
-    if heads is None or not _knows(problem):
+    if heads is None or not _supports(problem):
         return NotImplemented
-    with device.on_device(problem.query):
-        step = Stepper(_Step(problem, heads), problem, state)
-    return step
+    return Stepper(_Step(problem, heads), state)

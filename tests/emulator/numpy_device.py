@@ -1,4 +1,4 @@
-"""A stand-in for the GPU of linattn_cupy: NumPy arrays, kernels run by the emulator.
+"""The GPU of linattn_cupy replaced by NumPy arrays and the emulator of kernels.
 
 All of the backend then runs as it is, but for the few functions that call CuPy and for the matrix
 products, which are NumPy's.
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import linattn_cupy.blocks
 import linattn_cupy.device
+import linattn_cupy.states
 from linattn import _dispatch
 
 SHARED_BYTES = 227 * 1024
@@ -29,7 +29,7 @@ class NumpyDevice:
     launches : list of str
         Names of the kernels that were launched, in order.
     redone : int
-        Segments of heads whose rows were done again.
+        Segments of heads whose rows were computed again.
     processors : int
         How many multiprocessors the device says it has.
     shared_bytes : int
@@ -47,8 +47,8 @@ class NumpyDevice:
         self.emulator = emulator
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put it in the place of CuPy, and its backend in the place of NumPy's."""
-        double = {
+        """Replace CuPy by this device, and NumPy's backend by the one of CuPy."""
+        replaced = {
             "launch": self.launch,
             "empty": self.emulator.empty,
             "full": np.full,
@@ -60,15 +60,15 @@ class NumpyDevice:
             "on_device": lambda array: nullcontext(),
             "open_compiler": lambda: None,
         }
-        for name, function in double.items():
+        for name, function in replaced.items():
             monkeypatch.setattr(linattn_cupy.device, name, function)
-        monkeypatch.setattr(linattn_cupy.blocks, "multiply", multiply)
+        monkeypatch.setattr(linattn_cupy.states, "multiply", multiply)
         monkeypatch.setattr(_dispatch, "_entry_points", lambda: {"numpy": "linattn_cupy"})
 
     def launch(self, source: str, function: str, *args: Any) -> None:
         if self.unavailable is not None:
             raise linattn_cupy.device.KernelUnavailableError(self.unavailable)
-        linattn_cupy.device.need_shared(function, args[3], self.shared_bytes)
+        linattn_cupy.device.check_shared_memory(function, args[3], self.shared_bytes)
         self.launches.append(function)
         if function == "redo_rows":
             self.redone += int(args[-1][0].sum())
@@ -84,7 +84,7 @@ def multiply(
     transpose_b: bool = False,
     add: bool = False,
 ) -> None:
-    """`linattn_cupy.products.multiply` on NumPy arrays, with what it asks of them checked."""
+    """`linattn_cupy.products.multiply` on NumPy arrays, with its requirements checked."""
     arrays: Sequence[npt.NDArray[np.float32]] = (a, b, out)
     assert all(x.dtype == np.float32 and x.flags.c_contiguous and x.ndim == 3 for x in arrays)
     a = a.swapaxes(-1, -2) if transpose_a else a

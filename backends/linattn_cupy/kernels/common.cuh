@@ -5,7 +5,7 @@
 
 namespace {
 
-// A denominator is sound from here on, for one term: underflow cannot have taken more than rounding.
+// The least denominator that is accepted, for one term: underflow cannot have taken more than rounding.
 constexpr float TINY_OVER_EPS = 1.17549435e-38f / 1.1920929e-7f;
 
 __device__ __forceinline__ float finite_shift(float log) { return log == -INFINITE ? 0.0f : log; }

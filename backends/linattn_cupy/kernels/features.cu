@@ -1,4 +1,4 @@
-// Between products: what turns logits into weights on a shared scale, in float32 and in place.
+// Between products: logits become weights on a shared scale, in float32 and in place.
 //
 // A block of n tokens of every head; u = x omega^T comes from a matrix product, (heads, n, m), and
 // leaves as weights:
@@ -47,40 +47,40 @@ KERNEL __launch_bounds__(THREADS)
     }
 }
 
-// Weights of keys. Blocks: x = head, y = 32 features, a lane each. `keep`, (heads, m), is what the
+// Weights of keys. Blocks: x = head, y = 32 features, a lane each. `factors`, (heads, m), is what the
 // state before is to be multiplied by; `spec_heads` is 1 or the number of heads.
 KERNEL __launch_bounds__(THREADS)
     key_weights(float* __restrict__ u, const float* __restrict__ terms, const float* __restrict__ col,
                 i64 spec_heads, const float* __restrict__ shifts, int n, int m, float* __restrict__ next_shifts,
-                float* __restrict__ keep) {
-    __shared__ float meet[WARPS][WARP];
+                float* __restrict__ factors) {
+    __shared__ float warp_tops[WARPS][WARP];
     const i64 head = blockIdx.x;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, r = blockIdx.y * WARP + lane;
-    const bool real = r < m;
+    const bool valid = r < m;
     u += head * n * m;
     terms += head * n;
-    const float offset = real ? col[(spec_heads == 1 ? 0 : head) * m + r] : 0.0f;
-    const float before = real ? shifts[head * m + r] : -INFINITE;
+    const float offset = valid ? col[(spec_heads == 1 ? 0 : head) * m + r] : 0.0f;
+    const float before = valid ? shifts[head * m + r] : -INFINITE;
     float top = before;
-    for (int j = warp; real && j < n; j += WARPS) {
+    for (int j = warp; valid && j < n; j += WARPS) {
         top = fmaxf(top, u[static_cast<i64>(j) * m + r] + offset + terms[j]);
     }
-    meet[warp][lane] = top;
+    warp_tops[warp][lane] = top;
     block_sync();
-    for (int other = 0; other < WARPS; ++other) {
-        top = fmaxf(top, meet[other][lane]);
+    for (int w = 0; w < WARPS; ++w) {
+        top = fmaxf(top, warp_tops[w][lane]);
     }
-    if (!real) {
+    if (!valid) {
         return;
     }
     const float shift = finite_shift(top);
     if (warp == 0) {
         next_shifts[head * m + r] = top;
-        keep[head * m + r] = expf(before - shift);
+        factors[head * m + r] = expf(before - shift);
     }
     for (int j = warp; j < n; j += WARPS) {
-        float* here = u + static_cast<i64>(j) * m + r;
-        *here = expf(*here + offset + terms[j] - shift);
+        float* entry = u + static_cast<i64>(j) * m + r;
+        *entry = expf(*entry + offset + terms[j] - shift);
     }
 }
 
@@ -112,13 +112,13 @@ KERNEL __launch_bounds__(THREADS)
     }
 }
 
-// A state on the scale of its next one: next = kvz keep, (heads m, columns).
+// A state on the scale of its next one: next = kvz factors, (heads m, columns).
 KERNEL __launch_bounds__(THREADS)
-    rescale(const float* __restrict__ kvz, const float* __restrict__ keep, i64 total, int columns,
+    rescale(const float* __restrict__ kvz, const float* __restrict__ factors, i64 total, int columns,
             float* __restrict__ next) {
     const i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     if (i < total) {
-        next[i] = kvz[i] * keep[i / columns];
+        next[i] = kvz[i] * factors[i / columns];
     }
 }
 
@@ -130,17 +130,17 @@ KERNEL __launch_bounds__(THREADS) triangle(float* __restrict__ scores, i64 total
     }
 }
 
-// Whether the shared scale of a causal block may have spoilt one of its rows, (heads): one that is not
-// finite, or whose denominator is below (tiny / eps) (m N + z), where it sees a key at all. `length`:
-// tokens up to the block's end; kvz, shifts: the state before the block.
+// Whether a row of a causal block is rejected, (heads): one that is not finite, or whose denominator is
+// below (tiny / eps) (m N + z) although it sees a key; it may have underflowed on the scale that the
+// block shares. `length`: tokens up to the block's end; kvz, shifts: the state before the block.
 KERNEL __launch_bounds__(THREADS)
-    check_rows(const float* __restrict__ nd, const float* __restrict__ weights, const float* __restrict__ kvz,
+    check_rows(const float* __restrict__ num_den, const float* __restrict__ weights, const float* __restrict__ kvz,
                const float* __restrict__ shifts, i64 length, int n, int m, int columns, int* __restrict__ flags) {
-    __shared__ float meet[WARPS];
+    __shared__ float warp_terms[WARPS];
     __shared__ int first_seen;
     const i64 head = blockIdx.x;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    nd += head * n * columns;
+    num_den += head * n * columns;
     kvz += head * m * columns;
     shifts += head * m;
     float terms = 0.0f;
@@ -151,7 +151,7 @@ KERNEL __launch_bounds__(THREADS)
     }
     terms = warp_sum(terms);
     if (lane == 0) {
-        meet[warp] = terms;
+        warp_terms[warp] = terms;
     }
     seen = block_any(seen);
     if (threadIdx.x == 0) {
@@ -162,20 +162,20 @@ KERNEL __launch_bounds__(THREADS)
     }
     block_sync();
     terms = static_cast<float>(m) * static_cast<float>(length);
-    for (int other = 0; other < WARPS; ++other) {
-        terms += meet[other];
+    for (int w = 0; w < WARPS; ++w) {
+        terms += warp_terms[w];
     }
-    bool spoilt = false;
+    bool rejected = false;
     for (int i = warp; i < n; i += WARPS) {
-        const float* row = nd + static_cast<i64>(i) * columns;
-        bool sound = fabsf(row[columns - 1]) >= TINY_OVER_EPS * terms;
+        const float* row = num_den + static_cast<i64>(i) * columns;
+        bool accepted = fabsf(row[columns - 1]) >= TINY_OVER_EPS * terms;
         for (int x = lane; x < columns; x += WARP) {
-            sound = sound && isfinite(row[x]);
+            accepted = accepted && isfinite(row[x]);
         }
-        spoilt = spoilt || (!sound && i >= first_seen);
+        rejected = rejected || (!accepted && i >= first_seen);
     }
-    spoilt = block_any(spoilt);
+    rejected = block_any(rejected);
     if (threadIdx.x == 0) {
-        flags[head] = spoilt;
+        flags[head] = rejected;
     }
 }

@@ -4,16 +4,16 @@
 // of the queries to the features, so that both are the loop of FlashAttention:
 //   state_r = sum_j exp(l_rj - c_r) [v_j, 1],  l_rj = omega_r.k_j + col_r + row_j,  c_r = max_j l_rj
 //   out_i   = sum_r exp(l_ir - M_i) kv_r / sum_r exp(l_ir - M_i) z_r,  l_ir = omega_r.q_i + col_r + c_r
-// with row_j = -curvature |k_j|^2 / 2, or -inf for a masked key. A causal chunk has its own keys
+// with row_j = -curvature |k_j|^2 / 2, or -inf for a masked key. A causal tile has its own keys
 // besides: A_ij = sum_r exp(l_ir - M_i) exp(l_rj - c_r), j <= i. For elu + 1 and relu log f(x_r)
 // stands in the place of omega_r.x.
 //
 // Products are of bf16 (omega, q and k in the type of the inputs), everything else is float32.
-// A warp owns STRIPS x 16 features of the state, in registers, and in turn 16 queries of a chunk.
+// A warp holds STRIPS x 16 features of the state in registers, and reads 16 queries of a tile at a time.
 //
 // Options: PART (which kernels are compiled: 0 states, 1 reads, 2 causal rows), FP16 (inputs are
 // float16, else bfloat16), MAP (0 exponential, 1 elu + 1, 2 relu), HEAD_DIM d and VALUE_TILE,
-// multiples of 16, FEATURES m, a multiple of 16 WARPS, CHUNK, a multiple of 16, WARPS. Arrays are
+// multiples of 16, FEATURES m, a multiple of 16 WARPS, TOKEN_TILE, a multiple of 16, WARPS. Arrays are
 // padded with zeros to HEAD_DIM, with col = -inf to FEATURES.
 #include "device.cuh"
 #include "common.cuh"
@@ -22,23 +22,23 @@
 namespace {
 
 constexpr int GROUP = M % 32 == 0 ? 32 : 16;  // features that a query reads at a time
-// Whether a strip of queries stays in registers; wider ones leave no room for it.
+// Whether a strip of queries stays in registers, which wider ones do not fit.
 constexpr bool KEEP_QUERIES = MAP == 0 && D <= 64;
-// A causal strip of queries is read by so many warps, each with its share of the features.
-constexpr int PARTS = WARPS * 16 > C ? WARPS * 16 / C : 1;
+// How many warps read a causal strip of queries, each by its share of the features.
+constexpr int FEATURE_SPLIT = WARPS * 16 > T ? WARPS * 16 / T : 1;
 
-static_assert(PARTS == 1 || (E / 2 + 4) * 4 * THREADS / 2 <= M * CS * 2, "halves meet where phi lies");
-static_assert(M % (GROUP * PARTS) == 0 && PARTS <= 2, "a warp reads whole groups");
+static_assert(FEATURE_SPLIT == 1 || (E / 2 + 4) * 4 * THREADS / 2 <= M * TS * 2, "parts are merged where phi lies");
+static_assert(M % (GROUP * FEATURE_SPLIT) == 0 && FEATURE_SPLIT <= 2, "a warp reads whole groups");
 
-// Where things lie in shared memory. Keys and values are there twice: a chunk is worked on while the
-// next one comes; causal queries come while the keys of their chunk are added.
+// Where things lie in shared memory. Keys and values are there twice: a tile is worked on while the
+// next one comes; causal queries come while the keys of their tile are added.
 struct Shared : Tiles {
-    u16* keys;     // 2 (C, DS)
-    u16* values;   // 2 (C, ES)
-    u16* queries;  // (C, DS), twice without keys
+    u16* keys;     // 2 (T, DS)
+    u16* values;   // 2 (T, ES)
+    u16* queries;  // (T, DS), twice without keys
 };
 
-// What a kernel does not use takes no room.
+// What a kernel does not use takes no bytes.
 __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     unsigned char* p = shared_memory();
     Shared s;
@@ -51,17 +51,17 @@ __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     s.queries = reinterpret_cast<u16*>(p);
     p += has_queries ? (has_keys ? 1 : 2) * KEY_BYTES : 0;
     s.phi = reinterpret_cast<u16*>(p);
-    p += has_keys && has_queries ? M * CS * 2 : 0;
+    p += has_keys && has_queries ? M * TS * 2 : 0;
     s.state = reinterpret_cast<u16*>(p);
     p += has_queries ? M * ES * 2 : 0;
     place_numbers(s, p);
     return s;
 }
 
-// Log weights of a chunk's keys, from the tile in shared memory; values of float16 become bf16.
+// Log weights of a tile's keys, from the tile in shared memory; values of float16 become bf16.
 __device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u16* values, float curvature,
                                              i64 first, i64 end, const unsigned char* mask, i64 mask_row) {
-    for (int j = threadIdx.x; j < C; j += THREADS) {
+    for (int j = threadIdx.x; j < T; j += THREADS) {
         i64 token = first + j;
         float row = 0.0f;
         if (curvature != 0.0f) {
@@ -87,12 +87,12 @@ struct Read {
     float top[2];
 };
 
-// Read a state, and with CAUSAL the keys of the chunk up to each query's own; by some features only.
+// Read a state, and with CAUSAL the keys of the tile up to each query's position; by a range of the features.
 template <bool CAUSAL>
 __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u16* queries, const u16* values,
                                            int strip, int first_feature, int end_feature) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    float scores[CAUSAL ? C / 8 : 1][4] = {};
+    float scores[CAUSAL ? T / 8 : 1][4] = {};
     u32 q[KEEP_QUERIES ? D / 16 : 1][4];
     if (KEEP_QUERIES) {
 #pragma unroll
@@ -118,16 +118,16 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
         if (MAP == 0) {
 #pragma unroll
             for (int k = 0; k < D / 16; ++k) {
-                u32(&here)[4] = q[KEEP_QUERIES ? k : 0];
+                u32(&fragment)[4] = q[KEEP_QUERIES ? k : 0];
                 if (!KEEP_QUERIES) {
-                    load_left(here, queries, DS, strip * 16, k * 16);
+                    load_left(fragment, queries, DS, strip * 16, k * 16);
                 }
 #pragma unroll
                 for (int n = 0; n < GROUP / 16; ++n) {
                     u32 b[4];
                     load_right_of_transpose(b, s.projection, DS, feature + n * 16, k * 16);
-                    mma_input(log[2 * n], here, b[0], b[1]);
-                    mma_input(log[2 * n + 1], here, b[2], b[3]);
+                    mma_input(log[2 * n], fragment, b[0], b[1]);
+                    mma_input(log[2 * n + 1], fragment, b[2], b[3]);
                 }
             }
         }
@@ -150,19 +150,19 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
             top[half] = row_max(top[half]);
             shift[half] = finite_shift(top[half]);
             if (top[half] != read.top[half]) {
-                float keep = exp_less(read.top[half], shift[half]);
+                float factor = exp_less(read.top[half], shift[half]);
                 read.top[half] = top[half];
-                read.den[half] *= keep;
+                read.den[half] *= factor;
 #pragma unroll
                 for (int n = 0; n < E / 8; ++n) {
-                    read.out[n][half * 2] *= keep;
-                    read.out[n][half * 2 + 1] *= keep;
+                    read.out[n][half * 2] *= factor;
+                    read.out[n][half * 2 + 1] *= factor;
                 }
                 if (CAUSAL) {
 #pragma unroll
-                    for (int n = 0; n < C / 8; ++n) {
-                        scores[n][half * 2] *= keep;
-                        scores[n][half * 2 + 1] *= keep;
+                    for (int n = 0; n < T / 8; ++n) {
+                        scores[n][half * 2] *= factor;
+                        scores[n][half * 2 + 1] *= factor;
                     }
                 }
             }
@@ -184,10 +184,10 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
             }
             if (CAUSAL) {
 #pragma unroll
-                for (int n = 0; n < C / 16; ++n) {
+                for (int n = 0; n < T / 16; ++n) {
                     if (n <= strip) {
                         u32 b[4];
-                        load_right(b, s.phi, CS, feature + k * 16, n * 16);
+                        load_right(b, s.phi, TS, feature + k * 16, n * 16);
                         mma_bf16(scores[2 * n], a, b[0], b[1]);
                         mma_bf16(scores[2 * n + 1], a, b[2], b[3]);
                     }
@@ -204,7 +204,7 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
     }
     if (CAUSAL) {
 #pragma unroll
-        for (int k = 0; k < C / 16; ++k) {
+        for (int k = 0; k < T / 16; ++k) {
             if (k > strip) {
                 continue;
             }
@@ -232,49 +232,51 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
     }
 }
 
-// Add the second half of a strip's features to the first: two warps a strip, which meet in `room`.
-__device__ __forceinline__ void merge_halves(Read& read, float* room) {
+// Add what a second warp read of a strip, by the other features, to what the first one did, by way of
+// `buffer`.
+__device__ __forceinline__ void merge_parts(Read& read, float* buffer) {
     const int place = threadIdx.x % (THREADS / 2);
     constexpr int STEP = THREADS / 2;
-    block_sync();  // others may still read what lies in `room`
+    block_sync();  // other warps may still read what lies in `buffer`
     if (threadIdx.x >= STEP) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            room[half * STEP + place] = read.den[half];
-            room[(2 + half) * STEP + place] = read.top[half];
+            buffer[half * STEP + place] = read.den[half];
+            buffer[(2 + half) * STEP + place] = read.top[half];
         }
 #pragma unroll
         for (int i = 0; i < E / 2; ++i) {
-            room[(4 + i) * STEP + place] = read.out[i / 4][i % 4];
+            buffer[(4 + i) * STEP + place] = read.out[i / 4][i % 4];
         }
     }
     block_sync();
     if (threadIdx.x < STEP) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float other = room[(2 + half) * STEP + place];
-            const float top = fmaxf(read.top[half], other), shift = finite_shift(top);
-            const float mine = exp_less(read.top[half], shift), its = exp_less(other, shift);
+            const float other_top = buffer[(2 + half) * STEP + place];
+            const float top = fmaxf(read.top[half], other_top), shift = finite_shift(top);
+            const float factor = exp_less(read.top[half], shift), other_factor = exp_less(other_top, shift);
             read.top[half] = top;
-            read.den[half] = read.den[half] * mine + room[half * STEP + place] * its;
+            read.den[half] = read.den[half] * factor + buffer[half * STEP + place] * other_factor;
 #pragma unroll
             for (int n = 0; n < E / 8; ++n) {
 #pragma unroll
                 for (int i = half * 2; i < half * 2 + 2; ++i) {
-                    read.out[n][i] = read.out[n][i] * mine + room[(4 + n * 4 + i) * STEP + place] * its;
+                    read.out[n][i] =
+                        read.out[n][i] * factor + buffer[(4 + n * 4 + i) * STEP + place] * other_factor;
                 }
             }
         }
     }
 }
 
-// Write the rows of a strip. Returns whether this thread saw one that is not sound: not finite, or
-// with a denominator below `floor`, where it sees a key at all.
+// Write the rows of a strip. Returns whether this thread rejects one: it is not finite, or its
+// denominator is below `floor` although it sees a key.
 __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries, int strip, u16* output,
                                             float* norms, i64 first, i64 end, int value_dim, int first_value,
                                             float curvature, float floor, int first_seen) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    bool spoilt = false;
+    bool rejected = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = strip * 16 + half * 8 + g;
@@ -283,7 +285,7 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
             continue;
         }
         const float den = read.den[half];
-        bool sound = fabsf(den) >= floor;
+        bool accepted = fabsf(den) >= floor;
 #pragma unroll
         for (int n = 0; n < E / 8; ++n) {
             const int x = first_value + n * 8 + t * 2;
@@ -291,11 +293,11 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
             if (x >= value_dim) {
                 continue;
             }
-            sound = sound && isfinite(low) && isfinite(high);
+            accepted = accepted && isfinite(low) && isfinite(high);
             const float left = divide(low, den), right = divide(high, den);
             *reinterpret_cast<u32*>(output + token * value_dim + x) = pack_input(left, right);
         }
-        spoilt = spoilt || (!sound && row >= first_seen);
+        rejected = rejected || (!accepted && row >= first_seen);
         if (norms != nullptr && first_value == 0 && t == 0) {
             float square = 0.0f;
             for (int x = 0; x < D; ++x) {
@@ -306,7 +308,7 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
             norms[token] = read.top[half] + quad + (quad - quad) + logf(den);
         }
     }
-    return spoilt;
+    return rejected;
 }
 
 }  // namespace
@@ -338,28 +340,28 @@ KERNEL __launch_bounds__(THREADS, 1)
     State state;
     load_state(state, s, nullptr, nullptr, features, value_dim, first_value);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
-    start_tile<C, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
-    start_tile<C, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
-    int turn = 0;
-    for (i64 first = begin; first < end; first += C) {
-        u16 *here_keys = s.keys + turn * C * DS, *here_values = s.values + turn * C * ES;
-        turn ^= 1;
+    start_tile<T, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
+    start_tile<T, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
+    int buffer = 0;
+    for (i64 first = begin; first < end; first += T) {
+        u16 *current_keys = s.keys + buffer * T * DS, *current_values = s.values + buffer * T * ES;
+        buffer ^= 1;
         copies_done();
         block_sync();
-        start_tile<C, D>(s.keys + turn * C * DS, keys, key_row, first + C, end, head_dim, mask, mask_row);
-        start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
-        prepare_keys(s, here_keys, here_values, curvature, first, end, mask, mask_row);
+        start_tile<T, D>(s.keys + buffer * T * DS, keys, key_row, first + T, end, head_dim, mask, mask_row);
+        start_tile<T, E>(s.values + buffer * T * ES, values, value_row, first + T, end, width, mask, mask_row);
+        prepare_keys(s, current_keys, current_values, curvature, first, end, mask, mask_row);
         block_sync();
-        add_tokens<false, false>(state, s, here_keys, here_values, nullptr);
+        add_tokens<false, false>(state, s, current_keys, current_values, nullptr);
         block_sync();
     }
-    const i64 mine = (head * segments + segment) * features;
-    store_state(state, s, kvz + mine * (value_dim + 1), shifts + mine, features, value_dim, first_value);
+    const i64 first_row = (head * segments + segment) * features;
+    store_state(state, s, kvz + first_row * (value_dim + 1), shifts + first_row, features, value_dim, first_value);
 }
 
-// Merge the states of segments, in order, behind an initial one (strides in states; null: none):
+// Merge the states of segments, in order, after an initial one (strides in states; null: none):
 // kvz becomes, for each segment, the state before it, `before` its shifts; `after` the last state, or
-// null, and the last segment is not looked at.
+// null, and the last segment is not read.
 KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restrict__ before,
                    const float* __restrict__ initial, const float* __restrict__ initial_shift, i64 initial_0,
                    i64 initial_1, i64 initial_2, i64 n1, i64 n2, int segments, int features, int columns,
@@ -378,15 +380,15 @@ KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restri
     }
     for (int segment = 0; segment < segments; ++segment) {
         const i64 r = (head * segments + segment) * features + feature;
-        float* here = kvz + r * columns + column;
+        float* entry = kvz + r * columns + column;
         const bool used = after != nullptr || segment + 1 < segments;
-        const float own = used ? shifts[r] : -INFINITE, value = used ? *here : 0.0f;
-        *here = sum;
+        const float segment_shift = used ? shifts[r] : -INFINITE, value = used ? *entry : 0.0f;
+        *entry = sum;
         if (column == 0) {
             before[r] = c;
         }
-        const float top = fmaxf(c, own), shift = finite_shift(top);
-        sum = sum * expf(c - shift) + value * expf(own - shift);
+        const float top = fmaxf(c, segment_shift), shift = finite_shift(top);
+        sum = sum * expf(c - shift) + value * expf(segment_shift - shift);
         c = top;
     }
     if (after == nullptr) {
@@ -418,7 +420,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     norms = norms == nullptr ? norms : norms + head * length;
     start_projection(s, projection + spec * M * D, col + spec * M);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
-    start_tile<C, D>(s.queries, queries, query_row, begin, end, head_dim, nullptr, 0);
+    start_tile<T, D>(s.queries, queries, query_row, begin, end, head_dim, nullptr, 0);
 
     for (int r = threadIdx.x; r < M; r += THREADS) {
         s.bias[r] = r < features ? col[spec * M + r] + shifts[state + r] : -INFINITE;
@@ -426,22 +428,22 @@ KERNEL __launch_bounds__(THREADS, 1)
     }
     for (int i = threadIdx.x; i < M * E; i += THREADS) {
         const int r = i / E, x = first_value + i % E;
-        const bool real = r < features && x < value_dim;
+        const bool valid = r < features && x < value_dim;
         s.state[r * ES + i % E] =
-            real ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
+            valid ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
     }
-    int turn = 0;
-    for (i64 first = begin; first < end; first += C) {
-        const u16* here = s.queries + turn * C * DS;
-        turn ^= 1;
+    int buffer = 0;
+    for (i64 first = begin; first < end; first += T) {
+        const u16* current = s.queries + buffer * T * DS;
+        buffer ^= 1;
         copies_done();
         block_sync();
-        start_tile<C, D>(s.queries + turn * C * DS, queries, query_row, first + C, end, head_dim, nullptr, 0);
-        for (int strip = threadIdx.x / WARP; strip < C / 16; strip += WARPS) {
+        start_tile<T, D>(s.queries + buffer * T * DS, queries, query_row, first + T, end, head_dim, nullptr, 0);
+        for (int strip = threadIdx.x / WARP; strip < T / 16; strip += WARPS) {
             Read read;
-            read_strip<false>(read, s, here, nullptr, strip, 0, M);
-            write_strip(read, here, strip, output, norms, first, end, value_dim, first_value, curvature, 0.0f,
-                        C);
+            read_strip<false>(read, s, current, nullptr, strip, 0, M);
+            write_strip(read, current, strip, output, norms, first, end, value_dim, first_value, curvature, 0.0f,
+                        T);
         }
         block_sync();
     }
@@ -450,7 +452,7 @@ KERNEL __launch_bounds__(THREADS, 1)
 #elif PART == 2
 
 // Causal rows of segments, from the states before them. `flags`, (heads, segments), becomes 1 where a
-// row may have been spoilt by the scale that its chunk shares; such segments are to be done again.
+// row is rejected, as it may have underflowed on the scale of its tile; such segments are computed again.
 // `after`: the state of each state head after the last key.
 KERNEL __launch_bounds__(THREADS, 1)
     causal_rows(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
@@ -462,7 +464,7 @@ KERNEL __launch_bounds__(THREADS, 1)
                 float* __restrict__ norms, float* __restrict__ after, float* __restrict__ after_shift,
                 int* __restrict__ flags) {
     const Shared s = share(true, true);
-    __shared__ int first_seen;  // of a chunk: rows before it see no key
+    __shared__ int first_seen;  // of a tile: rows before it see no key
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
     const i64 spec = OFFSET(spec);
@@ -486,47 +488,48 @@ KERNEL __launch_bounds__(THREADS, 1)
         terms += fabsf(kvz[static_cast<i64>(r) * (value_dim + 1) + value_dim]);
     }
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
-    start_tile<C, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
-    start_tile<C, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
-    bool spoilt = false;
-    int turn = 0;
-    for (i64 first = begin; first < end; first += C) {
-        u16 *here_keys = s.keys + turn * C * DS, *here_values = s.values + turn * C * ES;
-        turn ^= 1;
+    start_tile<T, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
+    start_tile<T, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
+    bool rejected = false;
+    int buffer = 0;
+    for (i64 first = begin; first < end; first += T) {
+        u16 *current_keys = s.keys + buffer * T * DS, *current_values = s.values + buffer * T * ES;
+        buffer ^= 1;
         copies_done();
         block_sync();
-        start_tile<C, D>(s.queries, queries, query_row, first, end, head_dim, nullptr, 0);
-        start_tile<C, D>(s.keys + turn * C * DS, keys, key_row, first + C, end, head_dim, mask, mask_row);
-        start_tile<C, E>(s.values + turn * C * ES, values, value_row, first + C, end, width, mask, mask_row);
-        prepare_keys(s, here_keys, here_values, curvature, first, end, mask, mask_row);
+        start_tile<T, D>(s.queries, queries, query_row, first, end, head_dim, nullptr, 0);
+        start_tile<T, D>(s.keys + buffer * T * DS, keys, key_row, first + T, end, head_dim, mask, mask_row);
+        start_tile<T, E>(s.values + buffer * T * ES, values, value_row, first + T, end, width, mask, mask_row);
+        prepare_keys(s, current_keys, current_values, curvature, first, end, mask, mask_row);
         block_sync();
-        add_tokens<true, false>(state, s, here_keys, here_values, nullptr);
+        add_tokens<true, false>(state, s, current_keys, current_values, nullptr);
         if (threadIdx.x == 0) {
             first_seen = 0;
-            while (!seen && first_seen < C && s.rows[first_seen] == -INFINITE) {
+            while (!seen && first_seen < T && s.rows[first_seen] == -INFINITE) {
                 ++first_seen;
             }
         }
         copies_done();
         block_sync();
-        terms += static_cast<float>(features) * C;
-        for (int i = threadIdx.x / WARP; i < C / 16 * PARTS; i += WARPS) {
-            const int strip = i % (C / 16), part = i / (C / 16);
+        terms += static_cast<float>(features) * T;
+        for (int i = threadIdx.x / WARP; i < T / 16 * FEATURE_SPLIT; i += WARPS) {
+            const int strip = i % (T / 16), share = i / (T / 16);
             Read read;
-            read_strip<true>(read, s, s.queries, here_values, strip, M / PARTS * part, M / PARTS * (part + 1));
-            if (PARTS == 2) {
-                merge_halves(read, reinterpret_cast<float*>(s.phi));
+            read_strip<true>(read, s, s.queries, current_values, strip, M / FEATURE_SPLIT * share,
+                             M / FEATURE_SPLIT * (share + 1));
+            if (FEATURE_SPLIT == 2) {
+                merge_parts(read, reinterpret_cast<float*>(s.phi));
             }
-            if (part == 0) {
+            if (share == 0) {
                 bool bad = write_strip(read, s.queries, strip, output, norms, first, end, value_dim,
                                        first_value, curvature, TINY_OVER_EPS * terms, first_seen);
-                spoilt = spoilt || bad;
+                rejected = rejected || bad;
             }
         }
-        seen = seen || first_seen < C;
+        seen = seen || first_seen < T;
         block_sync();
     }
-    if (spoilt) {
+    if (rejected) {
         flags[blockIdx.x] = 1;
     }
     if (segment + 1 == segments) {  // heads that share a state write the same

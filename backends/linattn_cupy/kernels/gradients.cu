@@ -4,73 +4,73 @@
 //   l_ir = omega_r.q_i + col_r - curvature |q_i|^2 / 2 - n_i    a_i = [g_i, -g_i.o_i]
 //   l_jr = omega_r.k_j + col_r - curvature |k_j|^2 / 2          b_j = [v_j, 1]
 // n_i is the row's log normalizer, o_i its output, g_i the cotangent of that. By the log of a weight
-// the derivative is the weight times a_i.b_j, so that both sides go by one rule, which for queries is
+// the derivative is the weight times a_i.b_j, so that both sides follow one rule, which for queries is
 //   dl_ir = exp(l_ir) sum_j exp(l_jr) a_i.b_j,    grad q_i = sum_r dl_ir omega_r
 // and for keys the same with i and j changed, less curvature k_j sum_r dl_jr; that sum is 0 for
 // queries. grad v_j = sum_r exp(l_jr) sum_i exp(l_ir) g_i. For elu + 1 and relu, whose features are
 // f(x_r) exp(row + col_r), the factor f(x_r) of dl becomes f'(x_r), and that is the gradient.
-// What is summed over the other side is a state, see fused.cu; that of queries is the suffix. A
-// causal chunk has the visible tokens of its own besides, and keys are walked backwards.
+// What is summed over the other side is a state, see fused.cu; that of queries is the adjoint state. A
+// causal tile has its visible tokens besides, and keys are walked backwards.
 //
 // A weight beside a state, exp(l_ir + c_r), is at most 1 where all of the state is visible. c_r may
-// come from tokens of the chunk that are not; the weight is then at most the inverse of the row's
-// denominator in fused.cu, whose bound holds for both sides: what it accepts loses nothing here, and
-// what it flags is not for these kernels. `flag` becomes 1 where a gradient is not finite.
+// come from tokens of the tile that are not; the weight is then at most the inverse of the row's
+// denominator in fused.cu, whose bound holds for both sides: what it accepts does not underflow
+// here, and what it rejects is not for these kernels. `flag` becomes 1 where a gradient is not finite.
 //
-// Blocks of one of several value tiles make a part of the gradient of tokens, in float32, to be added
-// up: it is linear in the products a_i.b_j, whose last term is the first tile's.
+// Where there are several value tiles, the blocks of each write partial gradients of tokens, in float32,
+// to be summed: they are linear in the products a_i.b_j, whose last term is the first tile's.
 //
-// Options: those of fused.cu; PART (0 terms of tokens and
-// suffixes, 1 reads, 2 causal gradients); KEYS: whose gradients, 1 keys and values, 0 queries.
+// Options: those of fused.cu; PART (0 terms of tokens and adjoint states, 1 reads, 2 causal gradients);
+// KEYS: whose gradients, 1 keys and values, 0 queries.
 #include "device.cuh"
 #include "common.cuh"
 #include "tiles.cuh"
 
 namespace {
 
-// Where things lie in shared memory. `own` are the tokens whose gradients are made, `others` those
-// that they see.
+// Where things lie in shared memory. Targets are the tokens whose gradients are made, sources those that
+// they see; `rows` of Tiles are the sources'.
 struct Shared : Tiles {
-    u16* others;         // (C, DS)
-    u16* other_vectors;  // (C, ES)
-    u16* own;            // (C, DS)
-    u16* own_vectors;    // (C, ES)
-    float* scalars;      // (C): of the others
-    float* own_rows;     // (C)
-    float* own_scalars;  // (C)
+    u16* sources;           // (T, DS)
+    u16* source_vectors;    // (T, ES)
+    u16* targets;           // (T, DS)
+    u16* target_vectors;    // (T, ES)
+    float* source_scalars;  // (T)
+    float* target_rows;     // (T)
+    float* target_scalars;  // (T)
 };
 
-// What a kernel does not use takes no room.
-__device__ __forceinline__ Shared share(bool has_others, bool has_own) {
+// What a kernel does not use takes no bytes.
+__device__ __forceinline__ Shared share(bool has_sources, bool has_targets) {
     unsigned char* p = shared_memory();
     Shared s;
     s.projection = reinterpret_cast<u16*>(p);
     p += PROJECTION_BYTES;
-    s.others = reinterpret_cast<u16*>(p);
-    p += has_others ? KEY_BYTES : 0;
-    s.other_vectors = reinterpret_cast<u16*>(p);
-    p += has_others ? VALUE_BYTES : 0;
-    s.own = reinterpret_cast<u16*>(p);
-    p += has_own ? KEY_BYTES : 0;
-    s.own_vectors = reinterpret_cast<u16*>(p);
-    p += has_own ? VALUE_BYTES : 0;
+    s.sources = reinterpret_cast<u16*>(p);
+    p += has_sources ? KEY_BYTES : 0;
+    s.source_vectors = reinterpret_cast<u16*>(p);
+    p += has_sources ? VALUE_BYTES : 0;
+    s.targets = reinterpret_cast<u16*>(p);
+    p += has_targets ? KEY_BYTES : 0;
+    s.target_vectors = reinterpret_cast<u16*>(p);
+    p += has_targets ? VALUE_BYTES : 0;
     s.phi = reinterpret_cast<u16*>(p);
-    p += has_others && has_own ? M * CS * 2 : 0;
+    p += has_sources && has_targets ? M * TS * 2 : 0;
     s.state = reinterpret_cast<u16*>(p);
-    p += has_own ? M * ES * 2 : 0;
-    s.scalars = place_numbers(s, p);
-    s.own_rows = s.scalars + C;
-    s.own_scalars = s.own_rows + C;
+    p += has_targets ? M * ES * 2 : 0;
+    s.source_scalars = place_numbers(s, p);
+    s.target_rows = s.source_scalars + T;
+    s.target_scalars = s.target_rows + T;
     return s;
 }
 
-// Log weights and scalars of a chunk, the latter times `one`; those that are null are 1.
+// Log weights and scalars of a tile, the latter times `factor`; scalars that are null are 1.
 __device__ __forceinline__ void load_terms(float* rows, float* scalars, const float* from_rows,
-                                           const float* from_scalars, float one, i64 first, i64 end) {
-    for (int j = threadIdx.x; j < C; j += THREADS) {
+                                           const float* from_scalars, float factor, i64 first, i64 end) {
+    for (int j = threadIdx.x; j < T; j += THREADS) {
         const i64 token = first + j;
         rows[j] = token < end ? from_rows[token] : -INFINITE;
-        scalars[j] = from_scalars == nullptr ? one : token < end ? one * from_scalars[token] : 0.0f;
+        scalars[j] = from_scalars == nullptr ? factor : token < end ? factor * from_scalars[token] : 0.0f;
     }
 }
 
@@ -104,26 +104,26 @@ __device__ __forceinline__ float row_term(const u16* x, int head_dim, float curv
     return sum + (sum - sum);
 }
 
-// Where gradients of tokens go: to `whole`, or to `part` where that is not null.
+// Where gradients of tokens go: to `whole`, or to `partial` where that is not null.
 struct Gradient {
     u16* whole;
-    float* part;
+    float* partial;
 };
 
-__device__ __forceinline__ void put(const Gradient& gradient, i64 place, float low, float high) {
-    if (gradient.part == nullptr) {
+__device__ __forceinline__ void write_gradient(const Gradient& gradient, i64 place, float low, float high) {
+    if (gradient.partial == nullptr) {
         *reinterpret_cast<u32*>(gradient.whole + place) = pack_input(low, high);
     } else {
-        gradient.part[place] = low;
-        gradient.part[place + 1] = high;
+        gradient.partial[place] = low;
+        gradient.partial[place + 1] = high;
     }
 }
 
-// Whether a token of the chunk sees another one.
-__device__ __forceinline__ bool visible(int own, int other) { return KEYS ? other >= own : other <= own; }
+// Whether a target sees a source of its tile.
+__device__ __forceinline__ bool visible(int target, int source) { return KEYS ? source >= target : source <= target; }
 
-// Weights exp(l + c) of a strip of 16 own tokens in 16 features; elu + 1 and relu without f(x_r).
-// Lanes hold tokens g and g + 8, features 2 t, 2 t + 1 and 8 behind them.
+// Weights exp(l + c) of a strip of 16 targets in 16 features; elu + 1 and relu without f(x_r).
+// Lanes hold tokens g and g + 8, features 2 t, 2 t + 1 and 8 after them.
 __device__ __forceinline__ void weigh(float (&weight)[2][4], const Shared& s, int strip, int feature) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -137,7 +137,7 @@ __device__ __forceinline__ void weigh(float (&weight)[2][4], const Shared& s, in
 #pragma unroll 2
         for (int k = 0; k < D; k += 16) {
             u32 a[4], b[4];
-            load_left(a, s.own, DS, strip * 16, k);
+            load_left(a, s.targets, DS, strip * 16, k);
             load_right_of_transpose(b, s.projection, DS, feature, k);
             mma_input(weight[0], a, b[0], b[1]);
             mma_input(weight[1], a, b[2], b[3]);
@@ -147,22 +147,22 @@ __device__ __forceinline__ void weigh(float (&weight)[2][4], const Shared& s, in
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float row = s.own_rows[strip * 16 + i / 2 * 8 + g];
+            const float row = s.target_rows[strip * 16 + i / 2 * 8 + g];
             weight[n][i] = exp_less(weight[n][i] + s.bias[feature + n * 8 + t * 2 + i % 2], -row);
         }
     }
 }
 
-// Gradients of a strip of 16 own tokens, by the state and with CAUSAL by the others of their chunk.
-// Returns whether this thread saw one that is not finite.
+// Gradients of a strip of 16 targets, by the state and with CAUSAL by the sources of their tile. Returns
+// whether this thread saw one that is not finite.
 template <bool CAUSAL>
 __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const Gradient& gradient, i64 first, i64 end,
                                                int head_dim, float curvature) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    u32 products[CAUSAL ? C / 16 : 1][4];  // a_i.b_j, as left operands
+    u32 products[CAUSAL ? T / 16 : 1][4];  // a_i.b_j, as left operands
     if (CAUSAL) {
 #pragma unroll
-        for (int n = 0; n < C / 16; ++n) {
+        for (int n = 0; n < T / 16; ++n) {
             if (!visible(strip, n)) {
                 continue;
             }
@@ -170,25 +170,25 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
 #pragma unroll 2
             for (int k = 0; k < E; k += 16) {
                 u32 a[4], b[4];
-                load_left(a, s.own_vectors, ES, strip * 16, k);
-                load_right_of_transpose(b, s.other_vectors, ES, n * 16, k);
+                load_left(a, s.target_vectors, ES, strip * 16, k);
+                load_right_of_transpose(b, s.source_vectors, ES, n * 16, k);
                 mma_bf16(dots[0], a, b[0], b[1]);
                 mma_bf16(dots[1], a, b[2], b[3]);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int half = i % 2, row = strip * 16 + half * 8 + g, other = n * 16 + i / 2 * 8 + t * 2;
-                const float scalar = s.own_scalars[row];
-                const float low = dots[i / 2][half * 2] + scalar * s.scalars[other];
-                const float high = dots[i / 2][half * 2 + 1] + scalar * s.scalars[other + 1];
+                const int half = i % 2, row = strip * 16 + half * 8 + g, source = n * 16 + i / 2 * 8 + t * 2;
+                const float scalar = s.target_scalars[row];
+                const float low = dots[i / 2][half * 2] + scalar * s.source_scalars[source];
+                const float high = dots[i / 2][half * 2 + 1] + scalar * s.source_scalars[source + 1];
                 products[n][i] =
-                    pack_bf16(visible(row, other) ? low : 0.0f, visible(row, other + 1) ? high : 0.0f);
+                    pack_bf16(visible(row, source) ? low : 0.0f, visible(row, source + 1) ? high : 0.0f);
             }
         }
     }
     float sums[MAP == 0 ? D / 8 : 1][4] = {};
     float total[2] = {};
-    bool spoilt = false;
+    bool rejected = false;
 #pragma unroll 1
     for (int feature = 0; feature < M; feature += 16) {
         float weight[2][4], seen[2][4];
@@ -197,23 +197,23 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                seen[n][i] = s.own_scalars[strip * 16 + i / 2 * 8 + g] * s.z[feature + n * 8 + t * 2 + i % 2];
+                seen[n][i] = s.target_scalars[strip * 16 + i / 2 * 8 + g] * s.z[feature + n * 8 + t * 2 + i % 2];
             }
         }
 #pragma unroll 1
         for (int k = 0; k < E; k += 16) {
             u32 a[4], b[4];
-            load_left(a, s.own_vectors, ES, strip * 16, k);
+            load_left(a, s.target_vectors, ES, strip * 16, k);
             load_right_of_transpose(b, s.state, ES, feature, k);
             mma_bf16(seen[0], a, b[0], b[1]);
             mma_bf16(seen[1], a, b[2], b[3]);
         }
         if (CAUSAL) {
 #pragma unroll
-            for (int n = 0; n < C / 16; ++n) {
+            for (int n = 0; n < T / 16; ++n) {
                 if (visible(strip, n)) {
                     u32 b[4];
-                    load_right_of_transpose(b, s.phi, CS, feature, n * 16);
+                    load_right_of_transpose(b, s.phi, TS, feature, n * 16);
                     mma_bf16(seen[0], products[n], b[0], b[1]);
                     mma_bf16(seen[1], products[n], b[2], b[3]);
                 }
@@ -228,14 +228,14 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
             for (int j = 0; j < 2; ++j) {
                 d[j] = weight[n][half * 2 + j] * seen[n][half * 2 + j];
                 if (MAP != 0) {
-                    d[j] *= r + j < D ? derivative(input_to_float(s.own[row * DS + r + j])) : 0.0f;
+                    d[j] *= r + j < D ? derivative(input_to_float(s.targets[row * DS + r + j])) : 0.0f;
                 }
                 total[half] += d[j];
             }
             a[i] = pack_bf16(d[0], d[1]);
             if (MAP != 0 && r < head_dim && first + row < end) {
-                spoilt = spoilt || !isfinite(d[0]) || !isfinite(d[1]);
-                put(gradient, (first + row) * head_dim + r, d[0], d[1]);
+                rejected = rejected || !isfinite(d[0]) || !isfinite(d[1]);
+                write_gradient(gradient, (first + row) * head_dim + r, d[0], d[1]);
             }
         }
         if (MAP == 0) {
@@ -249,24 +249,24 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
         }
     }
     if (MAP != 0) {
-        return spoilt;
+        return rejected;
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = strip * 16 + half * 8 + g;
-        const float bend = KEYS ? curvature * row_sum(total[half]) : 0.0f;
+        const float curvature_term = KEYS ? curvature * row_sum(total[half]) : 0.0f;
 #pragma unroll
         for (int n = 0; n < D / 8; ++n) {
             const int x = n * 8 + t * 2;
-            const float low = sums[n][half * 2] - bend * input_to_float(s.own[row * DS + x]);
-            const float high = sums[n][half * 2 + 1] - bend * input_to_float(s.own[row * DS + x + 1]);
+            const float low = sums[n][half * 2] - curvature_term * input_to_float(s.targets[row * DS + x]);
+            const float high = sums[n][half * 2 + 1] - curvature_term * input_to_float(s.targets[row * DS + x + 1]);
             if (x < head_dim && first + row < end) {
-                spoilt = spoilt || !isfinite(low) || !isfinite(high);
-                put(gradient, (first + row) * head_dim + x, low, high);
+                rejected = rejected || !isfinite(low) || !isfinite(high);
+                write_gradient(gradient, (first + row) * head_dim + x, low, high);
             }
         }
     }
-    return spoilt;
+    return rejected;
 }
 
 // Gradients of `width` values of a strip of 16 keys; returns the same.
@@ -275,7 +275,7 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
                                                int value_dim, int width) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     float sums[E / 8][4] = {};
-    float scores[CAUSAL ? C / 8 : 1][4] = {};
+    float scores[CAUSAL ? T / 8 : 1][4] = {};
 #pragma unroll 1
     for (int feature = 0; feature < M; feature += 16) {
         float weight[2][4];
@@ -289,17 +289,17 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
             for (int j = 0; j < 2; ++j) {
                 w[j] = weight[n][half * 2 + j];
                 if (MAP != 0) {
-                    w[j] *= r + j < D ? activation(input_to_float(s.own[row * DS + r + j])) : 0.0f;
+                    w[j] *= r + j < D ? activation(input_to_float(s.targets[row * DS + r + j])) : 0.0f;
                 }
             }
             a[i] = pack_bf16(w[0], w[1]);
         }
         if (CAUSAL) {
 #pragma unroll
-            for (int n = 0; n < C / 16; ++n) {
+            for (int n = 0; n < T / 16; ++n) {
                 if (visible(strip, n)) {
                     u32 b[4];
-                    load_right(b, s.phi, CS, feature, n * 16);
+                    load_right(b, s.phi, TS, feature, n * 16);
                     mma_bf16(scores[2 * n], a, b[0], b[1]);
                     mma_bf16(scores[2 * n + 1], a, b[2], b[3]);
                 }
@@ -315,7 +315,7 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
     }
     if (CAUSAL) {
 #pragma unroll
-        for (int k = 0; k < C / 16; ++k) {
+        for (int k = 0; k < T / 16; ++k) {
             if (!visible(strip, k)) {
                 continue;
             }
@@ -323,46 +323,46 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int n = 2 * k + i / 2, half = i % 2;
-                const int row = strip * 16 + half * 8 + g, other = n * 8 + t * 2;
-                a[i] = pack_bf16(visible(row, other) ? scores[n][half * 2] : 0.0f,
-                                 visible(row, other + 1) ? scores[n][half * 2 + 1] : 0.0f);
+                const int row = strip * 16 + half * 8 + g, source = n * 8 + t * 2;
+                a[i] = pack_bf16(visible(row, source) ? scores[n][half * 2] : 0.0f,
+                                 visible(row, source + 1) ? scores[n][half * 2 + 1] : 0.0f);
             }
 #pragma unroll
             for (int n = 0; n < E / 16; ++n) {
                 u32 b[4];
-                load_right(b, s.other_vectors, ES, k * 16, n * 16);
+                load_right(b, s.source_vectors, ES, k * 16, n * 16);
                 mma_bf16(sums[2 * n], a, b[0], b[1]);
                 mma_bf16(sums[2 * n + 1], a, b[2], b[3]);
             }
         }
     }
-    bool spoilt = false;
+    bool rejected = false;
 #pragma unroll
     for (int i = 0; i < E / 4; ++i) {
         const int n = i / 2, half = i % 2, x = n * 8 + t * 2;
         const i64 token = first + strip * 16 + half * 8 + g;
         if (x < width && token < end) {
             const float low = sums[n][half * 2], high = sums[n][half * 2 + 1];
-            spoilt = spoilt || !isfinite(low) || !isfinite(high);
+            rejected = rejected || !isfinite(low) || !isfinite(high);
             *reinterpret_cast<u32*>(gradient + token * value_dim + x) = pack_input(low, high);
         }
     }
-    return spoilt;
+    return rejected;
 }
 
-// All gradients of a chunk. Each warp takes a strip, of tokens or of values, after the other.
+// All gradients of a tile. Each warp takes a strip, of tokens or of values, after the other.
 template <bool CAUSAL>
-__device__ __forceinline__ bool chunk_gradients(const Shared& s, const Gradient& gradient, u16* of_values, i64 first,
+__device__ __forceinline__ bool tile_gradients(const Shared& s, const Gradient& gradient, u16* of_values, i64 first,
                                                 i64 end, int head_dim, int value_dim, int width, float curvature) {
-    bool spoilt = false;
-    for (int i = threadIdx.x / WARP; i < C / 16 * (KEYS ? 2 : 1); i += WARPS) {
-        const int strip = i % (C / 16);
-        const bool bad = KEYS && i >= C / 16
+    bool rejected = false;
+    for (int i = threadIdx.x / WARP; i < T / 16 * (KEYS ? 2 : 1); i += WARPS) {
+        const int strip = i % (T / 16);
+        const bool bad = KEYS && i >= T / 16
                              ? value_gradient<CAUSAL>(s, strip, of_values, first, end, value_dim, width)
                              : token_gradient<CAUSAL>(s, strip, gradient, first, end, head_dim, curvature);
-        spoilt = spoilt || bad;
+        rejected = rejected || bad;
     }
-    return spoilt;
+    return rejected;
 }
 
 }  // namespace
@@ -418,10 +418,10 @@ KERNEL __launch_bounds__(THREADS)
     }
 }
 
-// Suffixes of segments of queries, each by itself, in places counted from the last segment: kvz
+// Adjoint states of segments of queries, each by itself, in places counted from the last segment: kvz
 // (heads, segments, m, e + 1), shifts (heads, segments, m). Blocks: x = head * needed + place.
 KERNEL __launch_bounds__(THREADS, 1)
-    segment_suffixes(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ grads, VIEW(grad),
+    segment_adjoints(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ grads, VIEW(grad),
                      const float* __restrict__ rows, const float* __restrict__ scalars,
                      const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
                      i64 spec_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int needed,
@@ -438,21 +438,21 @@ KERNEL __launch_bounds__(THREADS, 1)
     State state;
     load_state(state, s, nullptr, nullptr, features, value_dim, first_value);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
-    for (i64 first = begin; first < end; first += C) {
-        start_tile<C, D>(s.others, queries, query_row, first, end, head_dim, nullptr, 0);
-        start_tile<C, E>(s.other_vectors, grads, grad_row, first, end, width, nullptr, 0);
-        load_terms(s.rows, s.scalars, rows + head * length, scalars + head * length, 1.0f, first, end);
+    for (i64 first = begin; first < end; first += T) {
+        start_tile<T, D>(s.sources, queries, query_row, first, end, head_dim, nullptr, 0);
+        start_tile<T, E>(s.source_vectors, grads, grad_row, first, end, width, nullptr, 0);
+        load_terms(s.rows, s.source_scalars, rows + head * length, scalars + head * length, 1.0f, first, end);
         copies_done();
         block_sync();
         if (FP16) {
-            make_bf16(s.other_vectors);
+            make_bf16(s.source_vectors);
             block_sync();
         }
-        add_tokens<false, true>(state, s, s.others, s.other_vectors, s.scalars);
+        add_tokens<false, true>(state, s, s.sources, s.source_vectors, s.source_scalars);
         block_sync();
     }
-    const i64 mine = (head * segments + place) * features;
-    store_state(state, s, kvz + mine * (value_dim + 1), shifts + mine, features, value_dim, first_value);
+    const i64 first_row = (head * segments + place) * features;
+    store_state(state, s, kvz + first_row * (value_dim + 1), shifts + first_row, features, value_dim, first_value);
 }
 
 #elif PART == 1
@@ -466,7 +466,7 @@ KERNEL __launch_bounds__(THREADS, 1)
                    const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
                    const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2, i64 length,
                    i64 segment_length, int segments, int head_dim, int value_dim, int features, float curvature,
-                   u16* __restrict__ whole, float* __restrict__ parts, i64 part_size,
+                   u16* __restrict__ whole, float* __restrict__ partials, i64 partial_size,
                    u16* __restrict__ of_values, int* __restrict__ flag) {
     const Shared s = share(false, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
@@ -476,9 +476,9 @@ KERNEL __launch_bounds__(THREADS, 1)
     vectors += OFFSET(vector) + first_value;
     mask = mask == nullptr ? mask : mask + OFFSET(mask);
     scalars = scalars == nullptr ? scalars : scalars + head * length;
-    const i64 mine = head * length * head_dim;
-    const Gradient gradient = {whole == nullptr ? whole : whole + mine,
-                               parts == nullptr ? parts : parts + blockIdx.y * part_size + mine};
+    const i64 head_start = head * length * head_dim;
+    const Gradient gradient = {whole == nullptr ? whole : whole + head_start,
+                               partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start};
     of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     start_projection(s, projection + spec * M * D, col + spec * M);
     for (int r = threadIdx.x; r < M; r += THREADS) {
@@ -487,37 +487,37 @@ KERNEL __launch_bounds__(THREADS, 1)
     }
     for (int i = threadIdx.x; i < M * E; i += THREADS) {
         const int r = i / E, x = first_value + i % E;
-        const bool real = r < features && x < value_dim;
+        const bool valid = r < features && x < value_dim;
         s.state[r * ES + i % E] =
-            real ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
+            valid ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
     }
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
-    const float one = first_value == 0 ? 1.0f : 0.0f;
-    bool spoilt = false;
-    for (i64 first = begin; first < end; first += C) {
-        start_tile<C, D>(s.own, tokens, token_row, first, end, head_dim, mask, mask_row);
-        start_tile<C, E>(s.own_vectors, vectors, vector_row, first, end, width, mask, mask_row);
-        load_terms(s.own_rows, s.own_scalars, rows + head * length, scalars, one, first, end);
+    const float factor = first_value == 0 ? 1.0f : 0.0f;
+    bool rejected = false;
+    for (i64 first = begin; first < end; first += T) {
+        start_tile<T, D>(s.targets, tokens, token_row, first, end, head_dim, mask, mask_row);
+        start_tile<T, E>(s.target_vectors, vectors, vector_row, first, end, width, mask, mask_row);
+        load_terms(s.target_rows, s.target_scalars, rows + head * length, scalars, factor, first, end);
         copies_done();
         block_sync();
         if (FP16) {
-            make_bf16(s.own_vectors);
+            make_bf16(s.target_vectors);
             block_sync();
         }
         const bool bad =
-            chunk_gradients<false>(s, gradient, of_values, first, end, head_dim, value_dim, width, curvature);
-        spoilt = spoilt || bad;
+            tile_gradients<false>(s, gradient, of_values, first, end, head_dim, value_dim, width, curvature);
+        rejected = rejected || bad;
         block_sync();
     }
-    if (spoilt) {
+    if (rejected) {
         *flag = 1;
     }
 }
 
 #elif PART == 2
 
-// Causal gradients of segments, from the states before them or, with KEYS, the suffixes behind them,
-// which lie in places counted from the last segment: gradient (heads, length, d), of_values
+// Causal gradients of segments, from the states before them or, with KEYS, the adjoint states after
+// them, which lie in places counted from the last segment: gradient (heads, length, d), of_values
 // (heads, length, e) with KEYS.
 KERNEL __launch_bounds__(THREADS, 1)
     causal_gradients(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
@@ -527,7 +527,7 @@ KERNEL __launch_bounds__(THREADS, 1)
                      const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
                      i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2,
                      i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features,
-                     float curvature, u16* __restrict__ whole, float* __restrict__ parts, i64 part_size,
+                     float curvature, u16* __restrict__ whole, float* __restrict__ partials, i64 partial_size,
                      u16* __restrict__ of_values, int* __restrict__ flag) {
     const Shared s = share(true, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
@@ -541,9 +541,9 @@ KERNEL __launch_bounds__(THREADS, 1)
     query_rows += head * length;
     query_scalars += head * length;
     key_rows += head * length;
-    const i64 mine = head * length * head_dim;
-    const Gradient gradient = {whole == nullptr ? whole : whole + mine,
-                               parts == nullptr ? parts : parts + blockIdx.y * part_size + mine};
+    const i64 head_start = head * length * head_dim;
+    const Gradient gradient = {whole == nullptr ? whole : whole + head_start,
+                               partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start};
     of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     const i64 before = (head * segments + (KEYS ? segments - 1 - segment : segment)) * features;
     start_projection(s, projection + spec * M * D, col + spec * M);
@@ -551,36 +551,36 @@ KERNEL __launch_bounds__(THREADS, 1)
     State state;
     load_state(state, s, kvz + before * (value_dim + 1), shifts + before, features, value_dim, first_value);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
-    const i64 chunks = (end - begin + C - 1) / C;
-    const float one = first_value == 0 ? 1.0f : 0.0f;  // times the scalars of the own tokens
-    bool spoilt = false;
-    for (i64 i = 0; i < chunks; ++i) {
-        const i64 first = begin + (KEYS ? chunks - 1 - i : i) * C;
-        start_tile<C, D>(KEYS ? s.others : s.own, queries, query_row, first, end, head_dim, nullptr, 0);
-        start_tile<C, E>(KEYS ? s.other_vectors : s.own_vectors, grads, grad_row, first, end, width, nullptr,
+    const i64 tiles = (end - begin + T - 1) / T;
+    const float factor = first_value == 0 ? 1.0f : 0.0f;  // of the scalars of the targets
+    bool rejected = false;
+    for (i64 i = 0; i < tiles; ++i) {
+        const i64 first = begin + (KEYS ? tiles - 1 - i : i) * T;
+        start_tile<T, D>(KEYS ? s.sources : s.targets, queries, query_row, first, end, head_dim, nullptr, 0);
+        start_tile<T, E>(KEYS ? s.source_vectors : s.target_vectors, grads, grad_row, first, end, width, nullptr,
                          0);
-        start_tile<C, D>(KEYS ? s.own : s.others, keys, key_row, first, end, head_dim, mask, mask_row);
-        start_tile<C, E>(KEYS ? s.own_vectors : s.other_vectors, values, value_row, first, end, width, mask,
+        start_tile<T, D>(KEYS ? s.targets : s.sources, keys, key_row, first, end, head_dim, mask, mask_row);
+        start_tile<T, E>(KEYS ? s.target_vectors : s.source_vectors, values, value_row, first, end, width, mask,
                          mask_row);
-        load_terms(KEYS ? s.rows : s.own_rows, KEYS ? s.scalars : s.own_scalars, query_rows, query_scalars,
-                   KEYS ? 1.0f : one, first, end);
-        load_terms(KEYS ? s.own_rows : s.rows, KEYS ? s.own_scalars : s.scalars, key_rows, nullptr,
-                   KEYS ? one : 1.0f, first, end);
+        load_terms(KEYS ? s.rows : s.target_rows, KEYS ? s.source_scalars : s.target_scalars, query_rows, query_scalars,
+                   KEYS ? 1.0f : factor, first, end);
+        load_terms(KEYS ? s.target_rows : s.rows, KEYS ? s.target_scalars : s.source_scalars, key_rows, nullptr,
+                   KEYS ? factor : 1.0f, first, end);
         copies_done();
         block_sync();
         if (FP16) {
-            make_bf16(s.own_vectors);
-            make_bf16(s.other_vectors);
+            make_bf16(s.target_vectors);
+            make_bf16(s.source_vectors);
             block_sync();
         }
-        add_tokens<true, true>(state, s, s.others, s.other_vectors, s.scalars);
+        add_tokens<true, true>(state, s, s.sources, s.source_vectors, s.source_scalars);
         block_sync();
         const bool bad =
-            chunk_gradients<true>(s, gradient, of_values, first, end, head_dim, value_dim, width, curvature);
-        spoilt = spoilt || bad;
+            tile_gradients<true>(s, gradient, of_values, first, end, head_dim, value_dim, width, curvature);
+        rejected = rejected || bad;
         block_sync();
     }
-    if (spoilt) {
+    if (rejected) {
         *flag = 1;
     }
 }

@@ -1,4 +1,4 @@
-// One token after the other, in float32: decoding, and rows that a shared scale has spoilt.
+// Token by token, in float32: decoding, and causal rows that were rejected on a scale they shared.
 //
 // A step adds a token to the state and reads with its query, so that every scale holds what the
 // query sees and nothing later; all features are handled by their logs, which for elu + 1 and relu
@@ -30,14 +30,14 @@ __device__ __forceinline__ void store(Input* p, float x) { *p = INPUT == 1 ? flo
 
 // Shared memory of a step.
 struct Shared {
-    float* query;  // (d)
-    float* key;    // (d)
-    float* value;  // (columns): the value, and 1
-    float* keep;   // (m): what is kept of the old state
-    float* add;    // (m): weights of the key
-    float* read;   // (m): weights of the query
-    float* sums;   // (WARPS, columns): of the read
-    float* meet;   // (WARPS)
+    float* query;      // (d)
+    float* key;        // (d)
+    float* value;      // (columns): the value, and 1
+    float* factors;    // (m): what the old state is multiplied by
+    float* add;        // (m): weights of the key
+    float* read;       // (m): weights of the query
+    float* sums;       // (WARPS, columns): of the read
+    float* warp_tops;  // (WARPS)
 };
 
 __device__ __forceinline__ Shared share(int d, int m, int columns) {
@@ -45,11 +45,11 @@ __device__ __forceinline__ Shared share(int d, int m, int columns) {
     s.query = reinterpret_cast<float*>(shared_memory());
     s.key = s.query + d;
     s.value = s.key + d;
-    s.keep = s.value + columns;
-    s.add = s.keep + m;
+    s.factors = s.value + columns;
+    s.add = s.factors + m;
     s.read = s.add + m;
     s.sums = s.read + m;
-    s.meet = s.sums + WARPS * columns;
+    s.warp_tops = s.sums + WARPS * columns;
     return s;
 }
 
@@ -77,32 +77,32 @@ __device__ __forceinline__ float row_term(const float* x, int d, float curvature
 }
 
 // Largest over the block, in all its threads.
-__device__ __forceinline__ float block_max(float x, float* meet) {
+__device__ __forceinline__ float block_max(float x, float* warp_tops) {
     x = warp_max(x);
     block_sync();
     if (threadIdx.x % WARP == 0) {
-        meet[threadIdx.x / WARP] = x;
+        warp_tops[threadIdx.x / WARP] = x;
     }
     block_sync();
     for (int warp = 0; warp < WARPS; ++warp) {
-        x = fmaxf(x, meet[warp]);
+        x = fmaxf(x, warp_tops[warp]);
     }
     return x;
 }
 
-// Where a step puts what it read: the output and the log normalizer, or with `nd` the numerators and
-// the denominator, (columns), on the scale exp(*norm).
-struct Target {
+// Where a step writes what it read: the output and the log normalizer, or with `num_den` the numerators
+// and the denominator, (columns), on the scale exp(*norm).
+struct Results {
     Input* output;
-    float* nd;
+    float* num_den;
     float* norm;
 };
 
-// One step of a head, all pointers at the head's own: the state goes from (kvz, shift) to (next,
-// next_shift), which may be the same. A key of log weight -inf is not looked at.
+// One step of a head, all pointers at that head's arrays: the state goes from (kvz, shift) to (next,
+// next_shift), which may be the same. A key of log weight -inf is not read.
 __device__ __forceinline__ void step(const Shared& s, const Map& map, const Input* query, const Input* key,
                                      const Input* value, float weight, const float* kvz, const float* shift,
-                                     float* next, float* next_shift, int columns, const Target& target) {
+                                     float* next, float* next_shift, int columns, const Results& results) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const bool seen = weight != -INFINITE;
     for (int i = threadIdx.x; i < map.d; i += THREADS) {
@@ -131,29 +131,29 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
         log_q += map.col[r];
         log_k = seen ? log_k + map.col[r] + key_row : -INFINITE;
         const float before = shift[r], after = fmaxf(before, log_k), finite = finite_shift(after);
-        s.keep[r] = expf(before - finite);
+        s.factors[r] = expf(before - finite);
         s.add[r] = expf(log_k - finite);
         s.read[r] = log_q + after;
         top = fmaxf(top, s.read[r]);
         next_shift[r] = after;
     }
-    top = block_max(top, s.meet);
+    top = block_max(top, s.warp_tops);
     for (int r = threadIdx.x; r < map.m; r += THREADS) {
         s.read[r] = expf(s.read[r] - finite_shift(top));
     }
     block_sync();
     float sums[COLUMNS] = {};
     for (int r = warp; r < map.m; r += WARPS) {
-        const float keep = s.keep[r], add = s.add[r], read = s.read[r];
+        const float factor = s.factors[r], add = s.add[r], read = s.read[r];
         const i64 row = static_cast<i64>(r) * columns;
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {
             const int x = i * WARP + lane;
             if (x < columns) {
-                float here = kvz[row + x] * keep;
-                here = seen ? fmaf(add, s.value[x], here) : here;
-                next[row + x] = here;
-                sums[i] = fmaf(read, here, sums[i]);
+                float entry = kvz[row + x] * factor;
+                entry = seen ? fmaf(add, s.value[x], entry) : entry;
+                next[row + x] = entry;
+                sums[i] = fmaf(read, entry, sums[i]);
             }
         }
     }
@@ -166,22 +166,22 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
     }
     block_sync();
     float den = 0.0f;
-    for (int other = 0; other < WARPS; ++other) {
-        den += s.sums[other * columns + columns - 1];
+    for (int w = 0; w < WARPS; ++w) {
+        den += s.sums[w * columns + columns - 1];
     }
     for (int x = threadIdx.x; x < columns; x += THREADS) {
         float sum = 0.0f;
-        for (int other = 0; other < WARPS; ++other) {
-            sum += s.sums[other * columns + x];
+        for (int w = 0; w < WARPS; ++w) {
+            sum += s.sums[w * columns + x];
         }
-        if (target.nd != nullptr) {
-            target.nd[x] = sum;
+        if (results.num_den != nullptr) {
+            results.num_den[x] = sum;
         } else if (x + 1 < columns) {
-            store(target.output + x, divide(sum, den));
+            store(results.output + x, divide(sum, den));
         }
     }
-    if (target.norm != nullptr && threadIdx.x == 0) {
-        *target.norm = top + query_row + (target.nd != nullptr ? 0.0f : logf(den));
+    if (results.norm != nullptr && threadIdx.x == 0) {
+        *results.norm = top + query_row + (results.num_den != nullptr ? 0.0f : logf(den));
     }
     block_sync();
 }
@@ -201,17 +201,17 @@ KERNEL __launch_bounds__(THREADS)
            const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
            i64 n2, int d, int m, int columns, float query_curvature, float key_curvature, float* next,
            float* next_shifts, Input* __restrict__ output) {
-    const i64 head = blockIdx.x, spec = OFFSET(spec) * m, state = OFFSET(state) * m, mine = head * m;
+    const i64 head = blockIdx.x, spec = OFFSET(spec) * m, state = OFFSET(state) * m, first_row = head * m;
     const Shared s = share(d, m, columns);
     const Map map = {projection + spec * d, col + spec, query_curvature, key_curvature, d, m};
-    const Target target = {output + head * (columns - 1), nullptr, nullptr};
+    const Results results = {output + head * (columns - 1), nullptr, nullptr};
     step(s, map, queries + OFFSET(query), keys + OFFSET(key), values + OFFSET(value), 0.0f,
-         kvz + state * columns, shifts + state, next + mine * columns, next_shifts + mine, columns, target);
+         kvz + state * columns, shifts + state, next + first_row * columns, next_shifts + first_row, columns, results);
 }
 
 // Causal rows of the segments that are flagged, again and exactly, from the states before them.
-// `room`: a state for each block, which may be the states themselves where no two heads share one.
-// Rows go to `output` and `norms`, or with `nd`, (heads, length, columns), there and to `norms`.
+// `workspace`: a state for each block; the states themselves may serve where no two heads share one.
+// Rows go to `output` and `norms`, or with `num_den`, (heads, length, columns), there and to `norms`.
 KERNEL __launch_bounds__(THREADS)
     redo_rows(const int* __restrict__ flags, const Input* __restrict__ queries, VIEW(query), i64 query_row,
               const Input* __restrict__ keys, VIEW(key), i64 key_row, const Input* __restrict__ values, VIEW(value),
@@ -219,14 +219,14 @@ KERNEL __launch_bounds__(THREADS)
               const float* __restrict__ weights, VIEW(weight), i64 weight_row, const float* __restrict__ projection,
               const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
               i64 n2, i64 length, i64 segment_length, int segments, int d, int m, int columns,
-              float query_curvature, float key_curvature, float* room, float* room_shifts,
-              Input* __restrict__ output, float* __restrict__ nd, float* __restrict__ norms) {
+              float query_curvature, float key_curvature, float* workspace, float* workspace_shifts,
+              Input* __restrict__ output, float* __restrict__ num_den, float* __restrict__ norms) {
     if (!flags[blockIdx.x]) {
         return;
     }
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const i64 spec = OFFSET(spec) * m, state = (OFFSET(state) * segments + segment) * m;
-    const i64 mine = static_cast<i64>(blockIdx.x) * m;
+    const i64 first_row = static_cast<i64>(blockIdx.x) * m;
     const Shared s = share(d, m, columns);
     const Map map = {projection + spec * d, col + spec, query_curvature, key_curvature, d, m};
     queries += OFFSET(query);
@@ -236,20 +236,20 @@ KERNEL __launch_bounds__(THREADS)
     weights = weights == nullptr ? weights : weights + OFFSET(weight);
     kvz += state * columns;
     shifts += state;
-    room += mine * columns;
-    room_shifts += mine;
+    workspace += first_row * columns;
+    workspace_shifts += first_row;
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
     for (i64 token = begin; token < end; ++token) {
         float weight = weights == nullptr ? 0.0f : weights[token * weight_row];
         weight = mask == nullptr || mask[token * mask_row] ? weight : -INFINITE;
         const i64 row = head * length + token;
-        Target target;
-        target.output = output + row * (columns - 1);
-        target.nd = nd == nullptr ? nd : nd + row * columns;
-        target.norm = norms == nullptr ? norms : norms + row;
+        Results results;
+        results.output = output + row * (columns - 1);
+        results.num_den = num_den == nullptr ? num_den : num_den + row * columns;
+        results.norm = norms == nullptr ? norms : norms + row;
         step(s, map, queries + token * query_row, keys + token * key_row, values + token * value_row, weight, kvz,
-             shifts, room, room_shifts, columns, target);
-        kvz = room;
-        shifts = room_shifts;
+             shifts, workspace, workspace_shifts, columns, results);
+        kvz = workspace;
+        shifts = workspace_shifts;
     }
 }

@@ -5,34 +5,34 @@
 
 namespace {
 
-constexpr int D = HEAD_DIM, M = FEATURES, E = VALUE_TILE, C = CHUNK;
+constexpr int D = HEAD_DIM, M = FEATURES, E = VALUE_TILE, T = TOKEN_TILE;
 constexpr int STRIPS = M / (16 * WARPS);
 constexpr int THREADS = WARPS * WARP;
 // Rows in shared memory, 16 bytes longer than they need be: eight of them fill all banks once.
-constexpr int DS = D + 8, ES = E + 8, CS = C + 8;
+constexpr int DS = D + 8, ES = E + 8, TS = T + 8;
 constexpr float LOG2E = 1.4426950408889634f;
 
-static_assert(M % (16 * WARPS) == 0 && D % 16 == 0 && E % 16 == 0 && C % 16 == 0, "whole tiles");
+static_assert(M % (16 * WARPS) == 0 && D % 16 == 0 && E % 16 == 0 && T % 16 == 0, "whole tiles");
 static_assert(MAP == 0 || M >= D, "a column a coordinate");
 
 constexpr int PROJECTION_BYTES = MAP == 0 ? M * DS * 2 : 0;
-constexpr int KEY_BYTES = C * DS * 2;
-constexpr int VALUE_BYTES = C * ES * 2;
+constexpr int KEY_BYTES = T * DS * 2;
+constexpr int VALUE_BYTES = T * ES * 2;
 
-// What a chunk of tokens and the state share of a block's memory.
+// What a tile of tokens and the state take of a block's shared memory.
 struct Tiles {
     u16* projection;  // (M, DS)
-    u16* phi;         // (M, CS): features of the chunk's tokens
-    u16* state;       // (M, ES): the state before the chunk, on the chunk's scale
+    u16* phi;         // (M, TS): features of the tile's tokens
+    u16* state;       // (M, ES): the state before the tile, on the tile's scale
     float* col;       // (M)
     float* bias;      // (M): col + c
     float* z;         // (M)
-    float* shifts;    // (M): c and z of the state in registers, which have no room for them
+    float* shifts;    // (M): c and z of the state whose kv is in registers
     float* sums;      // (M)
-    float* rows;      // (C): log weight of the chunk's tokens
+    float* rows;      // (T): log weight of the tile's tokens
 };
 
-// Lay the numbers of float32 out from here on; returns what lies behind them.
+// Lay out the float32 arrays from here on; returns the address after them.
 __device__ __forceinline__ float* place_numbers(Tiles& s, unsigned char* p) {
     s.col = reinterpret_cast<float*>(p);
     s.bias = s.col + M;
@@ -40,7 +40,7 @@ __device__ __forceinline__ float* place_numbers(Tiles& s, unsigned char* p) {
     s.shifts = s.z + M;
     s.sums = s.shifts + M;
     s.rows = s.sums + M;
-    return s.rows + C;
+    return s.rows + T;
 }
 
 __device__ __forceinline__ float input_to_float(u16 bits) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void mma_input(float (&d)[4], const u32 (&a)[4], u32 
     }
 }
 
-// The halves of a word of bf16.
+// The lower and the upper bf16 of a word.
 __device__ __forceinline__ float low_bf16(u32 word) { return bf16_to_float(static_cast<u16>(word)); }
 __device__ __forceinline__ float high_bf16(u32 word) { return bf16_to_float(static_cast<u16>(word >> 16)); }
 
@@ -109,13 +109,13 @@ __device__ __forceinline__ void load_right_of_transpose(u32 (&b)[4], const u16* 
 
 // Loading ------------------------------------------------------------------------------------------
 
-// Start the copy of ROWS tokens; those behind the end, masked or beyond `width` become zeros.
+// Start the copy of ROWS tokens; those after the end, masked or beyond `width` become zeros.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void start_tile(u16* tile, const u16* source, i64 row_stride, i64 first, i64 end,
                                            int width, const unsigned char* mask, i64 mask_row) {
-    constexpr int PIECES = WIDTH / 8;
-    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-        int row = i / PIECES, column = i % PIECES * 8;
+    constexpr int COPIES = WIDTH / 8;
+    for (int i = threadIdx.x; i < ROWS * COPIES; i += THREADS) {
+        int row = i / COPIES, column = i % COPIES * 8;
         i64 token = first + row;
         bool valid = token < end && column < width;
         valid = valid && (mask == nullptr || mask[token * mask_row]);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void start_projection(const Tiles& s, const u16* proj
 // Values of float16 become bf16.
 __device__ __forceinline__ void make_bf16(u16* values) {
     if (FP16) {
-        for (int i = threadIdx.x; i < C * E; i += THREADS) {
+        for (int i = threadIdx.x; i < T * E; i += THREADS) {
             u16* value = values + i / E * ES + i % E;
             *value = float_to_bf16(f16_to_float(*value));
         }
@@ -156,18 +156,18 @@ __device__ __forceinline__ void load_state(State& state, const Tiles& s, const f
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
-            bool real = kvz != nullptr && r < features;
+            bool valid = kvz != nullptr && r < features;
             const float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
             if (t == 0) {
-                s.shifts[r] = real ? c[r] : -INFINITE;
-                s.sums[r] = real ? row[value_dim] : 0.0f;
+                s.shifts[r] = valid ? c[r] : -INFINITE;
+                s.sums[r] = valid ? row[value_dim] : 0.0f;
             }
 #pragma unroll
             for (int n = 0; n < E / 8; ++n) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     int x = first_value + n * 8 + t * 2 + i;
-                    state.kv[strip][n][half * 2 + i] = real && x < value_dim ? row[x] : 0.0f;
+                    state.kv[strip][n][half * 2 + i] = valid && x < value_dim ? row[x] : 0.0f;
                 }
             }
         }
@@ -206,10 +206,9 @@ __device__ __forceinline__ void store_state(const State& state, const Tiles& s, 
 
 // Tokens -------------------------------------------------------------------------------------------
 
-// Add a chunk of tokens to the state: the keys, or in the gradients the queries. With READ, leave what
-// the tokens that read it need in shared memory: features of the chunk, and the state before it on
-// the scale after it. With WEIGHED, `scalars` are summed beside
-// the values, (C), else 1.
+// Add a tile of tokens to the state: the keys, or in the gradients the queries. With READ, leave in
+// shared memory what the tokens that read it need: features of the tile, and the state before it on
+// the scale after it. With WEIGHED, `scalars`, (T), are summed beside the values, else 1.
 template <bool READ, bool WEIGHED>
 __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u16* tokens, const u16* values,
                                            const float* scalars) {
@@ -217,14 +216,14 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
         const int feature = (warp * STRIPS + strip) * 16;
-        float log[C / 8][4] = {};
+        float log[T / 8][4] = {};
         if (MAP == 0) {
 #pragma unroll 2
             for (int k = 0; k < D; k += 16) {
                 u32 a[4];
                 load_left(a, s.projection, DS, feature, k);
 #pragma unroll
-                for (int n = 0; n < C / 16; ++n) {
+                for (int n = 0; n < T / 16; ++n) {
                     u32 b[4];
                     load_right_of_transpose(b, tokens, DS, n * 16, k);
                     mma_input(log[2 * n], a, b[0], b[1]);
@@ -235,7 +234,7 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
         const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
         float top[2] = {before[0], before[1]};
 #pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
+        for (int n = 0; n < T / 8; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
@@ -246,17 +245,17 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                 top[i / 2] = fmaxf(top[i / 2], log[n][i]);
             }
         }
-        float shift[2], kept[2];
+        float shift[2], rescaled[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             top[half] = row_max(top[half]);
             shift[half] = finite_shift(top[half]);
-            const float keep = exp_less(before[half], shift[half]);
-            kept[half] = s.sums[feature + half * 8 + g] * keep;
+            const float factor = exp_less(before[half], shift[half]);
+            rescaled[half] = s.sums[feature + half * 8 + g] * factor;
 #pragma unroll
             for (int n = 0; n < E / 8; ++n) {
-                state.kv[strip][n][half * 2] *= keep;
-                state.kv[strip][n][half * 2 + 1] *= keep;
+                state.kv[strip][n][half * 2] *= factor;
+                state.kv[strip][n][half * 2 + 1] *= factor;
             }
             if (READ) {
                 const int r = feature + half * 8 + g;
@@ -267,14 +266,14 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                         pack_bf16(state.kv[strip][n][half * 2], state.kv[strip][n][half * 2 + 1]);
                 }
                 if (t == 0) {
-                    s.z[r] = kept[half];
+                    s.z[r] = rescaled[half];
                     s.bias[r] = s.col[r] + top[half];
                 }
             }
         }
         float z[2] = {};
 #pragma unroll
-        for (int k = 0; k < C / 16; ++k) {
+        for (int k = 0; k < T / 16; ++k) {
             u32 a[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -291,7 +290,7 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                     z[half] += low_bf16(a[i]) + high_bf16(a[i]);
                 }
                 if (READ) {
-                    reinterpret_cast<u32*>(s.phi + (feature + half * 8 + g) * CS)[n * 4 + t] = a[i];
+                    reinterpret_cast<u32*>(s.phi + (feature + half * 8 + g) * TS)[n * 4 + t] = a[i];
                 }
             }
 #pragma unroll
@@ -304,7 +303,7 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float sum = kept[half] + row_sum(z[half]);
+            const float sum = rescaled[half] + row_sum(z[half]);
             warp_sync();  // all lanes have read what the first of four writes
             if (t == 0) {
                 s.shifts[feature + half * 8 + g] = top[half];

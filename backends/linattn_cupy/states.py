@@ -1,4 +1,4 @@
-"""Blocks in float32: matrix products of all heads at once, and one kernel between two of them."""
+"""Blocks in float32: matrix products of all heads at once, and a kernel between each two."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from linattn.typing import Array, Exponential, Partial, Spec, State, Tokens
 from linattn_cupy import device
-from linattn_cupy.layout import heads_of, strides, unit_strides
+from linattn_cupy.layout import Segments, heads_of, unit_strides, view
 from linattn_cupy.parameters import (
     FAMILIES,
     Parameters,
-    columns_of,
     family_of,
+    num_features_of,
     parameters_of,
 )
 from linattn_cupy.products import multiply
-from linattn_cupy.steps import MOST_VALUES, Rows, redo
+from linattn_cupy.steps import MAX_VALUE_DIM, Rows, redo
 
 __all__ = ["read_block", "reduce_block", "scan_block"]
 
@@ -27,16 +27,16 @@ THREADS = 32 * WARPS
 
 
 def _lead_of(spec: Spec, *arrays: Array) -> tuple[int, ...] | None:
-    """Leading axes of a block that is worked on here; None for any other."""
+    """Leading axes of a block that is supported here; None for any other."""
     if family_of(spec) is None or any(str(a.dtype) != "float32" for a in arrays):
         return None
-    own = tuple(spec.P.shape[:-2]) if isinstance(spec, Exponential) else ()
-    lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), own)
+    spec_lead = tuple(spec.P.shape[:-2]) if isinstance(spec, Exponential) else ()
+    lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), spec_lead)
     return None if 0 in lead else lead
 
 
 def _flat(array: Array, lead: tuple[int, ...]) -> Array:
-    """Lay out an array as contiguous (heads, n, x), each head its own."""
+    """Return an array as contiguous (heads, n, x), without shared heads."""
     shape = tuple(array.shape[-2:])
     if tuple(array.shape[:-2]) != lead:
         array = device.broadcast(array, (*lead, *shape))
@@ -47,11 +47,11 @@ def _launch(function: str, grid: tuple[int, int], args: list[Any]) -> None:
     device.launch("features.cu", function, {"WARPS": WARPS}, (*grid, 1), (THREADS, 1, 1), 0, args)
 
 
-def _spread(parameters: Parameters, lead: tuple[int, ...]) -> Parameters:
-    """Give each head its own parameters."""
-    projection, col, curvature, own = parameters
-    shape = (*own, *projection.shape[1:])
-    offsets = _flat(col.reshape(*own, 1, col.shape[-1]), lead)[:, 0]
+def _broadcast(parameters: Parameters, lead: tuple[int, ...]) -> Parameters:
+    """Copy parameters to every head."""
+    projection, col, curvature, map_lead = parameters
+    shape = (*map_lead, *projection.shape[1:])
+    offsets = _flat(col.reshape(*map_lead, 1, col.shape[-1]), lead)[:, 0]
     return Parameters(_flat(projection.reshape(shape), lead), offsets, curvature, lead)
 
 
@@ -64,10 +64,10 @@ class _Side:
         self.family = family
         self.x = _flat(tokens.x, lead)
         heads, n, d = self.x.shape
-        m = columns_of(spec, d)
+        m = num_features_of(spec, d)
         self.map = parameters_of(spec, self.x, d, m)
         if self.map.lead not in ((), lead):
-            self.map = _spread(self.map, lead)
+            self.map = _broadcast(self.map, lead)
         self.weights = None
         if tokens.log_weight is not None:
             self.weights = _flat(tokens.log_weight, lead)
@@ -89,12 +89,12 @@ class _Side:
 
 
 def _weigh_keys(side: _Side, log_scale: Array) -> tuple[Array, Array]:
-    """Put keys on the scale of the state after them: that scale, and what the old state keeps."""
+    """Put keys on the scale of the state after them: that scale, and factors of the old state."""
     heads, n, m = side.u.shape
-    shifts, keep = (device.empty((heads, m), "float32") for _ in range(2))
-    args = [side.u, *side.spec_args, log_scale, np.int32(n), np.int32(m), shifts, keep]
+    shifts, factors = (device.empty((heads, m), "float32") for _ in range(2))
+    args = [side.u, *side.spec_args, log_scale, np.int32(n), np.int32(m), shifts, factors]
     _launch("key_weights", (heads, -(-m // 32)), args)
-    return shifts, keep
+    return shifts, factors
 
 
 def _weigh_queries(side: _Side, log_scale: Array) -> Array:
@@ -107,10 +107,10 @@ def _weigh_queries(side: _Side, log_scale: Array) -> Array:
     return norms
 
 
-def _rescaled(kvz: Array, keep: Array) -> Array:
+def _rescaled(kvz: Array, factors: Array) -> Array:
     after = device.empty(kvz.shape, "float32")
     total = math.prod(kvz.shape)
-    args = [kvz, keep, np.int64(total), np.int32(kvz.shape[-1]), after]
+    args = [kvz, factors, np.int64(total), np.int32(kvz.shape[-1]), after]
     _launch("rescale", (-(-total // THREADS), 1), args)
     return after
 
@@ -130,13 +130,12 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: S
     lead = _lead_of(key_spec, tokens.x, values_and_one, state.kvz)
     if lead is None:
         return NotImplemented
-    with device.on_device(values_and_one):
-        kvz, log_scale = _state_arrays(state, lead)
-        side = _Side(key_spec, tokens, lead)
-        shifts, keep = _weigh_keys(side, log_scale)
-        after = _rescaled(kvz, keep)
-        multiply(side.u, _flat(values_and_one, lead), after, transpose_a=True, add=True)
-        return _new_state(after, shifts, lead, state.length + values_and_one.shape[-2])
+    kvz, log_scale = _state_arrays(state, lead)
+    side = _Side(key_spec, tokens, lead)
+    shifts, factors = _weigh_keys(side, log_scale)
+    after = _rescaled(kvz, factors)
+    multiply(side.u, _flat(values_and_one, lead), after, transpose_a=True, add=True)
+    return _new_state(after, shifts, lead, state.length + values_and_one.shape[-2])
 
 
 @device.or_generic
@@ -145,13 +144,12 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     lead = _lead_of(query_spec, tokens.x, state.kvz)
     if lead is None:
         return NotImplemented
-    with device.on_device(state.kvz):
-        kvz, log_scale = _state_arrays(state, lead)
-        side = _Side(query_spec, tokens, lead)
-        norms = _weigh_queries(side, log_scale)
-        num_den = device.empty((*side.u.shape[:2], kvz.shape[-1]), "float32")
-        multiply(side.u, kvz, num_den)
-        return _partial(num_den, norms, lead, accepted=False)
+    kvz, log_scale = _state_arrays(state, lead)
+    side = _Side(query_spec, tokens, lead)
+    norms = _weigh_queries(side, log_scale)
+    num_den = device.empty((*side.u.shape[:2], kvz.shape[-1]), "float32")
+    multiply(side.u, kvz, num_den)
+    return _partial(num_den, norms, lead, accepted=False)
 
 
 def _partial(num_den: Array, norms: Array, lead: tuple[int, ...], *, accepted: bool) -> Partial:
@@ -160,7 +158,7 @@ def _partial(num_den: Array, norms: Array, lead: tuple[int, ...], *, accepted: b
     )
 
 
-def _redo(
+def _redo_rejected(
     queries: _Side,
     keys: _Side,
     values_and_one: Array,
@@ -172,23 +170,17 @@ def _redo(
     count, n, columns = values_and_one.shape
     heads = heads_of((count,))
     assert heads is not None
-    tokens: list[Any] = []
-    for array in (queries.x, keys.x, values_and_one):
-        tokens += [array, *strides(heads, array)]
-    nothing = [None, *[np.int64(0)] * 4]
-    weights = nothing
-    if keys.weights is not None:
-        weights = [keys.weights, *strides(heads, keys.weights)]
+    arrays = (queries.x, keys.x, values_and_one, None, keys.weights)  # no mask
     m = keys.u.shape[-1]
     rows = Rows(
-        [*tokens, *nothing, *weights],
+        [arg for array in arrays for arg in view(heads, array)],
         [*state, *unit_strides(heads, (count,))],
         (device.empty((count, m, columns), "float32"), device.empty((count, m), "float32")),
         (None, num_den, norms),
     )
     dims = (int(queries.x.shape[-1]), m, columns)
     flat = keys.map._replace(lead=tuple(keys.map.col.shape[:1]))
-    redo(keys.family, flat, heads, flags, (n, n, 1), dims, rows)
+    redo(keys.family, flat, heads, flags, Segments(n, n, 1), dims, rows)
 
 
 @device.or_generic
@@ -201,39 +193,38 @@ def scan_block(
     state: State,
     want_log: bool,
 ) -> Any:
-    """Causal attention of a block, or NotImplemented; rejected rows are done again here.
+    """Causal attention of a block, or NotImplemented; rejected rows are computed again here.
 
-    Whether any are is found and acted on by the device: nothing is looked at from the host.
+    The device finds them and acts on it, without host synchronization.
     """
     lead = _lead_of(query_spec, query.x, key.x, values_and_one, state.kvz)
     shapes = (key.x.shape[:-2], values_and_one.shape[:-2], state.kvz.shape[:-2])
-    if lead is None or key_spec is not query_spec or values_and_one.shape[-1] > MOST_VALUES:
+    if lead is None or key_spec is not query_spec or values_and_one.shape[-1] > MAX_VALUE_DIM:
         return NotImplemented
     if np.broadcast_shapes(*shapes) != lead:
         return NotImplemented  # queries share a state
-    with device.on_device(values_and_one):
-        kvz, log_scale = _state_arrays(state, lead)
-        values_and_one = _flat(values_and_one, lead)
-        queries, keys = _Side(query_spec, query, lead), _Side(key_spec, key, lead)
-        shifts, keep = _weigh_keys(keys, log_scale)
-        norms = _weigh_queries(queries, shifts)
-        after = _rescaled(kvz, keep)
-        heads, n, m = keys.u.shape
-        columns = values_and_one.shape[-1]
+    kvz, log_scale = _state_arrays(state, lead)
+    values_and_one = _flat(values_and_one, lead)
+    queries, keys = _Side(query_spec, query, lead), _Side(key_spec, key, lead)
+    shifts, factors = _weigh_keys(keys, log_scale)
+    norms = _weigh_queries(queries, shifts)
+    after = _rescaled(kvz, factors)
+    heads, n, m = keys.u.shape
+    columns = values_and_one.shape[-1]
 
-        scores = device.empty((heads, n, n), "float32")
-        multiply(queries.u, keys.u, scores, transpose_b=True)
-        total = heads * n * n
-        _launch("triangle", (-(-total // THREADS), 1), [scores, np.int64(total), np.int32(n)])
-        num_den = device.empty((heads, n, columns), "float32")
-        multiply(scores, values_and_one, num_den)
-        multiply(queries.u, after, num_den, add=True)
-        multiply(keys.u, values_and_one, after, transpose_a=True, add=True)
+    scores = device.empty((heads, n, n), "float32")
+    multiply(queries.u, keys.u, scores, transpose_b=True)
+    total = heads * n * n
+    _launch("triangle", (-(-total // THREADS), 1), [scores, np.int64(total), np.int32(n)])
+    num_den = device.empty((heads, n, columns), "float32")
+    multiply(scores, values_and_one, num_den)
+    multiply(queries.u, after, num_den, add=True)
+    multiply(keys.u, values_and_one, after, transpose_a=True, add=True)
 
-        flags = device.empty((heads,), "int32")
-        sizes = [np.int32(x) for x in (n, m, columns)]
-        args = [num_den, keys.weights, kvz, log_scale, np.int64(state.length + n), *sizes, flags]
-        _launch("check_rows", (heads, 1), args)
-        _redo(queries, keys, values_and_one, (kvz, log_scale), flags, num_den, norms)
-        part = _partial(num_den, norms, lead, accepted=True)
-        return part, _new_state(after, shifts, lead, state.length + n)
+    flags = device.empty((heads,), "int32")
+    sizes = [np.int32(x) for x in (n, m, columns)]
+    args = [num_den, keys.weights, kvz, log_scale, np.int64(state.length + n), *sizes, flags]
+    _launch("check_rows", (heads, 1), args)
+    _redo_rejected(queries, keys, values_and_one, (kvz, log_scale), flags, num_den, norms)
+    part = _partial(num_den, norms, lead, accepted=True)
+    return part, _new_state(after, shifts, lead, state.length + n)
