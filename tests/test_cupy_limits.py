@@ -154,7 +154,7 @@ def test_kernels_of_the_benchmark_are_compiled_in_threads(on_simulated_driver, t
         """
         from benchmarks.gpu import compilation
         from benchmarks.gpu.cases import cases
-        wanted = compilation.variants(c for c in cases() if c.name == "float16 elu plain full")
+        wanted = compilation.variants(c for c in cases() if c.name == "float16 elu basic full")
         assert [function for _, function, _ in wanted] == [
             "segment_states", "scan_states", "read_states"
         ]

@@ -87,13 +87,13 @@ def small(name, **changes):
 @pytest.mark.parametrize(
     "name",
     [
-        "float32 favor plain causal",
+        "float32 favor basic causal",
         "float32 favor one key head causal",
         "float32 favor jump causal",
         "float32 favor decoder",
-        "tf32 favor everything causal",
+        "tf32 favor all outputs causal",
         "float16 favor masked causal",
-        "bfloat16 favor everything causal",
+        "bfloat16 favor all outputs causal",
         "bfloat16 favor gradient causal",
         "bfloat16 favor nan causal",
         "bfloat16 favor decode step",
@@ -108,7 +108,7 @@ def test_a_case_passes_on_the_emulator(emulated, name):
 
 
 def test_results_that_are_off_do_not_pass(emulated, monkeypatch):
-    case = small("float32 favor plain full")
+    case = small("float32 favor basic full")
     monkeypatch.setattr(emulated, "numpy", lambda a: np.asarray(a, np.float64) + 1e-4)
     found = parity.check(emulated, case)
     assert not found["passed"]
@@ -121,14 +121,14 @@ def test_results_that_change_do_not_pass(emulated, monkeypatch):
     monkeypatch.setattr(
         emulated, "numpy", lambda a: np.asarray(a, np.float64) * (1 + 1e-12 * next(tiny))
     )
-    found = parity.check(emulated, small("float32 favor plain full"))
+    found = parity.check(emulated, small("float32 favor basic full"))
     assert not found["passed"]
     assert not found["deterministic"]
     assert found["errors"]["output"] < 1e-5
 
 
 def test_generic_code_does_not_pass_for_a_kernel():
-    case = small("float32 favor plain full")
+    case = small("float32 favor basic full")
     found = parity.check(EmulatedLibrary([]), case)
     assert found["errors"]["output"] < case.bound
     assert found["kernels"] == []
@@ -163,7 +163,7 @@ def test_relative_error():
 def test_cases_are_all_there():
     assert len(ALL) == len(list(cases.cases()))
     for dtype, feature_map, kind in itertools.product(cases.DTYPES, cases.MAPS, ("full", "causal")):
-        assert f"{dtype} {feature_map} plain {kind}" in ALL
+        assert f"{dtype} {feature_map} basic {kind}" in ALL
     quick = {case.name for case in cases.cases(quick=True)}
     assert quick < set(ALL)
     assert {case.operation for case in ALL.values()} == {
@@ -314,7 +314,7 @@ def test_a_section_is_saved_item_by_item(record):
         reason = "no such tool"
         raise LeftOut(reason)
 
-    record.put("parity", "a", {"passed": True})
+    record.store("parity", "a", {"passed": True})
     items = [
         Item("a", never),
         Item("b", broken),
@@ -344,22 +344,22 @@ def test_a_broken_device_ends_the_process_and_another_goes_on(record):
     assert list(record.items("parity")) == ["a"]
     assert run_section(record, "parity", iter(items), stop, lambda: False) == 0
     assert record.failures() == ["parity: a"]
-    record.put("behaviour", "says nothing", {})
+    record.store("behaviour", "says nothing", {})
     assert record.failures() == ["parity: a", "behaviour: says nothing"]
 
 
 def test_what_takes_its_process_along_has_a_name(record):
-    assert not record.lost("it died")
+    assert not record.blame("it died")
     record.begin("behaviour", "forked: process")
     record = Record.read(record.path)
-    assert record.lost("it died")
+    assert record.blame("it died")
     assert record.items("behaviour") == {
         "forked: process": {"exception": "it died", "passed": False}
     }
 
 
 def test_numbers_of_numpy_are_kept(record):
-    record.put("parity", "a", {"passed": np.bool_(True), "x": np.float32(0.5), "p": Path("q")})
+    record.store("parity", "a", {"passed": np.bool_(True), "x": np.float32(0.5), "p": Path("q")})
     assert Record.read(record.path).items("parity") == {"a": {"passed": True, "x": 0.5, "p": "q"}}
 
 
@@ -424,9 +424,9 @@ def test_parts_of_a_run_make_one_record(on_double, monkeypatch, tmp_path):
     out = tmp_path / "gpu.json"
     run.main(["--out", str(out), "--only", "ceilings"])
     record = Record.read(out)
-    record.put("ceilings", "copy", {"rate": 1.0})
-    record.put("ceilings", "exp", {"left_out": "out of time"})
-    record.put("peers", "fla", {"left_out": "fla is not installed"})
+    record.store("ceilings", "copy", {"rate": 1.0})
+    record.store("ceilings", "exp", {"left_out": "out of time"})
+    record.store("peers", "fla", {"left_out": "fla is not installed"})
     run.main(["--out", str(out), "--only", "timings", "peers"])
     assert processes.begun == ["ceilings", "compilation", "timings", "peers"]
     assert Record.read(out).sections == {
@@ -443,7 +443,7 @@ def test_another_run_is_not_added_to(on_double, monkeypatch, tmp_path, capsys, w
     record = Record.read(out)
     others: dict[str, Any] = {"device": {"name": "X"}, "kernels": {}, "quick": False}
     record.machine[what] = others[what]
-    record.put("ceilings", "copy", {"rate": 1.0})
+    record.store("ceilings", "copy", {"rate": 1.0})
     more = ["--quick"] if what == "quick" else []
     assert run.main(["--out", str(out), *more]) == 2
     words = {"device": "is of X, this is Double", "kernels": "other kernels", "quick": "--quick"}
@@ -458,7 +458,7 @@ def test_another_run_is_not_added_to(on_double, monkeypatch, tmp_path, capsys, w
 def whole(record):
     """A run with something in every table: all times 1 ms, generic code 6 ms."""
 
-    def put(section, name, found):
+    def store(section, name, found):
         record.items(section)[name] = found
 
     record.machine |= {
@@ -477,11 +477,11 @@ def whole(record):
     }
     rates = {"copy": "byte", "bfloat16": "flop", "float16": "flop", "tf32": "flop"}
     for name, unit in {**rates, "float32": "flop", "exp": "exp"}.items():
-        put("ceilings", name, {"rate": 4e12, "unit": unit, "spread": 0.01})
+        store("ceilings", name, {"rate": 4e12, "unit": unit, "spread": 0.01})
     for case in cases.cases():
         ran = {"dtype": case.dtype, "bound": case.bound, "kernels": [], "deterministic": True}
         error = 0.5 if case.name == "tf32 elu jump" else 1e-6
-        put("parity", case.name, {**ran, "errors": {"output": error}, "passed": True})
+        store("parity", case.name, {**ran, "errors": {"output": error}, "passed": True})
     for item in timings.items():
         name = item.name
         way = next((way for way in timings.WAYS if name.startswith(way)), name.split()[0])
@@ -491,27 +491,27 @@ def whole(record):
         if way in timings.WAYS:
             told["map"], told["kind"], length = name.removeprefix(way).split()
             told |= {"length": int(length), "dtype": timings.WAYS[way].dtype}
-        put("timings", name, told | took)
+        store("timings", name, told | took)
     for item in peers.items():
         way, kind, length = item.name.rsplit(" ", 2)
         if way.startswith("fla"):
-            put("peers", item.name, {"left_out": "fla is not installed"})
+            store("peers", item.name, {"left_out": "fla is not installed"})
             continue
         told = {"way": way, "map": "exact", "kind": kind, "length": int(length)}
         seconds = 5e-4 if length == "4096" else 2e-3
-        put("peers", item.name, told | {"dtype": "bfloat16", "seconds": seconds})
+        store("peers", item.name, told | {"dtype": "bfloat16", "seconds": seconds})
     library_of_none: Any = None
     for item in behaviour.items(library_of_none):
-        put("behaviour", item.name, {"passed": True})
+        store("behaviour", item.name, {"passed": True})
     record.save()
     return record
 
 
 def test_the_report_is_80_columns_wide(whole):
-    whole.put(
+    whole.store(
         "parity", "x " * 40, {"exception": "Trace\n" + "OSError: " + 300 * "y ", "passed": False}
     )
-    whole.put("behaviour", "forked process", {"passed": False, "said": 200 * "z "})
+    whole.store("behaviour", "forked process", {"passed": False, "said": 200 * "z "})
     text = tables.report(whole)
     assert max(map(len, text.splitlines())) <= 80
     for part in ("NVIDIA X100", "8,192 tokens", "bfloat16", "OSError", "fla is not installed"):
@@ -552,14 +552,14 @@ def test_nan_is_the_worst_error(whole):
     assert "nan" in tables.report(whole)
 
 
-def test_a_run_is_kept(whole, tmp_path, monkeypatch):
-    whole.put("behaviour", "forked process", {"passed": False})
+def test_a_run_is_published(whole, tmp_path, monkeypatch):
+    whole.store("behaviour", "forked process", {"passed": False})
     path = tmp_path / "page.md"
     path.write_text(f"before\n{page.START}old{page.END}after\n")
     measured = tmp_path / "measured.json"
-    kept = page.keep(whole, results=tmp_path, page=path, measured=measured)
-    assert kept.name == "nvidia-x100-80gb.json"
-    assert Record.read(kept).sections == whole.sections
+    published = page.publish(whole, results=tmp_path, page=path, measured=measured)
+    assert published.name == "nvidia-x100-80gb.json"
+    assert Record.read(published).sections == whole.sections
     text = path.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -571,15 +571,15 @@ def test_a_run_is_kept(whole, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["quick", "part"])
-def test_part_of_a_run_is_not_kept(whole, tmp_path, how):
+def test_part_of_a_run_is_not_published(whole, tmp_path, how):
     if how == "quick":
         whole.machine["quick"] = True
     else:
         del whole.sections["parity"]
     with pytest.raises(
-        ValueError, match=r"only a whole run is kept, got one with (--quick|no parity)"
+        ValueError, match=r"record must be of a whole run, got one with (--quick|no parity)"
     ):
-        page.keep(whole, results=tmp_path, page=tmp_path / "a", measured=tmp_path / "b")
+        page.publish(whole, results=tmp_path, page=tmp_path / "a", measured=tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -593,8 +593,8 @@ def test_what_the_repository_says_of_hardware_is_what_the_results_say():
         assert not list(page.RESULTS.glob("*.json"))
         return
     run = json.loads(hardware.MEASURED.read_text(encoding="utf-8"))
-    kept = [Record.read(path) for path in page.RESULTS.glob("*.json")]
-    assert run["kernels"] in [record.machine["kernels"] for record in kept]
+    records = [Record.read(path) for path in page.RESULTS.glob("*.json")]
+    assert run["kernels"] in [record.machine["kernels"] for record in records]
 
 
 # Running ----------------------------------------------------------------------------------------
@@ -871,7 +871,7 @@ def test_limits_on_a_double(fake_cupy, emulated, monkeypatch):
         large.run()
 
 
-@pytest.mark.parametrize(("held", "passed"), [(limits.MOST_EXTRA, True), (2**27, False)])
+@pytest.mark.parametrize(("held", "passed"), [(limits.MAX_EXTRA_BYTES, True), (2**27, False)])
 def test_memory_on_a_double(fake_cupy, emulated, monkeypatch, held, passed):
     rows = np.zeros((4, 16, 100, 64), np.float32)
     monkeypatch.setattr(limits, "_attend", lambda *arguments: rows)

@@ -1,4 +1,4 @@
-"""What the backend promises beside numbers: streams, views, graphs, no waiting; then the rest."""
+"""What the backend promises beside numbers: streams, views, graphs, no synchronization, limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def items(library: Library, *, quick: bool = False) -> Iterator[Item]:
             ):
                 yield _item(f"{name}, {dtype} {kind}", check, library, dtype, kind)
         yield _item(f"graph of Decoder.step, {dtype}", _graph_of_steps, library, dtype)
-        yield _item(f"steps without synchronization, {dtype}", _quiet_steps, library, dtype)
+        yield _item(
+            f"steps without synchronization, {dtype}",
+            _steps_without_synchronization,
+            library,
+            dtype,
+        )
     yield _item("max and min of infinities", _infinities, library)
     yield from limits.items(library, quick=quick)
     yield from outside.items()
@@ -57,12 +62,12 @@ def _call(arrays: list[Any], kind: str, phi: Any = None) -> Any:
 
 
 def _equal(library: Library, first: Any, second: Any) -> bool:
-    one, other = library.numpy(first), library.numpy(second)
-    return bool(np.isfinite(one).all()) and one.tobytes() == other.tobytes()
+    a, b = library.numpy(first), library.numpy(second)
+    return bool(np.isfinite(a).all()) and a.tobytes() == b.tobytes()
 
 
 def _stream(library: Library, dtype: str, kind: str) -> Found:
-    """Call on a stream of its own: it neither waits for the default stream nor runs on it."""
+    """Call on another stream: it neither waits for the default stream nor runs on it."""
     import cupy
 
     busy = cupy.RawKernel(BUSY, "busy")
@@ -104,16 +109,16 @@ def _graph_of_a_call(library: Library, dtype: str, kind: str) -> Found:
 
     phi = feature_map_of("favor", 64, 256)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        arrays, others = (_inputs(library, dtype, SMALL, seed) for seed in (0, 1))
-        expected = _call(others, kind, phi)
+        arrays, new = (_inputs(library, dtype, SMALL, seed) for seed in (0, 1))
+        expected = _call(new, kind, phi)
         results: list[Any] = []
 
         def call() -> None:
             results.append(_call(arrays, kind, phi))
 
         launch = captured(call)
-        for array, other in zip(arrays, others, strict=True):
-            array[...] = other
+        for array, values in zip(arrays, new, strict=True):
+            array[...] = values
         launch()
         stream.synchronize()
         same = _equal(library, expected, results[-1])
@@ -133,24 +138,24 @@ def _graph_of_steps(library: Library, dtype: str) -> Found:
 
     lead = SMALL[:2]
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        plain, graphed = (_decoder(library, dtype, lead) for _ in range(2))
+        eager, graphed = (_decoder(library, dtype, lead) for _ in range(2))
         tokens = [_inputs(library, dtype, (*lead, 64), seed) for seed in range(7)]
-        held = [a.copy() for a in tokens[0]]
+        inputs = [a.copy() for a in tokens[0]]
         results: list[Any] = []
 
         def call() -> None:
-            results.append(graphed.step(*held))
+            results.append(graphed.step(*inputs))
 
         launch = captured(call)  # one step; capturing itself runs nothing
-        plain.step(*tokens[0])
+        eager.step(*tokens[0])
         same = True
         for token in tokens[1:]:
-            for array, other in zip(held, token, strict=True):
-                array[...] = other
+            for array, values in zip(inputs, token, strict=True):
+                array[...] = values
             launch()
             stream.synchronize()
-            same &= _equal(library, plain.step(*token), results[-1])
-        same &= _equal(library, plain.state.kvz, graphed.state.kvz)
+            same &= _equal(library, eager.step(*token), results[-1])
+        same &= _equal(library, eager.state.kvz, graphed.state.kvz)
     return {"passed": same}
 
 
@@ -171,7 +176,7 @@ def _no_synchronization(library: Library, dtype: str, kind: str) -> Found:
     return {"passed": True}
 
 
-def _quiet_steps(library: Library, dtype: str) -> Found:
+def _steps_without_synchronization(library: Library, dtype: str) -> Found:
     import cupyx
 
     phi = feature_map_of("favor", 64, 256)

@@ -33,14 +33,14 @@ class Case:
     queries, keys : int
         Lengths, equal for all but full attention.
     masked : bool
-        Whether keys are masked, with NaN behind the mask.
-    halves : bool
-        Whether the second half of the keys follows on a state of the first.
+        Whether keys are masked, with NaN where they are.
+    continued : bool
+        Whether a second call continues from the state of the first half of the keys.
     everything : bool
         Whether the state and the log normalizer are asked for.
     hard : str
-        "jump": keys of vanishing weight, then plain ones, so that rows are done again. "nan": NaN
-        in one key, which no earlier row may see.
+        "jump": keys of vanishing weight, then usual ones, so that rows are computed again. "nan":
+        NaN in one key, which no earlier row may see.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Case:
     features: int = 256
     value_dim: int = 64
     masked: bool = False
-    halves: bool = False
-    everything: bool = False
+    continued: bool = False
+    all_outputs: bool = False
     hard: str = ""
 
     @property
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def kernel(self) -> str | None:
-        """A kernel that must have run, so that nothing falls back to generic code in silence."""
+        """A kernel that must have run, so that no generic code takes its place unnoticed."""
         if self.operation in ("decode_step", "decoder"):
             return "decode"
         if self.dtype in ("float16", "bfloat16"):
@@ -78,25 +78,25 @@ class Case:
 
 
 def cases(*, quick: bool = False) -> Iterator[Case]:
-    """Yield every case, the plain ones of all dtypes first; quick: one dtype of each path."""
+    """Yield every case, the basic ones of all dtypes first; quick: one dtype of each path."""
     dtypes = ("float32", "bfloat16") if quick else DTYPES
     for dtype in dtypes:
         for feature_map in MAPS:
             for is_causal in (False, True):
-                yield _case(feature_map, dtype, "plain", is_causal=is_causal)
+                yield _case(feature_map, dtype, "basic", is_causal=is_causal)
     for dtype in dtypes:
         for feature_map in ("favor", "elu"):
-            yield from _more(feature_map, dtype)
+            yield from _variations(feature_map, dtype)
 
 
-def _more(feature_map: str, dtype: str) -> Iterator[Case]:
+def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
     yield _case(feature_map, dtype, "cross", queries=300)
     for is_causal in (False, True):
         for what in (
             {"masked": True},
-            {"halves": True},
+            {"continued": True},
             {"one_key_head": True},
-            {"everything": True},
+            {"all_outputs": True},
         ):
             yield _case(feature_map, dtype, *what, is_causal=is_causal, **what)
         # Lengths below and beside those of tiles, dims that fill none, three leading axes.

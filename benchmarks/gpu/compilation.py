@@ -1,7 +1,7 @@
 """All variants of the kernels that the checks launch, compiled in threads before the first check.
 
 Which ones those are is found out by calling everything with launches left out; what comes out of
-the calls then means nothing. CuPy keeps compiled kernels on disk, where later processes find them.
+the calls then means nothing. CuPy caches compiled kernels on disk for later processes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.library import host_dtype
 from benchmarks.gpu.record import Item
 
-__all__ = ["LONGEST_SECONDS", "build", "items", "variants"]
+__all__ = ["MAX_SECONDS", "build", "items", "variants"]
 
-LONGEST_SECONDS = 120
-"""What is not begun by then is compiled when it is first launched."""
+MAX_SECONDS = 120
+"""What has not begun by then is compiled when it is first launched."""
 
 Variant = tuple[str, str, tuple[str, ...]]
 """Source, function and options of the compiler."""
@@ -29,7 +29,7 @@ Variant = tuple[str, str, tuple[str, ...]]
 
 def items(cases: Iterable[Case]) -> Iterator[Item]:
     """Yield the one item."""
-    yield Item("kernels", partial(_compile, cases), LONGEST_SECONDS)
+    yield Item("kernels", partial(_compile, cases), MAX_SECONDS)
 
 
 def _compile(cases: Iterable[Case]) -> dict[str, Any]:
@@ -37,10 +37,10 @@ def _compile(cases: Iterable[Case]) -> dict[str, Any]:
     begun = time.perf_counter()
     compiled, errors = build(found)
     took = time.perf_counter() - begun
-    told: dict[str, Any] = {"variants": len(found), "compiled": compiled, "seconds": took}
+    report: dict[str, Any] = {"variants": len(found), "compiled": compiled, "seconds": took}
     if errors:
-        told["exception"] = "\n".join(errors)
-    return told
+        report["exception"] = "\n".join(errors)
+    return report
 
 
 def variants(cases: Iterable[Case]) -> list[Variant]:
@@ -52,10 +52,10 @@ def variants(cases: Iterable[Case]) -> list[Variant]:
     found: dict[Variant, None] = {}
     launch: Any = device.launch
 
-    def noted(source: str, function: str, options: Any, *rest: Any) -> None:
+    def note(source: str, function: str, options: Any, *rest: Any) -> None:
         found[source, function, device.compile_options(options)] = None
 
-    device.launch = noted  # type: ignore[assignment]
+    device.launch = note  # type: ignore[assignment]
     try:
         for case in cases:
             phi = parity.feature_map_of(case.feature_map, case.dim, case.features)
@@ -71,17 +71,17 @@ def variants(cases: Iterable[Case]) -> list[Variant]:
 
 
 def build(wanted: list[Variant]) -> tuple[int, list[str]]:
-    """Compile in threads, one alone first: how many were, and what went wrong with others."""
+    """Compile in threads, one alone first: how many were compiled, and the errors of the rest."""
     import cupy
 
     from linattn_cupy import device
 
     device.open_compiler()
-    stop = time.perf_counter() + LONGEST_SECONDS
+    stop = time.perf_counter() + MAX_SECONDS
     here = cupy.cuda.runtime.getDevice()
 
-    def one(variant: Variant) -> str | None:
-        """Return what went wrong, "" for nothing, None where it was too late."""
+    def compile_variant(variant: Variant) -> str | None:
+        """Return the error, "" for none; None where time was up."""
         if time.perf_counter() > stop:
             return None
         source, function, options = variant
@@ -93,6 +93,6 @@ def build(wanted: list[Variant]) -> tuple[int, list[str]]:
         return kernel if isinstance(kernel, str) else ""
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        said = [text for text in pool.map(one, wanted) if text is not None]
-    errors = [text for text in said if text]
-    return len(said) - len(errors), errors
+        results = [text for text in pool.map(compile_variant, wanted) if text is not None]
+    errors = [text for text in results if text]
+    return len(results) - len(errors), errors

@@ -1,7 +1,7 @@
 """What to run first on a GPU: ``python -m benchmarks.gpu.first_contact``, less than a minute.
 
-One line for each thing that can go wrong, and no item ends the rest: every group runs in a process
-of its own, the most telling first. After each launch the device is waited for, so that a kernel
+One line for each thing that can go wrong, and no item ends the rest: every group runs in a separate
+process, the most telling first. The host waits for the device after each launch, so that a kernel
 that faults is named. Nothing is written but to stdout; the exit code is 1 if anything failed.
 """
 
@@ -37,7 +37,7 @@ _failed: list[str] = []
 
 
 def main() -> int:
-    """Run all groups, each in a process of its own, or the one that is named."""
+    """Run all groups, each in a separate process, or the one that is named."""
     if len(sys.argv) > 1:
         register()
         GROUPS[sys.argv[1]]()
@@ -45,7 +45,7 @@ def main() -> int:
     codes = []
     begun = time.time()
     for group in GROUPS:
-        own = time.time()
+        start = time.time()
         command = [sys.executable, "-m", "benchmarks.gpu.first_contact", group]
         try:
             finished = subprocess.run(
@@ -56,7 +56,7 @@ def main() -> int:
             code = f"none, stopped after {GROUP_SECONDS} s"
         codes.append(code)
         now = time.time()
-        print(f"----- {group}: exit code {code}, {now - own:.1f} s, {now - begun:.0f} s in all")
+        print(f"----- {group}: exit code {code}, {now - start:.1f} s, {now - begun:.0f} s in all")
     return int(any(codes))
 
 
@@ -81,8 +81,8 @@ def _environment() -> None:
 
     def versions() -> str:
         cuda = f"driver {runtime.driverGetVersion()} runtime {runtime.runtimeGetVersion()}"
-        own = f"Python {sys.version.split()[0]} NumPy {np.__version__} CuPy {cupy.__version__}"
-        return f"{own} {cuda} NVRTC {cupy.cuda.nvrtc.getVersion()} linattn {linattn.__version__}"
+        python = f"Python {sys.version.split()[0]} NumPy {np.__version__} CuPy {cupy.__version__}"
+        return f"{python} {cuda} NVRTC {cupy.cuda.nvrtc.getVersion()} linattn {linattn.__version__}"
 
     def device() -> dict[str, Any]:
         names = ("name", "major", "minor", "multiProcessorCount", "sharedMemPerBlockOptin")
@@ -105,7 +105,7 @@ def _environment() -> None:
 
 def _wanted(case: Case) -> bool:
     usual = case.feature_map in ("favor", "elu") and case.dim == 64
-    return usual and (" plain " in case.name or case.operation != "attention")
+    return usual and (" basic " in case.name or case.operation != "attention")
 
 
 def _kernels() -> None:
@@ -120,12 +120,14 @@ def _kernels() -> None:
         if errors:
             raise RuntimeError(errors[0])
         here = cupy.cuda.runtime.getDevice()
-        told = set()
+        resources = set()
         for source, function, options in wanted:
             kernel = device._kernel(source, function, options, here)
             if not isinstance(kernel, str):
-                told.add((function, kernel.function.num_regs, kernel.function.local_size_bytes))
-        return f"{compiled} of {len(wanted)}; name, registers, local bytes: {sorted(told)}"
+                resources.add(
+                    (function, kernel.function.num_regs, kernel.function.local_size_bytes)
+                )
+        return f"{compiled} of {len(wanted)}; name, registers, local bytes: {sorted(resources)}"
 
     _item("all kernels", work)
 
@@ -138,7 +140,7 @@ def _waiting() -> None:
 
     launch: Any = device.launch
 
-    def one(source: str, function: str, *rest: Any) -> None:
+    def launch_and_wait(source: str, function: str, *rest: Any) -> None:
         try:
             launch(source, function, *rest)
             cupy.cuda.Device().synchronize()
@@ -146,7 +148,7 @@ def _waiting() -> None:
             message = f"in {function}, grid {rest[1]}, shared {rest[3]}: {error}"
             raise RuntimeError(message) from error
 
-    device.launch = one  # type: ignore[assignment]
+    device.launch = launch_and_wait  # type: ignore[assignment]
 
 
 def _maps() -> dict[str, Any]:
@@ -218,22 +220,22 @@ def _graph() -> None:
     def work() -> str:
         with cupy.cuda.Stream(non_blocking=True) as stream:
             arrays, phi = _arrays("bfloat16", 1024), _maps()["favor"]
-            kept: Arrays = []
+            outputs: Arrays = []
 
             def call() -> None:
-                kept.extend(_attend(arrays, phi, True))
+                outputs.extend(_attend(arrays, phi, True))
 
             replay = captured(call)
             replay()
             stream.synchronize()
             (again,) = _attend(arrays, phi, True)
-            return f"same bits {bool((again == kept[-1]).all())}"
+            return f"same bits {bool((again == outputs[-1]).all())}"
 
     _item("graph of a call, bfloat16", work)
 
 
 def _times() -> None:
-    """Time calls: the host's part, the whole, each kernel."""
+    """Time calls: on the host, until the device is done, and each kernel."""
     import cupy
 
     def work(arrays: Arrays, phi: Any, is_causal: bool) -> str:

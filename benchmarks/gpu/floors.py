@@ -2,7 +2,7 @@
 
 A call must read queries, keys and values once and write the output once, do its products, and take
 its exponentials. Counted for each token and head, with queries and keys d wide, values e wide and m
-columns:
+features:
 
 ====================  ==========================  =====================
 what                  flops                       exponentials
@@ -10,10 +10,10 @@ what                  flops                       exponentials
 project key, query    2 d m each                  m each
 add a key's state     2 m (e + 1)
 read the state        2 m (e + 1)
-causal: own chunk     2 c m + 2 c (e + 1)
+causal: its tile      2 c m + 2 c (e + 1)
 ====================  ==========================  =====================
 
-elu + 1 projects nothing and takes m = d. A causal token meets the c = 64 tokens of its chunk, as a
+elu + 1 projects nothing and takes m = d. A causal token meets the c = 64 tokens of its tile, as a
 whole square. The three times are bytes by the rate of a copy on the device (bytes read and
 written), flops by the rate of a large matrix product of the dtype, and exponentials by the rate of
 the special function units, all measured in the same run. They overlap at best, so that the floor is
@@ -21,8 +21,8 @@ the largest of them.
 
 The fused kernels do more than that: causal ones project keys and add them up a second time, but for
 those of the last segment, and less of the causal square, whose strips of 16 rows end at the
-diagonal. ``executed_flops`` counts their ``mma.sync`` instructions, which have a ceiling of their
-own, below that of a large matrix product.
+diagonal. ``executed_flops`` counts their ``mma.sync`` instructions, whose ceiling is below that
+of a large matrix product.
 
 A step of decoding reads and writes each state once; all else is small beside it.
 """
@@ -32,8 +32,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "CHUNK",
     "SEGMENTS",
+    "TILE",
     "Floor",
     "Rates",
     "Sizes",
@@ -44,18 +44,18 @@ __all__ = [
     "floor",
 ]
 
-CHUNK = 64
-"""c: tokens that share one causal square."""
+TILE = 64
+"""c: tokens of one causal square."""
 
 STRIP = 16
-"""Rows of a chunk that a warp works on."""
+"""Rows of a tile that a warp works on."""
 
 SEGMENTS = 2
 """Segments of the sequence of each of 64 heads, on a device of 132 multiprocessors."""
 
 
 class Sizes(NamedTuple):
-    """A problem but for its length; elu + 1 has as many columns as dims."""
+    """A problem but for its length; elu + 1 has as many features as dims."""
 
     heads: int = 64
     dim: int = 64
@@ -101,7 +101,7 @@ def attention_work(
     m = m if projected else d
     flops = 4 * d * m * projected + 4 * m * (e + 1)
     if is_causal:
-        flops += 2 * CHUNK * (m + e + 1)
+        flops += 2 * TILE * (m + e + 1)
     tokens = heads * length
     return Work(tokens * itemsize * 2 * (d + e), tokens * flops, tokens * 2 * m)
 
@@ -116,9 +116,9 @@ def executed_flops(
     one_side = 2 * d * m * projected + 2 * m * e
     flops = 2.0 * one_side
     if is_causal:
-        strips = CHUNK // STRIP
+        strips = TILE // STRIP
         flops += one_side * (segments - 1) / segments
-        flops += 2 * CHUNK * (m + e) * (strips + 1) / (2 * strips)
+        flops += 2 * TILE * (m + e) * (strips + 1) / (2 * strips)
     return heads * length * flops
 
 

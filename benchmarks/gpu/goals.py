@@ -23,7 +23,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Goal(NamedTuple):
-    """What was wanted, what came, and whether that is enough; None: not measured."""
+    """A goal, what a run reached, and whether that is enough; None: not measured."""
 
     wanted: str
     reached: str
@@ -90,8 +90,8 @@ def goals(record: Record) -> list[Goal]:
         exact = [f"torch SDPA {how} causal {length}" for how in ("flash", "cuDNN")]
         times = [record.items("peers").get(name, {}).get("seconds") for name in exact]
         peer = min((took for took in times if took is not None), default=None)
-        own = seconds(record, "fused bfloat16", "favor", "causal", length)
-        ratio = None if peer is None or own is None else peer / own
+        fused = seconds(record, "fused bfloat16", "favor", "causal", length)
+        ratio = None if peer is None or fused is None else peer / fused
         found.append(_goal(f"causal {length:,}: ahead of torch SDPA", ratio, "times", 1.0))
     return found
 

@@ -16,8 +16,8 @@ from linattn import _dispatch
 
 __all__ = ["CupyLibrary", "Library", "host_dtype", "register"]
 
-POISONED = 2**30
-"""Bytes of memory that are spoilt before a call."""
+POISONED_BYTES = 2**30
+"""Bytes of memory that are filled with NaN before a call."""
 
 
 class Library(Protocol):
@@ -47,7 +47,7 @@ def host_dtype(name: str) -> Any:
 def register() -> bool:
     """Have the CuPy backend found; False where nothing needed doing.
 
-    Backends are found by entry points, which only an installed linattn has. A plain checkout, on a
+    Backends are found by entry points, which only an installed linattn has. A checkout alone, on a
     machine where nothing can be installed, gets what pyproject.toml says in their place.
     """
     found = linattn.registered_backends().get("cupy")
@@ -72,12 +72,12 @@ class CupyLibrary:
         self.launches: list[str] = []
         launch = device.launch
 
-        def noted(source: str, function: str, *args: Any) -> None:
+        def note(source: str, function: str, *args: Any) -> None:
             self.launches.append(function)
             launch(source, function, *args)
 
-        device.launch = noted  # type: ignore[assignment]
-        # Generic code in the place of a kernel would pass for it.
+        device.launch = note  # type: ignore[assignment]
+        # Else results of generic code would be taken for those of a kernel.
         warnings.filterwarnings("error", message="linattn's CUDA kernels are not used")
 
     def array(self, host: NDArray[Any], dtype: str) -> Any:
@@ -94,6 +94,6 @@ class CupyLibrary:
         """Fill free memory with bytes 0xff, NaN in every dtype; allocations then come of it."""
         pool = self._cupy.get_default_memory_pool()
         pool.free_all_blocks()
-        spoilt = self._cupy.empty(POISONED, dtype="uint8")
-        spoilt.fill(0xFF)
-        del spoilt
+        memory = self._cupy.empty(POISONED_BYTES, dtype="uint8")
+        memory.fill(0xFF)
+        del memory

@@ -16,7 +16,7 @@ from benchmarks.gpu.record import Item, LeftOut
 __all__ = ["items"]
 
 TOOLS = ("memcheck", "racecheck")
-LONGEST_SECONDS = 120
+MAX_SECONDS = 120
 
 Found = dict[str, Any]
 
@@ -25,7 +25,7 @@ def items() -> Iterator[Item]:
     """Yield the checks."""
     yield Item("forked process", _fork, 30.0)
     for tool in TOOLS:
-        yield Item(f"compute-sanitizer {tool}", partial(_sanitizer, tool), LONGEST_SECONDS)
+        yield Item(f"compute-sanitizer {tool}", partial(_sanitizer, tool), MAX_SECONDS)
 
 
 def _small_case(*words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -37,7 +37,7 @@ def _small_case(*words: str, before: tuple[str, ...] = ()) -> subprocess.Complet
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=LONGEST_SECONDS,
+        timeout=MAX_SECONDS,
     )
 
 

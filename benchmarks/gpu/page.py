@@ -1,8 +1,8 @@
-"""Keep a run's results: ``python -m benchmarks.gpu.page FILE``.
+"""Publish a run's results: ``python -m benchmarks.gpu.page FILE``.
 
 Copies the file to ``benchmarks/results/gpu/<device>.json``, puts its tables between the two marks
 of docs/performance.md, and tells the backend that its kernels have run, which ``linattn info``
-prints. A run of some sections only is not kept.
+prints. A run of some sections only is rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.tables import tables
 from benchmarks.peers.tables import as_markdown
 
-__all__ = ["END", "PAGE", "RESULTS", "START", "keep", "render"]
+__all__ = ["END", "PAGE", "RESULTS", "START", "publish", "render"]
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 PAGE = ROOT / "docs" / "performance.md"
@@ -41,7 +41,7 @@ def render(record: Record) -> str:
     return "\n".join([*lines, *map(as_markdown, tables(record))])
 
 
-def keep(record: Record, *, results: Path, page: Path, measured: Path) -> Path:
+def publish(record: Record, *, results: Path, page: Path, measured: Path) -> Path:
     """Write the copy, the page and the backend's file; return the copy's path.
 
     Raises
@@ -52,7 +52,7 @@ def keep(record: Record, *, results: Path, page: Path, measured: Path) -> Path:
     missing = [section for section in WANTED if not record.sections.get(section)]
     if missing or record.machine.get("quick"):
         what = f"no {', '.join(missing)}" if missing else "--quick"
-        message = f"only a whole run is kept, got one with {what}"
+        message = f"record must be of a whole run, got one with {what}"
         raise ValueError(message)
     machine = record.machine
     slug = re.sub(r"[^a-z0-9]+", "-", machine["device"]["name"].lower()).strip("-")
@@ -72,12 +72,12 @@ def keep(record: Record, *, results: Path, page: Path, measured: Path) -> Path:
 
 
 def main() -> None:
-    """Keep the run of a file."""
+    """Publish the run of a file."""
     register()
     from linattn_cupy.hardware import MEASURED
 
     record = Record.read(Path(sys.argv[1]))
-    print(f"wrote {keep(record, results=RESULTS, page=PAGE, measured=MEASURED)}")
+    print(f"wrote {publish(record, results=RESULTS, page=PAGE, measured=MEASURED)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every operation against float64 on the host, on memory that was spoilt before, several times.
+"""Every operation against float64 on the host, on poisoned memory, several times.
 
 What is wanted is computed by the generic code on NumPy, in float64, from the numbers that the
 inputs hold after they were rounded to their dtype.
@@ -37,11 +37,11 @@ STEPS = 20
 PRIMED = 100
 """Tokens in the state before steps."""
 
-FAR = 50.0
+LARGE_COORDINATE = 50.0
 """Coordinates of keys whose log weights are about -1e4."""
 
-JUMP, SPOILT = 40, 130
-"""Where plain keys begin, and where the NaN is."""
+JUMP, NAN_ROW = 40, 130
+"""Where usual keys begin, and where the NaN is."""
 
 Floats = NDArray[Any]
 Results = dict[str, Any]
@@ -105,7 +105,7 @@ def check(library: Library, case: Case) -> dict[str, Any]:
     with linattn.without_backends(), np.errstate(all="ignore"):
         wanted = _numbers(run(case, phi, rounded))
     errors = {name: _error(case, name, runs[0], wanted) for name in wanted}
-    deterministic = all(_same(runs[0], other) for other in runs[1:])
+    deterministic = all(_same(runs[0], run) for run in runs[1:])
     close = all(bool(error <= case.bound) for error in errors.values())
     expected = case.kernel is None or case.kernel in kernels
     return {
@@ -133,10 +133,10 @@ def host_inputs(case: Case) -> Inputs:
     gradient = rng.standard_normal((*case.lead, case.queries, case.value_dim))
     mask = None
     if case.hard == "jump":
-        # One key over and over: what rows of them must be does not hang on its logits' rounding.
-        key[..., :JUMP, :] = FAR
+        # One key over and over: rows of them do not depend on the rounding of its logits.
+        key[..., :JUMP, :] = LARGE_COORDINATE
     if case.hard == "nan":
-        key[..., SPOILT, 0] = np.nan
+        key[..., NAN_ROW, 0] = np.nan
     if case.masked:
         mask = rng.random((*key_lead[:1], *(1 for _ in key_lead[1:]), case.keys)) < 0.8
         mask[..., -case.keys // 4 :] = False
@@ -158,7 +158,7 @@ def run(case: Case, phi: Any, inputs: Inputs) -> Results:
         return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
     if mask is not None:
         options["key_mask"] = mask
-    if case.halves:
+    if case.continued:
         half = case.keys // 2
         rows = half if case.is_causal else case.queries
         first = (query[..., :rows, :], key[..., :half, :], value[..., :half, :])
@@ -168,7 +168,7 @@ def run(case: Case, phi: Any, inputs: Inputs) -> Results:
         arrays = (rest, key[..., half:, :], value[..., half:, :])
         second, state = linattn.linear_attention(*arrays, phi, **options)
         return {"first": output, "output": second, "state": state}
-    if case.everything:
+    if case.all_outputs:
         options |= {"return_state": True, "return_log_normalizer": True}
         output, state, norm = linattn.linear_attention(query, key, value, phi, **options)
         return {"output": output, "state": state, "norm": norm}
@@ -202,7 +202,7 @@ def _fetch(library: Library, results: Results) -> dict[str, Floats]:
 
 
 def _numbers(results: Results) -> dict[str, Floats]:
-    """Put states on their true scale: how they are split into sums and scales is nobody's."""
+    """Put states on their true scale: how they are split into sums and scales may differ."""
     with np.errstate(all="ignore"):
         return {
             name: x.kvz * np.exp(x.log_scale)[..., None] if isinstance(x, linattn.State) else x
@@ -210,16 +210,16 @@ def _numbers(results: Results) -> dict[str, Floats]:
         }
 
 
-def _same(one: dict[str, Floats], other: dict[str, Floats]) -> bool:
-    return all(one[name].tobytes() == other[name].tobytes() for name in one)
+def _same(first: dict[str, Floats], second: dict[str, Floats]) -> bool:
+    return all(first[name].tobytes() == second[name].tobytes() for name in first)
 
 
 def _error(case: Case, name: str, got: dict[str, Floats], wanted: dict[str, Floats]) -> float:
     if name not in got:
         return float("inf")
     if case.hard == "nan":
-        if not np.isnan(got[name][..., SPOILT:, :]).all():
+        if not np.isnan(got[name][..., NAN_ROW:, :]).all():
             return float("inf")  # a plausible number made of NaN
-        rows = (..., slice(SPOILT), slice(None))
+        rows = (..., slice(NAN_ROW), slice(None))
         return relative_error(got[name][rows], wanted[name][rows])
     return relative_error(got[name], wanted[name])

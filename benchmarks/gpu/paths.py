@@ -11,6 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment, for one of its own that runs from the checkout."""
+    """Return this process's environment, for a child that runs from the checkout."""
     known = [str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, known))}

@@ -74,7 +74,7 @@ def _fla(kind: str, length: int) -> tuple[tuple[int, ...], Callable[..., Any]]:
     from fla.ops.linear_attn import chunk_linear_attn
 
     def call(query: Any, key: Any, value: Any) -> Any:
-        # Features are given to it; normalized, as ours are.
+        # Features are given to it; normalized, as linattn's are.
         return chunk_linear_attn(query, key, value, normalize=True)
 
     return (BATCH, length, HEADS, SIZES.dim), call
@@ -129,5 +129,10 @@ def _time(name: str, kind: str, length: int) -> dict[str, Any]:
         replays = _captured(calls)
         if replays is not None:
             found |= measure(_TorchClock(), replays) | {"graph": True}
-    told = {"way": name, "dtype": "bfloat16", "kind": kind, "length": length}
-    return {**told, "map": "elu" if name.startswith("fla") else "exact", "sets": len(sets), **found}
+    described = {"way": name, "dtype": "bfloat16", "kind": kind, "length": length}
+    return {
+        **described,
+        "map": "elu" if name.startswith("fla") else "exact",
+        "sets": len(sets),
+        **found,
+    }

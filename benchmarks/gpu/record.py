@@ -1,4 +1,4 @@
-"""What a run found, as it is kept in JSON: saved after each item."""
+"""What a run found, as JSON: saved after each item."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUT_OF_TIME = "out of time"
 STOPPED = "stopped: too many processes ended"
 """Reasons for leaving out what a later run may do."""
 
-LONGEST_TRACE = 3000
+MAX_TRACE_LENGTH = 3000
 
 
 class LeftOut(Exception):
@@ -59,7 +59,7 @@ class Record:
         Items of each section by name. Each has ``seconds_taken`` and what it found; ``exception``
         or ``left_out`` say why there is nothing. Those of checked sections have ``passed``.
     running : str or None
-        ``section: item`` at work, so that one that takes its process along has a name.
+        ``section: item`` that is running, so that one that ends its process has a name.
     """
 
     def __init__(self, path: Path, machine: dict[str, Any] | None = None) -> None:
@@ -80,11 +80,11 @@ class Record:
         """Write the file in one step: it is whole at any moment."""
         content = {"machine": self.machine, "running": self.running, "sections": self.sections}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(self.path.name + ".new")
+        temporary = self.path.with_name(self.path.name + ".new")
         # Numbers of array libraries become Python's: nothing that was found may be lost to JSON.
-        text = json.dumps(content, indent=1, default=_plain)
-        beside.write_text(text + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+        text = json.dumps(content, indent=1, default=_as_python)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
 
     def resume(self) -> None:
         """Forget what an earlier run left for a later one."""
@@ -102,18 +102,18 @@ class Record:
         self.running = f"{section}: {name}"
         self.save()
 
-    def put(self, section: str, name: str, found: dict[str, Any]) -> None:
-        """Keep what an item found."""
+    def store(self, section: str, name: str, found: dict[str, Any]) -> None:
+        """Store what an item found."""
         self.items(section)[name] = found
         self.running = None
         self.save()
 
-    def lost(self, reason: str) -> bool:
-        """Blame what took its process along; False where nothing was at work."""
+    def blame(self, reason: str) -> bool:
+        """Blame the running item for the end of its process; False where none was running."""
         if self.running is None:
             return False
         section, _, name = self.running.partition(": ")
-        self.put(section, name, {"exception": reason, "passed": False})
+        self.store(section, name, {"exception": reason, "passed": False})
         return True
 
     def failures(self) -> list[str]:
@@ -126,7 +126,7 @@ class Record:
         ]
 
 
-def _plain(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -137,4 +137,4 @@ def attempt(item: Item) -> dict[str, Any]:
     except LeftOut as reason:
         return {"left_out": str(reason)}
     except Exception:  # of CUDA, of compilers, of other people's libraries: none may end the run
-        return {"exception": traceback.format_exc()[-LONGEST_TRACE:], "passed": False}
+        return {"exception": traceback.format_exc()[-MAX_TRACE_LENGTH:], "passed": False}

@@ -1,7 +1,7 @@
 """Run the checks and timings on a GPU: ``python -m benchmarks.gpu.run --help``.
 
-The first process only watches. Each section runs in one of its own, which goes on with the next
-item where the last one stopped, if a kernel broke the device or never ended.
+The first process only watches. Each section runs in a separate one; another goes on with the next
+item if a kernel broke the device or never ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main"]
 COMPILED = ("parity", "timings", "behaviour")
 """Sections before which all kernels are compiled."""
 
-MOST_DEATHS = 5
+MAX_DEATHS = 5
 """Processes of a section that may end badly."""
 
 NEEDED = ("numpy", "cupy", "array_api_compat", "ml_dtypes")
@@ -54,12 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options.out = options.out.resolve()
     record = Record.read(options.out) if options.out.exists() else Record(options.out)
-    reason = _unlike(record, quick=options.quick)
+    reason = _mismatch(record, quick=options.quick)
     if reason is not None:
         print(f"benchmarks.gpu: {options.out} {reason}", file=sys.stderr)
         return 2
     record.resume()
-    # Another machine has none of the compiled kernels that this one's CuPy keeps on disk.
+    # Another machine lacks the compiled kernels that CuPy cached on this one.
     record.sections.pop("compilation", None)
     record.save()
     stop = time.time() + options.seconds
@@ -80,12 +80,12 @@ def _unable() -> str | None:
 
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as error:  # without a driver CuPy raises errors of its own
+    except Exception as error:  # without a driver CuPy raises its errors
         return f"cupy {cupy.__version__} finds no usable NVIDIA driver: {error}"
     return None if count else "there is a driver but no device"
 
 
-def _unlike(record: Record, *, quick: bool) -> str | None:
+def _mismatch(record: Record, *, quick: bool) -> str | None:
     """Say why what is found now cannot stand beside what the record holds."""
     if not record.machine:
         return None
@@ -108,24 +108,24 @@ def _unlike(record: Record, *, quick: bool) -> str | None:
 
 
 def _watch(options: argparse.Namespace, section: str, stop: float) -> None:
-    """Have a section done by other processes, as many as it takes."""
+    """Run a section in other processes, as many as it takes."""
     words = [section, str(options.out), str(stop), *(["--quick"] if options.quick else [])]
     command = [sys.executable, "-m", "benchmarks.gpu.section", *words]
     done = -1
-    for _ in range(MOST_DEATHS):
+    for _ in range(MAX_DEATHS):
         print(f"{section} ...", flush=True)
         code = subprocess.run(command, cwd=ROOT, env=child_environment()).returncode
         record = Record.read(options.out)
-        blamed = record.lost(f"its process ended with code {code}")
+        blamed = record.blame(f"its process ended with code {code}")
         if code == 0:
             return
         before, done = done, len(record.items(section))
         if not blamed and done == max(before, 0):
             # It died before an item began; another would do so too.
             found = {"exception": f"the process ended with code {code}", "passed": False}
-            record.put(section, "begin", found)
+            record.store(section, "begin", found)
             return
-    record.put(section, "the rest", {"left_out": STOPPED})
+    record.store(section, "the rest", {"left_out": STOPPED})
 
 
 if __name__ == "__main__":

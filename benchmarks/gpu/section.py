@@ -1,4 +1,4 @@
-"""One section in a process of its own, which :mod:`benchmarks.gpu.run` starts and watches."""
+"""One section, in a process that :mod:`benchmarks.gpu.run` starts and watches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run_section(
         if item.name in done:
             continue
         if time.time() + item.seconds > stop:
-            record.put(section, item.name, {"left_out": OUT_OF_TIME})
+            record.store(section, item.name, {"left_out": OUT_OF_TIME})
             continue
         record.begin(section, item.name)
         faulthandler.dump_traceback_later(ITEM_SECONDS, exit=True)
@@ -81,7 +81,7 @@ def run_section(
         found = attempt(item)
         faulthandler.cancel_dump_traceback_later()
         took = round(time.perf_counter() - begun, 3)
-        record.put(section, item.name, {**found, "seconds_taken": took})
+        record.store(section, item.name, {**found, "seconds_taken": took})
         if "exception" in found:
             print(f"{section}: {item.name}: {found['exception'].splitlines()[-1]}", flush=True)
             if not (alive or _alive)():

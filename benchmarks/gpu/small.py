@@ -1,4 +1,4 @@
-"""A small call of each path, in a process of its own: for tools that watch, and after a fork.
+"""A small call of each path, in a separate process: for tools that watch, and after a fork.
 
 python -m benchmarks.gpu.small [--fork]
 """

@@ -13,8 +13,8 @@ from benchmarks.peers.tables import Table, as_text, duration
 
 __all__ = ["report", "tables"]
 
-LONGEST_NAME = 60
-MOST_LISTED = 20
+MAX_NAME_LENGTH = 60
+MAX_ROWS = 20
 UNITS = {"byte": (1e12, "TB/s"), "flop": (1e12, "TFLOP/s"), "exp": (1e12, "10^12 exp/s")}
 MAPS = {"favor": "FAVOR+", "elu": "elu + 1", "exact": "exact"}
 
@@ -64,16 +64,16 @@ def _parity(record: Record) -> Table:
     rows = [["", "cases", "passed", "worst error", "bound", "deterministic"]]
     cases = [item for item in record.items("parity").values() if "errors" in item]
     for dtype in dict.fromkeys(item["dtype"] for item in cases):
-        own = [item for item in cases if item["dtype"] == dtype]
-        worst = _worst(error for item in own for error in item["errors"].values())
+        items = [item for item in cases if item["dtype"] == dtype]
+        worst = _worst(error for item in items for error in item["errors"].values())
         rows.append(
             [
                 dtype,
-                str(len(own)),
-                str(sum(item["passed"] for item in own)),
+                str(len(items)),
+                str(sum(item["passed"] for item in items)),
                 f"{worst:.1e}",
-                f"{own[0]['bound']:.0e}",
-                str(sum(item["deterministic"] for item in own)),
+                f"{items[0]['bound']:.0e}",
+                str(sum(item["deterministic"] for item in items)),
             ]
         )
     return Table("Against float64", rows, ["worst error: norm of the difference over the norm"])
@@ -90,14 +90,16 @@ def _attention(record: Record) -> Iterator[Table]:
     lengths = sorted({item["length"] for item in timed})
     for length in lengths:
         rows = [["", "map", "full", "floor", "causal", "floor"]]
-        own = [item for item in timed if item["length"] == length]
-        for way, feature_map in dict.fromkeys((item["way"], item["map"]) for item in own):
+        rows_of_length = [item for item in timed if item["length"] == length]
+        for way, feature_map in dict.fromkeys(
+            (item["way"], item["map"]) for item in rows_of_length
+        ):
             cells = []
             for kind in ("full", "causal"):
                 item = next(
                     (
                         item
-                        for item in own
+                        for item in rows_of_length
                         if (item["way"], item["map"], item["kind"]) == (way, feature_map, kind)
                     ),
                     None,
@@ -126,8 +128,8 @@ def _executed(record: Record) -> Table:
         if executed is not None:
             flops, least = executed
             way = f"{item['way']} {item['kind']}"
-            told = [f"{item['length']:,}", f"{flops / 1e9:,.0f} GFLOP", duration(least)]
-            rows.append([way, MAPS[item["map"]], *told, _percent(least / item["seconds"])])
+            cells = [f"{item['length']:,}", f"{flops / 1e9:,.0f} GFLOP", duration(least)]
+            rows.append([way, MAPS[item["map"]], *cells, _percent(least / item["seconds"])])
     return _shortened("Products that the fused kernels execute", rows)
 
 
@@ -136,12 +138,10 @@ def _kernels(record: Record) -> Table:
     rows = [["", "kernel", "device"]]
     for name, item in record.items("timings").items():
         if item.get("length", MAIN) == MAIN and "step 2" not in name:
-            rows += [[name, kernel, duration(took)] for kernel, took in _own(item)]
+            rows += [
+                [name, kernel, duration(took)] for kernel, took in item.get("kernels", {}).items()
+            ]
     return Table("Kernels by themselves", rows, [])
-
-
-def _own(item: dict[str, Any]) -> list[tuple[str, float]]:
-    return list(item.get("kernels", {}).items())
 
 
 def _decode(record: Record) -> Table:
@@ -167,8 +167,8 @@ def _behaviour(record: Record) -> Table:
     rows = [["", "checks", "passed"]]
     items = record.items("behaviour")
     for topic in dict.fromkeys(name.partition(", ")[0] for name in items):
-        own = [item for name, item in items.items() if name.partition(", ")[0] == topic]
-        done = [item for item in own if "left_out" not in item]
+        checks = [item for name, item in items.items() if name.partition(", ")[0] == topic]
+        done = [item for item in checks if "left_out" not in item]
         if done:
             rows.append([topic, str(len(done)), str(sum(bool(i.get("passed")) for i in done))])
     return Table("Behaviour", rows, [])
@@ -180,9 +180,9 @@ def _failures(record: Record) -> Table:
         for name, item in items.items():
             if "exception" in item:
                 last = item["exception"].strip().splitlines()[-1]
-                rows.append([f"{section}: {name}"[:LONGEST_NAME], last])
+                rows.append([f"{section}: {name}"[:MAX_NAME_LENGTH], last])
             elif section in CHECKED and "left_out" not in item and not item["passed"]:
-                rows.append([f"{section}: {name}"[:LONGEST_NAME], _why(item)])
+                rows.append([f"{section}: {name}"[:MAX_NAME_LENGTH], _why(item)])
     return _shortened("Failed", rows)
 
 
@@ -213,9 +213,9 @@ def _left_out(record: Record) -> Table:
 
 
 def _shortened(title: str, rows: list[list[str]]) -> Table:
-    more = len(rows) - 1 - MOST_LISTED
+    more = len(rows) - 1 - MAX_ROWS
     notes = [f"and {more} more, in the file"] if more > 0 else []
-    return Table(title, rows[: MOST_LISTED + 1], notes)
+    return Table(title, rows[: MAX_ROWS + 1], notes)
 
 
 def _percent(share: float) -> str:

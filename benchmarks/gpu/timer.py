@@ -29,22 +29,22 @@ extern "C" __global__ void busy(long long nanoseconds) {
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
 }
 """
-AHEAD_SECONDS = 0.1
+BUSY_SECONDS = 0.1
 """How long the device is busy while the host launches kernels that are timed one by one."""
 
 
 Thunk = Callable[[], Any]
 
 BATCH_SECONDS = 3e-3
-"""How long a batch takes at least, beside which starting it is short."""
+"""How long a batch takes at least, so that starting it counts for little."""
 
-FEWEST, MOST = 5, 100
+MIN_BATCHES, MAX_BATCHES = 5, 100
 """Batches."""
 
-MOST_CALLS = 200
+MAX_CALLS = 200
 """Calls a batch."""
 
-MOST_SETS = 16
+MAX_SETS = 16
 CACHES = 3
 """Caches full of inputs that a rotation goes through."""
 
@@ -76,7 +76,7 @@ class CupyClock:
 
 
 def measure(clock: Clock, calls: Sequence[Thunk], budget: float = 0.4) -> dict[str, Any]:
-    """Time calls that do the same on different inputs, in turns, for ``budget`` seconds.
+    """Time calls that do the same on different inputs, alternately, for ``budget`` seconds.
 
     ``seconds`` is the median over batches of the mean of a batch, ``spread`` the distance between
     quartiles over the median.
@@ -85,16 +85,16 @@ def measure(clock: Clock, calls: Sequence[Thunk], budget: float = 0.4) -> dict[s
         for call in calls:
             call()
     once = clock.seconds(calls[0])
-    count = min(MOST_CALLS, max(1, math.ceil(BATCH_SECONDS / max(once, 1e-7))))
-    turns = itertools.cycle(calls)
+    count = min(MAX_CALLS, max(1, math.ceil(BATCH_SECONDS / max(once, 1e-7))))
+    rotation = itertools.cycle(calls)
 
     def batch() -> None:
         for _ in range(count):
-            next(turns)()
+            next(rotation)()
 
     times: list[float] = []
     stop = time.perf_counter() + budget
-    while len(times) < FEWEST or (len(times) < MOST and time.perf_counter() < stop):
+    while len(times) < MIN_BATCHES or (len(times) < MAX_BATCHES and time.perf_counter() < stop):
         times.append(clock.seconds(batch) / count)
     low, middle, high = statistics.quantiles(times, n=4)
     return {
@@ -109,7 +109,7 @@ def input_sets(bytes_each: int, cache_bytes: int, free_bytes: int) -> int:
     """Count sets of inputs that go through the cache and fit into memory; 0 where none does."""
     most = int(free_bytes // max(1, bytes_each))
     wanted = max(2, math.ceil(CACHES * cache_bytes / max(1, bytes_each)))
-    return max(0, min(wanted, most, MOST_SETS))
+    return max(0, min(wanted, most, MAX_SETS))
 
 
 def captured(call: Thunk) -> Thunk:
@@ -128,7 +128,7 @@ def kernel_seconds(call: Thunk) -> dict[str, float]:
 
     from linattn_cupy import device
 
-    noted: list[tuple[str, Any, Any]] = []
+    events: list[tuple[str, Any, Any]] = []
     launch: Any = device.launch
 
     def timed(source: str, function: str, *rest: Any) -> None:
@@ -136,18 +136,18 @@ def kernel_seconds(call: Thunk) -> dict[str, float]:
         before.record()
         launch(source, function, *rest)
         after.record()
-        noted.append((function, before, after))
+        events.append((function, before, after))
 
     busy = cupy.RawKernel(BUSY, "busy")
     device.launch = timed  # type: ignore[assignment]
     try:
-        busy((1,), (1,), (np.int64(1e9 * AHEAD_SECONDS),))
+        busy((1,), (1,), (np.int64(1e9 * BUSY_SECONDS),))
         call()
     finally:
         device.launch = launch
     cupy.cuda.get_current_stream().synchronize()
     found: dict[str, float] = {}
-    for function, before, after in noted:
+    for function, before, after in events:
         took = float(cupy.cuda.get_elapsed_time(before, after)) / 1e3
         found[function] = found.get(function, 0.0) + took
     return found

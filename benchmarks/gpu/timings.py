@@ -1,4 +1,4 @@
-"""linattn's own times: generic code, blocks of float32, fused kernels, decoding."""
+"""Times of linattn: generic code, blocks of float32, fused kernels, decoding."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def items(*, quick: bool = False) -> Iterator[Item]:
 
 
 def _item(name: str, feature_map: str, kind: str, length: int) -> Item:
-    told = (name, feature_map, kind, length)
-    return Item(" ".join(map(str, told)), partial(_attend, *told))
+    case = (name, feature_map, kind, length)
+    return Item(" ".join(map(str, case)), partial(_attend, *case))
 
 
 def _attend(name: str, feature_map: str, kind: str, length: int) -> dict[str, Any]:
@@ -88,8 +88,14 @@ def _attend(name: str, feature_map: str, kind: str, length: int) -> dict[str, An
             partial(linattn.linear_attention, q, k, v, phi, is_causal=is_causal) for q, k, v in sets
         ]
         found = _timed(calls, graphs=not way.generic)
-    told = {"way": name, "dtype": way.dtype, "map": feature_map, "kind": kind, "length": length}
-    return {**told, "sets": len(sets), **found}
+    described = {
+        "way": name,
+        "dtype": way.dtype,
+        "map": feature_map,
+        "kind": kind,
+        "length": length,
+    }
+    return {**described, "sets": len(sets), **found}
 
 
 def _random(shape: tuple[int, ...], dtype: str) -> Any:
