@@ -158,10 +158,10 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
         chunk_size=7,
     )
     want = linattn.linear_attention(query, key, value, phi, **options)
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     monkeypatch.setattr(planning, "_tasks", lambda problem, block: [()])
-    monkeypatch.setattr(planning, "MIN_SEGMENTED_ROWS", 1)
-    monkeypatch.setattr(planning, "MIN_SEGMENTED_CAUSAL_ROWS", 1)
+    monkeypatch.setattr(tuning, "MIN_SEGMENTED_ROWS", 1)
+    monkeypatch.setattr(tuning, "MIN_SEGMENTED_CAUSAL_ROWS", 1)
     cut = []
     inner = segments.in_segments
 
@@ -183,7 +183,7 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
 
 @pytest.mark.parametrize("length", [4096, 5000])
 def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     seen = []
     inner = segments._segments
 
@@ -203,7 +203,7 @@ def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monk
 
 
 def test_threads_shorten_no_block_that_they_do_not_share(monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     phi = PositiveFeatures(D, 256, rng=0)
     query, key, value = inputs(4096, heads=())
     sizes = []
@@ -296,8 +296,8 @@ def test_only_the_rejected_part_of_a_long_block_is_done_again(phi, calls):
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_threads_change_no_bit(count, is_causal, monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MAX_BLOCK_ELEMENTS", 1)
     query, key, value = inputs(300, heads=(2, 3))
     phi = PositiveFeatures(D, 24, rng=0)
     seen = set()
@@ -348,7 +348,7 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("change", ["none", "far", "large"])
 def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     query_lead, lead, n, phi = GROUPS[name]
     query = inputs(n, heads=query_lead)[0]
     _, key, value = inputs(n, heads=lead, seed=1)
@@ -405,7 +405,7 @@ def test_heads_of_which_only_some_need_inspection_are_done_alone(calls):
 
 
 def test_heads_of_which_only_some_have_even_columns_have_their_own_bits(monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     phi = GROUPS["columns of each head"][-1]
     query, key, value = inputs(600, heads=(4,))
     _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
@@ -448,7 +448,7 @@ def test_sides_of_which_one_is_paired(n):
 
 
 def test_segments_of_queries_may_be_more_than_those_of_keys(monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     query = inputs(3 * tuning.MIN_SEGMENTED_ROWS, heads=())[0]
     _, key, value = inputs(100, heads=(), seed=1)
     phi = PositiveFeatures(D, 32, rng=0)
@@ -498,9 +498,9 @@ def test_the_last_tasks_are_done_round_robin():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "MIN_SEGMENTED_ROWS", 0)
-    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_SEGMENTED_ROWS", 0)
+    monkeypatch.setattr(tuning, "MAX_BLOCK_ELEMENTS", 1)
     query, key, value = inputs(900, heads=(3,))
     phi = PositiveFeatures(D, 32, rng=0)
 
@@ -631,8 +631,8 @@ def test_after_an_error_no_further_task_begins():
 
 
 def test_an_error_in_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MAX_BLOCK_ELEMENTS", 1)
 
     def fail(*args):
         message = "from a thread"
@@ -649,7 +649,7 @@ def test_tasks_cover_every_head_once():
     with linattn.config(num_threads=2):
         for group in (1, 40 * 24 * 2, 10**9):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(planning, "MAX_BLOCK_ELEMENTS", group)
+                patch.setattr(tuning, "MAX_BLOCK_ELEMENTS", group)
                 out = linattn.linear_attention(query, key, value, PositiveFeatures(D, 24, rng=0))
             want = linattn.reference.kernel_attention(
                 query, key, value, PositiveFeatures(D, 24, rng=0)

@@ -21,7 +21,7 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn.typing import Exponential
-from linattn_numpy import block_vjps, causal_vjps, planning
+from linattn_numpy import block_vjps, causal_vjps, tuning
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear_vjp: Any = linattn.linear_attention_vjp
@@ -274,7 +274,7 @@ def test_states_between_checkpoints_are_recomputed(most, blocks_at_once, at_once
 
 
 def test_segments_on_several_threads_store_checkpoints(at_once, monkeypatch):
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     with linattn.config(num_threads=2):
         both(inputs(1100, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert at_once == 35 * [True]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linattn_numpy import products
+from linattn_numpy import products, tuning
 from linattn_numpy.blas import blas
 
 MAX_SMALL_MATMUL = 4_000
@@ -34,9 +34,9 @@ LAYOUTS = st.sampled_from(["whole", "turned", "slice"])
 
 @pytest.fixture(params=[True, False], ids=["cut", "whole"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    monkeypatch.setattr(products, "MAX_SMALL_MATMUL", MAX_SMALL_MATMUL)
+    monkeypatch.setattr(tuning, "MAX_SMALL_MATMUL", MAX_SMALL_MATMUL)
     monkeypatch.setattr(products, "has_small_matmul", lambda: request.param)
-    monkeypatch.setattr(products, "MIN_SUM_ROWS", 4)
+    monkeypatch.setattr(tuning, "MIN_SUM_ROWS", 4)
     caches = (products._rows_per_small_product, products._tokens_and_features)
     for cached in caches:
         cached.cache_clear()

@@ -16,7 +16,7 @@ import linattn
 import linattn_numpy
 from linattn.feature_maps import PositiveFeatures
 from linattn.typing import Features
-from linattn_numpy import blas, planning, threads
+from linattn_numpy import blas, threads, tuning
 
 D = 8
 HERE = {blas.__file__, threads.__file__}
@@ -25,9 +25,9 @@ HERE = {blas.__file__, threads.__file__}
 @pytest.fixture(autouse=True)
 def _a_task_a_head(monkeypatch):
     """Let small problems be shared out, a head a task."""
-    monkeypatch.setattr(planning, "MIN_PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "MAX_BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(planning, "MAX_BATCHED_ELEMENTS", 1)
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
+    monkeypatch.setattr(tuning, "MAX_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(tuning, "MAX_BATCHED_ELEMENTS", 1)
 
 
 def inputs(n, heads):

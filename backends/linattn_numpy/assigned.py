@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Assigned, Tokens
+from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_WEIGHT_SPREAD, MIN_EXP_SUM
-from linattn_numpy.tuning import ASSIGNED_TILE_ELEMENTS
 
 __all__ = ["assigned_sums"]
 
@@ -70,7 +70,7 @@ def _columns_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floa
     lead, n = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays)), x.shape[-2]
     column = np.empty((*lead, n), np.intp)
     log = np.empty((*lead, n, 1), x.dtype)
-    size = max(64, ASSIGNED_TILE_ELEMENTS // (p * prod(lead)))
+    size = max(64, tuning.ASSIGNED_TILE_ELEMENTS // (p * prod(lead)))
     for start in range(0, n, size):
         chunk = slice(start, min(start + size, n))
         scores = np.matmul(x[..., chunk, :], P)

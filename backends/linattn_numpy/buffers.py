@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn_numpy.tuning import MAX_CACHED_BYTES
+from linattn_numpy import tuning
 
 __all__ = ["buffer", "zeros"]
 
@@ -19,7 +19,7 @@ _scratch = threading.local()
 def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Return this thread's buffer of that name; what it held before is lost."""
     count = prod(shape)
-    if count * np.dtype(dtype).itemsize > MAX_CACHED_BYTES:
+    if count * np.dtype(dtype).itemsize > tuning.MAX_CACHED_BYTES:
         return np.empty(shape, dtype)
     kept = getattr(_scratch, name, None)
     if kept is None or kept.size < count or kept.dtype != dtype:

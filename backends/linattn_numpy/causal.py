@@ -1,14 +1,15 @@
 """Causal attention of a block in place.
 
-A block is *plain* if its exponents lie within ``+-REACH``, or if the norms of its queries bound
-theirs: its features are made and used a piece at a time, on one scale with its state, and it is
-checked here by the rule of the driver, on the scale of its largest product. Of a block that is
-refused each head is done by itself; a head that is refused is done again shifted, and the driver
-checks that.
+A block stays *unshifted* if its exponents lie within ``+-MAX_EXPONENT``, or if the norms of its
+queries bound theirs: its features are made and used a tile at a time, on one scale with its state,
+and it is checked here by the rule of the driver, on the scale of its largest product. Of a rejected
+block each head is done by itself; a rejected head is done again max-stabilized, and the driver
+checks that. The generic twin is ``scan_block`` of ``linattn/_generic/states.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from math import exp, inf, prod
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import HEAD_BY_HEAD, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CommonScale, common_scale, stabilize
 from linattn_numpy.features import (
@@ -40,7 +42,6 @@ from linattn_numpy.limits import (
 from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
-from linattn_numpy.tuning import CAUSAL_TILE_ELEMENTS, MAX_STABILIZED_ROWS, MIN_APART_ELEMENTS
 
 __all__ = ["scan_block"]
 
@@ -59,23 +60,22 @@ def scan_block(
     """Causal attention of a block after the state, and the state after it."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
         return NotImplemented
+    args = query, key, values_and_one, state, want_log
+    (*heads, m, _), n = state.kvz.shape, values_and_one.shape[-2]
     if (
         supports(query_spec)
         and supports(key_spec)
         and num_sign_halves(query_spec) == num_sign_halves(key_spec)
     ):
-        answer = _scan_unshifted(query_spec, key_spec, query, key, values_and_one, state, want_log)
+        answer = _scan_unshifted(query_spec, key_spec, *args)
         if answer is not None:
             return answer
-        *heads, m, _ = state.kvz.shape
-        if prod(heads) > 1 and values_and_one.shape[-2] * m >= MIN_APART_ELEMENTS:
+        if prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS:
             return HEAD_BY_HEAD
-    # Longer ones, which come in pieces where they are plain, are tried again in shorter blocks.
-    is_short = values_and_one.shape[-2] <= max(
-        MAX_STABILIZED_ROWS, CAUSAL_TILE_ELEMENTS // state.kvz.shape[-2]
-    )
+    # The driver tries a longer block again as shorter ones, which may stay unshifted.
+    is_short = n <= max(tuning.MAX_STABILIZED_ROWS, tuning.CAUSAL_TILE_ELEMENTS // m)
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        return _scan_stabilized(query_spec, key_spec, query, key, values_and_one, state, want_log)
+        return _scan_stabilized(query_spec, key_spec, *args)
     return NotImplemented
 
 
@@ -88,108 +88,113 @@ def _scan_unshifted(
     state: State,
     want_log: bool,
 ) -> tuple[Partial, State] | None:
-    """Scan without shifts, on one scale for block and state; None where that is not accurate."""
-    column = log_offsets(query_spec, values_and_one.dtype)
-    logs = log_offsets(key_spec, values_and_one.dtype)
-    common = common_scale(column, logs, row_term(key_spec, key), state)
+    """Scan on one scale for block and state; None where that is not accurate."""
+    n, offsets = values_and_one.shape[-2], log_offsets(query_spec, values_and_one.dtype)
+    key_offsets = log_offsets(key_spec, values_and_one.dtype)
+    common = common_scale(offsets, key_offsets, row_term(key_spec, key), state)
     if common is None:
         return None
-    n, highest, num_den = values_and_one.shape[-2], 0.0, None
-    bounds = _known_bounds(query_spec, key_spec, query, key, common)
-    looks = bool((bounds == inf).any())
-    if looks and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
-        return None  # alone, some heads are looked at and some are not
-    kvz = state.kvz * common.scale[..., None]
-    # elu + 1 takes 1.4 % less where values that weigh 1 are not copied.
-    weighs = common.weights.shape[-2] == n or bool((common.weights != 1).any())
-    lead = broadcast_lead(values_and_one.shape[:-2], common.weights.shape[:-2] if weighs else ())
-    for rows, length, size in tiles(n, CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
-        queries = FeatureMaker(query_spec, query.x, length, "query", merges=False)
-        keys = FeatureMaker(key_spec, key.x, length, "key", merges=False)
-        k, factor = _scaled(keys.weights, common.column)
-        sums = Triangles(queries.weights, k, lead, kvz, size)
-        if num_den is None:
-            num_den = buffer(
-                "rows", (*sums.lead, n, values_and_one.shape[-1]), values_and_one.dtype
-            )
-        weights: Any = repeat(common.weights[..., None])
-        if common.weights.shape[-2] == n:
-            weights = sums.split(common.weights[..., rows, :])
-        v = (
-            buffer(
-                "values_and_one",
-                (*lead, length // size, size, values_and_one.shape[-1]),
-                values_and_one.dtype,
-            )
-            if weighs
-            else None
-        )
-        arrays = (
-            queries.split(query.x[..., rows, :]),
-            keys.split(key.x[..., rows, :]),
-            sums.split(values_and_one[..., rows, :]),
-            sums.split(num_den[..., rows, :]),
-        )
-        for some, others, values, out, weight in zip(*arrays, weights, strict=False):
-            reach = queries.make(some, looks=looks)
-            if reach < inf:
-                reach += keys.make(others, looks=looks)
-            if reach == inf:
-                return None
-            highest = max(highest, reach)
-            if factor is not None:
-                np.multiply(keys.weights, factor, out=k)
-            sums.add(values if v is None else np.multiply(values, weight, out=v), out)
-        kvz = sums.state()
-    assert num_den is not None
-    terms = kvz.shape[-2] * (state.length + n)
-    lost = exp(highest) if looks else 2 * exp(float(bounds.max()))
-    floor = floor_of(num_den.dtype) * terms * lost
-    # Exponents of keys that nobody has inspected may make up for small weights.
-    least_weight = 1.0 if looks else float(common.weights.min())
-    if not (
-        all_large(num_den[..., -1:], values_and_one, state.kvz, floor, least_weight)
-        and all_finite(num_den)
-    ):
+    bounds = _exponent_bounds(query_spec, key_spec, query, key, common)
+    inspect = bool((bounds == inf).any())
+    if inspect and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
+        return None  # alone, some heads are inspected and some are not
+    sums = _scan_tiles(query_spec, key_spec, query.x, key.x, values_and_one, state, common, inspect)
+    if sums is None:
         return None
-    log = row_log(query_spec, query, common.g[..., None], want_log)
-    c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.g - column)
+    num_den, kvz, max_log = sums
+    max_product = exp(max_log) if inspect else 2 * exp(float(bounds.max()))
+    terms = kvz.shape[-2] * (state.length + n)
+    floor = floor_of(num_den.dtype) * terms * max_product
+    # Exponents of keys that nobody has inspected may make up for small weights.
+    least_weight = 1.0 if inspect else float(common.value_weights.min())
+    den = num_den[..., -1:]
+    is_large = all_large(den, values_and_one, state.kvz, floor, least_weight)
+    if not (is_large and all_finite(num_den)):
+        return None
+    log = row_log(query_spec, query, common.log_scale[..., None], want_log)
+    c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
     if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
         c = np.where(sees, c, c.dtype.type(-np.inf))
     return Partial(num_den, log, accepted=True), State(kvz, c, state.length + n)
 
 
-def _known_bounds(
+def _scan_tiles(
+    query_spec: Exponential | Pointwise,
+    key_spec: Exponential | Pointwise,
+    query: Floats,
+    key: Floats,
+    values_and_one: Floats,
+    state: State,
+    common: CommonScale,
+    inspect: bool,
+) -> tuple[Floats, Floats, float] | None:
+    """Rows of a block, the state after it and the log of its largest product, if inspected.
+
+    None where a tile needs the stabilized path.
+    """
+    (n, e), num_den, max_log = values_and_one.shape[-2:], None, 0.0
+    kvz = state.kvz * common.state_factors[..., None]
+    lead = broadcast_lead(values_and_one.shape[:-2], common.value_weights.shape[:-2])
+    for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
+        queries = FeatureMaker(query_spec, query, length, "query", merges=False)
+        keys = FeatureMaker(key_spec, key, length, "key", merges=False, factors=common.key_factors)
+        sums = Triangles(queries.weights, keys.weights, lead, kvz, size)
+        if num_den is None:
+            num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
+        values = _weighted_tiles(values_and_one, common.value_weights, rows, sums)
+        arrays = (
+            queries.split(query[..., rows, :]),
+            keys.split(key[..., rows, :]),
+            sums.split(num_den[..., rows, :]),
+        )
+        for q, k, out in zip(*arrays, strict=True):
+            log = queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect)
+            if log == inf:
+                return None
+            max_log = max(max_log, log)
+            sums.add(next(values), out)
+        kvz = sums.state()
+    assert num_den is not None
+    return num_den, kvz, max_log
+
+
+def _weighted_tiles(
+    values_and_one: Floats, weights: Floats, rows: slice, sums: Triangles
+) -> Iterator[Floats]:
+    """Multiply some rows of values by their weights, a tile at a time; no copy if all are 1."""
+    parts = sums.split(values_and_one[..., rows, :])
+    if weights.shape[-2] == 1 and (weights == 1).all():
+        yield from parts
+        return
+    lead = broadcast_lead(values_and_one.shape[:-2], weights.shape[:-2])
+    out = buffer("values_and_one", (*lead, *parts.shape[-3:]), parts.dtype)
+    each: Iterable[Floats] = repeat(weights[..., None])
+    if weights.shape[-2] > 1:
+        each = sums.split(weights[..., rows, :])
+    for part, weight in zip(parts, each, strict=False):
+        yield np.multiply(part, weight, out=out)
+
+
+def _exponent_bounds(
     query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, common: CommonScale
 ) -> Floats:
-    """Bounds on the exponents of each head's queries, ``(...)``; inf where they need a look.
+    """Bounds on the exponents of each head's queries, ``(...)``; inf where they are inspected.
 
     A key's weight must be a normal number, and so must every feature of a query. What underflow can
-    take then is twice the smallest number for each key and column, in its feature and in what it
-    adds to the state, times the largest feature of the query; exponents of keys need no bound,
-    since what is too large for a float shows as inf.
+    take then is twice the smallest number for each key and feature, in itself and in what it adds
+    to the state, times the largest feature of the query; exponents of keys need no bound, since
+    what is too large for a float shows as inf.
     """
     if key.log_weight is not None or not (
         isinstance(key_spec, Exponential) and isinstance(query_spec, Exponential)
     ):
         return np.asarray(inf)
-    least = common.weights.min(axis=(-2, -1))
-    if common.column is not None:
-        least = least * common.column.min(axis=-1)
+    least = common.value_weights.min(axis=(-2, -1))
+    if common.key_factors is not None:
+        least = least * common.key_factors.min(axis=-1)
     bounds = exponent_bounds(query_spec, query.x)
-    is_known_enough = (least >= tiny(query.x.dtype)) & (
-        bounds <= MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
-    )
-    return np.where(is_known_enough, bounds, inf)
-
-
-def _scaled(k: Floats, column: Floats | None) -> tuple[Floats, Floats | None]:
-    """Room for features ``(..., h, n, r)`` times a factor a column, and the factors for them."""
-    if column is None:
-        return k, None
-    factor = column.reshape(*column.shape[:-1], k.shape[-3], 1, -1)
-    shape = np.broadcast_shapes(k.shape, factor.shape)
-    return k if shape == k.shape else buffer("columns", shape, k.dtype), factor
+    is_small = bounds <= MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
+    return np.where((least >= tiny(query.x.dtype)) & is_small, bounds, inf)
 
 
 def _scan_stabilized(
@@ -201,18 +206,16 @@ def _scan_stabilized(
     state: State,
     want_log: bool,
 ) -> tuple[Partial, State]:
-    """Scan on the running maximum of each column, each row on its own largest."""
+    """Scan on the running maximum of each feature, each row on its own largest."""
     log_k = log_features(key_spec, key, "key")
     log_q = query_exponents(query_spec, query, "query")
     queries, keys, kvz, row, c = stabilize(query_spec, key_spec, log_q, log_k, state)
-    n, num_den = values_and_one.shape[-2], None
+    (n, e), num_den = values_and_one.shape[-2:], None
     for rows, size in sub_blocks(n):
         q, k = (x[..., None, rows, :] for x in (queries, keys))
         sums = Triangles(q, k, values_and_one.shape[:-2], kvz, size)
         if num_den is None:
-            num_den = buffer(
-                "rows", (*sums.lead, n, values_and_one.shape[-1]), values_and_one.dtype
-            )
+            num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
         sums.add(*sums.split(values_and_one[..., rows, :]), *sums.split(num_den[..., rows, :]))
         kvz = sums.state()
     assert num_den is not None

@@ -18,26 +18,25 @@ Floats = NDArray[Any]
 class CommonScale(NamedTuple):
     """A causal block of keys and the state before it on one scale."""
 
-    g: Floats
-    """``(..., 1)``: a column's log is g less its log in the weights of the queries."""
-    column: Floats | None
-    """What the columns of the keys' weights are yet to be multiplied with; None for 1."""
-    weights: Floats
+    log_scale: Floats
+    """``(..., 1)``: a feature's log scale is this less its log in the weights of the queries."""
+    key_factors: Floats | None
+    """What the features of the keys are yet to be multiplied with; None for 1."""
+    value_weights: Floats
     """``(..., n, 1)`` or ``(..., 1, 1)``: all else that the keys' weights lack."""
-    scale: Floats
-    """What the columns of the state are multiplied with."""
+    state_factors: Floats
+    """What the features of the state are multiplied with."""
 
 
 def common_scale(
     query_logs: Floats, key_logs: Floats, row: Floats | None, state: State
 ) -> CommonScale | None:
-    """Put a plain causal block and its state on one scale; None where that is not accurate.
+    """Put an unshifted causal block and its state on one scale; None where that is not accurate.
 
-    ``query_logs``, ``key_logs``: logs that columns have beside their weights; ``row``: the keys'
+    ``query_logs``, ``key_logs``: logs that features have beside their weights; ``row``: the keys'
     own terms.
     """
-    near = MAX_LOG_SPREAD[state.kvz.itemsize]
-    # In the common scale g every column log, of the state and of this block, is at most 0.
+    # In the common scale g every log, of the state's features and of this block's, is at most 0.
     before = state.log_scale + query_logs
     block = key_logs + query_logs
     if row is not None:
@@ -45,28 +44,28 @@ def common_scale(
         row = row - finite_shift(top)
         block = block + top[..., 0]
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
-    if not (_all_near(before, g, near) and _all_near(block, g, near)):
+    spread = MAX_LOG_SPREAD[state.kvz.itemsize]
+    if not (_is_near(before, g, spread) and _is_near(block, g, spread)):
         return None
     g = finite_shift(g)
-    block = np.exp(block - g)
+    block, factors = np.exp(block - g), np.exp(before - g)
     first = block[..., :1]
-    even = (block == first).all(axis=-1)
-    if even.any() and not even.all():
+    is_even = (block == first).all(axis=-1)
+    if is_even.any() and not is_even.all():
         return None  # alone, some heads would be given their factors in another way
-    if even.all():
-        weights = first[..., None] if row is None else np.exp(row) * first[..., None]
-        return CommonScale(g, None, weights, np.exp(before - g))
     weights = np.ones((1, 1), g.dtype) if row is None else np.exp(row)
-    return CommonScale(g, block, weights, np.exp(before - g))
+    if is_even.all():
+        return CommonScale(g, None, weights * first[..., None], factors)
+    return CommonScale(g, block, weights, factors)
 
 
-def _all_near(log: Floats, g: Floats, near: float) -> bool:
-    """Whether all columns of each head are within reach of g, or all hold nothing."""
+def _is_near(log: Floats, g: Floats, spread: float) -> bool:
+    """Whether all features of each head are within the spread of g, or all hold nothing."""
     below = g - log
-    if below.max() <= near or log.max() == -np.inf:
+    if below.max() <= spread or log.max() == -np.inf:
         return True
     empty = log.max(axis=-1, keepdims=True) == -np.inf
-    return bool(((below.max(axis=-1, keepdims=True) <= near) | empty).all())
+    return bool(((below.max(axis=-1, keepdims=True) <= spread) | empty).all())
 
 
 class StabilizedBlock(NamedTuple):

@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import ELU_PLUS_ONE, RELU, Exact, Exponential, Pointwise, Spec, Tokens
+from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_EXPONENT, MAX_FEATURE, MIN_EXPONENT, all_finite, in_place
 from linattn_numpy.products import broadcast_lead, multiply, rows_per_product
 from linattn_numpy.tiles import moveaxis, split_tiles, tiles
-from linattn_numpy.tuning import MIN_CLIPPED_ELEMENTS, MIN_UNCOPIED_ROWS, TILE_ELEMENTS
 
 __all__ = [
     "FeatureMaker",
     "activate",
     "exponent_bounds",
     "exponentials",
-    "features",
+    "feature_tiles",
     "log_features",
     "log_offsets",
     "max_log",
@@ -41,18 +41,26 @@ Floats = NDArray[Any]
 
 
 class FeatureMaker:
-    """Makes the features of pieces of ``n`` tokens, one after the other in the same place.
+    """Makes the features of tiles of ``n`` tokens, one after the other in the same place.
 
-    They are left in ``weights``, ``(..., h, n, m / h)``, on their natural scale: what is beyond the
-    range is inf or 0. A paired map has its halves, h = 2, apart: what is done to whole arrays takes
-    half of what it takes on parts of their rows. ``merges``: whether heads may share one product,
-    which for a single row is another one than their own, with other last bits.
+    They are left in ``weights``, ``(..., h, n, m / h)``, unshifted: what is beyond the range is inf
+    or 0. A paired map has its sign halves, h = 2, apart: what is done to whole arrays takes half of
+    what it takes on parts of their rows. ``merges``: whether heads may share one product, which for
+    a single row is another one than their own, with other last bits. ``factors``, ``(..., m)``:
+    what the features are multiplied with.
     """
 
     weights: Floats
 
     def __init__(
-        self, spec: Exponential | Pointwise, x: Floats, n: int, name: str, *, merges: bool
+        self,
+        spec: Exponential | Pointwise,
+        x: Floats,
+        n: int,
+        name: str,
+        *,
+        merges: bool,
+        factors: Floats | None = None,
     ) -> None:
         lead, j, self._rows = x.shape[:-2], x.shape[-1], n
         self._spec, self._halves, self._merges = spec, num_sign_halves(spec), merges
@@ -65,23 +73,30 @@ class FeatureMaker:
         halves = buffer(name, (self._halves, *shape), x.dtype)
         self._first, self._last = halves[0], halves[-1]
         self.weights = moveaxis(halves.reshape(self._halves, *lead, n, j), 0, -3)
+        self._scaling = None
+        if factors is not None:
+            factors = factors.reshape(*factors.shape[:-1], self._halves, 1, j)
+            whole = np.broadcast_shapes(self.weights.shape, factors.shape)
+            self._scaling = self.weights, factors
+            if whole != self.weights.shape:
+                self.weights = buffer(name + "_scaled", whole, x.dtype)
         needs_none = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
         self._inputs = self._first if needs_none else buffer(name + "_inputs", shape, x.dtype)
 
     def split(self, x: Floats) -> Floats:
-        """Tokens of a number of pieces, one after the other along the first axis."""
+        """Tokens of a number of tiles, one after the other along the first axis."""
         return split_tiles(x, self.weights.shape[-2] // self._rows, self._rows)
 
-    def make(self, x: Floats, *, looks: bool) -> float:
-        """Make the features of a piece, and return the log of the largest, at least 0, if asked.
+    def make(self, x: Floats, *, inspect: bool) -> float:
+        """Make the features of a tile; return the log of the largest, at least 0, if inspected.
 
-        A piece that needs a shift is looked at and left: inf.
+        A tile that needs the stabilized path is inspected and left: inf.
         """
         u = self._input(x)
-        highest = max_log(self._spec, u) if looks else 0.0
-        if highest < inf:
+        log = max_log(self._spec, u) if inspect else 0.0
+        if log < inf:
             self._activate(u)
-        return highest
+        return log
 
     def _input(self, x: Floats) -> Floats:
         if isinstance(self._spec.P, float):
@@ -94,14 +109,18 @@ class FeatureMaker:
     def _activate(self, u: Floats) -> None:
         if isinstance(self._spec, Pointwise):
             activate(self._spec, u, self._first)
-            return
-        np.exp(u, out=u)
-        if self._halves == 2:
-            np.divide(1.0, u, out=self._last)
+        else:
+            np.exp(u, out=u)
+            if self._halves == 2:
+                np.divide(1.0, u, out=self._last)
+        if self._scaling is not None:
+            np.multiply(*self._scaling, out=self.weights)
 
 
-def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tuple[slice, Floats]]:
-    """Features of a block, some rows at a time: they are still in cache when they are multiplied.
+def feature_tiles(
+    spec: Exponential | Pointwise, x: Floats, name: str
+) -> Iterator[tuple[slice, Floats]]:
+    """Features of a block, tile by tile: they are still in cache when they are multiplied.
 
     They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them.
     """
@@ -109,10 +128,10 @@ def features(spec: Exponential | Pointwise, x: Floats, name: str) -> Iterator[tu
     if not isinstance(spec.P, float):
         lead, width = broadcast_lead(lead, spec.P.shape[:-2]), spec.P.shape[-1]
     numbers = prod(lead) * width * num_sign_halves(spec)
-    for group, length, _ in tiles(x.shape[-2], TILE_ELEMENTS // numbers):
+    for group, length, _ in tiles(x.shape[-2], tuning.TILE_ELEMENTS // numbers):
         maker = FeatureMaker(spec, x, length, name, merges=True)
-        for i, some in enumerate(maker.split(x[..., group, :])):
-            maker.make(some, looks=False)
+        for i, part in enumerate(maker.split(x[..., group, :])):
+            maker.make(part, inspect=False)
             start = group.start + i * length
             yield slice(start, start + length), maker.weights
 
@@ -151,7 +170,7 @@ def _project(x: Floats, P: Floats, out: Floats) -> Floats:
     Where they do not lie side by side, one product would take a copy, which long ones do not need.
     """
     u = out
-    if x.shape[-2] >= MIN_UNCOPIED_ROWS and not x.flags.c_contiguous:
+    if x.shape[-2] >= tuning.MIN_UNCOPIED_ROWS and not x.flags.c_contiguous:
         return multiply(x, P, out)
     while x.ndim > 2 and P.ndim > 2 and P.shape[-3] == 1:
         x, out = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, out))
@@ -219,7 +238,7 @@ def activate(spec: Pointwise, u: Floats, out: Floats) -> Floats:
 
 def _positive(u: Floats, out: Floats) -> Floats:
     """Put ``max(u, 0)`` into ``out``; to clip a large array takes a third of the time."""
-    if u.size < MIN_CLIPPED_ELEMENTS:
+    if u.size < tuning.MIN_CLIPPED_ELEMENTS:
         return np.maximum(u, 0, out=out)
     return u.clip(0, inf, out=out)
 

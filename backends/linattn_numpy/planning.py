@@ -9,26 +9,10 @@ from itertools import product
 from math import prod
 
 from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem
+from linattn_numpy import tuning
 from linattn_numpy.blas import blas
 from linattn_numpy.features import supports
 from linattn_numpy.threads import run
-from linattn_numpy.tuning import (
-    COLUMN_NORMALIZED_BLOCK_ROWS,
-    EXACT_BLOCK_ROWS,
-    MAX_BATCHED_ELEMENTS,
-    MAX_BLOCK_ELEMENTS,
-    MAX_BLOCK_ROWS,
-    MAX_TILED_BLOCK_ELEMENTS,
-    MAX_TILED_BLOCK_ROWS,
-    MIN_APART_ELEMENTS,
-    MIN_BATCHED_ROWS,
-    MIN_BLOCK_ROWS,
-    MIN_PARALLEL_FLOPS,
-    MIN_SEGMENTED_CAUSAL_ROWS,
-    MIN_SEGMENTED_ROWS,
-    SEGMENT_MULTIPLE,
-    WINDOW_BLOCK_ROWS,
-)
 
 __all__ = ["plan"]
 
@@ -36,7 +20,7 @@ __all__ = ["plan"]
 def plan(problem: Problem) -> Plan:
     """One task a head, short heads grouped; blocks that fit the cache; threads over tasks."""
     block = problem.chunk_size or _block_size(problem)
-    threads = _num_threads(problem) if _flops(problem) >= MIN_PARALLEL_FLOPS else 1
+    threads = _num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
     few = _heads_at_once(problem, block)
     alone = _tasks(problem, few)
     tasks = _tasks(problem, max(few, _batched_heads(problem, block, threads)))
@@ -44,7 +28,7 @@ def plan(problem: Problem) -> Plan:
     backward = _backward_size(problem, block)
     if segments > 1 and problem.chunk_size is None:
         block = min(block, _share(problem, segments))
-    resumable = _longest(problem) >= MIN_SEGMENTED_ROWS
+    resumable = _longest(problem) >= tuning.MIN_SEGMENTED_ROWS
     return Plan(block, tasks, partial(run, threads), segments, backward, alone, resumable)
 
 
@@ -52,7 +36,9 @@ def _backward_size(problem: Problem, block: int) -> int | None:
     if problem.num_features == 0:
         return None
     sides = _sides(problem)
-    return min(block, _rows(problem, MAX_BLOCK_ELEMENTS // sides, MAX_BLOCK_ROWS // sides))
+    return min(
+        block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS // sides, tuning.MAX_BLOCK_ROWS // sides)
+    )
 
 
 def _is_long(problem: Problem) -> bool:
@@ -60,7 +46,7 @@ def _is_long(problem: Problem) -> bool:
     if isinstance(problem.query_spec, Exact) or problem.exact_window is not None:
         return False
     return _longest(problem) >= (
-        MIN_SEGMENTED_CAUSAL_ROWS if problem.is_causal else MIN_SEGMENTED_ROWS
+        tuning.MIN_SEGMENTED_CAUSAL_ROWS if problem.is_causal else tuning.MIN_SEGMENTED_ROWS
     )
 
 
@@ -70,26 +56,26 @@ def _longest(problem: Problem) -> int:
 
 def _share(problem: Problem, segments: int) -> int:
     """Tokens of a segment, which is of whole blocks: a multiple of 512, of whole pieces."""
-    return SEGMENT_MULTIPLE * -(-_longest(problem) // (SEGMENT_MULTIPLE * segments))
+    return tuning.SEGMENT_MULTIPLE * -(-_longest(problem) // (tuning.SEGMENT_MULTIPLE * segments))
 
 
 def _block_size(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
-        return EXACT_BLOCK_ROWS
+        return tuning.EXACT_BLOCK_ROWS
     if problem.exact_window is not None:
-        return WINDOW_BLOCK_ROWS
+        return tuning.WINDOW_BLOCK_ROWS
     if problem.is_causal and isinstance(problem.query_spec, ColumnNormalized):
-        return COLUMN_NORMALIZED_BLOCK_ROWS
+        return tuning.COLUMN_NORMALIZED_BLOCK_ROWS
     if problem.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
-        return _rows(problem, MAX_BLOCK_ELEMENTS // 2, MAX_BLOCK_ROWS // 2)
+        return _rows(problem, tuning.MAX_BLOCK_ELEMENTS // 2, tuning.MAX_BLOCK_ROWS // 2)
     if not problem.is_causal and isinstance(problem.key_spec, Pointwise):
-        return _rows(problem, MAX_TILED_BLOCK_ELEMENTS, MAX_BLOCK_ROWS)
-    return _rows(problem, MAX_TILED_BLOCK_ELEMENTS, MAX_TILED_BLOCK_ROWS)
+        return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS)
+    return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_TILED_BLOCK_ROWS)
 
 
 def _rows(problem: Problem, numbers: int, most: int) -> int:
     """Tokens a block, by the numbers that its features may be."""
-    return max(MIN_BLOCK_ROWS, min(numbers // problem.num_features, most))
+    return max(tuning.MIN_BLOCK_ROWS, min(numbers // problem.num_features, most))
 
 
 def _sides(problem: Problem) -> int:
@@ -101,7 +87,7 @@ def _heads_at_once(problem: Problem, block: int) -> int:
     """Heads of a task whose features are there at once."""
     longest = max(1, _longest(problem))
     width = problem.num_features or longest
-    return max(1, MAX_BLOCK_ELEMENTS // _sides(problem) // (width * min(longest, block)))
+    return max(1, tuning.MAX_BLOCK_ELEMENTS // _sides(problem) // (width * min(longest, block)))
 
 
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
@@ -116,12 +102,12 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
         return 1
     if not problem.is_causal or problem.chunk_size is not None:
         return 1
-    if _longest(problem) * problem.num_features < MIN_APART_ELEMENTS:
+    if _longest(problem) * problem.num_features < tuning.MIN_APART_ELEMENTS:
         return 1
     heads = prod(problem.state_lead)
     n = problem.state_lead[-1] if problem.state_lead else 1
-    rows = max(MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
-    most = MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
+    rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
+    most = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
     for group in range(min(n, most), 1, -1):
         count = -(-n // group)
         if -(-(heads // n * count) // threads) * group <= -(-heads // threads):

@@ -15,15 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn_numpy import tuning
 from linattn_numpy.blas import blas
 from linattn_numpy.buffers import buffer
-from linattn_numpy.tuning import (
-    AVX512_KERNELS,
-    MAX_PRODUCT_ROWS,
-    MAX_SMALL_MATMUL,
-    MIN_PRODUCT_ROWS,
-    MIN_SUM_ROWS,
-)
 
 __all__ = [
     "broadcast_lead",
@@ -51,7 +45,7 @@ def has_small_matmul() -> bool:
         controller = blas.controller()
         if controller is not None:
             names = [library.get("architecture") or "" for library in controller.info()]
-            return any(name.lower() in AVX512_KERNELS for name in names)
+            return any(name.lower() in tuning.AVX512_KERNELS for name in names)
         exp = np.lib.introspect.opt_func_info("^exp$", "float32")["exp"]
     except (AttributeError, KeyError, TypeError):
         return False
@@ -91,17 +85,21 @@ def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
 @cache
 def _rows_per_small_product(numbers: int) -> int:
     """Rows of a small product with a factor of so many numbers: a power of two, or 0."""
-    size = MAX_PRODUCT_ROWS
-    while size * numbers > MAX_SMALL_MATMUL:
+    size = tuning.MAX_PRODUCT_ROWS
+    while size * numbers > tuning.MAX_SMALL_MATMUL:
         size //= 2
-    return size if size >= MIN_PRODUCT_ROWS else 0
+    return size if size >= tuning.MIN_PRODUCT_ROWS else 0
 
 
 def rows_per_product(n: int, y: Floats) -> int:
     """Rows at a time in which n rows are best multiplied by ``y``: all, or as many as a batch."""
     k, j = y.shape[-2:]
-    # Kernels for small matrices are slow on a turned second factor.
-    if n * k * j <= MAX_SMALL_MATMUL or y.strides[-1] != y.itemsize or not has_small_matmul():
+    # Kernels for small matrices are slow on a transposed second factor.
+    if (
+        n * k * j <= tuning.MAX_SMALL_MATMUL
+        or y.strides[-1] != y.itemsize
+        or not has_small_matmul()
+    ):
         return n
     return _rows_per_small_product(k * j) or n
 
@@ -117,7 +115,7 @@ def weighted_sum(weights: Floats, v: Floats) -> Floats:
     lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
     (n, m), j = weights.shape[-2:], v.shape[-1]
     size, columns = _tokens_and_features(n, m, j) if has_small_matmul() else (n, m)
-    if columns == m or n < MIN_SUM_ROWS:
+    if columns == m or n < tuning.MIN_SUM_ROWS:
         return np.asarray(np.matmul(transposed(weights), v))
     whole = n - n % size
     some = weights[..., :whole, :].reshape(*weights.shape[:-2], -1, size, m // columns, columns)
@@ -133,13 +131,13 @@ def weighted_sum(weights: Floats, v: Floats) -> Floats:
 @cache
 def _tokens_and_features(n: int, m: int, j: int) -> tuple[int, int]:
     """Tokens and columns of a small product, powers of two; all columns where there is none."""
-    columns = MAX_PRODUCT_ROWS
+    columns = tuning.MAX_PRODUCT_ROWS
     while m % columns:
         columns //= 2
     size = 1
-    while 2 * size * columns * j <= MAX_SMALL_MATMUL:
+    while 2 * size * columns * j <= tuning.MAX_SMALL_MATMUL:
         size *= 2
-    fits = columns >= MIN_PRODUCT_ROWS and size >= MIN_SUM_ROWS
+    fits = columns >= tuning.MIN_PRODUCT_ROWS and size >= tuning.MIN_SUM_ROWS
     return (min(size, n), columns) if fits else (n, m)
 
 

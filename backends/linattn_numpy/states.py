@@ -21,7 +21,7 @@ from linattn.typing import RELU, Assigned, Exponential, Partial, Pointwise, Spec
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
-    features,
+    feature_tiles,
     log_features,
     log_offsets,
     query_exponents,
@@ -67,36 +67,48 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: 
         return NotImplemented if sums is None else _merged(state, *sums, values_and_one.shape[-2])
     if not supports(key_spec):
         return NotImplemented
-    c, row, shares = log_offsets(key_spec, values_and_one.dtype), row_term(key_spec, tokens), None
-    lost = False
-    if row is not None:
-        top = row.max(axis=-2, keepdims=True)
-        shares = np.exp(row - (top if tokens.log_weight is None else finite_shift(top)))
-        if not (top - row).max() < -MIN_EXPONENT[row.itemsize]:
-            lost = bool(np.any((shares < tiny(shares.dtype)) & (row > -np.inf)))
-        c = c + top[..., 0]
-    kvz, largest = np.zeros(()), 0.0
-    for rows, weights in features(key_spec, tokens.x, "key"):
-        some = values_and_one[..., rows, :]
+    sums = _unshifted_sums(key_spec, tokens, values_and_one)
+    if sums is None:
+        return _reduce_stabilized(key_spec, tokens, values_and_one, state)
+    return _merged(state, *sums, values_and_one.shape[-2])
+
+
+def _unshifted_sums(
+    key_spec: Exponential | Pointwise, tokens: Tokens, values_and_one: Floats
+) -> tuple[Floats, Floats] | None:
+    """Sum a block by feature: sums and their log scale; None where underflow may have cost some."""
+    shares, top, has_underflowed = _row_shares(key_spec, tokens)
+    kvz, max_weight = np.zeros(()), 0.0
+    for rows, weights in feature_tiles(key_spec, tokens.x, "key"):
+        values = values_and_one[..., rows, :]
         if shares is not None:
-            some = weighted(some, shares[..., rows, :])
-        added = weighted_sum(weights, some[..., None, :, :])
+            values = weighted(values, shares[..., rows, :])
+        added = weighted_sum(weights, values[..., None, :, :])
         added = added.reshape(*added.shape[:-3], -1, added.shape[-1])
-        if rows.start == 0:
-            kvz = added
-        else:
-            kvz += added
-        if lost:
-            largest = max(largest, float(weights.max()))
+        kvz = added if rows.start == 0 else np.add(kvz, added, out=kvz)
+        if has_underflowed:
+            max_weight = max(max_weight, float(weights.max()))
     z, (least, most) = kvz[..., -1], FEATURE_SUM_RANGE[kvz.itemsize]
     if isinstance(key_spec, Pointwise) and key_spec.f == RELU:
         z = np.where(z == 0, 1, z)
-    if lost:
-        # A row whose share has underflowed may have features as large as they come.
-        least = max(least, floor_of(z.dtype) * values_and_one.shape[-2] * largest)
+    # A row whose share has underflowed may have features as large as they come.
+    least = max(least, floor_of(z.dtype) * values_and_one.shape[-2] * max_weight)
     if not (least <= z.min() <= z.max() <= most and all_finite(kvz)):
-        return _reduce_stabilized(key_spec, tokens, values_and_one, state)
-    return _merged(state, kvz, c, values_and_one.shape[-2])
+        return None
+    return kvz, log_offsets(key_spec, values_and_one.dtype) + top
+
+
+def _row_shares(key_spec: Spec, tokens: Tokens) -> tuple[Floats | None, Any, bool]:
+    """Row terms as factors, at most 1; the log of the largest; whether one has underflowed."""
+    row = row_term(key_spec, tokens)
+    if row is None:
+        return None, 0.0, False
+    top = row.max(axis=-2, keepdims=True)
+    shares = np.exp(row - (top if tokens.log_weight is None else finite_shift(top)))
+    has_underflowed = not (top - row).max() < -MIN_EXPONENT[row.itemsize] and bool(
+        np.any((shares < tiny(shares.dtype)) & (row > -np.inf))
+    )
+    return shares, top[..., 0], has_underflowed
 
 
 def _reduce_stabilized(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State) -> Any:
@@ -152,7 +164,7 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
         if np.any((kvz[..., -1] < floor_of(kvz.dtype)) & (c > -np.inf)):
             return _read_stabilized(query_spec, tokens, state, want_log)
     num_den = np.zeros(())
-    for rows, weights in features(query_spec, tokens.x, "query"):
+    for rows, weights in feature_tiles(query_spec, tokens.x, "query"):
         if rows.start == 0:
             lead = broadcast_lead(weights.shape[:-3], kvz.shape[:-2])
             num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)

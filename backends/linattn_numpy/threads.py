@@ -1,7 +1,6 @@
-"""Threads that are kept from call to call, with the buffers that they have filled.
+"""Threads that live from call to call, with the buffers that they have filled.
 
-A thread that is made for one call pays for its start and for fresh pages: together as much as
-attention over a thousand tokens.
+A thread that is made for one call pays for its start and for fresh pages.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any
+from typing import Any, TypeAlias
 
+from linattn_numpy import tuning
 from linattn_numpy.blas import blas
-from linattn_numpy.tuning import ROUND_ROBIN_TASKS
 
 __all__ = ["limited_threads", "run"]
+
+Work: TypeAlias = Callable[[Any], Iterable[Any] | None]
 
 _here = threading.local()
 _lock = threading.Lock()
@@ -54,67 +55,80 @@ def limited_threads() -> Iterator[None]:
         limit.give_back()
 
 
-def _steps(work: Callable[[Any], Iterable[Any] | None], task: Any) -> Iterator[Any]:
-    yield from work(task) or ()
+class _TaskQueue:
+    """Tasks that several threads work off, the last ones in round robin over their steps."""
 
+    def __init__(self, threads: int, work: Work, tasks: Sequence[Any]) -> None:
+        self._max_round_robin = tuning.ROUND_ROBIN_TASKS * threads
+        self._pending = deque(_steps(work, task) for task in tasks)
+        self._lock = threading.Lock()
 
-def run(threads: int, work: Callable[[Any], Iterable[Any] | None], tasks: Sequence[Any]) -> None:
-    """Call ``work(task)`` for each task on so many threads, the caller's among them.
-
-    What it returns may be an iterator: the task is done when that is. The last few tasks are taken
-    in turns, a step at a time, so that a thread on a slow core ends with the others: of eight heads
-    of 16,384 tokens, a task each, one thread ended after 140 ms and the other after 171.
-
-    A call from within a task is done by the thread that it is on: no thread waits for another that
-    waits for it. The first error is raised when all threads have stopped.
-    """
-    # One BLAS thread even for one of ours: a block is too small to share out. Two waited for each
-    # other: 275 ms for a head of 16,384 tokens on two busy cores, where one took 37 ms.
-    threads = min(threads, len(tasks))
-    limit = blas.one_thread()
-    try:
-        with limit:
-            _share(threads, work, tasks)
-    finally:
-        limit.give_back()
-
-
-def _share(threads: int, work: Callable[[Any], Iterable[Any] | None], tasks: Sequence[Any]) -> None:
-    if threads <= 1 or getattr(_here, "busy", False):
-        for task in tasks:
-            for _ in _steps(work, task):
-                pass
-        return
-    left, lock = deque(_steps(work, task) for task in tasks), threading.Lock()
-
-    def drain() -> None:
+    def drain(self) -> None:
+        """Work on this thread until no task is left; an error leaves none for the others."""
         _here.busy = True
         try:
-            while True:
-                with lock:
-                    if not left:
-                        return
-                    steps = left.popleft()
+            while (steps := self._next()) is not None:
                 for _ in steps:
-                    with lock:
-                        if 0 < len(left) < ROUND_ROBIN_TASKS * threads:
-                            left.append(steps)
-                            break
+                    if self._put_back(steps):
+                        break
         except BaseException:
-            with lock:
-                left.clear()
+            with self._lock:
+                self._pending.clear()
             raise
         finally:
             _here.busy = False
 
-    helpers = threads - 1
+    def _next(self) -> Iterator[Any] | None:
+        with self._lock:
+            return self._pending.popleft() if self._pending else None
+
+    def _put_back(self, steps: Iterator[Any]) -> bool:
+        """Queue a task behind the others if few are left."""
+        with self._lock:
+            few = 0 < len(self._pending) < self._max_round_robin
+            if few:
+                self._pending.append(steps)
+            return few
+
+
+def _steps(work: Work, task: Any) -> Iterator[Any]:
+    yield from work(task) or ()
+
+
+def run(threads: int, work: Work, tasks: Sequence[Any]) -> None:
+    """Call ``work(task)`` for each task on so many threads, the caller's among them.
+
+    What it returns may be an iterator: the task is done when that is. The last few tasks are done
+    in round robin, a step at a time, so that a thread on a slow core ends with the others.
+
+    A call from within a task is done by the thread that it is on: no thread waits for another that
+    waits for it. The first error is raised when all threads have stopped.
+    """
+    # One BLAS thread even for one of ours: a block is too small to share out, and two threads of
+    # BLAS on busy cores wait for each other.
+    threads = min(threads, len(tasks))
+    limit = blas.one_thread()
+    try:
+        with limit:
+            if threads <= 1 or getattr(_here, "busy", False):
+                for task in tasks:
+                    for _ in _steps(work, task):
+                        pass
+            else:
+                _share(threads - 1, _TaskQueue(threads, work, tasks))
+    finally:
+        limit.give_back()
+
+
+def _share(helpers: int, queue: _TaskQueue) -> None:
+    """Drain a queue on this thread and on so many others."""
     pool = _pool(helpers)
-    # A context each: settings of the caller hold in all of them.
     futures = []
     try:
         for _ in range(helpers):
-            futures.append(pool.submit(copy_context().run, drain))
-        drain()
+            # A context each: settings of the caller hold in all of them.
+            futures.append(pool.submit(copy_context().run, queue.drain))
+        queue.drain()
     finally:
         # An interrupt may have fallen where ``drain`` says so.
         _here.busy = False

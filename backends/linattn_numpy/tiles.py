@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from linattn_numpy.tuning import SUB_BLOCK_ROWS
+from linattn_numpy import tuning
 
 __all__ = ["moveaxis", "split_sub_blocks", "split_tiles", "sub_blocks", "tiles"]
 
@@ -16,8 +16,8 @@ Floats = NDArray[Any]
 
 def sub_blocks(n: int) -> list[tuple[slice, int]]:
     """Rows of a block in parts of one sub-block length each: whole ones, and the rest."""
-    whole = n - n % SUB_BLOCK_ROWS
-    parts = [(slice(0, whole), SUB_BLOCK_ROWS), (slice(whole, n), n - whole)]
+    whole = n - n % tuning.SUB_BLOCK_ROWS
+    parts = [(slice(0, whole), tuning.SUB_BLOCK_ROWS), (slice(whole, n), n - whole)]
     return [(rows, size) for rows, size in parts if rows.start < rows.stop]
 
 
