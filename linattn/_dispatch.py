@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from linattn import _arrays, _generic
+from linattn.typing import Declined
 
 __all__ = [
     "block_function",
+    "is_declined",
     "limited_threads",
     "registered_backends",
     "whole_function",
@@ -96,6 +98,11 @@ def _backend(xp: ModuleType) -> ModuleType | None:
     return None if module_name is None else _load(module_name)
 
 
+def is_declined(answer: Any) -> bool:
+    """Whether a backend's function leaves its problem to the generic code."""
+    return answer is NotImplemented or isinstance(answer, Declined)
+
+
 def block_function(
     name: str, xp: ModuleType, generic: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
@@ -110,7 +117,7 @@ def block_function(
 
     def first_special(*args: Any) -> Any:
         result = special(*args)
-        return behind(*args) if result is NotImplemented else result
+        return behind(*args) if is_declined(result) else result
 
     return first_special
 

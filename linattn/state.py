@@ -332,7 +332,7 @@ class Decoder:
             begin = _begin(problem)
             self._last = (_arrays.kinds(row[..., 0, :] for row in rows), settings, begin)
             stepper = None if begin is None else begin(problem, self._state)
-            self._stepper = None if stepper is NotImplemented else stepper
+            self._stepper = None if _dispatch.is_declined(stepper) else stepper
             arrays = tuple(row[..., 0, :] for row in rows)
         if self._stepper is not None:
             output = self._stepper.step(*arrays)

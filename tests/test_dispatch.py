@@ -21,7 +21,7 @@ import linattn
 import linattn_numpy
 from linattn import _dispatch, _generic, _settings
 from linattn.feature_maps import EluFeatures, PositiveFeatures
-from linattn.typing import Exact, Partial, Plan, Problem, State
+from linattn.typing import Declined, Exact, Partial, Plan, Problem, State
 
 PHI = EluFeatures()
 BLOCK_TIER = ["reduce_block", "read_block", "scan_block", "exact_block", "plan"]
@@ -106,6 +106,10 @@ def not_implemented(*args):
     return NotImplemented
 
 
+def declined(*args):
+    return Declined("not today")
+
+
 @pytest.mark.parametrize("name", BLOCK_TIER)
 def test_a_backend_is_called_for_what_it_defines(fakes, name):
     fakes.backend(**{name: getattr(_generic, name)})
@@ -146,21 +150,58 @@ def test_what_a_backend_is_given(fakes):
     assert isinstance(given["reduce_block"][-1], State)
 
 
+@pytest.mark.parametrize("answer", [not_implemented, declined])
 @pytest.mark.parametrize("name", [*BLOCK_TIER, *WHOLE_TIER])
-def test_not_implemented_falls_back(fakes, name):
+def test_what_is_declined_falls_back(fakes, name, answer):
     query, key, value = tokens()
     with linattn.without_backends():
         expected = [
             linattn.linear_attention(query, key, value, PHI, is_causal=c) for c in (False, True)
         ]
         exact = linattn.softmax_attention(query, key, value)
-    fakes.backend(**{name: not_implemented})
+    fakes.backend(**{name: answer})
     run_everything()
     assert set(fakes.calls) == {name}
     for is_causal, out in enumerate(expected):
         again = linattn.linear_attention(query, key, value, PHI, is_causal=bool(is_causal))
         assert_array_equal(again, out)
     assert_array_equal(linattn.softmax_attention(query, key, value), exact)
+
+
+def test_steps_and_gradients_that_are_declined_fall_back(fakes):
+    query, key, value = tokens()
+    step = (query[:, 0], key[:, 0], value[:, 0])
+    state = linattn.init_state(PHI, 4, batch_shape=(2,), like=key)
+
+    def results():
+        output, pullback = linattn.linear_attention_vjp(query, key, value, PHI, is_causal=True)
+        return linattn.Decoder(PHI, state).step(*step), *pullback(output)
+
+    with linattn.without_backends():
+        expected = results()
+    names = ("stepper", "attention_vjp", "scan_vjp", "scan_query_vjp", "scan_key_vjp")
+    fakes.backend(**dict.fromkeys(names, declined))
+    for ours, theirs in zip(results(), expected, strict=True):
+        assert_array_equal(ours, theirs)
+    assert set(fakes.calls) == set(names)
+
+
+def test_heads_that_are_declined_together_are_done_one_by_one(fakes):
+    shapes = []
+
+    def scan_block(*args):
+        shapes.append(args[5].kvz.shape[:-2])
+        if shapes[-1] != (1,):
+            return Declined("heads differ", by_head=True)
+        return _generic.scan_block(*args)
+
+    fakes.backend(scan_block=scan_block)
+    out, state = linattn.linear_attention(*tokens(), PHI, is_causal=True, return_state=True)
+    with linattn.without_backends():
+        want, after = linattn.linear_attention(*tokens(), PHI, is_causal=True, return_state=True)
+    assert shapes[:3] == [(2,), (1,), (1,)]
+    np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(state.kvz, after.kvz, rtol=1e-12, atol=1e-14)
 
 
 def test_what_a_block_function_returns_is_used(fakes):

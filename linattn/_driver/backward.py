@@ -165,7 +165,7 @@ def pull(
     whole = _dispatch.whole_function("attention_vjp", problem.xp)
     if whole is not None:
         answer: Any = whole(problem, cotangent)
-        if answer is not NotImplemented:
+        if not _dispatch.is_declined(answer):
             return Gradients(*answer)
 
     plan = _dispatch.block_function("plan", problem.xp)(problem).for_gradients()

@@ -15,6 +15,7 @@ from linattn.typing import (
     HEAD_BY_HEAD,
     Array,
     ColumnNormalized,
+    Declined,
     Index,
     Partial,
     Problem,
@@ -100,11 +101,11 @@ def causal_block(
     answer: Any = NotImplemented
     if special is not None:
         answer = special(*specs, query, key, values_and_one, state, problem.want_log)
-        if answer is HEAD_BY_HEAD:
+        if answer is HEAD_BY_HEAD or (isinstance(answer, Declined) and answer.by_head):
             return _each_head(problem, query, key, values_and_one, state)
-        if answer is NotImplemented and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:
+        if _dispatch.is_declined(answer) and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:
             return _two_blocks(problem, query, key, values_and_one, state)
-    if answer is NotImplemented:
+    if _dispatch.is_declined(answer):
         answer = _generic.scan_block(*specs, query, key, values_and_one, state, problem.want_log)
     part, after = answer
     if part.accepted:

@@ -36,7 +36,7 @@ def solve(
     whole = _dispatch.whole_function("attention", problem.xp)
     if whole is not None:
         answer: Any = whole(problem)
-        if answer is not NotImplemented:
+        if not _dispatch.is_declined(answer):
             return answer  # type: ignore[no-any-return]
 
     plan = _dispatch.block_function("plan", problem.xp)(problem)
@@ -116,7 +116,7 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         # The caller's problem mostly has the state already.
         same = problem.state is state
         answer: Any = whole(problem if same else problem.replace(state=state))
-        if answer is not NotImplemented:
+        if not _dispatch.is_declined(answer):
             return answer  # type: ignore[no-any-return]
     one = slice(0, 1)
     start = state.length

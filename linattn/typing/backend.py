@@ -24,11 +24,11 @@ class Backend(Protocol):
     * ``stepper(problem, state)``, an object with a method ``step(query, key, value) -> output`` or
       None and an attribute ``state``.
 
-    Each may return ``NotImplemented`` for a problem that it does not know; the generic code then
-    takes over. ``scan_block`` may return ``HEAD_BY_HEAD`` for a block of several heads: it is then
-    called for each alone. A module with compiled kernels may also define
-    ``kernel_status() -> str``, where they have run, which ``linattn info`` prints. That of NumPy
-    may define ``limited_threads()``, a context manager for what the core computes on the host
+    Each may return :class:`~linattn.typing.Declined`, with the reason, or ``NotImplemented`` for a
+    problem that it does not do; the generic code then takes over. Where ``scan_block`` declines
+    several heads ``by_head``, it is called for each alone. A module with compiled kernels may also
+    define ``kernel_status() -> str``, where they have run, which ``linattn info`` prints. That of
+    NumPy may define ``limited_threads()``, a context manager for what the core computes on the host
     between blocks, such as the fit of landmarks to arrays of any library.
 
     In the gradients a *adjoint* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 __all__ = [
     "HEAD_BY_HEAD",
     "Array",
     "ArrayT",
+    "Declined",
     "Features",
     "Index",
     "Partial",
@@ -30,6 +32,23 @@ Index: TypeAlias = tuple[slice, ...]
 
 HEAD_BY_HEAD = object()
 """What a backend's ``scan_block`` returns for several heads that it would do one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """What a function of a backend returns in place of a result: the generic code takes over.
+
+    Attributes
+    ----------
+    reason : str
+        Why, for :func:`linattn.explain`: "m = 300 is above 256".
+    by_head : bool
+        Whether ``scan_block`` would take the heads of this block one by one; only where there are
+        several.
+    """
+
+    reason: str
+    by_head: bool = False
 
 
 class Tokens(NamedTuple):
