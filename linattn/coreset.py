@@ -141,14 +141,14 @@ def _visible_product(
     finite = xp.isfinite(values_and_one)
     if not lazy and bool(xp.all(finite)):
         return xp.matmul(weights, values_and_one)
-    spoilt = (
+    not_finite = (
         xp.matmul(
             xp.astype(visible, values_and_one.dtype), xp.astype(~finite, values_and_one.dtype)
         )
         > 0
     )
     num_den = xp.matmul(weights, xp.where(finite, values_and_one, xp.zeros_like(values_and_one)))
-    return xp.where(spoilt, xp.full_like(num_den, float("nan")), num_den)
+    return xp.where(not_finite, xp.full_like(num_den, float("nan")), num_den)
 
 
 def _add_queries(moments: _Moments, query: Array, xp: ModuleType) -> _Moments:

@@ -154,14 +154,14 @@ class _ExponentialFeatures(SoftmaxKernelFeatures):
             raise NotImplementedError(message)
         lead = np.broadcast_shapes(A.shape[:-1], square_norm.shape[:-2])
         square_norm = np.broadcast_to(square_norm, (*lead, *square_norm.shape[-2:]))
-        law = np.empty(square_norm.shape)
+        found = np.empty(square_norm.shape)
         tilts = np.broadcast_to(A[..., 0], lead)
         for tilt in np.unique(tilts):
             of_tilt = tilts == tilt
-            law[of_tilt] = closed_form(
+            found[of_tilt] = closed_form(
                 self._kind, square_norm[of_tilt], self._rows, self.dim, A=float(tilt)
             )
-        return law
+        return found
 
 
 class PositiveFeatures(_ExponentialFeatures):

@@ -104,8 +104,8 @@ def kernel_attention(
     Time O(L S (m + e)) per head and O(S (m + e)) of extra memory per row for a feature map; a
     callable makes its whole (..., L, S) block. The logarithms of a map's features are added in
     float64, so its weights carry a relative error of about eps times the largest of them. Weights
-    that change sign may make the denominator cancel: it is not clamped. `kernel_sums` gives the
-    pieces.
+    that change sign may make the denominator cancel: it is not clamped. `kernel_sums` gives
+    numerators and denominators.
     """
     sums = kernel_sums(query, key, value, kernel, is_causal=is_causal, key_mask=key_mask)
     # A row of dead features is 0, but NaN in a value that it sees stays NaN.

@@ -243,7 +243,7 @@ def fixed_norm_mean(kind: str, sq_norm: Floats, num: int, dim: int, A: float) ->
     return _norm_mean(_PointNorms(dim, np.array([dim / 2])), kind, sq_norm, A)
 
 
-class _NormLaw(Protocol):
+class _Norms(Protocol):
     """How m norms are drawn: stratum i has its own distribution, rows get strata at random.
 
     ``mu[k, i]`` is the mean of coefficient k in stratum i; one column stands for m equal ones.
@@ -285,18 +285,18 @@ class _PointNorms:
     unbiased = False
 
     def powers(self, count: int, A: float, power: int = 1) -> Floats:
-        """See `_NormLaw`."""
+        """See `_Norms`."""
         b = self.dim / 2
         k = np.arange(count - 1)[:, None]
         first = np.exp(power * (b * log(1 - 4 * A) + 4 * A * self.q))
         return np.cumprod(np.vstack([first, (1 - 4 * A) * self.q / (b + k)]), axis=0)
 
     def laguerres(self, count: int) -> Floats:
-        """See `_NormLaw`."""
+        """See `_Norms`."""
         return np.stack(list(_laguerres(self.q, self.dim, count)))
 
     def pairs(self, count: int) -> tuple[Floats, Floats]:
-        """See `_NormLaw`."""
+        """See `_Norms`."""
         if self.q.size == 1:
             return self.q, np.ones(1)
         i, j = np.triu_indices(self.q.size, 1)
@@ -321,7 +321,7 @@ class _StratifiedNorms:
         return _half_square_quantiles(levels, self.dim, "stratified")
 
     def powers(self, count: int, A: float, power: int = 1) -> Floats:
-        """See `_NormLaw`: the first powers, by the incomplete gamma function of order b + k."""
+        """See `_Norms`: the first powers, by the incomplete gamma function of order b + k."""
         gammainc = scipy_special("stratified").gammainc
         orders = self.dim / 2 + np.arange(count)[:, None]
         below = gammainc(orders, (1 - 4 * A) * self._edges())
@@ -332,7 +332,7 @@ class _StratifiedNorms:
         return np.asarray(mu)
 
     def laguerres(self, count: int) -> Floats:
-        """See `_NormLaw`."""
+        """See `_Norms`."""
         means = [
             [weights @ values for values in _laguerres(q, self.dim, count)]
             for q, weights in self._strata(count)
@@ -340,7 +340,7 @@ class _StratifiedNorms:
         return np.stack(means, axis=-1)
 
     def pairs(self, count: int) -> tuple[Floats, Floats]:
-        """See `_NormLaw`: all pairs of independent norms, less those of one stratum."""
+        """See `_Norms`: all pairs of independent norms, less those of one stratum."""
         [(q, weights)] = _quadrature(np.empty(0), 2 * self.dim, count)
         nodes, masses = [q / 2], [weights * self.num / (self.num - 1)]
         for q, weights in self._strata(count):
@@ -385,8 +385,8 @@ def _gauss_legendre(count: int) -> tuple[Floats, Floats]:
     return nodes, weights
 
 
-def _norm_gap(law: _NormLaw, kind: str, sq_norm: Floats, num: int, A: float) -> Floats:
-    """Gap of rows with orthogonal directions and the norms of ``law``.
+def _norm_gap(norms: _Norms, kind: str, sq_norm: Floats, num: int, A: float) -> Floats:
+    """Gap of rows with orthogonal directions and the norms of ``norms``.
 
     With means g_i and second moments s_i of the strata and H_ij for a pair of one block,
 
@@ -396,53 +396,53 @@ def _norm_gap(law: _NormLaw, kind: str, sq_norm: Floats, num: int, A: float) -> 
     sampler's own mean, biased or not.
     """
     v = np.minimum(sq_norm, _LARGEST_COUPLED)
-    pairs = count_pairs(num, law.dim) / num**2
+    pairs = count_pairs(num, norms.dim) / num**2
     if kind == "trigonometric":
-        return _norm_gap_trig(law, v, num, pairs)
-    mean, spread = _moments_of_strata(law.powers(_num_terms(v), A))
+        return _norm_gap_trig(norms, v, num, pairs)
+    mean, spread = _moments_of_strata(norms.powers(_num_terms(v), A))
     coefficients = (_convolve(mean + spread) - 1) / num
     if pairs:
-        lost = _direction_deficits(law.dim, len(mean)) * (mean - spread / (num - 1))
+        lost = _direction_deficits(norms.dim, len(mean)) * (mean - spread / (num - 1))
         coefficients += pairs * _convolve(lost)
     gap = _poisson_mean(v, coefficients)
-    if not law.unbiased:
-        gap += _excess(law, kind, v, A) / num
+    if not norms.unbiased:
+        gap += _excess(norms, kind, v, A) / num
     return gap
 
 
-def _norm_mean(law: _NormLaw, kind: str, sq_norm: Floats, A: float) -> Floats:
+def _norm_mean(norms: _Norms, kind: str, sq_norm: Floats, A: float) -> Floats:
     """Mean of the estimate over its kernel."""
     v = np.minimum(sq_norm, 2 * _LARGEST)
     if kind == "trigonometric":
-        mean = law.laguerres(_num_terms(v / 2)).mean(axis=-1)
+        mean = norms.laguerres(_num_terms(v / 2)).mean(axis=-1)
         return _series(np.ones_like(v), v / 2, mean)
-    mean = law.powers(_num_terms(v / 2), A).mean(axis=-1)
+    mean = norms.powers(_num_terms(v / 2), A).mean(axis=-1)
     return _poisson_mean(v / 2, mean)
 
 
-def _norm_gap_trig(law: _NormLaw, s: Floats, num: int, pairs: float) -> Floats:
-    mu = law.laguerres(_num_terms(s if law.unbiased else 2 * s))
+def _norm_gap_trig(norms: _Norms, s: Floats, num: int, pairs: float) -> Floats:
+    mu = norms.laguerres(_num_terms(s if norms.unbiased else 2 * s))
     mean, spread = _moments_of_strata(mu)
     coefficients = _convolve(mean + spread) / num
     if pairs:
-        x, weights = law.pairs(len(mu))
-        products = np.stack([weights @ values for values in _laguerres(x, law.dim, len(mu))])
+        x, weights = norms.pairs(len(mu))
+        products = np.stack([weights @ values for values in _laguerres(x, norms.dim, len(mu))])
         coefficients += pairs * (_convolve(mean - spread / (num - 1)) - products)
     # Zero but for rounding: 1 - 1, and first Laguerre moments, which N(0, I) does not have.
-    coefficients[: 2 if law.unbiased else 1] = 0.0
+    coefficients[: 2 if norms.unbiased else 1] = 0.0
     gap = _poisson_mean(s, coefficients)
-    if not law.unbiased:
+    if not norms.unbiased:
         biases = mu.mean(axis=-1)
         biases[0] -= 1
         gap -= _poisson_mean(2 * s, biases) / (2 * num)
     return gap
 
 
-def _excess(law: _NormLaw, kind: str, v: Floats, A: float) -> Floats:
-    """Second moment of one independent standard normal row less that of a row of ``law``."""
+def _excess(norms: _Norms, kind: str, v: Floats, A: float) -> Floats:
+    """Second moment of one independent standard normal row less that of a row of ``norms``."""
     rho = 1 / (1 - 8 * A)
-    log_normal = law.dim / 2 * log((rho + 1) ** 2 / (4 * rho))
-    squares = law.powers(_num_terms(2 * v), A, power=2).mean(axis=-1)
+    log_normal = norms.dim / 2 * log((rho + 1) ** 2 / (4 * rho))
+    squares = norms.powers(_num_terms(2 * v), A, power=2).mean(axis=-1)
     with np.errstate(over="ignore"):
         if A == 0:  # both are 1 at v = 0, and all that is left is of order v
             excess = np.exp(v) * _poisson_mean(2 * v, 1 - squares)

@@ -156,7 +156,7 @@ def simplex(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...
 
     Takes the same normals from ``rng`` as `orthogonal`, and the norms are the same. Whole blocks
     of fewer rows from the same seed are the first of more rows; a partial block is not, as its
-    rows are spread by their number. Time O(m d^2), memory O((m + d) d) a draw.
+    rows depend on how many there are. Time O(m d^2), memory O((m + d) d) a draw.
 
     References
     ----------
@@ -372,7 +372,7 @@ def halton(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...]
     Coordinate j of row i has the digits of i in the j-th prime base p, each place with a random
     permutation of its own, down to 2^-52: uniform on a grid that fine before it is mapped, so that
     a map is unbiased. The rows are dependent: no closed form of the variance is known. Made for
-    few dimensions: a coordinate needs p rows to be spread evenly once, and the permutations cost
+    few dimensions: a coordinate needs p rows to be evenly covered once, and the permutations cost
     O(p) each; `sobol` has neither defect.
 
     Takes p uniform numbers from ``rng`` for each place of each coordinate. Fewer rows from the

@@ -446,11 +446,11 @@ def assert_batch_independent(
         what = f"element {index} alone against in the batch"
         assert_close(check, what, alone[0], together[index], rtol)
     for content in (30.0, np.nan):
-        spoiled = []
+        replaced = []
         for array in arrays:
             other = content * case.normal(length, 1.0, array.shape[-1])
-            spoiled.append(np.concatenate([array[:1], other[1:]]))
-        output = on_host(case.attend(*spoiled, **options))
+            replaced.append(np.concatenate([array[:1], other[1:]]))
+        output = on_host(case.attend(*replaced, **options))
         what = f"element 0 beside an element of size {content:g}"
         assert_close(check, what, output[0], together[0], rtol)
     return Evidence(check, "alone, in a batch, beside large numbers and NaN", 0.0, rtol)

@@ -4,7 +4,7 @@ Letters: ``n`` independent draws X_1..X_n of mean mu and variance sigma^2, ``alp
 rate, ``L = log(2 / alpha)``.
 
 The kit's own assertions use :func:`score_test`. It needs the exact variance (or an upper bound of
-it) and nothing else about the law, however heavy its tails: ``|sum psi(a (X_i - mu))|`` exceeds its
+it) and no more, however heavy the tails are: ``|sum psi(a (X_i - mu))|`` exceeds its
 threshold with a probability of at most alpha. Near the mean it acts as a sample mean that may be
 ``sqrt(2 L)`` standard errors away: 6.54 for alpha = 1e-9, where a Gaussian would need 6.11. Where
 no variance is known, :func:`variance_bound` bounds it from draws, given a bound of the kurtosis;
