@@ -19,14 +19,14 @@ from linattn._driver.blocks import block_slices, raw_tokens, token_block, values
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.exact import exact_rows
 from linattn._driver.tasks import Name, take, take_problem, task_index, task_name
-from linattn._driver.walks import initial_state, reading, update
+from linattn._driver.walks import initial_state, update
+from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
 from linattn._generic.block_vjps import row_cotangent, row_scale
 from linattn._generic.column_means import column_normalized_key_vjp, column_normalized_query_vjp
 from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
 from linattn.typing import (
     Affine,
     Array,
-    ColumnNormalized,
     Exact,
     Exponential,
     Index,
@@ -213,7 +213,7 @@ def walk_full(
     before = initial_state(problem)
     start = before.length
     state = update(problem, before, block_size)
-    query_spec, seen = reading(problem, state)
+    query_spec, seen = read_spec(problem, state)
     adjoint = _empty_adjoint(problem, state)
     read_block_vjp = _block("read_block_vjp", problem)
     for rows in _query_blocks(problem, block_size):
@@ -221,8 +221,7 @@ def walk_full(
         tokens = token_block(problem, "query", rows, start)
         gradient, adjoint = read_block_vjp(query_spec, tokens, seen, grad, adjoint)
         out.query.put(task, rows, _unchanged(problem.query_change, gradient, None))
-    if isinstance(problem.query_spec, ColumnNormalized):
-        adjoint = _means_adjoint(adjoint, state)
+    adjoint = read_spec_vjp(problem, adjoint, state)
     if cotangent.state is not None:
         adjoint = _generic.merge(adjoint, _broadcast(cotangent.state, adjoint))
     reduce_block_vjp = _block("reduce_block_vjp", problem)
@@ -251,7 +250,7 @@ def walk_causal(
     adjoint = _empty_adjoint(problem, state)
     if cotangent.state is not None:
         adjoint = _generic.merge(adjoint, _broadcast(cotangent.state, adjoint))
-    if isinstance(problem.query_spec, ColumnNormalized):
+    if is_column_normalized(problem):
         return _walk_means(problem, cotangent, out, task, block_size, state, adjoint)
     every = list(_query_blocks(problem, block_size))
     if checkpoints is not None:
@@ -471,21 +470,6 @@ def _broadcast(state: State, like: State) -> State:
     xp = _arrays.namespace(like.kvz)
     kvz = xp.broadcast_to(state.kvz, tuple(like.kvz.shape))
     return State(kvz, xp.broadcast_to(state.log_scale, tuple(like.log_scale.shape)), 0)
-
-
-def _means_adjoint(adjoint: State, state: State) -> State:
-    """Pull an adjoint of column means ``kv / z`` back to the state that was divided."""
-    xp = _arrays.namespace(state.kvz)
-    z = state.kvz[..., -1:]
-    empty = z == 0
-    divisor = xp.where(empty, xp.ones_like(z), z)
-    kv = adjoint.kvz[..., :-1] / divisor
-    mean = state.kvz[..., :-1] / divisor
-    kvz = xp.concat([kv, -xp.sum(kv * mean, axis=-1, keepdims=True)], axis=-1)
-    log = adjoint.log_scale - _generic.finite_shift(state.log_scale, xp)
-    nothing = xp.full_like(log, -xp.inf)
-    kvz = xp.where(empty, xp.zeros_like(kvz), kvz)
-    return State(kvz, xp.where(empty[..., 0], nothing, log), adjoint.length)
 
 
 def _state_gradient(before: State, adjoint: State) -> Array:

@@ -11,14 +11,12 @@ import array_api_compat
 
 from linattn import _dispatch, _generic
 from linattn._driver.tasks import task_index
+from linattn._driver.wrappers import innermost
 from linattn._generic import divide, values_block
 from linattn.typing import (
     ELU_PLUS_ONE,
     RELU,
-    Affine,
     Array,
-    ColumnNormalized,
-    Corrected,
     Index,
     Opaque,
     Partial,
@@ -96,8 +94,7 @@ def transient_values_block(problem: Problem, rows: slice) -> Array:
 
 def _calls_out(spec: Any) -> bool:
     """Whether a spec holds a function, which may be a caller's and use attention itself."""
-    if isinstance(spec, Affine | ColumnNormalized | Corrected):
-        return _calls_out(spec.spec)
+    spec = innermost(spec)
     return isinstance(spec, Opaque) or (
         isinstance(spec, Pointwise) and spec.f not in OWN_ACTIVATIONS
     )

@@ -9,12 +9,12 @@ import array_api_compat
 
 from linattn import _arrays, _dispatch, _generic
 from linattn._driver.tasks import take, take_problem, take_state, task_index
+from linattn._driver.wrappers import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
 from linattn._generic.hierarchical import scan_hierarchical
 from linattn.typing import (
     HEAD_BY_HEAD,
     Array,
-    ColumnNormalized,
     Declined,
     Index,
     Partial,
@@ -93,7 +93,7 @@ def causal_block(
     problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
     specs = (problem.query_spec, problem.key_spec)
-    if isinstance(problem.query_spec, ColumnNormalized):
+    if is_column_normalized(problem):
         return scan_column_normalized(problem, query, key, values_and_one, state)
     if problem.lazy:
         return scan_hierarchical(*specs, query, key, values_and_one, state)

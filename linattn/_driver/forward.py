@@ -14,12 +14,12 @@ from linattn._driver.tasks import take_problem, task_index
 from linattn._driver.walks import (
     _walk_window,
     initial_state,
-    reading,
     update,
     walk_causal,
     walk_exact,
     walk_full,
 )
+from linattn._driver.wrappers import read_spec
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Exact, Index, Partial, Problem, State
 
@@ -124,7 +124,7 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         state = update(problem, initial_state(problem.replace(state=state)), 1)
         read_block = _dispatch.block_function("read_block", problem.xp)
         tokens = token_block(problem, "query", one, start)
-        query_spec, seen = reading(problem, state)
+        query_spec, seen = read_spec(problem, state)
         part = read_block(query_spec, tokens, seen, problem.want_log)
         output = problem.xp.astype(divide(part), problem.query.dtype, copy=False)
     return output[..., 0, :], state

@@ -13,8 +13,8 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _generic, _settings
+from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
-    Affine,
     Array,
     Corrected,
     Exact,
@@ -244,6 +244,7 @@ def _described(
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
     if chunk_size is not None:
         chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
+    (query_spec, query_change), (key_spec, key_change) = map(peel_affine, specs)
     return Problem(
         xp=xp,
         dtype=dtype,
@@ -251,13 +252,13 @@ def _described(
         key=key,
         value=value,
         key_mask=mask,
-        query_spec=specs[0].spec if isinstance(specs[0], Affine) else specs[0],
-        key_spec=specs[1].spec if isinstance(specs[1], Affine) else specs[1],
+        query_spec=query_spec,
+        key_spec=key_spec,
         num_features=m,
         state_lead=state_lead,
         lead=lead,
-        query_change=specs[0] if isinstance(specs[0], Affine) else None,
-        key_change=specs[1] if isinstance(specs[1], Affine) else None,
+        query_change=query_change,
+        key_change=key_change,
         state=state,
         is_causal=is_causal,
         chunk_size=chunk_size,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from linattn import _generic
-from linattn.typing import ColumnNormalized, Corrected, Index, Problem, State
+from linattn._generic.specs import spec_axes
+from linattn.typing import ColumnNormalized, Corrected, Exact, Index, Problem, State
 
 __all__ = ["Name", "take", "take_problem", "take_state", "task_index", "task_name"]
 
@@ -40,8 +40,10 @@ def take(array: Any, trailing: int, task: Index) -> Any:
 
 
 def _take_spec(spec: Any, task: Index) -> Any:
+    if spec is None or isinstance(spec, Exact):
+        return spec
     changes: dict[str, Any] = {}
-    for name, axes in _generic.PARAMETER_AXES.get(type(spec), {}).items():
+    for name, axes in spec_axes(spec).items():
         whole = getattr(spec, name)
         part = take(whole, axes, task)
         if part is not whole:

@@ -15,8 +15,8 @@ from linattn._driver.blocks import block_slices, token_block, transient_values_b
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.exact import exact_rows
 from linattn._driver.window import walk_window
-from linattn._generic.corrected import guard, widen_state
-from linattn.typing import ColumnNormalized, Corrected, Index, Partial, Problem, Spec, State
+from linattn._driver.wrappers import read_spec, select_rows
+from linattn.typing import Index, Partial, Problem, State
 
 __all__ = [
     "StoreState",
@@ -24,7 +24,6 @@ __all__ = [
     "_walk_window",
     "initial_state",
     "read_blocks",
-    "reading",
     "run_walk",
     "scan_blocks",
     "update",
@@ -37,15 +36,6 @@ WriteRows: TypeAlias = Callable[[Index, slice, Partial], None]
 
 
 StoreState: TypeAlias = Callable[[Index, int, State], None]
-
-
-def reading(problem: Problem, state: State) -> tuple[Spec, State]:
-    """Spec and state of a plain read."""
-    if isinstance(problem.query_spec, ColumnNormalized):
-        return problem.query_spec.spec, _generic.normalize_state(state)
-    if isinstance(problem.query_spec, Corrected):
-        return problem.query_spec.spec, widen_state(problem.query_spec, state)
-    return problem.query_spec, state
 
 
 def initial_state(problem: Problem) -> State:
@@ -94,12 +84,12 @@ def read_blocks(
 ) -> Iterator[State]:
     """Read a state with all queries of a problem: the state again after each block."""
     read_block = _dispatch.block_function("read_block", problem.xp)
-    query_spec, seen = reading(problem, state)
+    query_spec, seen = read_spec(problem, state)
     for rows in block_slices(problem.query.shape[-2], block_size):
         part = read_block(
             query_spec, token_block(problem, "query", rows, start), seen, problem.want_log
         )
-        put(task, rows, guard(part) if isinstance(problem.query_spec, Corrected) else part)
+        put(task, rows, select_rows(problem, part))
         del part
         yield state
 

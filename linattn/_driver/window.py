@@ -19,6 +19,7 @@ from linattn import _arrays, _dispatch, _generic
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, values_and_one_block
 from linattn._generic.hierarchical import pad
 from linattn._generic.prefix_states import state_at
+from linattn._generic.specs import spec_axes
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
 __all__ = ["walk_window"]
@@ -130,8 +131,10 @@ def _flat(part: Partial, rows: int) -> Partial:
 
 def _over_blocks(spec: Any) -> Any:
     """Give the parameters of heads an axis for blocks."""
+    if spec is None:
+        return None
     changes = {}
-    for name, axes in _generic.PARAMETER_AXES.get(type(spec), {}).items():
+    for name, axes in spec_axes(spec).items():
         array = getattr(spec, name)
         if array is not None and not isinstance(array, float) and array.ndim > axes:
             xp = _arrays.namespace(array)

@@ -19,7 +19,7 @@ from linattn._generic.features import change_coordinates, evaluate
 from linattn._generic.numerics import divisor, finite_shift, ignore_fp_warnings
 from linattn._generic.planning import plan, run_in_order
 from linattn._generic.prefix_states import far_states
-from linattn._generic.specs import PARAMETER_AXES, spec_lead
+from linattn._generic.specs import spec_lead
 from linattn._generic.states import (
     combine,
     divide,
@@ -33,7 +33,6 @@ from linattn._generic.states import (
 )
 
 __all__ = [
-    "PARAMETER_AXES",
     "change_coordinates",
     "combine",
     "divide",

@@ -36,6 +36,7 @@ __all__ = [
     "column_normalized_key_vjp",
     "column_normalized_query_vjp",
     "normalize_state",
+    "normalize_state_vjp",
     "scan_column_normalized",
 ]
 
@@ -52,6 +53,21 @@ def normalize_state(state: State) -> State:
     zero = xp.zeros_like(state.log_scale)
     log_scale = xp.where(empty[..., 0], zero - xp.inf, zero)
     return State(kvz, log_scale, state.length)
+
+
+def normalize_state_vjp(adjoint: State, state: State) -> State:
+    """Pull an adjoint of :func:`normalize_state` back to the state that was divided."""
+    xp = namespace(state.kvz)
+    z = state.kvz[..., -1:]
+    empty = z == 0
+    divisor = xp.where(empty, xp.ones_like(z), z)
+    kv = adjoint.kvz[..., :-1] / divisor
+    mean = state.kvz[..., :-1] / divisor
+    kvz = xp.concat([kv, -xp.sum(kv * mean, axis=-1, keepdims=True)], axis=-1)
+    log = adjoint.log_scale - finite_shift(state.log_scale, xp)
+    nothing = xp.full_like(log, -xp.inf)
+    kvz = xp.where(empty, xp.zeros_like(kvz), kvz)
+    return State(kvz, xp.where(empty[..., 0], nothing, log), adjoint.length)
 
 
 def scan_column_normalized(

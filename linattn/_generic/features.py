@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
-import array_api_compat
-
 from linattn._arrays import namespace
 from linattn._generic.numerics import divisor, finite_shift
+from linattn._generic.specs import exponential_row, exponents, nan_if_infinite, rules_of
 from linattn.typing import (
     Affine,
     Array,
-    Assigned,
     ColumnNormalized,
     Corrected,
     Exponential,
     Features,
     MapSpec,
-    Normalized,
-    Pointwise,
     Spec,
     Tokens,
 )
@@ -49,21 +43,10 @@ def evaluate(spec: MapSpec, tokens: Tokens) -> Features:
         return evaluate(spec.spec, tokens)
     if isinstance(spec, Corrected):
         return _corrected(spec, evaluate(spec.spec, tokens))
-    x = tokens.x
-    xp = namespace(x)
-    if isinstance(spec, Exponential):
-        features = Features(_exponential_log(spec, x, xp), None)
-    elif isinstance(spec, Pointwise):
-        features = _pointwise(spec, x, xp)
-    elif isinstance(spec, Assigned):
-        features = Features(_assigned_log(spec, x, xp), None)
-    elif isinstance(spec, Normalized):
-        features = Features(_normalized_log(spec, x, xp), None)
-    else:
-        features = spec.fn(tokens)
+    features = rules_of(spec).evaluate(spec, tokens, namespace(tokens.x))
     log = features.log
     if log is None:
-        log = xp.zeros_like(features.values[..., :1])
+        log = namespace(features.values).zeros_like(features.values[..., :1])
     if tokens.log_weight is not None:
         log = log + tokens.log_weight
     return Features(log, features.values)
@@ -97,9 +80,9 @@ def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
     if isinstance(spec, Exponential):
         xp = namespace(tokens.x)
         # An exponent past range may be so by a part of its sum: it is not known to be small.
-        u = _nan_if_infinite(_exponents(spec, tokens.x, xp))
+        u = nan_if_infinite(exponents(spec, tokens.x, xp))
         features = Features(u + spec.col[..., None, :], None)
-        own = _exponential_row(spec, tokens.x, xp)
+        own = exponential_row(spec, tokens.x, xp)
         if tokens.log_weight is not None:
             own = own + tokens.log_weight
     else:
@@ -108,60 +91,6 @@ def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
         own = xp.zeros_like(features.log[..., :1])
     top = finite_shift(xp.max(features.log, axis=-1, keepdims=True), xp)
     return Features(features.log - top, features.values), own + top
-
-
-def _exponential_log(spec: Exponential, x: Array, xp: ModuleType) -> Array:
-    return _exponents(spec, x, xp) + _exponential_row(spec, x, xp) + spec.col[..., None, :]
-
-
-def _exponents(spec: Exponential, x: Array, xp: ModuleType) -> Array:
-    u = xp.matmul(x, spec.P)
-    return xp.concat([u, -u], axis=-1) if spec.paired else u
-
-
-def _exponential_row(spec: Exponential, x: Array, xp: ModuleType) -> Array:
-    half = spec.Q / 2
-    if isinstance(spec.Q, float):
-        quad = half * xp.sum(x * x, axis=-1, keepdims=True)
-    else:
-        quad = xp.sum(x * xp.matmul(x, half), axis=-1, keepdims=True)
-    return -_nan_if_infinite(quad)
-
-
-def _pointwise(spec: Pointwise, x: Array, xp: ModuleType) -> Features:
-    u = x * spec.P if isinstance(spec.P, float) else xp.matmul(x, spec.P)
-    if spec.bias is not None:
-        u = u + spec.bias[..., None, :]
-    values, log = spec.f.apply(u, xp)
-    if spec.offset != 0.0:
-        values = values + spec.offset
-    if not isinstance(spec.factor, float):
-        values = values * spec.factor[..., None, :]
-    elif spec.factor != 1.0:
-        values = values * spec.factor
-    if spec.quad is not None:
-        quad = _nan_if_infinite(spec.quad * xp.sum(x * x, axis=-1, keepdims=True))
-        log = quad if log is None else log + quad
-    return Features(log, values)
-
-
-def _assigned_log(spec: Assigned, x: Array, xp: ModuleType) -> Array:
-    """One finite log a row, at its column; NaN throughout for a row that holds NaN."""
-    scores = xp.matmul(x, spec.P) + spec.bias[..., None, :]
-    columns = xp.arange(spec.P.shape[-1], device=array_api_compat.device(scores))
-    chosen = xp.argmax(scores, axis=-1, keepdims=True) == columns
-    # The table's column of each row: a product with one 1 in each row is exact.
-    table = xp.matmul(xp.astype(chosen, x.dtype), xp.matrix_transpose(spec.table))
-    terms = xp.matmul(x, spec.probes) + spec.offset[..., None, :]
-    log = _log_sum(terms + table, xp)
-    log = xp.where(chosen, log, xp.full_like(log, -float("inf")))
-    log = xp.where(xp.any(xp.isnan(terms), axis=-1, keepdims=True), terms[..., :1] * 0, log)
-    return xp.concat([log, terms], axis=-1) if spec.dense else log
-
-
-def _normalized_log(spec: Normalized, x: Array, xp: ModuleType) -> Array:
-    u = xp.matmul(x, spec.P) + spec.col[..., None, :]
-    return u - spec.power * _log_sum(u, xp) + xp.matmul(x, spec.tilt)
 
 
 def _corrected(spec: Corrected, features: Features) -> Features:
@@ -173,13 +102,3 @@ def _corrected(spec: Corrected, features: Features) -> Features:
     values = xp.matmul(xp.exp(log - row), spec.matrix)
     own = values[..., :m] * xp.exp(spec.half_log)[..., None, :]
     return Features(row, xp.concat([own, values[..., m:]], axis=-1))
-
-
-def _log_sum(x: Array, xp: ModuleType) -> Array:
-    """Log of the sum of exponentials along the last axis, which stays."""
-    top = finite_shift(xp.max(x, axis=-1, keepdims=True), xp)
-    return xp.log(xp.sum(xp.exp(x - top), axis=-1, keepdims=True)) + top
-
-
-def _nan_if_infinite(x: Array) -> Array:
-    return x + (x - x)
