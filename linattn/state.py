@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import array_api_compat
@@ -284,16 +286,16 @@ class Decoder:
         check_map_of_state("state", state, feature_map)
         self._feature_map = feature_map
         self._state = state
-        self._stepped = 0
-        """Tokens that the stepper has taken since ``_state``."""
-        self._last: Any = None
-        self._problem: Problem | None = None
+        """Before the steps that the stepper has taken, if there is one."""
         self._stepper: Any = None
+        self._stepped = 0
+        self._checked: tuple[Problem, tuple[Any, ...]] | None = None
+        """A step that was checked in full, and what others must share with it to need no check."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is written to: copies and pickles go on by themselves."""
-        made = {"_stepped": 0, "_last": None, "_problem": None, "_stepper": None}
-        return {**self.__dict__, **made, "_state": self.state}
+        written = {"_stepper": None, "_stepped": 0, "_checked": None}
+        return {**self.__dict__, **written, "_state": self.state}
 
     def __repr__(self) -> str:
         """Show the map, and shapes in place of the numbers of the state."""
@@ -319,47 +321,50 @@ class Decoder:
         TypeError, ValueError
             As :func:`linattn.decode_step`; the state is then as before.
         """
-        arrays = (query, key, value)
-        begin = None if self._problem is None else _begin(self._problem)
-        settings = _settings.current_settings()
-        if self._problem is None or self._last != (_arrays.kinds(arrays), settings, begin):
-            self._leave()
-            problem = step_problem(query, key, value, self._state, self._feature_map)
-            # Not what came but what it became: bytes in foreign order are byte-swapped at every
-            # step.
-            rows = (problem.query, problem.key, problem.value)
-            self._problem = problem
-            begin = _begin(problem)
-            self._last = (_arrays.kinds(row[..., 0, :] for row in rows), settings, begin)
-            stepper = None if begin is None else begin(problem, self._state)
-            self._stepper = None if _dispatch.is_declined(stepper) else stepper
-            arrays = tuple(row[..., 0, :] for row in rows)
+        arrays: tuple[Array, ...] = (query, key, value)
+        problem, kind = self._checked or (None, None)
+        if problem is None or kind != _step_kind(problem.xp, arrays):
+            problem, arrays = self._check(*arrays)
         if self._stepper is not None:
             output = self._stepper.step(*arrays)
             if output is not None:
                 self._stepped += 1
                 return output
             # One step by other means; the next asks for a stepper again.
-            self._leave()
-            self._last = None
-        rows = tuple(array[..., None, :] for array in arrays)
-        problem = self._problem.replace(query=rows[0], key=rows[1], value=rows[2])
+            self._leave_stepper()
+        query, key, value = (array[..., None, :] for array in arrays)
+        problem = problem.replace(query=query, key=key, value=value)
         output, after = forward.step(problem, self._state)
         self._state = stamped(after, self._state, self._feature_map)
         return output
 
-    def _leave(self) -> None:
-        """Go on without the backend's stepper, from the state it is in."""
+    def _check(self, query: Array, key: Array, value: Array) -> tuple[Problem, tuple[Array, ...]]:
+        """Check a step in full and ask for a stepper; return also the arrays as they are used."""
+        self._leave_stepper()
+        problem = step_problem(query, key, value, self._state, self._feature_map)
+        # Not what came but what it became: bytes in foreign order are byte-swapped at every step.
+        arrays = tuple(row[..., 0, :] for row in (problem.query, problem.key, problem.value))
+        kind = _step_kind(problem.xp, arrays)
+        begin = kind[-1]
+        stepper = NotImplemented if begin is None else begin(problem, self._state)
+        self._stepper = None if _dispatch.is_declined(stepper) else stepper
+        self._checked = problem, kind
+        return problem, arrays
+
+    def _leave_stepper(self) -> None:
+        """Go on without the backend's stepper, from the state it is in, and check the next step."""
         if self._stepper is not None:
             self._state, self._stepper, self._stepped = self.state, None, 0
+        self._checked = None
+
+
+def _step_kind(xp: ModuleType, arrays: Iterable[Array]) -> tuple[Any, ...]:
+    """Kinds of the arrays, settings, and what makes a backend's stepper, None without one."""
+    begin = _dispatch.whole_function("stepper", xp)
+    return _arrays.kinds(arrays), _settings.current_settings(), begin
 
 
 @_arrays.on_array_device
 def _copied(state: State) -> State:
     # Sums are arrays of their own, and stay on a framework's tape.
     return State(state.kvz + 0, state.log_scale + 0, state.length)
-
-
-def _begin(problem: Problem) -> Any:
-    """Return what makes a backend's stepper, or None."""
-    return _dispatch.whole_function("stepper", problem.xp)

@@ -21,8 +21,9 @@ from linattn.feature_maps import (
     ReluFeatures,
     TaylorFeatures,
 )
-from linattn_numpy.decoding import PENDING, Stepper
+from linattn_numpy.decoding import Stepper
 from linattn_numpy.limits import MAX_LOG_LEAD
+from linattn_numpy.tuning import MAX_BUFFERED_TOKENS
 
 D, E = 8, 5
 rng = np.random.default_rng(11)
@@ -65,24 +66,24 @@ def stream(phi, query, key, value, decoder=None):
 
 @every_map
 def test_a_stream_whose_state_nobody_reads(name):
-    query, key, value = tokens(3 * PENDING + 7)
+    query, key, value = tokens(3 * MAX_BUFFERED_TOKENS + 7)
     out, decoder = stream(MAPS[name], query, key, value)
     assert isinstance(decoder._stepper, Stepper)
     want = reference.kernel_attention(query, key, value, MAPS[name], is_causal=True)
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
-    assert decoder.state.length == 3 * PENDING + 7
+    assert decoder.state.length == 3 * MAX_BUFFERED_TOKENS + 7
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (3, 2)])
 def test_any_number_of_leading_axes(lead):
     phi = MAPS["positive"]
     draw = np.random.default_rng(5)
-    query, key = draw.standard_normal((2, *lead, PENDING + 5, D))
-    value = draw.standard_normal((*lead, PENDING + 5, E))
+    query, key = draw.standard_normal((2, *lead, MAX_BUFFERED_TOKENS + 5, D))
+    value = draw.standard_normal((*lead, MAX_BUFFERED_TOKENS + 5, E))
     state = linattn.init_state(phi, E, batch_shape=lead, like=key)
     decoder = linattn.Decoder(phi, state)
     want = reference.kernel_attention(query, key, value, phi, is_causal=True)
-    for t in range(PENDING + 5):
+    for t in range(MAX_BUFFERED_TOKENS + 5):
         token = query[..., t, :], key[..., t, :], value[..., t, :]
         out, state = linattn.decode_step(*token, state, phi)
         np.testing.assert_allclose(out, want[..., t, :], rtol=0, atol=1e-12)
@@ -126,7 +127,7 @@ def test_a_high_key_that_cannot_be_read_spoils_nothing(name, monkeypatch):
     assert stepper.step(query[:, 6], key[:, 6], bad) is None
     for was, now in zip(before, stepper.state, strict=True):
         np.testing.assert_array_equal(was, now)
-    monkeypatch.setattr(stepper, "_added_and_read", interrupted)
+    monkeypatch.setattr(stepper, "_buffer_and_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         decoder.step(query[:, 6], key[:, 6], value[:, 6])
     monkeypatch.undo()
@@ -151,26 +152,26 @@ def test_scales_that_jump(name, dtype):
     tolerance = {np.float64: 1e-11, np.float32: 3e-5}[dtype]
     np.testing.assert_allclose(out, want, rtol=0, atol=tolerance)
     assert isinstance(decoder._stepper, Stepper)
-    assert decoder._stepper._waiting.max() <= np.exp(MAX_LOG_LEAD)
+    assert decoder._stepper._buffered.max() <= np.exp(MAX_LOG_LEAD)
 
 
 @pytest.mark.parametrize("factor", [1e3, -1e3])
-def test_queries_beyond_the_range_are_shifted(factor):
-    query, key, value = tokens(2 * PENDING + 3)
+def test_queries_beyond_the_range_are_stabilized(factor):
+    query, key, value = tokens(2 * MAX_BUFFERED_TOKENS + 3)
     phi = PositiveFeatures(D, 24, rng=0)
     query[:, 5:9] = factor * np.abs(phi.projection[0]) * np.sign(phi.projection[0])
     outs, decoder = stream(phi, query[:, :7], key[:, :7], value[:, :7])
-    assert not decoder._stepper._tries_natural
+    assert not decoder._stepper._reads_unshifted
     more, _ = stream(phi, query[:, 7:], key[:, 7:], value[:, 7:], decoder)
     assert isinstance(decoder._stepper, Stepper)
-    assert decoder._stepper._tries_natural
+    assert decoder._stepper._reads_unshifted
     with linattn.without_backends():
         want = linattn.linear_attention(query, key, value, phi, is_causal=True)
     out = np.concatenate([outs, more], axis=-2)
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-10)
 
 
-def test_a_read_of_what_has_underflowed_is_shifted():
+def test_a_read_of_what_has_underflowed_is_stabilized():
     """All columns that a query sees are far below 1, some beyond the range of float32."""
     rows = np.zeros((3, D))
     rows[0, 0], rows[1, 0], rows[2, 0] = 1.0, 1.02, 2.0
@@ -186,11 +187,11 @@ def test_a_read_of_what_has_underflowed_is_shifted():
 
 
 @pytest.mark.parametrize("name", ["positive", "elu", "taylor"])
-@pytest.mark.parametrize("steps", [0, 3, PENDING + 1])
+@pytest.mark.parametrize("steps", [0, 3, MAX_BUFFERED_TOKENS + 1])
 def test_states_and_copies_do_not_follow_their_decoder(name, steps):
     """One that shares memory with the decoder changes when that goes on, or changes it."""
     phi = (MAPS | {"taylor": TaylorFeatures(D)})[name]
-    query, key, value = tokens(steps + 2 * PENDING + 3)
+    query, key, value = tokens(steps + 2 * MAX_BUFFERED_TOKENS + 3)
     state = linattn.init_state(phi, E, batch_shape=(2,), like=key)
     decoder = linattn.Decoder(phi, state)
     if steps:
@@ -213,7 +214,7 @@ def test_states_and_copies_do_not_follow_their_decoder(name, steps):
 
 @pytest.mark.parametrize("name", ["positive", "elu", "taylor"])
 def test_a_decoder_raises_nothing_of_numpy(name):
-    """Tokens that wait are added when the state is asked for: products may underflow."""
+    """Buffered tokens are added when the state is asked for: products may underflow."""
     phi = (MAPS | {"taylor": TaylorFeatures(D)})[name]
     query, key, value = tokens(5, dtype=np.float32)
     key[:, 1:] *= 5
@@ -350,6 +351,7 @@ def test_an_error_leaves_the_stream_as_it_was():
     out = decoder.step(query[:, 2], key[:, 2], value[:, 2])
     want = linattn.linear_attention(query, key, value, phi, is_causal=True)[:, 2]
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
+    assert isinstance(decoder._stepper, Stepper)  # the steps after it are as fast as those before
 
 
 def token_and_state(phi: Any, dtype: Any = np.float32) -> tuple[Any, Any, Any, Any]:

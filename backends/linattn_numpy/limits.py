@@ -20,6 +20,7 @@ __all__ = [
     "MAX_LOG_LEAD",
     "MAX_LOG_SPREAD",
     "MAX_PREFIX_LOG_SPREAD",
+    "MAX_QUERY_LOG",
     "MAX_UNINSPECTED_EXPONENT",
     "MAX_VJP_EXPONENT",
     "MAX_WEIGHT_SPREAD",
@@ -54,6 +55,9 @@ MAX_FEATURE = 1e10
 
 MAX_LOG_LEAD = 10.0
 """How far above the log scale of a state a block may be that is added without rescaling it."""
+
+MAX_QUERY_LOG = {4: 1e15, 8: 1e150}
+"""Logs of a decoded query's features beyond this are left to the generic code."""
 
 MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}
 """How far apart the log scales of features may be that a causal block puts on one scale."""

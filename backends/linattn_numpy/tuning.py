@@ -68,3 +68,7 @@ MIN_PARALLEL_FLOPS = 2e8
 
 # 2026-11-22: tasks a thread that are done in round robin at the end.
 ROUND_ROBIN_TASKS = 4
+
+# 2026-11-22: tokens buffered beside a decoder's state: each makes a read longer, adding them is a
+# pass over the state. Features of a token, of all heads, whose workspace is cached between steps.
+MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS = 16, 1 << 16

@@ -1,0 +1,173 @@
+"""Features of one token at a time, relative to a log scale that stays where it is.
+
+A token is loaded if its key is no more than MAX_LOG_LEAD above that scale; else the state must be
+put on a higher one first.
+"""
+
+from __future__ import annotations
+
+from math import exp, isfinite
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Exponential, Pointwise
+from linattn_numpy.buffers import buffer
+from linattn_numpy.features import activate, preactivations
+from linattn_numpy.limits import MAX_LOG_LEAD, MAX_QUERY_LOG
+
+__all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
+
+Floats = NDArray[Any]
+
+MAX_SUM_OF_SQUARES = exp(2 * MAX_LOG_LEAD)
+"""Features of which the sum of squares is below this are all below exp(MAX_LOG_LEAD)."""
+
+_projections: WeakKeyDictionary[Exponential, Floats] = WeakKeyDictionary()
+"""What :func:`_projection` has made, for as long as a map keeps its spec."""
+
+
+def _projection(spec: Exponential) -> Floats:
+    """``P`` of all features, and below it what the square of a token is multiplied by."""
+    found = _projections.get(spec)
+    if found is None:
+        P = np.concatenate([spec.P, -spec.P], axis=-1) if spec.paired else spec.P
+        factor = -0.5 * spec.Q if isinstance(spec.Q, float) else -0.5
+        row = np.full_like(P[..., :1, :], factor)
+        found = _projections[spec] = np.concatenate([P, row], axis=-2)
+    return found
+
+
+def _product(tokens: Floats, spec: Exponential, logs: Floats) -> tuple[Floats, Floats, Floats]:
+    """Factors of a product, and where it goes."""
+    P = _projection(spec)
+    if P.ndim == 2:
+        return tokens.reshape(-1, tokens.shape[-1]), P, logs.reshape(-1, logs.shape[-1])
+    return tokens[..., None, :], P, logs[..., None, :]
+
+
+class ExponentialToken:
+    """Features of a token by an exponential map.
+
+    Both sides are made at once. The square of a key stands beside its coordinates and is taken off
+    by their product, which costs less than a number for each row of an array.
+    """
+
+    def __init__(self, query_spec: Exponential, key_spec: Exponential, log_scale: Floats) -> None:
+        self._specs = query_spec, key_spec
+        dim = query_spec.P.shape[-2]
+        tokens = np.zeros((2, *log_scale.shape[:-1], dim + 1), log_scale.dtype)
+        self._query, self._key = tokens[..., :-1]
+        self._square = tokens[1, ..., -1]
+        self._flat_square = self._square.reshape(-1)
+        self._logs = np.empty((2, *log_scale.shape), log_scale.dtype)
+        self._query_log, self._key_log = self._logs
+        self._weights = np.empty_like(log_scale)
+        self._flat_weights = self._weights.reshape(-1)
+        sides = zip(tokens, self._specs, self._logs, strict=True)
+        self._products = (
+            [_product(tokens, key_spec, self._logs)]
+            if query_spec is key_spec
+            else [_product(*side) for side in sides]
+        )
+        self._offsets = np.empty_like(self._logs)
+        self.rebase(log_scale)
+
+    def rebase(self, log_scale: Floats) -> None:
+        """Make features relative to this log scale from now on."""
+        self.log_scale = log_scale
+        np.add(self._specs[0].col, log_scale, out=self._offsets[0])
+        np.subtract(self._specs[1].col, log_scale, out=self._offsets[1])
+
+    def load(self, query: Floats, key: Floats) -> Floats | None:
+        """Load a token and return its key's features, ``(..., m)``; None if too high or NaN."""
+        self._query[...] = query
+        self._key[...] = key
+        Q = self._specs[1].Q
+        curved = key if isinstance(Q, float) else np.matmul(key[..., None, :], Q)[..., 0, :]
+        np.vecdot(key, curved, out=self._square)
+        self._project()
+        self._logs += self._offsets
+        weights = np.exp(self._key_log, out=self._weights)
+        # A sum of squares costs less than to look for the largest, which is exact.
+        if not (
+            self._flat_weights.dot(self._flat_weights) <= MAX_SUM_OF_SQUARES
+            or np.maximum.reduce(self._key_log, axis=None) <= MAX_LOG_LEAD
+        ):
+            return None
+        # Where a square is past range all features would be 0.
+        return weights if isfinite(self._flat_square.dot(self._flat_square)) else None
+
+    def _project(self) -> None:
+        for token, P, log in self._products:
+            np.matmul(token, P, out=log)
+
+    def raised_scale(self) -> Floats:
+        """Return a log scale on which the token that was loaded is not too high."""
+        self._project()
+        return np.asarray(np.maximum(self.log_scale, self._key_log + self._specs[1].col))
+
+    def unshifted_query(self) -> Floats:
+        """Features of the query, ``(..., m, 1)``: inf or 0 beyond the range."""
+        return np.asarray(np.exp(self._query_log))[..., None]
+
+    def stabilized_query(self) -> Floats:
+        """Features of the query, ``(..., m, 1)``, the largest at 1.
+
+        They are NaN where the query's own term may be past range.
+        """
+        top = self._query_log.max(axis=-1, keepdims=True)
+        if not top.max() < MAX_QUERY_LOG[top.itemsize]:
+            top *= np.nan
+        return np.asarray(np.exp(self._query_log - top))[..., None]
+
+
+class PointwiseToken:
+    """Features of a token by a pointwise map, which are on the log scale 0."""
+
+    def __init__(self, query_spec: Pointwise, key_spec: Pointwise, log_scale: Floats) -> None:
+        self._specs = query_spec, key_spec
+        self._query: Floats | None = None
+        self.rebase(log_scale)
+
+    def rebase(self, log_scale: Floats) -> None:
+        """Say on which log scale a state is."""
+        self.log_scale = log_scale
+        self._is_unscaled = not log_scale.any()
+
+    def load(self, query: Floats, key: Floats) -> Floats | None:
+        """Load a token and return its key's features, ``(..., m)``; None on another scale."""
+        self._query = query
+        return _activated(self._specs[1], key) if self._is_unscaled else None
+
+    def raised_scale(self) -> Floats:
+        """Return the log scale 0."""
+        return np.zeros_like(self.log_scale)
+
+    def unshifted_query(self) -> Floats:
+        """Features of the query, ``(..., m, 1)``."""
+        assert self._query is not None
+        return _activated(self._specs[0], self._query)[..., None]
+
+    stabilized_query = unshifted_query
+
+
+def _activated(spec: Pointwise, x: Floats) -> Floats:
+    """Features of a token of each head, ``(..., m)``, in a buffer."""
+    u = preactivations(spec, x[..., None, :], "token")
+    return activate(spec, u, buffer("token_features", u.shape, u.dtype))[..., 0, :]
+
+
+def rebase_for(
+    token: ExponentialToken | PointwiseToken, query: Floats, key: Floats
+) -> tuple[Floats | None, Floats]:
+    """Raise the log scale for a token that was too high and load it again.
+
+    Returns its key's features, None if it is not finite, and factors ``(..., m)`` that put a state
+    on the new scale.
+    """
+    before = token.log_scale
+    token.rebase(token.raised_scale())
+    return token.load(query, key), np.exp(before - token.log_scale)
