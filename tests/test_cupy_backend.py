@@ -6,6 +6,7 @@ what nobody wrote are NaN; see tests/emulator.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     ReluFeatures,
 )
+from linattn.typing import Declined
 from linattn_cupy import device, fused, gradients, layout, products
 
 D = 16
@@ -308,23 +310,24 @@ def test_a_square_that_overflows_is_nan_and_not_nothing(cupy_backend):
 
 
 @pytest.mark.parametrize(
-    ("phi", "change"),
+    ("phi", "change", "reason"),
     [
-        (CosformerFeatures(D, max_length=200), {}),
-        (DENSE, {}),
-        (ActivationFeatures(D, 40, rng=0), {}),
-        (EluFeatures(scale=2.0), {}),
-        (PositiveFeatures(D, 300, rng=0), {}),
-        (MAPS["positive"], {"value_dim": 20}),
-        (MAPS["positive"], {"lead": (2, 3, 2, 2)}),
-        (MAPS["positive"], {"length": 0, "keys": 3}),
-        (PositiveFeatures(12, 40, rng=0), {"dim": 12}),
-        (PositiveFeatures(136, 40, rng=0), {"dim": 136}),
+        (CosformerFeatures(D, max_length=200), {}, "no kernel evaluates this map"),
+        (DENSE, {}, "the map has more than one curvature"),
+        (ActivationFeatures(D, 40, rng=0), {}, "no kernel evaluates this map"),
+        (EluFeatures(scale=2.0), {}, "no kernel evaluates this map"),
+        (PositiveFeatures(D, 300, rng=0), {}, "m = 300 is above 256"),
+        (MAPS["positive"], {"value_dim": 20}, "e = 20 is no multiple of 8"),
+        (MAPS["positive"], {"value_dim": 520}, "e = 520 is above 511"),
+        (MAPS["positive"], {"lead": (2, 3, 2, 2)}, "4 axes of heads are more than 3"),
+        (MAPS["positive"], {"length": 0, "keys": 3}, "an axis has length 0"),
+        (PositiveFeatures(12, 40, rng=0), {"dim": 12}, "d = 12 is no multiple of 8"),
+        (PositiveFeatures(136, 40, rng=0), {"dim": 136}, "d = 136 is above 128"),
     ],
-    ids=lambda x: type(x).__name__ if not isinstance(x, dict) else str(x),
+    ids=lambda x: type(x).__name__ if not isinstance(x, dict | str) else str(x),
 )
-def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change):
-    assert solve(BF16, *inputs(**change), phi) is NotImplemented
+def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change, reason):
+    assert solve(BF16, *inputs(**change), phi) == Declined(reason)
     assert cupy_backend.launches == []
 
 
@@ -518,7 +521,8 @@ def test_a_device_with_little_shared_memory(cupy_backend):
     cupy_backend.shared_bytes = 4096
     words = r"full attention with d = 16, m = 40 needs [\d,]+ bytes of shared memory a block, this"
     with pytest.warns(RuntimeWarning, match=words):
-        assert solve(BF16, *inputs(), MAPS["positive"]) is NotImplemented
+        answer = solve(BF16, *inputs(), MAPS["positive"])
+    assert re.match(words, answer.reason)
     assert cupy_backend.launches == []
 
 
@@ -527,7 +531,6 @@ def test_reads_of_shorter_chunks_where_memory_is_short(cupy_backend):
     phi = PositiveFeatures(D, 128, rng=0)
     q, k, v = (x.astype(F16) for x in (query, key, value))
     variant = fused._variant(linear_problem(q, k, v, phi))
-    assert variant is not None
     short, long = (variant.shared(c, keys=False, queries=True) for c in (64, 128))
     cupy_backend.shared_bytes = long - 1
     assert short < long
@@ -575,7 +578,6 @@ def fits(phi, dim, *, is_causal):
         work = fused.work_of(problem)
     except device.KernelUnavailableError:
         return False
-    assert work is not None
     assert gradients._least_memory(work) <= device.shared_bytes()
     return True
 
@@ -584,7 +586,6 @@ def test_shared_memory_is_what_the_kernels_lay_out(cupy_backend):
     """One byte less than the host asks for would be seen: the emulator guards the end."""
     query, key, value = (x.astype(F16) for x in inputs())
     variant = fused._variant(linear_problem(query, key, value, MAPS["positive"]))
-    assert variant is not None
     assert variant.shared(64, keys=True, queries=True) == 2 * (
         48 * 24 + 2 * 64 * (24 + 40) + 64 * 24 + 48 * 40 + 48 * 72
     ) + 4 * (5 * 48 + 64)
@@ -595,16 +596,15 @@ def test_shared_memory_is_what_the_kernels_lay_out(cupy_backend):
 
 def test_heads_are_three_axes_at_most():
     heads = layout.heads_of((2, 1, 5, 7))
-    assert heads is not None
     assert heads.sizes == (2, 5, 7)
     assert heads.total == 70
     array = np.zeros((5, 1, 3, 4), F32)
     assert layout.strides(heads, array) == [0, 12, 0, 4]
     assert layout.unit_strides(heads, (1, 5, 7)) == [0, 7, 1]
     assert layout.unit_strides(heads, ()) == [0, 0, 0]
-    assert layout.heads_of((2, 3, 4, 5)) is None
+    with pytest.raises(device.UnsupportedError, match="4 axes of heads are more than 3"):
+        layout.heads_of((2, 3, 4, 5))
     scalar = layout.heads_of(())
-    assert scalar is not None
     assert scalar.sizes == (1, 1, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from linattn.typing import Declined
 from linattn_cupy import device
 
 
@@ -119,7 +121,9 @@ def test_what_cannot_be_built_is_tried_once(cupy, reason):
     assert len(cupy.built) == (reason == "broken")
     assert device.or_generic(lambda: 3)() == 3
     with pytest.warns(RuntimeWarning, match=words):
-        assert device.or_generic(lambda: launch(WARPS=8))() is NotImplemented
+        answer = device.or_generic(lambda: launch(WARPS=8))()
+    assert isinstance(answer, Declined)
+    assert re.match(words, answer.reason)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     ReluFeatures,
 )
-from linattn.typing import State
+from linattn.typing import Declined, State
 from linattn_cupy import device, fused, gradients
 
 D, E = 16, 24
@@ -37,6 +37,7 @@ MAPS: dict[str, Any] = {
     ),
 }
 TOLERANCE = {BF16: 2e-2, F16: 1e-2}
+REJECTED = Declined("rows were rejected, or a gradient is not finite")
 KERNELS = {
     False: [
         *("segment_states", "scan_states", "read_states", "query_terms", "read_gradients"),
@@ -222,7 +223,7 @@ def test_what_is_not_finite_is_left_to_the_generic_code(cupy_backend, place, is_
     query, key, value, grad = inputs((2,), 100)
     {"query": query, "key": key, "value": value, "grad": grad}[place][1, 75, 3] = np.nan
     answer = pull(BF16, query, key, value, grad, MAPS["positive"], is_causal=is_causal)
-    assert answer is NotImplemented
+    assert answer == REJECTED
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_what_underflows_at_a_shared_scale_is_left_to_the_generic_code(cupy_back
         query[1, :40] += direction
     query, key = (x.astype(F16) for x in (query, key))
     value, grad = (x.astype(F16) for x in (value, grad))
-    assert pull(BF16, query, key, value, grad, phi, is_causal=True) is NotImplemented
+    assert pull(BF16, query, key, value, grad, phi, is_causal=True) == REJECTED
     _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)
     cupy_backend.launches.clear()
     found = pullback(grad)
@@ -250,17 +251,17 @@ def test_what_underflows_at_a_shared_scale_is_left_to_the_generic_code(cupy_back
 
 
 @pytest.mark.parametrize(
-    ("phi", "change"),
+    ("phi", "change", "reason"),
     [
-        (CosformerFeatures(D, max_length=200), {}),
-        (MAPS["positive"], {"value_dim": 20}),
-        (MAPS["positive"], {"lead": (2, 3, 2, 2)}),
-        (PositiveFeatures(12, 40, rng=0), {"dim": 12}),
+        (CosformerFeatures(D, max_length=200), {}, "no kernel evaluates this map"),
+        (MAPS["positive"], {"value_dim": 20}, "e = 20 is no multiple of 8"),
+        (MAPS["positive"], {"lead": (2, 3, 2, 2)}, "4 axes of heads are more than 3"),
+        (PositiveFeatures(12, 40, rng=0), {"dim": 12}, "d = 12 is no multiple of 8"),
     ],
     ids=["cosformer", "values", "heads", "dim"],
 )
-def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change):
-    assert pull(BF16, *inputs(**change), phi) is NotImplemented
+def test_other_problems_are_left_to_the_generic_code(cupy_backend, phi, change, reason):
+    assert pull(BF16, *inputs(**change), phi) == Declined(reason)
     assert cupy_backend.launches == []
 
 
@@ -269,7 +270,8 @@ def test_a_device_with_little_shared_memory(cupy_backend, is_causal):
     device._warn_once.cache_clear()
     cupy_backend.shared_bytes = 15_000
     with pytest.warns(RuntimeWarning, match="bytes of shared memory a block, this device has"):
-        assert pull(BF16, *inputs(), MAPS["positive"], is_causal=is_causal) is NotImplemented
+        answer = pull(BF16, *inputs(), MAPS["positive"], is_causal=is_causal)
+    assert isinstance(answer, Declined)
     assert cupy_backend.launches == []
 
 

@@ -14,7 +14,7 @@ from functools import cache, lru_cache, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from linattn.typing import Array
+from linattn.typing import Array, Declined
 
 __all__ = [
     "KERNELS",
@@ -30,6 +30,7 @@ __all__ = [
     "open_compiler",
     "or_generic",
     "processors",
+    "require",
     "shared_bytes",
 ]
 
@@ -45,8 +46,18 @@ Grid = tuple[int, int, int]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+class UnsupportedError(Exception):
+    """No kernel takes this problem; the generic code does."""
+
+
 class KernelUnavailableError(Exception):
     """A kernel cannot run here; the generic code can."""
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raise UnsupportedError, with a reason, where what the kernels need does not hold."""
+    if not condition:
+        raise UnsupportedError(reason)
 
 
 def compile_options(options: Options) -> tuple[str, ...]:
@@ -222,16 +233,18 @@ def on_device(array: Array) -> Any:
 
 
 def or_generic(function: _F) -> _F:
-    """Leave a call to the generic code, with one warning, where a kernel cannot be built."""
+    """Decline a call that no kernel takes; with one warning where a kernel cannot be built."""
 
     @wraps(function)
     def with_fallback(*args: Any) -> Any:
         try:
             open_compiler()
             return function(*args)
+        except UnsupportedError as error:
+            return Declined(str(error))
         except KernelUnavailableError as error:
             _warn_once(str(error))
-            return NotImplemented
+            return Declined(str(error))
 
     return with_fallback  # type: ignore[return-value]
 

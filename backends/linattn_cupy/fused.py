@@ -12,7 +12,15 @@ from linattn.typing import Array, Problem, State
 from linattn_cupy import device
 from linattn_cupy.layout import Heads, Segments, heads_of, unit_strides, view
 from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
-from linattn_cupy.steps import MAX_VALUE_DIM, Rows, float32_map, redo
+from linattn_cupy.steps import (
+    COORDINATES_CHANGE,
+    EMPTY,
+    MAPS_DIFFER,
+    MAX_VALUE_DIM,
+    Rows,
+    float32_map,
+    redo,
+)
 
 __all__ = [
     "CAUSAL_TILE",
@@ -92,30 +100,26 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _variant(problem: Problem) -> Variant | None:
-    """How the kernels are compiled for a problem; None where they do not support it."""
+def _variant(problem: Problem) -> Variant:
+    """How the kernels are compiled for a problem; UnsupportedError where none takes it."""
     dim, value_dim = problem.query.shape[-1], problem.value.shape[-1]
-    name = str(problem.query.dtype)
+    name, accumulated = str(problem.query.dtype), str(np.dtype(problem.dtype))
+    device.require(name in ("float16", "bfloat16"), f"{name} is neither float16 nor bfloat16")
+    device.require(accumulated == "float32", f"sums are in {accumulated}")
+    device.require(problem.exact_window is None, "exact_window is given")
+    changes = problem.query_change, problem.key_change
+    device.require(changes == (None, None), COORDINATES_CHANGE)
     family = family_of(problem.query_spec)
-    if (
-        family is None
-        or problem.key_spec is not problem.query_spec
-        or name not in ("float16", "bfloat16")
-        or str(np.dtype(problem.dtype)) != "float32"
-        or problem.query_change is not None
-        or problem.key_change is not None
-        or problem.exact_window is not None
-        or problem.lazy
-        or dim % COPIED_ELEMENTS
-        or value_dim % COPIED_ELEMENTS
-        or dim > MAX_HEAD_DIM
-        or value_dim > MAX_VALUE_DIM
-        or 0 in (*problem.lead, problem.query.shape[-2], problem.key.shape[-2])
-    ):
-        return None
+    device.require(problem.key_spec is problem.query_spec, MAPS_DIFFER)
     num_features = num_features_of(problem.query_spec, dim)
-    if num_features > MAX_FEATURES:
-        return None
+    device.require(num_features <= MAX_FEATURES, f"m = {num_features} is above {MAX_FEATURES}")
+    for letter, size, largest in (("d", dim, MAX_HEAD_DIM), ("e", value_dim, MAX_VALUE_DIM)):
+        device.require(size <= largest, f"{letter} = {size} is above {largest}")
+        is_multiple = size % COPIED_ELEMENTS == 0
+        device.require(is_multiple, f"{letter} = {size} is no multiple of {COPIED_ELEMENTS}")
+    sizes = (*problem.lead, problem.query.shape[-2], problem.key.shape[-2])
+    device.require(0 not in sizes, EMPTY)
+    device.require(not problem.lazy, "arrays are traced or lazy")
     least = max(num_features, 1 if family == "exponential" else _round_up(dim, 16))
     strips = -(-least // (16 * MAX_WARPS))
     warps = -(-least // (16 * strips))
@@ -225,15 +229,13 @@ class Work(NamedTuple):
 
 @device.or_generic
 def attention(problem: Problem) -> Any:
-    """Linear attention of float16 and bfloat16, or NotImplemented.
+    """Linear attention of float16 and bfloat16, or Declined.
 
     Full attention reads K and V once and Q once; causal attention reads K and V twice, once for the
     states of segments of the sequence, which are then walked side by side. Products are of bfloat16
     (queries, keys and the projection in the dtype of the inputs) and accumulated in float32.
     """
     work = work_of(problem)
-    if work is None:
-        return NotImplemented
     if problem.is_causal:
         before = states_before(work)
         output, norms, after, flags = causal_rows(work, before)
@@ -245,18 +247,18 @@ def attention(problem: Problem) -> Any:
     return output, State(*after, seen + problem.key.shape[-2]), norms
 
 
-def work_of(problem: Problem) -> Work | None:
-    """Prepare the launches of a problem; None where the kernels do not support it.
+def work_of(problem: Problem) -> Work:
+    """Prepare the launches of a problem.
 
     Raises
     ------
+    UnsupportedError
+        No kernel takes it.
     KernelUnavailableError
-        They support it on devices with more shared memory.
+        One does, on devices with more shared memory.
     """
     variant = _variant(problem)
     heads, state_heads = heads_of(problem.lead), heads_of(problem.state_lead)
-    if variant is None or heads is None or state_heads is None:
-        return None
     sizes = [variant.shared(CAUSAL_TILE, keys=True, queries=problem.is_causal)]
     if not problem.is_causal:
         sizes.append(variant.shared(READ_TILES[-1], keys=False, queries=True))

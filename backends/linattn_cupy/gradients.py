@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn.typing import Array, Problem, State
+from linattn.typing import Array, Declined, Problem, State
 from linattn_cupy import device
 from linattn_cupy.fused import (
     CAUSAL_TILE,
@@ -236,7 +236,7 @@ class _Pull:
 
 @device.or_generic
 def attention_vjp(problem: Problem, cotangent: Any) -> Any:
-    """Gradients of linear attention of float16 and bfloat16, or NotImplemented.
+    """Gradients of linear attention of float16 and bfloat16, or Declined.
 
     Output and normalizers are computed again, then the gradients of queries by a walk over the
     state of the keys, and those of keys and values by a walk over that of the queries; causal walks
@@ -246,19 +246,18 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     queries, then of keys, are summed from partial ones in float32, one for each 64.
 
     The host waits for a flag at the end: where rows were rejected, or a gradient is not finite, the
-    result is NotImplemented, and generic code computes all gradients.
+    call is declined, and generic code computes all gradients.
     """
     unshared = replace(problem, state_lead=problem.lead, want_log=True)
     work = work_of(unshared)
     shared_state = cotangent.state is not None and problem.state_lead != problem.lead
-    if work is None or shared_state:
-        return NotImplemented
+    device.require(not shared_state, "heads share a state that has a cotangent")
     check_memory("gradients", unshared, _least_memory(work))
     pull = _Pull(work, cotangent.output)
     walk = _causal if problem.is_causal else _full
     gradients, adjoint, flags = walk(pull, cotangent.state)
     if bool(flags.any()):
-        return NotImplemented
+        return Declined("rows were rejected, or a gradient is not finite")
     arrays = (problem.query, problem.key, problem.value)
     sums = [_sum_to(x, tuple(like.shape)) for x, like in zip(gradients, arrays, strict=True)]
     state = None if adjoint is None else _state_gradient(problem, *adjoint)

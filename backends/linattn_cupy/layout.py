@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn.typing import Array
+from linattn_cupy import device
 
 __all__ = ["Heads", "Segments", "heads_of", "strides", "unit_strides", "view"]
 
@@ -44,11 +45,10 @@ class Segments(NamedTuple):
         return np.int64(self.num_tokens), np.int64(self.length), np.int32(self.number)
 
 
-def heads_of(lead: tuple[int, ...]) -> Heads | None:
-    """Heads of leading axes; None where more than three of them are larger than 1."""
+def heads_of(lead: tuple[int, ...]) -> Heads:
+    """Heads of leading axes; UnsupportedError where more than three of them are larger than 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != 1)
-    if len(axes) > MAX_AXES:
-        return None
+    device.require(len(axes) <= MAX_AXES, f"{len(axes)} axes of heads are more than {MAX_AXES}")
     sizes = (1,) * (MAX_AXES - len(axes)) + tuple(lead[i] for i in axes)
     return Heads((sizes[0], sizes[1], sizes[2]), axes, lead)
 

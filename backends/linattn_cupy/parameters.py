@@ -39,10 +39,11 @@ class Parameters(NamedTuple):
     lead: tuple[int, ...]
 
 
-def family_of(spec: Any) -> str | None:
-    """Name of the family of a spec, None for one that the kernels do not support."""
+def family_of(spec: Any) -> str:
+    """Name of the family of a spec; UnsupportedError for one that no kernel takes."""
     if isinstance(spec, Exponential):
-        return "exponential" if isinstance(spec.Q, float) else None
+        device.require(isinstance(spec.Q, float), "the map has more than one curvature")
+        return "exponential"
     is_supported = (
         isinstance(spec, Pointwise)
         and spec.f in ACTIVATIONS
@@ -54,7 +55,8 @@ def family_of(spec: Any) -> str | None:
         and isinstance(spec.factor, float)
         and spec.factor > 0.0
     )
-    return spec.f.name if is_supported else None
+    device.require(is_supported, "no kernel evaluates this map")
+    return str(spec.f.name)
 
 
 def num_features_of(spec: Any, dim: int) -> int:

@@ -18,7 +18,7 @@ from linattn_cupy.parameters import (
     parameters_of,
 )
 from linattn_cupy.products import multiply
-from linattn_cupy.steps import MAX_VALUE_DIM, Rows, redo
+from linattn_cupy.steps import EMPTY, MAPS_DIFFER, MAX_VALUE_DIM, Rows, redo
 
 __all__ = ["read_block", "reduce_block", "scan_block"]
 
@@ -26,13 +26,15 @@ WARPS = 8
 THREADS = 32 * WARPS
 
 
-def _lead_of(spec: Spec, *arrays: Array) -> tuple[int, ...] | None:
-    """Leading axes of a block that is supported here; None for any other."""
-    if family_of(spec) is None or any(str(a.dtype) != "float32" for a in arrays):
-        return None
+def _lead_of(spec: Spec, *arrays: Array) -> tuple[int, ...]:
+    """Leading axes of a block; UnsupportedError for one that is not for these kernels."""
+    family_of(spec)
+    dtypes = sorted({str(a.dtype) for a in arrays})
+    device.require(dtypes == ["float32"], f"blocks are of {' and '.join(dtypes)}, not of float32")
     spec_lead = tuple(spec.P.shape[:-2]) if isinstance(spec, Exponential) else ()
     lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), spec_lead)
-    return None if 0 in lead else lead
+    device.require(0 not in lead, EMPTY)
+    return lead
 
 
 def _flat(array: Array, lead: tuple[int, ...]) -> Array:
@@ -59,9 +61,7 @@ class _Side:
     """Tokens of one side of a block: logits u (heads, n, m), and the log of each row."""
 
     def __init__(self, spec: Spec, tokens: Tokens, lead: tuple[int, ...]) -> None:
-        family = family_of(spec)
-        assert family is not None
-        self.family = family
+        self.family = family_of(spec)
         self.x = _flat(tokens.x, lead)
         heads, n, d = self.x.shape
         m = num_features_of(spec, d)
@@ -78,7 +78,7 @@ class _Side:
         self.u = device.empty((heads, n, m), "float32")
         if self.map.projection is None:
             total = rows * d
-            args = [self.x, np.int64(total), np.int32(FAMILIES[family]), self.u]
+            args = [self.x, np.int64(total), np.int32(FAMILIES[self.family]), self.u]
             _launch("log_activations", (-(-total // THREADS), 1), args)
         else:
             multiply(self.x, self.map.projection, self.u, transpose_b=True)
@@ -126,10 +126,8 @@ def _new_state(kvz: Array, shifts: Array, lead: tuple[int, ...], length: int) ->
 
 @device.or_generic
 def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State) -> Any:
-    """Add a block of keys to the state; NotImplemented where there is no kernel for it."""
+    """Add a block of keys to the state, or Declined."""
     lead = _lead_of(key_spec, tokens.x, values_and_one, state.kvz)
-    if lead is None:
-        return NotImplemented
     kvz, log_scale = _state_arrays(state, lead)
     side = _Side(key_spec, tokens, lead)
     shifts, factors = _weigh_keys(side, log_scale)
@@ -140,10 +138,8 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: S
 
 @device.or_generic
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
-    """Read the state with a block of queries, or NotImplemented."""
+    """Read the state with a block of queries, or Declined."""
     lead = _lead_of(query_spec, tokens.x, state.kvz)
-    if lead is None:
-        return NotImplemented
     kvz, log_scale = _state_arrays(state, lead)
     side = _Side(query_spec, tokens, lead)
     norms = _weigh_queries(side, log_scale)
@@ -169,7 +165,6 @@ def _redo_rejected(
 ) -> None:
     count, n, columns = values_and_one.shape
     heads = heads_of((count,))
-    assert heads is not None
     arrays = (queries.x, keys.x, values_and_one, None, keys.weights)  # no mask
     m = keys.u.shape[-1]
     rows = Rows(
@@ -193,16 +188,16 @@ def scan_block(
     state: State,
     want_log: bool,
 ) -> Any:
-    """Causal attention of a block, or NotImplemented; rejected rows are computed again here.
+    """Causal attention of a block, or Declined; rejected rows are computed again here.
 
     The device finds them and acts on it, without host synchronization.
     """
     lead = _lead_of(query_spec, query.x, key.x, values_and_one, state.kvz)
     shapes = (key.x.shape[:-2], values_and_one.shape[:-2], state.kvz.shape[:-2])
-    if lead is None or key_spec is not query_spec or values_and_one.shape[-1] > MAX_VALUE_DIM:
-        return NotImplemented
-    if np.broadcast_shapes(*shapes) != lead:
-        return NotImplemented  # queries share a state
+    columns = values_and_one.shape[-1]
+    device.require(key_spec is query_spec, MAPS_DIFFER)
+    device.require(columns <= MAX_VALUE_DIM, f"e = {columns - 1} is above {MAX_VALUE_DIM - 1}")
+    device.require(np.broadcast_shapes(*shapes) == lead, "heads of queries share a state")
     kvz, log_scale = _state_arrays(state, lead)
     values_and_one = _flat(values_and_one, lead)
     queries, keys = _Side(query_spec, query, lead), _Side(key_spec, key, lead)
@@ -210,7 +205,6 @@ def scan_block(
     norms = _weigh_queries(queries, shifts)
     after = _rescaled(kvz, factors)
     heads, n, m = keys.u.shape
-    columns = values_and_one.shape[-1]
 
     scores = device.empty((heads, n, n), "float32")
     multiply(queries.u, keys.u, scores, transpose_b=True)

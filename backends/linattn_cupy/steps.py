@@ -6,12 +6,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn.typing import Array, Problem, State
+from linattn.typing import Array, Declined, Problem, State
 from linattn_cupy import device
 from linattn_cupy.layout import Heads, Segments, heads_of, strides, unit_strides
 from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 
-__all__ = ["MAX_VALUE_DIM", "Rows", "decode", "float32_map", "redo", "stepper"]
+__all__ = [
+    "COORDINATES_CHANGE",
+    "EMPTY",
+    "MAPS_DIFFER",
+    "MAX_VALUE_DIM",
+    "Rows",
+    "decode",
+    "float32_map",
+    "redo",
+    "stepper",
+]
 
 WARPS = 8
 WARP = 32
@@ -20,6 +30,11 @@ INPUTS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 MAX_VALUE_DIM = 511
 """Largest value dim of a step: a lane holds its columns of the state in registers."""
+
+MAPS_DIFFER = "the maps of queries and keys differ"
+COORDINATES_CHANGE = "the map changes coordinates"
+EMPTY = "an axis has length 0"
+"""Reasons for which several kernels decline."""
 
 
 def _options(family: str, inputs: str, columns: int) -> dict[str, int]:
@@ -51,10 +66,8 @@ def _launch(
 
 def float32_map(spec: Any, dim: int, num_features: int) -> tuple[str, Parameters]:
     """Family of a spec that is supported, and its parameters in float32."""
-    family = family_of(spec)
-    assert family is not None
     like = device.empty((0, dim), "float32")
-    return family, parameters_of(spec, like, dim, num_features)
+    return family_of(spec), parameters_of(spec, like, dim, num_features)
 
 
 def _map_args(heads: Heads, parameters: Parameters) -> list[Any]:
@@ -112,28 +125,29 @@ def redo(
     _launch("redo_rows", family, str(rows.tokens[0].dtype), blocks, dims, args)
 
 
-def _supports(problem: Problem) -> bool:
-    """Whether there is a kernel for a step of this problem."""
-    return (
-        family_of(problem.query_spec) is not None
-        and problem.key_spec is problem.query_spec
-        and str(problem.query.dtype) in INPUTS
-        and str(np.dtype(problem.dtype)) == "float32"
-        and problem.query_change is None
-        and problem.key_change is None
-        and not problem.want_log
-        and problem.value.shape[-1] <= MAX_VALUE_DIM
-        and num_features_of(problem.query_spec, problem.query.shape[-1]) == problem.num_features
-        and problem.lead == problem.state_lead
-        and 0 not in problem.lead
-    )
+def _require_kernel(problem: Problem) -> None:
+    """Raise UnsupportedError where there is no kernel for a step of this problem."""
+    name, accumulated = str(problem.query.dtype), str(np.dtype(problem.dtype))
+    dim, value_dim = problem.query.shape[-1], problem.value.shape[-1]
+    device.require(name in INPUTS, f"{name} is none of {', '.join(INPUTS)}")
+    device.require(accumulated == "float32", f"sums are in {accumulated}")
+    changes = problem.query_change, problem.key_change
+    device.require(changes == (None, None), COORDINATES_CHANGE)
+    family_of(problem.query_spec)
+    device.require(problem.key_spec is problem.query_spec, MAPS_DIFFER)
+    is_whole = num_features_of(problem.query_spec, dim) == problem.num_features
+    device.require(is_whole, f"the map has {problem.num_features} features of {dim} coordinates")
+    device.require(value_dim <= MAX_VALUE_DIM, f"e = {value_dim} is above {MAX_VALUE_DIM}")
+    device.require(not problem.want_log, "the log normalizer is asked for")
+    device.require(problem.lead == problem.state_lead, "heads of queries share a state")
+    device.require(0 not in problem.lead, EMPTY)
 
 
 class _Step:
     """All that steps of tokens of one kind share."""
 
-    def __init__(self, problem: Problem, heads: Heads) -> None:
-        self._heads = heads
+    def __init__(self, problem: Problem) -> None:
+        self._heads = heads = heads_of(problem.lead)
         d, m = problem.query.shape[-1], problem.num_features
         self._family, parameters = float32_map(problem.query_spec, d, m)
         self._inputs = str(problem.query.dtype)
@@ -177,11 +191,9 @@ class _Step:
 @device.or_generic
 def decode(problem: Problem) -> Any:
     """One token: its output and a new state, in one kernel. Reads and writes the state once."""
-    heads = heads_of(problem.lead)
-    if heads is None or not _supports(problem):
-        return NotImplemented
+    _require_kernel(problem)
     assert problem.state is not None
-    step = _Step(problem, heads)
+    step = _Step(problem)
     before = problem.state
     kvz, log_scale = (device.contiguous(a) for a in (before.kvz, before.log_scale))
     after = step.new_state()
@@ -210,7 +222,7 @@ class Stepper:
     def step(self, query: Array, key: Array, value: Array) -> Array | None:
         """Take a token, ``(..., d)``; return its output ``(..., e)``, or None without a kernel."""
         output = self._take((query[..., None, :], key[..., None, :], value[..., None, :]))
-        if output is NotImplemented:
+        if isinstance(output, Declined):
             return None
         self._length += 1
         return output
@@ -223,8 +235,6 @@ class Stepper:
 
 @device.or_generic
 def stepper(problem: Problem, state: State) -> Any:
-    """Return a Stepper that begins with a state, or NotImplemented."""
-    heads = heads_of(problem.lead)
-    if heads is None or not _supports(problem):
-        return NotImplemented
-    return Stepper(_Step(problem, heads), state)
+    """Return a Stepper that begins with a state, or Declined."""
+    _require_kernel(problem)
+    return Stepper(_Step(problem), state)
