@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 import linattn
+from linattn import automatic
+from linattn._driver import checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -149,6 +151,21 @@ def test_readme_shows_the_errors_that_compare_prints(tmp_path):
     for label, numbers in shown.items():
         for number, median in zip(numbers, measured[label], strict=True):
             assert abs(Decimal(number) - Decimal(median)) <= last_place(number), label
+
+
+def test_pages_give_the_numbers_of_the_code():
+    pages = {name: (ROOT / "docs" / name).read_text() for name in ("attention.md", "gradients.md")}
+    window, rows = automatic.WINDOW, automatic.HELD_OUT
+    assert f"with an exact window of {window} |" in pages["attention.md"]
+    assert f"from {rows} rows that are computed exactly" in pages["attention.md"]
+    assert f"like any from {rows} rows" in pages["attention.md"]
+
+    most = checkpoints.MAX_STATES
+    held = f"at most {2 * most} states a head: {most} checkpoints"
+    assert held in pages["gradients.md"]
+    assert f"Up to {most} checkpoints are stored" in pages["gradients.md"]
+    docstring = " ".join(str(linattn.linear_attention_vjp.__doc__).split())
+    assert held in docstring
 
 
 def test_files_that_the_pages_name_exist():
