@@ -36,7 +36,7 @@ Floats = NDArray[Any]
 def has_small_matmul() -> bool:
     """Whether NumPy's matrix products are those of OpenBLAS with its kernels for AVX-512.
 
-    threadpoolctl knows which set is in use; without it, it is what the processor allows.
+    threadpoolctl tells which set is in use; without it, it is what the processor allows.
     """
     try:
         dependencies: Any = np.show_config(mode="dicts")["Build Dependencies"]

@@ -334,7 +334,7 @@ def _walk_means(
     state: State,
     adjoint: State,
 ) -> State:
-    """As :func:`walk_causal`, for queries that read means: keeps the state before each block."""
+    """As :func:`walk_causal`, for column-normalized reads: keeps the state before each block."""
     specs = (problem.query_spec, problem.key_spec)
     start = state.length
     before: list[State] = []

@@ -117,7 +117,7 @@ class Rows:
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
         self._dtype = dtype
-        # To look at values of a GPU would have it waited for.
+        # To inspect values on a GPU is a host synchronization.
         looks = not (problem.lazy or array_api_compat.is_cupy_array(problem.query))
         self._counts = problem.signed and looks
         self._negative: list[int] = []

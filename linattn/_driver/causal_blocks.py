@@ -26,7 +26,7 @@ from linattn.typing import (
 __all__ = ["causal_block"]
 
 MAX_DECLINED_TOKENS = 512
-"""Tokens of a causal block that is not cut where a backend refuses it: then it costs its square."""
+"""Tokens of a causal block that is not cut where a backend declines: then it costs its square."""
 
 
 SMALL_VALUES = 2.0**10
@@ -157,7 +157,7 @@ def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
 def _two_blocks(
     problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
-    """Do a causal block that a backend refuses as two shorter ones."""
+    """Do a causal block that a backend declines as two shorter ones."""
     xp, n = problem.xp, values_and_one.shape[-2]
     sums: list[Array] = []
     logs: list[Array] = []

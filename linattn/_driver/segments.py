@@ -24,7 +24,7 @@ def in_segments(problem: Problem, plan: Plan, put: WriteRows, store: StoreState 
 
     Full: states of the segments of keys, then reads of the segments of queries. Causal: states of
     all segments but the last, then each segment from the state of all before it; the keys of
-    these segments are looked at twice.
+    these segments are read twice.
     """
     before = initial_state(problem)
     keys = _segments(problem.key.shape[-2], plan)

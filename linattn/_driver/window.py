@@ -164,8 +164,8 @@ def _states_after(
 ) -> Iterator[State]:
     """For spans first..stop - 1 the state of all keys from the second block behind each.
 
-    ``after`` is that of the last. The spans are divided into at most FAN stretches, whose states
-    are merged from the last to the first; each stretch is divided in the same way.
+    ``after`` is that of the last. The spans are divided into at most FAN groups, whose states
+    are merged from the last to the first; each group is divided in the same way.
     """
     if stop - first == 1:
         yield after

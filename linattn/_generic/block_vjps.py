@@ -2,7 +2,7 @@
 
 With the cotangent g1 of a row's ``[numerator, denominator]``, queries read the state of the keys
 before them with it, and keys read the *adjoint* of the queries behind them, which is a state too:
-features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. Causal blocks go by halves, so that
+features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. Causal blocks are divided, so that
 every scale holds visible tokens only: no weight exceeds 1 for positive maps, and no branch depends
 on data. ``n`` tokens, ``m`` features, ``e`` value dim.
 """

@@ -73,7 +73,7 @@ def normalize_state_vjp(adjoint: State, state: State) -> State:
 def scan_column_normalized(
     problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Partial, State]:
-    """Causal attention of a block whose queries read means.
+    """Causal attention of a block by column-normalized reads.
 
     With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normalizer of column r up to token i, it is
     an ordinary causal read.

@@ -35,8 +35,8 @@ def widen_state(spec: Corrected, state: State) -> State:
     margin = log(float(xp.finfo(state.kvz.dtype).max)) / 2
     log_scale = xp.maximum(state.log_scale[..., :m], top - margin)
     corrected = corrected * xp.exp(top - log_scale)[..., None]
-    plain = state.kvz[..., :m, :] * xp.exp(state.log_scale[..., :m] - log_scale)[..., None]
-    kvz = xp.concat([corrected, xp.abs(corrected[..., -1:]), plain], axis=-1)
+    uncorrected = state.kvz[..., :m, :] * xp.exp(state.log_scale[..., :m] - log_scale)[..., None]
+    kvz = xp.concat([corrected, xp.abs(corrected[..., -1:]), uncorrected], axis=-1)
     return State(kvz, log_scale, state.length)
 
 
@@ -44,9 +44,9 @@ def guard(part: Partial) -> Partial:
     """Choose for each query between what it read of a widen_state state."""
     xp = namespace(part.num_den)
     width = (part.num_den.shape[-1] - 1) // 2
-    corrected, plain = part.num_den[..., :width], part.num_den[..., width + 1 :]
-    d1, d0, size = corrected[..., -1:], plain[..., -1:], part.num_den[..., width : width + 1]
+    corrected, uncorrected = part.num_den[..., :width], part.num_den[..., width + 1 :]
+    d1, d0, size = corrected[..., -1:], uncorrected[..., -1:], part.num_den[..., width : width + 1]
     near = (LARGEST_RATIO * d1 > d0) & (d1 < LARGEST_RATIO * d0)
     # Where the correction overflowed or is NaN no comparison holds.
-    sound = near & (size < LARGEST_CANCELLATION * d1)
-    return Partial(xp.where(sound, corrected, plain), part.log)
+    trusted = near & (size < LARGEST_CANCELLATION * d1)
+    return Partial(xp.where(trusted, corrected, uncorrected), part.log)

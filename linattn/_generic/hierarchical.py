@@ -1,6 +1,6 @@
-"""Causal attention of a block by halves: every scale holds visible keys only.
+"""Causal attention of a block by divide and conquer: every scale holds visible keys only.
 
-Each token reads itself; then, in stretches of 2, 4, 8, ... tokens, right halves read left halves,
+Each token reads itself; then, in runs of 2, 4, 8, ... tokens, right halves read left halves,
 and a row's parts are combined by their own logs. No branch depends on data.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def left_or_right(x: Array, half: int, side: int) -> Array:
-    """Left (0) or right (1) halves of all stretches of ``2 half`` tokens: a new axis before -2."""
+    """Left (0) or right (1) halves of all runs of ``2 half`` tokens: a new axis before -2."""
     if x is None:
         return None
     xp = namespace(x)
@@ -87,7 +87,7 @@ def scan_hierarchical(
 
 
 def pad_features(features: Features, size: int, fill: float) -> Features:
-    """Append rows with one log and no values: tokens cannot be, maps may refuse their positions."""
+    """Append rows with one log and no values: tokens cannot be, maps may reject their positions."""
     return Features(pad(features.log, size, fill), pad(features.values, size))
 
 

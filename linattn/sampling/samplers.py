@@ -269,7 +269,7 @@ def quantile(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ..
 def fixed_norm(
     num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...] = ()
 ) -> Floats:
-    """Draw orthogonal directions with norms that all are sqrt(d): biased, regularised softmax.
+    """Draw orthogonal directions with norms that all are sqrt(d): biased, regularized softmax.
 
     Parameters
     ----------
