@@ -30,11 +30,26 @@ FILES = sorted(
 # What finds a word that was given up, and what to say. Where the word is ordinary English too, or
 # a public name, the pattern says where it is not.
 WORDS = {
+    r"\b(look(s|ed|ing)?|a look) (at|into)\b": "inspect values, check; host synchronization",
+    r"natural scale": "unshifted",
     r"\bfar[ _]heads?\b": "head that needs the stabilized path",
     r"\bstepwise\b|\bend together\b|\btake turns\b": "resumable, round-robin, load balancing",
+    r"\bKept\b|\b_?[Oo]ffer\b": "Checkpoints, store",
+    r"\bby[ _]halves\b": "divide and conquer",
+    r"\bColumnMeans\b|\breads? means\b": "column-normalized read",
+    r"\brunning (merge|maxim|sum|scale|log scale)": "prefix scan, online softmax",
+    r"\bsound\b|\bunsound\b|\bspoil\w*|\brefus\w*": "accepted, rejected, underflowed",
+    r"\bstretch(es)?\b": "segment, part",
+    r"\bpieces?\b(?! of code)": "block, tile, part",
+    r"\brooms?\b|\bthe house\b": "workspace, buffer; layout",
     r"\bv1\b|\bpassing_\w+|\.but\(": "values_and_one, transient_..., replace",
+    r"\bnd\b": "num_den",
+    r"\b(likes_small|LEAST_APART|AHEAD|REACH|NEAR|MOST_KNOWN|LOWEST)\b": "what is bounded, by what",
+    r"\bsettles?\b|\bsettled\b|\brest_on\b": "flush, rebase",
+    r"\bknows\b|\bis_known\b": "supports",
     r"\bby heart\b|\bhonest|\bteeth\b|\bdead row": "overfit, valid, mutation, zero denominator",
     r"\blaws?\b": "distribution",
+    r"\bspread(s|ing)? (over|by|evenly)\b": "standard deviation; evenly spaced",
     r"(normal|stabil|general|regular|optim|minim|maxim|standard|recogn|factor|synchron|token|initial|"
     r"summar|vector|special|random)is(e|ed|er|ers|es|ing|ation)\b": "-ize, as in normalizer",
 }

@@ -206,7 +206,7 @@ def _scan_stabilized(
     state: State,
     want_log: bool,
 ) -> tuple[Partial, State]:
-    """Scan on the running maximum of each feature, each row on its own largest."""
+    """Scan on the maximum so far of each feature, each row on its own largest."""
     log_k = log_features(key_spec, key, "key")
     log_q = query_exponents(query_spec, query, "query")
     queries, keys, kvz, row, c = stabilize(query_spec, key_spec, log_q, log_k, state)

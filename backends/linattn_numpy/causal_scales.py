@@ -83,7 +83,7 @@ class StabilizedBlock(NamedTuple):
 def stabilize(
     query_spec: Exponential, key_spec: Exponential, log_q: Floats, log_k: Floats, state: State
 ) -> StabilizedBlock:
-    """Exponentiate keys on the running maximum of each feature, and each query on its own largest.
+    """Exponentiate keys on the maximum so far of each feature, and each query on its own largest.
 
     ``log_q``, ``log_k``: log features but for ``col``, which are written over.
     """

@@ -55,7 +55,7 @@ def _longest(problem: Problem) -> int:
 
 
 def _share(problem: Problem, segments: int) -> int:
-    """Tokens of a segment, which is of whole blocks: a multiple of 512, of whole pieces."""
+    """Tokens of a segment, which is of whole blocks: a multiple of 512, of whole tiles."""
     return tuning.SEGMENT_MULTIPLE * -(-_longest(problem) // (tuning.SEGMENT_MULTIPLE * segments))
 
 
@@ -91,9 +91,9 @@ def _heads_at_once(problem: Problem, block: int) -> int:
 
 
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
-    """Heads of a causal task whose features are made in pieces, so that Python works once for all.
+    """Heads of a causal task whose features are made in tiles, so that Python works once for all.
 
-    As many as there is room for, if no thread must do more than its share; a block that is refused
+    As many as fit the workspace, if no thread must do more than its share; a block that is declined
     is done head by head, so that it changes no bit. Four heads at a time of 512 tokens take 9 %
     less than one by one, and 28 % less on two threads.
     """

@@ -1,13 +1,13 @@
 """Sums and reads of blocks in place: shifts only where the range needs them.
 
-A block of full attention is done on its *natural* scale: exponents ``u = x P`` are exponentiated
-as they are, and what was lost shows in the sums. The row term (curvature and log weight) goes onto
-``[v, 1]``, relative to its largest in the block; that largest and the constants of the columns go
-into log_scale. A key side is accepted if the sums of all features lie in FEATURE_SUM_RANGE: then
-underflow has taken less than rounding, and all that follows has room. A row is accepted if its
+A block of full attention takes the *unshifted* path: exponents ``u = x P`` are exponentiated
+as they are, and what underflowed shows in the sums. The row term (curvature and log weight) goes
+onto ``[v, 1]``, relative to its largest in the block; that largest and the constants of the columns
+go into log_scale. A key side is accepted if the sums of all features lie in FEATURE_SUM_RANGE: then
+underflow has taken less than rounding, and nothing that follows overflows. A row is accepted if its
 denominator is beyond what underflow can have taken, by the rule of the driver, and finite.
-Any other block is done again *shifted* by the exact running maximum of each column. Blocks with NaN
-or inf go to the generic code.
+Any other block is done again *max-stabilized*, by the maximum so far of each feature. Blocks with
+NaN or inf go to the generic code.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _reduce_stabilized(key_spec: Spec, tokens: Tokens, values_and_one: Floats, s
 def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
     """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is ours to change.
 
-    The state after it is an array of its own throughout: not a parameter of the map, spread over
-    the heads, and not the log scale of the state before.
+    The state after it is an array of its own throughout: not a parameter of the map, broadcast
+    to the heads, and not the log scale of the state before.
     """
     same = kvz.shape == state.kvz.shape
     ahead = c - state.log_scale

@@ -1,4 +1,4 @@
-"""Rows of a block in pieces of one length, and of sub-blocks that share a causal triangle."""
+"""Rows of a block in tiles of one length, and of sub-blocks that share a causal triangle."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def split_sub_blocks(x: Floats, rows: slice, size: int) -> Floats:
 
 @cache
 def tiles(n: int, most: int) -> list[tuple[slice, int, int]]:
-    """Rows of a block in groups of pieces: ``(rows, length of a piece, size of its sub-blocks)``.
+    """Rows of a block in groups of tiles: ``(rows, length of a tile, size of its sub-blocks)``.
 
-    A piece is of at most so many rows, or of one sub-block.
+    A tile is of at most so many rows, or of one sub-block.
     """
     found = []
     for rows, size in sub_blocks(n):
@@ -43,7 +43,7 @@ def tiles(n: int, most: int) -> list[tuple[slice, int, int]]:
 
 
 def split_tiles(x: Floats, *shape: int) -> Floats:
-    """Give the rows of a number of pieces this shape, and put the pieces first."""
+    """Give the rows of a number of tiles this shape, and put the tiles first."""
     return moveaxis(x.reshape(*x.shape[:-2], -1, *shape, x.shape[-1]), x.ndim - 2, 0)
 
 

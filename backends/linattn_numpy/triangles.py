@@ -24,12 +24,12 @@ def _lower(size: int, dtype: Any) -> Floats:
 
 
 class Triangles:
-    """Sums ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` of pieces of one shape, one after the other.
+    """Sums ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` of tiles of one shape, one after the other.
 
-    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the piece at hand, both in
+    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the tile at hand, both in
     h parts of their columns; ``lead``: leading axes of its values; ``kvz``: the state before it,
     ``(..., m, e)``. All that NumPy must know of them is made here, once: causal attention takes 5 %
-    less than where each piece makes it.
+    less than where each tile makes it.
     """
 
     lead: tuple[int, ...]
@@ -59,11 +59,11 @@ class Triangles:
         self._read_parts = list(moveaxis(self._reads, -4, 0))
 
     def split(self, x: Floats) -> Floats:
-        """Rows of a number of pieces, one after the other along the first axis, for :meth:`add`."""
+        """Rows of a number of tiles, one after the other along the first axis, for :meth:`add`."""
         return split_tiles(x, *self._shape)
 
     def add(self, v: Floats, out: Floats) -> None:
-        """Put the sums of a piece with values ``v`` into ``out`` and go on from the state after it.
+        """Put the sums of a tile with values ``v`` into ``out`` and go on from the state after it.
 
         Both are ``(..., n / size, size, e)``.
         """
@@ -79,9 +79,9 @@ class Triangles:
         multiply(self._q, self._before, self._reads)
         for read in self._read_parts:
             np.add(out, read, out=out)
-        # What comes after the last sub-block is where the next piece begins.
+        # What comes after the last sub-block is where the next tile begins.
         np.add(*self._last_step, out=self._next)
 
     def state(self) -> Floats:
-        """Return the state after the last piece."""
+        """Return the state after the last tile."""
         return np.array(self._start)

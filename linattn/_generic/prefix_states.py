@@ -10,7 +10,7 @@ from linattn.typing import State
 __all__ = ["far_states", "prefix_merge", "stack_states", "state_at"]
 
 
-NEAR = 20.0
+MAX_LOG_SPAN = 20.0
 """Logs of a column that differ by no more than this may share one scale: nothing underflows."""
 
 
@@ -61,7 +61,7 @@ def _cumulative_on_one_scale(each: State) -> State | None:
     xp = namespace(each.kvz)
     empty = each.log_scale == -xp.inf
     c = finite_shift(xp.max(each.log_scale, axis=-2, keepdims=True), xp)
-    if not bool(xp.all(empty | (c - each.log_scale <= NEAR))):
+    if not bool(xp.all(empty | (c - each.log_scale <= MAX_LOG_SPAN))):
         return None
     kvz = xp.cumulative_sum(each.kvz * xp.exp(each.log_scale - c)[..., None], axis=-3)
     unseen = xp.cumulative_sum(xp.astype(~empty, xp.int64), axis=-2) == 0
