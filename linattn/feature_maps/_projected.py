@@ -104,8 +104,8 @@ class ProjectedFeatureMap(BaseFeatureMap):
         sampler = SAMPLERS.get(self.sampler) if isinstance(self.sampler, str) else self.sampler
         if not isinstance(sampler, Sampler):
             message = (
-                f"the variance of {what} needs to know how the projection was drawn: this map has "
-                f"sampler={self.sampler!r}, of which nothing is known; make the map with a "
+                f"the distribution of {what} needs to know how the projection was drawn: this map "
+                f"has sampler={self.sampler!r}, of which nothing is known; make the map with a "
                 f"sampler of linattn.sampling.SAMPLERS"
             )
             raise NotImplementedError(message)
@@ -239,9 +239,11 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
         """Return what a sampler's closed forms depend on: v = |x + y|^2 or s = |x - y|^2."""
         raise NotImplementedError
 
-    def _law(self, closed_form: Any, square_norm: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _sampler_moment(
+        self, function: Any, square_norm: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         """Evaluate ``variance_gap`` or ``mean_factor`` of a sampler for this map."""
-        return np.asarray(closed_form(self._kind, square_norm, self._rows, self.dim))
+        return np.asarray(function(self._kind, square_norm, self._rows, self.dim))
 
     def mean(self, x: Array, y: Array) -> Array:
         """Exact mean of :meth:`estimate` over draws, shapes as :meth:`kernel`.
@@ -258,7 +260,7 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
         sampler = self._known_sampler(f"{type(self).__name__}.estimate")
 
         def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-            factor = self._law(sampler.mean_factor, self._square_norm(a, b))
+            factor = self._sampler_moment(sampler.mean_factor, self._square_norm(a, b))
             return np.asarray(np.exp(self.scale * dots(a, b)) * factor)
 
         return self._on_host(closed_form, x, y)

@@ -1,31 +1,24 @@
-"""Positive random features of the softmax kernel, exp(scale x.y): FAVOR+ and everything after it.
+"""Positive random features of the softmax kernel: FAVOR+ and everything after it.
 
-One implementation. With ``x' = sqrt(s) T x`` (T a transform of the queries, and ``T^-T`` of the
-keys, so that inner products stay) and one tilt A_l an axis,
-
-    log phi_r(x) = sum_l [A_l w_rl^2 + sqrt(1 - 4 A_l) w_rl x'_l + log(1 - 4 A_l) / 4]
-                   - |x'|^2 / 2 - log(m) / 2
-
-is unbiased for every A < 1/4 and has finite variance for A < 1/8. Antithetic maps use every row
-with both signs.
+All are the exponential family of :mod:`linattn.feature_maps._exponential`: FAVOR+ has no tilt, the
+hyperbolic map pairs each row with its opposite, GERF has one tilt for all axes, DERF one an axis.
 """
 
 from __future__ import annotations
 
-from math import log, sqrt
-from types import ModuleType
+from math import sqrt
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _arrays, _checks
-from linattn.feature_maps._base import dots, square_distances
-from linattn.feature_maps._projected import SoftmaxKernelFeatures
+from linattn import _checks
+from linattn.feature_maps import _tilts
+from linattn.feature_maps._exponential import ExponentialFeatures
 from linattn.feature_maps._samples import check_samples, pool_heads
 from linattn.feature_maps.reparametrized import Reparametrized
-from linattn.sampling import Sampler, Seed
-from linattn.typing import Array, Exponential
+from linattn.sampling import Seed
+from linattn.typing import Array
 
 __all__ = [
     "DenseExponentialFeatures",
@@ -36,135 +29,8 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-SHRINKAGE = 1e-3
 
-
-class _ExponentialFeatures(SoftmaxKernelFeatures):
-    """Everything the exponential family shares; A = 0 and no transform unless a map has them."""
-
-    positive = True
-
-    antithetic: bool = False
-    _A: Floats | float = 0.0
-    """Tilt, broadcast against ``(..., d)``."""
-    _transforms: tuple[Floats, Floats] | None = None
-    """T of the queries and ``T^-T`` of the keys, ``(..., d, d)`` each, or None for neither."""
-
-    @property
-    def _columns_per_row(self) -> int:  # type: ignore[override]
-        return 2 if self.antithetic else 1
-
-    @property
-    def _kind(self) -> str:  # type: ignore[override]
-        return "paired" if self.antithetic else "positive"
-
-    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
-        """Spec of the query side."""
-        return self._spec(0, xp, dtype, device)
-
-    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
-        """Spec of the key side."""
-        return self._spec(1, xp, dtype, device)
-
-    @property
-    def _is_symmetric(self) -> bool:
-        return self._transforms is None
-
-    def _spec(self, side: int, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
-        A = np.broadcast_to(self._A, (*np.shape(self._A)[:-1], self.dim))[..., None, :]
-        P = sqrt(self.scale) * np.swapaxes(np.sqrt(1 - 4 * A) * self.projection, -1, -2)
-        col = np.sum(A * self.projection**2 + np.log1p(-4 * A) / 4, axis=-1)
-        col = col - 0.5 * log(self.num_features)
-        if self.log_weights is not None:
-            col = col + 0.5 * self.log_weights
-        if self.antithetic:
-            col = np.concatenate([col, col], axis=-1)
-        Q: Any = self.scale
-        if self._transforms is not None:
-            T = self._transforms[side]
-            T_t = np.swapaxes(T, -1, -2)
-            P = T_t @ P
-            Q = _arrays.device_array(self.scale * (T_t @ T), xp, dtype, device)
-        return Exponential(
-            _arrays.device_array(P, xp, dtype, device),
-            Q,
-            _arrays.device_array(col, xp, dtype, device),
-            paired=self.antithetic,
-        )
-
-    def variance(self, x: Array, y: Array) -> Array:
-        """Exact variance of the estimate with this map's sampler, shapes as :meth:`kernel`.
-
-        Raises
-        ------
-        NotImplementedError
-            The sampler does not know what its coupling takes from the variance, or the map was
-            made from a given projection.
-        """
-        sampler = self._known_sampler(f"{type(self).__name__}.estimate")
-        return self._on_host(lambda a, b: self._variance(sampler, a, b), x, y)
-
-    def _square_norm(self, x: Floats, y: Floats) -> Floats:
-        x, y = self._transformed(x, y)
-        return square_distances(x, -y)
-
-    def _transformed(self, x: Floats, y: Floats) -> tuple[Floats, Floats]:
-        if self._transforms is not None:
-            x, y = (
-                x @ np.swapaxes(self._transforms[0], -1, -2),
-                y @ np.swapaxes(self._transforms[1], -1, -2),
-            )
-        return sqrt(self.scale) * x, sqrt(self.scale) * y
-
-    def _variance(self, sampler: Sampler, x: Floats, y: Floats) -> Floats:
-        """Kernel squared times the relative variance of independent rows, less the gap.
-
-        With ``rho = 1 / (1 - 8 A)`` and ``z = x' + y'`` one row has the relative second moment
-        ``prod_l ((rho_l + 1)^2 / (4 rho_l))^(1/2) exp(sum_l rho_l z_l^2)``; a pair of signs has
-        the mean of that and of the same with ``-|z|^2`` for the last sum.
-        """
-        log_square = 2 * self.scale * dots(x, y)
-        v = self._square_norm(x, y)
-        x, y = self._transformed(x, y)
-        A = np.broadcast_to(self._A, (*np.shape(self._A)[:-1], self.dim))
-        rho = 1 / (1 - 8 * A)
-        spread = np.sum(np.log((rho + 1) ** 2 / (4 * rho)), axis=-1)[..., None, None] / 2
-        root = np.sqrt(rho)[..., None, :]
-        tilted = square_distances(root * x, -root * y)
-        # Times exp(-top): the moment alone may be out of range where the kernel makes up for it.
-        top = np.maximum(spread + tilted, 0)
-        row = _scaled_expm1(spread + tilted, top)
-        if self.antithetic:
-            row = (row + _scaled_expm1(spread - v, top)) / 2
-        gap = self._law(sampler.variance_gap, v) * np.exp(-top)
-        log_relative = np.log(np.maximum(row / self._rows - gap, 0))
-        return np.asarray(np.exp(log_square + top + log_relative))
-
-    def _law(self, closed_form: Any, square_norm: Floats) -> Floats:
-        """Evaluate head by head, for every A that there is."""
-        A = np.atleast_1d(self._A)
-        if np.any(A[..., :1] != A):
-            if closed_form.__self__.name == "gaussian":
-                return np.asarray(closed_form(self._kind, square_norm, self._rows, self.dim))
-            message = (
-                f"with sampler={self.sampler!r} the variance of the estimate is known "
-                f"where all axes of a head have one tilt A, got {A.shape[-1]} of them; for "
-                f"sampler='gaussian' it is always known"
-            )
-            raise NotImplementedError(message)
-        lead = np.broadcast_shapes(A.shape[:-1], square_norm.shape[:-2])
-        square_norm = np.broadcast_to(square_norm, (*lead, *square_norm.shape[-2:]))
-        found = np.empty(square_norm.shape)
-        tilts = np.broadcast_to(A[..., 0], lead)
-        for tilt in np.unique(tilts):
-            of_tilt = tilts == tilt
-            found[of_tilt] = closed_form(
-                self._kind, square_norm[of_tilt], self._rows, self.dim, A=float(tilt)
-            )
-        return found
-
-
-class PositiveFeatures(_ExponentialFeatures):
+class PositiveFeatures(ExponentialFeatures):
     r"""FAVOR+: positive random features of the softmax kernel.
 
     .. math::
@@ -221,7 +87,7 @@ class PositiveFeatures(_ExponentialFeatures):
     """
 
 
-class HyperbolicFeatures(_ExponentialFeatures):
+class HyperbolicFeatures(ExponentialFeatures):
     r"""Hyperbolic cosine features: FAVOR+ with every row used with both signs.
 
     .. math::
@@ -273,8 +139,8 @@ class HyperbolicFeatures(_ExponentialFeatures):
     antithetic = True
 
 
-class GeneralizedExponentialFeatures(_ExponentialFeatures):
-    r"""Generalized exponential features (OPRF, FAVOR++): a tilt A that lowers the variance.
+class GeneralizedExponentialFeatures(ExponentialFeatures):
+    r"""Generalised exponential features (OPRF, FAVOR++): a tilt A that lowers the variance.
 
     .. math::
         f(\omega, x) = (1 - 4A)^{d/4} \exp(A |\omega|^2 + \sqrt{1 - 4A}\, \sqrt{s}\,
@@ -351,7 +217,7 @@ class GeneralizedExponentialFeatures(_ExponentialFeatures):
         super().__init__(dim, num_features, scale=scale, sampler=sampler, rng=rng)
 
     def _take(self, dim: int, *, A: float | ArrayLike = 0.0, antithetic: bool = True) -> None:
-        tilt = _checked_tilt(A)
+        tilt = _tilts.check_tilt(A)
         self._set(
             antithetic=_checks.check_flag("antithetic", antithetic),
             A=tilt if tilt.ndim else float(tilt),
@@ -420,12 +286,8 @@ class GeneralizedExponentialFeatures(_ExponentialFeatures):
         ``phi = mean |x + y|^2 = mean |x|^2 + mean |y|^2 + 2 mean x . mean y`` and ``t = phi / d``,
         ``A = (1 - 2t - sqrt((2t + 1)^2 + 8t)) / 16``. Time O((L + S) d) a head.
         """
-        x, y, scale = _scaled_sample(query, key, scale)
-        mean_square = np.mean(np.sum(x * x, axis=-1), axis=-1) + np.mean(
-            np.sum(y * y, axis=-1), axis=-1
-        )
-        phi = mean_square + 2 * np.sum(x.mean(axis=-2) * y.mean(axis=-2), axis=-1)
-        A = _optimal_tilt(phi / x.shape[-1])
+        x, y, scale = _tilts.scaled_sample(query, key, scale)
+        A = _tilts.optimal_tilt(_tilts.mean_square(x, y) / x.shape[-1])
         new = cls(
             x.shape[-1],
             num_features,
@@ -439,7 +301,7 @@ class GeneralizedExponentialFeatures(_ExponentialFeatures):
         return new
 
 
-class DenseExponentialFeatures(_ExponentialFeatures):
+class DenseExponentialFeatures(ExponentialFeatures):
     r"""Dense exponential features (DERF): one tilt for each axis of a basis fitted to the data.
 
     .. math::
@@ -517,7 +379,7 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         self, dim: int, *, A: ArrayLike, transform: ArrayLike, antithetic: bool = True
     ) -> None:
         dim = _checks.check_positive_int("dim", dim)
-        tilt = np.atleast_1d(_checked_tilt(A))
+        tilt = np.atleast_1d(_tilts.check_tilt(A))
         T = np.array(transform, dtype=np.float64)
         if tilt.shape[-1] != dim or T.shape[-2:] != (dim, dim):
             message = (
@@ -530,7 +392,7 @@ class DenseExponentialFeatures(_ExponentialFeatures):
             A=tilt,
             _A=tilt,
             transform=T,
-            _transforms=(T, _inverse_transpose(T)),
+            _transforms=(T, _tilts.inverse_transpose(T)),
         )
 
     def _parameters_taken(self) -> dict[str, Any]:
@@ -601,19 +463,17 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         (without antithetic pairs). Time O((L + S) d^2 + d^3) a head.
         """
         symmetric = _checks.check_flag("symmetric", symmetric)
-        x, y, scale = _scaled_sample(query, key, scale)
+        x, y, scale = _tilts.scaled_sample(query, key, scale)
         d = x.shape[-1]
         balance = np.eye(d)
         if not symmetric:
-            balance = _square_root(_balancing(_second_moment(x), _second_moment(y)))
+            balance = _tilts.balancing_root(_tilts.second_moment(x), _tilts.second_moment(y))
             x, y = x @ balance, y @ np.linalg.inv(balance)
-        means = x.mean(axis=-2)[..., :, None] * y.mean(axis=-2)[..., None, :]
-        moment = _second_moment(x) + _second_moment(y) + means + np.swapaxes(means, -1, -2)
-        eigenvalues, axes = np.linalg.eigh(moment)
+        eigenvalues, axes = np.linalg.eigh(_tilts.sum_second_moment(x, y))
         new = cls(
             d,
             num_features,
-            A=_optimal_tilt(np.maximum(eigenvalues, 0)),
+            A=_tilts.optimal_tilt(np.maximum(eigenvalues, 0)),
             transform=np.swapaxes(axes, -1, -2) @ balance,
             antithetic=antithetic,
             scale=scale,
@@ -685,25 +545,20 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         """
         temperature = _checks.check_finite_number("temperature", temperature)
         sequences, heads, d, scale = check_samples(samples, scale)
-        x = np.concatenate([pool_heads(one.x, heads) for one in sequences], axis=-2)
+        x = np.concatenate([pool_heads(sample.x, heads) for sample in sequences], axis=-2)
         c = x.mean(axis=-2)
-        keys = sum(one.y.shape[-2] for one in sequences)
-        weights = []
-        for one in sequences:
-            logits = temperature * (one.y @ c[..., :, None])
-            unscaled = np.exp(logits - np.max(logits, axis=-2, keepdims=True))
-            share = one.y.shape[-2] / keys
-            weights.append(share * unscaled / np.sum(unscaled, axis=-2, keepdims=True))
-        y, p = (np.concatenate(parts, axis=-2) for parts in ([one.y for one in sequences], weights))
+        y = np.concatenate([sample.y for sample in sequences], axis=-2)
+        p = _tilts.key_weights([sample.y for sample in sequences], c, temperature)
         b = np.sum(p * y, axis=-2)
         x, y = x - c[..., None, :], np.sqrt(p) * (y - b[..., None, :])
-        covariance_x, covariance_y = _shrunk(_second_moment(x)), _shrunk(np.swapaxes(y, -1, -2) @ y)
-        balance = _square_root(_balancing(covariance_x, covariance_y))
+        covariance_x = _tilts.shrink(_tilts.second_moment(x))
+        covariance_y = _tilts.shrink(np.swapaxes(y, -1, -2) @ y)
+        balance = _tilts.balancing_root(covariance_x, covariance_y)
         eigenvalues, axes = np.linalg.eigh(balance @ covariance_x @ balance)
         inside = cls(
             d,
             num_features,
-            A=_optimal_tilt(2 * np.maximum(eigenvalues, 0)),
+            A=_tilts.optimal_tilt(2 * np.maximum(eigenvalues, 0)),
             transform=np.eye(d),
             antithetic=antithetic,
             scale=scale,
@@ -712,79 +567,3 @@ class DenseExponentialFeatures(_ExponentialFeatures):
         )
         root = sqrt(scale)
         return Reparametrized(inside, c / root, b / root, balance @ axes)
-
-
-def _scaled_expm1(x: Floats, top: Floats) -> Floats:
-    """Return ``(exp(x) - 1) exp(-top)`` of an ``x <= top``."""
-    small = np.expm1(np.minimum(x, 1)) * np.exp(-top)
-    return np.where(x > 1, np.exp(x - top) - np.exp(-top), small)
-
-
-def _optimal_tilt(t: ArrayLike) -> Floats:
-    """Return ``(1 - 2t - sqrt((2t + 1)^2 + 8t)) / 16``, t the mean square of an axis of x + y."""
-    t = np.asarray(t, dtype=np.float64)
-    # The same without cancellation: A = -t / (1 - 2t + sqrt((2t + 1)^2 + 8t)).
-    return np.asarray(-t / (1 - 2 * t + np.sqrt((2 * t + 1) ** 2 + 8 * t)))
-
-
-def _checked_tilt(A: Any) -> Floats:
-    tilt = np.array(A, dtype=np.float64)
-    if not np.isfinite(tilt).all() or not (tilt < 0.125).all():
-        message = f"A must be finite and below 1/8, where the variance becomes infinite, got {A}"
-        raise ValueError(message)
-    return tilt
-
-
-def _scaled_sample(query: Any, key: Any, scale: Any) -> tuple[Floats, Floats, float]:
-    """Float64 copies of a sample, times ``sqrt(scale)``."""
-    _, (query, key) = _checks.check_arrays(query=query, key=key)
-    if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
-        message = (
-            f"query and key must have one dim and at least one token, got shapes "
-            f"{tuple(query.shape)} and {tuple(key.shape)}"
-        )
-        raise ValueError(message)
-    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
-    scale = _checks.check_finite_number("scale", scale, positive=True)
-    x, y = (sqrt(scale) * _arrays.to_numpy(a).astype(np.float64) for a in (query, key))
-    return x, y, scale
-
-
-def _second_moment(x: Floats) -> Floats:
-    return np.asarray(np.swapaxes(x, -1, -2) @ x / x.shape[-2])
-
-
-def _shrunk(covariance: Floats) -> Floats:
-    """Add 1e-3 of the mean eigenvalue: a direction that no token took is not for free."""
-    d = covariance.shape[-1]
-    mean = np.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / d
-    return np.asarray(covariance + (SHRINKAGE * mean + 1e-300) * np.eye(d))
-
-
-def _power(matrix: Floats, exponent: float) -> Floats:
-    """Power of symmetric matrices, eigenvalues kept a little above 0."""
-    eigenvalues, axes = np.linalg.eigh(matrix)
-    floor = 1e-12 * np.max(eigenvalues, axis=-1, keepdims=True) + 1e-300
-    powers = np.maximum(eigenvalues, floor) ** exponent
-    return np.asarray((axes * powers[..., None, :]) @ np.swapaxes(axes, -1, -2))
-
-
-def _square_root(matrix: Floats) -> Floats:
-    return _power(matrix, 0.5)
-
-
-def _balancing(first: Floats, second: Floats) -> Floats:
-    """Return the positive P with ``P first P = second``: a matrix geometric mean."""
-    root, inverse = _power(first, 0.5), _power(first, -0.5)
-    return np.asarray(inverse @ _square_root(root @ second @ root) @ inverse)
-
-
-def _inverse_transpose(T: Floats) -> Floats:
-    try:
-        inverse = np.linalg.inv(T)
-    except np.linalg.LinAlgError:
-        inverse = np.full_like(T, np.nan)
-    if not np.isfinite(inverse).all():
-        message = "transform must be invertible, and is not"
-        raise ValueError(message)
-    return np.swapaxes(inverse, -1, -2)

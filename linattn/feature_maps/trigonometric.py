@@ -118,7 +118,7 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
         def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
             u = self._square_norm(a, b)
             xx, yy = (self.scale * squares for squares in square_norms(a, b))
-            gap = self._law(sampler.variance_gap, u)
+            gap = self._sampler_moment(sampler.variance_gap, u)
             rest = np.expm1(-u) ** 2 / (2 * self._rows) - gap
             return np.asarray(np.exp(xx + yy + np.log(np.maximum(rest, 0))))
 
