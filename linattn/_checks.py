@@ -21,6 +21,7 @@ __all__ = [
     "check_flag",
     "check_key_mask",
     "check_leading_axes",
+    "check_parameter",
     "check_positive_int",
     "check_state",
     "check_state_record",
@@ -134,8 +135,21 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
     return xp, [array for _, array in checked.values()]
 
 
-def check_positive_int(name: str, value: Any, *, least: int = 1) -> int:
-    """Check a count: an integer of at least ``least``, no bool."""
+def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any:
+    """float64 for float64 or when the precision asks for it, else float32."""
+    if precision != "float64" and dtype != xp.float64:
+        return xp.float32
+    if "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating"):
+        message = (
+            f"precision='float64' needs a library with float64 switched on, which "
+            f"{library_name(xp)} has not"
+        )
+        raise ValueError(message)
+    return xp.float64
+
+
+def check_positive_int(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
+    """Check a count: an integer between ``least`` and ``most``, bool refused."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -146,6 +160,9 @@ def check_positive_int(name: str, value: Any, *, least: int = 1) -> int:
         raise TypeError(message)
     if number < least:
         message = f"{name} must be at least {least}, got {number}"
+        raise ValueError(message)
+    if most is not None and number > most:
+        message = f"{name} must be at most {most}, got {number}"
         raise ValueError(message)
     return number
 
@@ -169,6 +186,18 @@ def check_flag(name: str, value: Any) -> bool:
         message = f"{name} must be True or False, got {value!r}"
         raise TypeError(message)
     return bool(value)
+
+
+def check_parameter(name: str, value: Any, last_axes: tuple[int, ...] = ()) -> NDArray[np.float64]:
+    """Copy a parameter of a map to float64; NaN, inf and other last axes are refused."""
+    copy = np.array(value, dtype=np.float64)
+    if copy.shape[copy.ndim - len(last_axes) :] != last_axes or copy.ndim < len(last_axes):
+        message = f"{name} must have last axes {last_axes}, got shape {copy.shape}"
+        raise ValueError(message)
+    if not np.isfinite(copy).all():
+        message = f"{name} must be finite, got NaN or inf"
+        raise ValueError(message)
+    return copy
 
 
 def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,7 +16,14 @@ from linattn import _arrays, _checks, _generic
 from linattn._driver.problem import map_fingerprint
 from linattn.typing import Array, Features, MapSpec, Tokens
 
-__all__ = ["BaseFeatureMap", "PairFunction", "dots", "square_distances", "square_norms"]
+__all__ = [
+    "BaseFeatureMap",
+    "PairFunction",
+    "SoftmaxKernelMap",
+    "dots",
+    "square_distances",
+    "square_norms",
+]
 
 KEPT = ("_kept_specs", "_kept_fingerprint")
 """Attributes that hold what was made from the others."""
@@ -289,6 +296,22 @@ class BaseFeatureMap(ABC):
         lead = _checks.check_leading_axes(x=tuple(x.shape[:-2]), y=tuple(y.shape[:-2]))
         shape = (*lead, x.shape[-2], y.shape[-2])
         return xp.zeros(shape, dtype=x.dtype, device=array_api_compat.device(x))
+
+
+class SoftmaxKernelMap(BaseFeatureMap):
+    """A map whose kernel is ``exp(scale x.y)``."""
+
+    softmax_kernel = True
+
+    def kernel(self, x: Array, y: Array) -> Array:
+        """Return ``exp(scale x.y)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not floating arrays of one library, dtype, device and dim.
+        """
+        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)
 
 
 def _explained(init: Callable[..., None]) -> Callable[..., None]:

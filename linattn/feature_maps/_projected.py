@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _checks
-from linattn.feature_maps._base import BaseFeatureMap, dots
+from linattn.feature_maps._base import BaseFeatureMap, SoftmaxKernelMap, dots
 from linattn.sampling import SAMPLERS, Sampler, Seed
 from linattn.typing import Array
 
 __all__ = ["ProjectedFeatureMap", "SoftmaxKernelFeatures", "find_sampler"]
+
+Floats = NDArray[np.float64]
 
 
 def find_sampler(sampler: Any) -> Any:
@@ -34,12 +36,12 @@ class ProjectedFeatureMap(BaseFeatureMap):
 
     dim: int
     num_features: int
-    projection: NDArray[np.float64]
+    projection: Floats
     sampler: str | Any
 
     _columns_per_row: ClassVar[int] = 1
 
-    def _draw(self, dim: Any, num_features: Any, sampler: Any, rng: Seed) -> NDArray[np.float64]:
+    def _draw(self, dim: Any, num_features: Any, sampler: Any, rng: Seed) -> Floats:
         """Check dim and num_features, and draw the projection."""
         dim = _checks.check_positive_int("dim", dim)
         columns = self._columns_per_row
@@ -62,15 +64,25 @@ class ProjectedFeatureMap(BaseFeatureMap):
         return projection
 
     @staticmethod
-    def _check_projection(projection: Any) -> NDArray[np.float64]:
-        array = np.array(projection, dtype=np.float64)
+    def _check_projection(projection: Any) -> Floats:
+        array = _checks.check_parameter("projection", projection)
         if array.ndim < 2 or 0 in array.shape[-2:]:
             message = f"projection must have shape (..., rows, dim), got {array.shape}"
             raise ValueError(message)
-        if not np.isfinite(array).all():
-            message = "projection must be finite, got NaN or inf"
-            raise ValueError(message)
         return array
+
+    @staticmethod
+    def _check_log_weights(log_weights: Any, rows: Floats) -> Floats | None:
+        if log_weights is None:
+            return None
+        weights = np.array(log_weights, dtype=np.float64)
+        if weights.shape != rows.shape[:-1] or not np.isfinite(weights).all():
+            message = (
+                f"log_weights must be finite and of shape {rows.shape[:-1]}, one for each row of "
+                f"projection, got shape {weights.shape}"
+            )
+            raise ValueError(message)
+        return weights
 
     @property
     def _rows(self) -> int:
@@ -112,13 +124,12 @@ class ProjectedFeatureMap(BaseFeatureMap):
         return sampler
 
 
-class SoftmaxKernelFeatures(ProjectedFeatureMap):
+class SoftmaxKernelFeatures(ProjectedFeatureMap, SoftmaxKernelMap):
     """A random map of the kernel ``exp(scale x.y)``."""
 
-    softmax_kernel = True
     _parameters: ClassVar[tuple[str, ...]] = ("scale", "projection", "log_weights")
 
-    log_weights: NDArray[np.float64] | None
+    log_weights: Floats | None
     _kind: ClassVar[str]
     """Kind of features, by the names that samplers know."""
 
@@ -135,10 +146,10 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
 
     def _finish(
         self,
-        projection: NDArray[np.float64],
+        projection: Floats,
         scale: Any,
         sampler: Any,
-        log_weights: NDArray[np.float64] | None,
+        log_weights: Floats | None,
     ) -> None:
         dim = int(projection.shape[-1])
         scale = 1 / sqrt(dim) if scale is None else scale
@@ -194,15 +205,7 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
         **parameters: Any,
     ) -> Self:
         rows = cls._check_projection(projection)
-        weights = None
-        if log_weights is not None:
-            weights = np.array(log_weights, dtype=np.float64)
-            if weights.shape != rows.shape[:-1] or not np.isfinite(weights).all():
-                message = (
-                    f"log_weights must be finite and of shape {rows.shape[:-1]}, one for each row "
-                    f"of projection, got shape {weights.shape}"
-                )
-                raise ValueError(message)
+        weights = cls._check_log_weights(log_weights, rows)
         new = cls.__new__(cls)
         new._take(int(rows.shape[-1]), **parameters)
         new._finish(rows, scale, None, weights)
@@ -235,13 +238,11 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
         new._set(causal=self.causal)
         return new
 
-    def _square_norm(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _square_norm(self, x: Floats, y: Floats) -> Floats:
         """Return what a sampler's closed forms depend on: v = |x + y|^2 or s = |x - y|^2."""
         raise NotImplementedError
 
-    def _sampler_moment(
-        self, function: Any, square_norm: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def _sampler_moment(self, function: Any, square_norm: Floats) -> Floats:
         """Evaluate ``variance_gap`` or ``mean_factor`` of a sampler for this map."""
         return np.asarray(function(self._kind, square_norm, self._rows, self.dim))
 
@@ -259,18 +260,8 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap):
             return self.kernel(x, y)
         sampler = self._known_sampler(f"{type(self).__name__}.estimate")
 
-        def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+        def closed_form(a: Floats, b: Floats) -> Floats:
             factor = self._sampler_moment(sampler.mean_factor, self._square_norm(a, b))
             return np.asarray(np.exp(self.scale * dots(a, b)) * factor)
 
         return self._on_host(closed_form, x, y)
-
-    def kernel(self, x: Array, y: Array) -> Array:
-        """Return ``exp(scale x.y)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Not floating arrays of one library, dtype, device and dim.
-        """
-        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, files
 from linattn.feature_maps import _calibration
-from linattn.feature_maps._base import BaseFeatureMap, dots
+from linattn.feature_maps._base import SoftmaxKernelMap
 from linattn.feature_maps._samples import check_samples, pool_heads
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Exponential, Normalized
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 FORMAT_VERSION = 1
 
 
-class CalibratedFeatures(BaseFeatureMap):
+class CalibratedFeatures(SoftmaxKernelMap):
     r"""Exponential features around fixed centroids, each key shared out among them.
 
     .. math::
@@ -98,7 +98,6 @@ class CalibratedFeatures(BaseFeatureMap):
 
     positive = True
     unbiased = False
-    softmax_kernel = True
     _made_by = "calibrate(samples)"
     _parameters = (
         "scale",
@@ -131,7 +130,7 @@ class CalibratedFeatures(BaseFeatureMap):
         power: ArrayLike = 1.0,
         scale: float | None = None,
     ) -> None:
-        b = np.array(centroids, dtype=np.float64)
+        b = _checks.check_parameter("centroids", centroids)
         if b.ndim < 2 or 0 in b.shape[-2:]:
             message = f"centroids must have shape (..., num_features, dim), got {b.shape}"
             raise ValueError(message)
@@ -144,7 +143,7 @@ class CalibratedFeatures(BaseFeatureMap):
             "tilt": (tilt, (d,)),
             "power": (power, ()),
         }
-        arrays = {name: _finite(name, *one) for name, one in wanted.items()}
+        arrays = {name: _checks.check_parameter(name, *pair) for name, pair in wanted.items()}
         leads = {
             name: array.shape[: array.ndim - len(wanted[name][1])] for name, array in arrays.items()
         }
@@ -321,18 +320,6 @@ class CalibratedFeatures(BaseFeatureMap):
             _arrays.device_array(self.tilt[..., :, None], xp, dtype, device),
         )
 
-    def kernel(self, x: Array, y: Array) -> Array:
-        """Return ``exp(scale x.y)``, which :meth:`estimate` approximates.
-
-        ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Not floating arrays of one library, dtype, device and dim.
-        """
-        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)
-
     def mean(self, x: Array, y: Array) -> Array:
         """Exact mean of :meth:`estimate`: the estimate, for nothing in it is random."""
         return self.estimate(x, y)
@@ -392,15 +379,3 @@ class CalibratedFeatures(BaseFeatureMap):
             return cls(**parameters | {"scale": float(arrays["scale"])})
 
         return cast(Self, files.read_arrays(path, cls.__name__, members, FORMAT_VERSION, build))
-
-
-def _finite(name: str, array: Any, trailing: tuple[int, ...]) -> Floats:
-    """Copy to float64, check the last axes, raise for NaN and inf."""
-    copy = np.array(array, dtype=np.float64)
-    if copy.shape[copy.ndim - len(trailing) :] != trailing or copy.ndim < len(trailing):
-        message = f"{name} must have last axes {trailing}, got shape {copy.shape}"
-        raise ValueError(message)
-    if not np.isfinite(copy).all():
-        message = f"{name} must be finite, got NaN or inf"
-        raise ValueError(message)
-    return copy

@@ -335,15 +335,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
                 f"for a projection for each head normalize queries and keys yourself"
             )
             raise ValueError(message)
-        weights = None
-        if log_weights is not None:
-            weights = np.array(log_weights, dtype=np.float64)
-            if weights.shape != rows.shape[:-1] or not np.isfinite(weights).all():
-                message = (
-                    f"log_weights must be finite and of shape {rows.shape[:-1]}, one for each row "
-                    f"of projection, got shape {weights.shape}"
-                )
-                raise ValueError(message)
+        weights = cls._check_log_weights(log_weights, rows)
         new = cls.__new__(cls)
         new._finish(rows, kernel, bandwidth, normalize, None, weights)
         return new

@@ -98,16 +98,20 @@ class HedgehogFeatures(BaseFeatureMap):
         key_weights: ArrayLike | None = None,
         key_bias: ArrayLike | None = None,
     ) -> None:
-        W = _finite("weights", weights)
+        W = _checks.check_parameter("weights", weights)
         if W.ndim < 2 or 0 in W.shape[-2:]:
             message = f"weights must have shape (..., rows, dim), got {W.shape}"
             raise ValueError(message)
         r, d = W.shape[-2:]
-        b = np.zeros(r) if bias is None else _finite("bias", bias, (r,))
-        key_W = W if key_weights is None else _finite("key_weights", key_weights, (r, d))
+        b = np.zeros(r) if bias is None else _checks.check_parameter("bias", bias, (r,))
+        key_W = (
+            W
+            if key_weights is None
+            else _checks.check_parameter("key_weights", key_weights, (r, d))
+        )
         key_b = b if key_weights is None else np.zeros(r)
         if key_bias is not None:
-            key_b = _finite("key_bias", key_bias, (r,))
+            key_b = _checks.check_parameter("key_bias", key_bias, (r,))
         heads = _checks.check_leading_axes(
             weights=W.shape[:-2],
             bias=b.shape[:-1],
@@ -156,18 +160,6 @@ class HedgehogFeatures(BaseFeatureMap):
             return 2 * total
 
         return self._on_host(closed_form, x, y)
-
-
-def _finite(name: str, array: ArrayLike, trailing: tuple[int, ...] = ()) -> Floats:
-    """Copy to float64, check the last axes, raise for NaN and inf."""
-    copy = np.array(array, dtype=np.float64)
-    if copy.shape[copy.ndim - len(trailing) :] != trailing:
-        message = f"{name} must have last axes {trailing}, got shape {copy.shape}"
-        raise ValueError(message)
-    if not np.isfinite(copy).all():
-        message = f"{name} must be finite, got NaN or inf"
-        raise ValueError(message)
-    return copy
 
 
 def _spec(weights: Floats, bias: Floats, xp: ModuleType, dtype: Any, device: Any) -> Exponential:

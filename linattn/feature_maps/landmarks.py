@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, _dispatch, _generic
-from linattn.feature_maps._base import BaseFeatureMap, dots
+from linattn.feature_maps._base import SoftmaxKernelMap, dots
 from linattn.feature_maps._landmark_fit import (
     Sample,
     choose,
@@ -45,7 +45,7 @@ LLOYD_STEPS = 3
 RIDGE = 0.1
 
 
-class LandmarkFeatures(BaseFeatureMap):
+class LandmarkFeatures(SoftmaxKernelMap):
     r"""Landmark-weighted clusters: every key is summed at one landmark, with a weight of its own.
 
     .. math::
@@ -141,7 +141,6 @@ class LandmarkFeatures(BaseFeatureMap):
 
     positive: bool  # type: ignore[misc]
     unbiased = False
-    softmax_kernel = True
     causal = False
     _made_by = "fit(query, key)"
     _parameters = (
@@ -490,16 +489,6 @@ class LandmarkFeatures(BaseFeatureMap):
             _arrays.device_array(a, xp, dtype, device) for a in arrays
         )
         return Assigned(P, bias, probes, offset, table, dense=self.corrected)
-
-    def kernel(self, x: Array, y: Array) -> Array:
-        """Return ``exp(scale x.y)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Not floating arrays of one library, dtype, device and dim.
-        """
-        return self._on_host(lambda a, b: np.exp(self.scale * dots(a, b)), x, y)
 
     def variance(self, x: Array, y: Array) -> Array:
         """Refuse: given its landmarks the map is deterministic, and its error is a bias.

@@ -7,7 +7,6 @@ features ``sqrt(w_k k!/a!) x^a``, each monomial once.
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -25,8 +24,11 @@ from linattn.typing import Array, Features, Opaque, Tokens
 __all__ = ["PolynomialFeatures", "TaylorFeatures"]
 
 
-MOST_COLUMNS = 2**20
-"""Columns beyond which a map is an error: a state of a million of them takes 260 MB a head."""
+MAX_ORDER, MAX_DEGREE = 170, 1000
+"""Of Taylor and polynomial maps: beyond them weights overflow."""
+
+MAX_COLUMNS = 2**20
+"""Columns beyond which a map is refused: a state of a million of them takes 260 MB a head."""
 
 
 class _Degree(NamedTuple):
@@ -86,9 +88,9 @@ class _MonomialFeatures(BaseFeatureMap):
         self._set(dim=dim, scale=scale, **attributes)
         weights = self._weights()
         columns = sum(comb(dim + k - 1, k) for k, weight in enumerate(weights) if weight > 0)
-        if columns > MOST_COLUMNS:
+        if columns > MAX_COLUMNS:
             message = (
-                f"dim and degree must make at most {MOST_COLUMNS:,} columns, got dim={dim} and "
+                f"dim and degree must make at most {MAX_COLUMNS:,} columns, got dim={dim} and "
                 f"degree {len(weights) - 1}, which make {columns:,}; take a lower degree, or "
                 f"project to fewer coordinates"
             )
@@ -177,23 +179,6 @@ class _MonomialFeatures(BaseFeatureMap):
         """Kernel as a function of ``t = scale x.y``."""
 
 
-def _check_degree(name: str, value: Any, least: int, most: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool | np.bool_):
-        message = f"{name} must be an integer of at least {least}, got {value!r}"
-        raise TypeError(message)
-    if number < least:
-        message = f"{name} must be at least {least}, got {number}"
-        raise ValueError(message)
-    if number > most:
-        message = f"{name} must be at most {most}, beyond which weights overflow, got {number}"
-        raise ValueError(message)
-    return number
-
-
 class TaylorFeatures(_MonomialFeatures):
     r"""The Taylor polynomial of the softmax kernel, exactly.
 
@@ -264,7 +249,7 @@ class TaylorFeatures(_MonomialFeatures):
 
     def __init__(self, dim: int, order: int = 2, *, scale: float | None = None) -> None:
         dim = _checks.check_positive_int("dim", dim)
-        order = _check_degree("order", order, 0, 170)
+        order = _checks.check_positive_int("order", order, least=0, most=MAX_ORDER)
         self._finish(dim, 1 / sqrt(dim) if scale is None else scale, order=order)
 
     def _weights(self) -> Sequence[float]:
@@ -343,7 +328,7 @@ class PolynomialFeatures(_MonomialFeatures):
     c: float
 
     def __init__(self, dim: int, degree: int = 2, c: float = 1.0, *, scale: float = 1.0) -> None:
-        degree = _check_degree("degree", degree, 1, 1000)
+        degree = _checks.check_positive_int("degree", degree, most=MAX_DEGREE)
         c = _checks.check_finite_number("c", c)
         if c < 0:
             message = f"c must be at least 0, for its powers to be weights of features, got {c}"

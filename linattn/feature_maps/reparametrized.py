@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _arrays
+from linattn import _arrays, _checks
 from linattn._driver.problem import check_feature_map
 from linattn.feature_maps._base import BaseFeatureMap
 from linattn.sampling import Seed
@@ -97,9 +97,15 @@ class Reparametrized(BaseFeatureMap):
             )
             raise TypeError(message)
         d = feature_map.dim
-        c = _parameter("query_shift", np.zeros(d) if query_shift is None else query_shift, (d,))
-        b = _parameter("key_shift", np.zeros(d) if key_shift is None else key_shift, (d,))
-        M = _parameter("transform", np.eye(d) if transform is None else transform, (d, d))
+        c = _checks.check_parameter(
+            "query_shift", np.zeros(d) if query_shift is None else query_shift, (d,)
+        )
+        b = _checks.check_parameter(
+            "key_shift", np.zeros(d) if key_shift is None else key_shift, (d,)
+        )
+        M = _checks.check_parameter(
+            "transform", np.eye(d) if transform is None else transform, (d, d)
+        )
         if not np.all(np.linalg.cond(M) < 1 / np.finfo(np.float64).eps):
             message = "transform must be invertible, and is not"
             raise ValueError(message)
@@ -200,12 +206,3 @@ class Reparametrized(BaseFeatureMap):
             return np.asarray(np.sign(inside) * np.exp(log))
 
         return self._on_host(closed_form, x, y)
-
-
-def _parameter(name: str, value: Any, shape: tuple[int, ...]) -> Floats:
-    array = np.array(value, dtype=np.float64)
-    if array.shape[array.ndim - len(shape) :] != shape or not np.isfinite(array).all():
-        wanted = ", ".join(("...", *map(str, shape)))
-        message = f"{name} must be finite and of shape ({wanted}), got shape {array.shape}"
-        raise ValueError(message)
-    return array
