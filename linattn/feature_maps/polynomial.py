@@ -70,6 +70,92 @@ class _Columns(NamedTuple):
     child: Array
 
 
+class _Evaluator:
+    """Columns ``sqrt(w_k k!/a!) (sqrt(s) x)^a`` on a device, and their derivative."""
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        dim: int,
+        scale: float,
+        xp: ModuleType,
+        dtype: Any,
+        device: Any,
+    ) -> None:
+        self.xp, self.dim, self.root = xp, dim, sqrt(scale)
+        self.top = len(weights) - 1
+        self.used = [weight > 0 for weight in weights]
+        self.degrees = [
+            _Columns(
+                xp.asarray(degree.parent, device=device),
+                xp.asarray(degree.last, device=device),
+                _arrays.device_array(np.sqrt(weight * degree.multinomial), xp, dtype, device),
+                xp.asarray(degree.child.ravel(), device=device),
+            )
+            for weight, degree in zip(weights, _degrees(dim, self.top), strict=True)
+        ]
+
+    def _scaled(self, x: Array) -> tuple[Array, Array]:
+        """Rows with a largest coordinate of about 1, and what they were divided by.
+
+        Powers of the divisor are kept in the row's log: they cannot overflow.
+        """
+        xp = self.xp
+        u = x * self.root
+        size = xp.max(xp.abs(u), axis=-1, keepdims=True)
+        if any(self.used[:-1]):
+            size = xp.maximum(size, xp.ones_like(size))
+        size = _generic.divisor(xp.where(size == 0, xp.ones_like(size), size), xp)
+        return u / size, size
+
+    def _monomials(self, u: Array) -> Iterator[Array]:
+        """All monomials of each degree, from 0 up."""
+        xp = self.xp
+        monomials = xp.ones_like(u[..., :1])
+        for k, degree in enumerate(self.degrees):
+            if k:
+                factors = xp.take(u, degree.last, axis=-1)
+                if k > 1:
+                    factors = xp.take(monomials, degree.parent, axis=-1) * factors
+                monomials = factors
+            yield monomials
+
+    def _coefficients(self, k: int, size: Array) -> Array:
+        coefficients = self.degrees[k].coefficients
+        return coefficients * size ** (k - self.top) if k < self.top else coefficients
+
+    def features(self, tokens: Tokens) -> Features:
+        u, size = self._scaled(tokens.x)
+        columns = [
+            monomials * self._coefficients(k, size)
+            for k, monomials in enumerate(self._monomials(u))
+            if self.used[k]
+        ]
+        return Features(self.xp.log(size) * self.top, self.xp.concat(columns, axis=-1))
+
+    def vjp(self, tokens: Tokens, cotangent: Features) -> Array:
+        # The features do not depend on the size that was moved into their log.
+        xp = self.xp
+        u, size = self._scaled(tokens.x)
+        powers = list(self._monomials(u))
+        stop = cotangent.values.shape[-1]
+        du, dpower = xp.zeros_like(u), xp.zeros_like(u[..., :1])
+        for k in range(self.top, 0, -1):
+            if self.used[k]:
+                start = stop - self.degrees[k].parent.shape[0]
+                direct = cotangent.values[..., start:stop] * self._coefficients(k, size)
+                dpower, stop = direct + dpower, start
+            if k == 1:
+                du = du + dpower
+            else:
+                shape = (*dpower.shape[:-1], powers[k - 1].shape[-1], self.dim)
+                padded = xp.concat([dpower, xp.zeros_like(dpower[..., :1])], axis=-1)
+                pairs = xp.reshape(xp.take(padded, self.degrees[k].child, axis=-1), shape)
+                du = du + xp.matmul(powers[k - 1][..., None, :], pairs)[..., 0, :]
+                dpower = xp.matmul(pairs, u[..., None])[..., 0]
+        return du * (self.root / size)
+
+
 class _MonomialFeatures(BaseFeatureMap):
     """A kernel ``sum_k w_k (scale x.y)^k`` of finitely many weights ``w_k >= 0``."""
 
@@ -99,68 +185,8 @@ class _MonomialFeatures(BaseFeatureMap):
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Opaque:
         """Spec of both sides: ``sqrt(w_k k!/a!) (sqrt(s) x)^a`` for each monomial."""
-        weights = self._weights()
-        top = len(weights) - 1
-        degrees = [
-            _Columns(
-                xp.asarray(degree.parent, device=device),
-                xp.asarray(degree.last, device=device),
-                _arrays.device_array(np.sqrt(weight * degree.multinomial), xp, dtype, device),
-                xp.asarray(degree.child.ravel(), device=device),
-            )
-            for weight, degree in zip(weights, _degrees(self.dim, top), strict=True)
-        ]
-        used = [weight > 0 for weight in weights]
-
-        def scaled(x: Array) -> tuple[Array, Array]:
-            u = x * sqrt(self.scale)
-            # Powers of a row's largest coordinate are kept in its log: they cannot overflow.
-            size = xp.max(xp.abs(u), axis=-1, keepdims=True)
-            if any(used[:-1]):
-                size = xp.maximum(size, xp.ones_like(size))
-            size = _generic.divisor(xp.where(size == 0, xp.ones_like(size), size), xp)
-            return u / size, size
-
-        def monomials(u: Array) -> Iterator[Array]:
-            below = xp.ones_like(u[..., :1])
-            for k, degree in enumerate(degrees):
-                if k:
-                    factors = xp.take(u, degree.last, axis=-1)
-                    below = xp.take(below, degree.parent, axis=-1) * factors if k > 1 else factors
-                yield below
-
-        def coefficients(k: int, size: Array) -> Array:
-            return (
-                degrees[k].coefficients * size ** (k - top) if k < top else degrees[k].coefficients
-            )
-
-        def features(tokens: Tokens) -> Features:
-            u, size = scaled(tokens.x)
-            columns = [one * coefficients(k, size) for k, one in enumerate(monomials(u)) if used[k]]
-            return Features(xp.log(size) * top, xp.concat(columns, axis=-1))
-
-        def vjp(tokens: Tokens, cotangent: Features) -> Array:
-            # The features do not depend on the size that was moved into their log.
-            u, size = scaled(tokens.x)
-            powers = list(monomials(u))
-            stop = cotangent.values.shape[-1]
-            du, dpower = xp.zeros_like(u), xp.zeros_like(u[..., :1])
-            for k in range(top, 0, -1):
-                if used[k]:
-                    start = stop - degrees[k].parent.shape[0]
-                    own = cotangent.values[..., start:stop] * coefficients(k, size)
-                    dpower, stop = own + dpower, start
-                if k == 1:
-                    du = du + dpower
-                else:
-                    shape = (*dpower.shape[:-1], powers[k - 1].shape[-1], self.dim)
-                    padded = xp.concat([dpower, xp.zeros_like(dpower[..., :1])], axis=-1)
-                    pairs = xp.reshape(xp.take(padded, degrees[k].child, axis=-1), shape)
-                    du = du + xp.matmul(powers[k - 1][..., None, :], pairs)[..., 0, :]
-                    dpower = xp.matmul(pairs, u[..., None])[..., 0]
-            return du * (sqrt(self.scale) / size)
-
-        return Opaque(features, vjp)
+        evaluator = _Evaluator(self._weights(), self.dim, self.scale, xp, dtype, device)
+        return Opaque(evaluator.features, evaluator.vjp)
 
     def kernel(self, x: Array, y: Array) -> Array:
         """Return the polynomial of ``scale x.y``, in closed form: the map is exact.
