@@ -187,7 +187,7 @@ def test_centroids_are_weighted_means_of_their_keys():
 def test_importance_is_attention_outside_the_window(is_causal):
     query, key, _ = sequence(8, 12)
     sample = Sample(query, key, None)
-    found = _calibration.importance(sample, _calibration.Use(3, is_causal))
+    found = _calibration.importance(sample, _calibration.Pattern(3, is_causal))
     logits = query @ key.swapaxes(-1, -2)
     for h in range(HEADS):
         total = np.zeros(12)
@@ -320,8 +320,8 @@ settings = pytest.mark.parametrize(
 def test_the_loss_is_the_one_stated(window, is_causal):
     sample = Sample(*sequence(12, 13))
     parameters = random_parameters(np.random.default_rng(13), (HEADS,))
-    use = _calibration.Use(window, is_causal)
-    loss, _ = _calibration.loss_and_gradient(parameters, sample, use)
+    pattern = _calibration.Pattern(window, is_causal)
+    loss, _ = _calibration.loss_and_gradient(parameters, sample, pattern)
     assert_allclose(loss, exact_loss(parameters, sample, window, is_causal), rtol=1e-11)
 
 
@@ -333,7 +333,7 @@ def test_the_gradient_is_the_slope_of_the_loss(window, is_causal, heads):
     parameters = random_parameters(rng, heads[1])
 
     def loss(p):
-        return _calibration.loss_and_gradient(p, sample, _calibration.Use(window, is_causal))
+        return _calibration.loss_and_gradient(p, sample, _calibration.Pattern(window, is_causal))
 
     gradient = loss(parameters)[1]
     for name in parameters._fields:
@@ -397,7 +397,7 @@ def test_learning_is_reproducible_and_float32_is_close_to_float64():
     for dtype in (np.float32, np.float64):
         p = _calibration.Parameters(*(a.astype(dtype) for a in parameters))
         s = Sample(*(np.asarray(a, dtype=dtype) for a in sample))
-        loss, gradient = _calibration.loss_and_gradient(p, s, _calibration.Use(5, True))
+        loss, gradient = _calibration.loss_and_gradient(p, s, _calibration.Pattern(5, True))
         assert loss.dtype == gradient.b.dtype == dtype
         results.append((loss, *gradient))
     for narrow, wide in zip(*results, strict=True):
@@ -576,7 +576,7 @@ def test_without_a_window_the_far_pairs_are_all_pairs():
     """A window as long as the sequence leaves nothing to learn: the gradient is 0."""
     sample = Sample(*sequence(15, 8))
     parameters = random_parameters(np.random.default_rng(14), (HEADS,))
-    use = _calibration.Use(4, False)
-    loss, gradient = _calibration.loss_and_gradient(parameters, sample, use)
+    pattern = _calibration.Pattern(4, False)
+    loss, gradient = _calibration.loss_and_gradient(parameters, sample, pattern)
     assert_allclose(loss, 0, atol=1e-12)
     assert not any(g.any() for g in gradient)

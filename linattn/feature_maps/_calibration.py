@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn.feature_maps._clusters import LLOYD_STEPS, move_centroids
 from linattn.feature_maps._samples import Sample
 
 __all__ = [
     "Parameters",
-    "Use",
+    "Pattern",
     "closed_form",
     "cluster_means",
     "importance",
@@ -33,9 +34,8 @@ Bools = NDArray[np.bool_]
 
 # Weight of the divergence between rows of weights, beside the error of the output.
 DIVERGENCE = 0.1
-# Queries of a sequence that importance asks, and steps that move centroids.
-MOST_QUERIES = 256
-LLOYD_STEPS = 3
+# Queries of a sequence by which keys are weighed.
+MAX_QUERIES = 256
 
 
 class Parameters(NamedTuple):
@@ -49,7 +49,7 @@ class Parameters(NamedTuple):
     t: Floats
 
 
-class Use(NamedTuple):
+class Pattern(NamedTuple):
     """How a map will be used: through which window, under which mask."""
 
     window: int | None
@@ -73,24 +73,24 @@ def pivots(y: Floats, metric: Floats, m: int) -> Floats:
     y = y.reshape(-1, n, d)
     # Distances from a factor of the metric: of keys alike they are exactly 0.
     u = y @ np.linalg.cholesky(metric).reshape(-1, d, d)
-    every = np.arange(len(y))
+    head = np.arange(len(y))
     factor = np.zeros((len(y), m, n))
     left = np.ones((len(y), n))
     chosen = np.zeros((len(y), m), dtype=np.int64)
     for i in range(m):
         pivot = np.argmax(left, axis=-1)
         chosen[:, i] = pivot
-        distance = np.sum((u - u[every, pivot][:, None, :]) ** 2, axis=-1)
+        distance = np.sum((u - u[head, pivot][:, None, :]) ** 2, axis=-1)
         before = factor[:, :i]
-        column = np.exp(-distance / 2) - (before[every, :, pivot][:, None, :] @ before)[:, 0]
-        column /= np.sqrt(np.maximum(left[every, pivot], 1e-300))[:, None]
+        column = np.exp(-distance / 2) - (before[head, :, pivot][:, None, :] @ before)[:, 0]
+        column /= np.sqrt(np.maximum(left[head, pivot], 1e-300))[:, None]
         factor[:, i] = column
         left -= column * column
-        left[every[:, None], chosen[:, : i + 1]] = -np.inf
+        left[head[:, None], chosen[:, : i + 1]] = -np.inf
     return np.take_along_axis(y, chosen[..., None], axis=-2).reshape(*heads, m, d)
 
 
-def importance(sample: Sample, use: Use) -> Floats:
+def importance(sample: Sample, pattern: Pattern) -> Floats:
     """Weigh keys by the attention that they get through the map, ``(..., s)`` like the keys.
 
     ``sqrt(mean_i A_ij^2)`` over queries i, A the exact weights, 0 where a pair is in the window;
@@ -99,9 +99,9 @@ def importance(sample: Sample, use: Use) -> Floats:
     """
     x, y = sample.x, sample.y
     n, s = x.shape[-2], y.shape[-2]
-    asked = np.arange(0, n, -(-n // MOST_QUERIES))
-    seen, far = (pairs[asked] for pairs in _pairs(n, s, use))
-    weights, _ = _softmax(x[..., asked, :] @ _swap(y), seen if use.is_causal else None)
+    asked = np.arange(0, n, -(-n // MAX_QUERIES))
+    seen, far = (pairs[asked] for pairs in _pairs(n, s, pattern))
+    weights, _ = _softmax(x[..., asked, :] @ _swap(y), seen if pattern.is_causal else None)
     roots = np.sqrt(np.mean(np.where(far, weights, 0) ** 2, axis=-2))
     return _sum_to(roots, y.shape[:-1])
 
@@ -112,10 +112,9 @@ def cluster_means(y: Floats, weights: Floats, metric: Floats, b: Floats) -> Floa
     A centroid without keys, or with weightless ones, stays. O(n m d) time, O(n m) memory a head.
     """
     scores = y @ metric @ _swap(b) - np.sum(b @ metric * b, axis=-1)[..., None, :] / 2
-    mine = np.argmax(scores, axis=-1)[..., None] == np.arange(b.shape[-2])
-    shares = _swap(mine * weights[..., None])
-    total = np.sum(shares, axis=-1, keepdims=True)
-    return np.where(total > 0, shares @ y / np.where(total > 0, total, 1), b)
+    members = np.argmax(scores, axis=-1)[..., None] == np.arange(b.shape[-2])
+    shares = _swap(members * weights[..., None])
+    return move_centroids(b, np.sum(shares, axis=-1, keepdims=True), shares @ y)
 
 
 def closed_form(x: Floats, y: Floats, weights: Floats, m: int, bandwidth: float) -> Parameters:
@@ -132,13 +131,13 @@ def closed_form(x: Floats, y: Floats, weights: Floats, m: int, bandwidth: float)
     return Parameters(b, beta, changed / bandwidth, alpha, np.ones((*c.shape[:-1], 1)), c)
 
 
-def _pairs(n: int, s: int, use: Use) -> tuple[Bools, Bools]:
+def _pairs(n: int, s: int, pattern: Pattern) -> tuple[Bools, Bools]:
     """Which pairs are seen, and which of them through the map."""
     i, j = np.arange(n)[:, None], np.arange(s)[None, :]
-    seen = j <= i if use.is_causal else np.ones((n, s), dtype=bool)
-    if use.window is None:
+    seen = j <= i if pattern.is_causal else np.ones((n, s), dtype=bool)
+    if pattern.window is None:
         return seen, seen
-    return seen, seen & (np.abs(i // use.window - j // use.window) > 1)
+    return seen, seen & (np.abs(i // pattern.window - j // pattern.window) > 1)
 
 
 def _softmax(log: Floats, seen: Bools | None) -> tuple[Floats, Floats]:
@@ -154,7 +153,7 @@ def _softmax(log: Floats, seen: Bools | None) -> tuple[Floats, Floats]:
 
 
 def loss_and_gradient(
-    parameters: Parameters, sample: Sample, use: Use
+    parameters: Parameters, sample: Sample, pattern: Pattern
 ) -> tuple[Floats, Parameters]:
     """Loss of each head on one sequence, and the gradient of their sum.
 
@@ -167,8 +166,8 @@ def loss_and_gradient(
     assert v is not None
     n, s = x.shape[-2], y.shape[-2]
     tiny = np.finfo(x.dtype).tiny ** 0.8
-    visible, far = _pairs(n, s, use)
-    seen = visible if use.is_causal else None
+    visible, far = _pairs(n, s, pattern)
+    seen = visible if pattern.is_causal else None
 
     log_phi = x @ _swap(b) + beta[..., None, :]
     z = y @ _swap(a) + alpha[..., None, :]
@@ -224,8 +223,8 @@ def loss_and_gradient(
 
 def _sum_to(x: Floats, shape: tuple[int, ...]) -> Floats:
     """Sum over the axes along which an array of this shape was broadcast."""
-    own = (1,) * (x.ndim - len(shape)) + shape
-    axes = tuple(i for i, (k, wanted) in enumerate(zip(x.shape, own, strict=True)) if k != wanted)
+    full = (1,) * (x.ndim - len(shape)) + shape
+    axes = tuple(i for i, (k, wanted) in enumerate(zip(x.shape, full, strict=True)) if k != wanted)
     return np.asarray(np.sum(x, axis=axes, keepdims=True).reshape(shape))
 
 
@@ -236,7 +235,7 @@ def _float32(x: Any) -> Any:
 def learn(
     parameters: Parameters,
     sequences: Sequence[Sample],
-    use: Use,
+    pattern: Pattern,
     *,
     steps: int,
     learning_rate: float,
@@ -250,7 +249,7 @@ def learn(
     each step and the mean loss of its batch.
     """
     current = [np.array(p) for p in parameters]
-    narrow = [Sample(*(_float32(a) for a in one)) for one in sequences]
+    narrow = [Sample(*(_float32(a) for a in sample)) for sample in sequences]
     first, second = ([np.zeros_like(p) for p in current] for _ in range(2))
     order: list[int] = []
     for step in range(1, steps + 1):
@@ -259,7 +258,7 @@ def learn(
         now = Parameters(*map(_float32, current))
         for _ in range(min(batch_size, len(narrow))):
             order = order or list(rng.permutation(len(narrow)))
-            loss, gradient = loss_and_gradient(now, narrow[order.pop()], use)
+            loss, gradient = loss_and_gradient(now, narrow[order.pop()], pattern)
             losses.append(float(np.mean(loss)))
             for sum_of, g in zip(total, gradient, strict=True):
                 sum_of += g

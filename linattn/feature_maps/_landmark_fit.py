@@ -1,4 +1,4 @@
-"""How landmarks are found: samples of tokens, normalizers of probe queries, weighted clusters.
+"""What landmarks are found from: samples of tokens, normalizers of probe queries.
 
 What is small (samples, landmarks, probes) is NumPy on the host, so that every array library gets
 the same answer. What is long, all keys, is walked block by block in its own library.
@@ -7,6 +7,7 @@ Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`` probes, ``d`` dim.
 
 from __future__ import annotations
 
+from math import sqrt
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,34 +15,30 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _generic
+from linattn import _arrays, _checks, _generic
 from linattn.typing import Array
 
 __all__ = [
+    "Inputs",
     "Sample",
-    "choose",
+    "cycled",
     "detached",
-    "draw_sample",
-    "host_arrays",
+    "draw_samples",
     "is_concrete",
-    "lloyd",
     "log_normalizers",
     "log_sum",
-    "power_of_two",
+    "probe_normalizers",
     "query_metric",
     "sample_size",
-    "spread",
+    "stratified_subset",
+    "take_inputs",
 ]
 
 Floats = NDArray[np.float64]
 
 # Numbers worked on at once, of all heads: half a MB of float32, for the cache. (2 MB: fitting
 # 2 heads of 2,048 tokens takes 9.1 ms for 6.7.)
-BLOCK_ELEMENTS = 1 << 17
-
-# Rounds in which the first landmarks are drawn: with 64 landmarks, 2, 4 and 8 rounds give the
-# shipped sample a median error of .164, .156 and .157.
-ROUNDS = 4
+MAX_BLOCK_ELEMENTS = 1 << 17
 
 
 class Sample(NamedTuple):
@@ -57,6 +54,18 @@ class Sample(NamedTuple):
 
     x: NDArray[Any]
     valid: NDArray[np.bool_]
+
+
+class Inputs(NamedTuple):
+    """Checked arguments of a fit; masks are ``(..., n, 1)``, arrays of Dask are NumPy's."""
+
+    xp: ModuleType
+    dtype: Any
+    scale: float
+    query: Array
+    key: Array
+    query_mask: Array | None
+    key_mask: Array | None
 
 
 def host_arrays(xp: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
@@ -125,8 +134,8 @@ def draw_sample(x: Array, mask: Array | None, noise: Floats, xp: ModuleType) -> 
         for i, index in enumerate(np.ndindex(lead)):
             pairs = zip(index, lead, strict=True)
             # Strict libraries want an index for each axis, or an ellipsis.
-            own = (slice(None) if n == 1 else slice(j, j + 1) for j, n in pairs)
-            heads: tuple[Any, ...] = (*own, ...)
+            of_mask = (slice(None) if n == 1 else slice(j, j + 1) for j, n in pairs)
+            heads: tuple[Any, ...] = (*of_mask, ...)
             taken[heads] = _take(x[heads], positions[i], xp)
     if not valid.all():
         taken = np.where(valid[..., None], taken, taken.dtype.type(0))
@@ -155,7 +164,7 @@ def _take(x: Array, positions: NDArray[np.int64], xp: ModuleType) -> NDArray[Any
     return taken.astype(_host_dtype(x, xp), copy=False)
 
 
-def choose(sample: Sample, num: int, noise: Floats) -> Sample:
+def stratified_subset(sample: Sample, num: int, noise: Floats) -> Sample:
     """Take one token from each of ``num`` equal strata of a sample, or all where there are fewer.
 
     A head without any token gets one at the origin: uniform attention.
@@ -202,7 +211,7 @@ def log_normalizers(
     """
     rows = _arrays.device_array(probes, xp, dtype, array_api_compat.device(key))
     lead = np.broadcast_shapes(probes.shape[:-2], tuple(key.shape[:-2]))
-    size = max(16, BLOCK_ELEMENTS // max(1, int(np.prod(lead)) * probes.shape[-2]))
+    size = max(16, MAX_BLOCK_ELEMENTS // max(1, int(np.prod(lead)) * probes.shape[-2]))
     top = total = None
     length = int(key.shape[-2])
     for start in range(0, length, size):
@@ -224,122 +233,65 @@ def log_normalizers(
     return _arrays.to_numpy(log)[..., 0].astype(np.float64)
 
 
+def take_inputs(query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any) -> Inputs:
+    """Check the arguments of a fit."""
+    xp, (query, key) = _checks.check_arrays(query=query, key=key)
+    if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
+        message = (
+            f"query and key must have one dim and at least one token, got shapes "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+        raise ValueError(message)
+    _checks.check_leading_axes(query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]))
+    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale, positive=True)
+    if key_mask is not None:
+        key_mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
+    if query_mask is not None:
+        query_mask = _checks.check_key_mask(query_mask, query, xp, query_len=None, of="query")
+    xp, (query, key, query_mask, key_mask) = host_arrays(
+        xp, query=query, key=key, query_mask=query_mask, key_mask=key_mask
+    )
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
+    return Inputs(xp, dtype, scale, query, key, query_mask, key_mask)
+
+
+def draw_samples(given: Inputs, key_strata: Floats, query_strata: Floats) -> tuple[Sample, Sample]:
+    """Sample keys and queries, one from each stratum."""
+    keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
+    queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
+    _check_finite(bool(np.isfinite(queries.x).all() and np.isfinite(keys.x).all()))
+    return keys, queries
+
+
+def probe_normalizers(given: Inputs, probes: Sample) -> Floats:
+    """Log normalizers of probes over all keys; inf where a head has no such probe."""
+    scaled = given.scale * probes.x
+    lognorm = log_normalizers(scaled, given.key, given.key_mask, given.dtype, given.xp)
+    _check_finite(not (np.isnan(lognorm) | (lognorm == np.inf)).any())
+    # A head that sees no key: its landmarks are all unused, and any normalizer will do.
+    lognorm = np.where(lognorm == -np.inf, 0.0, lognorm)
+    return np.where(probes.valid, lognorm, np.inf)
+
+
+def _check_finite(finite: bool) -> None:
+    if not finite:
+        message = (
+            "query and key must be finite where they are not masked, and their logits too, got "
+            "NaN or inf"
+        )
+        raise ValueError(message)
+
+
+def cycled(sample: Sample, num: int) -> Floats:
+    """Tokens of a sample, over and over, so many in all."""
+    counts = np.maximum(np.sum(sample.valid, axis=-1, keepdims=True), 1)
+    index = np.broadcast_to(np.arange(num) % counts, (*sample.x.shape[:-2], num))
+    return np.take_along_axis(sample.x, index[..., None], axis=-2)
+
+
 def log_sum(x: Floats, axis: int) -> Floats:
     """Log of the sum of exponentials along an axis, which stays."""
     top = np.max(x, axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)
     return np.asarray(np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top)
-
-
-def nearness(x: NDArray[Any], b: Floats, used: NDArray[np.bool_], metric: Floats) -> NDArray[Any]:
-    """``x.(M b_c) - b_c.(M b_c) / 2``, largest at the nearest; -inf for what is not used.
-
-    With ``x.(M x)`` it makes the squared distance: ``|x - b_c|^2 = x.(M x) - 2 nearness``.
-    """
-    images = b @ metric
-    bias = np.where(used, -0.5 * np.sum(images * b, axis=-1), -np.inf)
-    scores = x @ np.swapaxes(images, -1, -2).astype(x.dtype)
-    scores += bias[:, None, :].astype(x.dtype)
-    return np.asarray(scores)
-
-
-def spread(
-    x: NDArray[Any],
-    weights: NDArray[Any],
-    valid: NDArray[np.bool_],
-    metric: Floats,
-    gumbel: Floats,
-    num: int,
-) -> NDArray[np.int64]:
-    """Draw tokens without replacement in rounds, heavy ones that are far from those drawn.
-
-    In the first round the odds are the weights; later they are weights times the squared distance
-    to the nearest token drawn in earlier rounds (Gumbel top-k, the noise is kept). Letters as in
-    :func:`lloyd`; ``num < C``. Time O(H C num d).
-
-    Returns
-    -------
-    ndarray of int, (H, num)
-        In the order of the sequence. Tokens of weight 0 come after all others, slots without a
-        token after those.
-
-    References
-    ----------
-    Odds: Arthur, Vassilvitskii, "k-means++" (2007); rounds: Bahmani et al., "Scalable K-Means++"
-    (2012).
-    """
-    own = np.einsum("...i,...i->...", x, x @ metric.astype(x.dtype))
-    log_weights = np.log(weights.astype(np.float64))
-    log_odds, nearest = log_weights, np.full(weights.shape, -np.inf, x.dtype)
-    taken = np.zeros(weights.shape, dtype=bool)
-    drawn: list[NDArray[np.int64]] = []
-    for i in range(ROUNDS):
-        count = num * (i + 1) // ROUNDS - num * i // ROUNDS
-        if count == 0:
-            continue
-        odds = np.maximum(log_odds + gumbel, -1e200)
-        odds = np.where(taken, -np.inf, np.where(valid, odds, -1e300))
-        new = np.argsort(-odds, axis=-1, kind="stable")[:, :count]
-        np.put_along_axis(taken, new, True, axis=-1)
-        drawn.append(new)
-        if i + 1 < ROUNDS:
-            b = np.take_along_axis(x, new[..., None], axis=-2).astype(np.float64)
-            used = np.take_along_axis(valid, new, axis=-1)
-            nearest = np.maximum(nearest, nearness(x, b, used, metric).max(axis=-1))
-            log_odds = log_weights + np.log(np.maximum(own - 2 * nearest, 0))
-    return np.sort(np.concatenate(drawn, axis=-1), axis=-1)
-
-
-def power_of_two(x: NDArray[Any]) -> Floats:
-    """Largest powers of 2 up to positive numbers, 1 for 0: dividing by them rounds nothing."""
-    x = np.asarray(x, dtype=np.float64)
-    return np.asarray(np.ldexp(np.where(x > 0, 1.0, 2.0), np.frexp(x)[1] - 1))
-
-
-def lloyd(
-    x: NDArray[Any],
-    weights: NDArray[Any],
-    start: Floats,
-    used: NDArray[np.bool_],
-    metric: Floats,
-    steps: int,
-) -> Floats:
-    """Weighted Lloyd steps in a metric: assign each token to its nearest centroid, average.
-
-    Parameters
-    ----------
-    x : ndarray, (H, C, d)
-        Tokens of H heads; distances are computed in their dtype.
-    weights : ndarray, (H, C)
-        0 for slots that hold no token.
-    start : ndarray, (H, m, d)
-        First centroids.
-    used : ndarray of bool, (H, m)
-        Centroids that take tokens.
-    metric : ndarray, (H, d, d)
-        Symmetric positive.
-    steps : int
-        Lloyd steps.
-
-    Returns
-    -------
-    ndarray, (H, m, d)
-        A centroid whose tokens weigh nothing stays where it was.
-
-    Notes
-    -----
-    One matrix product a step, and one weighted count a coordinate. Time O(steps H C m d).
-    """
-    H, _, d = x.shape
-    m = start.shape[-2]
-    total_of = weights.astype(np.float64).ravel()
-    coordinates = np.moveaxis(x, -1, 0).reshape(d, -1) * total_of
-    first = m * np.arange(H)[:, None]
-    b = start
-    for _ in range(steps):
-        cells = (np.argmax(nearness(x, b, used, metric), axis=-1) + first).ravel()
-        total = np.bincount(cells, weights=total_of, minlength=H * m)
-        sums = [np.bincount(cells, weights=z, minlength=H * m) for z in coordinates]
-        means = np.stack(sums, axis=-1) / np.where(total > 0, total, 1.0)[:, None]
-        b = np.where((total > 0).reshape(H, m, 1), means.reshape(H, m, d), b)
-    return b

@@ -49,7 +49,7 @@ def check_samples(samples: Any, scale: Any, *, with_value: bool = False) -> Samp
         ``with_value`` and a sample without values.
     """
     sequences = [samples] if _is_sample(samples) else samples
-    if not isinstance(sequences, Sequence) or not all(_is_sample(one) for one in sequences):
+    if not isinstance(sequences, Sequence) or not all(map(_is_sample, sequences)):
         message = (
             f"samples must be a list of sequences, each a tuple (query, key) or (query, key, "
             f"value) of arrays, got {type(samples).__name__}"
@@ -58,14 +58,14 @@ def check_samples(samples: Any, scale: Any, *, with_value: bool = False) -> Samp
     if not sequences:
         message = "samples must hold at least one sequence, got none"
         raise ValueError(message)
-    arrays = [_check_sample(f"samples[{i}]", one, with_value) for i, one in enumerate(sequences)]
+    arrays = [_check_sample(f"samples[{i}]", s, with_value) for i, s in enumerate(sequences)]
     lead, dim = _signature(arrays[0])
-    for i, one in enumerate(arrays):
-        if _signature(one) != (lead, dim):
+    for i, sample in enumerate(arrays):
+        if _signature(sample) != (lead, dim):
             message = (
                 f"samples must have one dim and the same leading axes (heads); a batch is given as "
                 f"a list of its sequences; samples[0] has {lead} and dim {dim}, samples[{i}] "
-                f"{_signature(one)[0]} and dim {_signature(one)[1]}"
+                f"{_signature(sample)[0]} and dim {_signature(sample)[1]}"
             )
             raise ValueError(message)
     scale = 1 / sqrt(dim) if scale is None else scale
@@ -75,25 +75,25 @@ def check_samples(samples: Any, scale: Any, *, with_value: bool = False) -> Samp
     return Samples(scaled, arrays[0].y.shape[:-2], dim, scale)
 
 
-def _is_sample(one: Any) -> bool:
+def _is_sample(given: Any) -> bool:
     return (
-        isinstance(one, tuple | list)
-        and len(one) in (2, 3)
-        and all(hasattr(a, "ndim") for a in one)
+        isinstance(given, tuple | list)
+        and len(given) in (2, 3)
+        and all(hasattr(array, "ndim") for array in given)
     )
 
 
-def _signature(one: Sample) -> tuple[list[tuple[int, ...]], int]:
-    arrays = [a for a in one if a is not None]
-    return [a.shape[:-2] for a in arrays], one.x.shape[-1]
+def _signature(sample: Sample) -> tuple[list[tuple[int, ...]], int]:
+    arrays = [a for a in sample if a is not None]
+    return [a.shape[:-2] for a in arrays], sample.x.shape[-1]
 
 
-def _check_sample(name: str, one: Any, with_value: bool) -> Sample:
-    names = [f"{name} {part}" for part in ("query", "key", "value")[: len(one)]]
-    if with_value and len(one) < 3:
-        message = f"{name} must be (query, key, value) to learn from values, got (query, key)"
+def _check_sample(name: str, given: Any, with_value: bool) -> Sample:
+    names = [f"{name} {part}" for part in ("query", "key", "value")[: len(given)]]
+    if with_value and len(given) < 3:
+        message = f"{name} must be (query, key, value), for learning needs values, got no value"
         raise ValueError(message)
-    _, checked = _checks.check_arrays(**dict(zip(names, one, strict=True)))
+    _, checked = _checks.check_arrays(**dict(zip(names, given, strict=True)))
     arrays: list[Floats] = []
     for label, array in zip(names, checked, strict=True):
         copy = _arrays.to_numpy(array).astype(np.float64)
@@ -125,11 +125,11 @@ def pool_heads(x: Floats, heads: tuple[int, ...]) -> Floats:
     """
     lead = x.shape[:-2]
     x = x[(None,) * (len(heads) - len(lead))]
-    own = (1,) * (x.ndim - 2 - len(heads)) + heads
-    shared = [axis for axis, size in enumerate(own) if size == 1]
-    kept = [axis for axis, size in enumerate(own) if size != 1]
-    x = np.transpose(x, (*kept, *shared, x.ndim - 2, x.ndim - 1))
-    n = int(np.prod(x.shape[len(kept) : -1], dtype=int))
-    x = x.reshape(*x.shape[: len(kept)], n, x.shape[-1])
-    x = np.broadcast_to(x, (*(own[axis] for axis in kept), *x.shape[-2:]))
+    full = (1,) * (x.ndim - 2 - len(heads)) + heads
+    shared = [axis for axis, size in enumerate(full) if size == 1]
+    separate = [axis for axis, size in enumerate(full) if size != 1]
+    x = np.transpose(x, (*separate, *shared, x.ndim - 2, x.ndim - 1))
+    n = int(np.prod(x.shape[len(separate) : -1], dtype=int))
+    x = x.reshape(*x.shape[: len(separate)], n, x.shape[-1])
+    x = np.broadcast_to(x, (*(full[axis] for axis in separate), *x.shape[-2:]))
     return x.reshape(*heads, *x.shape[-2:])

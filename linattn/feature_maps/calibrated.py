@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from linattn import _arrays, _checks, files
 from linattn.feature_maps import _calibration
 from linattn.feature_maps._base import SoftmaxKernelMap
-from linattn.feature_maps._samples import check_samples, pool_heads
+from linattn.feature_maps._samples import Sample, check_samples, pool_heads
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Exponential, Normalized
 
@@ -258,29 +258,17 @@ class CalibratedFeatures(SoftmaxKernelMap):
         batch_size = _checks.check_positive_int("batch_size", batch_size)
         rate = _checks.check_finite_number("learning_rate", learning_rate, positive=True)
         sequences, heads, _, scale = check_samples(samples, scale, with_value=learn)
-        y = np.concatenate([one.y for one in sequences], axis=-2)
-        if y.shape[-2] < m:
-            message = (
-                f"num_features must be at most the {y.shape[-2]} keys of the samples, got {m}; "
-                f"give more samples, or ask for fewer features"
-            )
-            raise ValueError(message)
-        for i, one in enumerate(sequences):
-            if is_causal and one.x.shape[-2] != one.y.shape[-2]:
-                message = (
-                    f"samples[{i}] must have as many queries as keys with is_causal, got "
-                    f"{one.x.shape[-2]} and {one.y.shape[-2]}"
-                )
-                raise ValueError(message)
-        x = np.concatenate([pool_heads(one.x, heads) for one in sequences], axis=-2)
-        use = _calibration.Use(exact_window, is_causal)
-        weights = [_calibration.importance(one, use) for one in sequences]
+        _check_sequences(sequences, m, is_causal=is_causal)
+        x = np.concatenate([pool_heads(sample.x, heads) for sample in sequences], axis=-2)
+        y = np.concatenate([sample.y for sample in sequences], axis=-2)
+        pattern = _calibration.Pattern(exact_window, is_causal)
+        weights = [_calibration.importance(sample, pattern) for sample in sequences]
         found = _calibration.closed_form(x, y, np.concatenate(weights, axis=-1), m, h)
         if learn:
             found = _calibration.learn(
                 found,
                 sequences,
-                use,
+                pattern,
                 steps=steps,
                 learning_rate=rate,
                 batch_size=batch_size,
@@ -379,3 +367,21 @@ class CalibratedFeatures(SoftmaxKernelMap):
             return cls(**parameters | {"scale": float(arrays["scale"])})
 
         return cast(Self, files.read_arrays(path, cls.__name__, members, FORMAT_VERSION, build))
+
+
+def _check_sequences(sequences: list[Sample], num_features: int, *, is_causal: bool) -> None:
+    num_keys = sum(sample.y.shape[-2] for sample in sequences)
+    if num_keys < num_features:
+        message = (
+            f"num_features must be at most the {num_keys} keys of the samples, got {num_features}; "
+            f"give more samples, or ask for fewer features"
+        )
+        raise ValueError(message)
+    for i, sample in enumerate(sequences):
+        num_queries, num_keys = sample.x.shape[-2], sample.y.shape[-2]
+        if is_causal and num_queries != num_keys:
+            message = (
+                f"samples[{i}] must have as many queries as keys with is_causal, got "
+                f"{num_queries} and {num_keys}"
+            )
+            raise ValueError(message)

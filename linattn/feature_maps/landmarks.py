@@ -5,27 +5,26 @@ from __future__ import annotations
 import warnings
 from math import log, sqrt
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
+from linattn.feature_maps._clusters import clusters, power_of_two
 from linattn.feature_maps._landmark_fit import (
-    Sample,
-    choose,
+    cycled,
     detached,
-    draw_sample,
-    host_arrays,
+    draw_samples,
     is_concrete,
-    lloyd,
     log_normalizers,
     log_sum,
-    power_of_two,
+    probe_normalizers,
     query_metric,
     sample_size,
-    spread,
+    stratified_subset,
+    take_inputs,
 )
 from linattn.feature_maps.exponential import PositiveFeatures
 from linattn.sampling import Seed, as_generator
@@ -35,13 +34,9 @@ __all__ = ["LandmarkFeatures"]
 
 Floats = NDArray[np.float64]
 
-# Sampled keys times probes, of all heads: 2 MB of float32.
-CLUSTER_ELEMENTS = 1 << 19
+NUM_PROBES_CHECKED, MAX_LOG_GAP = 8, 0.05
+"""Probes whose normalizers are compared with those of the fit, and what logs may differ by."""
 
-# Probes whose normalizers are compared with those of the fit, and what they may differ by.
-PROBES_CHECKED, APART = 8, 0.05
-
-LLOYD_STEPS = 3
 RIDGE = 0.1
 
 
@@ -178,52 +173,17 @@ class LandmarkFeatures(SoftmaxKernelMap):
         corrected: bool = False,
     ) -> None:
         corrected = _checks.check_flag("corrected", corrected)
-        b, q, lognorm, M = (
-            np.array(a, dtype=np.float64) for a in (landmarks, probes, log_normalizers, metric)
-        )
-        fits = min(b.ndim, q.ndim, M.ndim) >= 2 and lognorm.ndim >= 1 and 0 not in b.shape + q.shape
-        fits = fits and q.shape[-1] == b.shape[-1] and M.shape[-2:] == b.shape[-1:] * 2
-        if not fits or lognorm.shape[-1] != q.shape[-2]:
-            message = (
-                f"landmarks must have shape (..., m, d), probes (..., p, d), log_normalizers "
-                f"(..., p) and metric (..., d, d), got {b.shape}, {q.shape}, {lognorm.shape} and "
-                f"{M.shape}"
-            )
-            raise ValueError(message)
-        live = np.ones(b.shape[:-1], dtype=bool) if used is None else np.array(used)
-        if live.dtype != bool or live.shape != b.shape[:-1]:
-            message = (
-                f"used must be boolean and of shape {b.shape[:-1]}, one for each landmark, got "
-                f"{live.dtype} {live.shape}"
-            )
-            raise ValueError(message)
-        lead = _checks.check_leading_axes(
-            landmarks=b.shape[:-2], probes=q.shape[:-2], log_normalizers=lognorm.shape[:-1]
-        )
-        _checks.check_leading_axes(landmarks=lead, metric=M.shape[:-2])
-        counts = (
-            np.isfinite(lognorm).any(axis=-1).all()
-            and not (np.isnan(lognorm) | (lognorm == -np.inf)).any()
-        )
-        if not (np.isfinite(b).all() and np.isfinite(q).all() and np.isfinite(M).all() and counts):
-            message = (
-                "landmarks, probes and metric must be finite, and log_normalizers finite or inf "
-                "with a finite one for each head"
-            )
-            raise ValueError(message)
-        d = int(b.shape[-1])
+        arrays = _check_parameters(landmarks, probes, log_normalizers, metric, used)
+        m, d = arrays["landmarks"].shape[-2:]
+        p = arrays["probes"].shape[-2]
         scale = 1 / sqrt(d) if scale is None else scale
         self._set(
-            dim=d,
-            num_features=int(b.shape[-2]) + (int(q.shape[-2]) if corrected else 0),
+            dim=int(d),
+            num_features=int(m) + (int(p) if corrected else 0),
             scale=_checks.check_finite_number("scale", scale, positive=True),
             corrected=corrected,
             positive=not corrected,
-            landmarks=b,
-            probes=q,
-            log_normalizers=lognorm,
-            metric=M,
-            used=live,
+            **arrays,
         )
         images, bias, log_Phi, table = _tables(self)
         self._set(_images=images, _bias=bias, _log_Phi=log_Phi, _table=table)
@@ -321,7 +281,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
                 f"num_probes must be at least 2 num_features, {2 * m}, for corrected=True, got {p}"
             )
             raise ValueError(message)
-        given = _take_inputs(query, key, key_mask, query_mask, scale)
+        given = take_inputs(query, key, key_mask, query_mask, scale)
         size = sample_size(m)
         generator = as_generator(rng)
         # As many numbers for every length, so that padding changes none of them.
@@ -329,17 +289,11 @@ class LandmarkFeatures(SoftmaxKernelMap):
         gumbel = generator.gumbel(size=size)
 
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            keys = draw_sample(given.key, given.key_mask, key_strata[:size], given.xp)
-            queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
-            probes = choose(queries, p, query_order)
+            keys, queries = draw_samples(given, key_strata[:size], query_strata)
+            probes = stratified_subset(queries, p, query_order)
+            lognorm = probe_normalizers(given, probes)
             metric = query_metric(queries)
-            scaled = given.scale * probes.x
-            lognorm = log_normalizers(scaled, given.key, given.key_mask, given.dtype, given.xp)
-            _check_finite(queries, keys, lognorm)
-            # A head that sees no key: its landmarks are all unused, and any normalizer will do.
-            lognorm = np.where(lognorm == -np.inf, 0.0, lognorm)
-            lognorm = np.where(probes.valid, lognorm, np.inf)
-            landmarks, used = _clusters(scaled, lognorm, keys, metric, gumbel, m)
+            landmarks, used = clusters(given.scale * probes.x, lognorm, keys, metric, gumbel, m)
             return cls(
                 landmarks,
                 probes.x,
@@ -409,17 +363,15 @@ class LandmarkFeatures(SoftmaxKernelMap):
         section 3.3, the balance heuristic.
         """
         m = _checks.check_positive_int("num_features", num_features)
-        given = _take_inputs(query, key, key_mask, query_mask, scale)
+        given = take_inputs(query, key, key_mask, query_mask, scale)
         size = sample_size(m)
         generator = as_generator(rng)
         key_strata, query_strata, query_order = generator.random((3, size))
         gumbel = generator.gumbel(size=(m, size))
         root = sqrt(given.scale)
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
-            queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
-            _check_finite(queries, keys, np.zeros(1))
-            drawn = _each(choose(queries, m, query_order), m)
+            keys, queries = draw_samples(given, key_strata, query_strata)
+            drawn = cycled(stratified_subset(queries, m, query_order), m)
             logits = given.scale * dots(drawn, keys.x) + gumbel[:, : keys.x.shape[-2]]
             logits = np.where(keys.valid[..., None, :], logits, -np.inf)
             attended = np.argmax(logits, axis=-1)
@@ -443,7 +395,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         if not is_concrete(problem.key) or 0 in problem.key.shape:
             return
         p = self.probes.shape[-2]
-        few = np.linspace(0, p - 1, min(p, PROBES_CHECKED)).round().astype(np.intp)
+        few = np.linspace(0, p - 1, min(p, NUM_PROBES_CHECKED)).round().astype(np.intp)
         known = self.log_normalizers[..., few]
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             found = log_normalizers(
@@ -455,7 +407,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
             )
             apart = np.abs(found - known)
         largest = float(np.max(apart, initial=0.0, where=np.isfinite(apart)))
-        if largest > APART:
+        if largest > MAX_LOG_GAP:
             message = (
                 f"feature_map was fitted to other keys: the normalizers of its probes differ by up "
                 f"to exp({largest:.2g}); fit it to this sequence, or ignore this warning where its "
@@ -505,110 +457,49 @@ class LandmarkFeatures(SoftmaxKernelMap):
         raise NotImplementedError(message)
 
 
-class _Inputs(NamedTuple):
-    """Checked arguments of a fit; masks are ``(..., n, 1)``, arrays of Dask are NumPy's."""
-
-    xp: ModuleType
-    dtype: Any
-    scale: float
-    query: Array
-    key: Array
-    query_mask: Array | None
-    key_mask: Array | None
-
-
-def _take_inputs(query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any) -> _Inputs:
-    xp, (query, key) = _checks.check_arrays(query=query, key=key)
-    if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
-        message = (
-            f"query and key must have one dim and at least one token, got shapes "
-            f"{tuple(query.shape)} and {tuple(key.shape)}"
-        )
-        raise ValueError(message)
-    _checks.check_leading_axes(query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]))
-    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
-    scale = _checks.check_finite_number("scale", scale, positive=True)
-    if key_mask is not None:
-        key_mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
-    if query_mask is not None:
-        query_mask = _checks.check_key_mask(query_mask, query, xp, query_len=None, of="query")
-    xp, (query, key, query_mask, key_mask) = host_arrays(
-        xp, query=query, key=key, query_mask=query_mask, key_mask=key_mask
+def _check_parameters(
+    landmarks: ArrayLike,
+    probes: ArrayLike,
+    log_normalizers: ArrayLike,
+    metric: ArrayLike,
+    used: ArrayLike | None,
+) -> dict[str, Any]:
+    """Copy the parameters of a map, and check that they fit each other."""
+    b, q, lognorm, M = (
+        np.array(a, dtype=np.float64) for a in (landmarks, probes, log_normalizers, metric)
     )
-    dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
-    return _Inputs(xp, dtype, scale, query, key, query_mask, key_mask)
-
-
-def _check_finite(queries: Sample, keys: Sample, lognorm: Floats) -> None:
-    finite = np.isfinite(queries.x).all() and np.isfinite(keys.x).all()
-    if not finite or np.isnan(lognorm).any() or (lognorm == np.inf).any():
+    fits = min(b.ndim, q.ndim, M.ndim) >= 2 and lognorm.ndim >= 1 and 0 not in b.shape + q.shape
+    fits = fits and q.shape[-1] == b.shape[-1] and M.shape[-2:] == b.shape[-1:] * 2
+    if not fits or lognorm.shape[-1] != q.shape[-2]:
         message = (
-            "query and key must be finite where they are not masked, and their logits too, got "
-            "NaN or inf"
+            f"landmarks must have shape (..., m, d), probes (..., p, d), log_normalizers "
+            f"(..., p) and metric (..., d, d), got {b.shape}, {q.shape}, {lognorm.shape} and "
+            f"{M.shape}"
         )
         raise ValueError(message)
-
-
-def _each(sample: Sample, num: int) -> Floats:
-    """Cycle through the tokens of a sample, so many in all."""
-    counts = np.maximum(np.sum(sample.valid, axis=-1, keepdims=True), 1)
-    turn = np.arange(num) % counts
-    turn = np.broadcast_to(turn, (*sample.x.shape[:-2], num))
-    return np.take_along_axis(sample.x, turn[..., None], axis=-2)
-
-
-def _clusters(
-    probes: Floats, lognorm: Floats, keys: Sample, metric: Floats, gumbel: Floats, m: int
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """Landmarks ``(..., m, d)`` and which of them are used, some heads at a time."""
-    lead = lognorm.shape[:-1]
-    arrays = (probes, lognorm[..., None], keys.x, keys.valid[..., None], metric)
-    flat = [np.broadcast_to(a, (*lead, *a.shape[-2:])).reshape(-1, *a.shape[-2:]) for a in arrays]
-    heads, d = len(flat[0]), probes.shape[-1]
-    landmarks, used = np.zeros((heads, m, d)), np.zeros((heads, m), dtype=bool)
-    width = max(probes.shape[-2], m) * keys.x.shape[-2]
-    size = max(1, CLUSTER_ELEMENTS // width)
-    for start in range(0, heads, size):
-        some = slice(start, start + size)
-        b, live = _some_clusters(*(a[some] for a in flat), gumbel=gumbel, m=m)
-        landmarks[some, : b.shape[-2]], used[some, : b.shape[-2]] = b, live
-    return landmarks.reshape(*lead, m, d), used.reshape(*lead, m)
-
-
-def _some_clusters(
-    probes: Floats,
-    lognorm: Floats,
-    x: NDArray[Any],
-    valid: NDArray[np.bool_],
-    metric: Floats,
-    *,
-    gumbel: Floats,
-    m: int,
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """Draw landmarks by importance and move them to the weighted centres of their keys."""
-    C = x.shape[-2]
-    valid = valid[..., 0]
-    count = np.sum(valid, axis=-1)[:, None, None]
-    if m >= C:
-        return np.where(valid[..., None], x, 0.0).astype(np.float64), valid
-    # Centred: what is computed is as small as the distances of the keys allow.
-    centre = np.sum(x, axis=-2, keepdims=True, dtype=np.float64) / np.maximum(count, 1)
-    centred = x - centre.astype(x.dtype)
-    offset = np.sum(probes * centre, axis=-1, keepdims=True) - lognorm
-    A = probes.astype(x.dtype) @ np.swapaxes(centred, -1, -2)
-    A += offset.astype(x.dtype)
-    A *= 2
-    weights = np.sum(np.exp(A, out=A), axis=-2) * valid
-
-    # Squares of what is far from 1 would leave the range of float32.
-    size = np.abs(np.where(valid[..., None], centred, 0)).max(axis=(-2, -1), keepdims=True)
-    unit = power_of_two(size)
-    centred /= unit.astype(x.dtype)
-    chosen = spread(centred, weights, valid, metric, gumbel[:C], m)
-    used = np.take_along_axis(valid, chosen, axis=-1)
-    first = np.take_along_axis(centred, chosen[..., None], axis=-2).astype(np.float64)
-    b = lloyd(centred, weights, first, used, metric, LLOYD_STEPS) * unit + centre
-    return np.where(used[..., None], b, 0.0), used
+    live = np.ones(b.shape[:-1], dtype=bool) if used is None else np.array(used)
+    if live.dtype != bool or live.shape != b.shape[:-1]:
+        message = (
+            f"used must be boolean and of shape {b.shape[:-1]}, one for each landmark, got "
+            f"{live.dtype} {live.shape}"
+        )
+        raise ValueError(message)
+    lead = _checks.check_leading_axes(
+        landmarks=b.shape[:-2], probes=q.shape[:-2], log_normalizers=lognorm.shape[:-1]
+    )
+    _checks.check_leading_axes(landmarks=lead, metric=M.shape[:-2])
+    counts = (
+        np.isfinite(lognorm).any(axis=-1).all()
+        and not (np.isnan(lognorm) | (lognorm == -np.inf)).any()
+    )
+    if not (np.isfinite(b).all() and np.isfinite(q).all() and np.isfinite(M).all() and counts):
+        message = (
+            "landmarks, probes and metric must be finite, and log_normalizers finite or inf "
+            "with a finite one for each head"
+        )
+        raise ValueError(message)
+    names = ("landmarks", "probes", "log_normalizers", "metric", "used")
+    return dict(zip(names, (b, q, lognorm, M, live), strict=True))
 
 
 def _tables(feature_map: LandmarkFeatures) -> tuple[Floats, Floats, Floats, Floats]:
