@@ -1,0 +1,201 @@
+"""Pairs of vectors at which an estimate is tested, and what is claimed of it there.
+
+Letters: ``P`` pairs of vectors, ``d`` dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _checks
+from linattn.feature_maps import Reparametrized
+from linattn.feature_maps._projected import ProjectedFeatureMap
+from linattn.sampling import SAMPLERS, Sampler
+from linattn.testing._draws import Floats, MapSource, lead_axes, standard_pairs
+from linattn.testing._evidence import UntestableError, on_host
+
+__all__ = [
+    "STATED",
+    "Pairs",
+    "checked_variance",
+    "claim_or_method",
+    "evaluate",
+    "refuse_blind",
+    "variance_or_bound",
+]
+
+MAX_SQUARE_NORM = 2.0
+"""``scale |x + y|^2`` above which sample means of positive features stop telling anything."""
+
+STATED = "as stated"
+"""Origin of a variance that the caller or the map gave."""
+
+
+class Pairs:
+    """Pairs of vectors in the shape that maps with heads take, and what is claimed there."""
+
+    def __init__(self, source: MapSource, x: Any, y: Any) -> None:
+        self.source = source
+        feature_map = source.first
+        self.given = x is not None or y is not None
+        self.blind = 1.0 if self.given else 0.5
+        self.origin = "the pairs given"
+        if self.given:
+            xp, (x, y) = _checks.check_arrays(x=x, y=y)
+            if tuple(x.shape) != tuple(y.shape) or x.ndim != 2:
+                message = (
+                    f"x and y must be pairs of shape (pairs, dim), got shapes {tuple(x.shape)} and "
+                    f"{tuple(y.shape)}"
+                )
+                raise ValueError(message)
+        else:
+            scale = float(getattr(feature_map, "scale", 1.0))
+            dim = getattr(feature_map, "dim", None) or 4
+            seed = int(source.rng.integers(2**32))
+            x, y = standard_pairs(dim, scale, seed)
+            xp = array_api_compat.array_namespace(x)
+            self.origin = f"linattn.testing.standard_pairs({dim}, {scale!r}, {seed})"
+        num, dim = x.shape
+        self.index = np.arange(num)
+        heads = lead_axes(feature_map, dim)
+        flat, full = (num, *(1 for _ in heads), 1, dim), (num, *heads, 1, dim)
+        self.x, self.y = (xp.broadcast_to(xp.reshape(a, flat), full) for a in (x, y))
+        self.rounding = 1e-9 if x.dtype == xp.float64 else 1e-4
+
+    def claim(self, claim: Any) -> Floats:
+        """Evaluate a claim to ``(P, ...)``."""
+        if callable(claim):
+            return on_host(claim(self.x, self.y))[..., 0, 0]
+        heads = (1,) * (self.x.ndim - 3)
+        flat = np.broadcast_to(np.asarray(claim, dtype=np.float64), (self.x.shape[0],))
+        return flat.reshape(-1, *heads)
+
+    def keep(self, wanted: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Keep the pairs (first axis) that are wanted for every head; return their indices."""
+        index = np.flatnonzero(np.all(wanted.reshape(wanted.shape[0], -1), axis=-1))
+        xp = array_api_compat.array_namespace(self.x)
+        rows = xp.asarray(index, device=array_api_compat.device(self.x))
+        self.x, self.y = (xp.take(array, rows, axis=0) for array in (self.x, self.y))
+        self.index = self.index[index]
+        return index
+
+    def name(self, at: tuple[int, ...]) -> str:
+        """Show a pair, and say how it is made again."""
+        x, y = (
+            np.array2string(on_host(a)[at][0], precision=3, threshold=6, edgeitems=2)
+            for a in (self.x, self.y)
+        )
+        head = f" for head {at[1:]}" if len(at) > 1 else ""
+        return f"pair {self.index[at[0]]} of {self.origin}{head}: x = {x}, y = {y}"
+
+    def sq_norms(self) -> Floats:
+        """``scale |x + y|^2`` of each pair."""
+        scale = float(getattr(self.source.first, "scale", 1.0))
+        return np.asarray(scale * np.sum((on_host(self.x) + on_host(self.y)) ** 2, axis=-1))
+
+
+def claim_or_method(feature_map: Any, name: str, claim: Any, argument: str) -> Any:
+    """Return a claim, or the method of the map that makes it."""
+    if claim is not None:
+        return claim
+    method = getattr(feature_map, name, None)
+    if method is None:
+        message = (
+            f"{argument} must be given: {type(feature_map).__name__} has no method {name}(x, y); "
+            f"want a callable (x, y), or a number for each pair"
+        )
+        raise UntestableError(message)
+    return method
+
+
+def variance_or_bound(pairs: Pairs, claim: Any, kurtosis: float | None) -> tuple[Any | None, str]:
+    """Return the variance and where it is from; None where it is to be measured.
+
+    Of maps of linattn that do not know theirs, and without a kurtosis, a bound that no coupling of
+    rows exceeds: the mean of m rows has at most the variance of one row, m times that of m
+    independent rows.
+    """
+    feature_map = pairs.source.first
+    measured = f"variance measured, for a kurtosis of at most {kurtosis}"
+    if claim is None and kurtosis is not None and not hasattr(feature_map, "variance"):
+        return None, measured
+    claim = claim_or_method(feature_map, "variance", claim, "variance= or kurtosis=")
+    try:
+        pairs.claim(claim)
+    except NotImplementedError:
+        if kurtosis is not None:
+            return None, measured
+        independent = _independent_rows(feature_map)
+        if independent is not None:
+            twin, rows = independent
+            return (lambda x, y: rows * twin.variance(x, y)), "variance: at most that of one row"
+    return claim, STATED
+
+
+def _independent_rows(feature_map: Any) -> tuple[Any, int] | None:
+    """Return the same map with independent rows, and their number; None for maps of others."""
+    if isinstance(feature_map, Reparametrized):
+        inside = _independent_rows(feature_map.feature_map)
+        if inside is None:
+            return None
+        changes = (feature_map.query_shift, feature_map.key_shift, feature_map.transform)
+        return Reparametrized(inside[0], *changes), inside[1]
+    sampler = getattr(feature_map, "sampler", None)
+    known = SAMPLERS.get(sampler) if isinstance(sampler, str) else sampler
+    if not isinstance(feature_map, ProjectedFeatureMap) or not isinstance(known, Sampler):
+        return None
+    twin: Any = copy.copy(feature_map)
+    twin._set(sampler="gaussian")
+    return twin, feature_map.projection.shape[-2]
+
+
+def evaluate(pairs: Pairs, name: str, claim: Any) -> Floats:
+    """Evaluate a claim at the pairs, ``(P, ...)``, or say that it must be given."""
+    try:
+        return pairs.claim(claim)
+    except NotImplementedError as error:
+        message = f"{name}= must be given: {error}"
+        raise UntestableError(message) from error
+
+
+def checked_variance(pairs: Pairs, claim: Any, expected: Floats) -> Floats:
+    """Evaluate a variance at the pairs; below 0 only rounding may bring it."""
+    variance = evaluate(pairs, "variance", claim)
+    if not np.all(variance >= -pairs.rounding * np.maximum(expected**2, np.abs(variance))):
+        message = f"variance must not be negative or NaN, got {np.min(variance):.3g}"
+        raise ValueError(message)
+    return np.maximum(variance, 0)
+
+
+def refuse_blind(pairs: Pairs, detectable: Floats, moving: NDArray[np.bool_]) -> None:
+    """Say where there is no valid test, instead of passing whatever comes.
+
+    A pair whose draws all agree shows nothing of the others, and does not decide whether the
+    default pairs show anything.
+    """
+    feature_map = pairs.source.first
+    exponential = getattr(feature_map, "softmax_kernel", False) and feature_map.positive
+    v = pairs.sq_norms()
+    if pairs.given and exponential and np.max(v) > MAX_SQUARE_NORM:
+        message = (
+            f"x and y must have v = scale |x + y|^2 of at most {MAX_SQUARE_NORM:g}, got "
+            f"{np.max(v):.3g}: beyond it a few huge draws make up the mean of positive features, "
+            f"and no test of means is valid; use shorter vectors"
+        )
+        raise UntestableError(message)
+    num = detectable.shape[0]
+    worst = np.max(detectable.reshape(num, -1), axis=-1)
+    moves = np.any(moving.reshape(num, -1), axis=-1)
+    decisive = np.min(worst[moves]) if np.any(moves) and not pairs.given else np.max(worst)
+    if decisive >= pairs.blind:
+        could = f"a relative bias of {decisive:.3g}" if decisive < np.inf else "any bias"
+        message = (
+            f"num_draws is too small, or x and y too long: {could} could pass; want more draws, "
+            f"more features or shorter vectors"
+        )
+        raise UntestableError(message)
