@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import array_api_compat
 import numpy as np
@@ -18,33 +18,12 @@ from linattn.typing import Array, FeatureMap, State
 if TYPE_CHECKING:
     from zipfile import ZipFile
 
-__all__ = [
-    "Arrays",
-    "Members",
-    "Path",
-    "StateFileError",
-    "load_state",
-    "read_arrays",
-    "save_state",
-    "write_arrays",
-]
+__all__ = ["StateFileError", "load_state", "save_state"]
 
 Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 Arrays: TypeAlias = dict[str, NDArray[Any]]
-Members: TypeAlias = Mapping[str, tuple[str, int | None]]
-"""Name of each array of a file -> (dtype kind, number of axes or None)."""
 
 T = TypeVar("T")
-
-FORMAT_VERSION = 1
-MEMBERS: Members = {
-    "format_version": ("i", 0),
-    "fingerprint": ("U", 0),
-    "kvz": ("f", None),
-    "log_scale": ("f", None),
-    "length": ("i", 0),
-}
-
 
 SHORT = "#"
 """What stands before the fingerprint of a state whose map was not given."""
@@ -52,6 +31,63 @@ SHORT = "#"
 
 class StateFileError(ValueError):
     """A file is not a state that linattn saved, or is the state of another feature map."""
+
+
+class Format(NamedTuple):
+    """A kind of file: an uncompressed npz archive of exactly these arrays and of the version."""
+
+    kind: str
+    """For messages."""
+    version: int
+    members: Mapping[str, tuple[str, int | None]]
+    """Name of each array -> (dtype kind, number of axes or None)."""
+
+    def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
+        """Write arrays to a file, which replaces an existing one in one step."""
+        name = _checked_path(path)
+        # In memory first: a disk that is full or an interrupt meets no half of an archive.
+        archive = BytesIO()
+        try:
+            np.savez(archive, format_version=np.int64(self.version), **arrays)
+        except ValueError as error:
+            # Of an interrupt zipfile may say only that a member is still open.
+            raise error.__context__ or error from None
+        _atomic.write_bytes(name, archive.getvalue())
+
+    def read(self, path: Path, build: Callable[[Arrays], T]) -> T:
+        """Read a file of :meth:`write` that need not be trusted, and make something of it.
+
+        Whatever the parsers and ``build`` raise becomes a :class:`StateFileError`.
+        """
+        import zipfile  # here and not at the top, for an import that costs little
+
+        path = _checked_path(path)
+        with open(path, "rb") as file:
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    members = {"format_version": ("i", 0), **self.members}
+                    arrays = _read_members(archive, os.path.getsize(path), members)
+                found = int(arrays["format_version"])
+                if found != self.version:
+                    message = f"it has format version {found}, this linattn reads {self.version}"
+                    raise ValueError(message)
+                return build(arrays)
+            # A hostile file makes the parsers below raise nearly anything.
+            except Exception as error:
+                message = f"{path} is not a linattn {self.kind} file: {error}"
+                raise StateFileError(message) from error
+
+
+STATE_FORMAT = Format(
+    "state",
+    1,
+    {
+        "fingerprint": ("U", 0),
+        "kvz": ("f", None),
+        "log_scale": ("f", None),
+        "length": ("i", 0),
+    },
+)
 
 
 def _fingerprint(feature_map: Any) -> str:
@@ -107,13 +143,12 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
         known = _checks.known_fingerprint(state)
         fingerprint = "" if known is None else f"{SHORT}{known}"
     arrays = {
-        "format_version": np.int64(FORMAT_VERSION),
         "fingerprint": np.str_(fingerprint),
         "kvz": _arrays.to_numpy(state.kvz),
         "log_scale": _arrays.to_numpy(state.log_scale),
         "length": np.int64(int(state.length)),
     }
-    write_arrays(path, arrays)
+    STATE_FORMAT.write(path, arrays)
 
 
 def _checked_path(path: Path) -> str:
@@ -123,19 +158,6 @@ def _checked_path(path: Path) -> str:
     except TypeError:
         message = f"path must be a str, bytes or path-like object, got {type(path).__name__}"
         raise TypeError(message) from None
-
-
-def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write arrays to an uncompressed npz file, which replaces an existing one in one step."""
-    name = _checked_path(path)
-    # In memory first: a disk that is full or an interrupt meets no half of an archive.
-    archive = BytesIO()
-    try:
-        np.savez(archive, **arrays)
-    except ValueError as error:
-        # Of an interrupt zipfile may say only that a member is still open.
-        raise error.__context__ or error from None
-    _atomic.write_bytes(name, archive.getvalue())
 
 
 @_arrays.on_array_device
@@ -174,7 +196,7 @@ def load_state(
     """
     path = _checked_path(path)
     wanted = None if feature_map is None else _fingerprint(feature_map)
-    saved, state = read_arrays(path, "state", MEMBERS, FORMAT_VERSION, _build_state)
+    saved, state = STATE_FORMAT.read(path, _build_state)
     _check_fingerprint(saved, wanted, path)
     if like is None:
         return state
@@ -228,37 +250,9 @@ def _short(saved: str) -> int | None:
     return int(number)
 
 
-def read_arrays(
-    path: Path,
-    kind: str,
-    members: Members,
-    version: int,
-    build: Callable[[Arrays], T],
-) -> T:
-    """Read a file of :func:`write_arrays` that need not be trusted, and make something of it.
-
-    It must hold exactly the members, ``format_version`` among them. Whatever the parsers and
-    ``build`` raise becomes a :class:`StateFileError`.
-    """
-    import zipfile  # here and not at the top, for an import that costs little
-
-    path = _checked_path(path)
-    with open(path, "rb") as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                arrays = _read_members(archive, os.path.getsize(path), members)
-            found = int(arrays["format_version"])
-            if found != version:
-                message = f"it has format version {found}, this linattn reads {version}"
-                raise ValueError(message)
-            return build(arrays)
-        # A hostile file makes the parsers below raise nearly anything.
-        except Exception as error:
-            message = f"{path} is not a linattn {kind} file: {error}"
-            raise StateFileError(message) from error
-
-
-def _read_members(archive: ZipFile, size: int, members: Members) -> Arrays:
+def _read_members(
+    archive: ZipFile, size: int, members: Mapping[str, tuple[str, int | None]]
+) -> Arrays:
     """Read the arrays of an npz file of this size, all of it uncompressed."""
     infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
     if set(infos) != set(members) or len(archive.infolist()) != len(members):

@@ -91,7 +91,7 @@ def _signature(sample: Sample) -> tuple[list[tuple[int, ...]], int]:
 def _check_sample(name: str, given: Any, with_value: bool) -> Sample:
     names = [f"{name} {part}" for part in ("query", "key", "value")[: len(given)]]
     if with_value and len(given) < 3:
-        message = f"{name} must be (query, key, value), for learning needs values, got no value"
+        message = f"{name} must be (query, key, value) to learn from values, got (query, key)"
         raise ValueError(message)
     _, checked = _checks.check_arrays(**dict(zip(names, given, strict=True)))
     arrays: list[Floats] = []

@@ -22,8 +22,6 @@ __all__ = ["CalibratedFeatures"]
 
 Floats = NDArray[np.float64]
 
-FORMAT_VERSION = 1
-
 
 class CalibratedFeatures(SoftmaxKernelMap):
     r"""Exponential features around fixed centroids, each key shared out among them.
@@ -331,8 +329,7 @@ class CalibratedFeatures(SoftmaxKernelMap):
         An uncompressed npz file, without pickle, of ``m (2 d + 2) + d + 1`` float64 a head.
         """
         arrays = {name: getattr(self, name) for name in self._parameters}
-        version = np.int64(FORMAT_VERSION)
-        files.write_arrays(path, {"format_version": version} | arrays)
+        self._format().write(path, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -359,14 +356,17 @@ class CalibratedFeatures(SoftmaxKernelMap):
         -----
         Nothing is unpickled, and no more is read than the file holds.
         """
-        floats: files.Members = {name: ("f", None) for name in cls._parameters}
-        members = {**floats, "scale": ("f", 0), "format_version": ("i", 0)}
 
         def build(arrays: files.Arrays) -> CalibratedFeatures:
             parameters: dict[str, Any] = {name: arrays[name] for name in cls._parameters}
             return cls(**parameters | {"scale": float(arrays["scale"])})
 
-        return cast(Self, files.read_arrays(path, cls.__name__, members, FORMAT_VERSION, build))
+        return cast(Self, cls._format().read(path, build))
+
+    @classmethod
+    def _format(cls) -> files.Format:
+        arrays = {name: ("f", None) for name in cls._parameters}
+        return files.Format(cls.__name__, 1, {**arrays, "scale": ("f", 0)})
 
 
 def _check_sequences(sequences: list[Sample], num_features: int, *, is_causal: bool) -> None:

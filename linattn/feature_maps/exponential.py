@@ -140,7 +140,7 @@ class HyperbolicFeatures(ExponentialFeatures):
 
 
 class GeneralizedExponentialFeatures(ExponentialFeatures):
-    r"""Generalised exponential features (OPRF, FAVOR++): a tilt A that lowers the variance.
+    r"""Generalized exponential features (OPRF, FAVOR++): a tilt A that lowers the variance.
 
     .. math::
         f(\omega, x) = (1 - 4A)^{d/4} \exp(A |\omega|^2 + \sqrt{1 - 4A}\, \sqrt{s}\,

@@ -28,7 +28,7 @@ MAX_ORDER, MAX_DEGREE = 170, 1000
 """Of Taylor and polynomial maps: beyond them weights overflow."""
 
 MAX_COLUMNS = 2**20
-"""Columns beyond which a map is refused: a state of a million of them takes 260 MB a head."""
+"""Columns beyond which a map is an error: a state of a million of them takes 260 MB a head."""
 
 
 class _Degree(NamedTuple):
