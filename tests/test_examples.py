@@ -28,7 +28,10 @@ def load(name: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        # As Python does for a script: its folder is on the path.
+        patch.syspath_prepend(FOLDER)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -38,14 +41,19 @@ def minilm():
 
 
 @pytest.fixture(scope="module")
+def minilm_model():
+    return load("minilm_model")
+
+
+@pytest.fixture(scope="module")
 def denoise():
     return load("denoise")
 
 
-def test_gelu(minilm):
+def test_gelu(minilm_model):
     x = np.linspace(-6, 6, 101).astype(np.float32)
     expected = [v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.astype(float)]
-    assert_allclose(minilm.gelu(x), expected, atol=1e-6)
+    assert_allclose(minilm_model.gelu(x), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,7 @@ def test_layers_are_read(minilm):
         minilm.parse_layers("6")
 
 
-def test_documents_do_not_overlap(minilm):
+def test_documents_do_not_overlap(minilm_model):
     def tokenize(text):
         return [101, *(int(word.rstrip(".")) for word in text.split()), 102]
 
@@ -82,13 +90,13 @@ def test_documents_do_not_overlap(minilm):
         name: "\n\n".join(" ".join(str(next(sentence)) for _ in range(20)) + "." for _ in range(9))
         for name in "ab"
     }
-    minilm_paragraphs = minilm.paragraphs
+    prose_paragraphs = minilm_model.paragraphs
     try:
         # Numbers are no prose: take every paragraph.
-        minilm.paragraphs = lambda text: iter(text.split("\n\n"))
-        found = minilm.documents(texts, tokenize, 50)
+        minilm_model.paragraphs = lambda text: iter(text.split("\n\n"))
+        found = minilm_model.documents(texts, tokenize, 50)
     finally:
-        minilm.paragraphs = minilm_paragraphs
+        minilm_model.paragraphs = prose_paragraphs
     assert found.shape == (6, 50)
     assert_array_equal(found[:, 0], 101)
     assert_array_equal(found[:, -1], 102)
@@ -96,10 +104,12 @@ def test_documents_do_not_overlap(minilm):
     assert len(set(inner.tolist())) == inner.size
 
 
-def test_prose_is_told_from_code(minilm):
+def test_prose_is_told_from_code(minilm_model):
     prose = "This is a sentence of more than twelve words, as people write them in documents."
     code = ">>> " + prose
-    assert list(minilm.paragraphs(f"{prose}\n\n{code}\n\nshort.\n\n" + "| - " * 20)) == [prose]
+    assert list(minilm_model.paragraphs(f"{prose}\n\n{code}\n\nshort.\n\n" + "| - " * 20)) == [
+        prose
+    ]
 
 
 def test_window_attention(minilm):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.in_numpy import EXPONENTIALS
 from benchmarks.peers.machine import describe
@@ -24,7 +25,16 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Time linattn beside other ways to compute the same attention.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
+    _add_problems(parser.add_argument)
+    _add_limits(parser.add_argument)
+    options = parser.parse_args(arguments)
+    if max(options.threads) > len(options.cores):
+        parser.error(f"--threads {max(options.threads)} needs as many --cores, got {options.cores}")
+    return options
+
+
+def _add_problems(add: Callable[..., Any]) -> None:
+    """Add what is computed, by whom, and on what."""
     add("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=_names())
     add("--lengths", type=_positive, nargs="*", default=[4096], metavar="N", help="tokens")
     add(
@@ -71,6 +81,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=_positive, default=8)
     add("--dim", type=_positive, default=64)
     add("--features", type=_positive, default=256)
+
+
+def _add_limits(add: Callable[..., Any]) -> None:
+    """Add how long it may take, how much it may need, and where results go."""
     add("--rounds", type=_positive, default=7, help="turns of each peer at each length")
     add("--turn-seconds", type=float, default=0.3, help="how long a turn is")
     add(
@@ -86,10 +100,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="leave out what would need more: inputs of all peers and workspace of one",
     )
     add("--out", type=Path, default=RESULTS.parent, help="folder of peers.json and peers.png")
-    options = parser.parse_args(arguments)
-    if max(options.threads) > len(options.cores):
-        parser.error(f"--threads {max(options.threads)} needs as many --cores, got {options.cores}")
-    return options
 
 
 def _names() -> str:

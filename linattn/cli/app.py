@@ -49,12 +49,33 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from linattn.cli import info
+def _show(text: Callable[[], str]) -> Callable[[bool], None]:
+    """Make the callback of a flag that prints something and ends the command."""
 
-        typer.echo(info.version())
-        raise typer.Exit
+    def callback(wanted: bool) -> None:
+        if wanted:
+            typer.echo(text())
+            raise typer.Exit
+
+    return callback
+
+
+def _version() -> str:
+    from linattn.cli import info
+
+    return info.version()
+
+
+def _methods() -> str:
+    from linattn.cli.methods import METHODS
+
+    return "\n".join(f"{method.name:18} {method.about}" for method in METHODS)
+
+
+def _map_names() -> str:
+    from linattn.cli.verify import map_names
+
+    return "\n".join(map_names())
 
 
 @app.callback()
@@ -62,7 +83,9 @@ def _root(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version", callback=_show(_version), is_eager=True, help="Show the version."
+        ),
     ] = False,
 ) -> None:
     """Measure linear attention against exact softmax attention."""
@@ -70,79 +93,85 @@ def _root(
         typer.echo(context.get_help())
 
 
-def _list_maps(wanted: bool) -> None:
-    if wanted:
-        from linattn.cli.methods import METHODS
-
-        for method in METHODS:
-            typer.echo(f"{method.name:18} {method.about}")
-        raise typer.Exit
+# Options of compare, named here so that its signature can be read.
+_InputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--input",
+        metavar="FILE.npz",
+        help="Arrays query, key and value, each (..., length, dim); leading axes are heads. "
+        "Without it: the real sample that linattn ships.",
+    ),
+]
+_Maps = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
+        "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Repeat the "
+        "option or use commas, here and below.  [default: all that fit]",
+    ),
+]
+_ListMaps = Annotated[
+    bool,
+    typer.Option(
+        "--list", callback=_show(_methods), is_eager=True, help="Say what these maps are, and exit."
+    ),
+]
+_NumFeatures = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NUMBERS", help="Columns of the maps.  [default: 64,128,256,1024]"),
+]
+_Causal = Annotated[
+    bool, typer.Option("--causal", help="Let each query see the keys up to its own only.")
+]
+_Lengths = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NUMBERS",
+        help="Sequence lengths of the time curves.  [default: 256, doubled up to 65536]",
+    ),
+]
+_TimeBudget = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="For the time curves; points that would not fit are left out and named.",
+    ),
+]
+_Seed = Annotated[int, typer.Option(metavar="NUMBER", help="Of everything random.")]
+_Draws = Annotated[
+    int,
+    typer.Option(
+        metavar="NUMBER", help="Draws of each map with columns; errors are over all of them."
+    ),
+]
+_MaxTokens = Annotated[
+    int, typer.Option(metavar="NUMBER", help="Tokens of a head in the error table, at most.")
+]
+_MaxHeads = Annotated[
+    int, typer.Option(metavar="NUMBER", help="Heads in the error table, at most.")
+]
+_Out = Annotated[
+    Path,
+    typer.Option(metavar="DIR", help="Folder for compare.json, error.png and time.png."),
+]
 
 
 @app.command(short_help="Is a feature map good enough, and faster?")
 def compare(
-    input_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--input",
-            metavar="FILE.npz",
-            help="Arrays query, key and value, each (..., length, dim); leading axes are heads. "
-            "Without it: the real sample that linattn ships.",
-        ),
-    ] = None,
-    maps: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
-            "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Repeat the "
-            "option or use commas, here and below.  [default: all that fit]",
-        ),
-    ] = None,
-    list_maps: Annotated[
-        bool,
-        typer.Option(
-            "--list", callback=_list_maps, is_eager=True, help="Say what these maps are, and exit."
-        ),
-    ] = False,
-    num_features: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NUMBERS", help="Columns of the maps.  [default: 64,128,256,1024]"),
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Let each query see the keys up to its own only.")
-    ] = False,
-    lengths: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NUMBERS",
-            help="Sequence lengths of the time curves.  [default: 256, doubled up to 65536]",
-        ),
-    ] = None,
-    time_budget: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="For the time curves; points that would not fit are left out and named.",
-        ),
-    ] = 25.0,
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of everything random.")] = 0,
-    draws: Annotated[
-        int,
-        typer.Option(
-            metavar="NUMBER", help="Draws of each map with columns; errors are over all of them."
-        ),
-    ] = 5,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Tokens of a head in the error table, at most.")
-    ] = 2048,
-    max_heads: Annotated[
-        int, typer.Option(metavar="NUMBER", help="Heads in the error table, at most.")
-    ] = 32,
-    out: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Folder for compare.json, error.png and time.png."),
-    ] = Path("linattn-compare"),
+    input_file: _InputFile = None,
+    maps: _Maps = None,
+    list_maps: _ListMaps = False,
+    num_features: _NumFeatures = None,
+    causal: _Causal = False,
+    lengths: _Lengths = None,
+    time_budget: _TimeBudget = 25.0,
+    seed: _Seed = 0,
+    draws: _Draws = 5,
+    max_tokens: _MaxTokens = 2048,
+    max_heads: _MaxHeads = 32,
+    out: _Out = Path("linattn-compare"),
 ) -> None:
     """Measure feature maps against exact attention, and say whether one is good enough."""
     with _one_line_errors():
@@ -190,14 +219,6 @@ def info() -> None:
     typer.echo(here.text())
 
 
-def _list_names(wanted: bool) -> None:
-    if wanted:
-        from linattn.cli.verify import map_names
-
-        typer.echo("\n".join(map_names()))
-        raise typer.Exit
-
-
 @app.command(short_help="Is a feature map what it claims to be?")
 def verify(
     target: Annotated[
@@ -229,7 +250,7 @@ def verify(
     list_maps: Annotated[
         bool,
         typer.Option(
-            "--list", callback=_list_names, is_eager=True, help="Show the maps known by name."
+            "--list", callback=_show(_map_names), is_eager=True, help="Show the maps known by name."
         ),
     ] = False,
 ) -> None:
