@@ -66,41 +66,16 @@ def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Fig
         if not row.is_baseline:
             by_method.setdefault(row.method, []).append(row)
     outside = []
-    for index, (method, group) in enumerate(by_method.items()):
-        style = _style(method)
+    for index, group in enumerate(by_method.values()):
         drawn = [row for row in group if _RANGE[0] <= row.median <= _RANGE[1]]
         if len(drawn) < len(group):
-            named = [_told(row) for row in group if row not in drawn]
+            named = [_row_text(row) for row in group if row not in drawn]
             outside.append(f"{group[0].label} {', '.join(named)}")
-        if not drawn:
-            continue
         # Beside each other, so that their quartiles do not hide each other.
-        apart = 2 ** (0.5 * ((index + 0.5) / len(by_method) - 0.5))
-        low, high = zip(*(_quartiles(row) for row in drawn), strict=True)
-        median = [row.median for row in drawn]
-        axes.errorbar(
-            [apart * (row.num_features or without) for row in drawn],
-            median,
-            yerr=[
-                [middle - end for middle, end in zip(median, low, strict=True)],
-                [end - middle for middle, end in zip(median, high, strict=True)],
-            ],
-            elinewidth=0.8,
-            capsize=1.5,
-            label=group[0].label,
-            **style,
-        )
-    uniform = uniform_row(rows)
-    if uniform.median >= _RANGE[0]:
-        axes.axhspan(*_quartiles(uniform), color="black", alpha=0.08, linewidth=0)
-        axes.axhline(uniform.median, color="black", linewidth=1.5, label="uniform attention")
-    axes.axhline(
-        GOOD_ENOUGH,
-        color="black",
-        linewidth=1,
-        linestyle=":",
-        label=f"good enough: {GOOD_ENOUGH:g}",
-    )
+        offset = 2 ** (0.5 * ((index + 0.5) / len(by_method) - 0.5))
+        if drawn:
+            _draw_curve(axes, drawn, [offset * (row.num_features or without) for row in drawn])
+    _draw_references(axes, uniform_row(rows))
     ticks: dict[float, str] = {number: f"{number:,}" for number in columns}
     if any(row.num_features is None and not row.is_baseline for row in rows):
         ticks[without] = "no choice"
@@ -123,6 +98,38 @@ def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Fig
         _footnote(figure, f"Not drawn: {'; '.join(outside)}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
+
+
+def _draw_curve(axes: Axes, rows: Sequence[Row], columns: Sequence[float]) -> None:
+    """Draw the rows of one method, with quartiles."""
+    low, high = zip(*map(_quartiles, rows), strict=True)
+    median = [row.median for row in rows]
+    axes.errorbar(
+        columns,
+        median,
+        yerr=[
+            [middle - end for middle, end in zip(median, low, strict=True)],
+            [end - middle for middle, end in zip(median, high, strict=True)],
+        ],
+        elinewidth=0.8,
+        capsize=1.5,
+        label=rows[0].label,
+        **_style(rows[0].method),
+    )
+
+
+def _draw_references(axes: Axes, uniform: Row) -> None:
+    """Draw the error of uniform attention, and the one that is good enough."""
+    if uniform.median >= _RANGE[0]:
+        axes.axhspan(*_quartiles(uniform), color="black", alpha=0.08, linewidth=0)
+        axes.axhline(uniform.median, color="black", linewidth=1.5, label="uniform attention")
+    axes.axhline(
+        GOOD_ENOUGH,
+        color="black",
+        linewidth=1,
+        linestyle=":",
+        label=f"good enough: {GOOD_ENOUGH:g}",
+    )
 
 
 def time_figure(found: Sweep, inputs: Inputs, *, is_causal: bool) -> Figure:
@@ -193,7 +200,7 @@ def _style(method: str) -> dict[str, Any]:
     }
 
 
-def _told(row: Row) -> str:
+def _row_text(row: Row) -> str:
     what = "failed" if row.failure else f"{row.median:.3g}"
     return what if row.num_features is None else f"{what} at {row.num_features}"
 
