@@ -35,7 +35,7 @@ ROWS_A_COLUMN = 4
 PROBABILITY = 0.95
 """Of meeting a tolerance in every head; the numbers of columns that may be tried share the rest."""
 
-FAR_OFF = 0.1
+MIN_ERROR_OF_WARNING = 0.1
 """Estimated error of a head above which a call without a tolerance warns."""
 
 OVERHEAD = 4.0
@@ -229,8 +229,8 @@ def attention(
                 output, problem, query_mask, probes, num_rows, probability, generator
             )
         if tolerance is None or np.all(bound <= tolerance):
-            if tolerance is None and np.any(error > FAR_OFF):
-                warnings.warn(_far_off(error), UserWarning, stacklevel=3)
+            if tolerance is None and np.any(error > MIN_ERROR_OF_WARNING):
+                warnings.warn(_error_warning(error), UserWarning, stacklevel=3)
             method = "coreset" if is_causal else "landmarks"
             report = AttentionReport(method, m, window, error, cost, bound)
             return (output, report) if return_report else output
@@ -263,13 +263,13 @@ def _columns(problem: Problem, tolerance: float | None) -> list[int]:
     return found
 
 
-def _far_off(error: NDArray[np.float64]) -> str:
+def _error_warning(error: NDArray[np.float64]) -> str:
     worst = np.unravel_index(np.argmax(np.where(np.isnan(error), 0.0, error)), error.shape)
     head = f" of head {tuple(int(i) for i in worst)}" if error.ndim else ""
     return (
-        f"the error{head} is estimated at {error[worst]:.2g} of the output, above {FAR_OFF:g}: "
-        f"pass tolerance= for more columns, or exact attention where they do not do, or use "
-        f"softmax_attention"
+        f"the error{head} is estimated at {error[worst]:.2g} of the output, above "
+        f"{MIN_ERROR_OF_WARNING:g}: pass tolerance= for more columns, or exact attention where "
+        f"they do not do, or use softmax_attention"
     )
 
 

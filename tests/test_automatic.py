@@ -347,7 +347,7 @@ def told(pattern, text):
     ("pattern", "number"),
     [
         (r"from ([\d,]+) rows that are computed exactly", automatic.HELD_OUT),
-        (r"Where it is above ([\d.]+) for any head", automatic.FAR_OFF),
+        (r"Where it is above ([\d.]+) for any head", automatic.MIN_ERROR_OF_WARNING),
         (r"fresh rows are drawn, (\d+) for each column", automatic.ROWS_A_COLUMN),
         (r"never fewer than (\d+)", automatic.ROWS_A_COLUMN * automatic.COLUMNS),
         (r"With a probability of ([\d.]+) an output", automatic.PROBABILITY),
@@ -368,7 +368,7 @@ def test_the_page_tells_the_numbers_of_the_code(pattern, number):
         (r"or with a tolerance (\d+) m", automatic.ROWS_A_COLUMN),
         (r"kept with probability ([\d.]+)\.", automatic.PROBABILITY),
         (r"``1 - ([\d.]+) / n``", 1 - automatic.PROBABILITY),
-        (r"the estimated error of a head is above ([\d.]+)\.", automatic.FAR_OFF),
+        (r"the estimated error of a head is above ([\d.]+)\.", automatic.MIN_ERROR_OF_WARNING),
         (r"with (\d+) landmarks and", automatic.COLUMNS),
         (r"landmarks and (\d+) probes", automatic.PROBES),
     ],

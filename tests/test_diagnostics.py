@@ -483,7 +483,7 @@ class TestOutputError:
         phi = PositiveFeatures(DIM, 32, rng=0)
         state = state_of(key, value, phi)
         whole = output_error(query, state, phi)
-        monkeypatch.setattr(outputs, "MOST_TERMS", 2 * 32 * (DIM + 1) * 7)
+        monkeypatch.setattr(outputs, "MAX_TERMS", 2 * 32 * (DIM + 1) * 7)
         parts = output_error(query, state, phi)
         for first, second in zip(whole[:6], parts[:6], strict=True):
             np.testing.assert_allclose(first, second, rtol=1e-12)

@@ -52,8 +52,8 @@ def _cache(inputs: Inputs) -> Prepared:
     """One token over a cache that has room for it, all heads in two products."""
     n = inputs.length
     token, key, value = inputs.token
-    room = [(0, 0), (0, 0), (0, 1), (0, 0)]
-    keys, values = np.pad(inputs.key, room), np.pad(inputs.value, room)
+    padding = [(0, 0), (0, 0), (0, 1), (0, 0)]
+    keys, values = np.pad(inputs.key, padding), np.pad(inputs.value, padding)
     scale = np.float32(1 / math.sqrt(inputs.sizes.dim))
 
     def call() -> Floats:

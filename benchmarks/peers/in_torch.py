@@ -23,7 +23,7 @@ Tensor = Any
 CAUSAL_ROWS = 256
 """Tokens whose features are made at once in causal attention."""
 
-REACH = 40.0
+MAX_EXPONENT = 40.0
 """Exponents up to this size are exponentiated as they are."""
 
 CHUNK = 64
@@ -174,8 +174,8 @@ class Recipe:
     def _features(self, x: Tensor, buffer: Tensor) -> Tensor:
         exponents = torch.mm(x, self.projection, out=buffer[: len(x)])
         low, high = torch.aminmax(exponents)
-        if not max(-float(low), float(high)) <= REACH:
-            message = f"exponents: want at most {REACH} in size, got {low} to {high}"
+        if not max(-float(low), float(high)) <= MAX_EXPONENT:
+            message = f"exponents: want at most {MAX_EXPONENT} in size, got {low} to {high}"
             raise ValueError(message)
         return exponents.exp_()
 

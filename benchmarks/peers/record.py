@@ -14,9 +14,9 @@ from benchmarks.peers.limits import limit_seconds, product_shapes
 from benchmarks.peers.problem import Sizes
 from benchmarks.peers.registry import PEERS
 
-__all__ = ["QUIET", "Cell", "Check", "Crossover", "LeftOut", "Memory", "Record", "Timing"]
+__all__ = ["MIN_CORE_SHARE", "Cell", "Check", "Crossover", "LeftOut", "Memory", "Record", "Timing"]
 
-QUIET = 0.95
+MIN_CORE_SHARE = 0.95
 """A turn on one thread that got less of its core than this was disturbed."""
 
 
@@ -231,10 +231,10 @@ class Record:
         if not ratios:
             return None
         lengths = list(ratios)
-        behind = [place for place, length in enumerate(lengths) if ratios[length] > 0]
-        if not behind or behind[-1] == len(lengths) - 1:
-            return Crossover(None, not behind, lengths[0], lengths[-1])
-        low, high = lengths[behind[-1]], lengths[behind[-1] + 1]
+        slower = [place for place, length in enumerate(lengths) if ratios[length] > 0]
+        if not slower or slower[-1] == len(lengths) - 1:
+            return Crossover(None, not slower, lengths[0], lengths[-1])
+        low, high = lengths[slower[-1]], lengths[slower[-1] + 1]
         share = ratios[low] / (ratios[low] - ratios[high])
         at = math.exp(math.log(low) + share * math.log(high / low))
         return Crossover(at, True, lengths[0], lengths[-1])

@@ -51,19 +51,19 @@ def _features(sizes: Sizes) -> float:
     return 8.0 * sizes.features
 
 
-def _kept_for_gradients(sizes: Sizes) -> float:
+def _gradient_numbers(sizes: Sizes) -> float:
     """Features and states of all chunks, and as much again for their gradients."""
     return 2 * _features(sizes)
 
 
-def _kept_with_states(sizes: Sizes) -> float:
+def _gradient_and_state_numbers(sizes: Sizes) -> float:
     """Add the states of all chunks of 128 tokens, as sums and as gradients."""
-    return _kept_for_gradients(sizes) + 4.0 * sizes.features * sizes.dim / 128
+    return _gradient_numbers(sizes) + 4.0 * sizes.features * sizes.dim / 128
 
 
-def _sums_of_every_token(sizes: Sizes) -> float:
+def _gradient_and_sum_numbers(sizes: Sizes) -> float:
     """Add the running sums after each token, which a scan keeps to be differentiated."""
-    return _kept_for_gradients(sizes) + 2.0 * sizes.features * sizes.dim
+    return _gradient_numbers(sizes) + 2.0 * sizes.features * sizes.dim
 
 
 def _features_and_states(sizes: Sizes) -> float:
@@ -94,21 +94,21 @@ PEERS = {
         "in_jax",
         (*ATTENTION, "full gradient"),
         "linattn-favor",
-        numbers_a_token=_kept_for_gradients,
+        numbers_a_token=_gradient_numbers,
     ),
     "jax-backward": Peer(
         "Google's formula, backward by hand",
         "in_jax",
         ("causal gradient",),
         "linattn-favor",
-        numbers_a_token=_kept_for_gradients,
+        numbers_a_token=_gradient_numbers,
     ),
     "jax-vjp": Peer(
         "Google's formula, JAX's own vjp",
         "in_jax",
         ("causal gradient",),
         "linattn-favor",
-        numbers_a_token=_sums_of_every_token,
+        numbers_a_token=_gradient_and_sum_numbers,
     ),
     "torch-favor": Peer("same recipe, torch ops", "in_torch", ATTENTION, "linattn-favor"),
     "torch-chunks": Peer(
@@ -116,14 +116,14 @@ PEERS = {
         "in_torch",
         GRADIENT,
         "linattn-favor",
-        numbers_a_token=_kept_for_gradients,
+        numbers_a_token=_gradient_numbers,
     ),
     "torch-whole": Peer(
         "torch autograd, chunks at once",
         "in_torch",
         ("causal gradient",),
         "linattn-favor",
-        numbers_a_token=_kept_with_states,
+        numbers_a_token=_gradient_and_state_numbers,
     ),
     "linattn-elu": Peer("linattn elu+1", "ours", ATTENTION, "linattn-elu", "elu"),
     "torch-elu": Peer(

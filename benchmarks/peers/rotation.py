@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.peers.problem import Sizes
 from benchmarks.peers.processes import Child, PeerError
-from benchmarks.peers.record import QUIET, Cell, Check, LeftOut, Memory, Record, Timing
+from benchmarks.peers.record import MIN_CORE_SHARE, Cell, Check, LeftOut, Memory, Record, Timing
 from benchmarks.peers.registry import ATTENTION, DECODE, PEERS, RATES
 
 __all__ = ["TOLERANCE", "Budget", "Runner", "order", "side_by_side"]
@@ -149,7 +149,7 @@ class Runner:
         for _ in range(1 + RETRIES):
             seconds, share = self._child(cell).ask("time", cell.kind, self._budget.turn_seconds)
             best = max(best, (seconds, share / cell.threads), key=lambda taken: taken[1])
-            if share >= QUIET or cell.threads > 1 or seconds > LONGEST_RETRIED:
+            if share >= MIN_CORE_SHARE or cell.threads > 1 or seconds > LONGEST_RETRIED:
                 break
         return best
 

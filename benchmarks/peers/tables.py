@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from benchmarks.peers.limits import product_shapes
-from benchmarks.peers.record import QUIET, Cell, Crossover, Record
+from benchmarks.peers.record import MIN_CORE_SHARE, Cell, Crossover, Record
 from benchmarks.peers.registry import ATTENTION, GRADIENT, PEERS, RATES
 
 __all__ = ["Table", "as_markdown", "as_text", "duration", "size", "tables"]
@@ -155,7 +155,7 @@ def _disturbed(record: Record, length: int, kinds: tuple[str, ...]) -> list[str]
         for timing in record.timings
         if timing.length == length and timing.threads == 1 and timing.kind in kinds
     ]
-    low = [share for share in shares if share < QUIET]
+    low = [share for share in shares if share < MIN_CORE_SHARE]
     if not low:
         return []
     return [

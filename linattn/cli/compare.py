@@ -22,7 +22,7 @@ from linattn.cli.timing import fastest, peak_memory
 
 __all__ = [
     "GOOD_ENOUGH",
-    "MOST_EXACT",
+    "MAX_EXACT_SHARE",
     "TIE",
     "Case",
     "Row",
@@ -42,7 +42,7 @@ __all__ = [
 GOOD_ENOUGH = 0.1
 """Largest median relative output error with which a map may replace softmax without retraining."""
 
-MOST_EXACT = 0.5
+MAX_EXACT_SHARE = 0.5
 """Largest share of pairs that a row may need no approximation for, if it is to win."""
 
 TIE = 1.1
@@ -82,7 +82,7 @@ class Row:
         that its errors are those of shorter sequences: it cannot win either.
     exact_share : float
         Share of the pairs of a query and a key that need no approximation at this size. Above
-        `MOST_EXACT` the row cannot win: its error says nothing about longer sequences.
+        `MAX_EXACT_SHARE` the row cannot win: its error says nothing about longer sequences.
     failure : str
         Why there is nothing to tell of it, all numbers being inf; else empty.
     median, percentile_90 : float
@@ -124,7 +124,7 @@ class Row:
     @property
     def may_win(self) -> bool:
         """Whether the row is a map that approximated what it was judged on, and did not fail."""
-        barred = self.is_baseline or self.held_out or self.exact_share > MOST_EXACT
+        barred = self.is_baseline or self.held_out or self.exact_share > MAX_EXACT_SHARE
         return not barred and math.isfinite(self.median)
 
 
@@ -163,7 +163,7 @@ class Verdict:
 def cases(methods: Iterable[Method], num_features: Sequence[int], inputs: Inputs) -> Iterator[Case]:
     """Yield every method with every number of columns that makes sense, then the baselines."""
     for method in (*methods, *BASELINES):
-        most = method.most_columns(inputs.key.shape[-2])
+        most = method.max_columns(inputs.key.shape[-2])
         for columns in num_features if method.has_columns else (None,):
             if columns is None or columns <= most:
                 yield Case(method, columns)
@@ -213,7 +213,7 @@ def prepare(case: Case, inputs: Inputs, *, seed: int, draw: int = 0) -> Attend:
     return case.method.make(inputs.query, inputs.key, case.num_features, rng)
 
 
-def check(every: Iterable[Case], inputs: Inputs) -> None:
+def check(cases: Iterable[Case], inputs: Inputs) -> None:
     """Find out before anything is measured whether the maps take their numbers of columns.
 
     Raises
@@ -222,7 +222,7 @@ def check(every: Iterable[Case], inputs: Inputs) -> None:
         One does not.
     """
     one = replace(inputs, query=inputs.query[:, :1], key=inputs.key[:, :1])
-    for case in every:
+    for case in cases:
         if not case.method.held_out:  # whose numbers are limited by the tokens that there are
             try:
                 prepare(case, one, seed=0)
@@ -347,9 +347,9 @@ def judge(
         sentence = _not_enough(best, rows, uniform)
     else:
         sentence = "no map gave a finite error: use exact softmax attention."
-        if any(row.exact_share > MOST_EXACT for row in rows):
+        if any(row.exact_share > MAX_EXACT_SHARE for row in rows):
             use, sentence = "", "none: no map approximated enough to be judged."
-    if cheapest is None and any(row.exact_share > MOST_EXACT for row in rows):
+    if cheapest is None and any(row.exact_share > MAX_EXACT_SHARE for row in rows):
         sentence += (
             " Maps that need no approximation for most pairs at this size are left out: measure "
             "them on more tokens."

@@ -57,8 +57,8 @@ class Method:
         Whether queries and keys must be of one length.
     held_out : bool
         Whether the map is fitted to the first half of the tokens, to be judged on the second.
-    most_columns : callable
-        ``most_columns(S)``: columns that make sense for S keys, at most.
+    max_columns : callable
+        ``max_columns(S)``: columns that make sense for S keys, at most.
     exact_share : callable
         ``exact_share(S, num_features, is_causal)``: the share of all pairs of a query and a key
         that need no approximation at this size: too large, and the error says nothing about
@@ -75,7 +75,7 @@ class Method:
     causal: bool | None = None
     aligned: bool = False
     held_out: bool = False
-    most_columns: Callable[[int], float] = lambda num_keys: math.inf
+    max_columns: Callable[[int], float] = lambda num_keys: math.inf
     exact_share: Callable[[int, int, bool], float] = lambda num_keys, columns, is_causal: 0.0
     about: str = ""
 
@@ -117,12 +117,14 @@ def _in_window_of_half(num_keys: int, columns: int, is_causal: bool) -> float:
     return _in_window(num_keys - num_keys // 2, is_causal)
 
 
-def _near_landmarks(num_keys: int, columns: int, is_causal: bool) -> float:
+def _exact_share_of_landmarks(num_keys: int, columns: int, is_causal: bool) -> float:
     return min(1.0, columns / num_keys)
 
 
-def _near_either(num_keys: int, columns: int, is_causal: bool) -> float:
-    return max(_near_landmarks(num_keys, columns, is_causal), _in_window(num_keys, is_causal))
+def _exact_share_of_either(num_keys: int, columns: int, is_causal: bool) -> float:
+    return max(
+        _exact_share_of_landmarks(num_keys, columns, is_causal), _in_window(num_keys, is_causal)
+    )
 
 
 def _uncompressed(num_keys: int, columns: int, is_causal: bool) -> float:
@@ -240,8 +242,8 @@ METHODS: tuple[Method, ...] = (
         about="LandmarkFeatures, fitted to the sequence; not with --causal",
         causal=False,
         # With a landmark for every key it would be exact attention.
-        most_columns=lambda num_keys: num_keys - 1,
-        exact_share=_near_landmarks,
+        max_columns=lambda num_keys: num_keys - 1,
+        exact_share=_exact_share_of_landmarks,
     ),
     Method(
         "landmarks+window",
@@ -250,8 +252,8 @@ METHODS: tuple[Method, ...] = (
         about="the same, near keys exactly; not with --causal",
         causal=False,
         aligned=True,
-        most_columns=lambda num_keys: num_keys - 1,
-        exact_share=_near_either,
+        max_columns=lambda num_keys: num_keys - 1,
+        exact_share=_exact_share_of_either,
     ),
     Method(
         "calibrated+window",
@@ -261,7 +263,7 @@ METHODS: tuple[Method, ...] = (
         is_random=False,
         aligned=True,
         held_out=True,
-        most_columns=lambda num_keys: num_keys // 2,
+        max_columns=lambda num_keys: num_keys // 2,
         exact_share=_in_window_of_half,
     ),
     Method(
@@ -271,7 +273,7 @@ METHODS: tuple[Method, ...] = (
         about="CoresetAttention: a bounded stream; only with --causal",
         causal=True,
         aligned=True,
-        most_columns=lambda num_keys: num_keys - 1,
+        max_columns=lambda num_keys: num_keys - 1,
         exact_share=_uncompressed,
     ),
 )

@@ -136,7 +136,7 @@ def _cases(settings: Settings, given: Inputs) -> list[Case]:
             raise CommandError(message)
     found = list(cases(fitting, settings.num_features, inputs))
     if all(case.method in BASELINES for case in found):
-        most = max(method.most_columns(inputs.key.shape[-2]) for method in fitting)
+        most = max(method.max_columns(inputs.key.shape[-2]) for method in fitting)
         message = (
             f"--num-features: want at most {most} for {', '.join(m.name for m in fitting)} on "
             f"{count(inputs.key.shape[-2], 'key')}, got {settings.num_features[0]} or more"
@@ -166,12 +166,12 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     start = perf_counter()
     is_causal, seed = settings.is_causal, settings.seed
     inputs = _inputs(settings, given)
-    every = _cases(settings, given)
-    check(every, inputs)
+    cases = _cases(settings, given)
+    check(cases, inputs)
     notify("exact attention in float64")
     exact = exact_output(inputs, is_causal=is_causal)
     rows = []
-    for case in every:
+    for case in cases:
         notify(case.label)
         rows.append(
             measure(case, inputs, exact, is_causal=is_causal, seed=seed, draws=settings.draws)
@@ -185,7 +185,7 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     notify("norms of attended pairs")
     norms = attended_norms(inputs.query, inputs.key, is_causal=is_causal)
 
-    case = _curve_case(every, rows)
+    case = _curve_case(cases, rows)
     arrays = continued(given, settings.lengths[-1], np.random.default_rng(seed))
     one = limited(inputs, max_heads=1, max_tokens=settings.max_tokens, is_causal=is_causal)
     curves = {
@@ -209,14 +209,14 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     )
 
 
-def _curve_case(every: Sequence[Case], rows: Sequence[Row]) -> Case:
+def _curve_case(cases: Sequence[Case], rows: Sequence[Row]) -> Case:
     """Return what is good enough at the least cost, else CURVE_METHOD, else the best there is."""
     chosen = cheapest_row(rows)
     if chosen is not None:
         wanted = (chosen.method, chosen.num_features)
-        return next(case for case in every if (case.method.name, case.num_features) == wanted)
+        return next(case for case in cases if (case.method.name, case.num_features) == wanted)
     fit = {(row.method, row.num_features) for row in rows if not (row.is_baseline or row.failure)}
-    measured = [case for case in every if (case.method.name, case.num_features) in fit]
+    measured = [case for case in cases if (case.method.name, case.num_features) in fit]
     best = best_row(rows)
     names = {case.method.name for case in measured}
     name = best.method if CURVE_METHOD not in names and best is not None else CURVE_METHOD

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from linattn.cli.compare import GOOD_ENOUGH, MOST_EXACT, Row, best_row
+from linattn.cli.compare import GOOD_ENOUGH, MAX_EXACT_SHARE, Row, best_row
 from linattn.cli.inputs import NOISE, Inputs
 from linattn.cli.sweep import Sweep
 from linattn.cli.text import count, duration
@@ -45,10 +45,10 @@ def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Tabl
         "and peak memory: all heads in one call. "
         f"* lowest median of the maps; good enough to use unretrained: <= {GOOD_ENOUGH:g}."
     ]
-    if any(row.exact_share > MOST_EXACT for row in rows):
+    if any(row.exact_share > MAX_EXACT_SHARE for row in rows):
         notes.append(
-            f"† more than {MOST_EXACT:.0%} of the pairs need no approximation at this size: this "
-            "error says nothing about longer sequences, and cannot win."
+            f"† more than {MAX_EXACT_SHARE:.0%} of the pairs need no approximation at this size: "
+            "this error says nothing about longer sequences, and cannot win."
         )
     if any(row.method.startswith("landmarks") for row in rows):
         notes.append("Landmarks are fitted in every call.")
@@ -68,7 +68,7 @@ def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Tabl
     best = best_row(rows)
     for index, row in enumerate(rows):
         following = rows[index + 1] if index + 1 < len(rows) else None
-        mark = "*" if row is best else "†" if row.exact_share > MOST_EXACT else " "
+        mark = "*" if row is best else "†" if row.exact_share > MAX_EXACT_SHARE else " "
         numbers = (
             ["failed ", "", "", ""]
             if row.failure

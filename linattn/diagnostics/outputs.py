@@ -29,7 +29,7 @@ from linattn.typing import Array, FeatureMap, State
 __all__ = ["Denominators", "OutputError", "denominators", "effective_features", "output_error"]
 
 # Terms of a read that are held at once: 32 MiB of float64.
-MOST_TERMS = 2**22
+MAX_TERMS = 2**22
 
 
 class OutputError(NamedTuple):
@@ -198,7 +198,7 @@ def output_error(
         raise ValueError(message)
     share = sizes / sizes.sum()
     correction = 1 / (1 - np.sum(share**2))
-    batches = []
+    computed = []
     with _generic.ignore_fp_warnings():
         for features in _query_weights(x, log_scale, feature_map, kvz):
             terms = features[..., :, None] * kvz[..., None, :, :]
@@ -210,7 +210,7 @@ def output_error(
             u = fractions[..., :-1] - output * pi
             excess = pi - share[:, None]
             without = (output - fractions[..., :-1]) / (1 - pi)
-            batches.append(
+            computed.append(
                 (
                     np.where(total[..., -1:] == 0, 0.0, output)[..., 0, :],
                     correction * np.sum(u * u, axis=-2),
@@ -222,7 +222,7 @@ def output_error(
             )
     output, variance, jackknife, bias, relative, effective = (
         np.concatenate(parts, axis=axis)
-        for parts, axis in zip(zip(*batches, strict=True), (-2, -2, -2, -2, -1, -1), strict=True)
+        for parts, axis in zip(zip(*computed, strict=True), (-2, -2, -2, -2, -1, -1), strict=True)
     )
     deviation = np.sqrt(_median(relative))
     reason = (
@@ -385,7 +385,7 @@ def _query_weights(
 ) -> Iterator[Floats]:
     """Yield features ``(..., n, m)``, on the state's scale, of one block of queries a time."""
     heads = math.prod(np.broadcast_shapes(x.shape[:-2], log_scale.shape[:-1]))
-    size = max(1, MOST_TERMS // max(1, heads * kvz.shape[-1] * kvz.shape[-2]))
+    size = max(1, MAX_TERMS // max(1, heads * kvz.shape[-1] * kvz.shape[-2]))
     for start in range(0, max(x.shape[-2], 1), size):
         log, values = feature_map.query_features(x[..., start : start + size, :])
         exponent = (0.0 if log is None else np.asarray(log)) + log_scale[..., None, :]
@@ -412,11 +412,13 @@ def _student_quantile(level: float, freedom: int) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if _student_law(middle, freedom) > level else (middle, high)
+        low, high = (
+            (low, middle) if _student_probability(middle, freedom) > level else (middle, high)
+        )
     return math.sqrt(freedom) * math.tan(low)
 
 
-def _student_law(angle: float, freedom: int) -> float:
+def _student_probability(angle: float, freedom: int) -> float:
     """``P(|T| <= sqrt(freedom) tan(angle))``: a finite sum for whole degrees of freedom."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

@@ -25,7 +25,7 @@ __all__ = [
     "square_norms",
 ]
 
-KEPT = ("_kept_specs", "_kept_fingerprint")
+CACHED = ("_cached_specs", "_cached_fingerprint")
 """Attributes that hold what was made from the others."""
 
 PairFunction: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
@@ -48,7 +48,7 @@ class BaseFeatureMap(ABC):
     """Whether the map may be used causally: it has not seen the sequence."""
     _parameters: ClassVar[tuple[str, ...]]
     """Names of the attributes that determine the features, in the order of ``repr``."""
-    _keeps_specs: ClassVar[bool] = True
+    _caches_specs: ClassVar[bool] = True
     """Whether :meth:`specs` is this class's own; another map may use the name as it likes."""
     _made_by: ClassVar[str] = ""
     """The class method that finds what the constructor takes; empty where a user has that."""
@@ -81,7 +81,7 @@ class BaseFeatureMap(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made anew when it is needed."""
-        return {name: value for name, value in self.__dict__.items() if name not in KEPT}
+        return {name: value for name, value in self.__dict__.items() if name not in CACHED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled map, read-only as it was."""
@@ -98,10 +98,10 @@ class BaseFeatureMap(ABC):
         ValueError
             A parameter is a function without a name of its own (a lambda, a local function).
         """
-        kept: str | None = self.__dict__.get("_kept_fingerprint")
-        if kept is None:
-            kept = self.__dict__["_kept_fingerprint"] = self._hash_parameters()
-        return kept
+        cached: str | None = self.__dict__.get("_cached_fingerprint")
+        if cached is None:
+            cached = self.__dict__["_cached_fingerprint"] = self._hash_parameters()
+        return cached
 
     def _hash_parameters(self) -> str:
         import hashlib  # loads OpenSSL, for those who use states
@@ -152,7 +152,7 @@ class BaseFeatureMap(ABC):
         return self.query_spec(xp, dtype, device)
 
     def specs(self, xp: ModuleType, dtype: Any, device: Any) -> tuple[MapSpec, MapSpec]:
-        """Specs of both sides, one object where they are alike; kept, because a map never changes.
+        """Specs of both sides, one object where they are alike; cached: a map never changes.
 
         To cast and move a projection takes as long as attention over a few hundred tokens. What
         libraries other than NumPy and CuPy make may belong to a trace, and is not cached.
@@ -160,11 +160,11 @@ class BaseFeatureMap(ABC):
         place = _arrays.place(xp, device)
         if place is None:
             return self._make_specs(xp, dtype, device)
-        kept: dict[Any, tuple[MapSpec, MapSpec]] = self.__dict__.setdefault("_kept_specs", {})
+        cached: dict[Any, tuple[MapSpec, MapSpec]] = self.__dict__.setdefault("_cached_specs", {})
         where = (np.dtype(dtype), *place)
-        if where not in kept:
-            kept[where] = self._make_specs(xp, dtype, device)
-        return kept[where]
+        if where not in cached:
+            cached[where] = self._make_specs(xp, dtype, device)
+        return cached[where]
 
     def _make_specs(self, xp: ModuleType, dtype: Any, device: Any) -> tuple[MapSpec, MapSpec]:
         query_spec = self.query_spec(xp, dtype, device)
@@ -345,8 +345,8 @@ def _misfit(cls: Any, misfit: TypeError, takes: Any, given: dict[str, Any]) -> s
 def _qualified_name(name: str, function: Any) -> str:
     # A ufunc of NumPy 2.0 has a name and no module.
     module = getattr(function, "__module__", type(function).__module__)
-    own = getattr(function, "__qualname__", getattr(function, "__name__", "<object>"))
-    qualified = f"{module}.{own}"
+    qualname = getattr(function, "__qualname__", getattr(function, "__name__", "<object>"))
+    qualified = f"{module}.{qualname}"
     if "<" in qualified:
         message = (
             f"{name} must be a function defined at the top of a module to be recognized in "

@@ -141,7 +141,7 @@ def width(features: Features) -> int:
     return int(np.shape(features.log if features.values is None else features.values)[-1])
 
 
-def _parts(features: Features) -> tuple[Floats, Floats]:
+def _logs_and_values(features: Features) -> tuple[Floats, Floats]:
     """Split features into a log for each row and values of moderate size."""
     log, values = features
     if values is not None:
@@ -163,7 +163,7 @@ def feature_products(feature_map: Any, x: Array, y: Array) -> Floats:
             f"{width(key)}"
         )
         raise MalformedFeaturesError(message)
-    (log_x, unit_x), (log_y, unit_y) = _parts(query), _parts(key)
+    (log_x, unit_x), (log_y, unit_y) = _logs_and_values(query), _logs_and_values(key)
     products = np.matmul(unit_x, np.swapaxes(unit_y, -1, -2))
     with np.errstate(over="ignore"):
         return np.asarray(products * np.exp(log_x + np.swapaxes(log_y, -1, -2)))
@@ -177,7 +177,9 @@ def lead_axes(feature_map: Any, dim: int) -> tuple[int, ...]:
 
 def has_positions(feature_map: Any, dim: int) -> bool:
     """Whether one vector has other features at another position."""
-    log, values = _parts(checked_features(feature_map, "key_features", np.full((3, dim), 0.5)))
+    log, values = _logs_and_values(
+        checked_features(feature_map, "key_features", np.full((3, dim), 0.5))
+    )
     rows = values * np.exp(log)
     return not np.allclose(rows, rows[..., :1, :], rtol=1e-9, atol=0)
 

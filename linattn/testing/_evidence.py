@@ -16,9 +16,9 @@ __all__ = [
     "MalformedFeaturesError",
     "UntestableError",
     "assert_close",
+    "check_not_empty",
     "fail",
     "largest",
-    "need_some",
     "on_host",
 ]
 
@@ -82,7 +82,7 @@ def assert_close(check: str, what: str, actual: Any, expected: Any, rtol: float)
         fail(check, f"{what}: largest difference {error:.3g}, want at most {allowed:.3g}")
 
 
-def need_some(name: str, values: Sized) -> None:
+def check_not_empty(name: str, values: Sized) -> None:
     """Refuse an empty sequence: what is tried on nothing cannot fail."""
     if not len(values):
         message = f"{name} must not be empty: what is tried on nothing cannot fail"

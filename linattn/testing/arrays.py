@@ -12,7 +12,7 @@ import numpy as np
 
 from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._evidence import Evidence, fail, need_some, on_host
+from linattn.testing._evidence import Evidence, check_not_empty, fail, on_host
 from linattn.typing import Array, FeatureMap
 
 __all__ = ["assert_inputs_unchanged", "assert_namespace_preserved", "assert_picklable"]
@@ -48,7 +48,7 @@ def assert_namespace_preserved(function: Callable[..., Any], *arrays: Array) -> 
         Inputs that are not of one library, dtype and device, or none.
     """
     check = "assert_namespace_preserved"
-    need_some("arrays", arrays)
+    check_not_empty("arrays", arrays)
     named = {f"arrays[{index}]": array for index, array in enumerate(arrays)}
     xp, _ = _checks.check_arrays(1, **named)
     given = arrays[0]
@@ -86,7 +86,7 @@ def assert_inputs_unchanged(function: Callable[..., Any], *arrays: Array) -> Evi
         No arrays.
     """
     check = "assert_inputs_unchanged"
-    need_some("arrays", arrays)
+    check_not_empty("arrays", arrays)
     before = [on_host(array) for array in arrays]
     function(*arrays)
     for index, (array, old) in enumerate(zip(arrays, before, strict=True)):

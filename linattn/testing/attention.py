@@ -21,7 +21,7 @@ import linattn
 from linattn import _checks
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import feature_products, has_positions, lead_axes
-from linattn.testing._evidence import Evidence, assert_close, need_some, on_host
+from linattn.testing._evidence import Evidence, assert_close, check_not_empty, on_host
 from linattn.typing import Array, FeatureMap
 
 __all__ = [
@@ -127,7 +127,7 @@ def assert_causal(
     Tokens are replaced from position 1, L / 2 and L - 1 on. Time of seven calls.
     """
     check = "assert_causal"
-    need_some("magnitudes", magnitudes)
+    check_not_empty("magnitudes", magnitudes)
     case = _Case(feature_map, attention, rng, length)
     whole = on_host(case.attend(case.query, case.key, case.value, is_causal=True))
     cuts = sorted({1, length // 2, length - 1})
@@ -262,7 +262,7 @@ def assert_mask_is_slice(
     A map whose features depend on the position keeps its first keys, others a random half.
     """
     check = "assert_mask_is_slice"
-    need_some("garbage", garbage)
+    check_not_empty("garbage", garbage)
     case = _Case(feature_map, attention, rng, length)
     keep = case.rng.random(length) < 0.5
     keep[:2] = True, False
@@ -493,7 +493,7 @@ def assert_normalized(
         As :func:`assert_causal`.
     """
     check = "assert_normalized"
-    need_some("magnitudes", magnitudes)
+    check_not_empty("magnitudes", magnitudes)
     for size in magnitudes:
         case = _Case(feature_map, attention, rng, length, size)
         ones = np.ones_like(case.value)

@@ -56,7 +56,7 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 KURTOSIS = 25.0
 """Assumed where no variance is known: what one positive feature has at the default pairs."""
 
-LARGEST_BIAS_IN_SD = 0.5
+MAX_BIAS_IN_SD = 0.5
 """Of a mean that counts as checked: larger biases, in standard deviations of a draw, are seen."""
 
 
@@ -238,10 +238,10 @@ def _mean(subject: _Subject) -> Evidence:
     else:
         evidence = assert_mean(subject.source, **claims)
         evidence = replace(evidence, detail=f"biased as it says; {evidence.detail}")
-    if evidence.detectable_sd > LARGEST_BIAS_IN_SD:
+    if evidence.detectable_sd > MAX_BIAS_IN_SD:
         message = (
             f"num_draws is too small: a bias of {evidence.detectable_sd:.2g} standard deviations "
-            f"of one draw could pass, want at most {LARGEST_BIAS_IN_SD:g}; "
+            f"of one draw could pass, want at most {MAX_BIAS_IN_SD:g}; "
             f"{_enough(subject, evidence)}"
         )
         raise UntestableError(message)
@@ -252,7 +252,7 @@ def _enough(subject: _Subject, evidence: Evidence) -> str:
     """Say how many draws would do: biases that are seen shrink as their square root."""
     if not np.isfinite(evidence.detectable_sd):
         return "the draws do not differ where the stated variance says that they do"
-    wanted = (evidence.detectable_sd / LARGEST_BIAS_IN_SD) ** 2 * subject.statistics["num_draws"]
+    wanted = (evidence.detectable_sd / MAX_BIAS_IN_SD) ** 2 * subject.statistics["num_draws"]
     return f"want num_draws of about {100 * ceil(wanted / 100):,}"
 
 

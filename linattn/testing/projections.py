@@ -106,7 +106,7 @@ def assert_gaussian_rows(
         fail(check, message)
     _check_norms(check, rows, false_alarm_rate)
     in_norms = float(detectable_shift(2 / dim, num_draws, false_alarm_rate=share))
-    in_means = _least_move(moves, bound, share)
+    in_means = _smallest_shift(moves, bound, share)
     detail = (
         f"{num_draws} draws of {num} rows; sees {in_means:.3f} of a mean of cos or sin, "
         f"{in_norms:.0%} of |omega|^2"
@@ -132,7 +132,7 @@ def _check_norms(check: str, rows: Floats, false_alarm_rate: float) -> None:
             fail(check, message)
 
 
-def _least_move(moves: Floats, bound: Floats, rate: float) -> float:
+def _smallest_shift(moves: Floats, bound: Floats, rate: float) -> float:
     """How far every mean may move, to either side, before these draws fail by that mean alone."""
     low, high = 0.0, 1.0
     for _ in range(12):
