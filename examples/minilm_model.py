@@ -150,7 +150,7 @@ def documents(topics: dict[str, str], tokenize: Callable[[str], list[int]], leng
 
 
 def load() -> tuple[Encoder, Callable[[str], list[int]]]:
-    """Return the model and its tokeniser.
+    """Return the model and its tokenizer.
 
     Raises
     ------

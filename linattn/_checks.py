@@ -149,7 +149,7 @@ def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any
 
 
 def check_positive_int(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """Check a count: an integer between ``least`` and ``most``, bool refused."""
+    """Check a count: an integer between ``least`` and ``most``, no bool."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:

@@ -185,7 +185,7 @@ def reduce(
     x1, ordered = table[..., :-1], _rows(table, order, xp)
     b1, b_log = ordered[:, :m, :-1], ordered[:, :m, -1:]
     other1, other_log = ordered[:, m:, :-1], ordered[:, m:, -1:]
-    # First step: each landmark is its own, so only the others are assigned. Their weights
+    # First step: each landmark is its own, so only the others are compared. Their weights
     # relative to their landmark's are bounded by the noise. A landmark that stands for nothing
     # does no harm: there is one only where all that stand for something are landmarks too.
     assigned = _nearest(other1, b1[..., :d], half, xp)

@@ -17,7 +17,7 @@ __all__ = ["clusters", "kmeans_plus_plus", "lloyd", "move_centroids", "power_of_
 Floats = NDArray[np.float64]
 
 MAX_CLUSTER_ELEMENTS = 1 << 19
-"""Sampled keys times probes, a batch of heads together: 2 MB of float32."""
+"""Sampled keys times probes, of a batch of heads: 2 MB of float32."""
 
 LLOYD_STEPS = 3
 
@@ -60,7 +60,7 @@ def _cluster_heads(
     count = np.sum(valid, axis=-1)[:, None, None]
     if m >= C:
         return np.where(valid[..., None], x, 0.0).astype(np.float64), valid
-    # Centred: what is computed is as small as the keys allow.
+    # Centred: what is computed is as small as the distances of the keys allow.
     centre = np.sum(x, axis=-2, keepdims=True, dtype=np.float64) / np.maximum(count, 1)
     centred = x - centre.astype(x.dtype)
     offset = np.sum(probes * centre, axis=-1, keepdims=True) - lognorm

@@ -138,9 +138,9 @@ class ExponentialFeatures(SoftmaxKernelFeatures):
             if function.__self__.name == "gaussian":
                 return np.asarray(function(self._kind, square_norm, self._rows, self.dim))
             message = (
-                f"with sampler={self.sampler!r} the distribution of the estimate is known where "
-                f"all axes of a head have one tilt A, got {A.shape[-1]} of them; it is known for "
-                f"sampler='gaussian'"
+                f"with sampler={self.sampler!r} the variance of the estimate is known "
+                f"where all axes of a head have one tilt A, got {A.shape[-1]} of them; for "
+                f"sampler='gaussian' it is always known"
             )
             raise NotImplementedError(message)
         lead = np.broadcast_shapes(A.shape[:-1], square_norm.shape[:-2])

@@ -116,8 +116,8 @@ class ProjectedFeatureMap(BaseFeatureMap):
         sampler = SAMPLERS.get(self.sampler) if isinstance(self.sampler, str) else self.sampler
         if not isinstance(sampler, Sampler):
             message = (
-                f"the distribution of {what} needs to know how the projection was drawn: this map "
-                f"has sampler={self.sampler!r}, of which nothing is known; make the map with a "
+                f"the variance of {what} needs to know how the projection was drawn: this map has "
+                f"sampler={self.sampler!r}, of which nothing is known; make the map with a "
                 f"sampler of linattn.sampling.SAMPLERS"
             )
             raise NotImplementedError(message)
