@@ -9,6 +9,7 @@ from typing import Any
 
 import array_api_compat
 import numpy as np
+from numpy.typing import NDArray
 
 from linattn._arrays import _is_plain, dtype_bits, library_name, namespace
 from linattn.typing import Array, FeatureMap, Features, State
@@ -133,19 +134,6 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
             )
             raise ValueError(message)
     return xp, [array for _, array in checked.values()]
-
-
-def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any:
-    """float64 for float64 or when the precision asks for it, else float32."""
-    if precision != "float64" and dtype != xp.float64:
-        return xp.float32
-    if "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating"):
-        message = (
-            f"precision='float64' needs a library with float64 switched on, which "
-            f"{library_name(xp)} has not"
-        )
-        raise ValueError(message)
-    return xp.float64
 
 
 def check_positive_int(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:

@@ -2,80 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any
 
 import array_api_compat
 import numpy as np
-from numpy.typing import NDArray
 
-from linattn import _arrays, _atomic, _checks
+from linattn import _arrays, _checks
 from linattn._driver.problem import check_feature_map, check_map_of_state, short_fingerprint
+from linattn._files import Arrays, Format, Path, StateFileError, checked_path
 from linattn.typing import Array, FeatureMap, State
-
-if TYPE_CHECKING:
-    from zipfile import ZipFile
 
 __all__ = ["StateFileError", "load_state", "save_state"]
 
-Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
-Arrays: TypeAlias = dict[str, NDArray[Any]]
-
-T = TypeVar("T")
-
 SHORT = "#"
 """What stands before the fingerprint of a state whose map was not given."""
-
-
-class StateFileError(ValueError):
-    """A file is not a state that linattn saved, or is the state of another feature map."""
-
-
-class Format(NamedTuple):
-    """A kind of file: an uncompressed npz archive of exactly these arrays and of the version."""
-
-    kind: str
-    """For messages."""
-    version: int
-    members: Mapping[str, tuple[str, int | None]]
-    """Name of each array -> (dtype kind, number of axes or None)."""
-
-    def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
-        """Write arrays to a file, which replaces an existing one in one step."""
-        name = _checked_path(path)
-        # In memory first: a disk that is full or an interrupt meets no half of an archive.
-        archive = BytesIO()
-        try:
-            np.savez(archive, format_version=np.int64(self.version), **arrays)
-        except ValueError as error:
-            # Of an interrupt zipfile may say only that a member is still open.
-            raise error.__context__ or error from None
-        _atomic.write_bytes(name, archive.getvalue())
-
-    def read(self, path: Path, build: Callable[[Arrays], T]) -> T:
-        """Read a file of :meth:`write` that need not be trusted, and make something of it.
-
-        Whatever the parsers and ``build`` raise becomes a :class:`StateFileError`.
-        """
-        import zipfile  # here and not at the top, for an import that costs little
-
-        path = _checked_path(path)
-        with open(path, "rb") as file:
-            try:
-                with zipfile.ZipFile(file) as archive:
-                    members = {"format_version": ("i", 0), **self.members}
-                    arrays = _read_members(archive, os.path.getsize(path), members)
-                found = int(arrays["format_version"])
-                if found != self.version:
-                    message = f"it has format version {found}, this linattn reads {self.version}"
-                    raise ValueError(message)
-                return build(arrays)
-            # A hostile file makes the parsers below raise nearly anything.
-            except Exception as error:
-                message = f"{path} is not a linattn {self.kind} file: {error}"
-                raise StateFileError(message) from error
 
 
 STATE_FORMAT = Format(
@@ -151,15 +91,6 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     STATE_FORMAT.write(path, arrays)
 
 
-def _checked_path(path: Path) -> str:
-    # A number would be taken for an open file.
-    try:
-        return os.fsdecode(path)
-    except TypeError:
-        message = f"path must be a str, bytes or path-like object, got {type(path).__name__}"
-        raise TypeError(message) from None
-
-
 @_arrays.on_array_device
 def load_state(
     path: Path,
@@ -194,7 +125,7 @@ def load_state(
     -----
     Nothing is unpickled, and no more is read than the file holds.
     """
-    path = _checked_path(path)
+    path = checked_path(path)
     wanted = None if feature_map is None else _fingerprint(feature_map)
     saved, state = STATE_FORMAT.read(path, _build_state)
     _check_fingerprint(saved, wanted, path)
@@ -248,42 +179,3 @@ def _short(saved: str) -> int | None:
         message = f"fingerprint must be {SHORT} and an integer of 31 bits, got {saved[:20]!r}"
         raise ValueError(message)
     return int(number)
-
-
-def _read_members(
-    archive: ZipFile, size: int, members: Mapping[str, tuple[str, int | None]]
-) -> Arrays:
-    """Read the arrays of an npz file of this size, all of it uncompressed."""
-    infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-    if set(infos) != set(members) or len(archive.infolist()) != len(members):
-        message = f"it must hold the arrays {sorted(members)}, got {sorted(infos)[:9]}"
-        raise ValueError(message)
-    stored = all(info.compress_type == 0 for info in infos.values())
-    if not stored or sum(info.file_size for info in infos.values()) > size:
-        message = f"its arrays claim more than the {size} bytes of the file"
-        raise ValueError(message)
-    return {name: _parse(name, archive.read(info), *members[name]) for name, info in infos.items()}
-
-
-def _parse(name: str, data: bytes, kind: str, ndim: int | None) -> NDArray[Any]:
-    """Parse one npy member without trusting its header."""
-    stream = BytesIO(data)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        message = f"{name} has an unknown npy version"
-        raise ValueError(message)
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    body = data[stream.tell() :]
-    count = 1
-    for length in shape:
-        count *= length
-    if (
-        dtype.kind != kind
-        or dtype.hasobject
-        or (kind == "f" and dtype.itemsize not in (4, 8))
-        or (ndim is not None and len(shape) != ndim)
-        or count * dtype.itemsize != len(body)
-    ):
-        message = f"{name} has dtype {dtype} and shape {shape} in {len(body)} bytes"
-        raise ValueError(message)
-    array = np.frombuffer(body, dtype=dtype).reshape(shape, order="F" if fortran else "C")
-    return array.astype(dtype.newbyteorder("="), order="C", copy=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from linattn import _atomic
+from linattn import _files
 from linattn.cli.errors import CommandError
 
 __all__ = ["FILES", "as_json", "prepare_folder", "write"]
@@ -41,7 +41,7 @@ def prepare_folder(folder: Path, names: Iterable[str]) -> None:
         raise CommandError(message) from None
     for name in names:
         with _named_error(folder / name):
-            _atomic.check_target(folder / name)
+            _files.check_target(folder / name)
 
 
 def write(path: Path, content: bytes) -> None:
@@ -53,7 +53,7 @@ def write(path: Path, content: bytes) -> None:
         It cannot be written.
     """
     with _named_error(path):
-        _atomic.write_bytes(path, content)
+        _files.write_bytes(path, content)
 
 
 @contextmanager

@@ -19,9 +19,9 @@ import numpy as np
 from linattn import _arrays, _checks, _generic
 from linattn._driver.blocks import Rows
 from linattn._driver.problem import exact_problem
+from linattn._files import Arrays, Path
 from linattn._generic.states import divide
 from linattn.coreset import _entries, _stream
-from linattn.files import Arrays, Path
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Partial, Problem
 

@@ -12,8 +12,8 @@ import array_api_compat
 
 from linattn import _arrays
 from linattn._driver.blocks import token_block, values_and_one_block
+from linattn._files import Arrays, Format
 from linattn.coreset._entries import Entries, Moments
-from linattn.files import Arrays, Format
 from linattn.typing import Array, Problem
 
 __all__ = [

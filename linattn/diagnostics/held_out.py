@@ -235,7 +235,7 @@ def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
     exact_block = _dispatch.block_function("exact_block", xp)
     exact_more = _dispatch.block_function("exact_more", xp)
     outputs: list[Array] = []
-    for place in blocks(len(chosen), ROWS):
+    for place in block_slices(len(chosen), ROWS):
         first, last = int(chosen[place].min()), int(chosen[place].max())
         index = xp.asarray(chosen[place], device=device)
         taken = xp.take(problem.query, index, axis=-2)

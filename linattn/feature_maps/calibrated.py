@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _arrays, _checks, files
+from linattn import _arrays, _checks, _files
 from linattn.feature_maps import _calibration
 from linattn.feature_maps._base import SoftmaxKernelMap
 from linattn.feature_maps._samples import Sample, check_samples, pool_heads
@@ -357,16 +357,16 @@ class CalibratedFeatures(SoftmaxKernelMap):
         Nothing is unpickled, and no more is read than the file holds.
         """
 
-        def build(arrays: files.Arrays) -> CalibratedFeatures:
+        def build(arrays: _files.Arrays) -> CalibratedFeatures:
             parameters: dict[str, Any] = {name: arrays[name] for name in cls._parameters}
             return cls(**parameters | {"scale": float(arrays["scale"])})
 
         return cast(Self, cls._format().read(path, build))
 
     @classmethod
-    def _format(cls) -> files.Format:
+    def _format(cls) -> _files.Format:
         arrays = {name: ("f", None) for name in cls._parameters}
-        return files.Format(cls.__name__, 1, {**arrays, "scale": ("f", 0)})
+        return _files.Format(cls.__name__, 1, {**arrays, "scale": ("f", 0)})
 
 
 def _check_sequences(sequences: list[Sample], num_features: int, *, is_causal: bool) -> None:

@@ -1,0 +1,182 @@
+"""Files that are replaced as a whole or not at all; archives that need not be trusted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from zipfile import ZipFile
+
+__all__ = [
+    "Arrays",
+    "Format",
+    "Path",
+    "StateFileError",
+    "check_target",
+    "checked_path",
+    "write_bytes",
+]
+
+Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+
+T = TypeVar("T")
+
+
+class StateFileError(ValueError):
+    """A file is not a state that linattn saved, or is the state of another feature map."""
+
+
+class Format(NamedTuple):
+    """A kind of file: an uncompressed npz archive of exactly these arrays and of the version."""
+
+    kind: str
+    """For messages."""
+    version: int
+    members: Mapping[str, tuple[str, int | None]]
+    """Name of each array -> (dtype kind, number of axes or None)."""
+
+    def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
+        """Write arrays to a file, which replaces an existing one in one step."""
+        name = checked_path(path)
+        # In memory first: a disk that is full or an interrupt meets no half of an archive.
+        archive = BytesIO()
+        try:
+            np.savez(archive, format_version=np.int64(self.version), **arrays)
+        except ValueError as error:
+            # Of an interrupt zipfile may say only that a member is still open.
+            raise error.__context__ or error from None
+        write_bytes(name, archive.getvalue())
+
+    def read(self, path: Path, build: Callable[[Arrays], T]) -> T:
+        """Read a file of :meth:`write` that need not be trusted, and make something of it.
+
+        Whatever the parsers and ``build`` raise becomes a :class:`StateFileError`.
+        """
+        import zipfile  # here and not at the top, for an import that costs little
+
+        path = checked_path(path)
+        with open(path, "rb") as file:
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    members = {"format_version": ("i", 0), **self.members}
+                    arrays = _read_members(archive, os.path.getsize(path), members)
+                found = int(arrays["format_version"])
+                if found != self.version:
+                    message = f"it has format version {found}, this linattn reads {self.version}"
+                    raise ValueError(message)
+                return build(arrays)
+            # A hostile file makes the parsers below raise nearly anything.
+            except Exception as error:
+                message = f"{path} is not a linattn {self.kind} file: {error}"
+                raise StateFileError(message) from error
+
+
+def checked_path(path: Path) -> str:
+    """Return a path as text."""
+    # A number would be taken for an open file.
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        message = f"path must be a str, bytes or path-like object, got {type(path).__name__}"
+        raise TypeError(message) from None
+
+
+def check_target(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """Return what stands there, a regular file, or None for nothing.
+
+    Raises
+    ------
+    FileExistsError
+        It is a folder, a symbolic link or a device: replacing it is not what its owner expects,
+        and following a link writes where somebody else said.
+    OSError
+        Its status cannot be read.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
+        raise FileExistsError(errno.EEXIST, f"it is {kind}; name a regular file", os.fspath(path))
+    return found
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file, or replace a regular one in one step, keeping its permissions.
+
+    Whatever happens, the old content or the new one is there, never half of it. The name used on
+    the way cannot be guessed and must be new, so that nothing planted there is followed.
+
+    Raises
+    ------
+    OSError
+        The target is no regular file, or cannot be written.
+    """
+    old = check_target(path)
+    folder, base = os.path.split(os.fspath(path))
+    # Not by tempfile, whose files nobody else may read: what is saved is for other processes.
+    name = os.path.join(folder, f".{base}-{os.urandom(8).hex()}")
+    # Closed to others until it has the permissions of the file that it replaces.
+    mode = 0o666 if old is None else 0o600
+    try:
+        with open(name, "xb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
+            if old is not None:
+                os.chmod(name, old.st_mode & 0o777)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _read_members(
+    archive: ZipFile, size: int, members: Mapping[str, tuple[str, int | None]]
+) -> Arrays:
+    """Read the arrays of an npz file of this size, all of it uncompressed."""
+    infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    if set(infos) != set(members) or len(archive.infolist()) != len(members):
+        message = f"it must hold the arrays {sorted(members)}, got {sorted(infos)[:9]}"
+        raise ValueError(message)
+    stored = all(info.compress_type == 0 for info in infos.values())
+    if not stored or sum(info.file_size for info in infos.values()) > size:
+        message = f"its arrays claim more than the {size} bytes of the file"
+        raise ValueError(message)
+    return {name: _parse(name, archive.read(info), *members[name]) for name, info in infos.items()}
+
+
+def _parse(name: str, data: bytes, kind: str, ndim: int | None) -> NDArray[Any]:
+    """Parse one npy member without trusting its header."""
+    stream = BytesIO(data)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        message = f"{name} has an unknown npy version"
+        raise ValueError(message)
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    body = data[stream.tell() :]
+    count = 1
+    for length in shape:
+        count *= length
+    if (
+        dtype.kind != kind
+        or dtype.hasobject
+        or (kind == "f" and dtype.itemsize not in (4, 8))
+        or (ndim is not None and len(shape) != ndim)
+        or count * dtype.itemsize != len(body)
+    ):
+        message = f"{name} has dtype {dtype} and shape {shape} in {len(body)} bytes"
+        raise ValueError(message)
+    array = np.frombuffer(body, dtype=dtype).reshape(shape, order="F" if fortran else "C")
+    return array.astype(dtype.newbyteorder("="), order="C", copy=True)
