@@ -552,7 +552,7 @@ def test_nan_is_the_worst_error(whole):
     assert "nan" in tables.report(whole)
 
 
-def test_a_run_is_kept(whole, tmp_path, monkeypatch):
+def test_a_run_is_published(whole, tmp_path, monkeypatch):
     whole.store("behaviour", "forked process", {"passed": False})
     path = tmp_path / "page.md"
     path.write_text(f"before\n{page.START}old{page.END}after\n")

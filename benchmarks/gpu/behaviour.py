@@ -36,7 +36,7 @@ def items(library: Library, *, quick: bool = False) -> Iterator[Item]:
                 yield _item(f"{name}, {dtype} {kind}", check, library, dtype, kind)
         yield _item(f"graph of Decoder.step, {dtype}", _graph_of_steps, library, dtype)
         yield _item(
-            f"steps without synchronisation, {dtype}",
+            f"steps without synchronization, {dtype}",
             _steps_without_synchronization,
             library,
             dtype,

@@ -33,9 +33,9 @@ class Case:
     queries, keys : int
         Lengths, equal for all but full attention.
     masked : bool
-        Whether keys are masked, with NaN behind the mask.
-    continues_state : bool
-        Whether the second half of the keys follows on a state of the first.
+        Whether keys are masked, with NaN where they are.
+    continued : bool
+        Whether a second call continues from the state of the first half of the keys.
     everything : bool
         Whether the state and the log normalizer are asked for.
     hard : str
@@ -56,8 +56,8 @@ class Case:
     features: int = 256
     value_dim: int = 64
     masked: bool = False
-    continues_state: bool = False
-    everything: bool = False
+    continued: bool = False
+    all_outputs: bool = False
     hard: str = ""
 
     @property
@@ -94,7 +94,7 @@ def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
     for is_causal in (False, True):
         for what in (
             {"masked": True},
-            {"continues_state": True},
+            {"continued": True},
             {"one_key_head": True},
             {"all_outputs": True},
         ):

@@ -132,7 +132,7 @@ def _kernels() -> None:
     _item("all kernels", work)
 
 
-def _name_faulty_kernels() -> None:
+def _waiting() -> None:
     """Have a kernel that faults named."""
     import cupy
 
@@ -177,7 +177,7 @@ def _numbers(dtype: str) -> None:
     """Compare with float64 of the generic code on the same device."""
     import cupy
 
-    _name_faulty_kernels()
+    _waiting()
     rng = np.random.default_rng(0)
     host = [rng.standard_normal((2, 3, 300, 64)).astype(host_dtype(dtype)) for _ in range(3)]
     narrow = [cupy.asarray(a) for a in host]

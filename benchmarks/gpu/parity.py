@@ -37,11 +37,11 @@ STEPS = 20
 PRIMED = 100
 """Tokens in the state before steps."""
 
-FAR_COORDINATE = 50.0
+LARGE_COORDINATE = 50.0
 """Coordinates of keys whose log weights are about -1e4."""
 
-NUM_FAR_KEYS, NAN_POSITION = 40, 130
-"""Where plain keys begin, and where the NaN is."""
+JUMP, NAN_ROW = 40, 130
+"""Where usual keys begin, and where the NaN is."""
 
 Floats = NDArray[Any]
 Results = dict[str, Any]
@@ -133,10 +133,10 @@ def host_inputs(case: Case) -> Inputs:
     gradient = rng.standard_normal((*case.lead, case.queries, case.value_dim))
     mask = None
     if case.hard == "jump":
-        # One key over and over: what rows of them must be does not hang on its logits' rounding.
-        key[..., :NUM_FAR_KEYS, :] = FAR_COORDINATE
+        # One key over and over: rows of them do not depend on the rounding of its logits.
+        key[..., :JUMP, :] = LARGE_COORDINATE
     if case.hard == "nan":
-        key[..., NAN_POSITION, 0] = np.nan
+        key[..., NAN_ROW, 0] = np.nan
     if case.masked:
         mask = rng.random((*key_lead[:1], *(1 for _ in key_lead[1:]), case.keys)) < 0.8
         mask[..., -case.keys // 4 :] = False
@@ -158,7 +158,7 @@ def run(case: Case, phi: Any, inputs: Inputs) -> Results:
         return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
     if mask is not None:
         options["key_mask"] = mask
-    if case.continues_state:
+    if case.continued:
         half = case.keys // 2
         rows = half if case.is_causal else case.queries
         first = (query[..., :rows, :], key[..., :half, :], value[..., :half, :])
@@ -218,8 +218,8 @@ def _error(case: Case, name: str, got: dict[str, Floats], wanted: dict[str, Floa
     if name not in got:
         return float("inf")
     if case.hard == "nan":
-        if not np.isnan(got[name][..., NAN_POSITION:, :]).all():
+        if not np.isnan(got[name][..., NAN_ROW:, :]).all():
             return float("inf")  # a plausible number made of NaN
-        rows = (..., slice(NAN_POSITION), slice(None))
+        rows = (..., slice(NAN_ROW), slice(None))
         return relative_error(got[name][rows], wanted[name][rows])
     return relative_error(got[name], wanted[name])

@@ -103,7 +103,7 @@ class Record:
         self.save()
 
     def store(self, section: str, name: str, found: dict[str, Any]) -> None:
-        """Keep what an item found."""
+        """Store what an item found."""
         self.items(section)[name] = found
         self.running = None
         self.save()

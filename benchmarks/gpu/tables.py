@@ -13,8 +13,8 @@ from benchmarks.peers.tables import Table, as_text, duration
 
 __all__ = ["report", "tables"]
 
-LONGEST_NAME = 60
-MAX_LISTED = 20
+MAX_NAME_LENGTH = 60
+MAX_ROWS = 20
 UNITS = {"byte": (1e12, "TB/s"), "flop": (1e12, "TFLOP/s"), "exp": (1e12, "10^12 exp/s")}
 MAPS = {"favor": "FAVOR+", "elu": "elu + 1", "exact": "exact"}
 
@@ -138,12 +138,10 @@ def _kernels(record: Record) -> Table:
     rows = [["", "kernel", "device"]]
     for name, item in record.items("timings").items():
         if item.get("length", MAIN) == MAIN and "step 2" not in name:
-            rows += [[name, kernel, duration(took)] for kernel, took in _kernel_times(item)]
+            rows += [
+                [name, kernel, duration(took)] for kernel, took in item.get("kernels", {}).items()
+            ]
     return Table("Kernels by themselves", rows, [])
-
-
-def _kernel_times(item: dict[str, Any]) -> list[tuple[str, float]]:
-    return list(item.get("kernels", {}).items())
 
 
 def _decode(record: Record) -> Table:
@@ -215,9 +213,9 @@ def _left_out(record: Record) -> Table:
 
 
 def _shortened(title: str, rows: list[list[str]]) -> Table:
-    more = len(rows) - 1 - MAX_LISTED
+    more = len(rows) - 1 - MAX_ROWS
     notes = [f"and {more} more, in the file"] if more > 0 else []
-    return Table(title, rows[: MAX_LISTED + 1], notes)
+    return Table(title, rows[: MAX_ROWS + 1], notes)
 
 
 def _percent(share: float) -> str:

@@ -86,7 +86,7 @@ def measure(clock: Clock, calls: Sequence[Thunk], budget: float = 0.4) -> dict[s
             call()
     once = clock.seconds(calls[0])
     count = min(MAX_CALLS, max(1, math.ceil(BATCH_SECONDS / max(once, 1e-7))))
-    turns = itertools.cycle(calls)
+    rotation = itertools.cycle(calls)
 
     def batch() -> None:
         for _ in range(count):
