@@ -198,7 +198,7 @@ def output_error(
         raise ValueError(message)
     share = sizes / sizes.sum()
     correction = 1 / (1 - np.sum(share**2))
-    computed = []
+    batches = []
     with _generic.ignore_fp_warnings():
         for features in _query_weights(x, log_scale, feature_map, kvz):
             terms = features[..., :, None] * kvz[..., None, :, :]
@@ -210,7 +210,7 @@ def output_error(
             u = fractions[..., :-1] - output * pi
             excess = pi - share[:, None]
             without = (output - fractions[..., :-1]) / (1 - pi)
-            computed.append(
+            batches.append(
                 (
                     np.where(total[..., -1:] == 0, 0.0, output)[..., 0, :],
                     correction * np.sum(u * u, axis=-2),
@@ -222,7 +222,7 @@ def output_error(
             )
     output, variance, jackknife, bias, relative, effective = (
         np.concatenate(parts, axis=axis)
-        for parts, axis in zip(zip(*computed, strict=True), (-2, -2, -2, -2, -1, -1), strict=True)
+        for parts, axis in zip(zip(*batches, strict=True), (-2, -2, -2, -2, -1, -1), strict=True)
     )
     deviation = np.sqrt(_median(relative))
     reason = (
