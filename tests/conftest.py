@@ -25,7 +25,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +123,7 @@ class ArrayLibrary:
     xp: ModuleType
     _make: Callable[[npt.NDArray[Any]], Any]
     _fetch: Callable[[Any], npt.NDArray[Any]]
+    _evaluate: Callable[[Iterable[Any]], Iterable[Any]] = iter
 
     def array(self, array: npt.ArrayLike, dtype: str | None = None) -> Any:
         """Return a copy of a NumPy array in this library, with the dtype of that name."""
@@ -138,6 +139,10 @@ class ArrayLibrary:
         if str(array.dtype).endswith("bfloat16"):
             array = self.xp.astype(array, self.xp.float32)
         return np.array(self._fetch(array))
+
+    def numpy_each(self, arrays: Iterable[Any]) -> list[npt.NDArray[Any]]:
+        """Return NumPy copies of several results; a lazy library computes once what they share."""
+        return [self.numpy(array) for array in self._evaluate(arrays)]
 
     def dtype(self, name: str) -> Any:
         """Return this library's dtype of that name; skip the test where it has none."""
@@ -160,9 +165,13 @@ class ArrayLibrary:
 
 
 def _library(
-    name: str, make: Callable[[npt.NDArray[Any]], Any], fetch: Callable[[Any], npt.NDArray[Any]]
+    name: str,
+    make: Callable[[npt.NDArray[Any]], Any],
+    fetch: Callable[[Any], npt.NDArray[Any]],
+    evaluate: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> ArrayLibrary:
-    return ArrayLibrary(name, array_api_compat.array_namespace(make(np.zeros(1))), make, fetch)
+    xp = array_api_compat.array_namespace(make(np.zeros(1)))
+    return ArrayLibrary(name, xp, make, fetch, evaluate)
 
 
 def _numpy(name: str) -> ArrayLibrary:
@@ -216,7 +225,7 @@ def _cupy(name: str) -> ArrayLibrary:
 
 
 def _dask(name: str) -> ArrayLibrary:
-    dask_array = _need("dask.array", name)
+    dask, dask_array = _need("dask", name), _need("dask.array", name)
 
     def make(host: npt.NDArray[Any]) -> Any:
         # Two chunks on every axis but the last: what only works in one chunk fails here.
@@ -228,7 +237,11 @@ def _dask(name: str) -> ArrayLibrary:
         with np.errstate(all="ignore"):
             return np.asarray(array.compute(scheduler="synchronous"))
 
-    return _library(name, make, fetch)
+    def evaluate(arrays: Iterable[Any]) -> Iterable[Any]:
+        with np.errstate(all="ignore"):
+            return tuple(dask.persist(*arrays, scheduler="synchronous"))
+
+    return _library(name, make, fetch, evaluate)
 
 
 def _need(module: str, name: str) -> Any:
