@@ -371,6 +371,7 @@ MAPS = {
         3, 6, activation="squared_relu", sampler=sampler, rng=SEED
     ),
 }
+STEADY = {"hyperbolic", "trigonometric", "tilted", "dense", "fourier"}
 
 
 class TestEstimates:
@@ -379,9 +380,11 @@ class TestEstimates:
     def test_every_unbiased_pair(self, name, sampler):
         feature_map = MAPS[name](sampler)
         assert feature_map.unbiased
-        evidence = testing.assert_unbiased(feature_map, num_draws=1500, rng=SEED)
+        # Where a draw varies little, a third of the draws sees smaller a bias than all the others.
+        num_draws, detectable = (500, 0.3) if name in STEADY else (1500, 0.5)
+        evidence = testing.assert_unbiased(feature_map, num_draws=num_draws, rng=SEED)
         assert evidence.false_alarm_rate == 1e-9
-        assert 0 < evidence.detectable < 0.5
+        assert 0 < evidence.detectable < detectable
 
     @pytest.mark.parametrize("sampler", ["gaussian", "orthogonal"])
     @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "tilted"])
