@@ -65,14 +65,23 @@ JAX_FILES = {
 
 
 # The subset `pytest -m quick`: what most changes break first, in half a minute on two cores.
+# Marked by file, so that `-m quick` reads no other.
 QUICK_FILES = {
     "test_decoding.py",
     "test_files.py",
     "test_landmarks.py",
     "test_public_api.py",
     "test_reference.py",
+    "test_robustness.py",
     "test_state.py",
 }
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave test files without a quick test unread where only those are wanted."""
+    is_test = collection_path.name.startswith("test_")
+    wanted = config.option.markexpr != "quick" or collection_path.name in QUICK_FILES
+    return True if is_test and not wanted else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -411,12 +420,11 @@ def emulation() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def emulator_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for the session, which the workers of xdist share."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated-kernels"
-    folder.mkdir(exist_ok=True)
-    return folder
+def emulator_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers of xdist and all sessions; `--cache-clear` empties it."""
+    if hasattr(pytestconfig, "cache"):
+        return Path(pytestconfig.cache.mkdir("emulated-kernels"))
+    return tmp_path_factory.mktemp("emulated-kernels")
 
 
 @pytest.fixture

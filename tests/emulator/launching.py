@@ -28,6 +28,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +365,9 @@ class Emulator:
     def _build(self, text: str, flags: Sequence[str], inputs: Sequence[str]) -> Path:
         headers = [(FOLDER / name).read_text() for name in ("runtime.h", "device.cuh")]
         headers += [path.read_text() for path in sorted(self._kernels_folder.glob("*.cuh"))]
-        parts = [text, *headers, *FLAGS, *flags, *inputs]
+        # Headers count by what they say, not by where they are.
+        options = [flag for flag in (*FLAGS, *flags) if not flag.startswith("-I")]
+        parts = [_compiler(), text, *headers, *options, *inputs]
         built = self._cache / hashlib.sha256("\0".join(parts).encode()).hexdigest()
         if built.exists():
             return built
@@ -378,6 +381,12 @@ class Emulator:
             # In one step, as another process may be building the same.
             os.replace(out, built)
         return built
+
+
+@cache
+def _compiler() -> str:
+    asked = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
+    return asked.stdout
 
 
 def _check_size(name: str, size: tuple[int, int, int], largest: tuple[int, int, int]) -> None:
