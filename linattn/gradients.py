@@ -7,11 +7,10 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._driver import backward, forward
-from linattn._driver.backward import Cotangent
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.problem import exact_problem, linear_problem, stamped
 from linattn._generic.feature_vjps import check_differentiable
-from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
+from linattn.typing import Array, ArrayT, Cotangent, FeatureMap, Problem, State
 
 __all__ = [
     "differentiable_problem",

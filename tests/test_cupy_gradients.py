@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn._driver.backward import Cotangent
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     CosformerFeatures,
@@ -22,7 +21,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     ReluFeatures,
 )
-from linattn.typing import Declined, State
+from linattn.typing import Cotangent, Declined, State
 from linattn_cupy import device, fused, gradients
 
 D, E = 16, 24

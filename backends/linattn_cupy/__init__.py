@@ -14,6 +14,9 @@ on a GPU is what :func:`.hardware.kernel_status` says.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from linattn.typing import Backend, implements
 from linattn_cupy.fused import attention
 from linattn_cupy.gradients import attention_vjp
 from linattn_cupy.graphs import CapturedCall, capture
@@ -35,3 +38,15 @@ __all__ = [
     "scan_block",
     "stepper",
 ]
+
+if TYPE_CHECKING:
+    # A type checker compares each with the contract.
+    implements(Backend.attention)(attention)
+    implements(Backend.attention_vjp)(attention_vjp)
+    implements(Backend.decode)(decode)
+    implements(Backend.kernel_status)(kernel_status)
+    implements(Backend.plan)(plan)
+    implements(Backend.read_block)(read_block)
+    implements(Backend.reduce_block)(reduce_block)
+    implements(Backend.scan_block)(scan_block)
+    implements(Backend.stepper)(stepper)

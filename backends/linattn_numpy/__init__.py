@@ -1,12 +1,15 @@
 """NumPy backend of linattn: the block tier in place, on cache-sized blocks, threads over heads.
 
 Registered under the entry-point group ``linattn.backends``; it has no public functions of its own
-beyond the protocol :class:`linattn.typing.Backend`. A function returns ``NotImplemented`` for what
-it does not speed up, and the generic code takes over.
+beyond the protocol :class:`linattn.typing.Backend`. A function declines what it does not speed up,
+and the generic code takes over.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from linattn.typing import Backend, implements
 from linattn_numpy.block_vjps import (
     exact_key_vjp,
     exact_query_vjp,
@@ -44,3 +47,26 @@ __all__ = [
     "values_block",
     "window_block",
 ]
+
+if TYPE_CHECKING:
+    # A type checker compares each with the contract.
+    implements(Backend.decode)(decode)
+    implements(Backend.divide)(divide)
+    implements(Backend.exact_block)(exact_block)
+    implements(Backend.exact_key_vjp)(exact_key_vjp)
+    implements(Backend.exact_more)(exact_more)
+    implements(Backend.exact_query_vjp)(exact_query_vjp)
+    implements(Backend.far_states)(far_states)
+    implements(Backend.limited_threads)(limited_threads)
+    implements(Backend.plan)(plan)
+    implements(Backend.read_block)(read_block)
+    implements(Backend.read_block_vjp)(read_block_vjp)
+    implements(Backend.reduce_block)(reduce_block)
+    implements(Backend.reduce_block_vjp)(reduce_block_vjp)
+    implements(Backend.scan_block)(scan_block)
+    implements(Backend.scan_key_vjp)(scan_key_vjp)
+    implements(Backend.scan_query_vjp)(scan_query_vjp)
+    implements(Backend.scan_vjp)(scan_vjp)
+    implements(Backend.stepper)(stepper)
+    implements(Backend.values_block)(values_block)
+    implements(Backend.window_block)(window_block)

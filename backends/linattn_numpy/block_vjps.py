@@ -166,11 +166,11 @@ def exact_query_vjp(
     key: Tokens,
     values_and_one: Floats,
     grad_num_den: Floats,
-    log_row: Floats,
+    log: Floats,
     visible: Any,
 ) -> Floats:
     """Gradient of a block of queries through their softmax weights for a block of keys."""
-    weights = _softmax_weights(spec, query, key, log_row, visible)
+    weights = _softmax_weights(spec, query, key, log, visible)
     grad_logits = _grad_logits(weights, values_and_one, grad_num_den)
     return np.asarray(np.matmul(grad_logits, key.x * spec.scale))
 
@@ -181,11 +181,11 @@ def exact_key_vjp(
     key: Tokens,
     values_and_one: Floats,
     grad_num_den: Floats,
-    log_row: Floats,
+    log: Floats,
     visible: Any,
 ) -> tuple[Floats, Floats]:
     """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
-    weights = _softmax_weights(spec, query, key, log_row, visible)
+    weights = _softmax_weights(spec, query, key, log, visible)
     grad_logits = _grad_logits(weights, values_and_one, grad_num_den)
     grad_key = np.matmul(transposed(grad_logits), query.x * spec.scale)
     return grad_key, np.matmul(transposed(weights), grad_num_den)

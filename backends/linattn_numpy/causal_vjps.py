@@ -100,15 +100,15 @@ def scan_key_vjp(
     values_and_one: Floats,
     adjoint: State,
     grad_num_den: Floats,
-    log_row: Floats,
+    log: Floats,
 ) -> Any:
     """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
     block = _Block(query_spec, key_spec, query, key, values_and_one)
     if not block.has_vjp():
         return NotImplemented
-    keys = _unshifted_keys(block, adjoint, grad_num_den, log_row)
+    keys = _unshifted_keys(block, adjoint, grad_num_den, log)
     if keys is None and block.is_exponential():
-        keys = _stabilized_keys(block, adjoint, grad_num_den, log_row)
+        keys = _stabilized_keys(block, adjoint, grad_num_den, log)
     if keys is None:
         return NotImplemented
     return _keys_vjp(block, keys, _key_pairs(keys), adjoint.length)

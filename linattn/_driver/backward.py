@@ -27,6 +27,7 @@ from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
 from linattn.typing import (
     Affine,
     Array,
+    Cotangent,
     Exact,
     Exponential,
     Index,
@@ -37,22 +38,7 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["Cotangent", "Gradients", "checkpoints_for", "pull"]
-
-
-class Cotangent(NamedTuple):
-    """Cotangents of what attention returned.
-
-    Attributes
-    ----------
-    output : Array
-        ``(..., L, e)``.
-    state : State or None
-        ``kvz``: that of the returned state's; ``log_scale``: minus the returned state's own.
-    """
-
-    output: Array
-    state: State | None
+__all__ = ["Gradients", "checkpoints_for", "pull"]
 
 
 class Gradients(NamedTuple):

@@ -329,14 +329,14 @@ def exact_query_vjp(
     query: Tokens,
     key: Tokens,
     values_and_one: Array,
-    g1: Array,
+    grad_num_den: Array,
     log: Array,
     visible: Array,
 ) -> Array:
     """Gradient of queries through their weights for a block of keys. O(n s (d + e)) time."""
     xp = namespace(values_and_one)
     weights = _softmax_weights(spec, query, key, log, visible)
-    grad_logits = weights * xp.matmul(g1, xp.matrix_transpose(values_and_one))
+    grad_logits = weights * xp.matmul(grad_num_den, xp.matrix_transpose(values_and_one))
     return xp.matmul(grad_logits, key.x) * spec.scale
 
 
@@ -345,15 +345,15 @@ def exact_key_vjp(
     query: Tokens,
     key: Tokens,
     values_and_one: Array,
-    g1: Array,
+    grad_num_den: Array,
     log: Array,
     visible: Array,
 ) -> tuple[Array, Array]:
     """Gradients of keys and of ``[v, 1]`` by a block of queries. O(n s (d + e)) time."""
     xp = namespace(values_and_one)
     weights = xp.matrix_transpose(_softmax_weights(spec, query, key, log, visible))
-    grad_logits = weights * xp.matmul(values_and_one, xp.matrix_transpose(g1))
-    return xp.matmul(grad_logits, query.x) * spec.scale, xp.matmul(weights, g1)
+    grad_logits = weights * xp.matmul(values_and_one, xp.matrix_transpose(grad_num_den))
+    return xp.matmul(grad_logits, query.x) * spec.scale, xp.matmul(weights, grad_num_den)
 
 
 def _softmax_weights(spec: Exact, query: Tokens, key: Tokens, log: Array, visible: Array) -> Array:

@@ -7,13 +7,14 @@ heads), which broadcast.
 
 from __future__ import annotations
 
-from linattn.typing.backend import Backend
+from linattn.typing.backend import Backend, BlockTier, Services, Stepper, WholeTier, implements
 from linattn.typing.feature_map import FeatureMap
 from linattn.typing.problems import Plan, Problem
 from linattn.typing.records import (
     HEAD_BY_HEAD,
     Array,
     ArrayT,
+    Cotangent,
     Declined,
     Features,
     Index,
@@ -53,8 +54,10 @@ __all__ = [
     "ArrayT",
     "Assigned",
     "Backend",
+    "BlockTier",
     "ColumnNormalized",
     "Corrected",
+    "Cotangent",
     "Declined",
     "Exact",
     "Exponential",
@@ -69,7 +72,11 @@ __all__ = [
     "Pointwise",
     "Problem",
     "RowScale",
+    "Services",
     "Spec",
     "State",
+    "Stepper",
     "Tokens",
+    "WholeTier",
+    "implements",
 ]

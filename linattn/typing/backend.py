@@ -2,57 +2,98 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 from linattn.typing.problems import Plan, Problem
-from linattn.typing.records import Array, Partial, RowScale, State, Tokens
+from linattn.typing.records import Array, Cotangent, Declined, Partial, RowScale, State, Tokens
 from linattn.typing.specs import Exact, Spec
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "BlockTier", "Services", "Stepper", "WholeTier", "implements"]
 
 
-class Backend(Protocol):
-    """The block tier that a backend may replace, function by function.
+F = TypeVar("F", bound=Callable[..., Any])
 
-    A backend is a module that defines any of these, and optionally the whole tier:
 
-    * ``attention(problem) -> (output, state, log_normalizer)``;
-    * ``attention_vjp(problem, cotangent) -> (query, key, value, state)``: gradients, that of the
-      initial state's ``kvz`` None without one. ``cotangent.output`` is that of the output,
-      ``cotangent.state`` None or a ``State`` to merge with the adjoint after the last token;
-    * ``decode(problem) -> (output, state)``;
-    * ``stepper(problem, state)``, an object with a method ``step(query, key, value) -> output`` or
-      None and an attribute ``state``.
+def implements(contract: F) -> Callable[[F], F]:
+    """Declare that a function implements one of :class:`Backend`: type checkers compare the two.
 
-    Each may return :class:`~linattn.typing.Declined`, with the reason, or ``NotImplemented`` for a
-    problem that it does not do; the generic code then takes over. Where ``scan_block`` declines
-    several heads ``by_head``, it is called for each alone. A module with compiled kernels may also
-    define ``kernel_status() -> str``, where they have run, which ``linattn info`` prints. That of
-    NumPy may define ``limited_threads()``, a context manager for what the core computes on the host
-    between blocks, such as the fit of landmarks to arrays of any library.
-
-    In the gradients a *adjoint* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
-    queries after the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale
-    ``exp(log_i)``. Gradients may have leading axes that their tokens lack; the driver sums over
-    them.
+    ``implements(Backend.read_block)(read_block)``, or as a decorator. At run time the function
+    comes back as it is; :func:`linattn.testing.check_backend` compares what it returns.
     """
+    return lambda function: function
 
-    def plan(self, problem: Problem) -> Plan:
+
+class Stepper(Protocol):
+    """Decoding in place: both attributes are required."""
+
+    @property
+    def state(self) -> State:
+        """A copy of the state after the last step."""
+        ...
+
+    def step(self, query: Array, key: Array, value: Array) -> Array | None:
+        """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``: its output ``(..., e)``.
+
+        None where the token is not to be done here; the state is then as before.
+        """
+        ...
+
+
+class WholeTier(Protocol):
+    """Whole problems. Every function is optional: without it the driver walks over blocks."""
+
+    @staticmethod
+    def attention(problem: Problem) -> tuple[Array, State | None, Array | None] | Declined:
+        """Output, state after the last key, and log normalizer where it is asked for."""
+        ...
+
+    @staticmethod
+    def attention_vjp(
+        problem: Problem, cotangent: Cotangent
+    ) -> tuple[Array, Array, Array, Array | None] | Declined:
+        """Gradients by query, key, value and the ``kvz`` of the initial state, None without one.
+
+        ``cotangent.state`` is a state to merge with the adjoint after the last token.
+        """
+        ...
+
+    @staticmethod
+    def decode(problem: Problem) -> tuple[Array, State] | Declined:
+        """One token, ``(..., 1, d)`` each: its output ``(..., e)`` and the state after it."""
+        ...
+
+    @staticmethod
+    def stepper(problem: Problem, state: State) -> Stepper | Declined:
+        """Begin to decode in place tokens like that of the problem."""
+        ...
+
+
+class BlockTier(Protocol):
+    """One block of tokens. Every function is optional: the generic one is its fallback."""
+
+    @staticmethod
+    def plan(problem: Problem) -> Plan | Declined:
         """Choose tasks, block length and threads."""
         ...
 
+    @staticmethod
     def reduce_block(
-        self, key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State
-    ) -> State:
+        key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State
+    ) -> State | Declined:
         """Add a block of keys and values to the state."""
         ...
 
-    def read_block(self, query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
+    @staticmethod
+    def read_block(
+        query_spec: Spec, tokens: Tokens, state: State, want_log: bool
+    ) -> Partial | Declined:
         """Read the state with a block of queries."""
         ...
 
+    @staticmethod
     def scan_block(
-        self,
         query_spec: Spec,
         key_spec: Spec,
         query: Tokens,
@@ -60,67 +101,79 @@ class Backend(Protocol):
         values_and_one: Array,
         state: State,
         want_log: bool,
-    ) -> tuple[Partial, State] | object:
+    ) -> tuple[Partial, State] | Declined:
         """Causal attention within a block, after the state; also the state after it."""
         ...
 
+    @staticmethod
     def exact_block(
-        self,
         spec: Exact,
         query: Tokens,
         key: Tokens,
         values_and_one: Array,
         visible: Array | None = None,
-    ) -> Partial:
-        """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
+    ) -> Partial | Declined:
+        """Softmax attention of a block of queries to a block of keys, or to the visible ones.
+
+        ``visible`` is ``(n, s)``. Log weights are 0 or -inf, here and in all of softmax attention.
+        """
         ...
 
+    @staticmethod
     def exact_more(
-        self, spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, part: Partial
-    ) -> Partial:
+        spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, part: Partial
+    ) -> Partial | Declined:
         """Add a block of keys to a partial of the same queries."""
         ...
 
-    def values_block(self, value: Array, mask: Array | None, dtype: Any) -> Array:
-        """Values of a block with a column of 1 appended, masked ones as 0; for one use."""
+    @staticmethod
+    def values_block(value: Array, mask: Array | None, dtype: Any) -> Array | Declined:
+        """``[v, 1]``: values with a column of 1 appended, masked ones as 0; for one use."""
         ...
 
-    def divide(self, part: Partial, out: Array | None = None) -> Array | None:
-        """Numerator over denominator; None where it has been put into ``out``."""
+    @staticmethod
+    def divide(part: Partial, out: Array | None = None) -> Array | Declined | None:
+        """Numerator over denominator as a new array, or None where it has been put into ``out``."""
         ...
 
+    @staticmethod
     def window_block(
-        self,
         spec: Exact,
         query: Tokens,
         key: Tokens,
         values_and_one: Array,
         is_causal: bool,
         lazy: bool,
-    ) -> Partial:
-        """Softmax attention of blocks of queries to the keys of their own block and beside it."""
+    ) -> Partial | Declined:
+        """Softmax attention of blocks of queries to the keys of their own block and beside it.
+
+        Queries are ``(..., g, w, d)``; keys have a block more in front, and after if not causal.
+        """
         ...
 
+    @staticmethod
     def far_states(
-        self, before: State, states: State, after: State | None, lazy: bool
-    ) -> tuple[State, State]:
+        before: State, states: State, after: State | None, lazy: bool
+    ) -> tuple[State, State] | Declined:
         """Merge the states of all blocks that are far of each block of an exact window."""
         ...
 
+    @staticmethod
     def read_block_vjp(
-        self, query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, adjoint: State
-    ) -> tuple[Array, State]:
+        query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, adjoint: State
+    ) -> tuple[Array, State] | Declined:
         """Gradient of a block of queries that read a state, and the adjoint with them added."""
         ...
 
+    @staticmethod
     def reduce_block_vjp(
-        self, key_spec: Spec, tokens: Tokens, values_and_one: Array, adjoint: State
-    ) -> tuple[Array, Array]:
+        key_spec: Spec, tokens: Tokens, values_and_one: Array, adjoint: State
+    ) -> tuple[Array, Array] | Declined:
         """Gradients of a block of keys and of their ``[v, 1]``, all read by an adjoint."""
         ...
 
+    @staticmethod
     def scan_query_vjp(
-        self,
         query_spec: Spec,
         key_spec: Spec,
         query: Tokens,
@@ -128,12 +181,12 @@ class Backend(Protocol):
         values_and_one: Array,
         state: State,
         grad_output: Array,
-    ) -> tuple[Array, RowScale, State]:
+    ) -> tuple[Array, RowScale, State] | Declined:
         """Gradient of a causal block of queries, their scales, and the state after the block."""
         ...
 
+    @staticmethod
     def scan_key_vjp(
-        self,
         query_spec: Spec,
         key_spec: Spec,
         query: Tokens,
@@ -142,7 +195,7 @@ class Backend(Protocol):
         adjoint: State,
         grad_num_den: Array,
         log: Array,
-    ) -> tuple[Array, Array, State]:
+    ) -> tuple[Array, Array, State] | Declined:
         """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block.
 
         ``grad_num_den``, ``(..., n, e + 1)``, is the cotangent of the rows on the scale
@@ -150,8 +203,8 @@ class Backend(Protocol):
         """
         ...
 
+    @staticmethod
     def scan_vjp(
-        self,
         query_spec: Spec,
         key_spec: Spec,
         query: Tokens,
@@ -160,16 +213,16 @@ class Backend(Protocol):
         state: State,
         adjoint: State,
         grad_output: Array,
-    ) -> tuple[Array, Array, Array, State]:
+    ) -> tuple[Array, Array, Array, State] | Declined:
         """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
         What the two functions above do, at once, from the state before the block and the adjoint
-        behind it. Where a backend has it, the forward pass stores checkpoints for it.
+        after it. Where a backend has it, the forward pass stores checkpoints for it.
         """
         ...
 
+    @staticmethod
     def exact_query_vjp(
-        self,
         spec: Exact,
         query: Tokens,
         key: Tokens,
@@ -177,12 +230,12 @@ class Backend(Protocol):
         grad_num_den: Array,
         log: Array,
         visible: Array | None,
-    ) -> Array:
+    ) -> Array | Declined:
         """Gradient of a block of queries through their softmax weights for a block of keys."""
         ...
 
+    @staticmethod
     def exact_key_vjp(
-        self,
         spec: Exact,
         query: Tokens,
         key: Tokens,
@@ -190,6 +243,38 @@ class Backend(Protocol):
         grad_num_den: Array,
         log: Array,
         visible: Array | None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array] | Declined:
         """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
         ...
+
+
+class Services(Protocol):
+    """What a backend offers beside attention; optional."""
+
+    @staticmethod
+    def kernel_status() -> str:
+        """Where compiled kernels have run, for ``linattn info``."""
+        ...
+
+    @staticmethod
+    def limited_threads() -> AbstractContextManager[None]:
+        """Context for what the core computes on the host between blocks, such as fits.
+
+        Asked of the backend of NumPy only.
+        """
+        ...
+
+
+class Backend(WholeTier, BlockTier, Services, Protocol):
+    """What a backend may define: a module with any of these functions, called by position.
+
+    No function is required, and none needs another. Each may return a
+    :class:`~linattn.typing.Declined` (or ``NotImplemented``) for a problem that it does not do; the
+    generic code then takes over. Arguments are never written to, but for ``out`` of ``divide``.
+    A result may be valid until the next call only.
+
+    In the gradients an *adjoint* is a state of queries: ``sum_i phi_i g1_i^T / exp(log_i)`` over
+    queries after the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale
+    ``exp(log_i)``. Gradients may have leading axes that their tokens lack; the driver sums over
+    them.
+    """

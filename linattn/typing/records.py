@@ -9,6 +9,7 @@ __all__ = [
     "HEAD_BY_HEAD",
     "Array",
     "ArrayT",
+    "Cotangent",
     "Declined",
     "Features",
     "Index",
@@ -166,3 +167,18 @@ class RowScale(NamedTuple):
     log: Array
     inverse: Array
     inner: Array
+
+
+class Cotangent(NamedTuple):
+    """Cotangents of what attention returned.
+
+    Attributes
+    ----------
+    output : Array
+        ``(..., L, e)``.
+    state : State or None
+        ``kvz``: that of the returned state's; ``log_scale``: minus the returned state's own.
+    """
+
+    output: Array
+    state: State | None
