@@ -38,6 +38,7 @@ from linattn.testing.attention import (
     assert_permutation_invariant,
     assert_streaming,
 )
+from linattn.testing.backend import BackendReport, check_backend
 from linattn.testing.check import Report, check_feature_map
 from linattn.testing.estimates import assert_mean, assert_unbiased, assert_variance
 from linattn.testing.gradients import assert_gradient
@@ -45,6 +46,7 @@ from linattn.testing.projections import assert_gaussian_rows
 from linattn.testing.strategies import feature_maps, norm_bounded_vectors, query_key_value
 
 __all__ = [
+    "BackendReport",
     "Evidence",
     "Report",
     "UntestableError",
@@ -63,6 +65,7 @@ __all__ = [
     "assert_streaming",
     "assert_unbiased",
     "assert_variance",
+    "check_backend",
     "check_feature_map",
     "feature_maps",
     "moments",

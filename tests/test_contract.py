@@ -1,0 +1,241 @@
+"""The contract with backends: `check_backend`, which holds one to it, and its protocol."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import linattn_numpy
+from linattn import _generic
+from linattn.testing import check_backend
+from linattn.typing import (
+    Backend,
+    BlockTier,
+    Declined,
+    Partial,
+    Services,
+    State,
+    WholeTier,
+    implements,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERIC = [
+    *("plan", "reduce_block", "read_block", "scan_block", "exact_block", "far_states"),
+    *("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"),
+]
+
+
+def backend(**functions):
+    """Make a backend of someone else."""
+    module = types.ModuleType("third_party")
+    vars(module).update(functions, __all__=list(functions))
+    return module
+
+
+# Backends that keep it --------------------------------------------------------------------------
+
+
+def test_numpy_keeps_it():
+    report = check_backend(linattn_numpy)
+    assert report.passed, str(report)
+    assert report.reservation == ""
+
+
+def test_cupy_keeps_it(cupy_backend):
+    report = check_backend(
+        importlib.import_module("linattn_cupy"), num_problems=12, extras=["capture"]
+    )
+    assert report.passed, str(report)
+
+
+def test_a_third_party_keeps_it():
+    module = backend(**{name: getattr(_generic, name) for name in GENERIC})
+    report = check_backend(module, num_problems=30)
+    assert report.passed, str(report)
+    assert {row.check for row in report.rows} == {"names", *GENERIC}
+
+
+def test_what_is_declined_is_counted_with_its_reasons():
+    def read_block(query_spec, tokens, state, want_log):
+        if tokens.x.shape[-2] > 4:
+            return Declined("n is above 4")
+        return _generic.read_block(query_spec, tokens, state, want_log)
+
+    def reduce_block(key_spec, tokens, values_and_one, state):
+        return NotImplemented
+
+    report = check_backend(
+        backend(read_block=read_block, reduce_block=reduce_block), num_problems=8
+    )
+    assert report.passed
+    rows = {row.check: row for row in report.rows}
+    assert "declined: n is above 4" in rows["read_block"].detail
+    assert rows["reduce_block"].result == "skipped"
+    assert report.reservation == "Never compared: reduce_block."
+    assert max(len(line) for line in str(report).splitlines()) <= 80
+
+
+# Backends that break it: a line each --------------------------------------------------------------
+
+
+def sums_one_percent_off(key_spec, tokens, values_and_one, state):
+    after = _generic.reduce_block(key_spec, tokens, values_and_one, state)
+    return after._replace(kvz=after.kvz * 1.01)
+
+
+def parameter_renamed(key_spec, tokens, values, state):
+    return _generic.reduce_block(key_spec, tokens, values, state)
+
+
+def mask_ignored(key_spec, tokens, values_and_one, state):
+    return _generic.reduce_block(key_spec, tokens._replace(log_weight=None), values_and_one, state)
+
+
+def state_changed_in_place(key_spec, tokens, values_and_one, state):
+    after = _generic.reduce_block(key_spec, tokens, values_and_one, state)
+    state.kvz[...] = after.kvz
+    return after
+
+
+def wrong_dtype(key_spec, tokens, values_and_one, state):
+    after = _generic.reduce_block(key_spec, tokens, values_and_one, state)
+    return after._replace(kvz=after.kvz.astype(np.float64), log_scale=after.log_scale.astype("f8"))
+
+
+def wrong_log_scale(key_spec, tokens, values_and_one, state):
+    after = _generic.reduce_block(key_spec, tokens, values_and_one, state)
+    return after._replace(log_scale=after.log_scale + 0.1)
+
+
+def length_forgotten(key_spec, tokens, values_and_one, state):
+    return _generic.reduce_block(key_spec, tokens, values_and_one, state)._replace(length=0)
+
+
+def want_log_ignored(query_spec, tokens, state, want_log):
+    part = _generic.read_block(query_spec, tokens, state, want_log)
+    return Partial(part.num_den, part.log * 0)
+
+
+def broadcast_heads_raise(query_spec, tokens, state, want_log):
+    if tokens.x.shape[:-2] != state.kvz.shape[:-2]:
+        message = "heads differ"
+        raise ValueError(message)
+    return _generic.read_block(query_spec, tokens, state, want_log)
+
+
+def far_states_add_up(query_spec, tokens, state, want_log):
+    kvz = state.kvz * np.exp(state.log_scale)[..., None]
+    near = State(kvz, np.where(state.log_scale > -np.inf, 0, state.log_scale), state.length)
+    return _generic.read_block(query_spec, tokens, near, want_log)
+
+
+def adjoint_not_added(query_spec, tokens, state, grad_output, adjoint):
+    nothing = adjoint._replace(kvz=adjoint.kvz * 0, log_scale=adjoint.log_scale - np.inf)
+    return _generic.read_block_vjp(query_spec, tokens, state, grad_output, nothing)
+
+
+def one_by_one_for_one(query_spec, key_spec, query, key, values_and_one, state, want_log):
+    return Declined("one head at a time", by_head=True)
+
+
+def later_keys_seen(query_spec, key_spec, query, key, values_and_one, state, want_log):
+    after = _generic.reduce_block(key_spec, key, values_and_one, state)
+    return _generic.read_block(query_spec, query, after, want_log), after
+
+
+def returns_a_tuple(query_spec, tokens, state, want_log):
+    return tuple(_generic.read_block(query_spec, tokens, state, want_log))
+
+
+def tasks_lost(problem):
+    return _generic.plan(problem)._replace(tasks=[])
+
+
+def not_called(query_spec, tokens, state, want_log):
+    return None
+
+
+DEFECTS = [
+    (
+        "reduce_block",
+        sums_one_percent_off,
+        r"state.kvz exp\(log_scale\)\[.*\] is .*, want .*tokens",
+    ),
+    ("reduce_block", parameter_renamed, "has the parameters key_spec, tokens, values, state, want"),
+    ("reduce_block", mask_ignored, r"state.kvz .*(masked|log weights).*"),
+    ("reduce_block", state_changed_in_place, r"changes an argument of shape \(.*\) in place"),
+    ("reduce_block", wrong_dtype, "returns a state in float64, want float32"),
+    ("reduce_block", wrong_log_scale, r"state.kvz exp\(log_scale\)"),
+    ("reduce_block", length_forgotten, "state.length is 0, want"),
+    ("read_block", want_log_ignored, r"partial.num_den exp\(log\)"),
+    ("read_block", broadcast_heads_raise, r"raises ValueError: heads differ \(.* of query"),
+    ("read_block", far_states_add_up, r"partial.num_den.*100 above"),
+    ("read_block", returns_a_tuple, "returns .*want partial|is a tuple, want a Partial"),
+    ("read_block_vjp", adjoint_not_added, r"adjoint.kvz exp\(log_scale\)"),
+    ("scan_block", later_keys_seen, r"partial.num_den"),
+    ("scan_block", one_by_one_for_one, "declines by head what has one head"),
+    ("plan", tasks_lost, "tasks do not hold every head once"),
+    ("reed_block", not_called, "reed_block is no function of .*Backend; did you mean read_block?"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "message"), DEFECTS, ids=[case[1].__name__ for case in DEFECTS]
+)
+def test_a_defect_is_found_and_placed(name, function, message):
+    report = check_backend(backend(**{name: function}), num_problems=30)
+    failed = [row for row in report.rows if row.result == "FAILED"]
+    assert [row.check for row in failed] == ["names" if name == "reed_block" else name]
+    assert re.search(message, failed[0].detail), failed[0].detail
+
+
+# The protocol -------------------------------------------------------------------------------------
+
+
+def tier(*protocols):
+    return {n for protocol in protocols for n in vars(protocol) if not n.startswith("_")}
+
+
+def test_every_block_function_has_a_generic_one_with_the_parameters_of_the_contract():
+    # That of both sides at once is made of the two of one side.
+    for name in tier(BlockTier) - {"scan_vjp"}:
+        wanted = inspect.signature(getattr(Backend, name)).parameters
+        got = inspect.signature(getattr(_generic, name)).parameters
+        assert list(got)[: len(wanted)] == list(wanted), name
+
+
+@pytest.mark.parametrize("backend", ["linattn_numpy", "linattn_cupy"])
+def test_a_type_checker_sees_every_function_of_a_backend(backend):
+    text = (ROOT / "backends" / backend / "__init__.py").read_text(encoding="utf-8")
+    listed = set(re.findall(r'^    "(\w+)",$', text, re.MULTILINE))
+    checked = set(re.findall(r"^    implements\(Backend\.(\w+)\)\(\1\)$", text, re.MULTILINE))
+    assert checked == listed & tier(WholeTier, BlockTier, Services)
+    assert len(checked) > 8
+
+
+def test_a_function_comes_back_from_its_declaration():
+    assert implements(Backend.plan)(_generic.plan) is _generic.plan
+
+
+def test_the_docs_list_every_function_of_the_contract():
+    spec = importlib.util.spec_from_file_location("contract_table", ROOT / "docs" / "_contract.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (ROOT / "docs" / "typing.md").read_text(encoding="utf-8")
+    assert page.count(module.MARKER) == 1
+    shown = module.on_page_markdown(page)
+    assert module.MARKER not in shown
+    for name in tier(WholeTier, BlockTier, Services):
+        parameters = ", ".join(inspect.signature(getattr(Backend, name)).parameters)
+        assert f"| `{name}({parameters})` | " in shown
+    assert "(self" not in module.table()
