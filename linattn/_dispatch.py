@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ from linattn import _arrays, _generic
 from linattn.typing import Declined
 
 __all__ = [
-    "block_function",
+    "BlockFunctions",
     "is_declined",
     "limited_threads",
     "registered_backends",
@@ -103,23 +104,36 @@ def is_declined(answer: Any) -> bool:
     return answer is NotImplemented or isinstance(answer, Declined)
 
 
-def block_function(
-    name: str, xp: ModuleType, generic: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Return a function of the block tier: the backend's, with the generic one as fallback.
+class BlockFunctions:
+    """Functions of the block tier for one array library, each looked up at its first use.
 
-    The generic one is that of :mod:`linattn._generic`, or the one that is handed in.
+    An attribute is the backend's function, with the generic one as fallback. A generic function
+    that calls others of the tier (:data:`linattn._generic.CALLS`) is given those found here.
     """
-    behind: Callable[..., Any] = getattr(_generic, name) if generic is None else generic
-    special = getattr(_backend(xp), name, None)
-    if special is None:
-        return behind
 
-    def first_special(*args: Any) -> Any:
-        result = special(*args)
-        return behind(*args) if is_declined(result) else result
+    def __init__(self, xp: ModuleType) -> None:
+        self._module = _backend(xp)
 
-    return first_special
+    def backend_alone(self, name: str) -> Callable[..., Any] | None:
+        """Return the backend's own function, or None: for what is done otherwise without it."""
+        function: Callable[..., Any] | None = getattr(self._module, name, None)
+        return function
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        fallback: Callable[..., Any] = getattr(_generic, name)
+        called = _generic.CALLS.get(name, ())
+        if called:
+            fallback = partial(fallback, **{other: getattr(self, other) for other in called})
+        own = self.backend_alone(name)
+
+        def own_or_generic(*args: Any) -> Any:
+            result = own(*args)  # type: ignore[misc]
+            return fallback(*args) if is_declined(result) else result
+
+        function = fallback if own is None else own_or_generic
+        # An attribute of its own: the next use does not come here.
+        setattr(self, name, function)
+        return function
 
 
 def whole_function(name: str, xp: ModuleType) -> Callable[..., Any] | None:

@@ -163,13 +163,13 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
     monkeypatch.setattr(tuning, "MIN_SEGMENTED_ROWS", 1)
     monkeypatch.setattr(tuning, "MIN_SEGMENTED_CAUSAL_ROWS", 1)
     cut = []
-    inner = segments.in_segments
+    inner = segments.run_segments
 
     def counting(*args):
         cut.append(1)
         return inner(*args)
 
-    monkeypatch.setattr(forward, "in_segments", counting)
+    monkeypatch.setattr(forward, "run_segments", counting)
     with linattn.config(num_threads=3):
         found = linattn.linear_attention(query, key, value, phi, **options)
     assert cut == [1]

@@ -105,7 +105,7 @@ def test_the_window_is_the_dense_form(xp_any_shape, draws, data, name):
 def test_every_library(xp, is_causal, length, monkeypatch):
     if xp.name in {"dask", "jax"}:
         length = min(length, 100)  # a graph, or a compilation for each operation
-    monkeypatch.setattr(window, "FAN", 3)
+    monkeypatch.setattr(window, "FAN_OUT", 3)
     rng = np.random.default_rng(2)
     query, key, value = rng.standard_normal((3, 2, length, 8)).astype(np.float32)
     phi = HyperbolicFeatures(8, 16, rng=0)

@@ -9,7 +9,8 @@ from typing import Any
 
 import array_api_compat
 
-from linattn import _dispatch, _generic
+from linattn import _generic
+from linattn._dispatch import BlockFunctions
 from linattn._driver.tasks import task_index
 from linattn._driver.wrappers import innermost
 from linattn._generic import divide, values_block
@@ -26,7 +27,7 @@ from linattn.typing import (
 )
 
 __all__ = [
-    "Rows",
+    "OutputRows",
     "block_slices",
     "in_map_coordinates",
     "raw_tokens",
@@ -81,15 +82,14 @@ def values_and_one_block(problem: Problem, rows: slice) -> Array:
     return values_block(*_values(problem, rows))
 
 
-def transient_values_block(problem: Problem, rows: slice) -> Array:
+def transient_values_block(problem: Problem, rows: slice, functions: BlockFunctions) -> Array:
     """Make the same for one use: the next call may write over it.
 
     The next call must not be one that a feature map makes before this use is over.
     """
     if _calls_out(problem.key_spec) or _calls_out(problem.query_spec):
         return values_and_one_block(problem, rows)
-    make = _dispatch.block_function("values_block", problem.xp)
-    return make(*_values(problem, rows))
+    return functions.values_block(*_values(problem, rows))
 
 
 def _calls_out(spec: Any) -> bool:
@@ -105,10 +105,10 @@ def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:
     return problem.value[..., rows, :], mask, problem.dtype
 
 
-class Rows:
+class OutputRows:
     """Where finished rows go: a preallocated array, or a list for arrays that cannot be set."""
 
-    def __init__(self, problem: Problem, width: int, dtype: Any) -> None:
+    def __init__(self, problem: Problem, width: int, dtype: Any, functions: BlockFunctions) -> None:
         self._xp = problem.xp
         self._shape = (*problem.lead, problem.query.shape[-2], width)
         self._blocks: list[Array] = []
@@ -121,9 +121,9 @@ class Rows:
         looks = not (problem.lazy or array_api_compat.is_cupy_array(problem.query))
         self._counts = problem.signed and looks
         self._negative: list[int] = []
-        self._divide = _dispatch.block_function("divide", problem.xp)
+        self._divide = functions.divide
 
-    def put(self, task: Index, rows: slice, block: Array) -> None:
+    def write(self, task: Index, rows: slice, block: Array) -> None:
         block = self._xp.astype(block, self._dtype, copy=False)
         if self._array is None:
             self._blocks.append(block)
@@ -136,7 +136,7 @@ class Rows:
             negative = self._xp.astype(part.num_den[..., -1] < 0, self._xp.int64)
             self._negative.append(int(self._xp.sum(negative)))
         if self._array is None or 0 in self._shape:
-            self.put(task, rows, divide(part))
+            self.write(task, rows, divide(part))
             return
         where = self._where(task, rows)
         out = self._divide(part, self._array[where])

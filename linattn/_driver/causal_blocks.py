@@ -7,15 +7,14 @@ from typing import Any
 
 import array_api_compat
 
-from linattn import _arrays, _dispatch, _generic
+from linattn import _arrays, _generic
+from linattn._dispatch import BlockFunctions, is_declined
 from linattn._driver.tasks import take, take_problem, take_state, task_index
 from linattn._driver.wrappers import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
 from linattn._generic.hierarchical import scan_hierarchical
 from linattn.typing import (
-    HEAD_BY_HEAD,
     Array,
-    Declined,
     Index,
     Partial,
     Problem,
@@ -26,7 +25,7 @@ from linattn.typing import (
 __all__ = ["causal_block"]
 
 MAX_DECLINED_TOKENS = 512
-"""Tokens of a causal block that is not cut where a backend declines: then it costs its square."""
+"""Tokens of a causal block that is not cut where a backend declines it, and costs its square."""
 
 
 SMALL_VALUES = 2.0**10
@@ -90,40 +89,48 @@ def _values_seen(values_and_one: Array, state: State) -> Array:
 
 
 def causal_block(
-    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+    problem: Problem,
+    functions: BlockFunctions,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
 ) -> tuple[Partial, State]:
-    specs = (problem.query_spec, problem.key_spec)
+    """Causal attention of a block after a state, every row accepted; also the state after it."""
+    block = (problem.query_spec, problem.key_spec, query, key, values_and_one, state)
     if is_column_normalized(problem):
-        return scan_column_normalized(problem, query, key, values_and_one, state)
+        return scan_column_normalized(problem, *block[2:])
     if problem.lazy:
-        return scan_hierarchical(*specs, query, key, values_and_one, state)
-    special: Any = _dispatch.whole_function("scan_block", problem.xp)
-    answer: Any = NotImplemented
-    if special is not None:
-        answer = special(*specs, query, key, values_and_one, state, problem.want_log)
-        if answer is HEAD_BY_HEAD or (isinstance(answer, Declined) and answer.by_head):
-            return _each_head(problem, query, key, values_and_one, state)
-        if _dispatch.is_declined(answer) and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:
-            return _two_blocks(problem, query, key, values_and_one, state)
-    if _dispatch.is_declined(answer):
-        answer = _generic.scan_block(*specs, query, key, values_and_one, state, problem.want_log)
+        return scan_hierarchical(*block)
+    scan_block: Any = functions.backend_alone("scan_block")
+    answer: Any = NotImplemented if scan_block is None else scan_block(*block, problem.want_log)
+    if is_declined(answer):
+        if getattr(answer, "by_head", False):
+            return _each_head(problem, functions, *block[2:])
+        if scan_block is not None and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:
+            return _two_blocks(problem, functions, *block[2:])
+        answer = _generic.scan_block(*block, problem.want_log)
     part, after = answer
     if part.accepted:
         return part, after
     rejected = rejected_heads(part, key.log_weight, values_and_one, state, problem.num_features)
     if rejected is None:
         return part, after
-    redone, _ = scan_hierarchical(*specs, query, key, values_and_one, state)
+    redone, _ = scan_hierarchical(*block)
     where = problem.xp.where
-    return Partial(
-        where(rejected, redone.num_den, part.num_den), where(rejected, redone.log, part.log)
-    ), after
+    num_den = where(rejected, redone.num_den, part.num_den)
+    return Partial(num_den, where(rejected, redone.log, part.log)), after
 
 
 def _each_head(
-    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+    problem: Problem,
+    functions: BlockFunctions,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
 ) -> tuple[Partial, State]:
-    """Do the heads of a causal block one by one, so that a far one costs the others nothing."""
+    """Do the heads of a causal block one by one: a max-stabilized one costs the others nothing."""
     xp, lead, n = problem.xp, problem.lead, values_and_one.shape[-2]
     like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
     part = Partial(
@@ -138,6 +145,7 @@ def _each_head(
         )
         own, own_after = causal_block(
             take_problem(problem, task),
+            functions,
             _take_tokens(query, task),
             _take_tokens(key, task),
             take(values_and_one, 2, task),
@@ -155,7 +163,12 @@ def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
 
 
 def _two_blocks(
-    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+    problem: Problem,
+    functions: BlockFunctions,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
 ) -> tuple[Partial, State]:
     """Do a causal block that a backend declines as two shorter ones."""
     xp, n = problem.xp, values_and_one.shape[-2]
@@ -163,7 +176,8 @@ def _two_blocks(
     logs: list[Array] = []
     for rows in (slice(0, n // 2), slice(n // 2, n)):
         half, keys = _rows_of(query, rows), _rows_of(key, rows)
-        part, state = causal_block(problem, half, keys, values_and_one[..., rows, :], state)
+        values = values_and_one[..., rows, :]
+        part, state = causal_block(problem, functions, half, keys, values, state)
         # A backend may make the next part in the same place.
         sums.append(xp.asarray(part.num_den, copy=True))
         logs.append(xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1)))

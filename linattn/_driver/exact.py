@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array_api_compat
 
-from linattn import _dispatch
+from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, token_block, transient_values_block
 from linattn._generic.hierarchical import exact_causal_block
 from linattn.typing import Partial, Problem, Tokens
@@ -12,27 +12,26 @@ from linattn.typing import Partial, Problem, Tokens
 __all__ = ["exact_rows"]
 
 
-def exact_rows(problem: Problem, rows: slice, block_size: int) -> Partial:
+def exact_rows(
+    problem: Problem, rows: slice, block_size: int, functions: BlockFunctions
+) -> Partial:
     """Softmax attention of some rows: every block of keys is one more part of them."""
-    spec, xp = problem.query_spec, problem.xp
-    exact_block = _dispatch.block_function("exact_block", xp)
-    exact_more = _dispatch.block_function("exact_more", xp)
+    spec = problem.query_spec
     query = token_block(problem, "query", rows, 0)
     part = None
     if problem.is_causal:
         key = token_block(problem, "key", rows, 0)
-        part = exact_causal_block(
-            spec, query, key, transient_values_block(problem, rows), exact_block
-        )
+        values_and_one = transient_values_block(problem, rows, functions)
+        part = exact_causal_block(spec, query, key, values_and_one, functions.exact_block)
     for others in block_slices(
         rows.start if problem.is_causal else problem.key.shape[-2], block_size
     ):
         key = token_block(problem, "key", others, 0)
-        values_and_one = transient_values_block(problem, others)
+        values_and_one = transient_values_block(problem, others, functions)
         if part is None:
-            part = exact_block(spec, query, key, values_and_one)
+            part = functions.exact_block(spec, query, key, values_and_one)
         else:
-            part = exact_more(spec, query, key, values_and_one, part)
+            part = functions.exact_more(spec, query, key, values_and_one, part)
     return _nothing(problem, query) if part is None else part
 
 

@@ -7,21 +7,14 @@ from functools import partial
 from typing import Any
 
 from linattn import _dispatch, _generic
-from linattn._driver.blocks import Rows, token_block
+from linattn._driver.blocks import OutputRows, token_block
 from linattn._driver.checkpoints import Checkpoints
-from linattn._driver.segments import in_segments
+from linattn._driver.segments import run_segments
 from linattn._driver.tasks import take_problem, task_index
-from linattn._driver.walks import (
-    _walk_window,
-    initial_state,
-    update,
-    walk_causal,
-    walk_exact,
-    walk_full,
-)
+from linattn._driver.walks import WALKS, Walk, initial_state, update
 from linattn._driver.wrappers import read_spec
 from linattn._generic.states import divide, log_normalizer
-from linattn.typing import Array, Exact, Index, Partial, Problem, State
+from linattn.typing import Array, Index, Partial, Problem, State
 
 __all__ = ["solve", "step"]
 
@@ -39,29 +32,30 @@ def solve(
         if not _dispatch.is_declined(answer):
             return answer  # type: ignore[no-any-return]
 
-    plan = _dispatch.block_function("plan", problem.xp)(problem)
+    functions = _dispatch.BlockFunctions(problem.xp)
+    plan = functions.plan(problem)
     if checkpoints is not None:
         # Checkpoints stand before the blocks of the pullback.
         plan = plan.for_gradients()
-    output = Rows(problem, problem.value.shape[-1], problem.query.dtype)
-    norms = Rows(problem, 1, problem.dtype) if problem.want_log else None
+    output = OutputRows(problem, problem.value.shape[-1], problem.query.dtype, functions)
+    norms = OutputRows(problem, 1, problem.dtype, functions) if problem.want_log else None
     states: list[tuple[Index, State]] = []
-    store = None if checkpoints is None else partial(checkpoints.store, problem, plan.block_size)
-    if isinstance(problem.query_spec, Exact):
-        walk: Any = walk_exact
-    elif problem.exact_window is not None:
-        walk = _walk_window
-    else:
-        walk = partial(walk_causal, store=store) if problem.is_causal else walk_full
 
-    def put(task: Index, rows: slice, part: Partial) -> None:
+    def write(task: Index, rows: slice, part: Partial) -> None:
         output.write_divided(task, rows, part)
         if norms is not None:
-            norms.put(task, rows, log_normalizer(part, problem))
+            norms.write(task, rows, log_normalizer(part, problem))
+
+    def walk_of(task: Index) -> Walk:
+        store = None
+        if checkpoints is not None:
+            store = partial(checkpoints.store, problem, plan.block_size, task)
+        part = take_problem(problem, task)
+        return Walk(part, functions, plan.block_size, partial(write, task), store)
 
     def steps(task: Index) -> Iterator[None]:
-        part = take_problem(problem, task)
-        walked, state = walk(part, task, plan.block_size, put), None
+        walk = walk_of(task)
+        walked, state = WALKS[problem.mode](walk), None
         while True:
             try:
                 with _generic.ignore_fp_warnings():
@@ -70,7 +64,7 @@ def solve(
                 break
             yield
         if return_state:
-            states.append((task, initial_state(part) if state is None else state))
+            states.append((task, initial_state(walk.problem) if state is None else state))
 
     def work(task: Index) -> Iterator[None] | None:
         if plan.resumable:
@@ -79,9 +73,8 @@ def solve(
             pass
         return None
 
-    if plan.segments > 1 and walk not in (walk_exact, _walk_window):
-        state = in_segments(problem, plan, put, store)
-        states.append(((), state))
+    if plan.segments > 1 and problem.mode in ("full", "causal"):
+        states.append(((), run_segments(walk_of(()), plan)))
     else:
         plan.run(work, plan.tasks)
     output.warn_of_signs(stacklevel=4)
@@ -120,11 +113,11 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
             return answer  # type: ignore[no-any-return]
     one = slice(0, 1)
     start = state.length
+    functions = _dispatch.BlockFunctions(problem.xp)
     with _generic.ignore_fp_warnings():
-        state = update(problem, initial_state(problem.replace(state=state)), 1)
-        read_block = _dispatch.block_function("read_block", problem.xp)
+        state = update(problem, initial_state(problem.replace(state=state)), 1, functions)
         tokens = token_block(problem, "query", one, start)
         query_spec, seen = read_spec(problem, state)
-        part = read_block(query_spec, tokens, seen, problem.want_log)
+        part = functions.read_block(query_spec, tokens, seen, problem.want_log)
         output = problem.xp.astype(divide(part), problem.query.dtype, copy=False)
     return output[..., 0, :], state

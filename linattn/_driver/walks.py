@@ -4,38 +4,52 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeAlias
 
 import array_api_compat
 
-from linattn import _dispatch, _generic
+from linattn import _generic
+from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, token_block, transient_values_block
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.exact import exact_rows
-from linattn._driver.window import walk_window
+from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
-from linattn.typing import Index, Partial, Problem, State
+from linattn.typing import Partial, Problem, State
 
-__all__ = [
-    "StoreState",
-    "WriteRows",
-    "_walk_window",
-    "initial_state",
-    "read_blocks",
-    "run_walk",
-    "scan_blocks",
-    "update",
-    "walk_causal",
-    "walk_exact",
-    "walk_full",
-]
-
-WriteRows: TypeAlias = Callable[[Index, slice, Partial], None]
+__all__ = ["WALKS", "Walk", "initial_state", "read_blocks", "run_walk", "scan_blocks", "update"]
 
 
-StoreState: TypeAlias = Callable[[Index, int, State], None]
+@dataclass(frozen=True)
+class Walk:
+    """What a walk is given: a problem, the functions of its blocks, and where results go."""
+
+    problem: Problem
+    functions: BlockFunctions
+    block_size: int
+    write: Callable[[slice, Partial], None]
+    """Takes finished rows."""
+    store: Callable[[int, State], None] | None = None
+    """Takes the state before a row of a causal walk, as a checkpoint or not."""
+
+    def segment(self, rows: slice) -> Walk:
+        """Walk over some rows only, whose state is handed around beside it."""
+        problem, store = self.problem, self.store
+
+        def write(part_rows: slice, part: Partial) -> None:
+            start = rows.start
+            self.write(slice(start + part_rows.start, start + part_rows.stop), part)
+
+        def store_at(row: int, state: State) -> None:
+            if store is not None:
+                store(rows.start + row, state)
+
+        mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
+        sides = {name: getattr(problem, name)[..., rows, :] for name in ("query", "key", "value")}
+        return replace(
+            self, problem=problem.replace(key_mask=mask, **sides), write=write, store=store_at
+        )
 
 
 def initial_state(problem: Problem) -> State:
@@ -52,83 +66,12 @@ def initial_state(problem: Problem) -> State:
     return State(kvz, log_scale, state.length)
 
 
-def update(problem: Problem, state: State, block_size: int) -> State:
+def update(
+    problem: Problem, state: State, block_size: int, functions: BlockFunctions | None = None
+) -> State:
     """Add all keys and values of a problem to a state, block by block."""
-    return run_walk(state_updates(problem, state, block_size), state)
-
-
-def state_updates(problem: Problem, state: State, block_size: int) -> Iterator[State]:
-    """Add a problem's keys and values to a state: the state after each block."""
-    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
-    start = state.length
-    for rows in block_slices(problem.key.shape[-2], block_size):
-        # No name holds a block while the next is made, here and below.
-        state = reduce_block(
-            problem.key_spec,
-            token_block(problem, "key", rows, start),
-            transient_values_block(problem, rows),
-            state,
-        )
-        yield state
-
-
-def walk_full(problem: Problem, task: Index, block_size: int, put: WriteRows) -> Iterator[State]:
-    state = before = initial_state(problem)
-    for state in state_updates(problem, before, block_size):
-        yield state
-    yield from read_blocks(problem, state, before.length, task, block_size, put)
-
-
-def read_blocks(
-    problem: Problem, state: State, start: int, task: Index, block_size: int, put: WriteRows
-) -> Iterator[State]:
-    """Read a state with all queries of a problem: the state again after each block."""
-    read_block = _dispatch.block_function("read_block", problem.xp)
-    query_spec, seen = read_spec(problem, state)
-    for rows in block_slices(problem.query.shape[-2], block_size):
-        part = read_block(
-            query_spec, token_block(problem, "query", rows, start), seen, problem.want_log
-        )
-        put(task, rows, select_rows(problem, part))
-        del part
-        yield state
-
-
-def walk_causal(
-    problem: Problem, task: Index, block_size: int, put: WriteRows, store: StoreState | None
-) -> Iterator[State]:
-    return scan_blocks(problem, initial_state(problem), task, block_size, put, store)
-
-
-def scan_blocks(
-    problem: Problem,
-    state: State,
-    task: Index,
-    block_size: int,
-    put: WriteRows,
-    store: StoreState | None,
-) -> Iterator[State]:
-    """Go through a problem causally: the state after each block."""
-    start = state.length
-    for rows in block_slices(problem.query.shape[-2], block_size):
-        if store is not None:
-            store(task, rows.start, state)
-        part, state = causal_block(
-            problem,
-            token_block(problem, "query", rows, start),
-            token_block(problem, "key", rows, start),
-            transient_values_block(problem, rows),
-            state,
-        )
-        put(task, rows, part)
-        del part
-        yield state
-
-
-def walk_exact(problem: Problem, task: Index, block_size: int, put: WriteRows) -> Iterator[None]:
-    for rows in block_slices(problem.query.shape[-2], block_size):
-        put(task, rows, exact_rows(problem, rows, block_size))
-        yield None
+    functions = BlockFunctions(problem.xp) if functions is None else functions
+    return run_walk(_state_updates(problem, state, block_size, functions), state)
 
 
 def run_walk(walk: Iterator[State], state: State) -> State:
@@ -136,5 +79,82 @@ def run_walk(walk: Iterator[State], state: State) -> State:
     return deque(chain([state], walk), maxlen=1).pop()
 
 
-def _walk_window(problem: Problem, task: Index, block_size: int, put: WriteRows) -> Iterator[State]:
-    yield walk_window(problem, initial_state(problem), block_size, partial(put, task))
+def _state_updates(
+    problem: Problem, state: State, block_size: int, functions: BlockFunctions
+) -> Iterator[State]:
+    """Add a problem's keys and values to a state: the state after each block."""
+    start = state.length
+    for rows in block_slices(problem.key.shape[-2], block_size):
+        # No name holds a block while the next is made, here and below.
+        state = functions.reduce_block(
+            problem.key_spec,
+            token_block(problem, "key", rows, start),
+            transient_values_block(problem, rows, functions),
+            state,
+        )
+        yield state
+
+
+def read_blocks(walk: Walk, state: State, start: int) -> Iterator[State]:
+    """Read a state with all queries of a problem: the state again after each block."""
+    problem = walk.problem
+    query_spec, seen = read_spec(problem, state)
+    for rows in block_slices(problem.query.shape[-2], walk.block_size):
+        part = walk.functions.read_block(
+            query_spec, token_block(problem, "query", rows, start), seen, problem.want_log
+        )
+        walk.write(rows, select_rows(problem, part))
+        del part
+        yield state
+
+
+def scan_blocks(walk: Walk, state: State) -> Iterator[State]:
+    """Go through a problem causally: the state after each block."""
+    problem, functions, start = walk.problem, walk.functions, state.length
+    for rows in block_slices(problem.query.shape[-2], walk.block_size):
+        if walk.store is not None:
+            walk.store(rows.start, state)
+        part, state = causal_block(
+            problem,
+            functions,
+            token_block(problem, "query", rows, start),
+            token_block(problem, "key", rows, start),
+            transient_values_block(problem, rows, functions),
+            state,
+        )
+        walk.write(rows, part)
+        del part
+        yield state
+
+
+def _walk_full(walk: Walk) -> Iterator[State]:
+    state = before = initial_state(walk.problem)
+    for state in _state_updates(walk.problem, before, walk.block_size, walk.functions):
+        yield state
+    yield from read_blocks(walk, state, before.length)
+
+
+def _walk_causal(walk: Walk) -> Iterator[State]:
+    return scan_blocks(walk, initial_state(walk.problem))
+
+
+def _walk_exact(walk: Walk) -> Iterator[State]:
+    problem = walk.problem
+    state = initial_state(problem)
+    for rows in block_slices(problem.query.shape[-2], walk.block_size):
+        walk.write(rows, exact_rows(problem, rows, walk.block_size, walk.functions))
+        yield state
+
+
+def _walk_window(walk: Walk) -> Iterator[State]:
+    state = initial_state(walk.problem)
+    yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write)
+
+
+WALKS: dict[str, Callable[[Walk], Iterator[State]]] = {
+    "full": _walk_full,
+    "causal": _walk_causal,
+    "exact": _walk_exact,
+    "window": _walk_window,
+}
+"""The walk of each mode of a problem."""

@@ -11,30 +11,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn import _arrays, _dispatch, _generic
-from linattn._driver.blocks import in_map_coordinates, raw_tokens, values_and_one_block
+from linattn import _arrays, _generic
+from linattn._dispatch import BlockFunctions
+from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
 from linattn._generic.hierarchical import pad
 from linattn._generic.prefix_states import state_at
 from linattn._generic.specs import spec_axes
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
-__all__ = ["walk_window"]
+__all__ = ["window_rows"]
 
-FAN = 64
-"""Stretches whose states are held at once at each level of a division of what comes later."""
+FAN_OUT = 64
+"""Runs of spans whose states are held at once at each level of a division of what comes later."""
 
 
-def walk_window(
-    problem: Problem, state: State, block_size: int, put: Callable[[slice, Partial], None]
+def window_rows(
+    problem: Problem,
+    state: State,
+    block_size: int,
+    functions: BlockFunctions,
+    write: Callable[[slice, Partial], None],
 ) -> State:
     """Attend to near keys exactly and to far ones by the map; return the state after all keys.
 
     The keys of the state are far from every query. O(L (w (d + e) + m (d + e))) time; memory
-    for w < c, c tokens a span: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN.
+    for w < c, c tokens a span: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN_OUT.
     """
     assert problem.exact_window is not None
     length, w = problem.query.shape[-2], problem.exact_window
@@ -44,31 +49,28 @@ def walk_window(
     problem = problem.replace(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
     blocked = problem.replace(**{name: _over_blocks(getattr(problem, name)) for name in names})
-    read_block = _dispatch.block_function("read_block", problem.xp)
-    near_block = _dispatch.block_function("window_block", problem.xp)
-    surroundings = _dispatch.block_function("far_states", problem.xp)
     start = state.length
     before = state
-    if problem.is_causal:
-        later: Iterator[State | None] = repeat(None)
-    else:
-        later = _states_after(problem, start, span, 0, -(-count // span), _nothing(problem))
+    later: Iterator[State | None] = repeat(None)
+    if not problem.is_causal:
+        spans = _Spans(problem, functions, start, span)
+        later = spans.states_after(0, -(-count // span), _nothing(problem))
     for first, after in zip(range(0, count, span), later, strict=False):
         g = min(span, count - first)
         raw, values_and_one = _key_blocks(
             problem, first - 1, first + g + (after is not None), start
         )
-        states = _block_states(blocked, raw, values_and_one)
+        states = _block_states(blocked, raw, values_and_one, functions)
         rows = slice(first * w, min((first + g) * w, length))
         query = _blocked(raw_tokens(problem, "query", rows, start), g * w, w)
-        near = near_block(
+        near = functions.window_block(
             problem.near_spec, query, raw, values_and_one, problem.is_causal, problem.lazy
         )
-        seen, before = surroundings(before, states, after, problem.lazy)
-        far = read_block(
+        seen, before = functions.far_states(before, states, after, problem.lazy)
+        far = functions.read_block(
             blocked.query_spec, in_map_coordinates(blocked, "query", query), seen, True
         )
-        put(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
+        write(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
     if count:
         before = _generic.merge(before, state_at(states, g))
     return State(before.kvz, before.log_scale, start + length)
@@ -151,47 +153,53 @@ def _nothing(problem: Problem, *blocks: int) -> State:
     return _generic.empty_state(lead, m, problem.value.shape[-1], like)
 
 
-def _block_states(problem: Problem, key: Tokens, values_and_one: Array) -> State:
+def _block_states(
+    problem: Problem, key: Tokens, values_and_one: Array, functions: BlockFunctions
+) -> State:
     """State of every block by itself, with an axis of blocks."""
-    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
     empty = _nothing(problem, key.x.shape[-3])
     tokens = in_map_coordinates(problem, "key", key)
-    return reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]
+    return functions.reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]
 
 
-def _states_after(
-    problem: Problem, start: int, span: int, first: int, stop: int, after: State
-) -> Iterator[State]:
-    """For spans first..stop - 1 the state of all keys from the second block behind each.
+class _Spans(NamedTuple):
+    """A sequence in spans of blocks, whose states are made from the last to the first."""
 
-    ``after`` is that of the last. The spans are divided into at most FAN groups, whose states
-    are merged from the last to the first; each group is divided in the same way.
-    """
-    if stop - first == 1:
-        yield after
-        return
-    size = -(-(stop - first) // FAN)
-    firsts = range(first, stop, size)
-    states = [after]
-    for begin in reversed(firsts[1:]):
-        end = min(begin + size, stop)
-        states.append(_generic.merge(_state_of_spans(problem, start, span, begin, end), states[-1]))
-    for begin in firsts:
-        end = min(begin + size, stop)
-        yield from _states_after(problem, start, span, begin, end, states.pop())
+    problem: Problem
+    functions: BlockFunctions
+    start: int
+    """Position of the first token."""
+    span: int
+    """Blocks a span."""
 
+    def states_after(self, first: int, stop: int, after: State) -> Iterator[State]:
+        """For spans first..stop - 1 the state of all keys from the second block after each.
 
-def _state_of_spans(problem: Problem, start: int, span: int, first: int, stop: int) -> State:
-    """State of the keys of some spans, each from its second block to the first behind it."""
-    w, length = problem.exact_window, problem.key.shape[-2]
-    assert w is not None
-    reduce_block = _dispatch.block_function("reduce_block", problem.xp)
-    state = _nothing(problem)
-    for index in range(first, stop):
-        rows = slice((index * span + 1) * w, min(((index + 1) * span + 1) * w, length))
-        if rows.start < rows.stop:
-            tokens = in_map_coordinates(problem, "key", raw_tokens(problem, "key", rows, start))
-            state = reduce_block(
-                problem.key_spec, tokens, values_and_one_block(problem, rows), state
-            )
-    return state
+        ``after`` is that of the last. The spans are divided into at most FAN_OUT runs, whose states
+        are merged from the last to the first; each run is divided in the same way.
+        """
+        if stop - first == 1:
+            yield after
+            return
+        size = -(-(stop - first) // FAN_OUT)
+        firsts = range(first, stop, size)
+        states = [after]
+        for begin in reversed(firsts[1:]):
+            own = self._state_of(begin, min(begin + size, stop))
+            states.append(_generic.merge(own, states[-1]))
+        for begin in firsts:
+            yield from self.states_after(begin, min(begin + size, stop), states.pop())
+
+    def _state_of(self, first: int, stop: int) -> State:
+        """State of the keys of some spans, each from its second block to the first after it."""
+        problem, w, length = self.problem, self.problem.exact_window, self.problem.key.shape[-2]
+        assert w is not None
+        state = _nothing(problem)
+        for index in range(first, stop):
+            end = min(((index + 1) * self.span + 1) * w, length)
+            rows = slice((index * self.span + 1) * w, end)
+            if rows.start < rows.stop:
+                tokens = token_block(problem, "key", rows, self.start)
+                values_and_one = values_and_one_block(problem, rows)
+                state = self.functions.reduce_block(problem.key_spec, tokens, values_and_one, state)
+        return state

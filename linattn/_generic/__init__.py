@@ -12,6 +12,7 @@ from linattn._generic.block_vjps import (
     reduce_block_vjp,
     scan_key_vjp,
     scan_query_vjp,
+    scan_vjp,
 )
 from linattn._generic.column_means import normalize_state
 from linattn._generic.exact import exact_block, exact_more, window_block
@@ -33,6 +34,7 @@ from linattn._generic.states import (
 )
 
 __all__ = [
+    "CALLS",
     "change_coordinates",
     "combine",
     "divide",
@@ -58,7 +60,11 @@ __all__ = [
     "scan_block",
     "scan_key_vjp",
     "scan_query_vjp",
+    "scan_vjp",
     "spec_lead",
     "values_block",
     "window_block",
 ]
+
+CALLS = {"scan_vjp": ("scan_query_vjp", "scan_key_vjp"), "window_block": ("exact_block",)}
+"""What a generic function calls of the block tier, by the names of its parameters."""

@@ -9,6 +9,8 @@ on data. ``n`` tokens, ``m`` features, ``e`` value dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 from linattn._arrays import namespace
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import scaled_features
@@ -46,6 +48,7 @@ __all__ = [
     "row_scale",
     "scan_key_vjp",
     "scan_query_vjp",
+    "scan_vjp",
 ]
 
 
@@ -232,6 +235,25 @@ def scan_key_vjp(
         key_spec, key, keys, largest, values_and_one, cotangent, grad_values_and_one
     )
     return gradient, grad_values_and_one, absorb_rows(queries, grad_num_den, log, adjoint)
+
+
+def scan_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
+    adjoint: State,
+    grad_output: Array,
+    scan_query_vjp: Any = scan_query_vjp,
+    scan_key_vjp: Any = scan_key_vjp,
+) -> tuple[Array, Array, Array, State]:
+    """Gradients of a causal block by both sides, one after the other. Cost as these two."""
+    block = (query_spec, key_spec, query, key, values_and_one)
+    gradient, scale, _ = scan_query_vjp(*block, state, grad_output)
+    grad_num_den = row_cotangent(scale, grad_output)
+    return gradient, *scan_key_vjp(*block, adjoint, grad_num_den, scale.log)
 
 
 class _Padded:

@@ -17,7 +17,8 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _generic
-from linattn._driver.blocks import Rows
+from linattn._dispatch import BlockFunctions
+from linattn._driver.blocks import OutputRows
 from linattn._driver.problem import exact_problem
 from linattn._files import Arrays, Path
 from linattn._generic.states import divide
@@ -193,12 +194,13 @@ class CoresetAttention:
         )
         stream = _stream.begin(problem) if self._stream is None else self._stream
         _stream.check_continues(stream, problem)
-        output = Rows(problem, problem.value.shape[-1], problem.query.dtype)
+        functions = BlockFunctions(problem.xp)
+        output = OutputRows(problem, problem.value.shape[-1], problem.query.dtype, functions)
         with _generic.ignore_fp_warnings():
             for rows in self._block_rows(stream.length, problem.query.shape[-2]):
                 partial, stream = self._take(stream, problem, rows)
                 out = divide(partial)
-                output.put((), rows, problem.xp.reshape(out, (*stream.lead, *out.shape[1:])))
+                output.write((), rows, problem.xp.reshape(out, (*stream.lead, *out.shape[1:])))
         result = output.result()
         self._stream = stream
         return result

@@ -232,8 +232,7 @@ def _margin(residuals: Floats, level: float) -> Floats:
 def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
     """Softmax attention of some queries, over blocks of keys."""
     xp, device = problem.xp, array_api_compat.device(problem.query)
-    exact_block = _dispatch.block_function("exact_block", xp)
-    exact_more = _dispatch.block_function("exact_more", xp)
+    functions, spec = _dispatch.BlockFunctions(xp), problem.query_spec
     outputs: list[Array] = []
     for place in block_slices(len(chosen), ROWS):
         first, last = int(chosen[place].min()), int(chosen[place].max())
@@ -250,11 +249,15 @@ def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
             if problem.is_causal and block.stop > first + 1:
                 visible = xp.arange(block.start, block.stop, device=device) <= index[:, None]
             if part is None:
-                part = exact_block(problem.query_spec, rows, keys, values_and_one, visible)
+                part = functions.exact_block(
+                    problem.query_spec, rows, keys, values_and_one, visible
+                )
             elif visible is None:
-                part = exact_more(problem.query_spec, rows, keys, values_and_one, part)
+                part = functions.exact_more(spec, rows, keys, values_and_one, part)
             else:
-                more = exact_block(problem.query_spec, rows, keys, values_and_one, visible)
+                more = functions.exact_block(
+                    problem.query_spec, rows, keys, values_and_one, visible
+                )
                 part = _generic.combine(part, more)
         if part is not None:
             outputs.append(divide(part))

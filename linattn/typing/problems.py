@@ -81,6 +81,15 @@ class Problem:
     near_spec: Exact | None = None
     signed: bool = False
 
+    @property
+    def mode(self) -> str:
+        """Which walk the driver takes: "exact", "window", "causal" or "full"."""
+        if isinstance(self.query_spec, Exact):
+            return "exact"
+        if self.exact_window is not None:
+            return "window"
+        return "causal" if self.is_causal else "full"
+
     def replace(self, **changes: Any) -> Problem:
         """Copy with other values of some attributes, in 1 us instead of the 9 of ``replace``."""
         other = object.__new__(Problem)
