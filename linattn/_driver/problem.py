@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from types import ModuleType
@@ -150,98 +150,65 @@ def _check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, r
         raise ValueError(message)
 
 
-def linear_problem(
-    query: Any,
-    key: Any,
-    value: Any,
-    feature_map: Any,
-    *,
-    is_causal: bool = False,
-    key_mask: Any = None,
-    state: Any = None,
-    state_name: str = "initial_state",
-    chunk_size: Any = None,
-    want_log: bool = False,
-    exact_window: Any = None,
-) -> Problem:
-    """Check the arguments of linear attention and describe the computation."""
-    is_causal = _checks.check_flag("is_causal", is_causal)
-    want_log = _checks.check_flag("return_log_normalizer", want_log)
-    check_feature_map(feature_map)
-    xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
-    return _described(
-        xp,
-        query,
-        key,
-        value,
-        feature_map,
-        is_causal=is_causal,
-        key_mask=key_mask,
-        state=state,
-        state_name=state_name,
-        chunk_size=chunk_size,
-        want_log=want_log,
-        exact_window=exact_window,
+class _Options(NamedTuple):
+    """What linear attention is called with beside arrays and map, by the names it has here."""
+
+    is_causal: Any = False
+    key_mask: Any = None
+    state: Any = None
+    state_name: str = "initial_state"
+    chunk_size: Any = None
+    want_log: Any = False
+    exact_window: Any = None
+    one_token: bool = False
+    """Whether key and value may not add leading axes to the state."""
+
+
+def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options: Any) -> Problem:
+    """Check the arguments of linear attention and describe the computation.
+
+    ``options``: ``is_causal``, ``key_mask``, ``state`` and the ``state_name`` of messages,
+    ``chunk_size``, ``want_log`` and ``exact_window``.
+    """
+    given = _Options(**options)
+    given = given._replace(
+        is_causal=_checks.check_flag("is_causal", given.is_causal),
+        want_log=_checks.check_flag("return_log_normalizer", given.want_log),
     )
+    check_feature_map(feature_map)
+    xp, arrays = _checks.check_arrays(query=query, key=key, value=value)
+    return _describe(xp, arrays, feature_map, given)
 
 
-def _described(
-    xp: ModuleType,
-    query: Array,
-    key: Array,
-    value: Array,
-    feature_map: FeatureMap,
-    *,
-    is_causal: bool,
-    state: Any,
-    state_name: str,
-    key_mask: Any = None,
-    chunk_size: Any = None,
-    want_log: bool = False,
-    exact_window: Any = None,
-    one_token: bool = False,
+def _describe(
+    xp: ModuleType, arrays: Sequence[Array], feature_map: FeatureMap, options: _Options
 ) -> Problem:
     """Describe linear attention of a map and arrays that have been checked one by one."""
+    query, key, value = arrays
     remedy = (
         "to go on with a stream pass its state as initial_state with the new query, key and "
         "value; to attend to earlier keys only use read_state"
     )
-    _check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
+    _check_pairing(query, key, value, is_causal=options.is_causal, remedy=remedy)
     m = map_columns(feature_map, "query and key", query.shape[-1])
-    if is_causal and not getattr(feature_map, "causal", True):
-        message = (
-            f"is_causal needs a feature map that has not seen the whole sequence, got "
-            f"{feature_map!r}, fitted to it: its features would leak later keys"
-        )
-        raise ValueError(message)
-    near_spec = None
-    if exact_window is not None:
-        exact_window, near_spec = _check_window(exact_window, query, key, feature_map)
+    _check_sees_no_later_keys(feature_map, options.is_causal)
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
+    window, near_spec = _check_window(options.exact_window, query, key, feature_map)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
-    if near_spec is not None and isinstance(specs[0], Corrected):
-        message = (
-            f"exact_window needs a feature map with weights that are not corrected as a whole, got "
-            f"{feature_map!r}; fit it with corrected=False"
-        )
-        raise ValueError(message)
-    mask = None
-    if key_mask is not None:
-        mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
-    shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
-    key_spec_lead, query_spec_lead = _generic.spec_lead(specs[1]), _generic.spec_lead(specs[0])
-    if key_spec_lead or query_spec_lead:
-        shapes["feature_map"] = _checks.check_leading_axes(key=key_spec_lead, query=query_spec_lead)
+    if near_spec is not None:
+        _check_not_corrected(specs[0], feature_map)
+    mask, state = options.key_mask, options.state
+    if mask is not None:
+        mask = _checks.check_key_mask(mask, key, xp, query_len=query.shape[-2])
     if state is not None:
-        e = value.shape[-1]
-        state = _checks.check_state(state_name, state, m=m, e=e, dtype=dtype, like=query)
-        check_map_of_state(state_name, state, feature_map)
-        if one_token:
+        e, name = value.shape[-1], options.state_name
+        state = _checks.check_state(name, state, m=m, e=e, dtype=dtype, like=query)
+        check_map_of_state(name, state, feature_map)
+        if options.one_token:
             _check_one_token(tuple(state.kvz.shape[:-2]), key, value)
-        shapes[state_name] = tuple(state.kvz.shape[:-2])
-    state_lead = _checks.check_leading_axes(**shapes)
-    lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
+    state_lead, lead = _leading_axes(arrays, specs, state, options.state_name)
+    chunk_size = options.chunk_size
     if chunk_size is not None:
         chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
     (query_spec, query_change), (key_spec, key_change) = map(peel_affine, specs)
@@ -260,22 +227,57 @@ def _described(
         query_change=query_change,
         key_change=key_change,
         state=state,
-        is_causal=is_causal,
+        is_causal=options.is_causal,
         chunk_size=chunk_size,
-        want_log=want_log,
+        want_log=options.want_log,
         lazy=_arrays.is_lazy(query),
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
-        exact_window=exact_window,
+        exact_window=window,
         near_spec=near_spec,
         signed=not getattr(feature_map, "positive", True),
     )
 
 
+def _check_sees_no_later_keys(feature_map: FeatureMap, is_causal: bool) -> None:
+    if is_causal and not getattr(feature_map, "causal", True):
+        message = (
+            f"is_causal needs a feature map that has not seen the whole sequence, got "
+            f"{feature_map!r}, fitted to it: its features would leak later keys"
+        )
+        raise ValueError(message)
+
+
+def _check_not_corrected(spec: MapSpec, feature_map: FeatureMap) -> None:
+    if isinstance(spec, Corrected):
+        message = (
+            f"exact_window needs a feature map with weights that are not corrected as a whole, got "
+            f"{feature_map!r}; fit it with corrected=False"
+        )
+        raise ValueError(message)
+
+
+def _leading_axes(
+    arrays: Sequence[Array], specs: tuple[MapSpec, MapSpec], state: State | None, state_name: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Leading axes of the state and of the output: whatever has some, broadcast."""
+    query, key, value = arrays
+    shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
+    query_lead, key_lead = map(_generic.spec_lead, specs)
+    if key_lead or query_lead:
+        shapes["feature_map"] = _checks.check_leading_axes(key=key_lead, query=query_lead)
+    if state is not None:
+        shapes[state_name] = tuple(state.kvz.shape[:-2])
+    state_lead = _checks.check_leading_axes(**shapes)
+    return state_lead, _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
+
+
 def _check_window(
     exact_window: Any, query: Array, key: Array, feature_map: Any
-) -> tuple[int, Exact]:
+) -> tuple[int | None, Exact | None]:
     """Check that near keys and far ones are of one kernel and have positions to be near by."""
+    if exact_window is None:
+        return None, None
     # A window longer than the sequence is all of it, and need not be filled up.
     longest = max(1, query.shape[-2])
     exact_window = min(_checks.check_positive_int("exact_window", exact_window), longest)
@@ -304,7 +306,7 @@ class _Step(NamedTuple):
     problem: Problem
 
 
-run_walk: ContextVar[_Step | None] = ContextVar("last step", default=None)
+_last_step: ContextVar[_Step | None] = ContextVar("last step", default=None)
 
 
 def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
@@ -313,10 +315,10 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     Keys and values add no leading axis to the state: that would take several tokens for several
     streams.
 
-    The description is kept for the next step of the same map with arrays of the same kinds: to
+    The description is cached for the next step of the same map with arrays of the same kinds: to
     make it takes a sixth of a step.
     """
-    last = run_walk.get()
+    last = _last_step.get()
     settings, given = _settings.current_settings(), [query, key, value]
     if isinstance(state, State):
         given += [state.kvz, state.log_scale]
@@ -336,23 +338,14 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
         # Elsewhere None means that nothing came before.
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
-    problem = _described(
-        xp,
-        query,
-        key,
-        value,
-        feature_map,
-        is_causal=True,
-        state=state,
-        state_name="state",
-        one_token=True,
-    )
+    options = _Options(is_causal=True, state=state, state_name="state", one_token=True)
+    problem = _describe(xp, (query, key, value), feature_map, options)
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.
     if getattr(feature_map, "_caches_specs", False) and _arrays.are_plain(given):
         bare = problem.replace(query=None, key=None, value=None, state=None)
         fingerprint = _checks.known_fingerprint(state)
-        run_walk.set(_Step(feature_map, settings, kinds, fingerprint, bare))
+        _last_step.set(_Step(feature_map, settings, kinds, fingerprint, bare))
     return problem
 
 
