@@ -177,7 +177,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_parameter(name: str, value: Any, last_axes: tuple[int, ...] = ()) -> NDArray[np.float64]:
-    """Copy a parameter of a map to float64; NaN, inf and other last axes are refused."""
+    """Copy a parameter of a map to float64; NaN, inf and other last axes are errors."""
     copy = np.array(value, dtype=np.float64)
     if copy.shape[copy.ndim - len(last_axes) :] != last_axes or copy.ndim < len(last_axes):
         message = f"{name} must have last axes {last_axes}, got shape {copy.shape}"

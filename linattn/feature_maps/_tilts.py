@@ -119,7 +119,7 @@ def balancing_root(first: Floats, second: Floats) -> Floats:
 
 
 def inverse_transpose(T: Floats) -> Floats:
-    """Return ``T^-T``, or refuse a T without inverse."""
+    """Return ``T^-T``; a T without inverse is an error."""
     try:
         inverse = np.linalg.inv(T)
     except np.linalg.LinAlgError:

@@ -22,10 +22,10 @@ from linattn.testing._evidence import UntestableError, on_host
 __all__ = [
     "STATED",
     "Pairs",
+    "check_power",
     "checked_variance",
     "claim_or_method",
     "evaluate",
-    "refuse_blind",
     "variance_or_bound",
 ]
 
@@ -172,7 +172,7 @@ def checked_variance(pairs: Pairs, claim: Any, expected: Floats) -> Floats:
     return np.maximum(variance, 0)
 
 
-def refuse_blind(pairs: Pairs, detectable: Floats, moving: NDArray[np.bool_]) -> None:
+def check_power(pairs: Pairs, detectable: Floats, moving: NDArray[np.bool_]) -> None:
     """Say where there is no valid test, instead of passing whatever comes.
 
     A pair whose draws all agree shows nothing of the others, and does not decide whether the

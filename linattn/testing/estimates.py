@@ -19,10 +19,10 @@ from linattn.testing._evidence import Evidence, UntestableError, fail, on_host
 from linattn.testing._pairs import (
     STATED,
     Pairs,
+    check_power,
     checked_variance,
     claim_or_method,
     evaluate,
-    refuse_blind,
     variance_or_bound,
 )
 from linattn.testing.moments import block_kurtosis
@@ -196,7 +196,7 @@ def _assert_mean(
     else:
         variance = checked_variance(pairs, known, expected)
     detectable = _detectable(expected, variance, tested, rate)
-    refuse_blind(pairs, detectable, _moves(variance, expected))
+    check_power(pairs, detectable, _moves(variance, expected))
     index = pairs.keep(detectable < pairs.blind)
     expected, variance = expected[index], variance[index]
     detectable = _detectable(expected, variance, tested, rate)
@@ -405,7 +405,7 @@ def _claimed_moments(pairs: Pairs, mean: Any, variance: Any) -> tuple[Floats, Fl
     expected = evaluate(pairs, "mean", claim_or_method(feature_map, word, mean, "mean="))
     variance = checked_variance(pairs, variance, expected)
     moving = _moves(variance, expected)
-    refuse_blind(pairs, np.zeros_like(variance), moving)
+    check_power(pairs, np.zeros_like(variance), moving)
     index = pairs.keep(moving & (pairs.given | (variance < 50 * expected**2)))
     if not index.size:
         message = "x and y must have pairs at which the claimed variance is not 0"
