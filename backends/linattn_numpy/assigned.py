@@ -1,4 +1,4 @@
-"""Sparse key sides: each key goes to one column, found by a product, weighed by a gather.
+"""Sparse key sides: each key has one feature, found by a product, weighed by a gather.
 
 The generic code makes a row of m logs for each key, all but one of them -inf, and exponentiates
 them; here the one weight is put where it belongs.
@@ -25,33 +25,33 @@ Floats = NDArray[Any]
 def assigned_sums(
     spec: Assigned, tokens: Tokens, values_and_one: Floats
 ) -> tuple[Floats, Floats] | None:
-    """Sum a block by column: sums and their log scale; None where generic code must do it."""
+    """Sum a block by feature: sums and their log scale; None where generic code must do it."""
     if spec.dense:
         return None
     m = spec.P.shape[-1]
-    column, log = _columns_and_logs(spec, tokens.x)
+    index, log = _features_and_logs(spec, tokens.x)
     if log is None:
         return None
     if tokens.log_weight is not None:
         log = log + tokens.log_weight
     # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
-    column = np.broadcast_to(column, log.shape[:-1])
+    index = np.broadcast_to(index, log.shape[:-1])
     top = log.max(axis=-2, keepdims=True)
     top = np.where(top == -np.inf, log.dtype.type(0), top)
     lowest = np.min(log, where=log > -np.inf, initial=np.inf)
     if lowest < top.max() - MAX_WEIGHT_SPREAD[log.itemsize]:
         return None
-    weights = buffer("weights", (*column.shape, m), log.dtype)
+    weights = buffer("weights", (*index.shape, m), log.dtype)
     weights.fill(0)
     flat = weights.reshape(-1)
-    flat[np.arange(column.size) * m + column.ravel()] = np.exp(log - top).ravel()
+    flat[np.arange(index.size) * m + index.ravel()] = np.exp(log - top).ravel()
     sums = np.matmul(np.swapaxes(weights, -1, -2), values_and_one)
     seen = sums[..., -1] > 0
     return sums, np.where(seen, top[..., 0], log.dtype.type(-np.inf))
 
 
-def _columns_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats | None]:
-    """Column of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``.
+def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats | None]:
+    """Feature of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``.
 
     No log weights for what is not finite.
     """
@@ -65,32 +65,32 @@ def _columns_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floa
     P, bias, probes, offset, table = arrays
     rows = np.swapaxes(table, -1, -2) + offset
     m, p = rows.shape[-2:]
-    first = m * np.arange(prod(rows.shape[:-2])).reshape(*rows.shape[:-2], 1)
+    offsets = m * np.arange(prod(rows.shape[:-2])).reshape(*rows.shape[:-2], 1)
     rows = rows.reshape(-1, p)
     lead, n = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays)), x.shape[-2]
-    column = np.empty((*lead, n), np.intp)
+    index = np.empty((*lead, n), np.intp)
     log = np.empty((*lead, n, 1), x.dtype)
     size = max(64, tuning.ASSIGNED_TILE_ELEMENTS // (p * prod(lead)))
     for start in range(0, n, size):
-        chunk = slice(start, min(start + size, n))
-        scores = np.matmul(x[..., chunk, :], P)
+        tile = slice(start, min(start + size, n))
+        scores = np.matmul(x[..., tile, :], P)
         scores += bias
-        column[..., chunk] = scores.argmax(axis=-1)
-        terms = buffer("terms", (*lead, chunk.stop - start, p), x.dtype)
-        space = buffer("space", terms.shape, x.dtype)
-        np.matmul(x[..., chunk, :], probes, out=terms)
+        index[..., tile] = scores.argmax(axis=-1)
+        terms = buffer("terms", (*lead, tile.stop - start, p), x.dtype)
+        workspace = buffer("workspace", terms.shape, x.dtype)
+        np.matmul(x[..., tile, :], probes, out=terms)
         # "clip" spares a copy of what is taken; every index is in range.
-        terms += np.take(rows, first + column[..., chunk], axis=0, out=space, mode="clip")
-        total = _log_sum(terms, space)
+        terms += np.take(rows, offsets + index[..., tile], axis=0, out=workspace, mode="clip")
+        total = _log_sum(terms, workspace)
         if total is None:
-            return column, None
-        log[..., chunk, :] = total
-    return column.reshape(shape), log.reshape(*shape, 1)
+            return index, None
+        log[..., tile, :] = total
+    return index.reshape(shape), log.reshape(*shape, 1)
 
 
-def _log_sum(x: Floats, space: Floats) -> Floats | None:
+def _log_sum(x: Floats, workspace: Floats) -> Floats | None:
     """Log of the sum of exponentials along the last axis; None for what is not finite."""
-    total = np.exp(x, out=space).sum(axis=-1, keepdims=True)
+    total = np.exp(x, out=workspace).sum(axis=-1, keepdims=True)
     if MIN_EXP_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
         return np.asarray(np.log(total))
     shift = x.max(axis=-1, keepdims=True)

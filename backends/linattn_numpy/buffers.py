@@ -1,4 +1,4 @@
-"""Arrays that each thread keeps from block to block, so that no block pays for fresh pages."""
+"""Workspaces that each thread caches, so that no block pays for fresh pages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     count = prod(shape)
     if count * np.dtype(dtype).itemsize > tuning.MAX_CACHED_BYTES:
         return np.empty(shape, dtype)
-    kept = getattr(_scratch, name, None)
-    if kept is None or kept.size < count or kept.dtype != dtype:
-        kept = np.empty(count, dtype)
-        setattr(_scratch, name, kept)
-    return kept[:count].reshape(shape)
+    cached = getattr(_scratch, name, None)
+    if cached is None or cached.size < count or cached.dtype != dtype:
+        cached = np.empty(count, dtype)
+        setattr(_scratch, name, cached)
+    return cached[:count].reshape(shape)
 
 
 def zeros(count: int, dtype: Any) -> NDArray[Any]:
     """Return zeros that nobody may write to."""
-    kept = getattr(_scratch, "zeros", None)
-    if kept is None or kept.size < count or kept.dtype != dtype:
-        kept = np.zeros(count, dtype)
-        kept.flags.writeable = False
-        _scratch.zeros = kept
-    return np.asarray(kept[:count])
+    cached = getattr(_scratch, "zeros", None)
+    if cached is None or cached.size < count or cached.dtype != dtype:
+        cached = np.zeros(count, dtype)
+        cached.flags.writeable = False
+        _scratch.zeros = cached
+    return np.asarray(cached[:count])

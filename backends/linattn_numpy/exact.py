@@ -81,15 +81,15 @@ def window_block(
         return NotImplemented
     g, w = query.x.shape[-3:-1]
     width = 2 if is_causal else 3
-    keys = Tokens(_beside(key.x, g, width), _beside(key.log_weight, g, width), key.start)
+    keys = Tokens(_neighbors(key.x, g, width), _neighbors(key.log_weight, g, width), key.start)
     visible = np.tri(w, 2 * w, w, dtype=bool) if is_causal else None
-    part = exact_block(spec, query, keys, _beside(values_and_one, g, width), visible)
+    part = exact_block(spec, query, keys, _neighbors(values_and_one, g, width), visible)
     if is_causal and part is not NotImplemented and not np.isfinite(part.num_den).all():
         return NotImplemented
     return part
 
 
-def _beside(x: Any, g: int, width: int) -> Any:
+def _neighbors(x: Any, g: int, width: int) -> Any:
     """View of each block and those behind it, ``(..., g, width w, .)``; None stays None."""
     if x is None:
         return None

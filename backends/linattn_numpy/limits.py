@@ -103,7 +103,7 @@ def finite_shift(log: Floats) -> Floats:
 
 def all_finite(x: Floats) -> bool:
     """Whether nothing is inf or NaN."""
-    # Times 0, what is finite is 0 and all else NaN: elu + 1 takes 2 % less than by asking each.
+    # Times 0, what is finite is 0 and all else NaN: faster than to ask each.
     return not np.matmul(x, zeros(x.shape[-1], x.dtype)).any()
 
 

@@ -18,48 +18,47 @@ __all__ = ["plan"]
 
 
 def plan(problem: Problem) -> Plan:
-    """One task a head, short heads grouped; blocks that fit the cache; threads over tasks."""
-    block = problem.chunk_size or _block_size(problem)
+    """One task a head or a batch of short ones; blocks that fit the cache; threads over tasks."""
+    block = problem.chunk_size or _block_rows(problem)
     threads = _num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
-    few = _heads_at_once(problem, block)
-    alone = _tasks(problem, few)
-    tasks = _tasks(problem, max(few, _batched_heads(problem, block, threads)))
+    heads = _heads_in_cache(problem, block)
+    backward_tasks = _tasks(problem, heads)
+    tasks = _tasks(problem, max(heads, _batched_heads(problem, block, threads)))
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
-    backward = _backward_size(problem, block)
+    backward = _backward_rows(problem, block)
     if segments > 1 and problem.chunk_size is None:
-        block = min(block, _share(problem, segments))
+        block = min(block, _segment_rows(problem, segments))
     resumable = _longest(problem) >= tuning.MIN_SEGMENTED_ROWS
-    return Plan(block, tasks, partial(run, threads), segments, backward, alone, resumable)
+    return Plan(block, tasks, partial(run, threads), segments, backward, backward_tasks, resumable)
 
 
-def _backward_size(problem: Problem, block: int) -> int | None:
+def _backward_rows(problem: Problem, block: int) -> int | None:
     if problem.num_features == 0:
         return None
     sides = _sides(problem)
-    return min(
-        block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS // sides, tuning.MAX_BLOCK_ROWS // sides)
-    )
+    most = tuning.MAX_BLOCK_ELEMENTS // sides, tuning.MAX_BLOCK_ROWS // sides
+    return min(block, _rows(problem, *most))
 
 
 def _is_long(problem: Problem) -> bool:
     """Whether a single task is worth cutting along the sequence, where the driver cuts it."""
     if isinstance(problem.query_spec, Exact) or problem.exact_window is not None:
         return False
-    return _longest(problem) >= (
-        tuning.MIN_SEGMENTED_CAUSAL_ROWS if problem.is_causal else tuning.MIN_SEGMENTED_ROWS
-    )
+    if problem.is_causal:
+        return _longest(problem) >= tuning.MIN_SEGMENTED_CAUSAL_ROWS
+    return _longest(problem) >= tuning.MIN_SEGMENTED_ROWS
 
 
 def _longest(problem: Problem) -> int:
     return max(int(problem.query.shape[-2]), int(problem.key.shape[-2]))
 
 
-def _share(problem: Problem, segments: int) -> int:
-    """Tokens of a segment, which is of whole blocks: a multiple of 512, of whole tiles."""
+def _segment_rows(problem: Problem, segments: int) -> int:
+    """Tokens of a segment, which is of whole blocks."""
     return tuning.SEGMENT_MULTIPLE * -(-_longest(problem) // (tuning.SEGMENT_MULTIPLE * segments))
 
 
-def _block_size(problem: Problem) -> int:
+def _block_rows(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
         return tuning.EXACT_BLOCK_ROWS
     if problem.exact_window is not None:
@@ -73,9 +72,8 @@ def _block_size(problem: Problem) -> int:
     return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_TILED_BLOCK_ROWS)
 
 
-def _rows(problem: Problem, numbers: int, most: int) -> int:
-    """Tokens a block, by the numbers that its features may be."""
-    return max(tuning.MIN_BLOCK_ROWS, min(numbers // problem.num_features, most))
+def _rows(problem: Problem, max_elements: int, max_rows: int) -> int:
+    return max(tuning.MIN_BLOCK_ROWS, min(max_elements // problem.num_features, max_rows))
 
 
 def _sides(problem: Problem) -> int:
@@ -83,7 +81,7 @@ def _sides(problem: Problem) -> int:
     return 2 if problem.is_causal else 1
 
 
-def _heads_at_once(problem: Problem, block: int) -> int:
+def _heads_in_cache(problem: Problem, block: int) -> int:
     """Heads of a task whose features are there at once."""
     longest = max(1, _longest(problem))
     width = problem.num_features or longest
@@ -91,11 +89,10 @@ def _heads_at_once(problem: Problem, block: int) -> int:
 
 
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
-    """Heads of a causal task whose features are made in tiles, so that Python works once for all.
+    """Heads batched into one causal task, so that Python works once for all of them.
 
-    As many as fit the workspace, if no thread must do more than its share; a block that is declined
-    is done head by head, so that it changes no bit. Four heads at a time of 512 tokens take 9 %
-    less than one by one, and 28 % less on two threads.
+    As many as there is room for, if no thread must do more than its share; a rejected block is done
+    head by head, so that batches change no bit.
     """
     specs = problem.query_spec, problem.key_spec
     if problem.exact_window is not None or not all(supports(spec) for spec in specs):
@@ -107,26 +104,26 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     heads = prod(problem.state_lead)
     n = problem.state_lead[-1] if problem.state_lead else 1
     rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
-    most = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
-    for group in range(min(n, most), 1, -1):
-        count = -(-n // group)
-        if -(-(heads // n * count) // threads) * group <= -(-heads // threads):
+    max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
+    for batch in range(min(n, max_heads), 1, -1):
+        count = -(-n // batch)
+        if -(-(heads // n * count) // threads) * batch <= -(-heads // threads):
             return -(-n // count)
     return 1
 
 
-def _tasks(problem: Problem, group: int) -> Sequence[Index]:
-    """So many heads a task."""
+def _tasks(problem: Problem, heads: int) -> Sequence[Index]:
+    """Cut a problem into tasks of so many heads."""
     lead = problem.state_lead
     if not lead:
         return [()]
     if 0 in lead:
         return []
-    if prod(lead) <= group and max(lead[:-1], default=1) == 1:
+    if prod(lead) <= heads and max(lead[:-1], default=1) == 1:
         return [()]
     axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead[:-1]]
     n = lead[-1]
-    last = [slice(i, min(i + group, n)) for i in range(0, n, group)] if n > 1 else [slice(None)]
+    last = [slice(i, min(i + heads, n)) for i in range(0, n, heads)] if n > 1 else [slice(None)]
     return list(product(*axes, last))
 
 

@@ -1,4 +1,4 @@
-"""States of what is far of each block of an exact window: sums of blocks, one after the other."""
+"""Prefix scan over the states of blocks: all that is far of each block of an exact window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import State
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MAX_PREFIX_LOG_SPREAD
+from linattn_numpy.limits import MAX_PREFIX_LOG_SPREAD, finite_shift
 
 __all__ = ["far_states"]
 
@@ -17,15 +17,12 @@ Floats = NDArray[Any]
 
 
 def far_states(before: State, states: State, after: State | None, lazy: bool) -> Any:
-    """Add up blocks before and behind each block, on one scale a column.
-
-    np.cumsum along the axis of blocks takes six times as long as the loop.
-    """
+    """Add up the far blocks before and behind each block, on one scale a feature."""
     ends = [before] if after is None else [before, after]
     g = states.log_scale.shape[-2] - len(ends)
     logs = [end.log_scale[..., None, :] for end in ends] + [states.log_scale]
     c = np.max([log.max(axis=-2) for log in logs], axis=0)[..., None, :]
-    shift = np.where(c == -np.inf, c.dtype.type(0), c)
+    shift = finite_shift(c)
     if not all(np.all((log == -np.inf) | (shift - log <= MAX_PREFIX_LOG_SPREAD)) for log in logs):
         return NotImplemented
     *factors, inner = (np.exp(log - shift)[..., None] for log in logs)
@@ -33,6 +30,7 @@ def far_states(before: State, states: State, after: State | None, lazy: bool) ->
     size, kind = states.kvz.shape[-2:], states.kvz.dtype
     scaled = buffer("scaled", states.kvz.shape, kind)
     np.multiply(states.kvz, inner, out=scaled)
+    # A loop: np.cumsum does not add whole states at once.
     front = buffer("front", (*lead, g + 1, *size), kind)
     front[..., 0, :, :] = before.kvz * factors[0][..., 0, :, :]
     for i in range(g):
@@ -47,18 +45,18 @@ def far_states(before: State, states: State, after: State | None, lazy: bool) ->
         kvz += front[..., :g, :, :]
     whole = front[..., g, :, :].copy()
 
-    sees = [log > -np.inf for log in logs]
-    seen = _any_before(sees[0], sees[-1][..., : g - 1, :])
+    has_keys = [log > -np.inf for log in logs]
+    seen = _any_before(has_keys[0], has_keys[-1][..., : g - 1, :])
     if after is not None:
-        seen = seen | _any_before(sees[1], sees[-1][..., g + 1 : 2 : -1, :])[..., ::-1, :]
+        seen = seen | _any_before(has_keys[1], has_keys[-1][..., g + 1 : 2 : -1, :])[..., ::-1, :]
     empty = c.dtype.type(-np.inf)
-    ahead = sees[0] | sees[-1][..., :g, :].any(axis=-2, keepdims=True)
-    last = State(whole, np.where(ahead, c, empty)[..., 0, :], 0)
+    any_key = has_keys[0] | has_keys[-1][..., :g, :].any(axis=-2, keepdims=True)
+    last = State(whole, np.where(any_key, c, empty)[..., 0, :], 0)
     return State(kvz, np.where(seen, c, empty), 0), last
 
 
 def _any_before(first: NDArray[np.bool_], others: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether a column has seen a key in ``first`` or the others before each of them."""
+    """Whether a feature has seen a key in ``first`` or the others up to each of them."""
     lead = np.broadcast_shapes(first.shape[:-2], others.shape[:-2])
     joined = [np.broadcast_to(a, (*lead, *a.shape[-2:])) for a in (first, others)]
     return np.asarray(np.logical_or.accumulate(np.concatenate(joined, axis=-2), axis=-2))

@@ -1,10 +1,7 @@
 """Matrix products, cut into small ones where BLAS is faster on those.
 
 OpenBLAS has kernels for AVX-512 that multiply ``(a, b)`` by ``(b, c)`` as they lie where
-``a b c <= 10^6``, and packs larger matrices first. At 480 tokens, d = 64, m = 256 float32 on one
-core: 104 to 111 GFlop/s for projections in batches of 32 tokens, 90 as a whole; 108 and 86 for
-reads; 105 and 82 for sums; in float64 53 to 55 against 32 to 44. Where there are no such kernels
-batches of 32 take 1.1 to 1.2 times as long as a whole product.
+``a b c <= 10^6``, and packs larger matrices first; without such kernels small products are slower.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ def transposed(x: Floats) -> Floats:
 
 
 def broadcast_lead(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
-    """Broadcast leading axes; NumPy's own function takes 4 us where they are alike."""
+    """Broadcast leading axes, at no cost where they are alike, as they mostly are."""
     for shape in others:
         if shape and shape != first:
             first = np.broadcast_shapes(first, shape)
@@ -75,8 +72,8 @@ def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
     whole = n - n % size
     lead = x.shape[:-2]
     batches = out[..., :whole, :].reshape(*out.shape[:-2], -1, size, j)
-    some = x[..., :whole, :].reshape(*lead, -1, size, k)
-    np.matmul(some, y if y.ndim == 2 else y[..., None, :, :], out=batches)
+    x_batches = x[..., :whole, :].reshape(*lead, -1, size, k)
+    np.matmul(x_batches, y if y.ndim == 2 else y[..., None, :, :], out=batches)
     if whole < n:
         np.matmul(x[..., whole:, :], y, out=out[..., whole:, :])
     return out
@@ -84,7 +81,7 @@ def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
 
 @cache
 def _rows_per_small_product(numbers: int) -> int:
-    """Rows of a small product with a factor of so many numbers: a power of two, or 0."""
+    """Rows of a small product with a factor of so many elements: a power of two, or 0."""
     size = tuning.MAX_PRODUCT_ROWS
     while size * numbers > tuning.MAX_SMALL_MATMUL:
         size //= 2
@@ -111,17 +108,17 @@ def product(x: Floats, y: Floats, name: str) -> Floats:
 
 
 def weighted_sum(weights: Floats, v: Floats) -> Floats:
-    """``weights^T v``, a new array: by batches of tokens and of columns where that is faster."""
+    """``weights^T v``, a new array: by batches of tokens and of features where that is faster."""
     lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
     (n, m), j = weights.shape[-2:], v.shape[-1]
-    size, columns = _tokens_and_features(n, m, j) if has_small_matmul() else (n, m)
-    if columns == m or n < tuning.MIN_SUM_ROWS:
+    size, r = _tokens_and_features(n, m, j) if has_small_matmul() else (n, m)
+    if r == m or n < tuning.MIN_SUM_ROWS:
         return np.asarray(np.matmul(transposed(weights), v))
     whole = n - n % size
-    some = weights[..., :whole, :].reshape(*weights.shape[:-2], -1, size, m // columns, columns)
+    batches = weights[..., :whole, :].reshape(*weights.shape[:-2], -1, size, m // r, r)
     values = v[..., :whole, :].reshape(*v.shape[:-2], -1, 1, size, j)
-    sums = buffer("sums", (*lead, whole // size, m // columns, columns, j), v.dtype)
-    np.matmul(transposed(np.swapaxes(some, -3, -2)), values, out=sums)
+    sums = buffer("sums", (*lead, whole // size, m // r, r, j), v.dtype)
+    np.matmul(transposed(np.swapaxes(batches, -3, -2)), values, out=sums)
     total = np.add.reduce(sums, axis=-4).reshape(*lead, m, j)
     if whole < n:
         total += np.matmul(transposed(weights[..., whole:, :]), v[..., whole:, :])
@@ -130,15 +127,14 @@ def weighted_sum(weights: Floats, v: Floats) -> Floats:
 
 @cache
 def _tokens_and_features(n: int, m: int, j: int) -> tuple[int, int]:
-    """Tokens and columns of a small product, powers of two; all columns where there is none."""
-    columns = tuning.MAX_PRODUCT_ROWS
-    while m % columns:
-        columns //= 2
-    size = 1
-    while 2 * size * columns * j <= tuning.MAX_SMALL_MATMUL:
+    """Tokens and features of a small product, powers of two; all features where there is none."""
+    features, size = tuning.MAX_PRODUCT_ROWS, 1
+    while m % features:
+        features //= 2
+    while 2 * size * features * j <= tuning.MAX_SMALL_MATMUL:
         size *= 2
-    fits = columns >= tuning.MIN_PRODUCT_ROWS and size >= tuning.MIN_SUM_ROWS
-    return (min(size, n), columns) if fits else (n, m)
+    fits = features >= tuning.MIN_PRODUCT_ROWS and size >= tuning.MIN_SUM_ROWS
+    return (min(size, n), features) if fits else (n, m)
 
 
 def weighted(values_and_one: Floats, weights: Floats) -> Floats:

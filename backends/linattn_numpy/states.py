@@ -1,13 +1,13 @@
-"""Sums and reads of blocks in place: shifts only where the range needs them.
+"""Sums and reads of blocks in place: max-stabilized only where the range needs it.
 
-A block of full attention takes the *unshifted* path: exponents ``u = x P`` are exponentiated
-as they are, and what underflowed shows in the sums. The row term (curvature and log weight) goes
-onto ``[v, 1]``, relative to its largest in the block; that largest and the constants of the columns
-go into log_scale. A key side is accepted if the sums of all features lie in FEATURE_SUM_RANGE: then
-underflow has taken less than rounding, and nothing that follows overflows. A row is accepted if its
+A block of full attention is first done *unshifted*: exponents ``u = x P`` are exponentiated as they
+are, and what underflowed shows in the sums. The row term (curvature and log weight) goes onto
+``[v, 1]``, relative to its largest in the block; that largest and the constants of the features go
+into log_scale. A key side is accepted if the sums of all features lie in FEATURE_SUM_RANGE: then
+underflow has taken less than rounding, and all that follows has room. A row is accepted if its
 denominator is beyond what underflow can have taken, by the rule of the driver, and finite.
-Any other block is done again *max-stabilized*, by the maximum so far of each feature. Blocks with
-NaN or inf go to the generic code.
+Any other block is done again *max-stabilized*, by the exact maximum of each feature. Those with NaN
+or inf go to the generic code.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: 
         return NotImplemented
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
-        return NotImplemented if sums is None else _merged(state, *sums, values_and_one.shape[-2])
+        return NotImplemented if sums is None else _add_sums(state, *sums, values_and_one.shape[-2])
     if not supports(key_spec):
         return NotImplemented
     sums = _unshifted_sums(key_spec, tokens, values_and_one)
     if sums is None:
         return _reduce_stabilized(key_spec, tokens, values_and_one, state)
-    return _merged(state, *sums, values_and_one.shape[-2])
+    return _add_sums(state, *sums, values_and_one.shape[-2])
 
 
 def _unshifted_sums(
@@ -120,22 +120,21 @@ def _reduce_stabilized(key_spec: Spec, tokens: Tokens, values_and_one: Floats, s
         return NotImplemented
     log -= finite_shift(top)[..., None, :]
     np.exp(log, out=log)
-    return _merged(
+    return _add_sums(
         state, weighted_sum(log, values_and_one), top + key_spec.col, values_and_one.shape[-2]
     )
 
 
-def _merged(state: State, kvz: Floats, c: Floats, n: int) -> State:
-    """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is ours to change.
+def _add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
+    """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is written over.
 
-    The state after it is an array of its own throughout: not a parameter of the map, broadcast
-    to the heads, and not the log scale of the state before.
+    Nothing in the new state is a view of the map's parameters or of the state before.
     """
     same = kvz.shape == state.kvz.shape
-    ahead = c - state.log_scale
-    if same and ahead.max() <= MAX_LOG_LEAD:
+    lead = c - state.log_scale
+    if same and lead.max() <= MAX_LOG_LEAD:
         # A little past its scale, or below it, a block joins the state as it stands.
-        kvz *= np.exp(ahead)[..., None]
+        kvz *= np.exp(lead)[..., None]
         kvz += state.kvz
         return State(kvz, state.log_scale.copy(), state.length + n)
     if same and state.log_scale.max() == -np.inf:
@@ -160,7 +159,7 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     kvz = state.kvz
     if not (c == top).all():
         kvz = kvz * np.exp(c - finite_shift(top))[..., None]
-        # A column far below the top one may still be the one that counts for a query.
+        # A feature far below the top one may still be the one that counts for a query.
         if np.any((kvz[..., -1] < floor_of(kvz.dtype)) & (c > -np.inf)):
             return _read_stabilized(query_spec, tokens, state, want_log)
     num_den = np.zeros(())
@@ -168,12 +167,12 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
         if rows.start == 0:
             lead = broadcast_lead(weights.shape[:-3], kvz.shape[:-2])
             num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
-        halves, r = weights.shape[-3], weights.shape[-1]
-        if halves == 1:
+        h, r = weights.shape[-3], weights.shape[-1]
+        if h == 1:
             multiply(weights[..., 0, :, :], kvz, num_den[..., rows, :])
         else:
-            columns = kvz.reshape(*kvz.shape[:-2], halves, r, kvz.shape[-1])
-            np.add.reduce(product(weights, columns, "halves"), axis=-3, out=num_den[..., rows, :])
+            halves = kvz.reshape(*kvz.shape[:-2], h, r, kvz.shape[-1])
+            np.add.reduce(product(weights, halves, "halves"), axis=-3, out=num_den[..., rows, :])
     floor = floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, MIN_READ_DENOMINATOR[num_den.itemsize])
     if not (num_den[..., -1].min() >= floor and all_finite(num_den)):

@@ -15,31 +15,31 @@ Floats = NDArray[Any]
 
 
 def sub_blocks(n: int) -> list[tuple[slice, int]]:
-    """Rows of a block in parts of one sub-block length each: whole ones, and the rest."""
+    """Rows of a block by the length of their sub-blocks: whole ones, and the rest."""
     whole = n - n % tuning.SUB_BLOCK_ROWS
     parts = [(slice(0, whole), tuning.SUB_BLOCK_ROWS), (slice(whole, n), n - whole)]
     return [(rows, size) for rows, size in parts if rows.start < rows.stop]
 
 
 def split_sub_blocks(x: Floats, rows: slice, size: int) -> Floats:
-    """Give some rows an axis of sub-blocks."""
+    """Give these rows an axis of sub-blocks."""
     x = x[..., rows, :]
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
 @cache
-def tiles(n: int, most: int) -> list[tuple[slice, int, int]]:
-    """Rows of a block in groups of tiles: ``(rows, length of a tile, size of its sub-blocks)``.
+def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
+    """Rows of a block by the shape of their tiles: ``(rows, length of a tile, its sub-blocks')``.
 
     A tile is of at most so many rows, or of one sub-block.
     """
-    found = []
+    groups = []
     for rows, size in sub_blocks(n):
-        length = max(1, most // size) * size
+        length = max(1, max_rows // size) * size
         edge = rows.stop - (rows.stop - rows.start) % length
-        found.append((slice(rows.start, edge), length, size))
-        found.append((slice(edge, rows.stop), rows.stop - edge, size))
-    return [group for group in found if group[0].start < group[0].stop]
+        groups.append((slice(rows.start, edge), length, size))
+        groups.append((slice(edge, rows.stop), rows.stop - edge, size))
+    return [group for group in groups if group[0].start < group[0].stop]
 
 
 def split_tiles(x: Floats, *shape: int) -> Floats:
@@ -48,7 +48,7 @@ def split_tiles(x: Floats, *shape: int) -> Floats:
 
 
 def moveaxis(x: Floats, source: int, target: int) -> Floats:
-    """Move an axis in 1 us; NumPy's own function takes 5."""
+    """Move an axis, without the checks that make NumPy's own function slow."""
     axes = list(range(x.ndim))
     axes.insert(target % x.ndim, axes.pop(source))
     return x.transpose(axes)

@@ -26,10 +26,9 @@ def _lower(size: int, dtype: Any) -> Floats:
 class Triangles:
     """Sums ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` of tiles of one shape, one after the other.
 
-    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the tile at hand, both in
-    h parts of their columns; ``lead``: leading axes of its values; ``kvz``: the state before it,
-    ``(..., m, e)``. All that NumPy must know of them is made here, once: causal attention takes 5 %
-    less than where each tile makes it.
+    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the tile at hand, both by
+    sign halves; ``lead``: leading axes of its values; ``kvz``: the state before it,
+    ``(..., m, e)``. Views are made here, once for all tiles.
     """
 
     lead: tuple[int, ...]
@@ -63,7 +62,7 @@ class Triangles:
         return split_tiles(x, *self._shape)
 
     def add(self, v: Floats, out: Floats) -> None:
-        """Put the sums of a tile with values ``v`` into ``out`` and go on from the state after it.
+        """Write the sums of a tile with values ``v`` to ``out`` and go on from the state after it.
 
         Both are ``(..., n / size, size, e)``.
         """
