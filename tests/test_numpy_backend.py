@@ -27,7 +27,7 @@ from linattn.feature_maps import (
     ReluFeatures,
     SoftmaxFeatures,
 )
-from linattn.typing import ELU_PLUS_ONE, Activation, Features, Opaque, Pointwise
+from linattn.typing import ELU_PLUS_ONE, Activation, Declined, Features, Opaque, Pointwise, Tokens
 from linattn_numpy import causal, planning, states, threads, tuning
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
@@ -54,23 +54,24 @@ MAPS = {
 @pytest.fixture
 def calls(monkeypatch):
     """Count how often the branches of the backend finish a block."""
-    counts = {"plain": 0, "shifted": 0, "generic": 0}
+    counts = {"unshifted": 0, "stabilized": 0, "generic": 0}
 
     def counted(room, name, branch):
         inner = getattr(room, name)
 
         def outer(*args):
             answer = inner(*args)
-            if answer is not None:
-                counts["generic" if answer is NotImplemented else branch] += 1
+            declined = isinstance(answer, Declined)
+            if not (declined and branch == "unshifted"):
+                counts["generic" if declined else branch] += 1
             return answer
 
         monkeypatch.setattr(room, name, outer)
 
-    counted(causal, "_scan_unshifted", "plain")
-    counted(causal, "_scan_stabilized", "shifted")
-    counted(states, "_reduce_stabilized", "shifted")
-    counted(states, "_read_stabilized", "shifted")
+    counted(causal, "_scan_unshifted", "unshifted")
+    counted(causal, "_scan_stabilized", "stabilized")
+    counted(states, "_stabilized_sums", "stabilized")
+    counted(states, "_read_stabilized", "stabilized")
     return counts
 
 
@@ -110,7 +111,7 @@ def test_every_branch_equals_the_generic_code(name, is_causal, masked, scale, ca
         linattn.read_state(query, want_state, MAPS[name]),
     )
     if isinstance(MAPS[name], PositiveFeatures | HyperbolicFeatures):
-        assert taken["shifted"] > 0 if scale > 1 else taken["shifted"] == 0 or masked
+        assert taken["stabilized"] > 0 if scale > 1 else taken["stabilized"] == 0 or masked
         assert taken["generic"] == 0
 
 
@@ -120,16 +121,36 @@ def test_a_rejected_unshifted_block_is_done_again_stabilized(calls):
     key[40:] *= 9
     phi = PositiveFeatures(D, 24, rng=0)
     out = linattn.linear_attention(query, key, value, phi, is_causal=True)
-    assert calls == {"plain": 0, "shifted": 1, "generic": 0}
+    assert calls == {"unshifted": 0, "stabilized": 1, "generic": 0}
     want = linattn.reference.kernel_attention(query, key, value, phi, is_causal=True)
     agree(out, want, 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("phi", "change", "reason", "by_head"),
+    [
+        (EluFeatures(), lambda x: x[..., :0, :], "an axis has length 0", False),
+        (CosformerFeatures(D, max_length=600), lambda x: x, "specs of kind", False),
+        (EluFeatures(), lambda x: 1e20 * x, "out of the range", False),
+        (PositiveFeatures(D, 600, rng=0), lambda x: 40 * x, "out of the range", True),
+    ],
+)
+def test_a_declined_scan_says_why(phi, change, reason, by_head):
+    x = change(inputs(600, heads=(2,))[0])
+    specs = (side(np, x.dtype, None) for side in (phi.query_spec, phi.key_spec))
+    state = linattn.init_state(phi, D, batch_shape=(2,), like=x)
+    tokens, values_and_one = Tokens(x, None, 0), np.ones((*x.shape[:-1], 3))
+    answer = linattn_numpy.scan_block(*specs, tokens, tokens, values_and_one, state, False)
+    assert isinstance(answer, Declined)
+    assert reason in answer.reason
+    assert answer.by_head == by_head
 
 
 def test_blocks_in_range_take_no_shift(calls):
     query, key, value = (x.astype(np.float32) for x in inputs(600, heads=()))
     phi = PositiveFeatures(D, 24, rng=0)
     linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=256)
-    assert calls == {"plain": 3, "shifted": 0, "generic": 0}
+    assert calls == {"unshifted": 3, "stabilized": 0, "generic": 0}
 
 
 SEGMENTED = MAPS | {"cosformer": CosformerFeatures(D, max_length=300), "means": SoftmaxFeatures(D)}
@@ -259,7 +280,7 @@ def test_exponents_that_are_not_inspected(scale, calls):
         np.testing.assert_allclose(out, want, rtol=0, atol=tolerance * max(1.0, size))
     if scale <= 1.0:
         # A block of all heads for each dtype.
-        assert calls == {"plain": 2, "shifted": 0, "generic": 0}
+        assert calls == {"unshifted": 2, "stabilized": 0, "generic": 0}
 
 
 @pytest.mark.parametrize("dim", [2, 8])
@@ -287,8 +308,8 @@ def test_only_the_rejected_part_of_a_long_block_is_done_again(phi, calls):
     query, key, value = (x[0] for x in inputs(2048, heads=(1,)))
     key[1500:1510] *= -1e3
     out = linattn.linear_attention(query, key, value, phi, is_causal=True)
-    assert calls["plain"] == 2  # of 1,024 and 512 tokens
-    assert calls["shifted"] == isinstance(phi, PositiveFeatures)
+    assert calls["unshifted"] == 2  # of 1,024 and 512 tokens
+    assert calls["stabilized"] == isinstance(phi, PositiveFeatures)
     with linattn.without_backends():
         agree(out, linattn.linear_attention(query, key, value, phi, is_causal=True))
 
@@ -386,7 +407,7 @@ def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, mo
         agree(norm, want_norm, 1e-10)
         agree(np.log(state.z) + state.log_scale, want_logs, 1e-10)
         assert state.length == want_state.length
-    assert calls["plain"] > 0
+    assert calls["unshifted"] > 0
 
 
 def test_heads_of_which_only_some_need_inspection_are_done_alone(calls):
@@ -397,11 +418,11 @@ def test_heads_of_which_only_some_need_inspection_are_done_alone(calls):
     query[0] *= 1.01 * MAX_UNINSPECTED_EXPONENT[8] / bound
     with linattn.config(num_threads=1):
         linattn.linear_attention(query, key, value, phi, is_causal=True)
-    assert calls["plain"] == 5
-    calls["plain"] = 0
+    assert calls["unshifted"] == 5
+    calls["unshifted"] = 0
     with linattn.config(num_threads=1):
         linattn.linear_attention(query[1:], key[1:], value[1:], phi, is_causal=True)
-    assert calls["plain"] == 1
+    assert calls["unshifted"] == 1
 
 
 def test_heads_of_which_only_some_have_even_columns_have_their_own_bits(monkeypatch):
@@ -941,7 +962,7 @@ def test_later_keys_of_softmax_attention_with_larger_logits(is_causal, dtype, mo
 
     def more(*args, inner=linattn_numpy.exact_more):
         part = inner(*args)
-        added.append(part is not NotImplemented)
+        added.append(not isinstance(part, Declined))
         return part
 
     monkeypatch.setattr(linattn_numpy, "exact_more", more)

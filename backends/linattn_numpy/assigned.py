@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Assigned, Tokens
+from linattn.typing import Assigned, Declined, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_WEIGHT_SPREAD, MIN_EXP_SUM
@@ -22,25 +22,28 @@ __all__ = ["assigned_sums"]
 Floats = NDArray[Any]
 
 
+NOT_FINITE = Declined("log weights of keys are not finite")
+
+
 def assigned_sums(
     spec: Assigned, tokens: Tokens, values_and_one: Floats
-) -> tuple[Floats, Floats] | None:
-    """Sum a block by feature: sums and their log scale; None where generic code must do it."""
+) -> tuple[Floats, Floats] | Declined:
+    """Sum a block by feature: sums and their log scale."""
     if spec.dense:
-        return None
-    m = spec.P.shape[-1]
-    index, log = _features_and_logs(spec, tokens.x)
-    if log is None:
-        return None
+        return Declined("corrected landmarks have dense features beside the sparse ones")
+    m, found = spec.P.shape[-1], _features_and_logs(spec, tokens.x)
+    if isinstance(found, Declined):
+        return found
+    index, log = found
     if tokens.log_weight is not None:
         log = log + tokens.log_weight
     # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
     index = np.broadcast_to(index, log.shape[:-1])
     top = log.max(axis=-2, keepdims=True)
     top = np.where(top == -np.inf, log.dtype.type(0), top)
-    lowest = np.min(log, where=log > -np.inf, initial=np.inf)
-    if lowest < top.max() - MAX_WEIGHT_SPREAD[log.itemsize]:
-        return None
+    spread = MAX_WEIGHT_SPREAD[log.itemsize]
+    if np.min(log, where=log > -np.inf, initial=np.inf) < top.max() - spread:
+        return Declined(f"log weights of keys are more than {spread:g} apart")
     weights = buffer("weights", (*index.shape, m), log.dtype)
     weights.fill(0)
     flat = weights.reshape(-1)
@@ -50,11 +53,8 @@ def assigned_sums(
     return sums, np.where(seen, top[..., 0], log.dtype.type(-np.inf))
 
 
-def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats | None]:
-    """Feature of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``.
-
-    No log weights for what is not finite.
-    """
+def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats] | Declined:
+    """Feature of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``."""
     arrays = [spec.P, spec.bias[..., None, :], spec.probes, spec.offset[..., None, :], spec.table]
     lead = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays))
     shape = (*lead, x.shape[-2])
@@ -82,19 +82,19 @@ def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Flo
         # "clip" spares a copy of what is taken; every index is in range.
         terms += np.take(rows, offsets + index[..., tile], axis=0, out=workspace, mode="clip")
         total = _log_sum(terms, workspace)
-        if total is None:
-            return index, None
+        if isinstance(total, Declined):
+            return total
         log[..., tile, :] = total
     return index.reshape(shape), log.reshape(*shape, 1)
 
 
-def _log_sum(x: Floats, workspace: Floats) -> Floats | None:
-    """Log of the sum of exponentials along the last axis; None for what is not finite."""
+def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
+    """Log of the sum of exponentials along the last axis."""
     total = np.exp(x, out=workspace).sum(axis=-1, keepdims=True)
     if MIN_EXP_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
         return np.asarray(np.log(total))
     shift = x.max(axis=-1, keepdims=True)
     if not np.isfinite(shift).all():
-        return None
+        return NOT_FINITE
     x -= shift
     return np.asarray(np.log(np.exp(x, out=x).sum(axis=-1, keepdims=True)) + shift)

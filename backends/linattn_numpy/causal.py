@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import HEAD_BY_HEAD, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CommonScale, common_scale, stabilize
@@ -31,8 +31,10 @@ from linattn_numpy.features import (
     row_log,
     row_term,
     supports,
+    unsupported,
 )
 from linattn_numpy.limits import (
+    EMPTY,
     MAX_UNINSPECTED_EXPONENT,
     all_finite,
     all_large,
@@ -56,27 +58,26 @@ def scan_block(
     values_and_one: Floats,
     state: State,
     want_log: bool,
-) -> Any:
+) -> tuple[Partial, State] | Declined:
     """Causal attention of a block after the state, and the state after it."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return NotImplemented
+        return EMPTY
+    if not (supports(query_spec) and supports(key_spec)):
+        return unsupported(query_spec, key_spec)
     args = query, key, values_and_one, state, want_log
     (*heads, m, _), n = state.kvz.shape, values_and_one.shape[-2]
-    if (
-        supports(query_spec)
-        and supports(key_spec)
-        and num_sign_halves(query_spec) == num_sign_halves(key_spec)
-    ):
+    answer: tuple[Partial, State] | Declined = Declined("one side is paired, the other is not")
+    if num_sign_halves(query_spec) == num_sign_halves(key_spec):
         answer = _scan_unshifted(query_spec, key_spec, *args)
-        if answer is not None:
+        if not isinstance(answer, Declined):
             return answer
         if prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS:
-            return HEAD_BY_HEAD
+            return Declined(answer.reason, by_head=True)
     # The driver tries a longer block again as shorter ones, which may stay unshifted.
     is_short = n <= max(tuning.MAX_STABILIZED_ROWS, tuning.CAUSAL_TILE_ELEMENTS // m)
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         return _scan_stabilized(query_spec, key_spec, *args)
-    return NotImplemented
+    return answer
 
 
 def _scan_unshifted(
@@ -87,20 +88,21 @@ def _scan_unshifted(
     values_and_one: Floats,
     state: State,
     want_log: bool,
-) -> tuple[Partial, State] | None:
-    """Scan on one scale for block and state; None where that is not accurate."""
+) -> tuple[Partial, State] | Declined:
+    """Scan on one scale for block and state."""
     n, offsets = values_and_one.shape[-2], log_offsets(query_spec, values_and_one.dtype)
     key_offsets = log_offsets(key_spec, values_and_one.dtype)
     common = common_scale(offsets, key_offsets, row_term(key_spec, key), state)
-    if common is None:
-        return None
+    if isinstance(common, Declined):
+        return common
     bounds = _exponent_bounds(query_spec, key_spec, query, key, common)
     inspect = bool((bounds == inf).any())
     if inspect and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
-        return None  # alone, some heads are inspected and some are not
+        # Alone, some heads are inspected and some are not.
+        return Declined("exponents of some heads only need to be inspected")
     sums = _scan_tiles(query_spec, key_spec, query.x, key.x, values_and_one, state, common, inspect)
-    if sums is None:
-        return None
+    if isinstance(sums, Declined):
+        return sums
     num_den, kvz, max_log = sums
     max_product = exp(max_log) if inspect else 2 * exp(float(bounds.max()))
     terms = kvz.shape[-2] * (state.length + n)
@@ -110,7 +112,7 @@ def _scan_unshifted(
     den = num_den[..., -1:]
     is_large = all_large(den, values_and_one, state.kvz, floor, least_weight)
     if not (is_large and all_finite(num_den)):
-        return None
+        return Declined("a denominator may have underflowed, or a sum is not finite")
     log = row_log(query_spec, query, common.log_scale[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
     if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
@@ -127,11 +129,8 @@ def _scan_tiles(
     state: State,
     common: CommonScale,
     inspect: bool,
-) -> tuple[Floats, Floats, float] | None:
-    """Rows of a block, the state after it and the log of its largest product, if inspected.
-
-    None where a tile needs the stabilized path.
-    """
+) -> tuple[Floats, Floats, float] | Declined:
+    """Rows of a block, the state after it and the log of its largest product, if inspected."""
     (n, e), num_den, max_log = values_and_one.shape[-2:], None, 0.0
     kvz = state.kvz * common.state_factors[..., None]
     lead = broadcast_lead(values_and_one.shape[:-2], common.value_weights.shape[:-2])
@@ -150,7 +149,7 @@ def _scan_tiles(
         for q, k, out in zip(*arrays, strict=True):
             log = queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect)
             if log == inf:
-                return None
+                return Declined("exponents or features are out of the range of unshifted ones")
             max_log = max(max_log, log)
             sums.add(next(values), out)
         kvz = sums.state()

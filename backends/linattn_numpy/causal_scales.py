@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exponential, State
+from linattn.typing import Declined, Exponential, State
 from linattn_numpy.limits import MAX_LOG_SPREAD, finite_shift, in_place
 
 __all__ = ["CommonScale", "StabilizedBlock", "common_scale", "stabilize"]
@@ -30,8 +30,8 @@ class CommonScale(NamedTuple):
 
 def common_scale(
     query_logs: Floats, key_logs: Floats, row: Floats | None, state: State
-) -> CommonScale | None:
-    """Put an unshifted causal block and its state on one scale; None where that is not accurate.
+) -> CommonScale | Declined:
+    """Put an unshifted causal block and its state on one scale.
 
     ``query_logs``, ``key_logs``: logs that features have beside their weights; ``row``: the keys'
     own terms.
@@ -46,13 +46,14 @@ def common_scale(
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
     spread = MAX_LOG_SPREAD[state.kvz.itemsize]
     if not (_is_near(before, g, spread) and _is_near(block, g, spread)):
-        return None
+        return Declined(f"log scales of features are more than {spread:g} apart")
     g = finite_shift(g)
     block, factors = np.exp(block - g), np.exp(before - g)
     first = block[..., :1]
     is_even = (block == first).all(axis=-1)
     if is_even.any() and not is_even.all():
-        return None  # alone, some heads would be given their factors in another way
+        # Alone, some heads would be given their factors in another way.
+        return Declined("only some heads have one log scale for all features")
     weights = np.ones((1, 1), g.dtype) if row is None else np.exp(row)
     if is_even.all():
         return CommonScale(g, None, weights * first[..., None], factors)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exponential, RowScale, Spec, State, Tokens
+from linattn.typing import Declined, Exponential, RowScale, Spec, State, Tokens
 from linattn_numpy.block_vjps import division_vjp, max_scale, relative_rows
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import common_scale, stabilize
@@ -182,7 +182,7 @@ def _unshifted_rows(block: _Block, state: State) -> _Rows | None:
         return None
     queries, keys = features
     common = common_scale(queries.col, keys.col, keys.row, state)
-    if common is None:
+    if isinstance(common, Declined):
         return None
     g, feature_scale, weights, state_scale = common
     v = weighted(block.values_and_one, weights)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exact, Partial, Tokens
-from linattn_numpy.limits import all_finite
+from linattn.typing import Declined, Exact, Partial, Tokens
+from linattn_numpy.limits import EMPTY, all_finite
 from linattn_numpy.products import product, transposed
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
 ]
 
 Floats = NDArray[Any]
+
+NOT_FINITE = Declined("sums are not finite")
 
 
 def _logits(
@@ -36,22 +38,22 @@ def _logits(
 
 def exact_more(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, part: Partial
-) -> Any:
+) -> Partial | Declined:
     """Add a block of keys to a partial of the same queries, on its scale."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return NotImplemented
+        return EMPTY
     if part.log.shape[:-1] != query.x.shape[:-1]:
-        return NotImplemented
+        return Declined("queries have other leading axes than what they have read")
     # The scale as one more coordinate: a pass over the logits less.
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
     logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
     more = product(np.exp(logits, out=logits), values_and_one, "more")
     if more.shape != part.num_den.shape:
-        return NotImplemented
+        return Declined("keys have other leading axes than those before")
     num_den = more + part.num_den
     # What is inf or NaN is so by itself, or because the scale is too low for this block.
-    return Partial(num_den, part.log) if all_finite(num_den) else NotImplemented
+    return Partial(num_den, part.log) if all_finite(num_den) else NOT_FINITE
 
 
 def exact_block(
@@ -60,14 +62,14 @@ def exact_block(
     key: Tokens,
     values_and_one: Floats,
     visible: NDArray[np.bool_] | None = None,
-) -> Any:
+) -> Partial | Declined:
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return NotImplemented
+        return EMPTY
     logits = _logits(spec, query, key, visible)
     row = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(row).all():
-        return NotImplemented
+        return Declined("a query sees no key, or its logits are not finite")
     logits -= row
     np.exp(logits, out=logits)
     return Partial(np.matmul(logits, values_and_one), row)
@@ -75,17 +77,17 @@ def exact_block(
 
 def window_block(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
-) -> Any:
+) -> Partial | Declined:
     """Exact part of a window: keys of neighbouring blocks are views that overlap, not copies."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return NotImplemented
+        return EMPTY
     g, w = query.x.shape[-3:-1]
     width = 2 if is_causal else 3
     keys = Tokens(_neighbors(key.x, g, width), _neighbors(key.log_weight, g, width), key.start)
     visible = np.tri(w, 2 * w, w, dtype=bool) if is_causal else None
     part = exact_block(spec, query, keys, _neighbors(values_and_one, g, width), visible)
-    if is_causal and part is not NotImplemented and not np.isfinite(part.num_den).all():
-        return NotImplemented
+    if is_causal and isinstance(part, Partial) and not np.isfinite(part.num_den).all():
+        return NOT_FINITE
     return part
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import ELU_PLUS_ONE, RELU, Exact, Exponential, Pointwise, Spec, Tokens
+from linattn.typing import ELU_PLUS_ONE, RELU, Declined, Exact, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_EXPONENT, MAX_FEATURE, MIN_EXPONENT, all_finite, in_place
@@ -35,6 +35,7 @@ __all__ = [
     "row_term",
     "supports",
     "supports_pointwise",
+    "unsupported",
 ]
 
 Floats = NDArray[Any]
@@ -196,6 +197,16 @@ def exponentials(spec: Exponential, u: Floats, name: str) -> Floats:
 def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:
     """Whether the features of a spec are made here."""
     return isinstance(spec, Exponential) or supports_pointwise(spec)
+
+
+def unsupported(*specs: Spec) -> Declined:
+    """Say which of these specs are left to the generic code."""
+    kinds = {
+        f"Pointwise, {spec.f.name}" if isinstance(spec, Pointwise) else type(spec).__name__
+        for spec in specs
+        if not supports(spec)
+    }
+    return Declined(f"no features on NumPy for specs of kind {'; '.join(sorted(kinds))}")
 
 
 def supports_pointwise(spec: Spec | Exact) -> TypeGuard[Pointwise]:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn.typing import Declined
 from linattn_numpy.buffers import zeros
 
 __all__ = [
+    "EMPTY",
     "FEATURE_SUM_RANGE",
     "MAX_EXPONENT",
     "MAX_FEATURE",
@@ -37,6 +39,9 @@ __all__ = [
 ]
 
 Floats = NDArray[Any]
+
+EMPTY = Declined("an axis has length 0")
+"""What the bodies of blocks say of those without tokens, heads, features or values."""
 
 MIN_EXPONENT = {4: -80.0, 8: -700.0}
 """Exponentials of less are hardly normal numbers."""

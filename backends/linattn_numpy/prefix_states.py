@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import State
+from linattn.typing import Declined, State
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_PREFIX_LOG_SPREAD, finite_shift
 
@@ -16,7 +16,9 @@ __all__ = ["far_states"]
 Floats = NDArray[Any]
 
 
-def far_states(before: State, states: State, after: State | None, lazy: bool) -> Any:
+def far_states(
+    before: State, states: State, after: State | None, lazy: bool
+) -> tuple[State, State] | Declined:
     """Add up the far blocks before and behind each block, on one scale a feature."""
     ends = [before] if after is None else [before, after]
     g = states.log_scale.shape[-2] - len(ends)
@@ -24,7 +26,7 @@ def far_states(before: State, states: State, after: State | None, lazy: bool) ->
     c = np.max([log.max(axis=-2) for log in logs], axis=0)[..., None, :]
     shift = finite_shift(c)
     if not all(np.all((log == -np.inf) | (shift - log <= MAX_PREFIX_LOG_SPREAD)) for log in logs):
-        return NotImplemented
+        return Declined(f"log scales of a feature are more than {MAX_PREFIX_LOG_SPREAD:g} apart")
     *factors, inner = (np.exp(log - shift)[..., None] for log in logs)
     lead = np.broadcast_shapes(*(end.kvz.shape[:-2] for end in ends), states.kvz.shape[:-3])
     size, kind = states.kvz.shape[-2:], states.kvz.dtype

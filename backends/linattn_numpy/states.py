@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import RELU, Assigned, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn.typing import (
+    RELU,
+    Assigned,
+    Declined,
+    Exponential,
+    Partial,
+    Pointwise,
+    Spec,
+    State,
+    Tokens,
+)
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
@@ -28,8 +38,10 @@ from linattn_numpy.features import (
     row_log,
     row_term,
     supports,
+    unsupported,
 )
 from linattn_numpy.limits import (
+    EMPTY,
     FEATURE_SUM_RANGE,
     MAX_LOG_LEAD,
     MIN_EXPONENT,
@@ -58,25 +70,29 @@ def values_block(value: Floats, mask: Any, dtype: Any) -> Any:
     return values_and_one
 
 
-def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State) -> Any:
+def reduce_block(
+    key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State
+) -> State | Declined:
     """Add a block of keys to the state."""
     if 0 in tokens.x.shape:
-        return NotImplemented
+        return EMPTY
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
-        return NotImplemented if sums is None else _add_sums(state, *sums, values_and_one.shape[-2])
-    if not supports(key_spec):
-        return NotImplemented
-    sums = _unshifted_sums(key_spec, tokens, values_and_one)
-    if sums is None:
-        return _reduce_stabilized(key_spec, tokens, values_and_one, state)
+    elif supports(key_spec):
+        sums = _unshifted_sums(key_spec, tokens, values_and_one)
+        if isinstance(sums, Declined) and isinstance(key_spec, Exponential):
+            sums = _stabilized_sums(key_spec, tokens, values_and_one)
+    else:
+        return unsupported(key_spec)
+    if isinstance(sums, Declined):
+        return sums
     return _add_sums(state, *sums, values_and_one.shape[-2])
 
 
 def _unshifted_sums(
     key_spec: Exponential | Pointwise, tokens: Tokens, values_and_one: Floats
-) -> tuple[Floats, Floats] | None:
-    """Sum a block by feature: sums and their log scale; None where underflow may have cost some."""
+) -> tuple[Floats, Floats] | Declined:
+    """Sum a block by feature: sums and their log scale."""
     shares, top, has_underflowed = _row_shares(key_spec, tokens)
     kvz, max_weight = np.zeros(()), 0.0
     for rows, weights in feature_tiles(key_spec, tokens.x, "key"):
@@ -94,7 +110,7 @@ def _unshifted_sums(
     # A row whose share has underflowed may have features as large as they come.
     least = max(least, floor_of(z.dtype) * values_and_one.shape[-2] * max_weight)
     if not (least <= z.min() <= z.max() <= most and all_finite(kvz)):
-        return None
+        return Declined(f"sums of features are not in {least:g} to {most:g}")
     return kvz, log_offsets(key_spec, values_and_one.dtype) + top
 
 
@@ -111,18 +127,17 @@ def _row_shares(key_spec: Spec, tokens: Tokens) -> tuple[Floats | None, Any, boo
     return shares, top[..., 0], has_underflowed
 
 
-def _reduce_stabilized(key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State) -> Any:
-    if not isinstance(key_spec, Exponential):
-        return NotImplemented
+def _stabilized_sums(
+    key_spec: Exponential, tokens: Tokens, values_and_one: Floats
+) -> tuple[Floats, Floats] | Declined:
+    """Sum a block by feature on the largest log of each."""
     log = log_features(key_spec, tokens, "key")
     top = log.max(axis=-2)
     if not np.isfinite(log.max(initial=-np.inf)) and not np.all(top == -np.inf):
-        return NotImplemented
+        return Declined("log features are not finite")
     log -= finite_shift(top)[..., None, :]
     np.exp(log, out=log)
-    return _add_sums(
-        state, weighted_sum(log, values_and_one), top + key_spec.col, values_and_one.shape[-2]
-    )
+    return weighted_sum(log, values_and_one), top + key_spec.col
 
 
 def _add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
@@ -148,12 +163,14 @@ def _add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
     return State(kvz, after, state.length + n)
 
 
-def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
+def read_block(
+    query_spec: Spec, tokens: Tokens, state: State, want_log: bool
+) -> Partial | Declined:
     """Read the state with a block of queries."""
     if 0 in tokens.x.shape or 0 in state.kvz.shape:
-        return NotImplemented
+        return EMPTY
     if not supports(query_spec):
-        return NotImplemented
+        return unsupported(query_spec)
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
     top = c.max(axis=-1, keepdims=True)
     kvz = state.kvz
@@ -180,9 +197,11 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
 
 
-def _read_stabilized(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
-    if not isinstance(query_spec, Exponential):
-        return NotImplemented
+def _read_stabilized(
+    query_spec: Exponential | Pointwise, tokens: Tokens, state: State, want_log: bool
+) -> Partial | Declined:
+    if isinstance(query_spec, Pointwise):
+        return Declined("a denominator may have underflowed, or a sum is not finite")
     log = query_exponents(query_spec, tokens, "query")
     log = in_place(np.add, log, (state.log_scale + query_spec.col)[..., None, :])
     row = log.max(axis=-1, keepdims=True)
@@ -191,7 +210,7 @@ def _read_stabilized(query_spec: Spec, tokens: Tokens, state: State, want_log: b
     return Partial(product(log, state.kvz, "num_den"), row_log(query_spec, tokens, row, want_log))
 
 
-def divide(part: Partial, out: Floats | None = None) -> Any:
+def divide(part: Partial, out: Floats | None = None) -> Declined | None:
     """Numerator over denominator, into ``out``."""
     divisor = part.num_den[..., -1:]
     least, most = divisor.min(initial=1.0), divisor.max(initial=1.0)
@@ -199,6 +218,6 @@ def divide(part: Partial, out: Floats | None = None) -> Any:
         sizes = np.abs(divisor)
         least, most = sizes.min(), sizes.max()
     if out is None or not 0 < least <= most < np.inf:
-        return NotImplemented
+        return Declined("a denominator is 0 or not finite")
     np.divide(part.num_den[..., :-1], divisor, out=out, casting="same_kind")
     return None
