@@ -137,7 +137,7 @@ def test_a_rejected_unshifted_block_is_done_again_stabilized(calls):
 )
 def test_a_declined_scan_says_why(phi, change, reason, by_head):
     x = change(inputs(600, heads=(2,))[0])
-    specs = (side(np, x.dtype, None) for side in (phi.query_spec, phi.key_spec))
+    specs = phi.query_spec(np, x.dtype, None), phi.key_spec(np, x.dtype, None)
     state = linattn.init_state(phi, D, batch_shape=(2,), like=x)
     tokens, values_and_one = Tokens(x, None, 0), np.ones((*x.shape[:-1], 3))
     answer = linattn_numpy.scan_block(*specs, tokens, tokens, values_and_one, state, False)

@@ -23,7 +23,6 @@ from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CommonScale, common_scale, stabilize
 from linattn_numpy.features import (
     FeatureMaker,
-    exponent_bounds,
     log_features,
     log_offsets,
     num_sign_halves,
@@ -177,7 +176,7 @@ def _weighted_tiles(
 def _exponent_bounds(
     query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, common: CommonScale
 ) -> Floats:
-    """Bounds on the exponents of each head's queries, ``(...)``; inf where they are inspected.
+    """Bounds on the exponents of each head's queries by norms, ``(...)``; inf: to be inspected.
 
     A key's weight must be a normal number, and so must every feature of a query. What underflow can
     take then is twice the smallest number for each key and feature, in itself and in what it adds
@@ -191,7 +190,8 @@ def _exponent_bounds(
     least = common.value_weights.min(axis=(-2, -1))
     if common.key_factors is not None:
         least = least * common.key_factors.min(axis=-1)
-    bounds = exponent_bounds(query_spec, query.x)
+    token = np.vecdot(query.x, query.x).max(axis=-1)
+    bounds = np.sqrt(token * np.square(query_spec.P).sum(axis=-2).max(axis=-1))
     is_small = bounds <= MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
     return np.where((least >= tiny(query.x.dtype)) & is_small, bounds, inf)
 

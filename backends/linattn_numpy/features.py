@@ -22,7 +22,6 @@ from linattn_numpy.tiles import moveaxis, split_tiles, tiles
 __all__ = [
     "FeatureMaker",
     "activate",
-    "exponent_bounds",
     "exponentials",
     "feature_tiles",
     "log_features",
@@ -140,13 +139,6 @@ def feature_tiles(
 def num_sign_halves(spec: Spec | Exact) -> int:
     """2 for a paired map, whose other half of features are reciprocals; else 1."""
     return 2 if isinstance(spec, Exponential) and spec.paired else 1
-
-
-def exponent_bounds(spec: Exponential, x: Floats) -> Floats:
-    """Bounds ``(...)`` on the size of the exponents of each head by the norms of its tokens."""
-    token = np.vecdot(x, x).max(axis=-1)
-    column = np.square(spec.P).sum(axis=-2).max(axis=-1)
-    return np.asarray(np.sqrt(token * column))
 
 
 def max_log(spec: Exponential | Pointwise, u: Floats) -> float:

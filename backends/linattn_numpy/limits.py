@@ -41,49 +41,25 @@ __all__ = [
 Floats = NDArray[Any]
 
 EMPTY = Declined("an axis has length 0")
-"""What the bodies of blocks say of those without tokens, heads, features or values."""
 
-MIN_EXPONENT = {4: -80.0, 8: -700.0}
-"""Exponentials of less are hardly normal numbers."""
+# Exponents.
+MIN_EXPONENT = {4: -80.0, 8: -700.0}  # exponentials of less are hardly normal numbers
+MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
+MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
+MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}  # of queries: below, a bound is enough
+MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic code decodes
 
-MAX_EXPONENT = {4: 30.0, 8: 300.0}
-"""Exponents of an unshifted causal block: the range of the dtype is about three times as wide."""
+# Log scales: how far apart those may be that share one.
+MAX_LOG_LEAD = 10.0  # of a block above a state that it joins without rescaling it
+MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of its state
+MAX_PREFIX_LOG_SPREAD = 20.0  # of one feature in a prefix scan: nothing underflows
+MAX_WEIGHT_SPREAD = {4: 30.0, 8: 300.0}  # of assigned keys
 
-MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}
-"""Exponents of an unshifted block in gradients: the range is four of them and a cotangent's own."""
-
-MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}
-"""Exponents of queries that a bound keeps below this are not inspected."""
-
-MAX_FEATURE = 1e10
-"""Blocks of pointwise features beyond this, or all below its inverse, go to the generic code."""
-
-MAX_LOG_LEAD = 10.0
-"""How far above the log scale of a state a block may be that is added without rescaling it."""
-
-MAX_QUERY_LOG = {4: 1e15, 8: 1e150}
-"""Logs of a decoded query's features beyond this are left to the generic code."""
-
-MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}
-"""How far apart the log scales of features may be that a causal block puts on one scale."""
-
-MAX_PREFIX_LOG_SPREAD = 20.0
-"""How far apart those of one feature in a prefix scan may be: nothing underflows."""
-
-MAX_WEIGHT_SPREAD = {4: 30.0, 8: 300.0}
-"""How far apart the log weights of assigned keys may be that share one scale."""
-
-FEATURE_SUM_RANGE = {4: (1e-12, 1e12), 8: (1e-130, 1e130)}
-"""Sums of a feature over an unshifted block.
-
-Whatever scale a later read chooses, it loses less than rounding of features that differ so much.
-"""
-
-MIN_READ_DENOMINATOR = {4: 1e-13, 8: 1e-130}
-"""A read with a denominator below it is done again max-stabilized: values may have underflowed."""
-
-MIN_EXP_SUM = {4: 1e-30, 8: 1e-290}
-"""A sum of exponentials below it is done again max-stabilized."""
+# Features, sums and denominators, beyond which a block is done again in another way.
+MAX_FEATURE = 1e10  # of a pointwise map; one feature of a block must be above the inverse
+FEATURE_SUM_RANGE = {4: (1e-12, 1e12), 8: (1e-130, 1e130)}  # any read loses less than rounding
+MIN_EXP_SUM = {4: 1e-30, 8: 1e-290}  # sum of exponentials that are not stabilized
+MIN_READ_DENOMINATOR = {4: 1e-13, 8: 1e-130}  # below, small values may have underflowed
 
 SMALL_VALUES = 2.0**10
 """Rounding units that underflow may take of the largest value that a row sees, as in the driver."""

@@ -91,7 +91,7 @@ def _heads_in_cache(problem: Problem, block: int) -> int:
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     """Heads batched into one causal task, so that Python works once for all of them.
 
-    As many as there is room for, if no thread must do more than its share; a rejected block is done
+    As many as the cache holds, if no thread must do more than its share; a rejected block is done
     head by head, so that batches change no bit.
     """
     specs = problem.query_spec, problem.key_spec

@@ -4,7 +4,7 @@ A block of full attention is first done *unshifted*: exponents ``u = x P`` are e
 are, and what underflowed shows in the sums. The row term (curvature and log weight) goes onto
 ``[v, 1]``, relative to its largest in the block; that largest and the constants of the features go
 into log_scale. A key side is accepted if the sums of all features lie in FEATURE_SUM_RANGE: then
-underflow has taken less than rounding, and all that follows has room. A row is accepted if its
+underflow has taken less than rounding, and nothing that follows overflows. A row is accepted if its
 denominator is beyond what underflow can have taken, by the rule of the driver, and finite.
 Any other block is done again *max-stabilized*, by the exact maximum of each feature. Those with NaN
 or inf go to the generic code.
