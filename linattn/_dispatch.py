@@ -1,4 +1,4 @@
-"""Which code runs: backends found by entry point, with the generic code behind them."""
+"""Which code runs: backends found by entry point, with the generic code as fallback."""
 
 from __future__ import annotations
 

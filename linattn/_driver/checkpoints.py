@@ -1,4 +1,4 @@
-"""States that a causal forward pass keeps for its pullback: a bounded number of them.
+"""Checkpoints: states that a causal forward pass stores for its pullback: a bounded number of them.
 
 With the state before it at hand the pullback does a block for queries and keys at once, from the
 last block to the first, and makes its features once. Between two checkpoints those of the other
@@ -35,14 +35,19 @@ class Checkpoints:
             self._states.setdefault(task_name(task), {})[row] = state
 
     def segments(
-        self, problem: Problem, block_size: int, task: Index, every: Sequence[slice], first: State
+        self,
+        problem: Problem,
+        block_size: int,
+        task: Index,
+        all_rows: Sequence[slice],
+        first: State,
     ) -> list[tuple[State, list[slice]]] | None:
         """Blocks in segments, each with the state before it; None where states are missing."""
-        if not every:
+        if not all_rows:
             return None
         states = {**self._states.get(task_name(task), {}), 0: first}
         segments: list[tuple[State, list[slice]]] = []
-        for rows in every:
+        for rows in all_rows:
             if rows.start in states:
                 segments.append((states[rows.start], []))
             segments[-1][1].append(rows)

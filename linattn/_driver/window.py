@@ -100,7 +100,7 @@ def _key_blocks(problem: Problem, first: int, stop: int, start: int) -> tuple[To
 
 
 def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
-    """Put rows of one number before and behind; None stays None."""
+    """Put rows of one number before and after; None stays None."""
     if x is None or not front:
         return pad(x, size, fill)
     xp = _arrays.namespace(x)

@@ -1,7 +1,7 @@
 """The gradients of the block tier in plain array API: right for every library and every spec.
 
 With the cotangent g1 of a row's ``[numerator, denominator]``, queries read the state of the keys
-before them with it, and keys read the *adjoint* of the queries behind them, which is a state too:
+before them with it, and keys read the *adjoint* of the queries after them, which is a state too:
 features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. Causal blocks are divided, so that
 every scale holds visible tokens only: no weight exceeds 1 for positive maps, and no branch depends
 on data. ``n`` tokens, ``m`` features, ``e`` value dim.
@@ -79,7 +79,7 @@ def absorb_rows(
 ) -> State:
     """Add queries to an adjoint; summed over leading axes that the adjoint lacks.
 
-    ``inner``, (..., n, m): what the last of ``g1`` lacks in each column, or None for nothing.
+    ``inner``, (..., n, m): what the last of ``g1`` lacks in each feature, or None for nothing.
     """
     xp = namespace(g1)
     lead = tuple(adjoint.log_scale.shape[:-1])
@@ -226,10 +226,10 @@ def scan_key_vjp(
     keys, largest = scaled_features(key_spec, key)
     cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
     lead = tuple(adjoint.log_scale.shape[:-1])
-    own, own_v1 = key_triangle(queries, keys, values_and_one, grad_num_den, log)
+    own, own_values_and_one = key_triangle(queries, keys, values_and_one, grad_num_den, log)
     cotangent, grad_values_and_one = (
         cotangent + sum_to(own, lead, 2),
-        grad_values_and_one + sum_to(own_v1, lead, 2),
+        grad_values_and_one + sum_to(own_values_and_one, lead, 2),
     )
     gradient = _key_gradient(
         key_spec, key, keys, largest, values_and_one, cotangent, grad_values_and_one

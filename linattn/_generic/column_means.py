@@ -2,7 +2,7 @@
 
 With M_ir the mean that query i reads of feature r, p_ir its share and ``w_ir = p_ir / z_ir``, the
 log features have the cotangents ``p_ir g_i.(M_ir - o_i)`` of queries and, summed over the queries
-behind, ``psi_jr w_ir g_i.(v_j - M_ir)`` of keys. The second holds a number for each row and
+after, ``psi_jr w_ir g_i.(v_j - M_ir)`` of keys. The second holds a number for each row and
 feature, so that a block is computed again from the state before it.
 """
 
@@ -42,9 +42,9 @@ __all__ = [
 
 
 def normalize_state(state: State) -> State:
-    """Divide each column by its own normalizer: kvz becomes ``[mean value, 1]`` on log scale 0.
+    """Divide each feature by its own normalizer: kvz becomes ``[mean value, 1]`` on log scale 0.
 
-    A column that has seen nothing keeps a log scale of -inf, and no say in the scale of a row.
+    A feature that has seen nothing keeps a log scale of -inf, and no say in the scale of a row.
     """
     xp = namespace(state.kvz)
     z = state.kvz[..., -1:]
@@ -75,7 +75,7 @@ def scan_column_normalized(
 ) -> tuple[Partial, State]:
     """Causal attention of a block by column-normalized reads.
 
-    With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normalizer of column r up to token i, it is
+    With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normalizer of feature r up to token i, it is
     an ordinary causal read.
     """
     log_q = evaluate(problem.query_spec, query).log
@@ -87,7 +87,7 @@ def scan_column_normalized(
 def _scan_on_one_scale(
     log_q: Array, log_k: Array, values_and_one: Array, state: State
 ) -> tuple[Partial, State] | None:
-    """One scale for each column and all rows; None where an early row would lose digits to it.
+    """One scale for each feature and all rows; None where an early row would lose digits to it.
 
     Weights lost to underflow are below rounding of a normalizer of at least ``eps^2``, and that
     bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
@@ -152,7 +152,7 @@ def _read_at(log_q: Array, top: Array, state: State) -> Partial:
 
 
 class _Means(NamedTuple):
-    """Reads of a block: share p of each column, log of the weight w, ``g_i.M_ir``, and [g, 0]."""
+    """Reads of a block: share p of each feature, log of the weight w, ``g_i.M_ir``, and [g, 0]."""
 
     share: Array
     log_weight: Array
@@ -216,10 +216,12 @@ def column_normalized_key_vjp(
     queries, zero = Features(means.log_weight, None), means.share[..., :1] * 0
     cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
     lead = tuple(adjoint.log_scale.shape[:-1])
-    own, own_v1 = key_triangle(queries, keys, values_and_one, means.g1, zero, means.inner)
+    own, own_values_and_one = key_triangle(
+        queries, keys, values_and_one, means.g1, zero, means.inner
+    )
     cotangent, grad_values_and_one = (
         cotangent + sum_to(own, lead, 2),
-        grad_values_and_one + sum_to(own_v1, lead, 2),
+        grad_values_and_one + sum_to(own_values_and_one, lead, 2),
     )
     gradient = features_vjp(key_spec, key, Features(cotangent, None))
     return gradient, grad_values_and_one, absorb_rows(queries, means.g1, zero, adjoint, means.inner)

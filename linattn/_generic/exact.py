@@ -21,7 +21,7 @@ def exact_block(
     """Softmax attention of queries to keys. O(n s (d + e)) time, O(n s) memory.
 
     ``visible``, (n, s), says which pairs count; None means all. A value that is not finite
-    reaches every row, whoever sees it: the caller looks.
+    reaches every row, whoever sees it: the caller checks.
 
     A row whose logits all overflow to -inf becomes NaN: its weights are not known to be zero.
     """
@@ -59,7 +59,7 @@ def window_block(
 ) -> Partial:
     """Exact part: each block of queries with its own keys and those of the blocks beside it.
 
-    Queries ``(..., g, w, d)``; keys of one block more in front, and full attention one behind.
+    Queries ``(..., g, w, d)``; keys of one block more before them, and full attention one after.
     O(g w^2 (d + e)) time, O(g w (w + d + e)) memory.
     """
     xp = namespace(values_and_one)

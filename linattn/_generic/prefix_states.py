@@ -1,4 +1,4 @@
-"""Running merges: the state of all blocks before each block, and of all behind it."""
+"""Prefix merges: the state of all blocks before each block, and of all after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["far_states", "prefix_merge", "stack_states", "state_at"]
 
 
 MAX_LOG_SPAN = 20.0
-"""Logs of a column that differ by no more than this may share one scale: nothing underflows."""
+"""Logs of a feature that differ by no more than this may share one scale: nothing underflows."""
 
 
 def far_states(
@@ -19,7 +19,7 @@ def far_states(
 ) -> tuple[State, State]:
     """States of all that is far of each of g blocks, and of all before the last of them.
 
-    ``states`` are those of the block before them, their own and the block behind them, the last
+    ``states`` are those of the block before them, their own and the block after them, the last
     only with ``after``: the state of all further keys, or None where only what is before counts.
     Far of block i is ``before``, blocks up to i - 2, blocks from i + 2 and ``after``.
     O(g m e) time and memory.
@@ -57,7 +57,7 @@ def prefix_merge(each: State, *, lazy: bool) -> State:
 
 
 def _cumulative_on_one_scale(each: State) -> State | None:
-    """Cumulative sum on the largest scale of each column; None where that is too far from one."""
+    """Cumulative sum on the largest scale of each feature; None where that is too far from one."""
     xp = namespace(each.kvz)
     empty = each.log_scale == -xp.inf
     c = finite_shift(xp.max(each.log_scale, axis=-2, keepdims=True), xp)
@@ -69,7 +69,7 @@ def _cumulative_on_one_scale(each: State) -> State | None:
 
 
 def _merge_pairwise(each: State) -> State:
-    """Merge pairs, find their running states in the same way, and fill in every other one.
+    """Merge pairs, find their prefix merges in the same way, and fill in every other one.
 
     At most 2 n merges, in 2 log2(n) steps; no branch depends on data.
     """
