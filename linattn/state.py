@@ -327,7 +327,7 @@ class Decoder:
             problem, arrays = self._check(*arrays)
         if self._stepper is not None:
             output = self._stepper.step(*arrays)
-            if output is not None:
+            if not _dispatch.is_declined(output):
                 self._stepped += 1
                 return output
             # One step by other means; the next asks for a stepper again.

@@ -21,6 +21,7 @@ from linattn.feature_maps import (
     ReluFeatures,
     TaylorFeatures,
 )
+from linattn.typing import Declined
 from linattn_numpy.decoding import Stepper
 from linattn_numpy.limits import MAX_LOG_LEAD
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS
@@ -124,7 +125,7 @@ def test_a_high_key_that_cannot_be_read_spoils_nothing(name, monkeypatch):
     _, decoder = stream(phi, query[:, :6], key[:, :6], value[:, :6])
     stepper = decoder._stepper
     before = stepper.state
-    assert stepper.step(query[:, 6], key[:, 6], bad) is None
+    assert isinstance(stepper.step(query[:, 6], key[:, 6], bad), Declined)
     for was, now in zip(before, stepper.state, strict=True):
         np.testing.assert_array_equal(was, now)
     monkeypatch.setattr(stepper, "_buffer_and_read", interrupted)

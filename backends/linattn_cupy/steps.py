@@ -219,12 +219,11 @@ class Stepper:
         with device.on_device(self._kvz):
             return State(self._kvz.copy(), self._log_scale.copy(), self._length)
 
-    def step(self, query: Array, key: Array, value: Array) -> Array | None:
-        """Take a token, ``(..., d)``; return its output ``(..., e)``, or None without a kernel."""
+    def step(self, query: Array, key: Array, value: Array) -> Array | Declined:
+        """Take a token, ``(..., d)``; return its output ``(..., e)``, if there is a kernel."""
         output = self._take((query[..., None, :], key[..., None, :], value[..., None, :]))
-        if isinstance(output, Declined):
-            return None
-        self._length += 1
+        if not isinstance(output, Declined):
+            self._length += 1
         return output
 
     @device.or_generic

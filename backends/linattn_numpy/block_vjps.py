@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exact, Exponential, Spec, State, Tokens
+from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.feature_vjps import features_vjp, has_vjp, sum_to, unshifted_features
+from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import log_features
-from linattn_numpy.limits import all_finite, finite_shift, floor_of, in_place
+from linattn_numpy.limits import EMPTY, UNDERFLOWED, all_finite, finite_shift, floor_of, in_place
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 
 __all__ = [
+    "UNDERFLOWED_KEYS",
     "division_vjp",
     "exact_key_vjp",
     "exact_query_vjp",
@@ -34,6 +35,8 @@ __all__ = [
 
 Floats = NDArray[Any]
 
+UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
+
 
 def max_scale(dtype: Any, terms: float) -> float:
     """Log of the largest scale from which underflow cannot take more than rounding of 1."""
@@ -42,20 +45,20 @@ def max_scale(dtype: Any, terms: float) -> float:
 
 def division_vjp(
     weights: Floats, denominator: Floats, cotangent: Floats, z: Floats, floor: float
-) -> tuple[Floats, Floats] | None:
-    """``1 / den`` and ``g.out / den`` of rows, or None where one has lost digits or overflowed.
+) -> tuple[Floats, Floats] | Declined:
+    """``1 / den`` and ``g.out / den`` of rows, if none has lost digits or overflowed.
 
     Numerators need not be formed: with the state S of a row and the normalizers ``z`` of its
     features, ``g.num`` is the sum of ``weights * (g.S)``. ``cotangent``, which is ``g.S``, becomes
     that of the weights, ``g.S / den - (g.out / den) z``.
     """
     if not floor <= denominator.min() <= denominator.max() < np.inf:
-        return None
+        return UNDERFLOWED
     inverse = 1 / denominator
     inner = np.vecdot(weights, cotangent)[..., None] * inverse
     inner *= inverse
     if not all_finite(inner):
-        return None
+        return UNDERFLOWED
     cotangent *= inverse
     cotangent -= np.multiply(z, inner, out=buffer("more", cotangent.shape, cotangent.dtype))
     return inverse, inner
@@ -74,13 +77,15 @@ def relative_rows(row: Floats | None) -> tuple[Floats | None, Any]:
 
 def read_block_vjp(
     query_spec: Spec, tokens: Tokens, state: State, grad_output: Floats, adjoint: State
-) -> Any:
+) -> tuple[Floats, State] | Declined:
     """Gradient of queries that read a state, and the adjoint with them added."""
-    if 0 in tokens.x.shape or not has_vjp(query_spec):
-        return NotImplemented
+    if 0 in tokens.x.shape:
+        return EMPTY
+    if not has_vjp(query_spec):
+        return NO_VJP
     kvz, positive = state.kvz, None
     features = unshifted_features(query_spec, tokens, "query")
-    if features is not None:
+    if not isinstance(features, Declined):
         c = state.log_scale + features.col
         top = finite_shift(c.max(axis=-1, keepdims=True))
         if not np.all(c == top):
@@ -95,14 +100,14 @@ def read_block_vjp(
         # A feature without keys has no scale, and no key to ask for one.
         log_scale, max_weight = -finite_shift(state.log_scale), 1.0
     else:
-        return NotImplemented
+        return features
     z = kvz[..., -1:]
     cotangent = product(grad_output, transposed(kvz[..., :-1]), "read")
     # Underflow takes at most the smallest number times the largest weight or sum, once a term.
     floor = floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
     rows = division_vjp(weights, np.matmul(weights, z), cotangent, transposed(z), floor)
-    if rows is None:
-        return NotImplemented
+    if isinstance(rows, Declined):
+        return rows
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
@@ -123,28 +128,32 @@ def _added(adjoint: State, sums: Floats, log_scale: Floats, n: int) -> State:
     return State(sums, after, length)
 
 
-def reduce_block_vjp(key_spec: Spec, tokens: Tokens, values_and_one: Floats, adjoint: State) -> Any:
+def reduce_block_vjp(
+    key_spec: Spec, tokens: Tokens, values_and_one: Floats, adjoint: State
+) -> tuple[Floats, Floats] | Declined:
     """Gradients of keys and of ``[v, 1]`` that an adjoint has read."""
-    if 0 in tokens.x.shape or not has_vjp(key_spec):
-        return NotImplemented
+    if 0 in tokens.x.shape:
+        return EMPTY
+    if not has_vjp(key_spec):
+        return NO_VJP
     kvz, factor, positive, dtype = adjoint.kvz, None, None, values_and_one.dtype
     limit = max_scale(dtype, adjoint.log_scale.shape[-1] * max(adjoint.length, 1))
     features = unshifted_features(key_spec, tokens, "key")
-    if features is not None:
+    if not isinstance(features, Declined):
         factor, top = relative_rows(features.row)
         scale = adjoint.log_scale + features.col + top
         if not scale.max() + features.max_log <= limit:
-            return NotImplemented
+            return UNDERFLOWED_KEYS
         kvz = kvz * np.exp(scale)[..., None]
         weights, positive = features.weights, features.positive
     elif isinstance(key_spec, Exponential):
         weights = log_features(key_spec, tokens, "key")
         weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
         if not weights.max() <= limit:
-            return NotImplemented
+            return UNDERFLOWED_KEYS
         np.exp(weights, out=weights)
     else:
-        return NotImplemented
+        return features
     shape = (*broadcast_lead(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
     grad_values_and_one = multiply(weights, kvz, np.empty(shape, dtype))
     v = values_and_one

@@ -20,10 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, RowScale, Spec, State, Tokens
-from linattn_numpy.block_vjps import division_vjp, max_scale, relative_rows
+from linattn_numpy.block_vjps import (
+    UNDERFLOWED_KEYS,
+    division_vjp,
+    max_scale,
+    relative_rows,
+)
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import common_scale, stabilize
 from linattn_numpy.feature_vjps import (
+    NO_VJP,
     Unshifted,
     features_vjp,
     has_vjp,
@@ -31,7 +37,15 @@ from linattn_numpy.feature_vjps import (
     unshifted_features,
 )
 from linattn_numpy.features import log_features
-from linattn_numpy.limits import MAX_LOG_LEAD, all_finite, finite_shift, floor_of, in_place
+from linattn_numpy.limits import (
+    EMPTY,
+    MAX_LOG_LEAD,
+    UNDERFLOWED,
+    all_finite,
+    finite_shift,
+    floor_of,
+    in_place,
+)
 from linattn_numpy.products import product, transposed, weighted
 from linattn_numpy.tiles import split_sub_blocks, sub_blocks
 
@@ -39,6 +53,10 @@ __all__ = ["scan_key_vjp", "scan_query_vjp", "scan_vjp"]
 
 Floats = NDArray[Any]
 Bools = NDArray[np.bool_]
+
+SHARED = Declined("arguments share leading axes")
+# Gradients of pointwise maps are taken from the features themselves.
+UNEVEN = Declined("features of a pointwise map are on several log scales")
 
 
 class _Block(NamedTuple):
@@ -50,17 +68,21 @@ class _Block(NamedTuple):
     key: Tokens
     values_and_one: Floats
 
-    def has_vjp(self) -> bool:
-        return 0 not in self.query.x.shape and has_vjp(self.query_spec) and has_vjp(self.key_spec)
+    def unsupported(self) -> Declined | None:
+        if 0 in self.query.x.shape:
+            return EMPTY
+        return None if has_vjp(self.query_spec) and has_vjp(self.key_spec) else NO_VJP
 
     def is_exponential(self) -> bool:
         return isinstance(self.query_spec, Exponential) and isinstance(self.key_spec, Exponential)
 
-    def unshifted(self) -> tuple[Unshifted, Unshifted] | None:
+    def unshifted(self) -> tuple[Unshifted, Unshifted] | Declined:
         """Features of queries and of keys."""
         queries = unshifted_features(self.query_spec, self.query, "query")
-        keys = None if queries is None else unshifted_features(self.key_spec, self.key, "key")
-        return None if queries is None or keys is None else (queries, keys)
+        if isinstance(queries, Declined):
+            return queries
+        keys = unshifted_features(self.key_spec, self.key, "key")
+        return keys if isinstance(keys, Declined) else (queries, keys)
 
 
 def scan_query_vjp(
@@ -71,20 +93,20 @@ def scan_query_vjp(
     values_and_one: Floats,
     state: State,
     grad_output: Floats,
-) -> Any:
+) -> tuple[Floats, RowScale, State] | Declined:
     """Gradient of a causal block of queries, their scales, and the state after the block."""
     block = _Block(query_spec, key_spec, query, key, values_and_one)
-    if not block.has_vjp():
-        return NotImplemented
+    if declined := block.unsupported():
+        return declined
     rows = _unshifted_rows(block, state)
-    if rows is None and block.is_exponential():
+    if isinstance(rows, Declined) and block.is_exponential():
         rows = _stabilized_rows(block, state)
-    if rows is None:
-        return NotImplemented
+    if isinstance(rows, Declined):
+        return rows
     cotangent, z, after = _read_scan(rows, grad_output)
     scale = division_vjp(rows.q, np.vecdot(rows.q, z)[..., None], cotangent, z, rows.floor)
-    if scale is None:
-        return NotImplemented
+    if isinstance(scale, Declined):
+        return scale
     empty = ~np.any(after[..., -1:] != 0, axis=-2)
     log_scale = np.where(empty, rows.log_scale.dtype.type(-np.inf), rows.log_scale)
     gradient = features_vjp(query_spec, query.x, rows.q, rows.positive[0], cotangent, None)
@@ -101,16 +123,16 @@ def scan_key_vjp(
     adjoint: State,
     grad_num_den: Floats,
     log: Floats,
-) -> Any:
+) -> tuple[Floats, Floats, State] | Declined:
     """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
     block = _Block(query_spec, key_spec, query, key, values_and_one)
-    if not block.has_vjp():
-        return NotImplemented
+    if declined := block.unsupported():
+        return declined
     keys = _unshifted_keys(block, adjoint, grad_num_den, log)
-    if keys is None and block.is_exponential():
+    if isinstance(keys, Declined) and block.is_exponential():
         keys = _stabilized_keys(block, adjoint, grad_num_den, log)
-    if keys is None:
-        return NotImplemented
+    if isinstance(keys, Declined):
+        return keys
     return _keys_vjp(block, keys, _key_pairs(keys), adjoint.length)
 
 
@@ -123,31 +145,33 @@ def scan_vjp(
     state: State,
     adjoint: State,
     grad_output: Floats,
-) -> Any:
+) -> tuple[Floats, Floats, Floats, State] | Declined:
     """Gradients of an unshifted block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
     ``state`` is the one before the block, ``adjoint`` the one behind it. Other blocks, and those of
     arguments that share leading axes, go one side at a time.
     """
     block = _Block(query_spec, key_spec, query, key, values_and_one)
+    if declined := block.unsupported():
+        return declined
     lead = state.kvz.shape[:-2]
-    if not block.has_vjp() or any(
-        x.shape[:-2] != lead for x in (query.x, key.x, values_and_one, grad_output)
-    ):
-        return NotImplemented
+    if any(x.shape[:-2] != lead for x in (query.x, key.x, values_and_one, grad_output)):
+        return SHARED
     rows = _unshifted_rows(block, state)
-    if rows is None:
-        return NotImplemented
+    if isinstance(rows, Declined):
+        return rows
     q, k, v = rows.q, rows.k, rows.v
     # The adjoint's own scale: that of the rows, whose queries lack the log of their features.
     log_factor = adjoint.log_scale + rows.log_scale
-    if k.shape[:-2] != lead or q.shape[:-2] != lead or not log_factor.max() <= MAX_LOG_LEAD:
-        return NotImplemented
+    if k.shape[:-2] != lead or q.shape[:-2] != lead:
+        return SHARED
+    if not log_factor.max() <= MAX_LOG_LEAD:
+        return Declined(f"the adjoint is more than {MAX_LOG_LEAD:g} above the scale of the block")
     if not (isinstance(key_spec, Exponential) or np.all(rows.log_scale == rows.log_scale[..., :1])):
-        return NotImplemented  # these gradients are taken from the features themselves
+        return UNEVEN
     found = _query_pairs(rows, grad_output)
-    if found is None:
-        return NotImplemented
+    if isinstance(found, Declined):
+        return found
     cotangent, inverse, g1, pairs = found
     grad_query = features_vjp(query_spec, query.x, q, rows.positive[0], cotangent, None)
     grad_query *= inverse
@@ -176,14 +200,14 @@ class _Rows(NamedTuple):
     """Where inputs of a ReLU are, of queries and of keys."""
 
 
-def _unshifted_rows(block: _Block, state: State) -> _Rows | None:
+def _unshifted_rows(block: _Block, state: State) -> _Rows | Declined:
     features = block.unshifted()
-    if features is None:
-        return None
+    if isinstance(features, Declined):
+        return features
     queries, keys = features
     common = common_scale(queries.col, keys.col, keys.row, state)
     if isinstance(common, Declined):
-        return None
+        return common
     g, feature_scale, weights, state_scale = common
     v = weighted(block.values_and_one, weights)
     k = keys.weights
@@ -293,10 +317,10 @@ class _Pairs(NamedTuple):
 
 def _unshifted_keys(
     block: _Block, adjoint: State, grad_num_den: Floats, log_row: Floats
-) -> _Keys | None:
+) -> _Keys | Declined:
     features = block.unshifted()
-    if features is None:
-        return None
+    if isinstance(features, Declined):
+        return features
     queries, keys = features
     lead, dtype = adjoint.kvz.shape[:-2], block.values_and_one.dtype
     row = log_row if queries.row is None else log_row - queries.row
@@ -304,14 +328,14 @@ def _unshifted_keys(
     # those of earlier keys that count for them overflow. It is -inf where no row has a gradient.
     highest = _max_to(-row.min(axis=-2), lead)
     if not np.all(highest < np.inf):
-        return None
+        return Declined("the scale of a row is not finite")
     own = np.broadcast_to(queries.col + highest, adjoint.log_scale.shape)
     log_scale = np.maximum(adjoint.log_scale, own)
     shift = finite_shift(log_scale)
     factor, top = relative_rows(keys.row)
     scale = log_scale + keys.col + top
     if not scale.max() + queries.max_log + keys.max_log <= _max_scale(block, adjoint):
-        return None
+        return UNDERFLOWED_KEYS
     q, k = queries.weights, keys.weights
     g1 = grad_num_den * np.exp(-row - finite_shift(highest)[..., None])
     own = np.exp(own - shift)
@@ -326,7 +350,7 @@ def _unshifted_keys(
     elif isinstance(block.key_spec, Exponential):
         k = in_place(np.multiply, k, scale[..., None, :])
     else:
-        return None  # these gradients are taken from the features themselves
+        return UNEVEN
     v = block.values_and_one if factor is None else block.values_and_one * factor
     start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
     return _Keys(q, k, v, g1, factor, start, log_scale.astype(dtype), keys.positive)
@@ -334,7 +358,7 @@ def _unshifted_keys(
 
 def _stabilized_keys(
     block: _Block, adjoint: State, grad_num_den: Floats, log_row: Floats
-) -> _Keys | None:
+) -> _Keys | Declined:
     q = log_features(block.query_spec, block.query, "query")
     q = in_place(np.add, q, block.query_spec.col[..., None, :])
     q = in_place(np.subtract, q, log_row)
@@ -345,7 +369,7 @@ def _stabilized_keys(
     k = log_features(block.key_spec, block.key, "key")
     k = in_place(np.add, k, (block.key_spec.col + shift)[..., None, :])
     if not k.max() <= _max_scale(block, adjoint):
-        return None
+        return UNDERFLOWED_KEYS
     np.exp(k, out=k)
     start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
     return _Keys(q, k, block.values_and_one, grad_num_den, None, start, log_scale)
@@ -436,10 +460,10 @@ def _transposed_copy(states: Floats) -> Floats:
 
 def _query_pairs(
     rows: _Rows, grad_output: Floats
-) -> tuple[Floats, Floats, Floats, list[_Pairs]] | None:
+) -> tuple[Floats, Floats, Floats, list[_Pairs]] | Declined:
     """Cotangents of ``q`` times their denominators, the inverses of these, g1, and pairs.
 
-    None where a denominator has lost digits. Numerators need not be formed: with the state before a
+    Numerators need not be formed: with the state before a
     row in two parts, ``g.num`` is the sum of ``q * (g.S)``.
     """
     q, k, v, start = rows.q, rows.k, rows.v, transposed(rows.start)
@@ -458,7 +482,7 @@ def _query_pairs(
         denominator = np.matmul(weights, vs[..., -1:])
         denominator += np.matmul(qs, transposed(z))
         if not rows.floor <= denominator.min() <= denominator.max() < np.inf:
-            return None
+            return UNDERFLOWED
         inverse = np.divide(1, denominator, out=split_sub_blocks(inverses, part, size))
         np.matmul(gs, before[..., :-1, :], out=out)
         cotangents = np.matmul(gs, transposed(vs[..., :-1]))
@@ -473,7 +497,7 @@ def _query_pairs(
         np.multiply(gs, inverse, out=g1s[..., :-1])
         np.multiply(inner, -inverse, out=g1s[..., -1:])
         if not all_finite(g1s[..., -1]):
-            return None
+            return UNDERFLOWED
         pairs.append(_Pairs(part, size, transposed(weights), transposed(cotangents)))
         start = states[..., -1, :, :]
     return cotangent, inverses, g1, pairs

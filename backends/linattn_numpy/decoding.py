@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exponential, Problem, State
+from linattn.typing import Declined, Exponential, Problem, State
 from linattn_numpy.features import supports_pointwise
-from linattn_numpy.limits import MAX_LOG_LEAD, MIN_READ_DENOMINATOR, floor_of
+from linattn_numpy.limits import (
+    EMPTY,
+    MAX_LOG_LEAD,
+    MIN_READ_DENOMINATOR,
+    UNDERFLOWED,
+    floor_of,
+)
 from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebase_for
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 
@@ -30,22 +36,27 @@ ignore_fp_warnings = partial(
 )
 
 
-def _supports(problem: Problem, state: State) -> bool:
-    """Whether all heads are alike: leading axes, dtypes and specs that are worked on here."""
+def _unsupported(problem: Problem, state: State) -> Declined | None:
+    """Why a problem is not worked on here; all heads must be alike."""
     lead, specs = problem.lead, (problem.query_spec, problem.key_spec)
-    return (
-        problem.query.shape[:-2] == problem.key.shape[:-2] == problem.value.shape[:-2] == lead
-        and state.kvz.shape[:-2] == lead
-        and 0 not in lead
-        and problem.query.dtype == problem.dtype
-        and problem.query_change is None
-        and problem.key_change is None
-        and not problem.want_log
-        and (
-            (isinstance(specs[0], Exponential) and isinstance(specs[1], Exponential))
-            or (all(supports_pointwise(spec) for spec in specs) and _is_near_0(state.log_scale))
-        )
-    )
+    if 0 in lead:
+        return EMPTY
+    leads = [x.shape[:-2] for x in (problem.query, problem.key, problem.value, state.kvz)]
+    if leads != [lead] * 4:
+        return Declined("arguments share leading axes")
+    if problem.query.dtype != problem.dtype:
+        return Declined(f"{problem.query.dtype} is accumulated in another dtype")
+    if problem.query_change is not None or problem.key_change is not None:
+        return Declined("the map changes coordinates first")
+    if problem.want_log:
+        return Declined("the log normalizer is asked for")
+    if isinstance(specs[0], Exponential) and isinstance(specs[1], Exponential):
+        return None
+    if not all(supports_pointwise(spec) for spec in specs):
+        return Declined("NumPy decodes exponential maps, elu + 1 and ReLU only")
+    if not _is_near_0(state.log_scale):
+        return Declined("the state's log scale is far from that of the features, 0")
+    return None
 
 
 def _is_near_0(log_scale: Floats) -> bool:
@@ -72,13 +83,13 @@ class _Readout:
         self._flat_denominators = self._flat[width - 1 :: width]
         self._zeros = np.zeros_like(self._flat)
 
-    def divided(self, min_denominator: float) -> Floats | None:
-        """Numerator over denominator, a new array; None for what must be inspected."""
+    def divided(self, min_denominator: float) -> Floats | Declined:
+        """Numerator over denominator, a new array."""
         # Zeros make 0 of what is finite and NaN of all else, faster than a sum does.
         is_finite = self._flat.dot(self._zeros) == 0
         if is_finite and np.minimum.reduce(self._flat_denominators) >= min_denominator:
             return np.divide(self._numerators, self._denominators)
-        return None
+        return UNDERFLOWED
 
 
 # A step by itself -------------------------------------------------------------------------------
@@ -137,25 +148,27 @@ def _workspace(problem: Problem, state: State) -> _Workspace:
     return made
 
 
-def decode(problem: Problem) -> Any:
+def decode(problem: Problem) -> tuple[Floats, State] | Declined:
     """Add one token to a state: its output, and the state after it."""
     state = problem.state
-    if state is None or not _supports(problem, state):
-        return NotImplemented
+    if state is None:
+        return Declined("there is no state to go on from")
+    if declined := _unsupported(problem, state):
+        return declined
     query, key, value = (x[..., 0, :] for x in (problem.query, problem.key, problem.value))
     with ignore_fp_warnings():
         kvz, (_, token, outer, readout) = state.kvz, _workspace(problem, state)
         weights = token.load(query, key)
-        if weights is None:
+        if isinstance(weights, Declined):
             weights, factor = rebase_for(token, query, key)
-            if weights is None:
-                return NotImplemented
+            if isinstance(weights, Declined):
+                return weights
             kvz = kvz * factor[..., None]
         after = outer.added(kvz, weights, value)
         np.matmul(np.swapaxes(token.stabilized_query(), -1, -2), after, out=readout.num_den)
         out = readout.divided(MIN_READ_DENOMINATOR[after.itemsize])
-    if out is None:
-        return NotImplemented
+    if isinstance(out, Declined):
+        return out
     return out, State(after, token.log_scale.copy(), state.length + 1)
 
 
@@ -236,34 +249,35 @@ class Stepper:
             self._count = 0
             self._allow_unshifted()
 
-    def step(self, query: Floats, key: Floats, value: Floats) -> Floats | None:
-        """Return the output of a token; None leaves it, and the state before it, to others."""
-        token, before, out = self._token, None, None
+    def step(self, query: Floats, key: Floats, value: Floats) -> Floats | Declined:
+        """Return the output of a token, or leave it and the state before it to others."""
+        token, before = self._token, None
+        out: Floats | Declined = UNDERFLOWED
         try:
             with ignore_fp_warnings():
                 weights = token.load(query, key)
-                if weights is None:
+                if isinstance(weights, Declined):
                     # What is buffered is on the old scale.
                     self._flush()
                     before = token.log_scale, self._state.copy()
                     weights, factor = rebase_for(token, query, key)
-                    if weights is None:
-                        return None
+                    if isinstance(weights, Declined):
+                        return weights
                     self._state *= factor[..., None, :]
                 elif self._count == MAX_BUFFERED_TOKENS:
                     self._flush()
                 out = self._buffer_and_read(weights, value)
         finally:
             # Left to others or interrupted, a step leaves no trace.
-            if out is None and before is not None:
+            if before is not None and isinstance(out, Declined):
                 token.rebase(before[0])
                 self._state[...] = before[1]
-        if out is not None:
+        if not isinstance(out, Declined):
             self._count += 1
             self._length += 1
         return out
 
-    def _buffer_and_read(self, weights: Floats, value: Floats) -> Floats | None:
+    def _buffer_and_read(self, weights: Floats, value: Floats) -> Floats | Declined:
         """Write a token into the next slot, and read with its query."""
         slot = self._slots[self._count]
         slot.weights[...] = weights
@@ -271,13 +285,13 @@ class Stepper:
         # The largest log of each query, and its features less that, take longer.
         if self._reads_unshifted:
             out = self._read(slot, self._token.unshifted_query(), self._min_denominator)
-            self._reads_unshifted = out is not None
-            if out is not None:
+            self._reads_unshifted = not isinstance(out, Declined)
+            if self._reads_unshifted:
                 return out
         phi = self._token.stabilized_query()
         return self._read(slot, phi, MIN_READ_DENOMINATOR[weights.itemsize])
 
-    def _read(self, slot: _Slot, phi: Floats, min_denominator: float) -> Floats | None:
+    def _read(self, slot: _Slot, phi: Floats, min_denominator: float) -> Floats | Declined:
         """Read the state and the buffered tokens."""
         np.matmul(slot.rows, phi, out=slot.products)
         np.matmul(slot.scores, slot.values, out=self._readout.num_den)
@@ -285,6 +299,6 @@ class Stepper:
         return self._readout.divided(min_denominator)
 
 
-def stepper(problem: Problem, state: State) -> Any:
+def stepper(problem: Problem, state: State) -> Stepper | Declined:
     """Return a :class:`Stepper` that goes on from a state."""
-    return Stepper(problem, state) if _supports(problem, state) else NotImplemented
+    return _unsupported(problem, state) or Stepper(problem, state)

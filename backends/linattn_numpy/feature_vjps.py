@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import RELU, Exponential, Pointwise, Spec, Tokens
+from linattn.typing import RELU, Declined, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
     activate,
@@ -25,10 +25,13 @@ from linattn_numpy.features import (
 from linattn_numpy.limits import MAX_VJP_EXPONENT, in_place
 from linattn_numpy.products import transposed
 
-__all__ = ["Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
+__all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
 
 Floats = NDArray[Any]
 Bools = NDArray[np.bool_]
+
+
+NO_VJP = Declined("NumPy's own gradients are those of exponential maps, elu + 1 and ReLU")
 
 
 def has_vjp(spec: Spec) -> TypeGuard[Exponential | Pointwise]:
@@ -53,12 +56,12 @@ class Unshifted(NamedTuple):
 
 def unshifted_features(
     spec: Exponential | Pointwise, tokens: Tokens, name: str
-) -> Unshifted | None:
-    """Features in buffers of that name; None where an exponent is beyond MAX_VJP_EXPONENT."""
+) -> Unshifted | Declined:
+    """Features in buffers of that name, of exponents up to MAX_VJP_EXPONENT."""
     u = preactivations(spec, tokens.x, name)
     highest = max_log(spec, u)
     if highest > MAX_VJP_EXPONENT[u.itemsize]:
-        return None
+        return Declined(f"exponents or features of {name} are out of the range of unshifted ones")
     if isinstance(spec, Exponential):
         weights = exponentials(spec, u, name)
         return Unshifted(weights, spec.col, row_term(spec, tokens), highest, None)

@@ -30,6 +30,7 @@ __all__ = [
     "MIN_EXP_SUM",
     "MIN_READ_DENOMINATOR",
     "SMALL_VALUES",
+    "UNDERFLOWED",
     "all_finite",
     "all_large",
     "finite_shift",
@@ -41,6 +42,7 @@ __all__ = [
 Floats = NDArray[Any]
 
 EMPTY = Declined("an axis has length 0")
+UNDERFLOWED = Declined("a denominator may have underflowed, or a sum is not finite")
 
 # Exponents.
 MIN_EXPONENT = {4: -80.0, 8: -700.0}  # exponentials of less are hardly normal numbers

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Exponential, Pointwise
+from linattn.typing import Declined, Exponential, Pointwise
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import activate, preactivations
 from linattn_numpy.limits import MAX_LOG_LEAD, MAX_QUERY_LOG
@@ -21,6 +21,8 @@ from linattn_numpy.limits import MAX_LOG_LEAD, MAX_QUERY_LOG
 __all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
 
 Floats = NDArray[Any]
+
+TOO_HIGH = Declined("a key is not finite, or its features are too large for any log scale")
 
 MAX_SUM_OF_SQUARES = exp(2 * MAX_LOG_LEAD)
 """Features of which the sum of squares is below this are all below exp(MAX_LOG_LEAD)."""
@@ -81,8 +83,8 @@ class ExponentialToken:
         np.add(self._specs[0].col, log_scale, out=self._offsets[0])
         np.subtract(self._specs[1].col, log_scale, out=self._offsets[1])
 
-    def load(self, query: Floats, key: Floats) -> Floats | None:
-        """Load a token and return its key's features, ``(..., m)``; None if too high or NaN."""
+    def load(self, query: Floats, key: Floats) -> Floats | Declined:
+        """Load a token and return its key's features, ``(..., m)``, if none is too high or NaN."""
         self._query[...] = query
         self._key[...] = key
         Q = self._specs[1].Q
@@ -96,9 +98,9 @@ class ExponentialToken:
             self._flat_weights.dot(self._flat_weights) <= MAX_SUM_OF_SQUARES
             or np.maximum.reduce(self._key_log, axis=None) <= MAX_LOG_LEAD
         ):
-            return None
+            return TOO_HIGH
         # Where a square is past range all features would be 0.
-        return weights if isfinite(self._flat_square.dot(self._flat_square)) else None
+        return weights if isfinite(self._flat_square.dot(self._flat_square)) else TOO_HIGH
 
     def _project(self) -> None:
         for token, P, log in self._products:
@@ -137,10 +139,10 @@ class PointwiseToken:
         self.log_scale = log_scale
         self._is_unscaled = not log_scale.any()
 
-    def load(self, query: Floats, key: Floats) -> Floats | None:
-        """Load a token and return its key's features, ``(..., m)``; None on another scale."""
+    def load(self, query: Floats, key: Floats) -> Floats | Declined:
+        """Load a token and return its key's features, ``(..., m)``, unless on another scale."""
         self._query = query
-        return _activated(self._specs[1], key) if self._is_unscaled else None
+        return _activated(self._specs[1], key) if self._is_unscaled else TOO_HIGH
 
     def raised_scale(self) -> Floats:
         """Return the log scale 0."""
@@ -162,11 +164,10 @@ def _activated(spec: Pointwise, x: Floats) -> Floats:
 
 def rebase_for(
     token: ExponentialToken | PointwiseToken, query: Floats, key: Floats
-) -> tuple[Floats | None, Floats]:
+) -> tuple[Floats | Declined, Floats]:
     """Raise the log scale for a token that was too high and load it again.
 
-    Returns its key's features, None if it is not finite, and factors ``(..., m)`` that put a state
-    on the new scale.
+    Returns its key's features and factors ``(..., m)`` that put a state on the new scale.
     """
     before = token.log_scale
     token.rebase(token.raised_scale())

@@ -276,8 +276,8 @@ def check_stepper(stepper: Callable[..., Any], subject: Subject) -> Any:
             if _dispatch.is_declined(made):
                 return made
         got = made.step(*token)
-        if got is None:
-            return Declined("step is None")
+        if _dispatch.is_declined(got):
+            return got
         _row(index, subject, got, output)
         _same_state(subject, made.state, after)
     return None

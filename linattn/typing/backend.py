@@ -33,10 +33,10 @@ class Stepper(Protocol):
         """A copy of the state after the last step."""
         ...
 
-    def step(self, query: Array, key: Array, value: Array) -> Array | None:
+    def step(self, query: Array, key: Array, value: Array) -> Array | Declined:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``: its output ``(..., e)``.
 
-        None where the token is not to be done here; the state is then as before.
+        If it is declined, the state is as before.
         """
         ...
 
