@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from linattn.typing import Array, State
 
 __all__ = [
-    "_is_plain",
+    "_is_ordinary",
     "accumulation_dtype",
-    "are_plain",
+    "are_ordinary",
     "device_array",
     "dtype_bits",
     "is_lazy",
@@ -139,12 +139,12 @@ _PLAIN_DTYPES = {np.dtype(np.float32), np.dtype(np.float64)}
 """Dtypes of which nothing else need be asked: to ask takes as long as a step of decoding."""
 
 
-def are_plain(arrays: Iterable[Any]) -> bool:
+def are_ordinary(arrays: Iterable[Any]) -> bool:
     """Whether all are NumPy's own arrays, of native dtypes that are always taken."""
-    return all(_is_plain(array) for array in arrays)
+    return all(_is_ordinary(array) for array in arrays)
 
 
-def _is_plain(array: Any) -> bool:
+def _is_ordinary(array: Any) -> bool:
     """Whether this is NumPy's own array, of a native dtype that is always taken."""
     return type(array) is np.ndarray and array.dtype in _PLAIN_DTYPES
 

@@ -11,7 +11,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn._arrays import _is_plain, dtype_bits, library_name, namespace
+from linattn._arrays import _is_ordinary, dtype_bits, library_name, namespace
 from linattn.typing import Array, FeatureMap, Features, State
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
-    if _is_plain(array) and array.ndim:
+    if _is_ordinary(array) and array.ndim:
         return namespace(array), array
     if isinstance(array, np.ndarray):
         if type(array) not in (np.ndarray, np.memmap):
@@ -116,7 +116,7 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
                 f"{library_name(xp)} and {library_name(other_xp)}"
             )
             raise TypeError(message)
-        if not _is_plain(array):
+        if not _is_ordinary(array):
             _check_float(name, array, xp)
             _check_device(first, first_array, name, array)
         axes = "(..., length, dim)" if min_ndim == 2 else "(..., dim)"
@@ -315,7 +315,7 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Arra
             f"{library_name(state_xp)} and {library_name(xp)}"
         )
         raise TypeError(message)
-    if not (_is_plain(like) and _is_plain(state.kvz)):
+    if not (_is_ordinary(like) and _is_ordinary(state.kvz)):
         _check_device("the other arguments", like, name, state.kvz)
     if state.kvz.dtype != dtype:
         message = (

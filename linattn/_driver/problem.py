@@ -342,7 +342,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     problem = _describe(xp, (query, key, value), feature_map, options)
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.
-    if getattr(feature_map, "_caches_specs", False) and _arrays.are_plain(given):
+    if getattr(feature_map, "_caches_specs", False) and _arrays.are_ordinary(given):
         bare = problem.replace(query=None, key=None, value=None, state=None)
         fingerprint = _checks.known_fingerprint(state)
         _last_step.set(_Step(feature_map, settings, kinds, fingerprint, bare))

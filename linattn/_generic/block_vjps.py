@@ -1,4 +1,4 @@
-"""The gradients of the block tier in plain array API: right for every library and every spec.
+"""The gradients of the block tier in array-API code: right for every library and every spec.
 
 With the cotangent g1 of a row's ``[numerator, denominator]``, queries read the state of the keys
 before them with it, and keys read the *adjoint* of the queries after them, which is a state too:

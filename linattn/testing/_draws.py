@@ -111,8 +111,8 @@ def checked_features(feature_map: Any, side: str, x: Array) -> Features:
     features = getattr(feature_map, side)(x)
     if not (isinstance(features, tuple) and len(features) == 2):
         message = (
-            f"{what} must return Features(log, values), got {type(features).__name__}; for a plain "
-            f"array return Features(None, array), for the logarithms of features "
+            f"{what} must return Features(log, values), got {type(features).__name__}; for an "
+            f"array of features return Features(None, array), for the logarithms of features "
             f"Features(logarithms, None)"
         )
         raise MalformedFeaturesError(message)
