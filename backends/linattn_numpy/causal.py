@@ -35,6 +35,7 @@ from linattn_numpy.features import (
 from linattn_numpy.limits import (
     EMPTY,
     MAX_UNINSPECTED_EXPONENT,
+    UNDERFLOWED,
     all_finite,
     all_large,
     floor_of,
@@ -111,7 +112,7 @@ def _scan_unshifted(
     den = num_den[..., -1:]
     is_large = all_large(den, values_and_one, state.kvz, floor, least_weight)
     if not (is_large and all_finite(num_den)):
-        return Declined("a denominator may have underflowed, or a sum is not finite")
+        return UNDERFLOWED
     log = row_log(query_spec, query, common.log_scale[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
     if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():

@@ -1,11 +1,11 @@
 """Gradients of a causal block in place: of its queries, of its keys, and of both at once.
 
-Block and state, before it for queries or behind it for keys, are put on one scale, unshifted or
+Block and state, before it for queries or after it for keys, are put on one scale, unshifted or
 max-stabilized; then one scan over sub-blocks forwards pulls back to queries, one backwards to keys.
 A block whose scale would cost a row or a key its digits is left to the generic code, which divides
 and conquers.
 
-With the state before the block at hand, and the adjoint behind it, both sides of an unshifted block
+With the state before the block at hand, and the adjoint after it, both sides of an unshifted block
 share features, and the weights and cotangents of the pairs within a sub-block.
 """
 
@@ -20,12 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, RowScale, Spec, State, Tokens
-from linattn_numpy.block_vjps import (
-    UNDERFLOWED_KEYS,
-    division_vjp,
-    max_scale,
-    relative_rows,
-)
+from linattn_numpy.block_vjps import UNDERFLOWED_KEYS, division_vjp, max_scale, relative_rows
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import common_scale, stabilize
 from linattn_numpy.feature_vjps import (
@@ -148,7 +143,7 @@ def scan_vjp(
 ) -> tuple[Floats, Floats, Floats, State] | Declined:
     """Gradients of an unshifted block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
-    ``state`` is the one before the block, ``adjoint`` the one behind it. Other blocks, and those of
+    ``state`` is the one before the block, ``adjoint`` the one after it. Other blocks, and those of
     arguments that share leading axes, go one side at a time.
     """
     block = _Block(query_spec, key_spec, query, key, values_and_one)
@@ -287,7 +282,7 @@ def above_diagonal(size: int) -> Bools:
 
 
 class _Keys(NamedTuple):
-    """A causal block and the adjoint behind it on one scale."""
+    """A causal block and the adjoint after it on one scale."""
 
     q: Floats
     k: Floats
@@ -300,7 +295,7 @@ class _Keys(NamedTuple):
     log_scale: Floats
     """Of the features of ``start`` and of what is added to it."""
     positive: Bools | None = None
-    """Where inputs of a ReLU are, of keys."""
+    """Where inputs of a ReLU are."""
 
 
 class _Pairs(NamedTuple):
@@ -408,7 +403,7 @@ def _keys_vjp(
 ) -> tuple[Floats, Floats, State]:
     """Gradients of keys and of ``[v, 1]``, and the adjoint before the block; ``pairs`` last first.
 
-    ``length``: of the adjoint behind it.
+    ``length``: of the adjoint after it.
     """
     k, v, start = keys.k, keys.v, keys.start
     lead, n = start.shape[:-2], v.shape[-2]
@@ -434,7 +429,7 @@ def _keys_vjp(
 
 
 def _adjoint_states(start: Floats, qs: Floats, gs: Floats) -> Floats:
-    """Adjoints before each sub-block and behind the last, ``(..., count + 1, m, e + 1)``."""
+    """Adjoints before each sub-block and after the last, ``(..., count + 1, m, e + 1)``."""
     count = qs.shape[-3]
     states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
     states[..., -1, :, :] = start

@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Problem, State
 from linattn_numpy.features import supports_pointwise
-from linattn_numpy.limits import (
-    EMPTY,
-    MAX_LOG_LEAD,
-    MIN_READ_DENOMINATOR,
-    UNDERFLOWED,
-    floor_of,
-)
+from linattn_numpy.limits import EMPTY, MAX_LOG_LEAD, MIN_READ_DENOMINATOR, UNDERFLOWED, floor_of
 from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebase_for
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 

@@ -46,6 +46,7 @@ from linattn_numpy.limits import (
     MAX_LOG_LEAD,
     MIN_EXPONENT,
     MIN_READ_DENOMINATOR,
+    UNDERFLOWED,
     all_finite,
     finite_shift,
     floor_of,
@@ -201,7 +202,7 @@ def _read_stabilized(
     query_spec: Exponential | Pointwise, tokens: Tokens, state: State, want_log: bool
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
-        return Declined("a denominator may have underflowed, or a sum is not finite")
+        return UNDERFLOWED
     log = query_exponents(query_spec, tokens, "query")
     log = in_place(np.add, log, (state.log_scale + query_spec.col)[..., None, :])
     row = log.max(axis=-1, keepdims=True)

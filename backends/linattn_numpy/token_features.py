@@ -93,7 +93,7 @@ class ExponentialToken:
         self._project()
         self._logs += self._offsets
         weights = np.exp(self._key_log, out=self._weights)
-        # A sum of squares costs less than to look for the largest, which is exact.
+        # A sum of squares costs less than the largest, which decides where it is too large.
         if not (
             self._flat_weights.dot(self._flat_weights) <= MAX_SUM_OF_SQUARES
             or np.maximum.reduce(self._key_log, axis=None) <= MAX_LOG_LEAD
