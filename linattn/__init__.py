@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from linattn._dispatch import registered_backends, without_backends
+from linattn._dispatch import Explanation, explain, registered_backends, without_backends
 from linattn._settings import config
 from linattn.files import StateFileError, load_state, save_state
 from linattn.functional import decode_step, linear_attention, softmax_attention
@@ -28,6 +28,7 @@ __all__ = [
     "AttentionReport",
     "CoresetAttention",
     "Decoder",
+    "Explanation",
     "State",
     "StateFileError",
     "__version__",
@@ -36,6 +37,7 @@ __all__ = [
     "datasets",
     "decode_step",
     "diagnostics",
+    "explain",
     "feature_maps",
     "init_state",
     "linear_attention",

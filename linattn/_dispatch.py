@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import functools
 import importlib
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from linattn import _arrays, _generic
-from linattn.typing import Declined
+from linattn.typing import Declined, WholeTier
 
 __all__ = [
     "BlockFunctions",
+    "Choice",
+    "Explanation",
+    "explain",
+    "find",
     "is_declined",
     "limited_threads",
+    "note",
     "registered_backends",
     "whole_function",
     "without_backends",
@@ -28,7 +36,84 @@ __all__ = [
 GROUP = "linattn.backends"
 
 
-_backends_on: ContextVar[bool] = ContextVar("linattn_backends_on", default=True)
+class Choice(NamedTuple):
+    """Calls of one function that took one way: a row of an :class:`Explanation`."""
+
+    tier: str
+    function: str
+    code: str
+    reason: str
+    calls: int
+
+
+class Explanation:
+    """Which code ran inside ``with linattn.explain()``; printed, a table of 80 columns.
+
+    Attributes
+    ----------
+    choices : tuple of Choice
+        Each has a ``tier`` ("whole", a problem at once, or "block"), the name of the ``function``,
+        the ``code`` that answered (a backend's module, ``"generic"``, or ``"driver"`` where a whole
+        problem was cut into blocks), the ``reason`` why no backend did, ``""`` where one did, and
+        the number of ``calls``. In the order of the first call.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[str, str, str]] = Counter()
+        self._lock = Lock()
+
+    def add(self, function: str, code: str, reason: str = "") -> None:
+        """Count a call; all threads of a plan do."""
+        with self._lock:
+            self._calls[function, code, reason] += 1
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Rows, in the order of the first call."""
+        with self._lock:
+            calls = list(self._calls.items())
+        return tuple(
+            Choice("whole" if hasattr(WholeTier, name) else "block", name, code, reason, count)
+            for (name, code, reason), count in calls
+        )
+
+    def ran(self, function: str) -> set[str]:
+        """Return what has answered calls of a function: modules, "generic", "driver"."""
+        return {choice.code for choice in self.choices if choice.function == function}
+
+    def __str__(self) -> str:
+        """Table of 80 columns at most."""
+        head = ("tier", "function", "ran", "calls", "why not the backend")
+        rows = [head] + [(c.tier, c.function, c.code, str(c.calls), c.reason) for c in self.choices]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = []
+        for row in rows:
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
+            first = "  ".join(cells) + "  "
+            lines += textwrap.wrap(
+                row[4], 80, initial_indent=first, subsequent_indent=" " * len(first)
+            ) or [first.rstrip()]
+        return "\n".join(lines)
+
+
+class _Mode(NamedTuple):
+    """What decides which code runs, and who is told."""
+
+    backends: bool = True
+    report: Explanation | None = None
+
+
+DEFAULT = _Mode()
+_mode: ContextVar[_Mode] = ContextVar("linattn_mode", default=DEFAULT)
+
+
+@contextmanager
+def _changed(**changes: Any) -> Iterator[None]:
+    token = _mode.set(_mode.get()._replace(**changes))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
 
 
 @contextmanager
@@ -43,11 +128,40 @@ def without_backends() -> Iterator[None]:
     >>> with linattn.without_backends():
     ...     pass
     """
-    token = _backends_on.set(False)
-    try:
+    with _changed(backends=False):
         yield
-    finally:
-        _backends_on.reset(token)
+
+
+@contextmanager
+def explain() -> Iterator[Explanation]:
+    """Note which code the calls inside a ``with`` block take, and why not the faster one.
+
+    Yields
+    ------
+    Explanation
+        Which backend, or the generic code, has answered each function; ``print(report)`` shows a
+        table.
+
+    Notes
+    -----
+    Like all settings it holds for this thread (or task) and the threads of its own plans. Of
+    calls inside of two such blocks the inner one is told. Without such a block nothing is noted and
+    nothing costs time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 100, 16))
+    >>> phi = linattn.feature_maps.PositiveFeatures(16, num_features=32, rng=0)
+    >>> with linattn.explain() as report:
+    ...     output = linattn.linear_attention(query, key, value, phi)
+    >>> report.ran("read_block")
+    {'linattn_numpy'}
+    """
+    report = Explanation()
+    with _changed(report=report):
+        yield report
 
 
 @functools.cache
@@ -92,11 +206,17 @@ def _load(module_name: str) -> ModuleType:
     return importlib.import_module(module_name)
 
 
-def _backend(xp: ModuleType) -> ModuleType | None:
-    if not _backends_on.get():
+def _backend(xp: ModuleType, mode: _Mode) -> ModuleType | None:
+    if not mode.backends:
         return None
     module_name = _entry_points().get(_arrays.library_name(xp))
     return None if module_name is None else _load(module_name)
+
+
+def find(name: str, xp: ModuleType) -> Callable[..., Any] | None:
+    """Return a function of the backend as it is, or None where it has none."""
+    function: Callable[..., Any] | None = getattr(_backend(xp, _mode.get()), name, None)
+    return function
 
 
 def is_declined(answer: Any) -> bool:
@@ -112,19 +232,25 @@ class BlockFunctions:
     """
 
     def __init__(self, xp: ModuleType) -> None:
-        self._module = _backend(xp)
+        self._xp, self._mode = xp, _mode.get()
+        self._module = _backend(xp, self._mode)
 
     def backend_alone(self, name: str) -> Callable[..., Any] | None:
         """Return the backend's own function, or None: for what is done otherwise without it."""
-        function: Callable[..., Any] | None = getattr(self._module, name, None)
-        return function
+        return _alone(name, self._xp, self._mode, self._module)
+
+    def note(self, name: str, answer: Any) -> None:
+        """Tell whoever asked for an explanation how a call was answered."""
+        _tell(name, self._xp, self._mode, answer)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         fallback: Callable[..., Any] = getattr(_generic, name)
         called = _generic.CALLS.get(name, ())
         if called:
             fallback = partial(fallback, **{other: getattr(self, other) for other in called})
-        own = self.backend_alone(name)
+        own = getattr(self._module, name, None)
+        if self._mode.report is not None:
+            own = _telling(name, self._xp, self._mode, own)
 
         def own_or_generic(*args: Any) -> Any:
             result = own(*args)  # type: ignore[misc]
@@ -138,8 +264,59 @@ class BlockFunctions:
 
 def whole_function(name: str, xp: ModuleType) -> Callable[..., Any] | None:
     """Return a function of the backend's whole tier, or None where it has none."""
-    function: Callable[..., Any] | None = getattr(_backend(xp), name, None)
-    return function
+    mode = _mode.get()
+    return _alone(name, xp, mode, _backend(xp, mode))
+
+
+def _alone(
+    name: str, xp: ModuleType, mode: _Mode, backend: ModuleType | None
+) -> Callable[..., Any] | None:
+    """Return a function without a fallback; who asked for an explanation is told of its calls."""
+    function: Callable[..., Any] | None = getattr(backend, name, None)
+    if mode.report is None:
+        return function
+    telling = _telling(name, xp, mode, function)
+    if function is None:
+        telling()
+        return None
+    return telling
+
+
+def _telling(
+    name: str, xp: ModuleType, mode: _Mode, function: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Return a function that tells the report who answers each call; without one, why not."""
+    backend = _backend(xp, mode)
+    if not mode.backends:
+        missing = Declined("inside without_backends()")
+    elif backend is None:
+        missing = Declined(f"no backend for {_arrays.library_name(xp)}")
+    else:
+        missing = Declined(f"{backend.__name__} has none")
+
+    def told(*args: Any) -> Any:
+        answer = missing if function is None else function(*args)
+        _tell(name, xp, mode, answer)
+        return answer
+
+    return told
+
+
+def note(name: str, xp: ModuleType, answer: Any) -> None:
+    """Tell whoever asked for an explanation whether the backend has answered, or why not."""
+    _tell(name, xp, _mode.get(), answer)
+
+
+def _tell(name: str, xp: ModuleType, mode: _Mode, answer: Any) -> None:
+    if mode.report is None:
+        return
+    backend = _backend(xp, mode)
+    if backend is not None and not is_declined(answer):
+        mode.report.add(name, backend.__name__)
+        return
+    declined = answer if isinstance(answer, Declined) else Declined("not said")
+    by_driver = declined.by_head or hasattr(WholeTier, name)
+    mode.report.add(name, "driver" if by_driver else "generic", declined.reason)
 
 
 def limited_threads() -> AbstractContextManager[Any]:
@@ -147,5 +324,5 @@ def limited_threads() -> AbstractContextManager[Any]:
 
     The NumPy backend's, so that samples and fits are kept to the threads that its blocks are.
     """
-    limited = getattr(_backend(np), "limited_threads", None)
+    limited = getattr(_backend(np, _mode.get()), "limited_threads", None)
     return nullcontext() if limited is None else limited()

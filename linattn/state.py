@@ -327,6 +327,7 @@ class Decoder:
             problem, arrays = self._check(*arrays)
         if self._stepper is not None:
             output = self._stepper.step(*arrays)
+            _dispatch.note("stepper", problem.xp, output)
             if not _dispatch.is_declined(output):
                 self._stepped += 1
                 return output
@@ -348,6 +349,8 @@ class Decoder:
         begin = kind[-1]
         stepper = NotImplemented if begin is None else begin(problem, self._state)
         self._stepper = None if _dispatch.is_declined(stepper) else stepper
+        if begin is not None and self._stepper is None:
+            _dispatch.note("stepper", problem.xp, stepper)
         self._checked = problem, kind
         return problem, arrays
 
@@ -360,7 +363,7 @@ class Decoder:
 
 def _step_kind(xp: ModuleType, arrays: Iterable[Array]) -> tuple[Any, ...]:
     """Kinds of the arrays, settings, and what makes a backend's stepper, None without one."""
-    begin = _dispatch.whole_function("stepper", xp)
+    begin = _dispatch.find("stepper", xp)
     return _arrays.kinds(arrays), _settings.current_settings(), begin
 
 

@@ -197,11 +197,14 @@ def test_heads_that_are_declined_together_are_done_one_by_one(fakes):
 
     fakes.backend(scan_block=scan_block)
     out, state = linattn.linear_attention(*tokens(), PHI, is_causal=True, return_state=True)
+    with linattn.explain() as report:
+        linattn.linear_attention(*tokens(), PHI, is_causal=True)
     with linattn.without_backends():
         want, after = linattn.linear_attention(*tokens(), PHI, is_causal=True, return_state=True)
     assert shapes[:3] == [(2,), (1,), (1,)]
     np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(state.kvz, after.kvz, rtol=1e-12, atol=1e-14)
+    assert ("block", "scan_block", "driver", "heads differ", 1) in report.choices
 
 
 def test_what_a_block_function_returns_is_used(fakes):
@@ -456,31 +459,120 @@ def test_no_dispatch_without_backends(fakes):
     assert fakes.calls
 
 
-def test_the_numpy_backend_runs_by_default_and_not_without_backends(monkeypatch):
+def test_the_numpy_backend_runs_by_default_and_not_without_backends():
     defined = [n for n in [*BLOCK_TIER, *WHOLE_TIER] if hasattr(linattn_numpy, n)]
-    calls = []
-
-    def noting(name, function):
-        def note(*args):
-            calls.append(name)
-            return function(*args)
-
-        return note
-
-    for name in defined:
-        monkeypatch.setattr(linattn_numpy, name, noting(name, getattr(linattn_numpy, name)))
-    run_everything()
-    assert set(calls) == set(defined)
     assert defined, "the NumPy backend replaces nothing"
-    calls.clear()
-    with linattn.without_backends():
+    with linattn.explain() as report:
         run_everything()
-    assert calls == []
+    assert all("linattn_numpy" in report.ran(name) for name in defined)
+    with linattn.without_backends(), linattn.explain() as report:
+        run_everything()
+    assert {choice.code for choice in report.choices} == {"generic", "driver"}
 
 
 def test_the_suite_runs_both_ways(xp):
     # The parameter of `xp` that names the generic path is on it, and the others are not.
-    assert _dispatch._backends_on.get() is (xp.name != "numpy-without-backends")
+    assert _dispatch._mode.get().backends is (xp.name != "numpy-without-backends")
+
+
+# Explanations -----------------------------------------------------------------------------------
+
+
+def test_an_explanation_says_who_answered_and_why_not_the_backend(fakes):
+    def reduce_block(key_spec, block, values_and_one, state):
+        if block.x.shape[-2] < 5:
+            return Declined("n is below 5")
+        return _generic.reduce_block(key_spec, block, values_and_one, state)
+
+    fakes.backend(reduce_block=reduce_block, exact_block=not_implemented)
+    with linattn.explain() as report:
+        linattn.linear_attention(*tokens(), PHI, chunk_size=8)
+        linattn.softmax_attention(*tokens())
+    rows = {(c.function, c.code): c for c in report.choices}
+    assert rows["attention", "driver"] == (
+        "whole",
+        "attention",
+        "driver",
+        "fake_backend has none",
+        2,
+    )
+    assert rows["reduce_block", "fake_backend"] == ("block", "reduce_block", "fake_backend", "", 1)
+    assert rows["reduce_block", "generic"] == (
+        "block",
+        "reduce_block",
+        "generic",
+        "n is below 5",
+        1,
+    )
+    assert rows["exact_block", "generic"].reason == "not said"
+    assert rows["read_block", "generic"].reason == "fake_backend has none"
+    assert report.ran("reduce_block") == {"fake_backend", "generic"}
+    assert report.ran("scan_block") == set()
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["tier", "function", "ran", "calls", "why", "not", "the", "backend"]
+    assert any(line.split()[:4] == ["block", "reduce_block", "generic", "1"] for line in lines)
+
+
+def test_an_explanation_of_what_has_no_backend(fakes):
+    fakes.register()
+    with linattn.explain() as report:
+        linattn.linear_attention(*tokens(), PHI, is_causal=True)
+    assert {c.reason for c in report.choices} == {"no backend for numpy"}
+    with linattn.without_backends(), linattn.explain() as report:
+        linattn.linear_attention(*tokens(), PHI, is_causal=True)
+    assert {c.reason for c in report.choices} == {"inside without_backends()"}
+
+
+def test_an_explanation_changes_no_bit_and_ends():
+    query, key, value = tokens(300, "float32")
+    for scale in (1, 40):
+        args = (scale * query, scale * key, value, PositiveFeatures(4, 16, rng=0))
+        expected = linattn.linear_attention(*args, is_causal=True)
+        with linattn.explain() as report:
+            assert_array_equal(linattn.linear_attention(*args, is_causal=True), expected)
+        counted = report.choices
+        assert counted
+        linattn.linear_attention(*args, is_causal=True)
+        assert report.choices == counted
+
+
+def test_an_explanation_holds_in_threads_of_a_plan_and_not_outside():
+    query, key, value = (np.concatenate([x] * 4) for x in tokens(2000))
+    with linattn.config(num_threads=2), linattn.explain() as report:
+        linattn.linear_attention(query, key, value, PHI)
+        in_a_thread(lambda: linattn.softmax_attention(*tokens()))
+        with linattn.explain() as inner:
+            linattn.softmax_attention(*tokens())
+    assert report.ran("reduce_block") == report.ran("read_block") == {"linattn_numpy"}
+    assert report.ran("exact_block") == set()
+    assert inner.ran("exact_block") == {"linattn_numpy"}
+
+
+def test_an_explanation_of_steps():
+    query, key, value = tokens()
+    step = (query[:, 0], key[:, 0], value[:, 0])
+    state = linattn.init_state(PHI, 4, batch_shape=(2,), like=key)
+    decoder = linattn.Decoder(PHI, state)
+    decoder.step(*step)
+    with linattn.explain() as report:
+        for _ in range(3):
+            decoder.step(*step)
+        linattn.decode_step(*step, state, PHI)
+    assert report.choices == (
+        ("whole", "stepper", "linattn_numpy", "", 3),
+        ("whole", "decode", "linattn_numpy", "", 1),
+    )
+
+
+def test_an_explanation_of_heads_that_are_done_again():
+    rng = np.random.default_rng(0)
+    query, key = 40 * rng.standard_normal((2, 2, 100, 8)).astype("float32")
+    phi = PositiveFeatures(8, 16, rng=0)
+    with linattn.without_backends(), linattn.explain() as report:
+        linattn.linear_attention(query, key, query, phi, is_causal=True)
+    again = [c for c in report.choices if c.function == "scan_block" and c.code == "driver"]
+    assert [c.reason for c in again] == ["rows underflowed: their heads redone hierarchically"]
 
 
 # Settings ---------------------------------------------------------------------------------------
@@ -594,7 +686,7 @@ def in_a_thread(function):
 
 def test_threads_do_not_inherit():
     def seen():
-        return _settings.current_settings(), _dispatch._backends_on.get()
+        return _settings.current_settings(), _dispatch._mode.get().backends
 
     default = in_a_thread(seen)
     with linattn.config(num_threads=3, precision="float64"), linattn.without_backends():

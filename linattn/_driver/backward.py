@@ -115,7 +115,7 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
     specs = (problem.query_spec, problem.key_spec)
     if not problem.is_causal or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
-    return None if BlockFunctions(problem.xp).backend_alone("scan_vjp") is None else Checkpoints()
+    return None if _dispatch.find("scan_vjp", problem.xp) is None else Checkpoints()
 
 
 def pull(

@@ -16,6 +16,7 @@ from linattn._generic.hierarchical import scan_hierarchical
 from linattn.typing import (
     HEAD_BY_HEAD,
     Array,
+    Declined,
     Index,
     Partial,
     Problem,
@@ -24,6 +25,8 @@ from linattn.typing import (
 )
 
 __all__ = ["causal_block"]
+
+UNDERFLOWED = Declined("rows underflowed: their heads redone hierarchically", by_head=True)
 
 MAX_DECLINED_TOKENS = 512
 """Tokens of a causal block that is not cut where a backend declines it, and costs its square."""
@@ -117,6 +120,7 @@ def causal_block(
     rejected = rejected_heads(part, key.log_weight, values_and_one, state, problem.num_features)
     if rejected is None:
         return part, after
+    functions.note("scan_block", UNDERFLOWED)
     redone, _ = scan_hierarchical(*block)
     where = problem.xp.where
     num_den = where(rejected, redone.num_den, part.num_den)
