@@ -147,6 +147,12 @@ def _of_map(name: str, phi: Any) -> Iterator[tuple[str, Thunk]]:
         yield f"{name} {dtype} decode", partial(decode, x, phi)
         yield f"{name} {dtype} stream", partial(stream, x, phi)
         yield f"{name} {dtype} stream generic", generic(partial(stream, x, phi))
+    yield from _of_shapes(name, phi)
+
+
+def _of_shapes(name: str, phi: Any) -> Iterator[tuple[str, Thunk]]:
+    """Give one map masks, shapes, scales and options, in float32."""
+    attend, vjp = api.linear_attention, api.linear_attention_vjp
     single = inputs()
     mask = np.random.default_rng(2).random((2, 200)) > 0.3
     for mode, causal in (("full", False), ("causal", True)):

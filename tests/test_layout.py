@@ -1,0 +1,133 @@
+"""How large files and functions may get before they are taken apart."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from linattn import typing
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted(
+    path
+    for folder in ("linattn", "backends", "benchmarks", "examples", "docs")
+    for path in (ROOT / folder).rglob("*.py")
+)
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+MAX_SOURCE_LINES, MAX_TEST_LINES = 600, 1100
+MAX_CODE_LINES = 60
+MAX_PARAMETERS = 8
+MAX_PRIVATE_FILES = 6
+
+# Signatures that others chose: what users call, the contract of backends, torch's autograd.
+CHOSEN = {"linear_attention", "linear_attention_vjp", "forward", "compare", "command"}
+CONTRACT = {name for name in vars(typing.BlockTier) if not name.startswith("_")}
+
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def functions(source: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+
+
+def code_lines(source: str) -> set[int]:
+    """Return the lines that hold more than a comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {
+        line
+        for token in tokens
+        if token.type not in NOT_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+
+
+def length(function: ast.FunctionDef, code: set[int]) -> int:
+    """Lines of code of a function, without its docstring."""
+    lines = {line for line in code if function.lineno <= line <= (function.end_lineno or 0)}
+    if ast.get_docstring(function) is not None:
+        first = function.body[0]
+        lines -= set(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def num_parameters(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def is_private(path: Path, function: ast.FunctionDef) -> bool:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    hidden = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return hidden or parts[0] != "linattn" or function.name.startswith("_")
+
+
+def test_files_are_short():
+    limits = [(SOURCES, MAX_SOURCE_LINES), (TESTS, MAX_TEST_LINES)]
+    long = {
+        name_of(path): count
+        for paths, limit in limits
+        for path in paths
+        if (count := path.read_text(encoding="utf-8").count("\n")) > limit
+    }
+    assert long == {}
+
+
+def test_functions_are_short():
+    long = {}
+    for path in (*SOURCES, *TESTS):
+        source = path.read_text(encoding="utf-8")
+        # Tokens are slow: only where a function has so many lines at all.
+        if all((f.end_lineno or 0) - f.lineno < MAX_CODE_LINES for f in functions(source)):
+            continue
+        code = code_lines(source)
+        for function in functions(source):
+            if (count := length(function, code)) > MAX_CODE_LINES:
+                long[f"{name_of(path)}::{function.name}"] = count
+    assert long == {}
+
+
+def test_functions_of_our_own_take_few_arguments():
+    many = {
+        f"{name_of(path)}::{function.name}": count
+        for path in SOURCES
+        for function in functions(path.read_text(encoding="utf-8"))
+        if is_private(path, function)
+        and function.name not in CHOSEN | CONTRACT
+        and (count := num_parameters(function)) > MAX_PARAMETERS
+    }
+    assert many == {}
+
+
+def test_few_private_files_lie_at_the_top():
+    found = sorted(p.name for p in (ROOT / "linattn").glob("_*.py") if not p.name.startswith("__"))
+    assert len(found) <= MAX_PRIVATE_FILES, found
+
+
+@pytest.mark.parametrize(
+    "lines", [MAX_CODE_LINES, MAX_CODE_LINES + 1], ids=["just short enough", "too long"]
+)
+def test_lines_are_counted(lines):
+    body = "    x = 1\n\n    # a comment\n" * (lines - 1)
+    source = f'def f(a, b):\n    """Docstring.\n\n    More of it.\n    """\n{body}'
+    (function,) = functions(source)
+    assert length(function, code_lines(source)) == lines
+    assert num_parameters(function) == 2
