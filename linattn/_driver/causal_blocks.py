@@ -14,7 +14,6 @@ from linattn._driver.wrappers import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
 from linattn._generic.hierarchical import scan_hierarchical
 from linattn.typing import (
-    HEAD_BY_HEAD,
     Array,
     Declined,
     Index,
@@ -108,7 +107,7 @@ def causal_block(
         return scan_hierarchical(*block)
     scan_block: Any = functions.backend_alone("scan_block")
     answer: Any = NotImplemented if scan_block is None else scan_block(*block, problem.want_log)
-    if answer is HEAD_BY_HEAD or getattr(answer, "by_head", False):
+    if isinstance(answer, Declined) and answer.by_head:
         return _each_head(problem, functions, *block[2:])
     if is_declined(answer):
         if scan_block is not None and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:

@@ -11,7 +11,6 @@ from linattn.typing.backend import Backend, BlockTier, Services, Stepper, WholeT
 from linattn.typing.feature_map import FeatureMap
 from linattn.typing.problems import Plan, Problem
 from linattn.typing.records import (
-    HEAD_BY_HEAD,
     Array,
     ArrayT,
     Cotangent,
@@ -44,7 +43,6 @@ from linattn.typing.specs import (
 
 __all__ = [
     "ELU_PLUS_ONE",
-    "HEAD_BY_HEAD",
     "HEAVISIDE",
     "RELU",
     "SQUARED_RELU",

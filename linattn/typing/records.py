@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 __all__ = [
-    "HEAD_BY_HEAD",
     "Array",
     "ArrayT",
     "Cotangent",
@@ -29,10 +28,6 @@ ArrayT = TypeVar("ArrayT")
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each leading axis of a problem's state, aligned to the right."""
-
-
-HEAD_BY_HEAD = object()
-"""What a backend's ``scan_block`` returns for several heads that it would do one by one."""
 
 
 @dataclass(frozen=True, slots=True)
