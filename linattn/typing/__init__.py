@@ -8,7 +8,7 @@ heads), which broadcast.
 from __future__ import annotations
 
 from linattn.typing.backend import Backend, BlockTier, Services, Stepper, WholeTier, implements
-from linattn.typing.feature_map import FeatureMap
+from linattn.typing.feature_map import FeatureMap, MapAttributes
 from linattn.typing.problems import Plan, Problem
 from linattn.typing.records import (
     Array,
@@ -62,6 +62,7 @@ __all__ = [
     "FeatureMap",
     "Features",
     "Index",
+    "MapAttributes",
     "MapSpec",
     "Normalized",
     "Opaque",

@@ -1,29 +1,27 @@
-"""What an object must have to be a feature map."""
+"""What an object must have to be a feature map, and what it may say of itself."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 from linattn.typing.records import Array, Features
+from linattn.typing.specs import MapSpec
 
-__all__ = ["FeatureMap"]
+__all__ = ["FeatureMap", "MapAttributes"]
 
 
 @runtime_checkable
 class FeatureMap(Protocol):
     """What linear attention needs of a feature map; any object with these will do.
 
-    ``num_features`` is the number of columns, None meaning "as many as the inputs have
-    coordinates". A map that has ``query_spec(xp, dtype, device)`` and ``key_spec(...)`` as well is
-    evaluated by the backends from those records; otherwise the two methods here are called on
-    blocks of tokens. A method ``fingerprint()`` that returns a string, another one for every map
-    that gives other features, lets states be told from those of other maps; it is called whenever
-    a state is checked.
+    Everything else that is read of a map is optional: :class:`MapAttributes`. Other attributes are
+    the map's own business.
     """
 
     @property
     def num_features(self) -> int | None:
-        """Columns m."""
+        """Features m; None for as many as the inputs have coordinates."""
         ...
 
     def query_features(self, x: Array) -> Features:
@@ -32,4 +30,97 @@ class FeatureMap(Protocol):
 
     def key_features(self, x: Array) -> Features:
         """Features of keys ``(..., n, d)``."""
+        ...
+
+
+class MapAttributes(Protocol):
+    """What a feature map may say of itself: each attribute is optional, whatever others it has."""
+
+    @property
+    def dim(self) -> int | None:
+        """Coordinates d of the inputs, which are checked; None (the default) for any number."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Scale of the logits, by default 1; a window and a change of coordinates need it."""
+        ...
+
+    @property
+    def softmax_kernel(self) -> bool:
+        """Whether ``phi(q).psi(k)`` is about ``exp(scale q.k)``, size included; default False.
+
+        Only then may near keys be exact beside it.
+        """
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether the map may be used causally: it has not seen the sequence; default True."""
+        ...
+
+    @property
+    def positive(self) -> bool:
+        """Whether no feature is negative, by default True: negative denominators are not counted.
+
+        The verification kit checks it only where it is said.
+        """
+        ...
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether ``estimate`` has ``kernel`` as its mean, for the kit and the diagnostics."""
+        ...
+
+    @property
+    def sampler(self) -> Any:
+        """Name or record of what drew the projection, for the kit."""
+        ...
+
+    @property
+    def projection(self) -> Any:
+        """Rows that were drawn; a map with rows that were given cannot be redrawn, says the kit."""
+        ...
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        """The map inside, of one that only changes coordinates, for the diagnostics."""
+        ...
+
+    def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> MapSpec:
+        """Spec of the query side, from which backends evaluate it; only with ``key_spec``.
+
+        Without the two the methods of :class:`FeatureMap` are called on blocks of tokens.
+        """
+        ...
+
+    def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> MapSpec:
+        """Spec of the key side."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return another string for every map that gives other features.
+
+        It lets states be told from those of other maps, and is called whenever a state is checked.
+        """
+        ...
+
+    def kernel(self, x: Array, y: Array) -> Array:
+        """Kernel ``(..., n, s)`` that the features stand for."""
+        ...
+
+    def estimate(self, x: Array, y: Array) -> Array:
+        """Estimate of the kernel by these features."""
+        ...
+
+    def mean(self, x: Array, y: Array) -> Array:
+        """Exact mean of the estimate over draws."""
+        ...
+
+    def variance(self, x: Array, y: Array) -> Array:
+        """Exact variance of the estimate over draws."""
+        ...
+
+    def redraw(self, rng: Any) -> FeatureMap:
+        """Return the map as another draw."""
         ...
