@@ -19,7 +19,7 @@ from linattn._driver.problem import (
     stamped,
     step_problem,
 )
-from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
+from linattn.typing import Array, ArrayT, Declined, FeatureMap, Problem, State
 
 __all__ = ["Decoder", "State", "init_state", "merge_states", "read_state", "update_state"]
 
@@ -328,7 +328,7 @@ class Decoder:
         if self._stepper is not None:
             output = self._stepper.step(*arrays)
             _dispatch.note("stepper", problem.xp, output)
-            if not _dispatch.is_declined(output):
+            if not isinstance(output, Declined):
                 self._stepped += 1
                 return output
             # One step by other means; the next asks for a stepper again.

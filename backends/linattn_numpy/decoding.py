@@ -279,9 +279,9 @@ class Stepper:
         # The largest log of each query, and its features less that, take longer.
         if self._reads_unshifted:
             out = self._read(slot, self._token.unshifted_query(), self._min_denominator)
-            self._reads_unshifted = not isinstance(out, Declined)
-            if self._reads_unshifted:
+            if not isinstance(out, Declined):
                 return out
+            self._reads_unshifted = False
         phi = self._token.stabilized_query()
         return self._read(slot, phi, MIN_READ_DENOMINATOR[weights.itemsize])
 
