@@ -296,17 +296,8 @@ def _scan_block(*arguments: Any) -> Any:
     return scan_hierarchical(*arguments[:-1])
 
 
-def _scan_vjp(*arguments: Any) -> Any:
-    query_spec, key_spec, query, key, values_and_one, state, adjoint, grad = arguments
-    block = query_spec, key_spec, query, key, values_and_one
-    gradient, scale, _ = _generic.scan_query_vjp(*block, state, grad)
-    rows = (row_cotangent(scale, grad), scale.log)
-    return gradient, *_generic.scan_key_vjp(*block, adjoint, *rows)
-
-
 REFERENCES: dict[str, Callable[..., Any]] = {
     "scan_block": _scan_block,
-    "scan_vjp": _scan_vjp,
 } | {
     name: getattr(_generic, name)
     for name in (
@@ -322,6 +313,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
         "reduce_block_vjp",
         "scan_query_vjp",
         "scan_key_vjp",
+        "scan_vjp",
         "exact_query_vjp",
         "exact_key_vjp",
     )
