@@ -35,6 +35,9 @@ T = TypeVar("T")
 class StateFileError(ValueError):
     """A file is not a state that linattn saved, or is the state of another feature map."""
 
+    # Where callers import it from; tracebacks say so.
+    __module__ = "linattn.files"
+
 
 class Format(NamedTuple):
     """A kind of file: an uncompressed npz archive of exactly these arrays and of the version."""
