@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from threading import Lock
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -60,6 +59,9 @@ class Explanation:
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, str, str]] = Counter()
+        # Here and not at the top: `import linattn` would pay for it.
+        from threading import Lock
+
         self._lock = Lock()
 
     def add(self, function: str, code: str, reason: str = "") -> None:

@@ -22,11 +22,9 @@ def check_integer(value: int, name: str, *, least: int) -> int:
     return number
 
 
-def check_shape(batchcheck_shape: object) -> tuple[int, ...]:
-    if not isinstance(batchcheck_shape, tuple):
-        kind = type(batchcheck_shape).__name__
-        msg = f"batchcheck_shape must be a tuple of ints, got {batchcheck_shape!r} of type {kind}"
+def check_shape(batch_shape: object) -> tuple[int, ...]:
+    if not isinstance(batch_shape, tuple):
+        kind = type(batch_shape).__name__
+        msg = f"batch_shape must be a tuple of ints, got {batch_shape!r} of type {kind}"
         raise TypeError(msg)
-    return tuple(
-        check_integer(axis, "an axis of batchcheck_shape", least=0) for axis in batchcheck_shape
-    )
+    return tuple(check_integer(axis, "an axis of batch_shape", least=0) for axis in batch_shape)
