@@ -324,8 +324,8 @@ def _unshifted_keys(
     highest = _max_to(-row.min(axis=-2), lead)
     if not np.all(highest < np.inf):
         return Declined("the scale of a row is not finite")
-    own = np.broadcast_to(queries.col + highest, adjoint.log_scale.shape)
-    log_scale = np.maximum(adjoint.log_scale, own)
+    block_scale = np.broadcast_to(queries.col + highest, adjoint.log_scale.shape)
+    log_scale = np.maximum(adjoint.log_scale, block_scale)
     shift = finite_shift(log_scale)
     factor, top = relative_rows(keys.row)
     scale = log_scale + keys.col + top
@@ -333,11 +333,11 @@ def _unshifted_keys(
         return UNDERFLOWED_KEYS
     q, k = queries.weights, keys.weights
     g1 = grad_num_den * np.exp(-row - finite_shift(highest)[..., None])
-    own = np.exp(own - shift)
-    if np.all(own == own[..., :1]) and own.shape[:-1] == lead:
-        g1 = g1 * own[..., :1, None]
+    factors = np.exp(block_scale - shift)
+    if np.all(factors == factors[..., :1]) and factors.shape[:-1] == lead:
+        g1 = g1 * factors[..., :1, None]
     else:
-        q = in_place(np.multiply, q, own[..., None, :])
+        q = in_place(np.multiply, q, factors[..., None, :])
     scale = np.exp(scale)
     if np.all(scale == scale[..., :1]):
         scale = scale[..., :1, None]
@@ -379,8 +379,8 @@ def _max_to(x: Floats, lead: tuple[int, ...]) -> Floats:
     """Largest over leading axes along which ``(*lead, m)`` was broadcast."""
     extra = max(x.ndim - 1 - len(lead), 0)
     x = np.asarray(x.max(axis=tuple(range(extra))))
-    own = lead[len(lead) - x.ndim + 1 :]
-    axes = tuple(i for i, n in enumerate(own) if n == 1 and x.shape[i] != 1)
+    lead = lead[len(lead) - x.ndim + 1 :]
+    axes = tuple(i for i, n in enumerate(lead) if n == 1 and x.shape[i] != 1)
     return np.asarray(x.max(axis=axes, keepdims=True))
 
 
@@ -433,11 +433,11 @@ def _adjoint_states(start: Floats, qs: Floats, gs: Floats) -> Floats:
     count = qs.shape[-3]
     states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
     states[..., -1, :, :] = start
-    own = states[..., :-1, :, :]
-    if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == own.shape[:-2]:
-        np.matmul(transposed(qs), gs, out=own)
+    sums = states[..., :-1, :, :]
+    if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == sums.shape[:-2]:
+        np.matmul(transposed(qs), gs, out=sums)
     else:
-        own[...] = sum_to(np.matmul(transposed(qs), gs), own.shape[:-2])
+        sums[...] = sum_to(np.matmul(transposed(qs), gs), sums.shape[:-2])
     for i in reversed(range(count)):
         states[..., i, :, :] += states[..., i + 1, :, :]
     return states

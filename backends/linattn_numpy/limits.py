@@ -112,13 +112,13 @@ def all_large(
     # All rows see the first values: hardly ever must others be inspected.
     if size <= np.abs(values_and_one[..., 0, :]).min():
         return True
-    own, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
+    sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
     before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
     before = before.max(axis=-2, keepdims=True)
-    if not (_any_below(own, size) or _any_below(before, size)):
+    if not (_any_below(sizes, size) or _any_below(before, size)):
         return True
     # No more than the largest that each row sees.
-    seen = np.maximum(np.maximum.accumulate(own, axis=-2), before)
+    seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
     return not np.any((SMALL_VALUES * seen < np.maximum(floor / denominators, lost)) & (seen != 0))
 
 

@@ -85,10 +85,10 @@ def _values_seen(values_and_one: Array, state: State) -> Array:
     """
     xp, sizes = _arrays.namespace(values_and_one), abs(values_and_one)
     count = xp.cumulative_sum(xp.ones_like(sizes[..., :1]), axis=-2)
-    own = xp.cumulative_sum(sizes, axis=-2) / count
+    block_mean = xp.cumulative_sum(sizes, axis=-2) / count
     z = xp.abs(state.kvz[..., -1:])
     before = xp.where(z == 0, xp.zeros_like(state.kvz), xp.abs(state.kvz) / z)
-    return xp.maximum(own, xp.max(before, axis=-2, keepdims=True))
+    return xp.maximum(block_mean, xp.max(before, axis=-2, keepdims=True))
 
 
 def causal_block(
@@ -147,7 +147,7 @@ def _each_head(
             slice(i, i + 1) if size > 1 else slice(None)
             for i, size in zip(index, problem.state_lead, strict=True)
         )
-        own, own_after = causal_block(
+        head_part, head_after = causal_block(
             take_problem(problem, task),
             functions,
             _take_tokens(query, task),
@@ -156,9 +156,9 @@ def _each_head(
             take_state(state, task),
         )
         where = task_index(tuple(part.num_den.shape), 2, task)
-        part.num_den[where], part.log[where] = own.num_den, own.log
-        after.kvz[task_index(tuple(after.kvz.shape), 2, task)] = own_after.kvz
-        after.log_scale[task_index(tuple(after.log_scale.shape), 1, task)] = own_after.log_scale
+        part.num_den[where], part.log[where] = head_part.num_den, head_part.log
+        after.kvz[task_index(tuple(after.kvz.shape), 2, task)] = head_after.kvz
+        after.log_scale[task_index(tuple(after.log_scale.shape), 1, task)] = head_after.log_scale
     return part, after
 
 

@@ -106,8 +106,8 @@ def _max_to(x: Array, lead: tuple[int, ...]) -> Array:
     extra = max(len(shape) - 1 - len(lead), 0)
     if extra:
         x = xp.max(x, axis=tuple(range(extra)))
-    own = lead[len(lead) - x.ndim + 1 :]
-    axes = tuple(i for i, n in enumerate(own) if n == 1 and x.shape[i] != 1)
+    lead = lead[len(lead) - x.ndim + 1 :]
+    axes = tuple(i for i, n in enumerate(lead) if n == 1 and x.shape[i] != 1)
     return xp.max(x, axis=axes, keepdims=True) if axes else x
 
 
@@ -226,10 +226,10 @@ def scan_key_vjp(
     keys, largest = scaled_features(key_spec, key)
     cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
     lead = tuple(adjoint.log_scale.shape[:-1])
-    own, own_values_and_one = key_triangle(queries, keys, values_and_one, grad_num_den, log)
+    inner_key, inner_values_and_one = key_triangle(queries, keys, values_and_one, grad_num_den, log)
     cotangent, grad_values_and_one = (
-        cotangent + sum_to(own, lead, 2),
-        grad_values_and_one + sum_to(own_values_and_one, lead, 2),
+        cotangent + sum_to(inner_key, lead, 2),
+        grad_values_and_one + sum_to(inner_values_and_one, lead, 2),
     )
     gradient = _key_gradient(
         key_spec, key, keys, largest, values_and_one, cotangent, grad_values_and_one
@@ -269,7 +269,7 @@ class _Padded:
         self.values_and_one, self.g1 = pad(values_and_one, self.size), pad(g1, self.size)
         self.log = pad(log, self.size, float("inf"))
 
-    def own(self) -> tuple[Array, Array]:
+    def diagonal(self) -> tuple[Array, Array]:
         """Each token with itself: its weights without values, and ``g1.[v, 1]``."""
         xp = namespace(self.values_and_one)
         weights = xp.exp(self.queries.log + self.keys.log - self.log)
@@ -289,7 +289,7 @@ def query_triangle(
 ) -> Array:
     """Cotangent of queries by the keys of their own block, themselves included."""
     block, xp = _Padded(queries, keys, values_and_one, g1, log), namespace(values_and_one)
-    weights, products = block.own()
+    weights, products = block.diagonal()
     total = _times(weights * products, block.keys.values)
     for half in level_sizes(block.size):
         left, v = block.left(half)
@@ -299,7 +299,7 @@ def query_triangle(
         k = _times(xp.exp(left.log - finite_shift(top, xp)), left.values)
         products = xp.matmul(g, xp.matrix_transpose(v))
         part = xp.exp(right.log + top - row) * xp.matmul(products, k)
-        total = total + _spread(part, block.size, 1)
+        total = total + _scatter(part, block.size, 1)
     return total[..., : block.n, :]
 
 
@@ -314,11 +314,11 @@ def key_triangle(
     """Cotangents of keys and of ``[v, 1]`` by the queries of their own block; inner as above."""
     block, xp = _Padded(queries, keys, values_and_one, g1, log), namespace(values_and_one)
     inner = pad(inner, block.size)
-    weights, products = block.own()
+    weights, products = block.diagonal()
     weights = _times(weights, block.queries.values)
     total = weights * (products if inner is None else products - inner)
     whole = xp.sum(_times(weights, block.keys.values), axis=-1, keepdims=True)
-    total_v1 = whole * block.g1
+    total_values_and_one = whole * block.g1
     for half in level_sizes(block.size):
         left, v = block.left(half)
         right, g, row = block.right(half)
@@ -330,13 +330,13 @@ def key_triangle(
         if inner is not None:
             read = read - xp.sum(q * left_or_right(inner, half, 1), axis=-2, keepdims=True)
         scores = xp.matmul(_times(k, left.values), xp.matrix_transpose(q))
-        total = total + _spread(k * read, block.size, 0)
-        total_v1 = total_v1 + _spread(xp.matmul(scores, g), block.size, 0)
-    return total[..., : block.n, :], total_v1[..., : block.n, :]
+        total = total + _scatter(k * read, block.size, 0)
+        total_values_and_one = total_values_and_one + _scatter(xp.matmul(scores, g), block.size, 0)
+    return total[..., : block.n, :], total_values_and_one[..., : block.n, :]
 
 
-def _spread(x: Array, n: int, side: int) -> Array:
-    """Spread rows of left (0) or right (1) halves over all ``n`` rows; the others get 0."""
+def _scatter(x: Array, n: int, side: int) -> Array:
+    """Scatter rows of left (0) or right (1) halves over all ``n`` rows; the others get 0."""
     xp = namespace(x)
     both = [x, xp.zeros_like(x)] if side == 0 else [xp.zeros_like(x), x]
     joined = xp.concat(both, axis=-2)

@@ -216,12 +216,12 @@ def column_normalized_key_vjp(
     queries, zero = Features(means.log_weight, None), means.share[..., :1] * 0
     cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
     lead = tuple(adjoint.log_scale.shape[:-1])
-    own, own_values_and_one = key_triangle(
+    inner_key, inner_values_and_one = key_triangle(
         queries, keys, values_and_one, means.g1, zero, means.inner
     )
     cotangent, grad_values_and_one = (
-        cotangent + sum_to(own, lead, 2),
-        grad_values_and_one + sum_to(own_values_and_one, lead, 2),
+        cotangent + sum_to(inner_key, lead, 2),
+        grad_values_and_one + sum_to(inner_values_and_one, lead, 2),
     )
     gradient = features_vjp(key_spec, key, Features(cotangent, None))
     return gradient, grad_values_and_one, absorb_rows(queries, means.g1, zero, adjoint, means.inner)

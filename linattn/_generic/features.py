@@ -82,15 +82,15 @@ def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
         # An exponent past range may be so by a part of its sum: it is not known to be small.
         u = nan_if_infinite(exponents(spec, tokens.x, xp))
         features = Features(u + spec.col[..., None, :], None)
-        own = exponential_row(spec, tokens.x, xp)
+        log_row = exponential_row(spec, tokens.x, xp)
         if tokens.log_weight is not None:
-            own = own + tokens.log_weight
+            log_row = log_row + tokens.log_weight
     else:
         features = row_features(spec, tokens)
         xp = namespace(features.log)
-        own = xp.zeros_like(features.log[..., :1])
+        log_row = xp.zeros_like(features.log[..., :1])
     top = finite_shift(xp.max(features.log, axis=-1, keepdims=True), xp)
-    return Features(features.log - top, features.values), own + top
+    return Features(features.log - top, features.values), log_row + top
 
 
 def _corrected(spec: Corrected, features: Features) -> Features:

@@ -38,15 +38,15 @@ def left_or_right(x: Array, half: int, side: int) -> Array:
 
 
 def scatter_right(part: Partial, n: int) -> Partial:
-    """Spread rows of right halves over all ``n`` rows; left halves see nothing."""
+    """Scatter rows of right halves over all ``n`` rows; left halves see nothing."""
     xp = namespace(part.num_den)
 
-    def spread(right: Array, left: Array) -> Array:
+    def scatter(right: Array, left: Array) -> Array:
         both = xp.concat([left, right], axis=-2)
         return xp.reshape(both, (*both.shape[:-3], n, both.shape[-1]))
 
     nothing = xp.full_like(part.log, -float("inf"))
-    return Partial(spread(part.num_den, xp.zeros_like(part.num_den)), spread(part.log, nothing))
+    return Partial(scatter(part.num_den, xp.zeros_like(part.num_den)), scatter(part.log, nothing))
 
 
 def level_sizes(n: int) -> Iterator[int]:
@@ -79,11 +79,11 @@ def scan_hierarchical(
     left halves, and a row's parts are combined by their own logs. No branch depends on data.
     O(n m (d + e log n)) time, O(n m) memory.
     """
-    queries, own = query_features(query_spec, query)
+    queries, log_row = query_features(query_spec, query)
     part, after = scan_features_hierarchical(
         queries, row_features(key_spec, key), values_and_one, state
     )
-    return Partial(part.num_den, part.log + own), after
+    return Partial(part.num_den, part.log + log_row), after
 
 
 def pad_features(features: Features, size: int, fill: float) -> Features:

@@ -105,9 +105,9 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: S
 
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Partial:
     """Read the state with a block of queries. O(n m (d + e)) time, O(n m) memory."""
-    queries, own = query_features(query_spec, tokens)
+    queries, log_row = query_features(query_spec, tokens)
     part = read(queries, state)
-    return Partial(part.num_den, part.log + own)
+    return Partial(part.num_den, part.log + log_row)
 
 
 def scan_block(
@@ -126,7 +126,7 @@ def scan_block(
     """
     xp = namespace(values_and_one)
     keys = row_features(key_spec, key)
-    queries, own = query_features(query_spec, query)
+    queries, log_row = query_features(query_spec, query)
     weights_k, c, shift = _key_weights(keys, state.log_scale)
     weights_q, row = _query_weights(queries, c)
     before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
@@ -135,7 +135,7 @@ def scan_block(
     scores = xp.tril(scores)
     num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
     after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
-    return Partial(num_den, row + own), State(after, c, state.length + values_and_one.shape[-2])
+    return Partial(num_den, row + log_row), State(after, c, state.length + values_and_one.shape[-2])
 
 
 def values_block(value: Array, mask: Array | None, dtype: Any) -> Array:
