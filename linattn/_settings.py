@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from linattn import _checks
 
-__all__ = ["Settings", "config", "current_settings", "under"]
+__all__ = ["Settings", "config", "current_settings", "use_settings"]
 
 
 class Settings(NamedTuple):
@@ -76,12 +76,12 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
             message = f"precision must be 'float64', 'tf32' or None, got {precision!r}"
             raise ValueError(message)
         changed = changed._replace(precision=precision)
-    with under(changed):
+    with use_settings(changed):
         yield changed
 
 
 @contextmanager
-def under(settings: Settings) -> Iterator[None]:
+def use_settings(settings: Settings) -> Iterator[None]:
     """Put settings in force as a whole: those of an earlier call, for what is done about it."""
     token = _settings.set(settings)
     try:

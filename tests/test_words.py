@@ -53,9 +53,10 @@ WORDS = {
     r"\bby heart\b|\bhonest|\bteeth\b|\bdead row": "overfit, valid, mutation, zero denominator",
     r"\blaws?\b": "distribution",
     r"\bspread(s|ing)? (over|by|evenly)\b": "standard deviation; evenly spaced",
-    r"\b_?spread\(|\bdef _?(own|every|mine|some|others|put|one|but|under|quiet)\(": "verbs, nouns: what",
-    r"\b\w+_v1\b(?!\")": "values_and_one",
-    r"\bHEAD_BY_HEAD\b|\b_?Offer\b|\bsuffix(es)?\b(?<!path\.suffix)": "Declined, StoreState, adjoint",
+    r"\b_?spread\(": "scatter",
+    r"\bdef _?(own|every|mine|some|others|put|one|but|under|quiet)\(": "names that say what",
+    r"\b(own|total|grad|passing)_v1\b": "values_and_one",
+    r"\bHEAD_BY_HEAD\b|(?<!path\.)\bsuffix(es)?\b(?! of a file)": "Declined; adjoint",
     r"(normal|stabil|general|regular|optim|minim|maxim|standard|recogn|factor|synchron|token|initial|"
     r"summar|vector|special|random)is(e|ed|er|ers|es|ing|ation)\b": "-ize, as in normalizer",
 }

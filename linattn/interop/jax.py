@@ -111,7 +111,7 @@ def linear_attention(
 
     def problem_of(arrays: Any) -> Any:
         query, key, value, state, key_mask = jax.tree.map(_as_jax, arrays)
-        with _settings.under(policy):
+        with _settings.use_settings(policy):
             return differentiable_problem(
                 query,
                 key,
@@ -198,7 +198,7 @@ def softmax_attention(
 
     def problem_of(arrays: Any) -> Any:
         *qkv, mask = jax.tree.map(_as_jax, arrays)
-        with _settings.under(policy):
+        with _settings.use_settings(policy):
             return exact_problem(*qkv, scale=scale, is_causal=is_causal, key_mask=mask)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]

@@ -189,7 +189,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad_output: Array, grad_kvz: Array, _: Array) -> tuple[Array, ...]:
         *arrays, new_scale = ctx.saved_tensors
-        with torch.no_grad(), _settings.under(ctx.policy):
+        with torch.no_grad(), _settings.use_settings(ctx.policy):
             problem = _problem(arrays, *ctx.rest)
             gradients = pullback_of(problem, new_scale)(grad_output, grad_kvz)
         gradients = _once(gradients, (*arrays[:4], grad_output, grad_kvz))
@@ -222,7 +222,7 @@ class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad_output: Array) -> tuple[Array, ...]:
         *arrays, key_mask = ctx.saved_tensors
-        with torch.no_grad(), _settings.under(ctx.policy):
+        with torch.no_grad(), _settings.use_settings(ctx.policy):
             problem = exact_problem(*arrays, key_mask=key_mask, **ctx.settings)
             gradients = pullback_of(problem)(grad_output)
         return (*_once(gradients, (*arrays, grad_output)), None, None)
