@@ -42,7 +42,7 @@ def gaussian_kernel(points: NDArray[Any], values: NDArray[Any]) -> tuple[Any, ..
 
 def photograph(length: int) -> tuple[Any, ...]:
     """Non-local means: pixels by their noisy patches of 3 x 3, on 6 principal components."""
-    from sklearn.datasets import load_sample_image  # type: ignore[import-untyped]
+    from sklearn.datasets import load_sample_image
 
     side = int(length**0.5)
     grey = np.asarray(load_sample_image("china.jpg"), dtype=float)[80:, 120:].mean(axis=-1) / 255
