@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 DISTRIBUTION = "nvidia-cuda-nvrtc"
 
@@ -69,6 +70,13 @@ def _check(status: int) -> None:
         raise CompilationError(message)
 
 
+class Compiled(NamedTuple):
+    """Machine code, and the resources of each kernel in it."""
+
+    cubin: bytes
+    kernels: dict[str, Resources]
+
+
 def arguments(options: Mapping[str, str | int], arch: str, *, include: Path) -> list[str]:
     """Return the options with which CuPy compiles a kernel, but for the paths of its headers."""
     return [
@@ -84,7 +92,14 @@ def arguments(options: Mapping[str, str | int], arch: str, *, include: Path) -> 
 def compile_kernel(
     source_path: Path, options: Mapping[str, str | int], arch: str, *, include: Path
 ) -> dict[str, Resources]:
-    """Compile a source to machine code; return the resources of each kernel.
+    """Return the resources of each kernel of a source."""
+    return compile_source(source_path, options, arch, include=include).kernels
+
+
+def compile_source(
+    source_path: Path, options: Mapping[str, str | int], arch: str, *, include: Path
+) -> Compiled:
+    """Compile a source to machine code, which names the lines that it came from.
 
     Parameters
     ----------
@@ -107,7 +122,7 @@ def compile_kernel(
     text, name = source_path.read_bytes(), source_path.name.encode()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
     try:
-        given = [*arguments(options, arch, include=include), "--ptxas-options=-v"]
+        given = [*arguments(options, arch, include=include), "--ptxas-options=-v", "-lineinfo"]
         encoded = (ctypes.c_char_p * len(given))(*(argument.encode() for argument in given))
         status = nvrtc.nvrtcCompileProgram(program, len(given), encoded)
         size = ctypes.c_size_t()
@@ -116,7 +131,10 @@ def compile_kernel(
         _check(nvrtc.nvrtcGetProgramLog(program, log))
         if status:
             raise CompilationError(log.value.decode())
-        return read_log(log.value.decode())
+        _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return Compiled(cubin.raw, read_log(log.value.decode()))
     finally:
         _check(nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
 

@@ -27,11 +27,13 @@ from benchmarks.gpu import (
     cases,
     ceilings,
     compilation,
+    counts,
     floors,
     goals,
     library,
     limits,
     machine,
+    machine_code,
     page,
     parity,
     peers,
@@ -951,3 +953,61 @@ def test_a_machine_is_described(fake_cupy):
     assert found["device"]["name"] == "Double"
     assert found["kernels"] == hardware.kernel_hashes()
     assert found["versions"]["numpy"] == np.__version__
+
+
+# Counts -----------------------------------------------------------------------------------------
+
+DISASSEMBLED = """
+	.section	.text.adds,"ax",@progbits
+	//## File "/kernels/f.cu", line 3
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/               @P0 EXIT ;
+.L_x_2:
+	//## File "/kernels/f.cu", line 5
+        /*0020*/                   LDSM.16.M88.4 R4, [R2] ;
+.L_x_1:
+        /*0030*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0040*/                   LDS.64 R6, [R2+0x10] ;
+        /*0050*/               @P1 BRA `(.L_x_3) ;
+.L_x_4:
+	//## File "/kernels/f.cu", line 7
+        /*0060*/               @P2 BRA `(.L_x_1) ;
+	//## File "/kernels/f.cu", line 9
+        /*0070*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0080*/              @!P3 BRA `(.L_x_2) ;
+        /*0090*/                   EXIT ;
+.L_x_3:
+        /*00a0*/                   MUFU.RCP R9, R9 ;
+        /*00b0*/                   BRA `(.L_x_4) ;
+.L_x_5:
+        /*00c0*/                   BRA `(.L_x_5) ;
+        /*00d0*/                   NOP ;
+"""
+
+
+def test_instructions_are_counted_by_loop():
+    """What stands behind the end of a kernel and goes back into a loop is part of that loop."""
+    outside, loops = machine_code.parts_of(DISASSEMBLED)["adds"]
+    assert [(loop.line, loop.depth) for loop in loops] == [("f.cu:9", 1), ("f.cu:7", 2)]
+    outer, inner = (loop.part for loop in loops)
+    assert outer == ({"total": 3, "LDSM": 1, "BAR": 1, "branch": 1}, 4)
+    assert inner == ({"total": 6, "HMMA": 1, "LDS": 1, "MUFU": 1, "branch": 3}, 2)
+    # The last branch is what follows each kernel: nothing goes there.
+    assert outside == ({"total": 4, "rest": 1, "branch": 3}, 0)
+    kernel = {
+        "registers": 40,
+        "spill_bytes": 0,
+        "dynamic_shared_bytes": 1024,
+        "outside": {"instructions": outside.counts, "wavefronts": 0},
+        "loops": [
+            {"line": loop.line, "depth": loop.depth}
+            | {"instructions": loop.part.counts, "wavefronts": loop.part.wavefronts}
+            for loop in loops
+        ],
+    }
+    table = counts.table_of({"f.cu": {"adds": kernel}})
+    assert "adds: 40 registers, 0 B spilled, 1,024 B shared" in table
+    assert [line.split()[:3] for line in table.splitlines()[-2:]] == [
+        ["loop", "at", "f.cu:9"],
+        ["loop", "at", "f.cu:7"],
+    ]
