@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from benchmarks.peers import oracle, page, rotation
 from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
 from benchmarks.peers.problem import Inputs, Prepared, Sizes
 from benchmarks.peers.processes import PeerError, child_environment
-from benchmarks.peers.record import Cell, Crossover, LeftOut, Memory, Record, Timing
+from benchmarks.peers.record import Cell, Crossover, LeftOut, Memory, Record, Scaled, Timing
 from benchmarks.peers.registry import ATTENTION, GRADIENT, PEERS
 from benchmarks.peers.rotation import TOLERANCE, Budget, Runner, order, side_by_side
+from benchmarks.peers.scales import CASES, DTYPES, PATHS, seconds_by_scale
 from benchmarks.peers.tables import as_markdown, as_text, tables
 from benchmarks.peers.worker import BURST, Worker
 
@@ -247,6 +249,32 @@ def test_gradients_are_tabulated_with_the_share_of_the_pullback():
     assert table.notes[1] == "linattn's pullback takes 3.00 (causal) times the forward pass"
 
 
+def test_times_by_scale_are_medians_of_ratios_within_rounds():
+    record = record_of({})
+    rounds = ((1.0, 2.0, 9.0), (2.0, 8.0, 2.0), (1.0, 3.0, 1.0))
+    record.scaled.append(Scaled("FAVOR+, full", "float32", "backend", 64, (1, 2, 4), rounds))
+    (table,) = tables(record)
+    assert table.title == "Time by the scale of inputs, 64 tokens, float32, backend"
+    assert table.rows == [["", "at 1", "at 2", "at 4"], ["FAVOR+, full", "1.00 s", "3.00", "1.00"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_timed_by_scale_is_given_scaled_inputs(case, monkeypatch):
+    seen = []
+
+    def recording(sizes, query, key, value):
+        seen.append((query, key, value))
+        return lambda: None
+
+    monkeypatch.setitem(CASES, case, recording)
+    taken = seconds_by_scale(case, "float64", "generic", Sizes(1, 1, 4, 8), 9, [1, 3], 5)
+    assert [len(row) for row in taken] == [2] * 5
+    (query, key, value), scaled = seen
+    for x, y in zip((3 * query, 3 * key, value), scaled, strict=True):
+        assert y.dtype == np.float64
+        np.testing.assert_array_equal(x, y)
+
+
 def test_crossover_and_growth_of_powers():
     lengths = (512, 1024, 4096, 65536)
     record = record_of(
@@ -402,6 +430,7 @@ def test_the_command_runs_to_its_end(tmp_path):
         *("--peers", "linattn-favor", "linattn-pullback"),
         *("linattn-decoder", "numpy-cache", "numpy-rates"),
         *("--lengths", "64", "96", "--gradients", "64", "--contexts", "64", "--memory", "64"),
+        *("--scales", "3", "0.5", "--scale-length", "70"),
     )
     assert max(map(len, printed.partition("\n\n")[2].split("\nwrote")[0].splitlines())) <= 80
     assert "64 tokens, 1 thread" in printed
@@ -411,6 +440,10 @@ def test_the_command_runs_to_its_end(tmp_path):
     assert {record.pullback_share(kind, 64, 1) is None for kind in GRADIENT} == {False}
     assert record.limit_fraction("linattn-favor", "causal", 96) is not None
     assert {item.kind for item in record.memory} == {"full", "causal"}
+    kinds = [(item.case, item.dtype, item.path) for item in record.scaled]
+    assert kinds == [(case, d, path) for d, path, case in product(DTYPES, PATHS, CASES)]
+    assert {item.scales for item in record.scaled} == {(1, 0.5, 3)}
+    assert {len(item.rounds) for item in record.scaled} == {2}
     for table in tables(record):
         assert as_text(table) in printed
         assert as_markdown(table) in page.render(record)
@@ -430,7 +463,7 @@ def test_a_peer_that_cannot_start_is_named(tmp_path, text, reason):
     printed = run(
         tmp_path,
         *("--peers", "torch-exact", "linattn-elu", "--lengths", "64", "--gradients"),
-        *("--contexts", "--memory"),
+        *("--contexts", "--memory", "--scales"),
         PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     )
     assert f"left out: torch SDPA, exact, full: {reason}" in printed
@@ -443,6 +476,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         [Memory("linattn-favor", "full", 64, 1, 10, None)],
     )
     record.left_out.append(LeftOut("performer", "full", None, 1, "not installed"))
+    record.scaled.append(Scaled("a", "float32", "backend", 64, (1.0, 2.0), ((1.0, 2.0),)))
     record.write(tmp_path / "peers.json")
     assert Record.read(tmp_path / "peers.json") == record
 

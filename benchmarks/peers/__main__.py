@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import scales
 from benchmarks.peers.in_numpy import EXPONENTIALS
 from benchmarks.peers.machine import describe
 from benchmarks.peers.page import RESULTS
@@ -61,6 +63,15 @@ def _add_problems(add: Callable[..., Any]) -> None:
         metavar="N",
         help="tokens at which memory is measured, in processes that are not timed",
     )
+    add(
+        "--scales",
+        type=float,
+        nargs="*",
+        default=[1, 2, 3, 4, 6, 8, 12, 16],
+        metavar="S",
+        help="what queries and keys are multiplied by, to time linattn by it; 1 is always there",
+    )
+    add("--scale-length", type=_positive, default=4096, metavar="N", help="tokens of these")
     add(
         "--threads",
         type=_positive,
@@ -130,9 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {"exponentials": EXPONENTIALS, **budget._asdict()}
     record = Record(describe(options.cores), sizes, settings)
     threads = sorted(set(options.threads))
-    runner = Runner(
-        record, options.peers, threads, options.cores, budget, lambda text: print(text, flush=True)
-    )
+    say = partial(print, flush=True)
+    runner = Runner(record, options.peers, threads, options.cores, budget, say)
     try:
         runner.check()
         record.machine["libraries"] = runner.libraries(options.peers[0], threads[0])
@@ -146,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runner.close()
     for length in sorted(set(options.memory)):
         runner.measure_memory(sizes, length, threads[0])
+    if options.scales:
+        scales.measure(record, options.scale_length, options.scales, options.cores, say)
 
     print()
     print(joined(tables(record)))

@@ -14,7 +14,17 @@ from benchmarks.peers.limits import limit_seconds, product_shapes
 from benchmarks.peers.problem import Sizes
 from benchmarks.peers.registry import PEERS
 
-__all__ = ["MIN_CORE_SHARE", "Cell", "Check", "Crossover", "LeftOut", "Memory", "Record", "Timing"]
+__all__ = [
+    "MIN_CORE_SHARE",
+    "Cell",
+    "Check",
+    "Crossover",
+    "LeftOut",
+    "Memory",
+    "Record",
+    "Scaled",
+    "Timing",
+]
 
 MIN_CORE_SHARE = 0.95
 """A turn on one thread that got less of its core than this was disturbed."""
@@ -81,6 +91,26 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """Processor seconds of a call by scales of queries and keys, the first of them 1, in rounds."""
+
+    case: str
+    dtype: str
+    path: str
+    length: int
+    scales: tuple[float, ...]
+    rounds: tuple[tuple[float, ...], ...]
+
+    def ratios(self) -> list[float]:
+        """Return times at the other scales over that at 1: medians of the rounds' ratios."""
+        by_scale = list(zip(*self.rounds, strict=True))
+        return [
+            statistics.median(x / first for x, first in zip(taken, by_scale[0], strict=True))
+            for taken in by_scale[1:]
+        ]
+
+
+@dataclass(frozen=True)
 class LeftOut:
     """What was not measured, and why; no length where a peer could not start."""
 
@@ -115,6 +145,7 @@ class Record:
     checks: list[Check] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
+    scaled: list[Scaled] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
@@ -133,6 +164,7 @@ class Record:
             checks=[Check(**item) for item in content["checks"]],
             timings=[Timing(**_with_tuples(item)) for item in content["timings"]],
             memory=[Memory(**item) for item in content["memory"]],
+            scaled=[Scaled(**_with_tuples(item)) for item in content.get("scaled", [])],
             left_out=[LeftOut(**item) for item in content["left_out"]],
         )
 
@@ -251,4 +283,8 @@ class Record:
 
 
 def _with_tuples(item: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in item.items()}
+    return {name: _tuple(x) for name, x in item.items()}
+
+
+def _tuple(x: Any) -> Any:
+    return tuple(map(_tuple, x)) if isinstance(x, list) else x

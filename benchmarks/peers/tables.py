@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.peers.limits import product_shapes
 from benchmarks.peers.record import MIN_CORE_SHARE, Cell, Crossover, Record
@@ -35,6 +36,7 @@ def tables(record: Record) -> Iterator[Table]:
         _threads(record),
         _lengths_table(record),
         _memory(record),
+        *_by_scale(record),
         _rates(record),
         _left_out(record),
     ]
@@ -273,6 +275,23 @@ def _memory(record: Record) -> Table:
                 rows.append([peer.label, f"{length:,}", *cells])
     notes = ["growth of the process in one call beyond inputs and output; traced: by tracemalloc"]
     return Table("Workspace", rows, notes)
+
+
+def _by_scale(record: Record) -> Iterator[Table]:
+    """Tabulate times over those at scale 1, a table for each dtype and path."""
+    kinds: dict[tuple[Any, ...], list[list[str]]] = {}
+    for item in record.scaled:
+        first = statistics.median(row[0] for row in item.rounds)
+        row = [item.case, duration(first), *(f"{ratio:.2f}" for ratio in item.ratios())]
+        kinds.setdefault((item.length, item.scales, item.dtype, item.path), []).append(row)
+    for (length, scales, dtype, path), rows in kinds.items():
+        head = ["", "at 1", *(f"at {scale:g}" for scale in scales[1:])]
+        title = f"Time by the scale of inputs, {length:,} tokens, {dtype}, {path}"
+        notes = [
+            "time of a call, and what it takes over that where queries and keys are multiplied by "
+            "the number above; linattn on one thread, one head"
+        ]
+        yield Table(title, [head, *rows], notes)
 
 
 def _rates(record: Record) -> Table:

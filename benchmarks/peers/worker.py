@@ -125,6 +125,15 @@ class Worker:
         output, growth = measure(prepared.call)
         return max(0, growth - prepared.fetch(output).nbytes)
 
+    def scales(
+        self, case: str, dtype: str, path: str, sizes: list[int], *arguments: Any
+    ) -> list[list[float]]:
+        """Return seconds of a case by scales of inputs, in rounds."""
+        from benchmarks.peers.problem import Sizes
+        from benchmarks.peers.scales import seconds_by_scale
+
+        return seconds_by_scale(case, dtype, path, Sizes(*sizes), *arguments)
+
     def about(self) -> list[dict[str, Any]]:
         """Return what threadpoolctl knows of the libraries that this process has loaded."""
         try:
