@@ -16,10 +16,18 @@ from benchmarks.peers.tables import EXACT, duration, size
 
 __all__ = ["picture"]
 
-# The palette of Okabe and Ito; markers and dashes say the same again without colour.
-COLORS = ("#0072B2", "#56B4E9", "#000000", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#7F7F7F")
-MARKERS = ("o", "s", "X", "^", "v", "D", "P", "*")
-DASHES: tuple[Any, ...] = ("-", "-", "--", "-.", "-.", ":", "-", ":")
+STYLES = {
+    "linattn-favor": ("#0072B2", "o", "-"),
+    "numpy-loop": ("#0072B2", "x", ":"),
+    "linattn-hyperbolic": ("#56B4E9", "s", "-"),
+    "torch-exact": ("#000000", "X", "--"),
+    "performer": ("#D55E00", "^", "-."),
+    "jax-favor": ("#E69F00", "v", "-."),
+    "torch-favor": ("#CC79A7", "D", ":"),
+    "linattn-elu": ("#009E73", "P", "-"),
+    "torch-elu": ("#7F7F7F", "*", ":"),
+}
+"""Of the peers that are drawn: a colour of Okabe and Ito's, and marker and dashes without it."""
 
 
 def picture(record: Record, path: Path, *, threads: int) -> None:
@@ -46,20 +54,19 @@ def picture(record: Record, path: Path, *, threads: int) -> None:
 
 
 def _style(name: str) -> dict[str, Any]:
-    drawn = [other for other, peer in PEERS.items() if set(ATTENTION) <= set(peer.kinds)]
-    place = drawn.index(name)
+    color, marker, dashes = STYLES[name]
     return {
-        "color": COLORS[place],
-        "marker": MARKERS[place],
-        "linestyle": DASHES[place],
+        "color": color,
+        "marker": marker,
+        "linestyle": dashes,
         "markersize": 5,
         "label": PEERS[name].label,
     }
 
 
 def _times(axes: Axes, record: Record, kind: str, threads: int) -> None:
-    for name, peer in PEERS.items():
-        curve = record.curve(name, kind, threads) if kind in peer.kinds else {}
+    for name in STYLES:
+        curve = record.curve(name, kind, threads)
         if curve:
             axes.plot(list(curve), list(curve.values()), **_style(name))
     crossover = record.crossover("linattn-favor", EXACT, kind, threads)
@@ -79,7 +86,7 @@ def _times(axes: Axes, record: Record, kind: str, threads: int) -> None:
 def _workspace(axes: Axes, record: Record, kind: str) -> None:
     """Draw what tracemalloc saw where it sees all, in NumPy, and the process's growth elsewhere."""
     lengths = sorted({item.length for item in record.memory})
-    for name in PEERS:
+    for name in STYLES:
         found = {
             item.length: max(item.resident if item.traced is None else item.traced, 1 << 12)
             for item in record.memory

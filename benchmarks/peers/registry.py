@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 from benchmarks.peers.problem import Sizes
 
-__all__ = ["ATTENTION", "DECODE", "GRADIENT", "PEERS", "RATES", "Peer"]
+__all__ = ["ATTENTION", "DECODE", "GRADIENT", "LOOPS", "PEERS", "RATES", "Peer"]
 
 ATTENTION = ("full", "causal")
 DECODE = ("decode",)
 GRADIENT = ("full gradient", "causal gradient")
 RATES = ("project", "sum", "read", "small", "exp")
+
+LOOPS = ("numpy-loop", "numpy-loop-hyperbolic", "numpy-loop-elu")
+"""Peers that linattn must never fall behind."""
 
 
 class Peer(NamedTuple):
@@ -77,6 +80,10 @@ PEERS = {
     "linattn-hyperbolic": Peer(
         "linattn hyperbolic", "ours", ATTENTION, "linattn-favor", "hyperbolic"
     ),
+    "numpy-loop": Peer("NumPy loop, FAVOR+", "loops", ATTENTION, "linattn-favor"),
+    "numpy-loop-hyperbolic": Peer(
+        "NumPy loop, hyperbolic", "loops", ATTENTION, "linattn-hyperbolic"
+    ),
     # Here, so that rates are measured near the times that they are compared with.
     "numpy-rates": Peer("NumPy products and exp", "in_numpy", RATES, "numpy-rates"),
     "torch-exact": Peer(
@@ -126,6 +133,7 @@ PEERS = {
         numbers_a_token=_gradient_and_state_numbers,
     ),
     "linattn-elu": Peer("linattn elu+1", "ours", ATTENTION, "linattn-elu", "elu"),
+    "numpy-loop-elu": Peer("NumPy loop, elu+1", "loops", ATTENTION, "linattn-elu"),
     "torch-elu": Peer(
         "elu+1, torch ops",
         "in_torch",
