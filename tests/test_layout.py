@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from linattn import typing
+import linattn_numpy
+from linattn import _generic, typing
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(
@@ -28,6 +29,22 @@ MAX_PRIVATE_FILES = 6
 # Signatures that others chose: what users call, the contract of backends, torch's autograd.
 CHOSEN = {"linear_attention", "linear_attention_vjp", "forward", "compare", "command"}
 CONTRACT = {name for name in vars(typing.BlockTier) if not name.startswith("_")}
+
+# Files of the NumPy backend that hold nothing which the generic code has too, and why.
+WITHOUT_TWIN = {
+    "assigned": "a fast path of reduce_block for one spec",
+    "blas": "the thread pool of the BLAS",
+    "buffers": "memory that is used again",
+    "causal_scales": "when a causal block may go unshifted",
+    "decoding": "whole problems of one token, which the driver walks otherwise",
+    "limits": "ranges of floats in which the unshifted path is right",
+    "products": "products cut to what the BLAS does well",
+    "threads": "threads",
+    "tiles": "tiles that stay in cache",
+    "token_features": "features of one token, for decoding",
+    "triangles": "causal sums, a tile at a time",
+    "tuning": "measured constants",
+}
 
 NOT_CODE = {
     tokenize.COMMENT,
@@ -120,6 +137,23 @@ def test_functions_of_our_own_take_few_arguments():
 def test_few_private_files_lie_at_the_top():
     found = sorted(p.name for p in (ROOT / "linattn").glob("_*.py") if not p.name.startswith("__"))
     assert len(found) <= MAX_PRIVATE_FILES, found
+
+
+def test_files_of_the_numpy_backend_are_named_as_their_generic_twins():
+    numpy, generic = (
+        {path.stem for path in (ROOT / folder).glob("[!_]*.py")}
+        for folder in ("backends/linattn_numpy", "linattn/_generic")
+    )
+    assert numpy - generic == set(WITHOUT_TWIN)
+
+
+@pytest.mark.parametrize("name", sorted(CONTRACT & set(linattn_numpy.__all__)))
+def test_a_block_function_is_in_the_file_of_its_generic_twin(name):
+    numpy, generic = (
+        getattr(package, name).__module__.rpartition(".")[2]
+        for package in (linattn_numpy, _generic)
+    )
+    assert numpy == generic
 
 
 @pytest.mark.parametrize(

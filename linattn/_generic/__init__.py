@@ -10,10 +10,9 @@ from linattn._generic.block_vjps import (
     exact_query_vjp,
     read_block_vjp,
     reduce_block_vjp,
-    scan_key_vjp,
-    scan_query_vjp,
-    scan_vjp,
 )
+from linattn._generic.causal import scan_block
+from linattn._generic.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
 from linattn._generic.column_means import normalize_state
 from linattn._generic.exact import exact_block, exact_more, window_block
 from linattn._generic.features import change_coordinates, evaluate
@@ -29,7 +28,6 @@ from linattn._generic.states import (
     merge,
     read_block,
     reduce_block,
-    scan_block,
     values_block,
 )
 

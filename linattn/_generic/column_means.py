@@ -11,13 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from linattn._arrays import namespace
-from linattn._generic.block_vjps import (
-    absorb_rows,
-    adjoint_cotangent,
-    key_triangle,
-    query_triangle,
-    read_by,
-)
+from linattn._generic.block_vjps import absorb_rows, adjoint_cotangent, read_by
+from linattn._generic.causal_vjps import key_triangle, query_triangle
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import evaluate
 from linattn._generic.hierarchical import (

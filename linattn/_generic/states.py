@@ -1,4 +1,4 @@
-"""One block of tokens against a state: reduce, read, scan, merge, combine, divide."""
+"""One block of tokens against a state: reduce, read, merge, combine, divide."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = [
     "combine",
     "divide",
     "empty_state",
+    "key_weights",
     "log_normalizer",
     "merge",
+    "query_weights",
     "read",
     "read_block",
     "reduce_block",
-    "scan_block",
     "values_block",
 ]
 
@@ -58,7 +59,7 @@ def combine(first: Partial, second: Partial) -> Partial:
     return Partial(num_den, log)
 
 
-def _key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
+def key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
     """Put keys on the shift ``c`` that their state will have: (weights, c, finite c)."""
     log, values = features
     xp = namespace(log)
@@ -70,7 +71,7 @@ def _key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Ar
     return (weights if values is None else values * weights), c, shift
 
 
-def _query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
+def query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
     """Put queries on a state's shift, the largest of each row at 1: (weights, row log)."""
     log, values = features
     xp = namespace(log)
@@ -83,7 +84,7 @@ def _query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
 def absorb(features: Features, values_and_one: Array, state: State | None) -> State:
     """Add evaluated keys and their ``[v, 1]`` to a state (None: nothing seen before)."""
     xp = namespace(values_and_one)
-    weights, c, shift = _key_weights(features, None if state is None else state.log_scale)
+    weights, c, shift = key_weights(features, None if state is None else state.log_scale)
     kvz = xp.matmul(xp.matrix_transpose(weights), values_and_one)
     if state is None:
         return State(kvz, c, values_and_one.shape[-2])
@@ -94,7 +95,7 @@ def absorb(features: Features, values_and_one: Array, state: State | None) -> St
 def read(features: Features, state: State) -> Partial:
     """Read a state with evaluated queries."""
     xp = namespace(state.kvz)
-    weights, row = _query_weights(features, state.log_scale)
+    weights, row = query_weights(features, state.log_scale)
     return Partial(xp.matmul(weights, state.kvz), row)
 
 
@@ -108,34 +109,6 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     queries, log_row = query_features(query_spec, tokens)
     part = read(queries, state)
     return Partial(part.num_den, part.log + log_row)
-
-
-def scan_block(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    state: State,
-    want_log: bool,
-) -> tuple[Partial, State]:
-    """Causal attention of a block under one shift. O(n m (d + e) + n^2 (m + e)) time.
-
-    The shift includes later keys, so an early row may come out small or non-finite; the caller
-    checks it, on a scale where no product of a query feature and a key feature exceeds 1.
-    """
-    xp = namespace(values_and_one)
-    keys = row_features(key_spec, key)
-    queries, log_row = query_features(query_spec, query)
-    weights_k, c, shift = _key_weights(keys, state.log_scale)
-    weights_q, row = _query_weights(queries, c)
-    before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
-
-    scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k))
-    scores = xp.tril(scores)
-    num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
-    after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
-    return Partial(num_den, row + log_row), State(after, c, state.length + values_and_one.shape[-2])
 
 
 def values_block(value: Array, mask: Array | None, dtype: Any) -> Array:
