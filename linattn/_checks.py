@@ -190,8 +190,8 @@ def check_parameter(name: str, value: Any, last_axes: tuple[int, ...] = ()) -> N
 
 def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
     """Broadcast leading axes; the error shows every shape."""
-    first, *others = shapes.values()
-    if all(shape == first for shape in others):
+    first, *rest = shapes.values()
+    if all(shape == first for shape in rest):
         return first
     try:
         return np.broadcast_shapes(*shapes.values())

@@ -250,15 +250,15 @@ class BlockFunctions:
         called = _generic.CALLS.get(name, ())
         if called:
             fallback = partial(fallback, **{other: getattr(self, other) for other in called})
-        own = getattr(self._module, name, None)
+        specific = getattr(self._module, name, None)
         if self._mode.report is not None:
-            own = _telling(name, self._xp, self._mode, own)
+            specific = _telling(name, self._xp, self._mode, specific)
 
-        def own_or_generic(*args: Any) -> Any:
-            result = own(*args)  # type: ignore[misc]
+        def specific_or_generic(*args: Any) -> Any:
+            result = specific(*args)  # type: ignore[misc]
             return fallback(*args) if is_declined(result) else result
 
-        function = fallback if own is None else own_or_generic
+        function = fallback if specific is None else specific_or_generic
         # An attribute of its own: the next use does not come here.
         setattr(self, name, function)
         return function

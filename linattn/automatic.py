@@ -21,7 +21,7 @@ from linattn.typing import Array, ArrayT, Problem
 
 __all__ = ["AttentionReport", "attention"]
 
-COLUMNS = 64
+MIN_FEATURES = 64
 PROBES = 128
 WINDOW = 32
 CORESET_BLOCK = 128
@@ -29,7 +29,7 @@ CORESET_BLOCK = 128
 HELD_OUT = 64
 """Exact rows of each head from which the error of a call without a tolerance is estimated."""
 
-ROWS_A_COLUMN = 4
+ROWS_A_FEATURE = 4
 """Exact rows for each column where there is a tolerance: a fifth of the time, whatever m is."""
 
 PROBABILITY = 0.95
@@ -217,11 +217,11 @@ def attention(
     options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "scale": scale}
     generator = as_generator(rng)
     exact_pairs, length = _exact_pairs(problem), problem.query.shape[-2]
-    columns, query_mask = _columns(problem, tolerance), _query_mask(problem, key_mask)
-    probability = 1 - (1 - PROBABILITY) / max(len(columns), 1)
+    trials, query_mask = _trials(problem, tolerance), _query_mask(problem, key_mask)
+    probability = 1 - (1 - PROBABILITY) / max(len(trials), 1)
     window, cost = _window(problem), 0.0
-    for m in columns:
-        num_rows = HELD_OUT if tolerance is None else ROWS_A_COLUMN * m
+    for m in trials:
+        num_rows = HELD_OUT if tolerance is None else ROWS_A_FEATURE * m
         cost += _pairs(problem, m) / exact_pairs + num_rows / length
         with _dispatch.limited_threads():
             output, probes = _linear(query, key, value, m, query_mask, window, options, generator)
@@ -234,7 +234,7 @@ def attention(
             method = "coreset" if is_causal else "landmarks"
             report = AttentionReport(method, m, window, error, cost, bound)
             return (output, report) if return_report else output
-    if columns:
+    if trials:
         warnings.warn(
             f"tolerance={tolerance:g} takes exact attention, in quadratic time: with {m} columns "
             f"the error was estimated at {np.max(error):.2g}, and at most {np.max(bound):.2g}",
@@ -248,11 +248,11 @@ def attention(
     return output, AttentionReport("exact", None, None, none, 1 + cost, none)
 
 
-def _columns(problem: Problem, tolerance: float | None) -> list[int]:
-    """Numbers of columns to try before exact attention is cheaper: the first, or all."""
+def _trials(problem: Problem, tolerance: float | None) -> list[int]:
+    """Numbers of features to try before exact attention is cheaper: the first, or all."""
     if problem.lazy or 0 in problem.lead:
         return []
-    exact_pairs, spent, m = _exact_pairs(problem), 0.0, COLUMNS
+    exact_pairs, spent, m = _exact_pairs(problem), 0.0, MIN_FEATURES
     found: list[int] = []
     while OVERHEAD * (spent + _pairs(problem, m)) < exact_pairs:
         found.append(m)
@@ -324,7 +324,7 @@ def _estimate(
         pairs = zip(heads, masks, strict=True)
         task = tuple(slice(None) if n == 1 else slice(i, i + 1) for i, n in pairs)
         part = take_problem(problem, task)
-        own = None if probes is None else probes[task_index(probes.shape, 2, task)]
+        taken = None if probes is None else probes[task_index(probes.shape, 2, task)]
         found = held_out_error(
             output[task_index(tuple(output.shape), 2, task)],
             query=part.query,
@@ -333,7 +333,7 @@ def _estimate(
             is_causal=part.is_causal,
             key_mask=None if part.key_mask is None else part.key_mask[..., 0],
             scale=part.query_spec.scale,
-            rows=_rows(part, np.flatnonzero(valid[heads]), own, num_rows, generator),
+            rows=_rows(part, np.flatnonzero(valid[heads]), taken, num_rows, generator),
             probability=probability,
         )
         where = task_index(error.shape, 0, task)
@@ -365,7 +365,7 @@ def _query_mask(problem: Problem, key_mask: Array | None) -> Array | None:
         return key_mask
     axes = tuple(problem.query.shape[:-1])
     fits = key_mask.ndim == len(axes) and all(
-        n in (1, own) for n, own in zip(key_mask.shape, axes, strict=True)
+        n in (1, length) for n, length in zip(key_mask.shape, axes, strict=True)
     )
     return key_mask if fits else None
 

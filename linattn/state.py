@@ -14,8 +14,8 @@ from linattn._driver.problem import (
     check_feature_map,
     check_map_of_state,
     linear_problem,
-    map_columns,
     map_specs,
+    num_features_of,
     stamped,
     step_problem,
 )
@@ -67,7 +67,7 @@ def init_state(
     lead = _check_batch_shape(batch_shape)
     m = feature_map.num_features
     if m is None:
-        m = map_columns(feature_map, "like", like.shape[-1])
+        m = num_features_of(feature_map, "like", like.shape[-1])
     precision = _settings.current_settings().precision
     dtype = _arrays.accumulation_dtype(xp, like.dtype, precision)
     device = array_api_compat.device(like)

@@ -348,8 +348,8 @@ def told(pattern, text):
     [
         (r"from ([\d,]+) rows that are computed exactly", automatic.HELD_OUT),
         (r"Where it is above ([\d.]+) for any head", automatic.MIN_ERROR_OF_WARNING),
-        (r"fresh rows are drawn, (\d+) for each column", automatic.ROWS_A_COLUMN),
-        (r"never fewer than (\d+)", automatic.ROWS_A_COLUMN * automatic.COLUMNS),
+        (r"fresh rows are drawn, (\d+) for each column", automatic.ROWS_A_FEATURE),
+        (r"never fewer than (\d+)", automatic.ROWS_A_FEATURE * automatic.MIN_FEATURES),
         (r"With a probability of ([\d.]+) an output", automatic.PROBABILITY),
         (r"share the ([\d.]+) that are left", 1 - automatic.PROBABILITY),
         (r"with an exact window of (\d+) \|", automatic.WINDOW),
@@ -365,11 +365,11 @@ def test_the_page_tells_the_numbers_of_the_code(pattern, number):
     ("pattern", "number"),
     [
         (r"fitted to: (\d+) a head", automatic.HELD_OUT),
-        (r"or with a tolerance (\d+) m", automatic.ROWS_A_COLUMN),
+        (r"or with a tolerance (\d+) m", automatic.ROWS_A_FEATURE),
         (r"kept with probability ([\d.]+)\.", automatic.PROBABILITY),
         (r"``1 - ([\d.]+) / n``", 1 - automatic.PROBABILITY),
         (r"the estimated error of a head is above ([\d.]+)\.", automatic.MIN_ERROR_OF_WARNING),
-        (r"with (\d+) landmarks and", automatic.COLUMNS),
+        (r"with (\d+) landmarks and", automatic.MIN_FEATURES),
         (r"landmarks and (\d+) probes", automatic.PROBES),
     ],
 )

@@ -126,7 +126,7 @@ class TestCompare:
         np.testing.assert_allclose(exact, truth, rtol=1e-12, atol=1e-12)
         if method.obstacle(is_causal=is_causal, aligned=True):
             pytest.skip("of no use there")
-        case = compare.Case(method, 8 if method.has_columns else None)
+        case = compare.Case(method, 8 if method.has_num_features else None)
         arrays = (small.query, small.key, small.value)
         if method.held_out:  # fitted to ten of the twenty tokens, judged on the others
             arrays = tuple(x[:, 10:] for x in arrays)
@@ -623,7 +623,7 @@ class TestPictures:
         found = []
         for index, method in enumerate(methods.METHODS):
             middle = 0.02 * 1.4**index
-            for columns in (64, 128) if method.has_columns else (None,):
+            for columns in (64, 128) if method.has_num_features else (None,):
                 found.append(
                     replace(
                         row(method.name, middle, num_features=columns),

@@ -271,39 +271,39 @@ def _walk_exact(walk: _Walk) -> None:
         scale = row_scale(exact_rows(problem, rows, walk.block_size, functions), grad)
         grad_num_den, gradient = row_cotangent(scale, grad), xp.zeros_like(query.x)
         length = rows.stop if problem.is_causal else problem.key.shape[-2]
-        for others in walk.key_slices(length):
-            visible = _visible(problem, rows, others)
+        for keys in walk.key_slices(length):
+            visible = _visible(problem, rows, keys)
             gradient = gradient + functions.exact_query_vjp(
-                spec, query, *_raw_keys(problem, others), grad_num_den, scale.log, visible
+                spec, query, *_raw_keys(problem, keys), grad_num_den, scale.log, visible
             )
         walk.rows[0].write(walk.task, rows, gradient)
         scales.append(scale)
-    for others in walk.key_slices(problem.key.shape[-2]):
-        key, values_and_one = _raw_keys(problem, others)
+    for keys in walk.key_slices(problem.key.shape[-2]):
+        key, values_and_one = _raw_keys(problem, keys)
         gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
         for rows, scale in zip(all_rows, scales, strict=True):
-            if problem.is_causal and rows.stop <= others.start:
+            if problem.is_causal and rows.stop <= keys.start:
                 continue
             grad_num_den = row_cotangent(scale, walk.grad_output(rows))
-            query, visible = raw_tokens(problem, "query", rows, 0), _visible(problem, rows, others)
+            query, visible = raw_tokens(problem, "query", rows, 0), _visible(problem, rows, keys)
             more = functions.exact_key_vjp(
                 spec, query, key, values_and_one, grad_num_den, scale.log, visible
             )
             gradients = [x + sum_to(y, lead, 2) for x, y in zip(gradients, more, strict=True)]
-        walk.write_key(others, values_and_one, *gradients)
+        walk.write_key(keys, values_and_one, *gradients)
 
 
 def _raw_keys(problem: Problem, rows: slice) -> tuple[Tokens, Array]:
     return raw_tokens(problem, "key", rows, 0), values_and_one_block(problem, rows)
 
 
-def _visible(problem: Problem, rows: slice, others: slice) -> Array:
+def _visible(problem: Problem, rows: slice, keys: slice) -> Array:
     """Which keys of a block which queries see; None for all."""
-    if not problem.is_causal or others.stop <= rows.start + 1:
+    if not problem.is_causal or keys.stop <= rows.start + 1:
         return None
     xp, device = problem.xp, array_api_compat.device(problem.key)
     query = xp.arange(rows.start, rows.stop, device=device)
-    return xp.arange(others.start, others.stop, device=device) <= query[:, None]
+    return xp.arange(keys.start, keys.stop, device=device) <= query[:, None]
 
 
 # States -----------------------------------------------------------------------------------------

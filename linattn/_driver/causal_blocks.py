@@ -56,15 +56,15 @@ def rejected_heads(
     # A backend's state may be on a scale of which its normalizers are not bounded by the tokens.
     terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
     floor = float(info.smallest_normal) / float(info.eps) * terms
-    denominator, one = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
+    denominator, ones = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
     # All rows see the first values: hardly ever must others be inspected.
     first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
-    large = denominator * xp.minimum(SMALL_VALUES * first, one) >= floor
+    large = denominator * xp.minimum(SMALL_VALUES * first, ones) >= floor
     not_finite = ~xp.isfinite(part.num_den)
     if bool(xp.all(large & ~xp.any(not_finite, axis=-1, keepdims=True))):
         return None
     seen = _values_seen(values_and_one, state)
-    small = denominator * xp.minimum(SMALL_VALUES * seen, one) < floor
+    small = denominator * xp.minimum(SMALL_VALUES * seen, ones) < floor
     accepted = ~xp.any(small & (seen != 0), axis=-1, keepdims=True)
     if log_weight is not None:
         sees = xp.cumulative_sum(xp.astype(log_weight > -xp.inf, xp.int64), axis=-2) > 0

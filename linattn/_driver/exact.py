@@ -23,11 +23,11 @@ def exact_rows(
         key = token_block(problem, "key", rows, 0)
         values_and_one = transient_values_block(problem, rows, functions)
         part = exact_causal_block(spec, query, key, values_and_one, functions.exact_block)
-    for others in block_slices(
+    for keys in block_slices(
         rows.start if problem.is_causal else problem.key.shape[-2], block_size
     ):
-        key = token_block(problem, "key", others, 0)
-        values_and_one = transient_values_block(problem, others, functions)
+        key = token_block(problem, "key", keys, 0)
+        values_and_one = transient_values_block(problem, keys, functions)
         if part is None:
             part = functions.exact_block(spec, query, key, values_and_one)
         else:

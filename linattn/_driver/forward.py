@@ -111,12 +111,12 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         answer: Any = whole(problem if same else problem.replace(state=state))
         if not _dispatch.is_declined(answer):
             return answer  # type: ignore[no-any-return]
-    one = slice(0, 1)
+    row = slice(0, 1)
     start = state.length
     functions = _dispatch.BlockFunctions(problem.xp)
     with _generic.ignore_fp_warnings():
         state = update(problem, initial_state(problem.replace(state=state)), 1, functions)
-        tokens = token_block(problem, "query", one, start)
+        tokens = token_block(problem, "query", row, start)
         query_spec, seen = read_spec(problem, state)
         part = functions.read_block(query_spec, tokens, seen, problem.want_log)
         output = problem.xp.astype(divide(part), problem.query.dtype, copy=False)

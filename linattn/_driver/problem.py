@@ -32,9 +32,9 @@ __all__ = [
     "check_map_of_state",
     "exact_problem",
     "linear_problem",
-    "map_columns",
     "map_fingerprint",
     "map_specs",
+    "num_features_of",
     "short_fingerprint",
     "stamped",
     "step_problem",
@@ -94,8 +94,8 @@ def stamped(state: State, before: State | None, feature_map: FeatureMap) -> Stat
     return State(state.kvz, state.log_scale, state.length, fingerprint)
 
 
-def map_columns(feature_map: FeatureMap, name: str, dim: int) -> int:
-    """Columns of a map for inputs of this dim, which must be the map's own if it has one."""
+def num_features_of(feature_map: FeatureMap, name: str, dim: int) -> int:
+    """Count features for inputs of this dim, which must be the map's own if it has one."""
     wanted = getattr(feature_map, "dim", None)
     if wanted is not None and wanted != dim:
         message = (
@@ -190,7 +190,7 @@ def _describe(
         "value; to attend to earlier keys only use read_state"
     )
     _check_pairing(query, key, value, is_causal=options.is_causal, remedy=remedy)
-    m = map_columns(feature_map, "query and key", query.shape[-1])
+    m = num_features_of(feature_map, "query and key", query.shape[-1])
     _check_sees_no_later_keys(feature_map, options.is_causal)
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)

@@ -1,7 +1,7 @@
 """Near keys exactly, far keys by the feature map, one normalizer.
 
 Tokens stand in blocks of the window's length; the keys of a query's own block and of those beside
-it (causal: the one before) are near. Blocks are worked on by the span, with an axis of blocks
+it (causal: the one before) are near. Blocks are worked on by the group, with an axis of blocks
 before that of tokens. What is far of a block is a sum of states before and states after it;
 nothing is ever subtracted.
 """
@@ -26,7 +26,7 @@ from linattn.typing import Array, Partial, Problem, State, Tokens
 __all__ = ["window_rows"]
 
 FAN_OUT = 64
-"""Runs of spans whose states are held at once at each level of a division of what comes later."""
+"""Runs of groups whose states are held at once at each level of a division of what comes later."""
 
 
 def window_rows(
@@ -39,11 +39,11 @@ def window_rows(
     """Attend to near keys exactly and to far ones by the map; return the state after all keys.
 
     The keys of the state are far from every query. O(L (w (d + e) + m (d + e))) time; memory
-    for w < c, c tokens a span: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN_OUT.
+    for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN_OUT.
     """
     assert problem.exact_window is not None
     length, w = problem.query.shape[-2], problem.exact_window
-    span = max(1, block_size // w)
+    group = max(1, block_size // w)
     count = -(-length // w)
     # The near part needs far logs on the true scale, the query's own term included.
     problem = problem.replace(want_log=True)
@@ -53,10 +53,10 @@ def window_rows(
     before = state
     later: Iterator[State | None] = repeat(None)
     if not problem.is_causal:
-        spans = _Spans(problem, functions, start, span)
-        later = spans.states_after(0, -(-count // span), _nothing(problem))
-    for first, after in zip(range(0, count, span), later, strict=False):
-        g = min(span, count - first)
+        groups = _Groups(problem, functions, start, group)
+        later = groups.states_after(0, -(-count // group), _nothing(problem))
+    for first, after in zip(range(0, count, group), later, strict=False):
+        g = min(group, count - first)
         raw, values_and_one = _key_blocks(
             problem, first - 1, first + g + (after is not None), start
         )
@@ -162,21 +162,21 @@ def _block_states(
     return functions.reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]
 
 
-class _Spans(NamedTuple):
-    """A sequence in spans of blocks, whose states are made from the last to the first."""
+class _Groups(NamedTuple):
+    """A sequence in groups of blocks, whose states are made from the last to the first."""
 
     problem: Problem
     functions: BlockFunctions
     start: int
     """Position of the first token."""
-    span: int
-    """Blocks a span."""
+    group: int
+    """Blocks a group."""
 
     def states_after(self, first: int, stop: int, after: State) -> Iterator[State]:
-        """For spans first..stop - 1 the state of all keys from the second block after each.
+        """For groups first..stop - 1 the state of all keys from the second block after each.
 
-        ``after`` is that of the last. The spans are divided into at most FAN_OUT runs, whose states
-        are merged from the last to the first; each run is divided in the same way.
+        ``after`` is that of the last. The groups are divided into at most FAN_OUT runs, whose
+        states are merged from the last to the first; each run is divided in the same way.
         """
         if stop - first == 1:
             yield after
@@ -185,19 +185,19 @@ class _Spans(NamedTuple):
         firsts = range(first, stop, size)
         states = [after]
         for begin in reversed(firsts[1:]):
-            own = self._state_of(begin, min(begin + size, stop))
-            states.append(_generic.merge(own, states[-1]))
+            state = self._state_of(begin, min(begin + size, stop))
+            states.append(_generic.merge(state, states[-1]))
         for begin in firsts:
             yield from self.states_after(begin, min(begin + size, stop), states.pop())
 
     def _state_of(self, first: int, stop: int) -> State:
-        """State of the keys of some spans, each from its second block to the first after it."""
+        """State of the keys of some groups, each from its second block to the first after it."""
         problem, w, length = self.problem, self.problem.exact_window, self.problem.key.shape[-2]
         assert w is not None
         state = _nothing(problem)
         for index in range(first, stop):
-            end = min(((index + 1) * self.span + 1) * w, length)
-            rows = slice((index * self.span + 1) * w, end)
+            end = min(((index + 1) * self.group + 1) * w, length)
+            rows = slice((index * self.group + 1) * w, end)
             if rows.start < rows.stop:
                 tokens = token_block(problem, "key", rows, self.start)
                 values_and_one = values_and_one_block(problem, rows)

@@ -40,11 +40,11 @@ def row_scale(part: Partial, grad_output: Array) -> RowScale:
     numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
     # A masked token alone in its block has a denominator, on the scale 0.
     dead = (denominator == 0) | (part.log == -xp.inf)
-    one, zero = xp.ones_like(denominator), xp.zeros_like(denominator)
-    inverse = xp.where(dead, zero, one / xp.where(dead, one, denominator))
+    ones, zeros = xp.ones_like(denominator), xp.zeros_like(denominator)
+    inverse = xp.where(dead, zeros, ones / xp.where(dead, ones, denominator))
     inner = inverse * xp.sum(grad_output * (numerator * inverse), axis=-1, keepdims=True)
-    log = part.log + zero
-    return RowScale(xp.where(dead, zero + xp.inf, log), inverse, inner)
+    log = part.log + zeros
+    return RowScale(xp.where(dead, zeros + xp.inf, log), inverse, inner)
 
 
 def row_cotangent(scale: RowScale, grad_output: Array) -> Array:

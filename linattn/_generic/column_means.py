@@ -146,7 +146,7 @@ def _read_at(log_q: Array, top: Array, state: State) -> Partial:
     return read(Features(log, None), State(state.kvz, zero, 0))
 
 
-class _Means(NamedTuple):
+class _Reads(NamedTuple):
     """Reads of a block: share p of each feature, log of the weight w, ``g_i.M_ir``, and [g, 0]."""
 
     share: Array
@@ -155,9 +155,9 @@ class _Means(NamedTuple):
     g1: Array
 
 
-def _means(
+def _reads(
     log_q: Array, log_k: Array, values_and_one: Array, state: State, grad_output: Array
-) -> _Means:
+) -> _Reads:
     """O(n m (log n + e) + n^2 (m + e)) time, O(n m) memory; no branch depends on data."""
     xp = namespace(values_and_one)
     before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
@@ -175,7 +175,7 @@ def _means(
     zero = xp.zeros_like(total)
     inner = read_by(each_mean, state, g1, zero)
     inner = inner + query_triangle(each_mean, Features(log_k, None), values_and_one, g1, zero)
-    return _Means(share / total, log_q - row - xp.log(total) - log_z, inner, g1)
+    return _Reads(share / total, log_q - row - xp.log(total) - log_z, inner, g1)
 
 
 def column_normalized_query_vjp(
@@ -190,7 +190,7 @@ def column_normalized_query_vjp(
     """Gradient of a causal block of queries."""
     xp = namespace(values_and_one)
     log_q, log_k = evaluate(query_spec, query).log, evaluate(key_spec, key).log
-    share, _, inner, _ = _means(log_q, log_k, values_and_one, state, grad_output)
+    share, _, inner, _ = _reads(log_q, log_k, values_and_one, state, grad_output)
     mean = xp.sum(share * inner, axis=-1, keepdims=True)
     return features_vjp(query_spec.spec, query, Features(share * (inner - mean), None))
 
@@ -207,16 +207,16 @@ def column_normalized_key_vjp(
 ) -> tuple[Array, Array, State]:
     """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
     log_q, keys = evaluate(query_spec, query).log, evaluate(key_spec, key)
-    means = _means(log_q, keys.log, values_and_one, state, grad_output)
-    queries, zero = Features(means.log_weight, None), means.share[..., :1] * 0
+    reads = _reads(log_q, keys.log, values_and_one, state, grad_output)
+    queries, zero = Features(reads.log_weight, None), reads.share[..., :1] * 0
     cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
     lead = tuple(adjoint.log_scale.shape[:-1])
     inner_key, inner_values_and_one = key_triangle(
-        queries, keys, values_and_one, means.g1, zero, means.inner
+        queries, keys, values_and_one, reads.g1, zero, reads.inner
     )
     cotangent, grad_values_and_one = (
         cotangent + sum_to(inner_key, lead, 2),
         grad_values_and_one + sum_to(inner_values_and_one, lead, 2),
     )
     gradient = features_vjp(key_spec, key, Features(cotangent, None))
-    return gradient, grad_values_and_one, absorb_rows(queries, means.g1, zero, adjoint, means.inner)
+    return gradient, grad_values_and_one, absorb_rows(queries, reads.g1, zero, adjoint, reads.inner)

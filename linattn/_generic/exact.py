@@ -74,11 +74,11 @@ def window_block(
         part: Partial = exact_block(spec, query, keys, _beside(values_and_one, g, 2), visible)
         if bool(xp.all(xp.isfinite(part.num_den))):
             return part
-    own = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
-    last = Tokens(key.x[..., :g, :, :], _where(key.log_weight, slice(0, g)), key.start)
-    part = exact_block(spec, query, last, values_and_one[..., :g, :, :])
+    current = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
+    previous = Tokens(key.x[..., :g, :, :], _where(key.log_weight, slice(0, g)), key.start)
+    part = exact_block(spec, query, previous, values_and_one[..., :g, :, :])
     return combine(
-        part, exact_causal_block(spec, query, own, values_and_one[..., 1:, :, :], exact_block)
+        part, exact_causal_block(spec, query, current, values_and_one[..., 1:, :, :], exact_block)
     )
 
 

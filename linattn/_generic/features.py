@@ -100,5 +100,5 @@ def _corrected(spec: Corrected, features: Features) -> Features:
     log = features.log - spec.half_log[..., None, :]
     row = finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
     values = xp.matmul(xp.exp(log - row), spec.matrix)
-    own = values[..., :m] * xp.exp(spec.half_log)[..., None, :]
-    return Features(row, xp.concat([own, values[..., m:]], axis=-1))
+    first = values[..., :m] * xp.exp(spec.half_log)[..., None, :]
+    return Features(row, xp.concat([first, values[..., m:]], axis=-1))

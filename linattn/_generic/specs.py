@@ -140,8 +140,8 @@ def _assigned(spec: Assigned, tokens: Tokens, xp: ModuleType) -> Features:
     """One finite log a row, at its column; NaN throughout for a row that holds NaN."""
     x = tokens.x
     scores = xp.matmul(x, spec.P) + spec.bias[..., None, :]
-    columns = xp.arange(spec.P.shape[-1], device=array_api_compat.device(scores))
-    chosen = xp.argmax(scores, axis=-1, keepdims=True) == columns
+    index = xp.arange(spec.P.shape[-1], device=array_api_compat.device(scores))
+    chosen = xp.argmax(scores, axis=-1, keepdims=True) == index
     # The table's column of each row: a product with one 1 in each row is exact.
     table = xp.matmul(xp.astype(chosen, x.dtype), xp.matrix_transpose(spec.table))
     terms = xp.matmul(x, spec.probes) + spec.offset[..., None, :]
@@ -152,16 +152,15 @@ def _assigned(spec: Assigned, tokens: Tokens, xp: ModuleType) -> Features:
 
 
 def _assigned_vjp(spec: Assigned, tokens: Tokens, cotangent: Features, xp: ModuleType) -> Array:
-    """Column and table of a key held constant: they do not change but at a boundary."""
+    """Feature and table of a key held constant: they do not change but at a boundary."""
     x, g = tokens.x, cotangent.log
     scores = xp.matmul(x, spec.P) + spec.bias[..., None, :]
     m = spec.P.shape[-1]
-    column = xp.argmax(scores, axis=-1, keepdims=True)
-    chosen = xp.astype(column == xp.arange(m), x.dtype)
+    chosen = xp.astype(xp.argmax(scores, axis=-1, keepdims=True) == xp.arange(m), x.dtype)
     terms = xp.matmul(x, spec.probes) + spec.offset[..., None, :]
     terms = terms + xp.matmul(chosen, xp.matrix_transpose(spec.table))
-    own = xp.sum(chosen * g[..., :m], axis=-1, keepdims=True)
-    dterms = _softmax(terms, xp) * own
+    dlog = xp.sum(chosen * g[..., :m], axis=-1, keepdims=True)
+    dterms = _softmax(terms, xp) * dlog
     if spec.dense:
         dterms = dterms + g[..., m:]
     return xp.matmul(dterms, xp.matrix_transpose(spec.probes))

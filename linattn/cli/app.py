@@ -183,17 +183,17 @@ def compare(
         except ValueError as error:
             message = f"--maps: {error}"
             raise CommandError(message) from None
-        columns = settings.integers(
+        counts = settings.integers(
             "--num-features",
             num_features or settings.NUM_FEATURES,
             minimum=1,
-            maximum=settings.MAX_COLUMNS,
+            maximum=settings.MAX_FEATURES,
         )
         _compare(
             settings.Settings(
                 input=input_file,
                 maps=tuple(method.name for method in chosen),
-                num_features=columns,
+                num_features=counts,
                 lengths=settings.integers(
                     "--lengths",
                     lengths or settings.LENGTHS,

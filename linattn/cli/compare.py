@@ -163,10 +163,10 @@ class Verdict:
 def cases(methods: Iterable[Method], num_features: Sequence[int], inputs: Inputs) -> Iterator[Case]:
     """Yield every method with every number of columns that makes sense, then the baselines."""
     for method in (*methods, *BASELINES):
-        most = method.max_columns(inputs.key.shape[-2])
-        for columns in num_features if method.has_columns else (None,):
-            if columns is None or columns <= most:
-                yield Case(method, columns)
+        most = method.max_features(inputs.key.shape[-2])
+        for m in num_features if method.has_num_features else (None,):
+            if m is None or m <= most:
+                yield Case(method, m)
 
 
 def exact_output(inputs: Inputs, *, is_causal: bool) -> Float64:
@@ -221,11 +221,11 @@ def check(cases: Iterable[Case], inputs: Inputs) -> None:
     CommandError
         One does not.
     """
-    one = replace(inputs, query=inputs.query[:, :1], key=inputs.key[:, :1])
+    first_token = replace(inputs, query=inputs.query[:, :1], key=inputs.key[:, :1])
     for case in cases:
         if not case.method.held_out:  # whose numbers are limited by the tokens that there are
             try:
-                prepare(case, one, seed=0)
+                prepare(case, first_token, seed=0)
             except ValueError as error:
                 message = f"--num-features: {case.label}: {error}"
                 raise CommandError(message) from None
@@ -280,7 +280,7 @@ def _measured(
         truth = exact_output(judged, is_causal=is_causal)
     errors = []
     setup_seconds = math.inf
-    for draw in range(draws if case.method.has_columns and case.method.is_random else 1):
+    for draw in range(draws if case.method.has_num_features and case.method.is_random else 1):
         start = perf_counter()
         attend = prepare(case, inputs, seed=seed, draw=draw)
         setup_seconds = min(setup_seconds, perf_counter() - start)
@@ -406,11 +406,11 @@ def _good_enough(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.may_win and row.median <= GOOD_ENOUGH]
 
 
-def _tied(row: Row, others: Iterable[Row], number: Callable[[Row], float]) -> str:
+def _tied(row: Row, rows: Iterable[Row], number: Callable[[Row], float]) -> str:
     """Name the rows that another run may put before this one."""
     names = [
         other.full_label
-        for other in sorted(others, key=number)
+        for other in sorted(rows, key=number)
         if other is not row and number(other) <= number(row) * TIE
     ]
     if len(names) > 2:

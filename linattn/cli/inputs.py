@@ -170,9 +170,9 @@ def continued(
     )
 
 
-def _positions(own: int, length: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
-    repeated = rng.integers(own, size=max(0, length - own))
-    return np.concatenate([np.arange(min(own, length)), repeated])
+def _positions(available: int, length: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
+    repeated = rng.integers(available, size=max(0, length - available))
+    return np.concatenate([np.arange(min(available, length)), repeated])
 
 
 def _with_noise(

@@ -46,9 +46,9 @@ class Method:
         What tables and plots call it.
     make : callable
         ``make(query, key, num_features, rng)`` returns the call. query and key are there for
-        maps that are fitted; num_features is None exactly when has_columns is False.
-    has_columns : bool
-        Whether the number of columns is a choice; if not, the method is measured once.
+        maps that are fitted; num_features is None exactly when has_num_features is False.
+    has_num_features : bool
+        Whether the number of features is a choice; if not, the method is measured once.
     is_random : bool
         Whether another draw gives another result; if not, there is one.
     causal : bool or None
@@ -57,8 +57,8 @@ class Method:
         Whether queries and keys must be of one length.
     held_out : bool
         Whether the map is fitted to the first half of the tokens, to be judged on the second.
-    max_columns : callable
-        ``max_columns(S)``: columns that make sense for S keys, at most.
+    max_features : callable
+        ``max_features(S)``: features that make sense for S keys, at most.
     exact_share : callable
         ``exact_share(S, num_features, is_causal)``: the share of all pairs of a query and a key
         that need no approximation at this size: too large, and the error says nothing about
@@ -70,13 +70,13 @@ class Method:
     name: str
     label: str
     make: Callable[[Array, Array, int | None, np.random.Generator], Attend]
-    has_columns: bool = True
+    has_num_features: bool = True
     is_random: bool = True
     causal: bool | None = None
     aligned: bool = False
     held_out: bool = False
-    max_columns: Callable[[int], float] = lambda num_keys: math.inf
-    exact_share: Callable[[int, int, bool], float] = lambda num_keys, columns, is_causal: 0.0
+    max_features: Callable[[int], float] = lambda num_keys: math.inf
+    exact_share: Callable[[int, int, bool], float] = lambda num_keys, num_features, is_causal: 0.0
     about: str = ""
 
     def obstacle(self, *, is_causal: bool, aligned: bool) -> str:
@@ -108,28 +108,29 @@ def _in_window(num_keys: int, is_causal: bool) -> float:
     sizes = [WINDOW] * blocks + [rest]
     beside = sum(left * right for left, right in pairwise(sizes))
     if is_causal:
-        own = sum(size * (size + 1) / 2 for size in sizes)
-        return (own + beside) / (num_keys * (num_keys + 1) / 2)
+        inside = sum(size * (size + 1) / 2 for size in sizes)
+        return (inside + beside) / (num_keys * (num_keys + 1) / 2)
     return (sum(size**2 for size in sizes) + 2 * beside) / num_keys**2
 
 
-def _in_window_of_half(num_keys: int, columns: int, is_causal: bool) -> float:
+def _in_window_of_half(num_keys: int, num_features: int, is_causal: bool) -> float:
     return _in_window(num_keys - num_keys // 2, is_causal)
 
 
-def _exact_share_of_landmarks(num_keys: int, columns: int, is_causal: bool) -> float:
-    return min(1.0, columns / num_keys)
+def _share_of_landmarks(num_keys: int, num_features: int, is_causal: bool) -> float:
+    return min(1.0, num_features / num_keys)
 
 
-def _exact_share_of_either(num_keys: int, columns: int, is_causal: bool) -> float:
+def _share_of_either(num_keys: int, num_features: int, is_causal: bool) -> float:
     return max(
-        _exact_share_of_landmarks(num_keys, columns, is_causal), _in_window(num_keys, is_causal)
+        _share_of_landmarks(num_keys, num_features, is_causal),
+        _in_window(num_keys, is_causal),
     )
 
 
-def _uncompressed(num_keys: int, columns: int, is_causal: bool) -> float:
+def _uncompressed(num_keys: int, num_features: int, is_causal: bool) -> float:
     """Return the share of pairs of queries so early that their coreset still holds every key."""
-    return float(min(1.0, (columns + 2 * WINDOW) / num_keys) ** 2)
+    return float(min(1.0, (num_features + 2 * WINDOW) / num_keys) ** 2)
 
 
 def _landmarks(num_features: int | None, rng: np.random.Generator, window: int | None) -> Attend:
@@ -226,14 +227,14 @@ METHODS: tuple[Method, ...] = (
         "elu + 1",
         lambda query, key, num_features, rng: _linear(feature_maps.EluFeatures()),
         about="EluFeatures: elu(x) + 1; no choice of columns",
-        has_columns=False,
+        has_num_features=False,
     ),
     Method(
         "relu",
         "ReLU",
         lambda query, key, num_features, rng: _linear(feature_maps.ReluFeatures()),
         about="ReluFeatures: ReLU; no choice of columns",
-        has_columns=False,
+        has_num_features=False,
     ),
     Method(
         "landmarks",
@@ -242,8 +243,8 @@ METHODS: tuple[Method, ...] = (
         about="LandmarkFeatures, fitted to the sequence; not with --causal",
         causal=False,
         # With a landmark for every key it would be exact attention.
-        max_columns=lambda num_keys: num_keys - 1,
-        exact_share=_exact_share_of_landmarks,
+        max_features=lambda num_keys: num_keys - 1,
+        exact_share=_share_of_landmarks,
     ),
     Method(
         "landmarks+window",
@@ -252,8 +253,8 @@ METHODS: tuple[Method, ...] = (
         about="the same, near keys exactly; not with --causal",
         causal=False,
         aligned=True,
-        max_columns=lambda num_keys: num_keys - 1,
-        exact_share=_exact_share_of_either,
+        max_features=lambda num_keys: num_keys - 1,
+        exact_share=_share_of_either,
     ),
     Method(
         "calibrated+window",
@@ -263,7 +264,7 @@ METHODS: tuple[Method, ...] = (
         is_random=False,
         aligned=True,
         held_out=True,
-        max_columns=lambda num_keys: num_keys // 2,
+        max_features=lambda num_keys: num_keys // 2,
         exact_share=_in_window_of_half,
     ),
     Method(
@@ -273,7 +274,7 @@ METHODS: tuple[Method, ...] = (
         about="CoresetAttention: a bounded stream; only with --causal",
         causal=True,
         aligned=True,
-        max_columns=lambda num_keys: num_keys - 1,
+        max_features=lambda num_keys: num_keys - 1,
         exact_share=_uncompressed,
     ),
 )
@@ -282,10 +283,10 @@ UNIFORM = Method(
     "uniform",
     "uniform attention",
     lambda query, key, num_features, rng: _uniform,
-    has_columns=False,
+    has_num_features=False,
 )
 EXACT = Method(
-    "exact", "exact softmax", lambda query, key, num_features, rng: _softmax, has_columns=False
+    "exact", "exact softmax", lambda query, key, num_features, rng: _softmax, has_num_features=False
 )
 
 BASELINES: tuple[Method, ...] = (UNIFORM, EXACT)

@@ -58,9 +58,9 @@ _RANGE = (1e-3, 3.0)
 def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Figure:
     """Draw median and quartiles of the error against the number of columns."""
     figure, axes = _axes()
-    columns = sorted({row.num_features for row in rows if row.num_features is not None})
+    counts = sorted({row.num_features for row in rows if row.num_features is not None})
     # Left of the numbers: maps without a choice.
-    without = columns[0] / 2 if columns else 1
+    without = counts[0] / 2 if counts else 1
     by_method: dict[str, list[Row]] = {}
     for row in rows:
         if not row.is_baseline:
@@ -76,7 +76,7 @@ def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Fig
         if drawn:
             _draw_curve(axes, drawn, [offset * (row.num_features or without) for row in drawn])
     _draw_references(axes, uniform_row(rows))
-    ticks: dict[float, str] = {number: f"{number:,}" for number in columns}
+    ticks: dict[float, str] = {number: f"{number:,}" for number in counts}
     if any(row.num_features is None and not row.is_baseline for row in rows):
         ticks[without] = "no choice"
     axes.set_xscale("log", base=2)
@@ -100,12 +100,12 @@ def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Fig
     return figure
 
 
-def _draw_curve(axes: Axes, rows: Sequence[Row], columns: Sequence[float]) -> None:
+def _draw_curve(axes: Axes, rows: Sequence[Row], positions: Sequence[float]) -> None:
     """Draw the rows of one method, with quartiles."""
     low, high = zip(*map(_quartiles, rows), strict=True)
     median = [row.median for row in rows]
     axes.errorbar(
-        columns,
+        positions,
         median,
         yerr=[
             [middle - end for middle, end in zip(median, low, strict=True)],

@@ -33,13 +33,13 @@ from linattn.cli.sweep import Sweep, sweep
 from linattn.cli.text import count
 from linattn.diagnostics import AttendedNorms, attended_norms
 
-__all__ = ["CURVE_COLUMNS", "CURVE_METHOD", "Results", "run", "steps"]
+__all__ = ["CURVE_FEATURES", "CURVE_METHOD", "Results", "run", "steps"]
 
 CURVE_METHOD = METHODS[0].name
 """The method of the time curve where none is good enough, if it is among those measured; otherwise
 the best of them."""
 
-CURVE_COLUMNS = 256
+CURVE_FEATURES = 256
 """Its number of columns: the nearest of those measured."""
 
 FORMAT = 1
@@ -136,7 +136,7 @@ def _cases(settings: Settings, given: Inputs) -> list[Case]:
             raise CommandError(message)
     found = list(cases(fitting, settings.num_features, inputs))
     if all(case.method in BASELINES for case in found):
-        most = max(method.max_columns(inputs.key.shape[-2]) for method in fitting)
+        most = max(method.max_features(inputs.key.shape[-2]) for method in fitting)
         message = (
             f"--num-features: want at most {most} for {', '.join(m.name for m in fitting)} on "
             f"{count(inputs.key.shape[-2], 'key')}, got {settings.num_features[0]} or more"
@@ -187,10 +187,10 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
 
     case = _curve_case(cases, rows)
     arrays = continued(given, settings.lengths[-1], np.random.default_rng(seed))
-    one = limited(inputs, max_heads=1, max_tokens=settings.max_tokens, is_causal=is_causal)
+    first_head = limited(inputs, max_heads=1, max_tokens=settings.max_tokens, is_causal=is_causal)
     curves = {
-        "linear": prepare(case, one, seed=seed),
-        "exact": prepare(Case(EXACT, None), one, seed=seed),
+        "linear": prepare(case, first_head, seed=seed),
+        "exact": prepare(Case(EXACT, None), first_head, seed=seed),
     }
     curve = sweep(
         arrays,
@@ -225,4 +225,4 @@ def _curve_case(cases: Sequence[Case], rows: Sequence[Row]) -> Case:
 
 
 def _distance(case: Case) -> float:
-    return 0.0 if case.num_features is None else abs(math.log(case.num_features / CURVE_COLUMNS))
+    return 0.0 if case.num_features is None else abs(math.log(case.num_features / CURVE_FEATURES))

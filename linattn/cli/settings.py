@@ -12,7 +12,7 @@ from linattn.cli.errors import CommandError
 
 __all__ = [
     "LENGTHS",
-    "MAX_COLUMNS",
+    "MAX_FEATURES",
     "MAX_LENGTH",
     "NUM_FEATURES",
     "Settings",
@@ -23,7 +23,7 @@ __all__ = [
 NUM_FEATURES = ("64", "128", "256", "1024")
 LENGTHS = tuple(str(256 * 2**doubling) for doubling in range(9))
 
-MAX_COLUMNS = 2**16
+MAX_FEATURES = 2**16
 MAX_LENGTH = 2**22
 
 

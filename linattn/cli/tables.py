@@ -32,7 +32,7 @@ __all__ = [
 WIDTH = 80
 """What the tables need."""
 
-MANY_COLUMNS = 4096
+MANY_FEATURES = 4096
 """Columns beyond which random features are not worth it: exact attention is cheaper."""
 
 
@@ -114,12 +114,12 @@ def size_text(inputs: Inputs) -> str:
 def norms_text(norms: AttendedNorms) -> str:
     """Return what the size of attended pairs means for random features."""
     low, median, high = np.nanquantile(norms.percentiles[..., PERCENTILES.index(50)], (0, 0.5, 1))
-    hopeless = norms.num_features > MANY_COLUMNS
+    too_many = norms.num_features > MANY_FEATURES
     return (
         f"Attended |q + k|^2 / sqrt(dim): median over heads {_norm(median)}, from {_norm(low)} to "
         f"{_norm(high)}. One positive random feature has relative variance exp of that less 1: in "
-        f"{int(hopeless.sum())} of {count(hopeless.size, 'head')} they would take more than "
-        f"{MANY_COLUMNS:,} columns."
+        f"{int(too_many.sum())} of {count(too_many.size, 'head')} they would take more than "
+        f"{MANY_FEATURES:,} columns."
     )
 
 

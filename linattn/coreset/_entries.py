@@ -147,8 +147,8 @@ def _nearest(x1: Array, b: Array, metric: Array, xp: ModuleType) -> Array:
 def _membership(assigned: Array, m: int, like: Array, xp: ModuleType) -> Array:
     """1 where entry j is in cluster c, else 0: ``(H, m, n)``."""
     # Compared in the floating dtype, which is narrower than an index and exact up to 2^24.
-    columns = xp.arange(m, dtype=like.dtype, device=array_api_compat.device(like))
-    members = xp.astype(assigned, like.dtype)[:, None, :] == columns[:, None]
+    index = xp.arange(m, dtype=like.dtype, device=array_api_compat.device(like))
+    members = xp.astype(assigned, like.dtype)[:, None, :] == index[:, None]
     return xp.astype(members, like.dtype)
 
 

@@ -101,9 +101,9 @@ def weighted_percentiles(values: Floats, weights: Floats, percentiles: Sequence[
     return np.stack(levels, axis=-1)
 
 
-def make_verdict(hopeless: NDArray[np.bool_], feature_map: Any, reason: str) -> str:
+def make_verdict(too_many: NDArray[np.bool_], feature_map: Any, reason: str) -> str:
     kernel = "softmax" if getattr(feature_map, "softmax_kernel", False) else "kernel"
-    number, total = int(np.sum(hopeless)), np.size(hopeless)
+    number, total = int(np.sum(too_many)), np.size(too_many)
     if number == 0:
         return f"linear attention: {reason}"
     where = "" if number == total else f" in {number} of {total} heads"
@@ -137,6 +137,6 @@ def rows_drawn_together(feature_map: Any) -> int | None:
     return int(drawn.projection.shape[-1]) if name in BLOCK_SAMPLERS else None
 
 
-def columns_per_row(feature_map: Any, m: int) -> int:
+def features_per_row(feature_map: Any, m: int) -> int:
     projection = getattr(_innermost(feature_map), "projection", None)
     return 1 if projection is None else m // int(projection.shape[-2])

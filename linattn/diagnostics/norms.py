@@ -129,7 +129,7 @@ def _sampled_keys(mask: NDArray[np.bool_], num_samples: int) -> NDArray[np.intp]
     count = min(num_samples, max(1, int(np.sum(mask, axis=-1).max(initial=0))))
     keys = np.full((*heads, count), -1, dtype=np.intp)
     for head in np.ndindex(heads):
-        own = np.flatnonzero(mask[head])
-        own = own[evenly_spaced(len(own), count)]
-        keys[head][: len(own)] = own
+        visible = np.flatnonzero(mask[head])
+        visible = visible[evenly_spaced(len(visible), count)]
+        keys[head][: len(visible)] = visible
     return keys

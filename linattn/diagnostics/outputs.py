@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from linattn import _arrays, _checks, _generic
 from linattn._driver import forward
-from linattn._driver.problem import check_feature_map, linear_problem, map_columns
+from linattn._driver.problem import check_feature_map, linear_problem, num_features_of
 from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
-    columns_per_row,
+    features_per_row,
     is_deterministic,
     make_verdict,
     rows_drawn_together,
@@ -357,7 +357,7 @@ def _blocks(
             )
             raise ValueError(message)
     block_size = _checks.check_positive_int("block_size", block_size)
-    copies = columns_per_row(feature_map, m)
+    copies = features_per_row(feature_map, m)
     starts = np.arange(0, m // copies, block_size)
     return starts, np.diff(starts, append=m // copies), copies
 
@@ -369,7 +369,7 @@ def _read_inputs(
     check_feature_map(feature_map)
     xp, (query,) = _checks.check_arrays(query=query)
     state_xp, state = _checks.check_state_record("state", state)
-    m = map_columns(feature_map, "query", query.shape[-1])
+    m = num_features_of(feature_map, "query", query.shape[-1])
     if state.kvz.shape[-2] != m:
         message = (
             f"state must have {m} columns, those of feature_map, got kvz of shape "

@@ -13,8 +13,8 @@ from linattn._driver.problem import check_feature_map
 from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
-    columns_per_row,
     evenly_spaced,
+    features_per_row,
     is_deterministic,
     make_verdict,
     rows_drawn_together,
@@ -251,22 +251,22 @@ def recommend_num_features(
         factor = np.where(left > 0, deviation / left, np.inf) ** 2
     sees_keys = np.sum(pairs.weights, axis=-1)
     wanted = weighted_quantile(factor, sees_keys, coverage) * feature_map.num_features
-    step = _columns_per_block(feature_map)
+    step = _features_per_block(feature_map)
     per_head = step * np.maximum(np.ceil(wanted * (1 - 1e-12) / step), 1)
-    hopeless = np.array(
+    too_many = np.array(
         [
             not math.isfinite(m)
             or length < crossover_length(d, value_dim, int(m), is_causal=is_causal)
             for m in per_head.ravel()
         ]
     ).reshape(per_head.shape)
-    hopeless &= ~np.isnan(per_head)
-    possible = per_head[~hopeless & np.isfinite(per_head)]
+    too_many &= ~np.isnan(per_head)
+    possible = per_head[~too_many & np.isfinite(per_head)]
     most = int(possible.max()) if possible.size else None
-    reason = f"a tolerance of {tolerance:g} takes {_columns(per_head)}"
-    if hopeless.any():
+    reason = f"a tolerance of {tolerance:g} takes {_range_text(per_head)}"
+    if too_many.any():
         reason += f", which costs more than exact attention to {length} keys"
-    return Recommendation(most, per_head, hopeless, make_verdict(hopeless, feature_map, reason))
+    return Recommendation(most, per_head, too_many, make_verdict(too_many, feature_map, reason))
 
 
 class _Pairs(NamedTuple):
@@ -326,7 +326,7 @@ def _weighted_mean(values: Floats, weights: Floats) -> Floats:
     return np.asarray(np.sum(np.where(weights == 0, 0.0, values) * weights, axis=-1))
 
 
-def _columns(per_head: Floats) -> str:
+def _range_text(per_head: Floats) -> str:
     known = per_head[~np.isnan(per_head)]
     if not known.size:
         return "no columns, no key being seen"
@@ -334,6 +334,6 @@ def _columns(per_head: Floats) -> str:
     return f"{low} columns" if low == high else f"{low} to {high} columns"
 
 
-def _columns_per_block(feature_map: Any) -> int:
+def _features_per_block(feature_map: Any) -> int:
     rows = rows_drawn_together(feature_map) or 1
-    return rows * columns_per_row(feature_map, feature_map.num_features)
+    return rows * features_per_row(feature_map, feature_map.num_features)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
-from linattn._driver.problem import check_feature_map, map_columns, map_specs
+from linattn._driver.problem import check_feature_map, map_specs, num_features_of
 from linattn.diagnostics._shared import Floats, check_inputs, softmax
 from linattn.typing import Array, ColumnNormalized, FeatureMap
 
@@ -74,7 +74,7 @@ def attention_weights(
         message = f"scale must be None with a feature map, which has its own, got {scale!r}"
         raise ValueError(message)
     check_feature_map(feature_map)
-    map_columns(feature_map, "query and key", x.shape[-1])
+    num_features_of(feature_map, "query and key", x.shape[-1])
     result = [
         _map_row(log_terms, signs, mask)
         for log_terms, signs, mask in _row_terms(feature_map, x, y, visible, chosen)

@@ -173,15 +173,15 @@ def loss_and_gradient(
     z = y @ _swap(a) + alpha[..., None, :]
     share, total = _softmax(z.copy(), None)
     log_psi = z - eta[..., None, :] * total + y @ t[..., :, None]
-    rows, columns = (np.max(u, axis=-1, keepdims=True) for u in (log_phi, log_psi))
-    phi, psi = np.exp(log_phi - rows), np.exp(log_psi - columns)
+    top_phi, top_psi = (np.max(u, axis=-1, keepdims=True) for u in (log_phi, log_psi))
+    phi, psi = np.exp(log_phi - top_phi), np.exp(log_psi - top_psi)
     # A quotient by the kernel must stay finite; what is smaller has no weight in its row.
     kernel = np.maximum(phi @ _swap(psi), tiny)
 
     logits = x @ _swap(y)
     approximate = np.log(kernel)
-    approximate += rows
-    approximate += _swap(columns)
+    approximate += top_phi
+    approximate += _swap(top_psi)
     np.copyto(approximate, logits, where=~far)
     excess = logits - approximate
     exact_weights, exact_log = _softmax(logits, seen)

@@ -42,7 +42,7 @@ class ExponentialFeatures(SoftmaxKernelFeatures):
     """T of the queries and ``T^-T`` of the keys, ``(..., d, d)`` each, or None for neither."""
 
     @property
-    def _columns_per_row(self) -> int:  # type: ignore[override]
+    def _features_per_row(self) -> int:  # type: ignore[override]
         return 2 if self.antithetic else 1
 
     @property

@@ -39,17 +39,17 @@ class ProjectedFeatureMap(BaseFeatureMap):
     projection: Floats
     sampler: str | Any
 
-    _columns_per_row: ClassVar[int] = 1
+    _features_per_row: ClassVar[int] = 1
 
     def _draw(self, dim: Any, num_features: Any, sampler: Any, rng: Seed) -> Floats:
         """Check dim and num_features, and draw the projection."""
         dim = _checks.check_positive_int("dim", dim)
-        columns = self._columns_per_row
+        per_row = self._features_per_row
         if num_features is None:
-            blocks = max(1, ceil(dim * log(dim) / (columns * dim)))
-            num_features = blocks * columns * dim
+            blocks = max(1, ceil(dim * log(dim) / (per_row * dim)))
+            num_features = blocks * per_row * dim
         m = _checks.check_positive_int("num_features", num_features)
-        if m % columns:
+        if m % per_row:
             message = (
                 f"num_features must be even, each row of the projection making a pair of columns, "
                 f"got {m}"
@@ -57,9 +57,9 @@ class ProjectedFeatureMap(BaseFeatureMap):
             raise ValueError(message)
         draw = find_sampler(sampler)
         # A copy: the sampler may go on using its array.
-        projection = np.array(draw(m // columns, dim, rng), dtype=np.float64)
-        if projection.shape != (m // columns, dim):
-            message = f"sampler must return shape {(m // columns, dim)}, got {projection.shape}"
+        projection = np.array(draw(m // per_row, dim, rng), dtype=np.float64)
+        if projection.shape != (m // per_row, dim):
+            message = f"sampler must return shape {(m // per_row, dim)}, got {projection.shape}"
             raise ValueError(message)
         return projection
 
@@ -155,7 +155,7 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap, SoftmaxKernelMap):
         scale = 1 / sqrt(dim) if scale is None else scale
         self._set(
             dim=dim,
-            num_features=int(projection.shape[-2]) * self._columns_per_row,
+            num_features=int(projection.shape[-2]) * self._features_per_row,
             scale=_checks.check_finite_number("scale", scale, positive=True),
             projection=projection,
             sampler=sampler,

@@ -415,12 +415,12 @@ class _Angle(NamedTuple):
     def between(cls, x: NDArray[np.float64], y: NDArray[np.float64]) -> Self:
         """Angles ``(..., n, s)``; an inner product would lose half the digits near 0 and pi."""
         x, y = (v / np.where(norms == 0, 1, norms) for v, norms in ((x, _norms(x)), (y, _norms(y))))
-        near, far = np.zeros(()), np.zeros(())
+        less, more = np.zeros(()), np.zeros(())
         for a, b in zip(np.moveaxis(x, -1, 0), np.moveaxis(y, -1, 0), strict=True):
-            near = near + (a[..., :, None] - b[..., None, :]) ** 2
-            far = far + (a[..., :, None] + b[..., None, :]) ** 2
-        near, far = np.sqrt(near), np.sqrt(far)
-        return cls((far - near) * (far + near) / 4, near * far / 2, 2 * np.arctan2(far, near))
+            less = less + (a[..., :, None] - b[..., None, :]) ** 2
+            more = more + (a[..., :, None] + b[..., None, :]) ** 2
+        less, more = np.sqrt(less), np.sqrt(more)
+        return cls((more - less) * (more + less) / 4, less * more / 2, 2 * np.arctan2(more, less))
 
     def half_moment(self, p: int, q: int) -> NDArray[np.float64]:
         """``E u^p v^q`` over u, v > 0, both standard normal with correlation cos t.

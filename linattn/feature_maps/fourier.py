@@ -229,7 +229,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
     """
 
     positive = False
-    _columns_per_row = 2
+    _features_per_row = 2
     _parameters = ("bandwidth", "normalize", "projection", "log_weights")
 
     bandwidth: float
@@ -471,8 +471,8 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         return KERNELS[self._kernel] if isinstance(self._kernel, str) else self._kernel
 
     def _check_independent(self) -> None:
-        own = not isinstance(self._kernel, str) and self.sampler is not None
-        if own and not isinstance(self.sampler, Sampler):
+        is_caller_kernel = not isinstance(self._kernel, str) and self.sampler is not None
+        if is_caller_kernel and not isinstance(self.sampler, Sampler):
             return
         if self._known_sampler("RandomFourierFeatures.estimate") != gaussian:
             message = (

@@ -27,7 +27,7 @@ __all__ = ["PolynomialFeatures", "TaylorFeatures"]
 MAX_ORDER, MAX_DEGREE = 170, 1000
 """Of Taylor and polynomial maps: beyond them weights overflow."""
 
-MAX_COLUMNS = 2**20
+MAX_FEATURES = 2**20
 """Columns beyond which a map is an error: a state of a million of them takes 260 MB a head."""
 
 
@@ -61,8 +61,8 @@ def _degrees(dim: int, highest: int) -> tuple[_Degree, ...]:
     return tuple(degrees)
 
 
-class _Columns(NamedTuple):
-    """Columns of one degree, on a device."""
+class _Monomials(NamedTuple):
+    """Features of one degree, on a device."""
 
     parent: Array
     last: Array
@@ -86,7 +86,7 @@ class _Evaluator:
         self.top = len(weights) - 1
         self.used = [weight > 0 for weight in weights]
         self.degrees = [
-            _Columns(
+            _Monomials(
                 xp.asarray(degree.parent, device=device),
                 xp.asarray(degree.last, device=device),
                 _arrays.device_array(np.sqrt(weight * degree.multinomial), xp, dtype, device),
@@ -126,12 +126,12 @@ class _Evaluator:
 
     def features(self, tokens: Tokens) -> Features:
         u, size = self._scaled(tokens.x)
-        columns = [
+        features = [
             monomials * self._coefficients(k, size)
             for k, monomials in enumerate(self._monomials(u))
             if self.used[k]
         ]
-        return Features(self.xp.log(size) * self.top, self.xp.concat(columns, axis=-1))
+        return Features(self.xp.log(size) * self.top, self.xp.concat(features, axis=-1))
 
     def vjp(self, tokens: Tokens, cotangent: Features) -> Array:
         # The features do not depend on the size that was moved into their log.
@@ -173,15 +173,15 @@ class _MonomialFeatures(BaseFeatureMap):
         scale = _checks.check_finite_number("scale", scale, positive=True)
         self._set(dim=dim, scale=scale, **attributes)
         weights = self._weights()
-        columns = sum(comb(dim + k - 1, k) for k, weight in enumerate(weights) if weight > 0)
-        if columns > MAX_COLUMNS:
+        num_features = sum(comb(dim + k - 1, k) for k, weight in enumerate(weights) if weight > 0)
+        if num_features > MAX_FEATURES:
             message = (
-                f"dim and degree must make at most {MAX_COLUMNS:,} columns, got dim={dim} and "
-                f"degree {len(weights) - 1}, which make {columns:,}; take a lower degree, or "
+                f"dim and degree must make at most {MAX_FEATURES:,} columns, got dim={dim} and "
+                f"degree {len(weights) - 1}, which make {num_features:,}; take a lower degree, or "
                 f"project to fewer coordinates"
             )
             raise ValueError(message)
-        self._set(num_features=columns, positive=len(weights) == 1)
+        self._set(num_features=num_features, positive=len(weights) == 1)
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Opaque:
         """Spec of both sides: ``sqrt(w_k k!/a!) (sqrt(s) x)^a`` for each monomial."""

@@ -168,10 +168,10 @@ class Reparametrized(BaseFeatureMap):
     def _changed(self, x: Floats, y: Floats) -> tuple[Floats, Floats, Floats]:
         """Change queries and keys; also the log of what their kernel is multiplied with."""
         q, k = x - self.query_shift[..., None, :], y - self.key_shift[..., None, :]
-        rows = np.sum(x * self.key_shift[..., None, :], axis=-1)[..., :, None]
-        columns = np.sum(k * self.query_shift[..., None, :], axis=-1)[..., None, :]
+        log_query = np.sum(x * self.key_shift[..., None, :], axis=-1)[..., :, None]
+        log_key = np.sum(k * self.query_shift[..., None, :], axis=-1)[..., None, :]
         inverse = np.swapaxes(self._inverse, -1, -2)
-        return q @ self.transform, k @ inverse, self.scale * (rows + columns)
+        return q @ self.transform, k @ inverse, self.scale * (log_query + log_key)
 
     def kernel(self, x: Array, y: Array) -> Array:
         """Exact kernel: ``exp(scale x.y)``, or what the map inside makes of it; shapes as there."""

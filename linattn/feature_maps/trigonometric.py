@@ -84,7 +84,7 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
     """
 
     positive = False
-    _columns_per_row = 2
+    _features_per_row = 2
     _kind = "trigonometric"
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Pointwise:

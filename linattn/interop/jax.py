@@ -131,8 +131,8 @@ def linear_attention(
         output, state = attend(arrays)
         return (output, state), (arrays, None if state is None else state.log_scale)
 
-    def backward(kept: Any, cotangents: Any) -> Any:
-        arrays, log_scale = kept
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        arrays, log_scale = residuals
         cotangents = jax.tree.map(_as_jax, cotangents)
         grad_output, grad_state = cotangents
         pullback = pullback_of(problem_of(arrays), log_scale)
@@ -149,9 +149,9 @@ def linear_attention(
     if initial_state is not None:
         _checks.check_state_record("initial_state", initial_state)
         check_map_of_state("initial_state", initial_state, feature_map)
-        own = {name: _as_jax(getattr(initial_state, name)) for name in ("kvz", "log_scale")}
+        native = {name: _as_jax(getattr(initial_state, name)) for name in ("kvz", "log_scale")}
         # A trace would take the fingerprint for a number.
-        before = initial_state._replace(**own, fingerprint=None)
+        before = initial_state._replace(**native, fingerprint=None)
     arrays = _taken(query=query, key=key, value=value)
     output, state = attend((*arrays, before, *_taken(key_mask=key_mask)))
     return (output, stamped(state, initial_state, feature_map)) if return_state else output

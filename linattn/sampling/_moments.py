@@ -399,11 +399,11 @@ def _norm_gap(norms: _Norms, kind: str, sq_norm: Floats, num: int, A: float) -> 
     pairs = count_pairs(num, norms.dim) / num**2
     if kind == "trigonometric":
         return _norm_gap_trig(norms, v, num, pairs)
-    mean, spread = _moments_of_strata(norms.powers(_num_terms(v), A))
-    coefficients = (_convolve(mean + spread) - 1) / num
+    mean, covariance = _moments_of_strata(norms.powers(_num_terms(v), A))
+    coefficients = (_convolve(mean + covariance) - 1) / num
     if pairs:
-        lost = _direction_deficits(norms.dim, len(mean)) * (mean - spread / (num - 1))
-        coefficients += pairs * _convolve(lost)
+        deficits = _direction_deficits(norms.dim, len(mean)) * (mean - covariance / (num - 1))
+        coefficients += pairs * _convolve(deficits)
     gap = _poisson_mean(v, coefficients)
     if not norms.unbiased:
         gap += _excess(norms, kind, v, A) / num
@@ -422,12 +422,12 @@ def _norm_mean(norms: _Norms, kind: str, sq_norm: Floats, A: float) -> Floats:
 
 def _norm_gap_trig(norms: _Norms, s: Floats, num: int, pairs: float) -> Floats:
     mu = norms.laguerres(_num_terms(s if norms.unbiased else 2 * s))
-    mean, spread = _moments_of_strata(mu)
-    coefficients = _convolve(mean + spread) / num
+    mean, covariance = _moments_of_strata(mu)
+    coefficients = _convolve(mean + covariance) / num
     if pairs:
         x, weights = norms.pairs(len(mu))
         products = np.stack([weights @ values for values in _laguerres(x, norms.dim, len(mu))])
-        coefficients += pairs * (_convolve(mean - spread / (num - 1)) - products)
+        coefficients += pairs * (_convolve(mean - covariance / (num - 1)) - products)
     # Zero but for rounding: 1 - 1, and first Laguerre moments, which N(0, I) does not have.
     coefficients[: 2 if norms.unbiased else 1] = 0.0
     gap = _poisson_mean(s, coefficients)

@@ -45,7 +45,7 @@ LENGTHS = (33, 1, 150, 4)
 MASKS = ("no mask", "masked", "log weights", "all masked")
 
 STATES = ("state", "empty state", "state e^100 above", "state e^100 below")
-FAR = 100.0
+LOG_GAP = 100.0
 """How far, in logs, a far state is from the keys of its block: float32 ends at 88."""
 
 
@@ -104,30 +104,30 @@ def _pairs(rng: np.random.Generator, heads: tuple[int, ...]) -> Iterator[Pair]:
     """Specs that backends may know, and some that they cannot; ``heads``: those of the keys."""
     d, m = DIM, FEATURES
 
-    def matrix(*lead: int, columns: int = m) -> Any:
-        return rng.standard_normal((*lead, d, columns)) / np.sqrt(d)
+    def matrix(*lead: int, width: int = m) -> Any:
+        return rng.standard_normal((*lead, d, width)) / np.sqrt(d)
 
     def logs(*lead: int) -> Any:
         return 0.5 * rng.standard_normal((*lead, m))
 
-    A = matrix(columns=d)
+    A = matrix(width=d)
     exponential = Exponential(matrix(), 1.0, logs())
     yield Pair("Exponential", exponential, exponential)
-    paired = Exponential(matrix(columns=m // 2), 1.0, logs(), paired=True)
+    paired = Exponential(matrix(width=m // 2), 1.0, logs(), paired=True)
     yield Pair("Exponential, paired", paired, paired)
     tilted = Exponential(matrix(), A @ A.T, logs())
     yield Pair("Exponential, Q a matrix", tilted, tilted)
-    own = Exponential(matrix(*heads), 0.5, logs(*heads))
-    yield Pair("Exponential, a matrix a head", own, own)
+    each = Exponential(matrix(*heads), 0.5, logs(*heads))
+    yield Pair("Exponential, a matrix a head", each, each)
     for f in (ELU_PLUS_ONE, RELU, SQUARED_RELU, HEAVISIDE, CALLERS):
         spec = Pointwise(f, matrix(), None, None, 0.0, 0.5)
         name = "of a caller, named relu" if f is CALLERS else f.name
         yield Pair(f"Pointwise, {name}", spec, spec, differentiable=f is not HEAVISIDE)
     full = Pointwise(RELU, matrix(), logs(), -0.1, 0.1, np.exp(logs()))
     yield Pair("Pointwise, relu with all its parts", full, full)
-    normalized = Normalized(matrix(), logs(), np.full((1, 1), 0.7), matrix(columns=1))
+    normalized = Normalized(matrix(), logs(), np.full((1, 1), 0.7), matrix(width=1))
     yield Pair("Normalized keys", exponential, normalized)
-    probes = matrix(columns=4), 0.1 * rng.standard_normal(4), rng.standard_normal((4, m))
+    probes = matrix(width=4), 0.1 * rng.standard_normal(4), rng.standard_normal((4, m))
     yield Pair("Assigned keys", exponential, Assigned(matrix(), logs(), *probes))
     opaque = Opaque(_exponential_features)
     yield Pair("Opaque", opaque, opaque, differentiable=False)
@@ -191,7 +191,7 @@ def _block(
     if kind != "empty state":
         seen = tokens(heads.key, start, 0), values_and_one(heads.value, start)
         state = _generic.reduce_block(pair.key, *seen, nothing)
-    ahead = {"state e^100 above": FAR, "state e^100 below": -FAR}.get(kind, 0.0)
+    ahead = {"state e^100 above": LOG_GAP, "state e^100 below": -LOG_GAP}.get(kind, 0.0)
     state = State(state.kvz, state.log_scale + ahead, start)
     query = tokens(heads.query, n, start)
     log_weight = _log_weight(rng, mask, (*heads.key, n, 1))
@@ -222,10 +222,10 @@ def _exact_arguments(
     if key.log_weight is not None:
         key = key._replace(log_weight=np.where(key.log_weight > -np.inf, 0.0, -np.inf))
     visible = np.tri(n, n, int(rng.integers(3)), dtype=bool) if rng.integers(2) else None
-    others = Tokens(rng.standard_normal((*heads.key, 7, DIM)), None, 0)
+    earlier = Tokens(rng.standard_normal((*heads.key, 7, DIM)), None, 0)
     other_values = rng.standard_normal((*heads.value, 7, VALUE_DIM + 1))
     other_values[..., -1] = 1
-    part = _generic.exact_block(spec, query, others, other_values)
+    part = _generic.exact_block(spec, query, earlier, other_values)
     both = _generic.exact_more(spec, query, key, values, part)
     grad = rng.standard_normal(both.num_den[..., :-1].shape)
     scale = _generic.block_vjps.row_scale(both, grad)

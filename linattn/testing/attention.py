@@ -58,7 +58,7 @@ class _Case:
             message = f"length must be at least 2 tokens, got {length}"
             raise ValueError(message)
         self.feature_map = feature_map
-        self.own = attention
+        self.attention = attention
         self.rng = as_generator(rng)
         self.dim = getattr(feature_map, "dim", None) or 4
         self.lead = () if feature_map is None else lead_axes(feature_map, self.dim)
@@ -70,8 +70,8 @@ class _Case:
         return size * self.rng.standard_normal(shape)
 
     def attend(self, query: Any, key: Any, value: Any, **options: Any) -> Any:
-        if self.own is not None:
-            return self.own(query, key, value, **options)
+        if self.attention is not None:
+            return self.attention(query, key, value, **options)
         with warnings.catch_warnings():
             # Inputs are drawn for what must hold of every output, whatever its denominator.
             warnings.filterwarnings("ignore", ".* denominators are negative", UserWarning)

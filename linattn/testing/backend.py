@@ -210,8 +210,8 @@ def _public_functions(module: ModuleType) -> Iterator[tuple[str, Callable[..., A
     for name in vars(module) if listed is None else listed:
         function = getattr(module, name)
         root = str(getattr(function, "__module__", "")).partition(".")[0]
-        own = root == module.__name__.partition(".")[0]
-        if inspect.isroutine(function) and not name.startswith("_") and (own or listed is not None):
+        offered = listed is not None or root == module.__name__.partition(".")[0]
+        if inspect.isroutine(function) and not name.startswith("_") and offered:
             yield name, function
 
 
@@ -301,8 +301,8 @@ def _rejected(name: str, results: Any, arguments: tuple[Any, ...]) -> NDArray[An
     if name != "scan_block" or not isinstance(results[0], Partial) or results[0].accepted:
         return None
     key, state = arguments[3], arguments[5]
-    columns = state.kvz.shape[-2]
-    heads = rejected_heads(results[0], key.log_weight, arguments[4], state, columns)
+    m = state.kvz.shape[-2]
+    heads = rejected_heads(results[0], key.log_weight, arguments[4], state, m)
     return None if heads is None else to_host(heads)
 
 

@@ -136,7 +136,9 @@ class Report:
 
     def __str__(self) -> str:
         """Table of 80 columns at most."""
-        name, result = (max(len(getattr(row, key)) for row in self.rows) for key in _COLUMNS)
+        name, result = (
+            max(len(getattr(row, key)) for row in self.rows) for key in ("check", "result")
+        )
         indent = " " * (name + result + 4)
         lines = textwrap.wrap(textwrap.shorten(self.title, 240), 80)
         for row in self.rows:
@@ -146,9 +148,6 @@ class Report:
             ) or [first.rstrip()]
         lines += textwrap.wrap(self.summary, 80)
         return "\n".join([*lines, self.reservation] if self.reservation else lines)
-
-
-_COLUMNS = ("check", "result")
 
 
 @dataclass
@@ -207,10 +206,10 @@ def _features(subject: _Subject) -> Evidence:
         checked_features(subject.feature_map, side, array)
         for side, array in (("query_features", x), ("key_features", y))
     )
-    columns = width(query)
+    m = width(query)
     wanted = subject.feature_map.num_features
-    if wanted is not None and columns != wanted:
-        fail(check, f"want num_features = {wanted} columns, got {columns}")
+    if wanted is not None and m != wanted:
+        fail(check, f"want num_features = {wanted} columns, got {m}")
     positive = getattr(subject.feature_map, "positive", False)
     for values in (query.values, key.values):
         if positive and values is not None and np.any(on_host(values) < 0):
@@ -218,7 +217,7 @@ def _features(subject: _Subject) -> Evidence:
     estimate = getattr(subject.feature_map, "estimate", None)
     if estimate is not None and _has_pair_kernel(subject.feature_map):
         assert_close(check, "estimate(x, y) against features", estimate(x, y), products, 1e-9)
-    return Evidence(check, f"{columns} columns, finite")
+    return Evidence(check, f"{m} columns, finite")
 
 
 def _has_pair_kernel(feature_map: Any) -> bool:

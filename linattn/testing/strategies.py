@@ -163,8 +163,8 @@ def feature_maps(
     match draw(st.sampled_from(kinds)):
         case "softmax":
             cls = draw(st.sampled_from(_SOFTMAX))
-            columns = rows if cls is maps.PositiveFeatures else 2 * rows
-            return cls(d, columns, scale=draw(st.sampled_from([None, 1.0])), **common)
+            m = rows if cls is maps.PositiveFeatures else 2 * rows
+            return cls(d, m, scale=draw(st.sampled_from([None, 1.0])), **common)
         case "tilted":
             A = draw(st.sampled_from([0.0, -0.05, -0.2]))
             return maps.GeneralizedExponentialFeatures(d, 2 * rows, A=A, **common)
