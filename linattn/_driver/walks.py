@@ -138,12 +138,11 @@ def _walk_causal(walk: Walk) -> Iterator[State]:
     return scan_blocks(walk, initial_state(walk.problem))
 
 
-def _walk_exact(walk: Walk) -> Iterator[State]:
+def _walk_exact(walk: Walk) -> Iterator[None]:
     problem = walk.problem
-    state = initial_state(problem)
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
         walk.write(rows, exact_rows(problem, rows, walk.block_size, walk.functions))
-        yield state
+        yield
 
 
 def _walk_window(walk: Walk) -> Iterator[State]:
@@ -151,10 +150,10 @@ def _walk_window(walk: Walk) -> Iterator[State]:
     yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write)
 
 
-WALKS: dict[str, Callable[[Walk], Iterator[State]]] = {
+WALKS: dict[str, Callable[[Walk], Iterator[State | None]]] = {
     "full": _walk_full,
     "causal": _walk_causal,
     "exact": _walk_exact,
     "window": _walk_window,
 }
-"""The walk of each mode of a problem."""
+"""The walk of each mode of a problem; softmax attention has no state."""
