@@ -24,6 +24,7 @@ from linattn._dispatch import BlockFunctions
 from linattn._generic.specs import SPECS, SpecRules
 from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.testing import assert_gradient, check_backend
+from linattn.testing._blocks import blocks, leaves
 from linattn.typing import (
     Array,
     Backend,
@@ -74,6 +75,15 @@ def test_a_third_party_keeps_it():
     report = check_backend(module, num_problems=30)
     assert report.passed, str(report)
     assert {row.check for row in report.rows} == {"names", *GENERIC}
+
+
+def test_no_argument_is_beyond_float32():
+    """ReLU rows that see no key but one of e^-100 have gradients of e^100."""
+    largest = np.finfo(np.float32).max
+    for block in blocks(np.random.default_rng(1), 90):
+        for array in leaves(tuple(block.arguments.values())):
+            if array.dtype.kind == "f":
+                assert not np.any(np.isfinite(array) & (np.abs(array) > largest)), block.name
 
 
 def test_what_is_declined_is_counted_with_its_reasons():

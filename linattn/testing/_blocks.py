@@ -211,7 +211,14 @@ def _block(
     arguments["far_states"] = _far_arguments(rng, state, nothing, ahead)
     if pair.differentiable:
         arguments |= _gradient_arguments(rng, pair, (query, key, values), state, nothing, ahead)
-    return Block(name, pair.differentiable, arguments)
+    held = {name: given for name, given in arguments.items() if _fits_float32(given)}
+    return Block(name, pair.differentiable, held)
+
+
+def _fits_float32(arguments: tuple[Any, ...]) -> bool:
+    """Whether float32 holds all numbers: gradients of rows that see next to nothing are huge."""
+    largest = np.finfo(np.float32).max
+    return not any(np.any(np.isfinite(x) & (abs(x) > largest)) for x in leaves(arguments))
 
 
 def _exact_arguments(
