@@ -1,6 +1,6 @@
-"""The contracts: with backends, `check_backend` and its protocol; with maps; the recipes."""
+"""The contracts: with backends, `check_backend` and its protocol; and with maps."""
 
-# Star arguments, and a spec that is made up.
+# Star arguments.
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, call-overload, misc"
 
 from __future__ import annotations
@@ -11,27 +11,21 @@ import importlib.util
 import inspect
 import re
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import linattn
 import linattn_numpy
 from linattn import _generic
-from linattn._dispatch import BlockFunctions
-from linattn._generic.specs import SPECS, SpecRules
 from linattn.feature_maps import EluFeatures, PositiveFeatures
-from linattn.testing import assert_gradient, check_backend
+from linattn.testing import check_backend
 from linattn.testing._blocks import blocks, leaves
 from linattn.typing import (
-    Array,
     Backend,
     BlockTier,
     Declined,
     FeatureMap,
-    Features,
     MapAttributes,
     Partial,
     Services,
@@ -304,85 +298,3 @@ def test_maps_of_the_library_have_what_they_say():
         assert isinstance(phi, FeatureMap)
         for name in ("dim", "scale", "softmax_kernel", "causal", "positive", "unbiased"):
             assert getattr(phi, name) is None or isinstance(getattr(phi, name), bool | int | float)
-
-
-# The recipes of CONTRIBUTING --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Cube:
-    """A made-up spec: ``phi = (x P)^2 + shift``."""
-
-    P: Array
-    shift: Array
-
-
-class CubeMap:
-    """A map of the made-up spec."""
-
-    num_features = 8
-
-    def __init__(self, heads=()):
-        rng = np.random.default_rng(0)
-        self.spec = Cube(rng.standard_normal((*heads, 6, 8)), rng.random((*heads, 8)))
-
-    def query_spec(self, xp, dtype, device):
-        return Cube(*(xp.asarray(a, dtype=dtype) for a in (self.spec.P, self.spec.shift)))
-
-    key_spec = query_spec
-
-    def query_features(self, x):
-        return Features(None, np.matmul(x, self.spec.P) ** 2 + self.spec.shift[..., None, :])
-
-    key_features = query_features
-
-
-def cube_vjp(spec, tokens, cotangent, xp):
-    u = xp.matmul(tokens.x, spec.P)
-    return xp.matmul(2 * u * cotangent.values, xp.matrix_transpose(spec.P))
-
-
-CUBE = SpecRules(
-    {"P": 2, "shift": 1},
-    lambda spec, tokens, xp: Features(
-        None, xp.matmul(tokens.x, spec.P) ** 2 + spec.shift[..., None, :]
-    ),
-    cube_vjp,
-)
-
-
-@pytest.mark.parametrize("heads", [(), (3,)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_spec_is_one_entry_of_the_table(monkeypatch, heads, is_causal):
-    # CONTRIBUTING, "Add a spec": beside the record and its export this is all that code needs.
-    query, key, value = np.random.default_rng(1).standard_normal((3, 3, 40, 6))
-    phi = CubeMap(heads)
-    with pytest.raises(TypeError, match="a spec must be one of"):
-        linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-    monkeypatch.setitem(SPECS, Cube, CUBE)
-    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-    wanted = linattn.reference.kernel_attention(query, key, value, phi, is_causal=is_causal)
-    np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-11)
-    options = {"is_causal": is_causal}
-    assert_gradient(
-        lambda *x: linattn.linear_attention(*x, phi, **options),
-        lambda *x: linattn.linear_attention_vjp(*x, phi, **options),
-        *(query, key, value),
-    )
-
-
-def test_a_block_function_is_one_of_the_generic_ones_and_one_of_a_backend(monkeypatch):
-    # CONTRIBUTING, "Add a block function": a walk has it by its name from here on.
-    monkeypatch.setattr(_generic, "double", lambda x: 2 * x, raising=False)
-    assert BlockFunctions(np).double(4) == 8
-    declining = [Declined("only 5"), 10.5]
-    monkeypatch.setattr(linattn_numpy, "double", lambda x: declining[int(x == 5)], raising=False)
-    assert (BlockFunctions(np).double(4), BlockFunctions(np).double(5)) == (8, 10.5)
-    with linattn.without_backends():
-        assert BlockFunctions(np).double(5) == 10
-    with linattn.explain() as report:
-        BlockFunctions(np).double(4)
-    assert report.choices == (("block", "double", "generic", "only 5", 1),)
-    assert not check_backend(backend(double=linattn_numpy.double), num_problems=1).passed, (
-        "it must be in the protocol"
-    )
