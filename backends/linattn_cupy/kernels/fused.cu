@@ -286,6 +286,10 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
         }
         const float den = read.den[half];
         bool accepted = fabsf(den) >= floor;
+        // As `divide` does, with one division a row: one an element takes as long as the products. A large
+        // denominator is scaled down, as its inverse would be subnormal, which is 0 here.
+        const float scale = fabsf(den) > 1e30f ? 0x1p-64f : 1.0f;
+        const float inverse = divide(1.0f, den * scale);
 #pragma unroll
         for (int n = 0; n < E / 8; ++n) {
             const int x = first_value + n * 8 + t * 2;
@@ -294,8 +298,8 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
                 continue;
             }
             accepted = accepted && isfinite(low) && isfinite(high);
-            const float left = divide(low, den), right = divide(high, den);
-            *reinterpret_cast<u32*>(output + token * value_dim + x) = pack_input(left, right);
+            *reinterpret_cast<u32*>(output + token * value_dim + x) =
+                pack_input(low * scale * inverse, high * scale * inverse);
         }
         rejected = rejected || (!accepted && row >= first_seen);
         if (norms != nullptr && first_value == 0 && t == 0) {
