@@ -61,19 +61,26 @@ __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
 // Log weights of a tile's keys, from the tile in shared memory; values of float16 become bf16.
 __device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u16* values, float curvature,
                                              i64 first, i64 end, const unsigned char* mask, i64 mask_row) {
-    for (int j = threadIdx.x; j < T; j += THREADS) {
-        i64 token = first + j;
+    // Four threads a key: those of a warp read words in 32 different banks.
+    const int part = threadIdx.x % 4;
+    for (int j = threadIdx.x / 4; j < T; j += THREADS / 4) {
         float row = 0.0f;
         if (curvature != 0.0f) {
-            for (int x = 0; x < D; ++x) {
-                float value = input_to_float(keys[j * DS + x]);
-                row = fmaf(value, value, row);
+            const u32* words = reinterpret_cast<const u32*>(keys + j * DS);
+#pragma unroll
+            for (int x = part; x < D / 2; x += 4) {
+                const float low = input_to_float(static_cast<u16>(words[x]));
+                const float high = input_to_float(static_cast<u16>(words[x] >> 16));
+                row = fmaf(high, high, fmaf(low, low, row));
             }
-            row *= -0.5f * curvature;
+            row = -0.5f * curvature * row_sum(row);
             row += row - row;  // NaN if infinite: its features are not known to be zero
         }
-        bool seen = token < end && (mask == nullptr || mask[token * mask_row]);
-        s.rows[j] = seen ? row : -INFINITE;
+        if (part == 0) {
+            const i64 token = first + j;
+            bool seen = token < end && (mask == nullptr || mask[token * mask_row]);
+            s.rows[j] = seen ? row : -INFINITE;
+        }
     }
     make_bf16(values);
 }
