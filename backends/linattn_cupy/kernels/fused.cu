@@ -490,17 +490,21 @@ KERNEL __launch_bounds__(THREADS, 1)
     shifts += before;
     start_projection(s, projection + spec * M * D, col + spec * M);
 
-    State state;
-    load_state(state, s, kvz, shifts, features, value_dim, first_value);
-    bool seen = false;
-    float terms = 0.0f;  // bounds the sum of all normalizers
-    for (int r = 0; r < features; ++r) {
-        seen = seen || shifts[r] > -INFINITE;
-        terms += fabsf(kvz[static_cast<i64>(r) * (value_dim + 1) + value_dim]);
-    }
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
     start_tile<T, D>(s.keys, keys, key_row, begin, end, head_dim, mask, mask_row);
     start_tile<T, E>(s.values, values, value_row, begin, end, width, mask, mask_row);
+
+    State state;
+    load_state(state, s, kvz, shifts, features, value_dim, first_value);
+    block_sync();
+    bool seen = false;
+    float terms = 0.0f;  // bounds the sum of all normalizers
+    for (int r = threadIdx.x % WARP; r < M; r += WARP) {
+        seen = seen || s.shifts[r] > -INFINITE;
+        terms += fabsf(s.sums[r]);
+    }
+    seen = block_any(seen);
+    terms = warp_sum(terms);
     bool rejected = false;
     int buffer = 0;
     for (i64 first = begin; first < end; first += T) {
