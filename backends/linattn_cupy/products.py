@@ -22,7 +22,7 @@ MAX_BATCH = 65535
 """Most products a call: grids of some cuBLAS kernels end there."""
 
 _tf32: ContextVar[bool] = ContextVar("linattn_cupy_tf32", default=False)
-_one, _zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+_float_1, _float_0 = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
 @contextmanager
@@ -82,9 +82,9 @@ def multiply(
             cublas.CUBLAS_OP_T if transpose_b else cublas.CUBLAS_OP_N,
             cublas.CUBLAS_OP_T if transpose_a else cublas.CUBLAS_OP_N,
             *(m, n, k),
-            _one.ctypes.data,
+            _float_1.ctypes.data,
             *sides[:8],
-            (_one if add else _zero).ctypes.data,
+            (_float_1 if add else _float_0).ctypes.data,
             *sides[8:],
             count,
             compute,

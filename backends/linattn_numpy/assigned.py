@@ -41,9 +41,9 @@ def assigned_sums(
     index = np.broadcast_to(index, log.shape[:-1])
     top = log.max(axis=-2, keepdims=True)
     top = np.where(top == -np.inf, log.dtype.type(0), top)
-    spread = MAX_WEIGHT_SPREAD[log.itemsize]
-    if np.min(log, where=log > -np.inf, initial=np.inf) < top.max() - spread:
-        return Declined(f"log weights of keys are more than {spread:g} apart")
+    limit = MAX_WEIGHT_SPREAD[log.itemsize]
+    if np.min(log, where=log > -np.inf, initial=np.inf) < top.max() - limit:
+        return Declined(f"log weights of keys are more than {limit:g} apart")
     weights = buffer("weights", (*index.shape, m), log.dtype)
     weights.fill(0)
     flat = weights.reshape(-1)

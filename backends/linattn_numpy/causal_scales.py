@@ -44,9 +44,9 @@ def common_scale(
         row = row - finite_shift(top)
         block = block + top[..., 0]
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
-    spread = MAX_LOG_SPREAD[state.kvz.itemsize]
-    if not (_is_near(before, g, spread) and _is_near(block, g, spread)):
-        return Declined(f"log scales of features are more than {spread:g} apart")
+    limit = MAX_LOG_SPREAD[state.kvz.itemsize]
+    if not (_is_near(before, g, limit) and _is_near(block, g, limit)):
+        return Declined(f"log scales of features are more than {limit:g} apart")
     g = finite_shift(g)
     block, factors = np.exp(block - g), np.exp(before - g)
     first = block[..., :1]
@@ -60,13 +60,13 @@ def common_scale(
     return CommonScale(g, block, weights, factors)
 
 
-def _is_near(log: Floats, g: Floats, spread: float) -> bool:
-    """Whether all features of each head are within the spread of g, or all hold nothing."""
+def _is_near(log: Floats, g: Floats, limit: float) -> bool:
+    """Whether all features of each head are within the limit of g, or all hold nothing."""
     below = g - log
-    if below.max() <= spread or log.max() == -np.inf:
+    if below.max() <= limit or log.max() == -np.inf:
         return True
     empty = log.max(axis=-1, keepdims=True) == -np.inf
-    return bool(((below.max(axis=-1, keepdims=True) <= spread) | empty).all())
+    return bool(((below.max(axis=-1, keepdims=True) <= limit) | empty).all())
 
 
 class StabilizedBlock(NamedTuple):

@@ -107,8 +107,8 @@ def all_large(
     least = denominators.min()
     if not least >= floor:
         return False
-    lost = tiny(values_and_one.dtype) / factor
-    size = max(floor / least, lost) / SMALL_VALUES
+    taken = tiny(values_and_one.dtype) / factor
+    size = max(floor / least, taken) / SMALL_VALUES
     # All rows see the first values: hardly ever must others be inspected.
     if size <= np.abs(values_and_one[..., 0, :]).min():
         return True
@@ -119,7 +119,7 @@ def all_large(
         return True
     # No more than the largest that each row sees.
     seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
-    return not np.any((SMALL_VALUES * seen < np.maximum(floor / denominators, lost)) & (seen != 0))
+    return not np.any((SMALL_VALUES * seen < np.maximum(floor / denominators, taken)) & (seen != 0))
 
 
 def _any_below(sizes: Floats, least: float) -> bool:

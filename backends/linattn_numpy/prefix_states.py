@@ -57,8 +57,8 @@ def far_states(
     return State(kvz, np.where(seen, c, empty), 0), last
 
 
-def _any_before(first: NDArray[np.bool_], others: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _any_before(first: NDArray[np.bool_], later: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Whether a feature has seen a key in ``first`` or the others up to each of them."""
-    lead = np.broadcast_shapes(first.shape[:-2], others.shape[:-2])
-    joined = [np.broadcast_to(a, (*lead, *a.shape[-2:])) for a in (first, others)]
+    lead = np.broadcast_shapes(first.shape[:-2], later.shape[:-2])
+    joined = [np.broadcast_to(a, (*lead, *a.shape[-2:])) for a in (first, later)]
     return np.asarray(np.logical_or.accumulate(np.concatenate(joined, axis=-2), axis=-2))

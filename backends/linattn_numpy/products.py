@@ -55,9 +55,9 @@ def transposed(x: Floats) -> Floats:
     return np.swapaxes(x, -1, -2)
 
 
-def broadcast_lead(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
+def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int, ...]:
     """Broadcast leading axes, at no cost where they are alike, as they mostly are."""
-    for shape in others:
+    for shape in rest:
         if shape and shape != first:
             first = np.broadcast_shapes(first, shape)
     return first

@@ -51,7 +51,7 @@ class Triangles:
         self._next = each[0]
         self._start = states[0]
         halves = moveaxis(states.reshape(count + 1, *lead, h, r, e), 0, -3)
-        self._before, self._own = halves[..., :count, :, :], halves[..., 1:, :, :]
+        self._before, self._added = halves[..., :count, :, :], halves[..., 1:, :, :]
         self._start[...] = kvz
         self.lead = broadcast_lead(lead, q.shape[:-3])
         self._reads = buffer("more", (*self.lead, h, count, size, e), dtype)
@@ -66,13 +66,13 @@ class Triangles:
 
         Both are ``(..., n / size, size, e)``.
         """
-        first, *others = self._parts
+        first, *rest = self._parts
         np.matmul(self._q, transposed(self._k), out=self._scores)
-        for part in others:
+        for part in rest:
             np.add(first, part, out=first)
         np.multiply(first, self._visible, out=first)
         np.matmul(first, v, out=out)
-        np.matmul(transposed(self._k), v[..., None, :, :, :], out=self._own)
+        np.matmul(transposed(self._k), v[..., None, :, :, :], out=self._added)
         for before, after in self._steps:
             np.add(before, after, out=after)
         multiply(self._q, self._before, self._reads)
