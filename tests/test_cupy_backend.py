@@ -462,6 +462,18 @@ def test_steps_agree_with_causal_attention(cupy_backend, name, dtype):
         assert error(content(kept), content(after)) < 1e-5
 
 
+@pytest.mark.parametrize("value_dim", [64, 100, 130, 511])
+def test_steps_of_wide_values(cupy_backend, value_dim):
+    """Rows of the state of two and more registers a lane, several of them at once and some left."""
+    phi = MAPS["per-head"]
+    query, key, value = inputs((3,), 3, value_dim)
+    expected = exact(query, key, value, phi, is_causal=True)
+    decoder = linattn.Decoder(phi, linattn.init_state(phi, value_dim, batch_shape=(3,), like=query))
+    rows = [decoder.step(*(x[:, i] for x in (query, key, value))) for i in range(3)]
+    assert set(cupy_backend.launches) == {"decode"}
+    assert error(np.stack(rows, 1), expected) < TOLERANCE[F32]
+
+
 def test_steps_through_scales_that_jump(cupy_backend):
     phi = MAPS["positive"]
     query, key, value = inputs((3,), 12)

@@ -84,8 +84,9 @@ SHIPPED = [
     ("gradients.cu", gradients(2, 1, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 255),
     ("gradients.cu", gradients(2, 2, 0, HEAD_DIM=128, FEATURES=128, FP16=1), 255),
     ("steps.cu", {"INPUT": 0, "MAP": 0, "WARPS": 8, "COLUMNS": 3}, 128),
+    ("steps.cu", {"INPUT": 1, "MAP": 0, "WARPS": 8, "COLUMNS": 4}, 128),
     ("steps.cu", {"INPUT": 1, "MAP": 1, "WARPS": 8, "COLUMNS": 16}, 128),
-    ("steps.cu", {"INPUT": 2, "MAP": 2, "WARPS": 8, "COLUMNS": 5}, 64),
+    ("steps.cu", {"INPUT": 2, "MAP": 2, "WARPS": 8, "COLUMNS": 5}, 128),
     ("features.cu", {"WARPS": 8}, 64),
 ]
 

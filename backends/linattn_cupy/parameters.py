@@ -24,7 +24,8 @@ class Parameters(NamedTuple):
     Attributes
     ----------
     projection : Array or None
-        omega, (spec heads, m, d), a row a feature; None for maps of coordinates.
+        omega: (spec heads, m, d) in 16 bits, (spec heads, d, m) in float32; None for maps of
+        coordinates.
     col : Array
         (spec heads, m), float32: log of the factor of each feature; -inf for padding.
     curvature : float
@@ -88,11 +89,13 @@ def _make(spec: Any, like: Array, dim: int, num_features: int) -> Parameters:
     heads = math.prod(lead)
     d, r = spec.P.shape[-2:]
     m = spec.col.shape[-1]
-    projection = device.full((heads, num_features, dim), 0.0, "float32")
-    rows = projection.reshape(*lead, num_features, dim)
-    rows[..., :r, :d] = spec.P.swapaxes(-1, -2)
+    projection = device.full((heads, dim, num_features), 0.0, "float32")
+    columns = projection.reshape(*lead, dim, num_features)
+    columns[..., :d, :r] = spec.P
     if spec.paired:
-        rows[..., r:m, :d] = -rows[..., :r, :d]
+        columns[..., :d, r:m] = -columns[..., :d, :r]
+    if like.dtype != projection.dtype:
+        projection = device.contiguous(projection.astype(like.dtype).swapaxes(-1, -2))
     col = device.full((heads, num_features), -math.inf, "float32")
     col.reshape(*lead, num_features)[..., :m] = spec.col
-    return Parameters(projection.astype(like.dtype), col, float(spec.Q), lead)
+    return Parameters(projection, col, float(spec.Q), lead)

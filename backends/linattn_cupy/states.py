@@ -81,7 +81,7 @@ class _Side:
             args = [self.x, np.int64(total), np.int32(FAMILIES[self.family]), self.u]
             _launch("log_activations", (-(-total // THREADS), 1), args)
         else:
-            multiply(self.x, self.map.projection, self.u, transpose_b=True)
+            multiply(self.x, self.map.projection, self.u)
 
     @property
     def spec_args(self) -> list[Any]:

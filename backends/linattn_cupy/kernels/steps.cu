@@ -6,8 +6,8 @@
 //   c'_r = max(c_r, l_r),  kvz'_r = kvz_r exp(c_r - c'_r) + exp(l_r - c'_r) [v, 1]
 //   out  = sum_r w_r kv'_r / sum_r w_r z'_r,  w_r = exp(e_r - max e),  e_r = log phi_r(q) + c'_r
 //
-// A block takes a head. A warp takes a feature at a time, its lanes the columns of the state, which
-// is read and written once a token.
+// A block takes a head. A thread takes a feature in the logs; in the state, which is read and written once
+// a token, a warp takes ROWS features at a time, its lanes their columns.
 //
 // Options: INPUT (0 float32, 1 bfloat16, 2 float16), MAP (0 exponential, 1 elu + 1, 2 relu), WARPS,
 // COLUMNS: columns of the state a lane.
@@ -17,6 +17,10 @@
 namespace {
 
 constexpr int THREADS = WARPS * WARP;
+// Rows of the state that a warp has in flight, and blocks a multiprocessor: together 30 to 50 KB, memory
+// being busy at 17, in registers of so many threads.
+constexpr int ROWS = COLUMNS <= 3 ? 4 : COLUMNS <= 8 ? 2 : 1;
+constexpr int BLOCKS = COLUMNS <= 4 ? 5 : COLUMNS <= 8 ? 4 : 3;
 
 #if INPUT == 0
 typedef float Input;
@@ -53,7 +57,8 @@ __device__ __forceinline__ Shared share(int d, int m, int columns) {
     return s;
 }
 
-// The projection's rows (m, d), their offsets, and the curvatures of both sides.
+// The projection (d, m), so that lanes read neighbouring words, offsets of features, and the curvatures
+// of both sides.
 struct Map {
     const float* projection;
     const float* col;
@@ -69,6 +74,7 @@ __device__ __forceinline__ float row_term(const float* x, int d, float curvature
         return 0.0f;
     }
     float sum = 0.0f;
+#pragma unroll 1
     for (int i = threadIdx.x % WARP; i < d; i += WARP) {
         sum = fmaf(x[i], x[i], sum);
     }
@@ -90,6 +96,67 @@ __device__ __forceinline__ float block_max(float x, float* warp_tops) {
     return x;
 }
 
+// Take rows r, r + WARPS ... of the state from kvz to `next`, pointers at this lane's column of row r.
+template <int COUNT>
+__device__ __forceinline__ void step_rows(float (&sums)[COLUMNS], const Shared& s, int r, const float* kvz, float* next,
+                                          int columns) {
+    const int lane = threadIdx.x % WARP, step = WARPS * columns;
+    const bool has_last = (COLUMNS - 1) * WARP + lane < columns;  // all columns before it are there
+    // All are loaded before one is stored: a load may not pass a store that may be to its address.
+    float entries[COUNT][COLUMNS], value[COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+            entries[j][i] = i + 1 < COLUMNS || has_last ? kvz[j * step + i * WARP] : 0.0f;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+        value[i] = i + 1 < COLUMNS || has_last ? s.value[i * WARP + lane] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+        const float factor = s.factors[r + j * WARPS], add = s.add[r + j * WARPS], read = s.read[r + j * WARPS];
+#pragma unroll
+        for (int i = 0; i < COLUMNS; ++i) {
+            const float entry = fmaf(add, value[i], entries[j][i] * factor);
+            sums[i] = fmaf(read, entry, sums[i]);
+            if (i + 1 < COLUMNS || has_last) {
+                next[j * step + i * WARP] = entry;
+            }
+        }
+    }
+}
+
+// Take the state from kvz to `next`, which may be the same, and sum what each warp reads.
+__device__ __forceinline__ void step_state(const Shared& s, const float* kvz, float* next, int m, int columns) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    kvz += warp * columns + lane;
+    next += warp * columns + lane;
+    float sums[COLUMNS] = {};
+    int r = warp;
+#pragma unroll 1
+    for (; r + (ROWS - 1) * WARPS < m; r += ROWS * WARPS) {
+        step_rows<ROWS>(sums, s, r, kvz, next, columns);
+        kvz += ROWS * WARPS * columns;
+        next += ROWS * WARPS * columns;
+    }
+#pragma unroll 1
+    for (; ROWS > 1 && r < m; r += WARPS) {
+        step_rows<1>(sums, s, r, kvz, next, columns);
+        kvz += WARPS * columns;
+        next += WARPS * columns;
+    }
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+        const int x = i * WARP + lane;
+        if (x < columns) {
+            s.sums[warp * columns + x] = sums[i];
+        }
+    }
+}
+
 // Where a step writes what it read: the output and the log normalizer, or with `num_den` the numerators
 // and the denominator, (columns), on the scale exp(*norm).
 struct Results {
@@ -103,12 +170,13 @@ struct Results {
 __device__ __forceinline__ void step(const Shared& s, const Map& map, const Input* query, const Input* key,
                                      const Input* value, float weight, const float* kvz, const float* shift,
                                      float* next, float* next_shift, int columns, const Results& results) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const bool seen = weight != -INFINITE;
+#pragma unroll 1
     for (int i = threadIdx.x; i < map.d; i += THREADS) {
         s.query[i] = load(query + i);
         s.key[i] = seen ? load(key + i) : 0.0f;
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < columns; i += THREADS) {
         s.value[i] = i + 1 == columns ? 1.0f : seen ? load(value + i) : 0.0f;
     }
@@ -116,13 +184,15 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
     const float query_row = row_term(s.query, map.d, map.query_curvature);
     const float key_row = row_term(s.key, map.d, map.key_curvature) + weight;
     float top = -INFINITE;
+#pragma unroll 1
     for (int r = threadIdx.x; r < map.m; r += THREADS) {
         float log_q = 0.0f, log_k = 0.0f;
         if (MAP == 0) {
-            const float* omega = map.projection + static_cast<i64>(r) * map.d;
+#pragma unroll 8
             for (int i = 0; i < map.d; ++i) {
-                log_q = fmaf(omega[i], s.query[i], log_q);
-                log_k = fmaf(omega[i], s.key[i], log_k);
+                const float omega = map.projection[static_cast<i64>(i) * map.m + r];
+                log_q = fmaf(omega, s.query[i], log_q);
+                log_k = fmaf(omega, s.key[i], log_k);
             }
         } else {
             log_q = log_activation(MAP, s.query[r]);
@@ -138,37 +208,18 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
         next_shift[r] = after;
     }
     top = block_max(top, s.warp_tops);
+#pragma unroll 1
     for (int r = threadIdx.x; r < map.m; r += THREADS) {
         s.read[r] = expf(s.read[r] - finite_shift(top));
     }
     block_sync();
-    float sums[COLUMNS] = {};
-    for (int r = warp; r < map.m; r += WARPS) {
-        const float factor = s.factors[r], add = s.add[r], read = s.read[r];
-        const i64 row = static_cast<i64>(r) * columns;
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
-            const int x = i * WARP + lane;
-            if (x < columns) {
-                float entry = kvz[row + x] * factor;
-                entry = seen ? fmaf(add, s.value[x], entry) : entry;
-                next[row + x] = entry;
-                sums[i] = fmaf(read, entry, sums[i]);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
-        const int x = i * WARP + lane;
-        if (x < columns) {
-            s.sums[warp * columns + x] = sums[i];
-        }
-    }
+    step_state(s, kvz, next, map.m, columns);
     block_sync();
     float den = 0.0f;
     for (int w = 0; w < WARPS; ++w) {
         den += s.sums[w * columns + columns - 1];
     }
+#pragma unroll 1
     for (int x = threadIdx.x; x < columns; x += THREADS) {
         float sum = 0.0f;
         for (int w = 0; w < WARPS; ++w) {
@@ -195,7 +246,7 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
 
 // One token of every head: from a state to a new one, which is contiguous. Where the two are the
 // same the state changes in place.
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, BLOCKS)
     decode(const Input* __restrict__ queries, VIEW(query), const Input* __restrict__ keys, VIEW(key),
            const Input* __restrict__ values, VIEW(value), const float* __restrict__ projection,
            const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
@@ -212,7 +263,7 @@ KERNEL __launch_bounds__(THREADS)
 // Causal rows of the segments that are flagged, again and exactly, from the states before them.
 // `workspace`: a state for each block; the states themselves may serve where no two heads share one.
 // Rows go to `output` and `norms`, or with `num_den`, (heads, length, columns), there and to `norms`.
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 2)
     redo_rows(const int* __restrict__ flags, const Input* __restrict__ queries, VIEW(query), i64 query_row,
               const Input* __restrict__ keys, VIEW(key), i64 key_row, const Input* __restrict__ values, VIEW(value),
               i64 value_row, const unsigned char* __restrict__ mask, VIEW(mask), i64 mask_row,
