@@ -245,10 +245,17 @@ def _short(error: Exception) -> str:
 
 
 def _processor() -> str:
+    """Return the model with family and widest vectors, which many a virtual machine leaves out."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return platform.processor() or platform.machine()
+    found: dict[str, str] = {}
+    for key, _, value in (line.partition(":") for line in lines):
+        found.setdefault(key.strip(), value.strip())
+    name = found.get("model name", platform.machine())
+    if "cpu family" in found:
+        name += f", family {found['cpu family']} model {found['model']}"
+    flags = found.get("flags", "").split()
+    widest = next((flag for flag in ("avx512f", "avx2", "avx") if flag in flags), None)
+    return f"{name}, {widest}" if widest else name
