@@ -9,6 +9,7 @@ the ratios within a round. Before anything is timed each peer is compared with q
 in float64 on a small input.
 
 Needs the extra ``bench`` for the peers that are not linattn; a peer that cannot start is named
-and left out. Results go to ``peers.json`` and ``peers.png`` in ``--out``;
-``python -m benchmarks.peers.page`` puts them into docs/performance.md.
+and left out. The record and its picture go to ``--out``, under the processor's name, so that each
+machine keeps its own; ``python -m benchmarks.peers.page`` puts all of them into
+docs/performance.md.
 """

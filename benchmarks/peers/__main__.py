@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.peers import scales
 from benchmarks.peers.in_numpy import EXPONENTIALS
-from benchmarks.peers.machine import describe
+from benchmarks.peers.machine import describe, slug
 from benchmarks.peers.page import RESULTS
 from benchmarks.peers.problem import Sizes
 from benchmarks.peers.record import Record
-from benchmarks.peers.registry import ATTENTION, DECODE, GRADIENT, PEERS, RATES
+from benchmarks.peers.registry import ATTENTION, DECODE, GRADIENT, PEERS, RATES, TEXT
 from benchmarks.peers.rotation import Budget, Runner
 from benchmarks.peers.tables import joined, tables
 
@@ -54,6 +54,14 @@ def _add_problems(add: Callable[..., Any]) -> None:
         default=[1024, 16384],
         metavar="N",
         help="tokens before the one that is decoded",
+    )
+    add(
+        "--texts",
+        type=_positive,
+        nargs="*",
+        default=[4096],
+        metavar="N",
+        help="tokens of a text in softmax attention, exact or fitted to it",
     )
     add(
         "--memory",
@@ -102,7 +110,13 @@ def _add_limits(add: Callable[..., Any]) -> None:
         "--call-seconds",
         type=float,
         default=10.0,
-        help="leave out what would take longer, by what a shorter length took",
+        help="leave out what takes longer, or would by what a shorter length took",
+    )
+    add(
+        "--length-seconds",
+        type=float,
+        default=180.0,
+        help="begin no further round of a length after so long, but for the first three",
     )
     add(
         "--memory-gib",
@@ -110,7 +124,7 @@ def _add_limits(add: Callable[..., Any]) -> None:
         default=8.0,
         help="leave out what would need more: inputs of all peers and workspace of one",
     )
-    add("--out", type=Path, default=RESULTS.parent, help="folder of peers.json and peers.png")
+    add("--out", type=Path, default=RESULTS, help="folder of the record and its picture")
 
 
 def _names() -> str:
@@ -136,7 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _arguments(arguments)
     sizes = Sizes(options.batch, options.heads, options.dim, options.features)
     budget = Budget(
-        options.memory_gib * 2**30, options.call_seconds, options.turn_seconds, options.rounds
+        options.memory_gib * 2**30,
+        options.call_seconds,
+        options.turn_seconds,
+        options.rounds,
+        options.length_seconds,
     )
     settings = {"exponentials": EXPONENTIALS, **budget._asdict()}
     record = Record(describe(options.cores), sizes, settings)
@@ -152,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runner.time(sizes, length, GRADIENT)
         for context in sorted(set(options.contexts)):
             runner.time(sizes, context, DECODE)
+        for length in sorted(set(options.texts)):
+            runner.time(sizes, length, TEXT)
     finally:
         runner.close()
     for length in sorted(set(options.memory)):
@@ -162,13 +182,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print()
     print(joined(tables(record)))
     options.out.mkdir(parents=True, exist_ok=True)
-    record.write(options.out / "peers.json")
-    print(f"wrote {options.out / 'peers.json'}")
+    path = options.out / f"{slug(record.machine['cpu'])}.json"
+    record.write(path)
+    print(f"wrote {path}")
     if find_spec("matplotlib") is not None:
         from benchmarks.peers.plot import picture
 
-        picture(record, options.out / "peers.png", threads=threads[0])
-        print(f"wrote {options.out / 'peers.png'}")
+        picture(record, path.with_suffix(".png"), threads=threads[0])
+        print(f"wrote {path.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

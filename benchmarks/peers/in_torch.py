@@ -44,6 +44,13 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
         return _rate(kind, inputs)
     if name == "torch-cache":
         return _cache(inputs)
+    if name == "torch-text":
+        text = [torch.from_numpy(x)[None] for x in inputs.text]
+        return Prepared(
+            _without_gradients(lambda: functional.scaled_dot_product_attention(*text)[0]),
+            lambda: oracle.softmax_attention(*inputs.text),
+            _fetch,
+        )
     if kind in GRADIENT:
         return _gradient(name, kind, inputs)
     q, k, v = (torch.from_numpy(x) for x in (inputs.query, inputs.key, inputs.value))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.processes import REMOVED, ROOT
+from linattn.cli import info
 
-__all__ = ["describe"]
+__all__ = ["describe", "slug"]
+
+UNTOLD = r"\((R|TM)\)|@.*?Hz|\d+-Core|\b(CPU|Processor|family|model|avx512f)\b"
+"""What the name of a file leaves out of a processor's."""
 
 PACKAGES = (
     "linattn",
@@ -29,7 +35,7 @@ PACKAGES = (
 def describe(cores: Sequence[int]) -> dict[str, Any]:
     """Describe the machine, the versions of every library, and what children do not inherit."""
     return {
-        "cpu": _cpu(),
+        "cpu": info.machine()["processor"],
         "cores": os.cpu_count(),
         "cores_used": list(cores),
         "caches": _caches(cores[0]),
@@ -38,10 +44,19 @@ def describe(cores: Sequence[int]) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
         "removed_from_environment": {
             name: os.environ[name] for name in REMOVED if name in os.environ
         },
     }
+
+
+def slug(cpu: str) -> str:
+    """Name a processor's record: ``"amd-epyc-25-17"``, family and model last.
+
+    Its widest vectors come after them where they are not those of AVX-512.
+    """
+    return "-".join(re.findall(r"[a-z0-9]+", re.sub(UNTOLD, " ", cpu, flags=re.I).lower()))
 
 
 def _version(name: str) -> str | None:
@@ -49,24 +64,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> str:
-    """Return the model with family and instruction sets, which a virtual machine may not name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    pairs = (line.partition(":") for line in lines if ":" in line)
-    found: dict[str, str] = {}
-    for key, _, value in pairs:
-        found.setdefault(key.strip(), value.strip())
-    name = found.get("model name", platform.machine())
-    if "cpu family" in found:
-        name += f", family {found['cpu family']} model {found['model']}"
-    flags = set(found.get("flags", "").split())
-    widest = next((flag for flag in ("avx512f", "avx2", "avx") if flag in flags), None)
-    return f"{name}, {widest}" if widest else name
 
 
 def _caches(core: int) -> list[str]:

@@ -16,6 +16,7 @@ __all__ = [
     "hyperbolic",
     "next_token",
     "recipe_vjp",
+    "softmax_attention",
     "softmax_vjp",
     "softmax_weights",
     "stabilized",
@@ -38,6 +39,11 @@ def softmax_weights(query: Floats, key: Floats) -> Floats:
     """``w_ij = exp(q_i . k_j / sqrt(d))``."""
     q, k = query.astype(np.float64), key.astype(np.float64)
     return np.asarray(np.exp(q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])))
+
+
+def softmax_attention(query: Floats, key: Floats, value: Floats) -> Floats:
+    """Exact full attention."""
+    return attention(softmax_weights(query, key), value, is_causal=False)
 
 
 def exponentials(x: Floats, rows: Floats) -> Floats:

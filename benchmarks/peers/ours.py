@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -10,8 +11,13 @@ import numpy as np
 import linattn
 from benchmarks.peers import oracle
 from benchmarks.peers.problem import Floats, Inputs, Prepared
-from benchmarks.peers.registry import GRADIENT
-from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
+from benchmarks.peers.registry import GRADIENT, TEXT
+from linattn.feature_maps import (
+    EluFeatures,
+    HyperbolicFeatures,
+    LandmarkFeatures,
+    PositiveFeatures,
+)
 from linattn.typing import FeatureMap
 
 __all__ = ["prepare"]
@@ -23,6 +29,8 @@ def prepare(name: str, kind: str, inputs: Inputs) -> Prepared:
         return _decode(name, inputs)
     if kind in GRADIENT:
         return _gradient(name, kind, inputs)
+    if kind in TEXT:
+        return _text(name, inputs)
     phi = _feature_map(name, inputs)
     is_causal = kind == "causal"
 
@@ -58,6 +66,23 @@ def _gradient(name: str, kind: str, inputs: Inputs) -> Prepared:
     _, pullback = forward()
     call = partial(pullback, inputs.cotangent) if is_alone else both
     return Prepared(call, wanted, np.stack)
+
+
+def _text(name: str, inputs: Inputs) -> Prepared:
+    """Softmax attention fitted to its sequence: by so many landmarks, or as many as it needs."""
+    query, key, value = inputs.text
+
+    def landmarks() -> Floats:
+        phi = LandmarkFeatures.fit(query, key, num_features=64, rng=0)
+        return linattn.linear_attention(query, key, value, phi, exact_window=32)
+
+    def tolerated() -> Floats:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # where it takes exact attention
+            return linattn.attention(query, key, value, tolerance=0.1, rng=0)
+
+    call = {"linattn-landmarks": landmarks, "linattn-attention": tolerated}[name]
+    return Prepared(call, partial(oracle.softmax_attention, *inputs.text))
 
 
 def _feature_map(name: str, inputs: Inputs) -> FeatureMap:

@@ -1,50 +1,66 @@
-"""Put what a run found into docs/performance.md, so that nobody copies a number by hand.
+"""Put what runs found into docs/performance.md, so that nobody copies a number by hand.
 
-    python -m benchmarks.peers.page [RESULTS.json]
+    python -m benchmarks.peers.page
 
-Replaces what stands between the page's two marks by the tables of the record, and draws its
-picture for the page. Without a file it takes the one that a run writes by default.
+Replaces what stands between the page's two marks by the tables of all records that are kept, one a
+machine, and draws the picture of each.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.peers.machines import side_by_side
 from benchmarks.peers.processes import ROOT
 from benchmarks.peers.record import Record
 from benchmarks.peers.tables import as_markdown, tables
 
-__all__ = ["END", "PAGE", "RESULTS", "START", "between_marks", "render"]
+__all__ = ["END", "PAGE", "RESULTS", "START", "between_marks", "records", "render"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
-PICTURE = ROOT / "docs" / "images" / "peers.png"
 START, END = "<!-- peers: start -->\n", "<!-- peers: end -->\n"
 
 
-def render(record: Record) -> str:
-    """Return the part of the page that holds numbers."""
-    picture = f"![Time and memory against the number of tokens](images/{PICTURE.name})"
-    return "\n".join([_machine(record), picture, "", *map(as_markdown, tables(record))])
+def records() -> dict[str, Record]:
+    """Return the record of each machine, by the name of its file; others lie there too."""
+    paths = sorted(RESULTS.glob("*.json"))
+    return {path.stem: Record.read(path) for path in paths if '"timings"' in path.read_text()}
+
+
+def render(found: Mapping[str, Record]) -> str:
+    """Return the part of the page that holds numbers: machines side by side, then one by one."""
+    parts = [as_markdown(table) for table in side_by_side(found)]
+    for name, record in found.items():
+        parts += [f"### {record.machine['cpu']}", "", _machine(record)]
+        parts += [f"![Time and memory against the number of tokens](images/peers-{name}.png)", ""]
+        parts += [as_markdown(table, level=4) for table in tables(record)]
+    return "\n".join(parts)
 
 
 def _machine(record: Record) -> str:
-    machine, settings, sizes = record.machine, record.settings, record.sizes
+    machine, sizes = record.machine, record.sizes
     versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items() if v is not None)
     removed = ", ".join(f"{k}={v}" for k, v in machine["removed_from_environment"].items())
     kernels = sorted({_kernels(library) for library in machine["libraries"]} - {""})
     lines = [
         f"Measured on {machine['cpu']} ({machine['cores']} cores, {machine['memory_gib']} GiB; "
         f"{', '.join(machine['caches'])}), {machine['system']}, Python {machine['python']}, "
-        f"{versions}; commit {machine['commit']}.",
+        f"{versions}; commit {machine['commit']}, {machine['date']}.",
         *([f"BLAS of NumPy: {', '.join(kernels)}."] if kernels else []),
         *([f"Removed from the environment: {removed}."] if removed else []),
         f"Batch {sizes.batch}, {sizes.heads} heads, d = {sizes.dim}, m = {sizes.features}, "
-        f"float32, standard normal inputs; medians over {settings['rounds']} rounds.",
+        f"float32, standard normal inputs; medians over {_rounds(record)} rounds.",
     ]
     return "\n".join([*lines, ""])
+
+
+def _rounds(record: Record) -> str:
+    """Say how many rounds there were; of long calls fewer."""
+    counts = {len(timing.rounds) for timing in record.timings}
+    fewest, most = min(counts), max(counts)
+    return f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def _kernels(library: dict[str, Any]) -> str:
@@ -59,14 +75,16 @@ def between_marks(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page and its picture."""
+    """Write the page and its pictures."""
     from benchmarks.peers.plot import picture
 
-    record = Record.read(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    found = records()
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.split(START)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{START}{render(record)}{END}{after}", encoding="utf-8")
-    picture(record, PICTURE, threads=record.threads()[0])
+    PAGE.write_text(f"{before}{START}{render(found)}{END}{after}", encoding="utf-8")
+    for name, record in found.items():
+        path = PAGE.parent / "images" / f"peers-{name}.png"
+        picture(record, path, threads=record.threads()[0])
 
 
 if __name__ == "__main__":

@@ -51,6 +51,14 @@ class Inputs:
         return np.asarray(orthogonal(self.sizes.features, self.sizes.dim, 0))
 
     @cached_property
+    def text(self) -> tuple[Floats, Floats, Floats]:
+        """Query, key and value of six heads at an English text, ``(6, length, 32)``, float32."""
+        from benchmarks.tolerance import text
+
+        query, key, value, _ = text(self.length)
+        return query, key, value
+
+    @cached_property
     def cotangent(self) -> Floats:
         """Derivative of a loss by the output, standard normal like the inputs."""
         rng = np.random.default_rng(1)

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from benchmarks.peers.problem import Sizes
 
-__all__ = ["ATTENTION", "DECODE", "GRADIENT", "LOOPS", "PEERS", "RATES", "Peer"]
+__all__ = ["ATTENTION", "DECODE", "GRADIENT", "LOOPS", "PEERS", "RATES", "TEXT", "Peer"]
 
 ATTENTION = ("full", "causal")
 DECODE = ("decode",)
 GRADIENT = ("full gradient", "causal gradient")
+TEXT = ("text",)
 RATES = ("project", "sum", "read", "small", "exp")
 
 LOOPS = ("numpy-loop", "numpy-loop-hyperbolic", "numpy-loop-elu")
@@ -35,6 +36,10 @@ class Peer(NamedTuple):
         What :mod:`benchmarks.peers.limits` calls the map, for the peers that a limit is known of.
     is_quadratic : bool
         Whether its time grows with the square of the length.
+    on_one_thread : bool
+        Whether it is timed on one thread only.
+    tolerance : float
+        Relative error on the small input above which it is not timed.
     numbers_a_token : callable
         Numbers of workspace for each token and head: an estimate that decides what may run in the
         memory given, not a figure that is shown.
@@ -46,6 +51,8 @@ class Peer(NamedTuple):
     beside: str
     feature_map: str | None = None
     is_quadratic: bool = False
+    on_one_thread: bool = False
+    tolerance: float = 1e-4
     numbers_a_token: Callable[[Sizes], float] = lambda sizes: 0.0
 
 
@@ -80,12 +87,16 @@ PEERS = {
     "linattn-hyperbolic": Peer(
         "linattn hyperbolic", "ours", ATTENTION, "linattn-favor", "hyperbolic"
     ),
-    "numpy-loop": Peer("NumPy loop, FAVOR+", "loops", ATTENTION, "linattn-favor"),
+    "numpy-loop": Peer(
+        "NumPy loop, FAVOR+", "loops", ATTENTION, "linattn-favor", on_one_thread=True
+    ),
     "numpy-loop-hyperbolic": Peer(
-        "NumPy loop, hyperbolic", "loops", ATTENTION, "linattn-hyperbolic"
+        "NumPy loop, hyperbolic", "loops", ATTENTION, "linattn-hyperbolic", on_one_thread=True
     ),
     # Here, so that rates are measured near the times that they are compared with.
-    "numpy-rates": Peer("NumPy products and exp", "in_numpy", RATES, "numpy-rates"),
+    "numpy-rates": Peer(
+        "NumPy products and exp", "in_numpy", RATES, "numpy-rates", on_one_thread=True
+    ),
     "torch-exact": Peer(
         "torch SDPA, exact", "in_torch", ATTENTION + GRADIENT, "linattn-favor", is_quadratic=True
     ),
@@ -94,6 +105,7 @@ PEERS = {
         "performer",
         ATTENTION,
         "linattn-favor",
+        on_one_thread=True,
         numbers_a_token=_features_and_states,
     ),
     "jax-favor": Peer(
@@ -115,6 +127,7 @@ PEERS = {
         "in_jax",
         ("causal gradient",),
         "linattn-favor",
+        on_one_thread=True,
         numbers_a_token=_gradient_and_sum_numbers,
     ),
     "torch-favor": Peer("same recipe, torch ops", "in_torch", ATTENTION, "linattn-favor"),
@@ -125,6 +138,13 @@ PEERS = {
         "linattn-favor",
         numbers_a_token=_gradient_numbers,
     ),
+    "torch-backward": Peer(
+        "torch, backward by hand",
+        "torch_by_hand",
+        GRADIENT,
+        "linattn-favor",
+        numbers_a_token=_gradient_and_state_numbers,
+    ),
     "torch-whole": Peer(
         "torch autograd, chunks at once",
         "in_torch",
@@ -133,7 +153,9 @@ PEERS = {
         numbers_a_token=_gradient_and_state_numbers,
     ),
     "linattn-elu": Peer("linattn elu+1", "ours", ATTENTION, "linattn-elu", "elu"),
-    "numpy-loop-elu": Peer("NumPy loop, elu+1", "loops", ATTENTION, "linattn-elu"),
+    "numpy-loop-elu": Peer(
+        "NumPy loop, elu+1", "loops", ATTENTION, "linattn-elu", on_one_thread=True
+    ),
     "torch-elu": Peer(
         "elu+1, torch ops",
         "in_torch",
@@ -145,5 +167,16 @@ PEERS = {
     "linattn-decode-step": Peer("linattn decode_step", "ours", DECODE, "linattn-decoder"),
     "numpy-cache": Peer("softmax, KV cache, NumPy", "in_numpy", DECODE, "linattn-decoder"),
     "torch-cache": Peer("softmax, KV cache, torch", "in_torch", DECODE, "linattn-decoder"),
-    "torch-rates": Peer("torch products and exp", "in_torch", RATES, "numpy-rates"),
+    "torch-text": Peer(
+        "torch SDPA, exact", "in_torch", TEXT, "linattn-attention", is_quadratic=True
+    ),
+    "linattn-landmarks": Peer(
+        "linattn landmarks", "ours", TEXT, "linattn-attention", tolerance=0.5
+    ),
+    "linattn-attention": Peer(
+        "linattn.attention(tolerance=.1)", "ours", TEXT, "linattn-attention", tolerance=0.1
+    ),
+    "torch-rates": Peer(
+        "torch products and exp", "in_torch", RATES, "numpy-rates", on_one_thread=True
+    ),
 }

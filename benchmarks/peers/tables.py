@@ -7,14 +7,28 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.peers.goals import MIN_GAIN, goals
 from benchmarks.peers.limits import product_shapes
 from benchmarks.peers.record import MIN_CORE_SHARE, Cell, Crossover, Record
-from benchmarks.peers.registry import ATTENTION, GRADIENT, PEERS, RATES
+from benchmarks.peers.registry import ATTENTION, GRADIENT, PEERS, RATES, TEXT
 
-__all__ = ["Table", "as_markdown", "as_text", "duration", "size", "tables"]
+__all__ = [
+    "CROSSING",
+    "EXACT",
+    "Table",
+    "as_markdown",
+    "as_text",
+    "crossing",
+    "duration",
+    "percent",
+    "size",
+    "tables",
+    "times",
+]
 
 EXACT = "torch-exact"
 COLUMNS = 80
+TEXT_EXACT = "torch-text"
 CROSSING = ("linattn-favor", "linattn-hyperbolic", "linattn-elu")
 
 
@@ -29,9 +43,11 @@ class Table(NamedTuple):
 def tables(record: Record) -> Iterator[Table]:
     """Yield every table that the record has numbers for."""
     candidates = [
+        _goals(record),
         *(_attention(record, length, t) for t in record.threads() for length in _lengths(record)),
         *(_gradient(record, n, t) for t in record.threads() for n in _lengths(record, GRADIENT)),
         *(_decode(record, t) for t in record.threads()),
+        *(_text(record, t) for t in record.threads()),
         _limits(record),
         _threads(record),
         _lengths_table(record),
@@ -59,11 +75,11 @@ def as_text(table: Table) -> str:
     return "\n".join([*lines, ""])
 
 
-def as_markdown(table: Table) -> str:
-    """Lay a table out for a page."""
+def as_markdown(table: Table, level: int = 3) -> str:
+    """Lay a table out for a page, under a heading of this level."""
     head, *rows = table.rows
     rule = ["---", *["---:"] * (len(head) - 1)]
-    lines = [f"### {table.title}", ""]
+    lines = [f"{'#' * level} {table.title}", ""]
     lines += [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
     for note in table.notes:
         lines += ["", f"{note[0].upper()}{note[1:]}."]
@@ -92,7 +108,8 @@ def _three(number: float) -> str:
     return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
-def _times(ratio: float | None) -> str:
+def times(ratio: float | None) -> str:
+    """Show a ratio with three digits, nothing for none."""
     return "" if ratio is None else _three(ratio)
 
 
@@ -116,8 +133,7 @@ def _attention(record: Record, length: int, threads: int) -> Table:
                 continue
             share = record.limit_fraction(name, kind, length) if threads == 1 else None
             ratio = record.ratio(timing.cell, timing.cell._replace(peer=peer.beside))
-            percent = "" if share is None else f"{100 * share:.0f} %"
-            cells += [duration(timing.seconds), _times(ratio), percent]
+            cells += [duration(timing.seconds), times(ratio), percent(share)]
         if any(cells):
             rows.append([peer.label, *cells])
     notes = []
@@ -144,8 +160,7 @@ def _limits(record: Record) -> Table:
                 for small in (False, True)
             ]
             if any(shares):
-                shown = ["" if share is None else f"{100 * share:.0f} %" for share in shares]
-                rows.append([peer.label, f"{length:,}", *shown])
+                rows.append([peer.label, f"{length:,}", *map(percent, shares)])
     notes = [
         "small: if products may be in batches of 32 tokens, for which this BLAS may have faster "
         "kernels; on one thread"
@@ -182,11 +197,11 @@ def _gradient(record: Record, length: int, threads: int) -> Table:
                 cells += ["", ""]
             else:
                 ratio = record.ratio(timing.cell, timing.cell._replace(peer=peer.beside))
-                cells += [duration(timing.seconds), _times(ratio)]
+                cells += [duration(timing.seconds), times(ratio)]
         rows.append([peer.label, *cells])
     notes = ["ratio: time over that of linattn FAVOR+"]
     shares = {kind: record.pullback_share(kind, length, threads) for kind in GRADIENT}
-    shown = [f"{_times(x)} ({kind.partition(' ')[0]})" for kind, x in shares.items() if x]
+    shown = [f"{times(x)} ({kind.partition(' ')[0]})" for kind, x in shares.items() if x]
     if shown:
         notes.append(f"linattn's pullback takes {' and '.join(shown)} times the forward pass")
     if threads == 1:
@@ -205,10 +220,46 @@ def _decode(record: Record, threads: int) -> Table:
                 cells += ["", ""]
             else:
                 ratio = record.ratio(timing.cell, timing.cell._replace(peer=peer.beside))
-                cells += [duration(timing.seconds), _times(ratio)]
+                cells += [duration(timing.seconds), times(ratio)]
         if any(cells):
             rows.append([peer.label, *cells])
     return Table(f"One token of all heads, by context, {_count(threads)}", rows, [])
+
+
+def _text(record: Record, threads: int) -> Table:
+    """Tabulate softmax attention of a text, exact and not, and where they cross."""
+    names = [name for name, peer in PEERS.items() if peer.kinds == TEXT]
+    rows = [["tokens", *(head for name in names for head in (PEERS[name].label, "ratio"))]]
+    for n in _lengths(record, TEXT):
+        cells: list[str] = []
+        for name in names:
+            timing = record.timing(name, *TEXT, n, threads)
+            ratio = record.ratio(Cell(name, *TEXT, n, threads), Cell(TEXT_EXACT, *TEXT, n, threads))
+            cells += ["" if timing is None else duration(timing.seconds), times(ratio)]
+        if any(cells):
+            rows.append([f"{n:,}", *cells])
+    crossings = {
+        PEERS[name].label: crossing(record.crossover(name, TEXT_EXACT, *TEXT, threads))
+        for name in names
+        if name != TEXT_EXACT
+    }
+    shown = [f"{label} {tokens} tokens" for label, tokens in crossings.items() if tokens]
+    notes = [
+        f"ratio: time over that of {PEERS[TEXT_EXACT].label}",
+        f"crossover, from where on faster than {PEERS[TEXT_EXACT].label}: {', '.join(shown)}",
+    ]
+    return Table(f"Softmax attention of a text, {_count(threads)}", rows, notes)
+
+
+def _goals(record: Record) -> Table:
+    """Tabulate what is to hold, and the worst case of each."""
+    rows = [["", "wanted", "worst", "of"]]
+    rows += [[goal.of, goal.wanted, goal.told, goal.where] for goal in goals(record)]
+    notes = [
+        "time over that of linattn; of threads, linattn's on one over that on more; by scale, "
+        "linattn's over that at scale 1"
+    ]
+    return Table("What is to hold", rows, notes)
 
 
 def _threads(record: Record) -> Table:
@@ -225,8 +276,15 @@ def _threads(record: Record) -> Table:
                 for kind, t in columns
             ]
             if any(gains):
-                rows.append([peer.label, f"{length:,}", *map(_times, gains)])
-    return Table("Time on one thread over time on more, back to back", rows, [])
+                rows.append([peer.label, f"{length:,}", *map(times, gains)])
+    slower = [
+        f"{label}, {tokens} tokens, {column} threads ({gain})"
+        for label, tokens, *gains in rows[1:]
+        for column, gain in zip(rows[0][2:], gains, strict=True)
+        if gain and float(gain) < MIN_GAIN
+    ]
+    told = f"slower on more threads than on one: {'; '.join(slower) or 'nothing'}"
+    return Table("Time on one thread over time on more, back to back", rows, [told])
 
 
 def _lengths_table(record: Record) -> Table:
@@ -242,7 +300,7 @@ def _lengths_table(record: Record) -> Table:
             found = [record.crossover(name, EXACT, kind, threads) for kind in ATTENTION]
             if any(found):
                 label = f"crossover, {PEERS[name].label}"
-                rows.append([label, str(threads), *map(_crossing, found)])
+                rows.append([label, str(threads), *map(crossing, found)])
     notes = [
         "growth: p where time grows as N^p, between the lengths in brackets",
         f"crossover: tokens from which it is faster than {PEERS[EXACT].label}",
@@ -254,7 +312,13 @@ def _k(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
 
 
-def _crossing(found: Crossover | None) -> str:
+def percent(share: float | None) -> str:
+    """Show a share, nothing for none."""
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def crossing(found: Crossover | None) -> str:
+    """Show from which length on one is ahead of the other, nothing for none."""
     if found is None:
         return ""
     if found.length is not None:
