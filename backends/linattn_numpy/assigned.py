@@ -16,6 +16,7 @@ from linattn.typing import Assigned, Declined, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_WEIGHT_SPREAD, MIN_EXP_SUM
+from linattn_numpy.products import multiply, product, transposed, weighted_sum
 
 __all__ = ["assigned_sums"]
 
@@ -48,7 +49,7 @@ def assigned_sums(
     weights.fill(0)
     flat = weights.reshape(-1)
     flat[np.arange(index.size) * m + index.ravel()] = np.exp(log - top).ravel()
-    sums = np.matmul(np.swapaxes(weights, -1, -2), values_and_one)
+    sums = weighted_sum(weights, values_and_one)
     seen = sums[..., -1] > 0
     return sums, np.where(seen, top[..., 0], log.dtype.type(-np.inf))
 
@@ -63,7 +64,8 @@ def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Flo
         x = x.reshape(*x.shape[:-3], -1, x.shape[-1])
         arrays = [a if a.ndim < 3 else a[..., 0, :, :] for a in arrays]
     P, bias, probes, offset, table = arrays
-    rows = np.swapaxes(table, -1, -2) + offset
+    # In the order of rows: one in another is copied whole for each tile.
+    rows = np.add(transposed(table), offset, order="C")
     m, p = rows.shape[-2:]
     offsets = m * np.arange(prod(rows.shape[:-2])).reshape(*rows.shape[:-2], 1)
     rows = rows.reshape(-1, p)
@@ -73,12 +75,12 @@ def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Flo
     size = max(64, tuning.ASSIGNED_TILE_ELEMENTS // (p * prod(lead)))
     for start in range(0, n, size):
         tile = slice(start, min(start + size, n))
-        scores = np.matmul(x[..., tile, :], P)
+        scores = product(x[..., tile, :], P, "scores")
         scores += bias
         index[..., tile] = scores.argmax(axis=-1)
         terms = buffer("terms", (*lead, tile.stop - start, p), x.dtype)
         workspace = buffer("workspace", terms.shape, x.dtype)
-        np.matmul(x[..., tile, :], probes, out=terms)
+        multiply(x[..., tile, :], probes, terms)
         # "clip" spares a copy of what is taken; every index is in range.
         terms += np.take(rows, offsets + index[..., tile], axis=0, out=workspace, mode="clip")
         total = _log_sum(terms, workspace)
@@ -90,7 +92,7 @@ def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Flo
 
 def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
     """Log of the sum of exponentials along the last axis."""
-    total = np.exp(x, out=workspace).sum(axis=-1, keepdims=True)
+    total = np.exp(x, out=workspace) @ np.ones((x.shape[-1], 1), x.dtype)
     if MIN_EXP_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
         return np.asarray(np.log(total))
     shift = x.max(axis=-1, keepdims=True)
