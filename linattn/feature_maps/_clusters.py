@@ -5,6 +5,8 @@ Host arrays of ``H`` heads. Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,10 +66,16 @@ def _cluster_heads(
     centre = np.sum(x, axis=-2, keepdims=True, dtype=np.float64) / np.maximum(count, 1)
     centred = x - centre.astype(x.dtype)
     offset = np.sum(probes * centre, axis=-1, keepdims=True) - lognorm
-    A = probes.astype(x.dtype) @ np.swapaxes(centred, -1, -2)
-    A += offset.astype(x.dtype)
-    A *= 2
-    weights = np.sum(np.exp(A, out=A), axis=-2) * valid
+    twice, shift = ((2 * a).astype(x.dtype) for a in (probes, offset))
+    ones = np.ones((1, probes.shape[-2]), x.dtype)
+
+    def squared_attention(tokens: NDArray[Any]) -> NDArray[Any]:
+        A = twice @ np.swapaxes(tokens, -1, -2)
+        A += shift
+        # A product with ones: sums across rows take four times as long.
+        return np.asarray((ones @ np.exp(A, out=A))[..., 0, :])
+
+    weights = _by_tile(squared_attention, centred, probes.shape[-2]) * valid
 
     # Squares of what is far from 1 would leave the range of float32.
     size = np.abs(np.where(valid[..., None], centred, 0)).max(axis=(-2, -1), keepdims=True)
@@ -80,16 +88,33 @@ def _cluster_heads(
     return np.where(used[..., None], b, 0.0), used
 
 
-def nearness(x: NDArray[Any], b: Floats, used: NDArray[np.bool_], metric: Floats) -> NDArray[Any]:
+def nearness(
+    x: NDArray[Any], b: Floats, used: NDArray[np.bool_], metric: Floats, *, tokens_last: bool
+) -> NDArray[Any]:
     """``x.(M b_c) - b_c.(M b_c) / 2``, largest at the nearest; -inf for what is not used.
 
     With ``x.(M x)`` it makes the squared distance: ``|x - b_c|^2 = x.(M x) - 2 nearness``.
+    ``(H, C, m)``, or ``(H, m, C)``, of which NumPy takes maxima over m faster.
     """
     images = b @ metric
-    bias = np.where(used, -0.5 * np.sum(images * b, axis=-1), -np.inf)
-    scores = x @ np.swapaxes(images, -1, -2).astype(x.dtype)
-    scores += bias[:, None, :].astype(x.dtype)
+    bias = np.where(used, -0.5 * np.vecdot(images, b), -np.inf)[..., None]
+    first, second = (images.astype(x.dtype), x) if tokens_last else (x, images.astype(x.dtype))
+    scores = first @ np.swapaxes(second, -1, -2)
+    scores += (bias if tokens_last else np.swapaxes(bias, -1, -2)).astype(x.dtype)
     return np.asarray(scores)
+
+
+def _nearest(tokens: NDArray[Any], **centroids: Any) -> NDArray[np.intp]:
+    return np.asarray(np.argmax(nearness(tokens, **centroids, tokens_last=False), axis=-1))
+
+
+def _by_tile(
+    function: Callable[[NDArray[Any]], NDArray[Any]], x: NDArray[Any], width: int
+) -> NDArray[Any]:
+    """One number for each token, from rows of so many, of as many tokens as the cache holds."""
+    size = max(64, MAX_CLUSTER_ELEMENTS // (width * len(x)))
+    tiles = range(0, x.shape[-2], size)
+    return np.concatenate([function(x[:, i : i + size]) for i in tiles], axis=-1)
 
 
 def kmeans_plus_plus(
@@ -117,7 +142,7 @@ def kmeans_plus_plus(
     Odds: Arthur, Vassilvitskii, "k-means++" (2007); rounds: Bahmani et al., "Scalable K-Means++"
     (2012).
     """
-    squares = np.einsum("...i,...i->...", x, x @ metric.astype(x.dtype))
+    squares = np.vecdot(x, x @ metric.astype(x.dtype))
     log_weights = np.log(weights.astype(np.float64))
     log_odds, nearest = log_weights, np.full(weights.shape, -np.inf, x.dtype)
     taken = np.zeros(weights.shape, dtype=bool)
@@ -134,7 +159,8 @@ def kmeans_plus_plus(
         if i + 1 < NUM_ROUNDS:
             b = np.take_along_axis(x, new[..., None], axis=-2).astype(np.float64)
             used = np.take_along_axis(valid, new, axis=-1)
-            nearest = np.maximum(nearest, nearness(x, b, used, metric).max(axis=-1))
+            scores = nearness(x, b, used, metric, tokens_last=True)
+            nearest = np.maximum(nearest, scores.max(axis=-2))
             log_odds = log_weights + np.log(np.maximum(squares - 2 * nearest, 0))
     return np.sort(np.concatenate(drawn, axis=-1), axis=-1)
 
@@ -185,7 +211,8 @@ def lloyd(
     first = m * np.arange(H)[:, None]
     b = start
     for _ in range(steps):
-        cells = (np.argmax(nearness(x, b, used, metric), axis=-1) + first).ravel()
+        nearest = partial(_nearest, b=b, used=used, metric=metric)
+        cells = (_by_tile(nearest, x, m) + first).ravel()
         total = np.bincount(cells, weights=total_of, minlength=H * m)
         sums = [np.bincount(cells, weights=z, minlength=H * m) for z in coordinates]
         b = move_centroids(b, total.reshape(H, m, 1), np.stack(sums, axis=-1).reshape(H, m, d))

@@ -7,7 +7,7 @@ Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`` probes, ``d`` dim.
 
 from __future__ import annotations
 
-from math import sqrt
+from math import prod, sqrt
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _generic
-from linattn.typing import Array
+from linattn import _arrays, _checks, _dispatch
+from linattn._driver.blocks import block_slices, token_block
+from linattn._driver.problem import exact_problem
+from linattn.typing import Array, Tokens
 
 __all__ = [
     "Inputs",
@@ -36,9 +38,8 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-# Numbers worked on at once, of all heads: half a MB of float32, for the cache. (2 MB: fitting
-# 2 heads of 2,048 tokens takes 9.1 ms for 6.7.)
-MAX_BLOCK_ELEMENTS = 1 << 17
+# Logits worked on at once, of all heads, for the cache; and keys, for few calls.
+MAX_BLOCK_ELEMENTS, MIN_BLOCK_ROWS = 1 << 18, 128
 
 
 class Sample(NamedTuple):
@@ -207,30 +208,23 @@ def log_normalizers(
 ) -> Floats:
     """``log sum_j exp(probe.k_j)`` over all visible keys, ``(..., p)``; -inf where there is none.
 
-    Online softmax over blocks of keys: O(S p d) time, memory that does not grow with S.
+    Softmax attention to ones. O(S p d) time, memory that does not grow with S.
     """
-    rows = _arrays.device_array(probes, xp, dtype, array_api_compat.device(key))
-    lead = np.broadcast_shapes(probes.shape[:-2], tuple(key.shape[:-2]))
-    size = max(16, MAX_BLOCK_ELEMENTS // max(1, int(np.prod(lead)) * probes.shape[-2]))
-    top = total = None
-    length = int(key.shape[-2])
-    for start in range(0, length, size):
-        block = slice(start, min(start + size, length))
-        x = xp.astype(key[..., block, :], dtype, copy=False)
-        logits = xp.matmul(rows, xp.matrix_transpose(x))
-        if mask is not None:
-            seen = xp.matrix_transpose(mask[..., block, :])
-            # What a masked key holds shows in its own logits only.
-            logits = xp.where(seen, logits, xp.zeros_like(seen, dtype=dtype) - xp.inf)
-        block_top = xp.max(logits, axis=-1, keepdims=True)
-        after = block_top if top is None else xp.maximum(top, block_top)
-        shift = _generic.finite_shift(after, xp)
-        logits -= shift
-        more = xp.sum(xp.exp(logits), axis=-1, keepdims=True)
-        total = more if total is None else total * xp.exp(top - shift) + more
-        top = after
-    log = xp.log(total) + _generic.finite_shift(top, xp)
-    return _arrays.to_numpy(log)[..., 0].astype(np.float64)
+    rows = Tokens(_arrays.device_array(probes, xp, dtype, array_api_compat.device(key)), None, 0)
+    problem = exact_problem(key, key, key, scale=1.0, is_causal=False, key_mask=None)
+    problem = problem.replace(dtype=dtype, key_mask=mask)
+    functions, spec, part = _dispatch.BlockFunctions(xp), problem.key_spec, None
+    width = prod(np.broadcast_shapes(probes.shape[:-2], problem.state_lead)) * probes.shape[-2]
+    size = max(MIN_BLOCK_ROWS, MAX_BLOCK_ELEMENTS // max(1, width))
+    for block in block_slices(int(key.shape[-2]), size):
+        tokens = token_block(problem, "key", block, 0)
+        one = xp.ones_like(tokens.x[..., :1])
+        if part is None:
+            part = functions.exact_block(spec, rows, tokens, one)
+        else:
+            part = functions.exact_more(spec, rows, tokens, one, part)
+    assert part is not None
+    return _arrays.to_numpy(part.log + xp.log(part.num_den))[..., 0].astype(np.float64)
 
 
 def take_inputs(query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any) -> Inputs:
@@ -294,4 +288,5 @@ def log_sum(x: Floats, axis: int) -> Floats:
     """Log of the sum of exponentials along an axis, which stays."""
     top = np.max(x, axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)
-    return np.asarray(np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top)
+    terms = x - top
+    return np.asarray(np.log(np.sum(np.exp(terms, out=terms), axis=axis, keepdims=True)) + top)
