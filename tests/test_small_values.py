@@ -10,6 +10,7 @@ they share with late ones, and their products with small values leave the range 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -154,3 +155,34 @@ def test_window(numpy_path, data, name, dtype):
     small = linattn.linear_attention(query, key, value * size, MAPS[name], **options)
     want = linattn.linear_attention(query, key, value, MAPS[name], **options)
     check_rows(small / size, want, value, DTYPES[dtype][-1])
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "elu"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@given(data=st.data())
+def test_gradients(numpy_path, data, is_causal, name, dtype):
+    """They are linear in values and in cotangents, of which each head has sizes of its own.
+
+    Not with rectified features, whose logs have slopes as large as the inverse of a key.
+    """
+    query, key, value, _ = problem(name, dtype, *data.draw(cases(dtype)))
+    if name == "elu" and not is_causal:
+        query -= data.draw(st.floats(0, DTYPES[dtype][0] / 2), label="logs of queries below 0")
+    cotangent = np.random.default_rng(key.shape[-2]).standard_normal(value.shape).astype(dtype)
+    vjp = partial(linattn.linear_attention_vjp, feature_map=MAPS[name], is_causal=is_causal)
+    with linattn.without_backends():
+        _, pullback = vjp(*(x.astype(np.float64) for x in (query, key, value)))
+        want = pullback(cotangent.astype(np.float64))
+    sizes = st.lists(st.integers(DTYPES[dtype][1], 0), min_size=len(key), max_size=len(key))
+    both = np.array(data.draw(sizes, label="log2 of values times cotangents"))[:, None, None]
+    of_value = np.round(both * data.draw(st.floats(0, 1), label="of these in values")).astype(int)
+    chunk_size = data.draw(st.none() | st.integers(1, 48), label="chunk_size")
+    _, pullback = vjp(query, key, np.ldexp(value, of_value), chunk_size=chunk_size)
+    got = pullback(np.ldexp(cotangent, both - of_value))
+    exponents = both, both, both - of_value
+    for x, y, log2, other in zip(got, want, exponents, (key, key, query), strict=True):
+        assert x.dtype == dtype
+        error = np.abs(np.ldexp(x.astype(np.float64), -log2) - y).max(axis=(-2, -1))
+        unit = np.maximum(max(1, np.abs(other).max()), np.abs(y).max(axis=(-2, -1)))
+        assert np.all(error <= 4 * DTYPES[dtype][-1] * unit)

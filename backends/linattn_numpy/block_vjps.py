@@ -19,7 +19,17 @@ from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import log_features
-from linattn_numpy.limits import EMPTY, UNDERFLOWED, all_finite, finite_shift, floor_of, in_place
+from linattn_numpy.limits import (
+    EMPTY,
+    SMALL_VALUES,
+    UNDERFLOWED,
+    all_finite,
+    all_large,
+    finite_shift,
+    floor_of,
+    in_place,
+    row_sizes,
+)
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 
 __all__ = [
@@ -38,9 +48,14 @@ Floats = NDArray[Any]
 UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
 
 
-def max_scale(dtype: Any, terms: float) -> float:
-    """Log of the largest scale from which underflow cannot take more than rounding of 1."""
-    return -log(floor_of(dtype)) - log(terms)
+def max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
+    """Log of the largest scale from which underflow cannot take digits of cotangents.
+
+    Those of 1 keep all, smaller ones (``sizes``: the largest of each head and column) what is
+    allowed to small values.
+    """
+    least = sizes.min(where=sizes != 0, initial=1 / SMALL_VALUES)
+    return log(least * SMALL_VALUES) - log(floor_of(dtype) * terms)
 
 
 def division_vjp(
@@ -105,9 +120,13 @@ def read_block_vjp(
     cotangent = product(grad_output, transposed(kvz[..., :-1]), "read")
     # Underflow takes at most the smallest number times the largest weight or sum, once a term.
     floor = floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
-    rows = division_vjp(weights, np.matmul(weights, z), cotangent, transposed(z), floor)
+    denominator = np.matmul(weights, z)
+    rows = division_vjp(weights, denominator, cotangent, transposed(z), floor)
     if isinstance(rows, Declined):
         return rows
+    sums = kvz.sum(axis=-2, keepdims=True)
+    if not all_large(denominator * row_sizes(grad_output), sums / sums[..., -1:], kvz, floor):
+        return UNDERFLOWED
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
@@ -137,7 +156,8 @@ def reduce_block_vjp(
     if not has_vjp(key_spec):
         return NO_VJP
     kvz, factor, positive, dtype = adjoint.kvz, None, None, values_and_one.dtype
-    limit = max_scale(dtype, adjoint.log_scale.shape[-1] * max(adjoint.length, 1))
+    terms = adjoint.log_scale.shape[-1] * max(adjoint.length, 1)
+    limit = max_scale(dtype, terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
     if not isinstance(features, Declined):
         factor, top = relative_rows(features.row)

@@ -37,9 +37,11 @@ from linattn_numpy.limits import (
     MAX_LOG_LEAD,
     UNDERFLOWED,
     all_finite,
+    all_large,
     finite_shift,
     floor_of,
     in_place,
+    row_sizes,
 )
 from linattn_numpy.products import product, transposed, weighted
 from linattn_numpy.tiles import split_sub_blocks, sub_blocks
@@ -102,6 +104,8 @@ def scan_query_vjp(
     scale = division_vjp(rows.q, np.vecdot(rows.q, z)[..., None], cotangent, z, rows.floor)
     if isinstance(scale, Declined):
         return scale
+    if not _are_large(scale[0], grad_output, block, state, rows.floor):
+        return UNDERFLOWED
     empty = ~np.any(after[..., -1:] != 0, axis=-2)
     log_scale = np.where(empty, rows.log_scale.dtype.type(-np.inf), rows.log_scale)
     gradient = features_vjp(query_spec, query.x, rows.q, rows.positive[0], cotangent, None)
@@ -168,6 +172,8 @@ def scan_vjp(
     if isinstance(found, Declined):
         return found
     cotangent, inverse, g1, pairs = found
+    if not _are_large(inverse, grad_output, block, state, rows.floor):
+        return UNDERFLOWED
     grad_query = features_vjp(query_spec, query.x, q, rows.positive[0], cotangent, None)
     grad_query *= inverse
     start = adjoint.kvz * np.exp(log_factor)[..., None]
@@ -231,6 +237,17 @@ def _floor(block: _Block, k: Floats, state: State) -> float:
     """Least denominator of features and keys that weigh at most 1."""
     keys = state.length + block.values_and_one.shape[-2]
     return floor_of(block.values_and_one.dtype) * float(k.shape[-1] * keys)
+
+
+def _are_large(
+    inverse: Floats, grad_output: Floats, block: _Block, state: State, floor: float
+) -> bool:
+    """Whether underflow leaves the products of cotangents and of the values that their rows see.
+
+    They are divided by denominators for queries, and not for keys.
+    """
+    sizes = row_sizes(grad_output) / np.maximum(inverse, 1)
+    return all_large(sizes, block.values_and_one, state.kvz, floor)
 
 
 def _read_scan(rows: _Rows, grad_output: Floats) -> tuple[Floats, Floats, Floats]:
@@ -329,10 +346,12 @@ def _unshifted_keys(
     shift = finite_shift(log_scale)
     factor, top = relative_rows(keys.row)
     scale = log_scale + keys.col + top
-    if not scale.max() + queries.max_log + keys.max_log <= _max_scale(block, adjoint):
+    g1 = grad_num_den * np.exp(-row - finite_shift(highest)[..., None])
+    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
+    limit = _max_scale(block, adjoint, g1, start)
+    if not scale.max() + queries.max_log + keys.max_log <= limit:
         return UNDERFLOWED_KEYS
     q, k = queries.weights, keys.weights
-    g1 = grad_num_den * np.exp(-row - finite_shift(highest)[..., None])
     factors = np.exp(block_scale - shift)
     if np.all(factors == factors[..., :1]) and factors.shape[:-1] == lead:
         g1 = g1 * factors[..., :1, None]
@@ -347,7 +366,6 @@ def _unshifted_keys(
     else:
         return UNEVEN
     v = block.values_and_one if factor is None else block.values_and_one * factor
-    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
     return _Keys(q, k, v, g1, factor, start, log_scale.astype(dtype), keys.positive)
 
 
@@ -363,16 +381,19 @@ def _stabilized_keys(
     np.exp(q, out=q)
     k = log_features(block.key_spec, block.key, "key")
     k = in_place(np.add, k, (block.key_spec.col + shift)[..., None, :])
-    if not k.max() <= _max_scale(block, adjoint):
+    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
+    if not k.max() <= _max_scale(block, adjoint, grad_num_den, start):
         return UNDERFLOWED_KEYS
     np.exp(k, out=k)
-    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
     return _Keys(q, k, block.values_and_one, grad_num_den, None, start, log_scale)
 
 
-def _max_scale(block: _Block, adjoint: State) -> float:
+def _max_scale(block: _Block, adjoint: State, g1: Floats, start: Floats) -> float:
+    """Log of the largest scale, of cotangents and an adjoint of their sizes."""
     rows = adjoint.length + block.values_and_one.shape[-2]
-    return max_scale(block.values_and_one.dtype, adjoint.log_scale.shape[-1] * rows)
+    sizes = np.maximum(np.abs(g1).max(axis=-2), np.abs(start).max(axis=-2))
+    terms = adjoint.log_scale.shape[-1] * rows
+    return max_scale(block.values_and_one.dtype, terms, sizes)
 
 
 def _max_to(x: Floats, lead: tuple[int, ...]) -> Floats:

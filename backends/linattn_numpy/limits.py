@@ -36,6 +36,7 @@ __all__ = [
     "finite_shift",
     "floor_of",
     "in_place",
+    "row_sizes",
     "tiny",
 ]
 
@@ -94,6 +95,12 @@ def in_place(operation: np.ufunc, x: Floats, y: Floats) -> Floats:
     """Put the result into x, unless y has leading axes (of a state, of weights) beyond its."""
     fits = np.broadcast_shapes(x.shape, y.shape) == x.shape
     return np.asarray(operation(x, y, out=x if fits else None))
+
+
+def row_sizes(x: Floats) -> Floats:
+    """Largest size in each row, ``(..., n, 1)``; inf in a row of zeros, which asks for nothing."""
+    sizes = np.abs(x).max(axis=-1, keepdims=True)
+    return np.asarray(np.where(sizes == 0, sizes.dtype.type(np.inf), sizes))
 
 
 def all_large(
