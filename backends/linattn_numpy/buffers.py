@@ -23,9 +23,17 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         return np.empty(shape, dtype)
     cached = getattr(_scratch, name, None)
     if cached is None or cached.size < count or cached.dtype != dtype:
-        cached = np.empty(count, dtype)
+        cached = _aligned(count, np.dtype(dtype))
         setattr(_scratch, name, cached)
     return cached[:count].reshape(shape)
+
+
+def _aligned(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array that begins with a cache line, so that no vector lies across two."""
+    size = count * dtype.itemsize
+    memory = np.empty(size + tuning.CACHE_LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % tuning.CACHE_LINE_BYTES
+    return memory[start : start + size].view(dtype)
 
 
 def zeros(count: int, dtype: Any) -> NDArray[Any]:
