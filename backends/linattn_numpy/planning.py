@@ -99,17 +99,12 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
         return 1
     if problem.chunk_size is not None:
         return 1
-    rows, m = min(_longest(problem), block), problem.num_features
-    if not problem.is_causal:
-        max_heads = tuning.MAX_BATCHED_ELEMENTS // max(1, rows * m)
-    elif _longest(problem) * m < tuning.MIN_APART_ELEMENTS:
+    if problem.is_causal and _longest(problem) * problem.num_features < tuning.MIN_APART_ELEMENTS:
         return 1
-    else:
-        rows = max(tuning.MIN_BATCHED_CAUSAL_ROWS, rows)
-        width = problem.value.shape[-1] + 1
-        max_heads = tuning.MAX_BATCHED_CAUSAL_ELEMENTS // ((rows + m) * width)
     heads = prod(problem.state_lead)
     n = problem.state_lead[-1] if problem.state_lead else 1
+    rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
+    max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
     for batch in range(min(n, max_heads), 1, -1):
         count = -(-n // batch)
         if -(-(heads // n * count) // threads) * batch <= -(-heads // threads):

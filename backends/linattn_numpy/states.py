@@ -96,7 +96,7 @@ def _unshifted_sums(
     """Sum a block by feature: sums and their log scale."""
     shares, top, has_underflowed = _row_shares(key_spec, tokens)
     kvz, max_weight = np.zeros(()), 0.0
-    for rows, weights in feature_tiles(key_spec, tokens.x, "key"):
+    for rows, weights in feature_tiles(key_spec, tokens.x, "features"):
         values = values_and_one[..., rows, :]
         if shares is not None:
             values = weighted(values, shares[..., rows, :])
@@ -132,7 +132,7 @@ def _stabilized_sums(
     key_spec: Exponential, tokens: Tokens, values_and_one: Floats
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature on the largest log of each."""
-    log = log_features(key_spec, tokens, "key")
+    log = log_features(key_spec, tokens, "features")
     top = log.max(axis=-2)
     if not np.isfinite(log.max(initial=-np.inf)) and not np.all(top == -np.inf):
         return Declined("log features are not finite")
@@ -181,7 +181,7 @@ def read_block(
         if np.any((kvz[..., -1] < floor_of(kvz.dtype)) & (c > -np.inf)):
             return _read_stabilized(query_spec, tokens, state, want_log)
     num_den = np.zeros(())
-    for rows, weights in feature_tiles(query_spec, tokens.x, "query"):
+    for rows, weights in feature_tiles(query_spec, tokens.x, "features"):
         if rows.start == 0:
             lead = broadcast_lead(weights.shape[:-3], kvz.shape[:-2])
             num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
@@ -203,7 +203,7 @@ def _read_stabilized(
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
         return UNDERFLOWED
-    log = query_exponents(query_spec, tokens, "query")
+    log = query_exponents(query_spec, tokens, "features")
     log = in_place(np.add, log, (state.log_scale + query_spec.col)[..., None, :])
     row = log.max(axis=-1, keepdims=True)
     log -= finite_shift(row)

@@ -51,11 +51,9 @@ EXACT_BLOCK_ROWS, WINDOW_BLOCK_ROWS, COLUMN_NORMALIZED_BLOCK_ROWS = 512, 2048, 2
 # tries a rejected block again as shorter ones.
 MAX_STABILIZED_ROWS = 512
 
-# 2026-11-23: features of a block of all heads batched into one task, of which a tile is made at a
-# time. 2026-11-22: values and states of those of a causal task, and the length that those of fewer
-# tokens count as: two heads of 4,096 tokens, d = 64, m = 256.
-MAX_BATCHED_ELEMENTS = 1 << 21
-MAX_BATCHED_CAUSAL_ELEMENTS, MIN_BATCHED_CAUSAL_ROWS = 9216 * 65, 768
+# 2026-11-22: values and states of the heads batched into one task, and the length that those of
+# fewer tokens count as: two heads of 4,096 tokens, d = 64, m = 256.
+MAX_BATCHED_ELEMENTS, MIN_BATCHED_ROWS = 9216 * 65, 768
 
 # 2026-11-22: features of a head from which heads are done one by one where one is rejected. It does
 # not depend on how many heads there are, so that batching them changes no bit.
