@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linattn_numpy import products, tuning
-from linattn_numpy.blas import blas
 
+PRODUCTS = products.KINDS
 MAX_SMALL_MATMUL = 4_000
 """Small enough that small inputs are cut too."""
 
@@ -35,7 +35,7 @@ LAYOUTS = st.sampled_from(["whole", "turned", "slice"])
 @pytest.fixture(params=[True, False], ids=["cut", "whole"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     monkeypatch.setattr(tuning, "MAX_SMALL_MATMUL", MAX_SMALL_MATMUL)
-    monkeypatch.setattr(products, "has_small_matmul", lambda: request.param)
+    monkeypatch.setattr(products, "small_products", lambda dtype: PRODUCTS if request.param else ())
     monkeypatch.setattr(tuning, "MIN_SUM_ROWS", 4)
     caches = (products._rows_per_small_product, products._tokens_and_features)
     for cached in caches:
@@ -90,24 +90,54 @@ def test_large_products_are_cut(cut: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert (largest <= MAX_SMALL_MATMUL) == cut
 
 
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_small_products", {})
+    monkeypatch.delenv("LINATTN_SMALL_PRODUCTS", raising=False)
+
+
 @pytest.mark.parametrize(
-    ("name", "kernels", "target", "wanted"),
-    [
-        ("scipy-openblas", "SkylakeX", "X86_V3", True),
-        ("openblas", "Haswell", "X86_V4", False),
-        ("openblas", None, "X86_V4", True),
-        ("openblas", None, "AVX512_SKX", True),
-        ("openblas", None, "AVX2", False),
-        ("mkl", "SkylakeX", "X86_V4", False),
-    ],
+    ("gains", "wanted"),
+    [((0.5, 1.1), ("read",)), ((1.0, 0.5), ("project",)), ((0.6, 0.6), ()), ((1, 1), PRODUCTS)],
 )
-def test_where_small_products_are_fast(
-    name: str, kernels: str | None, target: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+def test_slow_small_products_are_not_chosen(
+    gains: tuple[float, float],
+    wanted: tuple[str, ...],
+    undecided: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = {"Build Dependencies": {"blas": {"name": name}}}
-    monkeypatch.setattr(np, "show_config", lambda mode: config)
-    info = {"exp": {"ff": {"current": target}}}
-    monkeypatch.setattr(np.lib.introspect, "opt_func_info", lambda *_: info)
-    controller = SimpleNamespace(info=lambda: [{"architecture": kernels}]) if kernels else None
-    monkeypatch.setattr(blas, "controller", lambda: controller)
-    assert products.has_small_matmul.__wrapped__() == wanted
+    given = iter(gains)
+    monkeypatch.setattr(products, "_gain", lambda *sizes: next(given))
+    # The second time nothing is measured.
+    for _ in range(2):
+        assert products.small_products(np.dtype("f4")) == wanted
+    assert products.kernel_status() == (
+        f"products cut into small ones: {', '.join(wanted) or 'none'} (measured)"
+    )
+
+
+def test_gain_is_a_ratio_of_least_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    # From one look at the clock to the next: whole products take 6 or 9, small ones 2 or 3.
+    ticks = accumulate(cycle([0.0, 9.0, 0.0, 3.0, 0.0, 6.0, 0.0, 2.0]))
+    monkeypatch.setattr(products, "perf_counter", lambda: next(ticks))
+    assert products._gain(256, 8, 16, np.dtype("f8")) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"), [("", ()), ("read", ("read",)), (" read , project", PRODUCTS)]
+)
+def test_small_products_can_be_asked_for(
+    asked: str, wanted: tuple[str, ...], undecided: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINATTN_SMALL_PRODUCTS", asked)
+    monkeypatch.setattr(products, "_gain", None)
+    assert set(products.small_products(np.dtype("f4"))) == set(wanted)
+    assert "(as LINATTN_SMALL_PRODUCTS says)" in products.kernel_status()
+
+
+def test_unknown_small_products_are_an_error(
+    undecided: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINATTN_SMALL_PRODUCTS", "read,sums")
+    with pytest.raises(ValueError, match=r"must be some of project, read, .* got 'read,sums'"):
+        products.small_products(np.dtype("f4"))

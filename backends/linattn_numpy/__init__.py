@@ -22,6 +22,7 @@ from linattn_numpy.decoding import decode, stepper
 from linattn_numpy.exact import exact_block, exact_more, window_block
 from linattn_numpy.planning import plan
 from linattn_numpy.prefix_states import far_states
+from linattn_numpy.products import kernel_status
 from linattn_numpy.states import divide, read_block, reduce_block, values_block
 from linattn_numpy.threads import limited_threads
 
@@ -33,6 +34,7 @@ __all__ = [
     "exact_more",
     "exact_query_vjp",
     "far_states",
+    "kernel_status",
     "limited_threads",
     "plan",
     "read_block",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     implements(Backend.exact_more)(exact_more)
     implements(Backend.exact_query_vjp)(exact_query_vjp)
     implements(Backend.far_states)(far_states)
+    implements(Backend.kernel_status)(kernel_status)
     implements(Backend.limited_threads)(limited_threads)
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)

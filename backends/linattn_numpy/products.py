@@ -1,12 +1,16 @@
 """Matrix products, cut into small ones where BLAS is faster on those.
 
 OpenBLAS has kernels for AVX-512 that multiply ``(a, b)`` by ``(b, c)`` as they lie where
-``a b c <= 10^6``, and packs larger matrices first; without such kernels small products are slower.
+``a b c <= 10^6``, and packs larger matrices first. Which of the two is faster depends on processor
+and kind of product, which the name of the kernels does not tell: it is measured.
 """
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,10 +21,13 @@ from linattn_numpy.blas import blas
 from linattn_numpy.buffers import buffer
 
 __all__ = [
+    "KINDS",
     "broadcast_lead",
+    "kernel_status",
     "multiply",
     "product",
     "rows_per_product",
+    "small_products",
     "transposed",
     "weighted",
     "weighted_sum",
@@ -28,26 +35,66 @@ __all__ = [
 
 Floats = NDArray[Any]
 
+KINDS = ("project", "read")
+"""Products ``x P`` to more features than it has dimensions, and those over features or tokens."""
 
-@cache
-def has_small_matmul() -> bool:
-    """Whether NumPy's matrix products are those of OpenBLAS with its kernels for AVX-512.
 
-    threadpoolctl tells which set is in use; without it, it is what the processor allows.
+_small_products: dict[Any, tuple[str, ...]] = {}
+
+
+def small_products(dtype: Any) -> tuple[str, ...]:
+    """Kinds of products that are cut into small ones, measured at the first use.
+
+    The measurement takes 2 ms; ``LINATTN_SMALL_PRODUCTS``, kinds with commas between, overrides it.
     """
+    found = _small_products.get(dtype)
+    if found is None:
+        asked = os.environ.get("LINATTN_SMALL_PRODUCTS")
+        found = _measured(dtype) if asked is None else _kinds(asked)
+        # The first of several threads decides for all.
+        found = _small_products.setdefault(dtype, found)
+    return found
+
+
+def kernel_status() -> str:
+    """Say which products are cut here, and how that was found."""
+    kinds = small_products(np.dtype(np.float32))
+    how = "as LINATTN_SMALL_PRODUCTS says" if "LINATTN_SMALL_PRODUCTS" in os.environ else "measured"
+    return f"products cut into small ones: {', '.join(kinds) or 'none'} ({how})"
+
+
+def _kinds(asked: str) -> tuple[str, ...]:
+    kinds = tuple(kind for kind in map(str.strip, asked.split(",")) if kind)
+    if not set(kinds) <= set(KINDS):
+        message = (
+            f"the environment variable LINATTN_SMALL_PRODUCTS must be some of {', '.join(KINDS)}, "
+            f"separated by commas, or empty for none, got {asked!r}"
+        )
+        raise ValueError(message)
+    return kinds
+
+
+def _measured(dtype: Any) -> tuple[str, ...]:
+    n, *sizes = tuning.MEASURED_SIZES
+    limit = blas.one_thread()
     try:
-        dependencies: Any = np.show_config(mode="dicts")["Build Dependencies"]
-        if "openblas" not in dependencies["blas"]["name"].lower():
-            return False
-        controller = blas.controller()
-        if controller is not None:
-            names = [library.get("architecture") or "" for library in controller.info()]
-            return any(name.lower() in tuning.AVX512_KERNELS for name in names)
-        exp = np.lib.introspect.opt_func_info("^exp$", "float32")["exp"]
-    except (AttributeError, KeyError, TypeError):
-        return False
-    targets = [found["current"] for found in exp.values()]
-    return any(name == "X86_V4" or "AVX512" in name for name in targets)
+        with limit:
+            gains = [_gain(n, k, j, dtype) for k, j in pairwise(sizes)]
+    finally:
+        limit.give_back()
+    return tuple(kind for kind, gain in zip(KINDS, gains, strict=True) if gain > tuning.MIN_GAIN)
+
+
+def _gain(n: int, k: int, j: int, dtype: Any) -> float:
+    """How many times as long a whole product takes: least times, as others have the core too."""
+    x, y, out = np.ones((n, k), dtype), np.ones((k, j), dtype), np.empty((n, j), dtype)
+    seconds: dict[Any, list[float]] = {np.matmul: [], _multiply_cut: []}
+    for _ in range(tuning.MEASURED_TURNS):
+        for multiply_by, times in seconds.items():
+            start = perf_counter()
+            multiply_by(x, y, out)
+            times.append(perf_counter() - start)
+    return min(seconds[np.matmul]) / min(seconds[_multiply_cut])
 
 
 def transposed(x: Floats) -> Floats:
@@ -65,14 +112,17 @@ def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int,
 
 def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
     """``x y`` into ``out``, in batches of rows where that is faster."""
-    n, (k, j) = x.shape[-2], y.shape[-2:]
-    size = rows_per_product(n, y)
-    if size == n:
+    if rows_per_product(x.shape[-2], y) == x.shape[-2]:
         return np.matmul(x, y, out=out)
+    return _multiply_cut(x, y, out)
+
+
+def _multiply_cut(x: Floats, y: Floats, out: Floats) -> Floats:
+    n, (k, j) = x.shape[-2], y.shape[-2:]
+    size = _rows_per_small_product(k * j)
     whole = n - n % size
-    lead = x.shape[:-2]
     batches = out[..., :whole, :].reshape(*out.shape[:-2], -1, size, j)
-    x_batches = x[..., :whole, :].reshape(*lead, -1, size, k)
+    x_batches = x[..., :whole, :].reshape(*x.shape[:-2], -1, size, k)
     np.matmul(x_batches, y if y.ndim == 2 else y[..., None, :, :], out=batches)
     if whole < n:
         np.matmul(x[..., whole:, :], y, out=out[..., whole:, :])
@@ -92,11 +142,9 @@ def rows_per_product(n: int, y: Floats) -> int:
     """Rows at a time in which n rows are best multiplied by ``y``: all, or as many as a batch."""
     k, j = y.shape[-2:]
     # Kernels for small matrices are slow on a transposed second factor.
-    if (
-        n * k * j <= tuning.MAX_SMALL_MATMUL
-        or y.strides[-1] != y.itemsize
-        or not has_small_matmul()
-    ):
+    if n * k * j <= tuning.MAX_SMALL_MATMUL or y.strides[-1] != y.itemsize:
+        return n
+    if ("project" if k < j else "read") not in small_products(y.dtype):
         return n
     return _rows_per_small_product(k * j) or n
 
@@ -109,11 +157,17 @@ def product(x: Floats, y: Floats, name: str) -> Floats:
 
 def weighted_sum(weights: Floats, v: Floats) -> Floats:
     """``weights^T v``, a new array: by batches of tokens and of features where that is faster."""
+    (n, m), j = weights.shape[-2:], v.shape[-1]
+    is_cut = n >= tuning.MIN_SUM_ROWS and _tokens_and_features(n, m, j)[1] < m
+    if is_cut and "read" in small_products(v.dtype):
+        return _sum_cut(weights, v)
+    return np.asarray(np.matmul(transposed(weights), v))
+
+
+def _sum_cut(weights: Floats, v: Floats) -> Floats:
     lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
     (n, m), j = weights.shape[-2:], v.shape[-1]
-    size, r = _tokens_and_features(n, m, j) if has_small_matmul() else (n, m)
-    if r == m or n < tuning.MIN_SUM_ROWS:
-        return np.asarray(np.matmul(transposed(weights), v))
+    size, r = _tokens_and_features(n, m, j)
     whole = n - n % size
     batches = weights[..., :whole, :].reshape(*weights.shape[:-2], -1, size, m // r, r)
     values = v[..., :whole, :].reshape(*v.shape[:-2], -1, 1, size, j)

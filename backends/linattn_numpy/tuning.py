@@ -11,10 +11,14 @@ one again writes machine, date and command beside it.
 from __future__ import annotations
 
 # 2026-11-22: multiplications of a product that OpenBLAS's kernels for AVX-512 do without packing,
-# their names, and rows of such a product: fewer take as long as the whole, more gain nothing.
+# and rows of such a product: fewer take as long as the whole, more gain nothing.
 MAX_SMALL_MATMUL = 1_000_000
-AVX512_KERNELS = ("skylakex", "cooperlake", "sapphirerapids")
 MIN_PRODUCT_ROWS, MAX_PRODUCT_ROWS = 8, 32
+
+# 2026-11-23, AMD EPYC: small products are chosen unless measured to be slower, where they are up to
+# twice as slow; they gain 4 to 14 %, too little to show in each measurement. Sizes: tokens, dim,
+# features, values and one.
+MEASURED_SIZES, MEASURED_TURNS, MIN_GAIN = (256, 64, 256, 65), 5, 0.9
 
 # 2026-11-22: tokens of a sum over tokens that is cut, and of a part of it.
 MIN_SUM_ROWS = 64
