@@ -32,6 +32,7 @@ __all__ = [
     "processors",
     "require",
     "shared_bytes",
+    "zeros",
 ]
 
 KERNELS = Path(__file__).with_name("kernels")
@@ -185,6 +186,13 @@ def full(shape: tuple[int, ...], value: float, dtype: Any) -> Array:
     import cupy
 
     return cupy.full(shape, value, dtype=dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return a new array of zeros on the current device: no kernel fills it."""
+    import cupy
+
+    return cupy.zeros(shape, dtype=dtype)
 
 
 def address(array: Array) -> int:

@@ -428,7 +428,7 @@ def causal_rows(
     problem, heads = work.problem, work.heads
     output, norms = _outputs(work)
     after = work.new_state()
-    flags = device.full((heads.total, before.segments.number), 0, "int32")
+    flags = device.zeros((heads.total, before.segments.number), "int32")
     args = [
         *_token_args(work),
         *work.spec_args(heads),

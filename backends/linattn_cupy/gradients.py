@@ -282,7 +282,7 @@ def _full(pull: _Pull, grad_state: State | None) -> _Walked:
     work = pull.work
     state = full_state(work)
     queries = pull.queries(*full_rows(work, state))
-    flags = device.full((1,), 0, "int32")
+    flags = device.zeros((1,), "int32")
     of_query, _ = pull.read(queries, state, flags, keys=False)
     length = queries.tokens.shape[-2]
     count = work.heads.total * work.value_tiles

@@ -89,7 +89,7 @@ def _make(spec: Any, like: Array, dim: int, num_features: int) -> Parameters:
     heads = math.prod(lead)
     d, r = spec.P.shape[-2:]
     m = spec.col.shape[-1]
-    projection = device.full((heads, dim, num_features), 0.0, "float32")
+    projection = device.zeros((heads, dim, num_features), "float32")
     columns = projection.reshape(*lead, dim, num_features)
     columns[..., :d, :r] = spec.P
     if spec.paired:

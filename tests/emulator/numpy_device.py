@@ -52,6 +52,7 @@ class NumpyDevice:
             "launch": self.launch,
             "empty": self.emulator.empty,
             "full": np.full,
+            "zeros": np.zeros,
             "address": lambda array: array.ctypes.data,
             "contiguous": np.ascontiguousarray,
             "broadcast": np.broadcast_to,

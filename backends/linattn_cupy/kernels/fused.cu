@@ -241,8 +241,8 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
 
 // Add what a second warp read of a strip, by the other features, to what the first one did, by way of
 // `buffer`.
-__device__ __forceinline__ void merge_parts(Read& read, float* buffer) {
-    const int place = threadIdx.x % (THREADS / 2);
+__device__ __forceinline__ void merge_parts(Read& read, float* buffer, int strip) {
+    const int place = strip * WARP + threadIdx.x % WARP;
     constexpr int STEP = THREADS / 2;
     block_sync();  // other warps may still read what lies in `buffer`
     if (threadIdx.x >= STEP) {
@@ -528,12 +528,14 @@ KERNEL __launch_bounds__(THREADS, 1)
         block_sync();
         terms += static_cast<float>(features) * T;
         for (int i = threadIdx.x / WARP; i < T / 16 * FEATURE_SPLIT; i += WARPS) {
-            const int strip = i % (T / 16), share = i / (T / 16);
+            // Warps w and w + 4 have one scheduler: what a strip takes grows with it, so that one of them
+            // gets the strips in reverse.
+            const int share = i / (T / 16), strip = share == 0 ? i : T / 16 * 2 - 1 - i;
             Read read;
             read_strip<true>(read, s, s.queries, current_values, strip, M / FEATURE_SPLIT * share,
                              M / FEATURE_SPLIT * (share + 1));
             if (FEATURE_SPLIT == 2) {
-                merge_parts(read, reinterpret_cast<float*>(s.phi));
+                merge_parts(read, reinterpret_cast<float*>(s.phi), strip);
             }
             if (share == 0) {
                 bool bad = write_strip(read, s.queries, strip, output, norms, first, end, value_dim,
