@@ -363,7 +363,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         start_tile<T, E>(s.values + buffer * T * ES, values, value_row, first + T, end, width, mask, mask_row);
         prepare_keys(s, current_keys, current_values, curvature, first, end, mask, mask_row);
         block_sync();
-        add_tokens<false, false>(state, s, current_keys, current_values, nullptr);
+        add_tokens<false, false, STRIPS>(state, s, current_keys, current_values, nullptr);
         block_sync();
     }
     const i64 first_row = (head * segments + segment) * features;
@@ -517,7 +517,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         start_tile<T, E>(s.values + buffer * T * ES, values, value_row, first + T, end, width, mask, mask_row);
         prepare_keys(s, current_keys, current_values, curvature, first, end, mask, mask_row);
         block_sync();
-        add_tokens<true, false>(state, s, current_keys, current_values, nullptr);
+        add_tokens<true, false, STRIPS>(state, s, current_keys, current_values, nullptr);
         if (threadIdx.x == 0) {
             first_seen = 0;
             while (!seen && first_seen < T && s.rows[first_seen] == -INFINITE) {

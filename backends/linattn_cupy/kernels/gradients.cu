@@ -448,7 +448,7 @@ KERNEL __launch_bounds__(THREADS, 1)
             make_bf16(s.source_vectors);
             block_sync();
         }
-        add_tokens<false, true>(state, s, s.sources, s.source_vectors, s.source_scalars);
+        add_tokens<false, true, 1>(state, s, s.sources, s.source_vectors, s.source_scalars);
         block_sync();
     }
     const i64 first_row = (head * segments + place) * features;
@@ -573,7 +573,7 @@ KERNEL __launch_bounds__(THREADS, 1)
             make_bf16(s.source_vectors);
             block_sync();
         }
-        add_tokens<true, true>(state, s, s.sources, s.source_vectors, s.source_scalars);
+        add_tokens<true, true, 1>(state, s, s.sources, s.source_vectors, s.source_scalars);
         block_sync();
         const bool bad =
             tile_gradients<true>(s, gradient, of_values, first, end, head_dim, value_dim, width, curvature);

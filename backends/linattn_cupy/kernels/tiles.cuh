@@ -208,106 +208,133 @@ __device__ __forceinline__ void store_state(const State& state, const Tiles& s, 
 
 // Add a tile of tokens to the state: the keys, or in the gradients the queries. With READ, leave in
 // shared memory what the tokens that read it need: features of the tile, and the state before it on
-// the scale after it. With WEIGHED, `scalars`, (T), are summed beside the values, else 1.
-template <bool READ, bool WEIGHED>
+// the scale after it. With WEIGHED, `scalars`, (T), are summed beside the values, else 1. The products
+// of TOGETHER strips are made with the same fragments of the tile, which takes registers.
+template <bool READ, bool WEIGHED, int TOGETHER>
 __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u16* tokens, const u16* values,
                                            const float* scalars) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    static_assert(STRIPS % TOGETHER == 0, "whole groups of strips");
 #pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-        const int feature = (warp * STRIPS + strip) * 16;
-        float log[T / 8][4] = {};
+    for (int first = 0; first < STRIPS; first += TOGETHER) {
+        const int first_feature = (threadIdx.x / WARP * STRIPS + first) * 16;
+        float(*kv)[E / 8][4] = state.kv + first;
+        float log[TOGETHER][T / 8][4] = {};
         if (MAP == 0) {
 #pragma unroll 2
             for (int k = 0; k < D; k += 16) {
-                u32 a[4];
-                load_left(a, s.projection, DS, feature, k);
+                u32 a[TOGETHER][4];
+#pragma unroll
+                for (int strip = 0; strip < TOGETHER; ++strip) {
+                    load_left(a[strip], s.projection, DS, first_feature + strip * 16, k);
+                }
 #pragma unroll
                 for (int n = 0; n < T / 16; ++n) {
                     u32 b[4];
                     load_right_of_transpose(b, tokens, DS, n * 16, k);
-                    mma_input(log[2 * n], a, b[0], b[1]);
-                    mma_input(log[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+                    for (int strip = 0; strip < TOGETHER; ++strip) {
+                        mma_input(log[strip][2 * n], a[strip], b[0], b[1]);
+                        mma_input(log[strip][2 * n + 1], a[strip], b[2], b[3]);
+                    }
                 }
             }
         }
-        const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
-        float top[2] = {before[0], before[1]};
+        float top[TOGETHER][2], shift[TOGETHER][2], rescaled[TOGETHER][2];
 #pragma unroll
-        for (int n = 0; n < T / 8; ++n) {
+        for (int strip = 0; strip < TOGETHER; ++strip) {
+            const int feature = first_feature + strip * 16;
+            const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
+            top[strip][0] = before[0];
+            top[strip][1] = before[1];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
-                log[n][i] += s.col[r] + s.rows[token];
-                if (MAP != 0) {
-                    log[n][i] += log_activation(MAP, r < D ? input_to_float(tokens[token * DS + r]) : 1.0f);
+            for (int n = 0; n < T / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
+                    float& l = log[strip][n][i];
+                    l += s.col[r] + s.rows[token];
+                    if (MAP != 0) {
+                        l += log_activation(MAP, r < D ? input_to_float(tokens[token * DS + r]) : 1.0f);
+                    }
+                    top[strip][i / 2] = fmaxf(top[strip][i / 2], l);
                 }
-                top[i / 2] = fmaxf(top[i / 2], log[n][i]);
             }
-        }
-        float shift[2], rescaled[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            top[half] = row_max(top[half]);
-            shift[half] = finite_shift(top[half]);
-            const float factor = exp_less(before[half], shift[half]);
-            rescaled[half] = s.sums[feature + half * 8 + g] * factor;
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
-                state.kv[strip][n][half * 2] *= factor;
-                state.kv[strip][n][half * 2 + 1] *= factor;
-            }
-            if (READ) {
+            for (int half = 0; half < 2; ++half) {
                 const int r = feature + half * 8 + g;
-                u32* row = reinterpret_cast<u32*>(s.state + r * ES);
+                top[strip][half] = row_max(top[strip][half]);
+                shift[strip][half] = finite_shift(top[strip][half]);
+                const float factor = exp_less(before[half], shift[strip][half]);
+                rescaled[strip][half] = s.sums[r] * factor;
 #pragma unroll
                 for (int n = 0; n < E / 8; ++n) {
-                    row[n * 4 + t] =
-                        pack_bf16(state.kv[strip][n][half * 2], state.kv[strip][n][half * 2 + 1]);
+                    kv[strip][n][half * 2] *= factor;
+                    kv[strip][n][half * 2 + 1] *= factor;
                 }
-                if (t == 0) {
-                    s.z[r] = rescaled[half];
-                    s.bias[r] = s.col[r] + top[half];
+                if (READ) {
+                    u32* row = reinterpret_cast<u32*>(s.state + r * ES);
+#pragma unroll
+                    for (int n = 0; n < E / 8; ++n) {
+                        row[n * 4 + t] =
+                            pack_bf16(kv[strip][n][half * 2], kv[strip][n][half * 2 + 1]);
+                    }
+                    if (t == 0) {
+                        s.z[r] = rescaled[strip][half];
+                        s.bias[r] = s.col[r] + top[strip][half];
+                    }
                 }
             }
         }
-        float z[2] = {};
+        float z[TOGETHER][2] = {};
 #pragma unroll
         for (int k = 0; k < T / 16; ++k) {
-            u32 a[4];
+            u32 a[TOGETHER][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = 2 * k + i / 2, half = i % 2;  // tokens 8 n + 2 t, feature g + 8 half
-                float phi[2];
+            for (int strip = 0; strip < TOGETHER; ++strip) {
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    phi[j] = exp_less(log[n][half * 2 + j], shift[half]);
-                }
-                a[i] = pack_bf16(phi[0], phi[1]);
-                if (WEIGHED) {
-                    z[half] += low_bf16(a[i]) * scalars[n * 8 + t * 2] + high_bf16(a[i]) * scalars[n * 8 + t * 2 + 1];
-                } else {
-                    z[half] += low_bf16(a[i]) + high_bf16(a[i]);
-                }
-                if (READ) {
-                    reinterpret_cast<u32*>(s.phi + (feature + half * 8 + g) * TS)[n * 4 + t] = a[i];
+                for (int i = 0; i < 4; ++i) {
+                    const int n = 2 * k + i / 2, half = i % 2;  // tokens 8 n + 2 t, feature g + 8 half
+                    float phi[2];
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        phi[j] = exp_less(log[strip][n][half * 2 + j], shift[strip][half]);
+                    }
+                    const u32 word = a[strip][i] = pack_bf16(phi[0], phi[1]);
+                    if (WEIGHED) {
+                        z[strip][half] +=
+                            low_bf16(word) * scalars[n * 8 + t * 2] + high_bf16(word) * scalars[n * 8 + t * 2 + 1];
+                    } else {
+                        z[strip][half] += low_bf16(word) + high_bf16(word);
+                    }
+                    if (READ) {
+                        const int r = first_feature + strip * 16 + half * 8 + g;
+                        reinterpret_cast<u32*>(s.phi + r * TS)[n * 4 + t] = word;
+                    }
                 }
             }
 #pragma unroll
             for (int n = 0; n < E / 16; ++n) {
                 u32 b[4];
                 load_right(b, values, ES, k * 16, n * 16);
-                mma_bf16(state.kv[strip][2 * n], a, b[0], b[1]);
-                mma_bf16(state.kv[strip][2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+                for (int strip = 0; strip < TOGETHER; ++strip) {
+                    mma_bf16(kv[strip][2 * n], a[strip], b[0], b[1]);
+                    mma_bf16(kv[strip][2 * n + 1], a[strip], b[2], b[3]);
+                }
             }
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float sum = rescaled[half] + row_sum(z[half]);
-            warp_sync();  // all lanes have read what the first of four writes
-            if (t == 0) {
-                s.shifts[feature + half * 8 + g] = top[half];
-                s.sums[feature + half * 8 + g] = sum;
+        for (int strip = 0; strip < TOGETHER; ++strip) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int r = first_feature + strip * 16 + half * 8 + g;
+                const float sum = rescaled[strip][half] + row_sum(z[strip][half]);
+                warp_sync();  // all lanes have read what the first of four writes
+                if (t == 0) {
+                    s.shifts[r] = top[strip][half];
+                    s.sums[r] = sum;
+                }
             }
         }
     }
