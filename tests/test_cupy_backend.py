@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 import linattn
+import linattn_cupy
+from linattn import _generic
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     ActivationFeatures,
@@ -26,9 +28,10 @@ from linattn.feature_maps import (
     HyperbolicFeatures,
     PositiveFeatures,
     ReluFeatures,
+    Reparametrized,
 )
-from linattn.typing import Declined
-from linattn_cupy import device, fused, gradients, layout, products
+from linattn.typing import Declined, Partial
+from linattn_cupy import device, fused, gradients, layout, planning, products
 
 D = 16
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -353,9 +356,17 @@ def test_float16_through_the_door(cupy_backend):
 # Blocks -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[16, 1024], ids=["tiles", "one tile"])
+def tile(request, monkeypatch):
+    """Tokens of a tile: several to a block, or one."""
+    monkeypatch.setattr(planning, "TILE", request.param)
+    monkeypatch.setattr(planning, "CAUSAL_TILE", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", [*MAPS, "tilted"])
-def test_float32_agrees_with_float64(cupy_backend, name, is_causal):
+def test_float32_agrees_with_float64(cupy_backend, name, is_causal, tile):
     tilted = GeneralizedExponentialFeatures(D, 40, A=-0.1, rng=0)
     phi = tilted if name == "tilted" else MAPS[name]
     query, key, value = inputs((2, 3))
@@ -383,10 +394,100 @@ def test_float32_agrees_with_float64(cupy_backend, name, is_causal):
     seen = np.isfinite(log)
     assert (np.isfinite(norm) == seen).all()
     assert np.abs(norm[seen] - log[seen]).max() < 1e-4
-    wanted = {"key_weights", "query_weights", "rescale", "row_terms"}
-    wanted |= {"triangle", "check_rows", "redo_rows"} if is_causal else set()
+    wanted = {"pack_rows", "key_tops", "key_weights", "scan_tiles", "query_weights"}
+    wanted |= {"causal_scores", "finish_rows", "redo_rows"} if is_causal else set()
     wanted |= {"log_activations"} if name in ("elu", "relu") else set()
     assert set(cupy_backend.launches) == wanted
+    assert cupy_backend.redone == 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_float32_streams_and_views(cupy_backend, is_causal, tile):
+    """A state goes on; heads behind tokens are packed: the bits are the same."""
+    phi = MAPS["positive"]
+    query, key, value = inputs((2, 3), 130)
+    first = [x[..., :60, :] for x in (query, key, value)]
+    _, state = exact(*first, phi, return_state=True)
+    state = state._replace(kvz=state.kvz.astype(F32), log_scale=state.log_scale.astype(F32))
+    rest = [x[..., 60:, :] for x in (query, key, value)]
+    q, k, v = (np.ascontiguousarray(x.swapaxes(-2, -3)).swapaxes(-2, -3) for x in rest)
+    given: Any = {"initial_state": state, "is_causal": is_causal, "return_state": True}
+    output, after = linattn.linear_attention(rest[0], rest[1], rest[2], phi, **given)
+    same, again = linattn.linear_attention(q, k, v, phi, **given)
+    whole, all_keys = exact(query, key, value, phi, is_causal=True, return_state=True)
+    wanted = whole[..., 60:, :] if is_causal else exact(rest[0], key, value, phi)
+    assert error(output, wanted) < TOLERANCE[F32]
+    assert error(content(after), content(all_keys)) < TOLERANCE[F32]
+    assert after.length == 130
+    np.testing.assert_array_equal(same, output)
+    np.testing.assert_array_equal(again.kvz, after.kvz)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_float32_keys_that_are_masked_hold_anything(cupy_backend, is_causal, tile):
+    phi = MAPS["positive"]
+    query, key, value = inputs((2, 3))
+    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    mask[0, :, :50] = False
+    settings = {"is_causal": is_causal, "key_mask": mask}
+    expected = exact(query, key, value, phi, **settings)
+    hidden = ~np.broadcast_to(mask, key.shape[:-1])
+    key[hidden], value[hidden] = np.nan, np.inf
+    output = linattn.linear_attention(query, key, value, phi, **settings)
+    assert error(output, expected) < TOLERANCE[F32]
+    if is_causal:
+        assert (output[0, :, :50] == 0).all()
+        assert cupy_backend.redone == 0
+
+
+def test_float32_blocks_of_a_map_in_other_coordinates(cupy_backend, tile):
+    """The driver changes coordinates, block by block, and kernels do the rest."""
+    phi = Reparametrized(MAPS["positive"], np.linspace(0.5, 2, D))
+    query, key, value = inputs((2, 3))
+    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    settings: Any = {"key_mask": mask, "return_log_normalizer": True}
+    with linattn.explain() as report:
+        output, norm = linattn.linear_attention(query, key, value, phi, **settings, chunk_size=80)
+    assert report.ran("attention") == {"driver"}
+    assert report.ran("read_block") == report.ran("reduce_block") == {"linattn_cupy"}
+    expected, log = exact(query, key, value, phi, **settings)
+    assert error(output, expected) < TOLERANCE[F32]
+    assert np.abs(norm - log).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_are_divided_in_one_kernel(cupy_backend, dtype):
+    num_den = np.random.default_rng(0).standard_normal((2, 3, 6, 9)).astype(dtype)
+    num_den[0, 0, :4, -1] = 0, 0, np.inf, np.nan
+    num_den[0, 0, 1, :3] = 0, np.inf, np.nan
+    part = Partial(num_den, None)
+    with np.errstate(all="ignore"):
+        expected = _generic.divide(part)
+    np.testing.assert_array_equal(linattn_cupy.divide(part), expected)
+    out = np.full((2, 6, 3, 8), 7, dtype).swapaxes(1, 2)
+    assert linattn_cupy.divide(part, out) is None
+    np.testing.assert_array_equal(out, expected)
+    assert cupy_backend.launches == [f"divide_rows_{np.dtype(dtype)}"] * 2
+    half = np.empty((2, 3, 6, 8), np.float16)
+    assert linattn_cupy.divide(part, half) == Declined("rows are converted or copied")
+
+
+def test_float32_blocks_fill_the_workspace(cupy_backend):
+    """A tenth of the launches of blocks of 128 tokens; fewer tokens where there is less memory."""
+    query, key, value = inputs((4, 16), 8192, 64, 64)
+    problem = linear_problem(query, key, value, PositiveFeatures(64, 256, rng=0))
+    for is_causal, most in ((False, 4), (True, 10)):
+        causal = replace(problem, is_causal=is_causal)
+        tokens = planning.tokens_of(causal)
+        blocks = planning.blocks_of(8192, tokens, is_causal=is_causal)
+        assert len(blocks) <= most
+        assert [row for b in blocks for row in range(8192)[b.rows]] == list(range(8192))
+        assert all((b.rows.stop - b.rows.start) % b.tile == 0 for b in blocks)
+        cupy_backend.memory_bytes = 8 * 2**30
+        assert tokens // 5 < planning.tokens_of(causal) < tokens // 3
+        cupy_backend.memory_bytes = 80 * 2**30
+        assert planning.plan(causal).block_size == (256 if is_causal else tokens)
+    assert planning.blocks_of(1000, 128, is_causal=True)[-1] == (slice(896, 1000), 104)
 
 
 @pytest.mark.parametrize("size", [6, 9])
@@ -431,7 +532,7 @@ def test_other_float32_blocks_are_generic(cupy_backend):
     for phi in (CosformerFeatures(D, max_length=200), DENSE):
         output = linattn.linear_attention(query, key, value, phi, is_causal=True)
         assert error(output, exact(query, key, value, phi, is_causal=True)) < 1e-4
-    assert cupy_backend.launches == []
+    assert cupy_backend.launches == ["divide_rows_float32"] * 2
 
 
 # Steps ------------------------------------------------------------------------------------------

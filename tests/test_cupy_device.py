@@ -69,7 +69,7 @@ def cupy(monkeypatch):
 
 
 def launch(shared=0, args=(), **options):
-    device.launch("features.cu", "triangle", options, (2, 1, 1), (32, 1, 1), shared, args)
+    device.launch("features.cu", "pack_rows", options, (2, 1, 1), (32, 1, 1), shared, args)
 
 
 def test_a_variant_is_built_once(cupy):
@@ -78,7 +78,7 @@ def test_a_variant_is_built_once(cupy):
     launch(WARPS=4)
     assert [len(cupy.built), len(cupy.launched)] == [2, 4]
     code, options = cupy.built[0]
-    assert "triangle" in code
+    assert "pack_rows" in code
     assert "-DWARPS=8" in options
     assert f"-I{device.KERNELS}" in options
 
@@ -147,7 +147,7 @@ def test_shared_memory_that_the_device_lacks(cupy):
     launch(100_000)
     with pytest.raises(
         device.KernelUnavailableError,
-        match=r"triangle needs 100,001 bytes of shared memory a block, this device has 100,000",
+        match=r"pack_rows needs 100,001 bytes of shared memory a block, this device has 100,000",
     ):
         launch(100_001)
     assert len(cupy.launched) == 1

@@ -138,7 +138,7 @@ def test_kernels_are_compiled_as_the_tests_compile_them(on_simulated_driver, nvr
         compiler._NVRTCProgram.compile = noted
         options = device.compile_options({"WARPS": 8, "COLUMNS": 3})
         code = (device.KERNELS / "features.cu").read_text()
-        cupy.RawModule(code=code, options=options).get_function("row_terms")
+        cupy.RawModule(code=code, options=options).get_function("key_tops")
         own = f"-I{device.KERNELS}"
         other = "-DHEADERS=", "-I"
         print(*(x for x in seen[-1] if x == own or not x.startswith(other)))
@@ -160,7 +160,7 @@ def test_kernels_of_the_benchmark_are_compiled_in_threads(on_simulated_driver, t
         ]
         assert compilation.build(wanted) == (3, [])
         assert launched == []
-        broken = [("fused.cu", "read_states", ("-DPART=1",))]
+        broken = [("fused.cu", "read_states", (("PART", 1),))]
         compiled, (error,) = compilation.build(broken)
         assert compiled == 0
         assert "fused.cu does not build here" in error

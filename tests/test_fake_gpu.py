@@ -560,6 +560,25 @@ def test_a_warm_call_never_waits(recorded, make):
     assert all(f" stream {stream.ptr:#x}" in line for line in launches)
 
 
+@pytest.mark.parametrize("precision", [None, "tf32"], ids=["float32", "tf32"])
+@pytest.mark.parametrize(
+    ("phi", "is_causal", "most"),
+    [(FAVOR, False, 40), (FAVOR, True, 150), (ELU, False, 25), (ELU, True, 60)],
+    ids=["FAVOR+ full", "FAVOR+ causal", "elu full", "elu causal"],
+)
+def test_launches_of_float32(recorded, phi, is_causal, most, precision):
+    """A call of 64 heads of 8,192 tokens: its blocks are long, and few launches do one."""
+    query, key, value = (cupy.empty((4, 16, 8192, DIM), np.float32) for _ in range(3))
+    with linattn.config(precision=precision):
+        linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
+        with recorded() as log:
+            linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
+    assert log.of("ERROR", "NOTE") == []
+    assert 10 < len(log.of("LAUNCH", "GEMM")) <= most
+    assert len(log.of("ALLOC")) <= 1.5 * most
+    assert log.of("COPY") == []
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_wait_once_for_their_flag(recorded, dtype):
     with cupy.cuda.Stream(non_blocking=True):

@@ -1,10 +1,10 @@
 """CuPy backend of linattn: fused kernels for 16-bit arrays, batched products for float32.
 
 float16 and bfloat16 attention with the maps that the kernels support runs whole (:mod:`.fused`),
-and so do its gradients (:mod:`.gradients`); blocks of float32 go by matrix products of all heads at
-once (:mod:`.states`), tokens one by one in a kernel of their own (:mod:`.steps`). Everything else
-is left to the generic code. There is no host synchronization, but for one flag at the end of
-gradients. :func:`capture` makes a CUDA graph of a call.
+and so do its gradients (:mod:`.gradients`); float32 goes by matrix products of all heads at once,
+whole or block by block (:mod:`.states`), tokens one by one in a kernel of their own
+(:mod:`.steps`). Everything else is left to the generic code. There is no host synchronization, but
+for one flag at the end of gradients. :func:`capture` makes a CUDA graph of a call.
 
 The core calls these functions with the device of the arrays as the current one.
 
@@ -17,13 +17,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from linattn.typing import Backend, implements
-from linattn_cupy.fused import attention
 from linattn_cupy.gradients import attention_vjp
 from linattn_cupy.graphs import CapturedCall, capture
 from linattn_cupy.hardware import kernel_status
 from linattn_cupy.planning import plan
-from linattn_cupy.states import read_block, reduce_block, scan_block
+from linattn_cupy.states import divide, read_block, reduce_block
 from linattn_cupy.steps import decode, stepper
+from linattn_cupy.whole import attention
 
 __all__ = [
     "CapturedCall",
@@ -31,11 +31,11 @@ __all__ = [
     "attention_vjp",
     "capture",
     "decode",
+    "divide",
     "kernel_status",
     "plan",
     "read_block",
     "reduce_block",
-    "scan_block",
     "stepper",
 ]
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     implements(Backend.attention)(attention)
     implements(Backend.attention_vjp)(attention_vjp)
     implements(Backend.decode)(decode)
+    implements(Backend.divide)(divide)
     implements(Backend.kernel_status)(kernel_status)
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)
     implements(Backend.reduce_block)(reduce_block)
-    implements(Backend.scan_block)(scan_block)
     implements(Backend.stepper)(stepper)

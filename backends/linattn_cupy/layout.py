@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from linattn.typing import Array
 from linattn_cupy import device
 
-__all__ = ["Heads", "Segments", "heads_of", "strides", "unit_strides", "view"]
+__all__ = ["Heads", "Segments", "heads_of", "is_uniform", "strides", "unit_strides", "view"]
 
 MAX_AXES = 3
 
@@ -68,6 +69,22 @@ def strides(heads: Heads, array: Array, *, rows: bool = True) -> list[np.int64]:
     shape, size = tuple(array.shape[:-2]), array.dtype.itemsize
     found = _head_strides(heads, shape, tuple(step // size for step in array.strides[:-2]))
     return [*found, np.int64(array.strides[-2] // size)] if rows else found
+
+
+def is_uniform(array: Array) -> bool:
+    """Whether all heads of an array ``(..., n, x)`` are one step from the next.
+
+    Rows must not overlap, nor their elements have gaps: as products take their operands.
+    """
+    steps = [step // array.dtype.itemsize for step in array.strides]
+    axes = [x for x in zip(array.shape[:-2], steps, strict=False) if x[0] != 1]
+    row, element = steps[-2:]
+    return (
+        all(outer == size * step for (_, outer), (size, step) in pairwise(axes))
+        and all(step >= 0 for _, step in axes)
+        and element == 1
+        and (row >= array.shape[-1] or array.shape[-2] == 1)
+    )
 
 
 def view(heads: Heads, array: Array | None) -> list[Any]:

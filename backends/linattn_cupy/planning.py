@@ -4,38 +4,102 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from linattn.typing import Exact, Plan, Problem
-from linattn_cupy import products
+from linattn_cupy import device, products
+from linattn_cupy.parameters import family_of
 
-__all__ = ["plan"]
+__all__ = ["Block", "blocks_of", "plan", "tokens_of"]
 
-WORKSPACE = 32 * 2**20
-"""Bytes that the features of a block may take."""
+MAX_WORKSPACE = 256 * 2**20
+SHARE_OF_DEVICE = 128
+"""Bytes that a block may take: so many, or this part of the device's memory if that is less.
+
+Of all its memory and not of what is free, so that a call has the same bits whenever it is made.
+"""
+
+TILE, CAUSAL_TILE = 512, 128
+"""Tokens of a tile of float32: many in a product, causal few in its square."""
 
 MIN_BLOCK, MAX_BLOCK = 32, 8192
 MAX_CAUSAL_BLOCK = 256
 EXACT_BLOCK = 1024
 WINDOW_BLOCK = 2048
-"""Tokens of a block."""
+"""Tokens of a block of the generic code."""
+
+
+class Block(NamedTuple):
+    """Some rows, and of how many each tile of them is."""
+
+    rows: slice
+    tile: int
+
+
+def blocks_of(length: int, tokens: int, *, is_causal: bool) -> list[Block]:
+    """Cut a sequence into equal blocks of at most so many tokens, all of whole tiles.
+
+    What is left is a block that is one tile.
+    """
+    tile = min(CAUSAL_TILE if is_causal else TILE, tokens, length)
+    whole = length // tile
+    count = -(-whole // (tokens // tile))
+    size = tile * -(-whole // count)
+    end = tile * whole
+    blocks = [Block(slice(i, min(i + size, end)), tile) for i in range(0, end, size)]
+    return blocks if end == length else [*blocks, Block(slice(end, length), length - end)]
+
+
+def tokens_of(problem: Problem) -> int:
+    """Tokens of a block of float32: the caller's choice, or what fits the workspace."""
+    if problem.chunk_size is not None:
+        return problem.chunk_size
+    m, e, d = problem.num_features, problem.value.shape[-1], problem.query.shape[-1]
+    if problem.is_causal:
+        # Features of both sides; scores; states before tiles; values and numerators.
+        numbers = 2 * m + CAUSAL_TILE + m * (2 * e + 1) // CAUSAL_TILE + 2 * e
+    else:
+        numbers = m + m * e // TILE + e
+    return _fitting(problem, 4 * (numbers + d))
+
+
+def _fitting(problem: Problem, token_bytes: int) -> int:
+    """Tokens that fit the workspace, with so many bytes for a token of each head."""
+    workspace = min(MAX_WORKSPACE, device.memory_bytes() // SHARE_OF_DEVICE)
+    return max(MIN_BLOCK, workspace // (token_bytes * max(1, math.prod(problem.lead))))
 
 
 def plan(problem: Problem) -> Plan:
     """All heads in one task: every kernel has work for the whole device."""
     run = _run_in_tf32 if problem.tf32 else _run
-    return Plan(problem.chunk_size or _block(problem), [()], run)
+    generic = problem.chunk_size or _generic_block(problem)
+    size = tokens_of(problem) if _has_kernels(problem) else generic
+    return Plan(size, [()], run, backward_size=generic)
 
 
-def _block(problem: Problem) -> int:
+def _has_kernels(problem: Problem) -> bool:
+    """Whether blocks are done by matrix products and the kernels between them."""
+    if problem.mode != "full" or str(np.dtype(problem.dtype)) != "float32":
+        return False
+    try:
+        family_of(problem.query_spec)
+        family_of(problem.key_spec)
+    except device.UnsupportedError:
+        return False
+    return True
+
+
+def _generic_block(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
         return EXACT_BLOCK
     if problem.exact_window is not None:
         return WINDOW_BLOCK
     width = max(1, problem.num_features) + problem.value.shape[-1] + problem.query.shape[-1]
-    token_bytes = 8 * max(1, math.prod(problem.lead)) * width  # both sides, float32
-    max_block = MAX_CAUSAL_BLOCK if problem.is_causal else MAX_BLOCK
-    block: int = min(max_block, max(MIN_BLOCK, WORKSPACE // token_bytes))
+    # Both sides.
+    tokens = _fitting(problem, 2 * np.dtype(problem.dtype).itemsize * width)
+    block = min(MAX_CAUSAL_BLOCK if problem.is_causal else MAX_BLOCK, tokens)
     return 1 << (block.bit_length() - 1)
 
 

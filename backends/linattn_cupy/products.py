@@ -54,9 +54,10 @@ def multiply(
     transpose_b: bool = False,
     add: bool = False,
 ) -> None:
-    """``out = a b``, or ``out += a b``: contiguous float32, (heads, n, k), (heads, k, m).
+    """``out = a b``, or ``out += a b``: float32, (heads, n, k), (heads, k, m).
 
-    Either operand may be given transposed, and may have one head that all share.
+    Either operand may be given transposed, and may have one head that all share. Rows are
+    contiguous; there may be gaps between them, and between heads.
     """
     cublas = _cublas()
     if cublas is None:
@@ -73,10 +74,12 @@ def multiply(
     for first in range(0, heads, MAX_BATCH):
         count = min(MAX_BATCH, heads - first)
         sides: list[int] = []
-        for array, columns in ((b, b.shape[-1]), (a, a.shape[-1]), (out, m)):
-            step = 0 if array.shape[0] == 1 else array.shape[-2] * array.shape[-1]
-            start = array.data.ptr + first * step * array.dtype.itemsize
-            sides += [start, kind, columns, step]
+        for array in (b, a, out):
+            step, row, size = array.strides
+            step = 0 if array.shape[0] == 1 else step
+            # The row of an array of one row may have any stride.
+            columns = array.shape[-1] if array.shape[-2] == 1 else row // size
+            sides += [array.data.ptr + first * step, kind, columns, step // size]
         cublas.gemmStridedBatchedEx(
             handle,
             cublas.CUBLAS_OP_T if transpose_b else cublas.CUBLAS_OP_N,

@@ -1,15 +1,21 @@
-"""Blocks in float32: matrix products of all heads at once, and a kernel between each two."""
+"""Attention in float32: matrix products of all heads at once, and a kernel between two of them.
+
+A block of tokens is cut into tiles, each with a scale and a partial sum of its own, so that one
+launch does all tiles of all heads.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn.typing import Array, Exponential, Partial, Spec, State, Tokens
-from linattn_cupy import device
-from linattn_cupy.layout import Segments, heads_of, unit_strides, view
+from linattn.typing import Array, Exponential, Partial, Problem, Spec, State, Tokens
+from linattn_cupy import device, products
+from linattn_cupy.layout import Heads, Segments, heads_of, is_uniform, unit_strides, view
 from linattn_cupy.parameters import (
     FAMILIES,
     Parameters,
@@ -17,208 +23,482 @@ from linattn_cupy.parameters import (
     num_features_of,
     parameters_of,
 )
+from linattn_cupy.planning import Block, blocks_of, tokens_of
 from linattn_cupy.products import multiply
-from linattn_cupy.steps import EMPTY, MAPS_DIFFER, MAX_VALUE_DIM, Rows, redo
+from linattn_cupy.steps import (
+    COORDINATES_CHANGE,
+    EMPTY,
+    MAPS_DIFFER,
+    MAX_VALUE_DIM,
+    Rows,
+    redo,
+)
 
-__all__ = ["read_block", "reduce_block", "scan_block"]
+__all__ = ["divide", "float32_attention", "read_block", "reduce_block"]
 
 WARPS = 8
 THREADS = 32 * WARPS
+QUERIES_SHARE = "heads of queries share a state"
+
+_State = tuple[Array, Array]
+"""Sums (heads, m, columns) and shifts (heads, m)."""
 
 
-def _lead_of(spec: Spec, *arrays: Array) -> tuple[int, ...]:
-    """Leading axes of a block; UnsupportedError for one that is not for these kernels."""
-    family_of(spec)
-    dtypes = sorted({str(a.dtype) for a in arrays})
-    device.require(dtypes == ["float32"], f"blocks are of {' and '.join(dtypes)}, not of float32")
-    spec_lead = tuple(spec.P.shape[:-2]) if isinstance(spec, Exponential) else ()
-    lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), spec_lead)
-    device.require(0 not in lead, EMPTY)
-    return lead
+def _launch(function: str, blocks: int, args: list[Any]) -> None:
+    device.launch(
+        "features.cu", function, {"WARPS": WARPS}, (blocks, 1, 1), (THREADS, 1, 1), 0, args
+    )
 
 
-def _flat(array: Array, lead: tuple[int, ...]) -> Array:
-    """Return an array as contiguous (heads, n, x), without shared heads."""
-    shape = tuple(array.shape[-2:])
-    if tuple(array.shape[:-2]) != lead:
-        array = device.broadcast(array, (*lead, *shape))
-    return device.contiguous(array).reshape(math.prod(lead), *shape)
+def _elements(count: int) -> int:
+    """Blocks of threads that take an element each."""
+    return -(-count // THREADS)
 
 
-def _launch(function: str, grid: tuple[int, int], args: list[Any]) -> None:
-    device.launch("features.cu", function, {"WARPS": WARPS}, (*grid, 1), (THREADS, 1, 1), 0, args)
+def _rows(count: int) -> int:
+    """Blocks of threads whose warps take a row each."""
+    return -(-count // WARPS)
+
+
+def _int32(*sizes: int) -> list[np.int32]:
+    return [np.int32(size) for size in sizes]
+
+
+def _steps(array: Array | None, axes: int) -> list[Any]:
+    """Return an array and its first strides in elements, a null pointer for None."""
+    if array is None:
+        return [None, *[np.int64(0)] * axes]
+    return [array, *(np.int64(step // array.dtype.itemsize) for step in array.strides[:axes])]
+
+
+class _Tokens:
+    """Rows of every head, (heads, n, x): where they lie, or packed a block at a time."""
+
+    def __init__(self, array: Array, heads: Heads) -> None:
+        shape = tuple(array.shape[-2:])
+        if tuple(array.shape[:-2]) != heads.lead:
+            array = device.broadcast(array, (*heads.lead, *shape))
+        if array.strides[-1] != array.dtype.itemsize:
+            array = device.contiguous(array)
+        self._array, self.heads = array, heads
+        self._flat = array.reshape(heads.total, *shape) if is_uniform(array) else None
+
+    def view(self, rows: slice) -> list[Any]:
+        """Rows and their strides as the kernels take them that know of several axes of heads."""
+        return view(self.heads, self._array[..., rows, :])
+
+    def part(self, rows: slice) -> Array:
+        """Rows of all heads, with one step from each head to the next."""
+        return self.packed(rows) if self._flat is None else self._flat[:, rows]
+
+    def packed(self, rows: slice, log_weights: Sequence[Any] = (None, np.int64(0))) -> Array:
+        """Rows one behind the other, those of log weight -inf as zeros."""
+        n, width = self._array[..., rows, :].shape[-2:]
+        packed = device.empty((self.heads.total, n, width), "float32")
+        args = [*self.view(rows), *self.heads.args, *log_weights]
+        args += [np.int64(packed.size), *_int32(n, width), packed]
+        _launch("pack_rows", _elements(packed.size), args)
+        return packed
+
+
+class _Side:
+    """One side of a map, for all heads or for one that they share."""
+
+    def __init__(self, spec: Spec, dim: int, lead: tuple[int, ...]) -> None:
+        self.family, self.features = family_of(spec), num_features_of(spec, dim)
+        given = parameters_of(spec, device.empty((0, dim), "float32"), dim, self.features)
+        self.map = given if given.lead in ((), lead) else _broadcast(given, lead)
+
+    def logits(self, x: Array) -> Array:
+        """Logits (heads, n, m) of tokens, but for what is added to rows and columns."""
+        heads, n, d = x.shape
+        u = device.empty((heads, n, self.features), "float32")
+        if self.map.projection is None:
+            sizes = [np.int64(x.size), *_int32(n, d, FAMILIES[self.family])]
+            _launch("log_activations", _elements(x.size), [*_steps(x, 2), *sizes, u])
+        else:
+            multiply(x, self.map.projection, u)
+        return u
+
+    @property
+    def offsets(self) -> list[Any]:
+        """Offsets of the features, and of how many heads they are."""
+        return [self.map.col, np.int64(self.map.col.shape[0])]
+
+    @property
+    def curvature(self) -> np.float32:
+        return np.float32(self.map.curvature)
 
 
 def _broadcast(parameters: Parameters, lead: tuple[int, ...]) -> Parameters:
     """Copy parameters to every head."""
-    projection, col, curvature, map_lead = parameters
-    shape = (*map_lead, *projection.shape[1:])
-    offsets = _flat(col.reshape(*map_lead, 1, col.shape[-1]), lead)[:, 0]
-    return Parameters(_flat(projection.reshape(shape), lead), offsets, curvature, lead)
+    heads = math.prod(lead)
+
+    def copied(array: Array) -> Array:
+        shape = tuple(array.shape[1:])
+        whole = device.broadcast(array.reshape(*parameters.lead, *shape), (*lead, *shape))
+        return device.contiguous(whole).reshape(heads, *shape)
+
+    projection = None if parameters.projection is None else copied(parameters.projection)
+    return Parameters(projection, copied(parameters.col), parameters.curvature, lead)
 
 
-class _Side:
-    """Tokens of one side of a block: logits u (heads, n, m), and the log of each row."""
+class _Keys(NamedTuple):
+    """Keys and values of every head, and log weights ``(..., n)``, contiguous, or None for 0."""
 
-    def __init__(self, spec: Spec, tokens: Tokens, lead: tuple[int, ...]) -> None:
-        self.family = family_of(spec)
-        self.x = _flat(tokens.x, lead)
-        heads, n, d = self.x.shape
-        m = num_features_of(spec, d)
-        self.map = parameters_of(spec, self.x, d, m)
-        if self.map.lead not in ((), lead):
-            self.map = _broadcast(self.map, lead)
-        self.weights = None
-        if tokens.log_weight is not None:
-            self.weights = _flat(tokens.log_weight, lead)
-        self.terms = device.empty((heads, n), "float32")
-        rows = heads * n
-        args = [self.x, self.weights, np.int64(rows), np.int32(d), np.float32(self.map.curvature)]
-        _launch("row_terms", (-(-rows // WARPS), 1), [*args, self.terms])
-        self.u = device.empty((heads, n, m), "float32")
-        if self.map.projection is None:
-            total = rows * d
-            args = [self.x, np.int64(total), np.int32(FAMILIES[self.family]), self.u]
-            _launch("log_activations", (-(-total // THREADS), 1), args)
-        else:
-            multiply(self.x, self.map.projection, self.u)
+    side: _Side
+    tokens: _Tokens
+    values: _Tokens
+    weights: Array | None
 
-    @property
-    def spec_args(self) -> list[Any]:
-        return [self.terms, self.map.col, np.int64(self.map.col.shape[0])]
+    def log_weights(self, rows: slice) -> list[Any]:
+        """Log weights, and the step from each head to the next."""
+        if self.weights is None:
+            return [None, np.int64(0)]
+        return [self.weights[..., rows], np.int64(self.weights.shape[-1])]
 
 
-def _weigh_keys(side: _Side, log_scale: Array) -> tuple[Array, Array]:
-    """Put keys on the scale of the state after them: that scale, and factors of the old state."""
-    heads, n, m = side.u.shape
-    shifts, factors = (device.empty((heads, m), "float32") for _ in range(2))
-    args = [side.u, *side.spec_args, log_scale, np.int32(n), np.int32(m), shifts, factors]
-    _launch("key_weights", (heads, -(-m // 32)), args)
-    return shifts, factors
+class _Queries(NamedTuple):
+    """Queries of every head."""
+
+    side: _Side
+    tokens: _Tokens
 
 
-def _weigh_queries(side: _Side, log_scale: Array) -> Array:
-    """Put queries on the scale of a state, the largest of each row at 1: the log of the rows."""
-    heads, n, m = side.u.shape
-    norms = device.empty((heads, n, 1), "float32")
-    rows = heads * n
-    args = [side.u, *side.spec_args, log_scale, np.int64(rows), np.int32(n), np.int32(m), norms]
-    _launch("query_weights", (-(-rows // WARPS), 1), args)
-    return norms
+class _Output(NamedTuple):
+    """Where rows of all heads go.
+
+    Attributes
+    ----------
+    rows : Array
+        The output (heads, n, e); or numerators and denominators, (heads, n, e + 1).
+    norms : Array or None
+        (heads, n): the log normalizers; or the logs of the scales of the rows.
+    divides : bool
+        Which of the two.
+    """
+
+    rows: Array
+    norms: Array | None
+    divides: bool
+
+    def part(self, rows: slice) -> _Output:
+        norms = None if self.norms is None else self.norms[:, rows]
+        return self._replace(rows=self.rows[:, rows], norms=norms)
 
 
-def _rescaled(kvz: Array, factors: Array) -> Array:
-    after = device.empty(kvz.shape, "float32")
-    total = math.prod(kvz.shape)
-    args = [kvz, factors, np.int64(total), np.int32(kvz.shape[-1]), after]
-    _launch("rescale", (-(-total // THREADS), 1), args)
+class _Tiles(NamedTuple):
+    """Keys of a causal block, tile by tile.
+
+    Attributes
+    ----------
+    weights : Array
+        (heads, n, m), on the scales (heads, tiles, m) of their tiles.
+    values : Array
+        (heads, n, e).
+    scales, kv, z : Array
+        State before each tile, on its scale.
+    before : tuple of Array
+        The same state, (heads, tiles, m, columns), on its own, and its shifts.
+    """
+
+    weights: Array
+    values: Array
+    scales: Array
+    kv: Array
+    z: Array
+    before: _State
+
+
+def _add_block(
+    keys: _Keys, block: Block, state: _State, *, is_causal: bool
+) -> tuple[_State, _Tiles | None]:
+    """Add a block of keys to a state; causal: also what its queries need."""
+    kvz, shifts = state
+    columns, tile, side = kvz.shape[-1], block.tile, keys.side
+    log_weights = keys.log_weights(block.rows)
+    x, values = keys.tokens.part(block.rows), keys.values.packed(block.rows, log_weights)
+    u = side.logits(x)
+    heads, n, m = u.shape
+    tiles = n // tile
+    terms = device.empty((heads, n), "float32")
+    tops, scales, z = (device.empty((heads, tiles, m), "float32") for _ in range(3))
+    args = [u, *_steps(x, 2), *log_weights, *side.offsets]
+    args += [*_int32(n, tile, x.shape[-1], m), side.curvature, terms, tops]
+    _launch("key_tops", heads * tiles, args)
+    args = [u, terms, *side.offsets, tops, shifts, *_int32(n, tile, m, is_causal), scales, z]
+    _launch("key_weights", heads * tiles, args)
+    kv = device.empty((heads * tiles, m, columns - 1), "float32")
+    in_tiles = (u.reshape(-1, tile, m), values.reshape(-1, tile, columns - 1))
+    multiply(*in_tiles, kv, transpose_a=True)
+    before: Any = (None, None)
+    if is_causal:
+        before = (
+            device.empty((heads, tiles, m, columns), "float32"),
+            device.empty((heads, tiles, m), "float32"),
+        )
+    after = device.empty(kvz.shape, "float32"), device.empty(shifts.shape, "float32")
+    args = [kvz, shifts, scales, np.int64(kvz.size), *_int32(tiles, m, columns)]
+    _launch("scan_tiles", _elements(kvz.size), [*args, kv, z, *before, *after])
+    return after, _Tiles(u, values, scales, kv, z, before) if is_causal else None
+
+
+def _query_weights(
+    queries: _Queries, block: Block, read: list[Any], dens: Array | None, out: _Output
+) -> Array:
+    """Weights of a block of queries, (heads, n, m); their denominators, and norms to the output.
+
+    ``read``: scales (heads, tiles, m), and normalizers with the step between two.
+    """
+    side, x = queries.side, queries.tokens.part(block.rows)
+    u = side.logits(x)
+    heads, n, m = u.shape
+    args = [u, *_steps(x, 2), *side.offsets, *read, np.int64(heads * n)]
+    args += [*_int32(n, block.tile, x.shape[-1], m), side.curvature, np.int32(out.divides)]
+    _launch("query_weights", _rows(heads * n), [*args, *_steps(dens, 2), *_steps(out.norms, 1)])
+    return u
+
+
+def _read_block(queries: _Queries, rows: slice, kv: Array, state: _State, out: _Output) -> None:
+    """Read a state, whose sums of values are in ``kv`` too, with a block of queries."""
+    kvz, shifts = state
+    e = kvz.shape[-1] - 1
+    dens = None if out.divides else out.rows[..., e:]
+    read = [shifts, kvz[..., e:], np.int64(e + 1)]
+    u = _query_weights(queries, Block(rows, rows.stop - rows.start), read, dens, out)
+    multiply(u, kv, out.rows[..., :e])
+
+
+def _values_of(state: _State) -> Array:
+    """Copy the sums of values, (heads, m, e): products are slower where rows are not aligned."""
+    values = state[0][..., :-1]
+    return _Tokens(values, heads_of(tuple(values.shape[:1]))).packed(slice(None))
+
+
+def _scan_block(
+    queries: _Queries, keys: _Keys, block: Block, state: tuple[_State, int], out: _Output
+) -> _State:
+    """Causal attention of a block, from the state before it and its length; the state after it."""
+    after, seen = _add_block(keys, block, state[0], is_causal=True)
+    assert seen is not None
+    heads, n, m = seen.weights.shape
+    tile, columns = block.tile, after[0].shape[-1]
+    e = columns - 1
+    dens, logs = (device.empty((heads, n), "float32") for _ in range(2))
+    nums = device.empty((heads * n // tile, tile, e), "float32")
+    read = [seen.scales, seen.z, np.int64(1)]
+    undivided = _Output(nums, logs, divides=False)
+    u = _query_weights(queries, block, read, dens[..., None], undivided).reshape(-1, tile, m)
+
+    scores = device.empty((heads * n // tile, tile, tile), "float32")
+    multiply(u, seen.weights.reshape(-1, tile, m), scores, transpose_b=True)
+    args = [scores, np.int64(heads * n), np.int32(tile), dens]
+    _launch("causal_scores", _rows(heads * n), args)
+    multiply(scores, seen.values.reshape(-1, tile, e), nums)
+    multiply(u, seen.kv, nums, add=True)
+
+    flags = device.empty((heads, n // tile), "int32")
+    rows = out.part(block.rows)
+    args = [nums, dens, logs, *keys.log_weights(block.rows), *seen.before]
+    args += [np.int64(state[1]), *_int32(n, tile, m, columns)]
+    args += [*_steps(rows.rows, 2), *_steps(rows.norms, 1), flags]
+    _launch("finish_rows", flags.size, args)
+    _redo_rejected(queries, keys, block, seen.before, flags, out)
     return after
 
 
-def _state_arrays(state: State, lead: tuple[int, ...]) -> tuple[Array, Array]:
-    kvz = _flat(state.kvz, lead)
-    return kvz, _flat(state.log_scale[..., None], lead)[..., 0]
+def _redo_rejected(
+    queries: _Queries, keys: _Keys, block: Block, before: _State, flags: Array, out: _Output
+) -> None:
+    """Compute the rows of flagged tiles again, exactly."""
+    heads, side = keys.tokens.heads, keys.side
+    m, columns = before[0].shape[-2:]
+    weights = None if keys.weights is None else keys.weights[..., block.rows, None]
+    # No tile goes beyond the block, so that it is no matter where the rows after it end.
+    to = out.part(slice(block.rows.start, None))
+    tokens = [arg for x in (queries.tokens, keys.tokens, keys.values) for arg in x.view(block.rows)]
+    rows = Rows(
+        [*tokens, *view(heads, None), *view(heads, weights)],
+        [*before, *unit_strides(heads, heads.lead)],
+        before,
+        (to.rows, None, to.norms),
+    )
+    segments = Segments(out.rows.shape[1], block.tile, flags.shape[1])
+    dims = (int(tokens[0].shape[-1]), m, columns)
+    redo(side.family, side.map, heads, flags, segments, dims, rows)
 
 
-def _new_state(kvz: Array, shifts: Array, lead: tuple[int, ...], length: int) -> State:
+# Whole problems -----------------------------------------------------------------------------------
+
+
+def _lead_of(specs: tuple[Spec, ...], *arrays: Array) -> tuple[int, ...]:
+    """Leading axes of arrays and maps; UnsupportedError for what is not for these kernels."""
+    for spec in specs:
+        family_of(spec)
+    dtypes = sorted({str(a.dtype) for a in arrays})
+    device.require(dtypes == ["float32"], f"arrays are of {' and '.join(dtypes)}, not of float32")
+    leads = [tuple(spec.P.shape[:-2]) for spec in specs if isinstance(spec, Exponential)]
+    lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), *leads)
+    device.require(0 not in lead and all(0 not in a.shape[-2:] for a in arrays), EMPTY)
+    return lead
+
+
+def _whole(array: Array, axes: int, lead: tuple[int, ...]) -> Array:
+    """Return an array with all leading axes, in C order."""
+    inner = tuple(array.shape[array.ndim - axes :])
+    if tuple(array.shape[: array.ndim - axes]) != lead:
+        array = device.broadcast(array, (*lead, *inner))
+    return device.contiguous(array)
+
+
+def _state_arrays(state: State, lead: tuple[int, ...]) -> _State:
+    kvz, shifts = _whole(state.kvz, 2, lead), _whole(state.log_scale, 1, lead)
+    return kvz.reshape(-1, *kvz.shape[-2:]), shifts.reshape(-1, shifts.shape[-1])
+
+
+def _new_state(arrays: _State, lead: tuple[int, ...], length: int) -> State:
+    kvz, shifts = arrays
     return State(kvz.reshape(*lead, *kvz.shape[1:]), shifts.reshape(*lead, -1), length)
+
+
+class _Work(NamedTuple):
+    """A problem as the functions above take it."""
+
+    queries: _Queries
+    keys: _Keys
+    state: _State
+    before: int
+    """Length of the state."""
+    output: _Output
+
+
+def _work_of(problem: Problem) -> _Work:
+    lead, key_lead, state = problem.lead, problem.state_lead, problem.state
+    specs = problem.query_spec, problem.key_spec
+    device.require(problem.exact_window is None, "exact_window is given")
+    changes = problem.query_change, problem.key_change
+    device.require(changes == (None, None), COORDINATES_CHANGE)
+    _lead_of(specs, problem.query, problem.key, problem.value)
+    accumulated = str(np.dtype(problem.dtype))
+    device.require(accumulated == "float32", f"sums are in {accumulated}")
+    (length, d), e = problem.query.shape[-2:], problem.value.shape[-1]
+    if problem.is_causal:
+        device.require(specs[0] is specs[1], MAPS_DIFFER)
+        device.require(e <= MAX_VALUE_DIM, f"e = {e} is above {MAX_VALUE_DIM}")
+        device.require(lead == key_lead, QUERIES_SHARE)
+    heads, key_heads = heads_of(lead), heads_of(key_lead)
+    weights = problem.key_mask
+    if weights is not None:
+        zero, hidden = np.float32(0), np.float32(-np.inf)
+        weights = _whole(problem.xp.where(weights[..., 0], zero, hidden), 1, key_lead)
+    key_side = _Side(problem.key_spec, d, key_lead)
+    if state is None:
+        shape = key_heads.total, key_side.features, e + 1
+        before = device.zeros(shape, "float32"), device.full(shape[:2], -math.inf, "float32")
+    else:
+        before = _state_arrays(state, key_lead)
+    key, value = _Tokens(problem.key, key_heads), _Tokens(problem.value, key_heads)
+    norms = device.empty((heads.total, length), "float32") if problem.want_log else None
+    return _Work(
+        _Queries(_Side(problem.query_spec, d, lead), _Tokens(problem.query, heads)),
+        _Keys(key_side, key, value, weights),
+        before,
+        0 if state is None else state.length,
+        _Output(device.empty((heads.total, length, e), "float32"), norms, divides=True),
+    )
+
+
+@device.or_generic
+def float32_attention(problem: Problem) -> Any:
+    """Linear attention of float32, or Declined.
+
+    Blocks are as long as their features fit the workspace. Products are of float32, or of TF32
+    where the caller allows it; rejected causal rows are computed again on the device.
+    """
+    work, walk = _work_of(problem), _causal if problem.is_causal else _full
+    with products.tf32() if problem.tf32 else nullcontext():
+        state = walk(problem, work)
+    rows, norms, _ = work.output
+    length = work.before + problem.key.shape[-2]
+    output = rows.reshape(*problem.lead, *rows.shape[1:])
+    norms = None if norms is None else norms.reshape(output.shape[:-1])
+    return output, _new_state(state, problem.state_lead, length), norms
+
+
+def _causal(problem: Problem, work: _Work) -> _State:
+    state = work.state
+    for block in blocks_of(problem.key.shape[-2], tokens_of(problem), is_causal=True):
+        seen = work.before + block.rows.start
+        state = _scan_block(work.queries, work.keys, block, (state, seen), work.output)
+    return state
+
+
+def _full(problem: Problem, work: _Work) -> _State:
+    state, tokens = work.state, tokens_of(problem)
+    for block in blocks_of(problem.key.shape[-2], tokens, is_causal=False):
+        state, _ = _add_block(work.keys, block, state, is_causal=False)
+    read = state
+    if problem.lead != problem.state_lead:
+        read = _state_arrays(_new_state(state, problem.state_lead, 0), problem.lead)
+    kv, length = _values_of(read), problem.query.shape[-2]
+    for start in range(0, length, tokens):
+        rows = slice(start, min(start + tokens, length))
+        _read_block(work.queries, rows, kv, read, work.output.part(rows))
+    return state
+
+
+# Blocks of the driver -----------------------------------------------------------------------------
+
+
+def _keys_of(spec: Spec, tokens: Tokens, values_and_one: Array, lead: tuple[int, ...]) -> _Keys:
+    heads, weights = heads_of(lead), tokens.log_weight
+    return _Keys(
+        _Side(spec, tokens.x.shape[-1], lead),
+        _Tokens(tokens.x, heads),
+        _Tokens(values_and_one[..., :-1], heads),
+        None if weights is None else _whole(weights[..., 0], 1, lead),
+    )
 
 
 @device.or_generic
 def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State) -> Any:
     """Add a block of keys to the state, or Declined."""
-    lead = _lead_of(key_spec, tokens.x, values_and_one, state.kvz)
-    kvz, log_scale = _state_arrays(state, lead)
-    side = _Side(key_spec, tokens, lead)
-    shifts, factors = _weigh_keys(side, log_scale)
-    after = _rescaled(kvz, factors)
-    multiply(side.u, _flat(values_and_one, lead), after, transpose_a=True, add=True)
-    return _new_state(after, shifts, lead, state.length + values_and_one.shape[-2])
+    lead = _lead_of((key_spec,), tokens.x, values_and_one[..., :-1], state.kvz)
+    keys, n = _keys_of(key_spec, tokens, values_and_one, lead), values_and_one.shape[-2]
+    after = _state_arrays(state, lead)
+    for block in blocks_of(n, n, is_causal=False):
+        after, _ = _add_block(keys, block, after, is_causal=False)
+    return _new_state(after, lead, state.length + n)
 
 
 @device.or_generic
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
     """Read the state with a block of queries, or Declined."""
-    lead = _lead_of(query_spec, tokens.x, state.kvz)
-    kvz, log_scale = _state_arrays(state, lead)
-    side = _Side(query_spec, tokens, lead)
-    norms = _weigh_queries(side, log_scale)
-    num_den = device.empty((*side.u.shape[:2], kvz.shape[-1]), "float32")
-    multiply(side.u, kvz, num_den)
-    return _partial(num_den, norms, lead, accepted=False)
-
-
-def _partial(num_den: Array, norms: Array, lead: tuple[int, ...], *, accepted: bool) -> Partial:
-    return Partial(
-        num_den.reshape(*lead, *num_den.shape[1:]), norms.reshape(*lead, -1, 1), accepted
-    )
-
-
-def _redo_rejected(
-    queries: _Side,
-    keys: _Side,
-    values_and_one: Array,
-    state: tuple[Array, Array],
-    flags: Array,
-    num_den: Array,
-    norms: Array,
-) -> None:
-    count, n, columns = values_and_one.shape
-    heads = heads_of((count,))
-    arrays = (queries.x, keys.x, values_and_one, None, keys.weights)  # no mask
-    m = keys.u.shape[-1]
-    rows = Rows(
-        [arg for array in arrays for arg in view(heads, array)],
-        [*state, *unit_strides(heads, (count,))],
-        (device.empty((count, m, columns), "float32"), device.empty((count, m), "float32")),
-        (None, num_den, norms),
-    )
-    dims = (int(queries.x.shape[-1]), m, columns)
-    flat = keys.map._replace(lead=tuple(keys.map.col.shape[:1]))
-    redo(keys.family, flat, heads, flags, Segments(n, n, 1), dims, rows)
+    lead = _lead_of((query_spec,), tokens.x, state.kvz)
+    heads, (n, d), columns = heads_of(lead), tokens.x.shape[-2:], state.kvz.shape[-1]
+    queries = _Queries(_Side(query_spec, d, lead), _Tokens(tokens.x, heads))
+    arrays = _state_arrays(state, lead)
+    num_den = device.empty((heads.total, n, columns), "float32")
+    logs = device.empty((heads.total, n), "float32")
+    out = _Output(num_den, logs, divides=False)
+    _read_block(queries, slice(0, n), _values_of(arrays), arrays, out)
+    return Partial(num_den.reshape(*lead, n, columns), logs.reshape(*lead, n, 1))
 
 
 @device.or_generic
-def scan_block(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    state: State,
-    want_log: bool,
-) -> Any:
-    """Causal attention of a block, or Declined; rejected rows are computed again here.
-
-    The device finds them and acts on it, without host synchronization.
-    """
-    lead = _lead_of(query_spec, query.x, key.x, values_and_one, state.kvz)
-    shapes = (key.x.shape[:-2], values_and_one.shape[:-2], state.kvz.shape[:-2])
-    columns = values_and_one.shape[-1]
-    device.require(key_spec is query_spec, MAPS_DIFFER)
-    device.require(columns <= MAX_VALUE_DIM, f"e = {columns - 1} is above {MAX_VALUE_DIM - 1}")
-    device.require(np.broadcast_shapes(*shapes) == lead, "heads of queries share a state")
-    kvz, log_scale = _state_arrays(state, lead)
-    values_and_one = _flat(values_and_one, lead)
-    queries, keys = _Side(query_spec, query, lead), _Side(key_spec, key, lead)
-    shifts, factors = _weigh_keys(keys, log_scale)
-    norms = _weigh_queries(queries, shifts)
-    after = _rescaled(kvz, factors)
-    heads, n, m = keys.u.shape
-
-    scores = device.empty((heads, n, n), "float32")
-    multiply(queries.u, keys.u, scores, transpose_b=True)
-    total = heads * n * n
-    _launch("triangle", (-(-total // THREADS), 1), [scores, np.int64(total), np.int32(n)])
-    num_den = device.empty((heads, n, columns), "float32")
-    multiply(scores, values_and_one, num_den)
-    multiply(queries.u, after, num_den, add=True)
-    multiply(keys.u, values_and_one, after, transpose_a=True, add=True)
-
-    flags = device.empty((heads,), "int32")
-    sizes = [np.int32(x) for x in (n, m, columns)]
-    args = [num_den, keys.weights, kvz, log_scale, np.int64(state.length + n), *sizes, flags]
-    _launch("check_rows", (heads, 1), args)
-    _redo_rejected(queries, keys, values_and_one, (kvz, log_scale), flags, num_den, norms)
-    part = _partial(num_den, norms, lead, accepted=True)
-    return part, _new_state(after, shifts, lead, state.length + n)
+def divide(part: Partial, out: Array | None = None) -> Any:
+    """Numerator over denominator, in one kernel, or Declined."""
+    num_den = part.num_den
+    *lead, n, columns = num_den.shape
+    dtype = str(num_den.dtype)
+    device.require(dtype in ("float32", "float64"), f"rows are of {dtype}")
+    to = device.empty((*lead, n, columns - 1), dtype) if out is None else out
+    device.require(0 not in to.shape, EMPTY)
+    same = str(to.dtype) == dtype and tuple(to.shape[:-1]) == (*lead, n)
+    is_dense = num_den.strides[-1] == to.strides[-1] == num_den.dtype.itemsize
+    device.require(same and is_dense, "rows are converted or copied")
+    heads = heads_of(tuple(lead))
+    args = [*view(heads, num_den), *view(heads, to), *heads.args]
+    args += [np.int64(to.size), *_int32(n, columns - 1)]
+    _launch(f"divide_rows_{dtype}", _elements(to.size), args)
+    return to if out is None else None

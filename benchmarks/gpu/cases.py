@@ -74,7 +74,7 @@ class Case:
             return "causal_rows" if self.is_causal else "read_states"
         if self.is_causal and self.one_key_head:
             return None  # left to generic code: queries that share a state
-        return "check_rows" if self.is_causal else "query_weights"
+        return "finish_rows" if self.is_causal else "query_weights"
 
 
 def cases(*, quick: bool = False) -> Iterator[Case]:

@@ -23,8 +23,8 @@ __all__ = ["MAX_SECONDS", "build", "items", "variants"]
 MAX_SECONDS = 120
 """What has not begun by then is compiled when it is first launched."""
 
-Variant = tuple[str, str, tuple[str, ...]]
-"""Source, function and options of the compiler."""
+Variant = tuple[str, str, tuple[tuple[str, int], ...]]
+"""Source, function and options."""
 
 
 def items(cases: Iterable[Case]) -> Iterator[Item]:
@@ -53,7 +53,7 @@ def variants(cases: Iterable[Case]) -> list[Variant]:
     launch: Any = device.launch
 
     def note(source: str, function: str, options: Any, *rest: Any) -> None:
-        found[source, function, device.compile_options(options)] = None
+        found[source, function, tuple(options.items())] = None
 
     device.launch = note  # type: ignore[assignment]
     try:

@@ -17,8 +17,10 @@ import pytest
 import linattn_cupy.device
 import linattn_cupy.states
 from linattn import _dispatch
+from linattn_cupy.layout import is_uniform
 
 SHARED_BYTES = 227 * 1024
+MEMORY_BYTES = 80 * 2**30
 
 
 class NumpyDevice:
@@ -34,6 +36,8 @@ class NumpyDevice:
         How many multiprocessors the device says it has.
     shared_bytes : int
         How much shared memory a block may have.
+    memory_bytes : int
+        How much memory the device has.
     unavailable : str or None
         A reason for which no kernel can be built, or None.
     """
@@ -43,6 +47,7 @@ class NumpyDevice:
         self.redone = 0
         self.processors = 4
         self.shared_bytes = SHARED_BYTES
+        self.memory_bytes = MEMORY_BYTES
         self.unavailable: str | None = None
         self.emulator = emulator
 
@@ -58,6 +63,7 @@ class NumpyDevice:
             "broadcast": np.broadcast_to,
             "processors": lambda: self.processors,
             "shared_bytes": lambda: self.shared_bytes,
+            "memory_bytes": lambda: self.memory_bytes,
             "on_device": lambda array: nullcontext(),
             "open_compiler": lambda: None,
         }
@@ -87,7 +93,7 @@ def multiply(
 ) -> None:
     """`linattn_cupy.products.multiply` on NumPy arrays, with its requirements checked."""
     arrays: Sequence[npt.NDArray[np.float32]] = (a, b, out)
-    assert all(x.dtype == np.float32 and x.flags.c_contiguous and x.ndim == 3 for x in arrays)
+    assert all(x.dtype == np.float32 and x.ndim == 3 and is_uniform(x) for x in arrays)
     a = a.swapaxes(-1, -2) if transpose_a else a
     b = b.swapaxes(-1, -2) if transpose_b else b
     product = np.matmul(a, b)

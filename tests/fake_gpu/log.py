@@ -24,10 +24,13 @@ class Log:
         All of them, in order.
     memory : set of int
         Devices of which CuPy's pools gave memory out.
+    allocations : int
+        How often they did.
     """
 
     lines: list[str] = field(default_factory=list)
     memory: set[int] = field(default_factory=set)
+    allocations: int = 0
 
     def of(self, *kinds: str) -> list[str]:
         """Lines that begin with one of these words."""
@@ -73,6 +76,7 @@ def recorded() -> Iterator[Log]:
 
         def malloc_preprocess(self, **told: Any) -> None:
             log.memory.add(told["device_id"])
+            log.allocations += 1
 
     log = Log()
     with Memory():

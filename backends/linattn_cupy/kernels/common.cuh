@@ -20,9 +20,10 @@ __device__ __forceinline__ float log_activation(int map, float x) {
 }
 
 // Numerator over denominator, as linattn divides: 0 where the denominator is, NaN where it overflowed.
-__device__ __forceinline__ float divide(float numerator, float denominator) {
-    if (denominator == 0.0f) {
-        return isfinite(numerator) ? 0.0f : numerator / denominator;
+template <typename Real>
+__device__ __forceinline__ Real divide(Real numerator, Real denominator) {
+    if (denominator == 0) {
+        return isfinite(numerator) ? 0 : numerator / denominator;
     }
     return isinf(denominator) ? denominator - denominator : numerator / denominator;
 }
