@@ -908,6 +908,8 @@ def test_timings_on_a_double(fake_cupy, emulated, monkeypatch):
     assert found[names[2]]["sets"] == 16
     kernels = ["segment_states", "scan_states", "causal_rows", "redo_rows"]
     assert list(found[names[2]]["kernels"]) == kernels
+    by_products = {"log_activations", "key_weights", "query_weights", "products"}
+    assert by_products < set(found[names[1]]["kernels"])
     assert "kernels" not in found[names[0]]
 
 
