@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn.typing import Declined, Exponential
-from linattn_numpy import block_vjps, causal_vjps, tuning
+from linattn_numpy import block_vjps, causal_vjps, planning, tuning
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear_vjp: Any = linattn.linear_attention_vjp
@@ -184,6 +186,38 @@ def test_threads_give_the_same_bits():
     for a, b in zip(answers[0][:2], answers[1][:2], strict=True):
         np.testing.assert_array_equal(a, b)
     agree([answers[0][2]], [answers[1][2]], 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["full", "causal", "grouped", "softmax"])
+def test_blocks_of_tasks_are_done_in_any_order_on_any_thread(mode, monkeypatch):
+    """So that a thread that is done takes over what is left of another's task."""
+    monkeypatch.setattr(tuning, "MIN_SEGMENTED_ROWS", 0)
+    monkeypatch.setattr(tuning, "MAX_BLOCK_ELEMENTS", 1)
+    arrays = inputs(700, heads=(3, 2), dtype=np.float32)
+    if mode == "grouped":
+        arrays[1:] = (x[:, :1] for x in arrays[1:])
+    phi = PositiveFeatures(D, 24, rng=0)
+    vjp = partial(linear_vjp, feature_map=phi, is_causal=mode != "full", chunk_size=100)
+    _, pullback = (linattn.softmax_attention_vjp if mode == "softmax" else vjp)(*arrays)
+    grad_output = np.ones((3, 2, 700, D), np.float32) * arrays[0][..., :1]
+    want = pullback(grad_output)
+    counts = []
+
+    def run(threads, work, tasks):
+        rng, done = np.random.default_rng(0), object()
+        walks = [work(task) for task in tasks]
+        with ThreadPoolExecutor(3) as pool:
+            while walks:
+                i = rng.integers(len(walks))
+                counts.append(len(walks))
+                if pool.submit(next, walks[i], done).result() is done:
+                    del walks[i]
+
+    monkeypatch.setattr(planning, "run", run)
+    for x, y in zip(pullback(grad_output), want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert counts[0] > 2
+    assert len(counts) > 2 * counts[0]
 
 
 # Both sides of a block at once ------------------------------------------------------------------

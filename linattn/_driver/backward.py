@@ -19,7 +19,7 @@ from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.exact import exact_rows
 from linattn._driver.gradient_rows import GradientRows
 from linattn._driver.tasks import take, take_problem, task_index
-from linattn._driver.walks import initial_state, update
+from linattn._driver.walks import initial_state, run_tasks, state_updates, steps
 from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
 from linattn._generic.block_vjps import row_cotangent, row_scale
 from linattn._generic.column_means import column_normalized_key_vjp, column_normalized_query_vjp
@@ -129,6 +129,8 @@ def pull(
             return Gradients(*answer)
 
     functions = BlockFunctions(problem.xp)
+    # No segments: a causal one needs the adjoint of all after it, and to make that first takes
+    # half of what the whole pullback takes. One head alone is done on one thread.
     plan = functions.plan(problem).for_gradients()
     query, key, value = (
         GradientRows(problem, array, plan.tasks)
@@ -136,20 +138,21 @@ def pull(
     )
     states: list[tuple[Index, Array]] = []
 
-    def work(task: Index) -> None:
-        with _generic.ignore_fp_warnings():
-            part, part_cotangent = take_problem(problem, task), _take_cotangent(cotangent, task)
-            rows = (query, key, value)
-            walk = _Walk(part, part_cotangent, functions, plan.block_size, task, rows)
-            if problem.mode == "exact":
-                _walk_exact(walk)
-                return
+    def pull_task(task: Index) -> Iterator[State | None]:
+        part, part_cotangent = take_problem(problem, task), _take_cotangent(cotangent, task)
+        rows = (query, key, value)
+        walk = _Walk(part, part_cotangent, functions, plan.block_size, task, rows)
+        walked: Iterator[State | None] = _walk_exact(walk)
+        if problem.mode != "exact":
             causal = problem.mode == "causal"
-            adjoint = _walk_causal(walk, checkpoints) if causal else _walk_full(walk)
+            walked = _walk_causal(walk, checkpoints) if causal else _walk_full(walk)
+        for adjoint in steps(walked):
+            yield adjoint
         if problem.state is not None:
+            assert adjoint is not None
             states.append((task, _state_gradient(initial_state(part), adjoint)))
 
-    plan.run(work, plan.tasks)
+    run_tasks(plan, pull_task)
     state = None if problem.state is None else _join(problem, states)
     return Gradients(query.result(), key.result(), value.result(), state)
 
@@ -161,14 +164,15 @@ def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
     return Cotangent(take(output, 2, task), state)
 
 
-# Walks ------------------------------------------------------------------------------------------
+# Walks: the adjoint after each block ------------------------------------------------------------
 
 
-def _walk_full(walk: _Walk) -> State:
+def _walk_full(walk: _Walk) -> Iterator[State]:
     """Let queries read the state of all keys, and the adjoint of all queries read keys."""
     problem, functions = walk.problem, walk.functions
-    before = initial_state(problem)
-    state = update(problem, before, walk.block_size, functions)
+    state = before = initial_state(problem)
+    for state in state_updates(problem, before, walk.block_size, functions):
+        yield state
     query_spec, seen = read_spec(problem, state)
     adjoint = _empty_adjoint(problem, state)
     for rows in walk.query_slices():
@@ -177,34 +181,40 @@ def _walk_full(walk: _Walk) -> State:
             query_spec, tokens, seen, walk.grad_output(rows), adjoint
         )
         walk.write_query(rows, gradient)
+        yield adjoint
     adjoint = walk.last_adjoint(state, read_spec_vjp(problem, adjoint, state))
+    yield adjoint
     for rows in walk.key_slices(problem.key.shape[-2]):
         key, values_and_one = walk.keys(rows, before.length)
         gradients = functions.reduce_block_vjp(problem.key_spec, key, values_and_one, adjoint)
         walk.write_key(rows, values_and_one, *gradients)
-    return adjoint
+        yield adjoint
 
 
-def _walk_causal(walk: _Walk, checkpoints: Checkpoints | None) -> State:
+def _walk_causal(walk: _Walk, checkpoints: Checkpoints | None) -> Iterator[State]:
     """One scan forwards for queries, and one backwards for keys; with checkpoints one for both."""
     problem, functions = walk.problem, walk.functions
     specs = (problem.query_spec, problem.key_spec)
     state = initial_state(problem)
     start = state.length
     adjoint = walk.last_adjoint(state, _empty_adjoint(problem, state))
+    yield adjoint
     if is_column_normalized(problem):
-        return _walk_column_normalized(walk, state, adjoint)
+        yield from _walk_column_normalized(walk, state, adjoint)
+        return
     all_rows = walk.query_slices()
     if checkpoints is not None:
         segments = checkpoints.segments(problem, walk.block_size, walk.task, all_rows, state)
         if segments is not None:
-            return _walk_back(walk, segments, adjoint)
+            yield from _walk_back(walk, segments, adjoint)
+            return
     scales: list[RowScale] = []
     for rows in all_rows:
         block = (*specs, *walk.tokens(rows, start))
         gradient, scale, state = functions.scan_query_vjp(*block, state, walk.grad_output(rows))
         walk.write_query(rows, gradient)
         scales.append(scale)
+        yield adjoint
     for rows in reversed(all_rows):
         tokens, scale = walk.tokens(rows, start), scales.pop()
         grad_num_den = row_cotangent(scale, walk.grad_output(rows))
@@ -212,10 +222,12 @@ def _walk_causal(walk: _Walk, checkpoints: Checkpoints | None) -> State:
             *specs, *tokens, adjoint, grad_num_den, scale.log
         )
         walk.write_key(rows, tokens[2], *gradients)
-    return adjoint
+        yield adjoint
 
 
-def _walk_back(walk: _Walk, segments: list[tuple[State, list[slice]]], adjoint: State) -> State:
+def _walk_back(
+    walk: _Walk, segments: list[tuple[State, list[slice]]], adjoint: State
+) -> Iterator[State]:
     """Pull back through queries and keys of a block at once, from the last block to the first.
 
     ``segments``: blocks, and the state before the first of each.
@@ -235,10 +247,10 @@ def _walk_back(walk: _Walk, segments: list[tuple[State, list[slice]]], adjoint: 
             )
             walk.write_query(rows, gradient)
             walk.write_key(rows, tokens[2], *gradients)
-    return adjoint
+            yield adjoint
 
 
-def _walk_column_normalized(walk: _Walk, state: State, adjoint: State) -> State:
+def _walk_column_normalized(walk: _Walk, state: State, adjoint: State) -> Iterator[State]:
     """As :func:`_walk_causal`, for column-normalized reads: stores the state before each block."""
     problem = walk.problem
     specs = (problem.query_spec, problem.key_spec)
@@ -251,16 +263,17 @@ def _walk_column_normalized(walk: _Walk, state: State, adjoint: State) -> State:
         walk.rows[0].write(walk.task, rows, gradient)
         before.append(state)
         state = walk.functions.reduce_block(problem.key_spec, *tokens[1:], state)
+        yield adjoint
     for rows in reversed(all_rows):
         tokens = walk.tokens(rows, start)
         *gradients, adjoint = column_normalized_key_vjp(
             *specs, *tokens, before.pop(), adjoint, walk.grad_output(rows)
         )
         walk.write_key(rows, tokens[2], *gradients)
-    return adjoint
+        yield adjoint
 
 
-def _walk_exact(walk: _Walk) -> None:
+def _walk_exact(walk: _Walk) -> Iterator[None]:
     """Softmax attention: every query reads all keys again, then every key all queries."""
     problem, functions = walk.problem, walk.functions
     xp, spec, lead = problem.xp, problem.query_spec, problem.state_lead
@@ -278,6 +291,7 @@ def _walk_exact(walk: _Walk) -> None:
             )
         walk.rows[0].write(walk.task, rows, gradient)
         scales.append(scale)
+        yield
     for keys in walk.key_slices(problem.key.shape[-2]):
         key, values_and_one = _raw_keys(problem, keys)
         gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]

@@ -11,7 +11,7 @@ from linattn._driver.blocks import OutputRows, token_block
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.segments import run_segments
 from linattn._driver.tasks import take_problem, task_index
-from linattn._driver.walks import WALKS, Walk, initial_state, update
+from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, steps, update
 from linattn._driver.wrappers import read_spec
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Index, Partial, Problem, State
@@ -53,30 +53,18 @@ def solve(
         part = take_problem(problem, task)
         return Walk(part, functions, plan.block_size, partial(write, task), store)
 
-    def steps(task: Index) -> Iterator[None]:
+    def solve_task(task: Index) -> Iterator[State | None]:
         walk = walk_of(task)
-        walked, state = WALKS[problem.mode](walk), None
-        while True:
-            try:
-                with _generic.ignore_fp_warnings():
-                    state = next(walked)
-            except StopIteration:
-                break
-            yield
+        state = None
+        for state in steps(WALKS[problem.mode](walk)):
+            yield state
         if return_state:
             states.append((task, initial_state(walk.problem) if state is None else state))
-
-    def work(task: Index) -> Iterator[None] | None:
-        if plan.resumable:
-            return steps(task)
-        for _ in steps(task):
-            pass
-        return None
 
     if plan.segments > 1 and problem.mode in ("full", "causal"):
         states.append(((), run_segments(walk_of(()), plan)))
     else:
-        plan.run(work, plan.tasks)
+        run_tasks(plan, solve_task)
     output.warn_of_signs(stacklevel=4)
     norm = None if norms is None else norms.result()[..., 0]
     return output.result(), _join(problem, states) if return_state else None, norm

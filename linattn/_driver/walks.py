@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import array_api_compat
 
@@ -16,9 +17,20 @@ from linattn._driver.causal_blocks import causal_block
 from linattn._driver.exact import exact_rows
 from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
-from linattn.typing import Partial, Problem, State
+from linattn.typing import Index, Partial, Plan, Problem, State
 
-__all__ = ["WALKS", "Walk", "initial_state", "read_blocks", "run_walk", "scan_blocks", "update"]
+__all__ = [
+    "WALKS",
+    "Walk",
+    "initial_state",
+    "read_blocks",
+    "run_tasks",
+    "run_walk",
+    "scan_blocks",
+    "state_updates",
+    "steps",
+    "update",
+]
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def update(
 ) -> State:
     """Add all keys and values of a problem to a state, block by block."""
     functions = BlockFunctions(problem.xp) if functions is None else functions
-    return run_walk(_state_updates(problem, state, block_size, functions), state)
+    return run_walk(state_updates(problem, state, block_size, functions), state)
 
 
 def run_walk(walk: Iterator[State], state: State) -> State:
@@ -79,7 +91,30 @@ def run_walk(walk: Iterator[State], state: State) -> State:
     return deque(chain([state], walk), maxlen=1).pop()
 
 
-def _state_updates(
+def steps(walk: Iterator[State | None]) -> Iterator[State | None]:
+    """Go through a walk without floating-point warnings, but not for what runs between blocks."""
+    while True:
+        try:
+            with _generic.ignore_fp_warnings():
+                state = next(walk)
+        except StopIteration:
+            return
+        yield state
+
+
+def run_tasks(plan: Plan, walk_of: Callable[[Index], Iterator[Any]]) -> None:
+    """Run the walk of each task, block by block where the plan asks for resumable ones."""
+
+    def work(task: Index) -> Iterator[Any] | None:
+        if plan.resumable:
+            return walk_of(task)
+        deque(walk_of(task), maxlen=0)
+        return None
+
+    plan.run(work, plan.tasks)
+
+
+def state_updates(
     problem: Problem, state: State, block_size: int, functions: BlockFunctions
 ) -> Iterator[State]:
     """Add a problem's keys and values to a state: the state after each block."""
@@ -129,7 +164,7 @@ def scan_blocks(walk: Walk, state: State) -> Iterator[State]:
 
 def _walk_full(walk: Walk) -> Iterator[State]:
     state = before = initial_state(walk.problem)
-    for state in _state_updates(walk.problem, before, walk.block_size, walk.functions):
+    for state in state_updates(walk.problem, before, walk.block_size, walk.functions):
         yield state
     yield from read_blocks(walk, state, before.length)
 
