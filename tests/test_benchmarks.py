@@ -647,6 +647,36 @@ def test_what_is_slower_on_two_threads_is_named():
     assert table.notes == [f"slower on more threads than on one: {slower}"]
 
 
+def test_gradients_on_more_threads_have_a_row_of_their_own():
+    record = record_of(
+        {
+            ("linattn-favor", "causal gradient", 1): {64: (4.0, 4.0)},
+            ("linattn-favor", "causal gradient", 2): {64: (2.5, 2.5)},
+        }
+    )
+    (table,) = (table for table in tables(record) if "back to back" in table.title)
+    assert table.rows[1:] == [["linattn FAVOR+, gradients", "64", "", "1.60"]]
+    assert table.notes == ["slower on more threads than on one: nothing"]
+
+
+def test_texts_are_tabulated_with_where_they_cross():
+    record = record_of(
+        {
+            ("torch-text", "text", 1): {1024: (1.0, 1.0), 4096: (16.0, 16.0)},
+            ("linattn-landmarks", "text", 1): {1024: (2.0, 2.0), 4096: (8.0, 8.0)},
+            ("linattn-attention", "text", 1): {4096: (20.0, 20.0)},
+        }
+    )
+    (table,) = (table for table in tables(record) if "text" in table.title)
+    assert table.rows[1:] == [
+        ["1,024", "1.00 s", "2.00 s", "2.00", "", ""],
+        ["4,096", "16.0 s", "8.00 s", "0.50", "20.0 s", "1.25"],
+    ]
+    assert table.notes[1].endswith(
+        "linattn landmarks 2,000 tokens, linattn.attention > 4,096 tokens"
+    )
+
+
 def test_loops_have_their_map_beside_them():
     assert [PEERS[name].beside for name in LOOPS] == [
         "linattn-favor",

@@ -115,7 +115,7 @@ def _add_limits(add: Callable[..., Any]) -> None:
     add(
         "--length-seconds",
         type=float,
-        default=180.0,
+        default=120.0,
         help="begin no further round of a length after so long, but for the first three",
     )
     add(

@@ -174,7 +174,7 @@ PEERS = {
         "linattn landmarks", "ours", TEXT, "linattn-attention", tolerance=0.5
     ),
     "linattn-attention": Peer(
-        "linattn.attention(tolerance=.1)", "ours", TEXT, "linattn-attention", tolerance=0.1
+        "linattn.attention", "ours", TEXT, "linattn-attention", tolerance=0.1
     ),
     "torch-rates": Peer(
         "torch products and exp", "in_torch", RATES, "numpy-rates", on_one_thread=True

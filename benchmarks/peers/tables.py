@@ -228,25 +228,26 @@ def _decode(record: Record, threads: int) -> Table:
 
 def _text(record: Record, threads: int) -> Table:
     """Tabulate softmax attention of a text, exact and not, and where they cross."""
-    names = [name for name, peer in PEERS.items() if peer.kinds == TEXT]
-    rows = [["tokens", *(head for name in names for head in (PEERS[name].label, "ratio"))]]
+    exact, others = PEERS[TEXT_EXACT].label, [n for n, p in PEERS.items() if p.kinds == TEXT]
+    others.remove(TEXT_EXACT)
+    heads = (head for name in others for head in (PEERS[name].label, "ratio"))
+    rows = [["tokens", exact, *heads]]
     for n in _lengths(record, TEXT):
-        cells: list[str] = []
-        for name in names:
-            timing = record.timing(name, *TEXT, n, threads)
-            ratio = record.ratio(Cell(name, *TEXT, n, threads), Cell(TEXT_EXACT, *TEXT, n, threads))
-            cells += ["" if timing is None else duration(timing.seconds), times(ratio)]
-        if any(cells):
-            rows.append([f"{n:,}", *cells])
-    crossings = {
-        PEERS[name].label: crossing(record.crossover(name, TEXT_EXACT, *TEXT, threads))
-        for name in names
-        if name != TEXT_EXACT
-    }
-    shown = [f"{label} {tokens} tokens" for label, tokens in crossings.items() if tokens]
+        cells = [Cell(name, *TEXT, n, threads) for name in (TEXT_EXACT, *others)]
+        timings = [record.timing(*cell) for cell in cells]
+        first, *shown = ("" if timing is None else duration(timing.seconds) for timing in timings)
+        ratios = (times(record.ratio(cell, cells[0])) for cell in cells[1:])
+        pairs = zip(shown, ratios, strict=True)
+        if any(timings):
+            rows.append([f"{n:,}", first, *(cell for pair in pairs for cell in pair)])
+    crossings = [
+        f"{PEERS[name].label} {at} tokens"
+        for name in others
+        if (at := crossing(record.crossover(name, TEXT_EXACT, *TEXT, threads)))
+    ]
     notes = [
-        f"ratio: time over that of {PEERS[TEXT_EXACT].label}",
-        f"crossover, from where on faster than {PEERS[TEXT_EXACT].label}: {', '.join(shown)}",
+        f"ratio: time over that of {exact}",
+        f"crossover, from where on faster than {exact}: {', '.join(crossings) or 'not seen'}",
     ]
     return Table(f"Softmax attention of a text, {_count(threads)}", rows, notes)
 
@@ -265,18 +266,17 @@ def _goals(record: Record) -> Table:
 def _threads(record: Record) -> Table:
     """How many times faster linattn is on more threads, both in one rotation."""
     counts = [t for t in record.threads() if t > 1]
-    columns = [(kind, t) for kind in ATTENTION for t in counts]
-    rows = [["", "tokens", *(f"{kind}, {t}" for kind, t in columns)]]
+    rows = [["", "tokens", *(f"{kind}, {t}" for kind in ATTENTION for t in counts)]]
     for name, peer in PEERS.items():
-        if peer.feature_map is None:
-            continue
-        for length in _lengths(record):
-            gains = [
-                record.ratio(Cell(name, kind, length, 1), Cell(name, kind, length, t))
-                for kind, t in columns
-            ]
-            if any(gains):
-                rows.append([peer.label, f"{length:,}", *map(times, gains)])
+        for kinds, suffix in ((ATTENTION, ""), (GRADIENT, ", gradients")):
+            for n in _lengths(record, kinds) if peer.feature_map else []:
+                gains = [
+                    record.ratio(Cell(name, kind, n, 1), Cell(name, kind, n, t))
+                    for kind in kinds
+                    for t in counts
+                ]
+                if any(gains):
+                    rows.append([f"{peer.label}{suffix}", f"{n:,}", *map(times, gains)])
     slower = [
         f"{label}, {tokens} tokens, {column} threads ({gain})"
         for label, tokens, *gains in rows[1:]
