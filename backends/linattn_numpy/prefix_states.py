@@ -33,19 +33,16 @@ def far_states(
     scaled = buffer("scaled", states.kvz.shape, kind)
     np.multiply(states.kvz, inner, out=scaled)
     # A loop: np.cumsum does not add whole states at once.
-    front = buffer("front", (*lead, g + 1, *size), kind)
+    front = np.empty((*lead, g + 1, *size), kind)
     front[..., 0, :, :] = before.kvz * factors[0][..., 0, :, :]
     for i in range(g):
         np.add(front[..., i, :, :], scaled[..., i, :, :], out=front[..., i + 1, :, :])
-    kvz = np.empty((*lead, g, *size), kind)
-    if after is None:
-        kvz[...] = front[..., :g, :, :]
-    else:
-        kvz[..., g - 1, :, :] = after.kvz * factors[1][..., 0, :, :]
-        for i in reversed(range(g - 1)):
-            np.add(kvz[..., i + 1, :, :], scaled[..., i + 3, :, :], out=kvz[..., i, :, :])
-        kvz += front[..., :g, :, :]
-    whole = front[..., g, :, :].copy()
+    kvz, whole = front[..., :g, :, :], front[..., g, :, :].copy()
+    if after is not None:
+        behind = np.broadcast_to(after.kvz * factors[1][..., 0, :, :], whole.shape).copy()
+        for i in reversed(range(g)):
+            kvz[..., i, :, :] += behind
+            behind += scaled[..., i + 2, :, :]
 
     has_keys = [log > -np.inf for log in logs]
     seen = _any_before(has_keys[0], has_keys[-1][..., : g - 1, :])
