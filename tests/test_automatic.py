@@ -277,6 +277,8 @@ def test_a_batch_with_masks_on_strict_arrays(xp_any_shape):
 def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
     """As blocks of attention have: threads of BLAS in a fit wait for each other."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
+    # Made first: NumPy imports its random numbers here, and takes square roots for them.
+    query, key, value = clustered(6000 if is_causal else 2500)
     seen = set()
 
     def threads():
@@ -284,27 +286,29 @@ def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
         # SciPy may have brought one of its own.
         return {pool["num_threads"] for pool in pools if "numpy" in pool["filepath"]}
 
-    def watch(name):
-        function = getattr(np, name)
+    def watch(module, name):
+        function = getattr(module, name)
 
         def watched(*args, **options):
             seen.update({(name, count) for count in threads()})
             return function(*args, **options)
 
-        monkeypatch.setattr(np, name, watched)
+        monkeypatch.setattr(module, name, watched)
 
-    # A fit calls trace, an estimate square roots; coresets are of the array API.
-    watch("trace")
-    watch("sqrt")
-    query, key, value = clustered(6000 if is_causal else 2500)
+    # A fit calls trace, an estimate square roots, corrected landmarks inv; coresets are of the
+    # array API.
+    watch(np, "trace")
+    watch(np, "sqrt")
+    watch(np.linalg, "inv")
     inputs = dict(query=query, key=key, value=value)
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         if threads() != {2}:
             pytest.skip("the threads of this NumPy's BLAS cannot be set")
         linattn.attention(**inputs, is_causal=is_causal, rng=0)
         held_out_error(value, **inputs, is_causal=is_causal, rng=0)
-        LandmarkFeatures.fit(query, key, rng=0)
-        assert seen == {("trace", 1), ("sqrt", 1)}
+        phi = LandmarkFeatures.fit(query, key, corrected=True, rng=0)
+        linattn.linear_attention(query, key, value, phi)
+        assert seen == {("trace", 1), ("sqrt", 1), ("inv", 1)}
         assert threads() == {2}
         if is_causal:
             extend = linattn.CoresetAttention.extend

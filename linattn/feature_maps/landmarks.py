@@ -534,5 +534,6 @@ def _correction(log_Phi: Floats) -> tuple[Floats, Floats]:
     half_log = np.where(np.isfinite(half_log), half_log, 0.0)
     P = np.exp(log_Phi - half_log[..., None, :])
     P_t = np.swapaxes(P, -1, -2)
-    R = np.linalg.inv(P_t @ P + RIDGE * np.eye(P.shape[-1]))
-    return half_log, np.concatenate([RIDGE * R, R @ P_t], axis=-1)
+    with _dispatch.limited_threads():
+        R = np.linalg.inv(P_t @ P + RIDGE * np.eye(P.shape[-1]))
+        return half_log, np.concatenate([RIDGE * R, R @ P_t], axis=-1)
