@@ -62,7 +62,9 @@ def _block_rows(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
         return tuning.EXACT_BLOCK_ROWS
     if problem.exact_window is not None:
-        return tuning.WINDOW_BLOCK_ROWS
+        most = _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_WINDOW_BLOCK_ROWS)
+        fits = not problem.is_causal and _longest(problem) <= most
+        return tuning.MAX_WINDOW_BLOCK_ROWS if fits else tuning.MIN_WINDOW_BLOCK_ROWS
     if problem.is_causal and isinstance(problem.query_spec, ColumnNormalized):
         return tuning.COLUMN_NORMALIZED_BLOCK_ROWS
     if problem.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
