@@ -28,6 +28,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_problems(parser.add_argument)
+    _add_cores(parser.add_argument)
     _add_limits(parser.add_argument)
     options = parser.parse_args(arguments)
     if max(options.threads) > len(options.cores):
@@ -36,7 +37,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_problems(add: Callable[..., Any]) -> None:
-    """Add what is computed, by whom, and on what."""
+    """Add what is computed, and by whom."""
     add("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=_names())
     add("--lengths", type=_positive, nargs="*", default=[4096], metavar="N", help="tokens")
     add(
@@ -80,6 +81,14 @@ def _add_problems(add: Callable[..., Any]) -> None:
         help="what queries and keys are multiplied by, to time linattn by it; 1 is always there",
     )
     add("--scale-length", type=_positive, default=4096, metavar="N", help="tokens of these")
+    add("--batch", type=_positive, default=1)
+    add("--heads", type=_positive, default=8)
+    add("--dim", type=_positive, default=64)
+    add("--features", type=_positive, default=256)
+
+
+def _add_cores(add: Callable[..., Any]) -> None:
+    """Add where it is computed."""
     add(
         "--threads",
         type=_positive,
@@ -96,10 +105,6 @@ def _add_problems(add: Callable[..., Any]) -> None:
         metavar="C",
         help="cores to be pinned to, the first T of them for T threads",
     )
-    add("--batch", type=_positive, default=1)
-    add("--heads", type=_positive, default=8)
-    add("--dim", type=_positive, default=64)
-    add("--features", type=_positive, default=256)
 
 
 def _add_limits(add: Callable[..., Any]) -> None:
