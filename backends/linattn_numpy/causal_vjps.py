@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, RowScale, Spec, State, Tokens
-from linattn_numpy.block_vjps import UNDERFLOWED_KEYS, division_vjp, max_scale, relative_rows
+from linattn_numpy.block_vjps import UNDERFLOWED_KEYS, max_scale, relative_rows
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import common_scale, stabilize
 from linattn_numpy.feature_vjps import (
@@ -100,17 +100,17 @@ def scan_query_vjp(
         rows = _stabilized_rows(block, state)
     if isinstance(rows, Declined):
         return rows
-    cotangent, z, after = _read_scan(rows, grad_output)
-    scale = division_vjp(rows.q, np.vecdot(rows.q, z)[..., None], cotangent, z, rows.floor)
-    if isinstance(scale, Declined):
-        return scale
-    if not _are_large(scale[0], grad_output, block, state, rows.floor):
-        return UNDERFLOWED
+    found = _query_pairs(block, rows, state, grad_output)
+    if isinstance(found, Declined):
+        return found
+    cotangent, inverse, g1, _, after = found
     empty = ~np.any(after[..., -1:] != 0, axis=-2)
     log_scale = np.where(empty, rows.log_scale.dtype.type(-np.inf), rows.log_scale)
     gradient = features_vjp(query_spec, query.x, rows.q, rows.positive[0], cotangent, None)
+    gradient *= inverse
     length = state.length + values_and_one.shape[-2]
-    return gradient, RowScale(rows.log_row, *scale), State(after, log_scale, length)
+    scale = RowScale(rows.log_row, inverse, -g1[..., -1:])
+    return gradient, scale, State(after, log_scale, length)
 
 
 def scan_key_vjp(
@@ -168,12 +168,10 @@ def scan_vjp(
         return Declined(f"the adjoint is more than {MAX_LOG_LEAD:g} above the scale of the block")
     if not (isinstance(key_spec, Exponential) or np.all(rows.log_scale == rows.log_scale[..., :1])):
         return UNEVEN
-    found = _query_pairs(rows, grad_output)
+    found = _query_pairs(block, rows, state, grad_output)
     if isinstance(found, Declined):
         return found
-    cotangent, inverse, g1, pairs = found
-    if not _are_large(inverse, grad_output, block, state, rows.floor):
-        return UNDERFLOWED
+    cotangent, inverse, g1, pairs, _ = found
     grad_query = features_vjp(query_spec, query.x, q, rows.positive[0], cotangent, None)
     grad_query *= inverse
     start = adjoint.kvz * np.exp(log_factor)[..., None]
@@ -199,6 +197,18 @@ class _Rows(NamedTuple):
     """Least denominator that is accepted."""
     positive: tuple[Bools | None, Bools | None] = (None, None)
     """Where inputs of a ReLU are, of queries and of keys."""
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a key and a query within some sub-blocks, ``(..., count, size, size)``.
+
+    0 where the query does not see the key.
+    """
+
+    rows: slice
+    size: int
+    weights: Floats
+    cotangents: Floats
 
 
 def _unshifted_rows(block: _Block, state: State) -> _Rows | Declined:
@@ -239,40 +249,54 @@ def _floor(block: _Block, k: Floats, state: State) -> float:
     return floor_of(block.values_and_one.dtype) * float(k.shape[-1] * keys)
 
 
-def _are_large(
-    inverse: Floats, grad_output: Floats, block: _Block, state: State, floor: float
-) -> bool:
-    """Whether underflow leaves the products of cotangents and of the values that their rows see.
+def _query_pairs(
+    block: _Block, rows: _Rows, state: State, grad_output: Floats
+) -> tuple[Floats, Floats, Floats, list[_Pairs], Floats] | Declined:
+    """Cotangents of ``q`` times their denominators, inverses of these, g1, pairs, the state after.
 
-    They are divided by denominators for queries, and not for keys.
+    Numerators need not be formed: with the state before a row in two parts, ``g.num`` is the sum of
+    ``q * (g.S)``.
     """
-    sizes = row_sizes(grad_output) / np.maximum(inverse, 1)
-    return all_large(sizes, block.values_and_one, state.kvz, floor)
-
-
-def _read_scan(rows: _Rows, grad_output: Floats) -> tuple[Floats, Floats, Floats]:
-    """``g.S`` and z of the state S of each row, both (..., n, m), and the state after the block."""
-    k, v, start = rows.k, rows.v, transposed(rows.start)
-    lead = np.broadcast_shapes(grad_output.shape[:-2], start.shape[:-2])
-    read = buffer("read", (*lead, *k.shape[-2:]), k.dtype)
-    z = buffer("z", read.shape, k.dtype)
+    q, k, v, start = rows.q, rows.k, rows.v, transposed(rows.start)
+    lead, n = np.broadcast_shapes(grad_output.shape[:-2], start.shape[:-2]), v.shape[-2]
+    cotangent = buffer("read", (*lead, n, k.shape[-1]), k.dtype)
+    g1, inverses = np.empty((*lead, n, v.shape[-1]), v.dtype), np.empty((*lead, n, 1), v.dtype)
+    pairs: list[_Pairs] = []
     for part, size in sub_blocks(v.shape[-2]):
-        gs, ks, vs, out, out_z = (
-            split_sub_blocks(x, part, size) for x in (grad_output, k, v, read, z)
+        qs, ks, vs, gs, out, g1s = (
+            split_sub_blocks(x, part, size) for x in (q, k, v, grad_output, cotangent, g1)
         )
         states = _prefix_states(start, ks, vs)
         before, above = states[..., :-1, :, :], above_diagonal(size)
-        # What is visible of the block's own keys, for cotangents and for normalizers: one product.
-        pairs = buffer("scores", (*out.shape[:-2], 2 * size, size), k.dtype)
-        np.matmul(gs, transposed(vs[..., :-1]), out=pairs[..., :size, :])
-        pairs[..., size:, :] = transposed(vs[..., -1:])
-        np.copyto(pairs, 0, where=np.concatenate([above, above]))
-        both = product(pairs, ks, "more")
+        weights = np.matmul(qs, transposed(ks))
+        np.copyto(weights, 0, where=above)
+        z = before[..., -1:, :]
+        denominator = np.matmul(weights, vs[..., -1:]) + np.matmul(qs, transposed(z))
+        if not rows.floor <= denominator.min() <= denominator.max() < np.inf:
+            return UNDERFLOWED
+        inverse = np.divide(1, denominator, out=split_sub_blocks(inverses, part, size))
         np.matmul(gs, before[..., :-1, :], out=out)
-        out += both[..., :size, :]
-        np.add(both[..., size:, :], before[..., -1:, :], out=out_z)
+        cotangents = np.matmul(gs, transposed(vs[..., :-1]))
+        inner = np.vecdot(weights, cotangents) + np.vecdot(qs, out)
+        inner = inner[..., None] * inverse
+        cotangents -= inner * transposed(vs[..., -1:])
+        np.copyto(cotangents, 0, where=above)
+        more = buffer("more", out.shape, out.dtype)
+        out -= np.multiply(z, inner, out=more)
+        out += np.matmul(cotangents, ks, out=more)
+        cotangents *= inverse
+        np.multiply(gs, inverse, out=g1s[..., :-1])
+        np.multiply(inner, -inverse, out=g1s[..., -1:])
+        if not all_finite(g1s[..., -1]):
+            return UNDERFLOWED
+        pairs.append(_Pairs(part, size, transposed(weights), transposed(cotangents)))
         start = states[..., -1, :, :]
-    return read, z, transposed(start).copy()
+    # Cotangents and the values that their rows see must be large enough for underflow to leave
+    # their products. They are divided by denominators for queries, and not for keys.
+    sizes = row_sizes(grad_output) / np.maximum(inverses, 1)
+    if not all_large(sizes, block.values_and_one, state.kvz, rows.floor):
+        return UNDERFLOWED
+    return cotangent, inverses, g1, pairs, transposed(start).copy()
 
 
 def _prefix_states(start: Floats, ks: Floats, vs: Floats) -> Floats:
@@ -313,18 +337,6 @@ class _Keys(NamedTuple):
     """Of the features of ``start`` and of what is added to it."""
     positive: Bools | None = None
     """Where inputs of a ReLU are."""
-
-
-class _Pairs(NamedTuple):
-    """Pairs of a key and a query within some sub-blocks, ``(..., count, size, size)``.
-
-    0 where the query does not see the key.
-    """
-
-    rows: slice
-    size: int
-    weights: Floats
-    cotangents: Floats
 
 
 def _unshifted_keys(
@@ -469,51 +481,3 @@ def _transposed_copy(states: Floats) -> Floats:
     copy = buffer("transposed", (*states.shape[:-2], *states.shape[:-3:-1]), states.dtype)
     np.copyto(copy, transposed(states))
     return copy
-
-
-# Both at once -----------------------------------------------------------------------------------
-
-
-def _query_pairs(
-    rows: _Rows, grad_output: Floats
-) -> tuple[Floats, Floats, Floats, list[_Pairs]] | Declined:
-    """Cotangents of ``q`` times their denominators, the inverses of these, g1, and pairs.
-
-    Numerators need not be formed: with the state before a
-    row in two parts, ``g.num`` is the sum of ``q * (g.S)``.
-    """
-    q, k, v, start = rows.q, rows.k, rows.v, transposed(rows.start)
-    cotangent, g1 = buffer("read", q.shape, q.dtype), np.empty(v.shape, v.dtype)
-    inverses = np.empty((*q.shape[:-1], 1), q.dtype)
-    pairs: list[_Pairs] = []
-    for part, size in sub_blocks(v.shape[-2]):
-        qs, ks, vs, gs, out, g1s = (
-            split_sub_blocks(x, part, size) for x in (q, k, v, grad_output, cotangent, g1)
-        )
-        states = _prefix_states(start, ks, vs)
-        before, above = states[..., :-1, :, :], above_diagonal(size)
-        weights = np.matmul(qs, transposed(ks))
-        np.copyto(weights, 0, where=above)
-        z = before[..., -1:, :]
-        denominator = np.matmul(weights, vs[..., -1:])
-        denominator += np.matmul(qs, transposed(z))
-        if not rows.floor <= denominator.min() <= denominator.max() < np.inf:
-            return UNDERFLOWED
-        inverse = np.divide(1, denominator, out=split_sub_blocks(inverses, part, size))
-        np.matmul(gs, before[..., :-1, :], out=out)
-        cotangents = np.matmul(gs, transposed(vs[..., :-1]))
-        inner = np.vecdot(weights, cotangents) + np.vecdot(qs, out)
-        inner = inner[..., None] * inverse
-        cotangents -= inner * transposed(vs[..., -1:])
-        np.copyto(cotangents, 0, where=above)
-        more = buffer("more", out.shape, out.dtype)
-        out -= np.multiply(z, inner, out=more)
-        out += np.matmul(cotangents, ks, out=more)
-        cotangents *= inverse
-        np.multiply(gs, inverse, out=g1s[..., :-1])
-        np.multiply(inner, -inverse, out=g1s[..., -1:])
-        if not all_finite(g1s[..., -1]):
-            return UNDERFLOWED
-        pairs.append(_Pairs(part, size, transposed(weights), transposed(cotangents)))
-        start = states[..., -1, :, :]
-    return cotangent, inverses, g1, pairs
