@@ -278,6 +278,82 @@ def test_elu_of_tokens_far_below_zero(cupy_backend, is_causal):
     assert error(output[0], expected[0]) < TOLERANCE[BF16]
 
 
+ORDINARY = {f"scale {scale:g}": (scale, 0.0) for scale in (1, 30, 1e3, 1e4)}
+SCALES = {
+    **ORDINARY,
+    "tiny": (1e-3, 0.0),
+    "below zero": (10.0, -60.0),
+    "far below zero": (30.0, -1000.0),
+    "a scale a coordinate": (np.logspace(-4, 4, D), 0.0),
+    "an offset a coordinate": (1.0, np.linspace(-100, 100, D)),
+    "a scale a token": (np.logspace(-4, 4, 150)[:, None], 0.0),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("elu", kind) for kind in SCALES),
+        *(("relu", kind) for kind in SCALES if "below" not in kind),
+    ],
+)
+def test_pointwise_maps_at_any_scale(cupy_backend, emulation, name, kind, dtype, is_causal):
+    cupy_backend.emulator.orders = [emulation.ASCENDING]
+    cupy_backend.processors = 20
+    query, key, value = inputs((2,))
+    scale, offset = SCALES[kind]
+    query, key = ((x * scale + offset).astype(dtype).astype(F32) for x in (query, key))
+    phi = MAPS[name]
+    settings = {"is_causal": is_causal, "want_log": True}
+    output, state, norm = solve(dtype, query, key, value, phi, **settings)
+    expected, after, log = exact(
+        query, key, value, phi, is_causal=is_causal, return_state=True, return_log_normalizer=True
+    )
+    assert error(output, expected) < TOLERANCE[dtype]
+    assert error(scaled(state), scaled(after)) < 2 * TOLERANCE[dtype]
+    seen = np.isfinite(log)  # no feature of relu may be common to a query and its keys
+    assert (norm[~seen] == log[~seen]).all()
+    assert np.abs(norm - log)[seen].max(initial=0) < 0.05
+    assert cupy_backend.redone == 0 or kind not in ORDINARY or name == "relu"
+
+
+def scaled(state):
+    """What a state says of each feature, its largest normalizer 1: its content may overflow."""
+    z = state.kvz[..., -1:].astype(np.float64)
+    return state.kvz / np.where(z == 0, 1, z)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["elu", "relu"])
+def test_pointwise_maps_of_coordinates_that_fill_no_tile(cupy_backend, name, is_causal):
+    """The last 8 of 16 columns are no features: not of tokens whose f(x) are far below f(0)."""
+    phi = MAPS[name]
+    query, key, value = inputs((2,), 100, dim=24)
+    if name == "elu":
+        query[1], key[1] = (x[1] - 50 for x in (query, key))
+    query, key = (x.astype(BF16).astype(F32) for x in (query, key))
+    mask = np.arange(100) % 3 > 0
+    settings = {"is_causal": is_causal, "key_mask": mask}
+    output, *_ = solve(BF16, query, key, value, phi, **settings)
+    assert error(output[1], exact(query, key, value, phi, **settings)[1]) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_a_feature_that_no_key_has_is_no_scale(cupy_backend, is_causal):
+    """The largest f(x) of the queries meets nothing; what meets keys is 1e-35 of it."""
+    query, key, value = inputs((2,), 100)
+    query, key[..., 3] = (np.abs(query) * F32(1e-35)).astype(BF16).astype(F32), -1
+    query[..., 3] = 5
+    problem = linear_problem(query, key, value, MAPS["relu"], is_causal=is_causal)
+    arrays = {n: getattr(problem, n).astype(BF16) for n in ("query", "key", "value")}
+    output, *_ = fused.attention(replace(problem, **arrays))
+    expected = exact(query, key, value, MAPS["relu"], is_causal=is_causal)
+    assert error(output, expected) < TOLERANCE[BF16]
+    assert cupy_backend.redone == 0
+
+
 @pytest.mark.parametrize("place", ["key", "value", "query"])
 def test_nan_reaches_its_own_rows_only(cupy_backend, place):
     phi = MAPS["positive"]

@@ -306,6 +306,15 @@ def test_shuffle_xor(launch):
     np.testing.assert_array_equal(out, np.repeat(x.reshape(2, 32).sum(axis=1), 32))
 
 
+@pytest.mark.parametrize("wanted", [-1, 0, 31, 40])
+def test_warp_any(launch, wanted):
+    out = np.zeros(64, np.int32)
+    body = "out[threadIdx.x] = warp_any(threadIdx.x == wanted);"
+    launch("int* out, int wanted", body, (1, 1, 1), (64, 1, 1), [out, np.int32(wanted)])
+    expected = np.arange(64) // 32 == wanted // 32
+    np.testing.assert_array_equal(out, expected)
+
+
 # Memory -------------------------------------------------------------------------------------------
 
 
@@ -465,6 +474,18 @@ def test_floats_are_rounded_to_nearest_even(launch, name, dtype):
         expected = x.astype(dtype)
     expected_bits = np.where(np.isnan(x), np.uint16(0x7FFF), expected.view(np.uint16))
     np.testing.assert_array_equal(out, expected_bits)
+
+
+@pytest.mark.parametrize(("name", "dtype"), HALVES)
+def test_the_larger_of_two_halves(launch, name, dtype):
+    numbers = np.array([0.5, -0.5, 0.0, 3.0, -7.0, np.inf, -np.inf, np.nan]).astype(dtype)
+    first, second = (x.ravel() for x in np.meshgrid(numbers, numbers))
+    out = np.zeros(first.size, np.uint16)
+    args = [first.view(np.uint32), second.view(np.uint32), out.view(np.uint32)]
+    body = f"out[threadIdx.x] = max_{name}(a[threadIdx.x], b[threadIdx.x]);"
+    launch("const u32* a, const u32* b, u32* out", body, (1, 1, 1), (32, 1, 1), args)
+    expected = np.fmax(first.astype(float), second.astype(float))
+    np.testing.assert_array_equal(out.view(dtype).astype(float), expected)
 
 
 def test_pack_bf16_puts_the_first_number_low(launch):

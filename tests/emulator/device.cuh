@@ -94,6 +94,12 @@ __device__ __forceinline__ void warp_sync() { emulator::warp_sync(); }
 
 __device__ __forceinline__ bool block_any(bool predicate) { return emulator::block_any(predicate); }
 
+__device__ __forceinline__ bool warp_any(bool predicate) {
+    float any = predicate ? 1.0f : 0.0f;
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) any += emulator::shuffle_xor(any, lanes);
+    return any > 0.0f;
+}
+
 __device__ __forceinline__ float shuffle_xor(float value, int lanes) {
     return emulator::shuffle_xor(value, lanes);
 }
@@ -127,6 +133,21 @@ __device__ __forceinline__ u16 float_to_f16(float value) {
     }
     return static_cast<u16>(sign | ((size + 0xfffu + ((size >> 13) & 1)) >> 13) - 0x1c000u);
 }
+
+template <class Convert>
+inline u32 emulated_max(u32 a, u32 b, Convert to_float) {
+    u32 word = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const u16 x = static_cast<u16>(a >> shift), y = static_cast<u16>(b >> shift);
+        const bool first = isnan(to_float(y)) || to_float(x) > to_float(y);
+        word |= static_cast<u32>(first ? x : y) << shift;
+    }
+    return word;
+}
+
+__device__ __forceinline__ u32 max_bf16(u32 a, u32 b) { return emulated_max(a, b, bf16_to_float); }
+
+__device__ __forceinline__ u32 max_f16(u32 a, u32 b) { return emulated_max(a, b, f16_to_float); }
 
 __device__ __forceinline__ float fast_exp2(float x) {
     float y = exp2f(x);

@@ -33,6 +33,9 @@ __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 // Whether the predicate holds in any thread of the block; also a barrier.
 __device__ __forceinline__ bool block_any(bool predicate) { return __syncthreads_or(predicate); }
 
+// Whether the predicate holds in any lane of the warp.
+__device__ __forceinline__ bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+
 __device__ __forceinline__ float shuffle_xor(float value, int lanes) {
     return __shfl_xor_sync(0xffffffffu, value, lanes);
 }
@@ -64,6 +67,19 @@ __device__ __forceinline__ u16 float_to_f16(float value) {
     u16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+// The larger of two bf16, twice; NaN only where both are.
+__device__ __forceinline__ u32 max_bf16(u32 a, u32 b) {
+    u32 word;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+}
+
+__device__ __forceinline__ u32 max_f16(u32 a, u32 b) {
+    u32 word;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
 }
 
 // 2^x within 2 units in the last place; subnormal results are 0.

@@ -6,7 +6,8 @@
 //   out_i   = sum_r exp(l_ir - M_i) kv_r / sum_r exp(l_ir - M_i) z_r,  l_ir = omega_r.q_i + col_r + c_r
 // with row_j = -curvature |k_j|^2 / 2, or -inf for a masked key. A causal tile has its own keys
 // besides: A_ij = sum_r exp(l_ir - M_i) exp(l_rj - c_r), j <= i. For elu + 1 and relu log f(x_r)
-// stands in the place of omega_r.x.
+// stands in the place of omega_r.x, and no log is taken but of the largest f(x_r), and of strips of
+// queries beyond the ordinary range (see scale_of_strip).
 //
 // Products are of bf16 (omega, q and k in the type of the inputs), everything else is float32.
 // A warp holds STRIPS x 16 features of the state in registers, and reads 16 queries of a tile at a time.
@@ -58,15 +59,18 @@ __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     return s;
 }
 
-// Log weights of a tile's keys, from the tile in shared memory; values of float16 become bf16.
-__device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u16* values, float curvature,
+// Log weights of a tile's keys, from the tile in shared memory; values of float16 become bf16. Coordinates of
+// masked keys become -inf for pointwise maps: their features are 0.
+__device__ __forceinline__ void prepare_keys(const Shared& s, u16* keys, u16* values, float curvature,
                                              i64 first, i64 end, const unsigned char* mask, i64 mask_row) {
     // Four threads a key: those of a warp read words in 32 different banks.
     const int part = threadIdx.x % 4;
     for (int j = threadIdx.x / 4; j < T; j += THREADS / 4) {
+        const i64 token = first + j;
+        const bool seen = token < end && (mask == nullptr || mask[token * mask_row]);
+        u32* words = reinterpret_cast<u32*>(keys + j * DS);
         float row = 0.0f;
         if (curvature != 0.0f) {
-            const u32* words = reinterpret_cast<const u32*>(keys + j * DS);
 #pragma unroll
             for (int x = part; x < D / 2; x += 4) {
                 const float low = input_to_float(static_cast<u16>(words[x]));
@@ -77,9 +81,12 @@ __device__ __forceinline__ void prepare_keys(const Shared& s, const u16* keys, u
             row += row - row;  // NaN if infinite: its features are not known to be zero
         }
         if (part == 0) {
-            const i64 token = first + j;
-            bool seen = token < end && (mask == nullptr || mask[token * mask_row]);
             s.rows[j] = seen ? row : -INFINITE;
+        }
+        if (MAP != 0 && !seen) {
+            for (int x = part; x < D / 2; x += 4) {
+                words[x] = LOWEST_INPUTS;
+            }
         }
     }
     make_bf16(values);
@@ -94,12 +101,142 @@ struct Read {
     float top[2];
 };
 
+// Weights of a strip of queries in a group of features, by their logs: as left operands, on the largest
+// scale so far, to which what was read before is brought.
+template <bool CAUSAL>
+__device__ __forceinline__ void weigh_by_logs(u32 (&a)[GROUP / 16][4], Read& read, float (&scores)[CAUSAL ? T / 8 : 1][4],
+                                              u32 (&q)[KEEP_QUERIES ? D / 16 : 1][4], const Shared& s,
+                                              const u16* queries, int strip, int feature) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    float log[GROUP / 8][4] = {};
+    if (MAP == 0) {
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+            u32(&fragment)[4] = q[KEEP_QUERIES ? k : 0];
+            if (!KEEP_QUERIES) {
+                load_left(fragment, queries, DS, strip * 16, k * 16);
+            }
+#pragma unroll
+            for (int n = 0; n < GROUP / 16; ++n) {
+                u32 b[4];
+                load_right_of_transpose(b, s.projection, DS, feature + n * 16, k * 16);
+                mma_input(log[2 * n], fragment, b[0], b[1]);
+                mma_input(log[2 * n + 1], fragment, b[2], b[3]);
+            }
+        }
+    }
+    float top[2] = {read.top[0], read.top[1]};
+#pragma unroll
+    for (int n = 0; n < GROUP / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int r = feature + n * 8 + t * 2 + i % 2, row = strip * 16 + i / 2 * 8 + g;
+            log[n][i] += s.bias[r];
+            if (MAP != 0) {
+                log[n][i] += log_activation(MAP, input_to_float(queries[row * DS + r]));
+            }
+            top[i / 2] = fmaxf(top[i / 2], log[n][i]);
+        }
+    }
+    float shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        top[half] = row_max(top[half]);
+        shift[half] = finite_shift(top[half]);
+        if (top[half] != read.top[half]) {
+            float factor = exp_less(read.top[half], shift[half]);
+            read.top[half] = top[half];
+            read.den[half] *= factor;
+#pragma unroll
+            for (int n = 0; n < E / 8; ++n) {
+                read.out[n][half * 2] *= factor;
+                read.out[n][half * 2 + 1] *= factor;
+            }
+            if (CAUSAL) {
+#pragma unroll
+                for (int n = 0; n < T / 8; ++n) {
+                    scores[n][half * 2] *= factor;
+                    scores[n][half * 2 + 1] *= factor;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < GROUP / 8; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* row = log[n] + half * 2;
+            a[n / 2][n % 2 * 2 + half] = pack_bf16(exp_less(row[0], shift[half]), exp_less(row[1], shift[half]));
+        }
+    }
+}
+
+// Pointwise maps: a scale on which the weights of all rows of a strip are at most 1, and the largest of each at
+// least exp(-2 RANGE - 12), so that no logs are needed; -inf where there is none, as a row's largest
+// f(x) or the scales of the features are beyond what is ordinary.
+__device__ __forceinline__ float scale_of_strip(const Shared& s, const u16* queries, int strip, int first_feature,
+                                                int end_feature, int head_dim) {
+    constexpr float RANGE = 20.0f, LEAST = 2e-9f, MOST = 65536.0f, LOG_MOST = 11.090355f;
+    float top = -INFINITE, bottom = INFINITE;
+    end_feature = min(end_feature, head_dim);  // beyond, f(0) = 1 is no weight
+    for (int r = first_feature + threadIdx.x % WARP; r < end_feature; r += WARP) {
+        // A feature that no key has may be that of a row's largest f(x); all of relu are 0 or ordinary in float16.
+        const bool counts = s.bias[r] > -INFINITE || MAP == 1 || !FP16;
+        top = fmaxf(top, s.bias[r]);
+        bottom = counts ? fminf(bottom, s.bias[r]) : bottom;
+    }
+    top = warp_max(top);
+    bottom = -warp_max(-bottom);
+    u32 largest[2] = {LOWEST_INPUTS, LOWEST_INPUTS};
+    for (int feature = first_feature; feature < end_feature; feature += 16) {
+        u32 x[4];
+        load_left(x, queries, DS, strip * 16, feature);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (feature + i / 2 * 8 < end_feature) {
+                largest[i % 2] = max_inputs(largest[i % 2], x[i]);
+            }
+        }
+    }
+    bool ordinary = top - bottom <= RANGE;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float f = activation(row_max(fmaxf(low_input(largest[half]), high_input(largest[half]))));
+        ordinary = ordinary && f <= MOST && (f >= LEAST || (MAP == 2 && f == 0.0f));
+    }
+    return warp_any(!ordinary) ? -INFINITE : top + LOG_MOST;
+}
+
+// Weights of a strip of queries in 16 features of a pointwise map, as a left operand, on the scale exp(top).
+__device__ __forceinline__ void weigh_coordinates(u32 (&a)[4], const Shared& s, const u16* queries, int strip,
+                                                  int feature, float top) {
+    load_left(a, queries, DS, strip * 16, feature);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        float shift[2], factor[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            shift[j] = top - s.bias[feature + n * 8 + threadIdx.x % 4 * 2 + j];
+            factor[j] = exp_less(0.0f, shift[j]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32& word = a[n * 2 + half];
+            word = pack_bf16(scaled_activation(low_input(word), shift[0], factor[0]),
+                             scaled_activation(high_input(word), shift[1], factor[1]));
+        }
+    }
+}
+
 // Read a state, and with CAUSAL the keys of the tile up to each query's position; by a range of the features.
 template <bool CAUSAL>
 __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u16* queries, const u16* values,
-                                           int strip, int first_feature, int end_feature) {
+                                           int strip, int first_feature, int end_feature, int head_dim) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     float scores[CAUSAL ? T / 8 : 1][4] = {};
+    // -inf: weights are made by their logs.
+    const float scale =
+        MAP == 0 ? -INFINITE : scale_of_strip(s, queries, strip, first_feature, end_feature, head_dim);
     u32 q[KEEP_QUERIES ? D / 16 : 1][4];
     if (KEEP_QUERIES) {
 #pragma unroll
@@ -110,7 +247,7 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         read.den[half] = 0.0f;
-        read.top[half] = -INFINITE;
+        read.top[half] = scale;
     }
 #pragma unroll
     for (int n = 0; n < E / 8; ++n) {
@@ -121,73 +258,21 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
     }
 #pragma unroll 1
     for (int feature = first_feature; feature < end_feature; feature += GROUP) {
-        float log[GROUP / 8][4] = {};
-        if (MAP == 0) {
+        u32 a[GROUP / 16][4];
+        if (scale == -INFINITE) {
+            weigh_by_logs<CAUSAL>(a, read, scores, q, s, queries, strip, feature);
+        } else {
 #pragma unroll
-            for (int k = 0; k < D / 16; ++k) {
-                u32(&fragment)[4] = q[KEEP_QUERIES ? k : 0];
-                if (!KEEP_QUERIES) {
-                    load_left(fragment, queries, DS, strip * 16, k * 16);
-                }
-#pragma unroll
-                for (int n = 0; n < GROUP / 16; ++n) {
-                    u32 b[4];
-                    load_right_of_transpose(b, s.projection, DS, feature + n * 16, k * 16);
-                    mma_input(log[2 * n], fragment, b[0], b[1]);
-                    mma_input(log[2 * n + 1], fragment, b[2], b[3]);
-                }
-            }
-        }
-        float top[2] = {read.top[0], read.top[1]};
-#pragma unroll
-        for (int n = 0; n < GROUP / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int r = feature + n * 8 + t * 2 + i % 2, row = strip * 16 + i / 2 * 8 + g;
-                log[n][i] += s.bias[r];
-                if (MAP != 0) {
-                    log[n][i] += log_activation(MAP, r < D ? input_to_float(queries[row * DS + r]) : 1.0f);
-                }
-                top[i / 2] = fmaxf(top[i / 2], log[n][i]);
-            }
-        }
-        float shift[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            top[half] = row_max(top[half]);
-            shift[half] = finite_shift(top[half]);
-            if (top[half] != read.top[half]) {
-                float factor = exp_less(read.top[half], shift[half]);
-                read.top[half] = top[half];
-                read.den[half] *= factor;
-#pragma unroll
-                for (int n = 0; n < E / 8; ++n) {
-                    read.out[n][half * 2] *= factor;
-                    read.out[n][half * 2 + 1] *= factor;
-                }
-                if (CAUSAL) {
-#pragma unroll
-                    for (int n = 0; n < T / 8; ++n) {
-                        scores[n][half * 2] *= factor;
-                        scores[n][half * 2 + 1] *= factor;
-                    }
-                }
+            for (int k = 0; k < GROUP / 16; ++k) {
+                weigh_coordinates(a[k], s, queries, strip, feature + k * 16, scale);
             }
         }
 #pragma unroll
         for (int k = 0; k < GROUP / 16; ++k) {
-            u32 a[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = 2 * k + i / 2, half = i % 2;  // features 8 n + 2 t, query g + 8 half
-                const int r = feature + n * 8 + t * 2;
-                float w[2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    w[j] = exp_less(log[n][half * 2 + j], shift[half]);
-                }
-                a[i] = pack_bf16(w[0], w[1]);
-                read.den[half] += low_bf16(a[i]) * s.z[r] + high_bf16(a[i]) * s.z[r + 1];
+            for (int i = 0; i < 4; ++i) {  // features 8 (2 k + i / 2) + 2 t, query g + 8 (i % 2)
+                const int r = feature + (2 * k + i / 2) * 8 + t * 2;
+                read.den[i % 2] += low_bf16(a[k][i]) * s.z[r] + high_bf16(a[k][i]) * s.z[r + 1];
             }
             if (CAUSAL) {
 #pragma unroll
@@ -195,8 +280,8 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
                     if (n <= strip) {
                         u32 b[4];
                         load_right(b, s.phi, TS, feature + k * 16, n * 16);
-                        mma_bf16(scores[2 * n], a, b[0], b[1]);
-                        mma_bf16(scores[2 * n + 1], a, b[2], b[3]);
+                        mma_bf16(scores[2 * n], a[k], b[0], b[1]);
+                        mma_bf16(scores[2 * n + 1], a[k], b[2], b[3]);
                     }
                 }
             }
@@ -204,8 +289,8 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
             for (int n = 0; n < E / 16; ++n) {
                 u32 b[4];
                 load_right(b, s.state, ES, feature + k * 16, n * 16);
-                mma_bf16(read.out[2 * n], a, b[0], b[1]);
-                mma_bf16(read.out[2 * n + 1], a, b[2], b[3]);
+                mma_bf16(read.out[2 * n], a[k], b[0], b[1]);
+                mma_bf16(read.out[2 * n + 1], a[k], b[2], b[3]);
             }
         }
     }
@@ -452,7 +537,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         start_tile<T, D>(s.queries + buffer * T * DS, queries, query_row, first + T, end, head_dim, nullptr, 0);
         for (int strip = threadIdx.x / WARP; strip < T / 16; strip += WARPS) {
             Read read;
-            read_strip<false>(read, s, current, nullptr, strip, 0, M);
+            read_strip<false>(read, s, current, nullptr, strip, 0, M, head_dim);
             write_strip(read, current, strip, output, norms, first, end, value_dim, first_value, curvature, 0.0f,
                         T);
         }
@@ -533,7 +618,7 @@ KERNEL __launch_bounds__(THREADS, 1)
             const int share = i / (T / 16), strip = share == 0 ? i : T / 16 * 2 - 1 - i;
             Read read;
             read_strip<true>(read, s, s.queries, current_values, strip, M / FEATURE_SPLIT * share,
-                             M / FEATURE_SPLIT * (share + 1));
+                             M / FEATURE_SPLIT * (share + 1), head_dim);
             if (FEATURE_SPLIT == 2) {
                 merge_parts(read, reinterpret_cast<float*>(s.phi), strip);
             }

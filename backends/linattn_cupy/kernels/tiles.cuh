@@ -13,7 +13,7 @@ constexpr int DS = D + 8, ES = E + 8, TS = T + 8;
 constexpr float LOG2E = 1.4426950408889634f;
 
 static_assert(M % (16 * WARPS) == 0 && D % 16 == 0 && E % 16 == 0 && T % 16 == 0, "whole tiles");
-static_assert(MAP == 0 || M >= D, "a column a coordinate");
+static_assert(MAP == 0 || (M == D && STRIPS == 1), "a coordinate a feature, and a strip a warp");
 
 constexpr int PROJECTION_BYTES = MAP == 0 ? M * DS * 2 : 0;
 constexpr int KEY_BYTES = T * DS * 2;
@@ -70,6 +70,21 @@ __device__ __forceinline__ float activation(float x) {
     return isnan(x) ? x : fmaxf(x, 0.0f);
 }
 
+// f(x) exp(-shift), where `factor` is exp(-shift): no log, whatever the scale.
+__device__ __forceinline__ float scaled_activation(float x, float shift, float factor) {
+    if (MAP == 1) {
+        return x > 0.0f ? fmaf(x, factor, factor) : exp_less(x, shift);
+    }
+    return x < 0.0f ? 0.0f : x * factor;  // NaN stays
+}
+
+// Inputs, two a word: the lower, the upper, the larger of each.
+__device__ __forceinline__ float low_input(u32 word) { return input_to_float(static_cast<u16>(word)); }
+__device__ __forceinline__ float high_input(u32 word) { return input_to_float(static_cast<u16>(word >> 16)); }
+__device__ __forceinline__ u32 max_inputs(u32 a, u32 b) { return FP16 ? max_f16(a, b) : max_bf16(a, b); }
+
+constexpr u32 LOWEST_INPUTS = FP16 ? 0xfc00fc00u : 0xff80ff80u;  // -inf
+
 // Two numbers of the type of the inputs in one word.
 __device__ __forceinline__ u32 pack_input(float low, float high) {
     return FP16 ? float_to_f16(low) | static_cast<u32>(float_to_f16(high)) << 16 : pack_bf16(low, high);
@@ -92,6 +107,12 @@ __device__ __forceinline__ float row_sum(float x) {
 __device__ __forceinline__ void load_left(u32 (&a)[4], const u16* tile, int stride, int row, int column) {
     int lane = threadIdx.x % WARP;
     load_matrices(a, tile + (row + lane % 16) * stride + column + lane / 16 * 8);
+}
+
+// The same of the transpose: rows of a left operand are columns of the array.
+__device__ __forceinline__ void load_left_of_transpose(u32 (&a)[4], const u16* tile, int stride, int row, int column) {
+    int lane = threadIdx.x % WARP;
+    load_matrices_transposed(a, tile + (column + lane / 16 * 8 + lane % 8) * stride + row + lane / 8 % 2 * 8);
 }
 
 // Two right operands, 16 x 8 each, side by side: rows `row`... of a row-major array.
@@ -206,20 +227,44 @@ __device__ __forceinline__ void store_state(const State& state, const Tiles& s, 
 
 // Tokens -------------------------------------------------------------------------------------------
 
+// Load the coordinates of all tokens that are 16 features of a pointwise map, as left operands; `top`, of
+// features g and g + 8, becomes the largest log that this lane holds: the largest coordinate's.
+__device__ __forceinline__ void load_coordinates(u32 (&x)[T / 16][4], float (&top)[2], const Tiles& s,
+                                                 const u16* tokens, int feature) {
+    const int g = threadIdx.x % WARP / 4;
+#pragma unroll
+    for (int k = 0; k < T / 16; ++k) {
+        load_left_of_transpose(x[k], tokens, DS, feature, k * 16);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 largest = max_inputs(x[0][half], x[0][half + 2]);
+#pragma unroll
+        for (int k = 1; k < T / 16; ++k) {
+            largest = max_inputs(largest, max_inputs(x[k][half], x[k][half + 2]));
+        }
+        const float log = log_activation(MAP, fmaxf(low_input(largest), high_input(largest)));
+        top[half] = fmaxf(top[half], log + s.col[feature + half * 8 + g]);
+    }
+}
+
 // Add a tile of tokens to the state: the keys, or in the gradients the queries. With READ, leave in
 // shared memory what the tokens that read it need: features of the tile, and the state before it on
 // the scale after it. With WEIGHED, `scalars`, (T), are summed beside the values, else 1. The products
-// of TOGETHER strips are made with the same fragments of the tile, which takes registers.
+// of TOGETHER strips are made with the same fragments of the tile, which takes registers. Features of
+// pointwise maps are made from coordinates, but WEIGHED by their logs: their tokens have log weights.
 template <bool READ, bool WEIGHED, int TOGETHER>
 __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u16* tokens, const u16* values,
                                            const float* scalars) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    constexpr bool BY_LOGS = MAP == 0 || WEIGHED;
     static_assert(STRIPS % TOGETHER == 0, "whole groups of strips");
 #pragma unroll
     for (int first = 0; first < STRIPS; first += TOGETHER) {
         const int first_feature = (threadIdx.x / WARP * STRIPS + first) * 16;
         float(*kv)[E / 8][4] = state.kv + first;
         float log[TOGETHER][T / 8][4] = {};
+        u32 x[T / 16][4];
         if (MAP == 0) {
 #pragma unroll 2
             for (int k = 0; k < D; k += 16) {
@@ -247,18 +292,22 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
             const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
             top[strip][0] = before[0];
             top[strip][1] = before[1];
+            if (BY_LOGS) {
 #pragma unroll
-            for (int n = 0; n < T / 8; ++n) {
+                for (int n = 0; n < T / 8; ++n) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
-                    float& l = log[strip][n][i];
-                    l += s.col[r] + s.rows[token];
-                    if (MAP != 0) {
-                        l += log_activation(MAP, r < D ? input_to_float(tokens[token * DS + r]) : 1.0f);
+                    for (int i = 0; i < 4; ++i) {
+                        const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
+                        float& l = log[strip][n][i];
+                        l += s.col[r] + s.rows[token];
+                        if (MAP != 0) {
+                            l += log_activation(MAP, input_to_float(tokens[token * DS + r]));
+                        }
+                        top[strip][i / 2] = fmaxf(top[strip][i / 2], l);
                     }
-                    top[strip][i / 2] = fmaxf(top[strip][i / 2], l);
                 }
+            } else {
+                load_coordinates(x, top[strip], s, tokens, feature);
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -286,6 +335,12 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                 }
             }
         }
+        float less_col[2], factors[2];  // of pointwise maps: shifts without col, and their inverse factors
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            less_col[half] = shift[0][half] - s.col[first_feature + half * 8 + g];
+            factors[half] = exp_less(0.0f, less_col[half]);
+        }
         float z[TOGETHER][2] = {};
 #pragma unroll
         for (int k = 0; k < T / 16; ++k) {
@@ -298,7 +353,9 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                     float phi[2];
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        phi[j] = exp_less(log[strip][n][half * 2 + j], shift[strip][half]);
+                        phi[j] = BY_LOGS ? exp_less(log[strip][n][half * 2 + j], shift[strip][half])
+                                         : scaled_activation(j == 0 ? low_input(x[k][i]) : high_input(x[k][i]),
+                                                             less_col[half], factors[half]);
                     }
                     const u32 word = a[strip][i] = pack_bf16(phi[0], phi[1]);
                     if (WEIGHED) {
