@@ -90,10 +90,10 @@ def _make(spec: Any, like: Array, dim: int, num_features: int) -> Parameters:
     d, r = spec.P.shape[-2:]
     m = spec.col.shape[-1]
     projection = device.zeros((heads, dim, num_features), "float32")
-    columns = projection.reshape(*lead, dim, num_features)
-    columns[..., :d, :r] = spec.P
+    by_coordinate = projection.reshape(*lead, dim, num_features)
+    by_coordinate[..., :d, :r] = spec.P
     if spec.paired:
-        columns[..., :d, r:m] = -columns[..., :d, :r]
+        by_coordinate[..., :d, r:m] = -by_coordinate[..., :d, :r]
     if like.dtype != projection.dtype:
         projection = device.contiguous(projection.astype(like.dtype).swapaxes(-1, -2))
     col = device.full((heads, num_features), -math.inf, "float32")
