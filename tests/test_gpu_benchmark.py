@@ -850,6 +850,22 @@ def test_behaviour_on_a_double(fake_cupy, emulated, monkeypatch):
     assert {name: item["passed"] for name, item in found.items()} == dict.fromkeys(names, True)
 
 
+def test_a_call_of_cublas_is_not_to_be_captured(fake_cupy, emulated, monkeypatch):
+    monkeypatch.setattr(behaviour, "SMALL", (1, 2, 130, 64))
+    monkeypatch.setattr(behaviour, "feature_map_of", lambda *a: parity.feature_map_of("elu", 0, 0))
+    name = "no graph of a call, float32 causal"
+    assert run_items(behaviour.items(emulated), [name])[name]["passed"] is False
+
+    def fail(call):
+        message = "function must be a call that does not call cuBLAS"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(behaviour, "captured", fail)
+    found = run_items(behaviour.items(emulated), [name])[name]
+    assert found["passed"]
+    assert "cuBLAS" in found["said"]
+
+
 def test_a_graph_that_does_not_run_again_does_not_pass(fake_cupy, emulated, monkeypatch):
     monkeypatch.setattr(behaviour, "SMALL", (1, 2, 130, 64))
     monkeypatch.setattr(behaviour, "feature_map_of", lambda *a: parity.feature_map_of("elu", 0, 0))
