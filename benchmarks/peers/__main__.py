@@ -28,6 +28,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_problems(parser.add_argument)
+    _add_scales(parser.add_argument)
     _add_cores(parser.add_argument)
     _add_limits(parser.add_argument)
     options = parser.parse_args(arguments)
@@ -72,15 +73,6 @@ def _add_problems(add: Callable[..., Any]) -> None:
         metavar="N",
         help="tokens at which memory is measured, in processes that are not timed",
     )
-    add(
-        "--scales",
-        type=float,
-        nargs="*",
-        default=[1, 2, 3, 4, 6, 8, 12, 16],
-        metavar="S",
-        help="what queries and keys are multiplied by, to time linattn by it; 1 is always there",
-    )
-    add("--scale-length", type=_positive, default=4096, metavar="N", help="tokens of these")
     add("--batch", type=_positive, default=1)
     add("--heads", type=_positive, default=8)
     add("--dim", type=_positive, default=64)
@@ -105,6 +97,19 @@ def _add_cores(add: Callable[..., Any]) -> None:
         metavar="C",
         help="cores to be pinned to, the first T of them for T threads",
     )
+
+
+def _add_scales(add: Callable[..., Any]) -> None:
+    """Add scales of inputs, and how many tokens these are of."""
+    add(
+        "--scales",
+        type=float,
+        nargs="*",
+        default=[1, 2, 3, 4, 6, 8, 12, 16],
+        metavar="S",
+        help="what queries and keys are multiplied by, to time linattn by it; 1 is always there",
+    )
+    add("--scale-length", type=_positive, default=4096, metavar="N", help="tokens of these")
 
 
 def _add_limits(add: Callable[..., Any]) -> None:
