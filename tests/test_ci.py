@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# In the place of every tool: writes down how it was called, and fails where it is told to.
+# In the place of every tool: writes down how it was called, says so, and fails where it is told to.
 TOOL = """#!/bin/bash
 call="${0##*/.venv}"; call="${call##*/stub/} $*"
-echo "$call" >>"$CALLS"
+echo "$call" | tee -a "$CALLS"
 case $call in
     "python3 -m venv "*) folder=$3 ;;
     *fake_gpu/build.sh*) folder=.venv-fake-gpu ;;
@@ -49,8 +49,8 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def run(checkout: Path, failing: str = "") -> tuple[int, list[str]]:
-    """Run the script with tools that do nothing; return its exit code and the calls it made."""
+def run(checkout: Path, failing: str = "") -> tuple[int, list[str], list[str]]:
+    """Run the script with tools that do nothing; return its exit code, their calls, its output."""
     calls = checkout.parent / "calls"
     calls.write_text("", encoding="utf-8")
     environment = os.environ | {
@@ -61,19 +61,22 @@ def run(checkout: Path, failing: str = "") -> tuple[int, list[str]]:
     finished = subprocess.run(
         ["bash", ".ci/run"], cwd=checkout, env=environment, capture_output=True, text=True
     )
-    return finished.returncode, calls.read_text(encoding="utf-8").splitlines()
+    made = calls.read_text(encoding="utf-8").splitlines()
+    return finished.returncode, made, finished.stdout.splitlines()
 
 
 def test_every_call_can_fail_it(checkout):
-    code, calls = run(checkout)
+    code, calls, _ = run(checkout)
     assert code == 0
     assert len(set(calls)) >= 12
     for call in dict.fromkeys(calls):
-        assert run(checkout, failing=call)[0] != 0, call
+        code, _, output = run(checkout, failing=call)
+        assert code != 0, call
+        assert call in output or call.endswith("/oldest-versions test"), call
 
 
 def test_it_runs_what_contributors_are_told_to_run(checkout):
-    _, calls = run(checkout)
+    _, calls, _ = run(checkout)
     commands = [call.partition("bin/")[2] for call in calls]
     assert "python -m pytest" in commands
     assert {"ruff check", "ruff format --check", "mypy", "lint-imports"} <= {
