@@ -137,18 +137,20 @@ def test_shapes_of_real_models(cupy_backend, emulation, dim, is_causal):
     assert error(output, exact(query, key, value, phi, is_causal=is_causal)) < TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize("processors", [1, 50])
+@pytest.mark.parametrize("processors", [1, 4, 50])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_segments_agree(cupy_backend, is_causal, processors):
     cupy_backend.processors = processors
     phi = MAPS["positive"]
-    query, key, value = inputs((1,), 400)
+    query, key, value = inputs((1,), 350)
     output, state, _ = solve(BF16, query, key, value, phi, is_causal=is_causal)
     expected, after = exact(query, key, value, phi, is_causal=is_causal, return_state=True)
     assert error(output, expected) < TOLERANCE[BF16]
     assert error(content(state), content(after)) < 2 * TOLERANCE[BF16]
     # One segment has no states to merge.
-    assert ("segment_states" in cupy_backend.launches) is (processors == 50 or not is_causal)
+    assert ("segment_states" in cupy_backend.launches) is (processors > 1 or not is_causal)
+    parts = fused.cut_of(350, 1, 1, 100).parts_per_segment
+    assert parts == (2 if processors == 4 else 1)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -808,6 +810,27 @@ def test_segments_fill_the_device(cupy_backend):
         work = heads * -(-length // 64) / 132
         assert waves * segments.length / 64 <= max(1.3 * work, 1)
     assert fused.segments_of(8192, 64, 64, 3).number <= 3
+
+
+def test_both_passes_of_a_causal_call_fill_the_device(cupy_backend):
+    cupy_backend.processors = 132
+    for heads, length in [(64, 8192), (64, 1000), (1, 65536), (1, 100), (8, 8192), (32, 8192)]:
+        segments, parts = cut = fused.cut_of(length, heads, heads, 1000)
+        assert segments.number * segments.length >= length
+        assert length > (segments.number - 1) * segments.length
+        assert parts.length % 64 == 0
+        assert segments.length == cut.parts_per_segment * parts.length
+        assert parts.number == cut.parts_per_segment * segments.number
+        needed = heads * (segments.number - 1) * cut.parts_per_segment
+        waves = -(-needed // 132)
+        work = needed * parts.length / 64 / 132
+        assert waves * parts.length / 64 <= max(1.4 * work, 1)
+    assert fused.cut_of(8192, 64, 64, 9).parts_per_segment == 2
+    # Two segments and the state of one of them are three states.
+    assert fused.cut_of(8192, 64, 64, 3).parts_per_segment == 1
+    assert fused.cut_of(8192, 64, 64, 2).segments.number == 1
+    # Heads that share keys share the states of segments.
+    assert fused.cut_of(8192, 64, 8, 100).parts_per_segment == 16
 
 
 # Products ---------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,14 @@ COPIED_ELEMENTS = 8
 
 BLOCKS_PER_PROCESSOR = 2
 """Blocks of threads that each multiprocessor should have, over all waves."""
+
+TILE_COST = 3.0
+"""Time of a tile's causal rows over that of adding it to a state, and of starting a block."""
+
+STATE_COST = 0.017
+"""Time in which the device writes and reads a head's state over that of adding a tile to it."""
+
+SCAN_THREADS = 256
 
 WORKSPACE = 40 * 2**20
 """Bytes that the states of all segments may take."""
@@ -164,6 +173,59 @@ def segments_of(length: int, heads: int, tile: int, max_segments: int) -> Segmen
     return Segments(length, per_segment * tile, -(-tiles // per_segment))
 
 
+class Cut(NamedTuple):
+    """How a causal call is cut.
+
+    Attributes
+    ----------
+    segments : Segments
+        They are walked side by side, each by one block of threads.
+    parts : Segments
+        Whole parts of segments: those before the last segment get states of their own first.
+    """
+
+    segments: Segments
+    parts: Segments
+
+    @property
+    def parts_per_segment(self) -> int:
+        """How many parts make up a segment."""
+        return self.parts.number // self.segments.number
+
+
+def cut_of(length: int, heads: int, state_heads: int, max_states: int) -> Cut:
+    """Cut the tokens of heads so that both passes over them fill the device."""
+    tiles = -(-length // CAUSAL_TILE)
+    part, number = _best_cut(tiles, heads, state_heads, device.processors(), max_states)
+    segment = part * number
+    segments = -(-tiles // segment)
+    return Cut(
+        Segments(length, segment * CAUSAL_TILE, segments),
+        Segments(length, part * CAUSAL_TILE, segments * number),
+    )
+
+
+@lru_cache(maxsize=256)
+def _best_cut(
+    tiles: int, heads: int, state_heads: int, processors: int, max_states: int
+) -> tuple[int, int]:
+    """Tiles of a part, and parts of a segment, that take the least time."""
+    wanted = BLOCKS_PER_PROCESSOR * processors
+    best, found = math.inf, (tiles, 1)
+    for segments in range(1, max(1, min(tiles, -(-2 * wanted // heads))) + 1):
+        for number in range(1, max(1, wanted // (state_heads * max(1, segments - 1))) + 1):
+            states = segments + (segments - 1) * number
+            part = -(-tiles // (segments * number))
+            if segments > 1 and states > max_states:
+                break
+            rows = -(-heads * segments // processors) * (part * number * TILE_COST + 1)
+            sums = -(-state_heads * (segments - 1) * number // processors) * (part + 1)
+            cost = rows + sums + state_heads * states * STATE_COST
+            if cost < best:
+                best, found = cost, (part, number)
+    return found
+
+
 class Work(NamedTuple):
     """A problem with all that its launches share."""
 
@@ -201,8 +263,8 @@ class Work(NamedTuple):
         """Curvature of the map."""
         return np.float32(self.parameters.curvature)
 
-    def max_segments(self) -> int:
-        """Segments whose states fit the workspace."""
+    def max_states(self) -> int:
+        """States of each head that fit the workspace."""
         state_bytes = 4 * self.state_heads.total * self.problem.num_features * self.columns
         return int(WORKSPACE // state_bytes)
 
@@ -298,13 +360,12 @@ def _initial(heads: Heads, state: State | None) -> list[Any]:
     return [kvz, shift, *unit_strides(heads, lead)]
 
 
-def _states(work: Work, segments: Segments, needed: int) -> tuple[Array, Array]:
-    """States of the first ``needed`` of all segments of keys, and their shifts."""
-    m, count = work.problem.num_features, work.state_heads.total
-    kvz = device.empty((count, segments.number, m, work.columns), "float32")
-    shifts = device.empty((count, segments.number, m), "float32")
-    if needed:
-        heads = work.state_heads
+def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
+    """States of segments of keys, each by itself, and their shifts."""
+    m, heads = work.problem.num_features, work.state_heads
+    kvz = device.empty((heads.total, segments.number, m, work.columns), "float32")
+    shifts = device.empty((heads.total, segments.number, m), "float32")
+    if segments.number:
         args = [
             *view(heads, work.key),
             *view(heads, work.value),
@@ -312,50 +373,65 @@ def _states(work: Work, segments: Segments, needed: int) -> tuple[Array, Array]:
             *work.spec_args(heads),
             *heads.args,
             *segments.args,
-            np.int32(needed),
             *work.sizes(),
             work.curvature(),
             kvz,
             shifts,
         ]
-        work.launch("segment_states", count * needed, CAUSAL_TILE, args, keys=True, queries=False)
+        blocks = heads.total * segments.number
+        work.launch("segment_states", blocks, CAUSAL_TILE, args, keys=True, queries=False)
     return kvz, shifts
 
 
 def scan(
+    work: Work, initial: State | None, states: tuple[Array, Array], after: tuple[Array, Array]
+) -> None:
+    """Merge states, in order, after an initial one; the last state goes to ``after``."""
+    _scan(work, initial, states, (1, states[1].shape[1]), (None, None), after)
+
+
+def scan_segments(
     work: Work,
     initial: State | None,
-    segments: int,
     states: tuple[Array, Array],
-    after: tuple[Any, Any],
-) -> Array:
-    """States before all segments, in place, and their shifts; the last state to ``after``.
+    cut: Cut,
+    after: tuple[Any, Any] = (None, None),
+) -> SegmentStates:
+    """Merge the states of parts into those before the segments; the last one goes to ``after``."""
+    shape = (work.state_heads.total, cut.segments.number, work.problem.num_features)
+    before = device.empty((*shape, work.columns), "float32"), device.empty(shape, "float32")
+    _scan(work, initial, states, (cut.segments.number, cut.parts_per_segment), before, after)
+    return SegmentStates(*before, cut)
 
-    ``states``: of the segments, each by itself, and their shifts. With ``after`` None that of the
-    last segment is not read.
-    """
-    before = device.empty(states[1].shape, "float32")
-    total = work.state_heads.total * work.problem.num_features * work.columns
+
+def _scan(
+    work: Work,
+    initial: State | None,
+    states: tuple[Array, Array],
+    segments: tuple[int, int],
+    before: tuple[Any, Any],
+    after: tuple[Any, Any],
+) -> None:
+    """Launch ``scan_states``; ``segments``: how many there are, and how many states are of each."""
+    heads, m = work.state_heads, work.problem.num_features
     args = [
-        *(*states, before),
-        *_initial(work.state_heads, initial),
-        *work.state_heads.args,
-        np.int32(segments),
-        np.int32(work.problem.num_features),
-        np.int32(work.columns),
-        np.int64(total),
+        *states,
+        np.int32(states[1].shape[1]),
+        *_initial(heads, initial),
+        *heads.args,
+        *(np.int32(number) for number in (*segments, m, work.columns)),
+        *before,
         *after,
     ]
     device.launch(
         "fused.cu",
         "scan_states",
         work.variant.options(PARTS["scan_states"], CAUSAL_TILE),
-        (-(-total // 256), 1, 1),
-        (256, 1, 1),
+        (heads.total, -(-m * work.columns // SCAN_THREADS), 1),
+        (SCAN_THREADS, 1, 1),
         0,
         args,
     )
-    return before
 
 
 def _outputs(work: Work) -> tuple[Array, Array | None]:
@@ -368,10 +444,9 @@ def _outputs(work: Work) -> tuple[Array, Array | None]:
 def full_state(work: Work) -> tuple[Array, Array]:
     """State of all keys, and its shifts."""
     count = work.state_heads.total * work.value_tiles
-    segments = segments_of(work.key.shape[-2], count, CAUSAL_TILE, work.max_segments())
-    states = _states(work, segments, segments.number)
+    segments = segments_of(work.key.shape[-2], count, CAUSAL_TILE, work.max_states())
     after = work.new_state()
-    scan(work, work.problem.state, segments.number, states, after)
+    scan(work, work.problem.state, _states(work, segments), after)
     return after
 
 
@@ -403,17 +478,20 @@ class SegmentStates(NamedTuple):
 
     kvz: Array
     shifts: Array
-    segments: Segments
+    cut: Cut
 
 
 def states_before(work: Work) -> SegmentStates:
     """Make the states before all segments."""
-    length = work.problem.query.shape[-2]
-    count = work.heads.total * work.value_tiles
-    segments = segments_of(length, count, CAUSAL_TILE, work.max_segments())
-    states = _states(work, segments, segments.number - 1)
-    shifts = scan(work, work.problem.state, segments.number, states, (None, None))
-    return SegmentStates(states[0], shifts, segments)
+    tiles = work.value_tiles
+    cut = cut_of(
+        work.problem.query.shape[-2],
+        work.heads.total * tiles,
+        work.state_heads.total * tiles,
+        work.max_states(),
+    )
+    needed = cut.parts._replace(number=cut.parts.number - cut.parts_per_segment)
+    return scan_segments(work, work.problem.state, _states(work, needed), cut)
 
 
 def _token_args(work: Work) -> list[Any]:
@@ -428,21 +506,21 @@ def causal_rows(
     problem, heads = work.problem, work.heads
     output, norms = _outputs(work)
     after = work.new_state()
-    flags = device.zeros((heads.total, before.segments.number), "int32")
+    flags = device.zeros((heads.total, before.cut.segments.number), "int32")
     args = [
         *_token_args(work),
         *work.spec_args(heads),
         *(before.kvz, before.shifts),
         *unit_strides(heads, problem.state_lead),
         *heads.args,
-        *before.segments.args,
+        *before.cut.segments.args,
         *work.sizes(),
         work.curvature(),
         *(output, norms),
         *after,
         flags,
     ]
-    blocks = heads.total * before.segments.number
+    blocks = heads.total * before.cut.segments.number
     work.launch("causal_rows", blocks, CAUSAL_TILE, args, keys=True, queries=True)
     return output, norms, after, flags
 
@@ -455,7 +533,7 @@ def _redo_rejected(
     if problem.state_lead == problem.lead:
         workspace = (before.kvz, before.shifts)
     else:  # heads that share a state cannot write over it
-        shape = (heads.total, before.segments.number, problem.num_features)
+        shape = (heads.total, before.cut.segments.number, problem.num_features)
         workspace = device.empty((*shape, work.columns), "float32"), device.empty(shape, "float32")
     dims = (problem.query.shape[-1], problem.num_features, work.columns)
     rows = Rows(
@@ -465,4 +543,4 @@ def _redo_rejected(
         (output, None, norms),
     )
     family, parameters = float32_map(problem.query_spec, dims[0], dims[1])
-    redo(family, parameters, heads, flags, before.segments, dims, rows)
+    redo(family, parameters, heads, flags, before.cut.segments, dims, rows)

@@ -23,6 +23,7 @@ from linattn_cupy.fused import (
     full_state,
     read_tile,
     scan,
+    scan_segments,
     segments_of,
     states_before,
     work_of,
@@ -152,7 +153,7 @@ class _Pull:
     def adjoints(self, queries: _Side, segments: Segments, needed: int) -> tuple[Array, Array]:
         """Adjoint states of the last ``needed`` segments, last first, and their shifts."""
         work = self.work
-        shape = (self.heads.total, segments.number, work.problem.num_features)
+        shape = (self.heads.total, needed, work.problem.num_features)
         kvz = device.empty((*shape, work.columns), "float32")
         shifts = device.empty(shape, "float32")
         if needed:
@@ -211,13 +212,13 @@ class _Pull:
             *work.spec_args(heads),
             *(states.kvz, states.shifts),
             *heads.args,
-            *states.segments.args,
+            *states.cut.segments.args,
             *work.sizes(),
             work.curvature(),
             *out.args,
             flags,
         ]
-        blocks = heads.total * states.segments.number
+        blocks = heads.total * states.cut.segments.number
         self._launch(
             "causal_gradients", blocks, CAUSAL_TILE, args, keys=of_keys, sources=True, targets=True
         )
@@ -286,10 +287,10 @@ def _full(pull: _Pull, grad_state: State | None) -> _Walked:
     of_query, _ = pull.read(queries, state, flags, keys=False)
     length = queries.tokens.shape[-2]
     count = work.heads.total * work.value_tiles
-    segments = segments_of(length, count, CAUSAL_TILE, work.max_segments())
+    segments = segments_of(length, count, CAUSAL_TILE, work.max_states())
     states = pull.adjoints(queries, segments, segments.number)
     adjoint = work.new_state()
-    scan(work, grad_state, segments.number, states, adjoint)
+    scan(work, grad_state, states, adjoint)
     of_key, of_value = pull.read(pull.keys(), adjoint, flags, keys=True)
     return (of_query, of_key, of_value), adjoint if work.problem.state is not None else None, flags
 
@@ -300,14 +301,14 @@ def _causal(pull: _Pull, grad_state: State | None) -> _Walked:
     output, norms, _, flags = causal_rows(work, before)
     queries, keys = pull.queries(output, norms), pull.keys()
     of_query, _ = pull.walk(queries, keys, before, flags, of_keys=False)
-    segments = before.segments
+    cut = before.cut
     del output, norms, before  # their memory is for the adjoints
     of_state = work.problem.state is not None
-    states = pull.adjoints(queries, segments, segments.number - (not of_state))
+    needed = cut.parts.number - (0 if of_state else cut.parts_per_segment)
+    states = pull.adjoints(queries, cut.parts, needed)
     adjoint = work.new_state() if of_state else None
     first = (None, None) if adjoint is None else adjoint
-    shifts = scan(work, grad_state, segments.number, states, first)
-    adjoints = SegmentStates(states[0], shifts, segments)
+    adjoints = scan_segments(work, grad_state, states, cut, first)
     of_key, of_value = pull.walk(queries, keys, adjoints, flags, of_keys=True)
     return (of_query, of_key, of_value), adjoint, flags
 

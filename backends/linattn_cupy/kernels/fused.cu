@@ -416,16 +416,16 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 
 #if PART == 0
 
-// States of the first `needed` segments of keys, each by itself: kvz (heads, segments, m, e + 1),
-// shifts (heads, segments, m). Blocks: x = head * needed + segment.
+// States of the first segments of keys, each by itself: kvz (heads, segments, m, e + 1), shifts
+// (heads, segments, m).
 KERNEL __launch_bounds__(THREADS, 1)
     segment_states(const u16* __restrict__ keys, VIEW(key), const u16* __restrict__ values, VIEW(value),
                    const unsigned char* __restrict__ mask, VIEW(mask), const u16* __restrict__ projection,
                    const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2, i64 n1, i64 n2,
-                   i64 length, i64 segment_length, int segments, int needed, int head_dim, int value_dim,
+                   i64 length, i64 segment_length, int segments, int head_dim, int value_dim,
                    int features, float curvature, float* __restrict__ kvz, float* __restrict__ shifts) {
     const Shared s = share(true, false);
-    const i64 head = blockIdx.x / needed, segment = blockIdx.x % needed;
+    const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
     const i64 spec = OFFSET(spec);
     keys += OFFSET(key);
@@ -451,49 +451,54 @@ KERNEL __launch_bounds__(THREADS, 1)
         add_tokens<false, false, STRIPS>(state, s, current_keys, current_values, nullptr);
         block_sync();
     }
-    const i64 first_row = (head * segments + segment) * features;
+    const i64 first_row = static_cast<i64>(blockIdx.x) * features;
     store_state(state, s, kvz + first_row * (value_dim + 1), shifts + first_row, features, value_dim, first_value);
 }
 
-// Merge the states of segments, in order, after an initial one (strides in states; null: none):
-// kvz becomes, for each segment, the state before it, `before` its shifts; `after` the last state, or
-// null, and the last segment is not read.
-KERNEL scan_states(float* kvz, const float* __restrict__ shifts, float* __restrict__ before,
+// Merge the states of parts of the tokens, (heads, needed, m, e + 1), in order, after an initial one
+// (strides in states; null: none). `before`, (heads, segments, m, e + 1): the state before each segment,
+// which is so many parts, or null; `after`: the last state, or null. Blocks: x = head, y = 256 sums.
+KERNEL scan_states(const float* __restrict__ kvz, const float* __restrict__ shifts, int needed,
                    const float* __restrict__ initial, const float* __restrict__ initial_shift, i64 initial_0,
-                   i64 initial_1, i64 initial_2, i64 n1, i64 n2, int segments, int features, int columns,
-                   i64 total, float* __restrict__ after, float* __restrict__ after_shift) {
-    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= total) {
+                   i64 initial_1, i64 initial_2, i64 n1, i64 n2, int segments, int parts, int features, int columns,
+                   float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
+                   float* __restrict__ after_shift) {
+    const int i = blockIdx.y * blockDim.x + threadIdx.x, size = features * columns;
+    if (i >= size) {
         return;
     }
-    const int column = i % columns;
-    const i64 feature = i / columns % features, head = i / columns / features;
+    const int feature = i / columns;
+    const bool is_first = i % columns == 0;
+    const i64 head = blockIdx.x;
     float sum = 0.0f, c = -INFINITE;
     if (initial != nullptr) {
-        i64 r = OFFSET(initial) * features + feature;
-        sum = initial[r * columns + column];
-        c = initial_shift[r];
+        const i64 state = OFFSET(initial);
+        sum = initial[state * size + i];
+        c = initial_shift[state * features + feature];
     }
     for (int segment = 0; segment < segments; ++segment) {
-        const i64 r = (head * segments + segment) * features + feature;
-        float* entry = kvz + r * columns + column;
-        const bool used = after != nullptr || segment + 1 < segments;
-        const float segment_shift = used ? shifts[r] : -INFINITE, value = used ? *entry : 0.0f;
-        *entry = sum;
-        if (column == 0) {
-            before[r] = c;
+        if (before != nullptr) {
+            const i64 state = head * segments + segment;
+            before[state * size + i] = sum;
+            if (is_first) {
+                before_shifts[state * features + feature] = c;
+            }
         }
-        const float top = fmaxf(c, segment_shift), shift = finite_shift(top);
-        sum = sum * expf(c - shift) + value * expf(segment_shift - shift);
-        c = top;
+#pragma unroll 4
+        for (int part = segment * parts; part < min((segment + 1) * parts, needed); ++part) {
+            const i64 state = head * needed + part;
+            const float part_shift = shifts[state * features + feature];
+            const float top = fmaxf(c, part_shift), shift = finite_shift(top);
+            sum = sum * expf(c - shift) + kvz[state * size + i] * expf(part_shift - shift);
+            c = top;
+        }
     }
     if (after == nullptr) {
         return;
     }
-    const i64 r = head * features + feature;
-    after[r * columns + column] = sum;
-    if (column == 0) {
-        after_shift[r] = c;
+    after[head * size + i] = sum;
+    if (is_first) {
+        after_shift[head * features + feature] = c;
     }
 }
 

@@ -418,8 +418,8 @@ KERNEL __launch_bounds__(THREADS)
     }
 }
 
-// Adjoint states of segments of queries, each by itself, in places counted from the last segment: kvz
-// (heads, segments, m, e + 1), shifts (heads, segments, m). Blocks: x = head * needed + place.
+// Adjoint states of the last `needed` segments of queries, each by itself, the last one first: kvz
+// (heads, needed, m, e + 1), shifts (heads, needed, m). Blocks: x = head * needed + place.
 KERNEL __launch_bounds__(THREADS, 1)
     segment_adjoints(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ grads, VIEW(grad),
                      const float* __restrict__ rows, const float* __restrict__ scalars,
@@ -451,7 +451,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         add_tokens<false, true, 1>(state, s, s.sources, s.source_vectors, s.source_scalars);
         block_sync();
     }
-    const i64 first_row = (head * segments + place) * features;
+    const i64 first_row = static_cast<i64>(blockIdx.x) * features;
     store_state(state, s, kvz + first_row * (value_dim + 1), shifts + first_row, features, value_dim, first_value);
 }
 
