@@ -218,11 +218,11 @@ def log_normalizers(
     size = max(MIN_BLOCK_ROWS, MAX_BLOCK_ELEMENTS // max(1, width))
     for block in block_slices(int(key.shape[-2]), size):
         tokens = token_block(problem, "key", block, 0)
-        one = xp.ones_like(tokens.x[..., :1])
+        ones = xp.ones_like(tokens.x[..., :1])
         if part is None:
-            part = functions.exact_block(spec, rows, tokens, one)
+            part = functions.exact_block(spec, rows, tokens, ones)
         else:
-            part = functions.exact_more(spec, rows, tokens, one, part)
+            part = functions.exact_more(spec, rows, tokens, ones, part)
     assert part is not None
     return _arrays.to_numpy(part.log + xp.log(part.num_den))[..., 0].astype(np.float64)
 
