@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ def namespace(array: Array) -> ModuleType:
     return found
 
 
+@cache
 def library_name(xp: ModuleType) -> str:
     """Root module of the array library of a namespace: ``numpy``, ``cupy``, ``torch``..."""
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]

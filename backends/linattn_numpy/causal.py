@@ -135,8 +135,8 @@ def _scan_tiles(
     kvz = state.kvz * common.state_factors[..., None]
     lead = broadcast_lead(values_and_one.shape[:-2], common.value_weights.shape[:-2])
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
-        queries = FeatureMaker(query_spec, query, length, "query", merges=False)
-        keys = FeatureMaker(key_spec, key, length, "key", merges=False, factors=common.key_factors)
+        queries = FeatureMaker(query_spec, query, length, "query")
+        keys = FeatureMaker(key_spec, key, length, "key", factors=common.key_factors)
         sums = Triangles(queries.weights, keys.weights, lead, kvz, size)
         if num_den is None:
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)

@@ -16,7 +16,7 @@ from linattn.typing import ELU_PLUS_ONE, RELU, Declined, Exact, Exponential, Poi
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_EXPONENT, MAX_FEATURE, MIN_EXPONENT, all_finite, in_place
-from linattn_numpy.products import broadcast_lead, multiply, rows_per_product
+from linattn_numpy.products import broadcast_lead, multiply
 from linattn_numpy.tiles import moveaxis, split_tiles, tiles
 
 __all__ = [
@@ -45,9 +45,8 @@ class FeatureMaker:
 
     They are left in ``weights``, ``(..., h, n, m / h)``, unshifted: what is beyond the range is inf
     or 0. A paired map has its sign halves, h = 2, apart: what is done to whole arrays takes half of
-    what it takes on parts of their rows. ``merges``: whether heads may share one product, which for
-    a single row is another one than their own, with other last bits. ``factors``, ``(..., m)``:
-    what the features are multiplied with.
+    what it takes on parts of their rows. ``factors``, ``(..., m)``: what the features are
+    multiplied with.
     """
 
     weights: Floats
@@ -59,20 +58,15 @@ class FeatureMaker:
         n: int,
         name: str,
         *,
-        merges: bool,
         factors: Floats | None = None,
     ) -> None:
-        lead, j, self._rows = x.shape[:-2], x.shape[-1], n
-        self._spec, self._halves, self._merges = spec, num_sign_halves(spec), merges
+        lead, j = x.shape[:-2], x.shape[-1]
+        self._spec, self._halves = spec, num_sign_halves(spec)
         if not isinstance(spec.P, float):
             lead, j = broadcast_lead(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-            size = rows_per_product(n, spec.P)
-            self._rows = n if n % size else size
-            self._projection = spec.P if spec.P.ndim == 2 else spec.P[..., None, :, :]
-        shape = (*lead, n // self._rows, self._rows, j)
-        halves = buffer(name, (self._halves, *shape), x.dtype)
+        halves = buffer(name, (self._halves, *lead, n, j), x.dtype)
         self._first, self._last = halves[0], halves[-1]
-        self.weights = moveaxis(halves.reshape(self._halves, *lead, n, j), 0, -3)
+        self.weights = moveaxis(halves, 0, -3)
         self._scaling = None
         if factors is not None:
             factors = factors.reshape(*factors.shape[:-1], self._halves, 1, j)
@@ -81,30 +75,28 @@ class FeatureMaker:
             if whole != self.weights.shape:
                 self.weights = buffer(name + "_scaled", whole, x.dtype)
         needs_none = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
-        self._inputs = self._first if needs_none else buffer(name + "_inputs", shape, x.dtype)
+        self._inputs = self._first
+        if not needs_none:
+            self._inputs = buffer(name + "_inputs", self._first.shape, x.dtype)
 
     def split(self, x: Floats) -> Floats:
         """Tokens of a number of tiles, one after the other along the first axis."""
-        return split_tiles(x, self.weights.shape[-2] // self._rows, self._rows)
+        return split_tiles(x, self.weights.shape[-2])
 
     def make(self, x: Floats, *, inspect: bool) -> float:
         """Make the features of a tile; return the log of the largest, at least 0, if inspected.
 
         A tile that needs the stabilized path is inspected and left: inf.
         """
-        u = self._input(x)
-        log = max_log(self._spec, u) if inspect else 0.0
+        P = self._spec.P
+        if not isinstance(P, float):
+            x = multiply(x, P, self._inputs)
+        elif P != 1.0:
+            x = np.multiply(x, P, out=self._inputs)
+        log = max_log(self._spec, x) if inspect else 0.0
         if log < inf:
-            self._activate(u)
+            self._activate(x)
         return log
-
-    def _input(self, x: Floats) -> Floats:
-        if isinstance(self._spec.P, float):
-            factor = self._spec.P
-            return x if factor == 1.0 else np.multiply(x, factor, out=self._inputs)
-        if self._rows < self.weights.shape[-2] or not self._merges:
-            return np.matmul(x, self._projection, out=self._inputs)
-        return _project(x, self._projection, self._inputs)
 
     def _activate(self, u: Floats) -> None:
         if isinstance(self._spec, Pointwise):
@@ -129,7 +121,7 @@ def feature_tiles(
         lead, width = broadcast_lead(lead, spec.P.shape[:-2]), spec.P.shape[-1]
     numbers = prod(lead) * width * num_sign_halves(spec)
     for group, length, _ in tiles(x.shape[-2], tuning.TILE_ELEMENTS // numbers):
-        maker = FeatureMaker(spec, x, length, name, merges=True)
+        maker = FeatureMaker(spec, x, length, name)
         for i, part in enumerate(maker.split(x[..., group, :])):
             maker.make(part, inspect=False)
             start = group.start + i * length
@@ -155,23 +147,6 @@ def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     ):
         return inf
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
-
-
-def _project(x: Floats, P: Floats, out: Floats) -> Floats:
-    """Put ``x P`` into ``out``; blocks that share their P are one product, not one each.
-
-    Where they do not lie side by side, one product would take a copy, which long ones do not need.
-    """
-    u = out
-    if x.shape[-2] >= tuning.MIN_UNCOPIED_ROWS and not x.flags.c_contiguous:
-        return multiply(x, P, out)
-    while x.ndim > 2 and P.ndim > 2 and P.shape[-3] == 1:
-        x, out = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, out))
-        P = P[..., 0, :, :]
-    if P.ndim == 2:
-        x, out = (a.reshape(-1, a.shape[-1]) for a in (x, out))
-    multiply(x, P, out)
-    return u
 
 
 def exponentials(spec: Exponential, u: Floats, name: str) -> Floats:
@@ -217,7 +192,7 @@ def preactivations(spec: Exponential | Pointwise, x: Floats, name: str) -> Float
     if isinstance(spec.P, float):
         return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
     lead = broadcast_lead(x.shape[:-2], spec.P.shape[:-2])
-    return _project(x, spec.P, buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
+    return multiply(x, spec.P, buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
 
 
 def activate(spec: Pointwise, u: Floats, out: Floats) -> Floats:

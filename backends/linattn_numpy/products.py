@@ -26,7 +26,6 @@ __all__ = [
     "kernel_status",
     "multiply",
     "product",
-    "rows_per_product",
     "small_products",
     "transposed",
     "weighted",
@@ -112,9 +111,13 @@ def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int,
 
 def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
     """``x y`` into ``out``, in batches of rows where that is faster."""
-    if rows_per_product(x.shape[-2], y) == x.shape[-2]:
-        return np.matmul(x, y, out=out)
-    return _multiply_cut(x, y, out)
+    n, k, j = *x.shape[-2:], y.shape[-1]
+    # Kernels for small matrices are slow on a transposed second factor.
+    can_cut = n * k * j > tuning.MAX_SMALL_MATMUL and y.strides[-1] == y.itemsize
+    kind = "project" if k < j else "read"
+    if can_cut and _rows_per_small_product(k * j) and kind in small_products(y.dtype):
+        return _multiply_cut(x, y, out)
+    return np.matmul(x, y, out=out)
 
 
 def _multiply_cut(x: Floats, y: Floats, out: Floats) -> Floats:
@@ -136,17 +139,6 @@ def _rows_per_small_product(numbers: int) -> int:
     while size * numbers > tuning.MAX_SMALL_MATMUL:
         size //= 2
     return size if size >= tuning.MIN_PRODUCT_ROWS else 0
-
-
-def rows_per_product(n: int, y: Floats) -> int:
-    """Rows at a time in which n rows are best multiplied by ``y``: all, or as many as a batch."""
-    k, j = y.shape[-2:]
-    # Kernels for small matrices are slow on a transposed second factor.
-    if n * k * j <= tuning.MAX_SMALL_MATMUL or y.strides[-1] != y.itemsize:
-        return n
-    if ("project" if k < j else "read") not in small_products(y.dtype):
-        return n
-    return _rows_per_small_product(k * j) or n
 
 
 def product(x: Floats, y: Floats, name: str) -> Floats:
