@@ -35,9 +35,7 @@ def plan(problem: Problem) -> Plan:
 def _backward_rows(problem: Problem, block: int) -> int | None:
     if problem.num_features == 0:
         return None
-    sides = _sides(problem)
-    most = tuning.MAX_BLOCK_ELEMENTS // sides, tuning.MAX_BLOCK_ROWS // sides
-    return min(block, _rows(problem, *most))
+    return min(block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS))
 
 
 def _is_long(problem: Problem) -> bool:
