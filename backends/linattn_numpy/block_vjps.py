@@ -34,7 +34,6 @@ from linattn_numpy.products import broadcast_lead, multiply, product, transposed
 
 __all__ = [
     "UNDERFLOWED_KEYS",
-    "division_vjp",
     "exact_key_vjp",
     "exact_query_vjp",
     "max_scale",
@@ -58,7 +57,7 @@ def max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
     return log(least * SMALL_VALUES) - log(floor_of(dtype) * terms)
 
 
-def division_vjp(
+def _division_vjp(
     weights: Floats, denominator: Floats, cotangent: Floats, z: Floats, floor: float
 ) -> tuple[Floats, Floats] | Declined:
     """``1 / den`` and ``g.out / den`` of rows, if none has lost digits or overflowed.
@@ -121,7 +120,7 @@ def read_block_vjp(
     # Underflow takes at most the smallest number times the largest weight or sum, once a term.
     floor = floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
     denominator = np.matmul(weights, z)
-    rows = division_vjp(weights, denominator, cotangent, transposed(z), floor)
+    rows = _division_vjp(weights, denominator, cotangent, transposed(z), floor)
     if isinstance(rows, Declined):
         return rows
     sums = kvz.sum(axis=-2, keepdims=True)
