@@ -19,7 +19,7 @@ from linattn.state import (
 )
 
 if TYPE_CHECKING:
-    from linattn import datasets, diagnostics, feature_maps, reference, sampling
+    from linattn import datasets, diagnostics, feature_maps, positions, reference, sampling
     from linattn.automatic import AttentionReport, attention
     from linattn.coreset import CoresetAttention
     from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
@@ -44,6 +44,7 @@ __all__ = [
     "linear_attention_vjp",
     "load_state",
     "merge_states",
+    "positions",
     "read_state",
     "reference",
     "registered_backends",
@@ -58,7 +59,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Loaded by their first use, as SciPy's are: together they cost as much as all the rest.
-_SUBMODULES = ("datasets", "diagnostics", "feature_maps", "reference", "sampling")
+_SUBMODULES = ("datasets", "diagnostics", "feature_maps", "positions", "reference", "sampling")
 _FROM = {
     "AttentionReport": "automatic",
     "CoresetAttention": "coreset",

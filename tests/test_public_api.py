@@ -56,6 +56,9 @@ SIGNATURES = {
     "sampling.fixed_norm": "(num, dim, rng=None, *, batch_shape=())",
     "sampling.sobol": "(num, dim, rng=None, *, batch_shape=())",
     "sampling.halton": "(num, dim, rng=None, *, batch_shape=())",
+    "positions.rotary": "(x, positions=None, *, base=10000, interleaved=False, dim=None)",
+    "positions.alibi_slopes": "(heads)",
+    "positions.sinusoidal": "(length, dim)",
     "reference.kernel_attention": (
         "(query, key, value, kernel, *, is_causal=False, key_mask=None)"
     ),
@@ -213,6 +216,7 @@ def test_public_modules_are_the_designed_ones():
         "linattn.feature_maps.elementwise",
         "linattn.feature_maps.exponential",
         "linattn.feature_maps.trigonometric",
+        "linattn.positions",
         "linattn.reference",
         "linattn.sampling",
         "linattn.state",
