@@ -52,19 +52,22 @@ def attend(method, query, key, value, **options):
     return kernel_attention(query, key, value, kernels[method], **options)
 
 
-def plain_loops(query, key, value, weight, is_causal=False, key_mask=None):
+def plain_loops(query, key, value, weight, is_causal=False, key_mask=None, visible=None):
     """Attention of ``weight(q_i, k_j)`` as its definition says, in Python floats."""
     leading = np.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     mask = np.ones(key.shape[:-1], dtype=bool) if key_mask is None else key_mask
     mask = np.broadcast_to(mask, (*leading, key.shape[-2]))
     query, key, value = (np.broadcast_to(a, leading + a.shape[-2:]) for a in (query, key, value))
+    pairs = np.broadcast_to(
+        True if visible is None else visible, (*leading, *query.shape[-2:-1], key.shape[-2])
+    )
     out = np.zeros((*leading, query.shape[-2], value.shape[-1]))
     for head in np.ndindex(*leading):
         for i in range(query.shape[-2]):
             numerator = [0.0] * value.shape[-1]
             denominator = 0.0
             for j in range(key.shape[-2]):
-                if mask[(*head, j)] and (j <= i or not is_causal):
+                if mask[(*head, j)] and pairs[(*head, i, j)] and (j <= i or not is_causal):
                     w = weight(query[(*head, i)].tolist(), key[(*head, j)].tolist())
                     denominator += w
                     for c in range(value.shape[-1]):
@@ -106,7 +109,9 @@ def inputs(*shapes, seed=0):
 @given(data=st.data())
 def test_equals_plain_loops(draws, method, weight, data):
     case = data.draw(draws.cases(max_length=12))
+    visible = np.random.default_rng(0).random((case.query.shape[-2], case.key.shape[-2])) < 0.6
     options = {"is_causal": case.is_causal, "key_mask": case.key_mask}
+    options["visible"] = data.draw(st.sampled_from([None, visible]))
     # Plain loops do not shift: at scale 10 their exponentials would overflow.
     query, key = (x / max(case.scale, 1) for x in (case.query, case.key))
     out = attend(method, query, key, case.value, **options)
@@ -424,6 +429,11 @@ def test_inputs_are_not_written(method):
             r"key_mask: want shape \(5,\), or 3 axes each 1 or equal to \(2, 3, 5\), got \(3, 5\)",
         ),
         (((4, 2), (1, 5, 2), (5, 3)), {"key_mask": np.ones((2, 5), bool)}, "key_mask: want shape"),
+        (
+            ((4, 2), (5, 2), (5, 3)),
+            {"visible": np.ones((5, 4), bool)},
+            r"visible: want last axes \(4, 5\), got shape \(5, 4\)",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(method, shapes, options, message):
@@ -440,3 +450,5 @@ def test_types_that_do_not_fit_are_refused(method):
         attend(method, query, key, value.astype(object))
     with pytest.raises(TypeError, match=r"key_mask: want dtype bool .* got float64"):
         attend(method, query, key, value, key_mask=np.ones(5))
+    with pytest.raises(TypeError, match=r"visible: want dtype bool .* got float64"):
+        attend(method, query, key, value, visible=np.ones((4, 5)))

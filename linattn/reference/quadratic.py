@@ -61,6 +61,7 @@ def kernel_attention(
     *,
     is_causal: bool = False,
     key_mask: npt.ArrayLike | None = None,
+    visible: npt.ArrayLike | None = None,
 ) -> Float64:
     """Attention with the weights of a kernel, or of a feature map, in quadratic time.
 
@@ -85,6 +86,9 @@ def kernel_attention(
     key_mask : array_like of bool, optional
         True = attend: shape (S,), or ``key.ndim - 1`` axes each 1 or equal to those of key. Masked
         keys and values are left out before any arithmetic: NaN there leaves no trace.
+    visible : array_like of bool, optional
+        (..., L, S), True = query i sees key j: any pattern of pairs, beside what `is_causal` and
+        `key_mask` leave. Default: all.
 
     Returns
     -------
@@ -107,7 +111,9 @@ def kernel_attention(
     that change sign may make the denominator cancel: it is not clamped. `kernel_sums` gives
     numerators and denominators.
     """
-    sums = kernel_sums(query, key, value, kernel, is_causal=is_causal, key_mask=key_mask)
+    sums = kernel_sums(
+        query, key, value, kernel, is_causal=is_causal, key_mask=key_mask, visible=visible
+    )
     # A row of dead features is 0, but NaN in a value that it sees stays NaN.
     empty = (sums.denominator == 0) & ~np.isnan(sums.numerator)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -122,6 +128,7 @@ def kernel_sums(
     *,
     is_causal: bool = False,
     key_mask: npt.ArrayLike | None = None,
+    visible: npt.ArrayLike | None = None,
 ) -> KernelSums:
     """Numerator and denominator of `kernel_attention`, and the sums of their absolute terms.
 
@@ -134,17 +141,18 @@ def kernel_sums(
     """
     q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
     parts = _parts(q, k, kernel)
-    batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v, *parts)))
+    pairs = _pairs(visible, q, k)
+    batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v, pairs, *parts)))
     v, *parts = (np.broadcast_to(a, batch + a.shape[-2:]) for a in [v, *parts])
     shape = (*batch, q.shape[-2])
     numerator, absolute_numerator = (np.zeros((*shape, v.shape[-1])) for _ in range(2))
     denominator, absolute_denominator, log_scale = (np.zeros((*shape, 1)) for _ in range(3))
     with np.errstate(invalid="ignore", over="ignore"):
-        for row, visible in _rows(shape, mask, is_causal):
+        for row, seen in _rows(shape, mask, pairs, is_causal):
             *head, i = row
-            terms, log_scale[row] = _row_terms([a[*head] for a in parts], i, visible)
+            terms, log_scale[row] = _row_terms([a[*head] for a in parts], i, seen)
             weight, absolute = terms.sum(axis=-1), np.abs(terms).sum(axis=-1)
-            values = v[*head][visible]
+            values = v[*head][seen]
             numerator[row], denominator[row] = weight @ values, weight.sum()
             absolute_numerator[row] = absolute @ np.abs(values)
             absolute_denominator[row] = absolute.sum()
@@ -159,6 +167,7 @@ def softmax_attention(
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: npt.ArrayLike | None = None,
+    visible: npt.ArrayLike | None = None,
 ) -> Float64:
     """Exact softmax attention in quadratic time.
 
@@ -167,7 +176,7 @@ def softmax_attention(
 
     Parameters
     ----------
-    query, key, value, is_causal, key_mask
+    query, key, value, is_causal, key_mask, visible
         As in `kernel_attention`.
     scale : float, optional
         Factor of the logits; None means ``1 / sqrt(d)``.
@@ -189,15 +198,16 @@ def softmax_attention(
     q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
-    batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v)))
+    pairs = _pairs(visible, q, k)
+    batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v, pairs)))
     q, k, v = (np.broadcast_to(a, batch + a.shape[-2:]) for a in (q, k, v))
     out = np.zeros((*batch, q.shape[-2], v.shape[-1]))
     with np.errstate(invalid="ignore", over="ignore"):
-        for row, visible in _rows(out.shape[:-1], mask, is_causal):
-            if visible.any():
-                logits = scale * (k[row[:-1]][visible] @ q[row])
+        for row, seen in _rows(out.shape[:-1], mask, pairs, is_causal):
+            if seen.any():
+                logits = scale * (k[row[:-1]][seen] @ q[row])
                 weight = np.exp(logits - logits.max())
-                out[row] = weight @ v[row[:-1]][visible] / weight.sum()
+                out[row] = weight @ v[row[:-1]][seen] / weight.sum()
     return out
 
 
@@ -256,15 +266,30 @@ def _mask(key_mask: npt.ArrayLike | None, key_shape: tuple[int, ...]) -> Visible
     return np.broadcast_to(mask, (*mask.shape[:-1], want[-1]))
 
 
+def _pairs(visible: npt.ArrayLike | None, q: Float64, k: Float64) -> Visible:
+    """Check which keys each query may see, ``(..., L, S)`` or with axes of 1."""
+    if visible is None:
+        return np.ones((1, 1), dtype=bool)
+    pairs, wanted = np.asarray(visible), (q.shape[-2], k.shape[-2])
+    if pairs.dtype != np.bool_:
+        message = f"visible: want dtype bool (True = attend), got {pairs.dtype}"
+        raise TypeError(message)
+    if pairs.shape[-2:] != wanted:
+        message = f"visible: want last axes {wanted}, got shape {pairs.shape}"
+        raise ValueError(message)
+    return pairs
+
+
 def _rows(
-    shape: tuple[int, ...], mask: Visible, is_causal: bool
+    shape: tuple[int, ...], mask: Visible, pairs: Visible, is_causal: bool
 ) -> Iterator[tuple[tuple[int, ...], Visible]]:
     """Yield each row's index in (..., L), and which of the S keys it may see."""
     mask = np.broadcast_to(mask, (*shape[:-1], mask.shape[-1]))
+    pairs = np.broadcast_to(pairs, (*shape, mask.shape[-1]))
     position = np.arange(mask.shape[-1])
     for row in np.ndindex(*shape):
-        visible = mask[row[:-1]]
-        yield row, visible & (position <= row[-1]) if is_causal else visible
+        seen = mask[row[:-1]] & pairs[row]
+        yield row, seen & (position <= row[-1]) if is_causal else seen
 
 
 def _parts(query: Float64, key: Float64, kernel: Any) -> list[Float64]:
@@ -277,16 +302,16 @@ def _parts(query: Float64, key: Float64, kernel: Any) -> list[Float64]:
     return [np.asarray(kernel(query, key), dtype=np.float64)]
 
 
-def _row_terms(parts: list[Float64], i: int, visible: Visible) -> tuple[Float64, float]:
+def _row_terms(parts: list[Float64], i: int, seen: Visible) -> tuple[Float64, float]:
     """Terms whose sums over axis -1 are row i's weights over exp(shift); and that shift."""
     if len(parts) == 1:
-        return parts[0][i, visible][:, None], 0.0
+        return parts[0][i, seen][:, None], 0.0
     log_query, sign_query, log_key, sign_key = parts
-    exponent = log_query[i] + log_key[visible]
+    exponent = log_query[i] + log_key[seen]
     shift = exponent.max(initial=-np.inf)
     if shift == -np.inf:
         return np.zeros_like(exponent), shift
-    return sign_query[i] * sign_key[visible] * np.exp(exponent - shift), shift
+    return sign_query[i] * sign_key[seen] * np.exp(exponent - shift), shift
 
 
 def _log_and_sign(features: Any) -> tuple[Float64, Float64]:
