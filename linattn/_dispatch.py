@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn import _arrays, _generic
-from linattn.typing import Declined, WholeTier
+from linattn.typing import Declined, Problem, WholeTier
 
 __all__ = [
     "BlockFunctions",
@@ -264,10 +264,17 @@ class BlockFunctions:
         return function
 
 
-def whole_function(name: str, xp: ModuleType) -> Callable[..., Any] | None:
-    """Return a function of the backend's whole tier, or None where it has none."""
-    mode = _mode.get()
-    return _alone(name, xp, mode, _backend(xp, mode))
+def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
+    """Return a function of the backend's whole tier, or None where it has none for this problem.
+
+    One that was written before a modifier of weights was would do the problem without it.
+    """
+    mode, xp, modifiers = _mode.get(), problem.xp, problem.modifiers
+    backend = _backend(xp, mode)
+    if not modifiers or backend is None:
+        return _alone(name, xp, mode, backend)
+    _tell(name, xp, mode, Declined(f"{', '.join(modifiers)} is for the driver"))
+    return None
 
 
 def _alone(

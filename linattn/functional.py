@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._driver import forward
+from linattn._driver.options import WindowOptions
 from linattn._driver.problem import exact_problem, linear_problem, stamped, step_problem
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]
-
-
-class _Options(TypedDict, total=False):
-    is_causal: bool
-    key_mask: Array | None
-    initial_state: State | None
-    chunk_size: int | None
-    exact_window: int | None
 
 
 @overload
@@ -29,7 +22,7 @@ def linear_attention(
     *,
     return_state: Literal[False] = False,
     return_log_normalizer: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[WindowOptions],
 ) -> ArrayT: ...
 
 
@@ -42,7 +35,7 @@ def linear_attention(
     *,
     return_state: Literal[True],
     return_log_normalizer: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[WindowOptions],
 ) -> tuple[ArrayT, State]: ...
 
 
@@ -55,7 +48,7 @@ def linear_attention(
     *,
     return_state: Literal[False] = False,
     return_log_normalizer: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[WindowOptions],
 ) -> tuple[ArrayT, Array]: ...
 
 
@@ -68,7 +61,7 @@ def linear_attention(
     *,
     return_state: Literal[True],
     return_log_normalizer: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[WindowOptions],
 ) -> tuple[ArrayT, State, Array]: ...
 
 
@@ -81,7 +74,7 @@ def linear_attention(
     *,
     return_state: bool = False,
     return_log_normalizer: bool = False,
-    **options: Unpack[_Options],
+    **options: Unpack[WindowOptions],
 ) -> Any: ...
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._driver import backward, forward
 from linattn._driver.checkpoints import Checkpoints
+from linattn._driver.options import GradientOptions
 from linattn._driver.problem import exact_problem, linear_problem, stamped
 from linattn._generic.feature_vjps import check_differentiable
 from linattn.typing import Array, ArrayT, Cotangent, FeatureMap, Problem, State
@@ -22,14 +23,6 @@ __all__ = [
 Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
-class _Options(TypedDict, total=False):
-    is_causal: bool
-    key_mask: Array | None
-    initial_state: State | None
-    chunk_size: int | None
-    exact_window: None
-
-
 @overload
 def linear_attention_vjp(
     query: ArrayT,
@@ -38,7 +31,7 @@ def linear_attention_vjp(
     feature_map: FeatureMap,
     *,
     return_state: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[GradientOptions],
 ) -> tuple[ArrayT, Pullback]: ...
 
 
@@ -50,7 +43,7 @@ def linear_attention_vjp(
     feature_map: FeatureMap,
     *,
     return_state: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[GradientOptions],
 ) -> tuple[tuple[ArrayT, State], Pullback]: ...
 
 
@@ -62,7 +55,7 @@ def linear_attention_vjp(
     feature_map: FeatureMap,
     *,
     return_state: bool = False,
-    **options: Unpack[_Options],
+    **options: Unpack[GradientOptions],
 ) -> tuple[Any, Pullback]: ...
 
 

@@ -122,7 +122,7 @@ def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
     """Gradients of a problem of linear attention; with states of its forward pass at hand."""
-    whole = _dispatch.whole_function("attention_vjp", problem.xp)
+    whole = _dispatch.whole_function("attention_vjp", problem)
     if whole is not None:
         answer: Any = whole(problem, cotangent)
         if not _dispatch.is_declined(answer):

@@ -26,7 +26,7 @@ def solve(
 
     ``checkpoints`` stores states of a causal problem on the way.
     """
-    whole = _dispatch.whole_function("attention", problem.xp)
+    whole = _dispatch.whole_function("attention", problem)
     if whole is not None:
         answer: Any = whole(problem)
         if not _dispatch.is_declined(answer):
@@ -92,7 +92,7 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
 
     The read sees the token itself and nothing later, so it needs no check.
     """
-    whole = _dispatch.whole_function("decode", problem.xp)
+    whole = _dispatch.whole_function("decode", problem)
     if whole is not None:
         # The caller's problem mostly has the state already.
         same = problem.state is state

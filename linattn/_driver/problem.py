@@ -13,6 +13,8 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _generic, _settings
+from linattn._driver.modifiers import weight_fields
+from linattn._driver.options import Options
 from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
     Array,
@@ -150,27 +152,12 @@ def _check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, r
         raise ValueError(message)
 
 
-class _Options(NamedTuple):
-    """What linear attention is called with beside arrays and map, by the names it has here."""
-
-    is_causal: Any = False
-    key_mask: Any = None
-    state: Any = None
-    state_name: str = "initial_state"
-    chunk_size: Any = None
-    want_log: Any = False
-    exact_window: Any = None
-    one_token: bool = False
-    """Whether key and value may not add leading axes to the state."""
-
-
 def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options: Any) -> Problem:
     """Check the arguments of linear attention and describe the computation.
 
-    ``options``: ``is_causal``, ``key_mask``, ``state`` and the ``state_name`` of messages,
-    ``chunk_size``, ``want_log`` and ``exact_window``.
+    ``options`` are those of :class:`~linattn._driver.options.Options`.
     """
-    given = _Options(**options)
+    given = Options(**options)
     given = given._replace(
         is_causal=_checks.check_flag("is_causal", given.is_causal),
         want_log=_checks.check_flag("return_log_normalizer", given.want_log),
@@ -181,7 +168,7 @@ def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options
 
 
 def _describe(
-    xp: ModuleType, arrays: Sequence[Array], feature_map: FeatureMap, options: _Options
+    xp: ModuleType, arrays: Sequence[Array], feature_map: FeatureMap, options: Options
 ) -> Problem:
     """Describe linear attention of a map and arrays that have been checked one by one."""
     query, key, value = arrays
@@ -198,9 +185,7 @@ def _describe(
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
     if near_spec is not None:
         _check_not_corrected(specs[0], feature_map)
-    mask, state = options.key_mask, options.state
-    if mask is not None:
-        mask = _checks.check_key_mask(mask, key, xp, query_len=query.shape[-2])
+    weights, state = weight_fields(xp, arrays, options), options.state
     if state is not None:
         e, name = value.shape[-1], options.state_name
         state = _checks.check_state(name, state, m=m, e=e, dtype=dtype, like=query)
@@ -218,7 +203,7 @@ def _describe(
         query=query,
         key=key,
         value=value,
-        key_mask=mask,
+        **weights,
         query_spec=query_spec,
         key_spec=key_spec,
         num_features=m,
@@ -338,7 +323,7 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
         # Elsewhere None means that nothing came before.
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
-    options = _Options(is_causal=True, state=state, state_name="state", one_token=True)
+    options = Options(is_causal=True, state=state, state_name="state", one_token=True)
     problem = _describe(xp, (query, key, value), feature_map, options)
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.

@@ -8,9 +8,12 @@ from typing import Any
 from linattn._generic.specs import spec_axes
 from linattn.typing import ColumnNormalized, Corrected, Exact, Index, Problem, State
 
-__all__ = ["Name", "take", "take_problem", "take_state", "task_index", "task_name"]
+__all__ = ["Name", "take", "take_problem", "take_rows", "take_state", "task_index", "task_name"]
 
 Name = tuple[tuple[int | None, int | None], ...]
+
+ROWS_OF_KEYS = ("key", "value", "key_mask", "key_bias", "log_decay")
+"""Attributes of a problem with a row for each key, or None."""
 
 
 def task_name(task: Index) -> Name:
@@ -58,10 +61,7 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         return problem
     state = problem.state
     return problem.replace(
-        query=take(problem.query, 2, task),
-        key=take(problem.key, 2, task),
-        value=take(problem.value, 2, task),
-        key_mask=take(problem.key_mask, 2, task),
+        **{name: take(getattr(problem, name), 2, task) for name in ("query", *ROWS_OF_KEYS)},
         query_spec=_take_spec(problem.query_spec, task),
         key_spec=_take_spec(problem.key_spec, task),
         state_lead=_take_lead(problem.state_lead, task),
@@ -70,6 +70,17 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         key_change=_take_spec(problem.key_change, task),
         state=None if state is None else take_state(state, task),
     )
+
+
+def take_rows(problem: Problem, rows: slice) -> Problem:
+    """Take some queries and the keys beside them; one decay for all tokens stays whole."""
+    length = problem.key.shape[-2]
+
+    def part(array: Any) -> Any:
+        return array if array is None or array.shape[-2] < length else array[..., rows, :]
+
+    keys = {name: part(getattr(problem, name)) for name in ROWS_OF_KEYS}
+    return problem.replace(query=problem.query[..., rows, :], **keys)
 
 
 def take_state(state: State, task: Index) -> State:

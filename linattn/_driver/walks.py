@@ -15,6 +15,7 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, token_block, transient_values_block
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.exact import exact_rows
+from linattn._driver.tasks import take_rows
 from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
 from linattn.typing import Index, Partial, Plan, Problem, State
@@ -47,7 +48,7 @@ class Walk:
 
     def segment(self, rows: slice) -> Walk:
         """Walk over some rows only, whose state is handed around beside it."""
-        problem, store = self.problem, self.store
+        store = self.store
 
         def write(part_rows: slice, part: Partial) -> None:
             start = rows.start
@@ -57,11 +58,7 @@ class Walk:
             if store is not None:
                 store(rows.start + row, state)
 
-        mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
-        sides = {name: getattr(problem, name)[..., rows, :] for name in ("query", "key", "value")}
-        return replace(
-            self, problem=problem.replace(key_mask=mask, **sides), write=write, store=store_at
-        )
+        return replace(self, problem=take_rows(self.problem, rows), write=write, store=store_at)
 
 
 def initial_state(problem: Problem) -> State:

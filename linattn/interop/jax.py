@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +10,12 @@ import numpy as np
 
 from linattn import _checks, _settings
 from linattn._driver.forward import solve
+from linattn._driver.options import InteropOptions
 from linattn._driver.problem import check_map_of_state, exact_problem, stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["linear_attention", "softmax_attention"]
-
-
-class _Options(TypedDict, total=False):
-    is_causal: bool
-    key_mask: Array | None
-    initial_state: State | None
-    chunk_size: int | None
 
 
 @overload
@@ -32,7 +26,7 @@ def linear_attention(
     feature_map: FeatureMap,
     *,
     return_state: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[InteropOptions],
 ) -> ArrayT: ...
 
 
@@ -44,7 +38,7 @@ def linear_attention(
     feature_map: FeatureMap,
     *,
     return_state: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[InteropOptions],
 ) -> tuple[ArrayT, State]: ...
 
 
@@ -56,7 +50,7 @@ def linear_attention(
     feature_map: FeatureMap,
     *,
     return_state: bool = False,
-    **options: Unpack[_Options],
+    **options: Unpack[InteropOptions],
 ) -> Any: ...
 
 

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from linattn.typing.records import Array, Index, State
 from linattn.typing.specs import Affine, Exact
 
-__all__ = ["Plan", "Problem"]
+__all__ = ["MODIFIERS", "Plan", "Problem"]
+
+MODIFIERS = ("key_bias", "log_decay", "normalize")
+"""Attributes of a problem that change its result, and that whole functions are not given."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ class Problem:
         How they are; None without a window.
     signed : bool
         Whether features take both signs, so that a denominator may cancel.
+    key_bias : Array or None
+        ``(..., S, 1)`` in the accumulation dtype: log weight of each key, beside the mask.
+    log_decay : Array or None
+        ``(..., S, 1)``, or ``(..., 1, 1)`` for one of all tokens: what is added to the log scale of
+        the state before a token.
+    normalize : bool
+        Whether numerators are divided by denominators.
     """
 
     xp: ModuleType
@@ -80,6 +90,14 @@ class Problem:
     exact_window: int | None = None
     near_spec: Exact | None = None
     signed: bool = False
+    key_bias: Array | None = None
+    log_decay: Array | None = None
+    normalize: bool = True
+
+    @property
+    def modifiers(self) -> list[str]:
+        """Names of the attributes in :data:`MODIFIERS` that are not at their defaults."""
+        return [name for name in MODIFIERS if getattr(self, name) is not getattr(Problem, name)]
 
     @property
     def mode(self) -> str:

@@ -1,0 +1,44 @@
+"""Options of linear attention, listed once for all that take them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+from linattn.typing import Array, State
+
+__all__ = ["GradientOptions", "InteropOptions", "Options", "WindowOptions"]
+
+
+class InteropOptions(TypedDict, total=False):
+    """Types of those that torch's and JAX's gradients take too, for overloads."""
+
+    is_causal: bool
+    key_mask: Array | None
+    initial_state: State | None
+    chunk_size: int | None
+
+
+class GradientOptions(InteropOptions, total=False):
+    """Types of those of :func:`linattn.linear_attention_vjp`."""
+
+    exact_window: None
+
+
+class WindowOptions(InteropOptions, total=False):
+    """Types of those of :func:`linattn.linear_attention`."""
+
+    exact_window: int | None
+
+
+class Options(NamedTuple):
+    """What linear attention is called with beside arrays and map, by the names it has here."""
+
+    is_causal: Any = False
+    key_mask: Any = None
+    state: Any = None
+    state_name: str = "initial_state"
+    chunk_size: Any = None
+    want_log: Any = False
+    exact_window: Any = None
+    one_token: bool = False
+    """Whether key and value may not add leading axes to the state."""
