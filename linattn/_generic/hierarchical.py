@@ -101,12 +101,16 @@ def scan_features_hierarchical(
     values_and_one = pad(values_and_one, size)
     part = combine(read_diagonal(queries, keys, values_and_one), read(queries, state))
     for half in level_sizes(size):
-        left = Features(left_or_right(keys.log, half, 0), left_or_right(keys.values, half, 0))
-        right = Features(
-            left_or_right(queries.log, half, 1), left_or_right(queries.values, half, 1)
+        left = Features(*(left_or_right(x, half, 0) for x in keys))
+        right = Features(*(left_or_right(x, half, 1) for x in queries))
+        values = left_or_right(values_and_one, half, 0)
+        # A product over one token alone does not go to BLAS.
+        found = (
+            read_diagonal(right, left, values)
+            if half == 1
+            else read(right, absorb(left, values, None))
         )
-        seen = absorb(left, left_or_right(values_and_one, half, 0), None)
-        part = combine(part, scatter_right(read(right, seen), size))
+        part = combine(part, scatter_right(found, size))
     after = absorb(keys, values_and_one, state)
     after = State(after.kvz, after.log_scale, state.length + n)
     return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
