@@ -551,10 +551,10 @@ def test_a_fall_of_thirty_loses_only_the_rounding_of_the_logs(numpy_path):
 @pytest.mark.parametrize("name", EXPONENTIAL)
 def test_blocks_are_accepted_and_redone_where_they_should_be(numpy_path, monkeypatch, name):
     redone, verdicts = [], []
-    scan_hierarchical, refused = causal_blocks.scan_hierarchical, causal_blocks.rejected_heads
+    scan_hierarchical, refused = causal_blocks.scan_hierarchical, causal_blocks.rejected_rows
 
     def counting_scan(*args):
-        redone.append(1)
+        redone.append(args[4].shape[-2])
         return scan_hierarchical(*args)
 
     def recording(*args):
@@ -563,7 +563,7 @@ def test_blocks_are_accepted_and_redone_where_they_should_be(numpy_path, monkeyp
         return verdict
 
     monkeypatch.setattr(causal_blocks, "scan_hierarchical", counting_scan)
-    monkeypatch.setattr(causal_blocks, "rejected_heads", recording)
+    monkeypatch.setattr(causal_blocks, "rejected_rows", recording)
     query, keys, value = jumps()
 
     def count(key, dtype):
@@ -573,6 +573,8 @@ def test_blocks_are_accepted_and_redone_where_they_should_be(numpy_path, monkeyp
         phi = MAPS[name](16)
         linattn.linear_attention(*arrays, phi, is_causal=True, chunk_size=100)
         assert len(redone) == sum(verdicts)
+        # Of a block no more than the rows before the fall, which do not see what is behind it.
+        assert all(rows <= 50 for rows in redone)
         return len(redone)
 
     # The third block of 100 holds the fall; the first two are uniform.

@@ -590,7 +590,7 @@ def test_the_host_reads_no_values(cupy_backend, monkeypatch):
     def refused(*args):
         pytest.fail("the host read values")
 
-    monkeypatch.setattr(causal_blocks, "rejected_heads", refused)
+    monkeypatch.setattr(causal_blocks, "rejected_rows", refused)
     query, key, value = inputs((2,), 100)
     for phi in MAPS["positive"], MAPS["elu"]:
         linattn.linear_attention(query, key, value, phi, is_causal=True, chunk_size=32)

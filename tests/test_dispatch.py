@@ -572,7 +572,7 @@ def test_an_explanation_of_heads_that_are_done_again():
     with linattn.without_backends(), linattn.explain() as report:
         linattn.linear_attention(query, key, query, phi, is_causal=True)
     again = [c for c in report.choices if c.function == "scan_block" and c.code == "driver"]
-    assert [c.reason for c in again] == ["rows underflowed: their heads redone hierarchically"]
+    assert [c.reason for c in again] == ["rows underflowed: redone hierarchically"]
 
 
 # Settings ---------------------------------------------------------------------------------------

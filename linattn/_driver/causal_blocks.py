@@ -25,7 +25,7 @@ from linattn.typing import (
 
 __all__ = ["causal_block"]
 
-UNDERFLOWED = Declined("rows underflowed: their heads redone hierarchically", by_head=True)
+UNDERFLOWED = Declined("rows underflowed: redone hierarchically", by_head=True)
 
 MAX_DECLINED_TOKENS = 512
 """Tokens of a causal block that is not cut where a backend declines it, and costs its square."""
@@ -38,10 +38,10 @@ One unit would have ordinary rows inspected twice, for their first values are ha
 """
 
 
-def rejected_heads(
+def rejected_rows(
     part: Partial, log_weight: Array, values_and_one: Array, state: State, m: int
 ) -> Array:
-    """Heads ``(..., 1, 1)`` with a row that underflowed on the block's common shift, or None.
+    """Rows ``(..., n, 1)`` that underflowed on the block's common shift, or None.
 
     A row is accepted if it is finite and its denominator, times ``SMALL_VALUES`` times the size of
     the values that it sees where that is below 1, is at least ``(tiny / eps) (m N + z)``, N tokens
@@ -72,9 +72,8 @@ def rejected_heads(
         accepted = accepted | ~(sees | before)
     alive = xp.all(xp.isfinite(state.kvz), axis=-2, keepdims=True)
     accepted = accepted & ~xp.any(not_finite & alive, axis=-1, keepdims=True)
-    rejected = ~xp.all(accepted, axis=-2, keepdims=True)
     log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
-    rejected = rejected & alive[..., -1:] & log_finite
+    rejected = ~accepted & alive[..., -1:] & log_finite
     return rejected if bool(xp.any(rejected)) else None
 
 
@@ -100,30 +99,77 @@ def causal_block(
     state: State,
 ) -> tuple[Partial, State]:
     """Causal attention of a block after a state, every row accepted; also the state after it."""
-    block = (problem.query_spec, problem.key_spec, query, key, values_and_one, state)
+    specs = (problem.query_spec, problem.key_spec)
     if is_column_normalized(problem):
-        return scan_column_normalized(problem, *block[2:])
+        return scan_column_normalized(problem, query, key, values_and_one, state)
     if problem.lazy:
-        return scan_hierarchical(*block)
+        return scan_hierarchical(*specs, query, key, values_and_one, state)
+    n = size = values_and_one.shape[-2]
+    whole, start = None, 0
+    while start < n:
+        rows = slice(start, min(start + size, n))
+        tokens = _rows_of(query, rows), _rows_of(key, rows), values_and_one[..., rows, :]
+        answer = _scanned(problem, functions, (*specs, *tokens, state))
+        if answer is None:
+            # What made this one too long makes the next so, more often than not.
+            size = -(-(rows.stop - start) // 2)
+            continue
+        part, state = answer
+        if rows == slice(0, n):
+            return part, state
+        if whole is None:
+            whole = _empty_partial(problem, n, values_and_one)
+        # A backend may make the next part in the same place.
+        whole.num_den[..., rows, :], whole.log[..., rows, :] = part.num_den, part.log
+        start = rows.stop
+    assert whole is not None
+    return whole, state
+
+
+def _scanned(
+    problem: Problem, functions: BlockFunctions, block: Any
+) -> tuple[Partial, State] | None:
+    """Scan a block, every row accepted; None where a backend declines one so long."""
+    _, _, query, key, values_and_one, state = block
     scan_block: Any = functions.backend_alone("scan_block")
     answer: Any = NotImplemented if scan_block is None else scan_block(*block, problem.want_log)
     if isinstance(answer, Declined) and answer.by_head:
-        return _each_head(problem, functions, *block[2:])
+        return _each_head(problem, functions, query, key, values_and_one, state)
     if is_declined(answer):
         if scan_block is not None and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:
-            return _two_blocks(problem, functions, *block[2:])
-        answer = _generic.scan_block(*block, problem.want_log)
+            return None
+        generic: Any = _generic.scan_block
+        answer = generic(*block, problem.want_log)
     part, after = answer
     if part.accepted:
         return part, after
-    rejected = rejected_heads(part, key.log_weight, values_and_one, state, problem.num_features)
-    if rejected is None:
-        return part, after
-    functions.note("scan_block", UNDERFLOWED)
-    redone, _ = scan_hierarchical(*block)
-    where = problem.xp.where
-    num_den = where(rejected, redone.num_den, part.num_den)
-    return Partial(num_den, where(rejected, redone.log, part.log)), after
+    rejected = rejected_rows(part, key.log_weight, values_and_one, state, problem.num_features)
+    if rejected is not None:
+        functions.note("scan_block", UNDERFLOWED)
+        part = _redone(problem, block, part, rejected)
+    return part, after
+
+
+def _redone(problem: Problem, block: Any, part: Partial, rejected: Array) -> Partial:
+    """Compute the rejected rows of a causal block again, with the rows before the last of them."""
+    xp, n = problem.xp, rejected.shape[-2]
+    place = xp.arange(1, n + 1, dtype=xp.int64, device=array_api_compat.device(rejected))[:, None]
+    rows = slice(0, int(xp.max(xp.where(rejected, place, xp.zeros_like(place)))))
+    query_spec, key_spec, query, key, values_and_one, state = block
+    query, key, values_and_one = (
+        _rows_of(query, rows),
+        _rows_of(key, rows),
+        values_and_one[..., rows, :],
+    )
+    again, _ = scan_hierarchical(query_spec, key_spec, query, key, values_and_one, state)
+    kept = slice(rows.stop, n)
+
+    def joined(new: Array, old: Array) -> Array:
+        old = xp.broadcast_to(old, (*part.num_den.shape[:-1], old.shape[-1]))
+        first = xp.where(rejected[..., rows, :], new, old[..., rows, :])
+        return xp.concat([first, old[..., kept, :]], axis=-2)
+
+    return Partial(joined(again.num_den, part.num_den), joined(again.log, part.log))
 
 
 def _each_head(
@@ -135,11 +181,8 @@ def _each_head(
     state: State,
 ) -> tuple[Partial, State]:
     """Do the heads of a causal block one by one: a max-stabilized one costs the others nothing."""
-    xp, lead, n = problem.xp, problem.lead, values_and_one.shape[-2]
-    like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
-    part = Partial(
-        xp.empty((*lead, n, values_and_one.shape[-1]), **like), xp.empty((*lead, n, 1), **like)
-    )
+    xp, n = problem.xp, values_and_one.shape[-2]
+    part = _empty_partial(problem, n, values_and_one)
     after = State(xp.empty_like(state.kvz), xp.empty_like(state.log_scale), state.length + n)
     for index in product(*map(range, problem.state_lead)):
         # An axis of 1 stays whole, as in plans: queries may have more along it.
@@ -166,26 +209,11 @@ def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
     return Tokens(take(tokens.x, 2, task), take(tokens.log_weight, 2, task), tokens.start)
 
 
-def _two_blocks(
-    problem: Problem,
-    functions: BlockFunctions,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    state: State,
-) -> tuple[Partial, State]:
-    """Do a causal block that a backend declines as two shorter ones."""
-    xp, n = problem.xp, values_and_one.shape[-2]
-    sums: list[Array] = []
-    logs: list[Array] = []
-    for rows in (slice(0, n // 2), slice(n // 2, n)):
-        half, keys = _rows_of(query, rows), _rows_of(key, rows)
-        values = values_and_one[..., rows, :]
-        part, state = causal_block(problem, functions, half, keys, values, state)
-        # A backend may make the next part in the same place.
-        sums.append(xp.asarray(part.num_den, copy=True))
-        logs.append(xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1)))
-    return Partial(xp.concat(sums, axis=-2), xp.concat(logs, axis=-2)), state
+def _empty_partial(problem: Problem, n: int, values_and_one: Array) -> Partial:
+    """Where the parts of a block of ``n`` tokens are put together."""
+    like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
+    shapes = ((*problem.lead, n, width) for width in (values_and_one.shape[-1], 1))
+    return Partial(*(problem.xp.empty(shape, **like) for shape in shapes))
 
 
 def _rows_of(tokens: Tokens, rows: slice) -> Tokens:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from linattn import _dispatch, _generic
 from linattn._checks import check_positive_int
-from linattn._driver.causal_blocks import rejected_heads
+from linattn._driver.causal_blocks import rejected_rows
 from linattn.sampling import Seed, as_generator
 from linattn.testing._blocks import REFERENCES, Block, blocks, cast, leaves
 from linattn.testing._compared import KINDS, WrongResultError, need, to_host
@@ -297,17 +297,17 @@ def _compare(
 
 
 def _rejected(name: str, results: Any, arguments: tuple[Any, ...]) -> NDArray[Any] | None:
-    """Heads of a causal block that the driver would do again."""
+    """Rows of a causal block that the driver would do again."""
     if name != "scan_block" or not isinstance(results[0], Partial) or results[0].accepted:
         return None
     key, state = arguments[3], arguments[5]
     m = state.kvz.shape[-2]
-    heads = rejected_heads(results[0], key.log_weight, arguments[4], state, m)
-    return None if heads is None else to_host(heads)
+    rows = rejected_rows(results[0], key.log_weight, arguments[4], state, m)
+    return None if rows is None else to_host(rows)
 
 
-def _without(part: Partial, heads: NDArray[Any]) -> Partial:
-    return Partial(np.where(heads, 0.0, part.num_den), np.where(heads, 0.0, part.log))
+def _without(part: Partial, rows: NDArray[Any]) -> Partial:
+    return Partial(np.where(rows, 0.0, part.num_den), np.where(rows, 0.0, part.log))
 
 
 def _lead(what: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
