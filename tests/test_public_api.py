@@ -60,10 +60,11 @@ SIGNATURES = {
     "positions.alibi_slopes": "(heads)",
     "positions.sinusoidal": "(length, dim)",
     "reference.kernel_attention": (
-        "(query, key, value, kernel, *, is_causal=False, key_mask=None, visible=None)"
+        "(query, key, value, kernel, *, is_causal=False, key_mask=None, visible=None, bias=None)"
     ),
     "reference.softmax_attention": (
-        "(query, key, value, *, scale=None, is_causal=False, key_mask=None, visible=None)"
+        "(query, key, value, *, scale=None, is_causal=False, key_mask=None, visible=None, "
+        "bias=None)"
     ),
     "datasets.pretrained_qkv": "(dtype=<class 'numpy.float32'>)",
     "diagnostics.relative_variance": (

@@ -52,7 +52,7 @@ def attend(method, query, key, value, **options):
     return kernel_attention(query, key, value, kernels[method], **options)
 
 
-def plain_loops(query, key, value, weight, is_causal=False, key_mask=None, visible=None):
+def plain_loops(query, key, value, weight, is_causal=False, key_mask=None, visible=None, bias=None):
     """Attention of ``weight(q_i, k_j)`` as its definition says, in Python floats."""
     leading = np.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     mask = np.ones(key.shape[:-1], dtype=bool) if key_mask is None else key_mask
@@ -61,6 +61,7 @@ def plain_loops(query, key, value, weight, is_causal=False, key_mask=None, visib
     pairs = np.broadcast_to(
         True if visible is None else visible, (*leading, *query.shape[-2:-1], key.shape[-2])
     )
+    bias = np.broadcast_to(0.0 if bias is None else bias, pairs.shape)
     out = np.zeros((*leading, query.shape[-2], value.shape[-1]))
     for head in np.ndindex(*leading):
         for i in range(query.shape[-2]):
@@ -69,6 +70,7 @@ def plain_loops(query, key, value, weight, is_causal=False, key_mask=None, visib
             for j in range(key.shape[-2]):
                 if mask[(*head, j)] and pairs[(*head, i, j)] and (j <= i or not is_causal):
                     w = weight(query[(*head, i)].tolist(), key[(*head, j)].tolist())
+                    w *= math.exp(bias[(*head, i, j)])
                     denominator += w
                     for c in range(value.shape[-1]):
                         numerator[c] += w * float(value[(*head, j, c)])
@@ -109,9 +111,12 @@ def inputs(*shapes, seed=0):
 @given(data=st.data())
 def test_equals_plain_loops(draws, method, weight, data):
     case = data.draw(draws.cases(max_length=12))
-    visible = np.random.default_rng(0).random((case.query.shape[-2], case.key.shape[-2])) < 0.6
+    length, rng = case.key.shape[-2], np.random.default_rng(0)
+    visible = rng.random((case.query.shape[-2], length)) < 0.6
+    bias = np.where(rng.random((1, length)) < 0.9, rng.standard_normal((1, length)), -np.inf)
     options = {"is_causal": case.is_causal, "key_mask": case.key_mask}
     options["visible"] = data.draw(st.sampled_from([None, visible]))
+    options["bias"] = data.draw(st.sampled_from([None, bias, np.where(visible, bias, 0.5)]))
     # Plain loops do not shift: at scale 10 their exponentials would overflow.
     query, key = (x / max(case.scale, 1) for x in (case.query, case.key))
     out = attend(method, query, key, case.value, **options)
@@ -433,6 +438,11 @@ def test_inputs_are_not_written(method):
             ((4, 2), (5, 2), (5, 3)),
             {"visible": np.ones((5, 4), bool)},
             r"visible: want last axes \(4, 5\), got shape \(5, 4\)",
+        ),
+        (
+            ((4, 2), (5, 2), (5, 3)),
+            {"bias": np.ones((4, 4))},
+            r"bias: want last axes \(4, 5\), or 1, got shape \(4, 4\)",
         ),
     ],
 )

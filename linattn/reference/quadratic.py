@@ -62,6 +62,7 @@ def kernel_attention(
     is_causal: bool = False,
     key_mask: npt.ArrayLike | None = None,
     visible: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
 ) -> Float64:
     """Attention with the weights of a kernel, or of a feature map, in quadratic time.
 
@@ -89,6 +90,9 @@ def kernel_attention(
     visible : array_like of bool, optional
         (..., L, S), True = query i sees key j: any pattern of pairs, beside what `is_causal` and
         `key_mask` leave. Default: all.
+    bias : array_like, optional
+        (..., L, S), or axes of 1: log weight of each pair, ``w_ij`` times ``exp(bias_ij)``; a pair
+        of -inf is left out. Default: 0.
 
     Returns
     -------
@@ -111,9 +115,8 @@ def kernel_attention(
     that change sign may make the denominator cancel: it is not clamped. `kernel_sums` gives
     numerators and denominators.
     """
-    sums = kernel_sums(
-        query, key, value, kernel, is_causal=is_causal, key_mask=key_mask, visible=visible
-    )
+    masks = {"is_causal": is_causal, "key_mask": key_mask, "visible": visible, "bias": bias}
+    sums = kernel_sums(query, key, value, kernel, **masks)  # type: ignore[arg-type]
     # A row of dead features is 0, but NaN in a value that it sees stays NaN.
     empty = (sums.denominator == 0) & ~np.isnan(sums.numerator)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -129,6 +132,7 @@ def kernel_sums(
     is_causal: bool = False,
     key_mask: npt.ArrayLike | None = None,
     visible: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
 ) -> KernelSums:
     """Numerator and denominator of `kernel_attention`, and the sums of their absolute terms.
 
@@ -141,16 +145,16 @@ def kernel_sums(
     """
     q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
     parts = _parts(q, k, kernel)
-    pairs = _pairs(visible, q, k)
+    pairs, extra = _pairs(visible, bias, q, k)
     batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v, pairs, *parts)))
-    v, *parts = (np.broadcast_to(a, batch + a.shape[-2:]) for a in [v, *parts])
+    v, extra, *parts = (np.broadcast_to(a, batch + a.shape[-2:]) for a in [v, extra, *parts])
     shape = (*batch, q.shape[-2])
     numerator, absolute_numerator = (np.zeros((*shape, v.shape[-1])) for _ in range(2))
     denominator, absolute_denominator, log_scale = (np.zeros((*shape, 1)) for _ in range(3))
     with np.errstate(invalid="ignore", over="ignore"):
         for row, seen in _rows(shape, mask, pairs, is_causal):
             *head, i = row
-            terms, log_scale[row] = _row_terms([a[*head] for a in parts], i, seen)
+            terms, log_scale[row] = _row_terms([a[*head] for a in parts], i, seen, extra[row])
             weight, absolute = terms.sum(axis=-1), np.abs(terms).sum(axis=-1)
             values = v[*head][seen]
             numerator[row], denominator[row] = weight @ values, weight.sum()
@@ -168,6 +172,7 @@ def softmax_attention(
     is_causal: bool = False,
     key_mask: npt.ArrayLike | None = None,
     visible: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
 ) -> Float64:
     """Exact softmax attention in quadratic time.
 
@@ -176,7 +181,7 @@ def softmax_attention(
 
     Parameters
     ----------
-    query, key, value, is_causal, key_mask, visible
+    query, key, value, is_causal, key_mask, visible, bias
         As in `kernel_attention`.
     scale : float, optional
         Factor of the logits; None means ``1 / sqrt(d)``.
@@ -198,14 +203,14 @@ def softmax_attention(
     q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
-    pairs = _pairs(visible, q, k)
+    pairs, extra = _pairs(visible, bias, q, k)
     batch = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v, pairs)))
-    q, k, v = (np.broadcast_to(a, batch + a.shape[-2:]) for a in (q, k, v))
+    q, k, v, extra = (np.broadcast_to(a, batch + a.shape[-2:]) for a in (q, k, v, extra))
     out = np.zeros((*batch, q.shape[-2], v.shape[-1]))
     with np.errstate(invalid="ignore", over="ignore"):
         for row, seen in _rows(out.shape[:-1], mask, pairs, is_causal):
             if seen.any():
-                logits = scale * (k[row[:-1]][seen] @ q[row])
+                logits = scale * (k[row[:-1]][seen] @ q[row]) + extra[row][seen]
                 weight = np.exp(logits - logits.max())
                 out[row] = weight @ v[row[:-1]][seen] / weight.sum()
     return out
@@ -266,11 +271,24 @@ def _mask(key_mask: npt.ArrayLike | None, key_shape: tuple[int, ...]) -> Visible
     return np.broadcast_to(mask, (*mask.shape[:-1], want[-1]))
 
 
-def _pairs(visible: npt.ArrayLike | None, q: Float64, k: Float64) -> Visible:
-    """Check which keys each query may see, ``(..., L, S)`` or with axes of 1."""
+def _pairs(
+    visible: npt.ArrayLike | None, bias: npt.ArrayLike | None, q: Float64, k: Float64
+) -> tuple[Visible, Float64]:
+    """Check which keys each query may see, and how much they count: both ``(..., L, S)``."""
+    wanted = q.shape[-2], k.shape[-2]
+    extra = _float64("bias", np.zeros(wanted) if bias is None else bias)
+    if any(n not in (1, m) for n, m in zip(extra.shape[-2:], wanted, strict=True)):
+        message = f"bias: want last axes {wanted}, or 1, got shape {extra.shape}"
+        raise ValueError(message)
+    extra = np.broadcast_to(extra, extra.shape[:-2] + wanted)
+    pairs = _visible(visible, wanted) & (extra != -np.inf)
+    return pairs, np.broadcast_to(extra, pairs.shape)
+
+
+def _visible(visible: npt.ArrayLike | None, wanted: tuple[int, int]) -> Visible:
     if visible is None:
         return np.ones((1, 1), dtype=bool)
-    pairs, wanted = np.asarray(visible), (q.shape[-2], k.shape[-2])
+    pairs = np.asarray(visible)
     if pairs.dtype != np.bool_:
         message = f"visible: want dtype bool (True = attend), got {pairs.dtype}"
         raise TypeError(message)
@@ -302,12 +320,14 @@ def _parts(query: Float64, key: Float64, kernel: Any) -> list[Float64]:
     return [np.asarray(kernel(query, key), dtype=np.float64)]
 
 
-def _row_terms(parts: list[Float64], i: int, seen: Visible) -> tuple[Float64, float]:
+def _row_terms(
+    parts: list[Float64], i: int, seen: Visible, extra: Float64
+) -> tuple[Float64, float]:
     """Terms whose sums over axis -1 are row i's weights over exp(shift); and that shift."""
     if len(parts) == 1:
-        return parts[0][i, seen][:, None], 0.0
+        return (parts[0][i, seen] * np.exp(extra[seen]))[:, None], 0.0
     log_query, sign_query, log_key, sign_key = parts
-    exponent = log_query[i] + log_key[seen]
+    exponent = log_query[i] + log_key[seen] + extra[seen][:, None]
     shift = exponent.max(initial=-np.inf)
     if shift == -np.inf:
         return np.zeros_like(exponent), shift
