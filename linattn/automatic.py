@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks, _dispatch
-from linattn._driver.problem import exact_problem
+from linattn._driver.exact_problem import exact_problem
 from linattn._driver.tasks import take_problem, task_index
 from linattn.coreset import CoresetAttention
 from linattn.diagnostics import held_out_error, held_out_rows

@@ -6,8 +6,9 @@ from typing import Any, Literal, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._driver import forward
+from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import WindowOptions
-from linattn._driver.problem import exact_problem, linear_problem, stamped, step_problem
+from linattn._driver.problem import linear_problem, stamped, step_problem
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]

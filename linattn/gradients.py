@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 from linattn import _arrays, _checks
 from linattn._driver import backward, forward
 from linattn._driver.checkpoints import Checkpoints
+from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import GradientOptions
-from linattn._driver.problem import exact_problem, linear_problem, stamped
+from linattn._driver.problem import linear_problem, stamped
 from linattn._generic.feature_vjps import check_differentiable
 from linattn.typing import Array, ArrayT, Cotangent, FeatureMap, Problem, State
 

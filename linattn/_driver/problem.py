@@ -32,7 +32,7 @@ from linattn.typing import (
 __all__ = [
     "check_feature_map",
     "check_map_of_state",
-    "exact_problem",
+    "check_pairing",
     "linear_problem",
     "map_fingerprint",
     "map_specs",
@@ -131,7 +131,8 @@ def _checked(feature_map: FeatureMap, name: str) -> Callable[[Tokens], Features]
     return features
 
 
-def _check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, remedy: str) -> None:
+def check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, remedy: str) -> None:
+    """Check that each key has a value and, where causal, a query."""
     if query.shape[-1] != key.shape[-1]:
         message = (
             f"query and key must have one last axis (dim), got shapes {tuple(query.shape)} and "
@@ -176,7 +177,7 @@ def _describe(
         "to go on with a stream pass its state as initial_state with the new query, key and "
         "value; to attend to earlier keys only use read_state"
     )
-    _check_pairing(query, key, value, is_causal=options.is_causal, remedy=remedy)
+    check_pairing(query, key, value, is_causal=options.is_causal, remedy=remedy)
     m = num_features_of(feature_map, "query and key", query.shape[-1])
     _check_sees_no_later_keys(feature_map, options.is_causal)
     settings = _settings.current_settings()
@@ -347,42 +348,3 @@ def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:
         f"state with an axis for them"
     )
     raise ValueError(message)
-
-
-def exact_problem(
-    query: Any, key: Any, value: Any, *, scale: Any, is_causal: bool, key_mask: Any
-) -> Problem:
-    """Check the arguments of softmax attention and describe the computation."""
-    is_causal = _checks.check_flag("is_causal", is_causal)
-    xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
-    remedy = "pass equal lengths"
-    _check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    spec = Exact(_checks.check_finite_number("scale", scale))
-    settings = _settings.current_settings()
-    mask = None
-    if key_mask is not None:
-        mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
-    shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
-    return Problem(
-        xp=xp,
-        dtype=_arrays.accumulation_dtype(xp, query.dtype, settings.precision),
-        query=query,
-        key=key,
-        value=value,
-        key_mask=mask,
-        query_spec=spec,
-        key_spec=spec,
-        num_features=0,
-        state_lead=_checks.check_leading_axes(**shapes),
-        lead=_checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes),
-        query_change=None,
-        key_change=None,
-        state=None,
-        is_causal=is_causal,
-        chunk_size=None,
-        want_log=False,
-        lazy=_arrays.is_lazy(query),
-        num_threads=settings.num_threads,
-        tf32=settings.precision == "tf32",
-    )

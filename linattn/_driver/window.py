@@ -18,7 +18,7 @@ import array_api_compat
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
-from linattn._generic.hierarchical import pad
+from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
 from linattn._generic.prefix_states import state_at
 from linattn._generic.specs import spec_axes
 from linattn.typing import Array, Partial, Problem, State, Tokens
@@ -57,12 +57,12 @@ def window_rows(
         later = groups.states_after(0, -(-count // group), _nothing(problem))
     for first, after in zip(range(0, count, group), later, strict=False):
         g = min(group, count - first)
-        raw, values_and_one = _key_blocks(
-            problem, first - 1, first + g + (after is not None), start
+        raw, values_and_one = key_blocks(
+            problem, first - 1, first + g + (after is not None), w, start
         )
         states = _block_states(blocked, raw, values_and_one, functions)
         rows = slice(first * w, min((first + g) * w, length))
-        query = _blocked(raw_tokens(problem, "query", rows, start), g * w, w)
+        query = in_blocks(raw_tokens(problem, "query", rows, start), g * w, w)
         near = functions.window_block(
             problem.near_spec, query, raw, values_and_one, problem.is_causal, problem.lazy
         )
@@ -70,65 +70,10 @@ def window_rows(
         far = functions.read_block(
             blocked.query_spec, in_map_coordinates(blocked, "query", query), seen, True
         )
-        write(rows, _flat(_generic.combine(near, far), rows.stop - rows.start))
+        write(rows, flat_rows(_generic.combine(near, far), rows.stop - rows.start))
     if count:
         before = _generic.merge(before, state_at(states, g))
     return State(before.kvz, before.log_scale, start + length)
-
-
-# Blocks of the window's length ------------------------------------------------------------------
-
-
-def _key_blocks(problem: Problem, first: int, stop: int, start: int) -> tuple[Tokens, Array]:
-    """Keys and ``[v, 1]`` of some blocks; what lies outside the sequence is masked."""
-    w, length = problem.exact_window, problem.key.shape[-2]
-    assert w is not None
-    rows = slice(max(first, 0) * w, min(stop * w, length))
-    tokens, values_and_one = (
-        raw_tokens(problem, "key", rows, start),
-        values_and_one_block(problem, rows),
-    )
-    front = rows.start - first * w
-    size = (stop - first) * w
-    log_weight = tokens.log_weight
-    if log_weight is None and tokens.x.shape[-2] < size:
-        log_weight = problem.xp.zeros_like(tokens.x[..., :1])
-    x = _padded(tokens.x, front, size)
-    log_weight = _padded(log_weight, front, size, -float("inf"))
-    tokens = _blocked(Tokens(x, log_weight, first * w + start), size, w)
-    return tokens, _split(_padded(values_and_one, front, size), w)
-
-
-def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
-    """Put rows of one number before and after; None stays None."""
-    if x is None or not front:
-        return pad(x, size, fill)
-    xp = _arrays.namespace(x)
-
-    def rows(count: int) -> Array:
-        like = xp.broadcast_to(x[..., :1, :], (*x.shape[:-2], count, x.shape[-1]))
-        return xp.full_like(like, fill)
-
-    return xp.concat([rows(front), x, rows(size - front - x.shape[-2])], axis=-2)
-
-
-def _blocked(tokens: Tokens, size: int, w: int) -> Tokens:
-    return Tokens(_split(pad(tokens.x, size), w), _split(tokens.log_weight, w), tokens.start)
-
-
-def _split(x: Array, w: int) -> Array:
-    if x is None:
-        return None
-    # The number of blocks in full: -1 for it would be a guess where there are no heads.
-    *lead, size, width = x.shape
-    return _arrays.namespace(x).reshape(x, (*lead, size // w, w, width))
-
-
-def _flat(part: Partial, rows: int) -> Partial:
-    xp = _arrays.namespace(part.num_den)
-    *lead, g, w, width = part.num_den.shape
-    num_den = xp.reshape(part.num_den, (*lead, g * w, width))[..., :rows, :]
-    return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * w, 1))[..., :rows, :])
 
 
 def _over_blocks(spec: Any) -> Any:

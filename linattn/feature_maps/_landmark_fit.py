@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._driver.blocks import block_slices, token_block
-from linattn._driver.problem import exact_problem
+from linattn._driver.exact_problem import exact_problem
 from linattn.typing import Array, Tokens
 
 __all__ = [

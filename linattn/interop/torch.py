@@ -8,8 +8,9 @@ import torch
 
 from linattn import _checks, _settings
 from linattn._driver import forward
+from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import InteropOptions
-from linattn._driver.problem import check_map_of_state, exact_problem, stamped
+from linattn._driver.problem import check_map_of_state, stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 

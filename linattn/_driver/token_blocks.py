@@ -1,0 +1,66 @@
+"""Tokens in blocks of one length, with an axis of blocks before that of tokens."""
+
+from __future__ import annotations
+
+from linattn import _arrays
+from linattn._driver.blocks import raw_tokens, values_and_one_block
+from linattn._generic.hierarchical import pad
+from linattn.typing import Array, Partial, Problem, Tokens
+
+__all__ = ["flat_rows", "in_blocks", "key_blocks"]
+
+
+def key_blocks(
+    problem: Problem, first: int, stop: int, size: int, start: int
+) -> tuple[Tokens, Array]:
+    """Keys and ``[v, 1]`` of some blocks; what lies outside the sequence is masked."""
+    length = problem.key.shape[-2]
+    rows = slice(max(first, 0) * size, min(stop * size, length))
+    tokens, values_and_one = (
+        raw_tokens(problem, "key", rows, start),
+        values_and_one_block(problem, rows),
+    )
+    front = rows.start - first * size
+    total = (stop - first) * size
+    log_weight = tokens.log_weight
+    if log_weight is None and tokens.x.shape[-2] < total:
+        log_weight = problem.xp.zeros_like(tokens.x[..., :1])
+    x = _padded(tokens.x, front, total)
+    log_weight = _padded(log_weight, front, total, -float("inf"))
+    tokens = in_blocks(Tokens(x, log_weight, first * size + start), total, size)
+    return tokens, _split(_padded(values_and_one, front, total), size)
+
+
+def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
+    """Put rows of one number before and after; None stays None."""
+    if x is None or not front:
+        return pad(x, size, fill)
+    xp = _arrays.namespace(x)
+
+    def rows(count: int) -> Array:
+        like = xp.broadcast_to(x[..., :1, :], (*x.shape[:-2], count, x.shape[-1]))
+        return xp.full_like(like, fill)
+
+    return xp.concat([rows(front), x, rows(size - front - x.shape[-2])], axis=-2)
+
+
+def in_blocks(tokens: Tokens, total: int, size: int) -> Tokens:
+    """Cut tokens, padded to a total, into blocks of one size."""
+    x, log_weight = _split(pad(tokens.x, total), size), _split(tokens.log_weight, size)
+    return Tokens(x, log_weight, tokens.start)
+
+
+def _split(x: Array, size: int) -> Array:
+    if x is None:
+        return None
+    # The number of blocks in full: -1 for it would be a guess where there are no heads.
+    *lead, total, width = x.shape
+    return _arrays.namespace(x).reshape(x, (*lead, total // size, size, width))
+
+
+def flat_rows(part: Partial, rows: int) -> Partial:
+    """Join blocks of rows into one axis again, and leave out what was padded."""
+    xp = _arrays.namespace(part.num_den)
+    *lead, g, n, width = part.num_den.shape
+    num_den = xp.reshape(part.num_den, (*lead, g * n, width))[..., :rows, :]
+    return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * n, 1))[..., :rows, :])
