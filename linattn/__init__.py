@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from linattn.automatic import AttentionReport, attention
     from linattn.coreset import CoresetAttention
     from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
+    from linattn.merging import merge_outputs
 
 __all__ = [
     "AttentionReport",
@@ -43,6 +44,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_vjp",
     "load_state",
+    "merge_outputs",
     "merge_states",
     "positions",
     "read_state",
@@ -65,6 +67,7 @@ _FROM = {
     "CoresetAttention": "coreset",
     "attention": "automatic",
     "linear_attention_vjp": "gradients",
+    "merge_outputs": "merging",
     "softmax_attention_vjp": "gradients",
 }
 

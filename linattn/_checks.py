@@ -11,7 +11,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn._arrays import _is_ordinary, dtype_bits, library_name, namespace
+from linattn._arrays import _is_ordinary, dtype_bits, is_lazy, library_name, namespace
 from linattn.typing import Array, FeatureMap, Features, State
 
 __all__ = [
@@ -22,10 +22,12 @@ __all__ = [
     "check_flag",
     "check_key_mask",
     "check_leading_axes",
+    "check_log_weights",
     "check_parameter",
     "check_positive_int",
     "check_state",
     "check_state_record",
+    "check_together",
     "known_fingerprint",
 ]
 
@@ -91,6 +93,29 @@ def _check_device(first: str, first_array: Array, name: str, array: Array) -> No
     # A traced array does not know its device.
     if None not in devices and devices[0] != devices[1]:
         message = f"{first} and {name} must be on one device, got {devices[0]} and {devices[1]}"
+        raise ValueError(message)
+
+
+def check_together(first: str, first_array: Array, name: str, array: Array) -> None:
+    """Check that two arrays are of one library and device, of whatever dtypes."""
+    xps = namespace(first_array), namespace(array)
+    if xps[0] is not xps[1]:
+        message = (
+            f"{first} and {name} must come from one array library, got {library_name(xps[0])} and "
+            f"{library_name(xps[1])}"
+        )
+        raise TypeError(message)
+    _check_device(first, first_array, name, array)
+
+
+def check_log_weights(name: str, array: Array) -> None:
+    """Check logarithms of weights: -inf is the weight 0, NaN and +inf are none."""
+    xp = namespace(array)
+    _check_float(name, array, xp)
+    if not is_lazy(array) and not bool(xp.all(array < xp.inf)):
+        message = (
+            f"{name} must hold no NaN and no +inf (-inf leaves a pair out), got some; mend it first"
+        )
         raise ValueError(message)
 
 

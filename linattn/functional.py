@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 from linattn import _arrays, _checks
 from linattn._driver import forward
 from linattn._driver.exact_problem import exact_problem
-from linattn._driver.options import WindowOptions
+from linattn._driver.options import SoftmaxOptions, WindowOptions
 from linattn._driver.problem import linear_problem, stamped, step_problem
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
@@ -220,20 +220,60 @@ def linear_attention(
     return (output, *extra) if extra else output
 
 
-@_arrays.on_array_device
+@overload
 def softmax_attention(
     query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_log_normalizer: Literal[False] = False,
+    **options: Unpack[SoftmaxOptions],
+) -> ArrayT: ...
+
+
+@overload
+def softmax_attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_log_normalizer: Literal[True],
+    **options: Unpack[SoftmaxOptions],
+) -> tuple[ArrayT, Array]: ...
+
+
+@overload
+def softmax_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_log_normalizer: bool = False,
+    **options: Unpack[SoftmaxOptions],
+) -> Any: ...
+
+
+@_arrays.on_array_device
+def softmax_attention(
+    query: Array,
     key: Array,
     value: Array,
     *,
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
-) -> ArrayT:
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    window_bias: Array | None = None,
+    far_bias: tuple[Any, Any] | None = None,
+    return_log_normalizer: bool = False,
+) -> Any:
     r"""Exact softmax attention in linear memory.
 
     .. math::
-        o_i = \sum_j \mathrm{softmax}_j(s \, q_i \cdot k_j) \, v_j
+        o_i = \sum_j \mathrm{softmax}_j(s \, q_i \cdot k_j + b_{j - i}) \, v_j
+
+    over the keys j that query i sees. Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value
+    dim, ``s`` scale, ``b`` a bias, 0 unless given.
 
     Parameters
     ----------
@@ -249,30 +289,62 @@ def softmax_attention(
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend.
+    local_window_size : int or pair (left, right), optional
+        Sliding window: query i sees keys i - left to i + right only; one integer is both, None in
+        a pair is no bound, and when causal right is 0. Needs L = S. Default: no window.
+    window_bias : floating array, (..., 2 r + 1), optional
+        b for offsets j - i from -r to r, added to the logits; leading axes (heads) broadcast to
+        those of the output. -inf leaves a pair out. Needs L = S. Default: no bias.
+    far_bias : pair (left, right), optional
+        b for offsets below -r and above r, each a number or an array of heads, ``(...)``. Default:
+        the first and the last of ``window_bias``, as in T5.
+    return_log_normalizer : bool, optional
+        Also return the log of the denominator, ``(..., L)``, in the accumulation dtype; -inf where
+        no key is seen. Default False.
 
     Returns
     -------
-    array, (..., L, e)
-        In the library, dtype and device of the inputs; 0 for a query that sees no key.
+    output : array, (..., L, e)
+        In the library, dtype and device of the inputs; or the tuple ``(output, log_normalizer)``.
+        0 for a query that sees no key.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear_attention`.
+        As :func:`linear_attention`; a window or bias with L != S; a window_bias without a middle,
+        a bias of NaN or +inf, a far_bias alone.
+
+    See Also
+    --------
+    linattn.merge_outputs : attention over all keys from that over some and over the others.
 
     Notes
     -----
-    Time O(L S (d + e)); memory O(c^2 + c e) beyond inputs and outputs, c tokens a block: blocks of
-    keys are combined as in online softmax. Logits of any size are safe.
+    Time O(L S (d + e)), O(L w (d + e)) with a window of w keys; memory O(c^2 + c e) beyond inputs
+    and outputs, c tokens a block: blocks of keys are combined as in online softmax. Logits of any
+    size are safe.
 
     References
     ----------
     Vaswani et al., "Attention Is All You Need" (2017), eq. 1; Rabe and Staats, "Self-attention
-    Does Not Need O(n^2) Memory" (2021).
+    Does Not Need O(n^2) Memory" (2021); Beltagy et al., "Longformer" (2020), for the window;
+    Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer" (2020), section 2.1, for the bias.
     """
-    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
-    output: ArrayT = forward.solve(problem, return_state=False)[0]
-    return output
+    problem = exact_problem(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        local_window_size=local_window_size,
+        window_bias=window_bias,
+        far_bias=far_bias,
+        want_log=return_log_normalizer,
+    )
+    output, _, log_normalizer = forward.solve(problem, return_state=False)
+    return (output, log_normalizer) if return_log_normalizer else output
 
 
 @_arrays.on_array_device

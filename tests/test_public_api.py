@@ -19,7 +19,10 @@ SIGNATURES = {
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, initial_state=None, "
         "return_state=False, return_log_normalizer=False, chunk_size=None, exact_window=None)"
     ),
-    "softmax_attention": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
+    "softmax_attention": (
+        "(query, key, value, *, scale=None, is_causal=False, key_mask=None, "
+        "local_window_size=None, window_bias=None, far_bias=None, return_log_normalizer=False)"
+    ),
     "linear_attention_vjp": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, initial_state=None, "
         "return_state=False, chunk_size=None, exact_window=None)"
@@ -40,6 +43,7 @@ SIGNATURES = {
     "update_state": "(state, key, value, feature_map, *, key_mask=None)",
     "read_state": "(query, state, feature_map)",
     "merge_states": "(first, second)",
+    "merge_outputs": "(parts)",
     "decode_step": "(query, key, value, state, feature_map)",
     "Decoder": "(feature_map, state)",
     "Decoder.step": "(self, query, key, value)",

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from linattn import _arrays, _checks, _settings
 from linattn._driver.problem import check_pairing
+from linattn._driver.relative_bias import check_relative_bias
 from linattn.typing import Exact, Problem
 
-__all__ = ["exact_problem"]
+__all__ = ["ExactOptions", "exact_problem"]
 
 
-def exact_problem(
-    query: Any, key: Any, value: Any, *, scale: Any, is_causal: bool, key_mask: Any
-) -> Problem:
-    """Check the arguments of softmax attention and describe the computation."""
-    is_causal = _checks.check_flag("is_causal", is_causal)
+class ExactOptions(NamedTuple):
+    """What softmax attention is called with beside arrays, by the names it has here."""
+
+    scale: Any = None
+    is_causal: Any = False
+    key_mask: Any = None
+    local_window_size: Any = None
+    window_bias: Any = None
+    far_bias: Any = None
+    want_log: Any = False
+
+
+def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
+    """Check the arguments of softmax attention and describe the computation.
+
+    ``options`` are those of :class:`ExactOptions`.
+    """
+    given = ExactOptions(**options)
+    is_causal = _checks.check_flag("is_causal", given.is_causal)
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
     remedy = "pass equal lengths"
     check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
     spec = Exact(_checks.check_finite_number("scale", scale))
     settings = _settings.current_settings()
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     mask = None
-    if key_mask is not None:
-        mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
+    if given.key_mask is not None:
+        mask = _checks.check_key_mask(given.key_mask, key, xp, query_len=query.shape[-2])
     shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
+    lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
+    window = _check_local_window(given.local_window_size, query, key, is_causal=is_causal)
+    bias = check_relative_bias(
+        given.window_bias, given.far_bias, query=query, lead=lead, dtype=dtype
+    )
+    if bias is not None:
+        _check_one_sequence("window_bias", query, key)
     return Problem(
         xp=xp,
-        dtype=_arrays.accumulation_dtype(xp, query.dtype, settings.precision),
+        dtype=dtype,
         query=query,
         key=key,
         value=value,
@@ -37,14 +60,48 @@ def exact_problem(
         key_spec=spec,
         num_features=0,
         state_lead=_checks.check_leading_axes(**shapes),
-        lead=_checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes),
+        lead=lead,
         query_change=None,
         key_change=None,
         state=None,
         is_causal=is_causal,
         chunk_size=None,
-        want_log=False,
+        want_log=_checks.check_flag("return_log_normalizer", given.want_log),
         lazy=_arrays.is_lazy(query),
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
+        local_window=window,
+        relative_bias=bias,
     )
+
+
+def _check_local_window(
+    size: Any, query: Any, key: Any, *, is_causal: bool
+) -> tuple[int, int] | None:
+    """Check how many keys a query sees to its left and right; None where that is all of them."""
+    if size is None:
+        return None
+    sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(sides) != 2:
+        message = f"local_window_size must be an integer or a pair (left, right), got {size!r}"
+        raise ValueError(message)
+    _check_one_sequence("local_window_size", query, key)
+    most = max(query.shape[-2] - 1, 0)
+    left, right = (
+        most
+        if side is None
+        else min(_checks.check_positive_int(f"local_window_size[{i}]", side, least=0), most)
+        for i, side in enumerate(sides)
+    )
+    right = 0 if is_causal else right
+    return None if left == most and right in (0 if is_causal else most, most) else (left, right)
+
+
+def _check_one_sequence(name: str, query: Any, key: Any) -> None:
+    if query.shape[-2] != key.shape[-2]:
+        message = (
+            f"under {name} query and key must have equal length, got {query.shape[-2]} and "
+            f"{key.shape[-2]}: both are one sequence there; to attend to the end of a longer one "
+            f"pass that end of key and value"
+        )
+        raise ValueError(message)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from linattn.typing import Array, State
 
-__all__ = ["GradientOptions", "InteropOptions", "Options", "WindowOptions"]
+__all__ = ["GradientOptions", "InteropOptions", "Options", "SoftmaxOptions", "WindowOptions"]
 
 
 class InteropOptions(TypedDict, total=False):
@@ -28,6 +28,17 @@ class WindowOptions(InteropOptions, total=False):
     """Types of those of :func:`linattn.linear_attention`."""
 
     exact_window: int | None
+
+
+class SoftmaxOptions(TypedDict, total=False):
+    """Types of those of :func:`linattn.softmax_attention`."""
+
+    scale: float | None
+    is_causal: bool
+    key_mask: Array | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    window_bias: Array | None
+    far_bias: tuple[Any, Any] | None
 
 
 class Options(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from linattn._generic.specs import spec_axes
-from linattn.typing import ColumnNormalized, Corrected, Exact, Index, Problem, State
+from linattn.typing import ColumnNormalized, Corrected, Exact, Index, Problem, RelativeBias, State
 
 __all__ = ["Name", "take", "take_problem", "take_rows", "take_state", "task_index", "task_name"]
 
@@ -59,7 +59,7 @@ def _take_spec(spec: Any, task: Index) -> Any:
 def take_problem(problem: Problem, task: Index) -> Problem:
     if not task:
         return problem
-    state = problem.state
+    state, bias = problem.state, problem.relative_bias
     return problem.replace(
         **{name: take(getattr(problem, name), 2, task) for name in ("query", *ROWS_OF_KEYS)},
         query_spec=_take_spec(problem.query_spec, task),
@@ -69,6 +69,7 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         query_change=_take_spec(problem.query_change, task),
         key_change=_take_spec(problem.key_change, task),
         state=None if state is None else take_state(state, task),
+        relative_bias=None if bias is None else RelativeBias(take(bias.table, 1, task)),
     )
 
 

@@ -15,6 +15,7 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, token_block, transient_values_block
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.exact import exact_rows
+from linattn._driver.local import is_banded, local_rows
 from linattn._driver.tasks import take_rows
 from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
@@ -172,6 +173,11 @@ def _walk_causal(walk: Walk) -> Iterator[State]:
 
 def _walk_exact(walk: Walk) -> Iterator[None]:
     problem = walk.problem
+    if is_banded(problem):
+        for rows, part in local_rows(problem, walk.functions):
+            walk.write(rows, part)
+            yield
+        return
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
         walk.write(rows, exact_rows(problem, rows, walk.block_size, walk.functions))
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import array_api_compat
@@ -12,16 +13,22 @@ from linattn._generic.numerics import finite_shift
 from linattn._generic.states import combine
 from linattn.typing import Array, Exact, Partial, Tokens
 
-__all__ = ["exact_block", "exact_more", "window_block"]
+__all__ = ["exact_block", "exact_more", "exact_pairs", "window_block"]
 
 
 def exact_block(
-    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, visible: Array | None = None
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    visible: Array | None = None,
+    bias: Array | None = None,
 ) -> Partial:
     """Softmax attention of queries to keys. O(n s (d + e)) time, O(n s) memory.
 
     ``visible``, (n, s), says which pairs count; None means all. A value that is not finite
-    reaches every row, whoever sees it: the caller checks.
+    reaches every row, whoever sees it: the caller checks. ``bias``, (..., n, s), is added to the
+    logits.
 
     A row whose logits all overflow to -inf becomes NaN: its weights are not known to be zero.
     """
@@ -31,6 +38,9 @@ def exact_block(
     overflowed = row == -xp.inf
     if key.log_weight is not None:
         logits = logits + xp.matrix_transpose(key.log_weight)
+        row = xp.max(logits, axis=-1, keepdims=True)
+    if bias is not None:
+        logits = logits + bias
         row = xp.max(logits, axis=-1, keepdims=True)
     if visible is not None:
         logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
@@ -46,6 +56,59 @@ def exact_more(
 ) -> Partial:
     """Add a block of keys to a partial of the same queries. Cost as :func:`exact_block`."""
     return combine(part, exact_block(spec, query, key, values_and_one))
+
+
+def exact_pairs(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    visible: Array | None,
+    bias: Array | None,
+    lazy: bool,
+    exact_block: Any = exact_block,
+) -> Partial:
+    """Softmax attention to the keys that each query sees; what it does not see never reaches it.
+
+    ``visible`` and ``bias`` as in :func:`exact_block`; a backend's is only called without a bias.
+    """
+    xp = namespace(values_and_one)
+    if visible is None and bias is None:
+        return exact_block(spec, query, key, values_and_one)  # type: ignore[no-any-return]
+    if bias is not None:
+        exact_block = partial(_biased, bias)
+    if not lazy:
+        part: Partial = exact_block(spec, query, key, values_and_one, visible)
+        if bool(xp.all(xp.isfinite(part.num_den))):
+            return part
+    finite = xp.where(xp.isfinite(values_and_one), values_and_one, xp.zeros_like(values_and_one))
+    num_den, log, _ = exact_block(spec, query, key, finite, visible)
+    sees = _sees(key, visible, bias, num_den)
+    for infinity in (xp.inf, -xp.inf):
+        holds = xp.isnan(values_and_one) | (values_and_one == infinity)
+        reached = xp.matmul(sees, xp.astype(holds, num_den.dtype)) > 0
+        zeros = xp.zeros_like(num_den)
+        num_den = num_den + xp.where(reached, zeros + infinity, zeros)
+    return Partial(num_den, log)
+
+
+def _biased(
+    bias: Array, spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, visible: Any
+) -> Partial:
+    return exact_block(spec, query, key, values_and_one, visible, bias)
+
+
+def _sees(key: Tokens, visible: Array | None, bias: Array | None, like: Array) -> Array:
+    """Which queries see which keys, as numbers 0 and 1 of a dtype, ``(..., n, s)``."""
+    xp, device = namespace(like), array_api_compat.device(like)
+    seen = xp.ones((like.shape[-2], key.x.shape[-2]), dtype=xp.bool, device=device)
+    if visible is not None:
+        seen = seen & visible
+    if key.log_weight is not None:
+        seen = seen & (xp.matrix_transpose(key.log_weight) > -xp.inf)
+    if bias is not None:
+        seen = seen & (bias > -xp.inf)
+    return xp.astype(seen, like.dtype)
 
 
 def window_block(

@@ -10,10 +10,28 @@ from typing import Any, NamedTuple
 from linattn.typing.records import Array, Index, State
 from linattn.typing.specs import Affine, Exact
 
-__all__ = ["MODIFIERS", "Plan", "Problem"]
+__all__ = ["MODIFIERS", "Plan", "Problem", "RelativeBias"]
 
 MODIFIERS = ("key_bias", "log_decay", "normalize")
 """Attributes of a problem that change its result, and that whole functions are not given."""
+
+
+class RelativeBias(NamedTuple):
+    """Log weights of pairs that depend on the offset of the key from the query, j - i, alone.
+
+    Attributes
+    ----------
+    table : Array
+        ``(..., 2 r + 3)`` in the accumulation dtype: that of keys further left than r, of offsets
+        -r to r, and of keys further right; leading axes are heads.
+    """
+
+    table: Array
+
+    @property
+    def reach(self) -> int:
+        """The largest offset r that has a log weight of its own."""
+        return (int(self.table.shape[-1]) - 3) // 2
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,10 @@ class Problem:
         How they are; None without a window.
     signed : bool
         Whether features take both signs, so that a denominator may cancel.
+    local_window : tuple of int or None
+        Keys ``(left, right)`` of a query that softmax attention sees; None for all.
+    relative_bias : RelativeBias or None
+        Log weights of offsets, of softmax attention and beside an exact window.
     key_bias : Array or None
         ``(..., S, 1)`` in the accumulation dtype: log weight of each key, beside the mask.
     log_decay : Array or None
@@ -90,6 +112,8 @@ class Problem:
     exact_window: int | None = None
     near_spec: Exact | None = None
     signed: bool = False
+    local_window: tuple[int, int] | None = None
+    relative_bias: RelativeBias | None = None
     key_bias: Array | None = None
     log_decay: Array | None = None
     normalize: bool = True

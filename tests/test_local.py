@@ -1,0 +1,211 @@
+"""Softmax attention of a sliding window, and with biases of offsets, against the dense oracle."""
+
+# mypy: disable-error-code="arg-type, call-overload, misc"
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn._driver import local
+from linattn.reference import softmax_attention
+
+
+def offsets(length):
+    return np.arange(length) - np.arange(length)[:, None]
+
+
+def in_window(length, size):
+    """Which key j query i sees, (L, L)."""
+    left, right = size if isinstance(size, tuple) else (size, size)
+    apart = offsets(length)
+    seen = apart >= -(length if left is None else left)
+    return seen & (apart <= (length if right is None else right))
+
+
+def bias_of_pairs(length, window_bias, far_bias=None):
+    """Bias of every pair, (..., L, L), one by one."""
+    reach = window_bias.shape[-1] // 2
+    left, right = (window_bias[..., 0], window_bias[..., -1]) if far_bias is None else far_bias
+    apart = offsets(length)
+    columns = []
+    for offset in range(-length, length + 1):
+        inside = abs(offset) <= reach
+        far = left if offset < 0 else right
+        columns.append(window_bias[..., offset + reach] if inside else far)
+    lead = np.broadcast_shapes(*(np.shape(column) for column in columns))
+    table = np.stack([np.broadcast_to(column, lead) for column in columns], axis=-1)
+    return table[..., apart + length]
+
+
+def log_normalizers(query, key, bias, visible):
+    """Logs of the sums of all weights, dense."""
+    logits = query @ np.swapaxes(key, -1, -2) * query.shape[-1] ** -0.5 + bias
+    logits = np.where(visible, logits, -np.inf)
+    return np.logaddexp.reduce(logits, axis=-1)
+
+
+@given(data=st.data())
+def test_equals_the_dense_oracle(xp_any_shape, draws, data):
+    xp = xp_any_shape
+    length = data.draw(draws.lengths(200), label="length")
+    side = st.none() | st.integers(0, length + 3)
+    size = data.draw(st.none() | st.integers(0, length + 3) | st.tuples(side, side), label="size")
+    reach = data.draw(st.none() | st.integers(0, 70), label="reach")
+    is_causal, has_far = data.draw(st.booleans()), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(draws.seeds))
+    query, key = rng.standard_normal((2, 3, length, 4)), rng.standard_normal((2, 1, length, 4))
+    value = rng.standard_normal((1, length, 5))
+    key_mask = rng.random((2, 1, length)) < 0.8
+    options, bias = {}, np.zeros((1, 1))
+    if reach is not None:
+        window_bias = 3 * rng.standard_normal((3, 2 * reach + 1))
+        right = rng.standard_normal((2, 1))
+        options["window_bias"] = xp.array(window_bias)
+        if has_far:
+            options["far_bias"] = (0.5, xp.array(right))
+        bias = bias_of_pairs(length, window_bias, (0.5, right) if has_far else None)
+    hidden = key.copy()
+    hidden[~key_mask] = np.nan
+    out, log = linattn.softmax_attention(
+        *(xp.array(x) for x in (query, hidden, value)),
+        is_causal=is_causal,
+        key_mask=xp.array(key_mask),
+        local_window_size=size,
+        return_log_normalizer=True,
+        **options,
+    )
+    visible = in_window(length, (None, None) if size is None else size)
+    visible = visible & ((offsets(length) <= 0) | (not is_causal))
+    expected = softmax_attention(
+        query, key, value, key_mask=key_mask, visible=visible, bias=bias + np.zeros((length,) * 2)
+    )
+    assert_allclose(xp.numpy(out), expected, rtol=1e-11, atol=1e-12)
+    seen = visible & key_mask[..., None, :]
+    assert_allclose(xp.numpy(log), log_normalizers(query, key, bias, seen), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_library(xp, dtype, monkeypatch):
+    monkeypatch.setattr(local, "MAX_PAIRS", 2**11)  # several runs of keys
+    length = 60 if xp.name in {"dask", "jax"} else 150
+    rng = np.random.default_rng(2)
+    host = [x.astype(dtype) for x in rng.standard_normal((3, 2, length, 8))]
+    window_bias = rng.standard_normal((2, 41))
+    arrays = [xp.array(x) for x in host]
+    out, log = linattn.softmax_attention(
+        *arrays,
+        local_window_size=(90, 25),
+        window_bias=xp.array(window_bias, "float32"),
+        far_bias=(-0.5, 0.25),
+        return_log_normalizer=True,
+    )
+    xp.assert_like(out, arrays[0])
+    assert log.dtype == xp.dtype("float32")
+    doubles = [x.astype(np.float64) for x in host]
+    visible = in_window(length, (90, 25))
+    bias = bias_of_pairs(length, window_bias, (-0.5, 0.25))
+    expected = softmax_attention(*doubles, visible=visible, bias=bias)
+    bound = 2e-3 if dtype == "float16" else 3e-6
+    assert_allclose(xp.numpy(out), expected, rtol=0, atol=bound)
+    logs = log_normalizers(doubles[0], doubles[1], bias, visible)
+    assert_allclose(xp.numpy(log), logs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.frameworks
+def test_traced():
+    jax = pytest.importorskip("jax")
+    query, key, value = np.random.default_rng(2).standard_normal((3, 2, 70, 8))
+    bias = np.random.default_rng(3).standard_normal((2, 9))
+
+    def attend(*arrays):
+        *qkv, bias = arrays
+        return linattn.softmax_attention(
+            *qkv, is_causal=True, local_window_size=12, window_bias=bias
+        )
+
+    arrays = [jax.numpy.asarray(x, dtype="float32") for x in (query, key, value, bias)]
+    out = jax.jit(attend)(*arrays)
+    assert_allclose(np.asarray(out), attend(query, key, value, bias), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize("options", [{}, {"window_bias": np.linspace(-1, 1, 21)}])
+def test_what_a_query_does_not_see_does_not_reach_it(backend, options):
+    """NaN and inf in keys and values: rows that see them only, and -inf in a bias is not seen."""
+    rng = np.random.default_rng(4)
+    query, key, value = rng.standard_normal((3, 200, 6))
+    expected = linattn.softmax_attention(query, key, value, local_window_size=(9, 4), **options)
+    key[50, 0], value[100, 1], value[150, 2] = np.nan, np.inf, -np.inf
+    with linattn.config() if backend else linattn.without_backends():
+        out = linattn.softmax_attention(query, key, value, local_window_size=(9, 4), **options)
+        bias = np.where(np.abs(np.arange(-9, 10)) == 3, -np.inf, 0.0)
+        holes = linattn.softmax_attention(query, key, value, local_window_size=9, window_bias=bias)
+    sees = in_window(200, (9, 4))
+    assert np.isnan(out[sees[:, 50]]).all()
+    assert_array_equal(out[sees[:, 100], 1], np.inf)
+    assert_array_equal(out[sees[:, 150], 2], -np.inf)
+    touched = np.isnan(expected)
+    touched[sees[:, 50]], touched[sees[:, 100], 1], touched[sees[:, 150], 2] = True, True, True
+    assert_allclose(out[~touched], expected[~touched], rtol=1e-12, atol=1e-13)
+    assert_array_equal(np.isinf(holes[95:106, 1]), np.abs(np.arange(-5, 6)) != 3)
+
+
+def test_a_later_token_moves_no_earlier_row():
+    query, key, value = np.random.default_rng(5).standard_normal((3, 100, 4))
+    changed = key.copy()
+    changed[60] = 50.0
+    outs = [
+        linattn.softmax_attention(query, x, value, is_causal=True, local_window_size=20)
+        for x in (key, changed)
+    ]
+    moved = np.any(outs[0] != outs[1], axis=-1)
+    assert_array_equal(np.flatnonzero(moved), np.arange(60, 81))
+
+
+def test_memory_does_not_grow_with_length_or_window():
+    peaks = []
+    for length, window in ((4096, 64), (16_384, 64), (16_384, 1024)):
+        query, key, value = np.zeros((3, length, 16), dtype=np.float32)
+        tracemalloc.start()
+        linattn.softmax_attention(query, key, value, local_window_size=(window, 0))
+        peaks.append(tracemalloc.get_traced_memory()[1] - query.nbytes)
+        tracemalloc.stop()
+    assert max(peaks) < 2 * min(peaks) + 4e6
+
+
+QKV = np.zeros((3, 2, 8, 4))
+MISTAKES = [
+    ({"local_window_size": -1}, ValueError, r"local_window_size.0. must be at least 0, got -1"),
+    ({"local_window_size": 2.0}, TypeError, r"local_window_size.0. must be an integer .*got 2.0"),
+    ({"local_window_size": (1, 2, 3)}, ValueError, r"a pair \(left, right\), got \(1, 2, 3\)"),
+    ({"window_bias": np.zeros(4)}, ValueError, r"last axis of 2 r \+ 1.*got \(4,\)"),
+    ({"window_bias": np.zeros((3, 5))}, ValueError, r"window_bias must broadcast .*\(2,\), got"),
+    ({"window_bias": np.full(3, np.nan)}, ValueError, "window_bias must hold no NaN"),
+    ({"window_bias": np.zeros(3, int)}, TypeError, "window_bias must have dtype float16"),
+    ({"window_bias": [0.0]}, TypeError, "window_bias must be an array"),
+    ({"far_bias": (0, 0)}, ValueError, "far_bias needs window_bias"),
+    ({"window_bias": np.zeros(3), "far_bias": 1.0}, TypeError, "far_bias must be a pair"),
+    ({"window_bias": np.zeros(3), "far_bias": (0, np.nan)}, ValueError, "must be a finite number"),
+    ({"window_bias": np.zeros(3), "far_bias": (0, np.zeros(3))}, ValueError, r"far_bias.1. must"),
+    ({"return_log_normalizer": 1}, TypeError, "return_log_normalizer must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), MISTAKES)
+def test_mistakes_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        linattn.softmax_attention(*QKV, **options)
+
+
+@pytest.mark.parametrize("name", ["local_window_size", "window_bias"])
+def test_both_are_of_one_sequence(name):
+    option = {name: 3 if name == "local_window_size" else np.zeros(3)}
+    with pytest.raises(ValueError, match=f"under {name} query and key must have equal length"):
+        linattn.softmax_attention(QKV[0][:, :5], QKV[1], QKV[2], **option)
