@@ -20,6 +20,7 @@ __all__ = [
     "check_features",
     "check_finite_number",
     "check_flag",
+    "check_key_bias",
     "check_key_mask",
     "check_leading_axes",
     "check_log_weights",
@@ -238,37 +239,71 @@ def check_key_mask(
     ValueError
         Not of shape ``(S,)`` or ``key.shape[:-1]`` up to axes of 1.
     """
-    mask_xp, mask = _one_array(f"{of}_mask", key_mask)
-    if mask_xp is not xp:
-        message = (
-            f"{of} and {of}_mask must come from one array library, got {library_name(xp)} and "
-            f"{library_name(mask_xp)}"
-        )
-        raise TypeError(message)
-    _check_device(of, key, f"{of}_mask", mask)
+    mask = _same_library(f"{of}_mask", key_mask, of, key, xp)
     if mask.dtype != xp.bool:
         message = f"{of}_mask must be boolean (True = attend), got dtype {mask.dtype}"
         raise TypeError(message)
-    wanted = tuple(key.shape[:-1])
-    shape = tuple(mask.shape)
+    return _one_each(f"{of}_mask", mask, of, key, query_len)
+
+
+def check_key_bias(
+    key_bias: Any, key: Array, xp: ModuleType, dtype: Any, *, query_len: int | None
+) -> Array:
+    """Check log weights of keys and return them as ``(..., S, 1)`` in this dtype.
+
+    Raises
+    ------
+    TypeError
+        Not a floating array of the library of ``key``.
+    ValueError
+        Not of shape ``(S,)`` or ``key.shape[:-1]`` up to axes of 1; NaN or +inf.
+    """
+    bias = _same_library("key_bias", key_bias, "key", key, xp)
+    _check_float("key_bias", bias, xp)
+    bias = _one_each("key_bias", bias, "key", key, query_len)
+    if not is_lazy(bias) and not bool(xp.all(bias < xp.inf)):
+        message = (
+            "key_bias must hold no NaN and no +inf (-inf leaves a key out), got some; mend it first"
+        )
+        raise ValueError(message)
+    return xp.astype(bias, dtype, copy=False)
+
+
+def _same_library(name: str, array: Any, of: str, key: Array, xp: ModuleType) -> Array:
+    """Check that something is an array of the library and device of the keys."""
+    other_xp, array = _one_array(name, array)
+    if other_xp is not xp:
+        message = (
+            f"{of} and {name} must come from one array library, got {library_name(xp)} and "
+            f"{library_name(other_xp)}"
+        )
+        raise TypeError(message)
+    _check_device(of, key, name, array)
+    return array
+
+
+def _one_each(name: str, array: Array, of: str, key: Array, query_len: int | None) -> Array:
+    """Check that an array has one number for each key, and return it as ``(..., S, 1)``."""
+    xp, wanted, shape = namespace(array), tuple(key.shape[:-1]), tuple(array.shape)
     fits = len(shape) == len(wanted) and all(
         a in (1, b) for a, b in zip(shape, wanted, strict=True)
     )
     if not fits and shape != wanted[-1:]:
+        noun = name.partition("_")[2]
         message = (
-            f"{of}_mask must have shape ({wanted[-1]},), or one axis for each axis of {of} but "
-            f"the last, each 1 or equal, that is {wanted}; got {shape}. A mask of shape (batch, "
-            f"length) is given to a {of} with a heads axis as mask[:, None, :]"
+            f"{name} must have shape ({wanted[-1]},), or one axis for each axis of {of} but "
+            f"the last, each 1 or equal, that is {wanted}; got {shape}. A {noun} of shape (batch, "
+            f"length) is given to a {of} with a heads axis as {noun}[:, None, :]"
         )
         if query_len is not None and shape[-2:] == (query_len, wanted[-1]):
             message += (
-                ". A mask for each pair of query and key cannot be honoured: memory that does not "
-                "grow with the length never forms the pairs; use is_causal"
+                f". A {noun} for each pair of query and key cannot be honoured: memory that does "
+                f"not grow with the length never forms the pairs; use is_causal"
             )
         raise ValueError(message)
     if len(shape) == 1:
-        mask = xp.reshape(mask, (1,) * (len(wanted) - 1) + shape)
-    return xp.broadcast_to(mask, (*mask.shape[:-1], wanted[-1]))[..., None]
+        array = xp.reshape(array, (1,) * (len(wanted) - 1) + shape)
+    return xp.broadcast_to(array, (*array.shape[:-1], wanted[-1]))[..., None]
 
 
 def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) -> Features:

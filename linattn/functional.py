@@ -88,6 +88,7 @@ def linear_attention(
     *,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     return_log_normalizer: bool = False,
@@ -118,6 +119,9 @@ def linear_attention(
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend. What a masked key and value hold does not matter, NaN included.
+    key_bias : floating array, of the shapes that a mask may have, optional
+        Log weight of each key: its weights are multiplied by ``exp(key_bias)``. A key of -inf is
+        masked. Default 0.
     initial_state : State, optional
         Keys seen before these: full attention attends to both, a causal stream goes on.
     return_state : bool, optional
@@ -205,6 +209,7 @@ def linear_attention(
         feature_map,
         is_causal=is_causal,
         key_mask=key_mask,
+        key_bias=key_bias,
         state=initial_state,
         chunk_size=chunk_size,
         want_log=return_log_normalizer,
@@ -349,7 +354,13 @@ def softmax_attention(
 
 @_arrays.on_array_device
 def decode_step(
-    query: ArrayT, key: Array, value: Array, state: State, feature_map: FeatureMap
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    state: State,
+    feature_map: FeatureMap,
+    *,
+    key_bias: Array | float | None = None,
 ) -> tuple[ArrayT, State]:
     """Causal linear attention of one token after a state.
 
@@ -364,6 +375,8 @@ def decode_step(
         Everything seen before; it is not changed.
     feature_map : FeatureMap
         The map of the state.
+    key_bias : float or floating array of the key's leading axes, up to axes of 1, optional
+        Log weight of the key. Default 0.
 
     Returns
     -------
@@ -386,7 +399,7 @@ def decode_step(
     -----
     Time and memory O(m (d + e)), whatever the context length.
     """
-    problem = step_problem(query, key, value, state, feature_map)
+    problem = step_problem(query, key, value, state, feature_map, key_bias=key_bias)
     assert problem.state is not None
     output, after = forward.step(problem, problem.state)
     return output, stamped(after, state, feature_map)

@@ -11,7 +11,7 @@ from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import GradientOptions
 from linattn._driver.problem import linear_problem, stamped
-from linattn._generic.feature_vjps import check_differentiable
+from linattn._generic.feature_vjps import check_differentiable, sum_to
 from linattn.typing import Array, ArrayT, Cotangent, FeatureMap, Problem, State
 
 __all__ = [
@@ -69,6 +69,7 @@ def linear_attention_vjp(
     *,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -97,7 +98,7 @@ def linear_attention_vjp(
         Same library, dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, initial_state, chunk_size
+    is_causal, key_mask, key_bias, initial_state, chunk_size
         As for :func:`linattn.linear_attention`.
     return_state : bool, optional
         The first result is then the tuple ``(output, state)``. Default False.
@@ -109,12 +110,12 @@ def linear_attention_vjp(
     output : array, (..., L, e)
         What :func:`linattn.linear_attention` returns for the same arguments.
     pullback : callable
-        ``pullback(grad_output, grad_state=None) -> (grad_query, grad_key, grad_value)``, and a
-        fourth where there is an initial state. ``grad_output``, (..., L, e), is the derivative of
-        the loss by ``output``. ``grad_state``, (..., m, e + 1), with ``return_state`` only, is its
-        derivative by ``state.kvz``; the fourth gradient is that by ``initial_state.kvz``. Each
-        gradient has the shape, dtype and device of its argument: sums over axes along which the
-        argument was broadcast. The pullback may be called more than once.
+        ``pullback(grad_output, grad_state=None) -> (grad_query, grad_key, grad_value)``, and then,
+        of those that there are, the gradients by ``initial_state.kvz`` and ``key_bias``, in this
+        order. ``grad_output``, (..., L, e), is the derivative of the loss by ``output``.
+        ``grad_state``, (..., m, e + 1), with ``return_state`` only, is its derivative by
+        ``state.kvz``. Each gradient has the shape, dtype and device of its argument: sums over axes
+        along which the argument was broadcast. The pullback may be called more than once.
 
     Raises
     ------
@@ -182,16 +183,18 @@ def linear_attention_vjp(
         feature_map,
         is_causal=is_causal,
         key_mask=key_mask,
+        key_bias=key_bias,
         state=initial_state,
         chunk_size=chunk_size,
     )
+    weights = {"key_bias": key_bias}
     checkpoints = backward.checkpoints_for(problem)
     output, state, _ = forward.solve(problem, return_state=return_state, checkpoints=checkpoints)
     # A backend that does the whole problem may give a state that nobody asked for.
     if state is None or not return_state:
-        return output, pullback_of(problem, checkpoints=checkpoints)
+        return output, pullback_of(problem, weights, checkpoints=checkpoints)
     state = stamped(state, initial_state, feature_map)
-    return (output, state), pullback_of(problem, state.log_scale, checkpoints)
+    return (output, state), pullback_of(problem, weights, state.log_scale, checkpoints)
 
 
 @_arrays.on_array_device
@@ -274,12 +277,17 @@ def differentiable_problem(
 
 
 def pullback_of(
-    problem: Problem, log_scale: Array = None, checkpoints: Checkpoints | None = None
+    problem: Problem,
+    weights: dict[str, Array] | None = None,
+    log_scale: Array = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Pullback:
     """Return the pullback of a problem; ``log_scale``: that of its last state, if it was asked for.
 
-    Nothing of the forward pass is needed for it; checkpoints of it make it faster.
+    ``weights``: what it was given beside query, key and value that has a gradient, as it came.
+    Nothing of the forward pass is needed; checkpoints of it make it faster.
     """
+    weights = {name: array for name, array in (weights or {}).items() if array is not None}
 
     @_arrays.on_array_device
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
@@ -287,9 +295,18 @@ def pullback_of(
         _check_cotangent("grad_output", grad_output, "output", shape, problem.query)
         cotangent = Cotangent(grad_output, _state_cotangent(grad_state, log_scale, problem))
         gradients = backward.pull(problem, cotangent, checkpoints)
-        return gradients[:3] if problem.state is None else tuple(gradients)
+        state = () if problem.state is None else (gradients.state,)
+        rest = (_like(getattr(gradients, name), array) for name, array in weights.items())
+        return (*gradients[:3], *state, *rest)
 
     return pullback
+
+
+def _like(gradient: Array, array: Array) -> Array:
+    """Sum the gradient of rows of keys, ``(..., S, 1)``, to the shape and dtype of an argument."""
+    xp, shape = _arrays.namespace(gradient), tuple(array.shape)
+    summed = sum_to(gradient[..., 0], shape, 0)
+    return xp.astype(summed, array.dtype, copy=False)
 
 
 def _check_cotangent(

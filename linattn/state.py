@@ -88,21 +88,6 @@ def _check_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     return tuple(batch_shape)
 
 
-def _update_problem(state: Any, key: Any, value: Any, feature_map: Any, key_mask: Any) -> Problem:
-    """Describe an update: full attention with no queries."""
-    _checks.check_state_record("state", state)
-    _, (key, value) = _checks.check_arrays(key=key, value=value)
-    return linear_problem(
-        key[..., :0, :],
-        key,
-        value,
-        feature_map,
-        key_mask=key_mask,
-        state=state,
-        state_name="state",
-    )
-
-
 @_arrays.on_array_device
 def update_state(
     state: State,
@@ -111,6 +96,7 @@ def update_state(
     feature_map: FeatureMap,
     *,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
 ) -> State:
     """Add keys and values to a state.
 
@@ -126,6 +112,8 @@ def update_state(
         The map of the state.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend.
+    key_bias : floating array, of the shapes that a mask may have, optional
+        Log weight of each key. Default 0.
 
     Returns
     -------
@@ -141,7 +129,18 @@ def update_state(
     -----
     Time O(S m (d + e)); extra memory O(c m) with blocks of c tokens.
     """
-    problem = _update_problem(state, key, value, feature_map, key_mask)
+    _checks.check_state_record("state", state)
+    _, (key, value) = _checks.check_arrays(key=key, value=value)
+    problem = linear_problem(
+        key[..., :0, :],
+        key,
+        value,
+        feature_map,
+        key_mask=key_mask,
+        key_bias=key_bias,
+        state=state,
+        state_name="state",
+    )
     after = forward.solve(problem, return_state=True)[1]
     assert after is not None
     return stamped(after, state, feature_map)
@@ -311,10 +310,12 @@ class Decoder:
         return State(kvz, log_scale, length, self._state.fingerprint)
 
     @_arrays.on_array_device
-    def step(self, query: Array, key: Array, value: Array) -> Array:
+    def step(
+        self, query: Array, key: Array, value: Array, *, key_bias: Array | float | None = None
+    ) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
 
-        Leading axes as of :func:`linattn.decode_step`.
+        Leading axes and ``key_bias`` as of :func:`linattn.decode_step`.
 
         Raises
         ------
@@ -322,6 +323,11 @@ class Decoder:
             As :func:`linattn.decode_step`; the state is then as before.
         """
         arrays: tuple[Array, ...] = (query, key, value)
+        if key_bias is not None:
+            before, phi = self.state, self._feature_map
+            weighted = step_problem(query, key, value, before, phi, key_bias=key_bias)
+            self._leave_stepper()
+            return self._by_driver(weighted)
         problem, kind = self._checked or (None, None)
         if problem is None or kind != _step_kind(problem.xp, arrays):
             problem, arrays = self._check(*arrays)
@@ -334,7 +340,10 @@ class Decoder:
             # One step by other means; the next asks for a stepper again.
             self._leave_stepper()
         query, key, value = (array[..., None, :] for array in arrays)
-        problem = problem.replace(query=query, key=key, value=value)
+        return self._by_driver(problem.replace(query=query, key=key, value=value))
+
+    def _by_driver(self, problem: Problem) -> Array:
+        """Take a step that no stepper takes."""
         output, after = forward.step(problem, self._state)
         self._state = stamped(after, self._state, self._feature_map)
         return output

@@ -16,16 +16,17 @@ import linattn_numpy
 # Words in a fixed order: a reader of this table sees the whole interface, and so does a review.
 SIGNATURES = {
     "linear_attention": (
-        "(query, key, value, feature_map, *, is_causal=False, key_mask=None, initial_state=None, "
-        "return_state=False, return_log_normalizer=False, chunk_size=None, exact_window=None)"
+        "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
+        "initial_state=None, return_state=False, return_log_normalizer=False, chunk_size=None, "
+        "exact_window=None)"
     ),
     "softmax_attention": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, "
         "local_window_size=None, window_bias=None, far_bias=None, return_log_normalizer=False)"
     ),
     "linear_attention_vjp": (
-        "(query, key, value, feature_map, *, is_causal=False, key_mask=None, initial_state=None, "
-        "return_state=False, chunk_size=None, exact_window=None)"
+        "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
+        "initial_state=None, return_state=False, chunk_size=None, exact_window=None)"
     ),
     "softmax_attention_vjp": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
     "attention": (
@@ -40,13 +41,13 @@ SIGNATURES = {
     "CoresetAttention.load": "(path, like=None)",
     "State": "(kvz, log_scale, length, fingerprint=None)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
-    "update_state": "(state, key, value, feature_map, *, key_mask=None)",
+    "update_state": "(state, key, value, feature_map, *, key_mask=None, key_bias=None)",
     "read_state": "(query, state, feature_map)",
     "merge_states": "(first, second)",
     "merge_outputs": "(parts)",
-    "decode_step": "(query, key, value, state, feature_map)",
+    "decode_step": "(query, key, value, state, feature_map, *, key_bias=None)",
     "Decoder": "(feature_map, state)",
-    "Decoder.step": "(self, query, key, value)",
+    "Decoder.step": "(self, query, key, value, *, key_bias=None)",
     "save_state": "(path, state, feature_map=None)",
     "load_state": "(path, feature_map=None, like=None)",
     "config": "(num_threads=None, precision=None)",

@@ -46,6 +46,8 @@ class Gradients(NamedTuple):
     key: Array
     value: Array
     state: Array
+    key_bias: Array = None
+    """``(..., S, 1)``, or None without a bias."""
 
 
 class _Walk(NamedTuple):
@@ -56,8 +58,8 @@ class _Walk(NamedTuple):
     functions: BlockFunctions
     block_size: int
     task: Index
-    rows: tuple[GradientRows, GradientRows, GradientRows]
-    """Of queries, keys and values."""
+    rows: dict[str, GradientRows]
+    """By the names that their arguments have in a problem."""
 
     def query_slices(self) -> list[slice]:
         """Blocks of queries; none where no row reaches the output."""
@@ -84,23 +86,26 @@ class _Walk(NamedTuple):
         affine = self.problem.query_change
         if affine is not None:
             gradient = change_coordinates_vjp(affine, gradient, None)
-        self.rows[0].write(self.task, rows, gradient)
+        self.rows["query"].write(self.task, rows, gradient)
 
     def write_key(
         self, rows: slice, values_and_one: Array, grad_key: Array, grad_values_and_one: Array
     ) -> None:
         """Pull gradients of keys back to the caller's; those of masked keys are exactly 0."""
         problem, xp = self.problem, self.problem.xp
-        grad_value = grad_values_and_one[..., :-1]
-        if problem.key_change is not None:
+        gradients = {"key": grad_key, "value": grad_values_and_one[..., :-1]}
+        if problem.key_change is not None or problem.key_bias is not None:
             weight = xp.sum(values_and_one * grad_values_and_one, axis=-1, keepdims=True)
-            grad_key = change_coordinates_vjp(problem.key_change, grad_key, weight)
-        if problem.key_mask is not None:
-            mask = problem.key_mask[..., rows, :]
-            grad_key = xp.where(mask, grad_key, xp.zeros_like(grad_key))
-            grad_value = xp.where(mask, grad_value, xp.zeros_like(grad_value))
-        self.rows[1].write(self.task, rows, grad_key)
-        self.rows[2].write(self.task, rows, grad_value)
+            if problem.key_bias is not None:
+                gradients["key_bias"] = weight
+            if problem.key_change is not None:
+                moved = change_coordinates_vjp(problem.key_change, grad_key, weight)
+                gradients["key"] = moved
+        for name, gradient in gradients.items():
+            if problem.key_mask is not None:
+                mask = problem.key_mask[..., rows, :]
+                gradient = xp.where(mask, gradient, xp.zeros_like(gradient))
+            self.rows[name].write(self.task, rows, gradient)
 
     def last_adjoint(self, state: State, adjoint: State) -> State:
         """Adjoint with what a returned state adds to it."""
@@ -132,15 +137,17 @@ def pull(
     # No segments: a causal one needs the adjoint of all after it, and to make that first takes
     # half of what the whole pullback takes. One head alone is done on one thread.
     plan = functions.plan(problem).for_gradients()
-    query, key, value = (
-        GradientRows(problem, array, plan.tasks)
-        for array in (problem.query, problem.key, problem.value)
-    )
+    names = ("query", "key", "value", "key_bias")
+    arrays = {name: getattr(problem, name) for name in names}
+    rows = {
+        name: GradientRows(problem, array, plan.tasks)
+        for name, array in arrays.items()
+        if array is not None
+    }
     states: list[tuple[Index, Array]] = []
 
     def pull_task(task: Index) -> Iterator[State | None]:
         part, part_cotangent = take_problem(problem, task), _take_cotangent(cotangent, task)
-        rows = (query, key, value)
         walk = _Walk(part, part_cotangent, functions, plan.block_size, task, rows)
         walked: Iterator[State | None] = _walk_exact(walk)
         if problem.mode != "exact":
@@ -154,7 +161,7 @@ def pull(
 
     run_tasks(plan, pull_task)
     state = None if problem.state is None else _join(problem, states)
-    return Gradients(query.result(), key.result(), value.result(), state)
+    return Gradients(state=state, **{name: each.result() for name, each in rows.items()})
 
 
 def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
@@ -260,7 +267,7 @@ def _walk_column_normalized(walk: _Walk, state: State, adjoint: State) -> Iterat
     for rows in all_rows:
         tokens = walk.tokens(rows, start)
         gradient = column_normalized_query_vjp(*specs, *tokens, state, walk.grad_output(rows))
-        walk.rows[0].write(walk.task, rows, gradient)
+        walk.rows["query"].write(walk.task, rows, gradient)
         before.append(state)
         state = walk.functions.reduce_block(problem.key_spec, *tokens[1:], state)
         yield adjoint
@@ -289,7 +296,7 @@ def _walk_exact(walk: _Walk) -> Iterator[None]:
             gradient = gradient + functions.exact_query_vjp(
                 spec, query, *_raw_keys(problem, keys), grad_num_den, scale.log, visible
             )
-        walk.rows[0].write(walk.task, rows, gradient)
+        walk.rows["query"].write(walk.task, rows, gradient)
         scales.append(scale)
         yield
     for keys in walk.key_slices(problem.key.shape[-2]):

@@ -50,15 +50,19 @@ def block_slices(length: int, size: int) -> Iterator[slice]:
 
 
 def raw_tokens(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
-    """Tokens of one block as they came; masked keys are zeros of log weight -inf."""
+    """Tokens of one block as they came, with their biases; masked keys are zeros of -inf."""
     xp = problem.xp
     source = problem.query if side == "query" else problem.key
     x = xp.astype(source[..., rows, :], problem.dtype, copy=False)
-    if side == "query" or problem.key_mask is None:
+    if side == "query":
         return Tokens(x, None, start + rows.start)
+    bias = None if problem.key_bias is None else problem.key_bias[..., rows, :]
+    if problem.key_mask is None:
+        return Tokens(x, bias, start + rows.start)
     mask = problem.key_mask[..., rows, :]
     zero = xp.zeros_like(mask, dtype=problem.dtype)
-    return Tokens(xp.where(mask, x, zero), xp.where(mask, zero, zero - xp.inf), start + rows.start)
+    log_weight = xp.where(mask, zero if bias is None else bias, zero - xp.inf)
+    return Tokens(xp.where(mask, x, zero), log_weight, start + rows.start)
 
 
 def in_map_coordinates(problem: Problem, side: str, tokens: Tokens) -> Tokens:

@@ -6,17 +6,34 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn._driver.options import Options
 from linattn.typing import Array
 
-__all__ = ["weight_fields"]
+__all__ = ["mask_and_bias", "weight_fields"]
 
 
-def weight_fields(xp: ModuleType, arrays: Sequence[Array], options: Options) -> dict[str, Any]:
+def weight_fields(
+    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options
+) -> dict[str, Any]:
     """Fields of a problem that say which keys count, and how much, beside the map."""
     query, key, _ = arrays
-    mask = options.key_mask
-    if mask is not None:
-        mask = _checks.check_key_mask(mask, key, xp, query_len=query.shape[-2])
-    return {"key_mask": mask}
+    mask, bias = mask_and_bias(
+        xp, key, dtype, options.key_mask, options.key_bias, query_len=query.shape[-2]
+    )
+    return {"key_mask": mask, "key_bias": bias}
+
+
+def mask_and_bias(
+    xp: ModuleType, key: Array, dtype: Any, key_mask: Any, key_bias: Any, *, query_len: int
+) -> tuple[Array | None, Array | None]:
+    """Check which keys count and how much; a key of bias -inf is masked as any other."""
+    if key_mask is not None:
+        key_mask = _checks.check_key_mask(key_mask, key, xp, query_len=query_len)
+    if key_bias is None:
+        return key_mask, None
+    key_bias = _checks.check_key_bias(key_bias, key, xp, dtype, query_len=query_len)
+    counts = key_bias > -xp.inf
+    if _arrays.is_lazy(key_bias) or not bool(xp.all(counts)):
+        key_mask = counts if key_mask is None else key_mask & counts
+    return key_mask, key_bias

@@ -14,6 +14,7 @@ class InteropOptions(TypedDict, total=False):
 
     is_causal: bool
     key_mask: Array | None
+    key_bias: Array | None
     initial_state: State | None
     chunk_size: int | None
 
@@ -46,6 +47,7 @@ class Options(NamedTuple):
 
     is_causal: Any = False
     key_mask: Any = None
+    key_bias: Any = None
     state: Any = None
     state_name: str = "initial_state"
     chunk_size: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -186,7 +187,7 @@ def _describe(
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
     if near_spec is not None:
         _check_not_corrected(specs[0], feature_map)
-    weights, state = weight_fields(xp, arrays, options), options.state
+    weights, state = weight_fields(xp, arrays, dtype, options), options.state
     if state is not None:
         e, name = value.shape[-1], options.state_name
         state = _checks.check_state(name, state, m=m, e=e, dtype=dtype, like=query)
@@ -295,8 +296,12 @@ class _Step(NamedTuple):
 _last_step: ContextVar[_Step | None] = ContextVar("last step", default=None)
 
 
-def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any) -> Problem:
+def step_problem(
+    query: Any, key: Any, value: Any, state: Any, feature_map: Any, **weights: Any
+) -> Problem:
     """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it.
+
+    ``weights``: what else the token is given, ``key_bias``, a number or ``(...)`` each.
 
     Keys and values add no leading axis to the state: that would take several tokens for several
     streams.
@@ -309,8 +314,10 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
     if isinstance(state, State):
         given += [state.kvz, state.log_scale]
     kinds = _arrays.kinds(given)
+    weights = {name: weight for name, weight in weights.items() if weight is not None}
     if (
         last is not None
+        and not weights
         and last.feature_map is feature_map
         and last.kinds == kinds
         and last.settings == settings
@@ -324,15 +331,26 @@ def step_problem(query: Any, key: Any, value: Any, state: Any, feature_map: Any)
         # Elsewhere None means that nothing came before.
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
-    options = Options(is_causal=True, state=state, state_name="state", one_token=True)
+    weights = {name: _of_one_token(weight, key) for name, weight in weights.items()}
+    options = Options(is_causal=True, state=state, state_name="state", one_token=True, **weights)
     problem = _describe(xp, (query, key, value), feature_map, options)
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.
-    if getattr(feature_map, "_caches_specs", False) and _arrays.are_ordinary(given):
+    caches = getattr(feature_map, "_caches_specs", False) and not weights
+    if caches and _arrays.are_ordinary(given):
         bare = problem.replace(query=None, key=None, value=None, state=None)
         fingerprint = _checks.known_fingerprint(state)
         _last_step.set(_Step(feature_map, settings, kinds, fingerprint, bare))
     return problem
+
+
+def _of_one_token(weight: Any, key: Array) -> Any:
+    """Give a token's number, or ``(...)``, the axis of length that its key has, ``(..., 1, d)``."""
+    if isinstance(weight, numbers.Real) and not isinstance(weight, bool | np.bool_):
+        xp, device = _arrays.namespace(key), array_api_compat.device(key)
+        dtype = _arrays.accumulation_dtype(xp, key.dtype, None)
+        return xp.full((1,) * (key.ndim - 1), float(weight), dtype=dtype, device=device)
+    return weight[..., None] if hasattr(weight, "ndim") else weight
 
 
 def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:

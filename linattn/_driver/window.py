@@ -49,6 +49,9 @@ def window_rows(
     problem = problem.replace(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
     blocked = problem.replace(**{name: _over_blocks(getattr(problem, name)) for name in names})
+    # Backends may take a log weight for a mask.
+    weighted = problem.key_bias is not None
+    window_block: Any = _generic.window_block if weighted else functions.window_block
     start = state.length
     before = state
     later: Iterator[State | None] = repeat(None)
@@ -63,7 +66,7 @@ def window_rows(
         states = _block_states(blocked, raw, values_and_one, functions)
         rows = slice(first * w, min((first + g) * w, length))
         query = in_blocks(raw_tokens(problem, "query", rows, start), g * w, w)
-        near = functions.window_block(
+        near = window_block(
             problem.near_spec, query, raw, values_and_one, problem.is_causal, problem.lazy
         )
         seen, before = functions.far_states(before, states, after, problem.lazy)

@@ -206,6 +206,7 @@ def column_normalized_key_vjp(
     grad_output: Array,
 ) -> tuple[Array, Array, State]:
     """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
+    xp = namespace(values_and_one)
     log_q, keys = evaluate(query_spec, query).log, evaluate(key_spec, key)
     reads = _reads(log_q, keys.log, values_and_one, state, grad_output)
     queries, zero = Features(reads.log_weight, None), reads.share[..., :1] * 0
@@ -219,4 +220,9 @@ def column_normalized_key_vjp(
         grad_values_and_one + sum_to(inner_values_and_one, lead, 2),
     )
     gradient = features_vjp(key_spec, key, Features(cotangent, None))
+    # A factor on all features of a key is a factor on its [v, 1], in normalizers too.
+    grad_value = grad_values_and_one[..., :-1]
+    weight = xp.sum(cotangent, axis=-1, keepdims=True)
+    inner = xp.sum(grad_value * values_and_one[..., :-1], axis=-1, keepdims=True)
+    grad_values_and_one = xp.concat([grad_value, weight - inner], axis=-1)
     return gradient, grad_values_and_one, absorb_rows(queries, reads.g1, zero, adjoint, reads.inner)

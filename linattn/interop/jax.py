@@ -63,6 +63,7 @@ def linear_attention(
     *,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -79,9 +80,9 @@ def linear_attention(
         Same dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, initial_state, return_state, chunk_size
-        As for :func:`linattn.linear_attention`. Gradients flow through ``kvz`` of the states; their
-        ``log_scale`` is held constant.
+    is_causal, key_mask, key_bias, initial_state, return_state, chunk_size
+        As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias`` and through
+        ``kvz`` of the states; their ``log_scale`` is held constant.
 
     Returns
     -------
@@ -105,7 +106,7 @@ def linear_attention(
     return_state = _checks.check_flag("return_state", return_state)
 
     def problem_of(arrays: Any) -> Any:
-        query, key, value, state, key_mask = jax.tree.map(_as_jax, arrays)
+        query, key, value, state, weights, key_mask = jax.tree.map(_as_jax, arrays)
         with _settings.use_settings(policy):
             return differentiable_problem(
                 query,
@@ -116,6 +117,7 @@ def linear_attention(
                 key_mask=key_mask,
                 state=state,
                 chunk_size=chunk_size,
+                **weights,
             )
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
@@ -130,14 +132,14 @@ def linear_attention(
         arrays, log_scale = residuals
         cotangents = jax.tree.map(_as_jax, cotangents)
         grad_output, grad_state = cotangents
-        pullback = pullback_of(problem_of(arrays), log_scale)
+        before, weights = arrays[3:5]
+        pullback = pullback_of(problem_of(arrays), weights, log_scale)
         gradients = pullback(grad_output, None if grad_state is None else grad_state.kvz)
-        state = (
-            None
-            if arrays[3] is None
-            else arrays[3]._replace(kvz=gradients[3], log_scale=None, length=None)
-        )
-        return ((*gradients[:3], state, None),)
+        *qkv, given = (*gradients[:3], iter(gradients[3:]))
+        state = None
+        if before is not None:
+            state = before._replace(kvz=next(given), log_scale=None, length=None)
+        return ((*qkv, state, dict(zip(weights, given, strict=True)), None),)
 
     attend.defvjp(forward, backward)
     before = None
@@ -148,7 +150,9 @@ def linear_attention(
         # A trace would take the fingerprint for a number.
         before = initial_state._replace(**native, fingerprint=None)
     arrays = _taken(query=query, key=key, value=value)
-    output, state = attend((*arrays, before, *_taken(key_mask=key_mask)))
+    named = {"key_bias": key_bias}
+    weights = {name: _taken(**{name: a})[0] for name, a in named.items() if a is not None}
+    output, state = attend((*arrays, before, weights, *_taken(key_mask=key_mask)))
     return (output, stamped(state, initial_state, feature_map)) if return_state else output
 
 

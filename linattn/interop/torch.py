@@ -61,6 +61,7 @@ def linear_attention(
     *,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -77,9 +78,9 @@ def linear_attention(
         Same dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, initial_state, return_state, chunk_size
-        As for :func:`linattn.linear_attention`. Gradients flow through ``kvz`` of the states; their
-        ``log_scale`` is held constant.
+    is_causal, key_mask, key_bias, initial_state, return_state, chunk_size
+        As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias`` and through
+        ``kvz`` of the states; their ``log_scale`` is held constant.
 
     Returns
     -------
@@ -105,7 +106,7 @@ def linear_attention(
         _checks.check_state_record("initial_state", initial_state)
         check_map_of_state("initial_state", initial_state, feature_map)
         kvz, log_scale, length, _ = initial_state
-    arrays = (query, key, value, kvz, log_scale, key_mask)
+    arrays = (query, key, value, kvz, key_bias, log_scale, key_mask)
     output, kvz, log_scale = _LinearAttention.apply(
         *arrays, length, feature_map, settings, return_state
     )
@@ -163,6 +164,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         key: Array,
         value: Array,
         kvz: Array,
+        key_bias: Array,
         log_scale: Array,
         key_mask: Array,
         length: int,
@@ -170,7 +172,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         settings: dict[str, Any],
         return_state: bool,
     ) -> tuple[Array, Array, Array]:
-        arrays = (query, key, value, kvz, log_scale, key_mask)
+        arrays = (query, key, value, kvz, key_bias, log_scale, key_mask)
         problem = _problem(arrays, length, feature_map, settings)
         output, state, _ = forward.solve(problem, return_state=return_state)
         new_kvz, new_scale = (None, None) if state is None else (state.kvz, state.log_scale)
@@ -186,17 +188,19 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         *arrays, new_scale = ctx.saved_tensors
         with torch.no_grad(), _settings.use_settings(ctx.policy):
             problem = _problem(arrays, *ctx.rest)
-            gradients = pullback_of(problem, new_scale)(grad_output, grad_kvz)
-        gradients = _once(gradients, (*arrays[:4], grad_output, grad_kvz))
-        return (*gradients, *[None] * (10 - len(gradients)))
+            weights = {"key_bias": arrays[4]}
+            gradients = pullback_of(problem, weights, new_scale)(grad_output, grad_kvz)
+        gradients = _once(gradients, (*arrays[:5], grad_output, grad_kvz))
+        given = iter(gradients)
+        found = [None if array is None else next(given) for array in arrays[:5]]
+        return (*found, *[None] * 6)
 
 
 def _problem(arrays: Any, length: int, feature_map: FeatureMap, settings: dict[str, Any]) -> Any:
-    query, key, value, kvz, log_scale, key_mask = arrays
+    query, key, value, kvz, key_bias, log_scale, key_mask = arrays
     state = None if kvz is None else State(kvz, log_scale, length)
-    return differentiable_problem(
-        query, key, value, feature_map, key_mask=key_mask, state=state, **settings
-    )
+    settings = {**settings, "key_mask": key_mask, "key_bias": key_bias, "state": state}
+    return differentiable_problem(query, key, value, feature_map, **settings)
 
 
 class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]

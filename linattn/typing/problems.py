@@ -12,8 +12,8 @@ from linattn.typing.specs import Affine, Exact
 
 __all__ = ["MODIFIERS", "Plan", "Problem", "RelativeBias"]
 
-MODIFIERS = ("key_bias", "log_decay", "normalize")
-"""Attributes of a problem that change its result, and that whole functions are not given."""
+MODIFIERS = ("key_bias", "log_decay", "local_window", "relative_bias", "normalize")
+"""Attributes of a problem that change weights: where one is set, no whole function is asked."""
 
 
 class RelativeBias(NamedTuple):

@@ -1,0 +1,334 @@
+"""Log weights of keys: against the oracle, in states and steps, their gradients, and errors."""
+
+# Tests call with star arguments, and with what types forbid.
+# mypy: disable-error-code="arg-type, attr-defined, call-arg, call-overload, misc"
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn import reference
+from linattn.feature_maps import (
+    EluFeatures,
+    LandmarkFeatures,
+    PositiveFeatures,
+    Reparametrized,
+    SoftmaxFeatures,
+    TrigonometricFeatures,
+)
+from linattn.testing import assert_gradient
+
+DIM, LENGTH = 4, 40
+_RNG = np.random.default_rng(3)
+MAPS = {
+    "positive": PositiveFeatures(DIM, 16, rng=0),
+    "elu": EluFeatures(),
+    "trigonometric": TrigonometricFeatures(DIM, 256, rng=0),
+    "reparametrized": Reparametrized(PositiveFeatures(DIM, 16, rng=0), [0.3] * DIM, [-0.2] * DIM),
+    "landmarks": LandmarkFeatures.fit(
+        *_RNG.standard_normal((2, 40, DIM)), num_features=6, num_probes=16, rng=0
+    ),
+}
+BOUNDS = {"float64": 1e-11, "float32": 3e-5}
+full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def tokens(lead=(2,), length=LENGTH, size=0.7, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(size * rng.standard_normal((*lead, length, DIM)) for _ in range(3))
+
+
+def biases(shape, seed=1, size=5.0):
+    """Biases of which some leave their key out."""
+    rng = np.random.default_rng(seed)
+    return np.where(rng.random(shape) < 0.8, size * rng.standard_normal(shape), -np.inf)
+
+
+def dense(query, key, value, phi, bias, **options):
+    return reference.kernel_attention(query, key, value, phi, bias=bias[..., None, :], **options)
+
+
+@full_and_causal
+def test_equals_the_oracle_in_every_library(xp, is_causal):
+    arrays, bias, phi = tokens(length=12), biases((2, 12)), MAPS["positive"]
+    query, key, value = (xp.array(a, "float32") for a in arrays)
+    out = linattn.linear_attention(
+        query,
+        key,
+        value,
+        phi,
+        is_causal=is_causal,
+        key_bias=xp.array(bias, "float32"),
+        chunk_size=8,
+    )
+    xp.assert_like(out, query)
+    expected = dense(*arrays, phi, bias, is_causal=is_causal)
+    assert_allclose(xp.numpy(out), expected, atol=BOUNDS["float32"])
+
+
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+@full_and_causal
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", MAPS)
+def test_equals_the_oracle_whatever_its_size(name, dtype, size, is_causal):
+    if is_causal and name == "landmarks":
+        pytest.skip("landmarks have seen the whole sequence")
+    (query, key, value), phi = tokens((2, 3), 150), MAPS[name]
+    key, value, bias = key[:, :1], value[:, :1], biases((2, 1, 150), size=size)
+    mask = np.random.default_rng(5).random(150) < 0.9
+    out = linattn.linear_attention(
+        *(a.astype(dtype) for a in (query, key, value)),
+        phi,
+        is_causal=is_causal,
+        key_bias=bias.astype(dtype),
+        key_mask=mask,
+    )
+    options = {"is_causal": is_causal, "key_mask": mask, "bias": bias[..., None, :]}
+    sums = reference.kernel_sums(query, key, value, phi, **options)
+    unit = np.maximum(sums.absolute_denominator * (1 + np.abs(out)), 1e-300)
+    error = np.abs(out * sums.denominator - sums.numerator) / unit
+    assert error.max() <= BOUNDS[dtype]
+
+
+def test_float16_is_weighed_in_float32():
+    arrays, bias = [a.astype(np.float16) for a in tokens()], biases(LENGTH)
+    out = linattn.linear_attention(*arrays, MAPS["positive"], is_causal=True, key_bias=bias)
+    assert out.dtype == np.float16
+    expected = dense(*arrays, MAPS["positive"], bias, is_causal=True)
+    assert_allclose(out, expected, atol=3e-3)
+
+
+def test_a_key_of_minus_infinity_is_masked(xp):
+    query, key, value = tokens(length=8)
+    bias = np.where(np.arange(8) < 3, -np.inf, 0.5)
+    expected = linattn.linear_attention(
+        query, key, value, EluFeatures(), is_causal=True, key_mask=bias > -np.inf
+    )
+    key[:, :3], value[:, :3] = np.nan, np.nan
+    arrays = [xp.array(a) for a in (query, key, value)]
+    out = linattn.linear_attention(
+        *arrays, EluFeatures(), is_causal=True, key_bias=xp.array(bias), chunk_size=4
+    )
+    assert_allclose(xp.numpy(out), expected, atol=1e-12)
+    assert_array_equal(xp.numpy(out)[:, :3], 0)
+
+
+@full_and_causal
+def test_log_2_counts_a_key_twice_also_where_columns_are_normalized(is_causal):
+    query, key, value = tokens()
+    bias = np.where(np.arange(LENGTH) % 3 == 0, np.log(2), 0.0)
+    for phi in (SoftmaxFeatures(), MAPS["positive"]):
+        options = {"is_causal": is_causal, "chunk_size": 7}
+        out = linattn.linear_attention(query, key, value, phi, key_bias=bias, **options)
+        # A second one right behind it, read by the query after.
+        times = np.where(bias > 0, 2, 1)
+        twice = [np.repeat(a, times, axis=-2) for a in (query, key, value)]
+        expected = linattn.linear_attention(*twice, phi, **options)
+        assert_allclose(out, expected[:, np.cumsum(times) - 1], atol=1e-12)
+
+
+@full_and_causal
+def test_near_keys_of_a_window_are_weighed_too(is_causal):
+    query, key, value = tokens()
+    bias = biases((2, LENGTH), size=3.0)
+    options = {"is_causal": is_causal, "key_bias": bias}
+    phi = MAPS["positive"]
+    out = linattn.linear_attention(query, key, value, phi, exact_window=LENGTH, **options)
+    expected = reference.softmax_attention(
+        query, key, value, scale=phi.scale, is_causal=is_causal, bias=bias[:, None, :]
+    )
+    assert_allclose(out, expected, atol=1e-12)
+    # Of all keys alike a bias cancels, which it does only if both parts have it.
+    narrow = {"exact_window": 5, "is_causal": is_causal}
+    even = linattn.linear_attention(
+        query, key, value, phi, key_bias=np.full(LENGTH, 20.0), **narrow
+    )
+    plain = linattn.linear_attention(query, key, value, phi, **narrow)
+    assert_allclose(even, plain, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_states_and_steps_are_the_whole(name):
+    (query, key, value), phi = tokens(), MAPS[name]
+    bias = biases((2, LENGTH))
+    whole, after = linattn.linear_attention(
+        query, key, value, phi, is_causal=True, key_bias=bias, return_state=True
+    )
+    empty = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
+    half = LENGTH // 2
+    parts = [
+        linattn.update_state(empty, key[:, rows], value[:, rows], phi, key_bias=bias[:, rows])
+        for rows in (slice(0, half), slice(half, None))
+    ]
+    merged = linattn.merge_states(*parts)
+    for state in (merged, after):
+        out = linattn.read_state(query, state, phi)
+        assert_allclose(out, dense(query, key, value, phi, bias), atol=1e-12)
+    decoder, state = linattn.Decoder(phi, parts[0]), parts[0]
+    for i in range(half, LENGTH):
+        token = query[:, i], key[:, i], value[:, i]
+        # Steps with and without a bias take turns.
+        given = {} if i % 3 == 0 else {"key_bias": bias[:, i]}
+        out, state = linattn.decode_step(*token, state, phi, **given)
+        assert_allclose(decoder.step(*token, **given), out, atol=1e-12)
+        bias[:, i] = given.get("key_bias", 0.0)
+    expected = dense(query, key, value, phi, bias, is_causal=True)
+    assert_allclose(out, expected[:, -1], atol=1e-12)
+    assert_allclose(
+        linattn.linear_attention(query, key, value, phi, is_causal=True, key_bias=bias),
+        expected,
+        atol=1e-12,
+    )
+    assert whole.shape == expected.shape
+
+
+def test_a_step_takes_a_number():
+    (query, key, value), phi = tokens((), 3), MAPS["positive"]
+    state = linattn.update_state(
+        linattn.init_state(phi, DIM, like=key), key[:2], value[:2], phi, key_bias=np.array([0.0, 1])
+    )
+    out, _ = linattn.decode_step(query[2], key[2], value[2], state, phi, key_bias=-2)
+    expected = dense(query, key, value, phi, np.array([0.0, 1, -2]))
+    assert_allclose(out, expected[2], atol=1e-12)
+
+
+# Gradients --------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+@full_and_causal
+@pytest.mark.parametrize("name", [*MAPS, "softmax"])
+def test_gradients_are_those_of_finite_differences(name, is_causal):
+    if is_causal and name == "landmarks":
+        pytest.skip("landmarks have seen the whole sequence")
+    phi = SoftmaxFeatures() if name == "softmax" else MAPS[name]
+    arrays, shape = tokens((2,), 11), (11,) if name == "elu" else (1, 11)
+    bias = np.random.default_rng(2).standard_normal(shape)
+    mask = np.arange(11) != 4
+    options = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 4}
+
+    def attend(*arrays):
+        *qkv, bias = arrays
+        return linattn.linear_attention(*qkv, phi, key_bias=bias, **options)
+
+    def attend_vjp(*arrays):
+        *qkv, bias = arrays
+        return linattn.linear_attention_vjp(*qkv, phi, key_bias=bias, **options)
+
+    with linattn.without_backends():
+        assert_gradient(attend, attend_vjp, *arrays, bias, rtol=3e-6, num_directions=2)
+        expected = attend_vjp(*arrays, bias)[1](arrays[2])
+    gradients = attend_vjp(*arrays, bias)[1](arrays[2])
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert_allclose(gradient, wanted, atol=1e-11)
+    assert_array_equal(gradients[3][..., 4], 0)
+
+
+@full_and_causal
+def test_gradients_keep_their_digits_in_float32(is_causal):
+    arrays, bias = tokens((2,), 300), biases((2, 300), size=2.0)
+    for phi in (MAPS["positive"], MAPS["elu"]):
+        both = []
+        for dtype in ("float64", "float32"):
+            cast = [a.astype(dtype) for a in (*arrays, bias)]
+            out, pullback = linattn.linear_attention_vjp(
+                *cast[:3], phi, is_causal=is_causal, key_bias=cast[3]
+            )
+            both.append(pullback(out))
+        for wide, narrow in zip(*both, strict=True):
+            assert narrow.dtype == np.float32
+            error = np.linalg.norm(wide - narrow)
+            assert error <= 3e-5 * np.linalg.norm(wide)
+
+
+def test_a_state_and_a_bias_have_gradients_in_this_order():
+    (query, key, value), phi = tokens(), MAPS["positive"]
+    empty = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
+    before = linattn.update_state(empty, key, value, phi)
+    bias = np.zeros(LENGTH)
+    _, pullback = linattn.linear_attention_vjp(
+        query, key, value, phi, initial_state=before, key_bias=bias
+    )
+    *_, state, of_bias = pullback(value)
+    assert state.shape == before.kvz.shape
+    assert of_bias.shape == bias.shape
+
+
+@pytest.mark.frameworks
+@full_and_causal
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks_give_the_same_gradients(framework, is_causal):
+    arrays, phi = tokens((2,), 11), MAPS["positive"]
+    bias = biases((11,))
+    options = {"is_causal": is_causal, "chunk_size": 4}
+    _, pullback = linattn.linear_attention_vjp(*arrays, phi, key_bias=bias, **options)
+    expected = pullback(arrays[0])
+    if framework == "torch":
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        from linattn.interop.torch import linear_attention
+
+        tensors = [torch.tensor(a, requires_grad=True) for a in (*arrays, bias)]
+        for attend in (linear_attention, linattn.linear_attention):
+            out = attend(*tensors[:3], phi, key_bias=tensors[3], **options)
+            gradients = torch.autograd.grad(out, tensors, tensors[0].detach())
+            for gradient, wanted in zip(gradients, expected, strict=True):
+                assert_allclose(gradient.numpy(), wanted, atol=1e-11)
+        return
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jax.config.update("jax_enable_x64", True)
+    from linattn.interop.jax import linear_attention as jax_attention
+
+    def on_jax(query, key, value, bias):
+        return jax_attention(query, key, value, phi, key_bias=bias, **options)
+
+    gradients = jax.jit(lambda *a: jax.vjp(on_jax, *a)[1](a[0]))(*arrays, bias)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert_allclose(gradient, wanted, atol=1e-11)
+
+
+# Errors and dispatch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "match"),
+    [
+        (np.full(5, np.nan), ValueError, "key_bias must hold no NaN and no .inf"),
+        (np.full(5, np.inf), ValueError, "key_bias must hold no NaN and no .inf"),
+        (np.zeros(4), ValueError, r"key_bias must have shape \(5,\), or .*; got \(4,\)"),
+        (np.zeros((5, 5)), ValueError, "bias for each pair of query and key cannot be honoured"),
+        (np.zeros(5, dtype=int), TypeError, "key_bias must have dtype float16"),
+        ([0.0] * 5, TypeError, "key_bias must be an array of NumPy"),
+    ],
+)
+def test_wrong_biases_are_refused(bias, error, match):
+    query, key, value = tokens((2,), 5)
+    for attend in (linattn.linear_attention, linattn.linear_attention_vjp):
+        with pytest.raises(error, match=match):
+            attend(query, key, value, EluFeatures(), key_bias=bias)
+
+
+def test_whole_functions_are_not_given_what_they_may_not_know(monkeypatch):
+    """A backend that does whole problems without a bias would be silently wrong."""
+
+    def wrong(*args):
+        pytest.fail("a whole function was given a modifier that it does not know")
+
+    import linattn_numpy
+
+    for name in ("attention", "attention_vjp", "decode", "stepper"):
+        monkeypatch.setattr(linattn_numpy, name, wrong, raising=False)
+    (query, key, value), phi = tokens(), MAPS["positive"]
+    bias = np.zeros(LENGTH)
+    with linattn.explain() as report:
+        out, pullback = linattn.linear_attention_vjp(query, key, value, phi, key_bias=bias)
+        pullback(out)
+    assert report.ran("attention") == report.ran("attention_vjp") == {"driver"}
+    assert "key_bias" in str(report)
+    state = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
+    token = query[:, 0], key[:, 0], value[:, 0]
+    linattn.decode_step(*token, state, phi, key_bias=1.0)
+    linattn.Decoder(phi, state).step(*token, key_bias=1.0)
