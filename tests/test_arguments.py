@@ -21,6 +21,7 @@ import linattn.diagnostics
 import linattn.gradients
 import linattn.interop
 import linattn.reference
+import linattn.sklearn
 import linattn.testing
 import linattn.testing.moments
 import linattn.testing.strategies
@@ -151,6 +152,7 @@ FLAGGED: dict[str, Callable[..., Any]] = {
     "interop.jax.softmax_attention": _interop("jax", "softmax_attention"),
     "interop.torch.linear_attention": _interop("torch", "linear_attention", maps.EluFeatures()),
     "interop.torch.softmax_attention": _interop("torch", "softmax_attention"),
+    "sklearn.RandomFeatures": lambda **flag: linattn.sklearn.RandomFeatures(**flag).fit(QKV[0]),
     "testing.assert_batch_independent": _batches,
     "testing.moments.block_kurtosis": lambda **flag: linattn.testing.moments.block_kurtosis(
         "positive", 1.0, 4, 4, **flag

@@ -17,6 +17,7 @@ OPTIONAL = {
     "pytest",
     "rich",
     "scipy",
+    "sklearn",
     "torch",
     "typer",
 }

@@ -23,6 +23,7 @@ EXTRAS = {
     "threads",
     "testing",
     "qmc",
+    "sklearn",
     "all",
     "test",
     "test-kernels",
@@ -130,7 +131,8 @@ def test_all_is_every_extra_of_users_but_the_gpu(metadata):
         marker = f"extra == .({'|'.join(extras)})."
         return {item.split(";")[0] for item in requirements if re.search(marker, item)}
 
-    assert brought_by("all") == brought_by("cli", "threads", "testing", "qmc") != set()
+    users = ("cli", "threads", "testing", "qmc", "sklearn")
+    assert brought_by("all") == brought_by(*users) != set()
 
 
 def test_test_extra_needs_no_framework_and_no_gpu(metadata):

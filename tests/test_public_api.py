@@ -107,6 +107,20 @@ SIGNATURES = {
     ),
     "diagnostics.OutputError.interval": "(self, level=0.95)",
     "diagnostics.Denominators": "(negative, zero, verdict)",
+    "sklearn.KernelRegressor": (
+        "(bandwidth='loo', *, method='auto', num_landmarks=256, tolerance=0.05, loo_samples=1000, "
+        "random_state=None)"
+    ),
+    "sklearn.KernelClassifier": (
+        "(bandwidth='loo', *, method='auto', num_landmarks=256, tolerance=0.05, loo_samples=1000, "
+        "random_state=None)"
+    ),
+    "sklearn.KernelRegressor.partial_fit": "(self, X, y, sample_weight=None)",
+    "sklearn.KernelClassifier.partial_fit": "(self, X, y, classes=None, sample_weight=None)",
+    "sklearn.RandomFeatures": (
+        "(kernel='gaussian', *, num_features=100, bandwidth='scale', sampler='orthogonal', "
+        "compute_variance=False, random_state=None)"
+    ),
     "feature_maps.PositiveFeatures": (
         "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"
     ),
@@ -225,6 +239,7 @@ def test_public_modules_are_the_designed_ones():
         "linattn.positions",
         "linattn.reference",
         "linattn.sampling",
+        "linattn.sklearn",
         "linattn.state",
         "linattn.typing",
     }
