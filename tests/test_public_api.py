@@ -148,6 +148,7 @@ SIGNATURES = {
     "feature_maps.Reparametrized": (
         "(feature_map, query_shift=None, key_shift=None, transform=None)"
     ),
+    "feature_maps.RotatedFeatures": "(feature_map, *, base=10000)",
     "feature_maps.RandomFourierFeatures": (
         "(dim, num_features=None, *, kernel='gaussian', bandwidth=1.0, normalize=False, "
         "sampler='orthogonal', rng=None)"

@@ -13,12 +13,14 @@ from linattn._driver.tasks import take, take_problem, take_state, task_index
 from linattn._driver.wrappers import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
 from linattn._generic.hierarchical import scan_hierarchical
+from linattn._generic.separate import scan_separate
 from linattn.typing import (
     Array,
     Declined,
     Index,
     Partial,
     Problem,
+    SeparateDenominator,
     State,
     Tokens,
 )
@@ -102,6 +104,8 @@ def causal_block(
     specs = (problem.query_spec, problem.key_spec)
     if is_column_normalized(problem):
         return scan_column_normalized(problem, query, key, values_and_one, state)
+    if isinstance(problem.query_spec, SeparateDenominator):
+        return scan_separate(*specs, query, key, values_and_one, state)
     if problem.lazy:
         return scan_hierarchical(*specs, query, key, values_and_one, state)
     n = size = values_and_one.shape[-2]

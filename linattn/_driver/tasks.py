@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from linattn._generic.specs import spec_axes
-from linattn.typing import ColumnNormalized, Corrected, Exact, Index, Problem, RelativeBias, State
+from linattn.typing import (
+    ColumnNormalized,
+    Corrected,
+    Exact,
+    Index,
+    Problem,
+    RelativeBias,
+    SeparateDenominator,
+    State,
+)
 
 __all__ = ["Name", "take", "take_problem", "take_rows", "take_state", "task_index", "task_name"]
 
@@ -51,7 +60,7 @@ def _take_spec(spec: Any, task: Index) -> Any:
         part = take(whole, axes, task)
         if part is not whole:
             changes[name] = part
-    if isinstance(spec, ColumnNormalized | Corrected):
+    if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
         changes["spec"] = _take_spec(spec.spec, task)
     return replace(spec, **changes) if changes else spec
 

@@ -1,7 +1,8 @@
 """Specs around a spec, peeled here: block functions are only ever given the spec inside.
 
 `Affine` changes the coordinates of tokens before they reach a block, `ColumnNormalized` divides
-the state that queries read, `Corrected` widens it and chooses row by row what was read.
+the state that queries read, `Corrected` widens it and chooses row by row what was read,
+`SeparateDenominator` leaves to each half of it what is read from there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from linattn import _generic
 from linattn._generic.column_means import normalize_state_vjp
 from linattn._generic.corrected import guard, widen_state
+from linattn._generic.separate import separate_state
 from linattn.typing import (
     Affine,
     ColumnNormalized,
@@ -16,6 +18,7 @@ from linattn.typing import (
     MapSpec,
     Partial,
     Problem,
+    SeparateDenominator,
     Spec,
     State,
 )
@@ -32,7 +35,7 @@ __all__ = [
 
 def innermost(spec: MapSpec) -> Spec:
     """Spec that blocks are evaluated by."""
-    while isinstance(spec, Affine | ColumnNormalized | Corrected):
+    while isinstance(spec, Affine | ColumnNormalized | Corrected | SeparateDenominator):
         spec = spec.spec
     return spec
 
@@ -54,6 +57,8 @@ def read_spec(problem: Problem, state: State) -> tuple[Spec, State]:
         return spec.spec, _generic.normalize_state(state)
     if isinstance(spec, Corrected):
         return spec.spec, widen_state(spec, state)
+    if isinstance(spec, SeparateDenominator):
+        return spec.spec, separate_state(state)
     return spec, state
 
 

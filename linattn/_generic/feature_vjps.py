@@ -11,6 +11,7 @@ from linattn.typing import (
     Corrected,
     Features,
     MapSpec,
+    SeparateDenominator,
     Spec,
     Tokens,
 )
@@ -27,6 +28,11 @@ def check_differentiable(spec: MapSpec, feature_map: object) -> None:
         missing = (
             "its least-squares correction is accepted or rejected query by query, which has no "
             "derivative; fit it with corrected=False"
+        )
+    elif isinstance(spec, SeparateDenominator):
+        missing = (
+            "numerators and denominators are read from different features; rotate queries and keys "
+            "before the map instead, by linattn.positions.rotary, or let torch or JAX differentiate"
         )
     else:
         missing = rules_of(spec).missing(spec)

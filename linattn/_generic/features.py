@@ -13,6 +13,7 @@ from linattn.typing import (
     Exponential,
     Features,
     MapSpec,
+    SeparateDenominator,
     Spec,
     Tokens,
 )
@@ -39,7 +40,7 @@ def evaluate(spec: MapSpec, tokens: Tokens) -> Features:
     """
     if isinstance(spec, Affine):
         return evaluate(spec.spec, change_coordinates(spec, tokens, weighted=True))
-    if isinstance(spec, ColumnNormalized):
+    if isinstance(spec, ColumnNormalized | SeparateDenominator):
         return evaluate(spec.spec, tokens)
     if isinstance(spec, Corrected):
         return _corrected(spec, evaluate(spec.spec, tokens))

@@ -29,6 +29,7 @@ from linattn.typing import (
     Normalized,
     Opaque,
     Pointwise,
+    SeparateDenominator,
     Spec,
     Tokens,
 )
@@ -231,6 +232,7 @@ WRAPPERS: dict[type, dict[str, int]] = {
     Affine: {"shift": 2, "transform": 2, "weight": 2, "offset": 2},
     ColumnNormalized: {},
     Corrected: {"half_log": 1, "matrix": 2},
+    SeparateDenominator: {},
 }
 """Specs around a spec, and the axes of their arrays after the leading ones."""
 
@@ -264,7 +266,7 @@ def spec_lead(spec: MapSpec) -> tuple[int, ...]:
 
 def _spec_lead(spec: MapSpec) -> tuple[int, ...]:
     shapes = []
-    if isinstance(spec, Affine | ColumnNormalized | Corrected):
+    if isinstance(spec, Affine | ColumnNormalized | Corrected | SeparateDenominator):
         shapes.append(spec_lead(spec.spec))
     for name, axes in spec_axes(spec).items():
         array = getattr(spec, name)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn._driver.problem import check_feature_map, map_specs, num_features_of
 from linattn.diagnostics._shared import Floats, check_inputs, softmax
-from linattn.typing import Array, ColumnNormalized, FeatureMap
+from linattn.typing import Array, ColumnNormalized, FeatureMap, SeparateDenominator
 
 __all__ = ["attention_weights"]
 
@@ -75,8 +75,10 @@ def attention_weights(
         raise ValueError(message)
     check_feature_map(feature_map)
     num_features_of(feature_map, "query and key", x.shape[-1])
+    query_spec, _ = map_specs(feature_map, np, np.float64, "cpu")
+    separate = isinstance(query_spec, SeparateDenominator)
     result = [
-        _map_row(log_terms, signs, mask)
+        _map_row(log_terms, signs, mask, separate)
         for log_terms, signs, mask in _row_terms(feature_map, x, y, visible, chosen)
     ]
     lead = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
@@ -116,11 +118,14 @@ def _row_terms(
         yield log_query[..., i, None, :] + seen, sign_query[..., i, None, :] * sign_key, mask
 
 
-def _map_row(log_terms: Floats, signs: Floats, mask: NDArray[np.bool_]) -> Floats:
+def _map_row(log_terms: Floats, signs: Floats, mask: NDArray[np.bool_], separate: bool) -> Floats:
+    """Weights of a row; ``separate``: over sums of the second half of the terms."""
     shift = np.max(log_terms, axis=(-2, -1), keepdims=True, initial=-np.inf)
     terms = signs * np.exp(log_terms - np.where(shift == -np.inf, 0.0, shift))
-    weights = np.where(mask, np.sum(terms, axis=-1), 0.0)
-    total = weights.sum(axis=-1, keepdims=True)
+    terms = np.where(mask[..., None], terms, 0.0)
+    above, below = np.split(terms, 2, axis=-1) if separate else (terms, terms)
+    weights = above.sum(axis=-1)
+    total = below.sum(axis=(-2, -1))[..., None]
     return np.asarray(np.divide(weights, total, out=np.zeros_like(weights), where=total != 0))
 
 

@@ -8,7 +8,7 @@ Fitted to a sequence: :class:`LandmarkFeatures`.
 Random maps of other kernels: :class:`RandomFourierFeatures`, :class:`ActivationFeatures`.
 Deterministic maps: :class:`EluFeatures`, :class:`ReluFeatures`, :class:`SoftmaxFeatures`,
 :class:`TaylorFeatures`, :class:`PolynomialFeatures`, :class:`CosformerFeatures`,
-:class:`HedgehogFeatures`.
+:class:`HedgehogFeatures`. Any map rotated by the position: :class:`RotatedFeatures`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from linattn.feature_maps.landmarks import LandmarkFeatures
 from linattn.feature_maps.normalized import SoftmaxFeatures
 from linattn.feature_maps.polynomial import PolynomialFeatures, TaylorFeatures
 from linattn.feature_maps.reparametrized import Reparametrized
+from linattn.feature_maps.rotated import RotatedFeatures
 from linattn.feature_maps.trigonometric import TrigonometricFeatures
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "RandomFourierFeatures",
     "ReluFeatures",
     "Reparametrized",
+    "RotatedFeatures",
     "SoftmaxFeatures",
     "TaylorFeatures",
     "TrigonometricFeatures",

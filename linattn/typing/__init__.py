@@ -38,6 +38,7 @@ from linattn.typing.specs import (
     Normalized,
     Opaque,
     Pointwise,
+    SeparateDenominator,
     Spec,
 )
 
@@ -72,6 +73,7 @@ __all__ = [
     "Problem",
     "RelativeBias",
     "RowScale",
+    "SeparateDenominator",
     "Services",
     "Spec",
     "State",

@@ -25,6 +25,7 @@ __all__ = [
     "Normalized",
     "Opaque",
     "Pointwise",
+    "SeparateDenominator",
     "Spec",
 ]
 
@@ -299,6 +300,22 @@ class Corrected:
     matrix: Array
 
 
+@dataclass(frozen=True, eq=False)
+class SeparateDenominator:
+    """Spec of queries that read numerators and denominators from different features.
+
+    Numerators come from the first half of the features, denominators from the second. The driver
+    separates them: block bodies only ever see the spec inside, and are not asked for causal blocks.
+
+    Attributes
+    ----------
+    spec : Spec
+        What the queries are evaluated by, both halves.
+    """
+
+    spec: Spec
+
+
 @dataclass(frozen=True)
 class Exact:
     """Spec of exact attention with weights ``exp(scale q.k)``: no features, no state.
@@ -315,5 +332,5 @@ class Exact:
 Spec: TypeAlias = Exponential | Pointwise | Assigned | Normalized | Opaque
 
 
-MapSpec: TypeAlias = Spec | Affine | ColumnNormalized | Corrected
+MapSpec: TypeAlias = Spec | Affine | ColumnNormalized | Corrected | SeparateDenominator
 """What a feature map may say of a side; block bodies are given a ``Spec``."""
