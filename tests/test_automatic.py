@@ -16,6 +16,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import automatic
+from linattn._driver.exact_problem import exact_problem
+from linattn.automatic import _causal, _costs, _curves, _full, _heads, _search, _tokens
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
 
@@ -38,6 +40,12 @@ def error(output, exact):
     return np.sqrt(square / (exact**2).sum(axis=(-2, -1)))
 
 
+@pytest.fixture
+def eager(monkeypatch):
+    """Search where a search in vain would take too long: on short sequences, for short tests."""
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.8)
+
+
 @full_and_causal
 def test_short_sequences_are_exact(xp, is_causal):
     arrays = [xp.array(x) for x in clustered(40, dtype=np.float32)]
@@ -54,7 +62,8 @@ def test_short_sequences_are_exact(xp, is_causal):
 def test_long_sequences_are_linear_and_near(is_causal):
     length = 6000 if is_causal else 2500
     arrays = clustered(length)
-    output, report = linattn.attention(*arrays, is_causal=is_causal, rng=0, return_report=True)
+    options: Any = dict(is_causal=is_causal, tolerance=None)
+    output, report = linattn.attention(*arrays, **options, rng=0, return_report=True)
     exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
     assert report.method == ("coreset" if is_causal else "landmarks")
     assert report.num_features == 64
@@ -63,15 +72,17 @@ def test_long_sequences_are_linear_and_near(is_causal):
     found = error(output, exact)
     assert (found < 0.1).all()
     assert_allclose(report.error, found, rtol=0.6)
-    again = linattn.attention(*arrays, is_causal=is_causal, rng=0)
+    again = linattn.attention(*arrays, **options, rng=0)
     assert_array_equal(again, output)
-    other = linattn.attention(*arrays, is_causal=is_causal, rng=1)
+    other = linattn.attention(*arrays, **options, rng=1)
     assert abs(other - output).max() > 0
 
 
 def test_cross_attention_has_no_window():
     query, key, value = clustered(4000)
-    output, report = linattn.attention(query[:, :3000], key, value, rng=0, return_report=True)
+    output, report = linattn.attention(
+        query[:, :3000], key, value, tolerance=None, rng=0, return_report=True
+    )
     assert report[:3] == ("landmarks", 64, None)
     exact = linattn.softmax_attention(query[:, :3000], key, value)
     assert (error(output, exact) < 0.1).all()
@@ -81,8 +92,8 @@ def test_masked_tokens_change_nothing():
     query, key, value = clustered(2600)
     mask = np.arange(2600) < 2500
     poisoned = [np.where(mask[:, None], x, np.nan) for x in (query, key, value)]
-    clean = linattn.attention(query, key, value, key_mask=mask, rng=0)
-    output = linattn.attention(*poisoned, key_mask=mask, rng=0)
+    clean = linattn.attention(query, key, value, key_mask=mask, tolerance=None, rng=0)
+    output = linattn.attention(*poisoned, key_mask=mask, tolerance=None, rng=0)
     assert_allclose(output[:, :2500], clean[:, :2500], rtol=1e-10, atol=1e-12)
 
 
@@ -90,18 +101,21 @@ def test_masked_tokens_change_nothing():
 def test_every_shape_of_mask(shape):
     query, key, value = clustered(2500)
     mask = np.random.default_rng(0).random(shape) < 0.9
-    output, report = linattn.attention(query, key, value, key_mask=mask, rng=0, return_report=True)
+    options: Any = dict(tolerance=None, rng=0)
+    output, report = linattn.attention(
+        query, key, value, key_mask=mask, **options, return_report=True
+    )
     assert report.method == "landmarks"
     exact = linattn.softmax_attention(query, key, value, key_mask=mask)
     assert (error(output, exact) < 0.2).all()
     grouped = linattn.attention(
-        query, key[:1], value[:1], key_mask=mask[..., :1, :] if mask.ndim > 1 else mask, rng=0
+        query, key[:1], value[:1], key_mask=mask[..., :1, :] if mask.ndim > 1 else mask, **options
     )
     assert grouped.shape == query.shape
 
 
 @full_and_causal
-def test_tolerance(is_causal):
+def test_tolerance(eager, is_causal):
     """It is met by more columns, or by exact attention with a warning."""
     arrays = clustered(6000 if is_causal else 3000, seed=3)
     with warnings.catch_warnings():
@@ -121,7 +135,7 @@ def test_tolerance(is_causal):
     assert_array_equal(output, linattn.softmax_attention(*arrays, is_causal=is_causal))
 
 
-def test_tolerance_takes_more_columns():
+def test_tolerance_takes_more_columns(eager):
     query, key = np.random.default_rng(0).standard_normal((2, 8000, 2))
     query, value = 3 * query, np.sin(key)
     _, loose = linattn.attention(query, key, value, tolerance=1.0, rng=0, return_report=True)
@@ -148,10 +162,10 @@ def one_hard_head(length):
 
 @full_and_causal
 def test_an_output_that_is_far_off_warns(is_causal):
-    length = 6000 if is_causal else 1921
-    arrays = one_hard_head(length)
+    arrays = one_hard_head(6000 if is_causal else 2500)
+    options: Any = dict(is_causal=is_causal, tolerance=None, rng=0)
     with pytest.warns(UserWarning, match="is estimated at") as caught:
-        output = linattn.attention(*arrays, is_causal=is_causal, rng=0)
+        output = linattn.attention(*arrays, **options)
     (warning,) = caught
     assert warning.filename == __file__
     exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
@@ -164,72 +178,144 @@ def test_an_output_that_is_far_off_warns(is_causal):
     assert "softmax_attention" in message
 
 
-def test_one_sequence_without_heads_warns_and_a_token_less_is_exact():
-    arrays = unstructured(1921)
+def test_one_sequence_without_heads_warns_and_a_short_one_is_exact():
+    arrays = unstructured(4000)
     with pytest.warns(UserWarning, match="the error is estimated at 0.7"):
-        linattn.attention(*arrays, rng=0)
-    shorter = [x[:1920] for x in arrays]
-    output = linattn.attention(*shorter, rng=0)
+        linattn.attention(*arrays, tolerance=None, rng=0)
+    shorter = [x[:1000] for x in arrays]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = linattn.attention(*shorter, tolerance=None, rng=0)
     assert_array_equal(output, linattn.softmax_attention(*shorter))
 
 
 @full_and_causal
-def test_every_head_meets_a_tolerance(is_causal):
+def test_each_head_meets_the_tolerance_in_its_own_way(eager, is_causal):
+    """That of default: landmarks for the easy head, exact attention and a warning for the other."""
     arrays = one_hard_head(6000 if is_causal else 2500)
-    with pytest.warns(UserWarning, match=r"tolerance=0\.1 takes exact attention"):
-        output, report = linattn.attention(
-            *arrays, is_causal=is_causal, tolerance=0.1, rng=0, return_report=True
-        )
-    assert report.method == "exact"
-    assert_array_equal(output, linattn.softmax_attention(*arrays, is_causal=is_causal))
+    with pytest.warns(UserWarning, match=r"tolerance=0\.1 takes exact attention for 1 of 2 heads"):
+        output, report = linattn.attention(*arrays, is_causal=is_causal, rng=0, return_report=True)
+    name = "coreset" if is_causal else "landmarks"
+    assert report.method == name
+    assert report.head_methods.tolist() == [name, "exact"]
+    assert report.head_features[0] == report.num_features
+    assert report.head_features[1] == report.error[1] == report.bound[1] == 0
+    assert report.head_pairs[0] < report.head_pairs[1]
+    exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
+    assert_array_equal(output[1], exact[1])
+    assert 0 < error(output, exact)[0] <= 0.1
     easy = [x[:1] for x in arrays]
-    _, report = linattn.attention(
-        *easy, is_causal=is_causal, tolerance=0.1, rng=0, return_report=True
-    )
-    assert report.method != "exact"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, report = linattn.attention(*easy, is_causal=is_causal, rng=0, return_report=True)
+    assert report.method == name
 
 
-def test_each_number_of_columns_is_judged_by_fresh_rows_that_it_was_not_fitted_to(monkeypatch):
-    """Rows of another draw for each m, 256 and more, none of them a probe."""
-    query, key, value = unstructured(12_000)
-    fitted, judged = [], []
+def test_a_search_in_vain_is_not_made():
+    """Where the first fit alone would take a large part of exact attention's time."""
+    arrays = one_hard_head(2500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output, report = linattn.attention(*arrays, rng=0, return_report=True)
+    assert report.head_methods.tolist() == ["exact", "exact"]
+    assert report.cost == 1
+    assert_array_equal(report.head_pairs, 2500**2)
+    assert_array_equal(output, linattn.softmax_attention(*arrays))
+
+
+def test_heads_are_judged_by_rows_that_nothing_was_fitted_to(eager, monkeypatch):
+    """The same rows for every number of landmarks, and none of them a probe."""
+    query, key, value = clustered(12_000, heads=1, dim=3)
+    query, fitted = 3 * query, []
 
     def fit(*args, **options):
         fitted.append(LandmarkFeatures.fit(*args, **options))
         return fitted[-1]
 
-    def held_out(*args, **options):
-        judged.append(held_out_error(*args, **options))
-        return judged[-1]
+    judged = []
 
-    monkeypatch.setattr(automatic, "LandmarkFeatures", type("Spy", (), {"fit": staticmethod(fit)}))
-    monkeypatch.setattr(automatic, "held_out_error", held_out)
-    with pytest.warns(UserWarning, match="takes exact attention"):
-        linattn.attention(query, key, value, tolerance=0.01, rng=0)
-    assert [phi.num_features for phi in fitted] == [64, 128, 256]
-    assert [len(found.rows) for found in judged] == [256, 512, 1024]
-    for phi, found in zip(fitted, judged, strict=True):
-        probes = {probe.tobytes() for probe in phi.probes.astype(np.float32)}
-        assert len(probes) == max(128, 2 * phi.num_features)
-        assert not probes & {row.tobytes() for row in query[found.rows]}
-    # By chance 256 of 12,000 rows and 512 of them have 11 in common, and 30 with odds of 1e-6.
-    assert len(set(judged[0].rows.tolist()) & set(judged[1].rows.tolist())) < 30
+    def curve(head, *args, **options):
+        judged.append(head.rows)
+        return error_curve(head, *args, **options)
+
+    error_curve = _curves.error_curve
+    monkeypatch.setattr(_full, "LandmarkFeatures", type("Spy", (), {"fit": staticmethod(fit)}))
+    monkeypatch.setattr(_full, "error_curve", curve)
+    _, report = linattn.attention(query, key, value, rng=0, tolerance=1.0, return_report=True)
+    wanted = 0.6 * float(report.bound.max())
+    fitted.clear()
+    judged.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        linattn.attention(query, key, value, rng=0, tolerance=wanted)
+    assert len(fitted) == len(judged) == 2
+    assert fitted[1].num_features > fitted[0].num_features == 64
+    assert len(judged[0]) == 256
+    assert_array_equal(judged[0], judged[1])
+    held = {row.tobytes() for row in query[0, judged[0]]}
+    for phi in fitted:
+        assert not held & {probe.tobytes() for probe in phi.probes.reshape(-1, 3)}
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_error_curve_is_that_of_dense_weights(window, masked):
+    """With the keys of the best clusters and of the window weighed exactly, and none twice."""
+    query, key, value = (x[0] for x in clustered(120, heads=1))
+    mask = np.random.default_rng(0).random(120) < (0.8 if masked else 2)
+    phi = LandmarkFeatures.fit(query, key, num_features=20, num_probes=40, key_mask=mask, rng=0)
+    rows, positions = np.arange(0, 120, 3), np.flatnonzero(mask)
+    one = np.ones((120, 1))
+    head = _tokens.Head(
+        rows, query[rows], positions, key[mask], np.hstack([value, one])[mask], True
+    )
+    levels, scale = (0, 1, 3, 20), phi.scale
+    curve = _curves.error_curve(
+        head,
+        _curves.Landmarks.of(phi, (), (), np.float64),
+        scale=scale,
+        levels=levels,
+        exact_window=window,
+        probability=0.95,
+    )
+    features = phi.key_features(key)
+    logs = np.where(mask, np.max(features.log, axis=-1), -np.inf)
+    column = np.argmax(features.log, axis=-1)
+    far = scale * query[rows] @ phi.landmarks.T
+    masses = np.array([np.logaddexp.reduce(logs[column == c], initial=-np.inf) for c in range(20)])
+    rank = np.argsort(np.argsort(-(far + masses), axis=-1), axis=-1)
+    weights = np.where(mask, np.exp(scale * query[rows] @ key.T), 0)
+    exact = weights @ value / weights.sum(axis=-1, keepdims=True)
+    for i, level in enumerate(levels):
+        counts = rank[:, column] < level
+        share = counts[:, mask].mean()
+        if window is not None:
+            counts = counts | (abs(rows[:, None] // window - np.arange(120) // window) <= 1)
+        mixed = np.where(counts, weights, np.exp(far[:, column] + logs))
+        output = mixed @ value / mixed.sum(axis=-1, keepdims=True)
+        assert_allclose(curve.error[i], error(output, exact), rtol=1e-6, atol=1e-12)
+        assert_allclose(curve.share[i], share, rtol=1e-12)
+    assert_array_equal(curve.bound, curve.error)
+    assert curve.error[-1] < 1e-12
 
 
 def test_few_queries_that_count_are_all_judged(monkeypatch):
     judged = []
 
-    def held_out(*args, **options):
-        judged.append(held_out_error(*args, **options).rows)
-        return held_out_error(*args, **options)
+    def curve(head, *args, **options):
+        judged.append(head)
+        return error_curve(head, *args, **options)
 
-    monkeypatch.setattr(automatic, "held_out_error", held_out)
+    error_curve = _curves.error_curve
+    monkeypatch.setattr(_full, "error_curve", curve)
     mask = np.arange(4000) % 40 == 0
-    linattn.attention(*clustered(4000), key_mask=mask, rng=0)
-    assert_array_equal(judged[0], np.flatnonzero(mask))
+    options: Any = dict(key_mask=mask, tolerance=None, rng=0, return_report=True)
+    _, report = linattn.attention(*clustered(4000), **options)
+    assert_array_equal(judged[0].rows, np.flatnonzero(mask))
+    assert_array_equal(report.bound, report.error)
 
 
-def test_a_tolerance_is_kept():
+def test_a_tolerance_is_kept(eager):
     """A few rows carry much of the error, and to pass by luck is no way to pass.
 
     Landmarks of 64 columns are as far off as the tolerance. What is returned may be further off in
@@ -240,7 +326,8 @@ def test_a_tolerance_is_kept():
     query *= np.where(rng.random((2600, 1)) < 0.03, 1.4, 0.7)
     value += 1
     exact = linattn.softmax_attention(query, key, value)
-    usual = np.median([error(linattn.attention(query, key, value, rng=s), exact) for s in range(9)])
+    outputs = [linattn.attention(query, key, value, tolerance=None, rng=s) for s in range(9)]
+    usual = float(np.median([error(output, exact) for output in outputs]))
     for factor, least in ((0.97, 0), (1.6, 20)):
         exceeded = taken = 0
         for seed in range(40):
@@ -256,7 +343,7 @@ def test_a_tolerance_is_kept():
         assert taken >= least
 
 
-def test_a_batch_with_masks_on_strict_arrays(xp_any_shape):
+def test_a_batch_with_masks_on_strict_arrays(eager, xp_any_shape):
     xp = xp_any_shape
     query, key, value = (np.stack([x, x[:, ::-1]]) for x in clustered(2100, dtype=np.float32))
     mask = np.arange(2100) < np.array([2100, 2000])[:, None, None]
@@ -304,7 +391,7 @@ def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         if threads() != {2}:
             pytest.skip("the threads of this NumPy's BLAS cannot be set")
-        linattn.attention(**inputs, is_causal=is_causal, rng=0)
+        linattn.attention(**inputs, is_causal=is_causal, tolerance=None, rng=0)
         held_out_error(value, **inputs, is_causal=is_causal, rng=0)
         phi = LandmarkFeatures.fit(query, key, corrected=True, rng=0)
         linattn.linear_attention(query, key, value, phi)
@@ -318,7 +405,7 @@ def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
                 return extend(*args, **options)
 
             monkeypatch.setattr(linattn.CoresetAttention, "extend", extended)
-            linattn.attention(**inputs, is_causal=True, rng=0)
+            linattn.attention(**inputs, is_causal=True, tolerance=None, rng=0)
             assert ("extend", 1) in seen
             assert ("extend", 2) not in seen
 
@@ -350,14 +437,15 @@ def told(pattern, text):
 @pytest.mark.parametrize(
     ("pattern", "number"),
     [
-        (r"from ([\d,]+) rows that are computed exactly", automatic.HELD_OUT),
-        (r"Where it is above ([\d.]+) for any head", automatic.MIN_ERROR_OF_WARNING),
-        (r"fresh rows are drawn, (\d+) for each column", automatic.ROWS_A_FEATURE),
-        (r"never fewer than (\d+)", automatic.ROWS_A_FEATURE * automatic.MIN_FEATURES),
-        (r"With a probability of ([\d.]+) an output", automatic.PROBABILITY),
-        (r"share the ([\d.]+) that are left", 1 - automatic.PROBABILITY),
-        (r"with an exact window of (\d+) \|", automatic.WINDOW),
-        (r"with exact blocks of (\d+) \|", automatic.CORESET_BLOCK),
+        (r"at least (\d+) and at most \d+\. The estimate", _costs.MIN_HELD_OUT),
+        (r"at most (\d+)\. The estimate", _costs.MAX_HELD_OUT),
+        (r"tried with (\d+) landmarks", _search.MIN_FEATURES),
+        (r"any head is above ([\d.]+), and names", automatic.MIN_ERROR_OF_WARNING),
+        (r"With a probability of ([\d.]+) a head", _search.PROBABILITY),
+        (r"share the ([\d.]+) that are left", 1 - _search.PROBABILITY),
+        (r"no more than ([\d.]+) of the time of exact", _costs.MAX_SEARCH),
+        (r"with an exact window of (\d+) \|", _costs.WINDOW),
+        (r"with exact blocks of (\d+),", _costs.CORESET_BLOCK),
     ],
 )
 def test_the_page_tells_the_numbers_of_the_code(pattern, number):
@@ -368,30 +456,44 @@ def test_the_page_tells_the_numbers_of_the_code(pattern, number):
 @pytest.mark.parametrize(
     ("pattern", "number"),
     [
-        (r"fitted to: (\d+) a head", automatic.HELD_OUT),
-        (r"or with a tolerance (\d+) m", automatic.ROWS_A_FEATURE),
-        (r"kept with probability ([\d.]+)\.", automatic.PROBABILITY),
-        (r"``1 - ([\d.]+) / n``", 1 - automatic.PROBABILITY),
+        (r"at least (\d+) and at most \d+ a head", _costs.MIN_HELD_OUT),
+        (r"and at most (\d+) a head", _costs.MAX_HELD_OUT),
+        (r"kept with probability ([\d.]+) for", _search.PROBABILITY),
+        (r"``1 - ([\d.]+) / n``", 1 - _search.PROBABILITY),
         (r"the estimated error of a head is above ([\d.]+)\.", automatic.MIN_ERROR_OF_WARNING),
-        (r"with (\d+) landmarks and", automatic.MIN_FEATURES),
-        (r"landmarks and (\d+) probes", automatic.PROBES),
+        (r"All heads are tried with m = (\d+)", _search.MIN_FEATURES),
+        (r"with (\d+) probes", _costs.PROBES),
+        (r"at most ([\d.]+) of the time", _costs.MAX_SEARCH),
     ],
 )
 def test_the_docstring_tells_the_numbers_of_the_code(pattern, number):
     assert_allclose(told(pattern, linattn.attention.__doc__), number, rtol=1e-12)
 
 
-@full_and_causal
-def test_the_page_tells_where_exact_attention_ends(is_causal):
+@pytest.mark.parametrize(
+    ("pattern", "is_causal", "tolerance"),
+    [
+        (r"for 12 heads from ([\d,]+) tokens on", False, 0.1),
+        (r"tokens on, causal from ([\d,]+\d)", True, 0.1),
+        (r"where they are the cheaper way, ([\d,]+) tokens", False, None),
+        (r"cheaper way, [\d,]+ tokens, causal ([\d,]+\d)", True, None),
+    ],
+)
+def test_the_page_tells_where_exact_attention_ends(pattern, is_causal, tolerance):
     page = (Path(__file__).parents[1] / "docs/attention.md").read_text()
-    last = int(told(rf"{'causal' if is_causal else 'as keys'} up to ([\d,]+\d)", page))
-    for length, method in ((last, "exact"), (last + 1, "coreset" if is_causal else "landmarks")):
-        arrays = clustered(length, heads=1, dim=2)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the error of head")
-            options = dict(is_causal=is_causal, rng=0, return_report=True)
-            _, report = linattn.attention(*arrays, **options)
-        assert report.method == method
+    first = int(told(pattern, page))
+    searched = []
+    for length in (first - 1, first):
+        tokens = np.broadcast_to(np.zeros((1, 1, 1)), (12, length, 1))
+        given = _heads.Given(
+            exact_problem(*[tokens] * 3, scale=None, is_causal=is_causal, key_mask=None),
+            None,
+            1.0,
+            tolerance,
+            np.random.default_rng(0),
+        )
+        searched.append((_causal if is_causal else _full).is_worth_a_search(given))
+    assert searched == [False, True]
 
 
 # Held-out rows ----------------------------------------------------------------------------------
@@ -558,7 +660,7 @@ def test_held_out_errors():
         held_out_rows(-1, 2)
 
 
-def test_error_is_that_of_the_queries_that_count():
+def test_error_is_that_of_the_queries_that_count(eager):
     """Padding is not held out, whatever it holds, where few queries count too."""
     query, key, value = clustered(4000)
     for valid in (np.arange(4000) < 3000, np.arange(4000) < 100):
@@ -586,7 +688,7 @@ def test_error_of_heads_under_masks_of_their_own(axes):
     counts = np.broadcast_to(mask, (2, 2, 4000))[..., None]
     # Whatever padding would tell, it would be far from the error of a fair row.
     query = np.where(counts, query, 9 * query)
-    options: Any = dict(key_mask=mask, rng=0)
+    options: Any = dict(key_mask=mask, tolerance=None, rng=0)
     output, report = linattn.attention(query, key, value, **options, return_report=True)
     exact = linattn.softmax_attention(query, key, value, key_mask=mask)
     assert report.error.shape == (2, 2)

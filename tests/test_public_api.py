@@ -30,10 +30,13 @@ SIGNATURES = {
     ),
     "softmax_attention_vjp": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
     "attention": (
-        "(query, key, value, *, is_causal=False, key_mask=None, scale=None, tolerance=None, "
+        "(query, key, value, *, is_causal=False, key_mask=None, scale=None, tolerance=0.1, "
         "rng=None, return_report=False)"
     ),
-    "AttentionReport": "(method, num_features, exact_window, error, cost, bound)",
+    "AttentionReport": (
+        "(method, num_features, exact_window, error, cost, bound, head_methods, head_features, "
+        "head_clusters, head_pairs)"
+    ),
     "CoresetAttention": "(num_entries=64, *, block_size=32, scale=None, rng=None)",
     "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None)",
     "CoresetAttention.step": "(self, query, key, value)",

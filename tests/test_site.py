@@ -57,7 +57,7 @@ def test_pages_show_what_is_public(site):
         "".join(page.read_text(encoding="utf-8") for page in site.glob("*/index.html")),
     )
     assert "linattn.automatic.attention" in shown
-    assert "linattn.automatic.OVERHEAD" not in shown
+    assert "linattn.automatic.MIN_ERROR_OF_WARNING" not in shown
     assert [name for name in shown if name.endswith("__getstate__")] == []
 
 

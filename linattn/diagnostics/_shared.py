@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from typing import Any
 
 import numpy as np
@@ -140,3 +141,30 @@ def rows_drawn_together(feature_map: Any) -> int | None:
 def features_per_row(feature_map: Any, m: int) -> int:
     projection = getattr(_innermost(feature_map), "projection", None)
     return 1 if projection is None else m // int(projection.shape[-2])
+
+
+def error_and_bound(
+    squares: Floats, units: Floats, probability: float | None
+) -> tuple[Floats, Floats]:
+    """Relative error on rows, from the squares of their errors and of their exact outputs.
+
+    And its bound over all rows that could have been drawn; without a probability these are all.
+    """
+    h = max(squares.shape[-1], 1)
+    square, unit = np.sum(squares, axis=-1), np.sum(units, axis=-1)
+    ratio = np.where(square == 0, 0.0, square / unit)
+    relative = bound = np.sqrt(ratio)
+    if probability is not None:
+        square = square + h * _margin(squares - ratio[..., None] * units, -log(1 - probability))
+        bound = np.where(square == 0, 0.0, np.sqrt(square / unit))
+    return relative, bound
+
+
+def _margin(residuals: Floats, level: float) -> Floats:
+    """Bound what a mean square lacks: Bernstein's inequality with what the rows show."""
+    h = residuals.shape[-1]
+    if h < 2:
+        return np.full(residuals.shape[:-1], np.inf)
+    variance = np.mean(residuals**2, axis=-1)
+    largest = np.max(residuals, axis=-1)
+    return np.asarray(np.sqrt(2 * level * variance / h) + level * largest / h)

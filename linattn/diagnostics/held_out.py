@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import log
 from typing import NamedTuple
 
 import array_api_compat
@@ -13,7 +12,7 @@ from linattn import _arrays, _checks, _dispatch, _generic
 from linattn._driver.blocks import block_slices, token_block, values_and_one_block
 from linattn._driver.exact_problem import exact_problem
 from linattn._generic.states import divide
-from linattn.diagnostics._shared import Floats
+from linattn.diagnostics._shared import Floats, error_and_bound
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Partial, Problem, Tokens
 
@@ -208,25 +207,10 @@ def held_out_error(
         # In float64: squares of small and large values leave the range of float32.
         squares = np.sum((given - exact) ** 2, axis=-1)
         units = np.sum(exact**2, axis=-1)
-        square, unit = np.sum(squares, axis=-1), np.sum(units, axis=-1)
-        mean_square = square / max(len(chosen), 1)
-        ratio = np.where(square == 0, 0.0, square / unit)
-        relative = bound = np.sqrt(ratio)
-        if len(np.unique(chosen)) < L:
-            margin = _margin(squares - ratio[..., None] * units, -log(1 - probability))
-            square = max(len(chosen), 1) * (mean_square + margin)
-            bound = np.where(square == 0, 0.0, np.sqrt(square / unit))
+        all_rows = len(np.unique(chosen)) == L
+        relative, bound = error_and_bound(squares, units, None if all_rows else probability)
+        mean_square = np.sum(squares, axis=-1) / max(len(chosen), 1)
         return HeldOutError(relative, mean_square, chosen, bound)
-
-
-def _margin(residuals: Floats, level: float) -> Floats:
-    """Bound what a mean square lacks: Bernstein's inequality with what the rows show."""
-    h = residuals.shape[-1]
-    if h < 2:
-        return np.full(residuals.shape[:-1], np.inf)
-    variance = np.mean(residuals**2, axis=-1)
-    largest = np.max(residuals, axis=-1)
-    return np.asarray(np.sqrt(2 * level * variance / h) + level * largest / h)
 
 
 def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:

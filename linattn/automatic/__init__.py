@@ -1,0 +1,211 @@
+"""Attention for someone who does not want to choose how."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+
+from linattn import _arrays, _checks, _dispatch
+from linattn._driver.exact_problem import exact_problem
+from linattn.automatic import _causal, _full
+from linattn.automatic._heads import Given
+from linattn.automatic._report import AttentionReport, HeadRecord, make_report
+from linattn.sampling import Seed, as_generator
+from linattn.typing import Array, ArrayT
+
+__all__ = ["AttentionReport", "attention"]
+
+MIN_ERROR_OF_WARNING = 0.1
+"""Estimated error of a head above which a call without a tolerance warns."""
+
+
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    key_mask: Array | None
+    scale: float | None
+    tolerance: float | None
+    rng: Seed
+
+
+@overload
+def attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_report: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> ArrayT: ...
+
+
+@overload
+def attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_report: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, AttentionReport]: ...
+
+
+@overload
+def attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    return_report: bool = False,
+    **options: Unpack[_Options],
+) -> Any: ...
+
+
+@_arrays.on_array_device
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    scale: float | None = None,
+    tolerance: float | None = 0.1,
+    rng: Seed = None,
+    return_report: bool = False,
+) -> Any:
+    r"""Softmax attention: exact where that is cheap, else in linear time without retraining.
+
+    .. math::
+        o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j) \, v_j
+
+    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` landmarks or entries,
+    ``s`` scale.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        float16, bfloat16, float32 or float64, of any array-API library.
+    key : array, (..., S, d)
+        Same library, dtype and device.
+    value : array, (..., S, e)
+        Same library, dtype and device.
+    is_causal : bool, optional
+        Query i sees keys 0..i only; needs L = S. Default False.
+    key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
+        True = attend. Where L = S, masked tokens are not used as queries either: not to fit to,
+        and not to estimate the error.
+    scale : float, optional
+        s > 0; default ``1 / sqrt(d)``.
+    tolerance : float or None, optional
+        Largest relative output error of a head, kept with probability 0.95 for each; heads that
+        meet it in no cheaper way are attended to exactly. Default 0.1. None accepts whatever 64
+        landmarks or entries give, on every sequence long enough for them to be cheaper.
+    rng : int, Generator, SeedSequence or None, optional
+        Seed of landmarks, or of the coreset, and of the rows held out.
+    return_report : bool, optional
+        Also return an :class:`AttentionReport`. Default False.
+
+    Returns
+    -------
+    array, (..., L, e)
+        In the library, dtype and device of the inputs; or ``(output, report)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.softmax_attention`; a tolerance or scale that is not positive; NaN or inf
+        in tokens that are not masked, where landmarks are fitted.
+
+    Warns
+    -----
+    UserWarning
+        After a search it took exact attention, in quadratic time, for some head. With
+        ``tolerance=None``: the estimated error of a head is above 0.1.
+
+    See Also
+    --------
+    linear_attention, softmax_attention, CoresetAttention : to choose oneself.
+    linattn.diagnostics.held_out_error : the estimate.
+
+    Notes
+    -----
+    Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, and where
+    L = S with an exact window of 32 tokens; causal attention by :class:`linattn.CoresetAttention`
+    with blocks of 128 tokens, or of m where that is more. Traced and lazy arrays, at which nothing
+    can be fitted, take exact attention.
+
+    *Search.* All heads are tried with m = 64. A head whose bound is above the tolerance is tried
+    once more (causal: twice), with the power of 2 at which it is expected to cost least, because
+    errors fall with about the square root of m; what does not promise to be cheaper than exact
+    attention is not tried. Heads of one number are worked on together. The first trial is made
+    where it takes at most 0.15 of the time of exact attention, so that this is what a search in
+    vain costs; shorter sequences are attended to exactly at once.
+
+    *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
+    of all, at least 64 and at most 256 a head. What is compared with the tolerance is the ``bound``
+    of :func:`linattn.diagnostics.held_out_error` at a probability of ``1 - 0.05 / n``, where n is
+    how many trials a head may have, so that one that is taken by luck has a probability of 0.05 in
+    all. The bound speaks of rows like those drawn; where the error of a head is in a few rows among
+    thousands, it may miss them.
+
+    Biased: the error is that of the landmarks, and does not average out. Attention without
+    structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every
+    linear method.
+
+    Time O((L + S) (m + p) (d + e)) and memory O(m (d + e)) beyond inputs and outputs, p probes, and
+    for h held-out rows O(h S (d + e)) and O(S (e + h)) of a head. Held-out rows are worked out on
+    the host.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, value = linattn.datasets.pretrained_qkv()
+    >>> output, report = linattn.attention(query, key, value, rng=0, return_report=True)
+    >>> report.method
+    'exact'
+    """
+    return_report = _checks.check_flag("return_report", return_report)
+    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
+    scale = problem.query.shape[-1] ** -0.5 if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale, positive=True)
+    if tolerance is not None:
+        tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
+    given = Given(problem, key_mask, scale, tolerance, as_generator(rng))
+    way = _causal if is_causal else _full
+    if problem.lazy or not given.num_heads or not way.is_worth_a_search(given):
+        output = given.exact(range(given.num_heads))
+        heads = [HeadRecord.exact(problem)] * given.num_heads
+    else:
+        with _dispatch.limited_threads():
+            output, heads = way.attend(given)
+        message = _warning(given, heads)
+        if message:
+            warnings.warn(message, UserWarning, stacklevel=3)
+    return (output, make_report(problem, heads)) if return_report else output
+
+
+def _warning(given: Given, heads: list[HeadRecord]) -> str:
+    """Say what a caller has to know who reads no report; "" for nothing."""
+    if given.tolerance is None:
+        errors = [0.0 if np.isnan(head.error) else head.error for head in heads]
+        worst = int(np.argmax(errors))
+        if not errors[worst] > MIN_ERROR_OF_WARNING:
+            return ""
+        name = f" of head {given.unravel(worst)}" if given.problem.lead else ""
+        return (
+            f"the error{name} is estimated at {errors[worst]:.2g} of the output, above "
+            f"{MIN_ERROR_OF_WARNING:g}: pass tolerance= for more columns, or exact attention where "
+            f"they do not do, or use softmax_attention"
+        )
+    exact = [head for head in heads if not head.num_features]
+    if not exact:
+        return ""
+    counted = "" if len(exact) == len(heads) else f" for {len(exact)} of {len(heads)} heads"
+    worst_head = max(exact, key=lambda head: head.bound)
+    return (
+        f"tolerance={given.tolerance:g} takes exact attention{counted}, in quadratic time: the "
+        f"error of a cheaper way was estimated at {worst_head.error:.2g}, and at most "
+        f"{worst_head.bound:.2g}"
+    )

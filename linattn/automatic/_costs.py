@@ -1,0 +1,146 @@
+"""Pairs that each way to attend works out, and what they cost beside a pair of exact attention."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple, Self
+
+from linattn.typing import Problem
+
+__all__ = [
+    "CORESET_BLOCK",
+    "PROBES",
+    "WINDOW",
+    "Work",
+    "coreset_block",
+    "coreset_work",
+    "exact_pairs",
+    "fit_work",
+    "may_search",
+    "num_rows_of",
+    "read_work",
+    "window_of",
+]
+
+PROBES = 128
+WINDOW = 32
+CORESET_BLOCK = 128
+
+MAX_SEARCH = 0.15
+"""Largest cost of a first trial over that of exact attention: what a search in vain may take."""
+
+CALL = 1.5e6
+"""Pairs of exact attention that take as long as what is done once for all heads."""
+
+MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
+"""Exact rows of each head: a 32nd of all, within these."""
+
+SAMPLED_KEYS, CLUSTER_PASSES = 16, 5
+"""Keys of a fit for each landmark, and how often they meet all landmarks there."""
+
+
+class Work(NamedTuple):
+    """Pairs of tokens, or of a token and a column, by kind.
+
+    Attributes
+    ----------
+    exact : float
+        Weighted exactly, blocks of queries by blocks of keys.
+    features : float
+        Of a query or key and a landmark, a probe or an entry.
+    near : float
+        Weighted exactly in a window.
+    gathered : float
+        Weighted exactly after queries and keys have been gathered by cluster.
+    distances : float
+        Of a sampled key and a centroid.
+    streamed : float
+        Of the blocks and entries of a coreset.
+    sampled : float
+        Keys that are clustered: no pairs, but what is done for each takes time too.
+    """
+
+    exact: float = 0.0
+    features: float = 0.0
+    near: float = 0.0
+    gathered: float = 0.0
+    distances: float = 0.0
+    streamed: float = 0.0
+    sampled: float = 0.0
+
+    @property
+    def pairs(self) -> float:
+        """All pairs."""
+        return sum(self) - self.sampled
+
+    @property
+    def cost(self) -> float:
+        """Pairs of exact attention that take as long, on a CPU core."""
+        return sum(pairs * cost for pairs, cost in zip(self, COST, strict=True))
+
+    def plus(self, other: Work) -> Self:
+        """Return the sum."""
+        return type(self)(*(x + y for x, y in zip(self, other, strict=True)))
+
+
+COST = Work(1.0, features=1.2, near=3.5, gathered=1.6, distances=0.4, streamed=1.1, sampled=600.0)
+"""Time of one of each kind over that of a pair of exact attention."""
+
+
+def window_of(problem: Problem) -> int | None:
+    """Block length of the exact window, or of a coreset's exact blocks."""
+    if problem.is_causal:
+        return CORESET_BLOCK
+    return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else None
+
+
+def num_rows_of(problem: Problem) -> int:
+    """Exact rows of each head from which its error is estimated and bounded."""
+    length = int(problem.query.shape[-2])
+    return min(length, max(MIN_HELD_OUT, min(length // 32, MAX_HELD_OUT)))
+
+
+def exact_pairs(problem: Problem) -> float:
+    """Pairs of exact attention."""
+    L, S = problem.query.shape[-2], problem.key.shape[-2]
+    return L * (L + 1) / 2 if problem.is_causal else float(L * S)
+
+
+def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
+    """Fitting m landmarks and judging them by some exact rows."""
+    S = problem.key.shape[-2]
+    sampled = min(S, max(SAMPLED_KEYS * m, 1024))
+    return Work(
+        exact=float((PROBES + num_rows) * S),
+        features=float(S * (m + PROBES) + num_rows * m),
+        distances=float(CLUSTER_PASSES * sampled * m),
+        sampled=sampled + CALL / COST.sampled / max(1, prod(problem.lead)),
+    )
+
+
+def read_work(problem: Problem, m: int, share: float) -> Work:
+    """Attention by m landmarks, a share of the keys exactly by content, and the window."""
+    L, S = problem.query.shape[-2], problem.key.shape[-2]
+    return Work(
+        features=float(L * m + S * (m + PROBES)),
+        near=float(L * 3 * WINDOW) if window_of(problem) else 0.0,
+        gathered=share * L * S,
+    )
+
+
+def coreset_block(m: int) -> int:
+    """Block length of a coreset of m entries: with fewer than m, reductions take the time."""
+    return max(CORESET_BLOCK, m)
+
+
+def coreset_work(problem: Problem, m: int) -> Work:
+    """Attention by a coreset: queries read entries and two blocks, entries and keys meet thrice."""
+    L, B = problem.query.shape[-2], coreset_block(m)
+    streamed = L * (m + 2 * B) + L / B * 3 * m * (m + B)
+    return Work(streamed=streamed, sampled=L * CORESET_BLOCK / B)
+
+
+def may_search(problem: Problem, first: Work, tolerance: float | None) -> bool:
+    """Whether a first trial may be made: with a tolerance, even if it were in vain."""
+    most = 1.0 if tolerance is None else MAX_SEARCH
+    return first.cost <= most * exact_pairs(problem)

@@ -1,0 +1,231 @@
+"""Error of landmarks on held-out rows, for every number of clusters that might count exactly.
+
+The exact row of a query is the sum of its clusters' exact parts, so that it tells at no further
+cost what is gained by each. Letters: ``h`` rows, ``S`` keys, ``C`` clusters, ``m`` landmarks, ``p``
+probes, ``e`` value dim, ``l`` levels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.automatic._tokens import Head
+from linattn.diagnostics._shared import error_and_bound
+from linattn.feature_maps import LandmarkFeatures
+
+__all__ = ["ErrorCurve", "error_curve"]
+
+Floats = NDArray[Any]
+
+TILE = 1 << 17
+"""Logits of keys and probes, or landmarks, that are worked on at a time."""
+
+
+class ErrorCurve(NamedTuple):
+    """Errors of one head by the number of clusters that count exactly.
+
+    Attributes
+    ----------
+    error, bound : ndarray, (l,)
+        Relative output error on the held-out rows, and its upper bound.
+    share : ndarray, (l,)
+        Keys of those clusters, of all keys, in the mean over rows.
+    """
+
+    error: NDArray[np.float64]
+    bound: NDArray[np.float64]
+    share: NDArray[np.float64]
+
+
+class Landmarks(NamedTuple):
+    """Landmarks of one head in the dtype of its tokens.
+
+    Attributes
+    ----------
+    b : ndarray, (m, d)
+        Scaled.
+    images, bias : ndarray, (d, m), (m,)
+        The landmark of a key has the largest of ``key.images + bias``.
+    probes, table : ndarray, (d, p), (m, p)
+        The log weight of a key of landmark c is the log sum of ``exp(key.probes + table_c)``.
+    """
+
+    b: Floats
+    images: Floats
+    bias: Floats
+    probes: Floats
+    table: Floats
+
+    @classmethod
+    def of(
+        cls, phi: LandmarkFeatures, lead: tuple[int, ...], index: tuple[int, ...], dtype: Any
+    ) -> Landmarks:
+        """Take those of one head of a map."""
+        b, images, bias, probes, lognorm, table = (
+            np.broadcast_to(x, (*lead, *x.shape[x.ndim - axes :]))[index]
+            for x, axes in (
+                (phi.landmarks, 2),
+                (phi._images, 2),
+                (phi._bias, 1),
+                (phi.probes, 2),
+                (phi.log_normalizers, 1),
+                (phi._table, 2),
+            )
+        )
+        arrays = (phi.scale * b, images.T, bias, phi.scale * probes.T, table.T - lognorm)
+        return cls(*(np.ascontiguousarray(x, dtype=dtype) for x in arrays))
+
+    def assign(self, key: Floats) -> tuple[NDArray[np.intp], Floats]:
+        """Landmark of each key, and its log weight there."""
+        index, log = np.empty(len(key), np.intp), np.empty(len(key), key.dtype)
+        size = max(64, TILE // max(self.table.shape))
+        for start in range(0, len(key), size):
+            tile = slice(start, start + size)
+            index[tile] = np.argmax(key[tile] @ self.images + self.bias, axis=-1)
+            terms = key[tile] @ self.probes
+            terms += self.table[index[tile]]
+            top = terms.max(axis=-1, keepdims=True)
+            terms -= top
+            total = np.exp(terms, out=terms).sum(axis=-1)
+            log[tile] = np.log(total) + top[:, 0]
+        return index, log
+
+
+class Clusters(NamedTuple):
+    """Keys of one head in the order of their clusters; clusters without a key are left out."""
+
+    b: Floats
+    starts: NDArray[np.intp]
+    sizes: NDArray[np.intp]
+    of_key: NDArray[np.intp]
+    key: Floats
+    values_and_one: Floats
+    weight: Floats
+    """Of each key, over the largest of its cluster."""
+    log_scale: Floats
+    """Log of that largest weight, (C,)."""
+    sums: Floats
+    """Weighted sums of values and ones, over that largest weight, (C, e + 1)."""
+    place: NDArray[np.intp]
+    """Where each key of the head is now."""
+
+    @classmethod
+    def of(cls, head: Head, landmarks: Landmarks) -> Clusters:
+        """Sort the keys of a head."""
+        index, log = landmarks.assign(head.key)
+        order = np.argsort(index, kind="stable")
+        found, starts, sizes = np.unique(index[order], return_index=True, return_counts=True)
+        of_key = np.repeat(np.arange(len(found)), sizes)
+        log_scale = np.maximum.reduceat(log[order], starts)
+        weight = np.exp(log[order] - log_scale[of_key])
+        values_and_one = head.values_and_one[order]
+        sums = np.add.reduceat(weight[:, None] * values_and_one, starts)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        b, key = landmarks.b[found], head.key[order]
+        return cls(b, starts, sizes, of_key, key, values_and_one, weight, log_scale, sums, place)
+
+
+class _Weights(NamedTuple):
+    """Attention of the rows, over the largest weight of each."""
+
+    exact: Floats
+    """Of keys, (h, S)."""
+    by_cluster: Floats
+    """Of a cluster's largest weight by its landmark, (h, C)."""
+    rank: NDArray[np.intp]
+    """Of each cluster in the order of what it is expected to be off by, (h, C)."""
+
+    @classmethod
+    def of(cls, query: Floats, clusters: Clusters, scale: float) -> _Weights:
+        logits = query @ (clusters.key * clusters.key.dtype.type(scale)).T
+        logs = query @ clusters.b.T + clusters.log_scale
+        shift = np.maximum(logits.max(axis=-1), logs.max(axis=-1))[:, None]
+        logits -= shift
+        logs -= shift
+        order = np.argsort(-(logs + np.log(clusters.sums[:, -1])), axis=-1)
+        rank = np.empty_like(order)
+        np.put_along_axis(rank, order, np.arange(order.shape[-1])[None, :], axis=-1)
+        return cls(np.exp(logits, out=logits), np.exp(logs, out=logs), rank)
+
+
+def error_curve(
+    head: Head,
+    landmarks: Landmarks,
+    *,
+    scale: float,
+    levels: tuple[int, ...],
+    exact_window: int | None,
+    probability: float,
+) -> ErrorCurve:
+    """Error of one head on its held-out rows for each number of exact clusters.
+
+    Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
+    """
+    count = len(levels)
+    if not len(head.key):
+        return ErrorCurve(*(np.zeros(count) for _ in ErrorCurve._fields))
+    clusters = Clusters.of(head, landmarks)
+    weights = _Weights.of(head.query, clusters, scale)
+    exact = weights.exact @ clusters.values_and_one
+    parts = np.broadcast_to(weights.by_cluster @ clusters.sums, (count, *exact.shape)).copy()
+    share = _add_clusters(parts, weights, clusters, levels)
+    if exact_window is not None:
+        _add_window(parts, weights, clusters, head, levels, exact_window)
+    exact, parts = (x[..., :-1] / x[..., -1:] for x in (exact, parts))
+    squares = np.sum((parts.astype(np.float64) - exact) ** 2, axis=-1)
+    units = np.sum(exact.astype(np.float64) ** 2, axis=-1)
+    error, bound = error_and_bound(squares, units, None if head.all_rows else probability)
+    return ErrorCurve(error, bound, share)
+
+
+def _add_clusters(
+    parts: Floats, weights: _Weights, clusters: Clusters, levels: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """Put the best clusters' exact parts in place of their landmarks'; return their share."""
+    most = min(max(levels), len(clusters.b))
+    if not most:
+        return np.zeros(len(levels))
+    by_cluster = np.empty((len(clusters.b), *parts.shape[1:]), parts.dtype)
+    for part, start, size in zip(by_cluster, clusters.starts, clusters.sizes, strict=True):
+        keys = slice(start, start + size)
+        np.matmul(weights.exact[:, keys], clusters.values_and_one[keys], out=part)
+    best = np.argsort(weights.rank, axis=-1)[:, :most]
+    rows = np.arange(len(best))[:, None]
+    gained = by_cluster[best, rows]
+    gained -= weights.by_cluster[rows, best][..., None] * clusters.sums[best]
+    gained = np.cumsum(gained, axis=1)
+    sizes = np.cumsum(clusters.sizes[best].mean(axis=0)) / len(clusters.key)
+    share = np.zeros(len(levels))
+    for i, level in enumerate(levels):
+        if level:
+            parts[i] += gained[:, min(level, most) - 1]
+            share[i] = sizes[min(level, most) - 1]
+    return share
+
+
+def _add_window(
+    parts: Floats,
+    weights: _Weights,
+    clusters: Clusters,
+    head: Head,
+    levels: tuple[int, ...],
+    exact_window: int,
+) -> None:
+    """Put near keys' exact weights into the place of their landmarks', where these still count."""
+    near = (head.rows // exact_window - 1)[:, None] * exact_window + np.arange(3 * exact_window)
+    found = np.searchsorted(head.positions, near)
+    found = np.minimum(found, len(head.positions) - 1)
+    is_key = head.positions[found] == near
+    keys = clusters.place[found]
+    cluster = clusters.of_key[keys]
+    rows = np.arange(len(near))[:, None]
+    gained = weights.exact[rows, keys] - weights.by_cluster[rows, cluster] * clusters.weight[keys]
+    gained = np.where(is_key, gained, 0)
+    values_and_one, rank = clusters.values_and_one[keys], weights.rank[rows, cluster]
+    for part, level in zip(parts, levels, strict=True):
+        counted = np.where(rank >= level, gained, 0)
+        part += (counted[:, None, :] @ values_and_one)[:, 0, :]

@@ -1,0 +1,153 @@
+"""Full attention by landmarks, for each head as many as it needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import array_api_compat
+import numpy as np
+
+from linattn.automatic._costs import PROBES, num_rows_of, window_of
+from linattn.automatic._curves import ErrorCurve, Landmarks, error_curve
+from linattn.automatic._heads import Given, join_heads
+from linattn.automatic._report import Answer, HeadRecord
+from linattn.automatic._search import (
+    LEVELS,
+    PROBABILITY,
+    Found,
+    choose_landmarks,
+    largest_trial,
+)
+from linattn.automatic._tokens import HostTokens, query_mask_of
+from linattn.feature_maps import LandmarkFeatures
+from linattn.functional import linear_attention
+from linattn.typing import Array
+
+__all__ = ["attend", "is_worth_a_search"]
+
+MAX_FITS = 2
+"""Of a head: each gets a share of the probability to fail."""
+
+
+def is_worth_a_search(given: Given) -> bool:
+    """Whether landmarks may be tried."""
+    return largest_trial(given.problem, given.tolerance, num_rows_of(given.problem)) > 0
+
+
+def attend(given: Given) -> Answer:
+    """Attention by landmarks where that is cheap and near, exact elsewhere."""
+    num_rows = num_rows_of(given.problem)
+    search = Search(given, num_rows)
+    found = choose_landmarks(
+        given.problem, given.num_heads, given.tolerance, num_rows, search.try_landmarks
+    )
+    return Answer(search.output(found), search.records(found))
+
+
+class Search:
+    """Fits of one call."""
+
+    def __init__(self, given: Given, num_rows: int) -> None:
+        self.given = given
+        mask = query_mask_of(given.problem, given.key_mask)
+        self.tokens = HostTokens(given.problem, mask, num_rows, given.generator)
+        self.window = window_of(given.problem)
+
+    def try_landmarks(
+        self, m: int, chosen: Sequence[int]
+    ) -> tuple[LandmarkFeatures, list[ErrorCurve]]:
+        """Fit m landmarks to some heads, and judge them."""
+        given, problem = self.given, self.given.problem
+        heads = given.heads(chosen)
+        all_heads = len(chosen) == given.num_heads
+        fitted = self.tokens.fitted
+        if not all_heads:
+            fitted = np.broadcast_to(fitted, (*problem.lead, fitted.shape[-1]))
+            fitted = fitted.reshape(given.num_heads, -1)[np.asarray(chosen)]
+        phi = LandmarkFeatures.fit(
+            heads.query,
+            heads.key,
+            num_features=m,
+            num_probes=PROBES,
+            key_mask=heads.key_mask,
+            query_mask=problem.xp.asarray(fitted, device=array_api_compat.device(problem.query)),
+            scale=given.scale,
+            rng=given.generator,
+        )
+        lead = problem.lead if all_heads else (len(chosen),)
+        curves = []
+        for head, index in zip(chosen, np.ndindex(lead), strict=True):
+            tokens = self.tokens.head(given.unravel(head))
+            landmarks = Landmarks.of(phi, lead, index, tokens.query.dtype)
+            curve = error_curve(
+                tokens,
+                landmarks,
+                scale=given.scale,
+                levels=LEVELS,
+                exact_window=self.window,
+                probability=1 - (1 - PROBABILITY) / MAX_FITS,
+            )
+            curves.append(curve)
+        return phi, curves
+
+    def output(self, found: Found) -> Array:
+        """Attend to each head as was chosen for it."""
+        given = self.given
+        groups = defaultdict(list)
+        for head, choice in enumerate(found.choices):
+            groups[choice.trial, choice.clusters].append(head)
+        parts: list[tuple[Sequence[int], Array]] = []
+        for (i, _clusters), chosen in groups.items():
+            if i < 0:
+                parts.append((chosen, given.exact(chosen)))
+                continue
+            trial = found.trials[i]
+            heads = given.heads(chosen)
+            phi = trial.fit
+            if len(chosen) < len(trial.heads):
+                lead = given.problem.lead if len(trial.heads) == given.num_heads else ()
+                phi = _some_heads(phi, lead, [trial.heads.index(head) for head in chosen])
+            part = linear_attention(
+                heads.query,
+                heads.key,
+                heads.value,
+                phi,
+                key_mask=heads.key_mask,
+                exact_window=self.window,
+            )
+            parts.append((chosen, part))
+        return join_heads(given, parts)
+
+    def records(self, found: Found) -> list[HeadRecord]:
+        """Say what was done for each head."""
+        records = []
+        for head, (choice, work) in enumerate(zip(found.choices, found.work, strict=True)):
+            if choice.trial >= 0:
+                m = found.trials[choice.trial].num_features
+                record = HeadRecord(m, choice.clusters, choice.error, choice.bound, work)
+            else:
+                last = next(trial for trial in reversed(found.trials) if head in trial.heads)
+                curve = last.curves[last.heads.index(head)]
+                record = HeadRecord(0, 0, float(curve.error[-1]), float(curve.bound[-1]), work)
+            records.append(record)
+        return records
+
+
+def _some_heads(
+    phi: LandmarkFeatures, lead: tuple[int, ...], chosen: Sequence[int]
+) -> LandmarkFeatures:
+    """Take the landmarks of some heads."""
+    arrays = {}
+    for name, axes in (
+        ("landmarks", 2),
+        ("probes", 2),
+        ("log_normalizers", 1),
+        ("metric", 2),
+        ("used", 1),
+    ):
+        array = getattr(phi, name)
+        trailing = array.shape[array.ndim - axes :]
+        whole = np.broadcast_to(array, (*(lead or array.shape[: array.ndim - axes]), *trailing))
+        arrays[name] = whole.reshape(-1, *trailing)[np.asarray(chosen)]
+    return LandmarkFeatures(**arrays, scale=phi.scale)

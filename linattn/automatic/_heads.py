@@ -1,0 +1,80 @@
+"""What a call was given, and some of its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from linattn.functional import softmax_attention
+from linattn.typing import Array, Problem
+
+__all__ = ["Given", "Heads", "join_heads"]
+
+
+class Heads(NamedTuple):
+    """Arrays of some heads: those of the caller for all of them, else with one leading axis."""
+
+    query: Array
+    key: Array
+    value: Array
+    key_mask: Array | None
+
+
+class Given(NamedTuple):
+    """Arguments of a call, checked."""
+
+    problem: Problem
+    key_mask: Array | None
+    scale: float
+    tolerance: float | None
+    generator: np.random.Generator
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the output."""
+        return int(np.prod(self.problem.lead, dtype=np.int64))
+
+    def heads(self, chosen: Sequence[int]) -> Heads:
+        """Take some heads."""
+        problem = self.problem
+        arrays = problem.query, problem.key, problem.value
+        if len(chosen) == self.num_heads:
+            return Heads(*arrays, self.key_mask)
+        query, key, value = (self._taken(x, chosen) for x in arrays)
+        mask = problem.key_mask
+        return Heads(query, key, value, None if mask is None else self._taken(mask, chosen)[..., 0])
+
+    def _taken(self, x: Array, chosen: Sequence[int]) -> Array:
+        whole = self.problem.xp.broadcast_to(x, (*self.problem.lead, *x.shape[-2:]))
+        return self.flat(whole, chosen)
+
+    def flat(self, x: Array, chosen: Sequence[int]) -> Array:
+        """Take some elements of flattened leading axes."""
+        xp = self.problem.xp
+        index = xp.asarray(np.asarray(chosen), device=array_api_compat.device(x))
+        return xp.take(xp.reshape(x, (-1, *x.shape[-2:])), index, axis=0)
+
+    def unravel(self, head: int) -> tuple[int, ...]:
+        """Index of a head in the leading axes."""
+        return tuple(int(i) for i in np.unravel_index(head, self.problem.lead))
+
+    def exact(self, chosen: Sequence[int]) -> Array:
+        """Exact attention of some heads."""
+        query, key, value, mask = self.heads(chosen)
+        return softmax_attention(
+            query, key, value, is_causal=self.problem.is_causal, key_mask=mask, scale=self.scale
+        )
+
+
+def join_heads(given: Given, groups: list[tuple[Sequence[int], Array]]) -> Array:
+    """Put the outputs of groups of heads into the order of the heads."""
+    if len(groups) == 1:
+        return groups[0][1]
+    problem = given.problem
+    order = np.argsort(np.concatenate([heads for heads, _ in groups]))
+    index = problem.xp.asarray(order, device=array_api_compat.device(problem.query))
+    output = problem.xp.take(problem.xp.concat([part for _, part in groups], axis=0), index, axis=0)
+    return problem.xp.reshape(output, (*problem.lead, *output.shape[-2:]))

@@ -1,0 +1,109 @@
+"""What :func:`linattn.attention` did, and what it says of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.automatic._costs import Work, exact_pairs, window_of
+from linattn.typing import Array, Problem
+
+__all__ = ["Answer", "AttentionReport", "HeadRecord", "make_report"]
+
+
+class AttentionReport(NamedTuple):
+    """What :func:`linattn.attention` did.
+
+    Attributes
+    ----------
+    method : str
+        "landmarks" or "coreset" where any head is attended to by it, else "exact".
+    num_features : int or None
+        Landmarks, or entries of the coreset, the most of any head; None when exact.
+    exact_window : int or None
+        Block length of the exact window, or of the coreset's exact blocks; None for none.
+    error : ndarray, (...)
+        Estimated relative output error of each head, from held-out exact rows; 0 when exact.
+    cost : float
+        Pairs worked out, over those of exact attention: fitting and exact rows included.
+    bound : ndarray, (...)
+        Upper bound of the error of each head, which is what a tolerance is compared with.
+    head_methods : ndarray of str, (...)
+        Method of each head.
+    head_features : ndarray of int, (...)
+        Landmarks or entries of each head; 0 when exact.
+    head_clusters : ndarray of int, (...)
+        Clusters of keys that each query of a head attends to exactly; 0 for none.
+    head_pairs : ndarray, (...)
+        Pairs worked out for each head, fitting and exact rows included.
+    """
+
+    method: str
+    num_features: int | None
+    exact_window: int | None
+    error: NDArray[np.float64]
+    cost: float
+    bound: NDArray[np.float64]
+    head_methods: NDArray[np.str_]
+    head_features: NDArray[np.int64]
+    head_clusters: NDArray[np.int64]
+    head_pairs: NDArray[np.float64]
+
+
+class HeadRecord(NamedTuple):
+    """What was done for one head.
+
+    Attributes
+    ----------
+    num_features : int
+        0 for exact attention.
+    clusters : int
+        How many count exactly.
+    error, bound : float
+        Estimated relative error, and its upper bound; those of the last trial of an exact head.
+    work : Work
+        The search included.
+    """
+
+    num_features: int
+    clusters: int
+    error: float
+    bound: float
+    work: Work
+
+    @classmethod
+    def exact(cls, problem: Problem) -> Self:
+        """Return that of exact attention without a search."""
+        return cls(0, 0, 0.0, 0.0, Work(exact=exact_pairs(problem)))
+
+
+class Answer(NamedTuple):
+    """Output, and how each head came to it."""
+
+    output: Array
+    heads: list[HeadRecord]
+
+
+def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
+    """Report what was done for each head; without heads, exact attention of all."""
+    linear = [head.num_features > 0 for head in heads]
+    name = "coreset" if problem.is_causal else "landmarks"
+
+    def of_heads(values: list[Any], dtype: Any) -> NDArray[Any]:
+        return np.array(values, dtype).reshape(problem.lead)
+
+    pairs = of_heads([head.work.pairs for head in heads], float)
+    return AttentionReport(
+        method=name if any(linear) else "exact",
+        num_features=max(head.num_features for head in heads) if any(linear) else None,
+        exact_window=window_of(problem) if any(linear) else None,
+        error=of_heads([h.error if h.num_features else 0.0 for h in heads], float),
+        cost=float(pairs.mean() / max(exact_pairs(problem), 1)) if heads else 1.0,
+        bound=of_heads([h.bound if h.num_features else 0.0 for h in heads], float),
+        head_methods=of_heads([name if is_linear else "exact" for is_linear in linear], "U9"),
+        head_features=of_heads([head.num_features for head in heads], np.int64),
+        head_clusters=of_heads([head.clusters for head in heads], np.int64),
+        head_pairs=pairs,
+    )

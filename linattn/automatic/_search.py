@@ -1,0 +1,225 @@
+"""Which way each head goes: fits, the errors they promise, and the cheapest that is good enough.
+
+A head is a number here: the leading axes of inputs, broadcast and flattened.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.automatic._costs import Work, exact_pairs, fit_work, may_search, read_work
+from linattn.automatic._curves import ErrorCurve
+from linattn.typing import Problem
+
+__all__ = [
+    "LEVELS",
+    "MIN_FEATURES",
+    "PROBABILITY",
+    "Choice",
+    "Found",
+    "choose_landmarks",
+    "largest_trial",
+]
+
+MIN_FEATURES, MAX_FEATURES = 64, 2048
+
+PROBABILITY = 0.95
+"""Of meeting a tolerance, for each head."""
+
+LEVELS = (0,)
+"""Numbers of clusters that may count exactly."""
+
+EXPONENT = 0.5
+"""Errors at a share of exact keys fall at least with this power of the number of landmarks."""
+
+MARGIN = 1.25
+"""Of a bound over its error, where it is not known."""
+
+
+class Choice(NamedTuple):
+    """How one head is attended to.
+
+    Attributes
+    ----------
+    trial : int
+        Which fit; -1 for exact attention.
+    clusters : int
+        How many count exactly.
+    error, bound : float
+        Estimated relative error, and its upper bound.
+    share : float
+        Keys of those clusters, of all.
+    cost : float
+        What is left to be done, in pairs of exact attention.
+    """
+
+    trial: int
+    clusters: int
+    error: float
+    bound: float
+    share: float
+    cost: float
+
+
+EXACT = Choice(-1, 0, 0.0, 0.0, 0.0, np.inf)
+
+
+class Trial(NamedTuple):
+    """One fit.
+
+    Attributes
+    ----------
+    num_features : int
+        m.
+    heads : sequence of int
+        Which heads it is of.
+    fit : object
+        The map.
+    curves : list of ErrorCurve
+        Of each of these heads.
+    """
+
+    num_features: int
+    heads: Sequence[int]
+    fit: Any
+    curves: list[ErrorCurve]
+
+
+class Found(NamedTuple):
+    """What a search has found.
+
+    Attributes
+    ----------
+    trials : list of Trial
+        All fits, in order.
+    choices : list of Choice
+        Of each head.
+    work : list of Work
+        Of each head, the search and what is left to be done.
+    """
+
+    trials: list[Trial]
+    choices: list[Choice]
+    work: list[Work]
+
+
+Try = Callable[[int, Sequence[int]], tuple[Any, list[ErrorCurve]]]
+
+
+def choose_landmarks(
+    problem: Problem, num_heads: int, tolerance: float | None, num_rows: int, try_: Try
+) -> Found:
+    """Fit the fewest landmarks to all heads, then as many as each is expected to need.
+
+    ``try_(m, heads)`` returns a map of these heads and their curves. Without a tolerance the first
+    fit is taken as it is.
+    """
+    all_heads = range(num_heads)
+    trials = [Trial(MIN_FEATURES, all_heads, *try_(MIN_FEATURES, all_heads))]
+    spent = [fit_work(problem, MIN_FEATURES, num_rows)] * num_heads
+    exact = EXACT._replace(cost=exact_pairs(problem))
+    if tolerance is None:
+        choices = [_choice(problem, trials, 0, curve, 0) for curve in trials[0].curves]
+    else:
+        choices = [_cheapest(problem, trials, head, tolerance, exact) for head in all_heads]
+        groups = defaultdict(list)
+        for head, curve in enumerate(trials[0].curves):
+            m = _best_number(problem, curve, tolerance, num_rows, choices[head].cost)
+            if m is not None:
+                groups[m].append(head)
+        for m, heads in sorted(groups.items()):
+            trials.append(Trial(m, heads, *try_(m, heads)))
+            for head in heads:
+                spent[head] = spent[head].plus(fit_work(problem, m, num_rows))
+                choices[head] = _cheapest(problem, trials, head, tolerance, exact)
+    work = [w.plus(_rest(problem, trials, c)) for w, c in zip(spent, choices, strict=True)]
+    return Found(trials, choices, work)
+
+
+def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> int:
+    """Largest number of landmarks that may be tried, 0 where exact attention is as cheap."""
+    first = fit_work(problem, MIN_FEATURES, num_rows)
+    exact = exact_pairs(problem)
+    whole = first.plus(read_work(problem, MIN_FEATURES, 0.0))
+    if not may_search(problem, whole if tolerance is None else first, tolerance):
+        return 0
+    m = MIN_FEATURES
+    while (
+        tolerance is not None
+        and 2 * m <= MAX_FEATURES
+        and first.cost + _total(problem, 2 * m, num_rows) < exact
+    ):
+        m *= 2
+    return m
+
+
+def _total(problem: Problem, m: int, num_rows: int) -> float:
+    return fit_work(problem, m, num_rows).plus(read_work(problem, m, 0.0)).cost
+
+
+def _rest(problem: Problem, trials: list[Trial], choice: Choice) -> Work:
+    """Count what is left to be done once a head's choice is made."""
+    if choice.trial < 0:
+        return Work(exact=exact_pairs(problem))
+    return read_work(problem, trials[choice.trial].num_features, choice.share)
+
+
+def _choice(
+    problem: Problem, trials: list[Trial], trial: int, curve: ErrorCurve, level: int
+) -> Choice:
+    share = float(curve.share[level])
+    cost = read_work(problem, trials[trial].num_features, share).cost
+    error, bound = float(curve.error[level]), float(curve.bound[level])
+    return Choice(trial, LEVELS[level], error, bound, share, cost)
+
+
+def _cheapest(
+    problem: Problem, trials: list[Trial], head: int, tolerance: float, exact: Choice
+) -> Choice:
+    """Choose the cheapest way that is within the tolerance, of all fits of a head."""
+    found = [exact]
+    for i, trial in enumerate(trials):
+        if head not in trial.heads:
+            continue
+        curve = trial.curves[trial.heads.index(head)]
+        # From the most exact one down to the first that fails: so all may be judged at the
+        # probability of one.
+        level = len(LEVELS)
+        while level and curve.bound[level - 1] <= tolerance:
+            level -= 1
+            found.append(_choice(problem, trials, i, curve, level))
+    return min(found, key=lambda choice: choice.cost)
+
+
+def _best_number(
+    problem: Problem, curve: ErrorCurve, tolerance: float, num_rows: int, cost: float
+) -> int | None:
+    """Find the number of landmarks expected to cost least, if that is less than the cost."""
+    best, m = None, 2 * MIN_FEATURES
+    largest = largest_trial(problem, tolerance, num_rows)
+    while m <= largest:
+        share = _expected_share(curve, tolerance / MARGIN * (m / MIN_FEATURES) ** EXPONENT)
+        expected = fit_work(problem, m, num_rows).plus(read_work(problem, m, share)).cost
+        if share < 1 and expected < cost:
+            best, cost = m, expected
+        m *= 2
+    return best
+
+
+def _expected_share(curve: ErrorCurve, error: float) -> float:
+    """Share of exact keys at which the error is so small: its log is interpolated; 1 for none."""
+    passed = np.flatnonzero(curve.error <= error)
+    if not len(passed):
+        return 1.0
+    i = int(passed[0])
+    if i == 0:
+        return 0.0
+    logs: NDArray[np.float64] = np.log(np.maximum(curve.error[i - 1 : i + 1], 1e-300))
+    part = (logs[0] - np.log(error)) / (logs[0] - logs[1])
+    low, high = curve.share[i - 1 : i + 1]
+    return float(low + part * (high - low))
