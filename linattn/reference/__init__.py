@@ -7,6 +7,13 @@ Shape letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` feat
 leading axes (batch, heads), which broadcast.
 """
 
+from linattn.reference.clustered import clustered_attention
 from linattn.reference.quadratic import KernelSums, kernel_attention, kernel_sums, softmax_attention
 
-__all__ = ["KernelSums", "kernel_attention", "kernel_sums", "softmax_attention"]
+__all__ = [
+    "KernelSums",
+    "clustered_attention",
+    "kernel_attention",
+    "kernel_sums",
+    "softmax_attention",
+]
