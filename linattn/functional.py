@@ -94,6 +94,7 @@ def linear_attention(
     return_log_normalizer: bool = False,
     chunk_size: int | None = None,
     exact_window: int | None = None,
+    exact_clusters: int | None = None,
 ) -> Any:
     r"""Attention whose time grows with the length, not its square.
 
@@ -137,6 +138,11 @@ def linear_attention(
         beside it (causal: the one before) count exactly, ``exp(scale q.k)``, and only the others
         by the map; one denominator for both. Needs L = S and a map of the softmax kernel. The
         keys of an initial state are far from every query. Default: no window.
+    exact_clusters : int, optional
+        c: keys of the c landmarks that matter most to a query count exactly, only the others by
+        the map (see Notes); with a window, keys outside of it. Needs a map that assigns keys to
+        landmarks (:class:`linattn.feature_maps.LandmarkFeatures`), no initial state and arrays
+        whose values can be inspected. Default: none.
 
     Returns
     -------
@@ -177,6 +183,14 @@ def linear_attention(
     the keys for every factor of 64 in L / c, and 64 states at each. Numerator and denominator stay
     unbiased where the map is, with the variance of far pairs only.
 
+    Clusters are the keys of one landmark, b_c. Query i chooses the c with the largest
+    ``s q_i.b_c + log mean_j g_j + log(mean_j |k_j - b_c|^2) / 2``, means over the keys of a
+    cluster outside of masks: to first order, where a key's weight is most wrong. Numerator and
+    denominator of its keys are added to those of the landmarks that it has not chosen; all
+    weights stay positive, and with c = m attention is exact. They add O(L c S / m (d + e)) time
+    for clusters of equal size and O(S (d + e)) memory, a sorted copy of keys and values. What is
+    chosen has no gradient.
+
     Random maps estimate the kernel without bias, but the ratio of two estimates is biased by
     O(1 / m), and its error grows like ``exp(|q + k|^2) / m``: on real queries and keys compute
     the error first (``linattn compare``).
@@ -214,6 +228,7 @@ def linear_attention(
         chunk_size=chunk_size,
         want_log=return_log_normalizer,
         exact_window=exact_window,
+        exact_clusters=exact_clusters,
     )
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)

@@ -9,7 +9,7 @@ from linattn._driver.blocks import block_slices, token_block, transient_values_b
 from linattn._generic.hierarchical import exact_causal_block
 from linattn.typing import Partial, Problem, Tokens
 
-__all__ = ["exact_rows"]
+__all__ = ["exact_rows", "no_keys_seen"]
 
 
 def exact_rows(
@@ -32,10 +32,11 @@ def exact_rows(
             part = functions.exact_block(spec, query, key, values_and_one)
         else:
             part = functions.exact_more(spec, query, key, values_and_one, part)
-    return _nothing(problem, query) if part is None else part
+    return no_keys_seen(problem, query) if part is None else part
 
 
-def _nothing(problem: Problem, query: Tokens) -> Partial:
+def no_keys_seen(problem: Problem, query: Tokens) -> Partial:
+    """Partial of queries that see no key, with all leading axes of the output."""
     shape = (*problem.lead, query.x.shape[-2], problem.value.shape[-1] + 1)
     device = array_api_compat.device(query.x)
     num_den = problem.xp.zeros(shape, dtype=problem.dtype, device=device)

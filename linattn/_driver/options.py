@@ -29,6 +29,7 @@ class WindowOptions(InteropOptions, total=False):
     """Types of those of :func:`linattn.linear_attention`."""
 
     exact_window: int | None
+    exact_clusters: int | None
 
 
 class SoftmaxOptions(TypedDict, total=False):
@@ -53,5 +54,6 @@ class Options(NamedTuple):
     chunk_size: Any = None
     want_log: Any = False
     exact_window: Any = None
+    exact_clusters: Any = None
     one_token: bool = False
     """Whether key and value may not add leading axes to the state."""

@@ -14,13 +14,12 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _generic, _settings
+from linattn._driver.exact_keys import exact_fields
 from linattn._driver.modifiers import weight_fields
 from linattn._driver.options import Options
 from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
     Array,
-    Corrected,
-    Exact,
     FeatureMap,
     Features,
     MapSpec,
@@ -183,10 +182,8 @@ def _describe(
     _check_sees_no_later_keys(feature_map, options.is_causal)
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
-    window, near_spec = _check_window(options.exact_window, query, key, feature_map)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
-    if near_spec is not None:
-        _check_not_corrected(specs[0], feature_map)
+    exact = exact_fields(arrays, feature_map, specs, options)
     weights, state = weight_fields(xp, arrays, dtype, options), options.state
     if state is not None:
         e, name = value.shape[-1], options.state_name
@@ -220,8 +217,7 @@ def _describe(
         lazy=_arrays.is_lazy(query),
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
-        exact_window=window,
-        near_spec=near_spec,
+        **exact,
         signed=not getattr(feature_map, "positive", True),
     )
 
@@ -231,15 +227,6 @@ def _check_sees_no_later_keys(feature_map: FeatureMap, is_causal: bool) -> None:
         message = (
             f"is_causal needs a feature map that has not seen the whole sequence, got "
             f"{feature_map!r}, fitted to it: its features would leak later keys"
-        )
-        raise ValueError(message)
-
-
-def _check_not_corrected(spec: MapSpec, feature_map: FeatureMap) -> None:
-    if isinstance(spec, Corrected):
-        message = (
-            f"exact_window needs a feature map with weights that are not corrected as a whole, got "
-            f"{feature_map!r}; fit it with corrected=False"
         )
         raise ValueError(message)
 
@@ -257,30 +244,6 @@ def _leading_axes(
         shapes[state_name] = tuple(state.kvz.shape[:-2])
     state_lead = _checks.check_leading_axes(**shapes)
     return state_lead, _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
-
-
-def _check_window(
-    exact_window: Any, query: Array, key: Array, feature_map: Any
-) -> tuple[int | None, Exact | None]:
-    """Check that near keys and far ones are of one kernel and have positions to be near by."""
-    if exact_window is None:
-        return None, None
-    # A window longer than the sequence is all of it, and need not be filled up.
-    longest = max(1, query.shape[-2])
-    exact_window = min(_checks.check_positive_int("exact_window", exact_window), longest)
-    if not getattr(feature_map, "softmax_kernel", False):
-        message = (
-            f"exact_window needs a feature map of the softmax kernel exp(scale q.k), so that near "
-            f"and far keys are weighed alike, got {feature_map!r}"
-        )
-        raise ValueError(message)
-    if query.shape[-2] != key.shape[-2]:
-        message = (
-            f"under exact_window query and key must have equal length, got {query.shape[-2]} and "
-            f"{key.shape[-2]}: both are one sequence there"
-        )
-        raise ValueError(message)
-    return exact_window, Exact(feature_map.scale)
 
 
 class _Step(NamedTuple):

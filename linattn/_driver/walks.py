@@ -12,8 +12,14 @@ import array_api_compat
 
 from linattn import _generic
 from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import block_slices, token_block, transient_values_block
+from linattn._driver.blocks import (
+    block_slices,
+    raw_tokens,
+    token_block,
+    transient_values_block,
+)
 from linattn._driver.causal_blocks import causal_block
+from linattn._driver.clusters import sort_keys
 from linattn._driver.exact import exact_rows
 from linattn._driver.local import is_banded, local_rows
 from linattn._driver.tasks import take_rows
@@ -184,8 +190,20 @@ def _walk_exact(walk: Walk) -> Iterator[None]:
 
 
 def _walk_window(walk: Walk) -> Iterator[State]:
-    state = initial_state(walk.problem)
-    yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write)
+    state, clusters = initial_state(walk.problem), None
+    if walk.problem.exact_clusters is not None:
+        clusters, _ = sort_keys(walk.problem, state, walk.block_size, walk.functions)
+    yield window_rows(
+        walk.problem, state, walk.block_size, walk.functions, walk.write, clusters=clusters
+    )
+
+
+def _walk_clusters(walk: Walk) -> Iterator[State]:
+    problem = walk.problem
+    clusters, state = sort_keys(problem, initial_state(problem), walk.block_size, walk.functions)
+    for rows in block_slices(problem.query.shape[-2], walk.block_size):
+        walk.write(rows, clusters.read(raw_tokens(problem, "query", rows, 0), state))
+        yield state
 
 
 WALKS: dict[str, Callable[[Walk], Iterator[State | None]]] = {
@@ -193,5 +211,6 @@ WALKS: dict[str, Callable[[Walk], Iterator[State | None]]] = {
     "causal": _walk_causal,
     "exact": _walk_exact,
     "window": _walk_window,
+    "clusters": _walk_clusters,
 }
 """The walk of each mode of a problem; softmax attention has no state."""

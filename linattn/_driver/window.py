@@ -18,6 +18,7 @@ import array_api_compat
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
+from linattn._driver.clusters import ExactClusters
 from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
 from linattn._generic.prefix_states import state_at
 from linattn._generic.specs import spec_axes
@@ -35,6 +36,7 @@ def window_rows(
     block_size: int,
     functions: BlockFunctions,
     write: Callable[[slice, Partial], None],
+    clusters: ExactClusters | None = None,
 ) -> State:
     """Attend to near keys exactly and to far ones by the map; return the state after all keys.
 
@@ -70,10 +72,15 @@ def window_rows(
             problem.near_spec, query, raw, values_and_one, problem.is_causal, problem.lazy
         )
         seen, before = functions.far_states(before, states, after, problem.lazy)
-        far = functions.read_block(
-            blocked.query_spec, in_map_coordinates(blocked, "query", query), seen, True
-        )
-        write(rows, flat_rows(_generic.combine(near, far), rows.stop - rows.start))
+        if clusters is None:
+            tokens = in_map_coordinates(blocked, "query", query)
+            far = functions.read_block(blocked.query_spec, tokens, seen, True)
+            part = flat_rows(_generic.combine(near, far), rows.stop - rows.start)
+        else:
+            near = flat_rows(near, rows.stop - rows.start)
+            flat = raw_tokens(problem, "query", rows, start)
+            part = _generic.combine(near, clusters.read_blocks(blocked, query, seen, flat))
+        write(rows, part)
     if count:
         before = _generic.merge(before, state_at(states, g))
     return State(before.kvz, before.log_scale, start + length)

@@ -13,6 +13,7 @@ from linattn._generic.block_vjps import (
 )
 from linattn._generic.causal import scan_block
 from linattn._generic.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
+from linattn._generic.clusters import assign_block, choose_block, clusters_block
 from linattn._generic.column_means import normalize_state
 from linattn._generic.exact import exact_block, exact_more, window_block
 from linattn._generic.features import change_coordinates, evaluate
@@ -33,7 +34,10 @@ from linattn._generic.states import (
 
 __all__ = [
     "CALLS",
+    "assign_block",
     "change_coordinates",
+    "choose_block",
+    "clusters_block",
     "combine",
     "divide",
     "divisor",
@@ -64,5 +68,9 @@ __all__ = [
     "window_block",
 ]
 
-CALLS = {"scan_vjp": ("scan_query_vjp", "scan_key_vjp"), "window_block": ("exact_block",)}
+CALLS = {
+    "clusters_block": ("exact_block",),
+    "scan_vjp": ("scan_query_vjp", "scan_key_vjp"),
+    "window_block": ("exact_block",),
+}
 """What a generic function calls of the block tier, by the names of its parameters."""

@@ -23,6 +23,10 @@ LAZY_CAUSAL_BLOCK = 64
 WINDOW_SPAN = 2048
 
 
+# So many queries of a cluster are a product worth its call.
+CLUSTERS_SPAN = 8192
+
+
 def run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:
     """Run the tasks of a plan one after the other."""
     for task in tasks:
@@ -33,6 +37,8 @@ def plan(problem: Problem) -> Plan:
     """Everything in one task: a library's own batching and threads do the rest."""
     if problem.chunk_size is not None:
         block = problem.chunk_size
+    elif problem.exact_clusters is not None:
+        block = CLUSTERS_SPAN
     elif problem.exact_window is not None:
         block = WINDOW_SPAN
     elif not problem.is_causal:

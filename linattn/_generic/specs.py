@@ -217,7 +217,17 @@ def _softmax(u: Array, xp: ModuleType) -> Array:
 
 SPECS: dict[type, SpecRules] = {
     Assigned: SpecRules(
-        {"P": 2, "bias": 1, "probes": 2, "offset": 1, "table": 2}, _assigned, _assigned_vjp
+        {
+            "P": 2,
+            "bias": 1,
+            "probes": 2,
+            "offset": 1,
+            "table": 2,
+            "landmarks": 2,
+            "metric": 2,
+        },
+        _assigned,
+        _assigned_vjp,
     ),
     Exponential: SpecRules({"P": 2, "Q": 2, "col": 1}, _exponential, _exponential_vjp),
     Normalized: SpecRules({"P": 2, "col": 1, "power": 2, "tilt": 2}, _normalized, _normalized_vjp),

@@ -436,11 +436,13 @@ class LandmarkFeatures(SoftmaxKernelMap):
             self.scale * np.swapaxes(self.probes, -1, -2),
             -self.log_normalizers,
             self._table,
+            self.landmarks,
+            self.metric,
         )
-        P, bias, probes, offset, table = (
+        P, bias, probes, offset, table, landmarks, metric = (
             _arrays.device_array(a, xp, dtype, device) for a in arrays
         )
-        return Assigned(P, bias, probes, offset, table, dense=self.corrected)
+        return Assigned(P, bias, probes, offset, table, self.corrected, landmarks, metric)
 
     def variance(self, x: Array, y: Array) -> Array:
         """Refuse: given its landmarks the map is deterministic, and its error is a bias.

@@ -13,6 +13,7 @@ from linattn.typing.problems import Plan, Problem, RelativeBias
 from linattn.typing.records import (
     Array,
     ArrayT,
+    Clusters,
     Cotangent,
     Declined,
     Features,
@@ -54,6 +55,7 @@ __all__ = [
     "Assigned",
     "Backend",
     "BlockTier",
+    "Clusters",
     "ColumnNormalized",
     "Corrected",
     "Cotangent",

@@ -7,8 +7,17 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from linattn.typing.problems import Plan, Problem
-from linattn.typing.records import Array, Cotangent, Declined, Partial, RowScale, State, Tokens
-from linattn.typing.specs import Exact, Spec
+from linattn.typing.records import (
+    Array,
+    Clusters,
+    Cotangent,
+    Declined,
+    Partial,
+    RowScale,
+    State,
+    Tokens,
+)
+from linattn.typing.specs import Assigned, Exact, Spec
 
 __all__ = ["Backend", "BlockTier", "Services", "Stepper", "WholeTier", "implements"]
 
@@ -156,6 +165,40 @@ class BlockTier(Protocol):
         before: State, states: State, after: State | None, lazy: bool
     ) -> tuple[State, State] | Declined:
         """Merge the states of all blocks that are far of each block of an exact window."""
+        ...
+
+    @staticmethod
+    def assign_block(
+        key_spec: Assigned, tokens: Tokens, values_and_one: Array, state: State
+    ) -> tuple[State, Array, Array] | Declined:
+        """Add a block of keys to the state; the column of each and its squared distance to it.
+
+        Both are ``(..., n)``, on the host.
+        """
+        ...
+
+    @staticmethod
+    def choose_block(
+        query_spec: Spec, tokens: Tokens, state: State, bias: Array, count: int
+    ) -> tuple[Array, Partial] | Declined:
+        """Choose columns by the largest log features and bias; read the others of the state.
+
+        Which are chosen is ``(..., n, m)``, on the host.
+        """
+        ...
+
+    @staticmethod
+    def clusters_block(
+        spec: Exact,
+        query: Tokens,
+        chosen: Array,
+        clusters: Clusters,
+        exact_window: int | None,
+    ) -> Partial | Declined:
+        """Softmax attention of queries ``(n, d)`` to the keys of the clusters they have chosen.
+
+        Keys whose position is in the block of a query's, or beside it, are left out.
+        """
         ...
 
     @staticmethod

@@ -12,7 +12,14 @@ from linattn.typing.specs import Affine, Exact
 
 __all__ = ["MODIFIERS", "Plan", "Problem", "RelativeBias"]
 
-MODIFIERS = ("key_bias", "log_decay", "local_window", "relative_bias", "normalize")
+MODIFIERS = (
+    "key_bias",
+    "log_decay",
+    "local_window",
+    "relative_bias",
+    "normalize",
+    "exact_clusters",
+)
 """Attributes of a problem that change weights: where one is set, no whole function is asked."""
 
 
@@ -73,7 +80,9 @@ class Problem:
     exact_window : int or None
         Length of the blocks whose keys are exact in their own block and in those beside it.
     near_spec : Exact or None
-        How they are; None without a window.
+        How they are, and those of the chosen clusters; None where no key is.
+    exact_clusters : int or None
+        Clusters whose keys are exact for a query, chosen by the query.
     signed : bool
         Whether features take both signs, so that a denominator may cancel.
     local_window : tuple of int or None
@@ -111,6 +120,7 @@ class Problem:
     tf32: bool = False
     exact_window: int | None = None
     near_spec: Exact | None = None
+    exact_clusters: int | None = None
     signed: bool = False
     local_window: tuple[int, int] | None = None
     relative_bias: RelativeBias | None = None
@@ -125,11 +135,13 @@ class Problem:
 
     @property
     def mode(self) -> str:
-        """Which walk the driver takes: "exact", "window", "causal" or "full"."""
+        """Which walk the driver takes: "exact", "window", "clusters", "causal" or "full"."""
         if isinstance(self.query_spec, Exact):
             return "exact"
         if self.exact_window is not None:
             return "window"
+        if self.exact_clusters is not None:
+            return "clusters"
         return "causal" if self.is_causal else "full"
 
     def replace(self, **changes: Any) -> Problem:

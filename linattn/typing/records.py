@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 __all__ = [
     "Array",
     "ArrayT",
+    "Clusters",
     "Cotangent",
     "Declined",
     "Features",
@@ -63,6 +64,27 @@ class Tokens(NamedTuple):
     x: Array
     log_weight: Array | None
     start: int
+
+
+class Clusters(NamedTuple):
+    """Keys of one head, ordered by the column that they are assigned to: a cluster each.
+
+    Attributes
+    ----------
+    key : Tokens
+        ``(s, d)``, those that count.
+    values_and_one : Array
+        ``(s, e + 1)``.
+    bounds : ndarray of int, (m + 1,)
+        Cluster c holds the keys ``bounds[c]`` up to ``bounds[c + 1]``; on the host, as below.
+    positions : ndarray of int, (s,)
+        Where they stand in the sequence; ascending within a cluster.
+    """
+
+    key: Tokens
+    values_and_one: Array
+    bounds: Any
+    positions: Any
 
 
 class Features(NamedTuple):

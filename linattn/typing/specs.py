@@ -198,6 +198,10 @@ class Assigned:
         ``(..., p, m)``, finite.
     dense : bool
         Whether there are m + p columns.
+    landmarks : Array or None
+        ``(..., m, d)``: what the columns stand for, where keys may also be weighed exactly.
+    metric : Array or None
+        ``(..., d, d)``: of the distances to them, symmetric.
     """
 
     P: Array
@@ -206,6 +210,8 @@ class Assigned:
     offset: Array
     table: Array
     dense: bool = False
+    landmarks: Array | None = None
+    metric: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,165 @@
+"""Keys of the clusters that a query chooses exactly, all others by the map, one normalizer.
+
+The clusters are the columns of a map that assigns each key to one. What a query reads by the map
+is a sum over the columns that it has not chosen; nothing is ever subtracted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays, _generic
+from linattn._dispatch import BlockFunctions
+from linattn._driver.blocks import (
+    block_slices,
+    in_map_coordinates,
+    raw_tokens,
+    values_and_one_block,
+)
+from linattn._driver.exact import no_keys_seen
+from linattn._driver.token_blocks import flat_rows
+from linattn.typing import Array, Clusters, Partial, Problem, State, Tokens
+
+__all__ = ["ExactClusters", "sort_keys"]
+
+
+@dataclass(frozen=True)
+class ExactClusters:
+    """Keys of all heads in clusters, and how queries choose some of them."""
+
+    problem: Problem
+    functions: BlockFunctions
+    bias: Array
+    """``(..., m)``: what is added to a query's log features to choose clusters by."""
+    heads: dict[tuple[int, ...], Clusters]
+
+    def read(self, query: Tokens, state: State) -> Partial:
+        """Read the clusters that each query chooses exactly, and of a state all others."""
+        chosen, rest = self._choose(self.problem, query, state, self.bias)
+        return _generic.combine(self._attend(query, chosen), rest)
+
+    def read_blocks(
+        self, blocked: Problem, blocks: Tokens, states: State, query: Tokens
+    ) -> Partial:
+        """Read for queries ``(..., n, d)`` of which each block has a state of its own."""
+        chosen, rest = self._choose(blocked, blocks, states, self.bias[..., None, :])
+        n = query.x.shape[-2]
+        chosen = chosen.reshape(*chosen.shape[:-3], -1, chosen.shape[-1])[..., :n, :]
+        return _generic.combine(self._attend(query, chosen), flat_rows(rest, n))
+
+    def _choose(
+        self, problem: Problem, query: Tokens, state: State, bias: Array
+    ) -> tuple[NDArray[np.bool_], Partial]:
+        tokens = in_map_coordinates(problem.replace(want_log=True), "query", query)
+        count = problem.exact_clusters
+        return self.functions.choose_block(problem.query_spec, tokens, state, bias, count)  # type: ignore[no-any-return]
+
+    def _attend(self, query: Tokens, chosen: NDArray[np.bool_]) -> Partial:
+        """Read the chosen clusters exactly; ``chosen`` is ``(..., n, m)``."""
+        problem, xp = self.problem, self.problem.xp
+        x = xp.broadcast_to(query.x, (*problem.lead, *query.x.shape[-2:]))
+        chosen = np.broadcast_to(chosen, (*problem.lead, *chosen.shape[-2:]))
+        if 0 in problem.lead:
+            return no_keys_seen(problem, query)
+        parts = [
+            self.functions.clusters_block(
+                problem.near_spec,
+                Tokens(x[(*head, ...)], None, query.start),
+                chosen[head],
+                self.heads[_of_state(problem, head)],
+                problem.exact_window,
+            )
+            for head in np.ndindex(problem.lead)
+        ]
+        num_den, log = xp.stack([p.num_den for p in parts]), xp.stack([p.log for p in parts])
+        return Partial(*(xp.reshape(a, (*problem.lead, *a.shape[-2:])) for a in (num_den, log)))
+
+
+def _of_state(problem: Problem, head: tuple[int, ...]) -> Any:
+    """Index of a head in arrays with the leading axes of the state."""
+    lead = problem.state_lead
+    shown = head[len(head) - len(lead) :]
+    return tuple(0 if size == 1 else i for size, i in zip(lead, shown, strict=True))
+
+
+def sort_keys(
+    problem: Problem, state: State, block_size: int, functions: BlockFunctions
+) -> tuple[ExactClusters, State]:
+    """Sort keys and values by their clusters; also the state after them.
+
+    O(S m (d + e)) time, O(S (d + e)) memory.
+    """
+    lead, m, device = problem.state_lead, problem.num_features, array_api_compat.device(problem.key)
+    indices, distances = [np.zeros((*lead, 0), np.intp)], [np.zeros((*lead, 0))]
+    for rows in block_slices(problem.key.shape[-2], block_size):
+        tokens = in_map_coordinates(problem, "key", raw_tokens(problem, "key", rows, 0))
+        values_and_one = values_and_one_block(problem, rows)
+        state, index, distance = functions.assign_block(
+            problem.key_spec, tokens, values_and_one, state
+        )
+        indices.append(np.broadcast_to(index, (*lead, index.shape[-1])))
+        distances.append(np.broadcast_to(distance, (*lead, distance.shape[-1])))
+    index = np.concatenate(indices, axis=-1)
+    whole = slice(0, problem.key.shape[-2])
+    key = raw_tokens(problem, "key", whole, 0)
+    if key.log_weight is not None:
+        # Masked keys are in no cluster.
+        index = np.where(_arrays.to_numpy(key.log_weight)[..., 0] == -np.inf, m, index)
+    log_sums = _arrays.to_numpy(problem.xp.log(state.kvz[..., -1]) + state.log_scale)
+    bias = _bias(index, np.concatenate(distances, axis=-1), np.broadcast_to(log_sums, (*lead, m)))
+    return ExactClusters(
+        problem,
+        functions,
+        _arrays.device_array(bias, problem.xp, problem.dtype, device),
+        _clusters(problem, key, values_and_one_block(problem, whole), index),
+    ), state
+
+
+def _bias(
+    index: NDArray[np.intp], distance: NDArray[Any], log_sums: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Log of the mean weight of a cluster's keys times their root mean square distance.
+
+    With a query's log features it is the first-order size of the error in such a key's attention.
+    """
+    m = log_sums.shape[-1]
+    bias = np.full(log_sums.shape, -np.inf)
+    for head in np.ndindex(log_sums.shape[:-1]):
+        count = np.bincount(index[head], minlength=m + 1)[:m]
+        total = np.bincount(index[head], weights=distance[head], minlength=m + 1)[:m]
+        mean = np.maximum(total, 0) / np.maximum(count, 1)
+        sizes = log_sums[head] - np.log(np.maximum(count, 1)) + np.log(mean) / 2
+        bias[head] = np.where(count > 0, sizes, -np.inf)
+    return bias
+
+
+def _clusters(
+    problem: Problem, key: Tokens, values_and_one: Array, index: NDArray[np.intp]
+) -> dict[tuple[int, ...], Clusters]:
+    """Sort the keys of each head."""
+    xp, lead, m = problem.xp, problem.state_lead, problem.num_features
+    device = array_api_compat.device(problem.key)
+    weight = None if problem.key_bias is None else key.log_weight
+    x, weight, values = (
+        None if a is None else xp.broadcast_to(a, (*lead, *a.shape[-2:]))
+        for a in (key.x, weight, values_and_one)
+    )
+    found = {}
+    for head in np.ndindex(lead):
+        order = np.argsort(index[head], kind="stable")
+        bounds = np.searchsorted(index[head][order], np.arange(m + 1))
+        order = order[: bounds[-1]]
+        where, (x_of, weight_of, values_of) = (
+            xp.asarray(order, device=device),
+            (None if a is None else a[(*head, ...)] for a in (x, weight, values)),
+        )
+        x_of, weight_of, values_of = (
+            None if a is None else xp.take(a, where, axis=0) for a in (x_of, weight_of, values_of)
+        )
+        found[head] = Clusters(Tokens(x_of, weight_of, 0), values_of, bounds, order)
+    return found

@@ -1,0 +1,146 @@
+"""Exact keys by content: keys in clusters, queries that choose clusters, both together.
+
+Which key is in which cluster, and who chooses it, is worked out on the host; what is computed of
+queries, keys and values stays in their library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn._arrays import namespace, to_numpy
+from linattn._generic import exact
+from linattn._generic.features import query_features, row_features
+from linattn._generic.numerics import finite_shift
+from linattn._generic.states import absorb, read
+from linattn.typing import (
+    Array,
+    Assigned,
+    Clusters,
+    Exact,
+    Exponential,
+    Features,
+    Partial,
+    State,
+    Tokens,
+)
+
+__all__ = ["assign_block", "choose_block", "clusters_block"]
+
+
+def assign_block(
+    key_spec: Assigned, tokens: Tokens, values_and_one: Array, state: State
+) -> tuple[State, NDArray[np.intp], NDArray[Any]]:
+    """Add a block of keys to the state; the column of each, and its squared distance to it.
+
+    O(n m (d + e)) time, O(n m) memory.
+    """
+    xp = namespace(tokens.x)
+    features = row_features(key_spec, tokens)
+    index = xp.argmax(features.log, axis=-1)
+    assert key_spec.landmarks is not None
+    features_index = xp.arange(features.log.shape[-1], device=array_api_compat.device(index))
+    assigned = xp.astype(index[..., None] == features_index, tokens.x.dtype)
+    # A product with one 1 in each row is exact.
+    apart = tokens.x - xp.matmul(assigned, key_spec.landmarks)
+    distance = xp.sum(xp.matmul(apart, key_spec.metric) * apart, axis=-1)
+    return absorb(features, values_and_one, state), to_numpy(index), to_numpy(distance)
+
+
+def choose_block(
+    query_spec: Exponential, tokens: Tokens, state: State, bias: Array, count: int
+) -> tuple[NDArray[np.bool_], Partial]:
+    """Choose for each query the columns with the largest log features and bias; read the others.
+
+    ``(..., n, m)``: as many as ``count``, and those that are as large as the last of them.
+    O(n m (d + e)) time, O(n m) memory.
+    """
+    features, log_row = query_features(query_spec, tokens)
+    xp = namespace(features.log)
+    scores = to_numpy(features.log + bias[..., None, :])
+    last = scores.shape[-1] - count
+    chosen = scores >= np.partition(scores, last, axis=-1)[..., last, None]
+    masked = xp.asarray(chosen, device=array_api_compat.device(features.log))
+    log = xp.where(masked, xp.full_like(features.log, -float("inf")), features.log)
+    rest = read(Features(log, None), state)
+    return chosen, Partial(rest.num_den, rest.log + log_row)
+
+
+class Visit(NamedTuple):
+    """Queries that have chosen a cluster, and its keys."""
+
+    rows: NDArray[np.intp]
+    """Queries."""
+    cluster: int
+    keys: slice
+    visible: NDArray[np.bool_] | None
+    """Pairs that count; None for all."""
+
+
+def visits(
+    chosen: NDArray[np.bool_], clusters: Clusters, start: int, exact_window: int | None
+) -> Iterator[Visit]:
+    """For each cluster the queries that have chosen it; keys in a query's window do not count."""
+    n, m = chosen.shape
+    bounds = clusters.bounds
+    pairs = np.flatnonzero(np.ascontiguousarray(chosen.T))
+    ends = np.searchsorted(pairs, n * np.arange(m + 1))
+    for i in range(m):
+        rows, keys = pairs[ends[i] : ends[i + 1]] - n * i, slice(int(bounds[i]), int(bounds[i + 1]))
+        if not len(rows) or keys.start == keys.stop:
+            continue
+        visible = None
+        if exact_window is not None:
+            key_block = clusters.positions[keys] // exact_window
+            visible = abs(((start + rows) // exact_window)[:, None] - key_block) > 1
+            visible = None if visible.all() else visible
+        yield Visit(rows, i, keys, visible)
+
+
+def clusters_block(
+    spec: Exact,
+    query: Tokens,
+    chosen: NDArray[np.bool_],
+    clusters: Clusters,
+    exact_window: int | None,
+    exact_block: Any = exact.exact_block,
+) -> Partial:
+    """Softmax attention of queries of one head to the keys of the clusters they have chosen.
+
+    ``chosen`` is ``(n, m)``. Keys in a query's window are left out. O(sum of the chosen clusters'
+    sizes (d + e)) time, O(n c e) memory for c clusters a query.
+    """
+    xp = namespace(query.x)
+    device = array_api_compat.device(query.x)
+    n = chosen.shape[0]
+    key, values_and_one = clusters.key, clusters.values_and_one
+    if key.log_weight is not None:
+        # Backends may take a log weight for a mask.
+        exact_block = exact.exact_block
+    nothing = xp.zeros((1, values_and_one.shape[-1]), dtype=values_and_one.dtype, device=device)
+    parts = [Partial(nothing, nothing[..., -1:] - xp.inf)]
+    # A row's clusters in their order, and then nothing.
+    order = np.cumsum(chosen, axis=-1) - 1
+    where, seen = np.zeros((n, max(1, int(order.max(initial=0)) + 1)), np.int64), 1
+    for visit in visits(chosen, clusters, query.start, exact_window):
+        x = xp.take(query.x, xp.asarray(visit.rows, device=device), axis=0)
+        weight = None if key.log_weight is None else key.log_weight[visit.keys, :]
+        visible = None if visit.visible is None else xp.asarray(visit.visible, device=device)
+        keys = Tokens(key.x[visit.keys, :], weight, 0)
+        parts.append(
+            exact_block(spec, Tokens(x, None, 0), keys, values_and_one[visit.keys, :], visible)
+        )
+        where[visit.rows, order[visit.rows, visit.cluster]] = seen + np.arange(len(visit.rows))
+        seen += len(visit.rows)
+    index = xp.asarray(where.ravel(), device=device)
+    num_den = xp.take(xp.concat([part.num_den for part in parts], axis=0), index, axis=0)
+    logs = xp.take(xp.concat([part.log for part in parts], axis=0), index, axis=0)
+    logs = xp.reshape(logs, (*where.shape, 1))
+    log = xp.max(logs, axis=-2)
+    scale = xp.exp(logs - finite_shift(log, xp)[:, None, :])
+    return Partial(xp.sum(xp.reshape(num_den, (*where.shape, -1)) * scale, axis=-2), log)

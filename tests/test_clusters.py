@@ -1,0 +1,286 @@
+"""Keys of chosen clusters exact, all others by landmarks, against the dense form."""
+
+# mypy: disable-error-code="arg-type, call-arg, call-overload, misc"
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn.feature_maps import LandmarkFeatures, PositiveFeatures, Reparametrized
+from linattn.reference import clustered_attention
+
+D, E = 4, 3
+
+
+def inputs(seed=0, lead=(2,), queries=60, keys=60):
+    rng = np.random.default_rng(seed)
+    shapes = [(*lead, queries, D), (*lead, keys, D), (*lead, keys, E)]
+    q, k, v = (rng.standard_normal(shape) for shape in shapes)
+    return 1.5 * q, 1.5 * k, v
+
+
+def fit(q, k, m=12, **options):
+    return LandmarkFeatures.fit(q, k, num_features=m, num_probes=30, rng=0, **options)
+
+
+def attend(q, k, v, phi, c, **options):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "feature_map was fitted to other keys")
+        return linattn.linear_attention(q, k, v, phi, exact_clusters=c, **options)
+
+
+@given(data=st.data())
+def test_clusters_are_the_dense_form(xp_any_shape, draws, data):
+    xp = xp_any_shape
+    leads = data.draw(draws.leading(), label="leading axes")
+    length = data.draw(draws.lengths(60), label="length")
+    window = data.draw(st.none() | st.integers(1, length + 3), label="window")
+    queries = data.draw(draws.lengths(30), label="queries") if window is None else length
+    rng = np.random.default_rng(data.draw(draws.seeds))
+    query, key, value = (
+        rng.standard_normal((*lead, n, width))
+        for lead, n, width in zip(leads, (queries, length, length), (D, D, E), strict=True)
+    )
+    mask_shape = data.draw(draws.mask_shapes(key.shape), label="mask")
+    key_mask = None if mask_shape is None else rng.random(mask_shape) < 0.7
+    # The map is that of more keys than there are, of each pair of a query head and a key head.
+    others = [rng.standard_normal((*lead, 40, D)) for lead in leads[:2]]
+    phi = fit(*others, m=data.draw(st.integers(1, 12), label="landmarks"))
+    count = data.draw(st.integers(1, 14), label="clusters")
+    with_nan = key.copy()
+    if key_mask is not None:
+        with_nan[~np.broadcast_to(key_mask, key.shape[:-1])] = np.nan
+    out = attend(
+        *(xp.array(x) for x in (query, with_nan, value)),
+        phi,
+        count,
+        key_mask=None if key_mask is None else xp.array(key_mask),
+        chunk_size=data.draw(draws.chunks(queries), label="chunk_size"),
+        exact_window=window,
+    )
+    options = {"exact_clusters": count, "exact_window": window, "key_mask": key_mask}
+    want = clustered_attention(query, key, value, phi, **options)
+    assert_allclose(xp.numpy(out), want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_every_library(xp, window):
+    arrays = [x.astype(np.float32) for x in inputs(queries=100, keys=100)]
+    phi = fit(*arrays[:2])
+    query, key, value = (xp.array(x) for x in arrays)
+    if xp.name in {"dask", "jax"}:
+        with pytest.raises(TypeError, match="exact_clusters needs arrays whose values can be"):
+            attend(query, key, value, phi, 3, exact_window=window)
+        return
+    out = attend(query, key, value, phi, 3, exact_window=window)
+    xp.assert_like(out, value)
+    want = clustered_attention(*arrays, phi, exact_clusters=3, exact_window=window)
+    assert_allclose(xp.numpy(out), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_narrow_dtypes_are_summed_in_float32(dtype):
+    arrays = [x.astype(dtype) for x in inputs(queries=80)]
+    phi = fit(*arrays[:2])
+    out = attend(*arrays, phi, 4)
+    assert out.dtype == dtype
+    want = clustered_attention(*arrays, phi, exact_clusters=4)
+    assert_allclose(out, want, rtol=0, atol=2e-3 if dtype == "float16" else 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_all_clusters_are_exact_attention(window):
+    q, k, v = inputs()
+    mask = np.random.default_rng(1).random(k.shape[:-1]) < 0.6
+    phi = fit(q, k, key_mask=mask)
+    out, norm = attend(
+        q, k, v, phi, 12, key_mask=mask, exact_window=window, return_log_normalizer=True
+    )
+    exact = linattn.softmax_attention(q, k, v, key_mask=mask)
+    assert_allclose(out, exact, rtol=0, atol=1e-12)
+    logits = np.where(mask[:, None], q @ np.swapaxes(k, -1, -2) / 2, -np.inf)
+    assert_allclose(norm, np.logaddexp.reduce(logits, axis=-1), rtol=1e-12)
+    # More clusters than there are is all of them.
+    assert_array_equal(attend(q, k, v, phi, 100, key_mask=mask, exact_window=window), out)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_keys_have_log_weights(window):
+    q, k, v = inputs()
+    bias = np.random.default_rng(1).standard_normal((2, 60))
+    bias[:, ::7] = -np.inf
+    phi = fit(q, k)
+    out = attend(q, k, v, phi, 12, exact_window=window, key_bias=bias)
+    logits = q @ np.swapaxes(k, -1, -2) / 2 + bias[:, None]
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    assert_allclose(out, weights @ v / weights.sum(axis=-1, keepdims=True), rtol=0, atol=1e-12)
+    # A log weight that all keys share changes nothing.
+    out = attend(q, k, v, phi, 3, exact_window=window, key_bias=np.full(60, 2.0))
+    assert_allclose(out, attend(q, k, v, phi, 3, exact_window=window), rtol=0, atol=1e-12)
+
+
+def test_a_window_over_everything_leaves_nothing_to_choose():
+    q, k, v = inputs()
+    out = attend(q, k, v, fit(q, k), 3, exact_window=60)
+    assert_allclose(out, linattn.softmax_attention(q, k, v), rtol=0, atol=1e-12)
+
+
+def test_the_clusters_that_matter_are_chosen():
+    """The error falls with every cluster, far faster than by clusters at random."""
+    q, k, v = inputs(queries=300, keys=300)
+    phi, exact = fit(q, k, m=30), linattn.softmax_attention(q, k, v)
+
+    def error(out):
+        return np.linalg.norm(out - exact) / np.linalg.norm(exact)
+
+    errors = [error(linattn.linear_attention(q, k, v, phi))]
+    errors += [error(attend(q, k, v, phi, c)) for c in (2, 5, 10, 20, 30)]
+    assert all(later < 0.75 * earlier for earlier, later in pairwise(errors))
+
+
+@given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([None, 5]))
+def test_outputs_stay_in_the_hull_of_the_values(seed, window):
+    q, k, v = inputs(seed)
+    phi = fit(q, k)
+    v[..., 0] = 2.5
+    out = attend(q, k, v, phi, 3, exact_window=window)
+    assert_allclose(out[..., 0], 2.5, rtol=1e-13)
+    low, high = v.min(axis=-2, keepdims=True), v.max(axis=-2, keepdims=True)
+    assert np.all((low - 1e-12 <= out) & (out <= high + 1e-12))
+
+
+@given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([None, 5]))
+def test_what_leaves_softmax_unchanged_leaves_clusters_unchanged(seed, window):
+    q, k, v = inputs(seed)
+    rng = np.random.default_rng(seed)
+    want = attend(q, k, v, fit(q, k), 3, exact_window=window)
+    shifted = k + 3 * rng.standard_normal(D)
+    out = attend(q, shifted, v, fit(q, shifted), 3, exact_window=window)
+    assert_allclose(out, want, rtol=0, atol=1e-9)
+    M = np.linalg.qr(rng.standard_normal((D, D)))[0] * np.linspace(0.5, 2, D)
+    x, y = q @ M, k @ np.linalg.inv(M).T
+    assert_allclose(attend(x, y, v, fit(x, y), 3, exact_window=window), want, rtol=0, atol=1e-9)
+    # The same change of coordinates around the map of the first ones.
+    wrapped = Reparametrized(fit(x, y), np.zeros(D), np.zeros(D), M)
+    assert_allclose(attend(q, k, v, wrapped, 3, exact_window=window), want, rtol=0, atol=1e-9)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_masks_are_slices_and_the_order_of_keys_does_not_matter(seed):
+    q, k, v = inputs(seed)
+    rng = np.random.default_rng(seed)
+    phi, seen = fit(q, k), np.sort(rng.permutation(60)[:40])
+    mask = np.isin(np.arange(60), seen)
+    out = attend(q, k, v, phi, 3, key_mask=mask)
+    assert_allclose(attend(q, k[:, seen], v[:, seen], phi, 3), out, rtol=0, atol=1e-12)
+    order = rng.permutation(seen)
+    assert_allclose(attend(q, k[:, order], v[:, order], phi, 3), out, rtol=0, atol=1e-12)
+    # A query attends by itself.
+    assert_allclose(attend(q[:, seen], k, v, phi, 3, key_mask=mask), out[:, seen], atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize("size", [1e-3, 30.0, 1e3])
+def test_logits_of_any_size(size, backend):
+    """One scale for what is exact and what is not: neither overflows, neither is lost."""
+    q, k, v = inputs()
+    q, k, v = size * q, k.astype(np.float32), v.astype(np.float32)
+    q = q.astype(np.float32)
+    phi = fit(q, k)
+    with linattn.config() if backend else linattn.without_backends():
+        out = attend(q, k, v, phi, 3)
+    doubles = [x.astype(np.float64) for x in (q, k, v)]
+    want = clustered_attention(*doubles, phi, exact_clusters=3)
+    # Logits of 1e4 are known to 1e-3 in float32.
+    assert_allclose(out, want, rtol=0, atol=2e-2 if size > 100 else 2e-4)
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+def test_nan_reaches_the_rows_that_use_it(backend):
+    q, k, v = inputs(lead=())
+    phi = fit(q, k)
+    with linattn.config() if backend else linattn.without_backends():
+        clean = attend(q, k, v, phi, 3)
+        with_nan = q.copy()
+        with_nan[7] = np.nan
+        out = attend(with_nan, k, v, phi, 3)
+        assert np.isnan(out[7]).all()
+        others = np.arange(60) != 7
+        assert_allclose(out[others], clean[others], rtol=1e-12)
+        of_key, of_value = k.copy(), v.copy()
+        of_key[7], of_value[7] = np.nan, np.nan
+        assert np.isnan(attend(q, of_key, v, phi, 3)).all()
+        assert np.isnan(attend(q, k, of_value, phi, 3)).any()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_state_and_empty_inputs(window):
+    q, k, v = inputs()
+    phi = fit(q, k)
+    _, state = attend(q, k, v, phi, 3, exact_window=window, return_state=True)
+    _, want = linattn.linear_attention(q, k, v, phi, exact_window=window, return_state=True)
+    sums, wanted = (s.kvz * np.exp(s.log_scale)[..., None] for s in (state, want))
+    assert_allclose(sums, wanted, rtol=1e-11)
+    assert attend(q[:, :0], k[:, :0], v[:, :0], phi, 3, exact_window=window).shape == (2, 0, E)
+    assert attend(q[:0], k[:0], v[:0], fit(q[0], k[0]), 3, exact_window=window).shape == (0, 60, E)
+    nobody = np.zeros(60, bool)
+    assert not attend(q, k, v, phi, 3, exact_window=window, key_mask=nobody).any()
+    if window is None:
+        assert_array_equal(attend(q, k[:, :0], v[:, :0], phi, 3), np.zeros((2, 60, E)))
+
+
+@pytest.mark.frameworks
+def test_torch_pulls_gradients_through():
+    """What is chosen is constant in the gradient, as landmarks are."""
+    torch = pytest.importorskip("torch")
+    arrays = inputs(lead=(), queries=30, keys=30)
+    phi = fit(*arrays[:2])
+    rng = np.random.default_rng(3)
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in arrays)
+    cotangent = rng.standard_normal((30, E))
+    out = attend(q, k, v, phi, 3, exact_window=4)
+    (out * torch.from_numpy(cotangent)).sum().backward()
+    for which, tensor in enumerate((q, k, v)):
+        direction = rng.standard_normal(arrays[which].shape)
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = list(arrays)
+            moved[which] = arrays[which] + step * direction
+            ends.append(np.sum(attend(*moved, phi, 3, exact_window=4) * cotangent))
+        assert_allclose(np.sum(tensor.grad.numpy() * direction), (ends[0] - ends[1]) / 2e-6, 1e-5)
+
+
+def corrected(q, k):
+    return LandmarkFeatures.fit(q, k, num_features=6, num_probes=20, corrected=True, rng=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"exact_clusters": 0}, "exact_clusters must be at least 1, got 0"),
+        ({"exact_clusters": True}, "exact_clusters must be a positive integer, got True"),
+        ({"exact_clusters": 2.0}, "exact_clusters must be a positive integer, got 2.0"),
+        ({"is_causal": True}, "is_causal needs a feature map that has not seen the whole"),
+        ({"map": PositiveFeatures(D, 8, rng=0)}, "exact_clusters needs a feature map that assigns"),
+        ({"map": linattn.feature_maps.EluFeatures()}, "exact_clusters needs a feature map of the"),
+        ({"map": corrected}, "exact_clusters needs a feature map with weights that are not"),
+        ({"state": True}, "initial_state must be None under exact_clusters, got a state"),
+    ],
+)
+def test_errors_say_what_is_wrong(change, message):
+    q, k, v = inputs()
+    options = {"exact_clusters": 3} | change
+    phi = options.pop("map", fit(q, k))
+    phi = phi(q, k) if phi is corrected else phi
+    if options.pop("state", False):
+        options["initial_state"] = linattn.init_state(phi, E, batch_shape=(2,), like=k)
+    with pytest.raises((TypeError, ValueError), match=message):
+        linattn.linear_attention(q, k, v, phi, **options)
