@@ -282,6 +282,7 @@ def softmax_attention(
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
@@ -290,10 +291,10 @@ def softmax_attention(
     r"""Exact softmax attention in linear memory.
 
     .. math::
-        o_i = \sum_j \mathrm{softmax}_j(s \, q_i \cdot k_j + b_{j - i}) \, v_j
+        o_i = \sum_j \mathrm{softmax}_j(s \, q_i \cdot k_j + b_j + c_{j - i}) \, v_j
 
     over the keys j that query i sees. Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value
-    dim, ``s`` scale, ``b`` a bias, 0 unless given.
+    dim, ``s`` scale, ``b`` and ``c`` biases, 0 unless given.
 
     Parameters
     ----------
@@ -309,14 +310,16 @@ def softmax_attention(
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend.
+    key_bias : floating array, of the shapes that a mask may have, optional
+        b_j, added to the logits of key j. A key of -inf is masked. Default 0.
     local_window_size : int or pair (left, right), optional
         Sliding window: query i sees keys i - left to i + right only; one integer is both, None in
         a pair is no bound, and when causal right is 0. Needs L = S. Default: no window.
     window_bias : floating array, (..., 2 r + 1), optional
-        b for offsets j - i from -r to r, added to the logits; leading axes (heads) broadcast to
+        c for offsets j - i from -r to r, added to the logits; leading axes (heads) broadcast to
         those of the output. -inf leaves a pair out. Needs L = S. Default: no bias.
     far_bias : pair (left, right), optional
-        b for offsets below -r and above r, each a number or an array of heads, ``(...)``. Default:
+        c for offsets below -r and above r, each a number or an array of heads, ``(...)``. Default:
         the first and the last of ``window_bias``, as in T5.
     return_log_normalizer : bool, optional
         Also return the log of the denominator, ``(..., L)``, in the accumulation dtype; -inf where
@@ -358,6 +361,7 @@ def softmax_attention(
         scale=scale,
         is_causal=is_causal,
         key_mask=key_mask,
+        key_bias=key_bias,
         local_window_size=local_window_size,
         window_bias=window_bias,
         far_bias=far_bias,

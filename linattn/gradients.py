@@ -206,6 +206,10 @@ def softmax_attention_vjp(
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    window_bias: Array | None = None,
+    far_bias: tuple[Any, Any] | None = None,
 ) -> tuple[ArrayT, Pullback]:
     r"""Exact softmax attention and its pullback, in linear memory.
 
@@ -214,8 +218,8 @@ def softmax_attention_vjp(
         \bar k_j = s \sum_i p_{ij}\, \bar o_i \cdot (v_j - o_i)\, q_i, \quad
         \bar v_j = \sum_i p_{ij}\, \bar o_i
 
-    with ``p_ij = softmax_j(s q_i.k_j)``. Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value
-    dim, ``s`` scale.
+    with ``p_ij = softmax_j(s q_i.k_j + b_j + c_{j - i})`` over the keys that query i sees. Letters:
+    ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``s`` scale, ``b`` and ``c`` biases.
 
     Parameters
     ----------
@@ -225,16 +229,18 @@ def softmax_attention_vjp(
         Same library, dtype and device.
     value : array, (..., S, e)
         Same library, dtype and device.
-    scale, is_causal, key_mask
+    scale, is_causal, key_mask, key_bias, local_window_size
         As for :func:`linattn.softmax_attention`.
+    window_bias, far_bias
+        As for :func:`linattn.softmax_attention`; constants in the gradient.
 
     Returns
     -------
     output : array, (..., L, e)
         What :func:`linattn.softmax_attention` returns for the same arguments.
     pullback : callable
-        ``pullback(grad_output) -> (grad_query, grad_key, grad_value)``, as that of
-        :func:`linear_attention_vjp`.
+        ``pullback(grad_output) -> (grad_query, grad_key, grad_value)``, and then the gradient by
+        ``key_bias`` where there is one, as that of :func:`linear_attention_vjp`.
 
     Raises
     ------
@@ -244,9 +250,9 @@ def softmax_attention_vjp(
 
     Notes
     -----
-    Time O(L S (d + e)), about five times that of the forward pass; memory O(c^2 + c e) beyond
-    arguments and gradients, with blocks of c tokens, and three numbers a row. A masked key, its
-    value, and a query that sees no key have gradient 0.
+    Time O(L S (d + e)), or O(L w (d + e)) with a window of w keys, about five times that of the
+    forward pass; memory O(c^2 + c e) beyond arguments and gradients, with blocks of c tokens, and
+    three numbers a row. A masked key, its value, and a query that sees no key have gradient 0.
 
     References
     ----------
@@ -262,8 +268,20 @@ def softmax_attention_vjp(
     >>> [gradient.shape for gradient in pullback(output)]
     [(100, 16), (100, 16), (100, 16)]
     """
-    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
-    return forward.solve(problem, return_state=False)[0], pullback_of(problem)
+    problem = exact_problem(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        key_bias=key_bias,
+        local_window_size=local_window_size,
+        window_bias=window_bias,
+        far_bias=far_bias,
+    )
+    output = forward.solve(problem, return_state=False)[0]
+    return output, pullback_of(problem, {"key_bias": key_bias})
 
 
 def differentiable_problem(

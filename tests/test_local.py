@@ -64,6 +64,10 @@ def test_equals_the_dense_oracle(xp_any_shape, draws, data):
     value = rng.standard_normal((1, length, 5))
     key_mask = rng.random((2, 1, length)) < 0.8
     options, bias = {}, np.zeros((1, 1))
+    weighted = data.draw(st.booleans(), label="key_bias")
+    if weighted:
+        key_bias = np.where(rng.random((2, 1, length)) < 0.1, -np.inf, rng.standard_normal(length))
+        options["key_bias"] = xp.array(30 * key_bias)
     if reach is not None:
         window_bias = 3 * rng.standard_normal((3, 2 * reach + 1))
         right = rng.standard_normal((2, 1))
@@ -71,6 +75,9 @@ def test_equals_the_dense_oracle(xp_any_shape, draws, data):
         if has_far:
             options["far_bias"] = (0.5, xp.array(right))
         bias = bias_of_pairs(length, window_bias, (0.5, right) if has_far else None)
+    if weighted:
+        bias = bias + 30 * key_bias[..., None, :]
+        key_mask = key_mask & (key_bias > -np.inf)
     hidden = key.copy()
     hidden[~key_mask] = np.nan
     out, log = linattn.softmax_attention(
@@ -155,6 +162,115 @@ def test_what_a_query_does_not_see_does_not_reach_it(backend, options):
     touched[sees[:, 50]], touched[sees[:, 100], 1], touched[sees[:, 150], 2] = True, True, True
     assert_allclose(out[~touched], expected[~touched], rtol=1e-12, atol=1e-13)
     assert_array_equal(np.isinf(holes[95:106, 1]), np.abs(np.arange(-5, 6)) != 3)
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"local_window_size": (40, 3)},
+        {"is_causal": True, "local_window_size": 100, "window_bias": np.linspace(-2, 2, 9)},
+        {"window_bias": np.linspace(-1, 1, 3), "far_bias": (-2.0, np.array([0.5, -0.5]))},
+    ],
+)
+def test_gradients_are_finite_differences(backend, options):
+    """Along a random direction in each argument, biases of keys among them."""
+    rng = np.random.default_rng(6)
+    query, grad = rng.standard_normal((2, 3, 2, 150, 5))
+    key_mask = rng.random(150) < 0.9
+    arguments = [query, *rng.standard_normal((2, 2, 150, 5)), rng.standard_normal((2, 150))]
+
+    def attend(query, key, value, key_bias, vjp=linattn.softmax_attention):
+        return vjp(query, key, value, key_bias=key_bias, key_mask=key_mask, **options)
+
+    with linattn.config() if backend else linattn.without_backends():
+        output, pullback = attend(*arguments, vjp=linattn.softmax_attention_vjp)
+        assert_allclose(output, attend(*arguments), rtol=1e-13)
+        gradients = pullback(grad)
+    for i, gradient in enumerate(gradients):
+        assert gradient.shape == arguments[i].shape
+        direction = 1e-5 * rng.standard_normal(arguments[i].shape)
+        sides = [
+            attend(*(x + sign * direction if i == k else x for k, x in enumerate(arguments)))
+            for sign in (1, -1)
+        ]
+        expected = np.sum(grad * (sides[0] - sides[1]) / 2)
+        assert_allclose(np.sum(gradient * direction), expected, rtol=1e-6)
+    assert_array_equal(gradients[3][:, ~key_mask], 0)
+
+
+@pytest.mark.frameworks
+def test_gradients_are_those_of_jax():
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    query, key, value, grad = np.random.default_rng(7).standard_normal((4, 60, 5))
+    bias = np.random.default_rng(8).standard_normal(60)
+    seen = in_window(60, (20, 5))
+
+    def loss(query, key, value, bias):
+        logits = query @ key.T / 5**0.5 + bias
+        weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+        return jnp.sum(weights @ value * grad)
+
+    _, pullback = linattn.softmax_attention_vjp(
+        query, key, value, key_bias=bias, local_window_size=(20, 5)
+    )
+    with jax.enable_x64(True):
+        expected = jax.grad(loss, argnums=(0, 1, 2, 3))(query, key, value, bias)
+    for mine, theirs in zip(pullback(grad), expected, strict=True):
+        assert_allclose(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+# Biases of the field ----------------------------------------------------------------------------
+
+
+@pytest.mark.frameworks
+def test_alibi_is_a_key_bias():
+    """All keys of a causal row have -m_h i in common, which cancels: m_h j is left."""
+    torch = pytest.importorskip("torch")
+    query, key, value = (x[0] for x in linattn.datasets.pretrained_qkv(dtype=np.float64))
+    heads, length = query.shape[:2]
+    slopes = linattn.positions.alibi_slopes(heads)[:, None]
+    out = linattn.softmax_attention(
+        query, key, value, is_causal=True, key_bias=slopes * np.arange(length)
+    )
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    mask = torch.where(distance >= 0, -torch.tensor(slopes)[..., None] * distance, -torch.inf)
+    tensors = (torch.tensor(x) for x in (query, key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    assert_allclose(out, expected, rtol=0, atol=1e-12)
+    window_bias = -slopes * np.abs(np.arange(1 - length, length))
+    both = linattn.softmax_attention(query, key, value, window_bias=window_bias)
+    tensors = (torch.tensor(x) for x in (query, key, value))
+    mask = -torch.tensor(slopes)[..., None] * distance.abs()
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    assert_allclose(both, expected, rtol=0, atol=1e-12)
+
+
+def t5_buckets(torch, offset, max_distance):
+    """Buckets of T5's encoder, as its code has them: 32, half of them for keys to the right."""
+    half, exact = 16, 8
+    distance = offset.abs()
+    log = torch.log(distance.clamp(min=1) / exact) / np.log(max_distance / exact) * (half - exact)
+    far = torch.minimum(exact + log.long(), torch.tensor(half - 1))
+    return (offset > 0) * half + torch.where(distance < exact, distance, far)
+
+
+@pytest.mark.frameworks
+def test_t5_is_a_window_bias():
+    torch = pytest.importorskip("torch")
+    query, key, value = (x[0] for x in linattn.datasets.pretrained_qkv(dtype=np.float64))
+    length = query.shape[-2]
+    embedding = torch.tensor(2 * np.random.default_rng(9).standard_normal((32, len(query))))
+    offset = torch.arange(length) - torch.arange(length)[:, None]
+    mask = embedding[t5_buckets(torch, offset, 128)].permute(2, 0, 1)
+    tensors = (torch.tensor(x) for x in (query, key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=1.0)
+    window = embedding[t5_buckets(torch, torch.arange(-128, 129), 128)].T.numpy()
+    out = linattn.softmax_attention(query, key, value, scale=1.0, window_bias=window)
+    assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
 def test_a_later_token_moves_no_earlier_row():

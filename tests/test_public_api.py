@@ -21,14 +21,17 @@ SIGNATURES = {
         "exact_window=None, exact_clusters=None)"
     ),
     "softmax_attention": (
-        "(query, key, value, *, scale=None, is_causal=False, key_mask=None, "
+        "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
         "local_window_size=None, window_bias=None, far_bias=None, return_log_normalizer=False)"
     ),
     "linear_attention_vjp": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
         "initial_state=None, return_state=False, chunk_size=None, exact_window=None)"
     ),
-    "softmax_attention_vjp": "(query, key, value, *, scale=None, is_causal=False, key_mask=None)",
+    "softmax_attention_vjp": (
+        "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
+        "local_window_size=None, window_bias=None, far_bias=None)"
+    ),
     "attention": (
         "(query, key, value, *, is_causal=False, key_mask=None, scale=None, tolerance=0.1, "
         "rng=None, return_report=False)"

@@ -7,10 +7,8 @@ come from :mod:`linattn._dispatch`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
-
-import array_api_compat
 
 from linattn import _arrays, _dispatch, _generic
 from linattn._dispatch import BlockFunctions
@@ -18,6 +16,15 @@ from linattn._driver.blocks import block_slices, raw_tokens, token_block, values
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.exact import exact_rows
 from linattn._driver.gradient_rows import GradientRows
+from linattn._driver.local import (
+    is_banded,
+    keys_of_rows,
+    local_rows,
+    rows_of_keys,
+    short_rows,
+    visible_pairs,
+)
+from linattn._driver.relative_bias import bias_block
 from linattn._driver.tasks import take, take_problem, task_index
 from linattn._driver.walks import initial_state, run_tasks, state_updates, steps
 from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
@@ -66,8 +73,9 @@ class _Walk(NamedTuple):
         length = 0 if 0 in self.problem.lead else self.problem.query.shape[-2]
         return list(block_slices(length, self.block_size))
 
-    def key_slices(self, length: int) -> Iterator[slice]:
-        return block_slices(length, self.block_size)
+    def key_slices(self, keys: slice) -> Iterator[slice]:
+        for rows in block_slices(keys.stop - keys.start, self.block_size):
+            yield slice(keys.start + rows.start, keys.start + rows.stop)
 
     def grad_output(self, rows: slice) -> Array:
         grad = self.cotangent.output[..., rows, :]
@@ -191,7 +199,7 @@ def _walk_full(walk: _Walk) -> Iterator[State]:
         yield adjoint
     adjoint = walk.last_adjoint(state, read_spec_vjp(problem, adjoint, state))
     yield adjoint
-    for rows in walk.key_slices(problem.key.shape[-2]):
+    for rows in walk.key_slices(slice(0, problem.key.shape[-2])):
         key, values_and_one = walk.keys(rows, before.length)
         gradients = functions.reduce_block_vjp(problem.key_spec, key, values_and_one, adjoint)
         walk.write_key(rows, values_and_one, *gradients)
@@ -281,50 +289,67 @@ def _walk_column_normalized(walk: _Walk, state: State, adjoint: State) -> Iterat
 
 
 def _walk_exact(walk: _Walk) -> Iterator[None]:
-    """Softmax attention: every query reads all keys again, then every key all queries."""
+    """Softmax attention: every query reads its keys again, then every key its queries."""
     problem, functions = walk.problem, walk.functions
     xp, spec, lead = problem.xp, problem.query_spec, problem.state_lead
+    walk = walk._replace(block_size=short_rows(problem, walk.block_size))
     all_rows = walk.query_slices()
-    scales: list[RowScale] = []
-    for rows in all_rows:
-        grad, query = walk.grad_output(rows), raw_tokens(problem, "query", rows, 0)
-        scale = row_scale(exact_rows(problem, rows, walk.block_size, functions), grad)
-        grad_num_den, gradient = row_cotangent(scale, grad), xp.zeros_like(query.x)
-        length = rows.stop if problem.is_causal else problem.key.shape[-2]
-        for keys in walk.key_slices(length):
-            visible = _visible(problem, rows, keys)
-            gradient = gradient + functions.exact_query_vjp(
-                spec, query, *_raw_keys(problem, keys), grad_num_den, scale.log, visible
-            )
+    scales = yield from _row_scales(walk, all_rows)
+    for rows, scale in zip(all_rows, scales, strict=True):
+        query = raw_tokens(problem, "query", rows, 0)
+        grad_num_den = row_cotangent(scale, walk.grad_output(rows))
+        gradient = xp.zeros_like(query.x)
+        for keys in walk.key_slices(keys_of_rows(problem, rows)):
+            block = (*_raw_keys(problem, keys), grad_num_den)
+            pairs = _pair_logs(problem, rows, keys, scale)
+            gradient = gradient + functions.exact_query_vjp(spec, query, *block, *pairs)
         walk.rows["query"].write(walk.task, rows, gradient)
-        scales.append(scale)
         yield
-    for keys in walk.key_slices(problem.key.shape[-2]):
+    for keys in walk.key_slices(slice(0, problem.key.shape[-2])):
         key, values_and_one = _raw_keys(problem, keys)
         gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
+        seen_by = rows_of_keys(problem, keys)
         for rows, scale in zip(all_rows, scales, strict=True):
-            if problem.is_causal and rows.stop <= keys.start:
+            if rows.stop <= seen_by.start or rows.start >= seen_by.stop:
                 continue
             grad_num_den = row_cotangent(scale, walk.grad_output(rows))
-            query, visible = raw_tokens(problem, "query", rows, 0), _visible(problem, rows, keys)
-            more = functions.exact_key_vjp(
-                spec, query, key, values_and_one, grad_num_den, scale.log, visible
+            query, pairs = (
+                raw_tokens(problem, "query", rows, 0),
+                _pair_logs(problem, rows, keys, scale),
             )
+            more = functions.exact_key_vjp(spec, query, key, values_and_one, grad_num_den, *pairs)
             gradients = [x + sum_to(y, lead, 2) for x, y in zip(gradients, more, strict=True)]
         walk.write_key(keys, values_and_one, *gradients)
+        yield
+
+
+def _row_scales(walk: _Walk, all_rows: list[slice]) -> Generator[None, None, list[RowScale]]:
+    """Scales of all rows of softmax attention, block by block."""
+    problem, functions, scales = walk.problem, walk.functions, []
+    if not is_banded(problem):
+        for rows in all_rows:
+            part = exact_rows(problem, rows, walk.block_size, functions)
+            scales.append(row_scale(part, walk.grad_output(rows)))
+            yield
+        return scales
+    for rows, part in local_rows(problem, functions):
+        scales.append(row_scale(part, walk.grad_output(rows)))
+        yield
+    columns = [problem.xp.concat(list(column), axis=-2) for column in zip(*scales, strict=True)]
+    return [RowScale(*(column[..., rows, :] for column in columns)) for rows in all_rows]
 
 
 def _raw_keys(problem: Problem, rows: slice) -> tuple[Tokens, Array]:
     return raw_tokens(problem, "key", rows, 0), values_and_one_block(problem, rows)
 
 
-def _visible(problem: Problem, rows: slice, keys: slice) -> Array:
-    """Which keys of a block which queries see; None for all."""
-    if not problem.is_causal or keys.stop <= rows.start + 1:
-        return None
-    xp, device = problem.xp, array_api_compat.device(problem.key)
-    query = xp.arange(rows.start, rows.stop, device=device)
-    return xp.arange(keys.start, keys.stop, device=device) <= query[:, None]
+def _pair_logs(problem: Problem, rows: slice, keys: slice, scale: RowScale) -> tuple[Array, Array]:
+    """Log scale of a block's pairs, their bias taken off, and which of them count, None for all."""
+    first, n, s = keys.start - rows.start, rows.stop - rows.start, keys.stop - keys.start
+    log = scale.log
+    if problem.relative_bias is not None:
+        log = log - bias_block(problem.relative_bias, first, n, s)
+    return log, visible_pairs(problem, first, n, s)
 
 
 # States -----------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import array_api_compat
 
 from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import block_slices, token_block, transient_values_block
+from linattn._driver.blocks import block_slices, raw_tokens, transient_values_block
+from linattn._driver.token_blocks import biased_keys, biased_queries
 from linattn._generic.hierarchical import exact_causal_block
 from linattn.typing import Partial, Problem, Tokens
 
@@ -16,17 +17,16 @@ def exact_rows(
     problem: Problem, rows: slice, block_size: int, functions: BlockFunctions
 ) -> Partial:
     """Softmax attention of some rows: every block of keys is one more part of them."""
-    spec = problem.query_spec
-    query = token_block(problem, "query", rows, 0)
+    spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
     part = None
     if problem.is_causal:
-        key = token_block(problem, "key", rows, 0)
+        key = biased_keys(problem, raw_tokens(problem, "key", rows, 0))
         values_and_one = transient_values_block(problem, rows, functions)
         part = exact_causal_block(spec, query, key, values_and_one, functions.exact_block)
     for keys in block_slices(
         rows.start if problem.is_causal else problem.key.shape[-2], block_size
     ):
-        key = token_block(problem, "key", keys, 0)
+        key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
         values_and_one = transient_values_block(problem, keys, functions)
         if part is None:
             part = functions.exact_block(spec, query, key, values_and_one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from linattn import _arrays, _checks, _settings
+from linattn._driver.modifiers import mask_and_bias
 from linattn._driver.problem import check_pairing
 from linattn._driver.relative_bias import check_relative_bias
 from linattn.typing import Exact, Problem
@@ -18,6 +19,7 @@ class ExactOptions(NamedTuple):
     scale: Any = None
     is_causal: Any = False
     key_mask: Any = None
+    key_bias: Any = None
     local_window_size: Any = None
     window_bias: Any = None
     far_bias: Any = None
@@ -38,9 +40,9 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     spec = Exact(_checks.check_finite_number("scale", scale))
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
-    mask = None
-    if given.key_mask is not None:
-        mask = _checks.check_key_mask(given.key_mask, key, xp, query_len=query.shape[-2])
+    mask, key_bias = mask_and_bias(
+        xp, key, dtype, given.key_mask, given.key_bias, query_len=query.shape[-2]
+    )
     shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
     window = _check_local_window(given.local_window_size, query, key, is_causal=is_causal)
@@ -70,6 +72,7 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
         lazy=_arrays.is_lazy(query),
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
+        key_bias=key_bias,
         local_window=window,
         relative_bias=bias,
     )

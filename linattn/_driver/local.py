@@ -17,11 +17,17 @@ from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import raw_tokens
 from linattn._driver.relative_bias import bias_block
-from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
+from linattn._driver.token_blocks import (
+    biased_keys,
+    biased_queries,
+    flat_rows,
+    in_blocks,
+    key_blocks,
+)
 from linattn._generic.exact import exact_pairs
-from linattn.typing import Array, Partial, Problem, Tokens
+from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
-__all__ = ["is_banded", "local_rows", "visible_pairs"]
+__all__ = ["is_banded", "keys_of_rows", "local_rows", "rows_of_keys", "short_rows", "visible_pairs"]
 
 MAX_PAIRS = 2**18
 """Pairs of one step, on which the memory of it depends."""
@@ -40,9 +46,28 @@ def is_banded(problem: Problem) -> bool:
 
 def band(problem: Problem) -> tuple[int, int]:
     """How far the keys stand that a query sees, to its left and to its right."""
-    most = max(problem.key.shape[-2] - 1, 0)
+    most = max(problem.query.shape[-2], problem.key.shape[-2])
     left, right = (most, most) if problem.local_window is None else problem.local_window
     return left, 0 if problem.is_causal else right
+
+
+def short_rows(problem: Problem, block_size: int) -> int:
+    """Rows of a block that sees few more keys than each of its rows does."""
+    if problem.local_window is None:
+        return block_size
+    return min(block_size, max(sum(problem.local_window) + 1, MIN_ROWS))
+
+
+def keys_of_rows(problem: Problem, rows: slice) -> slice:
+    """Keys that any of some queries in a row sees."""
+    left, right = band(problem)
+    return slice(max(rows.start - left, 0), min(rows.stop + right, problem.key.shape[-2]))
+
+
+def rows_of_keys(problem: Problem, keys: slice) -> slice:
+    """Rows of queries that see any of some keys in a row."""
+    left, right = band(problem)
+    return slice(max(keys.start - right, 0), min(keys.stop + left, problem.query.shape[-2]))
 
 
 def visible_pairs(problem: Problem, first: int, n: int, s: int) -> Array:
@@ -64,14 +89,18 @@ def local_rows(problem: Problem, functions: BlockFunctions) -> Iterator[tuple[sl
     for first in range(0, count, group):
         g = min(group, count - first)
         rows = slice(first * n, min((first + g) * n, length))
-        query = in_blocks(raw_tokens(problem, "query", rows, 0), g * n, n)
+        spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+        query = in_blocks(query, g * n, n)
         part: Any = None
         # Blocks of keys, counted from the block of the queries; none lies outside of all keys.
         ends = max(-before, -(first + g - 1)), min(behind, count - 1 - first)
         for low, high in _runs(problem, n, *ends, most=max(1, MAX_PAIRS // (g * n * n))):
-            keys, values_and_one = key_blocks(problem, first + low, first + g - 1 + high, n, 0)
+            start, stop = first + low, first + g - 1 + high
+            keys, values_and_one = key_blocks(problem, start, stop, n, 0)
+            keys = biased_keys(problem, keys, padded=start < 0 or stop * n > length)
             key = Tokens(_beside(keys.x, g), _beside(keys.log_weight, g), keys.start)
-            part = _add(problem, functions, query, key, _beside(values_and_one, g), low * n, part)
+            values_and_one = _beside(values_and_one, g)
+            part = _add(problem, functions, spec, query, key, values_and_one, low * n, part)
         yield rows, flat_rows(part, rows.stop - rows.start)
 
 
@@ -96,6 +125,7 @@ def _runs(problem: Problem, n: int, low: int, high: int, most: int) -> Iterator[
 def _add(
     problem: Problem,
     functions: BlockFunctions,
+    spec: Exact,
     query: Tokens,
     key: Tokens,
     values_and_one: Array,
@@ -110,19 +140,9 @@ def _add(
         bias = bias_block(problem.relative_bias, first, n, s)[..., None, :, :]
     visible = visible_pairs(problem, first, n, s)
     if part is not None and visible is None and bias is None:
-        return functions.exact_more(  # type: ignore[no-any-return]
-            problem.query_spec, query, key, values_and_one, part
-        )
-    more = exact_pairs(
-        problem.query_spec,
-        query,
-        key,
-        values_and_one,
-        visible,
-        bias,
-        problem.lazy,
-        functions.exact_block,
-    )
+        return functions.exact_more(spec, query, key, values_and_one, part)  # type: ignore[no-any-return]
+    block = (spec, query, key, values_and_one, visible, bias)
+    more = exact_pairs(*block, problem.lazy, functions.exact_block)
     return more if part is None else _generic.combine(part, more)
 
 

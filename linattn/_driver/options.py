@@ -38,6 +38,7 @@ class SoftmaxOptions(TypedDict, total=False):
     scale: float | None
     is_causal: bool
     key_mask: Array | None
+    key_bias: Array | None
     local_window_size: int | tuple[int | None, int | None] | None
     window_bias: Array | None
     far_bias: tuple[Any, Any] | None

@@ -1,13 +1,41 @@
-"""Tokens in blocks of one length, with an axis of blocks before that of tokens."""
+"""Tokens as exact attention takes them: biases as a coordinate, blocks on an axis of their own."""
 
 from __future__ import annotations
 
 from linattn import _arrays
 from linattn._driver.blocks import raw_tokens, values_and_one_block
 from linattn._generic.hierarchical import pad
-from linattn.typing import Array, Partial, Problem, Tokens
+from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
-__all__ = ["flat_rows", "in_blocks", "key_blocks"]
+__all__ = ["biased_keys", "biased_queries", "flat_rows", "in_blocks", "key_blocks"]
+
+
+def biased_queries(problem: Problem, tokens: Tokens) -> tuple[Exact, Tokens]:
+    """Spec and queries of softmax attention: where keys have a bias, 1 as one more coordinate.
+
+    Exact block functions take log weights of 0 and -inf only, and a product adds the bias anyway.
+    """
+    spec: Exact = problem.query_spec
+    if problem.key_bias is None:
+        return spec, tokens
+    x = problem.xp.concat([tokens.x * spec.scale, problem.xp.ones_like(tokens.x[..., :1])], axis=-1)
+    return Exact(1.0), tokens._replace(x=x)
+
+
+def biased_keys(problem: Problem, tokens: Tokens, *, padded: bool = False) -> Tokens:
+    """Keys with their bias as the coordinate that :func:`biased_queries` have for it.
+
+    ``padded``: there are masked ones beside those of the problem's mask.
+    """
+    xp, log = problem.xp, tokens.log_weight
+    if problem.key_bias is None:
+        return tokens
+    zero = xp.zeros_like(log)
+    # A bias has no leading axis that its keys lack, but may have fewer.
+    bias = xp.broadcast_to(xp.where(log == -xp.inf, zero, log), tuple(tokens.x[..., :1].shape))
+    masked = padded or problem.key_mask is not None
+    weight = xp.where(log == -xp.inf, log, zero) if masked else None
+    return Tokens(xp.concat([tokens.x, bias], axis=-1), weight, tokens.start)
 
 
 def key_blocks(

@@ -274,7 +274,11 @@ class BlockTier(Protocol):
         log: Array,
         visible: Array | None,
     ) -> Array | Declined:
-        """Gradient of a block of queries through their softmax weights for a block of keys."""
+        """Gradient of a block of queries through their softmax weights for a block of keys.
+
+        ``log`` is the log scale of the rows, ``(..., n, 1)``, or with a bias of pairs less that,
+        ``(..., n, s)``.
+        """
         ...
 
     @staticmethod
