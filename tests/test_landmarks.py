@@ -824,3 +824,23 @@ def test_only_probes_or_weights_have_heads(change):
     out = linattn.linear_attention(query, key, value, phi)
     assert out.shape == (3, 50, D)
     assert_allclose(out, linattn.reference.kernel_attention(query, key, value, phi), atol=1e-12)
+
+
+def test_lloyd_steps():
+    """Without any, landmarks are keys."""
+    query, key = np.random.default_rng(0).standard_normal((2, 2, 300, 8))
+    found = [
+        LandmarkFeatures.fit(query, key, num_features=20, lloyd_steps=steps, rng=0).landmarks
+        for steps in range(4)
+    ]
+    off = [
+        np.linalg.norm(key[:, :, None] - b[:, None], axis=-1).min(axis=1).max(axis=-1)
+        for b in found
+    ]
+    assert_allclose(off[0], 0, atol=1e-12)
+    assert (off[1] > 0.1).all()
+    assert abs(found[3] - found[2]).max() > 0
+    default = LandmarkFeatures.fit(query, key, num_features=20, rng=0)
+    assert_array_equal(default.landmarks, found[3])
+    with pytest.raises(ValueError, match="lloyd_steps must be at least 0, got -1"):
+        LandmarkFeatures.fit(query, key, lloyd_steps=-1)

@@ -143,7 +143,7 @@ SIGNATURES = {
     ),
     "feature_maps.LandmarkFeatures.fit": (
         "(query, key, *, num_features=64, num_probes=128, key_mask=None, query_mask=None, "
-        "corrected=False, scale=None, rng=None)"
+        "corrected=False, scale=None, lloyd_steps=3, rng=None)"
     ),
     "feature_maps.LandmarkFeatures.sample": (
         "(query, key, *, num_features=64, key_mask=None, query_mask=None, scale=None, rng=None)"

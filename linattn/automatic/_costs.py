@@ -35,7 +35,7 @@ CALL = 1.5e6
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
 """Exact rows of each head: a 32nd of all, within these."""
 
-SAMPLED_KEYS, CLUSTER_PASSES = 16, 5
+SAMPLED_KEYS, CLUSTER_PASSES = 16, 2
 """Keys of a fit for each landmark, and how often they meet all landmarks there."""
 
 

@@ -73,6 +73,8 @@ class Search:
             key_mask=heads.key_mask,
             query_mask=problem.xp.asarray(fitted, device=array_api_compat.device(problem.query)),
             scale=given.scale,
+            # A step more lowers errors by a twentieth and takes half as long as all the rest.
+            lloyd_steps=1,
             rng=given.generator,
         )
         lead = problem.lead if all_heads else (len(chosen),)

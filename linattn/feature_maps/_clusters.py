@@ -6,15 +6,14 @@ Host arrays of ``H`` heads. Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.feature_maps._landmark_fit import Sample
 
-__all__ = ["clusters", "kmeans_plus_plus", "lloyd", "move_centroids", "power_of_two"]
+__all__ = ["LLOYD_STEPS", "clusters", "kmeans_plus_plus", "lloyd", "move_centroids", "power_of_two"]
 
 Floats = NDArray[np.float64]
 
@@ -29,7 +28,14 @@ sample a median error of .164, .156 and .157."""
 
 
 def clusters(
-    probes: Floats, lognorm: Floats, keys: Sample, metric: Floats, gumbel: Floats, m: int
+    probes: Floats,
+    lognorm: Floats,
+    keys: Sample,
+    metric: Floats,
+    gumbel: Floats,
+    *,
+    m: int,
+    steps: int,
 ) -> tuple[Floats, NDArray[np.bool_]]:
     """Landmarks ``(..., m, d)`` and which of them are used, a batch of heads at a time."""
     lead = lognorm.shape[:-1]
@@ -41,7 +47,7 @@ def clusters(
     size = max(1, MAX_CLUSTER_ELEMENTS // width)
     for start in range(0, heads, size):
         batch = slice(start, start + size)
-        b, live = _cluster_heads(*(a[batch] for a in flat), gumbel=gumbel, m=m)
+        b, live = _cluster_heads(*(a[batch] for a in flat), gumbel=gumbel, m=m, steps=steps)
         landmarks[batch, : b.shape[-2]], used[batch, : b.shape[-2]] = b, live
     return landmarks.reshape(*lead, m, d), used.reshape(*lead, m)
 
@@ -55,6 +61,7 @@ def _cluster_heads(
     *,
     gumbel: Floats,
     m: int,
+    steps: int,
 ) -> tuple[Floats, NDArray[np.bool_]]:
     """Draw landmarks by importance and move them to the weighted centres of their keys."""
     C = x.shape[-2]
@@ -81,31 +88,42 @@ def _cluster_heads(
     size = np.abs(np.where(valid[..., None], centred, 0)).max(axis=(-2, -1), keepdims=True)
     unit = power_of_two(size)
     centred /= unit.astype(x.dtype)
-    chosen = kmeans_plus_plus(centred, weights, valid, metric, gumbel[:C], m)
+    with_one = np.concatenate([centred, np.ones_like(centred[..., :1])], axis=-1)
+    chosen, cells = kmeans_plus_plus(with_one, weights, valid, metric, gumbel[:C], m)
     used = np.take_along_axis(valid, chosen, axis=-1)
     first = np.take_along_axis(centred, chosen[..., None], axis=-2).astype(np.float64)
-    b = lloyd(centred, weights, first, used, metric, LLOYD_STEPS) * unit + centre
+    b = lloyd(with_one, weights, first, cells, used, metric, steps) * unit + centre
     return np.where(used[..., None], b, 0.0), used
 
 
-def nearness(
-    x: NDArray[Any], b: Floats, used: NDArray[np.bool_], metric: Floats, *, tokens_last: bool
-) -> NDArray[Any]:
-    """``x.(M b_c) - b_c.(M b_c) / 2``, largest at the nearest; -inf for what is not used.
+class _Centroids(NamedTuple):
+    """Centroids of H heads, as scores of nearness want them."""
 
-    With ``x.(M x)`` it makes the squared distance: ``|x - b_c|^2 = x.(M x) - 2 nearness``.
-    ``(H, C, m)``, or ``(H, m, C)``, of which NumPy takes maxima over m faster.
-    """
-    images = b @ metric
-    bias = np.where(used, -0.5 * np.vecdot(images, b), -np.inf)[..., None]
-    first, second = (images.astype(x.dtype), x) if tokens_last else (x, images.astype(x.dtype))
-    scores = first @ np.swapaxes(second, -1, -2)
-    scores += (bias if tokens_last else np.swapaxes(bias, -1, -2)).astype(x.dtype)
-    return np.asarray(scores)
+    images: NDArray[Any]
+    """``(H, d + 1, m)``: the last row, of biases, meets the ones after a token."""
 
+    @classmethod
+    def of(cls, b: Floats, used: NDArray[np.bool_], metric: Floats, dtype: Any) -> _Centroids:
+        images = b @ metric
+        bias = np.where(used, -0.5 * np.vecdot(images, b), -np.inf)[..., None]
+        whole = np.concatenate([images, bias], axis=-1)
+        return cls(np.ascontiguousarray(np.swapaxes(whole, -1, -2), dtype=dtype))
 
-def _nearest(tokens: NDArray[Any], **centroids: Any) -> NDArray[np.intp]:
-    return np.asarray(np.argmax(nearness(tokens, **centroids, tokens_last=False), axis=-1))
+    def nearest(self, tokens: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[Any]]:
+        """Nearest centroid of each token, and ``x.(M b) - b.(M b) / 2`` of it.
+
+        With ``x.(M x)`` that makes the squared distance: ``|x - b|^2 = x.(M x) - 2 nearness``.
+        """
+        index = np.empty(tokens.shape[:-1], np.intp)
+        score = np.empty(tokens.shape[:-1], tokens.dtype)
+        size = max(64, MAX_CLUSTER_ELEMENTS // (self.images.shape[-1] * len(tokens)))
+        for start in range(0, tokens.shape[-2], size):
+            tile = slice(start, start + size)
+            scores = tokens[:, tile] @ self.images
+            index[:, tile] = scores.argmax(axis=-1)
+            found = np.take_along_axis(scores, index[:, tile, None], axis=-1)
+            score[:, tile] = found[..., 0]
+        return index, score
 
 
 def _by_tile(
@@ -124,7 +142,7 @@ def kmeans_plus_plus(
     metric: Floats,
     gumbel: Floats,
     num: int,
-) -> NDArray[np.int64]:
+) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
     """Draw tokens without replacement in rounds, heavy ones that are far from those drawn.
 
     In the first round the odds are the weights; later they are weights times the squared distance
@@ -133,36 +151,45 @@ def kmeans_plus_plus(
 
     Returns
     -------
-    ndarray of int, (H, num)
+    chosen : ndarray of int, (H, num)
         In the order of the sequence. Tokens of weight 0 come after all others, slots without a
         token after those.
+    cells : ndarray of int, (H, C)
+        Of each token the nearest one of these.
 
     References
     ----------
     Odds: Arthur, Vassilvitskii, "k-means++" (2007); rounds: Bahmani et al., "Scalable K-Means++"
     (2012).
     """
-    squares = np.vecdot(x, x @ metric.astype(x.dtype))
+    tokens = x[..., :-1]
+    squares = np.vecdot(tokens, tokens @ metric.astype(x.dtype))
     log_weights = np.log(weights.astype(np.float64))
     log_odds, nearest = log_weights, np.full(weights.shape, -np.inf, x.dtype)
+    cells = np.zeros(weights.shape, np.intp)
     taken = np.zeros(weights.shape, dtype=bool)
     drawn: list[NDArray[np.int64]] = []
     for i in range(NUM_ROUNDS):
-        count = num * (i + 1) // NUM_ROUNDS - num * i // NUM_ROUNDS
-        if count == 0:
+        first, stop = num * i // NUM_ROUNDS, num * (i + 1) // NUM_ROUNDS
+        if first == stop:
             continue
         odds = np.maximum(log_odds + gumbel, -1e200)
         odds = np.where(taken, -np.inf, np.where(valid, odds, -1e300))
-        new = np.argsort(-odds, axis=-1, kind="stable")[:, :count]
+        new = np.argsort(-odds, axis=-1, kind="stable")[:, : stop - first]
         np.put_along_axis(taken, new, True, axis=-1)
         drawn.append(new)
-        if i + 1 < NUM_ROUNDS:
-            b = np.take_along_axis(x, new[..., None], axis=-2).astype(np.float64)
-            used = np.take_along_axis(valid, new, axis=-1)
-            scores = nearness(x, b, used, metric, tokens_last=True)
-            nearest = np.maximum(nearest, scores.max(axis=-2))
-            log_odds = log_weights + np.log(np.maximum(squares - 2 * nearest, 0))
-    return np.sort(np.concatenate(drawn, axis=-1), axis=-1)
+        b = np.take_along_axis(tokens, new[..., None], axis=-2).astype(np.float64)
+        used = np.take_along_axis(valid, new, axis=-1)
+        index, scores = _Centroids.of(b, used, metric, x.dtype).nearest(x)
+        cells = np.where(scores > nearest, first + index, cells)
+        nearest = np.maximum(nearest, scores)
+        log_odds = log_weights + np.log(np.maximum(squares - 2 * nearest, 0))
+    chosen = np.concatenate(drawn, axis=-1)
+    order = np.argsort(chosen, axis=-1)
+    place = np.empty_like(order)
+    np.put_along_axis(place, order, np.arange(num)[None, :], axis=-1)
+    cells = np.take_along_axis(place, cells, axis=-1)
+    return np.take_along_axis(chosen, order, axis=-1), cells
 
 
 def move_centroids(b: Floats, total: NDArray[Any], sums: NDArray[Any]) -> Floats:
@@ -174,6 +201,7 @@ def lloyd(
     x: NDArray[Any],
     weights: NDArray[Any],
     start: Floats,
+    cells: NDArray[np.intp],
     used: NDArray[np.bool_],
     metric: Floats,
     steps: int,
@@ -182,12 +210,14 @@ def lloyd(
 
     Parameters
     ----------
-    x : ndarray, (H, C, d)
-        Tokens of H heads; distances are computed in their dtype.
+    x : ndarray, (H, C, d + 1)
+        Tokens of H heads, each with a one after it; distances are computed in their dtype.
     weights : ndarray, (H, C)
         0 for slots that hold no token.
     start : ndarray, (H, m, d)
         First centroids.
+    cells : ndarray of int, (H, C)
+        Of each token the nearest of these.
     used : ndarray of bool, (H, m)
         Centroids that take tokens.
     metric : ndarray, (H, d, d)
@@ -202,19 +232,20 @@ def lloyd(
 
     Notes
     -----
-    One matrix product a step, and one weighted count a coordinate. Time O(steps H C m d).
+    One matrix product a step but for the first, and one weighted count a coordinate. Time
+    O(steps H C m d).
     """
-    H, _, d = x.shape
-    m = start.shape[-2]
+    H, m, d = start.shape
     total_of = weights.astype(np.float64).ravel()
-    coordinates = np.moveaxis(x, -1, 0).reshape(d, -1) * total_of
+    coordinates = np.moveaxis(x[..., :-1], -1, 0).reshape(d, -1) * total_of
     first = m * np.arange(H)[:, None]
     b = start
-    for _ in range(steps):
-        nearest = partial(_nearest, b=b, used=used, metric=metric)
-        cells = (_by_tile(nearest, x, m) + first).ravel()
-        total = np.bincount(cells, weights=total_of, minlength=H * m)
-        sums = [np.bincount(cells, weights=z, minlength=H * m) for z in coordinates]
+    for step in range(steps):
+        if step:
+            cells = _Centroids.of(b, used, metric, x.dtype).nearest(x)[0]
+        flat = (cells + first).ravel()
+        total = np.bincount(flat, weights=total_of, minlength=H * m)
+        sums = [np.bincount(flat, weights=z, minlength=H * m) for z in coordinates]
         b = move_centroids(b, total.reshape(H, m, 1), np.stack(sums, axis=-1).reshape(H, m, d))
     return b
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
-from linattn.feature_maps._clusters import clusters, power_of_two
+from linattn.feature_maps._clusters import LLOYD_STEPS, clusters, power_of_two
 from linattn.feature_maps._landmark_fit import (
     cycled,
     detached,
@@ -212,6 +212,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         query_mask: Array | None = None,
         corrected: bool = False,
         scale: float | None = None,
+        lloyd_steps: int = LLOYD_STEPS,
         rng: Seed = None,
     ) -> Self:
         """Find landmarks for these queries and keys, for each head.
@@ -236,6 +237,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
             Default False.
         scale : float, optional
             s > 0; default ``1 / sqrt(d)``.
+        lloyd_steps : int, optional
+            Lloyd steps. Default 3; of them the first takes next to no time.
         rng : int, Generator, SeedSequence or None, optional
             Seed; the same seed gives the same landmarks for every library, to rounding.
 
@@ -255,7 +258,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         The weight of key j is ``w_j = mean_i A_ij^2``: to first order, moving it to a landmark
         changes the attention of the queries by ``w_j |k_j - b|^2`` in mean square, distances in
         the metric. The first landmarks are drawn without replacement in four rounds with odds
-        ``w_j`` times the squared distance to the nearest landmark so far; three Lloyd steps with
+        ``w_j`` times the squared distance to the nearest landmark so far; Lloyd steps with
         weights w follow. Probes are queries from equal strata of the sequence. Sequences longer
         than ``max(16 m, 1024)`` are clustered by a sample of that many keys, one from each of as
         many equal strata, and so are the queries; the normalizers l are of all keys. Heads share
@@ -275,6 +278,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         """
         m = _checks.check_positive_int("num_features", num_features)
         p = _checks.check_positive_int("num_probes", num_probes)
+        lloyd_steps = _checks.check_positive_int("lloyd_steps", lloyd_steps, least=0)
         corrected = _checks.check_flag("corrected", corrected)
         if corrected and p < 2 * m:
             message = (
@@ -293,7 +297,9 @@ class LandmarkFeatures(SoftmaxKernelMap):
             probes = stratified_subset(queries, p, query_order)
             lognorm = probe_normalizers(given, probes)
             metric = query_metric(queries)
-            landmarks, used = clusters(given.scale * probes.x, lognorm, keys, metric, gumbel, m)
+            landmarks, used = clusters(
+                given.scale * probes.x, lognorm, keys, metric, gumbel, m=m, steps=lloyd_steps
+            )
             return cls(
                 landmarks,
                 probes.x,
