@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from linattn.coreset import CoresetAttention
     from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
     from linattn.merging import merge_outputs
+    from linattn.recurrences import linear_recurrence, linear_recurrence_vjp, recurrence_step
 
 __all__ = [
     "AttentionReport",
@@ -43,11 +44,14 @@ __all__ = [
     "init_state",
     "linear_attention",
     "linear_attention_vjp",
+    "linear_recurrence",
+    "linear_recurrence_vjp",
     "load_state",
     "merge_outputs",
     "merge_states",
     "positions",
     "read_state",
+    "recurrence_step",
     "reference",
     "registered_backends",
     "sampling",
@@ -68,6 +72,9 @@ _FROM = {
     "attention": "automatic",
     "linear_attention_vjp": "gradients",
     "merge_outputs": "merging",
+    "linear_recurrence": "recurrences",
+    "linear_recurrence_vjp": "recurrences",
+    "recurrence_step": "recurrences",
     "softmax_attention_vjp": "gradients",
 }
 

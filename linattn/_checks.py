@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import operator
 from types import ModuleType
@@ -17,18 +18,23 @@ from linattn.typing import Array, FeatureMap, Features, State
 __all__ = [
     "check_array",
     "check_arrays",
+    "check_cotangent",
+    "check_cu_seqlens",
     "check_features",
     "check_finite_number",
     "check_flag",
     "check_key_bias",
     "check_key_mask",
     "check_leading_axes",
+    "check_like_key",
+    "check_log_decay",
     "check_log_weights",
     "check_parameter",
     "check_positive_int",
     "check_state",
     "check_state_record",
     "check_together",
+    "check_token_numbers",
     "known_fingerprint",
 ]
 
@@ -392,3 +398,79 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Arra
         )
         raise ValueError(message)
     return state  # type: ignore[no-any-return]
+
+
+def check_like_key(name: str, array: Any, key: Array) -> Array:
+    """Check a floating array of the library and on the device of ``key``, whatever its dtype."""
+    xp, array = _one_array(name, array)
+    check_together("key", key, name, array)
+    _check_float(name, array, xp)
+    return array
+
+
+def check_token_numbers(name: str, numbers: Any, key: Array, *, by_channel: bool = False) -> Array:
+    """Check a number a token of a key ``(..., L, d)`` and return it as ``(..., L, 1)``.
+
+    ``by_channel`` also takes one a key channel, with an axis more: ``(..., L, d)``.
+    """
+    array = check_like_key(name, numbers, key)
+    length, dim = key.shape[-2:]
+    shape = tuple(array.shape)
+    if by_channel and array.ndim == key.ndim:
+        fits = shape[-2] in (1, length) and shape[-1] in (1, dim)
+    else:
+        fits = array.ndim in (1, key.ndim - 1) and shape[-1] in (1, length)
+        array = array[..., None]
+    if not fits:
+        wanted = f"({length},) or an axis for each axis of key but the last"
+        channels = f", or ({length}, {dim}) at the end for one a channel" if by_channel else ""
+        message = (
+            f"{name} must have a number for each token, shape {wanted}, as (..., {length})"
+            f"{channels}; got {shape} for a key {tuple(key.shape)}"
+        )
+        raise ValueError(message)
+    xp = namespace(array)
+    return xp.broadcast_to(array, (*array.shape[:-2], length, array.shape[-1]))
+
+
+def check_log_decay(log_decay: Any, key: Array, *, by_channel: bool = False) -> Array:
+    """Check logarithms of decays, none above 0 where that can be seen, as ``(..., L, 1 or d)``."""
+    array = check_token_numbers("log_decay", log_decay, key, by_channel=by_channel)
+    xp = namespace(array)
+    if not is_lazy(array) and bool(xp.any(array > 0)):
+        message = (
+            f"log_decay must be at most 0, got {float(xp.max(array)):.3g}: it is the logarithm of "
+            f"what is left of a state after a token; for decays between 0 and 1 give log(decay)"
+        )
+        raise ValueError(message)
+    return array
+
+
+def check_cu_seqlens(cu_seqlens: Any, length: int) -> list[int]:
+    """Check where packed sequences begin and end: integers 0, ..., ``length``, none decreasing."""
+    try:
+        borders = [operator.index(border) for border in cu_seqlens]
+    except TypeError:
+        message = (
+            f"cu_seqlens must be integers on the host, such as a list or a NumPy array, got "
+            f"{type(cu_seqlens).__name__}"
+        )
+        raise TypeError(message) from None
+    rises = all(a <= b for a, b in itertools.pairwise(borders))
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != length or not rises:
+        message = (
+            f"cu_seqlens must rise from 0 to the length, {length}, with an integer more than there "
+            f"are sequences, got {borders[:8]}"
+        )
+        raise ValueError(message)
+    return borders
+
+
+def check_cotangent(
+    name: str, cotangent: Any, of: str, shape: tuple[int, ...], like: Array
+) -> None:
+    """Check that a cotangent is an array like what it is the cotangent of."""
+    check_arrays(1, **{f"the array that {name} belongs to": like, name: cotangent})
+    if tuple(cotangent.shape) != shape:
+        message = f"{name} must have the shape of {of}, {shape}, got {tuple(cotangent.shape)}"
+        raise ValueError(message)

@@ -310,7 +310,7 @@ def pullback_of(
     @_arrays.on_array_device
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
         shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
-        _check_cotangent("grad_output", grad_output, "output", shape, problem.query)
+        _checks.check_cotangent("grad_output", grad_output, "output", shape, problem.query)
         cotangent = Cotangent(grad_output, _state_cotangent(grad_state, log_scale, problem))
         gradients = backward.pull(problem, cotangent, checkpoints)
         state = () if problem.state is None else (gradients.state,)
@@ -327,16 +327,6 @@ def _like(gradient: Array, array: Array) -> Array:
     return xp.astype(summed, array.dtype, copy=False)
 
 
-def _check_cotangent(
-    name: str, cotangent: Any, of: str, shape: tuple[int, ...], like: Array
-) -> None:
-    """Check that a cotangent is an array like what it is the cotangent of."""
-    _checks.check_arrays(1, **{f"the array that {name} belongs to": like, name: cotangent})
-    if tuple(cotangent.shape) != shape:
-        message = f"{name} must have the shape of {of}, {shape}, got {tuple(cotangent.shape)}"
-        raise ValueError(message)
-
-
 def _state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
     """Return what a returned state adds to all adjoints: ``grad_state exp(-log_scale)``."""
     if grad_state is None:
@@ -345,7 +335,7 @@ def _state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> Sta
         message = "grad_state needs return_state=True: without it there is no state to have one"
         raise ValueError(message)
     shape = (*log_scale.shape, problem.value.shape[-1] + 1)
-    _check_cotangent("grad_state", grad_state, "state.kvz", shape, log_scale)
+    _checks.check_cotangent("grad_state", grad_state, "state.kvz", shape, log_scale)
     xp = problem.xp
     nothing = log_scale == -xp.inf
     return State(grad_state, xp.where(nothing, log_scale, -log_scale), 0)

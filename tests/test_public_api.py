@@ -45,6 +45,17 @@ SIGNATURES = {
     "CoresetAttention.step": "(self, query, key, value)",
     "CoresetAttention.save": "(self, path)",
     "CoresetAttention.load": "(path, like=None)",
+    "linear_recurrence": (
+        "(query, key, value, *, update_rule, log_decay=None, beta=None, scale=None, "
+        "initial_state=None, return_state=False, chunk_size=None, cu_seqlens=None)"
+    ),
+    "linear_recurrence_vjp": (
+        "(query, key, value, *, update_rule, log_decay=None, beta=None, scale=None, "
+        "initial_state=None, return_state=False, chunk_size=None, cu_seqlens=None)"
+    ),
+    "recurrence_step": (
+        "(query, key, value, state, *, update_rule, log_decay=None, beta=None, scale=None)"
+    ),
     "State": "(kvz, log_scale, length, fingerprint=None)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
     "update_state": "(state, key, value, feature_map, *, key_mask=None, key_bias=None)",
@@ -76,6 +87,10 @@ SIGNATURES = {
     "reference.softmax_attention": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, visible=None, "
         "bias=None)"
+    ),
+    "reference.recurrence": (
+        "(query, key, value, *, update_rule, log_decay=None, beta=None, scale=None, "
+        "initial_state=None)"
     ),
     "datasets.pretrained_qkv": "(dtype=<class 'numpy.float32'>)",
     "diagnostics.relative_variance": (

@@ -1,0 +1,248 @@
+"""A group of chunks: what can be done for all of them at once, then the state from one to the next.
+
+In a chunk with the state S before it, ``A_ij = q_i.k_j`` and ``N_ij = beta_i k_i.k_j`` times the
+decay from j to i, j <= i, N without its diagonal, and G the decay of the whole chunk::
+
+    U = (I + N)^-1 diag(beta) (V - K_before S)      or V itself, without the delta rule
+    O = Q_before S + A U
+    S' = G S + K_after^T U
+
+Letters: ``g`` chunks of ``c`` tokens, ``d`` dim, ``e`` value dim; ``_before`` and ``_after`` are
+multiplied by :class:`Decay.before` and :class:`Decay.after`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from linattn._arrays import namespace
+from linattn._generic.feature_vjps import sum_to
+from linattn._recurrence.decay import (
+    Decay,
+    cross_blocks,
+    join_blocks,
+    products,
+    products_vjp,
+    triangle,
+)
+from linattn.typing import Array
+
+__all__ = ["Chunks", "Gradients", "pull_back_chunks", "scan_chunks"]
+
+
+class Chunks(NamedTuple):
+    """Tokens of a group, ``(..., g, c, d)``, the query multiplied by the scale."""
+
+    query: Array
+    key: Array
+    value: Array
+    """``(..., g, c, e)``."""
+    beta: Array
+    """``(..., g, c, 1)``, None without the delta rule."""
+    decay: Decay
+
+
+class Gradients(NamedTuple):
+    """Cotangents of a group's tokens, shaped like them up to leading axes that they lack."""
+
+    query: Array
+    key: Array
+    value: Array
+    log_decay: Array
+    """None without decay."""
+    beta: Array
+    """None without the delta rule."""
+
+
+class _Inside(NamedTuple):
+    """What a group has inside of its chunks, whatever the state before them."""
+
+    scores: Array
+    """A."""
+    lower: Array
+    """N, and more on its diagonal, None without the delta rule."""
+    inverse: Array
+    """``(I + N)^-1``, None without the delta rule."""
+    query_before: Array
+    key_before: Array
+    key_after: Array
+    total: Array
+    """G, ``(..., g, w, 1)``."""
+
+
+def _inside(chunks: Chunks) -> _Inside:
+    xp = namespace(chunks.key)
+    query, key, _, beta, decay = chunks
+    lower = inverse = None
+    if beta is not None:
+        lower = products(beta * key, key, decay)
+        inverse = unit_lower_inverse(lower)
+    return _Inside(
+        products(query, key, decay),
+        lower,
+        inverse,
+        query * decay.before,
+        key * decay.before,
+        key * decay.after,
+        xp.matrix_transpose(decay.before[..., -1:, :]),
+    )
+
+
+def unit_lower_inverse(lower: Array) -> Array:
+    """Invert ``I + lower``, of which only what is below the diagonal is read.
+
+    The inverse of a triangle of 2h tokens has those of its halves and ``-R lower L`` across.
+    Powers of ``lower`` would cancel: theirs grow where the inverse does not.
+    """
+    xp = namespace(lower)
+    blocks, h = xp.ones_like(lower[..., :1])[..., None], 1
+    while h < lower.shape[-1]:
+        right, left = blocks[..., 1::2, :, :], blocks[..., 0::2, :, :]
+        cross = -xp.matmul(right, xp.matmul(cross_blocks(lower, h), left))
+        blocks, h = join_blocks(blocks, cross), 2 * h
+    return blocks[..., 0, :, :]
+
+
+def _stored(chunks: Chunks, inside: _Inside, i: int, state: Array) -> tuple[Array, Array]:
+    """U of a chunk, and what the delta rule finds missing, ``V - K_before S``."""
+    value = chunks.value[..., i, :, :]
+    if inside.inverse is None:
+        return value, None
+    xp = namespace(value)
+    missing = value - xp.matmul(inside.key_before[..., i, :, :], state)
+    target = chunks.beta[..., i, :, :] * missing
+    return xp.matmul(inside.inverse[..., i, :, :], target), missing
+
+
+def _next(inside: _Inside, i: int, state: Array, stored: Array) -> Array:
+    xp = namespace(state)
+    added = xp.matmul(xp.matrix_transpose(inside.key_after[..., i, :, :]), stored)
+    return inside.total[..., i, :, :] * state + added
+
+
+def scan_chunks(chunks: Chunks, state: Array) -> tuple[Array, Array]:
+    """Output ``(..., g, c, e)`` of a group after a state ``(..., d, e)``; the state after it."""
+    xp = namespace(state)
+    inside = _inside(chunks)
+    outputs = []
+    for i in range(chunks.key.shape[-3]):
+        stored, _ = _stored(chunks, inside, i, state)
+        read = xp.matmul(inside.query_before[..., i, :, :], state)
+        outputs.append(read + xp.matmul(inside.scores[..., i, :, :], stored))
+        state = _next(inside, i, state, stored)
+    return xp.stack(outputs, axis=-3), state
+
+
+def pull_back_chunks(
+    chunks: Chunks, state: Array, grad_output: Array, grad_state: Array
+) -> tuple[Gradients, Array]:
+    """Pull a group back: gradients of its tokens, and of the state ``(..., d, e)`` before it.
+
+    ``grad_state``, that of the state after it, has all leading axes of states.
+    """
+    xp, transpose = namespace(state), namespace(state).matrix_transpose
+    lead, count = tuple(grad_state.shape[:-2]), chunks.key.shape[-3]
+    inside = _inside(chunks)
+    states, stored, missing = [], [], []
+    for i in range(count):
+        states.append(state)
+        u, x = _stored(chunks, inside, i, state)
+        stored.append(xp.broadcast_to(u, (*lead, *u.shape[-2:])))
+        missing.append(x)
+        state = _next(inside, i, state, u)
+
+    from_queries = sum_to(xp.matmul(transpose(inside.scores), grad_output), lead, 3)
+    from_reads = sum_to(xp.matmul(transpose(inside.query_before), grad_output), lead, 3)
+    grad_states, grad_targets, grad_values = [], [], []
+    for i in reversed(range(count)):
+        grad_states.append(grad_state)
+        grad_value = from_queries[..., i, :, :] + xp.matmul(
+            inside.key_after[..., i, :, :], grad_state
+        )
+        grad_state = inside.total[..., i, :, :] * grad_state + from_reads[..., i, :, :]
+        if inside.inverse is not None:
+            grad_target = xp.matmul(transpose(inside.inverse[..., i, :, :]), grad_value)
+            grad_value = chunks.beta[..., i, :, :] * grad_target
+            key_before = inside.key_before[..., i, :, :]
+            grad_state = grad_state - xp.matmul(transpose(key_before), grad_value)
+            grad_targets.append(grad_target)
+        grad_values.append(grad_value)
+
+    def together(parts: list[Array]) -> Array:
+        return xp.stack(parts[::-1], axis=-3)
+
+    solution = _Solution(
+        xp.stack([xp.broadcast_to(s, tuple(grad_state.shape)) for s in states], axis=-3),
+        xp.stack(stored, axis=-3),
+        None if inside.inverse is None else xp.stack(missing, axis=-3),
+        grad_output,
+        together(grad_states),
+        None if inside.inverse is None else together(grad_targets),
+        together(grad_values),
+    )
+    return _gradients(chunks, inside, solution), grad_state
+
+
+class _Solution(NamedTuple):
+    """What a pass over a group in both directions has found, chunk by chunk."""
+
+    states: Array
+    """Before each chunk."""
+    stored: Array
+    missing: Array
+    grad_output: Array
+    grad_states: Array
+    """Of the state after each chunk."""
+    grad_targets: Array
+    """Of what the inverse is applied to, None without the delta rule."""
+    grad_values: Array
+
+
+def _gradients(chunks: Chunks, inside: _Inside, solution: _Solution) -> Gradients:
+    """Gradients of all tokens of a group at once."""
+    xp, transpose = namespace(chunks.key), namespace(chunks.key).matrix_transpose
+    query, key, _, beta, decay = chunks
+    states, stored, missing, grad_output, grad_states, grad_targets, grad_values = solution
+    lead = tuple(grad_states.shape[:-3])
+    c = key.shape[-2]
+
+    grad_scores = xp.matmul(grad_output, transpose(stored))
+    grad_query, grad_key, grad_log = products_vjp(grad_scores, query, key, decay, inside.scores)
+    grad_key = sum_to(grad_key, lead, 3)
+    read = xp.matmul(grad_output, transpose(states))
+    written = xp.matmul(stored, transpose(grad_states))
+    grad_query = grad_query + read * decay.before
+    grad_key = grad_key + written * decay.after
+    grad_beta = None
+    found = xp.zeros_like(written)
+    if beta is not None:
+        found = -xp.matmul(grad_values, transpose(states))
+        # Of (I + N)^-1 only what is below the diagonal of N was read.
+        grad_lower = -xp.matmul(grad_targets, transpose(stored)) * triangle(c, key, strict=True)
+        grad_rows, grad_earlier, log_inside = products_vjp(
+            grad_lower, beta * key, key, decay, inside.lower
+        )
+        grad_beta = xp.sum(grad_targets * missing, axis=-1, keepdims=True)
+        grad_beta = grad_beta + xp.sum(grad_rows * key, axis=-1, keepdims=True)
+        grad_key = grad_key + beta * grad_rows + grad_earlier + found * decay.before
+    if not decay.forgets:
+        return Gradients(grad_query, grad_key, grad_values, None, grad_beta)
+
+    by_token = decay.ratios is not None
+
+    def width(x: Array) -> Array:
+        return xp.sum(x, axis=-1, keepdims=True) if by_token else x
+
+    before = sum_to(width(inside.query_before * read), lead, 3) + width(inside.key_before * found)
+    after = width(inside.key_after * written)
+    remaining = xp.sum(inside.total * states * grad_states, axis=-1)[..., None, :]
+    grad_log = sum_to(grad_log, lead, 3)
+    if beta is not None:
+        grad_log = grad_log + log_inside
+    grad_log = (
+        grad_log
+        + xp.matmul(transpose(triangle(c, key)), before)
+        + xp.matmul(triangle(c, key, strict=True), after)
+        + width(remaining)
+    )
+    return Gradients(grad_query, grad_key, grad_values, grad_log, grad_beta)

@@ -1,0 +1,175 @@
+"""The walk over a recurrence: groups of chunks, forwards and back."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import array_api_compat
+
+from linattn._generic.feature_vjps import sum_to
+from linattn._generic.numerics import ignore_fp_warnings
+from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
+from linattn._recurrence.decay import chunk_decay, no_decay, one_part
+from linattn._recurrence.problem import Recurrence
+from linattn.typing import Array
+
+__all__ = ["pull_back", "solve", "step"]
+
+GROUP_SIZE = 2**17
+"""Entries of the triangles of a group, all heads and chunks together: they stay in a cache."""
+
+
+class _Group(NamedTuple):
+    """Chunks that are solved together."""
+
+    rows: slice
+    chunk_size: int
+    """A power of two; a last chunk that is shorter is filled up with tokens that do nothing."""
+
+
+def _groups(problem: Recurrence) -> list[_Group]:
+    length, c = problem.key.shape[-2], _power_of_two(problem.chunk_size)
+    heads = max(1, math.prod(problem.lead))
+    rows = c * max(1, GROUP_SIZE // (heads * c * c))
+    whole = length - length % c
+    groups = [_Group(slice(i, min(i + rows, whole)), c) for i in range(0, whole, rows)]
+    if whole < length:
+        groups.append(_Group(slice(whole, length), _power_of_two(length - whole)))
+    return groups
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _chunked(problem: Recurrence, tokens: Array, group: _Group) -> Array:
+    """Tokens of a group as ``(..., g, c, n)`` in the accumulation dtype, zeros behind the last."""
+    xp = problem.xp
+    tokens = xp.astype(tokens[..., group.rows, :], problem.dtype, copy=False)
+    *lead, length, n = tokens.shape
+    missing = -length % group.chunk_size
+    if missing:
+        device = array_api_compat.device(tokens)
+        zeros = xp.zeros((*lead, missing, n), dtype=problem.dtype, device=device)
+        tokens = xp.concat([tokens, zeros], axis=-2)
+    count = (length + missing) // group.chunk_size
+    return one_part(xp.reshape(tokens, (*lead, count, group.chunk_size, n)))
+
+
+def _tokens(problem: Recurrence, chunked: Array, group: _Group) -> Array:
+    """Back from ``(..., g, c, n)`` to the tokens ``(..., rows, n)`` that there are."""
+    *lead, count, c, n = chunked.shape
+    tokens = problem.xp.reshape(chunked, (*lead, count * c, n))
+    return tokens[..., : group.rows.stop - group.rows.start, :]
+
+
+def _chunks(problem: Recurrence, group: _Group) -> Chunks:
+    key = _chunked(problem, problem.key, group)
+    if problem.log_decay is None:
+        decay = no_decay(key)
+    else:
+        decay = chunk_decay(_chunked(problem, problem.log_decay, group))
+    return Chunks(
+        problem.scale * _chunked(problem, problem.query, group),
+        key,
+        _chunked(problem, problem.value, group),
+        None if problem.beta is None else _chunked(problem, problem.beta, group),
+        decay,
+    )
+
+
+def _initial_state(problem: Recurrence) -> Array:
+    shape = (*problem.state_lead, problem.key.shape[-1], problem.value.shape[-1])
+    device = array_api_compat.device(problem.key)
+    zeros = problem.xp.zeros(shape, dtype=problem.dtype, device=device)
+    # A sum shares no memory with the caller's state, and stays on a framework's tape.
+    return zeros if problem.initial_state is None else problem.initial_state + zeros
+
+
+def solve(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
+    """Output, state after the last token, and what a pullback needs: states before groups."""
+    xp = problem.xp
+    if problem.borders is not None:
+        solved = [solve(sequence) for sequence in problem.sequences()]
+        outputs, states, before = zip(*solved, strict=True)
+        return xp.concat(outputs, axis=-2), xp.stack(states), list(before)
+    with ignore_fp_warnings():
+        state = _initial_state(problem)
+        device = array_api_compat.device(problem.value)
+        like: dict[str, Any] = {"dtype": problem.query.dtype, "device": device}
+        parts = [xp.zeros((*problem.lead, 0, problem.value.shape[-1]), **like)]
+        before_groups = []
+        for group in _groups(problem):
+            before_groups.append(state)
+            output, state = scan_chunks(_chunks(problem, group), state)
+            parts.append(xp.astype(_tokens(problem, output, group), like["dtype"], copy=False))
+        return xp.concat(parts, axis=-2), state, before_groups
+
+
+def pull_back(
+    problem: Recurrence, before: list[Any], grad_output: Array, grad_state: Array
+) -> list[Array]:
+    """Gradients by query, key, value, log decay, beta and initial state.
+
+    In the accumulation dtype, None for what was not given. ``before`` is what :func:`solve` returns
+    for it; ``grad_state`` may be None.
+    """
+    xp = problem.xp
+    if problem.borders is not None:
+        gradients = [
+            pull_back(
+                sequence,
+                states,
+                grad_output[..., start:stop, :],
+                None if grad_state is None else grad_state[i, ...],
+            )
+            for i, (sequence, states, (start, stop)) in enumerate(
+                zip(problem.sequences(), before, pairwise(problem.borders), strict=True)
+            )
+        ]
+        *of_tokens, of_state = zip(*gradients, strict=True)
+        joined = [None if part[0] is None else xp.concat(part, axis=-2) for part in of_tokens]
+        return [*joined, None if of_state[0] is None else xp.stack(of_state)]
+    arrays = (problem.query, problem.key, problem.value, problem.log_decay, problem.beta)
+    given = [index for index, array in enumerate(arrays) if array is not None]
+    parts = {index: [xp.astype(arrays[index][..., :0, :], problem.dtype)] for index in given}
+    with ignore_fp_warnings():
+        if grad_state is None:
+            grad_state = xp.zeros_like(_initial_state(problem))
+        for group, state in zip(reversed(_groups(problem)), reversed(before), strict=True):
+            grad = _chunked(problem, grad_output, group)
+            of_group, grad_state = pull_back_chunks(
+                _chunks(problem, group), state, grad, grad_state
+            )
+            for index in given:
+                gradient = _tokens(problem, of_group[index], group)
+                parts[index].append(sum_to(gradient, tuple(arrays[index].shape[:-2]), 2))
+        together: list[Array] = [
+            xp.concat(parts[index][::-1], axis=-2) if index in parts else None
+            for index in range(len(arrays))
+        ]
+        together[0] = problem.scale * together[0]
+        if problem.initial_state is None:
+            return [*together, None]
+        return [*together, sum_to(grad_state, tuple(problem.initial_state.shape[:-2]), 2)]
+
+
+def step(problem: Recurrence) -> tuple[Array, Array]:
+    """Take one token, L = 1: its output ``(..., e)`` and the state after it."""
+    xp, dtype = problem.xp, problem.dtype
+    with ignore_fp_warnings():
+        state = _initial_state(problem)
+        query, key, value = (
+            xp.astype(row, dtype, copy=False) for row in (problem.query, problem.key, problem.value)
+        )
+        if problem.log_decay is not None:
+            remaining = xp.exp(xp.astype(problem.log_decay, dtype, copy=False))
+            state = xp.matrix_transpose(remaining) * state
+        if problem.beta is not None:
+            beta = xp.astype(problem.beta, dtype, copy=False)
+            value = beta * (value - xp.matmul(key, state))
+        state = state + xp.matrix_transpose(key) * value
+        output = xp.matmul(problem.scale * query, state)
+        return xp.astype(output[..., 0, :], problem.query.dtype, copy=False), state

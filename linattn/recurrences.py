@@ -1,0 +1,412 @@
+"""Gated and delta recurrences: whole sequences, packed ones, single tokens, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
+
+from linattn import _arrays, _checks
+from linattn._generic.feature_vjps import sum_to
+from linattn._recurrence.problem import recurrence_problem
+from linattn._recurrence.walk import pull_back, solve, step
+from linattn.typing import Array, ArrayT
+
+__all__ = ["linear_recurrence", "linear_recurrence_vjp", "recurrence_step"]
+
+UpdateRule: TypeAlias = Literal["linear", "gated", "delta", "gated_delta"]
+Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
+
+
+class _Options(TypedDict, total=False):
+    log_decay: Array | None
+    beta: Array | None
+    scale: float | None
+    initial_state: Array | None
+    chunk_size: int | None
+    cu_seqlens: Sequence[int] | None
+
+
+@overload
+def linear_recurrence(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: UpdateRule,
+    return_state: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> ArrayT: ...
+
+
+@overload
+def linear_recurrence(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: UpdateRule,
+    return_state: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, Array]: ...
+
+
+@overload
+def linear_recurrence(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: str,
+    return_state: bool = False,
+    **options: Unpack[_Options],
+) -> Any: ...
+
+
+@_arrays.on_array_device
+def linear_recurrence(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: str,
+    log_decay: Array | None = None,
+    beta: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Any:
+    r"""Linear attention as models of today have it: a matrix that is written to, and forgets.
+
+    .. math::
+        S_t = \mathrm{diag}(e^{g_t}) S_{t-1} + \beta_t k_t (v_t - r_t)^T, \qquad
+        o_t = s \, S_t^T q_t
+
+    with ``r_t = (diag(e^{g_t}) S_{t-1})^T k_t`` by the delta rules, which write only what the
+    state does not return for the key, and ``r_t = 0, beta_t = 1`` by the others; ``g_t = 0``
+    without a gate. There is no feature map and no denominator. Letters: ``L`` tokens, ``d`` dim,
+    ``e`` value dim, ``s`` scale, ``...`` leading axes (batch, heads), which broadcast: grouped
+    queries are a key and a value with a heads axis of 1.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        float16, bfloat16, float32 or float64, of any array-API library.
+    key : array, (..., L, d)
+        Same library, dtype and device. Delta rules want keys of norm 1, or of less: the state
+        grows where ``beta |k|^2`` is above 2.
+    value : array, (..., L, e)
+        Same library, dtype and device.
+    update_rule : {"linear", "gated", "delta", "gated_delta"}
+        As ONNX's ``LinearAttention`` names them.
+    log_decay : array, (..., L) or (..., L, d), optional
+        g, at most 0, of any floating dtype; the gated rules need it. One number a token (with an
+        axis fewer than ``key``, or the length axis alone) or one a key channel (with as many);
+        axes of 1 broadcast. It acts before the token is written. -inf forgets everything.
+    beta : array, (..., L), optional
+        The delta rules need it; in [0, 2] by convention. Shaped as ``log_decay`` a token.
+    scale : float, optional
+        s; default ``1 / sqrt(d)``, as in ONNX and flash-linear-attention.
+    initial_state : array, (..., d, e), optional
+        S before the first token, in the accumulation dtype. Default zeros.
+    return_state : bool, optional
+        Also return S after the last token. Default False.
+    chunk_size : int, optional
+        Tokens that are solved at once, rounded up to a power of two. Default 64, by the delta rules
+        d between 16 and 64: in float32 longer chunks lose digits, and shorter ones are slower.
+    cu_seqlens : sequence of int, optional
+        Packed sequences: integers 0, ..., L on the host, sequence i from ``cu_seqlens[i]`` up to
+        ``cu_seqlens[i + 1]``. States have an axis for the sequences in front.
+
+    Returns
+    -------
+    output : array, (..., L, e)
+        In the library, dtype and device of the inputs.
+    state : array, (..., d, e)
+        Only with ``return_state``: float64 for float64 inputs and float32 for all narrower ones,
+        with the leading axes of all arrays but the query.
+
+    Raises
+    ------
+    TypeError
+        Not arrays of one library, or not floating.
+    ValueError
+        Shapes, dtypes or devices that do not fit; an unknown rule; a ``log_decay`` or ``beta``
+        that the rule needs or does not have; a ``log_decay`` above 0.
+
+    See Also
+    --------
+    recurrence_step : one token.
+    linear_recurrence_vjp : with gradients.
+    linattn.reference.recurrence : the loop.
+    linattn.testing.check_recurrence : tries a kernel of yours.
+
+    Notes
+    -----
+    Time O(L (d e + c (d + e))) and, for one number a key channel, O(L d log c) exponentials, in
+    chunks of c tokens. Extra memory O(c^2 + d e) for each of the chunks that are solved at
+    once, whatever the length. float16 and bfloat16 are accumulated in float32.
+
+    A chunk of the delta rules is a unit lower triangular system, inverted from the inverses of its
+    halves. No factor inside a chunk is above 1, whatever the gates. Chunk, step and whole agree to
+    rounding; NaN and infinity may reach other tokens of their chunk.
+
+    References
+    ----------
+    Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
+    (2024), section 3; Yang et al., "Gated Delta Networks" (2024), section 3.3; Yang et al., "Gated
+    Linear Attention Transformers with Hardware-Efficient Training" (2023), section 4; Dao and Gu,
+    "Transformers are SSMs" (2024). ONNX operator set 27, ``LinearAttention``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> rng = np.random.default_rng(0)
+    >>> query, key, value = rng.standard_normal((3, 8, 1000, 64), dtype=np.float32)
+    >>> key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    >>> gates = {"log_decay": -rng.random((8, 1000)), "beta": rng.random((8, 1000))}
+    >>> linattn.linear_recurrence(query, key, value, update_rule="gated_delta", **gates).shape
+    (8, 1000, 64)
+    """
+    return_state = _checks.check_flag("return_state", return_state)
+    problem = recurrence_problem(
+        (query, key, value),
+        update_rule=update_rule,
+        log_decay=log_decay,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens,
+    )
+    output, state, _ = solve(problem)
+    return (output, state) if return_state else output
+
+
+@overload
+def linear_recurrence_vjp(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: UpdateRule,
+    return_state: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[ArrayT, Pullback]: ...
+
+
+@overload
+def linear_recurrence_vjp(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: UpdateRule,
+    return_state: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[tuple[ArrayT, Array], Pullback]: ...
+
+
+@overload
+def linear_recurrence_vjp(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: str,
+    return_state: bool = False,
+    **options: Unpack[_Options],
+) -> tuple[Any, Pullback]: ...
+
+
+@_arrays.on_array_device
+def linear_recurrence_vjp(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: str,
+    log_decay: Array | None = None,
+    beta: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> tuple[Any, Pullback]:
+    r"""Compute a recurrence and its pullback: gradients in linear time.
+
+    .. math::
+        \bar S_{t-1} = \mathrm{diag}(e^{g_t}) (\bar S_t + s \, q_t \bar o_t^T - k_t \bar v_t^T)
+
+    with the term of ``k_t`` by the delta rules only; chunk by chunk as the forward pass.
+    Letters: ``L`` tokens, ``d`` dim, ``e`` value dim, ``s`` scale.
+
+    Parameters
+    ----------
+    query : array, (..., L, d)
+        As for :func:`linear_recurrence`.
+    key : array, (..., L, d)
+        Same library, dtype and device.
+    value : array, (..., L, e)
+        Same library, dtype and device.
+    update_rule, log_decay, beta, scale, initial_state, chunk_size, cu_seqlens
+        As for :func:`linear_recurrence`.
+    return_state : bool, optional
+        The first result is then the tuple ``(output, state)``. Default False.
+
+    Returns
+    -------
+    output : array, (..., L, e)
+        What :func:`linear_recurrence` returns for the same arguments.
+    pullback : callable
+        ``pullback(grad_output, grad_state=None)`` returns the gradients by query, key, value,
+        ``log_decay``, ``beta`` and ``initial_state``, in this order, those that were given.
+        ``grad_output``, (..., L, e), is the derivative of the loss by ``output``; ``grad_state``,
+        with ``return_state`` only, that by ``state``. Each gradient has the shape, dtype and
+        device of its argument: sums over axes along which the argument was broadcast. The pullback
+        may be called more than once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linear_recurrence`; in the pullback, a cotangent of another shape, dtype or
+        library, or a ``grad_state`` without ``return_state``.
+
+    See Also
+    --------
+    linattn.testing.assert_gradient : a pullback against finite differences.
+
+    Notes
+    -----
+    Time some three times that of the forward pass. Beside the arguments a few states for each
+    head are stored for the pullback, one before every group of chunks that is solved at once; the
+    chunks are solved again. Do not change the arguments in between.
+
+    The gradient of a log decay is the sum over all pairs of tokens that it stands between, with
+    nothing subtracted: it keeps its digits where decays are strong.
+
+    References
+    ----------
+    Derived in this project; Yang et al., "Gated Linear Attention Transformers with
+    Hardware-Efficient Training" (2023), section 4.3, has the gradient of a gate by a difference.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 100, 16))
+    >>> log_decay = np.full((8, 100), -0.1)
+    >>> output, pullback = linattn.linear_recurrence_vjp(
+    ...     query, key, value, update_rule="gated", log_decay=log_decay
+    ... )
+    >>> [gradient.shape for gradient in pullback(output)]
+    [(8, 100, 16), (8, 100, 16), (8, 100, 16), (8, 100)]
+    """
+    return_state = _checks.check_flag("return_state", return_state)
+    problem = recurrence_problem(
+        (query, key, value),
+        update_rule=update_rule,
+        log_decay=log_decay,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens,
+    )
+    arguments = (query, key, value, log_decay, beta, initial_state)
+    output, state, before = solve(problem)
+
+    @_arrays.on_array_device
+    def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
+        _checks.check_cotangent(
+            "grad_output", grad_output, "output", tuple(output.shape), problem.query
+        )
+        if grad_state is not None:
+            if not return_state:
+                message = "grad_state must be None without return_state=True, got an array"
+                raise ValueError(message)
+            _checks.check_cotangent("grad_state", grad_state, "state", tuple(state.shape), state)
+        gradients = pull_back(problem, before, grad_output, grad_state)
+        return tuple(
+            _like_argument(gradient, argument)
+            for gradient, argument in zip(gradients, arguments, strict=True)
+            if argument is not None
+        )
+
+    return ((output, state) if return_state else output), pullback
+
+
+def _like_argument(gradient: Array, argument: Array) -> Array:
+    """Sum over axes along which an argument was broadcast; a number a token lacks the last one."""
+    xp, shape = _arrays.namespace(argument), tuple(argument.shape)
+    wanted = (*shape, 1) if len(shape) < gradient.ndim else shape
+    return xp.astype(xp.reshape(sum_to(gradient, wanted, 0), shape), argument.dtype, copy=False)
+
+
+@_arrays.on_array_device
+def recurrence_step(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    state: Array,
+    *,
+    update_rule: str,
+    log_decay: Array | None = None,
+    beta: Array | None = None,
+    scale: float | None = None,
+) -> tuple[ArrayT, Array]:
+    """Take one token of a recurrence after a state.
+
+    Parameters
+    ----------
+    query, key : array, (..., d)
+        One token; no length axis.
+    value : array, (..., e)
+        Same library, dtype and device.
+    state : array, (..., d, e)
+        S before it, in the accumulation dtype; it is not changed.
+    update_rule, scale
+        As for :func:`linear_recurrence`.
+    log_decay : array, (...) or (..., d), optional
+        With an axis fewer than ``key``, or one number a key channel.
+    beta : array, (...), optional
+        With an axis fewer than ``key``.
+
+    Returns
+    -------
+    output : array, (..., e)
+        What :func:`linear_recurrence` over the whole sequence gives at this token.
+    state : array, (..., d, e)
+        S after it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linear_recurrence`.
+
+    Notes
+    -----
+    Time and memory O(d e), whatever the context length.
+    """
+    _, tokens = _checks.check_arrays(1, query=query, key=key, value=value)
+    by_channel = log_decay is not None and getattr(log_decay, "ndim", -1) == tokens[1].ndim
+    problem = recurrence_problem(
+        (token[..., None, :] for token in tokens),
+        update_rule=update_rule,
+        log_decay=_of_one_token(log_decay, by_channel=by_channel),
+        beta=_of_one_token(beta),
+        scale=scale,
+        initial_state=state,
+    )
+    output: tuple[ArrayT, Array] = step(problem)
+    return output
+
+
+def _of_one_token(numbers: Any, *, by_channel: bool = False) -> Any:
+    """Give numbers of a token an axis for the length; what is no array is left to the checks."""
+    if not hasattr(numbers, "ndim"):
+        return numbers
+    return numbers[..., None, :] if by_channel else numbers[..., None]

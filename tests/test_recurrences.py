@@ -1,0 +1,589 @@
+"""Gated and delta recurrences: against the loop, in every way to cut them, and their gradients."""
+
+# Star arguments.
+# mypy: disable-error-code="arg-type, call-overload, misc, no-untyped-call"
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import linattn
+from linattn.reference import recurrence
+from linattn.testing import assert_gradient
+
+RULES = ("linear", "gated", "delta", "gated_delta")
+KINDS = [(rule, False) for rule in RULES] + [("gated", True), ("gated_delta", True)]
+IDS = [f"{rule}{'-channels' if by_channel else ''}" for rule, by_channel in KINDS]
+RTOL = {"float64": 1e-11, "float32": 5e-6}
+
+kinds = pytest.mark.parametrize(("rule", "by_channel"), KINDS, ids=IDS)
+
+
+def problem(
+    rule, by_channel=False, *, length=70, lead=(2, 3), dim=5, value_dim=4, decay=0.5, seed=0
+):
+    """Random arguments: keys of norm 1, log decays of mean `-decay`, betas in [0, 2]."""
+    rng = np.random.default_rng(seed)
+    query, key = rng.standard_normal((2, *lead, length, dim))
+    arguments = {
+        "query": query,
+        "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
+        "value": rng.standard_normal((*lead, length, value_dim)),
+        "initial_state": rng.standard_normal((*lead, dim, value_dim)),
+    }
+    if "gated" in rule:
+        shape = (*lead, length, dim) if by_channel else (*lead, length)
+        arguments["log_decay"] = -decay * rng.exponential(size=shape)
+    if "delta" in rule:
+        arguments["beta"] = 2 * rng.random((*lead, length))
+    return arguments
+
+
+def order_of(arguments):
+    """Names of the arguments in the order of their gradients."""
+    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
+    return [name for name in names if name in arguments]
+
+
+def rows(arguments, start, stop, by_channel):
+    """Arguments of some of the tokens."""
+    part = dict(arguments)
+    for name in ("query", "key", "value", "log_decay", "beta"):
+        if name in part:
+            has_dim = name in ("query", "key", "value") or (name == "log_decay" and by_channel)
+            part[name] = part[name][(..., slice(start, stop), *([slice(None)] if has_dim else []))]
+    return part
+
+
+def error(got, want):
+    """Largest difference, in terms of the largest entry but at least 1."""
+    assert got.shape == want.shape
+    return np.max(np.abs(got - want), initial=0) / np.max(np.abs(want), initial=1)
+
+
+def assert_as_loop(arguments, rule, dtype="float64", **options):
+    arrays = {name: array.astype(dtype) for name, array in arguments.items()}
+    got = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True, **options)
+    want = recurrence(**{n: a.astype(np.float64) for n, a in arrays.items()}, update_rule=rule)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == dtype
+        assert error(ours, theirs) < RTOL[dtype]
+
+
+# The oracle -----------------------------------------------------------------------------------
+
+
+def test_the_loop_by_hand():
+    """Two tokens, d = e = 1: every rule on paper."""
+    one = np.ones((2, 1))
+    tokens = {"query": one, "key": [[1.0], [0.5]], "value": [[4.0], [3.0]], "scale": 1.0}
+    half = np.log([0.5, 0.25])
+    wanted = {"linear": [6.0, 7.5], "gated": [5.0, 2.75], "delta": [3.0, 3.75]}
+    gates = {"linear": {}, "gated": {"log_decay": half}, "delta": {"beta": [0.5, 1.0]}}
+    wanted["gated_delta"] = [2.5, 1.96875]
+    gates["gated_delta"] = {"log_decay": half, "beta": [0.5, 1.0]}
+    for rule in RULES:
+        output, state = recurrence(**tokens, **gates[rule], update_rule=rule, initial_state=[[2.0]])
+        np.testing.assert_allclose(output[:, 0], wanted[rule], rtol=1e-15)
+        np.testing.assert_allclose(state[0, 0], wanted[rule][1], rtol=1e-15)
+
+
+@pytest.mark.parametrize("rule", ["linear", "gated"])
+def test_the_loop_is_a_weighted_sum(rule):
+    """Without the delta rule: the quadratic formula, which shares nothing with the loop."""
+    a = problem(rule, length=9, lead=(2,))
+    del a["initial_state"]
+    total = np.cumsum(a.get("log_decay", np.zeros((2, 9))), axis=-1)
+    weights = np.tril(np.exp(total[..., :, None] - total[..., None, :]))
+    scores = weights * (a["query"] @ np.swapaxes(a["key"], -1, -2)) / np.sqrt(5)
+    np.testing.assert_allclose(
+        recurrence(**a, update_rule=rule)[0], scores @ a["value"], rtol=1e-12
+    )
+
+
+def test_the_loop_rejects_what_does_not_fit():
+    x = np.ones((3, 2))
+    with pytest.raises(ValueError, match="update_rule must be linear, gated"):
+        recurrence(x, x, x, update_rule="rwkv")
+    with pytest.raises(ValueError, match="beta must be an array"):
+        recurrence(x, x, x, update_rule="delta")
+    with pytest.raises(ValueError, match="log_decay must be None"):
+        recurrence(x, x, x, update_rule="linear", log_decay=x[:, 0])
+    with pytest.raises(TypeError, match="arrays must be real"):
+        recurrence(1j * x, x, x, update_rule="linear")
+
+
+# Against the loop -----------------------------------------------------------------------------
+
+
+@kinds
+def test_every_library_computes_the_loop(xp, rule, by_channel):
+    arguments = problem(rule, by_channel, length=11)
+    arrays = {name: xp.array(array) for name, array in arguments.items()}
+    got = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True, chunk_size=8)
+    want = recurrence(**arguments, update_rule=rule)
+    for ours, host, theirs in zip(got, xp.numpy_each(got), want, strict=True):
+        xp.assert_like(ours, arrays["query"], shape=theirs.shape)
+        assert error(host, theirs) < 1e-11
+
+
+@settings(max_examples=12)
+@given(
+    kind=st.sampled_from(KINDS),
+    length=st.integers(0, 150),
+    chunk_size=st.none() | st.integers(1, 80),
+    leads=st.sampled_from(
+        [((), (), ()), ((2, 3), (1, 3), (2, 1)), ((3,), (), (3,)), ((2, 1), (2,), ())]
+    ),
+    dim=st.integers(1, 9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(xp_any_shape, kind, length, chunk_size, leads, dim, seed):
+    """Leading axes of query, of key and gates, and of value broadcast."""
+    xp, (rule, by_channel) = xp_any_shape, kind
+    a = problem(rule, by_channel, length=length, lead=leads[1], dim=dim, seed=seed)
+    rng = np.random.default_rng(seed)
+    a["query"] = rng.standard_normal((*leads[0], length, dim))
+    a["value"] = rng.standard_normal((*leads[2], length, 3))
+    del a["initial_state"]
+    arrays = {name: xp.array(array) for name, array in a.items()}
+    options = {"update_rule": rule, "return_state": True, "chunk_size": chunk_size}
+    output, state = linattn.linear_recurrence(**arrays, **options)
+    want, want_state = recurrence(**a, update_rule=rule)
+    assert error(xp.numpy(output), want) < 1e-11
+    assert state.shape[:-2] == np.broadcast_shapes(leads[1], leads[2])
+    assert error(np.broadcast_to(xp.numpy(state), want_state.shape), want_state) < 1e-11
+
+
+@kinds
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_long_sequences_keep_their_digits(rule, by_channel, dtype):
+    """5,000 tokens with decays from e^-0.0005 on."""
+    a = problem(rule, by_channel, length=5000, lead=(), dim=16, decay=5e-4)
+    assert_as_loop(a, rule, dtype)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_strong_decays_do_not_take_digits_from_weak_ones(rule, by_channel, dtype):
+    """Tokens that keep e^-50, beside tokens that keep nearly all."""
+    if "gated" not in rule:
+        pytest.skip("the rule has no gate")
+    a = problem(rule, by_channel, length=200, decay=1e-3)
+    strong = np.random.default_rng(1).random(a["log_decay"].shape) < 0.3
+    a["log_decay"] = np.where(strong, -50.0, a["log_decay"])
+    assert_as_loop(a, rule, dtype)
+    a["log_decay"] = np.full_like(a["log_decay"], -50.0)
+    assert_as_loop(a, rule, dtype)
+    a["log_decay"] = np.where(strong, -np.inf, -0.1)
+    with np.errstate(invalid="ignore"):
+        assert_as_loop(a, rule, dtype)
+
+
+@pytest.mark.parametrize("rule", ["delta", "gated_delta"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_beta_at_its_ends(rule, dtype):
+    for value in (0.0, 1.0, 2.0):
+        a = problem(rule, length=300, dim=8)
+        a["beta"] = np.full_like(a["beta"], value)
+        assert_as_loop(a, rule, dtype)
+    # All keys the same: powers of the triangle would have terms of 1e17.
+    a = problem(rule, length=100, dim=8)
+    a["beta"] = np.full_like(a["beta"], 2.0)
+    a["key"] = np.broadcast_to(a["key"][..., :1, :], a["key"].shape)
+    assert_as_loop(a, rule, dtype)
+
+
+@kinds
+def test_narrow_dtypes_are_accumulated_in_float32(xp_any_shape, rule, by_channel):
+    xp = xp_any_shape
+    arguments = problem(rule, by_channel, length=40)
+    state = xp.array(arguments.pop("initial_state"), "float32")
+    arrays = {name: xp.array(array, "float16") for name, array in arguments.items()}
+    output, after = linattn.linear_recurrence(
+        **arrays, initial_state=state, update_rule=rule, return_state=True
+    )
+    rounded = {name: xp.numpy(array).astype(np.float64) for name, array in arrays.items()}
+    want, want_after = recurrence(**rounded, initial_state=xp.numpy(state), update_rule=rule)
+    xp.assert_like(output, arrays["query"], shape=want.shape)
+    xp.assert_like(after, state)
+    assert error(xp.numpy(output), want) < 1e-2
+    assert error(xp.numpy(after), want_after) < 5e-6
+
+
+# Every way to cut it --------------------------------------------------------------------------
+
+
+@kinds
+def test_step_chunk_and_whole_agree(xp_any_shape, rule, by_channel):
+    xp = xp_any_shape
+    arguments = problem(rule, by_channel, length=12)
+    arrays = {name: xp.array(array) for name, array in arguments.items()}
+    whole, last = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True)
+    state = arrays["initial_state"]
+    for t in range(12):
+        token = rows(arrays, t, t + 1, by_channel)
+        del token["initial_state"]
+        for name, array in token.items():
+            without_length = {"beta": -1, "log_decay": -2 if by_channel else -1}.get(name, -2)
+            token[name] = xp.xp.squeeze(array, axis=without_length)
+        output, state = linattn.recurrence_step(**token, state=state, update_rule=rule)
+        assert error(xp.numpy(output), xp.numpy(whole)[..., t, :]) < 1e-13
+    xp.assert_like(state, last)
+    assert error(xp.numpy(state), xp.numpy(last)) < 1e-13
+
+
+@kinds
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_sequence_may_be_split_anywhere(rule, by_channel, data):
+    length = data.draw(st.integers(1, 140))
+    split = data.draw(st.integers(0, length))
+    a = problem(rule, by_channel, length=length, lead=(2,))
+    options = {"update_rule": rule, "return_state": True}
+    whole, last = linattn.linear_recurrence(**a, **options)
+    first, state = linattn.linear_recurrence(**rows(a, 0, split, by_channel), **options)
+    rest = {**rows(a, split, length, by_channel), "initial_state": state}
+    second, state = linattn.linear_recurrence(**rest, **options)
+    assert error(np.concatenate([first, second], axis=-2), whole) < 1e-12
+    assert error(state, last) < 1e-12
+
+
+@kinds
+def test_no_later_token_is_felt(rule, by_channel):
+    a = problem(rule, by_channel, length=150)
+    before = linattn.linear_recurrence(**a, update_rule=rule)
+    for t in (1, 63, 64, 100):
+        b = {name: array.copy() for name, array in a.items()}
+        later = rows(b, t, 150, by_channel)
+        for name in ("query", "key", "value"):
+            later[name][...] *= -3.0
+        after = linattn.linear_recurrence(**b, update_rule=rule)
+        np.testing.assert_array_equal(after[..., :t, :], before[..., :t, :])
+        assert error(after[..., t:, :], before[..., t:, :]) > 0.01
+
+
+@kinds
+def test_packed_sequences_are_separate_ones(xp_any_shape, rule, by_channel):
+    xp = xp_any_shape
+    borders = [0, 3, 3, 11, 12, 20]
+    arguments = problem(rule, by_channel, length=20)
+    initial = np.random.default_rng(1).standard_normal((5, 2, 3, 5, 4))
+    arrays = {name: xp.array(array) for name, array in arguments.items()}
+    arrays["initial_state"] = xp.array(initial)
+    options = {"update_rule": rule, "return_state": True}
+    output, states = linattn.linear_recurrence(**arrays, **options, cu_seqlens=borders)
+    assert states.shape == initial.shape
+    for i, (start, stop) in enumerate(itertools.pairwise(borders)):
+        part = {
+            **rows(arrays, start, stop, by_channel),
+            "initial_state": arrays["initial_state"][i, ...],
+        }
+        alone, state = linattn.linear_recurrence(**part, **options)
+        np.testing.assert_array_equal(xp.numpy(output)[..., start:stop, :], xp.numpy(alone))
+        np.testing.assert_array_equal(xp.numpy(states)[i], xp.numpy(state))
+
+
+def test_numbers_a_token_broadcast():
+    """One gate for each head, one for each token, and axes of 1."""
+    a = problem("gated_delta", length=80)
+    gates = {
+        "log_decay": -np.linspace(0.1, 0.5, 3)[:, None, None][..., 0],
+        "beta": np.full(80, 0.5),
+    }
+    tokens = {**a, **gates, "log_decay": gates["log_decay"][None]}
+    full = {
+        "log_decay": np.broadcast_to(tokens["log_decay"], (2, 3, 80)),
+        "beta": np.broadcast_to(tokens["beta"], (2, 3, 80)),
+    }
+    got = linattn.linear_recurrence(**tokens, update_rule="gated_delta")
+    want = linattn.linear_recurrence(**{**a, **full}, update_rule="gated_delta")
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_is_returned_is_new():
+    a = problem("gated_delta")
+    before = {name: array.copy() for name, array in a.items()}
+    _, state = linattn.linear_recurrence(**a, update_rule="gated_delta", return_state=True)
+    state += 1
+    nothing = rows(a, 0, 0, False)
+    output, state = linattn.linear_recurrence(
+        **nothing, update_rule="gated_delta", return_state=True
+    )
+    assert output.shape == (2, 3, 0, 4)
+    state += 1
+    for name, array in a.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_precision_of_the_settings():
+    a = {name: array.astype(np.float32) for name, array in problem("gated_delta").items()}
+    del a["initial_state"]
+    with linattn.config(precision="float64"):
+        output, state = linattn.linear_recurrence(**a, update_rule="gated_delta", return_state=True)
+    assert (output.dtype, state.dtype) == (np.float32, np.float64)
+    assert error(state, recurrence(**a, update_rule="gated_delta")[1]) < 1e-13
+
+
+# Gradients ------------------------------------------------------------------------------------
+
+
+@kinds
+def test_the_pullback_is_the_derivative(rule, by_channel):
+    a = problem(rule, by_channel, length=21, lead=(2,), decay=0.3)
+    order = order_of(a)
+
+    def function(*arrays):
+        return linattn.linear_recurrence(**dict(zip(order, arrays, strict=True)), update_rule=rule)
+
+    def vjp(*arrays):
+        named = dict(zip(order, arrays, strict=True))
+        return linattn.linear_recurrence_vjp(**named, update_rule=rule, chunk_size=8)
+
+    assert_gradient(function, vjp, *(a[name] for name in order), num_directions=1)
+
+
+@kinds
+@pytest.mark.frameworks
+def test_gradients_are_those_of_jax_through_the_loop(rule, by_channel):
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jax.config.update("jax_enable_x64", True)
+    rng = np.random.default_rng(1)
+    grads = rng.standard_normal((3, 2, 11, 4)), rng.standard_normal((2, 5, 4))
+
+    def loop(a):
+        """Compute what the oracle does, one token after another."""
+
+        def token(state, x):
+            if "log_decay" in x:
+                g = x["log_decay"]
+                state = jax.numpy.exp(g if by_channel else g[..., None])[..., None] * state
+            v = x["value"]
+            if "beta" in x:
+                v = x["beta"][..., None] * (v - (state * x["key"][..., None]).sum(axis=-2))
+            state = state + x["key"][..., None] * v[..., None, :]
+            return state, (state * x["query"][..., None]).sum(axis=-2) / 5**0.5
+
+        axes = {"log_decay": -2 if by_channel else -1, "beta": -1}
+        tokens = {
+            name: jax.numpy.moveaxis(array, axes.get(name, -2), 0)
+            for name, array in a.items()
+            if name != "initial_state"
+        }
+        state, outputs = jax.lax.scan(token, a["initial_state"], tokens)
+        return jax.numpy.moveaxis(outputs, 0, -2), state
+
+    gradients_of_loop = jax.jit(lambda a: jax.vjp(loop, a)[1](grads)[0])
+    for decay in (0.01, 1.0, 50.0) if "gated" in rule else (1.0,):
+        a = problem(rule, by_channel, length=11, lead=(2,), decay=decay)
+        a["query"] = rng.standard_normal((3, 2, 11, 5))  # several queries of one key
+        want = gradients_of_loop(a)
+        for chunk_size in (4, 64):
+            _, pullback = linattn.linear_recurrence_vjp(
+                **a, update_rule=rule, return_state=True, chunk_size=chunk_size
+            )
+            for name, ours in zip(order_of(a), pullback(*grads), strict=True):
+                assert ours.shape == a[name].shape
+                # In terms of the largest: those of log decays may all be e^-50.
+                difference = np.abs(ours - want[name]).max()
+                assert difference <= 1e-11 * np.abs(want[name]).max(), name
+
+
+@pytest.mark.frameworks
+def test_jax_traces_and_differentiates_it():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jax.config.update("jax_enable_x64", True)
+    a = problem("gated_delta", length=6, lead=(2,))
+    output, pullback = linattn.linear_recurrence_vjp(**a, update_rule="gated_delta")
+
+    def loss(arrays):
+        output = linattn.linear_recurrence(**arrays, update_rule="gated_delta", chunk_size=4)
+        return (output**2).sum() / 2
+
+    traced = jax.jit(jax.grad(loss))(a | {"query": jax.numpy.asarray(a["query"])})
+    for name, want in zip(order_of(a), pullback(output), strict=True):
+        assert error(np.asarray(traced[name]), want) < 1e-12
+
+
+@kinds
+@pytest.mark.frameworks
+def test_torch_differentiates_it(rule, by_channel):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a = problem(rule, by_channel, length=20, lead=(2,))
+    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in a.items()}
+    output = linattn.linear_recurrence(**tensors, update_rule=rule, chunk_size=8)
+    output.backward(output.detach())
+    output, pullback = linattn.linear_recurrence_vjp(**a, update_rule=rule)
+    for name, want in zip(order_of(a), pullback(output), strict=True):
+        assert error(tensors[name].grad.numpy(), want) < 1e-12
+
+
+def test_gradients_have_the_form_of_their_arguments(xp_any_shape):
+    """Axes along which an argument was broadcast are summed over."""
+    xp = xp_any_shape
+    a = problem("gated_delta", length=20)
+    del a["initial_state"]
+    a |= {
+        "log_decay": np.full((1, 3, 1), -0.1),
+        "beta": np.linspace(0, 1, 20),
+        "value": a["value"][:, :1],
+    }
+    full = {
+        "log_decay": np.broadcast_to(a["log_decay"], (2, 3, 20)),
+        "beta": np.broadcast_to(a["beta"], (2, 3, 20)),
+        "value": np.broadcast_to(a["value"], (2, 3, 20, 4)),
+    }
+    arrays = {name: xp.array(array, "float32") for name, array in a.items()}
+    _, pullback = linattn.linear_recurrence_vjp(**arrays, update_rule="gated_delta")
+    _, full_pullback = linattn.linear_recurrence_vjp(**(a | full), update_rule="gated_delta")
+    want = full_pullback(np.ones((2, 3, 20, 4)))
+    got = pullback(xp.array(np.ones((2, 3, 20, 4)), "float32"))
+    sums = [lambda x: x] * 2 + [
+        lambda x: x.sum(axis=1, keepdims=True),
+        lambda x: x.sum(axis=(0, 2), keepdims=True),
+        lambda x: x.sum(axis=(0, 1)),
+    ]
+    names = ("query", "key", "value", "log_decay", "beta")
+    for name, ours, theirs, total in zip(names, got, want, sums, strict=True):
+        xp.assert_like(ours, arrays[name])
+        assert error(xp.numpy(ours), total(theirs)) < 1e-5
+
+
+@kinds
+def test_gradients_of_packed_sequences(rule, by_channel):
+    borders = [0, 7, 7, 21]
+    a = problem(rule, by_channel, length=21, lead=(2,))
+    rng = np.random.default_rng(1)
+    a["initial_state"] = rng.standard_normal((3, 2, 5, 4))
+    grads = rng.standard_normal((2, 21, 4)), rng.standard_normal((3, 2, 5, 4))
+    options = {"update_rule": rule, "return_state": True}
+    _, pullback = linattn.linear_recurrence_vjp(**a, **options, cu_seqlens=borders)
+    got = pullback(*grads)
+    for i, (start, stop) in enumerate(itertools.pairwise(borders)):
+        part = {**rows(a, start, stop, by_channel), "initial_state": a["initial_state"][i]}
+        _, alone = linattn.linear_recurrence_vjp(**part, **options)
+        *tokens, state = alone(grads[0][:, start:stop], grads[1][i])
+        for ours, theirs in zip(got, tokens, strict=False):
+            np.testing.assert_array_equal(ours[:, start:stop], theirs)
+        np.testing.assert_array_equal(got[-1][i], state)
+
+
+# Published recurrences ------------------------------------------------------------------------
+
+
+def test_the_recurrences_of_flash_linear_attention():
+    """Formulas of fla/ops/{simple_gla,gla,delta_rule,kda}/naive.py, in its layout (B, T, H, D).
+
+    github.com/fla-org/flash-linear-attention, read on 2026-11-23; simple_gla is Mamba-2's and, with
+    a constant gate, RetNet's; kda with one gate a head is the gated delta rule of Gated DeltaNet.
+    """
+    rng = np.random.default_rng(0)
+    batch, length, heads, dim, value_dim = 2, 33, 3, 6, 4
+    q, k = rng.standard_normal((2, batch, length, heads, dim))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = rng.standard_normal((batch, length, heads, value_dim))
+    g, gk = -rng.exponential(size=(batch, length, heads)), -rng.exponential(size=q.shape)
+    beta = rng.random((batch, length, heads))
+
+    def simple_gla(h, t):
+        return h * np.exp(g[:, t])[..., None, None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+
+    def gla(h, t):
+        return h * np.exp(gk[:, t])[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+
+    def delta_rule(h, t):
+        new = beta[:, t, :, None] * (v[:, t] - (h * k[:, t][..., None]).sum(-2))
+        return h + k[:, t][..., None] * new[..., None, :]
+
+    def kda(h, t, gate=gk):
+        h = h * np.exp(gate[:, t])[..., None]
+        new = v[:, t] - (k[:, t][..., None] * h).sum(-2)
+        return h + np.einsum("bhk,bhv->bhkv", beta[:, t][..., None] * k[:, t], new)
+
+    def gated_delta_rule(h, t):
+        return kda(h, t, np.broadcast_to(g[..., None], q.shape))
+
+    cases = [
+        ("gated", simple_gla, {"log_decay": g}),
+        ("gated", gla, {"log_decay": gk}),
+        ("delta", delta_rule, {"beta": beta}),
+        ("gated_delta", kda, {"log_decay": gk, "beta": beta}),
+        ("gated_delta", gated_delta_rule, {"log_decay": g, "beta": beta}),
+    ]
+    for rule, update, gates in cases:
+        h = np.zeros((batch, heads, dim, value_dim))
+        want = np.empty_like(v)
+        for t in range(length):
+            h = update(h, t)
+            want[:, t] = dim**-0.5 * np.einsum("bhk,bhkv->bhv", q[:, t], h)
+        ours = [np.swapaxes(x, 1, 2) for x in (q, k, v)]
+        swapped = {name: np.swapaxes(x, 1, 2) for name, x in gates.items()}
+        got, state = linattn.linear_recurrence(
+            *ours, **swapped, update_rule=rule, return_state=True
+        )
+        assert error(np.swapaxes(got, 1, 2), want) < 1e-12, update.__name__
+        assert error(state, h) < 1e-12, update.__name__
+
+
+# Bad input ------------------------------------------------------------------------------------
+
+
+def attempt(error_type, match, rule="gated_delta", **changes):
+    a = {**problem("gated_delta", length=6), **changes}
+    with pytest.raises(error_type, match=match):
+        linattn.linear_recurrence(**a, update_rule=rule)
+
+
+def test_bad_arguments():
+    a = problem("gated_delta", length=6)
+    attempt(
+        ValueError, "update_rule must be one of linear, gated, delta, gated_delta", rule="mamba"
+    )
+    attempt(ValueError, "log_decay must be None for update_rule='delta'", rule="delta")
+    attempt(ValueError, "beta must be given for update_rule='gated_delta', got None", beta=None)
+    attempt(ValueError, "log_decay must be at most 0, got 0.9", log_decay=np.full((2, 3, 6), 0.9))
+    attempt(ValueError, "beta must have a number for each token", beta=np.ones((2, 3, 5)))
+    attempt(ValueError, "for one a channel; got", log_decay=-np.ones((2, 3, 6, 4)))
+    attempt(ValueError, "one length", value=a["value"][..., :5, :])
+    attempt(ValueError, "one dim", query=a["query"][..., :4])
+    attempt(ValueError, r"must have shape \(..., 5, 4\)", initial_state=np.zeros((4, 5)))
+    attempt(ValueError, "accumulation dtype", initial_state=np.zeros((5, 4), np.float32))
+    attempt(ValueError, "leading axes must broadcast", beta=np.ones((5, 3, 6)))
+    attempt(ValueError, "chunk_size must be at least 1", chunk_size=0)
+    attempt(TypeError, "beta must be an array", beta=0.5)
+    attempt(TypeError, "beta must have dtype", beta=np.ones((2, 3, 6), int))
+    attempt(TypeError, "scale must be a real number", scale="1")
+    attempt(TypeError, "return_state must be True or False", return_state=1)
+
+
+def test_bad_borders():
+    for borders in ([0, 5], [1, 6], [0, 4, 3, 6], [6], []):
+        attempt(ValueError, "cu_seqlens must rise from 0 to the length, 6", cu_seqlens=borders)
+    attempt(TypeError, "cu_seqlens must be integers on the host", cu_seqlens=[0.0, 6.0])
+    attempt(ValueError, "initial_state must have an axis of 3 in front", cu_seqlens=[0, 2, 4, 6])
+
+
+def test_bad_cotangents():
+    a = problem("delta", length=6)
+    output, pullback = linattn.linear_recurrence_vjp(**a, update_rule="delta")
+    with pytest.raises(ValueError, match="grad_output must have the shape of output"):
+        pullback(output[..., :2])
+    with pytest.raises(ValueError, match="grad_state must be None without return_state"):
+        pullback(output, a["initial_state"])
+
+
+def test_a_bad_step():
+    a = {
+        name: array[..., 0, :]
+        for name, array in problem("linear").items()
+        if name != "initial_state"
+    }
+    with pytest.raises(ValueError, match=r"initial_state must have shape"):
+        linattn.recurrence_step(**a, state=np.zeros((3, 3)), update_rule="linear")
+    with pytest.raises(TypeError, match="beta must be an array"):
+        linattn.recurrence_step(**a, state=np.zeros((5, 4)), update_rule="delta", beta=1.0)
