@@ -95,6 +95,8 @@ def linear_attention(
     chunk_size: int | None = None,
     exact_window: int | None = None,
     exact_clusters: int | None = None,
+    window_bias: Array | None = None,
+    far_bias: tuple[Any, Any] | None = None,
 ) -> Any:
     r"""Attention whose time grows with the length, not its square.
 
@@ -143,6 +145,12 @@ def linear_attention(
         the map (see Notes); with a window, keys outside of it. Needs a map that assigns keys to
         landmarks (:class:`linattn.feature_maps.LandmarkFeatures`), no initial state and arrays
         whose values can be inspected. Default: none.
+    window_bias : floating array, (..., 2 r + 1), optional
+        Log weights of keys by their offset j - i from the query, -r to r, with r at most
+        ``exact_window``: those of near keys, as in :func:`softmax_attention`. Default 0.
+    far_bias : pair (left, right), optional
+        Log weights of keys further than r to either side, each a number or an array of heads.
+        Keys of an initial state stand to the left. Default: the ends of ``window_bias``.
 
     Returns
     -------
@@ -229,6 +237,8 @@ def linear_attention(
         want_log=return_log_normalizer,
         exact_window=exact_window,
         exact_clusters=exact_clusters,
+        window_bias=window_bias,
+        far_bias=far_bias,
     )
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)

@@ -18,7 +18,7 @@ SIGNATURES = {
     "linear_attention": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
         "initial_state=None, return_state=False, return_log_normalizer=False, chunk_size=None, "
-        "exact_window=None, exact_clusters=None)"
+        "exact_window=None, exact_clusters=None, window_bias=None, far_bias=None)"
     ),
     "softmax_attention": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "

@@ -18,6 +18,7 @@ from linattn._generic import prefix_states
 from linattn.feature_maps import (
     EluFeatures,
     HyperbolicFeatures,
+    LandmarkFeatures,
     PositiveFeatures,
     Reparametrized,
     TaylorFeatures,
@@ -319,3 +320,100 @@ def test_what_lies_outside_the_sequence_has_no_say_in_its_scale(xp, length, is_c
     out = linattn.linear_attention(query, key, value, phi, exact_window=6, is_causal=is_causal)
     exact = linattn.reference.softmax_attention(*host, scale=1.0, is_causal=is_causal)
     np.testing.assert_allclose(xp.numpy(out), exact, rtol=1e-5)
+
+
+@given(data=st.data())
+def test_biases_of_offsets_are_those_of_the_dense_form(xp_any_shape, draws, data):
+    """Near pairs one by one, far ones with one bias a side; those within the window may be far."""
+    xp, phi = xp_any_shape, PositiveFeatures(4, 8, rng=1)
+    length = data.draw(draws.lengths(90), label="length")
+    window = data.draw(st.integers(1, 20), label="window")
+    reach = data.draw(st.integers(0, window), label="reach")
+    is_causal, weighted = data.draw(st.booleans()), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(draws.seeds))
+    query, key = rng.standard_normal((2, 3, length, 4)), rng.standard_normal((2, 1, length, 4))
+    value = rng.standard_normal((1, length, 5))
+    window_bias, right = 2 * rng.standard_normal((3, 2 * reach + 1)), rng.standard_normal((2, 1))
+    key_bias = rng.standard_normal((2, 1, length)) if weighted else np.zeros((1, 1, length))
+    out = linattn.linear_attention(
+        *(xp.array(x) for x in (query, key, value)),
+        phi,
+        is_causal=is_causal,
+        key_bias=xp.array(np.broadcast_to(key_bias, (2, 1, length))) if weighted else None,
+        chunk_size=data.draw(draws.chunks(length), label="chunk_size"),
+        exact_window=window,
+        window_bias=xp.array(window_bias),
+        far_bias=(-1.5, xp.array(right)),
+    )
+    offset = np.arange(length) - np.arange(length)[:, None]
+    bias = np.where(offset < 0, -1.5, right[..., None, None])
+    inside = window_bias[..., np.clip(offset, -reach, reach) + reach]
+    bias = np.where(abs(offset) <= reach, inside, bias) + key_bias[..., None, :]
+    weights = dense_weights(query, key, phi, window, is_causal) * np.exp(bias)
+    check(xp.numpy(out), weights, value, 1e-12)
+
+
+@full_and_causal
+def test_what_is_masked_by_a_bias_leaves_no_trace(is_causal):
+    """-inf near by, and for all far keys of a side: then they are left out, NaN values included."""
+    query, key, value = np.random.default_rng(4).standard_normal((3, 60, 4))
+    phi, near = PositiveFeatures(4, 8, rng=1), np.zeros(9)
+    near[2] = -np.inf
+    value[40] = np.nan
+    out = linattn.linear_attention(
+        query,
+        key,
+        value,
+        phi,
+        is_causal=is_causal,
+        exact_window=4,
+        window_bias=near,
+        far_bias=(-np.inf, 0.5),
+    )
+    offset = np.arange(60) - np.arange(60)[:, None]
+    bias = np.where(offset < 0, -np.inf, 0.5)
+    bias = np.where(abs(offset) <= 4, near[np.clip(offset, -4, 4) + 4], bias)
+    weights = dense_weights(query, key, phi, 4, is_causal) * np.exp(bias)
+    seen = weights[:, 40] > 0
+    assert np.isnan(out[seen]).all()
+    check(out[~seen], weights[~seen], np.nan_to_num(value), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_bias": np.zeros(3)}, "r no larger than exact_window.*exact_window=None"),
+        ({"window_bias": np.zeros(7), "exact_window": 2}, "r = 3 and exact_window=2"),
+        ({"far_bias": (0.0, 0.0), "exact_window": 2}, "far_bias needs window_bias"),
+        ({"window_bias": np.zeros((3, 5)), "exact_window": 2}, "window_bias must broadcast"),
+    ],
+)
+def test_biases_that_do_not_fit_are_named(options, message):
+    query = np.zeros((2, 10, 4))
+    with pytest.raises(ValueError, match=message):
+        linattn.linear_attention(query, query, query, PositiveFeatures(4, 8, rng=0), **options)
+
+
+def test_t5_and_alibi_are_near_on_the_real_sample():
+    """Landmarks and a window of 32: as near with these biases as without, 0.05, against 0.6."""
+    query, key, value = linattn.datasets.pretrained_qkv()
+    length, heads = query.shape[-2], query.shape[1]
+    phi = LandmarkFeatures.fit(query, key, num_features=64, rng=0)
+
+    def median_error(window_bias, exact_bias, **options):
+        exact = linattn.softmax_attention(query, key, value, window_bias=exact_bias)
+        out = linattn.linear_attention(
+            query, key, value, phi, exact_window=32, window_bias=window_bias, **options
+        )
+        error, size = (np.linalg.norm(x, axis=(-2, -1)) for x in (out - exact, exact))
+        return np.median(error / size)
+
+    near = np.arange(-32, 33)
+    # As T5 has it, constant from 32 on.
+    t5 = 2 * np.random.default_rng(9).standard_normal((heads, 65), dtype=np.float32)
+    assert median_error(t5, t5) < 0.05
+    assert median_error(np.zeros(1, dtype=np.float32), t5) > 0.5
+    slopes = linattn.positions.alibi_slopes(heads)[:, None].astype(np.float32)
+    alibi = -slopes * abs(np.arange(1 - length, length))
+    far = -64 * slopes[:, 0]
+    assert median_error(-slopes * abs(near), alibi, far_bias=(far, far)) < 0.06

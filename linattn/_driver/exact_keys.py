@@ -7,16 +7,29 @@ from typing import Any
 
 from linattn import _arrays, _checks
 from linattn._driver.options import Options
+from linattn._driver.relative_bias import check_relative_bias
 from linattn._driver.wrappers import innermost
-from linattn.typing import Array, Assigned, Corrected, Exact, Exponential, MapSpec
+from linattn.typing import (
+    Array,
+    Assigned,
+    Corrected,
+    Exact,
+    Exponential,
+    MapSpec,
+    RelativeBias,
+)
 
 __all__ = ["exact_fields"]
 
 
 def exact_fields(
-    arrays: Sequence[Array], feature_map: Any, specs: tuple[MapSpec, MapSpec], options: Options
+    arrays: Sequence[Array],
+    dtype: Any,
+    feature_map: Any,
+    specs: tuple[MapSpec, MapSpec],
+    options: Options,
 ) -> dict[str, Any]:
-    """Fields of a problem that say which keys are exact."""
+    """Fields of a problem that say which keys are exact, and what near and far ones weigh more."""
     query, key, _ = arrays
     window, count = options.exact_window, options.exact_clusters
     if window is not None:
@@ -31,7 +44,40 @@ def exact_fields(
         count = min(count, feature_map.num_features)
     is_exact = window is not None or count is not None
     near_spec = Exact(feature_map.scale) if is_exact else None
-    return {"exact_window": window, "exact_clusters": count, "near_spec": near_spec}
+    return {
+        "exact_window": window,
+        "exact_clusters": count,
+        "near_spec": near_spec,
+        "relative_bias": _checked_bias(arrays, dtype, options),
+    }
+
+
+def _checked_bias(arrays: Sequence[Array], dtype: Any, options: Options) -> RelativeBias | None:
+    """Check a bias of offsets, of which only those of near keys may differ."""
+    leads = {name: tuple(x.shape[:-2]) for name, x in zip("qkv", arrays, strict=True)}
+    bias = check_relative_bias(
+        options.window_bias,
+        options.far_bias,
+        query=arrays[0],
+        lead=_checks.check_leading_axes(**leads),
+        dtype=dtype,
+    )
+    if bias is None:
+        return None
+    if options.exact_window is None or bias.reach > options.exact_window:
+        message = (
+            f"window_bias must have 2 r + 1 numbers with r no larger than exact_window, for keys "
+            f"further away have one bias a side, got r = {bias.reach} and "
+            f"exact_window={options.exact_window}; for biases of all pairs use softmax_attention"
+        )
+        raise ValueError(message)
+    if options.exact_clusters is not None:
+        message = (
+            f"window_bias needs exact_clusters=None, got {options.exact_clusters}: keys of a "
+            f"cluster stand anywhere; use a longer exact_window instead"
+        )
+        raise ValueError(message)
+    return bias
 
 
 def _checked_window(exact_window: Any, query: Array, key: Array) -> int:

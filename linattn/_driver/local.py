@@ -13,11 +13,12 @@ from typing import Any
 
 import array_api_compat
 
-from linattn import _arrays, _generic
+from linattn import _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import raw_tokens
 from linattn._driver.relative_bias import bias_block
 from linattn._driver.token_blocks import (
+    beside,
     biased_keys,
     biased_queries,
     flat_rows,
@@ -98,8 +99,8 @@ def local_rows(problem: Problem, functions: BlockFunctions) -> Iterator[tuple[sl
             start, stop = first + low, first + g - 1 + high
             keys, values_and_one = key_blocks(problem, start, stop, n, 0)
             keys = biased_keys(problem, keys, padded=start < 0 or stop * n > length)
-            key = Tokens(_beside(keys.x, g), _beside(keys.log_weight, g), keys.start)
-            values_and_one = _beside(values_and_one, g)
+            key = Tokens(beside(keys.x, g), beside(keys.log_weight, g), keys.start)
+            values_and_one = beside(values_and_one, g)
             part = _add(problem, functions, spec, query, key, values_and_one, low * n, part)
         yield rows, flat_rows(part, rows.stop - rows.start)
 
@@ -144,17 +145,3 @@ def _add(
     block = (spec, query, key, values_and_one, visible, bias)
     more = exact_pairs(*block, problem.lazy, functions.exact_block)
     return more if part is None else _generic.combine(part, more)
-
-
-def _beside(x: Array, g: int) -> Array:
-    """Tokens of each of g blocks and of those that follow it; None stays None."""
-    if x is None:
-        return None
-    width = x.shape[-3] - g + 1
-    if width == 1:
-        return x
-    if g == 1:
-        *lead, count, n, d = x.shape
-        return _arrays.namespace(x).reshape(x, (*lead, 1, count * n, d))
-    xp = _arrays.namespace(x)
-    return xp.concat([x[..., i : i + g, :, :] for i in range(width)], axis=-2)

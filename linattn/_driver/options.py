@@ -30,6 +30,8 @@ class WindowOptions(InteropOptions, total=False):
 
     exact_window: int | None
     exact_clusters: int | None
+    window_bias: Array | None
+    far_bias: tuple[Any, Any] | None
 
 
 class SoftmaxOptions(TypedDict, total=False):
@@ -56,5 +58,7 @@ class Options(NamedTuple):
     want_log: Any = False
     exact_window: Any = None
     exact_clusters: Any = None
+    window_bias: Any = None
+    far_bias: Any = None
     one_token: bool = False
     """Whether key and value may not add leading axes to the state."""

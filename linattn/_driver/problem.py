@@ -183,7 +183,7 @@ def _describe(
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
-    exact = exact_fields(arrays, feature_map, specs, options)
+    exact = exact_fields(arrays, dtype, feature_map, specs, options)
     weights, state = weight_fields(xp, arrays, dtype, options), options.state
     if state is not None:
         e, name = value.shape[-1], options.state_name

@@ -62,7 +62,8 @@ def _far_ends(far_bias: Any, query: Array, lead: tuple[int, ...], dtype: Any) ->
             _check_lead(name, tuple(end.shape), lead)
             ends.append(xp.astype(end, dtype, copy=False)[..., None])
         else:
-            number = _checks.check_finite_number(name, end)
+            left_out = isinstance(end, float) and end == -float("inf")
+            number = end if left_out else _checks.check_finite_number(name, end)
             device = array_api_compat.device(query)
             ends.append(xp.full((1,), number, dtype=dtype, device=device))
     return ends

@@ -19,7 +19,10 @@ from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
 from linattn._driver.clusters import ExactClusters
-from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
+from linattn._driver.local import visible_pairs
+from linattn._driver.relative_bias import bias_block
+from linattn._driver.token_blocks import beside, flat_rows, in_blocks, key_blocks
+from linattn._generic.exact import exact_pairs
 from linattn._generic.prefix_states import state_at
 from linattn._generic.specs import spec_axes
 from linattn.typing import Array, Partial, Problem, State, Tokens
@@ -51,9 +54,6 @@ def window_rows(
     problem = problem.replace(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
     blocked = problem.replace(**{name: _over_blocks(getattr(problem, name)) for name in names})
-    # Backends may take a log weight for a mask.
-    weighted = problem.key_bias is not None
-    window_block: Any = _generic.window_block if weighted else functions.window_block
     start = state.length
     before = state
     later: Iterator[State | None] = repeat(None)
@@ -68,10 +68,8 @@ def window_rows(
         states = _block_states(blocked, raw, values_and_one, functions)
         rows = slice(first * w, min((first + g) * w, length))
         query = in_blocks(raw_tokens(problem, "query", rows, start), g * w, w)
-        near = window_block(
-            problem.near_spec, query, raw, values_and_one, problem.is_causal, problem.lazy
-        )
-        seen, before = functions.far_states(before, states, after, problem.lazy)
+        near = _near(problem, functions, query, raw, values_and_one)
+        seen, before = _far(problem, functions, before, states, after)
         if clusters is None:
             tokens = in_map_coordinates(blocked, "query", query)
             far = functions.read_block(blocked.query_spec, tokens, seen, True)
@@ -84,6 +82,38 @@ def window_rows(
     if count:
         before = _generic.merge(before, state_at(states, g))
     return State(before.kvz, before.log_scale, start + length)
+
+
+def _near(
+    problem: Problem, functions: BlockFunctions, query: Tokens, key: Tokens, values_and_one: Array
+) -> Partial:
+    """Exact attention of blocks of queries to their own keys and those beside them."""
+    spec, bias, w = problem.near_spec, problem.relative_bias, query.x.shape[-2]
+    assert spec is not None
+    if bias is None:
+        # Backends may take a log weight for a mask.
+        weighted = problem.key_bias is not None
+        window_block: Any = _generic.window_block if weighted else functions.window_block
+        return window_block(  # type: ignore[no-any-return]
+            spec, query, key, values_and_one, problem.is_causal, problem.lazy
+        )
+    g = query.x.shape[-3]
+    keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+    s = keys.x.shape[-2]
+    biases = bias_block(bias, -w, w, s)[..., None, :, :]
+    visible = visible_pairs(problem, -w, w, s) if problem.is_causal else None
+    return exact_pairs(spec, query, keys, beside(values_and_one, g), visible, biases, problem.lazy)
+
+
+def _far(
+    problem: Problem, functions: BlockFunctions, before: State, states: State, after: State | None
+) -> tuple[State, State]:
+    """State of all that is far of each block, and that of all keys before the last of them."""
+    if problem.relative_bias is None:
+        return functions.far_states(before, states, after, problem.lazy)  # type: ignore[no-any-return]
+    table = problem.relative_bias.table
+    ends = table[..., None, :1], table[..., None, -1:]
+    return _generic.far_states(before, states, after, problem.lazy, ends)
 
 
 def _over_blocks(spec: Any) -> Any:

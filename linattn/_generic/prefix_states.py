@@ -5,7 +5,7 @@ from __future__ import annotations
 from linattn._arrays import namespace
 from linattn._generic.numerics import finite_shift
 from linattn._generic.states import merge
-from linattn.typing import State
+from linattn.typing import Array, State
 
 __all__ = ["far_states", "prefix_merge", "stack_states", "state_at"]
 
@@ -15,25 +15,42 @@ MAX_LOG_SPAN = 20.0
 
 
 def far_states(
-    before: State, states: State, after: State | None, lazy: bool
+    before: State,
+    states: State,
+    after: State | None,
+    lazy: bool,
+    biases: tuple[Array, Array] | None = None,
 ) -> tuple[State, State]:
     """States of all that is far of each of g blocks, and of all before the last of them.
 
     ``states`` are those of the block before them, their own and the block after them, the last
     only with ``after``: the state of all further keys, or None where only what is before counts.
-    Far of block i is ``before``, blocks up to i - 2, blocks from i + 2 and ``after``.
+    Far of block i is ``before``, blocks up to i - 2, blocks from i + 2 and ``after``. ``biases``,
+    ``(..., 1, 1)`` each, are log weights of what is far to the left and to the right.
     O(g m e) time and memory.
     """
     g = states.log_scale.shape[-2] - (1 if after is None else 2)
     prefixes = prefix_merge(
         stack_states([_with_block_axis(before), _part(states, slice(0, g))]), lazy=lazy
     )
-    seen = _part(prefixes, slice(0, g))
+    left, right = (None, None) if biases is None else biases
+    seen = _weighted(_part(prefixes, slice(0, g)), left)
     if after is not None:
         following = _flip(_part(states, slice(3, g + 2)))
         adjoints = prefix_merge(stack_states([_with_block_axis(after), following]), lazy=lazy)
-        seen = merge(seen, _flip(adjoints))
+        seen = merge(seen, _weighted(_flip(adjoints), right))
     return seen, state_at(prefixes, g)
+
+
+def _weighted(state: State, bias: Array) -> State:
+    """Give all that a state has seen a log weight; heads of it may be more than the state has."""
+    if bias is None:
+        return state
+    xp = namespace(state.kvz)
+    log_scale = state.log_scale + bias
+    # What is left out leaves no NaN behind.
+    kvz = xp.where((log_scale == -xp.inf)[..., None], xp.zeros_like(state.kvz), state.kvz)
+    return State(kvz, log_scale, state.length)
 
 
 def _with_block_axis(state: State) -> State:
