@@ -41,16 +41,16 @@ class ExactClusters:
     def read(self, query: Tokens, state: State) -> Partial:
         """Read the clusters that each query chooses exactly, and of a state all others."""
         chosen, rest = self._choose(self.problem, query, state, self.bias)
-        return _generic.combine(self._attend(query, chosen), rest)
+        return self._add(query, chosen, rest)
 
     def read_blocks(
-        self, blocked: Problem, blocks: Tokens, states: State, query: Tokens
+        self, blocked: Problem, blocks: Tokens, states: State, query: Tokens, near: Partial
     ) -> Partial:
-        """Read for queries ``(..., n, d)`` of which each block has a state of its own."""
+        """Add to the near part of queries ``(..., n, d)``, each block of which has a state."""
         chosen, rest = self._choose(blocked, blocks, states, self.bias[..., None, :])
         n = query.x.shape[-2]
         chosen = chosen.reshape(*chosen.shape[:-3], -1, chosen.shape[-1])[..., :n, :]
-        return _generic.combine(self._attend(query, chosen), flat_rows(rest, n))
+        return self._add(query, chosen, flat_rows(_generic.combine(near, rest), n))
 
     def _choose(
         self, problem: Problem, query: Tokens, state: State, bias: Array
@@ -59,13 +59,16 @@ class ExactClusters:
         count = problem.exact_clusters
         return self.functions.choose_block(problem.query_spec, tokens, state, bias, count)  # type: ignore[no-any-return]
 
-    def _attend(self, query: Tokens, chosen: NDArray[np.bool_]) -> Partial:
-        """Read the chosen clusters exactly; ``chosen`` is ``(..., n, m)``."""
+    def _add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
+        """Add the keys of the chosen clusters, ``(..., n, m)``, to the rest."""
         problem, xp = self.problem, self.problem.xp
-        x = xp.broadcast_to(query.x, (*problem.lead, *query.x.shape[-2:]))
-        chosen = np.broadcast_to(chosen, (*problem.lead, *chosen.shape[-2:]))
         if 0 in problem.lead:
             return no_keys_seen(problem, query)
+        x, num_den, log = (
+            xp.broadcast_to(a, (*problem.lead, *a.shape[-2:]))
+            for a in (query.x, part.num_den, part.log)
+        )
+        chosen = np.broadcast_to(chosen, (*problem.lead, *chosen.shape[-2:]))
         parts = [
             self.functions.clusters_block(
                 problem.near_spec,
@@ -73,6 +76,7 @@ class ExactClusters:
                 chosen[head],
                 self.heads[_of_state(problem, head)],
                 problem.exact_window,
+                Partial(num_den[(*head, ...)], log[(*head, ...)]),
             )
             for head in np.ndindex(problem.lead)
         ]

@@ -75,9 +75,8 @@ def window_rows(
             far = functions.read_block(blocked.query_spec, tokens, seen, True)
             part = flat_rows(_generic.combine(near, far), rows.stop - rows.start)
         else:
-            near = flat_rows(near, rows.stop - rows.start)
             flat = raw_tokens(problem, "query", rows, start)
-            part = _generic.combine(near, clusters.read_blocks(blocked, query, seen, flat))
+            part = clusters.read_blocks(blocked, query, seen, flat, near)
         write(rows, part)
     if count:
         before = _generic.merge(before, state_at(states, g))

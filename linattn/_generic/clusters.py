@@ -17,7 +17,7 @@ from linattn._arrays import namespace, to_numpy
 from linattn._generic import exact
 from linattn._generic.features import query_features, row_features
 from linattn._generic.numerics import finite_shift
-from linattn._generic.states import absorb, read
+from linattn._generic.states import absorb, combine, read
 from linattn.typing import (
     Array,
     Assigned,
@@ -42,7 +42,7 @@ def assign_block(
     """
     xp = namespace(tokens.x)
     features = row_features(key_spec, tokens)
-    index = xp.argmax(features.log, axis=-1)
+    index = xp.argmax(xp.matmul(tokens.x, key_spec.P) + key_spec.bias[..., None, :], axis=-1)
     assert key_spec.landmarks is not None
     features_index = xp.arange(features.log.shape[-1], device=array_api_compat.device(index))
     assigned = xp.astype(index[..., None] == features_index, tokens.x.dtype)
@@ -108,9 +108,10 @@ def clusters_block(
     chosen: NDArray[np.bool_],
     clusters: Clusters,
     exact_window: int | None,
+    part: Partial,
     exact_block: Any = exact.exact_block,
 ) -> Partial:
-    """Softmax attention of queries of one head to the keys of the clusters they have chosen.
+    """Add keys of the clusters that queries of one head have chosen to a partial of the queries.
 
     ``chosen`` is ``(n, m)``. Keys in a query's window are left out. O(sum of the chosen clusters'
     sizes (d + e)) time, O(n c e) memory for c clusters a query.
@@ -123,7 +124,7 @@ def clusters_block(
         # Backends may take a log weight for a mask.
         exact_block = exact.exact_block
     nothing = xp.zeros((1, values_and_one.shape[-1]), dtype=values_and_one.dtype, device=device)
-    parts = [Partial(nothing, nothing[..., -1:] - xp.inf)]
+    parts = [nothing], [nothing[..., -1:] - xp.inf]
     # A row's clusters in their order, and then nothing.
     order = np.cumsum(chosen, axis=-1) - 1
     where, seen = np.zeros((n, max(1, int(order.max(initial=0)) + 1)), np.int64), 1
@@ -132,15 +133,16 @@ def clusters_block(
         weight = None if key.log_weight is None else key.log_weight[visit.keys, :]
         visible = None if visit.visible is None else xp.asarray(visit.visible, device=device)
         keys = Tokens(key.x[visit.keys, :], weight, 0)
-        parts.append(
-            exact_block(spec, Tokens(x, None, 0), keys, values_and_one[visit.keys, :], visible)
-        )
+        found = exact_block(spec, Tokens(x, None, 0), keys, values_and_one[visit.keys, :], visible)
+        for arrays, array in zip(parts, found[:2], strict=True):
+            arrays.append(array)
         where[visit.rows, order[visit.rows, visit.cluster]] = seen + np.arange(len(visit.rows))
         seen += len(visit.rows)
     index = xp.asarray(where.ravel(), device=device)
-    num_den = xp.take(xp.concat([part.num_den for part in parts], axis=0), index, axis=0)
-    logs = xp.take(xp.concat([part.log for part in parts], axis=0), index, axis=0)
-    logs = xp.reshape(logs, (*where.shape, 1))
+    num_den, logs = (
+        xp.reshape(xp.take(xp.concat(arrays, axis=0), index, axis=0), (*where.shape, -1))
+        for arrays in parts
+    )
     log = xp.max(logs, axis=-2)
-    scale = xp.exp(logs - finite_shift(log, xp)[:, None, :])
-    return Partial(xp.sum(xp.reshape(num_den, (*where.shape, -1)) * scale, axis=-2), log)
+    num_den = num_den * xp.exp(logs - finite_shift(log, xp)[:, None, :])
+    return combine(part, Partial(xp.sum(num_den, axis=-2), log))

@@ -24,6 +24,7 @@ from linattn.typing import (
     Activation,
     Array,
     Assigned,
+    Clusters,
     Exact,
     Exponential,
     Features,
@@ -128,7 +129,9 @@ def _pairs(rng: np.random.Generator, heads: tuple[int, ...]) -> Iterator[Pair]:
     normalized = Normalized(matrix(), logs(), np.full((1, 1), 0.7), matrix(width=1))
     yield Pair("Normalized keys", exponential, normalized)
     probes = matrix(width=4), 0.1 * rng.standard_normal(4), rng.standard_normal((4, m))
-    yield Pair("Assigned keys", exponential, Assigned(matrix(), logs(), *probes))
+    landmarks = rng.standard_normal((m, d)), A @ A.T
+    keys = Assigned(matrix(), logs(), *probes, False, *landmarks)
+    yield Pair("Assigned keys", Exponential(matrix(), 0.0, logs()), keys)
     opaque = Opaque(_exponential_features)
     yield Pair("Opaque", opaque, opaque, differentiable=False)
 
@@ -209,6 +212,8 @@ def _block(
     part = _generic.read_block(pair.query, query, state, True)
     arguments["divide"] = (part, None if want_log else np.empty(part.num_den[..., :-1].shape))
     arguments["far_states"] = _far_arguments(rng, state, nothing, ahead)
+    if isinstance(pair.key, Assigned):
+        arguments |= _cluster_arguments(rng, pair, (query, key, values), state)
     if pair.differentiable:
         arguments |= _gradient_arguments(rng, pair, (query, key, values), state, nothing, ahead)
     held = {name: given for name, given in arguments.items() if _fits_float32(given)}
@@ -252,6 +257,34 @@ def _exact_arguments(
         "window_block": (spec, blocked, near, near_values, is_causal, False),
         "exact_query_vjp": pulled,
         "exact_key_vjp": pulled,
+    }
+
+
+def _cluster_arguments(
+    rng: np.random.Generator, pair: Pair, block: tuple[Tokens, Tokens, Any], state: State
+) -> dict[str, tuple[Any, ...]]:
+    """Arguments of what exact clusters need; those of keys and queries of one head are apart."""
+    query, key, values = block
+    count, bias = int(rng.integers(1, FEATURES + 1)), rng.standard_normal(FEATURES)
+    n, positions = query.x.shape[-2], rng.permutation(40)
+    index = rng.integers(1, FEATURES, len(positions))
+    order = np.lexsort((positions, index))
+    bounds = np.searchsorted(index[order], np.arange(FEATURES + 1))
+    x, few = rng.standard_normal((len(order), DIM)), rng.standard_normal((n, DIM))
+    one_head, earlier = np.ones((2, len(order), VALUE_DIM + 1)), rng.standard_normal((7, DIM))
+    one_head[..., :-1] = rng.standard_normal((2, len(order), VALUE_DIM))
+    spec, queries = Exact(0.4), Tokens(few, None, 0)
+    return {
+        "assign_block": (pair.key, key, values, state),
+        "choose_block": (pair.query, query, state, bias, count),
+        "clusters_block": (
+            spec,
+            queries,
+            rng.random((n, FEATURES)) < 0.3,
+            Clusters(Tokens(x, None, 0), one_head[0], bounds, positions[order]),
+            None if rng.integers(2) else 4,
+            _generic.exact_block(spec, queries, Tokens(earlier, None, 0), one_head[1, :7]),
+        ),
     }
 
 
@@ -316,6 +349,9 @@ REFERENCES: dict[str, Callable[..., Any]] = {
         "divide",
         "window_block",
         "far_states",
+        "assign_block",
+        "choose_block",
+        "clusters_block",
         "read_block_vjp",
         "reduce_block_vjp",
         "scan_query_vjp",

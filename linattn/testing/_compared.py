@@ -124,6 +124,12 @@ def compare_array(what: str, got: Any, want: Floats, rtol: float) -> None:
     _close(what, got, want, _rows(want, rtol))
 
 
+def compare_choice(what: str, got: Any, want: Any, rtol: float) -> None:
+    """Compare integers or flags one by one."""
+    got, want = (np.asarray(a).astype(float) for a in (got, want))
+    _close(what, got, want, 0.5)
+
+
 def compare_gradient(what: str, got: Any, want: Floats, rtol: float, lead: tuple[int, ...]) -> None:
     """Compare sums over the axes along which tokens with the axes ``lead`` were broadcast."""
     got, want = sum_to(got, lead, 2), sum_to(want, lead, 2)
@@ -138,6 +144,7 @@ KINDS: dict[str, Callable[..., None]] = {
     "partial": compare_partial,
     "row scale": compare_row_scale,
     "array": compare_array,
+    "choice": compare_choice,
     "query gradient": compare_gradient,
     "key gradient": compare_gradient,
     "gradient of [v, 1]": compare_gradient,

@@ -194,8 +194,9 @@ class BlockTier(Protocol):
         chosen: Array,
         clusters: Clusters,
         exact_window: int | None,
+        part: Partial,
     ) -> Partial | Declined:
-        """Softmax attention of queries ``(n, d)`` to the keys of the clusters they have chosen.
+        """Add keys of the clusters that queries ``(n, d)`` have chosen to a partial of them.
 
         Keys whose position is in the block of a query's, or beside it, are left out.
         """
