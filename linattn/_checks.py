@@ -24,6 +24,7 @@ __all__ = [
     "check_finite_number",
     "check_flag",
     "check_key_bias",
+    "check_key_lengths",
     "check_key_mask",
     "check_leading_axes",
     "check_like_key",
@@ -310,6 +311,54 @@ def _one_each(name: str, array: Array, of: str, key: Array, query_len: int | Non
     if len(shape) == 1:
         array = xp.reshape(array, (1,) * (len(wanted) - 1) + shape)
     return xp.broadcast_to(array, (*array.shape[:-1], wanted[-1]))[..., None]
+
+
+def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
+    """Check numbers of keys that count, the first ones, and return their mask, ``(..., S, 1)``.
+
+    Raises
+    ------
+    TypeError
+        Not integers, or an array of another library.
+    ValueError
+        Not of shape ``key.shape[:-2]`` up to axes of 1, or not between 0 and S.
+    """
+    device = array_api_compat.device(key)
+    if isinstance(key_lengths, int | list | tuple | np.integer | np.ndarray):
+        host = np.asarray(key_lengths)
+        # An empty list has no integers that would tell its dtype.
+        lengths = xp.asarray(host if host.size else host.astype(np.int64), device=device)
+    else:
+        of_xp, lengths = _one_array("key_lengths", key_lengths)
+        if of_xp is not xp:
+            message = (
+                f"key and key_lengths must come from one array library, got {library_name(xp)} "
+                f"and {library_name(of_xp)}"
+            )
+            raise TypeError(message)
+        _check_device("key", key, "key_lengths", lengths)
+    if not xp.isdtype(lengths.dtype, "integral"):
+        message = f"key_lengths must be integers, got dtype {lengths.dtype}"
+        raise TypeError(message)
+    lead, shape, num_keys = tuple(key.shape[:-2]), tuple(lengths.shape), int(key.shape[-2])
+    fits = len(shape) == len(lead) and all(a in (1, b) for a, b in zip(shape, lead, strict=True))
+    if shape and not fits:
+        message = (
+            f"key_lengths must be one integer, or have one axis for each leading axis of key, each "
+            f"1 or equal, that is {lead}; got shape {shape}. Lengths of shape (batch,) are given "
+            f"to a key with a heads axis as key_lengths[:, None]"
+        )
+        raise ValueError(message)
+    if not is_lazy(lengths) and lengths.size:
+        least, most = int(xp.min(lengths)), int(xp.max(lengths))
+        if least < 0 or most > num_keys:
+            message = (
+                f"key_lengths must be between 0 and the number of keys, {num_keys}, got {least} "
+                f"to {most}"
+            )
+            raise ValueError(message)
+    position = xp.arange(num_keys, device=device)
+    return (position < xp.astype(lengths, position.dtype)[..., None])[..., None]
 
 
 def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) -> Features:

@@ -86,9 +86,14 @@ def linear_attention(
     value: Array,
     feature_map: FeatureMap,
     *,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
     initial_state: State | None = None,
     return_state: bool = False,
     return_log_normalizer: bool = False,
@@ -118,15 +123,34 @@ def linear_attention(
     feature_map : FeatureMap
         From :mod:`linattn.feature_maps`, or any object with ``num_features``,
         ``query_features(x)`` and ``key_features(x)``. The scale of the logits is the map's.
-    is_causal : bool, optional
-        Query i sees keys 0..i only; needs L = S. Default False.
+    is_causal : bool or "lower_right", optional
+        Query i sees keys 0..i only; needs L = S. With "lower_right" the queries stand at the last
+        L positions of the keys: query i sees keys 0..i + S - L. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend. What a masked key and value hold does not matter, NaN included.
     key_bias : floating array, of the shapes that a mask may have, optional
         Log weight of each key: its weights are multiplied by ``exp(key_bias)``. A key of -inf is
         masked. Default 0.
+    key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
+        How many keys count, the first ones; the others are masked.
+    key_stop : integers, (L,) or (..., L), optional
+        Query i sees the keys before ``key_stop[i]``, which does not decrease with i. Leading axes
+        broadcast to those of key and value. The integers are needed: no traced arrays. At most one
+        of `is_causal`, `key_stop`, `prefix_length` and `causal_block` may be given.
+    prefix_length : int or integers, (...), optional
+        Causal but for the first keys, which all queries see: ``key_stop = max(P, i + 1)``. Needs
+        L = S.
+    causal_block : int, optional
+        Tokens in blocks of B see their own block and all before it:
+        ``key_stop = B ceil((i + 1) / B)``. Needs L = S.
+    cu_seqlens : integers, (n + 1,), optional
+        The axis of the tokens holds n sequences end to end, the i-th from ``cu_seqlens[i]`` to
+        ``cu_seqlens[i + 1]``: each is attended to by itself, full or causal, from the state
+        ``kvz[i]`` of `initial_state`, whose arrays, as those of the returned state, have a first
+        axis of n. Their length is that of the longest.
     initial_state : State, optional
-        Keys seen before these: full attention attends to both, a causal stream goes on.
+        Keys seen before these, by all queries: full attention attends to both, a causal stream goes
+        on.
     return_state : bool, optional
         Also return the state after the last key. Default False.
     return_log_normalizer : bool, optional
@@ -166,8 +190,9 @@ def linear_attention(
         libraries, not a feature map, a flag that is neither True nor False.
     ValueError
         Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
-        fitted to the whole sequence with ``is_causal``; a window with L != S or with a map of
-        another kernel; the state of another map.
+        fitted to the whole sequence with ``is_causal`` or stops; a window with L != S, with stops
+        or with a map of another kernel; the state of another map; stops that decrease or lie
+        beyond S; borders that do not rise from 0 to the length.
 
     Warns
     -----
@@ -186,6 +211,11 @@ def linear_attention(
     Time O((L + S) m (d + e)), causal O(L m (d + e + c) + L c e) with blocks of c tokens. Extra
     memory O(c m + m e) for each head worked on at once, whatever the length. float16 and bfloat16
     are accumulated in float32.
+
+    Stops cost as causal attention. Where fewer than 64 keys or queries stand together and do not
+    alternate one by one, as with a small `causal_block`, up to twice that: they are put on common
+    positions. Stops with leading axes are done one by one of these, and their outputs then joined,
+    which takes one more copy. Packed sequences cost as their sum; short ones are batched.
 
     A window adds O(L w (d + e)) time and O(w^2) memory, full attention also a second pass over
     the keys for every factor of 64 in L / c, and 64 states at each. Numerator and denominator stay
@@ -232,6 +262,11 @@ def linear_attention(
         is_causal=is_causal,
         key_mask=key_mask,
         key_bias=key_bias,
+        key_lengths=key_lengths,
+        key_stop=key_stop,
+        prefix_length=prefix_length,
+        causal_block=causal_block,
+        cu_seqlens=cu_seqlens,
         state=initial_state,
         chunk_size=chunk_size,
         want_log=return_log_normalizer,
@@ -290,9 +325,14 @@ def softmax_attention(
     value: Array,
     *,
     scale: float | None = None,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
@@ -316,10 +356,8 @@ def softmax_attention(
         Same library, dtype and device.
     scale : float, optional
         s; default ``1 / sqrt(d)``.
-    is_causal : bool, optional
-        Query i sees keys 0..i only; needs L = S. Default False.
-    key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend.
+    is_causal, key_mask, key_lengths, key_stop, prefix_length, causal_block, cu_seqlens
+        As for :func:`linear_attention`.
     key_bias : floating array, of the shapes that a mask may have, optional
         b_j, added to the logits of key j. A key of -inf is masked. Default 0.
     local_window_size : int or pair (left, right), optional
@@ -372,6 +410,11 @@ def softmax_attention(
         is_causal=is_causal,
         key_mask=key_mask,
         key_bias=key_bias,
+        key_lengths=key_lengths,
+        key_stop=key_stop,
+        prefix_length=prefix_length,
+        causal_block=causal_block,
+        cu_seqlens=cu_seqlens,
         local_window_size=local_window_size,
         window_bias=window_bias,
         far_bias=far_bias,

@@ -67,9 +67,14 @@ def linear_attention_vjp(
     value: Array,
     feature_map: FeatureMap,
     *,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -98,7 +103,9 @@ def linear_attention_vjp(
         Same library, dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, key_bias, initial_state, chunk_size
+    is_causal, key_mask, key_bias, key_lengths, initial_state, chunk_size
+        As for :func:`linattn.linear_attention`.
+    key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.linear_attention`.
     return_state : bool, optional
         The first result is then the tuple ``(output, state)``. Default False.
@@ -184,6 +191,11 @@ def linear_attention_vjp(
         is_causal=is_causal,
         key_mask=key_mask,
         key_bias=key_bias,
+        key_lengths=key_lengths,
+        key_stop=key_stop,
+        prefix_length=prefix_length,
+        causal_block=causal_block,
+        cu_seqlens=cu_seqlens,
         state=initial_state,
         chunk_size=chunk_size,
     )
@@ -204,9 +216,14 @@ def softmax_attention_vjp(
     value: Array,
     *,
     scale: float | None = None,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
@@ -229,7 +246,9 @@ def softmax_attention_vjp(
         Same library, dtype and device.
     value : array, (..., S, e)
         Same library, dtype and device.
-    scale, is_causal, key_mask, key_bias, local_window_size
+    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size
+        As for :func:`linattn.softmax_attention`.
+    key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.softmax_attention`.
     window_bias, far_bias
         As for :func:`linattn.softmax_attention`; constants in the gradient.
@@ -275,6 +294,11 @@ def softmax_attention_vjp(
         scale=scale,
         is_causal=is_causal,
         key_mask=key_mask,
+        key_lengths=key_lengths,
+        key_stop=key_stop,
+        prefix_length=prefix_length,
+        causal_block=causal_block,
+        cu_seqlens=cu_seqlens,
         key_bias=key_bias,
         local_window_size=local_window_size,
         window_bias=window_bias,

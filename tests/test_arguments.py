@@ -204,7 +204,8 @@ def _flags(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
         return []
-    return [p.name for p in parameters if p.annotation in ("bool", "bool | None")]
+    kinds = ("bool", "bool | None", "bool | Literal['lower_right']")
+    return [p.name for p in parameters if str(p.annotation).replace('"', "'") in kinds]
 
 
 def _at(path: str) -> Callable[..., Any]:

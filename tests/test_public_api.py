@@ -17,19 +17,23 @@ import linattn_numpy
 SIGNATURES = {
     "linear_attention": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
+        "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
         "initial_state=None, return_state=False, return_log_normalizer=False, chunk_size=None, "
         "exact_window=None, exact_clusters=None, window_bias=None, far_bias=None)"
     ),
     "softmax_attention": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
+        "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
         "local_window_size=None, window_bias=None, far_bias=None, return_log_normalizer=False)"
     ),
     "linear_attention_vjp": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
+        "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
         "initial_state=None, return_state=False, chunk_size=None, exact_window=None)"
     ),
     "softmax_attention_vjp": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
+        "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
         "local_window_size=None, window_bias=None, far_bias=None)"
     ),
     "attention": (

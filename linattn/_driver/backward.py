@@ -14,7 +14,7 @@ from linattn import _arrays, _dispatch, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
 from linattn._driver.checkpoints import Checkpoints
-from linattn._driver.exact import exact_rows
+from linattn._driver.exact import exact_parts
 from linattn._driver.gradient_rows import GradientRows
 from linattn._driver.local import (
     is_banded,
@@ -24,9 +24,19 @@ from linattn._driver.local import (
     short_rows,
     visible_pairs,
 )
+from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
 from linattn._driver.relative_bias import bias_block
+from linattn._driver.stops import (
+    Step,
+    head_tasks,
+    join_tasks,
+    planned,
+    states_before,
+    steps_of,
+    visible_keys,
+)
 from linattn._driver.tasks import take, take_problem, task_index
-from linattn._driver.walks import initial_state, run_tasks, state_updates, steps
+from linattn._driver.walks import add_keys, initial_state, run_tasks, state_updates, steps
 from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
 from linattn._generic.block_vjps import row_cotangent, row_scale
 from linattn._generic.column_means import column_normalized_key_vjp, column_normalized_query_vjp
@@ -135,6 +145,10 @@ def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
     """Gradients of a problem of linear attention; with states of its forward pass at hand."""
+    if problem.cu_seqlens is not None:
+        return _pull_packed(problem, cotangent, checkpoints)
+    if problem.key_stop is not None and problem.key_stop.ndim > 1:
+        return _pull_heads(problem, cotangent)
     whole = _dispatch.whole_function("attention_vjp", problem)
     if whole is not None:
         answer: Any = whole(problem, cotangent)
@@ -144,23 +158,23 @@ def pull(
     functions = BlockFunctions(problem.xp)
     # No segments: a causal one needs the adjoint of all after it, and to make that first takes
     # half of what the whole pullback takes. One head alone is done on one thread.
-    plan = functions.plan(problem).for_gradients()
-    names = ("query", "key", "value", "key_bias")
-    arrays = {name: getattr(problem, name) for name in names}
+    plan = functions.plan(planned(problem)).for_gradients()
     rows = {
         name: GradientRows(problem, array, plan.tasks)
-        for name, array in arrays.items()
-        if array is not None
+        for name, array in _arguments(problem).items()
     }
     states: list[tuple[Index, Array]] = []
 
     def pull_task(task: Index) -> Iterator[State | None]:
         part, part_cotangent = take_problem(problem, task), _take_cotangent(cotangent, task)
         walk = _Walk(part, part_cotangent, functions, plan.block_size, task, rows)
-        walked: Iterator[State | None] = _walk_exact(walk)
-        if problem.mode != "exact":
-            causal = problem.mode == "causal"
-            walked = _walk_causal(walk, checkpoints) if causal else _walk_full(walk)
+        walked: Iterator[State | None]
+        if problem.mode == "causal":
+            walked = _walk_causal(walk, checkpoints)
+        else:
+            walked = {"exact": _walk_exact, "stops": _walk_stops, "full": _walk_full}[problem.mode](
+                walk
+            )
         for adjoint in steps(walked):
             yield adjoint
         if problem.state is not None:
@@ -170,6 +184,47 @@ def pull(
     run_tasks(plan, pull_task)
     state = None if problem.state is None else _join(problem, states)
     return Gradients(state=state, **{name: each.result() for name, each in rows.items()})
+
+
+def _pull_packed(
+    problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None
+) -> Gradients:
+    """Gradients of the sequences of a packed problem."""
+    rows = {
+        name: PackedRows(problem, tuple(array.shape), array.dtype)
+        for name, array in _arguments(problem).items()
+    }
+    states: list[tuple[Batch, Array]] = []
+    for number, batch in enumerate(batches(problem)):
+        part = batch.problem(problem, mask_rest=not problem.is_causal)
+        store = None if checkpoints is None else checkpoints.part(number)
+        gradients = pull(part, batch.cotangent(cotangent), store)
+        for name, each in rows.items():
+            each.write(batch, getattr(gradients, name))
+        states.append((batch, gradients.state))
+    state = None if problem.state is None else join_sequences(problem, states, 2)
+    return Gradients(state=state, **{name: each.result() for name, each in rows.items()})
+
+
+def _pull_heads(problem: Problem, cotangent: Cotangent) -> Gradients:
+    """Gradients of heads apart that have other stops."""
+    tasks = head_tasks(problem)
+    parts = [pull(take_problem(problem, task), _take_cotangent(cotangent, task)) for task in tasks]
+    wholes = _arguments(problem)
+    if problem.state is not None:
+        wholes["state"] = problem.state.kvz
+    joined = {
+        name: join_tasks(tasks, [getattr(part, name) for part in parts], tuple(x.shape[:-2]))
+        for name, x in wholes.items()
+    }
+    return Gradients(**{"state": None, **joined})
+
+
+def _arguments(problem: Problem) -> dict[str, Array]:
+    """Arrays of a problem that have gradients, but for its state."""
+    names = ("query", "key", "value", "key_bias")
+    arrays = {name: getattr(problem, name) for name in names}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
@@ -265,6 +320,70 @@ def _walk_back(
             yield adjoint
 
 
+def _walk_stops(walk: _Walk) -> Iterator[State]:
+    """Pull back through the steps of visible prefixes, from the last to the first."""
+    problem, functions = walk.problem, walk.functions
+    state = initial_state(problem)
+    start = state.length
+    adjoint = walk.last_adjoint(state, _empty_adjoint(problem, state))
+    yield adjoint
+
+    def add(step: Step, state: State) -> State:
+        return add_keys(problem, functions, step, state, start)
+
+    all_steps = list(steps_of(problem, walk.block_size))
+    for step, before in states_before(all_steps, state, add) if all_steps else ():
+        part = step.problem(problem)
+        everything = slice(0, None)
+        if step.num_queries:
+            query = token_block(part, "query", everything, start + step.queries.start)
+            grad_output = step.place_queries(walk.grad_output(step.queries))
+        if step.num_keys:
+            key = token_block(part, "key", everything, start + step.keys.start)
+            values_and_one = values_and_one_block(part, everything)
+        if not step.num_keys:
+            gradient, adjoint = _read_vjp(walk, query, before, grad_output, adjoint)
+        elif not step.num_queries:
+            gradients = functions.reduce_block_vjp(problem.key_spec, key, values_and_one, adjoint)
+        else:
+            gradient, *gradients, adjoint = _scan_vjp(
+                walk, (query, key, values_and_one), before, adjoint, grad_output
+            )
+        if step.num_queries:
+            walk.write_query(step.queries, step.queries_of(gradient))
+        if step.num_keys:
+            rows = (step.keys_of(x) for x in (values_and_one, *gradients))
+            walk.write_key(step.keys, *rows)
+        yield adjoint
+
+
+def _read_vjp(
+    walk: _Walk, query: Tokens, state: State, grad_output: Array, adjoint: State
+) -> tuple[Array, State]:
+    """Gradient of queries that read a state, and the adjoint of that state with them."""
+    problem = walk.problem
+    query_spec, seen = read_spec(problem, state)
+    nothing = _empty_adjoint(problem, state)
+    gradient, read = walk.functions.read_block_vjp(query_spec, query, seen, grad_output, nothing)
+    return gradient, _generic.merge(adjoint, read_spec_vjp(problem, read, state))
+
+
+def _scan_vjp(
+    walk: _Walk,
+    block: tuple[Tokens, Tokens, Array],
+    state: State,
+    adjoint: State,
+    grad_output: Array,
+) -> tuple[Array, Array, Array, State]:
+    """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it."""
+    problem = walk.problem
+    specs = (problem.query_spec, problem.key_spec)
+    if is_column_normalized(problem):
+        gradient = column_normalized_query_vjp(*specs, *block, state, grad_output)
+        return gradient, *column_normalized_key_vjp(*specs, *block, state, adjoint, grad_output)
+    return walk.functions.scan_vjp(*specs, *block, state, adjoint, grad_output)  # type: ignore[no-any-return]
+
+
 def _walk_column_normalized(walk: _Walk, state: State, adjoint: State) -> Iterator[State]:
     """As :func:`_walk_causal`, for column-normalized reads: stores the state before each block."""
     problem = walk.problem
@@ -293,7 +412,7 @@ def _walk_exact(walk: _Walk) -> Iterator[None]:
     problem, functions = walk.problem, walk.functions
     xp, spec, lead = problem.xp, problem.query_spec, problem.state_lead
     walk = walk._replace(block_size=short_rows(problem, walk.block_size))
-    all_rows = walk.query_slices()
+    all_rows = _exact_slices(walk)
     scales = yield from _row_scales(walk, all_rows)
     for rows, scale in zip(all_rows, scales, strict=True):
         query = raw_tokens(problem, "query", rows, 0)
@@ -323,12 +442,20 @@ def _walk_exact(walk: _Walk) -> Iterator[None]:
         yield
 
 
+def _exact_slices(walk: _Walk) -> list[slice]:
+    """Blocks of queries as :func:`exact_parts` has them; none where no row reaches the output."""
+    problem = walk.problem
+    if problem.key_stop is None or 0 in problem.lead:
+        return walk.query_slices()
+    return [step.queries for step in steps_of(problem, walk.block_size) if step.num_queries]
+
+
 def _row_scales(walk: _Walk, all_rows: list[slice]) -> Generator[None, None, list[RowScale]]:
     """Scales of all rows of softmax attention, block by block."""
     problem, functions, scales = walk.problem, walk.functions, []
     if not is_banded(problem):
-        for rows in all_rows:
-            part = exact_rows(problem, rows, walk.block_size, functions)
+        parts = exact_parts(problem, walk.block_size, functions)
+        for rows, (_, part) in zip(all_rows, parts, strict=False):
             scales.append(row_scale(part, walk.grad_output(rows)))
             yield
         return scales
@@ -349,6 +476,8 @@ def _pair_logs(problem: Problem, rows: slice, keys: slice, scale: RowScale) -> t
     log = scale.log
     if problem.relative_bias is not None:
         log = log - bias_block(problem.relative_bias, first, n, s)
+    if problem.key_stop is not None:
+        return log, visible_keys(problem, rows, keys)
     return log, visible_pairs(problem, first, n, s)
 
 

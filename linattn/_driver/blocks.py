@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import array_api_compat
@@ -34,6 +33,7 @@ __all__ = [
     "token_block",
     "transient_values_block",
     "values_and_one_block",
+    "warn_of_signs",
 ]
 
 OWN_ACTIVATIONS = (ELU_PLUS_ONE, RELU)
@@ -153,13 +153,17 @@ class OutputRows:
     def result(self) -> Array:
         return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
 
-    def warn_of_signs(self, stacklevel: int) -> None:
-        """Warn where many denominators have cancelled: the rows are no averages of the values."""
-        rows, negative = prod(self._shape[:-1]), sum(self._negative)
-        if negative > MAX_NEGATIVE_SHARE * rows:
-            message = (
-                f"{negative} of {rows} denominators are negative: the features take both signs, "
-                f"and these rows are no averages of the values; use a positive map, such as "
-                f"PositiveFeatures for the softmax or a Gaussian kernel, or more features"
-            )
-            warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+    def count_negative(self) -> int:
+        """Count the denominators that have come out negative, where values are inspected."""
+        return sum(self._negative)
+
+
+def warn_of_signs(negative: int, rows: int, stacklevel: int) -> None:
+    """Warn where many denominators have cancelled: the rows are no averages of the values."""
+    if negative > MAX_NEGATIVE_SHARE * rows:
+        message = (
+            f"{negative} of {rows} denominators are negative: the features take both signs, "
+            f"and these rows are no averages of the values; use a positive map, such as "
+            f"PositiveFeatures for the softmax or a Gaussian kernel, or more features"
+        )
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)

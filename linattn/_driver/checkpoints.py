@@ -27,6 +27,11 @@ class Checkpoints:
 
     def __init__(self) -> None:
         self._states: dict[Name, dict[int, State]] = {}
+        self._parts: dict[int, Checkpoints] = {}
+
+    def part(self, number: int) -> Checkpoints:
+        """Return those of one of the problems that a packed one consists of."""
+        return self._parts.setdefault(number, Checkpoints())
 
     def store(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
         """Keep the state before a row of a task, or not."""

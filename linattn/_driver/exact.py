@@ -1,31 +1,48 @@
-"""Softmax attention of some rows: every block of keys is one more part of them."""
+"""Softmax attention of blocks of queries: every block of keys is one more part of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import array_api_compat
 
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, raw_tokens, transient_values_block
+from linattn._driver.stops import Step, steps_of
 from linattn._driver.token_blocks import biased_keys, biased_queries
 from linattn._generic.hierarchical import exact_causal_block
 from linattn.typing import Partial, Problem, Tokens
 
-__all__ = ["exact_rows", "no_keys_seen"]
+__all__ = ["exact_parts", "no_keys_seen"]
 
 
-def exact_rows(
-    problem: Problem, rows: slice, block_size: int, functions: BlockFunctions
-) -> Partial:
-    """Softmax attention of some rows: every block of keys is one more part of them."""
-    spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+def exact_parts(
+    problem: Problem, block_size: int, functions: BlockFunctions
+) -> Iterator[tuple[slice, Partial]]:
+    """Softmax attention of all queries, in blocks: their rows, and their sums over the keys."""
+    if problem.key_stop is not None:
+        for step in steps_of(problem, block_size):
+            if step.num_queries:
+                yield step.queries, _of_step(problem, step, block_size, functions)
+        return
+    for rows in block_slices(problem.query.shape[-2], block_size):
+        keys = rows if problem.is_causal else slice(problem.key.shape[-2], problem.key.shape[-2])
+        yield rows, _of_step(problem, Step(keys, rows), block_size, functions)
+
+
+def _of_step(problem: Problem, step: Step, block_size: int, functions: BlockFunctions) -> Partial:
+    """Attend from the queries of a step to its keys, causally, and to all keys before these."""
+    alone = step.problem(problem)
+    spec, query = biased_queries(problem, raw_tokens(alone, "query", slice(0, None), 0))
     part = None
-    if problem.is_causal:
-        key = biased_keys(problem, raw_tokens(problem, "key", rows, 0))
-        values_and_one = transient_values_block(problem, rows, functions)
+    if step.num_keys:
+        key = biased_keys(alone, raw_tokens(alone, "key", slice(0, None), 0))
+        values_and_one = transient_values_block(alone, slice(0, None), functions)
         part = exact_causal_block(spec, query, key, values_and_one, functions.exact_block)
-    for keys in block_slices(
-        rows.start if problem.is_causal else problem.key.shape[-2], block_size
-    ):
+        part = step.queries_of_part(part)
+        if step.positions is not None:
+            _, query = biased_queries(problem, raw_tokens(problem, "query", step.queries, 0))
+    for keys in block_slices(step.keys.start, block_size):
         key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
         values_and_one = transient_values_block(problem, keys, functions)
         if part is None:

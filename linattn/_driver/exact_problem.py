@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from linattn import _arrays, _checks, _settings
-from linattn._driver.modifiers import mask_and_bias
+from linattn._driver.modifiers import keys_inside, mask_and_bias
 from linattn._driver.problem import check_pairing
 from linattn._driver.relative_bias import check_relative_bias
+from linattn._driver.visibility import check_stop_axes, visibility
 from linattn.typing import Exact, Problem
 
 __all__ = ["ExactOptions", "exact_problem"]
@@ -20,6 +21,11 @@ class ExactOptions(NamedTuple):
     is_causal: Any = False
     key_mask: Any = None
     key_bias: Any = None
+    key_lengths: Any = None
+    key_stop: Any = None
+    prefix_length: Any = None
+    causal_block: Any = None
+    cu_seqlens: Any = None
     local_window_size: Any = None
     window_bias: Any = None
     far_bias: Any = None
@@ -32,10 +38,11 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     ``options`` are those of :class:`ExactOptions`.
     """
     given = ExactOptions(**options)
-    is_causal = _checks.check_flag("is_causal", given.is_causal)
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
-    remedy = "pass equal lengths"
-    check_pairing(query, key, value, is_causal=is_causal, remedy=remedy)
+    windows = {name: getattr(given, name) for name in ("local_window_size", "window_bias")}
+    sees = visibility(query, key, given, **windows)
+    remedy = 'pass equal lengths, or is_causal="lower_right" for the last positions of the keys'
+    check_pairing(query, key, value, is_causal=sees.is_causal, remedy=remedy)
     scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
     spec = Exact(_checks.check_finite_number("scale", scale))
     settings = _settings.current_settings()
@@ -45,7 +52,9 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     )
     shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
-    window = _check_local_window(given.local_window_size, query, key, is_causal=is_causal)
+    state_lead = _checks.check_leading_axes(**shapes)
+    check_stop_axes(sees.key_stop, state_lead)
+    window = _check_local_window(given.local_window_size, query, key, is_causal=sees.is_causal)
     bias = check_relative_bias(
         given.window_bias, given.far_bias, query=query, lead=lead, dtype=dtype
     )
@@ -57,16 +66,16 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
         query=query,
         key=key,
         value=value,
-        key_mask=mask,
+        key_mask=keys_inside(xp, key, given.key_lengths, mask),
         query_spec=spec,
         key_spec=spec,
         num_features=0,
-        state_lead=_checks.check_leading_axes(**shapes),
+        state_lead=state_lead,
         lead=lead,
         query_change=None,
         key_change=None,
         state=None,
-        is_causal=is_causal,
+        **sees.fields(),
         chunk_size=None,
         want_log=_checks.check_flag("return_log_normalizer", given.want_log),
         lazy=_arrays.is_lazy(query),

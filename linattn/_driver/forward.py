@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 from linattn import _dispatch, _generic
-from linattn._driver.blocks import OutputRows, token_block
+from linattn._driver.blocks import OutputRows, token_block, warn_of_signs
 from linattn._driver.checkpoints import Checkpoints
+from linattn._driver.packed import Batch, PackedRows, batches, join_states
 from linattn._driver.segments import run_segments
+from linattn._driver.stops import head_tasks, join_tasks, planned
 from linattn._driver.tasks import take_problem, task_index
 from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, steps, update
 from linattn._driver.wrappers import read_spec
@@ -19,6 +22,15 @@ from linattn.typing import Array, Index, Partial, Problem, State
 __all__ = ["solve", "step"]
 
 
+class _Solved(NamedTuple):
+    output: Array
+    state: State | None
+    """After the last key, where it is asked for."""
+    log_normalizer: Array | None
+    negative: int = 0
+    """Denominators that are negative, as far as they are inspected."""
+
+
 def solve(
     problem: Problem, *, return_state: bool, checkpoints: Checkpoints | None = None
 ) -> tuple[Array, State | None, Array | None]:
@@ -26,14 +38,65 @@ def solve(
 
     ``checkpoints`` stores states of a causal problem on the way.
     """
+    run = _solve_walks
+    if problem.cu_seqlens is not None:
+        run = _solve_packed
+    elif problem.key_stop is not None and problem.key_stop.ndim > 1:
+        run = _solve_heads
+    solved = run(problem, return_state, checkpoints)
+    warn_of_signs(solved.negative, prod(solved.output.shape[:-1]), stacklevel=4)
+    return solved[:3]
+
+
+def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:
+    """Solve the sequences of a packed problem, batch by batch."""
+    shape = (*problem.lead, problem.query.shape[-2])
+    output = PackedRows(problem, (*shape, problem.value.shape[-1]), problem.query.dtype)
+    norms = PackedRows(problem, (*shape, 1), problem.dtype) if problem.want_log else None
+    states: list[tuple[Batch, State]] = []
+    negative = 0
+    for number, batch in enumerate(batches(problem)):
+        part = batch.problem(problem, mask_rest=return_state or not problem.is_causal)
+        store = None if checkpoints is None else checkpoints.part(number)
+        solved = _solve_walks(part, return_state, store)
+        negative += solved.negative
+        output.write(batch, solved.output)
+        if norms is not None and solved.log_normalizer is not None:
+            norms.write(batch, solved.log_normalizer[..., None])
+        if solved.state is not None:
+            states.append((batch, solved.state))
+    state = join_states(problem, states) if return_state else None
+    norm = None if norms is None else norms.result()[..., 0]
+    return _Solved(output.result(), state, norm, negative)
+
+
+def _solve_heads(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:
+    """Solve heads apart that have other stops."""
+    tasks = head_tasks(problem)
+    parts = [_solve_walks(take_problem(problem, task), return_state, None) for task in tasks]
+    output = join_tasks(tasks, [part.output for part in parts], problem.lead)
+    norm = None
+    if problem.want_log:
+        norm = join_tasks(tasks, [part.log_normalizer for part in parts], problem.lead)
+    states = [part.state for part in parts if part.state is not None]
+    state = None
+    if return_state:
+        kvz = join_tasks(tasks, [each.kvz for each in states], problem.state_lead)
+        log_scale = join_tasks(tasks, [each.log_scale for each in states], problem.state_lead)
+        state = State(kvz, log_scale, states[0].length)
+    negative = sum(part.negative for part in parts)
+    return _Solved(output, state, norm, negative)
+
+
+def _solve_walks(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:
     whole = _dispatch.whole_function("attention", problem)
     if whole is not None:
         answer: Any = whole(problem)
         if not _dispatch.is_declined(answer):
-            return answer  # type: ignore[no-any-return]
+            return _Solved(*answer)
 
     functions = _dispatch.BlockFunctions(problem.xp)
-    plan = functions.plan(problem)
+    plan = functions.plan(planned(problem))
     if checkpoints is not None:
         # Checkpoints stand before the blocks of the pullback.
         plan = plan.for_gradients()
@@ -65,9 +128,9 @@ def solve(
         states.append(((), run_segments(walk_of(()), plan)))
     else:
         run_tasks(plan, solve_task)
-    output.warn_of_signs(stacklevel=4)
     norm = None if norms is None else norms.result()[..., 0]
-    return output.result(), _join(problem, states) if return_state else None, norm
+    state = _join(problem, states) if return_state else None
+    return _Solved(output.result(), state, norm, output.count_negative())
 
 
 def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from linattn import _generic
 from linattn._dispatch import BlockFunctions
@@ -61,12 +62,17 @@ def short_rows(problem: Problem, block_size: int) -> int:
 
 def keys_of_rows(problem: Problem, rows: slice) -> slice:
     """Keys that any of some queries in a row sees."""
+    if problem.key_stop is not None:
+        return slice(0, int(problem.key_stop[rows.stop - 1]))
     left, right = band(problem)
     return slice(max(rows.start - left, 0), min(rows.stop + right, problem.key.shape[-2]))
 
 
 def rows_of_keys(problem: Problem, keys: slice) -> slice:
     """Rows of queries that see any of some keys in a row."""
+    if problem.key_stop is not None:
+        first = np.searchsorted(problem.key_stop, keys.start, side="right")
+        return slice(int(first), problem.query.shape[-2])
     left, right = band(problem)
     return slice(max(keys.start - right, 0), min(keys.stop + left, problem.query.shape[-2]))
 

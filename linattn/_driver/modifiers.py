@@ -10,7 +10,7 @@ from linattn import _arrays, _checks
 from linattn._driver.options import Options
 from linattn.typing import Array
 
-__all__ = ["mask_and_bias", "weight_fields"]
+__all__ = ["keys_inside", "mask_and_bias", "weight_fields"]
 
 
 def weight_fields(
@@ -21,7 +21,17 @@ def weight_fields(
     mask, bias = mask_and_bias(
         xp, key, dtype, options.key_mask, options.key_bias, query_len=query.shape[-2]
     )
-    return {"key_mask": mask, "key_bias": bias}
+    return {"key_mask": keys_inside(xp, key, options.key_lengths, mask), "key_bias": bias}
+
+
+def keys_inside(
+    xp: ModuleType, key: Array, key_lengths: Any, key_mask: Array | None
+) -> Array | None:
+    """Check lengths of keys, and take what lies beyond out of a mask."""
+    if key_lengths is None:
+        return key_mask
+    inside = _checks.check_key_lengths(key_lengths, key, xp)
+    return inside if key_mask is None else key_mask & inside
 
 
 def mask_and_bias(

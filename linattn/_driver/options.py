@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from linattn.typing import Array, State
 
@@ -12,9 +12,14 @@ __all__ = ["GradientOptions", "InteropOptions", "Options", "SoftmaxOptions", "Wi
 class InteropOptions(TypedDict, total=False):
     """Types of those that torch's and JAX's gradients take too, for overloads."""
 
-    is_causal: bool
+    is_causal: bool | Literal["lower_right"]
     key_mask: Array | None
     key_bias: Array | None
+    key_lengths: Any
+    key_stop: Any
+    prefix_length: Any
+    causal_block: int | None
+    cu_seqlens: Any
     initial_state: State | None
     chunk_size: int | None
 
@@ -38,9 +43,14 @@ class SoftmaxOptions(TypedDict, total=False):
     """Types of those of :func:`linattn.softmax_attention`."""
 
     scale: float | None
-    is_causal: bool
+    is_causal: bool | Literal["lower_right"]
     key_mask: Array | None
     key_bias: Array | None
+    key_lengths: Any
+    key_stop: Any
+    prefix_length: Any
+    causal_block: int | None
+    cu_seqlens: Any
     local_window_size: int | tuple[int | None, int | None] | None
     window_bias: Array | None
     far_bias: tuple[Any, Any] | None
@@ -52,6 +62,11 @@ class Options(NamedTuple):
     is_causal: Any = False
     key_mask: Any = None
     key_bias: Any = None
+    key_lengths: Any = None
+    key_stop: Any = None
+    prefix_length: Any = None
+    causal_block: Any = None
+    cu_seqlens: Any = None
     state: Any = None
     state_name: str = "initial_state"
     chunk_size: Any = None

@@ -17,6 +17,7 @@ from linattn import _arrays, _checks, _generic, _settings
 from linattn._driver.exact_keys import exact_fields
 from linattn._driver.modifiers import weight_fields
 from linattn._driver.options import Options
+from linattn._driver.visibility import check_stop_axes, visibility
 from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
     Array,
@@ -159,13 +160,10 @@ def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options
     ``options`` are those of :class:`~linattn._driver.options.Options`.
     """
     given = Options(**options)
-    given = given._replace(
-        is_causal=_checks.check_flag("is_causal", given.is_causal),
-        want_log=_checks.check_flag("return_log_normalizer", given.want_log),
-    )
+    want_log = _checks.check_flag("return_log_normalizer", given.want_log)
     check_feature_map(feature_map)
     xp, arrays = _checks.check_arrays(query=query, key=key, value=value)
-    return _describe(xp, arrays, feature_map, given)
+    return _describe(xp, arrays, feature_map, given._replace(want_log=want_log))
 
 
 def _describe(
@@ -175,11 +173,14 @@ def _describe(
     query, key, value = arrays
     remedy = (
         "to go on with a stream pass its state as initial_state with the new query, key and "
-        "value; to attend to earlier keys only use read_state"
+        'value; to attend to earlier keys only use read_state; is_causal="lower_right" takes the '
+        "queries for the last positions of the keys"
     )
-    check_pairing(query, key, value, is_causal=options.is_causal, remedy=remedy)
+    windows = {name: getattr(options, name) for name in ("exact_window", "exact_clusters")}
+    sees = visibility(query, key, options, **windows)
+    check_pairing(query, key, value, is_causal=sees.is_causal, remedy=remedy)
     m = num_features_of(feature_map, "query and key", query.shape[-1])
-    _check_sees_no_later_keys(feature_map, options.is_causal)
+    _check_sees_no_later_keys(feature_map, sees.option)
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
@@ -191,7 +192,10 @@ def _describe(
         check_map_of_state(name, state, feature_map)
         if options.one_token:
             _check_one_token(tuple(state.kvz.shape[:-2]), key, value)
-    state_lead, lead = _leading_axes(arrays, specs, state, options.state_name)
+        if sees.cu_seqlens is not None:
+            _check_one_state_each(state, len(sees.cu_seqlens) - 1)
+    state_lead, lead = _leading_axes(arrays, specs, state, options.state_name, sees.is_packed)
+    check_stop_axes(sees.key_stop, state_lead)
     chunk_size = options.chunk_size
     if chunk_size is not None:
         chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
@@ -211,7 +215,7 @@ def _describe(
         query_change=query_change,
         key_change=key_change,
         state=state,
-        is_causal=options.is_causal,
+        **sees.fields(),
         chunk_size=chunk_size,
         want_log=options.want_log,
         lazy=_arrays.is_lazy(query),
@@ -222,17 +226,30 @@ def _describe(
     )
 
 
-def _check_sees_no_later_keys(feature_map: FeatureMap, is_causal: bool) -> None:
-    if is_causal and not getattr(feature_map, "causal", True):
+def _check_sees_no_later_keys(feature_map: FeatureMap, option: str) -> None:
+    if option and not getattr(feature_map, "causal", True):
         message = (
-            f"is_causal needs a feature map that has not seen the whole sequence, got "
+            f"{option} needs a feature map that has not seen the whole sequence, got "
             f"{feature_map!r}, fitted to it: its features would leak later keys"
         )
         raise ValueError(message)
 
 
+def _check_one_state_each(state: State, count: int) -> None:
+    if state.kvz.ndim < 3 or state.kvz.shape[0] != count:
+        message = (
+            f"initial_state must have a first axis of {count} beside cu_seqlens, one state for "
+            f"each sequence, got kvz of shape {tuple(state.kvz.shape)}"
+        )
+        raise ValueError(message)
+
+
 def _leading_axes(
-    arrays: Sequence[Array], specs: tuple[MapSpec, MapSpec], state: State | None, state_name: str
+    arrays: Sequence[Array],
+    specs: tuple[MapSpec, MapSpec],
+    state: State | None,
+    state_name: str,
+    packed: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Leading axes of the state and of the output: whatever has some, broadcast."""
     query, key, value = arrays
@@ -241,7 +258,8 @@ def _leading_axes(
     if key_lead or query_lead:
         shapes["feature_map"] = _checks.check_leading_axes(key=key_lead, query=query_lead)
     if state is not None:
-        shapes[state_name] = tuple(state.kvz.shape[:-2])
+        # The first axis is that of packed sequences, which nothing else has.
+        shapes[state_name] = tuple(state.kvz.shape[1 if packed else 0 : -2])
     state_lead = _checks.check_leading_axes(**shapes)
     return state_lead, _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
 

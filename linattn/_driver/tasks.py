@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn._arrays import namespace
 from linattn._generic.specs import spec_axes
 from linattn.typing import (
+    Array,
     ColumnNormalized,
     Corrected,
     Exact,
@@ -17,7 +23,18 @@ from linattn.typing import (
     State,
 )
 
-__all__ = ["Name", "take", "take_problem", "take_rows", "take_state", "task_index", "task_name"]
+__all__ = [
+    "ROWS_OF_KEYS",
+    "Name",
+    "rows_at",
+    "take",
+    "take_problem",
+    "take_rows",
+    "take_state",
+    "task_index",
+    "task_name",
+    "with_block_axis",
+]
 
 Name = tuple[tuple[int | None, int | None], ...]
 
@@ -65,6 +82,20 @@ def _take_spec(spec: Any, task: Index) -> Any:
     return replace(spec, **changes) if changes else spec
 
 
+def with_block_axis(spec: Any) -> Any:
+    """Give the parameters of heads an axis for blocks of tokens, behind theirs."""
+    if spec is None or isinstance(spec, Exact):
+        return spec
+    changes: dict[str, Any] = {}
+    for name, axes in spec_axes(spec).items():
+        array = getattr(spec, name)
+        if array is not None and not isinstance(array, float) and array.ndim > axes:
+            changes[name] = namespace(array).expand_dims(array, axis=-axes - 1)
+    if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
+        changes["spec"] = with_block_axis(spec.spec)
+    return replace(spec, **changes) if changes else spec
+
+
 def take_problem(problem: Problem, task: Index) -> Problem:
     if not task:
         return problem
@@ -79,7 +110,14 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         key_change=_take_spec(problem.key_change, task),
         state=None if state is None else take_state(state, task),
         relative_bias=None if bias is None else RelativeBias(take(bias.table, 1, task)),
+        key_stop=_take_stops(problem.key_stop, task),
     )
+
+
+def _take_stops(stops: Any, task: Index) -> Any:
+    """Take the stops of a task, without leading axes where they are those of one head."""
+    part = take(stops, 1, task)
+    return part if part is None or part.size != part.shape[-1] else part.reshape(-1)
 
 
 def take_rows(problem: Problem, rows: slice) -> Problem:
@@ -91,6 +129,12 @@ def take_rows(problem: Problem, rows: slice) -> Problem:
 
     keys = {name: part(getattr(problem, name)) for name in ROWS_OF_KEYS}
     return problem.replace(query=problem.query[..., rows, :], **keys)
+
+
+def rows_at(rows: Array, index: NDArray[np.int64]) -> Array:
+    """Rows ``(..., n, w)`` at places that the host has chosen."""
+    xp = namespace(rows)
+    return xp.take(rows, xp.asarray(index, device=array_api_compat.device(rows)), axis=-2)
 
 
 def take_state(state: State, task: Index) -> State:

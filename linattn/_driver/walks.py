@@ -20,8 +20,9 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.clusters import sort_keys
-from linattn._driver.exact import exact_rows
+from linattn._driver.exact import exact_parts
 from linattn._driver.local import is_banded, local_rows
+from linattn._driver.stops import Step, steps_of
 from linattn._driver.tasks import take_rows
 from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
@@ -30,6 +31,7 @@ from linattn.typing import Index, Partial, Plan, Problem, State
 __all__ = [
     "WALKS",
     "Walk",
+    "add_keys",
     "initial_state",
     "read_blocks",
     "run_tasks",
@@ -177,15 +179,48 @@ def _walk_causal(walk: Walk) -> Iterator[State]:
     return scan_blocks(walk, initial_state(walk.problem))
 
 
+def _walk_stops(walk: Walk) -> Iterator[State]:
+    problem, functions = walk.problem, walk.functions
+    state = initial_state(problem)
+    start = state.length
+    for step in steps_of(problem, walk.block_size):
+        part = step.problem(problem)
+        if step.num_queries:
+            tokens = token_block(part, "query", slice(0, None), start + step.queries.start)
+        if not step.num_queries:
+            state = add_keys(problem, functions, step, state, start)
+        elif not step.num_keys:
+            query_spec, seen = read_spec(problem, state)
+            rows = functions.read_block(query_spec, tokens, seen, problem.want_log)
+        else:
+            key = token_block(part, "key", slice(0, None), start + step.keys.start)
+            values = transient_values_block(part, slice(0, None), functions)
+            rows, state = causal_block(part, functions, tokens, key, values, state)
+            state = State(state.kvz, state.log_scale, start + step.keys.stop)
+        if step.num_queries:
+            walk.write(step.queries, step.queries_of_part(rows))
+        yield state
+
+
+def add_keys(
+    problem: Problem, functions: BlockFunctions, step: Step, state: State, start: int
+) -> State:
+    """Add the keys of a step to a state."""
+    if not step.num_keys:
+        return state
+    key = token_block(problem, "key", step.keys, start)
+    values = transient_values_block(problem, step.keys, functions)
+    return functions.reduce_block(problem.key_spec, key, values, state)  # type: ignore[no-any-return]
+
+
 def _walk_exact(walk: Walk) -> Iterator[None]:
-    problem = walk.problem
+    problem, functions = walk.problem, walk.functions
     if is_banded(problem):
-        for rows, part in local_rows(problem, walk.functions):
-            walk.write(rows, part)
-            yield
-        return
-    for rows in block_slices(problem.query.shape[-2], walk.block_size):
-        walk.write(rows, exact_rows(problem, rows, walk.block_size, walk.functions))
+        parts = local_rows(problem, functions)
+    else:
+        parts = exact_parts(problem, walk.block_size, functions)
+    for rows, part in parts:
+        walk.write(rows, part)
         yield
 
 
@@ -210,6 +245,7 @@ WALKS: dict[str, Callable[[Walk], Iterator[State | None]]] = {
     "full": _walk_full,
     "causal": _walk_causal,
     "exact": _walk_exact,
+    "stops": _walk_stops,
     "window": _walk_window,
     "clusters": _walk_clusters,
 }

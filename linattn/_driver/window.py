@@ -9,22 +9,21 @@ nothing is ever subtracted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn import _arrays, _generic
+from linattn import _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
 from linattn._driver.clusters import ExactClusters
 from linattn._driver.local import visible_pairs
 from linattn._driver.relative_bias import bias_block
+from linattn._driver.tasks import with_block_axis
 from linattn._driver.token_blocks import beside, flat_rows, in_blocks, key_blocks
 from linattn._generic.exact import exact_pairs
 from linattn._generic.prefix_states import state_at
-from linattn._generic.specs import spec_axes
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
 __all__ = ["window_rows"]
@@ -53,7 +52,7 @@ def window_rows(
     # The near part needs far logs on the true scale, the query's own term included.
     problem = problem.replace(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
-    blocked = problem.replace(**{name: _over_blocks(getattr(problem, name)) for name in names})
+    blocked = problem.replace(**{name: with_block_axis(getattr(problem, name)) for name in names})
     start = state.length
     before = state
     later: Iterator[State | None] = repeat(None)
@@ -113,19 +112,6 @@ def _far(
     table = problem.relative_bias.table
     ends = table[..., None, :1], table[..., None, -1:]
     return _generic.far_states(before, states, after, problem.lazy, ends)
-
-
-def _over_blocks(spec: Any) -> Any:
-    """Give the parameters of heads an axis for blocks."""
-    if spec is None:
-        return None
-    changes = {}
-    for name, axes in spec_axes(spec).items():
-        array = getattr(spec, name)
-        if array is not None and not isinstance(array, float) and array.ndim > axes:
-            xp = _arrays.namespace(array)
-            changes[name] = xp.expand_dims(array, axis=-axes - 1)
-    return replace(spec, **changes) if changes else spec
 
 
 # States -----------------------------------------------------------------------------------------

@@ -167,6 +167,7 @@ def attention(
     'exact'
     """
     return_report = _checks.check_flag("return_report", return_report)
+    is_causal = _checks.check_flag("is_causal", is_causal)
     problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
     scale = problem.query.shape[-1] ** -0.5 if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)

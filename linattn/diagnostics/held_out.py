@@ -180,6 +180,7 @@ def held_out_error(
     xp, (output, query, key, value) = _checks.check_arrays(
         output=output, query=query, key=key, value=value
     )
+    is_causal = _checks.check_flag("is_causal", is_causal)
     problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
     L, e = query.shape[-2], value.shape[-1]
     if tuple(output.shape) != (*problem.lead, L, e):

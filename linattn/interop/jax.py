@@ -61,9 +61,14 @@ def linear_attention(
     value: Array,
     feature_map: FeatureMap,
     *,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -80,9 +85,11 @@ def linear_attention(
         Same dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, key_bias, initial_state, return_state, chunk_size
+    is_causal, key_mask, key_bias, key_lengths, initial_state, return_state, chunk_size
         As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias`` and through
         ``kvz`` of the states; their ``log_scale`` is held constant.
+    key_stop, prefix_length, causal_block, cu_seqlens
+        As for :func:`linattn.linear_attention`; their values are needed, outside of any trace.
 
     Returns
     -------
@@ -104,20 +111,16 @@ def linear_attention(
     """
     policy = _settings.current_settings()
     return_state = _checks.check_flag("return_state", return_state)
+    host = {"is_causal": is_causal, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
+    stops = {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
 
     def problem_of(arrays: Any) -> Any:
-        query, key, value, state, weights, key_mask = jax.tree.map(_as_jax, arrays)
+        query, key, value, *rest = jax.tree.map(_as_jax, arrays)
+        state, weights, key_mask, key_lengths = rest
         with _settings.use_settings(policy):
+            masks = {"key_mask": key_mask, "key_lengths": key_lengths}
             return differentiable_problem(
-                query,
-                key,
-                value,
-                feature_map,
-                is_causal=is_causal,
-                key_mask=key_mask,
-                state=state,
-                chunk_size=chunk_size,
-                **weights,
+                query, key, value, feature_map, state=state, **masks, **weights, **stops, **host
             )
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
@@ -139,20 +142,15 @@ def linear_attention(
         state = None
         if before is not None:
             state = before._replace(kvz=next(given), log_scale=None, length=None)
-        return ((*qkv, state, dict(zip(weights, given, strict=True)), None),)
+        return ((*qkv, state, dict(zip(weights, given, strict=True)), None, None),)
 
     attend.defvjp(forward, backward)
-    before = None
-    if initial_state is not None:
-        _checks.check_state_record("initial_state", initial_state)
-        check_map_of_state("initial_state", initial_state, feature_map)
-        native = {name: _as_jax(getattr(initial_state, name)) for name in ("kvz", "log_scale")}
-        # A trace would take the fingerprint for a number.
-        before = initial_state._replace(**native, fingerprint=None)
+    before = None if initial_state is None else _as_jax_state(initial_state, feature_map)
     arrays = _taken(query=query, key=key, value=value)
     named = {"key_bias": key_bias}
     weights = {name: _taken(**{name: a})[0] for name, a in named.items() if a is not None}
-    output, state = attend((*arrays, before, weights, *_taken(key_mask=key_mask)))
+    lengths = None if key_lengths is None else jnp.asarray(key_lengths)
+    output, state = attend((*arrays, before, weights, *_taken(key_mask=key_mask), lengths))
     return (output, stamped(state, initial_state, feature_map)) if return_state else output
 
 
@@ -162,7 +160,7 @@ def softmax_attention(
     value: Array,
     *,
     scale: float | None = None,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
 ) -> Array:
     """:func:`linattn.softmax_attention` on JAX arrays, with a gradient in linear memory.
@@ -219,6 +217,15 @@ def _taken(**named: Any) -> tuple[Any, ...]:
     return tuple(
         None if a is None else _as_jax(_checks.check_array(n, a)) for n, a in named.items()
     )
+
+
+def _as_jax_state(state: Any, feature_map: FeatureMap) -> State:
+    """Check an initial state and bring its arrays to JAX."""
+    _checks.check_state_record("initial_state", state)
+    check_map_of_state("initial_state", state, feature_map)
+    native = {name: _as_jax(getattr(state, name)) for name in ("kvz", "log_scale")}
+    # A trace would take the fingerprint for a number.
+    return state._replace(**native, fingerprint=None)  # type: ignore[no-any-return]
 
 
 def _as_jax(array: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
+import numpy as np
 import torch
 
 from linattn import _checks, _settings
@@ -59,9 +60,14 @@ def linear_attention(
     value: Array,
     feature_map: FeatureMap,
     *,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -78,9 +84,11 @@ def linear_attention(
         Same dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, key_bias, initial_state, return_state, chunk_size
+    is_causal, key_mask, key_bias, key_lengths, initial_state, return_state, chunk_size
         As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias`` and through
         ``kvz`` of the states; their ``log_scale`` is held constant.
+    key_stop, prefix_length, causal_block, cu_seqlens
+        As for :func:`linattn.linear_attention`; their values are needed.
 
     Returns
     -------
@@ -100,7 +108,15 @@ def linear_attention(
     again; :func:`linattn.linear_attention` itself can.
     """
     return_state = _checks.check_flag("return_state", return_state)
-    settings = {"is_causal": is_causal, "chunk_size": chunk_size}
+    settings = {
+        "is_causal": is_causal,
+        "key_lengths": key_lengths,
+        "key_stop": key_stop,
+        "prefix_length": prefix_length,
+        "causal_block": causal_block,
+        "cu_seqlens": cu_seqlens,
+        "chunk_size": chunk_size,
+    }
     kvz, log_scale, length = None, None, 0
     if initial_state is not None:
         _checks.check_state_record("initial_state", initial_state)
@@ -112,7 +128,8 @@ def linear_attention(
     )
     if not return_state:
         return output
-    after = State(kvz, log_scale, length + key.shape[-2])
+    added = key.shape[-2] if cu_seqlens is None else int(np.diff(np.asarray(cu_seqlens)).max())
+    after = State(kvz, log_scale, length + added)
     return output, stamped(after, initial_state, feature_map)
 
 
@@ -122,7 +139,7 @@ def softmax_attention(
     value: Array,
     *,
     scale: float | None = None,
-    is_causal: bool = False,
+    is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
 ) -> Array:
     """:func:`linattn.softmax_attention` on tensors, with a backward pass in linear memory.

@@ -19,6 +19,7 @@ MODIFIERS = (
     "relative_bias",
     "normalize",
     "exact_clusters",
+    "key_stop",
 )
 """Attributes of a problem that change weights: where one is set, no whole function is asked."""
 
@@ -96,6 +97,12 @@ class Problem:
         the state before a token.
     normalize : bool
         Whether numerators are divided by denominators.
+    key_stop : ndarray or None
+        ``(..., L)`` integers on the host, non-decreasing: query i sees the keys before the i-th.
+    cu_seqlens : ndarray or None
+        Borders of packed sequences, ``(n + 1,)``, on the host; ``state`` then has an axis of n
+        before all others, which is in no other attribute. Backends are given the sequences as
+        problems of their own.
     """
 
     xp: ModuleType
@@ -127,6 +134,8 @@ class Problem:
     key_bias: Array | None = None
     log_decay: Array | None = None
     normalize: bool = True
+    key_stop: Any = None
+    cu_seqlens: Any = None
 
     @property
     def modifiers(self) -> list[str]:
@@ -135,13 +144,15 @@ class Problem:
 
     @property
     def mode(self) -> str:
-        """Which walk the driver takes: "exact", "window", "clusters", "causal" or "full"."""
+        """Which walk: "exact", "window", "clusters", "stops", "causal" or "full"."""
         if isinstance(self.query_spec, Exact):
             return "exact"
         if self.exact_window is not None:
             return "window"
         if self.exact_clusters is not None:
             return "clusters"
+        if self.key_stop is not None:
+            return "stops"
         return "causal" if self.is_causal else "full"
 
     def replace(self, **changes: Any) -> Problem:

@@ -1,0 +1,209 @@
+"""Packed sequences: a problem of one axis with borders as problems of its sequences.
+
+A long sequence is a problem by itself. Short ones of about one length are batched, along a new axis
+behind those of the heads, so that Python and backends work once for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn._driver.tasks import ROWS_OF_KEYS, rows_at, with_block_axis
+from linattn.typing import Array, Cotangent, Problem, RelativeBias, State
+
+__all__ = ["Batch", "PackedRows", "batches", "join_sequences", "join_states"]
+
+MAX_BATCH_ELEMENTS = 1 << 21
+"""Numbers of the queries, keys and values that are brought together for one batch."""
+
+MAX_PADDED_SHARE, MIN_PADDED_TOKENS = 0.125, 256
+"""Padding of a batch: the share that is taken for fewer batches, and what counts as none."""
+
+
+class Batch:
+    """Some sequences of a packed problem, by their numbers; all are filled up to the longest."""
+
+    def __init__(self, sequences: NDArray[np.int64], borders: NDArray[np.int64]) -> None:
+        self.sequences = sequences
+        self.starts = borders[sequences]
+        self.lengths = borders[sequences + 1] - self.starts
+        self.longest = int(self.lengths.max())
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether nothing is filled up."""
+        return bool((self.lengths == self.longest).all())
+
+    @cached_property
+    def is_slice(self) -> bool:
+        """Whether the sequences are one slice of the packed axis."""
+        return self.is_even and bool((np.diff(self.starts) == self.longest).all())
+
+    def gather(self, rows: Array) -> Array:
+        """Rows of the sequences, ``(..., T, w)`` to ``(..., g, n, w)``, without g for a single one.
+
+        A shorter sequence goes on with copies of its last row.
+        """
+        if rows is None:
+            return None
+        xp, first = array_api_compat.array_namespace(rows), int(self.starts[0])
+        if self.is_slice:
+            taken = rows[..., first : first + len(self) * self.longest, :]
+        else:
+            last = (self.starts + self.lengths - 1)[:, None]
+            index = np.minimum(self.starts[:, None] + np.arange(self.longest), last)
+            taken = rows_at(rows, index.ravel())
+        if len(self) == 1:
+            return taken
+        return xp.reshape(taken, (*rows.shape[:-2], len(self), self.longest, rows.shape[-1]))
+
+    def rows(self, like: Array) -> Array:
+        """Which rows are tokens, ``(g, n, 1)``, and not filled up."""
+        xp = array_api_compat.array_namespace(like)
+        host = np.arange(self.longest) < self.lengths[:, None]
+        return xp.asarray(host[..., None], device=array_api_compat.device(like))
+
+    def take(self, state: Any) -> Any:
+        """Arrays with one entry for each sequence, those of this batch: the axis as in problems."""
+        if state is None:
+            return None
+        return State(self._of_batch(state.kvz, 2), self._of_batch(state.log_scale, 1), state.length)
+
+    def _of_batch(self, each: Array, trailing: int) -> Array:
+        if len(self) == 1:
+            return each[int(self.sequences[0]), ...]
+        xp = array_api_compat.array_namespace(each)
+        index = xp.asarray(self.sequences, device=array_api_compat.device(each))
+        return xp.moveaxis(xp.take(each, index, axis=0), 0, -trailing - 1)
+
+    def problem(self, problem: Problem, *, mask_rest: bool) -> Problem:
+        """Problem of these sequences; with ``mask_rest`` what is filled up is masked."""
+        rows = {name: self._rows_of(problem, name) for name in ("query", *ROWS_OF_KEYS)}
+        if mask_rest and not self.is_even:
+            xp, valid = problem.xp, self.rows(problem.key)
+            mask, decay = rows["key_mask"], rows["log_decay"]
+            rows["key_mask"] = valid if mask is None else mask & valid
+            if decay is not None:
+                rows["log_decay"] = xp.where(valid, decay, xp.zeros_like(decay))
+        window, bias = problem.exact_window, problem.relative_bias
+        more: dict[str, Any] = {}
+        if len(self) > 1:
+            names = ("query_spec", "key_spec", "query_change", "key_change")
+            more = {name: with_block_axis(getattr(problem, name)) for name in names}
+            more["state_lead"] = (*problem.state_lead, len(self))
+            more["lead"] = (*problem.lead, len(self))
+            if bias is not None:
+                more["relative_bias"] = RelativeBias(bias.table[..., None, :])
+        return problem.replace(
+            state=self.take(problem.state),
+            exact_window=None if window is None else min(window, max(1, self.longest)),
+            cu_seqlens=None,
+            **rows,
+            **more,
+        )
+
+    def _rows_of(self, problem: Problem, name: str) -> Array:
+        array = getattr(problem, name)
+        if array is None or array.shape[-2] == problem.key.shape[-2]:
+            return self.gather(array)
+        # One decay for all tokens.
+        return array if len(self) == 1 else array[..., None, :, :]
+
+    def cotangent(self, cotangent: Cotangent) -> Cotangent:
+        """Cotangent of these sequences; that of what is filled up is 0."""
+        output = self.gather(cotangent.output)
+        if not self.is_even:
+            xp = array_api_compat.array_namespace(output)
+            output = xp.where(self.rows(output), output, xp.zeros_like(output))
+        return Cotangent(output, self.take(cotangent.state))
+
+
+def batches(problem: Problem) -> Iterator[Batch]:
+    """Divide the sequences of a packed problem into batches of about one length."""
+    borders = problem.cu_seqlens
+    assert borders is not None
+    lengths = np.diff(borders)
+    order = np.argsort(lengths, kind="stable")
+    width = 2 * problem.query.shape[-1] + problem.value.shape[-1]
+    most = MAX_BATCH_ELEMENTS // max(1, width * prod(problem.lead))
+    first = tokens = 0
+    ordered = lengths[order].tolist()
+    for i, n in enumerate(ordered):
+        padded = n * (i + 1 - first) - tokens - n
+        allowed = max(MAX_PADDED_SHARE * tokens, MIN_PADDED_TOKENS)
+        if i > first and (
+            n * (i + 1 - first) > most or padded > allowed or (n > 0) != (ordered[first] > 0)
+        ):
+            yield Batch(order[first:i], borders)
+            first, tokens = i, 0
+        tokens += n
+    if len(order) > first:
+        yield Batch(order[first:], borders)
+
+
+class PackedRows:
+    """Where rows of batches go: a preallocated array, or a list for arrays that cannot be set."""
+
+    def __init__(self, problem: Problem, shape: tuple[int, ...], dtype: Any) -> None:
+        self._xp, self._shape = problem.xp, shape
+        self._blocks: list[Array] = []
+        self._index, self._filled = np.zeros(shape[-2], dtype=np.int64), 0
+        self._array = None
+        if not problem.lazy or 0 in shape:
+            device = array_api_compat.device(problem.query)
+            self._array = problem.xp.empty(shape, dtype=dtype, device=device)
+
+    def write(self, batch: Batch, rows: Array) -> None:
+        """Put rows ``(..., g, n, w)`` of a batch where its sequences are."""
+        if 0 in self._shape:
+            return
+        ends = (batch.starts + batch.lengths).tolist()
+        places = list(map(slice, batch.starts.tolist(), ends))
+        if self._array is None:
+            flat = (*self._shape[:-2], len(batch) * batch.longest, self._shape[-1])
+            self._blocks.append(self._xp.reshape(rows, flat))
+            for i, place in enumerate(places):
+                first = self._filled + i * batch.longest
+                self._index[place] = np.arange(first, first + place.stop - place.start)
+            self._filled += flat[-2]
+        elif batch.is_slice:
+            place = slice(places[0].start, places[-1].stop)
+            self._array[..., place, :] = self._xp.reshape(rows, self._array[..., place, :].shape)
+        else:
+            for i, place in enumerate(places):
+                self._array[..., place, :] = rows[..., i, : place.stop - place.start, :]
+
+    def result(self) -> Array:
+        if self._array is not None:
+            return self._array
+        return rows_at(self._xp.concat(self._blocks, axis=-2), self._index)
+
+
+def join_states(problem: Problem, parts: list[tuple[Batch, State]]) -> State:
+    """Put the states of batches into one, the sequences along its first axis."""
+    kvz = join_sequences(problem, [(batch, state.kvz) for batch, state in parts], 2)
+    scales = [(batch, state.log_scale) for batch, state in parts]
+    length = max(state.length for _, state in parts)
+    return State(kvz, join_sequences(problem, scales, 1), length)
+
+
+def join_sequences(problem: Problem, parts: list[tuple[Batch, Array]], trailing: int) -> Array:
+    """Put arrays of batches, with so many axes of their own, into one: first its sequences."""
+    xp = problem.xp
+    stacked = [
+        array[None, ...] if len(batch) == 1 else xp.moveaxis(array, -trailing - 1, 0)
+        for batch, array in parts
+    ]
+    order = np.argsort(np.concatenate([batch.sequences for batch, _ in parts]))
+    index = xp.asarray(order, device=array_api_compat.device(stacked[0]))
+    return xp.take(xp.concat(stacked, axis=0), index, axis=0)

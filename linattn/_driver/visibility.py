@@ -1,0 +1,212 @@
+"""Which keys queries see: options as fields of a problem, checked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays, _checks
+from linattn.typing import Array
+
+__all__ = ["Visibility", "check_stop_axes", "visibility"]
+
+Integers = NDArray[np.int64]
+
+
+class Visibility(NamedTuple):
+    """Which keys queries see beside masks, as a problem has it."""
+
+    is_causal: bool = False
+    key_stop: Integers | None = None
+    cu_seqlens: Integers | None = None
+    option: str = ""
+    """Name of the option by which queries do not see all keys, "" where they do."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the axis of tokens holds several sequences."""
+        return self.cu_seqlens is not None
+
+    def fields(self) -> dict[str, Any]:
+        """Attributes of a problem."""
+        return {name: getattr(self, name) for name in ("is_causal", "key_stop", "cu_seqlens")}
+
+
+def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibility:
+    """Check the options that say which keys queries see; at most one of them may.
+
+    ``windows`` are options that go with full and causal attention only.
+    """
+    lower_right = isinstance(options.is_causal, str) and options.is_causal == "lower_right"
+    if not lower_right and not isinstance(options.is_causal, bool | np.bool_):
+        message = f'is_causal must be True, False or "lower_right", got {options.is_causal!r}'
+        raise TypeError(message)
+    is_causal = lower_right or bool(options.is_causal)
+    named = {
+        "is_causal": is_causal or None,
+        "key_stop": options.key_stop,
+        "prefix_length": options.prefix_length,
+        "causal_block": options.causal_block,
+    }
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        message = (
+            f"at most one of {', '.join(named)} must be given, got {' and '.join(given)}: each "
+            f"says which keys a query sees; for what both would leave give its key_stop alone"
+        )
+        raise ValueError(message)
+    option = given[0] if given else ""
+    length, num_keys = int(query.shape[-2]), int(key.shape[-2])
+    borders = None
+    if options.cu_seqlens is not None:
+        borders = _check_borders(options.cu_seqlens, length, num_keys)
+        if windows.get("exact_clusters") is not None:
+            message = (
+                "exact_clusters must be None with cu_seqlens: keys are sorted by cluster along one "
+                "sequence; make one call for each sequence"
+            )
+            raise ValueError(message)
+    if option in ("", "is_causal") and not (lower_right and length != num_keys):
+        return Visibility(is_causal, None, borders, option)
+    shown = 'is_causal="lower_right"' if lower_right else option
+    _check_alone(shown, options, windows)
+    stops = _stops(option, options, length, num_keys)
+    if stops.ndim == 1 and (stops == num_keys).all():
+        return Visibility(option=shown)
+    if length == num_keys and stops.ndim == 1 and (stops == np.arange(1, length + 1)).all():
+        return Visibility(is_causal=True, option=shown)
+    return Visibility(False, stops, None, shown)
+
+
+def _check_alone(option: str, options: Any, windows: dict[str, Any]) -> None:
+    """Check that stops of keys are not asked for beside what has no stops."""
+    for name, value in windows.items():
+        if value is not None:
+            message = (
+                f"{name} must be None with {option}: what is near is told by positions, on both "
+                f"sides of a query or, causal, on one; use is_causal=True or leave {name} out"
+            )
+            raise ValueError(message)
+    if options.cu_seqlens is not None:
+        message = (
+            f"cu_seqlens must be None with {option}: that counts the keys of one sequence, and "
+            f"these borders hold several; use is_causal=True, or one call for each sequence"
+        )
+        raise ValueError(message)
+
+
+def _stops(option: str, options: Any, length: int, num_keys: int) -> Integers:
+    """Return the stop of each query, without leading axes where all heads have the same."""
+    position = np.arange(length)
+    if option == "key_stop":
+        stops = _check_integers("key_stop", options.key_stop)
+        _check_stops(stops, length, num_keys)
+    elif option == "is_causal":
+        stops = np.clip(position + 1 + num_keys - length, 0, num_keys)
+    else:
+        if length != num_keys:
+            message = (
+                f"under {option} query and key must have equal length, got {length} and "
+                f"{num_keys}: both are one sequence there; give key_stop for other lengths"
+            )
+            raise ValueError(message)
+        if option == "causal_block":
+            block = _checks.check_positive_int(option, options.causal_block)
+            stops = np.minimum(block * (position // block + 1), num_keys)
+        else:
+            prefix = _check_integers(option, options.prefix_length)
+            _check_range(option, prefix, num_keys)
+            stops = np.maximum(prefix[..., None], position + 1)
+    if stops.ndim > 1:
+        first = stops[(0,) * (stops.ndim - 1)] if stops.size else stops.reshape(-1)[:0]
+        if stops.size == 0 and length:
+            first = np.zeros(length, dtype=np.int64)
+        if (stops == first).all():
+            return first
+    return stops
+
+
+def _check_integers(name: str, value: Any) -> Integers:
+    """Return integers of the host, or of an array whose values can be had."""
+    host = np.asarray(value) if isinstance(value, int | list | tuple) else None
+    if host is None:
+        host = _arrays.to_numpy(value, name) if hasattr(value, "shape") else np.asarray(value)
+    if host.dtype.kind not in "iu" and host.size:
+        message = f"{name} must be integers, got dtype {host.dtype}"
+        raise TypeError(message)
+    return host.astype(np.int64)
+
+
+def _check_range(name: str, stops: Integers, num_keys: int) -> None:
+    if stops.size and (stops.min() < 0 or stops.max() > num_keys):
+        message = (
+            f"{name} must be between 0 and the number of keys, {num_keys}, got "
+            f"{int(stops.min())} to {int(stops.max())}"
+        )
+        raise ValueError(message)
+
+
+def _check_stops(stops: Integers, length: int, num_keys: int) -> None:
+    if stops.ndim == 0 or stops.shape[-1] != length:
+        message = (
+            f"key_stop must have shape ({length},) or (..., {length}), one for each query, got "
+            f"shape {stops.shape}"
+        )
+        raise ValueError(message)
+    _check_range("key_stop", stops, num_keys)
+    falls = np.argwhere(np.diff(stops, axis=-1) < 0)
+    if len(falls):
+        *lead, i = falls[0].tolist()
+        first, second = stops[(*lead, slice(i, i + 2))].tolist()
+        message = (
+            f"key_stop must not decrease along the queries, got {first} and then {second} at "
+            f"{i + 1}: a state takes up keys and never lets go of one"
+        )
+        raise ValueError(message)
+
+
+def check_stop_axes(stops: Integers | None, state_lead: tuple[int, ...]) -> None:
+    """Check that stops differ only where states do."""
+    if stops is None or stops.ndim == 1:
+        return
+    lead = stops.shape[:-1]
+    fits = len(lead) <= len(state_lead) and all(
+        a in (1, b) for a, b in zip(lead, state_lead[len(state_lead) - len(lead) :], strict=True)
+    )
+    if not fits:
+        message = (
+            f"leading axes of key_stop must broadcast to those of key and value, {state_lead}, got "
+            f"{lead}: queries that share their keys share a state, and see the same of it; for "
+            f"other stops repeat the keys along that axis"
+        )
+        raise ValueError(message)
+
+
+def _check_borders(value: Any, length: int, num_keys: int) -> Integers:
+    """Check borders of packed sequences against the one axis that all of them lie on."""
+    borders = _check_integers("cu_seqlens", value)
+    if borders.ndim != 1 or len(borders) < 2:
+        message = (
+            f"cu_seqlens must have shape (n + 1,) for n sequences, got shape {borders.shape}: "
+            f"borders hold for all leading axes alike"
+        )
+        raise ValueError(message)
+    if length != num_keys:
+        message = (
+            f"under cu_seqlens query and key must have equal length, got {length} and {num_keys}: "
+            f"both are the same packed sequences"
+        )
+        raise ValueError(message)
+    if borders[0] != 0 or borders[-1] != num_keys or (np.diff(borders) < 0).any():
+        message = (
+            f"cu_seqlens must rise from 0 to the length of query and key, {num_keys}, got "
+            f"{_brief(borders)}; it is the cumulative sum of the lengths, with 0 in front"
+        )
+        raise ValueError(message)
+    return borders
+
+
+def _brief(integers: Integers) -> str:
+    return np.array2string(integers, threshold=8, edgeitems=3, separator=", ")
