@@ -135,14 +135,15 @@ def test_tolerance(eager, is_causal):
     assert_array_equal(output, linattn.softmax_attention(*arrays, is_causal=is_causal))
 
 
-def test_tolerance_takes_more_columns(eager):
+def test_tolerance_takes_more_columns_or_clusters(eager):
     query, key = np.random.default_rng(0).standard_normal((2, 8000, 2))
     query, value = 3 * query, np.sin(key)
     _, loose = linattn.attention(query, key, value, tolerance=1.0, rng=0, return_report=True)
     wanted = 0.9 * float(loose.bound)
     _, report = linattn.attention(query, key, value, tolerance=wanted, rng=0, return_report=True)
     assert loose.num_features == 64
-    assert report.num_features in {128, 256, 512}
+    assert loose.head_clusters == 0
+    assert report.num_features in {128, 256, 512} or report.head_clusters > 0
     assert report.error <= report.bound <= wanted
     assert loose.cost < report.cost < 1
 
@@ -283,20 +284,69 @@ def test_the_error_curve_is_that_of_dense_weights(window, masked):
     column = np.argmax(features.log, axis=-1)
     far = scale * query[rows] @ phi.landmarks.T
     masses = np.array([np.logaddexp.reduce(logs[column == c], initial=-np.inf) for c in range(20)])
-    rank = np.argsort(np.argsort(-(far + masses), axis=-1), axis=-1)
+    apart = key - phi.landmarks[column]
+    squares = np.einsum("nd,de,ne->n", apart, phi.metric, apart)
+    counts = np.array([(mask & (column == c)).sum() for c in range(20)])
+    totals = np.array([squares[mask & (column == c)].sum() for c in range(20)])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bias = masses - np.log(counts) + np.log(totals / counts) / 2
+    bias = np.where(counts > 0, bias, -np.inf)
+    rank = np.argsort(np.argsort(-(far + bias), axis=-1), axis=-1)
     weights = np.where(mask, np.exp(scale * query[rows] @ key.T), 0)
     exact = weights @ value / weights.sum(axis=-1, keepdims=True)
     for i, level in enumerate(levels):
-        counts = rank[:, column] < level
-        share = counts[:, mask].mean()
+        is_exact = rank[:, column] < level
+        share = is_exact[:, mask].mean()
         if window is not None:
-            counts = counts | (abs(rows[:, None] // window - np.arange(120) // window) <= 1)
-        mixed = np.where(counts, weights, np.exp(far[:, column] + logs))
+            is_exact = is_exact | (abs(rows[:, None] // window - np.arange(120) // window) <= 1)
+        mixed = np.where(is_exact, weights, np.exp(far[:, column] + logs))
         output = mixed @ value / mixed.sum(axis=-1, keepdims=True)
         assert_allclose(curve.error[i], error(output, exact), rtol=1e-6, atol=1e-12)
         assert_allclose(curve.share[i], share, rtol=1e-12)
     assert_array_equal(curve.bound, curve.error)
     assert curve.error[-1] < 1e-12
+
+
+def test_the_error_curve_is_that_of_linear_attention():
+    query, key, value = clustered(300)
+    phi = LandmarkFeatures.fit(query, key, num_features=12, num_probes=40, rng=0)
+    exact = linattn.softmax_attention(query, key, value)
+    for h in range(2):
+        one = np.ones((300, 1))
+        rows = np.arange(300)
+        head = _tokens.Head(rows, query[h], rows, key[h], np.hstack([value[h], one]), True)
+        curve = _curves.error_curve(
+            head,
+            _curves.Landmarks.of(phi, (2,), (h,), np.float64),
+            scale=phi.scale,
+            levels=(0, 1, 3),
+            exact_window=8,
+            probability=0.95,
+        )
+        for i, clusters in enumerate((None, 1, 3)):
+            output = linattn.linear_attention(
+                query, key, value, phi, exact_window=8, exact_clusters=clusters
+            )
+            assert_allclose(curve.error[i], error(output, exact)[h], rtol=1e-6)
+
+
+def test_clusters_are_taken_where_landmarks_would_not_do(eager):
+    """Keys that a query attends to among those of its own centre, anywhere in the sequence."""
+    rng = np.random.default_rng(0)
+    centres = 4 * rng.standard_normal((2, 40, 8))
+    which = rng.integers(40, size=4000)
+    key = centres[:, which] + rng.standard_normal((2, 4000, 8))
+    query = centres[:, which] + rng.standard_normal((2, 4000, 8))
+    value = rng.standard_normal((2, 4000, 8)) + 1
+    options: Any = dict(scale=0.25, rng=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output, report = linattn.attention(query, key, value, **options, return_report=True)
+    assert (report.head_clusters > 0).all()
+    found = error(output, linattn.softmax_attention(query, key, value, scale=0.25))
+    assert (found <= 0.1).all()
+    assert_allclose(report.error, found, rtol=0.5)
+    assert report.cost < 1
 
 
 def test_few_queries_that_count_are_all_judged(monkeypatch):
@@ -444,8 +494,9 @@ def told(pattern, text):
         (r"With a probability of ([\d.]+) a head", _search.PROBABILITY),
         (r"share the ([\d.]+) that are left", 1 - _search.PROBABILITY),
         (r"no more than ([\d.]+) of the time of exact", _costs.MAX_SEARCH),
-        (r"with an exact window of (\d+) \|", _costs.WINDOW),
+        (r"with an exact window of (\d+), and", _costs.WINDOW),
         (r"with exact blocks of (\d+),", _costs.CORESET_BLOCK),
+        (r"up to (\d+) \[exact clusters\]", max(_search.LEVELS)),
     ],
 )
 def test_the_page_tells_the_numbers_of_the_code(pattern, number):
@@ -463,6 +514,7 @@ def test_the_page_tells_the_numbers_of_the_code(pattern, number):
         (r"the estimated error of a head is above ([\d.]+)\.", automatic.MIN_ERROR_OF_WARNING),
         (r"All heads are tried with m = (\d+)", _search.MIN_FEATURES),
         (r"with (\d+) probes", _costs.PROBES),
+        (r"up to (\d+) exact clusters", max(_search.LEVELS)),
         (r"at most ([\d.]+) of the time", _costs.MAX_SEARCH),
     ],
 )

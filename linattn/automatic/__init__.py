@@ -131,15 +131,17 @@ def attention(
 
     Notes
     -----
-    Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, and where
-    L = S with an exact window of 32 tokens; causal attention by :class:`linattn.CoresetAttention`
+    Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
+    32 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and where L = S with
+    an exact window of 32 tokens; causal attention by :class:`linattn.CoresetAttention`
     with blocks of 128 tokens, or of m where that is more. Traced and lazy arrays, at which nothing
     can be fitted, take exact attention.
 
-    *Search.* All heads are tried with m = 64. A head whose bound is above the tolerance is tried
-    once more (causal: twice), with the power of 2 at which it is expected to cost least, because
-    errors fall with about the square root of m; what does not promise to be cheaper than exact
-    attention is not tried. Heads of one number are worked on together. The first trial is made
+    *Search.* All heads are tried with m = 64. The exact rows tell the error for every number of
+    exact clusters at once, and the fewest that meet the tolerance are taken. A head is tried once
+    more (causal: twice) with the power of 2 at which it is expected to cost least, because errors
+    fall with about the square root of m; what does not promise to be cheaper than exact attention
+    is not tried. Heads of one number are worked on together. The first trial is made
     where it takes at most 0.15 of the time of exact attention, so that this is what a search in
     vain costs; shorter sequences are attended to exactly at once.
 

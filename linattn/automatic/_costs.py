@@ -52,6 +52,8 @@ class Work(NamedTuple):
         Weighted exactly in a window.
     gathered : float
         Weighted exactly after queries and keys have been gathered by cluster.
+    chosen : float
+        Of a query or key and a cluster, where clusters are chosen: met once more.
     distances : float
         Of a sampled key and a centroid.
     streamed : float
@@ -64,6 +66,7 @@ class Work(NamedTuple):
     features: float = 0.0
     near: float = 0.0
     gathered: float = 0.0
+    chosen: float = 0.0
     distances: float = 0.0
     streamed: float = 0.0
     sampled: float = 0.0
@@ -83,7 +86,16 @@ class Work(NamedTuple):
         return type(self)(*(x + y for x, y in zip(self, other, strict=True)))
 
 
-COST = Work(1.0, features=1.2, near=3.5, gathered=1.6, distances=0.4, streamed=1.1, sampled=600.0)
+COST = Work(
+    exact=1.0,
+    features=1.2,
+    near=3.5,
+    gathered=2.1,
+    chosen=6.0,
+    distances=0.4,
+    streamed=1.1,
+    sampled=600.0,
+)
 """Time of one of each kind over that of a pair of exact attention."""
 
 
@@ -125,6 +137,7 @@ def read_work(problem: Problem, m: int, share: float) -> Work:
         features=float(L * m + S * (m + PROBES)),
         near=float(L * 3 * WINDOW) if window_of(problem) else 0.0,
         gathered=share * L * S,
+        chosen=float((L + S) * m) if share else 0.0,
     )
 
 

@@ -51,6 +51,8 @@ class Landmarks(NamedTuple):
         The landmark of a key has the largest of ``key.images + bias``.
     probes, table : ndarray, (d, p), (m, p)
         The log weight of a key of landmark c is the log sum of ``exp(key.probes + table_c)``.
+    metric : ndarray, (d, d)
+        Of the distances of keys to their landmarks.
     """
 
     b: Floats
@@ -58,13 +60,14 @@ class Landmarks(NamedTuple):
     bias: Floats
     probes: Floats
     table: Floats
+    metric: Floats
 
     @classmethod
     def of(
         cls, phi: LandmarkFeatures, lead: tuple[int, ...], index: tuple[int, ...], dtype: Any
     ) -> Landmarks:
         """Take those of one head of a map."""
-        b, images, bias, probes, lognorm, table = (
+        b, images, bias, probes, lognorm, table, metric = (
             np.broadcast_to(x, (*lead, *x.shape[x.ndim - axes :]))[index]
             for x, axes in (
                 (phi.landmarks, 2),
@@ -73,9 +76,10 @@ class Landmarks(NamedTuple):
                 (phi.probes, 2),
                 (phi.log_normalizers, 1),
                 (phi._table, 2),
+                (phi.metric, 2),
             )
         )
-        arrays = (phi.scale * b, images.T, bias, phi.scale * probes.T, table.T - lognorm)
+        arrays = (phi.scale * b, images.T, bias, phi.scale * probes.T, table.T - lognorm, metric)
         return cls(*(np.ascontiguousarray(x, dtype=dtype) for x in arrays))
 
     def assign(self, key: Floats) -> tuple[NDArray[np.intp], Floats]:
@@ -109,11 +113,13 @@ class Clusters(NamedTuple):
     """Log of that largest weight, (C,)."""
     sums: Floats
     """Weighted sums of values and ones, over that largest weight, (C, e + 1)."""
+    bias: Floats
+    """Log of the mean weight of a cluster's keys times their root mean square distance, (C,)."""
     place: NDArray[np.intp]
     """Where each key of the head is now."""
 
     @classmethod
-    def of(cls, head: Head, landmarks: Landmarks) -> Clusters:
+    def of(cls, head: Head, landmarks: Landmarks, scale: float) -> Clusters:
         """Sort the keys of a head."""
         index, log = landmarks.assign(head.key)
         order = np.argsort(index, kind="stable")
@@ -126,7 +132,14 @@ class Clusters(NamedTuple):
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         b, key = landmarks.b[found], head.key[order]
-        return cls(b, starts, sizes, of_key, key, values_and_one, weight, log_scale, sums, place)
+        apart = key * key.dtype.type(scale) - b[of_key]
+        squares = np.add.reduceat(np.vecdot(apart @ landmarks.metric, apart), starts)
+        with np.errstate(divide="ignore"):
+            bias = log_scale + np.log(sums[:, -1]) + np.log(np.maximum(squares, 0) / sizes) / 2
+        bias -= np.log(sizes)
+        return cls(
+            b, starts, sizes, of_key, key, values_and_one, weight, log_scale, sums, bias, place
+        )
 
 
 class _Weights(NamedTuple):
@@ -146,7 +159,7 @@ class _Weights(NamedTuple):
         shift = np.maximum(logits.max(axis=-1), logs.max(axis=-1))[:, None]
         logits -= shift
         logs -= shift
-        order = np.argsort(-(logs + np.log(clusters.sums[:, -1])), axis=-1)
+        order = np.argsort(-(logs + clusters.bias - clusters.log_scale), axis=-1)
         rank = np.empty_like(order)
         np.put_along_axis(rank, order, np.arange(order.shape[-1])[None, :], axis=-1)
         return cls(np.exp(logits, out=logits), np.exp(logs, out=logs), rank)
@@ -168,7 +181,7 @@ def error_curve(
     count = len(levels)
     if not len(head.key):
         return ErrorCurve(*(np.zeros(count) for _ in ErrorCurve._fields))
-    clusters = Clusters.of(head, landmarks)
+    clusters = Clusters.of(head, landmarks, scale)
     weights = _Weights.of(head.query, clusters, scale)
     exact = weights.exact @ clusters.values_and_one
     parts = np.broadcast_to(weights.by_cluster @ clusters.sums, (count, *exact.shape)).copy()

@@ -100,7 +100,7 @@ class Search:
         for head, choice in enumerate(found.choices):
             groups[choice.trial, choice.clusters].append(head)
         parts: list[tuple[Sequence[int], Array]] = []
-        for (i, _clusters), chosen in groups.items():
+        for (i, clusters), chosen in groups.items():
             if i < 0:
                 parts.append((chosen, given.exact(chosen)))
                 continue
@@ -117,6 +117,7 @@ class Search:
                 phi,
                 key_mask=heads.key_mask,
                 exact_window=self.window,
+                exact_clusters=clusters or None,
             )
             parts.append((chosen, part))
         return join_heads(given, parts)
