@@ -27,6 +27,7 @@ EXTRAS = {
     "all",
     "test",
     "test-kernels",
+    "test-onnx",
     "lint",
     "docs",
     "bench",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import numpy as np
@@ -528,6 +529,58 @@ def test_the_recurrences_of_flash_linear_attention():
         )
         assert error(np.swapaxes(got, 1, 2), want) < 1e-12, update.__name__
         assert error(state, h) < 1e-12, update.__name__
+
+
+def run_onnx(engine, inputs, **attributes):
+    """Run ONNX's operator LinearAttention once, by its reference or by ONNX Runtime."""
+    reason = f"{engine} is not installed"
+    onnx = pytest.importorskip("onnx", reason=reason)
+    runtime = pytest.importorskip(engine, reason=reason)
+    if onnx.defs.onnx_opset_version() < 27:
+        pytest.skip(f"onnx {onnx.__version__} has no LinearAttention")
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    names = ["query", "key", "value", "past_state", "decay", "beta"]
+    slots = [name if name in inputs else "" for name in names]
+    node = helper.make_node("LinearAttention", slots, ["output", "state"], **attributes)
+    graph = helper.make_graph(
+        [node],
+        "recurrence",
+        [helper.make_tensor_value_info(name, kind, x.shape) for name, x in inputs.items()],
+        [helper.make_tensor_value_info(name, kind, None) for name in ("output", "state")],
+    )
+    opset = [helper.make_opsetid("", 27)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=11)
+    if engine == "onnx":
+        return importlib.import_module("onnx.reference").ReferenceEvaluator(model).run(None, inputs)
+    session = runtime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, inputs)
+
+
+@pytest.mark.parametrize("engine", ["onnx", "onnxruntime"])
+@kinds
+def test_the_operator_of_onnx(engine, rule, by_channel):
+    """Packed (B, T, H D), with two query heads for each of the three heads of states."""
+    batch, length, heads, group, dim, value_dim = 2, 19, 3, 2, 6, 4
+    a = problem(rule, by_channel, length=length, lead=(batch, heads, 1), dim=dim)
+    a["query"] = np.random.default_rng(1).standard_normal((batch, heads, group, length, dim))
+    a = {name: array.astype(np.float32) for name, array in a.items()}
+
+    def packed(x):
+        return np.moveaxis(x, 3, 1).reshape(batch, length, -1)
+
+    inputs = {name: packed(a[name]) for name in ("query", "key", "value")}
+    inputs["past_state"] = a["initial_state"].reshape(batch, heads, dim, value_dim)
+    if "log_decay" in a:
+        inputs["decay"] = packed(a["log_decay"])
+    if "beta" in a:
+        inputs["beta"] = packed(a["beta"])
+    sizes = {"q_num_heads": heads * group, "kv_num_heads": heads}
+    output, state = run_onnx(engine, inputs, update_rule=rule, **sizes)
+    ours, after = linattn.linear_recurrence(**a, update_rule=rule, return_state=True)
+    assert error(packed(ours), output) < 5e-6
+    assert error(after.reshape(state.shape), state) < 5e-6
 
 
 # Bad input ------------------------------------------------------------------------------------

@@ -43,11 +43,18 @@ from linattn.testing.check import Report, check_feature_map
 from linattn.testing.estimates import assert_mean, assert_unbiased, assert_variance
 from linattn.testing.gradients import assert_gradient
 from linattn.testing.projections import assert_gaussian_rows
+from linattn.testing.recurrences import (
+    RecurrenceLayout,
+    RecurrenceReport,
+    check_recurrence,
+)
 from linattn.testing.strategies import feature_maps, norm_bounded_vectors, query_key_value
 
 __all__ = [
     "BackendReport",
     "Evidence",
+    "RecurrenceLayout",
+    "RecurrenceReport",
     "Report",
     "UntestableError",
     "assert_batch_independent",
@@ -67,6 +74,7 @@ __all__ = [
     "assert_variance",
     "check_backend",
     "check_feature_map",
+    "check_recurrence",
     "feature_maps",
     "moments",
     "norm_bounded_vectors",
