@@ -462,8 +462,8 @@ def _row_scales(walk: _Walk, all_rows: list[slice]) -> Generator[None, None, lis
     for rows, part in local_rows(problem, functions):
         scales.append(row_scale(part, walk.grad_output(rows)))
         yield
-    columns = [problem.xp.concat(list(column), axis=-2) for column in zip(*scales, strict=True)]
-    return [RowScale(*(column[..., rows, :] for column in columns)) for rows in all_rows]
+    numbers = [problem.xp.concat(list(each), axis=-2) for each in zip(*scales, strict=True)]
+    return [RowScale(*(each[..., rows, :] for each in numbers)) for rows in all_rows]
 
 
 def _raw_keys(problem: Problem, rows: slice) -> tuple[Tokens, Array]:

@@ -68,7 +68,7 @@ def window_rows(
         rows = slice(first * w, min((first + g) * w, length))
         query = in_blocks(raw_tokens(problem, "query", rows, start), g * w, w)
         near = _near(problem, functions, query, raw, values_and_one)
-        seen, before = _far(problem, functions, before, states, after)
+        seen, before = _far_states(problem, functions, before, states, after)
         if clusters is None:
             tokens = in_map_coordinates(blocked, "query", query)
             far = functions.read_block(blocked.query_spec, tokens, seen, True)
@@ -103,7 +103,7 @@ def _near(
     return exact_pairs(spec, query, keys, beside(values_and_one, g), visible, biases, problem.lazy)
 
 
-def _far(
+def _far_states(
     problem: Problem, functions: BlockFunctions, before: State, states: State, after: State | None
 ) -> tuple[State, State]:
     """State of all that is far of each block, and that of all keys before the last of them."""
