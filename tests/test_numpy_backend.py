@@ -70,7 +70,7 @@ def calls(monkeypatch):
 
     counted(causal, "_scan_unshifted", "unshifted")
     counted(causal, "_scan_stabilized", "stabilized")
-    counted(states, "_stabilized_sums", "stabilized")
+    counted(states, "_add_stabilized", "stabilized")
     counted(states, "_read_stabilized", "stabilized")
     return counts
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from linattn.typing import Assigned, Declined, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MAX_WEIGHT_SPREAD, MIN_EXP_SUM
+from linattn_numpy.limits import MIN_EXP_SUM, MIN_EXPONENT, exp, finite_shift, row_max
 from linattn_numpy.products import multiply, product, transposed, weighted_sum
 
 __all__ = ["assigned_sums"]
@@ -40,18 +40,14 @@ def assigned_sums(
         log = log + tokens.log_weight
     # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
     index = np.broadcast_to(index, log.shape[:-1])
-    top = log.max(axis=-2, keepdims=True)
-    top = np.where(top == -np.inf, log.dtype.type(0), top)
-    limit = MAX_WEIGHT_SPREAD[log.itemsize]
-    if np.min(log, where=log > -np.inf, initial=np.inf) < top.max() - limit:
-        return Declined(f"log weights of keys are more than {limit:g} apart")
+    top = np.full((*index.shape[:-1], m), -np.inf, log.dtype)
+    places = index + m * np.arange(top.size // m).reshape(*top.shape[:-1], 1)
+    np.maximum.at(top.reshape(-1), places, log[..., 0])
     weights = buffer("weights", (*index.shape, m), log.dtype)
     weights.fill(0)
-    flat = weights.reshape(-1)
-    flat[np.arange(index.size) * m + index.ravel()] = np.exp(log - top).ravel()
-    sums = weighted_sum(weights, values_and_one)
-    seen = sums[..., -1] > 0
-    return sums, np.where(seen, top[..., 0], log.dtype.type(-np.inf))
+    shares = np.exp(log[..., 0] - finite_shift(top).reshape(-1)[places])
+    weights.reshape(-1)[np.arange(index.size) * m + index.ravel()] = shares.ravel()
+    return weighted_sum(weights, values_and_one), top
 
 
 def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats] | Declined:
@@ -92,11 +88,13 @@ def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Flo
 
 def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
     """Log of the sum of exponentials along the last axis."""
-    total = np.exp(x, out=workspace) @ np.ones((x.shape[-1], 1), x.dtype)
-    if MIN_EXP_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
-        return np.asarray(np.log(total))
-    shift = x.max(axis=-1, keepdims=True)
+    # A few rows tell whether some may be so small that the attempt would take long.
+    if not x[..., ::8, :].min(initial=0.0) < MIN_EXPONENT[x.itemsize]:
+        total = np.exp(x, out=workspace) @ np.ones((x.shape[-1], 1), x.dtype)
+        if MIN_EXP_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
+            return np.asarray(np.log(total))
+    shift = row_max(x)
     if not np.isfinite(shift).all():
         return NOT_FINITE
     x -= shift
-    return np.asarray(np.log(np.exp(x, out=x).sum(axis=-1, keepdims=True)) + shift)
+    return np.asarray(np.log(exp(x).sum(axis=-1, keepdims=True)) + shift)

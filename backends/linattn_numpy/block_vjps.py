@@ -21,13 +21,16 @@ from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, un
 from linattn_numpy.features import log_features
 from linattn_numpy.limits import (
     EMPTY,
+    EXP_LOSS,
     SMALL_VALUES,
     UNDERFLOWED,
     all_finite,
     all_large,
+    exp,
     finite_shift,
     floor_of,
     in_place,
+    row_max,
     row_sizes,
 )
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
@@ -97,7 +100,7 @@ def read_block_vjp(
         return EMPTY
     if not has_vjp(query_spec):
         return NO_VJP
-    kvz, positive = state.kvz, None
+    kvz, positive, loss = state.kvz, None, 1.0
     features = unshifted_features(query_spec, tokens, "query")
     if not isinstance(features, Declined):
         c = state.log_scale + features.col
@@ -109,16 +112,16 @@ def read_block_vjp(
     elif isinstance(query_spec, Exponential):
         weights = log_features(query_spec, tokens, "query")
         weights = in_place(np.add, weights, (state.log_scale + query_spec.col)[..., None, :])
-        weights -= finite_shift(weights.max(axis=-1, keepdims=True))
-        np.exp(weights, out=weights)
+        weights -= finite_shift(row_max(weights))
+        weights = exp(weights)
         # A feature without keys has no scale, and no key to ask for one.
-        log_scale, max_weight = -finite_shift(state.log_scale), 1.0
+        log_scale, max_weight, loss = -finite_shift(state.log_scale), 1.0, EXP_LOSS
     else:
         return features
     z = kvz[..., -1:]
     cotangent = product(grad_output, transposed(kvz[..., :-1]), "read")
-    # Underflow takes at most the smallest number times the largest weight or sum, once a term.
-    floor = floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
+    # Underflow takes at most so many smallest numbers times the largest weight or sum, once a term.
+    floor = loss * floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
     denominator = np.matmul(weights, z)
     rows = _division_vjp(weights, denominator, cotangent, transposed(z), floor)
     if isinstance(rows, Declined):
@@ -168,9 +171,9 @@ def reduce_block_vjp(
     elif isinstance(key_spec, Exponential):
         weights = log_features(key_spec, tokens, "key")
         weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
-        if not weights.max() <= limit:
+        if not weights.max() <= limit - log(EXP_LOSS):
             return UNDERFLOWED_KEYS
-        np.exp(weights, out=weights)
+        weights = exp(weights)
     else:
         return features
     shape = (*broadcast_lead(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
@@ -228,9 +231,7 @@ def _softmax_weights(
         logits = in_place(np.add, logits, transposed(key.log_weight))
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
-    logits = in_place(np.subtract, logits, log_row)
-    np.exp(logits, out=logits)
-    return logits
+    return exp(in_place(np.subtract, logits, log_row))
 
 
 def _grad_logits(weights: Floats, values_and_one: Floats, grad_num_den: Floats) -> Floats:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import repeat
-from math import exp, inf, prod
+from math import exp, inf, log, prod
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,9 @@ from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CommonScale, common_scale, stabilize
 from linattn_numpy.features import (
     FeatureMaker,
-    log_features,
+    are_moderate,
     log_offsets,
     num_sign_halves,
-    query_exponents,
     row_log,
     row_term,
     supports,
@@ -34,6 +33,7 @@ from linattn_numpy.features import (
 )
 from linattn_numpy.limits import (
     EMPTY,
+    EXP_LOSS,
     MAX_UNINSPECTED_EXPONENT,
     UNDERFLOWED,
     all_finite,
@@ -48,6 +48,8 @@ from linattn_numpy.triangles import Triangles
 __all__ = ["scan_block"]
 
 Floats = NDArray[Any]
+
+LARGE_EXPONENTS = Declined("exponents or features are out of the range of unshifted ones")
 
 
 def scan_block(
@@ -97,27 +99,27 @@ def _scan_unshifted(
         return common
     bounds = _exponent_bounds(query_spec, key_spec, query, key, common)
     inspect = bool((bounds == inf).any())
+    if inspect and not (are_moderate(query_spec, query.x) and are_moderate(key_spec, key.x)):
+        return LARGE_EXPONENTS
     if inspect and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
         # Alone, some heads are inspected and some are not.
         return Declined("exponents of some heads only need to be inspected")
-    sums = _scan_tiles(query_spec, key_spec, query.x, key.x, values_and_one, state, common, inspect)
+    bound = 0.0 if inspect else log(2) + float(bounds.max())
+    sums = _scan_tiles(query_spec, key_spec, query.x, key.x, values_and_one, state, common, bound)
     if isinstance(sums, Declined):
         return sums
-    num_den, kvz, max_log = sums
-    max_product = exp(max_log) if inspect else 2 * exp(float(bounds.max()))
-    terms = kvz.shape[-2] * (state.length + n)
-    floor = floor_of(num_den.dtype) * terms * max_product
+    num_den, kvz, floor = sums
     # Exponents of keys that nobody has inspected may make up for small weights.
     least_weight = 1.0 if inspect else float(common.value_weights.min())
     den = num_den[..., -1:]
     is_large = all_large(den, values_and_one, state.kvz, floor, least_weight)
     if not (is_large and all_finite(num_den)):
         return UNDERFLOWED
-    log = row_log(query_spec, query, common.log_scale[..., None], want_log)
+    log_row = row_log(query_spec, query, common.log_scale[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
     if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
         c = np.where(sees, c, c.dtype.type(-np.inf))
-    return Partial(num_den, log, accepted=True), State(kvz, c, state.length + n)
+    return Partial(num_den, log_row, accepted=True), State(kvz, c, state.length + n)
 
 
 def _scan_tiles(
@@ -128,11 +130,15 @@ def _scan_tiles(
     values_and_one: Floats,
     state: State,
     common: CommonScale,
-    inspect: bool,
+    max_log: float,
 ) -> tuple[Floats, Floats, float] | Declined:
-    """Rows of a block, the state after it and the log of its largest product, if inspected."""
-    (n, e), num_den, max_log = values_and_one.shape[-2:], None, 0.0
+    """Rows of a block, the state after it and the least denominator that underflow leaves.
+
+    ``max_log``: a bound on the log of the largest product; 0: to be inspected.
+    """
+    (n, e), num_den, inspect = values_and_one.shape[-2:], None, max_log == 0
     kvz = state.kvz * common.state_factors[..., None]
+    least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
     lead = broadcast_lead(values_and_one.shape[:-2], common.value_weights.shape[:-2])
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query, length, "query")
@@ -147,14 +153,16 @@ def _scan_tiles(
             sums.split(num_den[..., rows, :]),
         )
         for q, k, out in zip(*arrays, strict=True):
-            log = queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect)
-            if log == inf:
-                return Declined("exponents or features are out of the range of unshifted ones")
-            max_log = max(max_log, log)
+            max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))
+            if max_log == inf:
+                return LARGE_EXPONENTS
             sums.add(next(values), out)
+            # The floor does not fall from tile to tile.
+            if not out[..., -1].min() >= least * exp(max_log):
+                return UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
-    return num_den, kvz, max_log
+    return num_den, kvz, least * exp(max_log)
 
 
 def _weighted_tiles(
@@ -207,10 +215,8 @@ def _scan_stabilized(
     want_log: bool,
 ) -> tuple[Partial, State]:
     """Scan on the maximum so far of each feature, each row on its own largest."""
-    log_k = log_features(key_spec, key, "key")
-    log_q = query_exponents(query_spec, query, "query")
-    queries, keys, kvz, row, c = stabilize(query_spec, key_spec, log_q, log_k, state)
-    (n, e), num_den = values_and_one.shape[-2:], None
+    queries, keys, before, row, c = stabilize(query_spec, key_spec, query, key, state)
+    (n, e), kvz, num_den = values_and_one.shape[-2:], before, None
     for rows, size in sub_blocks(n):
         q, k = (x[..., None, rows, :] for x in (queries, keys))
         sums = Triangles(q, k, values_and_one.shape[:-2], kvz, size)
@@ -219,6 +225,9 @@ def _scan_stabilized(
         sums.add(*sums.split(values_and_one[..., rows, :]), *sums.split(num_den[..., rows, :]))
         kvz = sums.state()
     assert num_den is not None
-    return Partial(num_den, row_log(query_spec, query, row, want_log)), State(
-        kvz, c, state.length + n
-    )
+    z = before[..., -1].sum(axis=-1).max()
+    floor = EXP_LOSS * floor_of(kvz.dtype) * (kvz.shape[-2] * (state.length + n) + z)
+    is_large = all_large(num_den[..., -1:], values_and_one, state.kvz, floor)
+    log_row = row_log(query_spec, query, row, want_log)
+    part = Partial(num_den, log_row, accepted=is_large and all_finite(num_den))
+    return part, State(kvz, c, state.length + n)

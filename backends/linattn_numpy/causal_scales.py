@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, Exponential, State
-from linattn_numpy.limits import MAX_LOG_SPREAD, finite_shift, in_place
+from linattn.typing import Declined, Exponential, State, Tokens
+from linattn_numpy.features import log_features, query_exponents
+from linattn_numpy.limits import MAX_LOG_SPREAD, exp, feature_max, finite_shift, in_place, row_max
 
 __all__ = ["CommonScale", "StabilizedBlock", "common_scale", "stabilize"]
 
@@ -82,18 +83,18 @@ class StabilizedBlock(NamedTuple):
 
 
 def stabilize(
-    query_spec: Exponential, key_spec: Exponential, log_q: Floats, log_k: Floats, state: State
+    query_spec: Exponential, key_spec: Exponential, query: Tokens, key: Tokens, state: State
 ) -> StabilizedBlock:
     """Exponentiate keys on the maximum so far of each feature, and each query on its own largest.
 
-    ``log_q``, ``log_k``: log features but for ``col``, which are written over.
+    The row terms of queries, which cancel, are left out.
     """
-    c = np.maximum(state.log_scale, log_k.max(axis=-2) + key_spec.col)
+    k = log_features(key_spec, key, "key")
+    c = np.maximum(state.log_scale, feature_max(k) + key_spec.col)
     shift = finite_shift(c)
-    k = in_place(np.add, log_k, (key_spec.col - shift)[..., None, :])
-    np.exp(k, out=k)
-    q = in_place(np.add, log_q, (c + query_spec.col)[..., None, :])
-    row = q.max(axis=-1, keepdims=True)
+    k = in_place(np.add, k, (key_spec.col - shift)[..., None, :])
+    q = query_exponents(query_spec, query.x, c + query_spec.col, "query")
+    row = row_max(q)
     q -= finite_shift(row)
-    np.exp(q, out=q)
-    return StabilizedBlock(q, k, state.kvz * np.exp(state.log_scale - shift)[..., None], row, c)
+    before = state.kvz * np.exp(state.log_scale - shift)[..., None]
+    return StabilizedBlock(exp(q), exp(k), before, row, c)

@@ -11,9 +11,9 @@ share features, and the weights and cotangents of the pairs within a sub-block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cache
-from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +31,15 @@ from linattn_numpy.feature_vjps import (
     sum_to,
     unshifted_features,
 )
-from linattn_numpy.features import log_features
+from linattn_numpy.features import log_features, row_log
 from linattn_numpy.limits import (
     EMPTY,
+    EXP_LOSS,
     MAX_LOG_LEAD,
     UNDERFLOWED,
     all_finite,
     all_large,
+    exp,
     finite_shift,
     floor_of,
     in_place,
@@ -224,7 +226,7 @@ def _unshifted_rows(block: _Block, state: State) -> _Rows | Declined:
     k = keys.weights
     if feature_scale is not None:
         k = in_place(np.multiply, k, feature_scale[..., None, :])
-    floor = _floor(block, k, state) * exp(queries.max_log + keys.max_log)
+    floor = _floor(block, k, state) * math.exp(queries.max_log + keys.max_log)
     start = state.kvz * state_scale[..., None]
     log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
     log_row = np.broadcast_to(log_row, (*log_row.shape[:-2], block.query.x.shape[-2], 1))
@@ -234,12 +236,9 @@ def _unshifted_rows(block: _Block, state: State) -> _Rows | Declined:
 
 
 def _stabilized_rows(block: _Block, state: State) -> _Rows:
-    log_k = log_features(block.key_spec, block.key, "key")
-    log_q = log_features(block.query_spec, block.query, "query")
-    q, k, start, log_row, log_scale = stabilize(
-        block.query_spec, block.key_spec, log_q, log_k, state
-    )
-    floor = _floor(block, k, state)
+    q, k, start, log_row, log_scale = stabilize(*block[:4], state)
+    log_row = row_log(block.query_spec, block.query, log_row, want_log=True)
+    floor = EXP_LOSS * _floor(block, k, state)
     return _Rows(q, k, block.values_and_one, start, log_row, log_scale, floor)
 
 
@@ -389,15 +388,14 @@ def _stabilized_keys(
     q = in_place(np.subtract, q, log_row)
     log_scale = np.maximum(adjoint.log_scale, _max_to(q.max(axis=-2), adjoint.kvz.shape[:-2]))
     shift = finite_shift(log_scale)
-    q = in_place(np.subtract, q, shift[..., None, :])
-    np.exp(q, out=q)
+    q = exp(in_place(np.subtract, q, shift[..., None, :]))
     k = log_features(block.key_spec, block.key, "key")
     k = in_place(np.add, k, (block.key_spec.col + shift)[..., None, :])
     start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
-    if not k.max() <= _max_scale(block, adjoint, grad_num_den, start):
+    limit = _max_scale(block, adjoint, grad_num_den, start) - math.log(EXP_LOSS)
+    if not k.max() <= limit:
         return UNDERFLOWED_KEYS
-    np.exp(k, out=k)
-    return _Keys(q, k, block.values_and_one, grad_num_den, None, start, log_scale)
+    return _Keys(q, exp(k), block.values_and_one, grad_num_den, None, start, log_scale)
 
 
 def _max_scale(block: _Block, adjoint: State, g1: Floats, start: Floats) -> float:

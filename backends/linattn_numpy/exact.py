@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Partial, Tokens
-from linattn_numpy.limits import EMPTY, all_finite
+from linattn_numpy.limits import EMPTY, all_finite, exp, row_max
 from linattn_numpy.products import product, transposed
 
 __all__ = [
@@ -48,7 +48,7 @@ def exact_more(
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
     logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
-    more = product(np.exp(logits, out=logits), values_and_one, "more")
+    more = product(exp(logits), values_and_one, "more")
     if more.shape != part.num_den.shape:
         return Declined("keys have other leading axes than those before")
     num_den = more + part.num_den
@@ -67,12 +67,11 @@ def exact_block(
     if 0 in query.x.shape or 0 in values_and_one.shape:
         return EMPTY
     logits = _logits(spec, query, key, visible)
-    row = logits.max(axis=-1, keepdims=True)
+    row = row_max(logits)
     if not np.isfinite(row).all():
         return Declined("a query sees no key, or its logits are not finite")
     logits -= row
-    np.exp(logits, out=logits)
-    return Partial(np.matmul(logits, values_and_one), row)
+    return Partial(np.matmul(exp(logits), values_and_one), row)
 
 
 def window_block(

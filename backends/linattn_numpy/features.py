@@ -22,6 +22,7 @@ from linattn_numpy.tiles import moveaxis, split_tiles, tiles
 __all__ = [
     "FeatureMaker",
     "activate",
+    "are_moderate",
     "exponentials",
     "feature_tiles",
     "log_features",
@@ -149,6 +150,12 @@ def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
+def are_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
+    """Whether the exponents of the first tokens are in range; if not, hardly all others' are."""
+    sample = x[..., : tuning.SAMPLED_ROWS, :]
+    return isinstance(spec, Pointwise) or max_log(spec, np.matmul(sample, spec.P)) < inf
+
+
 def exponentials(spec: Exponential, u: Floats, name: str) -> Floats:
     """Exponentials of all features; those of the second half of a paired map are reciprocals."""
     np.exp(u, out=u)
@@ -246,29 +253,29 @@ def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
     row = row_term(spec, tokens)
     assert row is not None
-    return in_place(np.add, _exponents(spec, tokens, name), row)
+    return in_place(np.add, _exponents(spec, tokens.x, name), row)
 
 
-def query_exponents(spec: Exponential, tokens: Tokens, name: str) -> Floats:
-    """Log features of queries, but for ``col`` and the row term, which cancels in what they read.
+def query_exponents(spec: Exponential, x: Floats, offsets: Floats, name: str) -> Floats:
+    """``offsets``, ``(..., m)``, and log features of queries but for ``col`` and the row term.
 
-    Beside the square of a large query they would round to nothing.
+    That cancels in what they read, and beside the square of a large query they would round to
+    nothing.
     """
-    u = _exponents(spec, tokens, name)
+    u = _exponents(spec, x, name)
     if not all_finite(u):
         # One past range may be so by a part of its sum: it is not known to be small.
         u += u - u
-    return u
+    return in_place(np.add, u, offsets[..., None, :])
 
 
-def _exponents(spec: Exponential, tokens: Tokens, name: str) -> Floats:
-    u = preactivations(spec, tokens.x, name)
+def _exponents(spec: Exponential, x: Floats, name: str) -> Floats:
+    """``x P``, and its negative for a paired map."""
+    r, lead = spec.P.shape[-1], broadcast_lead(x.shape[:-2], spec.P.shape[:-2])
+    u = buffer(name, (*lead, x.shape[-2], r * num_sign_halves(spec)), x.dtype)
+    multiply(x, spec.P, u[..., :r])
     if spec.paired:
-        r = u.shape[-1]
-        both = buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
-        both[..., :r] = u
-        np.negative(u, out=both[..., r:])
-        u = both
+        np.negative(u[..., :r], out=u[..., r:])
     return u
 
 

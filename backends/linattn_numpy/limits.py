@@ -6,6 +6,7 @@ Bounds that depend on the dtype are given by bytes a number.
 from __future__ import annotations
 
 from functools import cache
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from linattn_numpy.buffers import zeros
 
 __all__ = [
     "EMPTY",
+    "EXP_LOSS",
     "FEATURE_SUM_RANGE",
     "MAX_EXPONENT",
     "MAX_FEATURE",
@@ -25,7 +27,6 @@ __all__ = [
     "MAX_QUERY_LOG",
     "MAX_UNINSPECTED_EXPONENT",
     "MAX_VJP_EXPONENT",
-    "MAX_WEIGHT_SPREAD",
     "MIN_EXPONENT",
     "MIN_EXP_SUM",
     "MIN_READ_DENOMINATOR",
@@ -33,9 +34,12 @@ __all__ = [
     "UNDERFLOWED",
     "all_finite",
     "all_large",
+    "exp",
+    "feature_max",
     "finite_shift",
     "floor_of",
     "in_place",
+    "row_max",
     "row_sizes",
     "tiny",
 ]
@@ -47,6 +51,8 @@ UNDERFLOWED = Declined("a denominator may have underflowed, or a sum is not fini
 
 # Exponents.
 MIN_EXPONENT = {4: -80.0, 8: -700.0}  # exponentials of less are hardly normal numbers
+LEAST_EXPONENT = {4: -86.0, 8: -707.0}  # of exp: of little less they are not normal numbers
+EXP_LOSS = 32.0  # smallest normal numbers that a product of two of exp's may have lost: 17, or less
 MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
 MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
 MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}  # of queries: below, a bound is enough
@@ -56,7 +62,6 @@ MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic c
 MAX_LOG_LEAD = 10.0  # of a block above a state that it joins without rescaling it
 MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of its state
 MAX_PREFIX_LOG_SPREAD = 20.0  # of one feature in a prefix scan: nothing underflows
-MAX_WEIGHT_SPREAD = {4: 30.0, 8: 300.0}  # of assigned keys
 
 # Features, sums and denominators, beyond which a block is done again in another way.
 MAX_FEATURE = 1e10  # of a pointwise map; one feature of a block must be above the inverse
@@ -80,9 +85,38 @@ def floor_of(dtype: Any) -> float:
     return tiny(dtype) / float(np.finfo(dtype).eps)
 
 
+def exp(x: Floats) -> Floats:
+    """Exponentials in place; the smallest as multiples of 16 times the smallest normal number.
+
+    Numbers below that one, and products with them, may take ten times as long. Adding ``unit``
+    rounds to such multiples, and ``exp(LEAST_EXPONENT)``, about 4 times it, to 0. What is lost is 8
+    times it at most, or rounding.
+    """
+    least, unit = LEAST_EXPONENT[x.itemsize], 16 * floor_of(x.dtype)
+    # A few rows tell: denormal numbers so rare as to be missed take no time.
+    if not x[..., ::8, :].min(initial=0.0) < least:
+        return np.asarray(np.exp(x, out=x))
+    np.exp(x.clip(least, np.inf, out=x), out=x)
+    x += unit
+    x -= unit
+    return x
+
+
 def finite_shift(log: Floats) -> Floats:
     """Replace -inf, nothing seen, by 0."""
     return np.where(log == -np.inf, log.dtype.type(0), log)
+
+
+def row_max(x: Floats) -> Floats:
+    """Largest of each row, ``(..., n, 1)``: where it is, is found in half the time."""
+    return np.take_along_axis(x, x.argmax(axis=-1, keepdims=True), axis=-1)
+
+
+def feature_max(x: Floats) -> Floats:
+    """Largest of each column, ``(..., m)``, by longer rows than those of ``x``."""
+    *lead, n, m = x.shape
+    k = gcd(n, 16)
+    return np.asarray(x.reshape(*lead, n // k, k, m).max(axis=-3).max(axis=-2))
 
 
 def all_finite(x: Floats) -> bool:

@@ -12,6 +12,7 @@ or inf go to the generic code.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,15 @@ from linattn.typing import (
     State,
     Tokens,
 )
+from linattn_numpy import tuning
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
+    are_moderate,
     feature_tiles,
     log_features,
     log_offsets,
+    num_sign_halves,
     query_exponents,
     row_log,
     row_term,
@@ -48,9 +52,11 @@ from linattn_numpy.limits import (
     MIN_READ_DENOMINATOR,
     UNDERFLOWED,
     all_finite,
+    exp,
+    feature_max,
     finite_shift,
     floor_of,
-    in_place,
+    row_max,
     tiny,
 )
 from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
@@ -58,6 +64,8 @@ from linattn_numpy.products import broadcast_lead, multiply, product, weighted, 
 __all__ = ["divide", "read_block", "reduce_block", "values_block"]
 
 Floats = NDArray[Any]
+
+LARGE_EXPONENTS = Declined("exponents are out of the range of unshifted ones")
 
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Any:
@@ -80,9 +88,11 @@ def reduce_block(
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
     elif supports(key_spec):
-        sums = _unshifted_sums(key_spec, tokens, values_and_one)
+        sums = LARGE_EXPONENTS
+        if are_moderate(key_spec, tokens.x):
+            sums = _unshifted_sums(key_spec, tokens, values_and_one)
         if isinstance(sums, Declined) and isinstance(key_spec, Exponential):
-            sums = _stabilized_sums(key_spec, tokens, values_and_one)
+            return _add_stabilized(key_spec, tokens, values_and_one, state)
     else:
         return unsupported(key_spec)
     if isinstance(sums, Declined):
@@ -128,17 +138,31 @@ def _row_shares(key_spec: Spec, tokens: Tokens) -> tuple[Floats | None, Any, boo
     return shares, top[..., 0], has_underflowed
 
 
-def _stabilized_sums(
-    key_spec: Exponential, tokens: Tokens, values_and_one: Floats
-) -> tuple[Floats, Floats] | Declined:
-    """Sum a block by feature on the largest log of each."""
-    log = log_features(key_spec, tokens, "features")
-    top = log.max(axis=-2)
-    if not np.isfinite(log.max(initial=-np.inf)) and not np.all(top == -np.inf):
-        return Declined("log features are not finite")
-    log -= finite_shift(top)[..., None, :]
-    np.exp(log, out=log)
-    return weighted_sum(log, values_and_one), top + key_spec.col
+def _add_stabilized(
+    key_spec: Exponential, tokens: Tokens, values_and_one: Floats, state: State
+) -> State | Declined:
+    """Add a block by feature, each tile on the largest log of each."""
+    for rows in _tile_rows(key_spec, tokens.x):
+        log = log_features(key_spec, _rows_of(tokens, rows), "features")
+        top = feature_max(log)
+        if not np.isfinite(top.max()) and not np.all(top == -np.inf):
+            return Declined("log features are not finite")
+        log -= finite_shift(top)[..., None, :]
+        sums = weighted_sum(exp(log), values_and_one[..., rows, :])
+        state = _add_sums(state, sums, top + key_spec.col, rows.stop - rows.start)
+    return state
+
+
+def _tile_rows(spec: Exponential, x: Floats) -> list[slice]:
+    """Rows of a block whose features stay in cache."""
+    numbers = prod(x.shape[:-2]) * spec.P.shape[-1] * num_sign_halves(spec)
+    n, size = x.shape[-2], max(tuning.SUB_BLOCK_ROWS, tuning.TILE_ELEMENTS // numbers)
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
+    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
+    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)
 
 
 def _add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
@@ -172,6 +196,8 @@ def read_block(
         return EMPTY
     if not supports(query_spec):
         return unsupported(query_spec)
+    if not are_moderate(query_spec, tokens.x):
+        return _read_stabilized(query_spec, tokens, state, want_log)
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
     top = c.max(axis=-1, keepdims=True)
     kvz = state.kvz
@@ -203,12 +229,16 @@ def _read_stabilized(
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
         return UNDERFLOWED
-    log = query_exponents(query_spec, tokens, "features")
-    log = in_place(np.add, log, (state.log_scale + query_spec.col)[..., None, :])
-    row = log.max(axis=-1, keepdims=True)
-    log -= finite_shift(row)
-    np.exp(log, out=log)
-    return Partial(product(log, state.kvz, "num_den"), row_log(query_spec, tokens, row, want_log))
+    kvz, offsets = state.kvz, state.log_scale + query_spec.col
+    lead = broadcast_lead(kvz.shape[:-2], tokens.x.shape[:-2], offsets.shape[:-1])
+    num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
+    row = np.empty((*lead, tokens.x.shape[-2], 1), kvz.dtype)
+    for rows in _tile_rows(query_spec, tokens.x):
+        log = query_exponents(query_spec, tokens.x[..., rows, :], offsets, "features")
+        row[..., rows, :] = row_max(log)
+        log -= finite_shift(row[..., rows, :])
+        multiply(exp(log), kvz, num_den[..., rows, :])
+    return Partial(num_den, row_log(query_spec, tokens, row, want_log))
 
 
 def divide(part: Partial, out: Floats | None = None) -> Declined | None:

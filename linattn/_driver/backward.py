@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from linattn import _arrays, _dispatch, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
+from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.exact import exact_parts
 from linattn._driver.gradient_rows import GradientRows
@@ -303,7 +304,6 @@ def _walk_back(
     ``segments``: blocks, and the state before the first of each.
     """
     problem, functions = walk.problem, walk.functions
-    specs = (problem.query_spec, problem.key_spec)
     start = segments[0][0].length
     for first, all_rows in reversed(segments):
         states = [first]
@@ -311,12 +311,7 @@ def _walk_back(
             block = walk.keys(rows, start)
             states.append(functions.reduce_block(problem.key_spec, *block, states[-1]))
         for rows in reversed(all_rows):
-            tokens = walk.tokens(rows, start)
-            gradient, *gradients, adjoint = functions.scan_vjp(
-                *specs, *tokens, states.pop(), adjoint, walk.grad_output(rows)
-            )
-            walk.write_query(rows, gradient)
-            walk.write_key(rows, tokens[2], *gradients)
+            adjoint = _pull_block(walk, rows, start, states.pop(), adjoint)
             yield adjoint
 
 
@@ -382,6 +377,31 @@ def _scan_vjp(
         gradient = column_normalized_query_vjp(*specs, *block, state, grad_output)
         return gradient, *column_normalized_key_vjp(*specs, *block, state, adjoint, grad_output)
     return walk.functions.scan_vjp(*specs, *block, state, adjoint, grad_output)  # type: ignore[no-any-return]
+
+
+def _pull_block(walk: _Walk, rows: slice, start: int, state: State, adjoint: State) -> State:
+    """Write the gradients of a block after ``state``, and return the adjoint before it.
+
+    A long one that a backend declines is done as two: what it declines costs the square.
+    """
+    problem, functions, n = walk.problem, walk.functions, rows.stop - rows.start
+    query, key, values_and_one = walk.tokens(rows, start)
+    block = (problem.query_spec, problem.key_spec, query, key, values_and_one)
+    arguments = (*block, state, adjoint, walk.grad_output(rows))
+    scan_vjp: Any = functions.scan_vjp
+    if n > MAX_DECLINED_TOKENS and problem.lead == problem.state_lead:
+        scan_vjp = functions.backend_alone("scan_vjp")
+    answer = scan_vjp(*arguments)
+    if _dispatch.is_declined(answer):
+        middle = rows.start + n // 2
+        first, last = slice(rows.start, middle), slice(middle, rows.stop)
+        before_last = functions.reduce_block(problem.key_spec, *walk.keys(first, start), state)
+        adjoint = _pull_block(walk, last, start, before_last, adjoint)
+        return _pull_block(walk, first, start, state, adjoint)
+    gradient, *gradients, adjoint = answer
+    walk.write_query(rows, gradient)
+    walk.write_key(rows, values_and_one, *gradients)
+    return adjoint
 
 
 def _walk_column_normalized(walk: _Walk, state: State, adjoint: State) -> Iterator[State]:

@@ -25,13 +25,20 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["causal_block"]
+__all__ = ["MAX_DECLINED_TOKENS", "causal_block"]
 
 UNDERFLOWED = Declined("rows underflowed: redone hierarchically", by_head=True)
 
 MAX_DECLINED_TOKENS = 512
 """Tokens of a causal block that is not cut where a backend declines it, and costs its square."""
 
+
+EXP_LOSS = 32.0
+"""Smallest normal numbers that a product of two exponentials, each at most 1, may have lost.
+
+A backend may round exponentials to multiples of 16 of them, for below that one processors take many
+times as long: the product has lost 8 + 8 + 1 at most.
+"""
 
 SMALL_VALUES = 2.0**10
 """Rounding units that underflow may take of the largest value that a row sees: 1e-4 in float32.
@@ -46,9 +53,9 @@ def rejected_rows(
     """Rows ``(..., n, 1)`` that underflowed on the block's common shift, or None.
 
     A row is accepted if it is finite and its denominator, times ``SMALL_VALUES`` times the size of
-    the values that it sees where that is below 1, is at least ``(tiny / eps) (m N + z)``, N tokens
-    so far and z the normalizers of the state: what underflow can have taken from it, at most
-    ``tiny (m N + z)``, is then below rounding. A row that sees no key at all is accepted too. A
+    the values that it sees where that is below 1, is at least ``(32 tiny / eps) (m N + z)``, N
+    tokens so far and z the normalizers of the state: what underflow can have taken from it, at most
+    ``32 tiny (m N + z)``, is then below rounding. A row that sees no key at all is accepted too. A
     column of values that the state has lost to NaN or inf is past repair, and so is a head whose
     normalizers it has lost; the other columns are not.
     """
@@ -57,7 +64,7 @@ def rejected_rows(
     n = part.num_den.shape[-2]
     # A backend's state may be on a scale of which its normalizers are not bounded by the tokens.
     terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
-    floor = float(info.smallest_normal) / float(info.eps) * terms
+    floor = EXP_LOSS * float(info.smallest_normal) / float(info.eps) * terms
     denominator, ones = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
     # All rows see the first values: hardly ever must others be inspected.
     first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
@@ -166,12 +173,11 @@ def _redone(problem: Problem, block: Any, part: Partial, rejected: Array) -> Par
         values_and_one[..., rows, :],
     )
     again, _ = scan_hierarchical(query_spec, key_spec, query, key, values_and_one, state)
-    kept = slice(rows.stop, n)
 
     def joined(new: Array, old: Array) -> Array:
         old = xp.broadcast_to(old, (*part.num_den.shape[:-1], old.shape[-1]))
         first = xp.where(rejected[..., rows, :], new, old[..., rows, :])
-        return xp.concat([first, old[..., kept, :]], axis=-2)
+        return xp.concat([first, old[..., rows.stop :, :]], axis=-2)
 
     return Partial(joined(again.num_den, part.num_den), joined(again.log, part.log))
 

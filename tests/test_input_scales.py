@@ -1,0 +1,73 @@
+"""Queries and keys of any size: outputs keep their digits, exponentials are normal numbers or 0.
+
+A processor may take ten times as long for numbers below the smallest normal one.
+"""
+
+# Tests call with star arguments.
+# mypy: disable-error-code="arg-type, call-overload"
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import linattn
+from linattn import reference
+from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
+from linattn_numpy.limits import EXP_LOSS, exp
+
+DIM = 16
+MAPS = {
+    "positive": PositiveFeatures(DIM, 32, rng=0),
+    "hyperbolic": HyperbolicFeatures(DIM, 32, rng=0),
+    "elu": EluFeatures(),
+}
+EPS = {"float32": 1.2e-7, "float64": 2.3e-16}
+LEAST = {"float32": -104.0, "float64": -746.0}
+"""Exponentials of little more are below the smallest normal number."""
+
+
+@pytest.fixture(params=[True, False], ids=["backends", "generic"])
+def numpy_path(request):
+    """NumPy with its backend, and on the generic path."""
+    with nullcontext() if request.param else linattn.without_backends():
+        yield
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+@settings(max_examples=8)
+@given(scale=st.floats(1, 16), length=st.sampled_from([40, 300]), seed=st.integers(0, 2**32))
+def test_outputs_keep_their_digits_at_any_scale(
+    numpy_path, name, is_causal, dtype, scale, length, seed
+):
+    rng = np.random.default_rng(seed)
+    query, key, value = rng.standard_normal((3, length, DIM))
+    query, key, value = (x.astype(dtype) for x in (scale * query, scale * key, value))
+    out = linattn.linear_attention(query, key, value, MAPS[name], is_causal=is_causal)
+    want = reference.kernel_attention(query, key, value, MAPS[name], is_causal=is_causal)
+    # Exponents are rounded in units of the largest, half the square of a token's norm.
+    largest = 1 + np.max(np.sum(key.astype(float) ** 2, axis=-1)) / 2
+    assert np.max(np.abs(out - want)) <= 40 * EPS[dtype] * largest
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_exponentials_are_normal_or_zero(dtype):
+    x = np.linspace(LEAST[dtype], 0, 4096, dtype=dtype).reshape(64, 64)
+    x[0, :2] = -np.inf, -1e4
+    x[1, 0] = np.nan
+    found, want = exp(x.copy()), np.exp(x.astype(float))
+    tiny = np.finfo(dtype).smallest_normal
+    assert not np.any((found != 0) & (np.abs(found) < tiny))
+    assert np.isnan(found[1, 0])
+    assert np.all(found[0, :2] == 0)
+    # Of a product of two, each at most 1, no more than the floors of denominators allow for.
+    lost = np.abs(found - want)[2:]
+    assert np.all(lost <= (EXP_LOSS - 1) / 2 * tiny + 2 * EPS[dtype] * want[2:])
+    # Where none is that small, these are exponentials to the last bit.
+    np.testing.assert_array_equal(exp(x[32:].copy()), np.exp(x[32:]))
