@@ -33,6 +33,7 @@ __all__ = [
     "check_parameter",
     "check_positive_int",
     "check_state",
+    "check_state_decay",
     "check_state_record",
     "check_together",
     "check_token_numbers",
@@ -276,6 +277,47 @@ def check_key_bias(
     return xp.astype(bias, dtype, copy=False)
 
 
+def check_state_decay(log_decay: Any, key: Array, xp: ModuleType, dtype: Any) -> Array:
+    """Check the log decay of tokens; return it as ``(..., S, 1)``, or ``(..., 1, 1)`` for all.
+
+    Raises
+    ------
+    TypeError
+        Neither a number nor a floating array of the library of ``key``.
+    ValueError
+        A shape that fits neither heads nor tokens; NaN, infinite or positive numbers.
+    """
+    lead, length = tuple(key.shape[:-2]), key.shape[-2]
+    info = xp.__array_namespace_info__()
+    wide = xp.float64 if "float64" in info.dtypes(kind="real floating") else dtype
+    if isinstance(log_decay, numbers.Real) and not isinstance(log_decay, bool | np.bool_):
+        device = array_api_compat.device(key)
+        decay = xp.full((1,) * (key.ndim - 2) + (1,), float(log_decay), dtype=wide, device=device)
+    else:
+        decay = _same_library("log_decay", log_decay, "key", key, xp)
+        _check_float("log_decay", decay, xp)
+        if decay.ndim == len(lead):
+            decay = decay[..., None]
+    wanted, shape = (*lead, length), tuple(decay.shape)
+    if len(shape) != len(wanted) or any(
+        a not in (1, b) for a, b in zip(shape, wanted, strict=True)
+    ):
+        message = (
+            f"log_decay must be a number, or have one axis for each leading axis of key, "
+            f"{lead}, and then perhaps one for its length, {length}, each 1 or equal; got shape "
+            f"{tuple(log_decay.shape)}. Where heads share a key, a decay for each needs a key with "
+            f"an axis for them"
+        )
+        raise ValueError(message)
+    if not is_lazy(decay) and not bool(xp.all((decay <= 0) & (decay > -xp.inf))):
+        message = (
+            "log_decay must hold finite numbers of at most 0, logs of what the state is multiplied "
+            "by before each token, got others; a factor gamma is log_decay=log(gamma)"
+        )
+        raise ValueError(message)
+    return xp.astype(decay, wide, copy=False)[..., None]
+
+
 def _same_library(name: str, array: Any, of: str, key: Array, xp: ModuleType) -> Array:
     """Check that something is an array of the library and device of the keys."""
     other_xp, array = _one_array(name, array)
@@ -399,6 +441,15 @@ def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
         message = (
             f"{name} must have kvz of shape (..., m, e + 1) and log_scale of shape (..., m), got "
             f"{shape} and {scale_shape}"
+        )
+        raise ValueError(message)
+    decay = state.log_decay
+    if decay is not None and (
+        getattr(decay, "shape", None) != shape[:-2] or decay.dtype != kvz.dtype
+    ):
+        message = (
+            f"{name} must have log_decay None or of shape {shape[:-2]} and dtype {kvz.dtype}, got "
+            f"{decay!r}"
         )
         raise ValueError(message)
     if kvz is state.kvz and log_scale is state.log_scale:

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BytesIO
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -47,6 +48,8 @@ class Format(NamedTuple):
     version: int
     members: Mapping[str, tuple[str, int | None]]
     """Name of each array -> (dtype kind, number of axes or None)."""
+    optional: Mapping[str, tuple[str, int | None]] = MappingProxyType({})
+    """Likewise, of those that a file may do without."""
 
     def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
         """Write arrays to a file, which replaces an existing one in one step."""
@@ -71,11 +74,13 @@ class Format(NamedTuple):
         with open(path, "rb") as file:
             try:
                 with zipfile.ZipFile(file) as archive:
-                    members = {"format_version": ("i", 0), **self.members}
+                    found = {info.filename.removesuffix(".npy") for info in archive.infolist()}
+                    optional = {n: kind for n, kind in self.optional.items() if n in found}
+                    members = {"format_version": ("i", 0), **self.members, **optional}
                     arrays = _read_members(archive, os.path.getsize(path), members)
-                found = int(arrays["format_version"])
-                if found != self.version:
-                    message = f"it has format version {found}, this linattn reads {self.version}"
+                version = int(arrays["format_version"])
+                if version != self.version:
+                    message = f"it has format version {version}, this linattn reads {self.version}"
                     raise ValueError(message)
                 return build(arrays)
             # A hostile file makes the parsers below raise nearly anything.

@@ -27,6 +27,7 @@ STATE_FORMAT = Format(
         "log_scale": ("f", None),
         "length": ("i", 0),
     },
+    {"log_decay": ("f", None)},
 )
 
 
@@ -88,6 +89,8 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
         "log_scale": _arrays.to_numpy(state.log_scale),
         "length": np.int64(int(state.length)),
     }
+    if state.log_decay is not None:
+        arrays["log_decay"] = _arrays.to_numpy(state.log_decay)
     STATE_FORMAT.write(path, arrays)
 
 
@@ -133,8 +136,12 @@ def load_state(
         return state
     xp, _ = _checks.check_arrays(1, like=like)
     device = array_api_compat.device(like)
-    kvz, log_scale = (xp.asarray(a, device=device) for a in (state.kvz, state.log_scale))
-    return State(kvz, log_scale, state.length, state.fingerprint)
+    arrays = {
+        name: xp.asarray(array, device=device)
+        for name in ("kvz", "log_scale", "log_decay")
+        if (array := getattr(state, name)) is not None
+    }
+    return state._replace(**arrays)
 
 
 def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:
@@ -162,12 +169,16 @@ def _build_state(arrays: Arrays) -> tuple[str, State]:
             f"{log_scale.shape}"
         )
         raise ValueError(message)
+    decay = arrays.get("log_decay")
+    if decay is not None and (decay.shape != kvz.shape[:-2] or decay.dtype != kvz.dtype):
+        message = f"kvz and log_decay do not fit: {kvz.shape} and {decay.dtype} {decay.shape}"
+        raise ValueError(message)
     length = int(arrays["length"])
     if length < 0:
         message = f"length must not be negative, got {length}"
         raise ValueError(message)
     saved = str(arrays["fingerprint"])
-    return saved, State(kvz, log_scale, length, _short(saved))
+    return saved, State(kvz, log_scale, length, _short(saved), decay)
 
 
 def _short(saved: str) -> int | None:

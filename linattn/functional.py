@@ -94,6 +94,8 @@ def linear_attention(
     prefix_length: Any = None,
     causal_block: int | None = None,
     cu_seqlens: Any = None,
+    log_decay: Array | float | None = None,
+    normalize: bool = True,
     initial_state: State | None = None,
     return_state: bool = False,
     return_log_normalizer: bool = False,
@@ -148,6 +150,14 @@ def linear_attention(
         ``cu_seqlens[i + 1]``: each is attended to by itself, full or causal, from the state
         ``kvz[i]`` of `initial_state`, whose arrays, as those of the returned state, have a first
         axis of n. Their length is that of the longest.
+    log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
+        At most 0: one for all, one a head, or one a token. The state decays by it before a token
+        is added, ``S_t = exp(g_t) S_{t-1} + psi(k_t) [v_t, 1]``, so that the weight of key j for
+        query i is multiplied by ``exp(g_{j+1} + ... + g_i)``. Full attention takes one for all or
+        one a head, and decays with distance in both directions: ``exp(g |i - j|)``, as ALiBi.
+    normalize : bool, optional
+        False: the output is the numerator alone, on its true scale, which may overflow. Default
+        True.
     initial_state : State, optional
         Keys seen before these, by all queries: full attention attends to both, a causal stream goes
         on.
@@ -267,6 +277,8 @@ def linear_attention(
         prefix_length=prefix_length,
         causal_block=causal_block,
         cu_seqlens=cu_seqlens,
+        log_decay=log_decay,
+        normalize=normalize,
         state=initial_state,
         chunk_size=chunk_size,
         want_log=return_log_normalizer,
@@ -280,7 +292,7 @@ def linear_attention(
     output, state, norm = forward.solve(problem, return_state=return_state)
     if return_state:
         assert state is not None
-        state = stamped(state, initial_state, feature_map)
+        state = stamped(state, initial_state, feature_map, problem)
     extra = [x for x, wanted in ((state, return_state), (norm, return_log_normalizer)) if wanted]
     return (output, *extra) if extra else output
 
@@ -433,6 +445,7 @@ def decode_step(
     feature_map: FeatureMap,
     *,
     key_bias: Array | float | None = None,
+    log_decay: Array | float | None = None,
 ) -> tuple[ArrayT, State]:
     """Causal linear attention of one token after a state.
 
@@ -449,6 +462,8 @@ def decode_step(
         The map of the state.
     key_bias : float or floating array of the key's leading axes, up to axes of 1, optional
         Log weight of the key. Default 0.
+    log_decay : likewise, optional
+        What the state decays by before the token, at most 0. Default 0.
 
     Returns
     -------
@@ -471,7 +486,8 @@ def decode_step(
     -----
     Time and memory O(m (d + e)), whatever the context length.
     """
-    problem = step_problem(query, key, value, state, feature_map, key_bias=key_bias)
+    weights = {"key_bias": key_bias, "log_decay": log_decay}
+    problem = step_problem(query, key, value, state, feature_map, **weights)
     assert problem.state is not None
     output, after = forward.step(problem, problem.state)
-    return output, stamped(after, state, feature_map)
+    return output, stamped(after, state, feature_map, problem)

@@ -19,6 +19,7 @@ from linattn._driver.problem import (
     stamped,
     step_problem,
 )
+from linattn._generic.decay import fade
 from linattn.typing import Array, ArrayT, Declined, FeatureMap, Problem, State
 
 __all__ = ["Decoder", "State", "init_state", "merge_states", "read_state", "update_state"]
@@ -97,6 +98,7 @@ def update_state(
     *,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    log_decay: Array | float | None = None,
 ) -> State:
     """Add keys and values to a state.
 
@@ -114,6 +116,8 @@ def update_state(
         True = attend.
     key_bias : floating array, of the shapes that a mask may have, optional
         Log weight of each key. Default 0.
+    log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
+        What the state decays by before each token, at most 0. Default 0.
 
     Returns
     -------
@@ -138,12 +142,14 @@ def update_state(
         feature_map,
         key_mask=key_mask,
         key_bias=key_bias,
+        log_decay=log_decay,
         state=state,
         state_name="state",
+        reads=False,
     )
     after = forward.solve(problem, return_state=True)[1]
     assert after is not None
-    return stamped(after, state, feature_map)
+    return stamped(after, state, feature_map, problem)
 
 
 @_arrays.on_array_device
@@ -192,15 +198,16 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
 
 @_arrays.on_array_device
 def merge_states(first: State, second: State) -> State:
-    """Merge the states of two sets of keys into the state of both.
+    """Merge the states of two sets of keys, one after the other, into the state of both.
 
-    Associative and commutative, with :func:`init_state` as identity, so that they may be
-    reduced anywhere and in any order.
+    Associative, with :func:`init_state` as identity, so that states may be reduced anywhere, in
+    their order: what came first decays by the ``log_decay`` of what came second. Without decay
+    states also commute.
 
     Parameters
     ----------
     first, second : State
-        Of one feature map; neither is changed.
+        Of one feature map, the earlier keys first; neither is changed.
 
     Returns
     -------
@@ -214,7 +221,8 @@ def merge_states(first: State, second: State) -> State:
 
     Notes
     -----
-    ``c = max(c_1, c_2)``, each side rescaled by ``exp(c_i - c)``. Time O(m e).
+    ``c = max(c_1 + g_2, c_2)`` with the log decay g_2 of the second, each side rescaled to it. Time
+    O(m e).
     """
     _, first = _checks.check_state_record("first", first)
     m, width = first.kvz.shape[-2:]
@@ -233,8 +241,11 @@ def merge_states(first: State, second: State) -> State:
         )
         raise ValueError(message)
     with _generic.ignore_fp_warnings():
-        merged = _generic.merge(first, second)
-    return merged._replace(fingerprint=known[0] if known else None)
+        decays = [state.log_decay for state in (first, second) if state.log_decay is not None]
+        earlier = first if second.log_decay is None else fade(first, second.log_decay[..., None])
+        merged = _generic.merge(earlier, second)
+    total = sum(decays[1:], decays[0]) if decays else None
+    return merged._replace(fingerprint=known[0] if known else None, log_decay=total)
 
 
 class Decoder:
@@ -306,16 +317,22 @@ class Decoder:
         """The state after the last step."""
         with _generic.ignore_fp_warnings():
             stepper = self._stepper
-            kvz, log_scale, length, _ = _copied(self._state) if stepper is None else stepper.state
-        return State(kvz, log_scale, length, self._state.fingerprint)
+            kvz, log_scale, length, *_ = _copied(self._state) if stepper is None else stepper.state
+        return self._state._replace(kvz=kvz, log_scale=log_scale, length=length)
 
     @_arrays.on_array_device
     def step(
-        self, query: Array, key: Array, value: Array, *, key_bias: Array | float | None = None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        key_bias: Array | float | None = None,
+        log_decay: Array | float | None = None,
     ) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
 
-        Leading axes and ``key_bias`` as of :func:`linattn.decode_step`.
+        Leading axes, ``key_bias`` and ``log_decay`` as of :func:`linattn.decode_step`.
 
         Raises
         ------
@@ -323,9 +340,10 @@ class Decoder:
             As :func:`linattn.decode_step`; the state is then as before.
         """
         arrays: tuple[Array, ...] = (query, key, value)
-        if key_bias is not None:
+        if key_bias is not None or log_decay is not None:
             before, phi = self.state, self._feature_map
-            weighted = step_problem(query, key, value, before, phi, key_bias=key_bias)
+            weights = {"key_bias": key_bias, "log_decay": log_decay}
+            weighted = step_problem(query, key, value, before, phi, **weights)
             self._leave_stepper()
             return self._by_driver(weighted)
         problem, kind = self._checked or (None, None)
@@ -345,7 +363,7 @@ class Decoder:
     def _by_driver(self, problem: Problem) -> Array:
         """Take a step that no stepper takes."""
         output, after = forward.step(problem, self._state)
-        self._state = stamped(after, self._state, self._feature_map)
+        self._state = stamped(after, self._state, self._feature_map, problem)
         return output
 
     def _check(self, query: Array, key: Array, value: Array) -> tuple[Problem, tuple[Array, ...]]:

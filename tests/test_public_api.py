@@ -18,8 +18,9 @@ SIGNATURES = {
     "linear_attention": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
         "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
-        "initial_state=None, return_state=False, return_log_normalizer=False, chunk_size=None, "
-        "exact_window=None, exact_clusters=None, window_bias=None, far_bias=None)"
+        "log_decay=None, normalize=True, initial_state=None, return_state=False, "
+        "return_log_normalizer=False, chunk_size=None, exact_window=None, exact_clusters=None, "
+        "window_bias=None, far_bias=None)"
     ),
     "softmax_attention": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
@@ -60,15 +61,17 @@ SIGNATURES = {
     "recurrence_step": (
         "(query, key, value, state, *, update_rule, log_decay=None, beta=None, scale=None)"
     ),
-    "State": "(kvz, log_scale, length, fingerprint=None)",
+    "State": "(kvz, log_scale, length, fingerprint=None, log_decay=None)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
-    "update_state": "(state, key, value, feature_map, *, key_mask=None, key_bias=None)",
+    "update_state": (
+        "(state, key, value, feature_map, *, key_mask=None, key_bias=None, log_decay=None)"
+    ),
     "read_state": "(query, state, feature_map)",
     "merge_states": "(first, second)",
     "merge_outputs": "(parts)",
-    "decode_step": "(query, key, value, state, feature_map, *, key_bias=None)",
+    "decode_step": "(query, key, value, state, feature_map, *, key_bias=None, log_decay=None)",
     "Decoder": "(feature_map, state)",
-    "Decoder.step": "(self, query, key, value, *, key_bias=None)",
+    "Decoder.step": "(self, query, key, value, *, key_bias=None, log_decay=None)",
     "save_state": "(path, state, feature_map=None)",
     "load_state": "(path, feature_map=None, like=None)",
     "config": "(num_threads=None, precision=None)",
@@ -368,7 +371,7 @@ def test_samplers_are_found_by_name():
 
 
 def test_state_fields_keep_their_order():
-    assert linattn.State._fields == ("kvz", "log_scale", "length", "fingerprint")
-    assert linattn.State(None, None, 0) == (None, None, 0, None)
+    assert linattn.State._fields == (*("kvz", "log_scale", "length", "fingerprint", "log_decay"),)
+    assert linattn.State(None, None, 0) == (None, None, 0, None, None)
     assert isinstance(linattn.State.kv, property)
     assert isinstance(linattn.State.z, property)

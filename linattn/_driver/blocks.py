@@ -29,6 +29,7 @@ __all__ = [
     "OutputRows",
     "block_slices",
     "in_map_coordinates",
+    "numerators",
     "raw_tokens",
     "token_block",
     "transient_values_block",
@@ -86,6 +87,13 @@ def values_and_one_block(problem: Problem, rows: slice) -> Array:
     return values_block(*_values(problem, rows))
 
 
+def numerators(problem: Problem, part: Partial) -> Array:
+    """Numerators on the true scale."""
+    zero = problem.xp.zeros_like(part.log)
+    log = problem.xp.where(part.log == -problem.xp.inf, zero, part.log)
+    return part.num_den[..., :-1] * problem.xp.exp(log)
+
+
 def transient_values_block(problem: Problem, rows: slice, functions: BlockFunctions) -> Array:
     """Make the same for one use: the next call may write over it.
 
@@ -115,7 +123,7 @@ class OutputRows:
     def __init__(self, problem: Problem, width: int, dtype: Any, functions: BlockFunctions) -> None:
         self._xp = problem.xp
         self._shape = (*problem.lead, problem.query.shape[-2], width)
-        self._blocks: list[Array] = []
+        self._blocks: dict[int, Array] = {}
         self._array = None
         if not problem.lazy or 0 in self._shape:
             device = array_api_compat.device(problem.query)
@@ -130,7 +138,7 @@ class OutputRows:
     def write(self, task: Index, rows: slice, block: Array) -> None:
         block = self._xp.astype(block, self._dtype, copy=False)
         if self._array is None:
-            self._blocks.append(block)
+            self._blocks[rows.start] = block
         elif 0 not in self._shape:
             self._array[self._where(task, rows)] = block
 
@@ -151,7 +159,9 @@ class OutputRows:
         return (*task_index(self._shape, 2, task)[:-2], rows, slice(None))
 
     def result(self) -> Array:
-        return self._xp.concat(self._blocks, axis=-2) if self._array is None else self._array
+        if self._array is not None:
+            return self._array
+        return self._xp.concat([self._blocks[i] for i in sorted(self._blocks)], axis=-2)
 
     def count_negative(self) -> int:
         """Count the denominators that have come out negative, where values are inspected."""

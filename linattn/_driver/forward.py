@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from linattn import _dispatch, _generic
-from linattn._driver.blocks import OutputRows, token_block, warn_of_signs
+from linattn._driver.blocks import OutputRows, numerators, token_block, warn_of_signs
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.packed import Batch, PackedRows, batches, join_states
 from linattn._driver.segments import run_segments
@@ -105,7 +105,10 @@ def _solve_walks(problem: Problem, return_state: bool, checkpoints: Checkpoints 
     states: list[tuple[Index, State]] = []
 
     def write(task: Index, rows: slice, part: Partial) -> None:
-        output.write_divided(task, rows, part)
+        if problem.normalize:
+            output.write_divided(task, rows, part)
+        else:
+            output.write(task, rows, numerators(problem, part))
         if norms is not None:
             norms.write(task, rows, log_normalizer(part, problem))
 
@@ -170,5 +173,6 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         tokens = token_block(problem, "query", row, start)
         query_spec, seen = read_spec(problem, state)
         part = functions.read_block(query_spec, tokens, seen, problem.want_log)
-        output = problem.xp.astype(divide(part), problem.query.dtype, copy=False)
+        divided = divide(part) if problem.normalize else numerators(problem, part)
+        output = problem.xp.astype(divided, problem.query.dtype, copy=False)
     return output[..., 0, :], state

@@ -8,9 +8,9 @@ from typing import Any
 
 from linattn import _arrays, _checks
 from linattn._driver.options import Options
-from linattn.typing import Array
+from linattn.typing import Array, Problem
 
-__all__ = ["keys_inside", "mask_and_bias", "weight_fields"]
+__all__ = ["decay_of_rows", "keys_inside", "mask_and_bias", "total_decay", "weight_fields"]
 
 
 def weight_fields(
@@ -21,7 +21,45 @@ def weight_fields(
     mask, bias = mask_and_bias(
         xp, key, dtype, options.key_mask, options.key_bias, query_len=query.shape[-2]
     )
-    return {"key_mask": keys_inside(xp, key, options.key_lengths, mask), "key_bias": bias}
+    return {
+        "key_mask": keys_inside(xp, key, options.key_lengths, mask),
+        "key_bias": bias,
+        "log_decay": _log_decay(xp, arrays, dtype, options),
+        "normalize": _checks.check_flag("normalize", options.normalize),
+    }
+
+
+def _log_decay(
+    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options
+) -> Array | None:
+    """Check how the state decays: with time, or in full attention with distance."""
+    if options.log_decay is None:
+        return None
+    query, key, _ = arrays
+    decay = _checks.check_state_decay(options.log_decay, key, xp, dtype)
+    for name in ("exact_window", "exact_clusters"):
+        if getattr(options, name) is not None:
+            message = (
+                f"{name} must be None with log_decay: its keys are weighed exactly, without decay; "
+                f"use one of the two"
+            )
+            raise ValueError(message)
+    if options.is_causal or not options.reads:
+        return decay
+    lengths = query.shape[-2], key.shape[-2]
+    if lengths[0] != lengths[1]:
+        message = (
+            f"under log_decay query and key must have equal length, got {lengths[0]} and "
+            f"{lengths[1]}: they are one sequence, in which weights decay with distance"
+        )
+        raise ValueError(message)
+    if decay.shape[-2] != 1:
+        message = (
+            f"log_decay must be a number or one a head in full attention, where it acts in both "
+            f"directions, got shape {tuple(options.log_decay.shape)}, one a token; use is_causal"
+        )
+        raise ValueError(message)
+    return decay
 
 
 def keys_inside(
@@ -47,3 +85,16 @@ def mask_and_bias(
     if _arrays.is_lazy(key_bias) or not bool(xp.all(counts)):
         key_mask = counts if key_mask is None else key_mask & counts
     return key_mask, key_bias
+
+
+def decay_of_rows(problem: Problem, rows: slice) -> Array:
+    """Log decay of some tokens, ``(..., n, 1)``."""
+    decay: Any = problem.log_decay
+    if decay.shape[-2] < problem.key.shape[-2]:
+        return problem.xp.broadcast_to(decay, (*decay.shape[:-2], rows.stop - rows.start, 1))
+    return decay[..., rows, :]
+
+
+def total_decay(problem: Problem, rows: slice) -> Array:
+    """Log decay of some tokens in all, ``(...)``."""
+    return problem.xp.sum(decay_of_rows(problem, rows), axis=(-2, -1))

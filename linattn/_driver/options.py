@@ -33,6 +33,8 @@ class GradientOptions(InteropOptions, total=False):
 class WindowOptions(InteropOptions, total=False):
     """Types of those of :func:`linattn.linear_attention`."""
 
+    log_decay: Array | float | None
+    normalize: bool
     exact_window: int | None
     exact_clusters: int | None
     window_bias: Array | None
@@ -67,6 +69,8 @@ class Options(NamedTuple):
     prefix_length: Any = None
     causal_block: Any = None
     cu_seqlens: Any = None
+    log_decay: Any = None
+    normalize: Any = True
     state: Any = None
     state_name: str = "initial_state"
     chunk_size: Any = None
@@ -77,3 +81,5 @@ class Options(NamedTuple):
     far_bias: Any = None
     one_token: bool = False
     """Whether key and value may not add leading axes to the state."""
+    reads: bool = True
+    """Whether there are queries at all."""

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -15,17 +16,20 @@ import numpy as np
 
 from linattn import _arrays, _checks, _generic, _settings
 from linattn._driver.exact_keys import exact_fields
-from linattn._driver.modifiers import weight_fields
+from linattn._driver.modifiers import total_decay, weight_fields
 from linattn._driver.options import Options
-from linattn._driver.visibility import check_stop_axes, visibility
+from linattn._driver.visibility import Visibility, check_stop_axes, visibility
 from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
     Array,
+    ColumnNormalized,
+    Corrected,
     FeatureMap,
     Features,
     MapSpec,
     Opaque,
     Problem,
+    SeparateDenominator,
     State,
     Tokens,
 )
@@ -88,13 +92,33 @@ def check_map_of_state(name: str, state: State, feature_map: FeatureMap) -> None
         raise ValueError(message)
 
 
-def stamped(state: State, before: State | None, feature_map: FeatureMap) -> State:
+def stamped(
+    state: State, before: State | None, feature_map: FeatureMap, problem: Problem | None = None
+) -> State:
     """Return a state with the fingerprint of the state before it, or else that of its map.
 
-    A state of unknown origin stays one: what it was made of does not become known.
+    A state of unknown origin stays one: what it was made of does not become known. With the
+    problem that made it, it also has the sum of its log decays and those of the state before.
     """
     fingerprint = map_fingerprint(feature_map) if before is None else before.fingerprint
-    return State(state.kvz, state.log_scale, state.length, fingerprint)
+    total = None if before is None else before.log_decay
+    if problem is not None and problem.log_decay is not None:
+        here = _total_decay(problem)
+        total = here if total is None else here + total
+    if total is not None:
+        xp = _arrays.namespace(state.kvz)
+        total = xp.astype(xp.asarray(total), state.kvz.dtype)
+        total = xp.broadcast_to(total, tuple(state.log_scale.shape[:-1]))
+    return State(state.kvz, state.log_scale, state.length, fingerprint, total)
+
+
+def _total_decay(problem: Problem) -> Array:
+    """Log decay of all tokens; of packed sequences each, along a first axis."""
+    if problem.cu_seqlens is None:
+        return total_decay(problem, slice(0, problem.key.shape[-2]))
+    borders = pairwise(problem.cu_seqlens.tolist())
+    totals = [total_decay(problem, slice(*ends)) for ends in borders]
+    return problem.xp.stack(totals, axis=0)
 
 
 def num_features_of(feature_map: FeatureMap, name: str, dim: int) -> int:
@@ -185,6 +209,9 @@ def _describe(
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
     exact = exact_fields(arrays, dtype, feature_map, specs, options)
+    if options.log_decay is not None:
+        _check_decays(specs[0], feature_map, sees)
+    options = options._replace(is_causal=sees.is_causal)
     weights, state = weight_fields(xp, arrays, dtype, options), options.state
     if state is not None:
         e, name = value.shape[-1], options.state_name
@@ -217,7 +244,8 @@ def _describe(
         state=state,
         **sees.fields(),
         chunk_size=chunk_size,
-        want_log=options.want_log,
+        # Numerators on the true scale need it.
+        want_log=options.want_log or not weights["normalize"],
         lazy=_arrays.is_lazy(query),
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
@@ -231,6 +259,21 @@ def _check_sees_no_later_keys(feature_map: FeatureMap, option: str) -> None:
         message = (
             f"{option} needs a feature map that has not seen the whole sequence, got "
             f"{feature_map!r}, fitted to it: its features would leak later keys"
+        )
+        raise ValueError(message)
+
+
+def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visibility) -> None:
+    if sees.option and not sees.is_causal:
+        message = (
+            f"log_decay must be None with {sees.option}: queries have no time of their own there; "
+            f"use is_causal=True"
+        )
+        raise ValueError(message)
+    if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
+        message = (
+            f"log_decay needs a feature map whose state is read as it is, got {feature_map!r}, "
+            f"which divides or corrects it first; use another map"
         )
         raise ValueError(message)
 
@@ -282,7 +325,7 @@ def step_problem(
 ) -> Problem:
     """Check the arguments of one decoding step, ``(..., dim)`` each, and describe it.
 
-    ``weights``: what else the token is given, ``key_bias``, a number or ``(...)`` each.
+    ``weights``: ``key_bias`` and ``log_decay`` of the token, a number or ``(...)`` each.
 
     Keys and values add no leading axis to the state: that would take several tokens for several
     streams.
@@ -312,7 +355,7 @@ def step_problem(
         # Elsewhere None means that nothing came before.
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
-    weights = {name: _of_one_token(weight, key) for name, weight in weights.items()}
+    weights = {name: _of_one_token(name, weight, key) for name, weight in weights.items()}
     options = Options(is_causal=True, state=state, state_name="state", one_token=True, **weights)
     problem = _describe(xp, (query, key, value), feature_map, options)
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
@@ -325,8 +368,10 @@ def step_problem(
     return problem
 
 
-def _of_one_token(weight: Any, key: Array) -> Any:
+def _of_one_token(name: str, weight: Any, key: Array) -> Any:
     """Give a token's number, or ``(...)``, the axis of length that its key has, ``(..., 1, d)``."""
+    if name == "log_decay" and not hasattr(weight, "ndim"):
+        return weight
     if isinstance(weight, numbers.Real) and not isinstance(weight, bool | np.bool_):
         xp, device = _arrays.namespace(key), array_api_compat.device(key)
         dtype = _arrays.accumulation_dtype(xp, key.dtype, None)

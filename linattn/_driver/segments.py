@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 from linattn import _generic
+from linattn._driver.modifiers import total_decay
 from linattn._driver.walks import Walk, initial_state, read_blocks, run_walk, scan_blocks, update
+from linattn._generic.decay import fade
 from linattn.typing import Plan, State
 
 __all__ = ["run_segments"]
@@ -48,7 +50,10 @@ def run_segments(walk: Walk, plan: Plan) -> State:
     plan.run(reduce, range(len(reduced)))
     with _generic.ignore_fp_warnings():
         for i in range(len(reduced)):
-            states[i + 1] = _generic.merge(states[i], states[i + 1])
+            earlier = states[i]
+            if problem.log_decay is not None:
+                earlier = fade(earlier, total_decay(problem, keys[i])[..., None])
+            states[i + 1] = _generic.merge(earlier, states[i + 1])
     plan.run(read, range(len(queries)))
     return states[-1]
 

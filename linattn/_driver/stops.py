@@ -232,8 +232,8 @@ def states_before(
 
 
 def planned(problem: Problem) -> Problem:
-    """Return the problem that a plan is made for: with stops it is worked on as a causal one."""
-    if problem.key_stop is None:
+    """Return the problem that a plan is made for: some others are worked on as a causal one."""
+    if problem.key_stop is None and problem.mode != "two-sided":
         return problem
     return problem.replace(key_stop=None, is_causal=True)
 

@@ -20,12 +20,21 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.clusters import sort_keys
+from linattn._driver.decay import (
+    decayed_block,
+    decayed_size,
+    key_block,
+    key_block_at_end,
+)
 from linattn._driver.exact import exact_parts
 from linattn._driver.local import is_banded, local_rows
+from linattn._driver.modifiers import total_decay
 from linattn._driver.stops import Step, steps_of
 from linattn._driver.tasks import take_rows
+from linattn._driver.two_sided import RowsSoFar, rows_from_the_end
 from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
+from linattn._generic.decay import fade
 from linattn.typing import Index, Partial, Plan, Problem, State
 
 __all__ = [
@@ -127,9 +136,11 @@ def state_updates(
     start = state.length
     for rows in block_slices(problem.key.shape[-2], block_size):
         # No name holds a block while the next is made, here and below.
+        if problem.log_decay is not None:
+            state = fade(state, total_decay(problem, rows)[..., None])
         state = functions.reduce_block(
             problem.key_spec,
-            token_block(problem, "key", rows, start),
+            key_block_at_end(problem, rows, start),
             transient_values_block(problem, rows, functions),
             state,
         )
@@ -152,14 +163,15 @@ def read_blocks(walk: Walk, state: State, start: int) -> Iterator[State]:
 def scan_blocks(walk: Walk, state: State) -> Iterator[State]:
     """Go through a problem causally: the state after each block."""
     problem, functions, start = walk.problem, walk.functions, state.length
-    for rows in block_slices(problem.query.shape[-2], walk.block_size):
+    size = decayed_size(problem, walk.block_size)
+    for rows in block_slices(problem.query.shape[-2], size):
         if walk.store is not None:
             walk.store(rows.start, state)
-        part, state = causal_block(
+        part, state = decayed_block(
             problem,
             functions,
             token_block(problem, "query", rows, start),
-            token_block(problem, "key", rows, start),
+            key_block(problem, rows, start),
             transient_values_block(problem, rows, functions),
             state,
         )
@@ -213,6 +225,19 @@ def add_keys(
     return functions.reduce_block(problem.key_spec, key, values, state)  # type: ignore[no-any-return]
 
 
+def _walk_two_sided(walk: Walk) -> Iterator[State]:
+    problem = walk.problem
+    nothing = initial_state(problem.replace(state=None))
+    rows_so_far = RowsSoFar(problem, walk.functions)
+    from_the_start = problem.replace(is_causal=True, want_log=True)
+    scan = replace(walk, problem=from_the_start, write=rows_so_far.write)
+    for state in scan_blocks(scan, initial_state(problem)):
+        yield state
+    for rows, part in rows_from_the_end(problem, nothing, rows_so_far.result()):
+        walk.write(rows, part)
+        yield state
+
+
 def _walk_exact(walk: Walk) -> Iterator[None]:
     problem, functions = walk.problem, walk.functions
     if is_banded(problem):
@@ -248,5 +273,6 @@ WALKS: dict[str, Callable[[Walk], Iterator[State | None]]] = {
     "stops": _walk_stops,
     "window": _walk_window,
     "clusters": _walk_clusters,
+    "two-sided": _walk_two_sided,
 }
 """The walk of each mode of a problem; softmax attention has no state."""

@@ -29,7 +29,7 @@ def change_coordinates(affine: Affine, tokens: Tokens, *, weighted: bool) -> Tok
     if weighted:
         weight = xp.matmul(x, affine.weight) + affine.offset
         log = weight if log is None else weight + log
-    return Tokens(xp.matmul(x, affine.transform), log, tokens.start)
+    return tokens._replace(x=xp.matmul(x, affine.transform), log_weight=log)
 
 
 def evaluate(spec: MapSpec, tokens: Tokens) -> Features:

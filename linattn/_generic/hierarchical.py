@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from linattn._arrays import namespace
+from linattn._generic.decay import decay_since, decay_until, fade
 from linattn._generic.features import query_features, row_features
 from linattn._generic.numerics import finite_shift
 from linattn._generic.states import absorb, combine, read
@@ -81,7 +82,7 @@ def scan_hierarchical(
     """
     queries, log_row = query_features(query_spec, query)
     part, after = scan_features_hierarchical(
-        queries, row_features(key_spec, key), values_and_one, state
+        queries, row_features(key_spec, key), values_and_one, state, key.log_decay
     )
     return Partial(part.num_den, part.log + log_row), after
 
@@ -92,16 +93,28 @@ def pad_features(features: Features, size: int, fill: float) -> Features:
 
 
 def scan_features_hierarchical(
-    queries: Features, keys: Features, values_and_one: Array, state: State
+    queries: Features,
+    keys: Features,
+    values_and_one: Array,
+    state: State,
+    log_decay: Array | None = None,
+    *,
+    sees_itself: bool = True,
 ) -> tuple[Partial, State]:
-    """:func:`scan_hierarchical` of a block that has been evaluated."""
-    n = values_and_one.shape[-2]
+    """:func:`scan_hierarchical` of a block that has been evaluated.
+
+    A half decays to the border between the two, so that no exponent is a difference of long sums.
+    """
+    xp, n = namespace(values_and_one), values_and_one.shape[-2]
     size = 1 << (n - 1).bit_length()
     queries, keys = pad_features(queries, size, 0.0), pad_features(keys, size, -float("inf"))
-    values_and_one = pad(values_and_one, size)
-    part = combine(read_diagonal(queries, keys, values_and_one), read(queries, state))
+    values_and_one, log_decay = pad(values_and_one, size), pad(log_decay, size)
+    part = _faded_rows(read(queries, state), log_decay)
+    if sees_itself:
+        part = combine(read_diagonal(queries, keys, values_and_one), part)
     for half in level_sizes(size):
         left = Features(*(left_or_right(x, half, 0) for x in keys))
+        left = _faded_keys(left, left_or_right(log_decay, half, 0))
         right = Features(*(left_or_right(x, half, 1) for x in queries))
         values = left_or_right(values_and_one, half, 0)
         # A product over one token alone does not go to BLAS.
@@ -110,10 +123,29 @@ def scan_features_hierarchical(
             if half == 1
             else read(right, absorb(left, values, None))
         )
+        found = _faded_rows(found, left_or_right(log_decay, half, 1))
         part = combine(part, scatter_right(found, size))
+    if log_decay is not None:
+        keys, state = _faded_keys(keys, log_decay), fade(state, xp.sum(log_decay, axis=-2))
     after = absorb(keys, values_and_one, state)
     after = State(after.kvz, after.log_scale, state.length + n)
     return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
+
+
+def _faded_keys(keys: Features, log_decay: Array | None) -> Features:
+    """Let keys decay to the end of their run."""
+    if log_decay is None:
+        return keys
+    xp = namespace(keys.log)
+    return keys._replace(log=keys.log + xp.astype(decay_until(log_decay), keys.log.dtype))
+
+
+def _faded_rows(part: Partial, log_decay: Array | None) -> Partial:
+    """Let what queries have read decay from the start of their run."""
+    if log_decay is None:
+        return part
+    xp = namespace(part.log)
+    return part._replace(log=part.log + xp.astype(decay_since(log_decay), part.log.dtype))
 
 
 def read_diagonal(queries: Features, keys: Features, values_and_one: Array) -> Partial:

@@ -121,7 +121,7 @@ def linear_attention(
     if initial_state is not None:
         _checks.check_state_record("initial_state", initial_state)
         check_map_of_state("initial_state", initial_state, feature_map)
-        kvz, log_scale, length, _ = initial_state
+        kvz, log_scale, length, *_ = initial_state
     arrays = (query, key, value, kvz, key_bias, log_scale, key_mask)
     output, kvz, log_scale = _LinearAttention.apply(
         *arrays, length, feature_map, settings, return_state

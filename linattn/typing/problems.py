@@ -144,7 +144,7 @@ class Problem:
 
     @property
     def mode(self) -> str:
-        """Which walk: "exact", "window", "clusters", "stops", "causal" or "full"."""
+        """Which walk the driver takes, by its name in the table of walks."""
         if isinstance(self.query_spec, Exact):
             return "exact"
         if self.exact_window is not None:
@@ -153,7 +153,11 @@ class Problem:
             return "clusters"
         if self.key_stop is not None:
             return "stops"
-        return "causal" if self.is_causal else "full"
+        if self.is_causal:
+            return "causal"
+        # Without queries there is a state, which has seen its keys in their order.
+        decays = self.log_decay is not None and self.query.shape[-2] > 0
+        return "two-sided" if decays else "full"
 
     def replace(self, **changes: Any) -> Problem:
         """Copy with other values of some attributes, in 1 us instead of the 9 of ``replace``."""

@@ -59,11 +59,15 @@ class Tokens(NamedTuple):
         ``(..., n, 1)``: exact log weight of each token, -inf where it is masked.
     start : int
         Position of the first token of the block in its sequence.
+    log_decay : Array or None
+        ``(..., n, 1)``: what is added to the log scale of the state before each of these keys. None
+        for all tokens that a backend is given.
     """
 
     x: Array
     log_weight: Array | None
     start: int
+    log_decay: Array | None = None
 
 
 class Clusters(NamedTuple):
@@ -105,8 +109,9 @@ class Features(NamedTuple):
 class State(NamedTuple):
     """Everything that linear attention remembers of the keys and values seen so far.
 
-    It stands for ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``; states of two sets of keys
-    merge associatively and commutatively (:func:`linattn.merge_states`).
+    It stands for ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``. States of two sets of keys
+    merge associatively, and in order (:func:`linattn.merge_states`): the earlier one decays by what
+    the later one has decayed in all. Without decay they commute.
 
     Attributes
     ----------
@@ -119,16 +124,20 @@ class State(NamedTuple):
     fingerprint : int or None
         31 bits of the fingerprint of the feature map, which tell its states from those of other
         maps; None where that is not known, and then nothing is rejected.
+    log_decay : Array or None
+        ``(...)``: the sum of all log decays since this state began; None where there were none.
     """
 
     kvz: Array
     log_scale: Array
     length: int
     fingerprint: int | None = None
+    log_decay: Array | None = None
 
     def __repr__(self) -> str:
-        """Show shapes and dtypes in place of the numbers."""
-        shown = ", ".join(f"{name}={_brief(value)}" for name, value in self._asdict().items())
+        """Show shapes and dtypes in place of the numbers, and decay where there was some."""
+        fields = {k: v for k, v in self._asdict().items() if k != "log_decay" or v is not None}
+        shown = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items())
         return f"State({shown})"
 
     @property

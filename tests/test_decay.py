@@ -1,0 +1,407 @@
+"""Decay: against the oracle at every strength, states in their order, and what it may not be."""
+
+# Tests call with star arguments, and with what types forbid.
+# mypy: disable-error-code="arg-type, attr-defined, call-arg, call-overload, misc"
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import linattn
+from linattn import reference
+from linattn.feature_maps import (
+    ActivationFeatures,
+    CosformerFeatures,
+    EluFeatures,
+    LandmarkFeatures,
+    PositiveFeatures,
+    SoftmaxFeatures,
+    TrigonometricFeatures,
+)
+
+DIM, LENGTH = 4, 40
+MAPS = {
+    "positive": PositiveFeatures(DIM, 16, rng=0),
+    "elu": EluFeatures(),
+    "activation": ActivationFeatures(DIM, 16, rng=1),
+    "trigonometric": TrigonometricFeatures(DIM, 256, rng=0),
+}
+PHI = MAPS["positive"]
+BOUNDS = {"float64": 1e-11, "float32": 3e-5}
+every_dtype = pytest.mark.parametrize("dtype", BOUNDS)
+
+
+def tokens(lead=(2,), length=LENGTH, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(0.7 * rng.standard_normal((*lead, length, DIM)) for _ in range(3))
+
+
+def dense_bias(log_decay, length, *, is_causal=True):
+    """Log weights of pairs: what lies between the two tokens."""
+    steps = np.broadcast_to(log_decay, (*np.shape(log_decay)[:-1], length))
+    since = np.cumsum(steps, axis=-1)
+    between = since[..., :, None] - since[..., None, :]
+    later = np.triu(np.ones((length, length), bool), 1)
+    return np.where(later, -np.inf if is_causal else -between, between)
+
+
+def decays(kind, lead, length):
+    """Log decays ``(..., length)`` or ``(..., 1)``."""
+    rng = np.random.default_rng(4)
+    if kind == "each token":
+        return -rng.exponential(1.0, (*lead, length))
+    if kind == "a few are strong":
+        weak = -0.01 * rng.random((*lead, length))
+        return np.where(rng.random((1, length)) < 0.05, -200.0, weak)
+    return float(kind) * np.linspace(1.0, 0.2, int(np.prod(lead))).reshape(*lead, 1)
+
+
+def check(out, phi, arrays, bias, dtype):
+    """Compare an output with the oracle, relative to the terms behind it."""
+    sums = reference.kernel_sums(*arrays, phi, bias=bias)
+    unit = np.maximum(sums.absolute_denominator * (1 + np.abs(out)), 1e-300)
+    assert np.isfinite(out).all()
+    error = np.abs(out * sums.denominator - sums.numerator) / unit
+    assert error.max() <= BOUNDS[dtype]
+
+
+KINDS = ["-0.0", "-1e-3", "-0.5", "-5.0", "-200.0", "each token", "a few are strong"]
+
+
+@pytest.mark.filterwarnings("ignore:.* denominators are negative")
+@every_dtype
+@pytest.mark.parametrize("jump", [0.0, 30.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backends", [True, False], ids=["backends", "generic"])
+def test_causal_equals_the_oracle(kind, jump, dtype, backends):
+    length = 150
+    arrays, decay = tokens((2, 3), length), decays(kind, (2, 1), length)
+    query, key, value = arrays[0], arrays[1][:, :1], arrays[2][:, :1]
+    bias = np.where(np.random.default_rng(5).random(length) < 0.1, jump, 0.0)
+    dense = dense_bias(decay, length) + bias
+    for name, phi in MAPS.items():
+        if not backends and name != "positive":
+            continue
+        with nullcontext() if backends else linattn.without_backends():
+            out = linattn.linear_attention(
+                *(a.astype(dtype) for a in (query, key, value)),
+                phi,
+                is_causal=True,
+                key_bias=bias.astype(dtype),
+                log_decay=decay if decay.shape[-1] > 1 else decay[..., 0],
+            )
+        assert out.dtype == dtype
+        check(out, phi, (query, key, value), dense, dtype)
+
+
+@pytest.mark.parametrize("kind", ["-0.5", "each token"])
+def test_causal_equals_the_oracle_in_every_library(xp, kind):
+    arrays, decay = tokens(length=12), decays(kind, (2,), 12)
+    query, key, value = (xp.array(a, "float32") for a in arrays)
+    mask = np.arange(12) != 5
+    out = linattn.linear_attention(
+        query,
+        key,
+        value,
+        PHI,
+        is_causal=True,
+        key_mask=xp.array(mask),
+        log_decay=xp.array(decay, "float32"),
+        chunk_size=8,
+    )
+    xp.assert_like(out, query)
+    dense = dense_bias(decay, 12) + np.where(mask, 0, -np.inf)
+    check(xp.numpy(out), PHI, arrays, dense, "float32")
+
+
+def test_numbers_and_heads_are_tokens_that_decay_alike():
+    query, key, value = tokens((2, 3))
+    wanted = np.broadcast_to([[-0.1], [-0.2]], (2, 3))
+    expected = linattn.linear_attention(
+        query, key, value, PHI, is_causal=True, log_decay=np.repeat(wanted[..., None], LENGTH, -1)
+    )
+    for given in (wanted, wanted[:, :1], wanted[..., None]):
+        out = linattn.linear_attention(query, key, value, PHI, is_causal=True, log_decay=given)
+        assert_allclose(out, expected, atol=1e-13)
+    one = linattn.linear_attention(query[0], key[0], value[0], PHI, is_causal=True, log_decay=-0.1)
+    assert_allclose(one, expected[0], atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["-0.5", "each token", "a few are strong"])
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_chunks_steps_and_merged_states_are_the_whole(name, kind):
+    (query, key, value), phi = tokens(), MAPS[name]
+    decay = decays(kind, (2,), LENGTH)
+    each = np.broadcast_to(decay, (2, LENGTH))
+    whole, after, log_norm = linattn.linear_attention(
+        query,
+        key,
+        value,
+        phi,
+        is_causal=True,
+        log_decay=each,
+        return_state=True,
+        return_log_normalizer=True,
+    )
+    dense = dense_bias(decay, LENGTH)
+    check(whole, phi, (query, key, value), dense, "float64")
+    sums = reference.kernel_sums(query, key, value, phi, bias=dense)
+    expected = (np.log(sums.denominator) + sums.log_scale)[..., 0]
+    assert_allclose(log_norm, expected, atol=1e-11)
+    for chunk_size in (1, 7, 64):
+        out = linattn.linear_attention(
+            query, key, value, phi, is_causal=True, log_decay=each, chunk_size=chunk_size
+        )
+        assert_allclose(out, whole, atol=1e-11)
+
+    empty = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
+    parts = [
+        linattn.update_state(empty, key[:, rows], value[:, rows], phi, log_decay=each[:, rows])
+        for rows in (slice(0, 11), slice(11, 30), slice(30, LENGTH))
+    ]
+    assert_allclose(np.asarray(parts[0].log_decay), each[:, :11].sum(axis=-1))
+    first = linattn.merge_states(linattn.merge_states(*parts[:2]), parts[2])
+    second = linattn.merge_states(parts[0], linattn.merge_states(*parts[1:]))
+    stream = linattn.update_state(parts[0], key[:, 11:], value[:, 11:], phi, log_decay=each[:, 11:])
+    for state in (first, second, stream):
+        assert state.length == LENGTH
+        assert_allclose(state.log_decay, after.log_decay, rtol=1e-12)
+        out = linattn.read_state(query[:, -1:], state, phi)
+        assert_allclose(out, whole[:, -1:], atol=1e-11)
+
+    rest = [a[:, 11:] for a in (query, key, value)]
+    out = linattn.linear_attention(
+        *rest, phi, is_causal=True, log_decay=each[:, 11:], initial_state=parts[0]
+    )
+    assert_allclose(out, whole[:, 11:], atol=1e-11)
+    decoder, state = linattn.Decoder(phi, parts[0]), parts[0]
+    for i in range(11, LENGTH):
+        token = query[:, i], key[:, i], value[:, i]
+        out, state = linattn.decode_step(*token, state, phi, log_decay=each[:, i])
+        assert_allclose(out, whole[:, i], atol=1e-11)
+        assert_allclose(decoder.step(*token, log_decay=each[:, i]), out, atol=1e-12)
+    assert_allclose(state.log_decay, after.log_decay, rtol=1e-12)
+    assert_allclose(decoder.state.log_decay, after.log_decay, rtol=1e-12)
+
+
+def test_states_merge_in_their_order():
+    _, key, value = tokens()
+    empty = linattn.init_state(PHI, DIM, batch_shape=(2,), like=key)
+    first, second = (
+        linattn.update_state(empty, key[:, rows], value[:, rows], PHI, log_decay=-0.3)
+        for rows in (slice(0, 20), slice(20, None))
+    )
+    one, other = linattn.merge_states(first, second), linattn.merge_states(second, first)
+    read = [linattn.read_state(key, state, PHI) for state in (one, other)]
+    assert np.abs(read[0] - read[1]).max() > 0.01
+    # Without decay a state is neutral on both sides, as the empty one is.
+    for state in (linattn.merge_states(empty, first), linattn.merge_states(first, empty)):
+        assert_allclose(state.kvz, first.kvz)
+        assert_allclose(state.log_decay, first.log_decay)
+
+
+def test_a_saved_state_has_its_decay(tmp_path):
+    _, key, value = tokens()
+    for lead in ((), (2,)):
+        empty = linattn.init_state(PHI, DIM, batch_shape=lead, like=key)
+        part = (key, value) if lead else (key[0], value[0])
+        for state in (empty, linattn.update_state(empty, *part, PHI, log_decay=-0.25)):
+            linattn.save_state(tmp_path / "state.npz", state, PHI)
+            loaded = linattn.load_state(tmp_path / "state.npz", PHI)
+            assert (loaded.log_decay is None) == (state is empty)
+            assert_array_equal(loaded.kvz, state.kvz)
+            if state is not empty:
+                assert_allclose(loaded.log_decay, -0.25 * LENGTH)
+                assert np.shape(loaded.log_decay) == lead
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_packed_sequences_decay_each_by_itself(is_causal):
+    query, key, value = tokens()
+    borders = [0, 3, 17, 17, LENGTH]
+    decay: Any = -0.2 if not is_causal else decays("each token", (2,), LENGTH)
+    out, state = linattn.linear_attention(
+        query,
+        key,
+        value,
+        PHI,
+        is_causal=is_causal,
+        log_decay=decay,
+        cu_seqlens=borders,
+        return_state=True,
+    )
+    for i, (first, stop) in enumerate(pairwise(borders)):
+        rows = slice(first, stop)
+        one, after = linattn.linear_attention(
+            *(a[:, rows] for a in (query, key, value)),
+            PHI,
+            is_causal=is_causal,
+            log_decay=decay[:, rows] if is_causal else decay,
+            return_state=True,
+        )
+        assert_allclose(out[:, rows], one, atol=1e-12)
+        assert_allclose(np.asarray(state.log_decay)[i], after.log_decay)
+        assert_allclose(
+            state.kvz[i] * np.exp(state.log_scale[i])[..., None],
+            after.kvz * np.exp(after.log_scale)[..., None],
+            rtol=1e-11,
+        )
+
+
+def test_a_changed_token_moves_no_output_before_it():
+    query, key, value = tokens(length=300)
+    decay = decays("each token", (2,), 300)
+    out = linattn.linear_attention(query, key, value, PHI, is_causal=True, log_decay=decay)
+    key[:, 200], value[:, 200], decay[:, 200] = 40.0, 1e6, -150.0
+    other = linattn.linear_attention(query, key, value, PHI, is_causal=True, log_decay=decay)
+    assert_allclose(out[:, :200], other[:, :200], atol=1e-13)
+
+
+def test_float16_decays_in_float32():
+    arrays = [a.astype(np.float16) for a in tokens()]
+    out = linattn.linear_attention(*arrays, PHI, is_causal=True, log_decay=-0.125)
+    assert out.dtype == np.float16
+    dense = dense_bias(np.array([[-0.125]]), LENGTH)
+    expected = reference.kernel_attention(*arrays, PHI, bias=dense)
+    assert_allclose(out, expected, atol=3e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.* denominators are negative")
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS[:5])
+@pytest.mark.parametrize("jump", [0.0, 30.0])
+def test_full_decays_with_distance(kind, jump, dtype):
+    length = 150
+    (query, key, value), decay = tokens((2, 3), length), decays(kind, (2, 1), length)
+    key, value = key[:, :1], value[:, :1]
+    bias = np.where(np.random.default_rng(5).random(length) < 0.1, jump, 0.0)
+    dense = dense_bias(decay, length, is_causal=False) + bias
+    for name in ("positive", "trigonometric"):
+        phi = MAPS[name]
+        out, state = linattn.linear_attention(
+            *(a.astype(dtype) for a in (query, key, value)),
+            phi,
+            key_bias=bias.astype(dtype),
+            log_decay=decay[..., 0],
+            return_state=True,
+        )
+        check(out, phi, (query, key, value), dense, dtype)
+    assert_allclose(state.log_decay, decay[..., 0] * length, rtol=1e-6)
+
+
+def test_full_decays_with_distance_in_every_library(xp):
+    arrays = tokens(length=12)
+    query, key, value = (xp.array(a, "float32") for a in arrays)
+    mask = np.arange(12) != 5
+    out = linattn.linear_attention(
+        query, key, value, PHI, key_mask=xp.array(mask), log_decay=-0.5, chunk_size=8
+    )
+    xp.assert_like(out, query)
+    dense = dense_bias(np.array([[-0.5]]), 12, is_causal=False) + np.where(mask, 0, -np.inf)
+    check(xp.numpy(out), PHI, arrays, dense, "float32")
+
+
+def test_full_attention_after_a_state_decays_from_it():
+    (query, key, value), phi = tokens(), CosformerFeatures(DIM, max_length=LENGTH)
+    empty = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
+    before = linattn.update_state(empty, key[:, :15], value[:, :15], phi, log_decay=-0.1)
+    rest = [a[:, 15:] for a in (query, key, value)]
+    out, state = linattn.linear_attention(
+        *rest, phi, log_decay=-0.1, initial_state=before, return_state=True
+    )
+    dense = dense_bias(np.array([[-0.1]]), LENGTH, is_causal=False)
+    expected = reference.kernel_attention(query, key, value, phi, bias=dense)
+    assert_allclose(out, expected[:, 15:], atol=1e-11)
+    assert_allclose(state.log_decay, -0.1 * LENGTH)
+
+
+@pytest.mark.parametrize(("is_causal", "decay"), [(False, None), (True, None), (True, -0.3)])
+def test_numerators_alone_are_on_the_true_scale(xp, is_causal, decay):
+    arrays = tokens(length=12)
+    query, key, value = (xp.array(a) for a in arrays)
+    options = {} if decay is None else {"log_decay": decay}
+    out = linattn.linear_attention(
+        query, key, value, PHI, is_causal=is_causal, normalize=False, chunk_size=8, **options
+    )
+    xp.assert_like(out, query)
+    dense = dense_bias(np.array([[decay or 0.0]]), 12, is_causal=is_causal)
+    sums = reference.kernel_sums(*arrays, PHI, bias=dense)
+    expected = sums.numerator * np.exp(sums.log_scale)
+    assert_allclose(xp.numpy(out), expected, rtol=1e-11, atol=1e-12)
+
+
+def test_numerators_of_nothing_are_zero_and_overflow_as_the_dense_formula_does():
+    query, key, value = tokens()
+    out = linattn.linear_attention(
+        query, key, value, PHI, normalize=False, key_mask=np.zeros(LENGTH, bool)
+    )
+    assert_array_equal(out, 0)
+    large = linattn.linear_attention(
+        query, key, value, PHI, normalize=False, key_bias=np.full(LENGTH, 800.0)
+    )
+    assert np.all(np.isinf(large))
+
+
+def test_a_long_sequence_does_not_drift():
+    """Float32 sums of all decays would be off by .004."""
+    length, last = 100_000, 64
+    rng = np.random.default_rng(0)
+    phi = EluFeatures()
+    query, key, value = rng.standard_normal((3, length, 2), dtype=np.float32)
+    out, state = linattn.linear_attention(
+        query, key, value, phi, is_causal=True, log_decay=-0.5, return_state=True
+    )
+    # What is 300 tokens away has decayed to e^-150.
+    few = [a[-last - 300 :].astype(np.float64) for a in (query, key, value)]
+    expected = linattn.linear_attention(*few, phi, is_causal=True, log_decay=-0.5)[-last:]
+    assert_allclose(out[-last:], expected, atol=2e-6)
+    assert_allclose(state.log_decay, -0.5 * length)
+
+
+# Errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("decay", "error", "match"),
+    [
+        (0.1, ValueError, "log_decay must hold finite numbers of at most 0"),
+        (np.full((2, 5), np.nan), ValueError, "log_decay must hold finite numbers"),
+        (np.full(2, -np.inf), ValueError, "log_decay must hold finite numbers"),
+        (np.zeros(5), ValueError, r"log_decay must be a number, or .* got shape \(5,\)"),
+        (np.zeros((2, 4)), ValueError, r"log_decay must be a number, or .* got shape \(2, 4\)"),
+        (np.zeros(2, dtype=int), TypeError, "log_decay must have dtype float16"),
+        (True, TypeError, "log_decay must be an array of NumPy"),
+    ],
+)
+def test_wrong_decays_are_refused(decay, error, match):
+    query, key, value = tokens(length=5)
+    with pytest.raises(error, match=match):
+        linattn.linear_attention(query, key, value, PHI, is_causal=True, log_decay=decay)
+    state = linattn.init_state(PHI, DIM, batch_shape=(2,), like=key)
+    with pytest.raises(error, match=match):
+        linattn.update_state(state, key, value, PHI, log_decay=decay)
+
+
+def test_what_has_no_meaning_is_refused():
+    query, key, value = tokens()
+    attend = linattn.linear_attention
+    with pytest.raises(ValueError, match=r"one a head in full attention, .* use is_causal"):
+        attend(query, key, value, PHI, log_decay=np.zeros((2, LENGTH)))
+    with pytest.raises(ValueError, match="under log_decay query and key must have equal length"):
+        attend(query[:, :5], key, value, PHI, log_decay=-0.1)
+    with pytest.raises(ValueError, match="exact_window must be None with log_decay"):
+        attend(query, key, value, PHI, is_causal=True, log_decay=-0.1, exact_window=4)
+    with pytest.raises(ValueError, match="log_decay needs a feature map whose state is read as"):
+        attend(query, key, value, SoftmaxFeatures(), is_causal=True, log_decay=-0.1)
+    for name, option in (("prefix_length", 5), ("causal_block", 8)):
+        with pytest.raises(ValueError, match=f"log_decay must be None with {name}"):
+            attend(query, key, value, PHI, log_decay=-0.1, **{name: option})
+    landmarks = LandmarkFeatures.fit(query, key, num_features=4, rng=0)
+    with pytest.raises(ValueError, match="is_causal needs a feature map that has not seen"):
+        attend(query, key, value, landmarks, is_causal=True, log_decay=-0.1)
