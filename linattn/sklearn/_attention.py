@@ -19,8 +19,11 @@ MIN_PROBES = 128
 ROWS_A_LANDMARK = 16
 """Training rows for each landmark below which exact attention is taken."""
 
-MAX_TRIALS = 3
+MAX_TRIALS = 2
 """Numbers of landmarks tried, each twice the one before."""
+
+MAX_GAIN = 2.0
+"""By what the error may be hoped to fall when landmarks are doubled; else the search ends."""
 
 HELD_OUT = 256
 """Training rows at which landmarks are compared with exact attention."""
@@ -157,6 +160,8 @@ def make_smoother(
         error = distance / deviation if deviation > 0 else 0.0
         if method.name == "landmarks" or error <= method.tolerance:
             return replace(found, error=error)
+        if error > MAX_GAIN * method.tolerance:
+            break
     return exact
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +11,13 @@ from numpy.typing import NDArray
 __all__ = ["LeaveOneOut", "leave_one_out"]
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
-MAX_BLOCK_ELEMENTS = 1 << 20
-"""Distances held at once: 8 MiB."""
+BLOCK_ROWS, BLOCK_COLUMNS = 256, 1024
+"""Pairs worked on at once, for the cache."""
+
+MIN_EXPONENT = -700.0
+"""Below this an exponential is as good as 0, and takes ten times as long."""
 
 COARSE = 2.0 ** np.arange(2, -11, -1)
 """Bandwidths tried first, in standard deviations of all coordinates together."""
@@ -45,7 +50,7 @@ def leave_one_out(
     X: NDArray[np.floating],
     target: NDArray[np.floating],
     weight: Floats,
-    left_out: NDArray[np.intp],
+    left_out: Indices,
 ) -> LeaveOneOut:
     """Try bandwidths on the rows ``left_out``, each predicted from all rows but itself.
 
@@ -81,26 +86,42 @@ def leave_one_out(
     return LeaveOneOut(bandwidths[order] * unit, errors[order])
 
 
-def _errors(
-    X: Floats, values: Floats, weight: Floats, left_out: NDArray[np.intp], bandwidths: Floats
-) -> Floats:
-    """Weighted mean square error of the rows left out, for each bandwidth."""
+def _errors(X: Floats, values: Floats, weight: Floats, left_out: Indices, tried: Floats) -> Floats:
+    """Weighted mean square error of the rows left out, for each bandwidth tried."""
     weighted = weight[:, None] * np.concatenate([values, np.ones((len(X), 1))], axis=1)
     remains = np.maximum(1 - 1 / weight, 0)
-    half_norm = np.sum(X * X, axis=1) / 2
-    total = np.zeros(len(bandwidths))
-    size = max(1, MAX_BLOCK_ELEMENTS // len(X))
-    for start in range(0, len(left_out), size):
-        rows = left_out[start : start + size]
-        diagonal = (np.arange(len(rows)), rows)
-        half_square = half_norm[rows, None] + half_norm - X[rows] @ X.T
-        half_square[diagonal] = np.where(remains[rows] > 0, 0.0, np.inf)
-        # The nearest of the others has weight 1 on this scale: no sum vanishes.
-        half_square -= np.min(half_square, axis=1, keepdims=True)
-        for i, bandwidth in enumerate(bandwidths):
-            kernel = np.exp(half_square * (-1 / bandwidth**2))
-            kernel[diagonal] *= remains[rows]
-            sums = kernel @ weighted
-            residual = sums[:, :-1] / sums[:, -1:] - values[rows]
-            total[i] += weight[rows] @ np.mean(residual**2, axis=1)
+    total = np.zeros(len(tried))
+    for start in range(0, len(left_out), BLOCK_ROWS):
+        rows = left_out[start : start + BLOCK_ROWS]
+        sums = np.zeros((len(tried), len(rows), weighted.shape[1]))
+        nearest = np.full((len(rows), 1), np.inf)
+        for _, distance, _ in _distances(X, rows, remains):
+            np.minimum(nearest, np.min(distance, axis=1, keepdims=True), out=nearest)
+        for block, distance, diagonal in _distances(X, rows, remains):
+            # The nearest row of all has weight 1 on this scale: no sum vanishes.
+            distance -= nearest
+            for i, bandwidth in enumerate(tried):
+                kernel = np.maximum(distance * (-1 / bandwidth**2), MIN_EXPONENT)
+                np.exp(kernel, out=kernel)
+                kernel[diagonal] *= remains[rows[diagonal[0]]]
+                sums[i] += kernel @ weighted[block]
+        residual = sums[..., :-1] / sums[..., -1:] - values[rows]
+        total += np.mean(residual**2, axis=-1) @ weight[rows]
     return np.asarray(total / np.sum(weight[left_out]))
+
+
+def _distances(
+    X: Floats, rows: Indices, remains: Floats
+) -> Iterator[tuple[slice, Floats, tuple[Indices, Indices]]]:
+    """``|x_i - x_j|^2 / 2`` of these rows i and blocks of all rows j, and where i = j.
+
+    There it is 0, or inf where nothing remains of the row.
+    """
+    half_norm = np.sum(X[rows] ** 2, axis=1, keepdims=True) / 2
+    for start in range(0, len(X), BLOCK_COLUMNS):
+        block = slice(start, min(start + BLOCK_COLUMNS, len(X)))
+        distance = np.sum(X[block] ** 2, axis=1) / 2 - X[rows] @ X[block].T + half_norm
+        at = np.flatnonzero((block.start <= rows) & (rows < block.stop))
+        diagonal = (at, rows[at] - block.start)
+        distance[diagonal] = np.where(remains[rows[at]] > 0, 0.0, np.inf)
+        yield block, distance, diagonal

@@ -33,7 +33,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
         "exact" counts every training row; "landmarks" sums them up at m points; "auto" takes
         landmarks where their estimated error is within the tolerance. Default "auto".
     num_landmarks : int, optional
-        m; "auto" tries 2 m and 4 m, too, and no m above n / 16. Default 256.
+        m; "auto" tries 2 m, too, where m is not far off, and no m above n / 16. Default 256.
     tolerance : float, optional
         What "auto" allows: the root mean square difference from exact over the standard deviation
         of exact. Default 0.05.
