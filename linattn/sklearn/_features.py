@@ -74,9 +74,11 @@ class RandomFeatures(
 
     Notes
     -----
-    Orthogonal rows never have more variance than independent ones where it matters, at distances
-    of a bandwidth and below, and cosines with sines half of that of cosines with random phases,
-    which is what RBFSampler takes, for pairs near each other. Time O(n m d), memory O(n m).
+    With independent rows the variance is ``(1 + k(2 t) - 2 k(t)^2) / m`` at the difference t, over
+    h: 0 at t = 0, and for the Gaussian kernel at every t less than the
+    ``(1 + k(2 t) / 2 - k(t)^2) / m`` of cosines with random phases, which RBFSampler takes.
+    Orthogonal rows have less where pairs are not many bandwidths apart. Time O(n m d), memory
+    O(n m).
 
     References
     ----------
