@@ -190,3 +190,22 @@ def test_features_and_decibels(denoise):
     assert features.shape == (180, 8)
     assert_allclose(features.mean(axis=0), 0, atol=1e-5)
     assert denoise.psnr(picture, picture + 0.1) == pytest.approx(20, abs=1e-4)
+
+
+def test_kernel_regression_prints_its_tables(tmp_path, capsys):
+    for name in ("sklearn", "scipy", "threadpoolctl"):
+        pytest.importorskip(name, reason=f"{name}, of the extra examples, is not installed")
+    example = load("kernel_regression")
+    example.WIDTH, example.GAMMAS = 64, (1.0,)
+    sizes = example.QUICK._replace(rows=1000, widths=(64,), statsmodels_queries=2)
+    example.run(sizes, 0, tmp_path)
+    record = json.loads((tmp_path / "kernel_regression.json").read_text())
+    for results in record["regression"].values():
+        ours, given, *_ = results
+        assert ours["error"] == given["error"]
+    first, *_, last = (found["from_exact"]["64"] for found in record["landmarks"])
+    assert last < first  # landmarks fail where the bandwidth is narrow
+    assert record["shipped"]["kernel"][1] > record["shipped"]["linear"][1]
+    errors = {found["name"]: found["kernel_error"][0] for found in record["features"]}
+    assert errors["orthogonal rows"] < errors["gaussian rows"]
+    assert max(map(len, capsys.readouterr().out.splitlines()[:-1])) <= 80
