@@ -17,6 +17,9 @@ __all__ = ["RandomFeatures"]
 
 MAX_ROWS_OF_PAIRS = 256
 
+BLOCK_ELEMENTS = 1 << 18
+"""Features made at once, for the cache and for little memory beyond them."""
+
 
 class RandomFeatures(
     ClassNamePrefixFeaturesOutMixin,  # type: ignore[misc]
@@ -167,8 +170,13 @@ class RandomFeatures(
         """
         check_is_fitted(self, "feature_map_")
         X = validate_data(self, X, reset=False, dtype=DTYPES)
-        log, values = self.feature_map_.query_features(X)
-        return np.asarray(values if log is None else values * np.exp(log))
+        features = np.empty((len(X), self._n_features_out), dtype=X.dtype)
+        size = max(1, BLOCK_ELEMENTS // self._n_features_out)
+        for start in range(0, len(X), size):
+            block = slice(start, start + size)
+            log, values = self.feature_map_.query_features(X[block])
+            features[block] = values if log is None else values * np.exp(log)
+        return features
 
     def _bandwidth(self, X: NDArray[Any]) -> float:
         if isinstance(self.bandwidth, str) and self.bandwidth == "scale":

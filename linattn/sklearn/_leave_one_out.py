@@ -13,7 +13,7 @@ __all__ = ["LeaveOneOut", "leave_one_out"]
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-BLOCK_ROWS, BLOCK_COLUMNS = 256, 1024
+BLOCK_ROWS, BLOCK_KEYS = 256, 1024
 """Pairs worked on at once, for the cache."""
 
 MIN_EXPONENT = -700.0
@@ -118,8 +118,8 @@ def _distances(
     There it is 0, or inf where nothing remains of the row.
     """
     half_norm = np.sum(X[rows] ** 2, axis=1, keepdims=True) / 2
-    for start in range(0, len(X), BLOCK_COLUMNS):
-        block = slice(start, min(start + BLOCK_COLUMNS, len(X)))
+    for start in range(0, len(X), BLOCK_KEYS):
+        block = slice(start, min(start + BLOCK_KEYS, len(X)))
         distance = np.sum(X[block] ** 2, axis=1) / 2 - X[rows] @ X[block].T + half_norm
         at = np.flatnonzero((block.start <= rows) & (rows < block.stop))
         diagonal = (at, rows[at] - block.start)
