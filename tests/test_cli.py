@@ -227,6 +227,14 @@ class TestInputs:
         np.testing.assert_array_equal(source[1], source[2])
         np.testing.assert_array_equal(source[0], source[1])
 
+    def test_the_sample_has_more_real_tokens_of_its_first_head(self):
+        longer = inputs.sample().longer
+        assert longer is not None
+        assert longer.query.shape == (1, 2560, 32)
+        arrays = inputs.continued(longer, 3000, np.random.default_rng(0))
+        for array, real in zip(arrays, linattn.datasets.pretrained_long_qkv(), strict=True):
+            np.testing.assert_array_equal(array[:2560], real[0, 0])
+
     def test_continued_shorter_than_the_head_is_its_prefix(self, small):
         query, key, value = inputs.continued(small, 7, np.random.default_rng(0))
         np.testing.assert_array_equal(query, small.query[0, :7])

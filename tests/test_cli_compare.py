@@ -546,6 +546,7 @@ class TestSweep:
             lengths,
             {"linear": attend("linear"), "exact": attend("exact")},
             label="x",
+            num_real=8,
             is_causal=False,
             time_budget=0.36,
             notify=told.append,
@@ -574,7 +575,7 @@ class TestSweep:
     def test_sentences(self, exact, text):
         points = [sweep.Point("exact", length, time, 1) for length, time in exact.items()]
         points += [sweep.Point("linear", length, 2.0, 1) for length in exact]
-        found = sweep.Sweep("x", tuple(points), (), 1.0)
+        found = sweep.Sweep("x", tuple(points), (), 1.0, 8)
         assert text in tables.crossover_text(found)
         assert tables.left_out_text(found) == ""
 
@@ -663,7 +664,9 @@ class TestPictures:
 
     def test_ticks_of_time_are_of_one_format(self, small):
         points = [sweep.Point("linear", 2**k, 3e-6 * 4**k, 1) for k in range(12)]
-        figure = plots.time_figure(sweep.Sweep("x", tuple(points), (), 1.0), small, is_causal=False)
+        figure = plots.time_figure(
+            sweep.Sweep("x", tuple(points), (), 1.0, 8), small, is_causal=False
+        )
         figure.canvas.draw()
         axes = figure.axes[0]
         low, high = axes.get_ylim()
@@ -674,7 +677,7 @@ class TestPictures:
         assert all(re.fullmatch(r"1(0|00|,000)? (us|ms|s)", label) for label in labels if label)
 
     def test_a_curve_that_failed_is_named(self, small):
-        found = sweep.Sweep("x", (), (sweep.LeftOut("linear", 64, 0.0, "no memory"),), 1.0)
+        found = sweep.Sweep("x", (), (sweep.LeftOut("linear", 64, 0.0, "no memory"),), 1.0, 8)
         figure = plots.time_figure(found, small, is_causal=False)
         assert figure.texts[0].get_text() == "Left out: x at 64 tokens (failed)"
         assert tables.left_out_text(found) == "Left out: x at 64 tokens fails: no memory."

@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn.datasets import pretrained_qkv
+from linattn.datasets import pretrained_long_qkv, pretrained_qkv
 
-SHA256 = "b4ee838788ac671f5bee201d30683ec6a7ae462c013fadba507514da58c2dfc5"
+SHA256 = {
+    "minilm_qkv.npz": "b4ee838788ac671f5bee201d30683ec6a7ae462c013fadba507514da58c2dfc5",
+    "minilm_long_qkv.npz": "50654399ce3013b204de070e8e24e5720482584b14bec18617833a85385d86d7",
+}
 
 
-def test_file_is_the_one_that_the_readme_names():
+@pytest.mark.parametrize("name", SHA256)
+def test_file_is_the_one_that_the_readme_names(name):
     folder = resources.files("linattn.datasets")
-    assert hashlib.sha256((folder / "minilm_qkv.npz").read_bytes()).hexdigest() == SHA256
-    assert SHA256 in (folder / "README.md").read_text(encoding="utf-8")
+    assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == SHA256[name]
+    assert SHA256[name] in (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_default_is_float32():
@@ -88,6 +92,21 @@ def test_query_key_and_value_differ():
     assert not np.array_equal(key, value)
     for array in (query, key, value):
         assert not np.array_equal(array[0], array[1])
+
+
+def test_the_long_sample():
+    """Five windows, none of which repeats another, and the perplexities of the docstring."""
+    query, key, value = pretrained_long_qkv()
+    for array in (query, key, value):
+        assert array.shape == (2, 2, 2560, 32)
+        assert array.dtype == np.float32
+        assert len(np.unique(array[1, 0], axis=0)) > 2500
+    assert pretrained_long_qkv("float16")[0].dtype == np.float16
+    logits = query @ np.swapaxes(key, -1, -2) / np.sqrt(32)
+    weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p = weight / weight.sum(axis=-1, keepdims=True)
+    perplexity = np.exp(-(p * np.log(np.maximum(p, 1e-30))).sum(axis=-1))
+    assert [round(float(x)) for x in np.median(perplexity, axis=(1, 2))] == [161, 392]
 
 
 def test_figures_of_the_docstring():

@@ -99,6 +99,7 @@ SIGNATURES = {
         "(query, key, value, *, update_rule, log_decay=None, beta=None, scale=None, "
         "initial_state=None)"
     ),
+    "datasets.pretrained_long_qkv": "(dtype=<class 'numpy.float32'>)",
     "datasets.pretrained_qkv": "(dtype=<class 'numpy.float32'>)",
     "diagnostics.relative_variance": (
         "(query, key, feature_map, *, is_causal=False, key_mask=None, num_samples=128)"

@@ -38,6 +38,8 @@ class Inputs:
         What of the source is not here, in words.
     question : str
         What the user may have meant otherwise; else empty.
+    longer : Inputs or None
+        More tokens of the first head, for the time curves.
     """
 
     source: str
@@ -46,6 +48,7 @@ class Inputs:
     value: FloatArray
     left_out: tuple[str, ...] = ()
     question: str = ""
+    longer: Inputs | None = None
 
     @property
     def degenerate(self) -> str:
@@ -77,7 +80,10 @@ def sample() -> Inputs:
     query, key, value = (
         array.reshape(-1, *array.shape[-2:]) for array in datasets.pretrained_qkv()
     )
-    return Inputs("linattn.datasets.pretrained_qkv()", query, key, value)
+    # The first head of both: layer 1, head 0.
+    first = [array[0, :1] for array in datasets.pretrained_long_qkv()]
+    longer = Inputs("linattn.datasets.pretrained_long_qkv()", first[0], first[1], first[2])
+    return Inputs("linattn.datasets.pretrained_qkv()", query, key, value, longer=longer)
 
 
 def load(path: Path) -> Inputs:

@@ -186,7 +186,8 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     norms = attended_norms(inputs.query, inputs.key, is_causal=is_causal)
 
     case = _curve_case(cases, rows)
-    arrays = continued(given, settings.lengths[-1], np.random.default_rng(seed))
+    real = given.longer or given
+    arrays = continued(real, settings.lengths[-1], np.random.default_rng(seed))
     first_head = limited(inputs, max_heads=1, max_tokens=settings.max_tokens, is_causal=is_causal)
     curves = {
         "linear": prepare(case, first_head, seed=seed),
@@ -197,6 +198,7 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         settings.lengths,
         curves,
         label=case.label,
+        num_real=real.key.shape[-2],
         is_causal=is_causal,
         time_budget=settings.time_budget,
         notify=notify,

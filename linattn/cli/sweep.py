@@ -105,12 +105,15 @@ class Sweep:
         What was not.
     time_budget : float
         Seconds that were allowed.
+    num_real : int
+        Keys that no further key repeats.
     """
 
     label: str
     points: tuple[Point, ...]
     left_out: tuple[LeftOut, ...]
     time_budget: float
+    num_real: int
 
     @property
     def crossover(self) -> Crossover:
@@ -134,6 +137,7 @@ def sweep(
     curves: Mapping[str, Attend],
     *,
     label: str,
+    num_real: int,
     is_causal: bool,
     time_budget: float,
     notify: Callable[[str], None] = lambda text: None,
@@ -155,6 +159,8 @@ def sweep(
         The call for "linear" and for "exact".
     label : str
         Name of the linear method.
+    num_real : int
+        Keys of the arrays before those that repeat them.
     is_causal : bool
         Passed on to the calls.
     time_budget : float
@@ -198,7 +204,7 @@ def sweep(
             last[curve] = max(last[curve], (length, timing.seconds))
             points.append(Point(curve, length, timing.seconds, timing.calls))
 
-    return Sweep(label, tuple(points), tuple(left_out), time_budget)
+    return Sweep(label, tuple(points), tuple(left_out), time_budget, num_real)
 
 
 def crossover(linear: Mapping[int, float], exact: Mapping[int, float]) -> Crossover:

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["pretrained_qkv"]
+__all__ = ["pretrained_long_qkv", "pretrained_qkv"]
 
 
 def pretrained_qkv(
@@ -57,6 +57,53 @@ def pretrained_qkv(
     >>> query[1, 5].shape
     (256, 32)
     """
+    return _arrays("minilm_qkv.npz", dtype)
+
+
+def pretrained_long_qkv(
+    dtype: npt.DTypeLike = np.float32,
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return longer queries, keys and values of the encoder of :func:`pretrained_qkv`.
+
+    Two heads (0 and 6) of each of two attention layers (1 and 4), five windows of 512 tokens of
+    unlike topics of CPython's documentation, each read by itself, on end.
+
+    Parameters
+    ----------
+    dtype : data type, default float32
+        As for :func:`pretrained_qkv`.
+
+    Returns
+    -------
+    query, key, value : ndarray, each (2, 2, 2560, 32)
+        Axes: layer, head, token, dim. Fresh, writable arrays at each call, unscaled.
+
+    Raises
+    ------
+    TypeError
+        `dtype` is not a real floating NumPy dtype.
+
+    Notes
+    -----
+    A window has attended to itself only, while here every query meets all keys: what a model does
+    that reads a long sequence at once. The median softmax row has a perplexity of 161 in layer 1
+    and of 392 in layer 4, out of 2,560 keys.
+
+    Each call reads 1.8 MB. Provenance and licences are those of the short sample.
+
+    Examples
+    --------
+    >>> query, key, value = pretrained_long_qkv()
+    >>> query.shape
+    (2, 2, 2560, 32)
+    """
+    return _arrays("minilm_long_qkv.npz", dtype)
+
+
+def _arrays(
+    name: str, dtype: npt.DTypeLike
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Read query, key and value of a file of this folder."""
     # Imported here to keep `import linattn` light: it brings two dozen modules with it.
     from importlib import resources
 
@@ -70,7 +117,7 @@ def pretrained_qkv(
     if wanted.kind != "f":
         raise TypeError(message)
     native = wanted.newbyteorder("=")
-    path = resources.files(__name__) / "minilm_qkv.npz"
+    path = resources.files(__name__) / name
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        query, key, value = (arrays[name].astype(native) for name in ("query", "key", "value"))
+        query, key, value = (arrays[part].astype(native) for part in ("query", "key", "value"))
     return query, key, value
