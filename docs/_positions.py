@@ -56,6 +56,23 @@ def rotated_features() -> tuple[Floats, Floats]:
     return np.asarray(linattn.linear_attention(QUERY, KEY, VALUE, phi)), weights / total
 
 
+def prefix() -> tuple[Floats, Floats]:
+    visible = np.arange(LENGTH) <= np.maximum(np.arange(LENGTH), 17)[:, None]
+    return linear(prefix_length=18), dense(visible)
+
+
+def causal_blocks() -> tuple[Floats, Floats]:
+    block = np.arange(LENGTH) // 8
+    return linear(causal_block=8), dense(block <= block[:, None])
+
+
+def packed() -> tuple[Floats, Floats]:
+    borders = [0, 8, 20, 24, 48]
+    number = np.repeat(np.arange(4), np.diff(borders))
+    weights = linear(cu_seqlens=borders, is_causal=True)
+    return weights, dense((number == number[:, None]) & (OFFSET <= 0))
+
+
 def alibi() -> tuple[Floats, Floats]:
     slope = alibi_slopes(8)[2]
     bias = slope * np.arange(LENGTH)
@@ -92,6 +109,9 @@ CASES: dict[str, Callable[[], tuple[Floats, Floats]]] = {
     "key-bias": key_bias,
     "rotary": rotated_inputs,
     "rotated-features": rotated_features,
+    "prefix": prefix,
+    "causal-blocks": causal_blocks,
+    "packed": packed,
     "alibi": alibi,
     "sliding-window": sliding_window,
     "window-bias": window_bias,

@@ -136,6 +136,41 @@ def test_torch_differentiates_the_generic_path_and_the_function(torch, name, is_
         agree([leaf.grad for leaf in leaves], expected)
 
 
+VISIBLE: list[dict[str, Any]] = [
+    {"prefix_length": 3},
+    {"key_stop": np.array([[0, 1, 2, 2, 5, 7, 8, 9, 9], [9] * 9])[:, None]},
+    {"cu_seqlens": [0, 4, 9], "is_causal": True},
+    {"key_lengths": [[4], [9]]},
+]
+
+
+@pytest.mark.parametrize("options", VISIBLE, ids=lambda options: next(iter(options)))
+def test_torch_sees_what_the_call_says(torch, options):
+    interop = load("torch")
+    arrays, grad, _ = inputs(9, 9)
+    (expected_out, after), pullback = linear_vjp(
+        *arrays, MAPS["positive"], **options, return_state=True
+    )
+    leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+    out, state = interop.linear_attention(*leaves, MAPS["positive"], **options, return_state=True)
+    assert (tuple(state.kvz.shape), state.length) == (after.kvz.shape, after.length)
+    out.backward(torch.tensor(grad))
+    np.testing.assert_allclose(out.detach().numpy(), expected_out, rtol=1e-9, atol=1e-12)
+    agree([leaf.grad for leaf in leaves], pullback(grad))
+
+
+def test_jax_sees_what_the_call_says(jax):
+    interop, options = load("jax"), VISIBLE[2]
+    arrays, grad, _ = inputs(9, 9)
+    _, pullback = linear_vjp(*arrays, MAPS["positive"], **options)
+
+    def loss(*arrays):
+        return (interop.linear_attention(*arrays, MAPS["positive"], **options) * grad).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jax.numpy.asarray, arrays))
+    agree(gradients, pullback(grad))
+
+
 def test_torch_states_carry_gradients(torch):
     interop = load("torch")
     arrays, grad, _ = inputs()
