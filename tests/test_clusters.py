@@ -258,6 +258,20 @@ def test_torch_pulls_gradients_through():
         assert_allclose(np.sum(tensor.grad.numpy() * direction), (ends[0] - ends[1]) / 2e-6, 1e-5)
 
 
+def test_numpy_does_what_it_can():
+    q, k, v = (x.astype(np.float32) for x in inputs())
+    phi, names = fit(q, k), ("assign_block", "choose_block", "clusters_block")
+    with linattn.explain() as report:
+        attend(q, k, v, phi, 3)
+    assert all(report.ran(name) == {"linattn_numpy"} for name in names)
+    with linattn.explain() as report:
+        attend(1e4 * q, k, v, phi, 3)
+    assert report.ran("clusters_block") == {"generic"}
+    with linattn.explain() as report:
+        attend(q, k, v, phi, 3, key_bias=np.zeros(60, np.float32))
+    assert report.ran("clusters_block") == {"generic"}
+
+
 def corrected(q, k):
     return LandmarkFeatures.fit(q, k, num_features=6, num_probes=20, corrected=True, rng=0)
 

@@ -18,6 +18,7 @@ from linattn_numpy.block_vjps import (
 )
 from linattn_numpy.causal import scan_block
 from linattn_numpy.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
+from linattn_numpy.clusters import assign_block, choose_block, clusters_block
 from linattn_numpy.decoding import decode, stepper
 from linattn_numpy.exact import exact_block, exact_more, window_block
 from linattn_numpy.planning import plan
@@ -27,6 +28,9 @@ from linattn_numpy.states import divide, read_block, reduce_block, values_block
 from linattn_numpy.threads import limited_threads
 
 __all__ = [
+    "assign_block",
+    "choose_block",
+    "clusters_block",
     "decode",
     "divide",
     "exact_block",
@@ -52,6 +56,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     # A type checker compares each with the contract.
+    implements(Backend.assign_block)(assign_block)
+    implements(Backend.choose_block)(choose_block)
+    implements(Backend.clusters_block)(clusters_block)
     implements(Backend.decode)(decode)
     implements(Backend.divide)(divide)
     implements(Backend.exact_block)(exact_block)

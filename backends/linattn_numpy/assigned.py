@@ -18,7 +18,7 @@ from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MIN_EXP_SUM, MIN_EXPONENT, exp, finite_shift, row_max
 from linattn_numpy.products import multiply, product, transposed, weighted_sum
 
-__all__ = ["assigned_sums"]
+__all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
 
 Floats = NDArray[Any]
 
@@ -32,14 +32,16 @@ def assigned_sums(
     """Sum a block by feature: sums and their log scale."""
     if spec.dense:
         return Declined("corrected landmarks have dense features beside the sparse ones")
-    m, found = spec.P.shape[-1], _features_and_logs(spec, tokens.x)
+    found = features_and_logs(spec, tokens)
     if isinstance(found, Declined):
         return found
-    index, log = found
-    if tokens.log_weight is not None:
-        log = log + tokens.log_weight
-    # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
-    index = np.broadcast_to(index, log.shape[:-1])
+    return sums_by_feature(*found, values_and_one, spec.P.shape[-1])
+
+
+def sums_by_feature(
+    index: NDArray[np.intp], log: Floats, values_and_one: Floats, m: int
+) -> tuple[Floats, Floats]:
+    """Sum values, each at the feature of its key and by the key's weight there."""
     top = np.full((*index.shape[:-1], m), -np.inf, log.dtype)
     places = index + m * np.arange(top.size // m).reshape(*top.shape[:-1], 1)
     np.maximum.at(top.reshape(-1), places, log[..., 0])
@@ -50,8 +52,20 @@ def assigned_sums(
     return weighted_sum(weights, values_and_one), top
 
 
-def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats] | Declined:
+def features_and_logs(spec: Assigned, tokens: Tokens) -> tuple[NDArray[np.intp], Floats] | Declined:
     """Feature of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``."""
+    found = _features_and_logs(spec, tokens.x)
+    if isinstance(found, Declined):
+        return found
+    index, log = found
+    if tokens.log_weight is not None:
+        log = log + tokens.log_weight
+    # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
+    return np.broadcast_to(index, log.shape[:-1]), log
+
+
+def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats] | Declined:
+    """Find both without log weights of the tokens."""
     arrays = [spec.P, spec.bias[..., None, :], spec.probes, spec.offset[..., None, :], spec.table]
     lead = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays))
     shape = (*lead, x.shape[-2])

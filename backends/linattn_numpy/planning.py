@@ -59,6 +59,8 @@ def _segment_rows(problem: Problem, segments: int) -> int:
 def _block_rows(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
         return tuning.EXACT_BLOCK_ROWS
+    if problem.exact_clusters is not None:
+        return tuning.CLUSTERS_BLOCK_ROWS
     if problem.exact_window is not None:
         most = _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_WINDOW_BLOCK_ROWS)
         fits = not problem.is_causal and _longest(problem) <= most

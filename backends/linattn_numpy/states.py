@@ -61,7 +61,7 @@ from linattn_numpy.limits import (
 )
 from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
 
-__all__ = ["divide", "read_block", "reduce_block", "values_block"]
+__all__ = ["add_sums", "divide", "read_block", "reduce_block", "values_block"]
 
 Floats = NDArray[Any]
 
@@ -97,7 +97,7 @@ def reduce_block(
         return unsupported(key_spec)
     if isinstance(sums, Declined):
         return sums
-    return _add_sums(state, *sums, values_and_one.shape[-2])
+    return add_sums(state, *sums, values_and_one.shape[-2])
 
 
 def _unshifted_sums(
@@ -149,7 +149,7 @@ def _add_stabilized(
             return Declined("log features are not finite")
         log -= finite_shift(top)[..., None, :]
         sums = weighted_sum(exp(log), values_and_one[..., rows, :])
-        state = _add_sums(state, sums, top + key_spec.col, rows.stop - rows.start)
+        state = add_sums(state, sums, top + key_spec.col, rows.stop - rows.start)
     return state
 
 
@@ -165,7 +165,7 @@ def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
     return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)
 
 
-def _add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
+def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
     """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is written over.
 
     Nothing in the new state is a view of the map's parameters or of the state before.

@@ -47,6 +47,10 @@ MIN_BLOCK_ROWS, MAX_BLOCK_ROWS, MAX_BLOCK_ELEMENTS = 128, 2048, 1 << 18
 # does more, and threads wait for each other meanwhile.
 MAX_TILED_BLOCK_ROWS, MAX_TILED_BLOCK_ELEMENTS = 4096, 1 << 20
 
+# 2026-11-23, AMD EPYC: log features among which queries choose clusters, at once; and queries of a
+# block that choose, of which each cluster gets few in shorter blocks.
+CHOICE_TILE_ELEMENTS, CLUSTERS_BLOCK_ROWS = 1 << 17, 16384
+
 # 2026-11-21: a block of softmax attention.
 # 2026-11-22: a causal block of column-normalized reads, whose cost is quadratic in its length.
 EXACT_BLOCK_ROWS, COLUMN_NORMALIZED_BLOCK_ROWS = 512, 256
