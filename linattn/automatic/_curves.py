@@ -146,23 +146,36 @@ class _Weights(NamedTuple):
     """Attention of the rows, over the largest weight of each."""
 
     exact: Floats
-    """Of keys, (h, S)."""
-    by_cluster: Floats
+    """Of keys, (S, h)."""
+    sums: Floats
+    """Their products with values and ones, by cluster, (C, h, e + 1)."""
+    by_landmark: Floats
     """Of a cluster's largest weight by its landmark, (h, C)."""
     rank: NDArray[np.intp]
     """Of each cluster in the order of what it is expected to be off by, (h, C)."""
 
     @classmethod
     def of(cls, query: Floats, clusters: Clusters, scale: float) -> _Weights:
-        logits = query @ (clusters.key * clusters.key.dtype.type(scale)).T
+        rows = np.ascontiguousarray((query * query.dtype.type(scale)).T)
+        exact = np.empty((len(clusters.key), len(query)), query.dtype)
         logs = query @ clusters.b.T + clusters.log_scale
-        shift = np.maximum(logits.max(axis=-1), logs.max(axis=-1))[:, None]
-        logits -= shift
-        logs -= shift
+        shift, size = logs.max(axis=-1), max(64, TILE // len(query))
+        tiles = [slice(start, start + size) for start in range(0, len(exact), size)]
+        for tile in tiles:
+            np.matmul(clusters.key[tile], rows, out=exact[tile])
+            shift = np.maximum(shift, exact[tile].max(axis=0))
+        for tile in tiles:
+            exact[tile] -= shift
+            np.exp(exact[tile], out=exact[tile])
+        parts = np.empty((len(clusters.b), len(query), clusters.sums.shape[-1]), query.dtype)
+        for part, start, size in zip(parts, clusters.starts, clusters.sizes, strict=True):
+            keys = slice(start, start + size)
+            np.matmul(exact[keys].T, clusters.values_and_one[keys], out=part)
+        logs -= shift[:, None]
         order = np.argsort(-(logs + clusters.bias - clusters.log_scale), axis=-1)
         rank = np.empty_like(order)
         np.put_along_axis(rank, order, np.arange(order.shape[-1])[None, :], axis=-1)
-        return cls(np.exp(logits, out=logits), np.exp(logs, out=logs), rank)
+        return cls(exact, parts, np.exp(logs, out=logs), rank)
 
 
 def error_curve(
@@ -183,8 +196,8 @@ def error_curve(
         return ErrorCurve(*(np.zeros(count) for _ in ErrorCurve._fields))
     clusters = Clusters.of(head, landmarks, scale)
     weights = _Weights.of(head.query, clusters, scale)
-    exact = weights.exact @ clusters.values_and_one
-    parts = np.broadcast_to(weights.by_cluster @ clusters.sums, (count, *exact.shape)).copy()
+    exact = weights.sums.sum(axis=0)
+    parts = np.broadcast_to(weights.by_landmark @ clusters.sums, (count, *exact.shape)).copy()
     share = _add_clusters(parts, weights, clusters, levels)
     if exact_window is not None:
         _add_window(parts, weights, clusters, head, levels, exact_window)
@@ -202,14 +215,10 @@ def _add_clusters(
     most = min(max(levels), len(clusters.b))
     if not most:
         return np.zeros(len(levels))
-    by_cluster = np.empty((len(clusters.b), *parts.shape[1:]), parts.dtype)
-    for part, start, size in zip(by_cluster, clusters.starts, clusters.sizes, strict=True):
-        keys = slice(start, start + size)
-        np.matmul(weights.exact[:, keys], clusters.values_and_one[keys], out=part)
     best = np.argsort(weights.rank, axis=-1)[:, :most]
     rows = np.arange(len(best))[:, None]
-    gained = by_cluster[best, rows]
-    gained -= weights.by_cluster[rows, best][..., None] * clusters.sums[best]
+    gained = weights.sums[best, rows]
+    gained -= weights.by_landmark[rows, best][..., None] * clusters.sums[best]
     gained = np.cumsum(gained, axis=1)
     sizes = np.cumsum(clusters.sizes[best].mean(axis=0)) / len(clusters.key)
     share = np.zeros(len(levels))
@@ -236,9 +245,8 @@ def _add_window(
     keys = clusters.place[found]
     cluster = clusters.of_key[keys]
     rows = np.arange(len(near))[:, None]
-    gained = weights.exact[rows, keys] - weights.by_cluster[rows, cluster] * clusters.weight[keys]
+    gained = weights.exact[keys, rows] - weights.by_landmark[rows, cluster] * clusters.weight[keys]
     gained = np.where(is_key, gained, 0)
-    values_and_one, rank = clusters.values_and_one[keys], weights.rank[rows, cluster]
-    for part, level in zip(parts, levels, strict=True):
-        counted = np.where(rank >= level, gained, 0)
-        part += (counted[:, None, :] @ values_and_one)[:, 0, :]
+    rank = weights.rank[rows, cluster]
+    counted = np.where(rank[:, None, :] >= np.array(levels)[:, None], gained[:, None, :], 0)
+    parts += np.swapaxes(counted @ clusters.values_and_one[keys], 0, 1)

@@ -31,7 +31,7 @@ MIN_FEATURES, MAX_FEATURES = 64, 2048
 PROBABILITY = 0.95
 """Of meeting a tolerance, for each head."""
 
-LEVELS = (0, 1, 2, 4, 8, 16, 32)
+LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of clusters that may count exactly."""
 
 EXPONENT = 0.5
