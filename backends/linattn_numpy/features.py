@@ -151,9 +151,12 @@ def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
 
 
 def are_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
-    """Whether the exponents of the first tokens are in range; if not, hardly all others' are."""
-    sample = x[..., : tuning.SAMPLED_ROWS, :]
-    return isinstance(spec, Pointwise) or max_log(spec, np.matmul(sample, spec.P)) < inf
+    """Whether the exponents of a few tokens are in range; if not, hardly all others' are."""
+    if isinstance(spec, Pointwise):
+        return True
+    # From the middle: blocks of a window are padded at both ends.
+    sample, P = (a[tuple(size // 2 for size in a.shape[:-2])] for a in (x, spec.P))
+    return max_log(spec, np.matmul(sample[: tuning.SAMPLED_ROWS], P)) < inf
 
 
 def exponentials(spec: Exponential, u: Floats, name: str) -> Floats:

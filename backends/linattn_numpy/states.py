@@ -57,7 +57,6 @@ from linattn_numpy.limits import (
     finite_shift,
     floor_of,
     row_max,
-    tiny,
 )
 from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
 
@@ -104,38 +103,28 @@ def _unshifted_sums(
     key_spec: Exponential | Pointwise, tokens: Tokens, values_and_one: Floats
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature: sums and their log scale."""
-    shares, top, has_underflowed = _row_shares(key_spec, tokens)
-    kvz, max_weight = np.zeros(()), 0.0
+    row, kvz = row_term(key_spec, tokens), np.zeros(())
+    top = np.zeros(1) if row is None else row.max(axis=-2)
+    if row is not None:
+        row = row - finite_shift(top)[..., None]
+        # A row whose share underflows may have features as large as they come.
+        if np.any((row < MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
+            return LARGE_EXPONENTS
+        row = np.exp(row)
     for rows, weights in feature_tiles(key_spec, tokens.x, "features"):
         values = values_and_one[..., rows, :]
-        if shares is not None:
-            values = weighted(values, shares[..., rows, :])
+        if row is not None:
+            values = weighted(values, row[..., rows, :])
         added = weighted_sum(weights, values[..., None, :, :])
         added = added.reshape(*added.shape[:-3], -1, added.shape[-1])
         kvz = added if rows.start == 0 else np.add(kvz, added, out=kvz)
-        if has_underflowed:
-            max_weight = max(max_weight, float(weights.max()))
     z, (least, most) = kvz[..., -1], FEATURE_SUM_RANGE[kvz.itemsize]
-    if isinstance(key_spec, Pointwise) and key_spec.f == RELU:
-        z = np.where(z == 0, 1, z)
-    # A row whose share has underflowed may have features as large as they come.
-    least = max(least, floor_of(z.dtype) * values_and_one.shape[-2] * max_weight)
+    # Without keys there is nothing to lose.
+    is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
+    z = np.where((z == 0) & (is_relu | (top == -np.inf)), 1, z)
     if not (least <= z.min() <= z.max() <= most and all_finite(kvz)):
         return Declined(f"sums of features are not in {least:g} to {most:g}")
-    return kvz, log_offsets(key_spec, values_and_one.dtype) + top
-
-
-def _row_shares(key_spec: Spec, tokens: Tokens) -> tuple[Floats | None, Any, bool]:
-    """Row terms as factors, at most 1; the log of the largest; whether one has underflowed."""
-    row = row_term(key_spec, tokens)
-    if row is None:
-        return None, 0.0, False
-    top = row.max(axis=-2, keepdims=True)
-    shares = np.exp(row - (top if tokens.log_weight is None else finite_shift(top)))
-    has_underflowed = not (top - row).max() < -MIN_EXPONENT[row.itemsize] and bool(
-        np.any((shares < tiny(shares.dtype)) & (row > -np.inf))
-    )
-    return shares, top[..., 0], has_underflowed
+    return kvz, log_offsets(key_spec, values_and_one.dtype) + top.astype(kvz.dtype)
 
 
 def _add_stabilized(
@@ -156,7 +145,7 @@ def _add_stabilized(
 def _tile_rows(spec: Exponential, x: Floats) -> list[slice]:
     """Rows of a block whose features stay in cache."""
     numbers = prod(x.shape[:-2]) * spec.P.shape[-1] * num_sign_halves(spec)
-    n, size = x.shape[-2], max(tuning.SUB_BLOCK_ROWS, tuning.TILE_ELEMENTS // numbers)
+    n, size = x.shape[-2], max(tuning.MIN_BLOCK_ROWS, tuning.TILE_ELEMENTS // numbers)
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
