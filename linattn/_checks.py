@@ -519,14 +519,13 @@ def check_token_numbers(name: str, numbers: Any, key: Array, *, by_channel: bool
     if by_channel and array.ndim == key.ndim:
         fits = shape[-2] in (1, length) and shape[-1] in (1, dim)
     else:
-        fits = array.ndim in (1, key.ndim - 1) and shape[-1] in (1, length)
+        fits = array.ndim < key.ndim and shape[-1] in (1, length)
         array = array[..., None]
     if not fits:
-        wanted = f"({length},) or an axis for each axis of key but the last"
-        channels = f", or ({length}, {dim}) at the end for one a channel" if by_channel else ""
+        channels = f", or (..., {length}, {dim}) with as many" if by_channel else ""
         message = (
-            f"{name} must have a number for each token, shape {wanted}, as (..., {length})"
-            f"{channels}; got {shape} for a key {tuple(key.shape)}"
+            f"{name} must have a number for each token, shape (..., {length}) with fewer axes "
+            f"than key{channels}; got {shape} for a key {tuple(key.shape)}"
         )
         raise ValueError(message)
     xp = namespace(array)

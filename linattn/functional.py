@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 from linattn import _arrays, _checks
@@ -9,7 +11,8 @@ from linattn._driver import forward
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import SoftmaxOptions, WindowOptions
 from linattn._driver.problem import linear_problem, stamped, step_problem
-from linattn.typing import Array, ArrayT, FeatureMap, State
+from linattn._driver.tasks import take_rows
+from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]
 
@@ -23,6 +26,7 @@ def linear_attention(
     *,
     return_state: Literal[False] = False,
     return_log_normalizer: Literal[False] = False,
+    return_states_every: None = None,
     **options: Unpack[WindowOptions],
 ) -> ArrayT: ...
 
@@ -36,6 +40,7 @@ def linear_attention(
     *,
     return_state: Literal[True],
     return_log_normalizer: Literal[False] = False,
+    return_states_every: None = None,
     **options: Unpack[WindowOptions],
 ) -> tuple[ArrayT, State]: ...
 
@@ -49,6 +54,7 @@ def linear_attention(
     *,
     return_state: Literal[False] = False,
     return_log_normalizer: Literal[True],
+    return_states_every: None = None,
     **options: Unpack[WindowOptions],
 ) -> tuple[ArrayT, Array]: ...
 
@@ -62,6 +68,7 @@ def linear_attention(
     *,
     return_state: Literal[True],
     return_log_normalizer: Literal[True],
+    return_states_every: None = None,
     **options: Unpack[WindowOptions],
 ) -> tuple[ArrayT, State, Array]: ...
 
@@ -75,6 +82,7 @@ def linear_attention(
     *,
     return_state: bool = False,
     return_log_normalizer: bool = False,
+    return_states_every: int | None = None,
     **options: Unpack[WindowOptions],
 ) -> Any: ...
 
@@ -99,6 +107,7 @@ def linear_attention(
     initial_state: State | None = None,
     return_state: bool = False,
     return_log_normalizer: bool = False,
+    return_states_every: int | None = None,
     chunk_size: int | None = None,
     exact_window: int | None = None,
     exact_clusters: int | None = None,
@@ -166,6 +175,10 @@ def linear_attention(
     return_log_normalizer : bool, optional
         Also return the log of the denominator, ``(..., L)``, in the accumulation dtype; NaN where
         a signed map makes it negative, -inf where no key is seen. Default False.
+    return_states_every : int, optional
+        c: also return, as the last result, a list of the L // c states after c, 2 c, ... tokens, to
+        go back to or to begin others from. Causal only, without a window, clusters, stops or packed
+        sequences. Default: none.
     chunk_size : int, optional
         Tokens a block. By default chosen by length, features and backend; any value gives the
         same result to rounding.
@@ -190,8 +203,8 @@ def linear_attention(
     -------
     output : array, (..., L, e)
         In the library, dtype and device of the inputs; or the tuple
-        ``(output[, state][, log_normalizer])``. A query that sees no key, or whose denominator
-        is exactly 0, gets 0. NaN stays NaN.
+        ``(output[, state][, log_normalizer][, states])``. A query that sees no key, or whose
+        denominator is exactly 0, gets 0. NaN stays NaN.
 
     Raises
     ------
@@ -201,7 +214,8 @@ def linear_attention(
     ValueError
         Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
         fitted to the whole sequence with ``is_causal`` or stops; a window with L != S, with stops
-        or with a map of another kernel; the state of another map; stops that decrease or lie
+        or with a map of another kernel; states on the way of what is not causal; the state of
+        another map; stops that decrease or lie
         beyond S; borders that do not rise from 0 to the length.
 
     Warns
@@ -289,12 +303,25 @@ def linear_attention(
     )
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)
-    output, state, norm = forward.solve(problem, return_state=return_state)
-    if return_state:
-        assert state is not None
-        state = stamped(state, initial_state, feature_map, problem)
-    extra = [x for x, wanted in ((state, return_state), (norm, return_log_normalizer)) if wanted]
+    stamp = partial(stamped, before=initial_state, feature_map=feature_map)
+    output, *extra = _solved(problem, return_states_every, return_state, stamp)
+    wanted = (return_state, return_log_normalizer, return_states_every is not None)
+    extra = [x for x, wants in zip(extra, wanted, strict=True) if wants]
     return (output, *extra) if extra else output
+
+
+def _solved(
+    problem: Problem, interval: Any, return_state: bool, stamp: Callable[..., State]
+) -> tuple[Array, State | None, Array | None, list[State] | None]:
+    """Solve a problem; with an interval also the states on the way, each as that of its prefix."""
+    if interval is None:
+        output, state, norm = forward.solve(problem, return_state=return_state)
+        return output, None if state is None else stamp(state, problem=problem), norm, None
+    interval = _checks.check_positive_int("return_states_every", interval)
+    output, last, norm, states = forward.solve_in_parts(problem, interval)
+    prefixes = [take_rows(problem, slice(i * interval)) for i in range(1, len(states) + 1)]
+    on_the_way = [stamp(s, problem=part) for s, part in zip(states, prefixes, strict=True)]
+    return output, stamp(last, problem=problem), norm, on_the_way
 
 
 @overload

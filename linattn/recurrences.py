@@ -101,9 +101,9 @@ def linear_recurrence(
     update_rule : {"linear", "gated", "delta", "gated_delta"}
         As ONNX's ``LinearAttention`` names them.
     log_decay : array, (..., L) or (..., L, d), optional
-        g, at most 0, of any floating dtype; the gated rules need it. One number a token (with an
-        axis fewer than ``key``, or the length axis alone) or one a key channel (with as many);
-        axes of 1 broadcast. It acts before the token is written. -inf forgets everything.
+        g, at most 0, of any floating dtype; the gated rules need it. One number a token (with fewer
+        axes than ``key``) or one a key channel (with as many); axes of 1 broadcast. It acts before
+        the token is written. -inf forgets everything.
     beta : array, (..., L), optional
         The delta rules need it; in [0, 2] by convention. Shaped as ``log_decay`` a token.
     scale : float, optional

@@ -312,6 +312,21 @@ class Decoder:
         state = self._state._replace(length=self._state.length + self._stepped)
         return f"Decoder({self._feature_map!r}, {state!r})"
 
+    def copy(self) -> Decoder:
+        """Return a decoder that goes on from here by itself, to the same bits.
+
+        A draft is taken back by going on with a copy from before it.
+        """
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        if self._stepper is not None:
+            duplicate = getattr(self._stepper, "copy", None)
+            if duplicate is None:
+                twin.__dict__.update(self.__getstate__())
+            else:
+                twin._stepper = duplicate()
+        return twin
+
     @property
     def state(self) -> State:
         """The state after the last step."""

@@ -19,7 +19,8 @@ SIGNATURES = {
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
         "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
         "log_decay=None, normalize=True, initial_state=None, return_state=False, "
-        "return_log_normalizer=False, chunk_size=None, exact_window=None, exact_clusters=None, "
+        "return_log_normalizer=False, return_states_every=None, chunk_size=None, "
+        "exact_window=None, exact_clusters=None, "
         "window_bias=None, far_bias=None)"
     ),
     "softmax_attention": (
@@ -71,6 +72,7 @@ SIGNATURES = {
     "merge_outputs": "(parts)",
     "decode_step": "(query, key, value, state, feature_map, *, key_bias=None, log_decay=None)",
     "Decoder": "(feature_map, state)",
+    "Decoder.copy": "(self)",
     "Decoder.step": "(self, query, key, value, *, key_bias=None, log_decay=None)",
     "save_state": "(path, state, feature_map=None)",
     "load_state": "(path, feature_map=None, like=None)",

@@ -297,7 +297,7 @@ def test_numbers_a_token_broadcast():
         "log_decay": -np.linspace(0.1, 0.5, 3)[:, None, None][..., 0],
         "beta": np.full(80, 0.5),
     }
-    tokens = {**a, **gates, "log_decay": gates["log_decay"][None]}
+    tokens = {**a, **gates}
     full = {
         "log_decay": np.broadcast_to(tokens["log_decay"], (2, 3, 80)),
         "beta": np.broadcast_to(tokens["beta"], (2, 3, 80)),
@@ -601,7 +601,7 @@ def test_bad_arguments():
     attempt(ValueError, "beta must be given for update_rule='gated_delta', got None", beta=None)
     attempt(ValueError, "log_decay must be at most 0, got 0.9", log_decay=np.full((2, 3, 6), 0.9))
     attempt(ValueError, "beta must have a number for each token", beta=np.ones((2, 3, 5)))
-    attempt(ValueError, "for one a channel; got", log_decay=-np.ones((2, 3, 6, 4)))
+    attempt(ValueError, "with as many; got", log_decay=-np.ones((2, 3, 6, 4)))
     attempt(ValueError, "one length", value=a["value"][..., :5, :])
     attempt(ValueError, "one dim", query=a["query"][..., :4])
     attempt(ValueError, r"must have shape \(..., 5, 4\)", initial_state=np.zeros((4, 5)))

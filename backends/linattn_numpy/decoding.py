@@ -192,6 +192,7 @@ class Stepper:
 
     def __init__(self, problem: Problem, state: State) -> None:
         (*lead, m, width), dtype = state.kvz.shape, state.kvz.dtype
+        self._problem = problem
         self._token = _token(problem, np.array(state.log_scale))
         rows = np.zeros((*lead, width + MAX_BUFFERED_TOKENS, m), dtype)
         values = np.ones((*lead, MAX_BUFFERED_TOKENS, width), dtype)
@@ -234,6 +235,17 @@ class Stepper:
         self._flush()
         kvz = np.swapaxes(self._state, -1, -2).copy(order="C")
         return State(kvz, self._token.log_scale.copy(), self._length)
+
+    def copy(self) -> Stepper:
+        """Another stepper at the same place: buffered tokens stay so, and bits the same."""
+        kvz, log_scale = np.swapaxes(self._state, -1, -2), self._token.log_scale
+        twin = Stepper(self._problem, State(kvz, log_scale, self._length))
+        count = self._count
+        twin._buffered[..., :count, :] = self._buffered[..., :count, :]
+        twin._values[..., :count, :] = self._values[..., :count, :]
+        twin._count, twin._min_denominator = count, self._min_denominator
+        twin._reads_unshifted = self._reads_unshifted
+        return twin
 
     def _flush(self) -> None:
         """Add the buffered tokens to the state."""

@@ -8,18 +8,24 @@ from math import prod
 from typing import Any, NamedTuple
 
 from linattn import _dispatch, _generic
-from linattn._driver.blocks import OutputRows, numerators, token_block, warn_of_signs
+from linattn._driver.blocks import (
+    OutputRows,
+    block_slices,
+    numerators,
+    token_block,
+    warn_of_signs,
+)
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.packed import Batch, PackedRows, batches, join_states
 from linattn._driver.segments import run_segments
 from linattn._driver.stops import head_tasks, join_tasks, planned
-from linattn._driver.tasks import take_problem, task_index
+from linattn._driver.tasks import take_problem, take_rows, task_index
 from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, steps, update
 from linattn._driver.wrappers import read_spec
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Index, Partial, Problem, State
 
-__all__ = ["solve", "step"]
+__all__ = ["solve", "solve_in_parts", "step"]
 
 
 class _Solved(NamedTuple):
@@ -46,6 +52,35 @@ def solve(
     solved = run(problem, return_state, checkpoints)
     warn_of_signs(solved.negative, prod(solved.output.shape[:-1]), stacklevel=4)
     return solved[:3]
+
+
+def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array | None, list[State]]:
+    """Run a causal problem: output, last state, log normalizer, and the states on the way.
+
+    These are after each ``length`` tokens; each part goes on from the one before.
+    """
+    if problem.mode != "causal" or problem.cu_seqlens is not None:
+        message = (
+            f"return_states_every must be None unless causal, without a window, clusters, stops or "
+            f"packed sequences, got {length!r}; call linear_attention part by part, each with the "
+            f"state that the one before returned"
+        )
+        raise ValueError(message)
+    xp, num_tokens = problem.xp, problem.query.shape[-2]
+    state = initial_state(problem)
+    parts, states = [], []
+    # No tokens are one part too.
+    for rows in block_slices(num_tokens, length) if num_tokens else [slice(0, 0)]:
+        part = take_rows(problem, rows).replace(state=state)
+        parts.append(_solve_walks(part, True, None))
+        assert parts[-1].state is not None
+        state = parts[-1].state
+        if rows.stop - rows.start == length:
+            states.append(state)
+    output = xp.concat([part.output for part in parts], axis=-2)
+    warn_of_signs(sum(part.negative for part in parts), prod(output.shape[:-1]), stacklevel=4)
+    norms = [part.log_normalizer for part in parts]
+    return output, state, xp.concat(norms, axis=-1) if problem.want_log else None, states
 
 
 def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:

@@ -48,6 +48,7 @@ from linattn.testing.recurrences import (
     RecurrenceReport,
     check_recurrence,
 )
+from linattn.testing.rollback import assert_rollback
 from linattn.testing.strategies import feature_maps, norm_bounded_vectors, query_key_value
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "assert_normalized",
     "assert_permutation_invariant",
     "assert_picklable",
+    "assert_rollback",
     "assert_streaming",
     "assert_unbiased",
     "assert_variance",

@@ -148,9 +148,9 @@ class _Kernel:
         batch, heads, length, dim = query.shape
         group = self.layout.group
         grouped = query.reshape(batch, heads // group, group, length, dim)
-        others = {name: x[:, :, None] for name, x in arguments.items() if name != "query"}
+        of_keys = {name: x[:, :, None] for name, x in arguments.items() if name != "query"}
         loop: Any = recurrence
-        output, state = loop(grouped, update_rule=self.rule, **others)
+        output, state = loop(grouped, update_rule=self.rule, **of_keys)
         return output.reshape(batch, heads, *output.shape[3:]), state[:, :, 0]
 
     def compare(self, what: str, got: Floats, want: Floats) -> None:

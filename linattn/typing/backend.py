@@ -35,7 +35,11 @@ def implements(contract: F) -> Callable[[F], F]:
 
 
 class Stepper(Protocol):
-    """Decoding in place: both attributes are required."""
+    """Decoding in place: both attributes are required.
+
+    With a method ``copy()``, which returns another stepper at the same place, copies of a decoder
+    go on to the same bits; without it they go on from the state.
+    """
 
     @property
     def state(self) -> State:
