@@ -236,10 +236,10 @@ def linear_attention(
     memory O(c m + m e) for each head worked on at once, whatever the length. float16 and bfloat16
     are accumulated in float32.
 
-    Stops cost as causal attention. Where fewer than 64 keys or queries stand together and do not
-    alternate one by one, as with a small `causal_block`, up to twice that: they are put on common
-    positions. Stops with leading axes are done one by one of these, and their outputs then joined,
-    which takes one more copy. Packed sequences cost as their sum; short ones are batched.
+    Stops cost as causal attention where keys and queries alternate one by one, or by 64 or more.
+    Otherwise, as with a small `causal_block`, they are put on common positions, at most L + S.
+    Stops with leading axes are done one by one of these, and their outputs then joined, which takes
+    one more copy. Packed sequences cost as much as each by itself; short ones are batched.
 
     A window adds O(L w (d + e)) time and O(w^2) memory, full attention also a second pass over
     the keys for every factor of 64 in L / c, and 64 states at each. Numerator and denominator stay

@@ -360,6 +360,27 @@ def test_states_of_packed_sequences(numpy_path, borders, is_causal):
     assert linattn.merge_states(first, second).kvz.shape == first.kvz.shape
 
 
+@pytest.mark.parametrize("decay", [-0.3, [-0.1, -0.5], None], ids=["number", "heads", "tokens"])
+def test_packed_sequences_decay_by_themselves(numpy_path, decay):
+    borders = BORDERS[0]
+    arrays = inputs(20)
+    decay = np.asarray(-np.abs(inputs(20, seed=3)[2][..., 0]) if decay is None else decay)
+    options = {"is_causal": True, "return_state": True}
+    out, state = linattn.linear_attention(
+        *arrays, PHI, **options, cu_seqlens=borders, log_decay=decay if decay.ndim else -0.3
+    )
+    for i, (start, stop) in enumerate(itertools.pairwise(borders)):
+        part = [a[..., start:stop, :] for a in arrays]
+        own: Any = decay[:, start:stop] if decay.ndim == 2 else decay
+        expected, after = linattn.linear_attention(
+            *part, PHI, **options, log_decay=own if decay.ndim else -0.3
+        )
+        assert_allclose(out[..., start:stop, :], expected, rtol=1e-11, atol=1e-12)
+        last = linattn.State(state.kvz[i], state.log_scale[i], after.length)
+        assert_same_state(last, after)
+        assert_allclose(state.log_decay[i], after.log_decay, rtol=1e-12)
+
+
 # Gradients --------------------------------------------------------------------------------------
 
 BIAS = np.random.default_rng(7).standard_normal((2, 13))

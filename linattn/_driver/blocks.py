@@ -120,12 +120,19 @@ def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:
 class OutputRows:
     """Where finished rows go: a preallocated array, or a list for arrays that cannot be set."""
 
-    def __init__(self, problem: Problem, width: int, dtype: Any, functions: BlockFunctions) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        width: int,
+        dtype: Any,
+        functions: BlockFunctions,
+        array: Array | None = None,
+    ) -> None:
         self._xp = problem.xp
         self._shape = (*problem.lead, problem.query.shape[-2], width)
         self._blocks: dict[int, Array] = {}
-        self._array = None
-        if not problem.lazy or 0 in self._shape:
+        self._array = array
+        if array is None and (not problem.lazy or 0 in self._shape):
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
         self._dtype = dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ def solve(
 
     ``checkpoints`` stores states of a causal problem on the way.
     """
-    run = _solve_walks
+    run: Callable[..., _Solved] = _solve_walks
     if problem.cu_seqlens is not None:
         run = _solve_packed
     elif problem.key_stop is not None and problem.key_stop.ndim > 1:
@@ -93,9 +93,11 @@ def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints
     for number, batch in enumerate(batches(problem)):
         part = batch.problem(problem, mask_rest=return_state or not problem.is_causal)
         store = None if checkpoints is None else checkpoints.part(number)
-        solved = _solve_walks(part, return_state, store)
+        place = output.place_of(batch)
+        solved = _solve_walks(part, return_state, store, place)
         negative += solved.negative
-        output.write(batch, solved.output)
+        if place is None or solved.output is not place:
+            output.write(batch, solved.output)
         if norms is not None and solved.log_normalizer is not None:
             norms.write(batch, solved.log_normalizer[..., None])
         if solved.state is not None:
@@ -123,7 +125,13 @@ def _solve_heads(problem: Problem, return_state: bool, checkpoints: Checkpoints 
     return _Solved(output, state, norm, negative)
 
 
-def _solve_walks(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:
+def _solve_walks(
+    problem: Problem,
+    return_state: bool,
+    checkpoints: Checkpoints | None,
+    place: Array | None = None,
+) -> _Solved:
+    """Solve a problem, with its output in a place that may be given."""
     whole = _dispatch.whole_function("attention", problem)
     if whole is not None:
         answer: Any = whole(problem)
@@ -135,7 +143,8 @@ def _solve_walks(problem: Problem, return_state: bool, checkpoints: Checkpoints 
     if checkpoints is not None:
         # Checkpoints stand before the blocks of the pullback.
         plan = plan.for_gradients()
-    output = OutputRows(problem, problem.value.shape[-1], problem.query.dtype, functions)
+    dtype, width = problem.query.dtype, problem.value.shape[-1]
+    output = OutputRows(problem, width, dtype, functions, place)
     norms = OutputRows(problem, 1, problem.dtype, functions) if problem.want_log else None
     states: list[tuple[Index, State]] = []
 

@@ -163,6 +163,16 @@ class PackedRows:
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(shape, dtype=dtype, device=device)
 
+    def place_of(self, batch: Batch) -> Array | None:
+        """View ``(..., g, n, w)`` of where rows of a batch go; None where they must be copied."""
+        if not isinstance(self._array, np.ndarray) or not batch.is_slice or 0 in self._shape:
+            return None
+        first, count = int(batch.starts[0]), len(batch) * batch.longest
+        view = self._array[..., first : first + count, :]
+        if len(batch) == 1:
+            return view
+        return view.reshape(*self._shape[:-2], len(batch), batch.longest, self._shape[-1])
+
     def write(self, batch: Batch, rows: Array) -> None:
         """Put rows ``(..., g, n, w)`` of a batch where its sequences are."""
         if 0 in self._shape:
