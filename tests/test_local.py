@@ -273,6 +273,23 @@ def test_t5_is_a_window_bias():
     assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize("size", [1.0, 1e-20], ids=["values", "small values"])
+@pytest.mark.parametrize("window", [(9, 4), (150, 20)])
+def test_hidden_keys_of_any_size_take_nothing(backend, size, window, monkeypatch):
+    """Logits of hundreds beside the window: its weights do not underflow on their scale."""
+    if window[0] > 100:
+        monkeypatch.setattr(local, "MAX_PAIRS", 2**13)  # several runs of keys
+    query, key, value = np.random.default_rng(10).standard_normal((3, 300, 6)).astype(np.float32)
+    query[:, 0], key[::37, 0] = 4, np.linspace(5, 100, 9)
+    value = np.float32(size) * value
+    with linattn.config() if backend else linattn.without_backends():
+        out = linattn.softmax_attention(query, key, value, local_window_size=window)
+    doubles = [x.astype(np.float64) for x in (query, key, value)]
+    expected = softmax_attention(*doubles, visible=in_window(300, window))
+    assert_allclose(out / np.float64(size), expected / size, rtol=0, atol=2e-5)
+
+
 def test_a_later_token_moves_no_earlier_row():
     query, key, value = np.random.default_rng(5).standard_normal((3, 100, 4))
     changed = key.copy()

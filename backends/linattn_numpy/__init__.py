@@ -20,7 +20,7 @@ from linattn_numpy.causal import scan_block
 from linattn_numpy.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
 from linattn_numpy.clusters import assign_block, choose_block, clusters_block
 from linattn_numpy.decoding import decode, stepper
-from linattn_numpy.exact import exact_block, exact_more, window_block
+from linattn_numpy.exact import band_block, exact_block, exact_more, window_block
 from linattn_numpy.planning import plan
 from linattn_numpy.prefix_states import far_states
 from linattn_numpy.products import kernel_status
@@ -29,6 +29,7 @@ from linattn_numpy.threads import limited_threads
 
 __all__ = [
     "assign_block",
+    "band_block",
     "choose_block",
     "clusters_block",
     "decode",
@@ -57,6 +58,7 @@ __all__ = [
 if TYPE_CHECKING:
     # A type checker compares each with the contract.
     implements(Backend.assign_block)(assign_block)
+    implements(Backend.band_block)(band_block)
     implements(Backend.choose_block)(choose_block)
     implements(Backend.clusters_block)(clusters_block)
     implements(Backend.decode)(decode)

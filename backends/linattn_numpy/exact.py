@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Partial, Tokens
-from linattn_numpy.limits import EMPTY, all_finite, exp, row_max
+from linattn_numpy.limits import EMPTY, MIN_READ_DENOMINATOR, all_finite, exp, row_max
 from linattn_numpy.products import product, transposed
 
 __all__ = [
+    "band_block",
     "exact_block",
     "exact_more",
     "window_block",
@@ -80,20 +81,50 @@ def window_block(
     """Exact part of a window: keys of neighbouring blocks are views that overlap, not copies."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
         return EMPTY
-    g, w = query.x.shape[-3:-1]
-    width = 2 if is_causal else 3
-    keys = Tokens(_neighbors(key.x, g, width), _neighbors(key.log_weight, g, width), key.start)
+    w = query.x.shape[-2]
     visible = np.tri(w, 2 * w, w, dtype=bool) if is_causal else None
-    part = exact_block(spec, query, keys, _neighbors(values_and_one, g, width), visible)
-    if is_causal and isinstance(part, Partial) and not np.isfinite(part.num_den).all():
+    part = band_block(spec, query, key, values_and_one, visible)
+    if is_causal and isinstance(part, Partial) and not all_finite(part.num_den):
         return NOT_FINITE
     return part
+
+
+def band_block(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    visible: NDArray[np.bool_] | None,
+) -> Partial | Declined:
+    """Softmax attention of blocks to those beside them, which are views that overlap."""
+    if 0 in query.x.shape or 0 in values_and_one.shape:
+        return EMPTY
+    g = query.x.shape[-3]
+    width = key.x.shape[-3] - g + 1
+    keys = Tokens(_neighbors(key.x, g, width), _neighbors(key.log_weight, g, width), key.start)
+    values_and_one = _neighbors(values_and_one, g, width)
+    if visible is None:
+        return exact_block(spec, query, keys, values_and_one)
+    logits = _logits(spec, query, keys)
+    row = row_max(logits)
+    if not np.isfinite(row).all():
+        return Declined("a query sees no key, or its logits are not finite")
+    logits -= row
+    # The scale is that of hidden keys too: -inf in their place would slow the exponentials down.
+    weights = exp(logits)
+    np.copyto(weights, 0, where=~visible)
+    num_den = np.matmul(weights, values_and_one)
+    sees = np.asarray(visible.any(axis=-1))
+    if not ((num_den[..., -1] >= MIN_READ_DENOMINATOR[num_den.itemsize]) | ~sees).all():
+        return Declined("small weights beside those of hidden keys, or none")
+    return Partial(num_den, row if sees.all() else np.where(sees[:, None], row, -np.inf))
 
 
 def _neighbors(x: Any, g: int, width: int) -> Any:
     """View of each block and those behind it, ``(..., g, width w, .)``; None stays None."""
     if x is None:
         return None
-    x = np.ascontiguousarray(x)
     *lead, _, w, d = x.shape
+    if x.strides[-3] != w * x.strides[-2]:
+        x = np.ascontiguousarray(x)
     return np.lib.stride_tricks.as_strided(x, (*lead, g, width * w, d), x.strides, writeable=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
@@ -19,20 +19,22 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import raw_tokens
 from linattn._driver.relative_bias import bias_block
 from linattn._driver.token_blocks import (
-    beside,
     biased_keys,
     biased_queries,
     flat_rows,
     in_blocks,
     key_blocks,
 )
-from linattn._generic.exact import exact_pairs
+from linattn._generic.exact import beside, exact_pairs
 from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
 __all__ = ["is_banded", "keys_of_rows", "local_rows", "rows_of_keys", "short_rows", "visible_pairs"]
 
-MAX_PAIRS = 2**18
+MAX_PAIRS = 2**19
 """Pairs of one step, on which the memory of it depends."""
+
+MAX_TOKENS = 2**10
+"""Tokens that are made ready at once for short windows, which overlap."""
 
 MIN_ROWS, MAX_ROWS = 32, 256
 """Tokens of a short block: fewer make small products, more see more that only some rows need."""
@@ -83,32 +85,92 @@ def visible_pairs(problem: Problem, first: int, n: int, s: int) -> Array:
     if first - (n - 1) >= -left and first + s - 1 <= right:
         return None
     xp, device = problem.xp, array_api_compat.device(problem.key)
-    offset = xp.arange(first, first + s, device=device) - xp.arange(n, device=device)[:, None]
-    return (offset >= -left) & (offset <= right)
+    key, query = xp.arange(first, first + s, device=device), xp.arange(n, device=device)[:, None]
+    return (key >= query - left) & (key <= query + right)
 
 
 def local_rows(problem: Problem, functions: BlockFunctions) -> Iterator[tuple[slice, Partial]]:
     """Softmax attention of a band, group by group. O(L w (d + e)) time for w keys a query."""
     left, right = band(problem)
-    length, n = problem.query.shape[-2], _block_rows(left + right + 1)
-    before, behind, count = -(-left // n), -(-right // n), -(-length // n)
-    group = max(1, MAX_PAIRS // (n * n * (before + 1 + behind)))
-    for first in range(0, count, group):
-        g = min(group, count - first)
-        rows = slice(first * n, min((first + g) * n, length))
-        spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
-        query = in_blocks(query, g * n, n)
+    n = _block_rows(left + right + 1)
+    blocks = _Blocks(n, -(-left // n), -(-right // n), -(-problem.query.shape[-2] // n))
+    walk = _short_windows if n * n * blocks.width <= MAX_PAIRS else _long_windows
+    for first, g, part in walk(problem, functions, blocks):
+        rows = slice(first * n, min((first + g) * n, problem.query.shape[-2]))
+        yield rows, flat_rows(part, rows.stop - rows.start)
+
+
+class _Blocks(NamedTuple):
+    """How a sequence is cut into short blocks."""
+
+    size: int
+    before: int
+    """Blocks that the window of a block reaches into before it."""
+    behind: int
+    total: int
+
+    @property
+    def width(self) -> int:
+        return self.before + 1 + self.behind
+
+
+def _short_windows(
+    problem: Problem, functions: BlockFunctions, blocks: _Blocks
+) -> Iterator[tuple[int, int, Partial]]:
+    """Windows that are read at once, those of a group together: first block, how many, partial."""
+    n, before, behind, total = blocks
+    length, group = problem.key.shape[-2], max(1, MAX_PAIRS // (n * n * blocks.width))
+    span = group * max(1, MAX_TOKENS // (group * n))
+    pairs = _pairs(problem, -before * n, n, blocks.width * n)
+    for start in range(0, total, span):
+        stop = min(start + span, total)
+        padded = start < before or (stop + behind) * n > length
+        keys, values_and_one = key_blocks(problem, start - before, stop + behind, n, 0)
+        keys = biased_keys(problem, keys, padded=padded)
+        for first in range(start, stop, group):
+            g = min(group, stop - first)
+            each = slice(first - start, first - start + g + blocks.width - 1)
+            weight = keys.log_weight
+            if problem.key_mask is None and first >= before and (first + g + behind) * n <= length:
+                weight = None
+            weight = None if weight is None else weight[..., each, :, :]
+            key = Tokens(keys.x[..., each, :, :], weight, 0)
+            spec, query = _query_blocks(problem, first, g, n)
+            values = values_and_one[..., each, :, :]
+            yield first, g, _add(problem, functions, spec, query, key, values, pairs, None)
+
+
+def _long_windows(
+    problem: Problem, functions: BlockFunctions, blocks: _Blocks
+) -> Iterator[tuple[int, int, Partial]]:
+    """Windows of one block of queries at a time, a few blocks of keys after the other."""
+    n, before, behind, total = blocks
+    length = problem.key.shape[-2]
+    for first in range(total):
+        spec, query = _query_blocks(problem, first, 1, n)
         part: Any = None
         # Blocks of keys, counted from the block of the queries; none lies outside of all keys.
-        ends = max(-before, -(first + g - 1)), min(behind, count - 1 - first)
-        for low, high in _runs(problem, n, *ends, most=max(1, MAX_PAIRS // (g * n * n))):
-            start, stop = first + low, first + g - 1 + high
-            keys, values_and_one = key_blocks(problem, start, stop, n, 0)
-            keys = biased_keys(problem, keys, padded=start < 0 or stop * n > length)
-            key = Tokens(beside(keys.x, g), beside(keys.log_weight, g), keys.start)
-            values_and_one = beside(values_and_one, g)
-            part = _add(problem, functions, spec, query, key, values_and_one, low * n, part)
-        yield rows, flat_rows(part, rows.stop - rows.start)
+        ends = max(-before, -first), min(behind, total - 1 - first)
+        for low, high in _runs(problem, n, *ends, most=max(1, MAX_PAIRS // (n * n))):
+            keys, values_and_one = key_blocks(problem, first + low, first + high, n, 0)
+            keys = biased_keys(problem, keys, padded=(first + high) * n > length)
+            pairs = _pairs(problem, low * n, n, (high - low) * n)
+            part = _add(problem, functions, spec, query, keys, values_and_one, pairs, part)
+        yield first, 1, part
+
+
+def _query_blocks(problem: Problem, first: int, g: int, n: int) -> tuple[Exact, Tokens]:
+    rows = slice(first * n, min((first + g) * n, problem.query.shape[-2]))
+    spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+    return spec, in_blocks(query, g * n, n)
+
+
+def _pairs(problem: Problem, first: int, n: int, s: int) -> tuple[Array, Array]:
+    """Which pairs of a block count, and their bias with an axis for blocks."""
+    bias = None
+    if problem.relative_bias is not None:
+        bias = bias_block(problem.relative_bias, first, n, s)[..., None, :, :]
+    return visible_pairs(problem, first, n, s), bias
 
 
 def _block_rows(window: int) -> int:
@@ -117,14 +179,15 @@ def _block_rows(window: int) -> int:
 
 
 def _runs(problem: Problem, n: int, low: int, high: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut blocks low to high into runs ``(first, stop)``: those seen as a whole by themselves."""
-    if high + 1 - low <= most:
-        yield low, high + 1
-        return
+    """Cut blocks low to high into runs ``(first, stop)``, first those seen as a whole.
+
+    They set the scale, on which further ones are added for less.
+    """
     left, right = band(problem)
     edges = [low, -((left - n + 1) // n), (right - n + 1) // n + 1, high + 1]
     edges = sorted(min(max(edge, low), high + 1) for edge in edges)
-    for start, stop in pairwise(edges):
+    before, whole, after = pairwise(edges)
+    for start, stop in (whole, before, after):
         for first in range(start, stop, most):
             yield first, min(first + most, stop)
 
@@ -136,18 +199,26 @@ def _add(
     query: Tokens,
     key: Tokens,
     values_and_one: Array,
-    first: int,
+    pairs: tuple[Array, Array],
     part: Partial | None,
 ) -> Partial:
-    """Add keys to what queries have seen so far."""
-    n, s = query.x.shape[-2], key.x.shape[-2]
-    bias = None
-    if problem.relative_bias is not None:
-        # An axis for blocks.
-        bias = bias_block(problem.relative_bias, first, n, s)[..., None, :, :]
-    visible = visible_pairs(problem, first, n, s)
-    if part is not None and visible is None and bias is None:
-        return functions.exact_more(spec, query, key, values_and_one, part)  # type: ignore[no-any-return]
-    block = (spec, query, key, values_and_one, visible, bias)
-    more = exact_pairs(*block, problem.lazy, functions.exact_block)
+    """Add blocks of keys to what queries have seen so far."""
+    g = query.x.shape[-3]
+    visible, bias = pairs
+    more: Partial | None = None
+    if bias is None and (part is None or visible is not None):
+        more = functions.band_block(spec, query, key, values_and_one, visible)
+        if visible is not None and not _all_finite(problem, more):
+            more = None
+    if more is None:
+        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+        block = (spec, query, keys, beside(values_and_one, g))
+        if part is not None and visible is None and bias is None:
+            return functions.exact_more(*block, part)  # type: ignore[no-any-return]
+        more = exact_pairs(*block, visible, bias, problem.lazy)
     return more if part is None else _generic.combine(part, more)
+
+
+def _all_finite(problem: Problem, part: Partial) -> bool:
+    """Whether no row holds what it may not see; False where that cannot be known."""
+    return not problem.lazy and bool(problem.xp.all(problem.xp.isfinite(part.num_den)))

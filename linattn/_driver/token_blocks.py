@@ -7,7 +7,7 @@ from linattn._driver.blocks import raw_tokens, values_and_one_block
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
-__all__ = ["beside", "biased_keys", "biased_queries", "flat_rows", "in_blocks", "key_blocks"]
+__all__ = ["biased_keys", "biased_queries", "flat_rows", "in_blocks", "key_blocks"]
 
 
 def biased_queries(problem: Problem, tokens: Tokens) -> tuple[Exact, Tokens]:
@@ -92,17 +92,3 @@ def flat_rows(part: Partial, rows: int) -> Partial:
     *lead, g, n, width = part.num_den.shape
     num_den = xp.reshape(part.num_den, (*lead, g * n, width))[..., :rows, :]
     return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * n, 1))[..., :rows, :])
-
-
-def beside(x: Array, g: int) -> Array:
-    """Tokens of each of g blocks and of those that follow it; None stays None."""
-    if x is None:
-        return None
-    width = x.shape[-3] - g + 1
-    if width == 1:
-        return x
-    if g == 1:
-        *lead, count, n, d = x.shape
-        return _arrays.namespace(x).reshape(x, (*lead, 1, count * n, d))
-    xp = _arrays.namespace(x)
-    return xp.concat([x[..., i : i + g, :, :] for i in range(width)], axis=-2)

@@ -21,8 +21,8 @@ from linattn._driver.clusters import ExactClusters
 from linattn._driver.local import visible_pairs
 from linattn._driver.relative_bias import bias_block
 from linattn._driver.tasks import with_block_axis
-from linattn._driver.token_blocks import beside, flat_rows, in_blocks, key_blocks
-from linattn._generic.exact import exact_pairs
+from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
+from linattn._generic.exact import beside, exact_pairs
 from linattn._generic.prefix_states import state_at
 from linattn.typing import Array, Partial, Problem, State, Tokens
 

@@ -15,7 +15,7 @@ from linattn._generic.causal import scan_block
 from linattn._generic.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
 from linattn._generic.clusters import assign_block, choose_block, clusters_block
 from linattn._generic.column_means import normalize_state
-from linattn._generic.exact import exact_block, exact_more, window_block
+from linattn._generic.exact import band_block, exact_block, exact_more, window_block
 from linattn._generic.features import change_coordinates, evaluate
 from linattn._generic.numerics import divisor, finite_shift, ignore_fp_warnings
 from linattn._generic.planning import plan, run_in_order
@@ -35,6 +35,7 @@ from linattn._generic.states import (
 __all__ = [
     "CALLS",
     "assign_block",
+    "band_block",
     "change_coordinates",
     "choose_block",
     "clusters_block",
@@ -71,6 +72,7 @@ __all__ = [
 CALLS = {
     "clusters_block": ("exact_block",),
     "scan_vjp": ("scan_query_vjp", "scan_key_vjp"),
+    "band_block": ("exact_block",),
     "window_block": ("exact_block",),
 }
 """What a generic function calls of the block tier, by the names of its parameters."""

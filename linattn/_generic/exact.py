@@ -13,7 +13,7 @@ from linattn._generic.numerics import finite_shift
 from linattn._generic.states import combine
 from linattn.typing import Array, Exact, Partial, Tokens
 
-__all__ = ["exact_block", "exact_more", "exact_pairs", "window_block"]
+__all__ = ["band_block", "beside", "exact_block", "exact_more", "exact_pairs", "window_block"]
 
 
 def exact_block(
@@ -56,6 +56,38 @@ def exact_more(
 ) -> Partial:
     """Add a block of keys to a partial of the same queries. Cost as :func:`exact_block`."""
     return combine(part, exact_block(spec, query, key, values_and_one))
+
+
+def band_block(
+    spec: Exact,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    visible: Array | None,
+    exact_block: Any = exact_block,
+) -> Partial:
+    """Softmax attention of blocks of queries to keys of their own block and of those beside it.
+
+    Queries ``(..., g, n, d)``, keys of k blocks for each ``(..., g + k - 1, n, d)``. O(g k n^2 (d +
+    e)) time, O(g k n (n + d + e)) memory.
+    """
+    g = query.x.shape[-3]
+    keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+    return exact_block(spec, query, keys, beside(values_and_one, g), visible)  # type: ignore[no-any-return]
+
+
+def beside(x: Array, g: int) -> Array:
+    """Tokens of each of g blocks and of those that follow it; None stays None."""
+    if x is None:
+        return None
+    width = x.shape[-3] - g + 1
+    if width == 1:
+        return x
+    xp = namespace(x)
+    if g == 1:
+        *lead, count, n, d = x.shape
+        return xp.reshape(x, (*lead, 1, count * n, d))
+    return xp.concat([x[..., i : i + g, :, :] for i in range(width)], axis=-2)
 
 
 def exact_pairs(
@@ -128,13 +160,13 @@ def window_block(
     xp = namespace(values_and_one)
     g, w = query.x.shape[-3:-1]
     if not is_causal:
-        keys = Tokens(_beside(key.x, g, 3), _beside(key.log_weight, g, 3), key.start)
-        return exact_block(spec, query, keys, _beside(values_and_one, g, 3))  # type: ignore[no-any-return]
+        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+        return exact_block(spec, query, keys, beside(values_and_one, g))  # type: ignore[no-any-return]
     if not lazy:
-        keys = Tokens(_beside(key.x, g, 2), _beside(key.log_weight, g, 2), key.start)
+        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
         index = xp.arange(2 * w, device=array_api_compat.device(values_and_one))
         visible = index <= index[w:, None]
-        part: Partial = exact_block(spec, query, keys, _beside(values_and_one, g, 2), visible)
+        part: Partial = exact_block(spec, query, keys, beside(values_and_one, g), visible)
         if bool(xp.all(xp.isfinite(part.num_den))):
             return part
     current = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
@@ -143,14 +175,6 @@ def window_block(
     return combine(
         part, exact_causal_block(spec, query, current, values_and_one[..., 1:, :, :], exact_block)
     )
-
-
-def _beside(x: Array, g: int, width: int) -> Array:
-    """Tokens of each block and of those beside it, ``(..., g, width w, ·)``; None stays None."""
-    if x is None:
-        return None
-    xp = namespace(x)
-    return xp.concat([x[..., i : i + g, :, :] for i in range(width)], axis=-2)
 
 
 def _where(x: Array, blocks: slice) -> Array:

@@ -251,10 +251,12 @@ def _exact_arguments(
         near = Tokens(_masked(near.x, weight), weight, 0)
     near_values = rng.standard_normal((*heads.value, beside, w, VALUE_DIM + 1))
     near_values[..., -1] = 1
+    band = np.tri(w, (beside - g + 1) * w, w, dtype=bool) if rng.integers(2) else None
     return {
         "exact_block": (spec, query, key, values, visible),
         "exact_more": (spec, query, key, values, part),
         "window_block": (spec, blocked, near, near_values, is_causal, False),
+        "band_block": (spec, blocked, near, near_values, band),
         "exact_query_vjp": pulled,
         "exact_key_vjp": pulled,
     }
@@ -348,6 +350,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
         "values_block",
         "divide",
         "window_block",
+        "band_block",
         "far_states",
         "assign_block",
         "choose_block",

@@ -40,6 +40,7 @@ RESULTS = {
     "values_block": ("array",),
     "divide": ("array",),
     "window_block": ("partial",),
+    "band_block": ("partial",),
     "far_states": ("states", "states"),
     "assign_block": ("state", "choice", "array"),
     "choose_block": ("choice", "partial"),

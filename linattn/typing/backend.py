@@ -140,6 +140,18 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
+    def band_block(
+        spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, visible: Array | None
+    ) -> Partial | Declined:
+        """Softmax attention of blocks of queries to keys of their own block and of those beside it.
+
+        Queries are ``(..., g, n, d)``, keys ``(..., g + k - 1, n, d)``: block i sees blocks i to
+        i + k - 1. ``visible``, ``(n, k n)``, is the same for all; None means all. Values
+        that are not finite may reach rows that do not see them: the caller checks.
+        """
+        ...
+
+    @staticmethod
     def values_block(value: Array, mask: Array | None, dtype: Any) -> Array | Declined:
         """``[v, 1]``: values with a column of 1 appended, masked ones as 0; for one use."""
         ...
