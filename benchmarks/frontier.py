@@ -216,29 +216,37 @@ def summary(found: dict[tuple[str, int], list[Point]]) -> dict[str, list[Summary
 
 
 def draw(panels: dict[int, dict[str, list[Summary]]], path: Path) -> None:
-    """Draw median errors against pairs, a panel for each length."""
+    """Draw errors against pairs, a column for each length: median heads above, worst ones below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure = Figure(figsize=(4.2 * len(panels), 4.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(4.8 * len(panels), 8), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (length, curves) in zip(
-        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
-    ):
+    all_axes = figure.subplots(2, len(panels), sharey="row", sharex="col", squeeze=False)
+    for column, (length, curves) in zip(all_axes.T, panels.items(), strict=True):
         clusters = [name for name in curves if name.endswith(" landmarks")]
-        for i, (name, curve) in enumerate(curves.items()):
-            pairs, median, _ = zip(*curve, strict=True)
-            if name in clusters:
-                label = f"{name}, exact clusters"
-                colour = (0.75 - 0.15 * clusters.index(name), 0.1, 0.2)
-                axes.plot(pairs, median, ".-", color=colour, label=label)
-            else:
-                axes.plot(pairs, median, "--", color=f"C{i % 10}", label=name)
-        axes.set(xscale="log", yscale="log", title=f"{length:,} tokens", ylim=(5e-3, 1))
-        axes.set_xlabel("keys and columns a query is weighed against")
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("median error of a head")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=4)
+        for name, curve in curves.items():
+            pairs, *errors = zip(*curve, strict=True)
+            for axes, values in zip(column, errors, strict=True):
+                if name in clusters:
+                    shade = 0.85 - 0.16 * clusters.index(name)
+                    label, style = f"{name}, exact clusters", {"color": (shade, 0.1, 0.2)}
+                    axes.plot(pairs, values, ".-", label=label, **style)
+                else:
+                    axes.plot(pairs, values, "--", label=name)
+        column[0].set_title(f"{length:,} tokens")
+        for axes in column:
+            axes.set(xscale="log", yscale="log", ylim=(1e-2, 1), xlim=(30, 1100))
+            axes.grid(alpha=0.3)
+            axes.xaxis.set_major_locator(FixedLocator([2**i for i in range(5, 11)]))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter("{x:g}")
+        column[1].set_xlabel("keys and columns a query is weighed against")
+    all_axes[0, 0].set_ylabel("error of the median head")
+    all_axes[1, 0].set_ylabel("error of the worst head")
+    handles = all_axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncol=2 + len(panels) // 3)
     figure.savefig(path)
 
 
