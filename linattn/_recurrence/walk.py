@@ -17,7 +17,7 @@ from linattn.typing import Array
 
 __all__ = ["pull_back", "solve", "step"]
 
-GROUP_SIZE = 2**17
+GROUP_SIZE = 2**18
 """Entries of the triangles of a group, all heads and chunks together: they stay in a cache."""
 
 
