@@ -290,6 +290,15 @@ def test_hidden_keys_of_any_size_take_nothing(backend, size, window, monkeypatch
     assert_allclose(out / np.float64(size), expected / size, rtol=0, atol=2e-5)
 
 
+def test_blocks_further_than_the_bias_have_that_of_their_side(monkeypatch):
+    monkeypatch.setattr(local, "MAX_PAIRS", 2**10)  # a block of keys at a time
+    query, key, value = np.random.default_rng(11).standard_normal((3, 300, 6))
+    near, far = np.linspace(-1, 1, 11), (-2.0, 1.5)
+    out = linattn.softmax_attention(query, key, value, window_bias=near, far_bias=far)
+    bias = bias_of_pairs(300, near, far)
+    assert_allclose(out, softmax_attention(query, key, value, bias=bias), rtol=1e-11, atol=1e-12)
+
+
 def test_a_later_token_moves_no_earlier_row():
     query, key, value = np.random.default_rng(5).standard_normal((3, 100, 4))
     changed = key.copy()
