@@ -82,6 +82,13 @@ FLAGGED: dict[str, Callable[..., Any]] = {
     "functional.softmax_attention": lambda **flag: linattn.softmax_attention(*QKV, **flag),
     "gradients.linear_attention_vjp": lambda **flag: linattn.linear_attention_vjp(*LINEAR, **flag),
     "gradients.softmax_attention_vjp": lambda **flag: linattn.softmax_attention_vjp(*QKV, **flag),
+    "positions.rotary": lambda **flag: linattn.positions.rotary(QKV[0], **flag),
+    "recurrences.linear_recurrence": lambda **flag: linattn.linear_recurrence(
+        *QKV, update_rule="linear", **flag
+    ),
+    "recurrences.linear_recurrence_vjp": lambda **flag: linattn.linear_recurrence_vjp(
+        *QKV, update_rule="linear", **flag
+    ),
     "reference.kernel_attention": lambda **flag: linattn.reference.kernel_attention(
         *LINEAR, **flag
     ),
@@ -154,6 +161,9 @@ FLAGGED: dict[str, Callable[..., Any]] = {
     "interop.torch.softmax_attention": _interop("torch", "softmax_attention"),
     "sklearn.RandomFeatures": lambda **flag: linattn.sklearn.RandomFeatures(**flag).fit(QKV[0]),
     "testing.assert_batch_independent": _batches,
+    "testing.check_recurrence": lambda **flag: linattn.testing.check_recurrence(
+        linattn.reference.recurrence, update_rule="linear", **flag
+    ),
     "testing.moments.block_kurtosis": lambda **flag: linattn.testing.moments.block_kurtosis(
         "positive", 1.0, 4, 4, **flag
     ),

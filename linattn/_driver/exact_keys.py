@@ -54,7 +54,8 @@ def exact_fields(
 
 def _checked_bias(arrays: Sequence[Array], dtype: Any, options: Options) -> RelativeBias | None:
     """Check a bias of offsets, of which only those of near keys may differ."""
-    leads = {name: tuple(x.shape[:-2]) for name, x in zip("qkv", arrays, strict=True)}
+    names = "query", "key", "value"
+    leads = {name: tuple(x.shape[:-2]) for name, x in zip(names, arrays, strict=True)}
     bias = check_relative_bias(
         options.window_bias,
         options.far_bias,
