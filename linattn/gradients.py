@@ -75,6 +75,8 @@ def linear_attention_vjp(
     prefix_length: Any = None,
     causal_block: int | None = None,
     cu_seqlens: Any = None,
+    log_decay: Array | float | None = None,
+    normalize: bool = True,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -103,7 +105,7 @@ def linear_attention_vjp(
         Same library, dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, key_bias, key_lengths, initial_state, chunk_size
+    is_causal, key_mask, key_bias, key_lengths, log_decay, normalize, initial_state, chunk_size
         As for :func:`linattn.linear_attention`.
     key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.linear_attention`.
@@ -118,11 +120,11 @@ def linear_attention_vjp(
         What :func:`linattn.linear_attention` returns for the same arguments.
     pullback : callable
         ``pullback(grad_output, grad_state=None) -> (grad_query, grad_key, grad_value)``, and then,
-        of those that there are, the gradients by ``initial_state.kvz`` and ``key_bias``, in this
-        order. ``grad_output``, (..., L, e), is the derivative of the loss by ``output``.
-        ``grad_state``, (..., m, e + 1), with ``return_state`` only, is its derivative by
-        ``state.kvz``. Each gradient has the shape, dtype and device of its argument: sums over axes
-        along which the argument was broadcast. The pullback may be called more than once.
+        of those that there are, the gradients by ``initial_state.kvz``, ``key_bias`` and
+        ``log_decay``, in this order. ``grad_output``, (..., L, e), is the derivative of the loss by
+        ``output``. ``grad_state``, (..., m, e + 1), with ``return_state`` only, is its derivative
+        by ``state.kvz``. Each gradient has the shape, dtype and device of its argument: sums over
+        axes along which the argument was broadcast. The pullback may be called more than once.
 
     Raises
     ------
@@ -196,16 +198,18 @@ def linear_attention_vjp(
         prefix_length=prefix_length,
         causal_block=causal_block,
         cu_seqlens=cu_seqlens,
+        log_decay=log_decay,
+        normalize=normalize,
         state=initial_state,
         chunk_size=chunk_size,
     )
-    weights = {"key_bias": key_bias}
+    weights = {"key_bias": key_bias, "log_decay": log_decay}
     checkpoints = backward.checkpoints_for(problem)
     output, state, _ = forward.solve(problem, return_state=return_state, checkpoints=checkpoints)
     # A backend that does the whole problem may give a state that nobody asked for.
     if state is None or not return_state:
         return output, pullback_of(problem, weights, checkpoints=checkpoints)
-    state = stamped(state, initial_state, feature_map)
+    state = stamped(state, initial_state, feature_map, problem)
     return (output, state), pullback_of(problem, weights, state.log_scale, checkpoints)
 
 
@@ -338,16 +342,21 @@ def pullback_of(
         cotangent = Cotangent(grad_output, _state_cotangent(grad_state, log_scale, problem))
         gradients = backward.pull(problem, cotangent, checkpoints)
         state = () if problem.state is None else (gradients.state,)
-        rest = (_like(getattr(gradients, name), array) for name, array in weights.items())
+        rest = (_like(name, getattr(gradients, name), array) for name, array in weights.items())
         return (*gradients[:3], *state, *rest)
 
     return pullback
 
 
-def _like(gradient: Array, array: Array) -> Array:
+def _like(name: str, gradient: Array, array: Array) -> Array:
     """Sum the gradient of rows of keys, ``(..., S, 1)``, to the shape and dtype of an argument."""
-    xp, shape = _arrays.namespace(gradient), tuple(array.shape)
-    summed = sum_to(gradient[..., 0], shape, 0)
+    xp, gradient = _arrays.namespace(gradient), gradient[..., 0]
+    if not hasattr(array, "shape"):
+        return xp.sum(gradient)
+    shape = tuple(array.shape)
+    if name == "log_decay" and len(shape) < gradient.ndim:
+        gradient = xp.sum(gradient, axis=-1)
+    summed = sum_to(gradient, shape, 0)
     return xp.astype(summed, array.dtype, copy=False)
 
 

@@ -21,9 +21,11 @@ from linattn.feature_maps import (
     EluFeatures,
     LandmarkFeatures,
     PositiveFeatures,
+    Reparametrized,
     SoftmaxFeatures,
     TrigonometricFeatures,
 )
+from linattn.testing import assert_gradient
 
 DIM, LENGTH = 4, 40
 MAPS = {
@@ -31,6 +33,7 @@ MAPS = {
     "elu": EluFeatures(),
     "activation": ActivationFeatures(DIM, 16, rng=1),
     "trigonometric": TrigonometricFeatures(DIM, 256, rng=0),
+    "reparametrized": Reparametrized(PositiveFeatures(DIM, 16, rng=0), [0.3] * DIM, [-0.2] * DIM),
 }
 PHI = MAPS["positive"]
 BOUNDS = {"float64": 1e-11, "float32": 3e-5}
@@ -282,7 +285,7 @@ def test_full_decays_with_distance(kind, jump, dtype):
     key, value = key[:, :1], value[:, :1]
     bias = np.where(np.random.default_rng(5).random(length) < 0.1, jump, 0.0)
     dense = dense_bias(decay, length, is_causal=False) + bias
-    for name in ("positive", "trigonometric"):
+    for name in ("positive", "trigonometric", "reparametrized"):
         phi = MAPS[name]
         out, state = linattn.linear_attention(
             *(a.astype(dtype) for a in (query, key, value)),
@@ -405,3 +408,174 @@ def test_what_has_no_meaning_is_refused():
     landmarks = LandmarkFeatures.fit(query, key, num_features=4, rng=0)
     with pytest.raises(ValueError, match="is_causal needs a feature map that has not seen"):
         attend(query, key, value, landmarks, is_causal=True, log_decay=-0.1)
+
+
+# Gradients --------------------------------------------------------------------------------------
+
+
+def vjp_of(phi, names, options):
+    """Attention, and its gradients, as functions of query, key, value and options by name."""
+
+    def attend(*arrays):
+        given = dict(zip(names, arrays[3:], strict=True))
+        return linattn.linear_attention(*arrays[:3], phi, **given, **options)
+
+    def attend_vjp(*arrays):
+        given = dict(zip(names, arrays[3:], strict=True))
+        return linattn.linear_attention_vjp(*arrays[:3], phi, **given, **options)
+
+    return attend, attend_vjp
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("kind", ["causal, each token", "causal, each head", "full", "no decay"])
+@pytest.mark.parametrize("name", ["positive", "elu", "reparametrized"])
+def test_gradients_are_those_of_finite_differences(name, kind, normalize):
+    if normalize and kind == "no decay":
+        pytest.skip("test_gradients.py has it")
+    rng, length = np.random.default_rng(1), 11
+    options = {"is_causal": kind.startswith("causal"), "normalize": normalize, "chunk_size": 4}
+    options["key_mask"] = np.arange(length) != 4
+    arrays = [*tokens((2,), length), rng.standard_normal(length)]
+    if kind != "no decay":
+        shape = (1, length) if "token" in kind else (2,)
+        arrays.append(-0.01 - rng.exponential(1.0, shape))
+    names = ("key_bias", "log_decay")[: len(arrays) - 3]
+    functions = vjp_of(MAPS[name], names, options)
+    assert_gradient(*functions, *arrays, rtol=3e-6, num_directions=1)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_number_and_states_have_gradients(is_causal):
+    (query, key, value), step = tokens((2,), 9), 1e-4
+    empty = linattn.init_state(PHI, DIM, batch_shape=(2,), like=key)
+    before = linattn.update_state(empty, key, value, PHI, log_decay=-0.1)
+    grad_state = np.random.default_rng(2).standard_normal(before.kvz.shape)
+    attend: Any = linattn.linear_attention
+
+    def loss(decay, kvz):
+        state = before._replace(kvz=kvz)
+        out, after = attend(
+            query,
+            key,
+            value,
+            PHI,
+            is_causal=is_causal,
+            log_decay=decay,
+            initial_state=state,
+            return_state=True,
+        )
+        return np.sum(out**2) / 2, np.sum(grad_state * after.kvz), after.log_scale
+
+    (out, after), pullback = linattn.linear_attention_vjp(
+        query,
+        key,
+        value,
+        PHI,
+        is_causal=is_causal,
+        log_decay=-0.2,
+        initial_state=before,
+        return_state=True,
+    )
+    *_, of_state, of_decay = pullback(out, grad_state)
+    assert np.shape(of_decay) == ()
+    values = []
+    for h in (step, -step):
+        first, _, log_scale = loss(-0.2 + h, before.kvz)
+        # Of the returned state its log scale is held constant.
+        moved = np.exp(log_scale - after.log_scale)[..., None]
+        _, state = attend(
+            query,
+            key,
+            value,
+            PHI,
+            is_causal=is_causal,
+            log_decay=-0.2 + h,
+            initial_state=before,
+            return_state=True,
+        )
+        values.append(first + np.sum(grad_state * state.kvz * moved))
+    assert_allclose(of_decay, (values[0] - values[1]) / (2 * step), rtol=1e-5)
+    u = np.random.default_rng(3).standard_normal(before.kvz.shape)
+    ends = [sum(loss(-0.2, before.kvz + h * u)[:2]) for h in (step, -step)]
+    assert_allclose(np.sum(of_state * u), (ends[0] - ends[1]) / (2 * step), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["-0.5", "-200.0", "each token"])
+def test_gradients_keep_their_digits_in_float32(kind, is_causal):
+    if kind == "each token" and not is_causal:
+        pytest.skip("one a head in full attention")
+    arrays, decay = tokens((2,), 400), decays(kind, (2,), 400)
+    both = []
+    for dtype in ("float64", "float32"):
+        cast = [a.astype(dtype) for a in (*arrays, decay)]
+        out, pullback = linattn.linear_attention_vjp(
+            *cast[:3], PHI, is_causal=is_causal, log_decay=cast[3]
+        )
+        both.append(pullback(out))
+    for wide, narrow in zip(*both, strict=True):
+        assert narrow.dtype == np.float32
+        # Of a token that reads itself alone the gradient is 0.
+        assert np.linalg.norm(wide - narrow) <= 3e-5 * max(float(np.linalg.norm(wide)), 1.0)
+
+
+def test_packed_gradients_are_those_of_each_sequence():
+    arrays, borders = tokens((2,), 20), [0, 6, 12, 20]
+    decay = decays("each token", (2,), 20)
+    for given in (decay, decay[:, 0]):
+        _, pullback = linattn.linear_attention_vjp(
+            *arrays, PHI, is_causal=True, log_decay=given, cu_seqlens=borders
+        )
+        whole = pullback(arrays[2])
+        total = np.zeros_like(given)
+        for first, stop in pairwise(borders):
+            rows = slice(first, stop)
+            part = given[:, rows] if given.ndim > 1 else given
+            _, pullback = linattn.linear_attention_vjp(
+                *(a[:, rows] for a in arrays), PHI, is_causal=True, log_decay=part
+            )
+            one = pullback(arrays[2][:, rows])
+            for gradient, wanted in zip(whole[:3], one[:3], strict=True):
+                assert_allclose(gradient[:, rows], wanted, atol=1e-12)
+            if given.ndim > 1:
+                assert_allclose(whole[3][:, rows], one[3], atol=1e-12)
+            total[:] = total + one[3] if given.ndim == 1 else total
+        if given.ndim == 1:
+            assert_allclose(whole[3], total, atol=1e-12)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("kind", ["causal, each token", "full"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks_give_the_same_gradients(framework, kind):
+    arrays, is_causal = tokens((2,), 11), kind.startswith("causal")
+    decay = decays("each token", (2,), 11) if is_causal else np.array([-0.5, -0.1])
+    options = {"is_causal": is_causal, "chunk_size": 4}
+    _, pullback = linattn.linear_attention_vjp(*arrays, PHI, log_decay=decay, **options)
+    expected = pullback(arrays[0])
+    if framework == "torch":
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        from linattn.interop.torch import linear_attention
+
+        tensors = [torch.tensor(a, requires_grad=True) for a in (*arrays, decay)]
+        for attend in (linear_attention, linattn.linear_attention):
+            out, state = attend(
+                *tensors[:3], PHI, log_decay=tensors[3], return_state=True, **options
+            )
+            gradients = torch.autograd.grad(out, tensors, tensors[0].detach())
+            for gradient, wanted in zip(gradients, expected, strict=True):
+                assert_allclose(gradient.numpy(), wanted, atol=1e-10)
+            total = state.log_decay.detach().numpy()
+            assert_allclose(total, np.broadcast_to(decay.T, (11, 2)).sum(axis=0))
+        return
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jax.config.update("jax_enable_x64", True)
+    from linattn.interop.jax import linear_attention as jax_attention
+
+    def on_jax(query, key, value, decay):
+        return jax_attention(query, key, value, PHI, log_decay=decay, **options)
+
+    gradients = jax.jit(lambda *a: jax.vjp(on_jax, *a)[1](a[0]))(*arrays, decay)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert_allclose(gradient, wanted, atol=1e-10)

@@ -15,6 +15,7 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
 from linattn._driver.checkpoints import Checkpoints
+from linattn._driver.decay_vjps import decay_gradient, walk_rows
 from linattn._driver.exact import exact_parts
 from linattn._driver.gradient_rows import GradientRows
 from linattn._driver.local import (
@@ -25,6 +26,7 @@ from linattn._driver.local import (
     short_rows,
     visible_pairs,
 )
+from linattn._driver.modifiers import decay_of_rows
 from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
 from linattn._driver.relative_bias import bias_block
 from linattn._driver.stops import (
@@ -66,6 +68,8 @@ class Gradients(NamedTuple):
     state: Array
     key_bias: Array = None
     """``(..., S, 1)``, or None without a bias."""
+    log_decay: Array = None
+    """``(..., S, 1)``, or None without a decay."""
 
 
 class _Walk(NamedTuple):
@@ -101,10 +105,11 @@ class _Walk(NamedTuple):
         key = token_block(self.problem, "key", rows, start)
         return key, values_and_one_block(self.problem, rows)
 
-    def write_query(self, rows: slice, gradient: Array) -> None:
+    def write_query(self, rows: slice, gradient: Array, term: Array = None) -> None:
+        """Pull gradients of queries back to the caller's; ``term``: of a factor on a whole row."""
         affine = self.problem.query_change
         if affine is not None:
-            gradient = change_coordinates_vjp(affine, gradient, None)
+            gradient = change_coordinates_vjp(affine, gradient, term)
         self.rows["query"].write(self.task, rows, gradient)
 
     def write_key(
@@ -137,7 +142,8 @@ class _Walk(NamedTuple):
 def checkpoints_for(problem: Problem) -> Checkpoints | None:
     """Room for checkpoints, where a backend can do a block of this problem as a whole."""
     specs = (problem.query_spec, problem.key_spec)
-    if not problem.is_causal or not all(isinstance(s, Exponential | Pointwise) for s in specs):
+    plain = problem.is_causal and problem.normalize and problem.log_decay is None
+    if not plain or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
     return None if _dispatch.find("scan_vjp", problem.xp) is None else Checkpoints()
 
@@ -160,17 +166,19 @@ def pull(
     # No segments: a causal one needs the adjoint of all after it, and to make that first takes
     # half of what the whole pullback takes. One head alone is done on one thread.
     plan = functions.plan(planned(problem)).for_gradients()
-    rows = {
-        name: GradientRows(problem, array, plan.tasks)
-        for name, array in _arguments(problem).items()
-    }
+    arguments = _arguments(problem)
+    if problem.log_decay is not None:
+        arguments["last_state"] = arguments["log_decay"][..., :1, :]
+    rows = {name: GradientRows(problem, array, plan.tasks) for name, array in arguments.items()}
     states: list[tuple[Index, Array]] = []
 
     def pull_task(task: Index) -> Iterator[State | None]:
         part, part_cotangent = take_problem(problem, task), _take_cotangent(cotangent, task)
         walk = _Walk(part, part_cotangent, functions, plan.block_size, task, rows)
         walked: Iterator[State | None]
-        if problem.mode == "causal":
+        if problem.log_decay is not None or not problem.normalize:
+            walked = walk_rows(walk)
+        elif problem.mode == "causal":
             walked = _walk_causal(walk, checkpoints)
         else:
             walked = {"exact": _walk_exact, "stops": _walk_stops, "full": _walk_full}[problem.mode](
@@ -184,7 +192,11 @@ def pull(
 
     run_tasks(plan, pull_task)
     state = None if problem.state is None else _join(problem, states)
-    return Gradients(state=state, **{name: each.result() for name, each in rows.items()})
+    found = {name: each.result() for name, each in rows.items()}
+    if problem.log_decay is not None:
+        last = found.pop("last_state")
+        found["log_decay"] = decay_gradient(problem.xp, found["log_decay"], last)
+    return Gradients(state=state, **found)
 
 
 def _pull_packed(
@@ -225,6 +237,8 @@ def _arguments(problem: Problem) -> dict[str, Array]:
     """Arrays of a problem that have gradients, but for its state."""
     names = ("query", "key", "value", "key_bias")
     arrays = {name: getattr(problem, name) for name in names}
+    if problem.log_decay is not None:
+        arrays["log_decay"] = decay_of_rows(problem, slice(0, problem.key.shape[-2]))
     return {name: array for name, array in arrays.items() if array is not None}
 
 

@@ -8,6 +8,7 @@ and conquer, in which everything that is multiplied is at most 1.
 
 from __future__ import annotations
 
+from linattn import _arrays
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import token_block
 from linattn._driver.causal_blocks import causal_block
@@ -53,7 +54,7 @@ def decayed_size(problem: Problem, block_size: int) -> int:
     """Tokens of blocks that mostly decay by less than MAX_DECAY, and divide ``block_size``."""
     if problem.log_decay is None or problem.lazy or 0 in problem.log_decay.shape:
         return block_size
-    strongest = -float(problem.xp.min(problem.xp.mean(problem.log_decay, axis=-2)))
+    strongest = -float(_arrays.to_numpy(problem.log_decay).mean(axis=-2).min())
     size = block_size
     while size % 2 == 0 and size > MIN_TOKENS and size * strongest > MAX_DECAY:
         size //= 2

@@ -12,6 +12,8 @@ __all__ = ["GradientOptions", "InteropOptions", "Options", "SoftmaxOptions", "Wi
 class InteropOptions(TypedDict, total=False):
     """Types of those that torch's and JAX's gradients take too, for overloads."""
 
+    log_decay: Array | float | None
+    normalize: bool
     is_causal: bool | Literal["lower_right"]
     key_mask: Array | None
     key_bias: Array | None
@@ -33,8 +35,6 @@ class GradientOptions(InteropOptions, total=False):
 class WindowOptions(InteropOptions, total=False):
     """Types of those of :func:`linattn.linear_attention`."""
 
-    log_decay: Array | float | None
-    normalize: bool
     exact_window: int | None
     exact_clusters: int | None
     window_bias: Array | None

@@ -117,7 +117,10 @@ class Batch:
         if array is None or array.shape[-2] == problem.key.shape[-2]:
             return self.gather(array)
         # One decay for all tokens.
-        return array if len(self) == 1 else array[..., None, :, :]
+        if len(self) == 1:
+            return array
+        shape = (*array.shape[:-2], len(self), *array.shape[-2:])
+        return problem.xp.broadcast_to(array[..., None, :, :], shape)
 
     def cotangent(self, cotangent: Cotangent) -> Cotangent:
         """Cotangent of these sequences; that of what is filled up is 0."""

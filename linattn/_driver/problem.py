@@ -107,7 +107,7 @@ def stamped(
         total = here if total is None else here + total
     if total is not None:
         xp = _arrays.namespace(state.kvz)
-        total = xp.astype(xp.asarray(total), state.kvz.dtype)
+        total = xp.astype(total, state.kvz.dtype)
         total = xp.broadcast_to(total, tuple(state.log_scale.shape[:-1]))
     return State(state.kvz, state.log_scale, state.length, fingerprint, total)
 

@@ -226,10 +226,11 @@ def add_keys(
 
 
 def _walk_two_sided(walk: Walk) -> Iterator[State]:
-    problem = walk.problem
+    # Both scans must give rows on the true scale.
+    problem = walk.problem.replace(want_log=True)
     nothing = initial_state(problem.replace(state=None))
     rows_so_far = RowsSoFar(problem, walk.functions)
-    from_the_start = problem.replace(is_causal=True, want_log=True)
+    from_the_start = problem.replace(is_causal=True)
     scan = replace(walk, problem=from_the_start, write=rows_so_far.write)
     for state in scan_blocks(scan, initial_state(problem)):
         yield state

@@ -22,6 +22,8 @@ from linattn._generic.block_vjps import (
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import scaled_features
 from linattn._generic.hierarchical import (
+    faded_keys,
+    faded_rows,
     left_or_right,
     level_sizes,
     pad,
@@ -110,7 +112,13 @@ class _Padded:
     """A causal block with a power of two of rows, in the end rows that neither see nor are seen."""
 
     def __init__(
-        self, queries: Features, keys: Features, values_and_one: Array, g1: Array, log: Array
+        self,
+        queries: Features,
+        keys: Features,
+        values_and_one: Array,
+        g1: Array,
+        log: Array,
+        log_decay: Array,
     ) -> None:
         self.n = values_and_one.shape[-2]
         self.size = 1 << (self.n - 1).bit_length()
@@ -118,6 +126,7 @@ class _Padded:
         self.keys = pad_features(keys, self.size, -float("inf"))
         self.values_and_one, self.g1 = pad(values_and_one, self.size), pad(g1, self.size)
         self.log = pad(log, self.size, float("inf"))
+        self.log_decay = pad(log_decay, self.size)
 
     def diagonal(self) -> tuple[Array, Array]:
         """Each token with itself: its weights without values, and ``g1.[v, 1]``."""
@@ -127,20 +136,33 @@ class _Padded:
 
     def left(self, half: int) -> tuple[Features, Array]:
         keys = Features(*(left_or_right(x, half, 0) for x in self.keys))
+        keys = faded_keys(keys, left_or_right(self.log_decay, half, 0))
         return keys, left_or_right(self.values_and_one, half, 0)
 
     def right(self, half: int) -> tuple[Features, Array, Array]:
         queries = Features(*(left_or_right(x, half, 1) for x in self.queries))
+        log = faded_rows(queries.log, left_or_right(self.log_decay, half, 1))
+        queries = queries._replace(log=log)
         return queries, left_or_right(self.g1, half, 1), left_or_right(self.log, half, 1)
 
 
 def query_triangle(
-    queries: Features, keys: Features, values_and_one: Array, g1: Array, log: Array
+    queries: Features,
+    keys: Features,
+    values_and_one: Array,
+    g1: Array,
+    log: Array,
+    log_decay: Array = None,
+    *,
+    sees_itself: bool = True,
 ) -> Array:
-    """Cotangent of queries by the keys of their own block, themselves included."""
-    block, xp = _Padded(queries, keys, values_and_one, g1, log), namespace(values_and_one)
+    """Cotangent of queries by the keys of their own block, themselves included or not."""
+    xp = namespace(values_and_one)
+    block = _Padded(queries, keys, values_and_one, g1, log, log_decay)
     weights, products = block.diagonal()
     total = times_values(weights * products, block.keys.values)
+    if not sees_itself:
+        total = xp.zeros_like(total)
     for half in level_sizes(block.size):
         left, v = block.left(half)
         right, g, row = block.right(half)
@@ -160,18 +182,24 @@ def key_triangle(
     g1: Array,
     log: Array,
     inner: Array = None,
+    *,
+    log_decay: Array = None,
+    sees_itself: bool = True,
 ) -> tuple[Array, Array]:
     """Cotangents of keys and of ``[v, 1]`` by the queries of their own block.
 
     ``inner`` as in :func:`absorb_rows`.
     """
-    block, xp = _Padded(queries, keys, values_and_one, g1, log), namespace(values_and_one)
+    xp = namespace(values_and_one)
+    block = _Padded(queries, keys, values_and_one, g1, log, log_decay)
     inner = pad(inner, block.size)
     weights, products = block.diagonal()
     weights = times_values(weights, block.queries.values)
     total = weights * (products if inner is None else products - inner)
     whole = xp.sum(times_values(weights, block.keys.values), axis=-1, keepdims=True)
     total_values_and_one = whole * block.g1
+    if not sees_itself:
+        total, total_values_and_one = xp.zeros_like(total), xp.zeros_like(total_values_and_one)
     for half in level_sizes(block.size):
         left, v = block.left(half)
         right, g, row = block.right(half)

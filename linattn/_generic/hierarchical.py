@@ -18,6 +18,8 @@ from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 
 __all__ = [
     "exact_causal_block",
+    "faded_keys",
+    "faded_rows",
     "left_or_right",
     "level_sizes",
     "pad",
@@ -109,12 +111,13 @@ def scan_features_hierarchical(
     size = 1 << (n - 1).bit_length()
     queries, keys = pad_features(queries, size, 0.0), pad_features(keys, size, -float("inf"))
     values_and_one, log_decay = pad(values_and_one, size), pad(log_decay, size)
-    part = _faded_rows(read(queries, state), log_decay)
+    part = read(queries, state)
+    part = part._replace(log=faded_rows(part.log, log_decay))
     if sees_itself:
         part = combine(read_diagonal(queries, keys, values_and_one), part)
     for half in level_sizes(size):
         left = Features(*(left_or_right(x, half, 0) for x in keys))
-        left = _faded_keys(left, left_or_right(log_decay, half, 0))
+        left = faded_keys(left, left_or_right(log_decay, half, 0))
         right = Features(*(left_or_right(x, half, 1) for x in queries))
         values = left_or_right(values_and_one, half, 0)
         # A product over one token alone does not go to BLAS.
@@ -123,16 +126,16 @@ def scan_features_hierarchical(
             if half == 1
             else read(right, absorb(left, values, None))
         )
-        found = _faded_rows(found, left_or_right(log_decay, half, 1))
-        part = combine(part, scatter_right(found, size))
+        log = faded_rows(found.log, left_or_right(log_decay, half, 1))
+        part = combine(part, scatter_right(found._replace(log=log), size))
     if log_decay is not None:
-        keys, state = _faded_keys(keys, log_decay), fade(state, xp.sum(log_decay, axis=-2))
+        keys, state = faded_keys(keys, log_decay), fade(state, xp.sum(log_decay, axis=-2))
     after = absorb(keys, values_and_one, state)
     after = State(after.kvz, after.log_scale, state.length + n)
     return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
 
 
-def _faded_keys(keys: Features, log_decay: Array | None) -> Features:
+def faded_keys(keys: Features, log_decay: Array | None) -> Features:
     """Let keys decay to the end of their run."""
     if log_decay is None:
         return keys
@@ -140,12 +143,11 @@ def _faded_keys(keys: Features, log_decay: Array | None) -> Features:
     return keys._replace(log=keys.log + xp.astype(decay_until(log_decay), keys.log.dtype))
 
 
-def _faded_rows(part: Partial, log_decay: Array | None) -> Partial:
-    """Let what queries have read decay from the start of their run."""
+def faded_rows(log: Array, log_decay: Array | None) -> Array:
+    """Let logs of rows decay from the start of their run."""
     if log_decay is None:
-        return part
-    xp = namespace(part.log)
-    return part._replace(log=part.log + xp.astype(decay_since(log_decay), part.log.dtype))
+        return log
+    return log + namespace(log).astype(decay_since(log_decay), log.dtype)
 
 
 def read_diagonal(queries: Features, keys: Features, values_and_one: Array) -> Partial:

@@ -69,6 +69,8 @@ def linear_attention(
     prefix_length: Any = None,
     causal_block: int | None = None,
     cu_seqlens: Any = None,
+    log_decay: Array | float | None = None,
+    normalize: bool = True,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -85,9 +87,12 @@ def linear_attention(
         Same dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, key_bias, key_lengths, initial_state, return_state, chunk_size
-        As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias`` and through
-        ``kvz`` of the states; their ``log_scale`` is held constant.
+    is_causal, key_mask, key_bias, key_lengths, log_decay, normalize
+        As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias``, and through
+        ``log_decay`` where it is an array.
+    initial_state, return_state, chunk_size
+        As for :func:`linattn.linear_attention`. Gradients flow through ``kvz`` of the states; their
+        ``log_scale`` is held constant.
     key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.linear_attention`; their values are needed, outside of any trace.
 
@@ -111,14 +116,15 @@ def linear_attention(
     """
     policy = _settings.current_settings()
     return_state = _checks.check_flag("return_state", return_state)
-    host = {"is_causal": is_causal, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
+    host, weights = _numbers_and_arrays(key_bias=key_bias, log_decay=log_decay)
+    host |= {"is_causal": is_causal, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
     stops = {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
 
     def problem_of(arrays: Any) -> Any:
         query, key, value, *rest = jax.tree.map(_as_jax, arrays)
         state, weights, key_mask, key_lengths = rest
         with _settings.use_settings(policy):
-            masks = {"key_mask": key_mask, "key_lengths": key_lengths}
+            masks = {"key_mask": key_mask, "key_lengths": key_lengths, "normalize": normalize}
             return differentiable_problem(
                 query, key, value, feature_map, state=state, **masks, **weights, **stops, **host
             )
@@ -141,17 +147,18 @@ def linear_attention(
         *qkv, given = (*gradients[:3], iter(gradients[3:]))
         state = None
         if before is not None:
-            state = before._replace(kvz=next(given), log_scale=None, length=None)
+            state = before._replace(kvz=next(given), log_scale=None, length=None, log_decay=None)
         return ((*qkv, state, dict(zip(weights, given, strict=True)), None, None),)
 
     attend.defvjp(forward, backward)
     before = None if initial_state is None else _as_jax_state(initial_state, feature_map)
-    arrays = _taken(query=query, key=key, value=value)
-    named = {"key_bias": key_bias}
-    weights = {name: _taken(**{name: a})[0] for name, a in named.items() if a is not None}
     lengths = None if key_lengths is None else jnp.asarray(key_lengths)
-    output, state = attend((*arrays, before, weights, *_taken(key_mask=key_mask), lengths))
-    return (output, stamped(state, initial_state, feature_map)) if return_state else output
+    qkv = _taken(query=query, key=key, value=value)
+    everything = (*qkv, before, weights, *_taken(key_mask=key_mask), lengths)
+    output, state = attend(everything)
+    if not return_state:
+        return output
+    return output, stamped(state, initial_state, feature_map, problem_of(everything))
 
 
 def softmax_attention(
@@ -210,6 +217,13 @@ def softmax_attention(
 
     attend.defvjp(forward, backward)
     return attend(_taken(query=query, key=key, value=value, key_mask=key_mask))
+
+
+def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate what has no gradient from arrays; None is neither."""
+    given = {name: a for name, a in named.items() if a is not None}
+    numbers = {name: a for name, a in given.items() if not hasattr(a, "shape")}
+    return numbers, {n: _taken(**{n: a})[0] for n, a in given.items() if n not in numbers}
 
 
 def _taken(**named: Any) -> tuple[Any, ...]:

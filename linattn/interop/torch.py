@@ -68,6 +68,8 @@ def linear_attention(
     prefix_length: Any = None,
     causal_block: int | None = None,
     cu_seqlens: Any = None,
+    log_decay: Array | float | None = None,
+    normalize: bool = True,
     initial_state: State | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
@@ -84,9 +86,12 @@ def linear_attention(
         Same dtype and device.
     feature_map : FeatureMap
         A map whose specs have gradients. Its parameters are constants.
-    is_causal, key_mask, key_bias, key_lengths, initial_state, return_state, chunk_size
-        As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias`` and through
-        ``kvz`` of the states; their ``log_scale`` is held constant.
+    is_causal, key_mask, key_bias, key_lengths, log_decay, normalize
+        As for :func:`linattn.linear_attention`. Gradients flow through ``key_bias``, and through
+        ``log_decay`` where it is an array.
+    initial_state, return_state, chunk_size
+        As for :func:`linattn.linear_attention`. Gradients flow through ``kvz`` of the states; their
+        ``log_scale`` is held constant.
     key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.linear_attention`; their values are needed.
 
@@ -115,14 +120,19 @@ def linear_attention(
         "prefix_length": prefix_length,
         "causal_block": causal_block,
         "cu_seqlens": cu_seqlens,
+        "normalize": normalize,
         "chunk_size": chunk_size,
     }
+    decays = log_decay
+    if not isinstance(log_decay, torch.Tensor):
+        # A number, which has no gradient.
+        settings["log_decay"], decays = log_decay, None
     kvz, log_scale, length = None, None, 0
     if initial_state is not None:
         _checks.check_state_record("initial_state", initial_state)
         check_map_of_state("initial_state", initial_state, feature_map)
         kvz, log_scale, length, *_ = initial_state
-    arrays = (query, key, value, kvz, key_bias, log_scale, key_mask)
+    arrays = (query, key, value, kvz, key_bias, decays, log_scale, key_mask)
     output, kvz, log_scale = _LinearAttention.apply(
         *arrays, length, feature_map, settings, return_state
     )
@@ -130,7 +140,8 @@ def linear_attention(
         return output
     added = key.shape[-2] if cu_seqlens is None else int(np.diff(np.asarray(cu_seqlens)).max())
     after = State(kvz, log_scale, length + added)
-    return output, stamped(after, initial_state, feature_map)
+    problem = None if log_decay is None else _problem(arrays, length, feature_map, settings)
+    return output, stamped(after, initial_state, feature_map, problem)
 
 
 def softmax_attention(
@@ -182,6 +193,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         value: Array,
         kvz: Array,
         key_bias: Array,
+        log_decay: Array,
         log_scale: Array,
         key_mask: Array,
         length: int,
@@ -189,7 +201,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         settings: dict[str, Any],
         return_state: bool,
     ) -> tuple[Array, Array, Array]:
-        arrays = (query, key, value, kvz, key_bias, log_scale, key_mask)
+        arrays = (query, key, value, kvz, key_bias, log_decay, log_scale, key_mask)
         problem = _problem(arrays, length, feature_map, settings)
         output, state, _ = forward.solve(problem, return_state=return_state)
         new_kvz, new_scale = (None, None) if state is None else (state.kvz, state.log_scale)
@@ -205,18 +217,20 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         *arrays, new_scale = ctx.saved_tensors
         with torch.no_grad(), _settings.use_settings(ctx.policy):
             problem = _problem(arrays, *ctx.rest)
-            weights = {"key_bias": arrays[4]}
+            weights = {"key_bias": arrays[4], "log_decay": arrays[5]}
             gradients = pullback_of(problem, weights, new_scale)(grad_output, grad_kvz)
-        gradients = _once(gradients, (*arrays[:5], grad_output, grad_kvz))
+        gradients = _once(gradients, (*arrays[:6], grad_output, grad_kvz))
         given = iter(gradients)
-        found = [None if array is None else next(given) for array in arrays[:5]]
+        found = [None if array is None else next(given) for array in arrays[:6]]
         return (*found, *[None] * 6)
 
 
 def _problem(arrays: Any, length: int, feature_map: FeatureMap, settings: dict[str, Any]) -> Any:
-    query, key, value, kvz, key_bias, log_scale, key_mask = arrays
+    query, key, value, kvz, key_bias, log_decay, log_scale, key_mask = arrays
     state = None if kvz is None else State(kvz, log_scale, length)
     settings = {**settings, "key_mask": key_mask, "key_bias": key_bias, "state": state}
+    if log_decay is not None:
+        settings["log_decay"] = log_decay
     return differentiable_problem(query, key, value, feature_map, **settings)
 
 
