@@ -80,6 +80,10 @@ def alibi() -> tuple[Floats, Floats]:
     return np.asarray(computed), dense(OFFSET <= 0, -slope * np.abs(OFFSET))
 
 
+def decay() -> tuple[Floats, Floats]:
+    return linear(log_decay=-0.1), dense(bias=-0.1 * np.abs(OFFSET))
+
+
 def sliding_window() -> tuple[Floats, Floats]:
     computed = linattn.softmax_attention(QUERY, KEY, VALUE, local_window_size=(10, 4))
     return np.asarray(computed), dense((OFFSET >= -10) & (OFFSET <= 4))
@@ -113,6 +117,7 @@ CASES: dict[str, Callable[[], tuple[Floats, Floats]]] = {
     "causal-blocks": causal_blocks,
     "packed": packed,
     "alibi": alibi,
+    "decay": decay,
     "sliding-window": sliding_window,
     "window-bias": window_bias,
     "global-tokens": global_tokens,
