@@ -246,7 +246,7 @@ def add_block_function(copy: Copy) -> None:
     copy.add(file, name, after=LISTED)
     call, read = (
         "    state = walk.functions.rescale_state(state)\n",
-        "    query_spec, seen = read_spec(",
+        "    query_spec, seen = read_spec(problem, state)\n    for rows in",
     )
     copy.add("linattn/_driver/walks.py", call, before=read)
     declined = '    if state.kvz.dtype != "float64":\n        return Declined("not in float64")\n'

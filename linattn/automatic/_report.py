@@ -94,13 +94,13 @@ def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
     def of_heads(values: list[Any], dtype: Any) -> NDArray[Any]:
         return np.array(values, dtype).reshape(problem.lead)
 
-    pairs = of_heads([head.work.pairs for head in heads], float)
+    pairs, exact = of_heads([head.work.pairs for head in heads], float), exact_pairs(problem)
     return AttentionReport(
         method=name if any(linear) else "exact",
         num_features=max(head.num_features for head in heads) if any(linear) else None,
         exact_window=window_of(problem) if any(linear) else None,
         error=of_heads([h.error if h.num_features else 0.0 for h in heads], float),
-        cost=float(pairs.mean() / max(exact_pairs(problem), 1)) if heads else 1.0,
+        cost=float(pairs.mean() / exact) if heads and exact else 1.0,
         bound=of_heads([h.bound if h.num_features else 0.0 for h in heads], float),
         head_methods=of_heads([name if is_linear else "exact" for is_linear in linear], "U9"),
         head_features=of_heads([head.num_features for head in heads], np.int64),
