@@ -142,8 +142,8 @@ class _Walk(NamedTuple):
 def checkpoints_for(problem: Problem) -> Checkpoints | None:
     """Room for checkpoints, where a backend can do a block of this problem as a whole."""
     specs = (problem.query_spec, problem.key_spec)
-    plain = problem.is_causal and problem.normalize and problem.log_decay is None
-    if not plain or not all(isinstance(s, Exponential | Pointwise) for s in specs):
+    covered = problem.is_causal and problem.normalize and problem.log_decay is None
+    if not covered or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
     return None if _dispatch.find("scan_vjp", problem.xp) is None else Checkpoints()
 

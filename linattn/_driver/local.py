@@ -120,10 +120,10 @@ def _short_windows(
     """Windows that are read at once, those of a group together: first block, how many, partial."""
     n, before, behind, total = blocks
     length, group = problem.key.shape[-2], max(1, MAX_PAIRS // (n * n * blocks.width))
-    span = group * max(1, MAX_TOKENS // (group * n))
+    step = group * max(1, MAX_TOKENS // (group * n))
     pairs = _pairs(problem, -before * n, n, blocks.width * n)
-    for start in range(0, total, span):
-        stop = min(start + span, total)
+    for start in range(0, total, step):
+        stop = min(start + step, total)
         padded = start < before or (stop + behind) * n > length
         keys, values_and_one = key_blocks(problem, start - before, stop + behind, n, 0)
         keys = biased_keys(problem, keys, padded=padded)

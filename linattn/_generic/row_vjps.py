@@ -109,7 +109,7 @@ def row_queries_vjp(block: RowBlock, state: State) -> tuple[Array, Array, Array,
     cotangent = cotangent + query_triangle(*inner, found.log_decay, sees_itself=False)
     decayed = _row_sum(cotangent, found.queries)
     if not block.from_the_end:
-        weights, products = _own(found)
+        weights, products = _self_weights(found)
         cotangent = cotangent + times_values(weights * products, found.keys.values)
     after = absorb(found.at_end(), found.values_and_one, found.faded(state))
     queries = found.queries
@@ -123,7 +123,7 @@ def row_queries_vjp(block: RowBlock, state: State) -> tuple[Array, Array, Array,
     return *_pulled(block.specs[0], block.query, evaluated, cotangent), decayed, after
 
 
-def _own(found: _Evaluated) -> tuple[Array, Array]:
+def _self_weights(found: _Evaluated) -> tuple[Array, Array]:
     """Weights of tokens for themselves, without values, and ``g1.[v, 1]``."""
     xp = namespace(found.g1)
     weights = xp.exp(found.queries.log + found.keys.log - found.log)
@@ -153,7 +153,7 @@ def row_keys_vjp(block: RowBlock, adjoint: State) -> tuple[Array, Array, Array, 
     grad_values_and_one = grad_values_and_one + sum_to(own_values_and_one, lead, 2)
     decayed = xp.sum(found.values_and_one * grad_values_and_one, axis=-1, keepdims=True)
     if not block.from_the_end:
-        weights, products = _own(found)
+        weights, products = _self_weights(found)
         weights = times_values(weights, found.queries.values)
         whole = xp.sum(times_values(weights, found.keys.values), axis=-1, keepdims=True)
         cotangent = cotangent + sum_to(weights * products, lead, 2)
