@@ -403,6 +403,72 @@ def test_softmax_attention_in_both(torch, jax):
     agree(vjp(jax.numpy.asarray(grad)), expected)
 
 
+BIASED = np.linspace(-1, 1, 9)
+BIASED[4] = -np.inf
+SEEN: list[dict[str, Any]] = [
+    {"prefix_length": 3, "key_bias": BIASED},
+    {"causal_block": 4},
+    {"key_stop": np.array([0, 1, 2, 2, 5, 7, 8, 9, 9])},
+    {"cu_seqlens": [0, 4, 9], "is_causal": True, "key_bias": BIASED},
+    {"local_window_size": (2, 1), "key_bias": BIASED},
+    {
+        "key_lengths": np.array([[4], [9]]),
+        "window_bias": np.linspace(-1, 1, 15).reshape(3, 5),
+        "far_bias": (-0.5, np.array([0.3, -np.inf, 0.1])),
+    },
+]
+
+
+def softmax_case(options):
+    """Arrays of a call, and its output and gradients without a framework."""
+    arrays, grad, _ = inputs(9, 9)
+    output, pullback = softmax_vjp(*arrays, **options)
+    if "key_bias" in options:
+        arrays = (*arrays, options["key_bias"])
+    return arrays, grad, output, pullback(grad)
+
+
+def in_library(options, make):
+    """Arrays of a framework for those that it may differentiate or trace."""
+    options = {name: option for name, option in options.items() if name != "key_bias"}
+    if "window_bias" in options:
+        left, right = options["far_bias"]
+        options |= {
+            "window_bias": make(options["window_bias"]),
+            "far_bias": (left, make(right)),
+        }
+    return options
+
+
+@pytest.mark.parametrize("options", SEEN, ids=lambda options: next(iter(options)))
+def test_softmax_attention_of_torch_sees_what_the_call_says(torch, options):
+    interop = load("torch")
+    arrays, grad, expected_out, expected = softmax_case(options)
+    leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+    query, key, value, *bias = leaves
+    weights = dict(zip(("key_bias",), bias, strict=False))
+    settings = in_library(options, lambda a: torch.tensor(a, requires_grad=True))
+    out = interop.softmax_attention(query, key, value, **weights, **settings)
+    out.backward(torch.tensor(grad))
+    np.testing.assert_allclose(out.detach().numpy(), expected_out, rtol=1e-10, atol=1e-12)
+    agree([leaf.grad for leaf in leaves], expected)
+
+
+@pytest.mark.parametrize("options", [SEEN[3], SEEN[5]], ids=lambda o: next(iter(o)))
+def test_softmax_attention_of_jax_sees_what_the_call_says(jax, options):
+    interop = load("jax")
+    arrays, grad, expected_out, expected = softmax_case(options)
+
+    def attend(query, key, value, *bias):
+        weights = dict(zip(("key_bias",), bias, strict=False))
+        settings = in_library(options, jax.numpy.asarray)
+        return interop.softmax_attention(query, key, value, **weights, **settings)
+
+    out, vjp = jax.vjp(jax.jit(attend), *map(jax.numpy.asarray, arrays))
+    agree([out], [expected_out])
+    agree(vjp(jax.numpy.asarray(grad)), expected)
+
+
 # Names ------------------------------------------------------------------------------------------
 
 
@@ -437,10 +503,7 @@ def test_signatures_are_those_of_the_functions(framework):
             *("return_log_normalizer", "return_states_every"),
             *("exact_window", "exact_clusters", "window_bias", "far_bias"),
         },
-        "softmax_attention": {
-            *("key_bias", "key_lengths", "key_stop", "prefix_length", "causal_block", "cu_seqlens"),
-            *("local_window_size", "window_bias", "far_bias", "return_log_normalizer"),
-        },
+        "softmax_attention": {"return_log_normalizer"},
     }
     for name in module.__all__:
         function = getattr(module, name)

@@ -169,6 +169,15 @@ def softmax_attention(
     scale: float | None = None,
     is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    window_bias: Array | None = None,
+    far_bias: tuple[Any, Any] | None = None,
 ) -> Array:
     """:func:`linattn.softmax_attention` on JAX arrays, with a gradient in linear memory.
 
@@ -180,8 +189,12 @@ def softmax_attention(
         Same dtype and device.
     value : jax.Array, (..., S, e)
         Same dtype and device.
-    scale, is_causal, key_mask
-        As for :func:`linattn.softmax_attention`.
+    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size
+        As for :func:`linattn.softmax_attention`. Gradients flow through ``key_bias``.
+    key_stop, prefix_length, causal_block, cu_seqlens
+        As for :func:`linattn.softmax_attention`; their values are needed, outside of any trace.
+    window_bias, far_bias
+        As for :func:`linattn.softmax_attention`; constants in the gradient.
 
     Returns
     -------
@@ -199,11 +212,21 @@ def softmax_attention(
     gradient, use :func:`linattn.softmax_attention` itself.
     """
     policy = _settings.current_settings()
+    host, weights = _numbers_and_arrays(key_bias=key_bias)
+    host |= {"scale": scale, "is_causal": is_causal, "cu_seqlens": cu_seqlens}
+    host |= {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
+    host |= {"local_window_size": local_window_size}
+    sides = enumerate(far_bias) if isinstance(far_bias, tuple | list) else ()
+    ends = {f"far_bias[{i}]": side for i, side in sides}
+    numbers, biases = _numbers_and_arrays(window_bias=window_bias, **ends)
 
     def problem_of(arrays: Any) -> Any:
-        *qkv, mask = jax.tree.map(_as_jax, arrays)
+        query, key, value, weights, *masks, biases = jax.tree.map(_as_jax, arrays)
+        options = dict(zip(("key_mask", "key_lengths"), masks, strict=True))
+        biases = {"window_bias": None, **numbers, **biases}
+        biases["far_bias"] = tuple(biases.pop(name, None) for name in ends) or far_bias
         with _settings.use_settings(policy):
-            return exact_problem(*qkv, scale=scale, is_causal=is_causal, key_mask=mask)
+            return exact_problem(query, key, value, **biases, **weights, **options, **host)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def attend(arrays: Any) -> Any:
@@ -213,10 +236,15 @@ def softmax_attention(
         return attend(arrays), arrays
 
     def backward(arrays: Any, grad_output: Any) -> Any:
-        return ((*pullback_of(problem_of(arrays))(_as_jax(grad_output)), None),)
+        weights = arrays[3]
+        gradients = pullback_of(problem_of(arrays), weights)(_as_jax(grad_output))
+        given = dict(zip(weights, gradients[3:], strict=True))
+        return ((*gradients[:3], given, None, None, None),)
 
     attend.defvjp(forward, backward)
-    return attend(_taken(query=query, key=key, value=value, key_mask=key_mask))
+    lengths = None if key_lengths is None else jnp.asarray(key_lengths)
+    qkv = _taken(query=query, key=key, value=value)
+    return attend((*qkv, weights, *_taken(key_mask=key_mask), lengths, biases))
 
 
 def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:

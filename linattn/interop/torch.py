@@ -152,6 +152,15 @@ def softmax_attention(
     scale: float | None = None,
     is_causal: bool | Literal["lower_right"] = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
+    key_lengths: Any = None,
+    key_stop: Any = None,
+    prefix_length: Any = None,
+    causal_block: int | None = None,
+    cu_seqlens: Any = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    window_bias: Array | None = None,
+    far_bias: tuple[Any, Any] | None = None,
 ) -> Array:
     """:func:`linattn.softmax_attention` on tensors, with a backward pass in linear memory.
 
@@ -163,8 +172,12 @@ def softmax_attention(
         Same dtype and device.
     value : Tensor, (..., S, e)
         Same dtype and device.
-    scale, is_causal, key_mask
-        As for :func:`linattn.softmax_attention`.
+    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size
+        As for :func:`linattn.softmax_attention`. Gradients flow through ``key_bias``.
+    key_stop, prefix_length, causal_block, cu_seqlens
+        As for :func:`linattn.softmax_attention`; their values are needed.
+    window_bias, far_bias
+        As for :func:`linattn.softmax_attention`; constants in the gradient.
 
     Returns
     -------
@@ -180,8 +193,19 @@ def softmax_attention(
     -----
     The gradient cannot be differentiated again; :func:`linattn.softmax_attention` itself can.
     """
-    settings = {"scale": scale, "is_causal": is_causal}
-    return _SoftmaxAttention.apply(query, key, value, key_mask, settings)
+    settings = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "key_lengths": key_lengths,
+        "key_stop": key_stop,
+        "prefix_length": prefix_length,
+        "causal_block": causal_block,
+        "cu_seqlens": cu_seqlens,
+        "local_window_size": local_window_size,
+        "window_bias": window_bias,
+        "far_bias": far_bias,
+    }
+    return _SoftmaxAttention.apply(query, key, value, key_bias, key_mask, settings)
 
 
 class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
@@ -241,21 +265,25 @@ class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]
         query: Array,
         key: Array,
         value: Array,
+        key_bias: Array,
         key_mask: Array,
         settings: dict[str, Any],
     ) -> Array:
-        problem = exact_problem(query, key, value, key_mask=key_mask, **settings)
-        ctx.save_for_backward(query, key, value, key_mask)
+        masks = {"key_mask": key_mask, "key_bias": key_bias}
+        problem = exact_problem(query, key, value, **masks, **settings)
+        ctx.save_for_backward(query, key, value, key_bias, key_mask)
         ctx.settings, ctx.policy = settings, _settings.current_settings()
         return forward.solve(problem, return_state=False)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Array) -> tuple[Array, ...]:
-        *arrays, key_mask = ctx.saved_tensors
+        query, key, value, key_bias, key_mask = ctx.saved_tensors
         with torch.no_grad(), _settings.use_settings(ctx.policy):
-            problem = exact_problem(*arrays, key_mask=key_mask, **ctx.settings)
-            gradients = pullback_of(problem)(grad_output)
-        return (*_once(gradients, (*arrays, grad_output)), None, None)
+            masks = {"key_mask": key_mask, "key_bias": key_bias}
+            problem = exact_problem(query, key, value, **masks, **ctx.settings)
+            gradients = pullback_of(problem, {"key_bias": key_bias})(grad_output)
+        gradients = _once(gradients, (query, key, value, key_bias, grad_output))
+        return (*gradients, *[None] * (6 - len(gradients)))
 
 
 def _once(gradients: tuple[Array, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
