@@ -120,7 +120,7 @@ def drawn(seed, size, p):
     return *rng.random((3, max(size, p))), rng.gumbel(size=size)
 
 
-def fitted_by_hand(q, k, m, p, scale, seed):
+def fitted_by_hand(q, k, m, p, scale, seed, bias=0.0):
     """Probes and landmarks of one short head, token by token."""
     *_, order, gumbel = drawn(seed, 1024, p)
     probes = q[[int((i + order[i]) * len(q) / p) for i in range(p)]]
@@ -131,7 +131,7 @@ def fitted_by_hand(q, k, m, p, scale, seed):
     def distances(centres):
         return np.array([[(x - c) @ metric @ (x - c) for c in centres] for x in k])
 
-    logits = scale * probes @ k.T
+    logits = scale * probes @ k.T + bias
     A = np.exp(logits - log_sum(logits, 1)[:, None])
     w = (A * A).mean(axis=0)
     chosen, odds = [], w
@@ -494,6 +494,72 @@ def test_masks_of_a_batch_in_every_library(xp_any_shape):
         assert_allclose(xp.numpy(out)[i], want, atol=1e-10)
 
 
+# Weights of keys --------------------------------------------------------------------------------
+
+
+def with_bias(keys=50, queries=40):
+    q, k, v = inputs(keys=keys, queries=queries)
+    return (q, k, v), 3 * np.random.default_rng(9).standard_normal((2, keys))
+
+
+def test_biased_landmarks_are_those_of_the_definition():
+    (q, k, _), bias = with_bias()
+    phi = LandmarkFeatures.fit(q, k, num_features=9, num_probes=20, key_bias=bias, rng=7)
+    for head in range(2):
+        rows = q[head], k[head]
+        probes, landmarks = fitted_by_hand(*rows, 9, 20, phi.scale, 7, bias[head])
+        assert_allclose(phi.landmarks[head], landmarks, atol=1e-12)
+        want = log_sum(phi.scale * probes @ k[head].T + bias[head], 1)
+        assert_allclose(phi.log_normalizers[head], want, atol=1e-12)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_biases_of_keys_in_every_library(xp, corrected):
+    (q, k, v), bias = with_bias()
+    bias[:, :5] = -np.inf
+    options: Any = dict(num_features=9, num_probes=20, corrected=corrected, rng=1)
+    phi = LandmarkFeatures.fit(q, k, key_bias=bias, **options)
+    q_, k_, v_, bias_ = (xp.array(x) for x in (q, k, v, bias))
+    found = LandmarkFeatures.fit(q_, k_, key_bias=bias_, **options)
+    assert_allclose(found.landmarks, phi.landmarks, atol=1e-10)
+    out = xp.numpy(attend(q_, k_, v_, found, key_bias=bias_))
+    if not corrected:
+        want = linattn.reference.kernel_attention(q, k, v, phi, bias=bias[:, None, :])
+        assert_allclose(out, want, atol=1e-10)
+    # The fit's error is a part of that of a map which was told nothing.
+    exact = linattn.reference.softmax_attention(q, k, v, bias=bias[:, None, :])
+    untold = LandmarkFeatures.fit(q, k, key_mask=bias > -np.inf, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", OTHER_KEYS)
+        other = attend(q, k, v, untold, key_bias=bias)
+    assert np.linalg.norm(out - exact) < np.linalg.norm(other - exact)
+
+
+@pytest.mark.parametrize("length", [50, 1500])
+def test_a_bias_of_zero_is_none_and_minus_infinity_a_mask(length):
+    q, k, v = inputs(keys=length, queries=length)
+    options: Any = dict(num_features=9, num_probes=20, rng=4)
+    mask = np.random.default_rng(0).random(length) < 0.8
+    phi = LandmarkFeatures.fit(q, k, key_mask=mask, **options)
+    bias = np.where(mask, 0.0, -np.inf)
+    found = LandmarkFeatures.fit(q, np.where(mask[:, None], k, np.nan), key_bias=bias, **options)
+    for name in ("landmarks", "used", "log_normalizers", "metric"):
+        assert_allclose(getattr(found, name), getattr(phi, name), rtol=1e-12, atol=1e-12)
+    # A common weight changes no fit, however large.
+    common = LandmarkFeatures.fit(q, k, key_bias=bias + 700, **options)
+    assert_allclose(common.landmarks, phi.landmarks, atol=1e-9)
+    assert_allclose(common.log_normalizers, phi.log_normalizers + 700, rtol=1e-12)
+    with pytest.warns(UserWarning, match="fit it to this sequence, with its key_bias"):
+        attend(q, k, v, common, key_mask=mask)
+
+
+def test_landmarks_for_every_key_are_exact_with_biases():
+    (q, k, v), bias = with_bias(keys=20)
+    phi = LandmarkFeatures.fit(q, k, num_features=20, key_bias=bias, rng=0)
+    want = linattn.reference.softmax_attention(q, k, v, bias=bias[:, None, :])
+    assert_allclose(attend(q, k, v, phi, key_bias=bias), want, atol=1e-12)
+
+
 # Keys of another sequence -----------------------------------------------------------------------
 
 OTHER_KEYS = "feature_map was fitted to other keys"
@@ -759,6 +825,8 @@ def test_causal_use_is_refused():
         (dict(scale=-1.0), "scale must be a positive finite number, got -1.0"),
         (dict(rng=True), "rng must be an int"),
         (dict(key_mask=np.ones(49, bool)), r"key_mask must have shape \(50,\), or one axis"),
+        (dict(key_bias=np.full(50, np.nan)), "key_bias must hold no NaN"),
+        (dict(key_bias=np.zeros(49)), r"key_bias must have shape \(50,\), or one axis"),
         (dict(query_mask=np.ones(50, bool)), r"query_mask must have shape \(40,\), or one axis"),
         (dict(query_mask=np.ones(40)), "query_mask must be boolean"),
         (dict(query=np.ones((3, 40, D))), "leading axes must broadcast"),

@@ -168,8 +168,8 @@ SIGNATURES = {
         "sampler='orthogonal', rng=None)"
     ),
     "feature_maps.LandmarkFeatures.fit": (
-        "(query, key, *, num_features=64, num_probes=128, key_mask=None, query_mask=None, "
-        "corrected=False, scale=None, lloyd_steps=3, rng=None)"
+        "(query, key, *, num_features=64, num_probes=128, key_mask=None, key_bias=None, "
+        "query_mask=None, corrected=False, scale=None, lloyd_steps=3, rng=None)"
     ),
     "feature_maps.LandmarkFeatures.sample": (
         "(query, key, *, num_features=64, key_mask=None, query_mask=None, scale=None, rng=None)"

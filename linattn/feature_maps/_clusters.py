@@ -39,7 +39,8 @@ def clusters(
 ) -> tuple[Floats, NDArray[np.bool_]]:
     """Landmarks ``(..., m, d)`` and which of them are used, a batch of heads at a time."""
     lead = lognorm.shape[:-1]
-    arrays = (probes, lognorm[..., None], keys.x, keys.valid[..., None], metric)
+    log_weight = np.where(keys.valid, 0.0 if keys.log_weight is None else keys.log_weight, -np.inf)
+    arrays = (probes, lognorm[..., None], keys.x, log_weight[..., None], metric)
     flat = [np.broadcast_to(a, (*lead, *a.shape[-2:])).reshape(-1, *a.shape[-2:]) for a in arrays]
     heads, d = len(flat[0]), probes.shape[-1]
     landmarks, used = np.zeros((heads, m, d)), np.zeros((heads, m), dtype=bool)
@@ -56,16 +57,19 @@ def _cluster_heads(
     probes: Floats,
     lognorm: Floats,
     x: NDArray[Any],
-    valid: NDArray[np.bool_],
+    log_weight: Floats,
     metric: Floats,
     *,
     gumbel: Floats,
     m: int,
     steps: int,
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Draw landmarks by importance and move them to the weighted centres of their keys."""
+    """Draw landmarks by importance and move them to the weighted centres of their keys.
+
+    ``log_weight``: of tokens, ``(..., C, 1)``; -inf in slots that hold none.
+    """
     C = x.shape[-2]
-    valid = valid[..., 0]
+    valid = log_weight[..., 0] > -np.inf
     count = np.sum(valid, axis=-1)[:, None, None]
     if m >= C:
         return np.where(valid[..., None], x, 0.0).astype(np.float64), valid
@@ -82,7 +86,12 @@ def _cluster_heads(
         # A product with ones: sums across rows take four times as long.
         return np.asarray((ones @ np.exp(A, out=A))[..., 0, :])
 
-    weights = _by_tile(squared_attention, centred, probes.shape[-2]) * valid
+    tokens, bias = centred, np.where(log_weight == -np.inf, 0.0, log_weight)
+    if bias.any():
+        # One more coordinate of tokens and probes, so that nothing leaves the range of numbers.
+        tokens = np.concatenate([centred, bias.astype(x.dtype)], axis=-1)
+        twice = np.concatenate([twice, np.full_like(twice[..., :1], 2)], axis=-1)
+    weights = _by_tile(squared_attention, tokens, probes.shape[-2]) * valid
 
     # Squares of what is far from 1 would leave the range of float32.
     size = np.abs(np.where(valid[..., None], centred, 0)).max(axis=(-2, -1), keepdims=True)

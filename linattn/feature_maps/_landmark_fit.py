@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks, _dispatch
-from linattn._driver.blocks import block_slices, token_block
+from linattn._driver.blocks import block_slices, raw_tokens
 from linattn._driver.exact_problem import exact_problem
+from linattn._driver.modifiers import mask_and_bias
+from linattn._driver.token_blocks import biased_keys, biased_queries
 from linattn.typing import Array, Tokens
 
 __all__ = [
@@ -51,14 +53,17 @@ class Sample(NamedTuple):
         The tokens, in the accumulation dtype.
     valid : ndarray of bool, (..., C)
         Slots that hold a token; the leading axes are those of the mask, 1 or those of x.
+    log_weight : ndarray, (..., C), or None
+        Log weights of tokens, 0 in slots that hold none; None where all are 0.
     """
 
     x: NDArray[Any]
     valid: NDArray[np.bool_]
+    log_weight: NDArray[Any] | None = None
 
 
 class Inputs(NamedTuple):
-    """Checked arguments of a fit; masks are ``(..., n, 1)``, arrays of Dask are NumPy's."""
+    """Checked arguments of a fit; masks and biases are ``(..., n, 1)``, Dask's arrays NumPy's."""
 
     xp: ModuleType
     dtype: Any
@@ -67,6 +72,7 @@ class Inputs(NamedTuple):
     key: Array
     query_mask: Array | None
     key_mask: Array | None
+    key_bias: Array | None
 
 
 def host_arrays(xp: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
@@ -204,20 +210,26 @@ def query_metric(sample: Sample) -> Floats:
 
 
 def log_normalizers(
-    probes: Floats, key: Array, mask: Array | None, dtype: Any, xp: ModuleType
+    probes: Floats,
+    key: Array,
+    mask: Array | None,
+    dtype: Any,
+    xp: ModuleType,
+    key_bias: Array | None = None,
 ) -> Floats:
-    """``log sum_j exp(probe.k_j)`` over all visible keys, ``(..., p)``; -inf where there is none.
+    """``log sum_j exp(probe.k_j + bias_j)`` over visible keys, ``(..., p)``; -inf if there is none.
 
     Softmax attention to ones. O(S p d) time, memory that does not grow with S.
     """
     rows = Tokens(_arrays.device_array(probes, xp, dtype, array_api_compat.device(key)), None, 0)
     problem = exact_problem(key, key, key, scale=1.0, is_causal=False, key_mask=None)
-    problem = problem.replace(dtype=dtype, key_mask=mask)
-    functions, spec, part = _dispatch.BlockFunctions(xp), problem.key_spec, None
+    problem = problem.replace(dtype=dtype, key_mask=mask, key_bias=key_bias)
+    functions, part = _dispatch.BlockFunctions(xp), None
+    spec, rows = biased_queries(problem, rows)
     width = prod(np.broadcast_shapes(probes.shape[:-2], problem.state_lead)) * probes.shape[-2]
     size = max(MIN_BLOCK_ROWS, MAX_BLOCK_ELEMENTS // max(1, width))
     for block in block_slices(int(key.shape[-2]), size):
-        tokens = token_block(problem, "key", block, 0)
+        tokens = biased_keys(problem, raw_tokens(problem, "key", block, 0))
         ones = xp.ones_like(tokens.x[..., :1])
         if part is None:
             part = functions.exact_block(spec, rows, tokens, ones)
@@ -227,7 +239,9 @@ def log_normalizers(
     return _arrays.to_numpy(part.log + xp.log(part.num_den))[..., 0].astype(np.float64)
 
 
-def take_inputs(query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any) -> Inputs:
+def take_inputs(
+    query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any, key_bias: Any = None
+) -> Inputs:
     """Check the arguments of a fit."""
     xp, (query, key) = _checks.check_arrays(query=query, key=key)
     if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
@@ -239,15 +253,17 @@ def take_inputs(query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any
     _checks.check_leading_axes(query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]))
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
-    if key_mask is not None:
-        key_mask = _checks.check_key_mask(key_mask, key, xp, query_len=query.shape[-2])
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
+    key_mask, key_bias = mask_and_bias(
+        xp, key, dtype, key_mask, key_bias, query_len=query.shape[-2]
+    )
     if query_mask is not None:
         query_mask = _checks.check_key_mask(query_mask, query, xp, query_len=None, of="query")
-    xp, (query, key, query_mask, key_mask) = host_arrays(
-        xp, query=query, key=key, query_mask=query_mask, key_mask=key_mask
+    xp, (query, key, query_mask, key_bias, key_mask) = host_arrays(
+        xp, query=query, key=key, query_mask=query_mask, key_bias=key_bias, key_mask=key_mask
     )
     dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
-    return Inputs(xp, dtype, scale, query, key, query_mask, key_mask)
+    return Inputs(xp, dtype, scale, query, key, query_mask, key_mask, key_bias)
 
 
 def draw_samples(given: Inputs, key_strata: Floats, query_strata: Floats) -> tuple[Sample, Sample]:
@@ -255,13 +271,19 @@ def draw_samples(given: Inputs, key_strata: Floats, query_strata: Floats) -> tup
     keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
     queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
     _check_finite(bool(np.isfinite(queries.x).all() and np.isfinite(keys.x).all()))
-    return keys, queries
+    if given.key_bias is None:
+        return keys, queries
+    bias = given.xp.broadcast_to(given.key_bias, (*given.key.shape[:-1], 1))
+    drawn = draw_sample(bias, given.key_mask, key_strata, given.xp)
+    return keys._replace(log_weight=drawn.x[..., 0]), queries
 
 
 def probe_normalizers(given: Inputs, probes: Sample) -> Floats:
     """Log normalizers of probes over all keys; inf where a head has no such probe."""
     scaled = given.scale * probes.x
-    lognorm = log_normalizers(scaled, given.key, given.key_mask, given.dtype, given.xp)
+    lognorm = log_normalizers(
+        scaled, given.key, given.key_mask, given.dtype, given.xp, given.key_bias
+    )
     _check_finite(not (np.isnan(lognorm) | (lognorm == np.inf)).any())
     # A head that sees no key: its landmarks are all unused, and any normalizer will do.
     lognorm = np.where(lognorm == -np.inf, 0.0, lognorm)

@@ -209,6 +209,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         num_features: int = 64,
         num_probes: int = 128,
         key_mask: Array | None = None,
+        key_bias: Array | None = None,
         query_mask: Array | None = None,
         corrected: bool = False,
         scale: float | None = None,
@@ -230,6 +231,9 @@ class LandmarkFeatures(SoftmaxKernelMap):
             p, probe queries; all queries where there are fewer. Default 128.
         key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
             True = attend. What masked keys hold does not matter.
+        key_bias : floating array, of the shapes that a mask may have, optional
+            Log weights u_j of keys that attention by the map will be given, as ``key_bias`` of
+            :func:`linattn.linear_attention`. -inf masks a key. Default 0.
         query_mask : boolean array, (L,) or query.shape[:-1] with axes of 1, optional
             True = a query to be fitted to.
         corrected : bool, optional
@@ -250,19 +254,20 @@ class LandmarkFeatures(SoftmaxKernelMap):
         Raises
         ------
         TypeError, ValueError
-            As :func:`linattn.linear_attention` for query, key and masks; a traced array; no token
-            at all; NaN or inf in a token that is not masked; corrected with p < 2 m.
+            As :func:`linattn.linear_attention` for query, key, masks and biases; a traced array; no
+            token at all; NaN or inf in a token that is not masked; corrected with p < 2 m.
 
         Notes
         -----
-        The weight of key j is ``w_j = mean_i A_ij^2``: to first order, moving it to a landmark
+        The weight of key j is ``w_j = mean_i (e^{u_j} A_ij)^2``, with the bias in the normalizers
+        too, ``l_i = log sum_j exp(s q_i.k_j + u_j)``: to first order, moving it to a landmark
         changes the attention of the queries by ``w_j |k_j - b|^2`` in mean square, distances in
-        the metric. The first landmarks are drawn without replacement in four rounds with odds
-        ``w_j`` times the squared distance to the nearest landmark so far; Lloyd steps with
-        weights w follow. Probes are queries from equal strata of the sequence. Sequences longer
-        than ``max(16 m, 1024)`` are clustered by a sample of that many keys, one from each of as
-        many equal strata, and so are the queries; the normalizers l are of all keys. Heads share
-        the random numbers.
+        the metric. The map itself holds no bias. The first landmarks are drawn without replacement
+        in four rounds with odds ``w_j`` times the squared distance to the nearest landmark so far;
+        Lloyd steps with weights w follow. Probes are queries from equal strata of the sequence.
+        Sequences longer than ``max(16 m, 1024)`` are clustered by a sample of that many keys, one
+        from each of as many equal strata, and so are the queries; the normalizers l are of all
+        keys. Heads share the random numbers.
 
         Time O(S p d + C m d) a head with C sampled keys; memory O(C m), whatever the length. A
         mask is copied to the host. Arrays of Dask are computed.
@@ -285,7 +290,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
                 f"num_probes must be at least 2 num_features, {2 * m}, for corrected=True, got {p}"
             )
             raise ValueError(message)
-        given = take_inputs(query, key, key_mask, query_mask, scale)
+        given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
         size = sample_size(m)
         generator = as_generator(rng)
         # As many numbers for every length, so that padding changes none of them.
@@ -398,7 +403,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
         A few probes tell: keys rounded to bfloat16 are .016 off on the shipped sample, those of the
         other layer or half 1 and more, fresh draws of 8,192 Gaussian keys about .05.
         """
-        if not is_concrete(problem.key) or 0 in problem.key.shape:
+        key, bias = problem.key, problem.key_bias
+        if not is_concrete(key) or 0 in key.shape or not (bias is None or is_concrete(bias)):
             return
         p = self.probes.shape[-2]
         few = np.linspace(0, p - 1, min(p, NUM_PROBES_CHECKED)).round().astype(np.intp)
@@ -406,18 +412,19 @@ class LandmarkFeatures(SoftmaxKernelMap):
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             found = log_normalizers(
                 self.scale * self.probes[..., few, :],
-                detached(problem.key),
+                detached(key),
                 problem.key_mask,
                 problem.dtype,
                 problem.xp,
+                None if bias is None else detached(bias),
             )
             apart = np.abs(found - known)
         largest = float(np.max(apart, initial=0.0, where=np.isfinite(apart)))
         if largest > MAX_LOG_GAP:
             message = (
                 f"feature_map was fitted to other keys: the normalizers of its probes differ by up "
-                f"to exp({largest:.2g}); fit it to this sequence, or ignore this warning where its "
-                f"landmarks are meant for other keys"
+                f"to exp({largest:.2g}); fit it to this sequence, with its key_bias if it has one, "
+                f"or ignore this warning where its landmarks are meant for other keys"
             )
             warnings.warn(message, UserWarning, stacklevel=4)
 
