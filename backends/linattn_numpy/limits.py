@@ -23,7 +23,7 @@ __all__ = [
     "MAX_FEATURE",
     "MAX_LOG_LEAD",
     "MAX_LOG_SPREAD",
-    "MAX_PREFIX_LOG_SPREAD",
+    "MAX_PREFIX_LOG_LEAD",
     "MAX_QUERY_LOG",
     "MAX_UNINSPECTED_EXPONENT",
     "MAX_VJP_EXPONENT",
@@ -61,7 +61,7 @@ MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic c
 # Log scales: how far apart those may be that share one.
 MAX_LOG_LEAD = 10.0  # of a block above a state that it joins without rescaling it
 MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of its state
-MAX_PREFIX_LOG_SPREAD = 20.0  # of one feature in a prefix scan: nothing underflows
+MAX_PREFIX_LOG_LEAD = 20.0  # of a scale above what a prefix scan has seen: nothing underflows
 
 # Features, sums and denominators, beyond which a block is done again in another way.
 MAX_FEATURE = 1e10  # of a pointwise map; one feature of a block must be above the inverse

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, State
-from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MAX_PREFIX_LOG_SPREAD, finite_shift
+from linattn.typing import State
+from linattn_numpy.limits import MAX_PREFIX_LOG_LEAD, exp, finite_shift
 
 __all__ = ["far_states"]
 
@@ -18,44 +17,53 @@ Floats = NDArray[Any]
 
 def far_states(
     before: State, states: State, after: State | None, lazy: bool
-) -> tuple[State, State] | Declined:
-    """Add up the far blocks before and behind each block, on one scale a feature."""
+) -> tuple[State, State]:
+    """Add up the far blocks before and behind each block."""
     ends = [before] if after is None else [before, after]
     g = states.log_scale.shape[-2] - len(ends)
-    logs = [end.log_scale[..., None, :] for end in ends] + [states.log_scale]
-    c = np.max([log.max(axis=-2) for log in logs], axis=0)[..., None, :]
+    top = np.max([*(end.log_scale for end in ends), states.log_scale.max(axis=-2)], axis=0)
+    front = _prefixes(before, states.kvz[..., :g, :, :], states.log_scale[..., :g, :], top)
+    kvz, c = front.kvz[..., :g, :, :], front.log_scale[..., :g, :]
+    last = State(front.kvz[..., g, :, :].copy(), front.log_scale[..., g, :], 0)
+    if after is not None:
+        following = states.kvz[..., :2:-1, :, :], states.log_scale[..., :2:-1, :]
+        behind = _prefixes(after, *following, top)
+        both = np.maximum(c, behind.log_scale[..., ::-1, :])
+        _rescale(kvz, c, both)
+        _rescale(behind.kvz, behind.log_scale, both[..., ::-1, :])
+        kvz += behind.kvz[..., ::-1, :, :]
+        c = both
+    return State(kvz, c, 0), last
+
+
+def _prefixes(first: State, kvz: Floats, log: Floats, top: Floats) -> State:
+    """Add to a state none of the blocks, the first, the first two and so on, to all.
+
+    A feature of each sum is on the largest log scale so far, or on ``top`` where that is near.
+    """
+    log = np.concatenate([first.log_scale[..., None, :], log], axis=-2)
+    c, top = np.maximum.accumulate(log, axis=-2), top[..., None, :]
+    # What follows may be NaN, and is not for what is before it.
+    c = np.where(c >= top - MAX_PREFIX_LOG_LEAD, top, c)
     shift = finite_shift(c)
-    if not all(np.all((log == -np.inf) | (shift - log <= MAX_PREFIX_LOG_SPREAD)) for log in logs):
-        return Declined(f"log scales of a feature are more than {MAX_PREFIX_LOG_SPREAD:g} apart")
-    *factors, inner = (np.exp(log - shift)[..., None] for log in logs)
-    lead = np.broadcast_shapes(*(end.kvz.shape[:-2] for end in ends), states.kvz.shape[:-3])
-    size, kind = states.kvz.shape[-2:], states.kvz.dtype
-    scaled = buffer("scaled", states.kvz.shape, kind)
-    np.multiply(states.kvz, inner, out=scaled)
+    shares = exp(log - shift)[..., None]
+    lead = np.broadcast_shapes(first.kvz.shape[:-2], kvz.shape[:-3])
+    sums = np.empty((*lead, log.shape[-2], *kvz.shape[-2:]), kvz.dtype)
+    np.multiply(first.kvz, shares[..., 0, :, :], out=sums[..., 0, :, :])
+    np.multiply(kvz, shares[..., 1:, :, :], out=sums[..., 1:, :, :])
+    rises = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
     # A loop: np.cumsum does not add whole states at once.
-    front = np.empty((*lead, g + 1, *size), kind)
-    front[..., 0, :, :] = before.kvz * factors[0][..., 0, :, :]
-    for i in range(g):
-        np.add(front[..., i, :, :], scaled[..., i, :, :], out=front[..., i + 1, :, :])
-    kvz, whole = front[..., :g, :, :], front[..., g, :, :].copy()
-    if after is not None:
-        behind = np.broadcast_to(after.kvz * factors[1][..., 0, :, :], whole.shape).copy()
-        for i in reversed(range(g)):
-            kvz[..., i, :, :] += behind
-            behind += scaled[..., i + 2, :, :]
-
-    has_keys = [log > -np.inf for log in logs]
-    seen = _any_before(has_keys[0], has_keys[-1][..., : g - 1, :])
-    if after is not None:
-        seen = seen | _any_before(has_keys[1], has_keys[-1][..., g + 1 : 2 : -1, :])[..., ::-1, :]
-    empty = c.dtype.type(-np.inf)
-    any_key = has_keys[0] | has_keys[-1][..., :g, :].any(axis=-2, keepdims=True)
-    last = State(whole, np.where(any_key, c, empty)[..., 0, :], 0)
-    return State(kvz, np.where(seen, c, empty), 0), last
+    for i, rises_here in enumerate(rises.tolist()):
+        so_far = sums[..., i, :, :]
+        if rises_here:
+            so_far = so_far * np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None]
+        sums[..., i + 1, :, :] += so_far
+    return State(sums, c, 0)
 
 
-def _any_before(first: NDArray[np.bool_], later: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether a feature has seen a key in ``first`` or the others up to each of them."""
-    lead = np.broadcast_shapes(first.shape[:-2], later.shape[:-2])
-    joined = [np.broadcast_to(a, (*lead, *a.shape[-2:])) for a in (first, later)]
-    return np.asarray(np.logical_or.accumulate(np.concatenate(joined, axis=-2), axis=-2))
+def _rescale(kvz: Floats, before: Floats, after: Floats) -> None:
+    """Put states on other log scales in place; where there are no keys, there is nothing to put."""
+    moved = ((before != after) & (before > -np.inf)).any(axis=-1)
+    if moved.any():
+        factors = exp(before - finite_shift(after))[..., None]
+        np.multiply(kvz, factors, out=kvz, where=moved[..., None, None])
