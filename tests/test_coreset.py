@@ -80,12 +80,13 @@ def reduce_entries(entries, queries, noise, m):
     return reduced
 
 
-def dense_head(query, key, value, mask, noise_of, m, B):
-    """One head; queries are scaled."""
+def dense_head(query, key, value, bias, noise_of, m, B):
+    """One head; queries are scaled, and a bias of -inf is a mask."""
+    mask = bias > -np.inf
     output = np.zeros((len(query), value.shape[1]))
     key = np.where(mask[:, None], key, 0.0)
     value = np.where(mask[:, None], value, 0.0)
-    log = np.where(mask, 0.0, -np.inf)
+    log = bias
     entries: list[tuple[Any, Any, Any]] = []
     for i in range(len(query)):
         block = i // B
@@ -103,7 +104,7 @@ def dense_head(query, key, value, mask, noise_of, m, B):
     return output
 
 
-def dense(query, key, value, mask=None, *, m, B, scale=None, rng=0):
+def dense(query, key, value, mask=None, *, m, B, scale=None, rng=0, bias=0.0):
     """All heads, with the noise that CoresetAttention documents."""
     lead = np.broadcast_shapes(*(a.shape[:-2] for a in (query, key, value)))
     heads = int(np.prod(lead))
@@ -113,7 +114,8 @@ def dense(query, key, value, mask=None, *, m, B, scale=None, rng=0):
         for a in (query, key, value)
     )
     mask = np.ones((), dtype=bool) if mask is None else mask
-    mask = np.broadcast_to(mask, (*lead, key.shape[-2])).reshape(heads, key.shape[-2])
+    bias = np.where(mask, bias, -np.inf)
+    bias = np.broadcast_to(bias, (*lead, key.shape[-2])).reshape(heads, key.shape[-2])
     seed = int(np.random.default_rng(rng).integers(2**63))
 
     def noise_of(block, n):
@@ -122,7 +124,7 @@ def dense(query, key, value, mask=None, *, m, B, scale=None, rng=0):
 
     rows = [
         dense_head(
-            scale * query[h], key[h], value[h], mask[h], lambda t, n, h=h: noise_of(t, n)[h], m, B
+            scale * query[h], key[h], value[h], bias[h], lambda t, n, h=h: noise_of(t, n)[h], m, B
         )
         for h in range(heads)
     ]
@@ -406,6 +408,39 @@ def test_masked_tokens_hold_nothing_that_matters(garbage):
     assert_allclose(np.where(mask[..., None], other, out), out, rtol=0, atol=1e-12)
     assert_array_equal(out[0, :9], 0.0)
     assert_allclose(out, dense(*arrays, mask, m=6, B=4), atol=1e-11)
+
+
+def biases(*shape, seed=5):
+    """Log weights of keys, some of which mask theirs."""
+    rng = np.random.default_rng(seed)
+    return np.where(rng.random(shape) < 0.8, 3 * rng.standard_normal(shape), -np.inf)
+
+
+def test_log_weights_of_keys_in_every_library(xp):
+    arrays, bias = tokens(13, 2), biases(2, 13)
+    stream = CoresetAttention(3, block_size=4, rng=0)
+    out = stream.extend(*map(xp.array, arrays), key_bias=xp.array(bias))
+    assert_allclose(xp.numpy(out), dense(*arrays, m=3, B=4, bias=bias), atol=1e-8)
+
+
+def test_log_weights_are_exact_at_first_and_a_common_one_changes_nothing():
+    arrays, bias = tokens(40, 2), biases(40)
+    first = [a[:, :12] for a in arrays]
+    out = CoresetAttention(4, block_size=4, rng=0).extend(*first, key_bias=bias[:12])
+    whole = linattn.reference.softmax_attention(*first, is_causal=True, bias=bias[None, :12])
+    assert_allclose(out, whole, atol=1e-12)
+    plain = CoresetAttention(4, block_size=4, rng=0).extend(*arrays)
+    common = np.full(40, 700.0)
+    out = CoresetAttention(4, block_size=4, rng=0).extend(*arrays, key_bias=common)
+    assert_allclose(out, plain, atol=1e-9)
+    narrow = [a.astype("float32") for a in (*arrays, bias)]
+    stream, parts = CoresetAttention(4, block_size=4, rng=0), (slice(0, 15), slice(15, 40))
+    rows = [
+        stream.extend(*(a[:, part] for a in narrow[:3]), key_bias=narrow[3][part]) for part in parts
+    ]
+    out = np.concatenate(rows, axis=1)
+    expected = dense(*(a.astype("float64") for a in narrow[:3]), m=4, B=4, bias=narrow[3])
+    assert_allclose(out, expected, atol=3e-5)
 
 
 def test_a_stream_of_masked_tokens_only():

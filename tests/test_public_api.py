@@ -48,7 +48,7 @@ SIGNATURES = {
         "head_clusters, head_pairs)"
     ),
     "CoresetAttention": "(num_entries=64, *, block_size=32, scale=None, rng=None)",
-    "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None)",
+    "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None, key_bias=None)",
     "CoresetAttention.step": "(self, query, key, value)",
     "CoresetAttention.save": "(self, path)",
     "CoresetAttention.load": "(path, like=None)",

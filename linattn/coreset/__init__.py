@@ -68,9 +68,10 @@ class CoresetAttention:
 
     Notes
     -----
-    *Reduction.* After block T the keys of block T - 1 become entries with log mass 0, and if there
-    are then more than m entries they are reduced to m. With the mean c and the covariance Sigma
-    of all scaled queries ``s q`` up to block T, and ``x_j = b_j - mean(b)``, entry j has the weight
+    *Reduction.* After block T the keys of block T - 1 become entries, whose log mass is the key's
+    bias or 0, and if there are then more than m entries they are reduced to m. With the mean c and
+    the covariance Sigma of all scaled queries ``s q`` up to block T, and ``x_j = b_j - mean(b)``,
+    entry j has the weight
 
     .. math::
         \log w_j = (\sigma_j + c \cdot x_j + x_j \cdot \Sigma x_j / 2) / 2 .
@@ -160,7 +161,13 @@ class CoresetAttention:
 
     @_arrays.on_array_device
     def extend(
-        self, query: Array, key: Array, value: Array, *, key_mask: Array | None = None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        key_mask: Array | None = None,
+        key_bias: Array | None = None,
     ) -> Array:
         """Take the next tokens of the stream.
 
@@ -172,6 +179,8 @@ class CoresetAttention:
             Same library, dtype and device.
         key_mask : boolean array, (L,) or key.shape[:-1] with axes of 1, optional
             True = attend.
+        key_bias : floating array, of the shapes that a mask may have, optional
+            Log weight of each key, for all queries that will see it. -inf masks a key. Default 0.
 
         Returns
         -------
@@ -190,7 +199,13 @@ class CoresetAttention:
         Memory beyond inputs, outputs and the state is that of one block, whatever L.
         """
         problem = exact_problem(
-            query, key, value, scale=self._scale, is_causal=True, key_mask=key_mask
+            query,
+            key,
+            value,
+            scale=self._scale,
+            is_causal=True,
+            key_mask=key_mask,
+            key_bias=key_bias,
         )
         stream = _stream.begin(problem) if self._stream is None else self._stream
         _stream.check_continues(stream, problem)

@@ -55,7 +55,7 @@ def read(query: Array, old: Entries, new: Entries, xp: ModuleType, lazy: bool) -
     visible = index[None, :] <= index[seen - rows :, None]
     near = xp.matmul(query, xp.matrix_transpose(new.key))
     none = xp.full_like(near[:, :1, :1], -float("inf"))
-    near = xp.where(visible & live[:, None, :], near, none)
+    near = xp.where(visible & live[:, None, :], near + new.log[:, None, :], none)
     top = xp.max(near, axis=-1, keepdims=True)
     number = xp.cumulative_sum(xp.astype(live, query.dtype), axis=-1)[:, seen - rows :, None]
     far = None
