@@ -304,19 +304,20 @@ def linear_attention(
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)
     stamp = partial(stamped, before=initial_state, feature_map=feature_map)
-    output, *extra = _solved(problem, return_states_every, return_state, stamp)
+    if return_states_every is None:
+        output, state, norm = forward.solve(problem, return_state=return_state)
+        extra = [None if state is None else stamp(state, problem=problem), norm, None]
+    else:
+        output, *extra = _solve_with_states(problem, return_states_every, stamp)
     wanted = (return_state, return_log_normalizer, return_states_every is not None)
     extra = [x for x, wants in zip(extra, wanted, strict=True) if wants]
     return (output, *extra) if extra else output
 
 
-def _solved(
-    problem: Problem, interval: Any, return_state: bool, stamp: Callable[..., State]
-) -> tuple[Array, State | None, Array | None, list[State] | None]:
-    """Solve a problem; with an interval also the states on the way, each as that of its prefix."""
-    if interval is None:
-        output, state, norm = forward.solve(problem, return_state=return_state)
-        return output, None if state is None else stamp(state, problem=problem), norm, None
+def _solve_with_states(
+    problem: Problem, interval: Any, stamp: Callable[..., State]
+) -> tuple[Array, State, Array | None, list[State]]:
+    """Solve a problem, also for the states on the way, each as that of its prefix."""
     interval = _checks.check_positive_int("return_states_every", interval)
     output, last, norm, states = forward.solve_in_parts(problem, interval)
     prefixes = [take_rows(problem, slice(i * interval)) for i in range(1, len(states) + 1)]

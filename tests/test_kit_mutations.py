@@ -8,6 +8,7 @@ twins pass; of those that chance decides, at most `TOTAL_FALSE_ALARM_RATE` of al
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import linattn
 from linattn import testing
 from linattn.feature_maps import PositiveFeatures
 from linattn.sampling import gaussian, orthogonal
@@ -792,6 +794,25 @@ mutation(
     Redrawn(np.random.default_rng(0)),
     RedrawnFromEntropy(np.random.default_rng(0)),
     check="redraw",
+)
+
+
+def rolled_back(snapshot):
+    return testing.assert_rollback(
+        begin=lambda: linattn.CoresetAttention(8, block_size=4, rng=0),
+        step=linattn.CoresetAttention.step,
+        snapshot=snapshot,
+        num_drafts=10,
+        rng=SEED,
+    )
+
+
+mutation(
+    "a snapshot that goes on with the stream",
+    rolled_back,
+    copy.deepcopy,
+    lambda stream: stream,
+    check="assert_rollback",
 )
 
 NAMES = [case.name for case in MUTATIONS]

@@ -78,7 +78,7 @@ def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array |
         if rows.stop - rows.start == length:
             states.append(state)
     output = xp.concat([part.output for part in parts], axis=-2)
-    warn_of_signs(sum(part.negative for part in parts), prod(output.shape[:-1]), stacklevel=4)
+    warn_of_signs(sum(part.negative for part in parts), prod(output.shape[:-1]), stacklevel=5)
     norms = [part.log_normalizer for part in parts]
     return output, state, xp.concat(norms, axis=-1) if problem.want_log else None, states
 

@@ -131,8 +131,8 @@ def time_table(found: Sweep, *, is_causal: bool) -> Table:
         min_width=76,
         caption=(
             f"Fastest call{', causal' if is_causal else ''}; beyond the first head's own "
-            f"{found.num_real:,} tokens these are repeated at random with {NOISE:.0%} Gaussian "
-            f"noise: for times only, since keys that repeat are easy to cluster."
+            f"{count(found.num_real, 'token')} these are repeated at random with {NOISE:.0%} "
+            f"Gaussian noise: for times only, since keys that repeat are easy to cluster."
         ),
     )
     for name in ("tokens", "this map", "exact softmax", "exact / map"):
