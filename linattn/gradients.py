@@ -12,7 +12,7 @@ from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import GradientOptions
 from linattn._driver.problem import linear_problem, stamped
 from linattn._generic.feature_vjps import check_differentiable, sum_to
-from linattn.typing import Array, ArrayT, Cotangent, FeatureMap, Problem, State
+from linattn.typing import Array, ArrayT, ColumnNormalized, Cotangent, FeatureMap, Problem, State
 
 __all__ = [
     "differentiable_problem",
@@ -132,7 +132,7 @@ def linear_attention_vjp(
         As :func:`linattn.linear_attention`; an exact window; in the pullback, a cotangent of
         another shape, dtype or library, or a ``grad_state`` without ``return_state``.
     NotImplementedError
-        The map has no gradient; the message says what is missing.
+        The map has no gradient, or none with ``normalize=False``; the message says what is missing.
 
     Warns
     -----
@@ -319,6 +319,12 @@ def differentiable_problem(
     problem = linear_problem(query, key, value, feature_map, **settings)
     for spec in (problem.query_spec, problem.key_spec):
         check_differentiable(spec, feature_map)
+    if not problem.normalize and isinstance(problem.query_spec, ColumnNormalized):
+        message = (
+            f"normalize must be True for gradients of {feature_map!r}, which divides each column "
+            f"of its state by its sum, got False; multiply outputs by exp(log_normalizer) instead"
+        )
+        raise NotImplementedError(message)
     return problem
 
 

@@ -408,6 +408,8 @@ def test_what_has_no_meaning_is_refused():
     landmarks = LandmarkFeatures.fit(query, key, num_features=4, rng=0)
     with pytest.raises(ValueError, match="is_causal needs a feature map that has not seen"):
         attend(query, key, value, landmarks, is_causal=True, log_decay=-0.1)
+    with pytest.raises(NotImplementedError, match="normalize must be True for gradients of Soft"):
+        linattn.linear_attention_vjp(query, key, value, SoftmaxFeatures(), normalize=False)
 
 
 # Gradients --------------------------------------------------------------------------------------
@@ -443,6 +445,17 @@ def test_gradients_are_those_of_finite_differences(name, kind, normalize):
     names = ("key_bias", "log_decay")[: len(arrays) - 3]
     functions = vjp_of(MAPS[name], names, options)
     assert_gradient(*functions, *arrays, rtol=3e-6, num_directions=1)
+
+
+@pytest.mark.parametrize("stops", [{"key_stop": [0, 0, 2, 2, 5, 9, 9]}, {"prefix_length": [3, 6]}])
+@pytest.mark.parametrize("name", ["positive", "reparametrized", "cosformer"])
+def test_numerators_that_see_prefixes_have_gradients(name, stops):
+    phi = MAPS.get(name, CosformerFeatures(DIM, max_length=20))
+    query, key, value = tokens((2,), 7 if "prefix_length" in stops else 9)
+    options = {**stops, "normalize": False, "key_mask": np.arange(key.shape[1]) != 4}
+    bias = np.random.default_rng(1).standard_normal(key.shape[1])
+    functions = vjp_of(phi, ["key_bias"], options)
+    assert_gradient(*functions, query[:, :7], key, value, bias, rtol=3e-6, num_directions=1)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -543,6 +556,31 @@ def test_packed_gradients_are_those_of_each_sequence():
             total[:] = total + one[3] if given.ndim == 1 else total
         if given.ndim == 1:
             assert_allclose(whole[3], total, atol=1e-12)
+
+
+def test_packed_states_have_the_gradients_of_each():
+    """Batched sequences, one of them empty: what fills the shorter one up does not decay."""
+    arrays, borders, states = tokens((2,), 8), [0, 3, 3, 8], []
+    for seed in range(3):
+        empty = linattn.init_state(PHI, DIM, batch_shape=(2,), like=arrays[1])
+        states.append(linattn.update_state(empty, *tokens((2,), 2, seed)[1:], PHI))
+    kvz, log_scale = (np.stack([state[i] for state in states]) for i in range(2))
+    options: dict[str, Any] = {"is_causal": True, "log_decay": -0.7, "return_state": True}
+    grad_states = np.random.default_rng(3).standard_normal(kvz.shape)
+    _, pullback = linattn.linear_attention_vjp(
+        *arrays, PHI, **options, cu_seqlens=borders, initial_state=linattn.State(kvz, log_scale, 2)
+    )
+    whole = pullback(arrays[2], grad_states)
+    total = 0.0
+    for i, (first, stop) in enumerate(pairwise(borders)):
+        part = [a[:, first:stop] for a in arrays]
+        _, pullback = linattn.linear_attention_vjp(*part, PHI, **options, initial_state=states[i])
+        one = pullback(part[2], grad_states[i])
+        for gradient, wanted in zip(whole[:3], one[:3], strict=True):
+            assert_allclose(gradient[:, first:stop], wanted, atol=1e-12)
+        assert_allclose(whole[3][i], one[3], atol=1e-12)
+        total += one[4]
+    assert_allclose(whole[4], total, atol=1e-12)
 
 
 @pytest.mark.frameworks

@@ -25,6 +25,7 @@ from linattn.feature_maps import (
     LandmarkFeatures,
     PositiveFeatures,
     ReluFeatures,
+    RotatedFeatures,
     SoftmaxFeatures,
 )
 from linattn.testing import assert_gradient
@@ -130,7 +131,15 @@ def test_stops(numpy_path, name, case, chunk_size):
     options, stops, num_keys = STOPS[case]
     arrays = inputs(len(stops), num_keys)
     out = attend(name, *arrays, **options, chunk_size=chunk_size)
-    expected = oracle(name, *arrays, prefixes(stops, num_keys))
+    # The last query stands where the last key does: zeros before the shorter side.
+    ahead = num_keys - len(stops) if "right" in case else 0
+    of_query, of_key = max(ahead, 0), max(-ahead, 0)
+    padded = [
+        np.pad(array, [(0, 0), (before, 0), (0, 0)])
+        for array, before in zip(arrays, (of_query, of_key, of_key), strict=True)
+    ]
+    visible = np.pad(prefixes(stops, num_keys), [(of_query, 0), (of_key, 0)])
+    expected = oracle(name, *padded, visible)[..., of_query:, :]
     assert_allclose(out, expected, rtol=1e-11, atol=1e-11)
     assert_array_equal(out[..., stops == 0, :], 0)
 
@@ -334,6 +343,26 @@ def test_a_prompt_and_its_answer(numpy_path):
         assert_allclose(out, expected[:, i], rtol=1e-11, atol=1e-12)
     last = linattn.linear_attention(query[:, 20:], key, value, PHI, is_causal="lower_right")
     assert_allclose(last, expected[:, 20:], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_the_last_queries_stand_where_the_last_keys_do(numpy_path, count):
+    """Maps that know positions: outputs are those of causal attention, gradients too."""
+    (query, key, value), last = inputs(20), slice(20 - count, None)
+    grad = np.random.default_rng(1).standard_normal((2, 20, VALUE_DIM))
+    grad[:, : 20 - count] = 0
+    options = {"is_causal": "lower_right"}
+    for phi in (MAPS["cosformer"], RotatedFeatures(PHI)):
+        whole = linattn.linear_attention(query, key, value, phi, is_causal=True)
+        out = linattn.linear_attention(query[:, last], key, value, phi, **options)
+        assert_allclose(out, whole[:, last], rtol=1e-10, atol=1e-12)
+    phi = MAPS["cosformer"]
+    wanted = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)[1](grad)
+    _, pullback = linattn.linear_attention_vjp(query[:, last], key, value, phi, **options)
+    found = pullback(grad[:, last])
+    assert_allclose(found[0], wanted[0][:, last], rtol=1e-9, atol=1e-12)
+    for one, other in zip(found[1:], wanted[1:], strict=True):
+        assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -15,7 +15,7 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
 from linattn._driver.checkpoints import Checkpoints
-from linattn._driver.decay_vjps import decay_gradient, walk_rows
+from linattn._driver.decay_vjps import decay_gradient, numerator_rows, walk_rows
 from linattn._driver.exact import exact_parts
 from linattn._driver.gradient_rows import GradientRows
 from linattn._driver.local import (
@@ -44,6 +44,7 @@ from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_
 from linattn._generic.block_vjps import row_cotangent, row_scale
 from linattn._generic.column_means import column_normalized_key_vjp, column_normalized_query_vjp
 from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
+from linattn._generic.row_vjps import RowBlock, row_keys_vjp, row_queries_vjp, row_read_vjp
 from linattn.typing import (
     Array,
     Cotangent,
@@ -176,7 +177,8 @@ def pull(
         part, part_cotangent = take_problem(problem, task), _take_cotangent(cotangent, task)
         walk = _Walk(part, part_cotangent, functions, plan.block_size, task, rows)
         walked: Iterator[State | None]
-        if problem.log_decay is not None or not problem.normalize:
+        by_rows = problem.log_decay is not None or not problem.normalize
+        if by_rows and problem.mode != "stops":
             walked = walk_rows(walk)
         elif problem.mode == "causal":
             walked = _walk_causal(walk, checkpoints)
@@ -209,7 +211,8 @@ def _pull_packed(
     }
     states: list[tuple[Batch, Array]] = []
     for number, batch in enumerate(batches(problem)):
-        part = batch.problem(problem, mask_rest=not problem.is_causal)
+        mask_rest = cotangent.state is not None or not problem.is_causal
+        part = batch.problem(problem, mask_rest=mask_rest)
         store = None if checkpoints is None else checkpoints.part(number)
         gradients = pull(part, batch.cotangent(cotangent), store)
         for name, each in rows.items():
@@ -351,15 +354,15 @@ def _walk_stops(walk: _Walk) -> Iterator[State]:
             key = token_block(part, "key", everything, start + step.keys.start)
             values_and_one = values_and_one_block(part, everything)
         if not step.num_keys:
-            gradient, adjoint = _read_vjp(walk, query, before, grad_output, adjoint)
+            of_query, adjoint = _read_vjp(walk, query, before, grad_output, adjoint)
         elif not step.num_queries:
             gradients = functions.reduce_block_vjp(problem.key_spec, key, values_and_one, adjoint)
         else:
-            gradient, *gradients, adjoint = _scan_vjp(
+            of_query, *gradients, adjoint = _scan_vjp(
                 walk, (query, key, values_and_one), before, adjoint, grad_output
             )
         if step.num_queries:
-            walk.write_query(step.queries, step.queries_of(gradient))
+            walk.write_query(step.queries, *map(step.queries_of, of_query))
         if step.num_keys:
             rows = (step.keys_of(x) for x in (values_and_one, *gradients))
             walk.write_key(step.keys, *rows)
@@ -368,13 +371,17 @@ def _walk_stops(walk: _Walk) -> Iterator[State]:
 
 def _read_vjp(
     walk: _Walk, query: Tokens, state: State, grad_output: Array, adjoint: State
-) -> tuple[Array, State]:
-    """Gradient of queries that read a state, and the adjoint of that state with them."""
+) -> tuple[tuple[Array, ...], State]:
+    """Gradient of queries that read a state, as it is written, and the adjoint with them."""
     problem = walk.problem
+    if not problem.normalize:
+        of_numerators = numerator_rows(problem, grad_output)
+        *of_query, adjoint = row_read_vjp(problem.query_spec, query, of_numerators, state, adjoint)
+        return tuple(of_query), adjoint
     query_spec, seen = read_spec(problem, state)
     nothing = _empty_adjoint(problem, state)
     gradient, read = walk.functions.read_block_vjp(query_spec, query, seen, grad_output, nothing)
-    return gradient, _generic.merge(adjoint, read_spec_vjp(problem, read, state))
+    return (gradient,), _generic.merge(adjoint, read_spec_vjp(problem, read, state))
 
 
 def _scan_vjp(
@@ -383,14 +390,20 @@ def _scan_vjp(
     state: State,
     adjoint: State,
     grad_output: Array,
-) -> tuple[Array, Array, Array, State]:
+) -> tuple[tuple[Array, ...], Array, Array, State]:
     """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it."""
     problem = walk.problem
     specs = (problem.query_spec, problem.key_spec)
+    if not problem.normalize:
+        rows = RowBlock(specs, *block, numerator_rows(problem, grad_output))
+        *of_query, _, _ = row_queries_vjp(rows, state)
+        grad_key, grad_values_and_one, _, adjoint = row_keys_vjp(rows, adjoint)
+        return tuple(of_query), grad_key, grad_values_and_one, adjoint
     if is_column_normalized(problem):
         gradient = column_normalized_query_vjp(*specs, *block, state, grad_output)
-        return gradient, *column_normalized_key_vjp(*specs, *block, state, adjoint, grad_output)
-    return walk.functions.scan_vjp(*specs, *block, state, adjoint, grad_output)  # type: ignore[no-any-return]
+        return (gradient,), *column_normalized_key_vjp(*specs, *block, state, adjoint, grad_output)
+    gradient, *rest = walk.functions.scan_vjp(*specs, *block, state, adjoint, grad_output)
+    return (gradient,), *rest
 
 
 def _pull_block(walk: _Walk, rows: slice, start: int, state: State, adjoint: State) -> State:

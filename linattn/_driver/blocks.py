@@ -56,7 +56,7 @@ def raw_tokens(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     source = problem.query if side == "query" else problem.key
     x = xp.astype(source[..., rows, :], problem.dtype, copy=False)
     if side == "query":
-        return Tokens(x, None, start + rows.start)
+        return Tokens(x, None, start + rows.start + problem.query_start)
     bias = None if problem.key_bias is None else problem.key_bias[..., rows, :]
     if problem.key_mask is None:
         return Tokens(x, bias, start + rows.start)

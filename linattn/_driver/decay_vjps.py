@@ -18,9 +18,9 @@ from linattn._driver.walks import WALKS, Walk, initial_state, state_updates
 from linattn._generic.block_vjps import row_cotangent, row_scale
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.row_vjps import RowBlock, Rows, row_keys_vjp, row_queries_vjp, row_read_vjp
-from linattn.typing import Array, Partial, RowScale, State
+from linattn.typing import Array, Partial, Problem, RowScale, State
 
-__all__ = ["decay_gradient", "walk_rows"]
+__all__ = ["decay_gradient", "numerator_rows", "walk_rows"]
 
 BLOCK = 128
 """Tokens of a block, which is always done by divide and conquer."""
@@ -71,11 +71,15 @@ def _block_of(
 def _rows(walk: Any, numbers: Array, rows: slice) -> Rows:
     grad_output = walk.grad_output(rows)
     if numbers is None:
-        # Numerators are on the true scale.
-        zero = walk.problem.xp.zeros_like(grad_output[..., :1])
-        return Rows(walk.problem.xp.concat([grad_output, zero], axis=-1), zero)
+        return numerator_rows(walk.problem, grad_output)
     scale = RowScale(*(numbers[..., rows, i : i + 1] for i in range(3)))
     return Rows(row_cotangent(scale, grad_output), scale.log)
+
+
+def numerator_rows(problem: Problem, grad_output: Array) -> Rows:
+    """Cotangents of rows that are not divided: numerators are on the true scale."""
+    zero = problem.xp.zeros_like(grad_output[..., :1])
+    return Rows(problem.xp.concat([grad_output, zero], axis=-1), zero)
 
 
 def _walk_direction(walk: Any, numbers: Array, sums: _Sums, from_the_end: bool) -> Iterator[State]:
@@ -95,6 +99,7 @@ def _walk_direction(walk: Any, numbers: Array, sums: _Sums, from_the_end: bool) 
     if not from_the_end:
         sums.add_last_state(state)
         adjoint = walk.last_adjoint(state, adjoint)
+    yield adjoint
     for rows in reversed(order):
         block = _block_of(walk, numbers, rows, start, from_the_end=from_the_end)
         *gradients, decayed, adjoint = row_keys_vjp(block, adjoint)

@@ -21,6 +21,7 @@ class Visibility(NamedTuple):
     is_causal: bool = False
     key_stop: Integers | None = None
     cu_seqlens: Integers | None = None
+    query_start: int = 0
     option: str = ""
     """Name of the option by which queries do not see all keys, "" where they do."""
 
@@ -31,7 +32,8 @@ class Visibility(NamedTuple):
 
     def fields(self) -> dict[str, Any]:
         """Attributes of a problem."""
-        return {name: getattr(self, name) for name in ("is_causal", "key_stop", "cu_seqlens")}
+        names = ("is_causal", "key_stop", "cu_seqlens", "query_start")
+        return {name: getattr(self, name) for name in names}
 
 
 def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibility:
@@ -69,15 +71,16 @@ def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibi
             )
             raise ValueError(message)
     if option in ("", "is_causal") and not (lower_right and length != num_keys):
-        return Visibility(is_causal, None, borders, option)
+        return Visibility(is_causal, None, borders, option=option)
     shown = 'is_causal="lower_right"' if lower_right else option
     _check_alone(shown, options, windows)
     stops = _stops(option, options, length, num_keys)
+    start = num_keys - length if lower_right else 0
     if stops.ndim == 1 and (stops == num_keys).all():
-        return Visibility(option=shown)
+        return Visibility(query_start=start, option=shown)
     if length == num_keys and stops.ndim == 1 and (stops == np.arange(1, length + 1)).all():
         return Visibility(is_causal=True, option=shown)
-    return Visibility(False, stops, None, shown)
+    return Visibility(False, stops, query_start=start, option=shown)
 
 
 def _check_alone(option: str, options: Any, windows: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ class RotatedFeatures(BaseFeatureMap):
     -----
     Positions count from 0, or go on from ``state.length`` where a state is given, as for
     :class:`CosformerFeatures`: a sequence that is to follow another has to be added to its state.
+    With ``is_causal="lower_right"`` the last query stands where the last key does.
 
     It is not softmax attention with rotary embeddings: for that rotate queries and keys first, by
     :func:`linattn.positions.rotary`, and give them to any map. Time and memory are twice those of

@@ -99,6 +99,8 @@ class Problem:
         Whether numerators are divided by denominators.
     key_stop : ndarray or None
         ``(..., L)`` integers on the host, non-decreasing: query i sees the keys before the i-th.
+    query_start : int
+        Position of the first query; that of the first key is 0, or the length of ``state``.
     cu_seqlens : ndarray or None
         Borders of packed sequences, ``(n + 1,)``, on the host; ``state`` then has an axis of n
         before all others, which is in no other attribute. Backends are given the sequences as
@@ -135,6 +137,7 @@ class Problem:
     log_decay: Array | None = None
     normalize: bool = True
     key_stop: Any = None
+    query_start: int = 0
     cu_seqlens: Any = None
 
     @property
