@@ -97,6 +97,35 @@ def test_masked_tokens_change_nothing():
     assert_allclose(output[:, :2500], clean[:, :2500], rtol=1e-10, atol=1e-12)
 
 
+@full_and_causal
+@pytest.mark.parametrize("heads", [1, 2])
+def test_log_weights_of_keys(eager, is_causal, heads):
+    """In landmarks, coresets, exact attention and the estimate; for all heads, and for some."""
+    length = 6000 if is_causal else 2500
+    arrays = clustered(length) if heads == 1 else one_hard_head(length)
+    rng = np.random.default_rng(0)
+    bias = np.where(rng.random((2, length)) < 0.9, rng.standard_normal((2, length)), -np.inf)
+    bias = bias.astype(arrays[0].dtype)
+    options: Any = dict(is_causal=is_causal, key_bias=bias)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="feature_map was fitted")
+        warnings.filterwarnings("ignore", message="tolerance=")
+        output, report = linattn.attention(*arrays, **options, rng=0, return_report=True)
+    name = "coreset" if is_causal else "landmarks"
+    assert report.head_methods.tolist() == [name, name if heads == 1 else "exact"]
+    visible = dict(bias=bias[:, None, :], is_causal=is_causal)
+    few = slice(0, 600)
+    if is_causal:
+        want = linattn.reference.softmax_attention(
+            *(x[:, few] for x in arrays), bias=bias[:, None, few], is_causal=True
+        )
+    else:
+        want = linattn.reference.softmax_attention(arrays[0][:, few], *arrays[1:], **visible)
+    assert (error(output[:, few], want) < 0.1).all()
+    exact = linattn.softmax_attention(*arrays, **options)
+    assert_allclose(report.error, error(output, exact), rtol=0.6, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(2500,), (2, 2500), (1, 2500)])
 def test_every_shape_of_mask(shape):
     query, key, value = clustered(2500)
@@ -307,14 +336,18 @@ def test_the_error_curve_is_that_of_dense_weights(window, masked):
     assert curve.error[-1] < 1e-12
 
 
-def test_the_error_curve_is_that_of_linear_attention():
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_error_curve_is_that_of_linear_attention(biased):
     query, key, value = clustered(300)
-    phi = LandmarkFeatures.fit(query, key, num_features=12, num_probes=40, rng=0)
-    exact = linattn.softmax_attention(query, key, value)
+    bias = 2 * np.random.default_rng(0).standard_normal((2, 300)) if biased else None
+    options: Any = dict(key_bias=bias)
+    phi = LandmarkFeatures.fit(query, key, num_features=12, num_probes=40, **options, rng=0)
+    exact = linattn.softmax_attention(query, key, value, **options)
     for h in range(2):
         one = np.ones((300, 1))
         rows = np.arange(300)
-        head = _tokens.Head(rows, query[h], rows, key[h], np.hstack([value[h], one]), True)
+        values_and_one, of_head = np.hstack([value[h], one]), None if bias is None else bias[h]
+        head = _tokens.Head(rows, query[h], rows, key[h], values_and_one, True, of_head)
         curve = _curves.error_curve(
             head,
             _curves.Landmarks.of(phi, (2,), (h,), np.float64),
@@ -325,7 +358,7 @@ def test_the_error_curve_is_that_of_linear_attention():
         )
         for i, clusters in enumerate((None, 1, 3)):
             output = linattn.linear_attention(
-                query, key, value, phi, exact_window=8, exact_clusters=clusters
+                query, key, value, phi, exact_window=8, exact_clusters=clusters, **options
             )
             assert_allclose(curve.error[i], error(output, exact)[h], rtol=1e-6)
 

@@ -40,8 +40,8 @@ SIGNATURES = {
         "local_window_size=None, window_bias=None, far_bias=None)"
     ),
     "attention": (
-        "(query, key, value, *, is_causal=False, key_mask=None, scale=None, tolerance=0.1, "
-        "rng=None, return_report=False)"
+        "(query, key, value, *, is_causal=False, key_mask=None, key_bias=None, scale=None, "
+        "tolerance=0.1, rng=None, return_report=False)"
     ),
     "AttentionReport": (
         "(method, num_features, exact_window, error, cost, bound, head_methods, head_features, "

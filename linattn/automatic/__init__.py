@@ -24,6 +24,7 @@ MIN_ERROR_OF_WARNING = 0.1
 class _Options(TypedDict, total=False):
     is_causal: bool
     key_mask: Array | None
+    key_bias: Array | None
     scale: float | None
     tolerance: float | None
     rng: Seed
@@ -70,6 +71,7 @@ def attention(
     *,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
     scale: float | None = None,
     tolerance: float | None = 0.1,
     rng: Seed = None,
@@ -78,10 +80,10 @@ def attention(
     r"""Softmax attention: exact where that is cheap, else in linear time without retraining.
 
     .. math::
-        o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j) \, v_j
+        o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j + b_j) \, v_j
 
     Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` landmarks or entries,
-    ``s`` scale.
+    ``s`` scale, ``b`` biases of keys, 0 unless given.
 
     Parameters
     ----------
@@ -96,6 +98,8 @@ def attention(
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend. Where L = S, masked tokens are not used as queries either: not to fit to,
         and not to estimate the error.
+    key_bias : floating array, of the shapes that a mask may have, optional
+        b_j, added to the logits of key j. -inf masks a key, and not the query beside it. Default 0.
     scale : float, optional
         s > 0; default ``1 / sqrt(d)``.
     tolerance : float or None, optional
@@ -170,12 +174,20 @@ def attention(
     """
     return_report = _checks.check_flag("return_report", return_report)
     is_causal = _checks.check_flag("is_causal", is_causal)
-    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
+    problem = exact_problem(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        key_bias=key_bias,
+    )
     scale = problem.query.shape[-1] ** -0.5 if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
     if tolerance is not None:
         tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
-    given = Given(problem, key_mask, scale, tolerance, as_generator(rng))
+    given = Given(problem, key_mask, scale, tolerance, as_generator(rng), key_bias)
     way = _causal if is_causal else _full
     if problem.lazy or not given.num_heads or not way.is_worth_a_search(given):
         output = given.exact(range(given.num_heads))

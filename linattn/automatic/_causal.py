@@ -110,7 +110,13 @@ class _Streams:
         stream = CoresetAttention(
             m, block_size=coreset_block(m), scale=given.scale, rng=given.generator
         )
-        output = stream.extend(heads.query, heads.key, heads.value, key_mask=heads.key_mask)
+        output = stream.extend(
+            heads.query,
+            heads.key,
+            heads.value,
+            key_mask=heads.key_mask,
+            key_bias=heads.key_bias,
+        )
         host = _arrays.to_numpy(output).reshape(len(chosen), *output.shape[-2:])
         found = []
         for part, head in zip(host, chosen, strict=True):
@@ -133,6 +139,8 @@ def _causal_rows(head: Head, scale: float) -> NDArray[Any]:
         if not count:
             continue
         logits = (scale * head.query[rows]) @ head.key[:count].T
+        if head.key_bias is not None:
+            logits += head.key_bias[:count]
         logits[head.positions[:count] > head.rows[rows][:, None]] = -np.inf
         top = logits.max(axis=-1, keepdims=True)
         logits -= np.where(top == -np.inf, 0, top)

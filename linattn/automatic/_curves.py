@@ -117,12 +117,17 @@ class Clusters(NamedTuple):
     """Log of the mean weight of a cluster's keys times their root mean square distance, (C,)."""
     place: NDArray[np.intp]
     """Where each key of the head is now."""
+    key_bias: Floats | None
+    """Of each key, (S, 1)."""
 
     @classmethod
     def of(cls, head: Head, landmarks: Landmarks, scale: float) -> Clusters:
         """Sort the keys of a head."""
         index, log = landmarks.assign(head.key)
-        order = np.argsort(index, kind="stable")
+        order, key_bias = np.argsort(index, kind="stable"), None
+        if head.key_bias is not None:
+            log += head.key_bias
+            key_bias = head.key_bias[order, None]
         found, starts, sizes = np.unique(index[order], return_index=True, return_counts=True)
         of_key = np.repeat(np.arange(len(found)), sizes)
         log_scale = np.maximum.reduceat(log[order], starts)
@@ -138,7 +143,18 @@ class Clusters(NamedTuple):
             bias = log_scale + np.log(sums[:, -1]) + np.log(np.maximum(squares, 0) / sizes) / 2
         bias -= np.log(sizes)
         return cls(
-            b, starts, sizes, of_key, key, values_and_one, weight, log_scale, sums, bias, place
+            b=b,
+            starts=starts,
+            sizes=sizes,
+            of_key=of_key,
+            key=key,
+            values_and_one=values_and_one,
+            weight=weight,
+            log_scale=log_scale,
+            sums=sums,
+            bias=bias,
+            place=place,
+            key_bias=key_bias,
         )
 
 
@@ -163,6 +179,8 @@ class _Weights(NamedTuple):
         tiles = [slice(start, start + size) for start in range(0, len(exact), size)]
         for tile in tiles:
             np.matmul(clusters.key[tile], rows, out=exact[tile])
+            if clusters.key_bias is not None:
+                exact[tile] += clusters.key_bias[tile]
             shift = np.maximum(shift, exact[tile].max(axis=0))
         for tile in tiles:
             exact[tile] -= shift

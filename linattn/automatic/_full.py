@@ -71,6 +71,7 @@ class Search:
             num_features=m,
             num_probes=PROBES,
             key_mask=heads.key_mask,
+            key_bias=heads.key_bias,
             query_mask=problem.xp.asarray(fitted, device=array_api_compat.device(problem.query)),
             scale=given.scale,
             # A step more lowers errors by a twentieth and takes half as long as all the rest.
@@ -116,6 +117,7 @@ class Search:
                 heads.value,
                 phi,
                 key_mask=heads.key_mask,
+                key_bias=heads.key_bias,
                 exact_window=self.window,
                 exact_clusters=clusters or None,
             )

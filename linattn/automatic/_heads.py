@@ -21,6 +21,7 @@ class Heads(NamedTuple):
     key: Array
     value: Array
     key_mask: Array | None
+    key_bias: Array | None
 
 
 class Given(NamedTuple):
@@ -31,6 +32,7 @@ class Given(NamedTuple):
     scale: float
     tolerance: float | None
     generator: np.random.Generator
+    key_bias: Array | None = None
 
     @property
     def num_heads(self) -> int:
@@ -42,10 +44,13 @@ class Given(NamedTuple):
         problem = self.problem
         arrays = problem.query, problem.key, problem.value
         if len(chosen) == self.num_heads:
-            return Heads(*arrays, self.key_mask)
+            return Heads(*arrays, self.key_mask, self.key_bias)
         query, key, value = (self._taken(x, chosen) for x in arrays)
-        mask = problem.key_mask
-        return Heads(query, key, value, None if mask is None else self._taken(mask, chosen)[..., 0])
+        weights = (
+            None if x is None else self._taken(x, chosen)[..., 0]
+            for x in (problem.key_mask, problem.key_bias)
+        )
+        return Heads(query, key, value, *weights)
 
     def _taken(self, x: Array, chosen: Sequence[int]) -> Array:
         whole = self.problem.xp.broadcast_to(x, (*self.problem.lead, *x.shape[-2:]))
@@ -63,9 +68,15 @@ class Given(NamedTuple):
 
     def exact(self, chosen: Sequence[int]) -> Array:
         """Exact attention of some heads."""
-        query, key, value, mask = self.heads(chosen)
+        query, key, value, mask, bias = self.heads(chosen)
         return softmax_attention(
-            query, key, value, is_causal=self.problem.is_causal, key_mask=mask, scale=self.scale
+            query,
+            key,
+            value,
+            is_causal=self.problem.is_causal,
+            key_mask=mask,
+            key_bias=bias,
+            scale=self.scale,
         )
 
 

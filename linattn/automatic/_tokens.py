@@ -34,6 +34,8 @@ class Head(NamedTuple):
         Their values, with a column of ones.
     all_rows : bool
         Whether the rows are all queries that count.
+    key_bias : ndarray, (S,), or None
+        Log weights of the keys.
     """
 
     rows: NDArray[np.intp]
@@ -42,6 +44,7 @@ class Head(NamedTuple):
     key: Floats
     values_and_one: Floats
     all_rows: bool
+    key_bias: Floats | None = None
 
 
 class HostTokens:
@@ -70,8 +73,9 @@ class HostTokens:
         self._query, self._key, self._value = (
             _host(x, problem) for x in (problem.query, problem.key, problem.value)
         )
-        mask = problem.key_mask
+        mask, bias = problem.key_mask, problem.key_bias
         self._key_mask = None if mask is None else _arrays.to_numpy(mask)[..., 0]
+        self._key_bias = None if bias is None else _host(bias, problem)[..., 0]
         length = problem.query.shape[-2]
         valid = np.ones(1, bool) if query_mask is None else _arrays.to_numpy(query_mask)
         valid = np.broadcast_to(valid, (*valid.shape[:-1], length))
@@ -98,13 +102,17 @@ class HostTokens:
             _of_head(x, self.lead, index, 2) for x in (self._query, self._key, self._value)
         )
         rows = np.flatnonzero(_of_head(self._held, self.lead, index, 1))
-        positions = np.arange(len(key))
+        positions, bias = np.arange(len(key)), None
+        if self._key_bias is not None:
+            bias = _of_head(self._key_bias, self.lead, index, 1)
         if self._key_mask is not None:
             positions = np.flatnonzero(_of_head(self._key_mask, self.lead, index, 1))
             key, value = key[positions], value[positions]
+            bias = None if bias is None else bias[positions]
         ones = np.ones_like(value[:, :1])
         values_and_one = np.concatenate([value, ones], axis=-1)
-        return Head(rows, query[rows], positions, key, values_and_one, bool(self._all[index]))
+        all_rows = bool(self._all[index])
+        return Head(rows, query[rows], positions, key, values_and_one, all_rows, bias)
 
 
 def _host(x: Array, problem: Problem) -> Floats:
