@@ -54,18 +54,7 @@ def sums_by_feature(
 
 def features_and_logs(spec: Assigned, tokens: Tokens) -> tuple[NDArray[np.intp], Floats] | Declined:
     """Feature of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``."""
-    found = _features_and_logs(spec, tokens.x)
-    if isinstance(found, Declined):
-        return found
-    index, log = found
-    if tokens.log_weight is not None:
-        log = log + tokens.log_weight
-    # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
-    return np.broadcast_to(index, log.shape[:-1]), log
-
-
-def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Floats] | Declined:
-    """Find both without log weights of the tokens."""
+    x = tokens.x
     arrays = [spec.P, spec.bias[..., None, :], spec.probes, spec.offset[..., None, :], spec.table]
     lead = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays))
     shape = (*lead, x.shape[-2])
@@ -97,7 +86,11 @@ def _features_and_logs(spec: Assigned, x: Floats) -> tuple[NDArray[np.intp], Flo
         if isinstance(total, Declined):
             return total
         log[..., tile, :] = total
-    return index.reshape(shape), log.reshape(*shape, 1)
+    index, log = index.reshape(shape), log.reshape(*shape, 1)
+    if tokens.log_weight is not None:
+        log = log + tokens.log_weight
+    # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
+    return np.broadcast_to(index, log.shape[:-1]), log
 
 
 def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
