@@ -34,6 +34,7 @@ from linattn_numpy.limits import (
     row_sizes,
 )
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
+from linattn_numpy.states import add_sums
 
 __all__ = [
     "UNDERFLOWED_KEYS",
@@ -132,21 +133,8 @@ def read_block_vjp(
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
-    adjoint = _added(adjoint, sums, log_scale, g1.shape[-2])
+    adjoint = add_sums(adjoint, sums, log_scale, g1.shape[-2])
     return features_vjp(query_spec, tokens.x, weights, positive, cotangent, None), adjoint
-
-
-def _added(adjoint: State, sums: Floats, log_scale: Floats, n: int) -> State:
-    """Add the sums of a block to an adjoint; ``sums`` is written over."""
-    length = adjoint.length + n
-    if np.array_equal(adjoint.log_scale, log_scale):
-        sums += adjoint.kvz
-        return State(sums, adjoint.log_scale, length)
-    after = np.maximum(adjoint.log_scale, log_scale)
-    shift = finite_shift(after)
-    sums *= np.exp(log_scale - shift)[..., None]
-    sums += adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
-    return State(sums, after, length)
 
 
 def reduce_block_vjp(
