@@ -78,16 +78,13 @@ def _rows(problem: Problem, max_elements: int, max_rows: int) -> int:
     return max(tuning.MIN_BLOCK_ROWS, min(max_elements // problem.num_features, max_rows))
 
 
-def _sides(problem: Problem) -> int:
-    """2 for a causal block, which has features of both sides and states of all its sub-blocks."""
-    return 2 if problem.is_causal else 1
-
-
 def _heads_in_cache(problem: Problem, block: int) -> int:
     """Heads of a task whose features are there at once."""
     longest = max(1, _longest(problem))
     width = problem.num_features or longest
-    return max(1, tuning.MAX_BLOCK_ELEMENTS // _sides(problem) // (width * min(longest, block)))
+    # A causal block has features of both sides, and states of all its sub-blocks.
+    sides = 2 if problem.is_causal else 1
+    return max(1, tuning.MAX_BLOCK_ELEMENTS // sides // (width * min(longest, block)))
 
 
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
