@@ -61,10 +61,8 @@ class FeatureMaker:
         *,
         factors: Floats | None = None,
     ) -> None:
-        lead, j = x.shape[:-2], x.shape[-1]
         self._spec, self._halves = spec, num_sign_halves(spec)
-        if not isinstance(spec.P, float):
-            lead, j = broadcast_lead(lead, spec.P.shape[:-2]), spec.P.shape[-1]
+        *lead, j = _inputs_shape(spec, x)
         halves = buffer(name, (self._halves, *lead, n, j), x.dtype)
         self._first, self._last = halves[0], halves[-1]
         self.weights = moveaxis(halves, 0, -3)
@@ -117,16 +115,20 @@ def feature_tiles(
 
     They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them.
     """
-    lead, width = x.shape[:-2], x.shape[-1]
-    if not isinstance(spec.P, float):
-        lead, width = broadcast_lead(lead, spec.P.shape[:-2]), spec.P.shape[-1]
-    numbers = prod(lead) * width * num_sign_halves(spec)
+    numbers = prod(_inputs_shape(spec, x)) * num_sign_halves(spec)
     for group, length, _ in tiles(x.shape[-2], tuning.TILE_ELEMENTS // numbers):
         maker = FeatureMaker(spec, x, length, name)
         for i, part in enumerate(maker.split(x[..., group, :])):
             maker.make(part, inspect=False)
             start = group.start + i * length
             yield slice(start, start + length), maker.weights
+
+
+def _inputs_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:
+    """Shape of what the function of a map is applied to, without the axis of tokens."""
+    if isinstance(spec.P, float):
+        return *x.shape[:-2], x.shape[-1]
+    return *broadcast_lead(x.shape[:-2], spec.P.shape[:-2]), spec.P.shape[-1]
 
 
 def num_sign_halves(spec: Spec | Exact) -> int:
