@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import numbers
 import operator
 from types import ModuleType
@@ -12,7 +11,14 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn._arrays import _is_ordinary, dtype_bits, is_lazy, library_name, namespace
+from linattn._arrays import (
+    _is_ordinary,
+    dtype_bits,
+    is_lazy,
+    library_name,
+    namespace,
+    to_numpy,
+)
 from linattn.typing import Array, FeatureMap, Features, State
 
 __all__ = [
@@ -23,6 +29,7 @@ __all__ = [
     "check_features",
     "check_finite_number",
     "check_flag",
+    "check_integers",
     "check_key_bias",
     "check_key_lengths",
     "check_key_mask",
@@ -545,21 +552,30 @@ def check_log_decay(log_decay: Any, key: Array, *, by_channel: bool = False) -> 
     return array
 
 
-def check_cu_seqlens(cu_seqlens: Any, length: int) -> list[int]:
-    """Check where packed sequences begin and end: integers 0, ..., ``length``, none decreasing."""
-    try:
-        borders = [operator.index(border) for border in cu_seqlens]
-    except TypeError:
+def check_integers(name: str, value: Any) -> NDArray[np.int64]:
+    """Return integers of the host, or of an array whose values can be had."""
+    host = np.asarray(value) if isinstance(value, int | list | tuple) else None
+    if host is None:
+        host = to_numpy(value, name) if hasattr(value, "shape") else np.asarray(value)
+    if host.dtype.kind not in "iu" and host.size:
         message = (
-            f"cu_seqlens must be integers on the host, such as a list or a NumPy array, got "
-            f"{type(cu_seqlens).__name__}"
+            f"{name} must be integers on the host, or of an array that can be copied there, got "
+            f"dtype {host.dtype}"
         )
-        raise TypeError(message) from None
-    rises = all(a <= b for a, b in itertools.pairwise(borders))
-    if len(borders) < 2 or borders[0] != 0 or borders[-1] != length or not rises:
+        raise TypeError(message)
+    return host.astype(np.int64)
+
+
+def check_cu_seqlens(cu_seqlens: Any, length: int) -> NDArray[np.int64]:
+    """Check borders of packed sequences against the one axis that all of them lie on."""
+    borders = check_integers("cu_seqlens", cu_seqlens)
+    is_one_axis = borders.ndim == 1 and len(borders) >= 2
+    if not is_one_axis or borders[0] != 0 or borders[-1] != length or (np.diff(borders) < 0).any():
+        brief = np.array2string(borders, threshold=8, edgeitems=3, separator=", ")
         message = (
-            f"cu_seqlens must rise from 0 to the length, {length}, with an integer more than there "
-            f"are sequences, got {borders[:8]}"
+            f"cu_seqlens must rise from 0 to the length, {length}, with shape (n + 1,) for n "
+            f"sequences, got {brief}; it is the cumulative sum of their lengths, with 0 in front, "
+            f"alike for all leading axes"
         )
         raise ValueError(message)
     return borders

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks
+from linattn import _checks
 from linattn.typing import Array
 
 __all__ = ["Visibility", "check_stop_axes", "visibility"]
@@ -63,7 +63,13 @@ def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibi
     length, num_keys = int(query.shape[-2]), int(key.shape[-2])
     borders = None
     if options.cu_seqlens is not None:
-        borders = _check_borders(options.cu_seqlens, length, num_keys)
+        if length != num_keys:
+            message = (
+                f"under cu_seqlens query and key must have equal length, got {length} and "
+                f"{num_keys}: both are the same packed sequences"
+            )
+            raise ValueError(message)
+        borders = _checks.check_cu_seqlens(options.cu_seqlens, num_keys)
         if windows.get("exact_clusters") is not None:
             message = (
                 "exact_clusters must be None with cu_seqlens: keys are sorted by cluster along one "
@@ -104,7 +110,7 @@ def _stops(option: str, options: Any, length: int, num_keys: int) -> Integers:
     """Return the stop of each query, without leading axes where all heads have the same."""
     position = np.arange(length)
     if option == "key_stop":
-        stops = _check_integers("key_stop", options.key_stop)
+        stops = _checks.check_integers("key_stop", options.key_stop)
         _check_stops(stops, length, num_keys)
     elif option == "is_causal":
         stops = np.clip(position + 1 + num_keys - length, 0, num_keys)
@@ -119,7 +125,7 @@ def _stops(option: str, options: Any, length: int, num_keys: int) -> Integers:
             block = _checks.check_positive_int(option, options.causal_block)
             stops = np.minimum(block * (position // block + 1), num_keys)
         else:
-            prefix = _check_integers(option, options.prefix_length)
+            prefix = _checks.check_integers(option, options.prefix_length)
             _check_range(option, prefix, num_keys)
             stops = np.maximum(prefix[..., None], position + 1)
     if stops.ndim > 1:
@@ -129,17 +135,6 @@ def _stops(option: str, options: Any, length: int, num_keys: int) -> Integers:
         if (stops == first).all():
             return first
     return stops
-
-
-def _check_integers(name: str, value: Any) -> Integers:
-    """Return integers of the host, or of an array whose values can be had."""
-    host = np.asarray(value) if isinstance(value, int | list | tuple) else None
-    if host is None:
-        host = _arrays.to_numpy(value, name) if hasattr(value, "shape") else np.asarray(value)
-    if host.dtype.kind not in "iu" and host.size:
-        message = f"{name} must be integers, got dtype {host.dtype}"
-        raise TypeError(message)
-    return host.astype(np.int64)
 
 
 def _check_range(name: str, stops: Integers, num_keys: int) -> None:
@@ -185,31 +180,3 @@ def check_stop_axes(stops: Integers | None, state_lead: tuple[int, ...]) -> None
             f"other stops repeat the keys along that axis"
         )
         raise ValueError(message)
-
-
-def _check_borders(value: Any, length: int, num_keys: int) -> Integers:
-    """Check borders of packed sequences against the one axis that all of them lie on."""
-    borders = _check_integers("cu_seqlens", value)
-    if borders.ndim != 1 or len(borders) < 2:
-        message = (
-            f"cu_seqlens must have shape (n + 1,) for n sequences, got shape {borders.shape}: "
-            f"borders hold for all leading axes alike"
-        )
-        raise ValueError(message)
-    if length != num_keys:
-        message = (
-            f"under cu_seqlens query and key must have equal length, got {length} and {num_keys}: "
-            f"both are the same packed sequences"
-        )
-        raise ValueError(message)
-    if borders[0] != 0 or borders[-1] != num_keys or (np.diff(borders) < 0).any():
-        message = (
-            f"cu_seqlens must rise from 0 to the length of query and key, {num_keys}, got "
-            f"{_brief(borders)}; it is the cumulative sum of the lengths, with 0 in front"
-        )
-        raise ValueError(message)
-    return borders
-
-
-def _brief(integers: Integers) -> str:
-    return np.array2string(integers, threshold=8, edgeitems=3, separator=", ")

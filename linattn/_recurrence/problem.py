@@ -105,7 +105,7 @@ def recurrence_problem(
         leads["initial_state"] = tuple(initial_state.shape[:-2])
     borders = None
     if cu_seqlens is not None:
-        borders = _checks.check_cu_seqlens(cu_seqlens, length)
+        borders = _checks.check_cu_seqlens(cu_seqlens, length).tolist()
         if initial_state is not None:
             _check_packed_state(initial_state, len(borders) - 1)
             leads["initial_state"] = leads["initial_state"][1:]
