@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any, Literal, Unpack, overload
 
 from linattn import _arrays, _checks
@@ -310,8 +311,7 @@ def linear_attention(
     else:
         output, *extra = _solve_with_states(problem, return_states_every, stamp)
     wanted = (return_state, return_log_normalizer, return_states_every is not None)
-    extra = [x for x, wants in zip(extra, wanted, strict=True) if wants]
-    return (output, *extra) if extra else output
+    return (output, *compress(extra, wanted)) if any(wanted) else output
 
 
 def _solve_with_states(
