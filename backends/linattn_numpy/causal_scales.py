@@ -64,8 +64,6 @@ def common_scale(
 def _is_near(log: Floats, g: Floats, limit: float) -> bool:
     """Whether all features of each head are within the limit of g, or all hold nothing."""
     below = g - log
-    if below.max() <= limit or log.max() == -np.inf:
-        return True
     empty = log.max(axis=-1, keepdims=True) == -np.inf
     return bool(((below.max(axis=-1, keepdims=True) <= limit) | empty).all())
 
