@@ -408,6 +408,13 @@ def test_what_has_no_meaning_is_refused():
     landmarks = LandmarkFeatures.fit(query, key, num_features=4, rng=0)
     with pytest.raises(ValueError, match="is_causal needs a feature map that has not seen"):
         attend(query, key, value, landmarks, is_causal=True, log_decay=-0.1)
+    corrected = LandmarkFeatures.fit(query, key, num_features=4, rng=0, corrected=True)
+    moved = Reparametrized(corrected, [0.3] * DIM)
+    with pytest.raises(ValueError, match="log_decay needs a feature map whose state is read as"):
+        attend(query, key, value, moved, log_decay=-0.1)
+    for name in ("exact_window", "exact_clusters"):
+        with pytest.raises(ValueError, match=f"{name} needs .* that are not corrected as a whole"):
+            attend(query, key, value, moved, **{name: 3})
     with pytest.raises(NotImplementedError, match="normalize must be True for gradients of Soft"):
         linattn.linear_attention_vjp(query, key, value, SoftmaxFeatures(), normalize=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 from linattn import _arrays, _checks
 from linattn._driver.options import Options
 from linattn._driver.relative_bias import check_relative_bias
-from linattn._driver.wrappers import innermost
+from linattn._driver.wrappers import innermost, peel_affine
 from linattn.typing import (
     Array,
     Assigned,
@@ -38,7 +38,7 @@ def exact_fields(
         count = _checks.check_positive_int("exact_clusters", count)
     for name, given in (("exact_window", window), ("exact_clusters", count)):
         if given is not None:
-            _check_weights(name, feature_map, specs[0])
+            _check_weights(name, feature_map, peel_affine(specs[0])[0])
     if count is not None:
         _check_clusters(query, feature_map, specs, options)
         count = min(count, feature_map.num_features)

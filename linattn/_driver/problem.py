@@ -210,7 +210,7 @@ def _describe(
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
     exact = exact_fields(arrays, dtype, feature_map, specs, options)
     if options.log_decay is not None:
-        _check_decays(specs[0], feature_map, sees)
+        _check_decays(peel_affine(specs[0])[0], feature_map, sees)
     options = options._replace(is_causal=sees.is_causal)
     weights, state = weight_fields(xp, arrays, dtype, options), options.state
     if state is not None:
