@@ -207,10 +207,13 @@ def attention(x):
 @call
 def attention_of_a_long_sequence(x):
     long = [x.array(1, 4096, 32) for _ in range(3)]
-    return (
-        linattn.attention(*long, tolerance=None, rng=0),
-        linattn.attention(*long, is_causal=True, tolerance=None, rng=0, return_report=True),
-    )
+    with warnings.catch_warnings():
+        # Nothing is computed there: errors are any number.
+        warnings.simplefilter("ignore", UserWarning)
+        return (
+            linattn.attention(*long, tolerance=None, rng=0),
+            linattn.attention(*long, is_causal=True, tolerance=None, rng=0, return_report=True),
+        )
 
 
 def pulled(function, x, *args, **options):

@@ -187,7 +187,7 @@ def _numbers(dtype: str) -> None:
         got = [a.get().astype("float64") for a in work(narrow, *more)]
         with linattn.without_backends():
             wanted = [a.get() for a in work(wide, *more)]
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             found = [
                 float(np.linalg.norm(g - w) / np.linalg.norm(w))
                 for g, w in zip(got, wanted, strict=True)
