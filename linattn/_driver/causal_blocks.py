@@ -165,7 +165,9 @@ def _redone(problem: Problem, block: Any, part: Partial, rejected: Array) -> Par
     """Compute the rejected rows of a causal block again, with the rows before the last of them."""
     xp, n = problem.xp, rejected.shape[-2]
     place = xp.arange(1, n + 1, dtype=xp.int64, device=array_api_compat.device(rejected))[:, None]
-    rows = slice(0, int(xp.max(xp.where(rejected, place, xp.zeros_like(place)))))
+    last = xp.max(xp.where(rejected, place, xp.zeros_like(place)))
+    # At least one is rejected; a simulated device, which computes nothing, may not say so twice.
+    rows = slice(0, max(1, int(last)))
     query_spec, key_spec, query, key, values_and_one, state = block
     query, key, values_and_one = (
         _rows_of(query, rows),
