@@ -487,7 +487,7 @@ def test_the_backward_pass_is_done_in_the_precision_of_the_forward_pass(torch, j
     tensors = [torch.asarray(x).requires_grad_() for x in arrays]
     loss("torch", tensors[0].detach(), *tensors).backward()
     rows = [jax.numpy.asarray(x) for x in arrays]
-    gradients = jax.grad(lambda *qkv: loss("jax", rows[0], *qkv), argnums=(0, 1, 2))(*rows)
+    gradients = jax.jit(jax.grad(lambda *qkv: loss("jax", rows[0], *qkv), argnums=(0, 1, 2)))(*rows)
     assert all(tensor.grad.dtype == torch.float32 for tensor in tensors)
     agree(gradients, [tensor.grad.numpy() for tensor in tensors], 1e-6)
 
