@@ -19,7 +19,7 @@ from linattn.state import (
 )
 
 if TYPE_CHECKING:
-    from linattn import datasets, diagnostics, feature_maps, positions, reference, sampling
+    from linattn import datasets, diagnostics, feature_maps, positions, reference, sampling, stream
     from linattn.automatic import AttentionReport, attention
     from linattn.coreset import CoresetAttention
     from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
@@ -58,6 +58,7 @@ __all__ = [
     "save_state",
     "softmax_attention",
     "softmax_attention_vjp",
+    "stream",
     "update_state",
     "without_backends",
 ]
@@ -65,7 +66,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Loaded by their first use, as SciPy's are: together they cost as much as all the rest.
-_SUBMODULES = ("datasets", "diagnostics", "feature_maps", "positions", "reference", "sampling")
+_SUBMODULES = (
+    "datasets",
+    "diagnostics",
+    "feature_maps",
+    "positions",
+    "reference",
+    "sampling",
+    "stream",
+)
 _FROM = {
     "AttentionReport": "automatic",
     "CoresetAttention": "coreset",

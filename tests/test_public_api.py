@@ -77,6 +77,11 @@ SIGNATURES = {
     "Decoder.step": "(self, query, key, value, *, key_bias=None, log_decay=None)",
     "save_state": "(path, state, feature_map=None)",
     "load_state": "(path, feature_map=None, like=None)",
+    "stream.attend": (
+        "(query, key, value, out, feature_map, *, is_causal=False, block_size=65536, "
+        "checkpoint=None, checkpoint_seconds=60.0, progress=None, key_mask=None, key_bias=None, "
+        "log_decay=None, initial_state=None, exact_window=None)"
+    ),
     "config": "(num_threads=None, precision=None)",
     "without_backends": "()",
     "registered_backends": "()",
@@ -274,6 +279,7 @@ def test_public_modules_are_the_designed_ones():
         "linattn.sampling",
         "linattn.sklearn",
         "linattn.state",
+        "linattn.stream",
         "linattn.typing",
     }
 

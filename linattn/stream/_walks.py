@@ -1,0 +1,188 @@
+"""Walks over blocks of rows that are on disk: a step a block, each resumable from its place.
+
+All are folds of public functions: what is a block here is a call in memory, which has blocks of its
+own inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from linattn.state import merge_states, update_state
+from linattn.stream._inputs import Inputs, write_rows
+from linattn.typing import State
+
+__all__ = ["Place", "Walk", "walk_of"]
+
+MAX_STORED = 64
+"""States of later keys that are stored, each at the end of a group of blocks."""
+
+NONE = slice(0, 0)
+
+
+class Place(NamedTuple):
+    """How far a walk has come."""
+
+    step: int
+    """Steps done."""
+    state: State
+    later: tuple[State, ...] = ()
+    """States of all keys far behind a group of blocks, from the last group to the first."""
+
+
+class Walk:
+    """Causal attention: each block goes on from the state that the one before left."""
+
+    def __init__(self, inputs: Inputs, out: Any, begin: State, block_size: int) -> None:
+        self.inputs, self.out, self.begin = inputs, out, begin
+        self.queries = _borders(inputs.query.shape[-2], block_size)
+        self.keys = _borders(inputs.key.shape[-2], block_size)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Rows that each step is about."""
+        return self.queries
+
+    def step(self, place: Place) -> Place:
+        """Do the step that a place is at."""
+        rows = slice(*self.queries[place.step])
+        return Place(place.step + 1, self.attend(rows, rows, place.state))
+
+    def last(self, place: Place) -> State:
+        """State after all keys, at the end."""
+        return place.state
+
+    def attend(self, rows: slice, read: slice, state: State) -> State:
+        """Attend to and write some rows, of a problem of those read; return the state after it."""
+        block, after = self.inputs.attention(read, read, state)
+        inside = slice(rows.start - read.start, rows.stop - read.start)
+        write_rows(self.out, rows, block[..., inside, :])
+        return after
+
+    def add(self, state: State, rows: slice) -> State:
+        """Add keys and values to a state."""
+        inputs = self.inputs
+        if rows.start == rows.stop:
+            return state
+        key, value = (inputs.rows(name, rows) for name in ("key", "value"))
+        weights = inputs.weights_of(rows)
+        after: State = update_state(state, key, value, inputs.feature_map, **weights)
+        return after
+
+
+class _FullWalk(Walk):
+    """Full attention: the keys of all blocks, then their queries."""
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        return self.keys + self.queries
+
+    def step(self, place: Place) -> Place:
+        rows = slice(*self.rows[place.step])
+        if place.step < len(self.keys):
+            return Place(place.step + 1, self.add(place.state, rows))
+        # Queries have the positions of the keys that are theirs, not those after all keys.
+        state = place.state._replace(length=self.begin.length + rows.start)
+        block, _ = self.inputs.attention(rows, NONE, state)
+        write_rows(self.out, rows, block)
+        return place._replace(step=place.step + 1)
+
+
+class _WindowWalk(Walk):
+    """With an exact window: a block is read with the windows beside it, far keys are in states."""
+
+    def __init__(self, inputs: Inputs, out: Any, begin: State, block_size: int) -> None:
+        super().__init__(inputs, out, begin, block_size)
+        self.length: int = inputs.key.shape[-2]
+        self.window: int = inputs.exact_window
+
+    def step(self, place: Place) -> Place:
+        return Place(place.step + 1, self.window_step(place.step, place.state, place.state))
+
+    def window_step(self, block: int, before: State, far_state: State) -> State:
+        """Attend to a block, whose far keys are in one state; return that before the next one."""
+        start, stop = self.queries[block]
+        end = stop if self.inputs.is_causal else self.far_stop(block)
+        self.attend(slice(start, stop), slice(self.far_start(block), end), far_state)
+        return self.add(before, slice(self.far_start(block), self.far_start(block + 1)))
+
+    def far_start(self, block: int) -> int:
+        """Where the keys begin that are not far before a block."""
+        if block == len(self.queries):
+            return self.length
+        return max(0, self.queries[block][0] // self.window - 1) * self.window
+
+    def far_stop(self, block: int) -> int:
+        """Where the keys begin that are far behind a block."""
+        return min(self.length, (-(-self.queries[block][1] // self.window) + 1) * self.window)
+
+
+class _FullWindowWalk(_WindowWalk):
+    """The same to both sides: states of later keys are made first, from the last block on.
+
+    One a group of blocks is stored; those of the blocks of a group are made again when it begins.
+    """
+
+    def __init__(self, inputs: Inputs, out: Any, begin: State, block_size: int) -> None:
+        super().__init__(inputs, out, begin, block_size)
+        # The state before the first key without what came before it.
+        _, self.nothing = inputs.attention(NONE, NONE, None)
+        count = len(self.queries)
+        self.group = max(1, -(-count // MAX_STORED))
+        # Blocks whose later keys are added, down to the end of the first group.
+        self.backward = list(range(count - 1, min(self.group, count) - 2, -1)) if count else []
+        self.in_group: dict[int, State] = {}
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        return [self.queries[block] for block in self.backward] + self.queries
+
+    def step(self, place: Place) -> Place:
+        if place.step < len(self.backward):
+            block = self.backward[place.step]
+            state = self.state_behind(block, place.state)
+            ends = block % self.group == self.group - 1 or block == len(self.queries) - 1
+            later = (*place.later, state) if ends else place.later
+            done = place.step + 1 == len(self.backward)
+            return Place(place.step + 1, self.begin if done else state, later)
+        block = place.step - len(self.backward)
+        behind = self.behind(block, place.later)
+        start = self.begin.length + self.far_start(block)
+        far_state = merge_states(place.state, behind)._replace(length=start)
+        return place._replace(
+            step=place.step + 1, state=self.window_step(block, place.state, far_state)
+        )
+
+    def state_behind(self, block: int, next_behind: State) -> State:
+        """State of all keys far behind a block, from that of the next one."""
+        if block == len(self.queries) - 1:
+            return self.nothing
+        rows = slice(self.far_stop(block), self.far_stop(block + 1))
+        nothing = self.nothing._replace(length=self.begin.length + rows.start)
+        return merge_states(self.add(nothing, rows), next_behind)
+
+    def behind(self, block: int, later: tuple[State, ...]) -> State:
+        """State of all keys far behind a block of the forward pass."""
+        if block not in self.in_group:
+            index = block // self.group
+            end = min((index + 1) * self.group, len(self.queries)) - 1
+            state = later[len(later) - 1 - index]
+            self.in_group = {end: state}
+            for other in range(end - 1, block - 1, -1):
+                self.in_group[other] = state = self.state_behind(other, state)
+        return self.in_group[block]
+
+
+def walk_of(inputs: Inputs, out: Any, begin: State, block_size: int) -> Walk:
+    """Return the walk that a call takes."""
+    kind = {
+        (True, False): Walk,
+        (False, False): _FullWalk,
+        (True, True): _WindowWalk,
+        (False, True): _FullWindowWalk,
+    }[inputs.is_causal, inputs.exact_window is not None]
+    return kind(inputs, out, begin, block_size)
+
+
+def _borders(length: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, length)) for start in range(0, length, size)]

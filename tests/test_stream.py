@@ -1,0 +1,509 @@
+"""`linattn.stream.attend`: a block at a time is the whole, and a run that was killed goes on."""
+
+# Star arguments.
+# mypy: disable-error-code="arg-type, call-arg, call-overload, misc"
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import linattn
+from linattn import feature_maps as fm
+from linattn.stream import attend
+
+LENGTH, DIM, WIDTH, WINDOW = 101, 8, 5, 4
+PHI = fm.PositiveFeatures(DIM, num_features=16, rng=0)
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"exact_window": WINDOW},
+    "causal window": {"exact_window": WINDOW, "is_causal": True},
+    "decay": {"is_causal": True, "log_decay": -0.02},
+}
+
+
+def tokens(length=LENGTH, dtype=np.float64, seed=1):
+    rng = np.random.default_rng(seed)
+    query, key = rng.standard_normal((2, 2, length, DIM)).astype(dtype)
+    return query, key, rng.standard_normal((2, length, WIDTH)).astype(dtype)
+
+
+def assert_states_agree(ours, theirs, to_numpy=np.asarray):
+    """What two states stand for, whatever their scales."""
+    assert int(ours.length) == int(theirs.length)
+    assert ours.fingerprint == theirs.fingerprint
+    logs = [to_numpy(state.log_scale) for state in (ours, theirs)]
+    shift = np.max(logs[1], initial=-1e3)
+    found, wanted = (
+        to_numpy(state.kvz) * np.exp(log - shift)[..., None]
+        for state, log in zip((ours, theirs), logs, strict=True)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9)
+
+
+def whole(q, k, v, phi, **options):
+    return linattn.linear_attention(q, k, v, phi, return_state=True, **options)
+
+
+class TestBlocks:
+    @given(data=st.data())
+    @settings(max_examples=15)
+    def test_equal_the_whole(self, xp_any_shape, draws, data):
+        xp = xp_any_shape
+        mode = data.draw(st.sampled_from(list(MODES)))
+        options = dict(MODES[mode])
+        case = data.draw(draws.cases(is_causal="window" in mode or "is_causal" in options))
+        phi = fm.PositiveFeatures(case.query.shape[-1], num_features=6, rng=case.seed)
+        arrays = [xp.array(a) for a in (case.query, case.key, case.value)]
+        if case.key_mask is not None:
+            options["key_mask"] = xp.array(case.key_mask)
+        if data.draw(st.booleans()):
+            keys, values = (np.ones((3, a.shape[-1])) for a in (case.key, case.value))
+            nothing = linattn.init_state(phi, values.shape[-1], like=arrays[1])
+            options["initial_state"] = linattn.update_state(
+                nothing, xp.array(keys), xp.array(values), phi
+            )
+        wanted, state = whole(*arrays, phi, **options)
+        out = xp.array(np.full(case.output_shape, np.nan))
+        size = data.draw(st.integers(1, 80))
+        after = attend(*arrays, out, phi, block_size=size, **options)
+        np.testing.assert_allclose(xp.numpy(out), xp.numpy(wanted), rtol=1e-7, atol=1e-9)
+        xp.assert_like(after.kvz, state.kvz)
+        assert_states_agree(after, state, xp.numpy)
+
+    @pytest.mark.parametrize("name", ["landmarks", "cosformer", "rotated", "elu"])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_of_other_maps(self, name, mode):
+        """Fitted to the sequence, or with features that depend on the position."""
+        q, k, v = tokens()
+        phi: Any = {
+            "landmarks": lambda: fm.LandmarkFeatures.fit(q, k, num_features=8, rng=0),
+            "cosformer": lambda: fm.CosformerFeatures(DIM, max_length=200),
+            "rotated": lambda: fm.RotatedFeatures(PHI),
+            "elu": fm.EluFeatures,
+        }[name]()
+        before = linattn.update_state(
+            linattn.init_state(phi, WIDTH, batch_shape=(2,), like=k), k[:, :9], v[:, :9], phi
+        )
+        options = {**MODES[mode], "initial_state": before}
+        out = np.empty_like(v)
+        not_served = {"landmarks": {"is_causal"}, "rotated": {"exact_window", "log_decay"}}
+        if options.keys() & not_served.get(name, {"exact_window"}):
+            with pytest.raises(ValueError, match=r"_(causal|window|decay) needs a feature"):
+                attend(q, k, v, out, phi, **options)
+            return
+        wanted, state = whole(q, k, v, phi, **options)
+        after = attend(q, k, v, out, phi, block_size=30, **options)
+        np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-12)
+        assert_states_agree(after, state)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_weights_of_keys(self, mode):
+        q, k, v = tokens()
+        rng = np.random.default_rng(3)
+        options = {
+            **MODES[mode],
+            "key_mask": rng.random(LENGTH) < 0.8,
+            "key_bias": rng.standard_normal((1, LENGTH)),
+        }
+        if mode == "decay":
+            options["log_decay"] = -rng.random((2, LENGTH))
+        wanted, state = whole(q, k, v, PHI, **options)
+        out = np.empty_like(v)
+        after = attend(q, k, v, out, PHI, block_size=17, **options)
+        np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-12)
+        if mode == "decay":
+            np.testing.assert_allclose(after.log_decay, state.log_decay)
+
+    def test_queries_of_another_number(self):
+        q, k, v = tokens()
+        out = np.empty((2, 40, WIDTH))
+        attend(q[:, :40], k, v, out, PHI, block_size=30)
+        wanted = linattn.linear_attention(q[:, :40], k, v, PHI)
+        np.testing.assert_allclose(out, wanted, rtol=1e-10)
+
+    def test_many_groups_of_later_keys(self):
+        q, k, v = tokens(300)
+        out = np.empty_like(v)
+        attend(q, k, v, out, PHI, block_size=2, exact_window=WINDOW)  # 150 blocks, groups of 3
+        wanted = linattn.linear_attention(q, k, v, PHI, exact_window=WINDOW)
+        np.testing.assert_allclose(out, wanted, rtol=1e-9)
+
+    def test_progress_counts_rows(self):
+        q, k, v = tokens()
+        for mode, passes in {"full": 2, "causal": 1, "window": 2}.items():
+            seen: list[tuple[int, int]] = []
+            attend(
+                *(q, k, v, np.empty_like(v), PHI),
+                block_size=40,
+                progress=lambda *numbers, seen=seen: seen.append(numbers),
+                **MODES[mode],
+            )
+            assert {total for _, total in seen} == {passes * LENGTH}
+            assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+            assert seen[-1] == (passes * LENGTH, passes * LENGTH)
+
+
+class TestStorage:
+    @pytest.mark.parametrize("dtype", ["float16", "float32", ">f4", "float64"])
+    def test_memory_maps(self, tmp_path, dtype):
+        arrays = tokens()
+        for name, array in zip("qkv", arrays, strict=True):
+            np.save(tmp_path / f"{name}.npy", array.astype(dtype))
+        q, k, v = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "qkv")
+        shape = v.shape
+        out = np.lib.format.open_memmap(tmp_path / "o.npy", "w+", np.dtype(dtype), shape)
+        attend(q, k, v, out, PHI, is_causal=True, block_size=30)
+        del out
+        wanted = linattn.linear_attention(q, k, v, PHI, is_causal=True)
+        found = np.load(tmp_path / "o.npy")
+        assert found.dtype == np.dtype(dtype)
+        tolerance = {"float16": 2e-3, "float64": 1e-10}.get(dtype, 2e-5)
+        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+
+    def test_changes_of_a_private_map_are_kept(self, tmp_path):
+        q, k, v = tokens()
+        np.save(tmp_path / "k.npy", k)
+        private = np.load(tmp_path / "k.npy", mmap_mode="c")
+        private[:] *= 0.5
+        out = np.empty_like(v)
+        attend(q, private, v, out, PHI, block_size=30)
+        np.testing.assert_array_equal(private, k * 0.5)
+        np.testing.assert_allclose(out, linattn.linear_attention(q, k * 0.5, v, PHI), rtol=1e-10)
+
+    def test_zarr_gets_whole_chunks(self, tmp_path):
+        zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+        q, k, v = tokens()
+        group = zarr.open_group(tmp_path / "data.zarr", mode="w")
+        names = {"query": q, "key": k, "value": v}
+        for name, array in names.items():
+            group.create_array(name, data=array, chunks=(1, 16, array.shape[-1]))
+        out = group.create_array("output", shape=v.shape, chunks=(1, 12, WIDTH), dtype=v.dtype)
+        written = []
+
+        class Recorded:
+            shape, dtype, chunks = out.shape, out.dtype, out.chunks
+
+            def __getitem__(self, rows):
+                return out[rows]
+
+            def __setitem__(self, rows, block):
+                written.append((rows[-2].start, rows[-2].stop))
+                out[rows] = block
+
+        arrays = [group[name] for name in names]
+        attend(*arrays, Recorded(), PHI, is_causal=True, block_size=17)
+        assert written == [(start, min(start + 24, LENGTH)) for start in range(0, LENGTH, 24)]
+        wanted = linattn.linear_attention(q, k, v, PHI, is_causal=True)
+        np.testing.assert_allclose(out[:], wanted, rtol=1e-10)
+
+    def test_h5py(self, tmp_path):
+        h5py = pytest.importorskip("h5py", reason="h5py is not installed")
+        q, k, v = tokens()
+        with h5py.File(tmp_path / "data.h5", "w") as file:
+            arrays = [file.create_dataset(n, data=a) for n, a in zip("qkv", (q, k, v), strict=True)]
+            out = file.create_dataset("o", v.shape, v.dtype, chunks=(1, 10, WIDTH))
+            attend(*arrays, out, PHI, block_size=17, checkpoint=tmp_path / "c")
+            np.testing.assert_allclose(out[:], linattn.linear_attention(q, k, v, PHI), rtol=1e-10)
+
+    @pytest.mark.parametrize("mode", ["full", "causal"])
+    def test_memory_does_not_grow_with_the_length(self, mode):
+        peaks = []
+        for length in (2000, 2000, 16000):
+            q, k, v = tokens(length, np.float32)
+            out = np.empty_like(v)
+            tracemalloc.start()
+            attend(q, k, v, out, PHI, block_size=1000, **MODES[mode])
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        assert peaks[2] < 1.1 * peaks[1] + 20_000
+
+
+CAUSAL: dict[str, Any] = {"is_causal": True, "block_size": 20}
+
+
+class Stop(BaseException):
+    """Ends a run from within, as Ctrl-C does."""
+
+
+def stop_after(steps):
+    count = 0
+
+    def progress(done, total):
+        nonlocal count
+        count += 1
+        if count == steps:
+            raise Stop
+
+    return progress
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("size", [30, 1])
+    def test_a_run_that_was_stopped_ends_in_the_same_bits(self, tmp_path, mode, size):
+        q, k, v = tokens(dtype=np.float32)
+        arguments: dict[str, Any] = {"block_size": size, **MODES[mode]}
+        wanted, out = np.empty_like(v), np.full_like(v, np.nan)
+        undisturbed = attend(q, k, v, wanted, PHI, **arguments)
+        arguments["checkpoint"] = tmp_path / "run"
+        for steps in (1, 2, 3, 90):
+            try:
+                after = attend(q, k, v, out, PHI, progress=stop_after(steps), **arguments)
+            except Stop:
+                continue
+            break
+        else:
+            after = attend(q, k, v, out, PHI, **arguments)
+        assert out.tobytes() == wanted.tobytes()
+        assert after.kvz.tobytes() == undisturbed.kvz.tobytes()
+        assert after.length == undisturbed.length
+        assert after.fingerprint == undisturbed.fingerprint
+        assert list(tmp_path.iterdir()) == []
+
+    def test_rows_behind_a_checkpoint_are_not_read_again(self, tmp_path):
+        q, k, v = tokens()
+        out = np.empty_like(v)
+        options: dict[str, Any] = {
+            "is_causal": True,
+            "block_size": 20,
+            "checkpoint": tmp_path / "run",
+        }
+        with pytest.raises(Stop):
+            attend(q, k, v, out, PHI, progress=stop_after(3), **options)
+        seen: list[int] = []
+        attend(q, k, v, out, PHI, progress=lambda done, total: seen.append(done), **options)
+        assert seen == [80, 100, 101]
+
+    def test_a_checkpoint_is_saved_now_and_then(self, tmp_path):
+        """What a SIGKILL leaves: the file as it was written on the way."""
+        q, k, v = tokens()
+        path = tmp_path / "run"
+        sizes = []
+
+        def progress(done, total):
+            sizes.append(path.read_bytes())
+
+        options: dict[str, Any] = {**CAUSAL, "checkpoint": path, "progress": progress}
+        attend(q, k, v, np.empty_like(v), PHI, **options)
+        assert len(set(sizes)) == 1
+        sizes.clear()
+        attend(q, k, v, np.empty_like(v), PHI, checkpoint_seconds=0, **options)
+        assert len(set(sizes)) == len(sizes) == 6
+
+    def _stopped(self, path, **options):
+        q, k, v = tokens()
+        with pytest.raises(Stop):
+            attend(
+                *(q, k, v, np.empty_like(v), PHI),
+                **{"block_size": 20, "checkpoint": path, "progress": stop_after(2), **options},
+            )
+        return q, k, v
+
+    @pytest.mark.parametrize(
+        ("named", "change"),
+        [
+            ("key", {"seed": 2}),
+            ("block_size", {"block_size": 30}),
+            ("feature_map", {"feature_map": fm.PositiveFeatures(DIM, num_features=16, rng=1)}),
+            ("is_causal", {"is_causal": True}),
+            ("exact_window", {"exact_window": 4}),
+            ("weights of keys", {"key_mask": np.ones(LENGTH, bool)}),
+        ],
+    )
+    def test_of_another_call_is_refused(self, tmp_path, named, change):
+        q, k, v = self._stopped(tmp_path / "run")
+        before = (tmp_path / "run").read_bytes()
+        change = dict(change)
+        if "seed" in change:
+            q, k, v = tokens(seed=change.pop("seed"))
+        options = {"block_size": 20, "feature_map": PHI, "checkpoint": tmp_path / "run", **change}
+        with pytest.raises(linattn.StateFileError, match=f"differs in .*{named}"):
+            attend(q, k, v, np.empty_like(v), **options)
+        assert (tmp_path / "run").read_bytes() == before
+
+    def test_damaged_is_refused(self, tmp_path):
+        q, k, v = self._stopped(tmp_path / "run")
+        content = (tmp_path / "run").read_bytes()
+        for bad in (content[:-30], b"", b"hello", content[:300] + bytes(40) + content[340:]):
+            (tmp_path / "run").write_bytes(bad)
+            with pytest.raises(linattn.StateFileError):
+                attend(q, k, v, np.empty_like(v), PHI, block_size=20, checkpoint=tmp_path / "run")
+
+    def test_other_threads_are_warned_of(self, tmp_path):
+        q, k, v = self._stopped(tmp_path / "run")
+        with (
+            linattn.config(num_threads=37),
+            pytest.warns(UserWarning, match="goes on with 37 threads.*last bits may differ"),
+        ):
+            attend(q, k, v, np.empty_like(v), PHI, block_size=20, checkpoint=tmp_path / "run")
+
+    def test_a_folder_that_is_not_there_is_an_error_before_any_work(self, tmp_path):
+        q, k, v = tokens()
+        out = np.full_like(v, np.nan)
+        with pytest.raises(FileNotFoundError):
+            attend(q, k, v, out, PHI, checkpoint=tmp_path / "none" / "run")
+        assert np.isnan(out).all()
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"out": np.empty((2, LENGTH, 4))}, r"out must have shape \(2, 101, 5\)"),
+            ({"out": np.empty((2, LENGTH, WIDTH), "f4")}, "out must have the dtype of query"),
+            ({"out": [1]}, "out must have a shape, a dtype and rows to slice"),
+            ({"query": [[1.0]]}, "query must have a shape, a dtype and rows to slice"),
+            ({"query": np.ones(3)}, "query must have at least 2 axes"),
+            ({"query": np.ones((2, 50, DIM)), "is_causal": True}, "under is_causal query and key"),
+            ({"query": np.ones((2, 50, DIM)), "exact_window": 4}, "under exact_window query"),
+            ({"value": np.ones((2, 50, WIDTH))}, "key and value must have one length"),
+            ({"key": np.ones((2, LENGTH, 3))}, "query and key must have one last axis"),
+            ({"key": np.ones((3, LENGTH, DIM))}, "leading axes must broadcast"),
+            ({"key": np.ones((2, LENGTH, DIM), "f4")}, "must have one dtype"),
+            ({"query": np.ones((2, LENGTH, DIM), int)}, "must have dtype float16"),
+            ({"key_mask": np.ones(50, bool)}, "key_mask must have a last axis of 101"),
+            ({"key_mask": np.ones(LENGTH)}, "key_mask must be boolean"),
+            ({"log_decay": -0.1}, "log_decay must be None unless is_causal"),
+            ({"log_decay": -0.1, "is_causal": True, "exact_window": 4}, "exact_window must be"),
+            ({"feature_map": fm.EluFeatures}, "feature_map must have"),
+            ({"exact_window": 0}, "exact_window must be at least 1"),
+            ({"block_size": 0}, "block_size must be at least 1"),
+            ({"is_causal": "lower_right"}, "is_causal must be True or False"),
+            ({"checkpoint_seconds": "often"}, "checkpoint_seconds must be a real number"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+    )  # fmt: skip
+    def test_bad_input_is_named_before_any_work(self, tmp_path, change, message):
+        q, k, v = tokens()
+        out = np.full_like(v, np.nan)
+        arguments = {"query": q, "key": k, "value": v, "out": out, "feature_map": PHI}
+        arguments |= {"checkpoint": tmp_path / "run", **change}
+        with pytest.raises((TypeError, ValueError), match=message):
+            attend(**arguments)
+        assert np.isnan(out).all()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_read_only(self, tmp_path):
+        q, k, v = tokens()
+        np.save(tmp_path / "o.npy", v)
+        for out in (np.load(tmp_path / "o.npy", mmap_mode="r"), np.broadcast_to(0.0, v.shape)):
+            with pytest.raises(ValueError, match="out must be writable, got a read-only one"):
+                attend(q, k, v, out, PHI)
+
+    def test_a_disk_that_fills_up(self, tmp_path):
+        """What was written stays; with space again the run goes on."""
+        q, k, v = tokens()
+        free = 40
+
+        class Disk:
+            shape, dtype, rows = v.shape, v.dtype, np.full_like(v, np.nan)
+
+            def __getitem__(self, index):
+                return self.rows[index]
+
+            def __setitem__(self, index, block):
+                if index[-2].stop > free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.rows[index] = block
+
+        options: dict[str, Any] = {
+            "is_causal": True,
+            "block_size": 20,
+            "checkpoint": tmp_path / "run",
+        }
+        disk = Disk()
+        with pytest.raises(OSError, match="No space left"):
+            attend(q, k, v, disk, PHI, **options)
+        assert np.isfinite(disk.rows[:, :40]).all()
+        assert np.isnan(disk.rows[:, 40:]).all()
+        free = 1000
+        attend(q, k, v, disk, PHI, **options)
+        wanted = linattn.linear_attention(q, k, v, PHI, is_causal=True)
+        np.testing.assert_allclose(disk.rows, wanted, rtol=1e-10)
+
+    @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="posix_fallocate: not here")
+    def test_space_is_reserved_before_any_work(self, tmp_path, monkeypatch):
+        """A sparse file on a full disk: an error, where a write would end the process."""
+        q, k, v = tokens()
+        name = tmp_path / "o.npy"
+        out = np.lib.format.open_memmap(name, "w+", v.dtype, v.shape)
+        size = name.stat().st_size
+
+        def full(file, offset, length):
+            assert (offset, length) == (0, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=f"No space left .*, {size} bytes are needed: '{name}'"):
+            attend(q, k, v, out, PHI)
+        assert not out.any()
+
+
+PROGRAM = """
+import sys
+import numpy as np
+from linattn.feature_maps import PositiveFeatures
+from linattn.stream import attend
+
+q, k, v = (np.load(f"{name}.npy", mmap_mode="r") for name in "qkv")
+out = np.load("o.npy", mmap_mode="r+")
+phi = PositiveFeatures(q.shape[-1], num_features=64, rng=0)
+attend(q, k, v, out, phi, block_size=1500, checkpoint="run", checkpoint_seconds=0.01,
+       progress=lambda done, total: print(done, total, flush=True))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="SIGKILL: this system has none")
+def test_killed_in_both_passes_it_ends_in_the_same_bytes(tmp_path):
+    length = 30_000
+    rng = np.random.default_rng(7)
+    for name in "qkv":
+        np.save(tmp_path / f"{name}.npy", rng.standard_normal((length, 32), np.float32))
+    out = tmp_path / "o.npy"
+    # Measured at the first use: it must not differ between processes.
+    environment = {**os.environ, "LINATTN_SMALL_PRODUCTS": "", "OMP_NUM_THREADS": "1"}
+
+    def run(kill_at=None):
+        """Run the program, and kill it when it has done so many rows: what it did, and its code."""
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            done = []
+            for line in process.stdout:
+                done.append(int(line.split()[0]))
+                if kill_at is not None and done[-1] >= kill_at:
+                    process.kill()
+                    break
+        return done, process.returncode
+
+    def fresh():
+        np.lib.format.open_memmap(out, "w+", np.float32, (length, 32))
+
+    fresh()
+    assert run()[1] == 0
+    wanted = out.read_bytes()
+    fresh()
+    begun_at = []
+    for kill_at in (length // 3, length * 3 // 2):
+        done, code = run(kill_at)
+        assert code == -signal.SIGKILL
+        begun_at.append(done[0])
+    done, code = run()
+    assert code == 0
+    assert 1500 == begun_at[0] < begun_at[1] < length < done[0]
+    assert out.read_bytes() == wanted
+    assert not (tmp_path / "run").exists()
