@@ -144,6 +144,63 @@ SIGNATURES = {
     ),
     "diagnostics.OutputError.interval": "(self, level=0.95)",
     "diagnostics.Denominators": "(negative, zero, verdict)",
+    "baselines.aft_full": "(query, key, value, *, position_bias, is_causal=False)",
+    "baselines.aft_local": "(query, key, value, *, position_bias, window_size, is_causal=False)",
+    "baselines.aft_simple": "(query, key, value, *, is_causal=False)",
+    "baselines.bigbird": (
+        "(query, key, value, *, block_size, num_global=2, num_random=3, is_causal=False, "
+        "rng=None, scale=None)"
+    ),
+    "baselines.clustered": (
+        "(query, key, value, *, num_clusters, num_bits=63, num_steps=10, is_causal=False, "
+        "rng=None, scale=None)"
+    ),
+    "baselines.compressive": (
+        "(query, key, value, *, block_size, memory_size, compressed_size, rate=2, "
+        "is_causal=True, scale=None)"
+    ),
+    "baselines.dense_synthesizer": (
+        "(query, value, *, hidden_weight, hidden_bias, weight, bias, is_causal=False)"
+    ),
+    "baselines.external": "(query, *, key_memory, value_memory, is_causal=False)",
+    "baselines.factorized_dense_synthesizer": (
+        "(query, value, *, first_weight, second_weight, is_causal=False)"
+    ),
+    "baselines.factorized_random_synthesizer": "(value, *, left, right, is_causal=False)",
+    "baselines.fixed": "(query, key, value, *, stride, num_summary=1, is_causal=True, scale=None)",
+    "baselines.improved_clustered": (
+        "(query, key, value, *, num_clusters, num_keys=32, num_bits=63, num_steps=10, "
+        "is_causal=False, rng=None, scale=None)"
+    ),
+    "baselines.linformer": (
+        "(query, key, value, *, num_landmarks=None, projection='mean', value_projection=None, "
+        "is_causal=False, rng=None, scale=None)"
+    ),
+    "baselines.local_window": "(query, key, value, *, window_size, is_causal=False, scale=None)",
+    "baselines.longformer": (
+        "(query, key, value, *, window_size, num_global=1, is_causal=False, scale=None)"
+    ),
+    "baselines.nystromformer": (
+        "(query, key, value, *, num_landmarks, num_iterations=6, is_causal=False, scale=None)"
+    ),
+    "baselines.random_synthesizer": "(value, *, logits, is_causal=False)",
+    "baselines.reformer": (
+        "(query, key, value, *, num_buckets, num_rounds=4, chunk_size=None, is_causal=False, "
+        "rng=None, scale=None)"
+    ),
+    "baselines.routing": (
+        "(query, key, value, *, num_clusters, cluster_size=None, num_steps=10, "
+        "is_causal=False, rng=None, scale=None)"
+    ),
+    "baselines.strided": "(query, key, value, *, stride, is_causal=True, scale=None)",
+    "baselines.thinformer": (
+        "(query, key, value, *, oversampling=2, is_causal=False, rng=None, scale=None)"
+    ),
+    "baselines.top_k": "(query, key, value, *, num_keys, is_causal=False, scale=None)",
+    "baselines.truncated_svd": "(query, key, value, *, rank, is_causal=False, scale=None)",
+    "baselines.wildcat": (
+        "(query, key, value, *, num_keys, temperature=None, is_causal=False, rng=None, scale=None)"
+    ),
     "sklearn.KernelRegressor": (
         "(bandwidth='loo', *, method='auto', num_landmarks=256, tolerance=0.05, loo_samples=1000, "
         "random_state=None)"
@@ -262,6 +319,7 @@ def test_public_modules_are_the_designed_ones():
     names = {module.__name__ for module in public_modules()}
     assert names >= {
         "linattn",
+        "linattn.baselines",
         "linattn.functional",
         "linattn.cli",
         "linattn.datasets",
