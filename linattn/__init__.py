@@ -19,7 +19,16 @@ from linattn.state import (
 )
 
 if TYPE_CHECKING:
-    from linattn import datasets, diagnostics, feature_maps, positions, reference, sampling, stream
+    from linattn import (
+        datasets,
+        diagnostics,
+        feature_maps,
+        layers,
+        positions,
+        reference,
+        sampling,
+        stream,
+    )
     from linattn.automatic import AttentionReport, attention
     from linattn.coreset import CoresetAttention
     from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
@@ -42,6 +51,7 @@ __all__ = [
     "explain",
     "feature_maps",
     "init_state",
+    "layers",
     "linear_attention",
     "linear_attention_vjp",
     "linear_recurrence",
@@ -70,6 +80,7 @@ _SUBMODULES = (
     "datasets",
     "diagnostics",
     "feature_maps",
+    "layers",
     "positions",
     "reference",
     "sampling",

@@ -24,6 +24,7 @@ EXTRAS = {
     "testing",
     "qmc",
     "sklearn",
+    "layers",
     "all",
     "test",
     "test-kernels",
@@ -132,7 +133,7 @@ def test_all_is_every_extra_of_users_but_the_gpu(metadata):
         marker = f"extra == .({'|'.join(extras)})."
         return {item.split(";")[0] for item in requirements if re.search(marker, item)}
 
-    users = ("cli", "threads", "testing", "qmc", "sklearn")
+    users = ("cli", "threads", "testing", "qmc", "sklearn", "layers")
     assert brought_by("all") == brought_by(*users) != set()
 
 

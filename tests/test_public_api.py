@@ -332,6 +332,7 @@ def test_public_modules_are_the_designed_ones():
         "linattn.feature_maps.elementwise",
         "linattn.feature_maps.exponential",
         "linattn.feature_maps.trigonometric",
+        "linattn.layers",
         "linattn.positions",
         "linattn.reference",
         "linattn.sampling",

@@ -1,0 +1,336 @@
+"""One layer of a transformer, and stacks of them: sublayers with residual connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
+
+from linattn.layers import _heads
+from linattn.layers._heads import AttentionState, Heads, Positions
+from linattn.layers._params import Params, Part, Result, join, split, split_layers
+from linattn.layers.attentions import Attention, Scope, SoftmaxAttention
+from linattn.layers.dense import Activation, feed_forward_vjp, layer_norm_vjp, rms_norm_vjp
+from linattn.typing import Array
+
+__all__ = [
+    "DecoderOptions",
+    "DecoderState",
+    "InitOptions",
+    "LayerOptions",
+    "LayerState",
+    "Masks",
+    "ModelOptions",
+    "layer",
+    "options_of",
+    "stack",
+    "stream_layer",
+    "stream_stack",
+]
+
+Norm: TypeAlias = Literal["layer_norm", "rms_norm"]
+NORMS: dict[str, Any] = {"layer_norm": layer_norm_vjp, "rms_norm": rms_norm_vjp}
+
+EXACT = SoftmaxAttention()
+
+
+class _Options(TypedDict, total=False):
+    num_heads: Required[int]
+    attention: Attention | Sequence[Attention]
+    activation: Activation
+    norm_first: bool
+    norm: Norm
+    eps: float
+
+
+class LayerOptions(_Options, total=False):
+    """Types of what is chosen for a layer, alike for all layers of a stack."""
+
+    positions: Positions
+
+
+class DecoderOptions(LayerOptions, total=False):
+    """Types of that and of the attention to a memory."""
+
+    cross_attention: Attention | Sequence[Attention] | None
+
+
+class ModelOptions(_Options, total=False):
+    """Types of what is chosen for a model of tokens."""
+
+    positions: Positions | Literal["sinusoidal"]
+    cross_attention: Attention | Sequence[Attention] | None
+
+
+class InitOptions(TypedDict, total=False):
+    """Types of what the parameters of a layer are drawn for."""
+
+    hidden_dim: int | None
+    num_key_heads: int | None
+    activation: Activation
+    norm: Norm
+    bias: bool
+    dtype: Any
+
+
+class LayerState(NamedTuple):
+    """What a layer keeps of a stream: of its tokens, and of the memory if there is one."""
+
+    tokens: AttentionState
+    memory: Any
+
+
+class DecoderState(NamedTuple):
+    """What a decoder keeps of a stream."""
+
+    layers: tuple[LayerState, ...]
+    length: int
+    """Tokens seen."""
+
+
+class Masks(NamedTuple):
+    """Which keys queries see: those of the tokens, and those of the memory."""
+
+    is_causal: bool
+    key_mask: Array | None = None
+    memory_mask: Array | None = None
+
+
+class Options(NamedTuple):
+    """What is chosen for one layer."""
+
+    heads: Heads
+    cross: Heads
+    activation: Activation
+    norm_first: bool
+    norm: Callable[..., Result]
+
+
+Sublayer: TypeAlias = Callable[[Params, Array], Result]
+
+
+def options_of(
+    *,
+    num_heads: int,
+    attention: Any = EXACT,
+    cross_attention: Any = None,
+    positions: Positions = None,
+    activation: Activation = "relu",
+    norm_first: bool = False,
+    norm: Norm = "layer_norm",
+    eps: float = 1e-5,
+) -> Options:
+    """Give what was not chosen its default."""
+    if norm not in NORMS:
+        message = f"norm must be one of {', '.join(NORMS)}, got {norm!r}"
+        raise ValueError(message)
+    cross = attention if cross_attention is None else cross_attention
+    return Options(
+        Heads(num_heads, attention, positions),
+        Heads(num_heads, cross),
+        activation,
+        norm_first,
+        partial(NORMS[norm], eps=eps),
+    )
+
+
+def layer(
+    params: Params,
+    x: Array,
+    memory: Array | None,
+    options: Options,
+    masks: Masks,
+    *,
+    differentiate: bool,
+) -> Result:
+    """One layer on all tokens at once; the pullback serves only what is differentiated."""
+
+    def attend(part: Params, x: Array) -> Result:
+        scope = Scope(masks.is_causal, masks.key_mask)
+        return _heads.attend(part, x, None, options.heads, scope, differentiate=differentiate)
+
+    def attend_memory(part: Params, x: Array) -> Result:
+        scope = Scope(False, masks.memory_mask)
+        return _heads.attend(part, x, memory, options.cross, scope, differentiate=differentiate)
+
+    return _sublayers(params, x, options, attend, None if memory is None else attend_memory)
+
+
+def stream_layer(
+    params: Params,
+    x: Array,
+    memory: Array | None,
+    options: Options,
+    masks: Masks,
+    state: LayerState | None,
+) -> tuple[Array, LayerState]:
+    """One layer on the next tokens of a stream."""
+    if not masks.is_causal or masks.key_mask is not None:
+        message = (
+            "initial_state and return_state must come with is_causal=True and without key_mask: "
+            "they are of a causal stream of tokens"
+        )
+        raise ValueError(message)
+    tokens, of_memory = (None, None) if state is None else state
+
+    def attend(part: Params, x: Array) -> Result:
+        nonlocal tokens
+        y, tokens = _heads.stream(part, x, options.heads, tokens)
+        return y, _no_pullback
+
+    def attend_memory(part: Params, x: Array) -> Result:
+        nonlocal of_memory
+        if of_memory is None:
+            of_memory = _heads.remember(part, memory, options.cross, masks.memory_mask)
+        return _heads.read(part, x, options.cross, of_memory), _no_pullback
+
+    has_memory = memory is not None or of_memory is not None
+    y, _ = _sublayers(params, x, options, attend, attend_memory if has_memory else None)
+    assert tokens is not None
+    return y, LayerState(tokens, of_memory)
+
+
+def _no_pullback(grad: Array) -> tuple[Any, ...]:
+    raise AssertionError
+
+
+def _sublayers(
+    params: Params, x: Array, options: Options, attend: Sublayer, attend_memory: Sublayer | None
+) -> Result:
+    """Attention, attention to a memory if there is one, feed-forward, each with a norm."""
+    attentions = {"self_attn.": attend}
+    if attend_memory is not None:
+        attentions["multihead_attn."] = attend_memory
+    norms = [f"norm{i + 1}." for i in range(len(attentions) + 1)]
+    # What is left has no name of its own: the products of the feed-forward layer.
+    parts = dict(
+        zip([*attentions, *norms, ""], split(params, *attentions, *norms, ""), strict=True)
+    )
+    sublayers = attentions | {"": partial(feed_forward_vjp, activation=options.activation)}
+    pulls = []
+    for (name, sublayer), norm in zip(sublayers.items(), norms, strict=True):
+        x, pull = _residual(
+            x,
+            partial(sublayer, parts[name]),
+            partial(options.norm, parts[norm]),
+            options.norm_first,
+        )
+        pulls.append((name, norm, pull))
+
+    def pullback(grad: Array) -> tuple[Any, ...]:
+        grads: dict[str, Params] = {}
+        by_memory: list[Array] = []
+        for name, norm, pull in reversed(pulls):
+            grads[name], grads[norm], grad, *more = pull(grad)
+            by_memory += more
+        return join(grads), grad, *by_memory
+
+    return x, pullback
+
+
+def _residual(
+    x: Array, sublayer: Callable[[Array], Result], norm: Callable[[Array], Result], first: bool
+) -> Result:
+    """Return ``x + f(norm(x))`` or ``norm(x + f(x))``, and the gradients of all parts."""
+    if first:
+        normal, pull_norm = norm(x)
+        y, pull = sublayer(normal)
+    else:
+        y, pull = sublayer(x)
+        out, pull_norm = norm(x + y)
+
+    def pull_before(grad: Array) -> tuple[Any, ...]:
+        grads, grad_normal, *rest = pull(grad)
+        grads_norm, grad_x = pull_norm(grad_normal)
+        return grads, grads_norm, grad + grad_x, *rest
+
+    def pull_after(grad: Array) -> tuple[Any, ...]:
+        grads_norm, grad_sum = pull_norm(grad)
+        grads, grad_x, *rest = pull(grad_sum)
+        return grads, grads_norm, grad_sum + grad_x, *rest
+
+    return (x + y, pull_before) if first else (out, pull_after)
+
+
+def stack(
+    params: Params,
+    x: Array,
+    memory: Array | None,
+    options: Options,
+    masks: Masks,
+    *,
+    differentiate: bool,
+) -> Result:
+    """Layers one after the other, and a last norm if there is one."""
+    layers, final = _layers_and_norm(params)
+    pulls = []
+    for part, chosen in zip(layers, _by_layer(options, len(layers)), strict=True):
+        x, pull = layer(part, x, memory, chosen, masks, differentiate=differentiate)
+        if differentiate:
+            pulls.append(pull)
+    x, pull_final = options.norm(final, x) if final else (x, None)
+
+    def pullback(grad: Array) -> tuple[Any, ...]:
+        grads: dict[str, Params] = {}
+        if pull_final is not None:
+            grads["norm."], grad = pull_final(grad)
+        by_memory: list[Array] = []
+        for number, pull in reversed(list(enumerate(pulls))):
+            grads[f"layers.{number}."], grad, *more = pull(grad)
+            by_memory += more
+        return join(grads), grad, *([sum(by_memory[1:], by_memory[0])] if by_memory else [])
+
+    return x, pullback
+
+
+def stream_stack(
+    params: Params,
+    x: Array,
+    memory: Array | None,
+    options: Options,
+    masks: Masks,
+    state: DecoderState | None,
+) -> tuple[Array, DecoderState]:
+    """Layers on the next tokens of a stream, and the last norm."""
+    layers, final = _layers_and_norm(params)
+    before: Sequence[LayerState | None] = [None] * len(layers) if state is None else state.layers
+    if len(before) != len(layers):
+        message = f"initial_state must be of a decoder with {len(layers)} layers, got {len(before)}"
+        raise ValueError(message)
+    length = x.shape[-2] + (0 if state is None else state.length)
+    after = []
+    for part, cache, chosen in zip(layers, before, _by_layer(options, len(layers)), strict=True):
+        x, new = stream_layer(part, x, memory, chosen, masks, cache)
+        after.append(new)
+    if final:
+        x = options.norm(final, x)[0]
+    return x, DecoderState(tuple(after), length)
+
+
+def _layers_and_norm(params: Params) -> tuple[list[Part], Part]:
+    layers, final = split(params, "layers.", "norm.")
+    return split_layers(layers), final
+
+
+def _by_layer(options: Options, number: int) -> list[Options]:
+    """Options of each layer: an attention may be given for each."""
+    attention, cross = (
+        _one_each(name, heads.attention, number)
+        for name, heads in (("attention", options.heads), ("cross_attention", options.cross))
+    )
+    return [
+        options._replace(
+            heads=options.heads._replace(attention=of_tokens),
+            cross=options.cross._replace(attention=of_memory),
+        )
+        for of_tokens, of_memory in zip(attention, cross, strict=True)
+    ]
+
+
+def _one_each(name: str, given: Any, number: int) -> list[Attention]:
+    if not isinstance(given, list | tuple):
+        return [given] * number
+    if len(given) != number:
+        message = f"{name} must be one, or one for each of the {number} layers, got {len(given)}"
+        raise ValueError(message)
+    return list(given)

@@ -1,0 +1,147 @@
+"""Parameters: flat dictionaries of arrays, whose dotted names say which part they belong to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays, _checks
+from linattn.typing import Array
+
+__all__ = [
+    "Params",
+    "Part",
+    "Pullback",
+    "Result",
+    "as_part",
+    "check_pair",
+    "join",
+    "split",
+    "split_layers",
+]
+
+Params: TypeAlias = Mapping[str, Array]
+"""Arrays by name, as in torch's state dictionaries: ``{"out_proj.weight": array, ...}``."""
+
+Pullback: TypeAlias = Callable[..., tuple[Any, ...]]
+"""From the gradient by the output to ``(grad_params, *grad_inputs)``."""
+
+Result: TypeAlias = tuple[Array, Pullback]
+
+
+class Part(dict[str, Array]):
+    """The parameters of one part of a model, and where in the model it is, for messages."""
+
+    path: str = ""
+
+    def __missing__(self, name: str) -> Array:
+        """Say what a layer needs."""
+        message = (
+            f"params must have {self.path + name!r}, got "
+            f"{', '.join(repr(self.path + key) for key in self) or 'none of its parts'}"
+        )
+        raise ValueError(message)
+
+
+def as_part(params: Any, *names: str) -> Part:
+    """Return the parameters of a layer, which has these and no others."""
+    if isinstance(params, Part):
+        part = params
+    elif isinstance(params, Mapping):
+        part = Part(params)
+    else:
+        message = f"params must be a dictionary of arrays by name, got {type(params).__name__}"
+        raise TypeError(message)
+    if names:
+        _check_names(part, part, names)
+    return part
+
+
+def split(params: Any, *prefixes: str) -> list[Part]:
+    """Group parameters by these beginnings of their names; there are no others."""
+    whole = as_part(params)
+    parts = [Part() for _ in prefixes]
+    for part, prefix in zip(parts, prefixes, strict=True):
+        part.path = whole.path + prefix
+    for key, array in whole.items():
+        for part, prefix in zip(parts, prefixes, strict=True):
+            if key.startswith(prefix):
+                part[key.removeprefix(prefix)] = array
+                break
+        else:
+            _check_names(whole, [key], prefixes)
+    return parts
+
+
+def split_layers(whole: Part) -> list[Part]:
+    """Group parameters by the number before their first dot: 0, 1, ..."""
+    layers: dict[str, Part] = {}
+    for key, array in whole.items():
+        number, _, rest = key.partition(".")
+        if number not in layers:
+            layers[number] = Part()
+            layers[number].path = f"{whole.path}{number}."
+        layers[number][rest] = array
+    # A layer that is missing says so when it is asked for its parameters.
+    return [layers[str(i)] if str(i) in layers else _missing(whole, i) for i in range(len(layers))]
+
+
+def _missing(whole: Part, number: int) -> Part:
+    message = (
+        f"params must have layers 0, 1, ... without a gap, got no {whole.path + str(number)!r}"
+    )
+    raise ValueError(message)
+
+
+def _check_names(whole: Part, found: Iterable[str], names: tuple[str, ...]) -> None:
+    unknown = [name for name in found if name not in names]
+    if unknown:
+        message = (
+            f"params must have no other names than {', '.join(whole.path + n for n in names)} "
+            f"here, got {whole.path + unknown[0]!r}; an option may be missing that uses it"
+        )
+        raise ValueError(message)
+
+
+def join(parts: Mapping[str, Params]) -> dict[str, Array]:
+    """Return the parameters, or gradients, of all parts, each with the beginning of its names."""
+    return {prefix + key: array for prefix, part in parts.items() for key, array in part.items()}
+
+
+def check_pair(part: Part, name: str, x: Array, last: int | None = None) -> tuple[ModuleType, Any]:
+    """Check inputs and a parameter that meets their last axis (or one of length ``last``)."""
+    array = part[name]
+    named = {"x": x, f"params[{part.path + name!r}]": array}
+    xp, (_, array) = _checks.check_arrays(1, **named)
+    wanted = x.shape[-1] if last is None else last
+    if array.shape[-1] != wanted:
+        message = (
+            f"params[{part.path + name!r}] must have a last axis of {wanted}, as its input has, "
+            f"got shape {tuple(array.shape)}"
+        )
+        raise ValueError(message)
+    return xp, array
+
+
+def all_tokens(x: Array) -> Array:
+    """Put all tokens on one axis: one product of two matrices, not one for each sequence."""
+    shape = tuple(x.shape)
+    return _arrays.namespace(x).reshape(x, (math.prod(shape[:-1]), shape[-1]))
+
+
+def normal_numbers(
+    rng: np.random.Generator, shape: tuple[int, ...], deviation: float, dtype: Any
+) -> NDArray[Any]:
+    """Draw independent normal numbers from an explicit generator."""
+    if not isinstance(rng, np.random.Generator):
+        message = (
+            f"rng must be a numpy.random.Generator, got {type(rng).__name__}; make one by "
+            f"numpy.random.default_rng(seed)"
+        )
+        raise TypeError(message)
+    return (deviation * rng.standard_normal(shape)).astype(dtype)

@@ -1,0 +1,449 @@
+"""Which attention a layer has, and where its tokens stand: values for ``attention=``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays, _checks
+from linattn.automatic import attention as automatic_attention
+from linattn.coreset import CoresetAttention
+from linattn.feature_maps import LandmarkFeatures
+from linattn.functional import decode_step, linear_attention, softmax_attention
+from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
+from linattn.positions import alibi_slopes, rotary
+from linattn.sampling import Seed
+from linattn.state import init_state, read_state, update_state
+from linattn.typing import Array, FeatureMap
+
+__all__ = [
+    "Alibi",
+    "Attention",
+    "AutomaticAttention",
+    "BoundedAttention",
+    "LandmarkAttention",
+    "LinearAttention",
+    "Rotary",
+    "Scope",
+    "SoftmaxAttention",
+]
+
+
+class Scope(NamedTuple):
+    """Which keys queries see, and how the weights of pairs fall with their distance."""
+
+    is_causal: bool = False
+    key_mask: Array | None = None
+    """(S,) or one axis for each axis of the keys but the last."""
+    head_axes: tuple[int, ...] = ()
+    """Heads (H,); or, where queries are grouped, keys and queries of each (G, H / G)."""
+    slopes: NDArray[np.float64] | None = None
+    """Of ALiBi, with the axes of heads."""
+
+
+class Attention:
+    """What ``attention=`` takes: base of the values in this module, and of your own.
+
+    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim. Leading axes are batch and
+    heads; where queries are grouped, that of the queries of a key is 1 in keys and values.
+    """
+
+    def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
+        """Return (..., L, e) of query (..., L, d), key (..., S, d) and value (..., S, e)."""
+        raise NotImplementedError
+
+    def vjp(self, query: Array, key: Array, value: Array, scope: Scope) -> tuple[Array, Any]:
+        """Return outputs, and a pullback to the gradients by query, key and value."""
+        _raise(f"{self!r} must have gradients here, and has none", "train with another attention")
+
+    def extend(
+        self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
+    ) -> tuple[Array, Any]:
+        """Go on causally after the tokens that are cache, None for none; return what to keep."""
+        _raise(f"{self!r} must go on token by token here, and cannot", "generate with another one")
+
+    def remember(self, key: Array, value: Array, scope: Scope) -> Any:
+        """Return what to keep of a memory, which queries to come will see as a whole."""
+        return key, value, scope
+
+    def read(self, query: Array, cache: Any) -> Array:
+        """Attend to what :meth:`remember` cache."""
+        key, value, scope = cache
+        return self(query, key, value, scope)
+
+
+def _raise(problem: str, remedy: str) -> NoReturn:
+    message = f"attention must suit the call: {problem}; {remedy}"
+    raise NotImplementedError(message)
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention(Attention):
+    """Exact attention, by :func:`linattn.softmax_attention`.
+
+    Parameters
+    ----------
+    scale : float, optional
+        Of the logits; default ``1 / sqrt(d)``.
+    window : int, optional
+        A query sees keys at most so far to either side. Default: no bound.
+
+    Notes
+    -----
+    A stream keeps all keys and values, or with a window the last ones.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the window."""
+        if self.window is not None:
+            _checks.check_positive_int("window", self.window, least=0)
+
+    def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
+        """Attend."""
+        return softmax_attention(query, key, value, **self._options(query, scope))
+
+    def vjp(self, query: Array, key: Array, value: Array, scope: Scope) -> tuple[Array, Any]:
+        """Attend, with a pullback."""
+        return softmax_attention_vjp(query, key, value, **self._options(query, scope))
+
+    def extend(
+        self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
+    ) -> tuple[Array, Any]:
+        """Attend to the cache keys and to these; keep all of them, or those of the window."""
+        xp, length = _arrays.namespace(query), query.shape[-2]
+        if cache is not None:
+            key, value = (
+                xp.concat([old, new], axis=-2) for old, new in zip(cache, (key, value), strict=True)
+            )
+        num_keys = key.shape[-2]
+        if length == 1 or (self.window is None and scope.slopes is None):
+            # The last query sees all keys of its window; others see them from the lower right.
+            out = self._lower_right(query, key, value, scope.slopes)
+        else:
+            # Windows and biases by offset need a query for each key.
+            shape = (*query.shape[:-2], num_keys - length, query.shape[-1])
+            before = xp.zeros(shape, dtype=query.dtype, device=array_api_compat.device(query))
+            whole = xp.concat([before, query], axis=-2)
+            out = self(whole, key, value, scope)[..., num_keys - length :, :]
+        first = 0 if self.window is None else max(0, num_keys - self.window)
+        return out, (key[..., first:, :], value[..., first:, :])
+
+    def _lower_right(self, query: Array, key: Array, value: Array, slopes: Any) -> Array:
+        bias = None
+        if slopes is not None:
+            # All keys of a row have the query's distance to the last in common, which cancels.
+            bias = _like(query, slopes[..., None] * np.arange(1 - key.shape[-2], 1))
+            bias = _with_axes(bias, key.ndim - 1)
+            lead = np.broadcast_shapes(tuple(key.shape[:-2]), tuple(bias.shape[:-1]))
+            key = _arrays.namespace(key).broadcast_to(key, (*lead, *key.shape[-2:]))
+        return softmax_attention(
+            query, key, value, scale=self.scale, is_causal="lower_right", key_bias=bias
+        )
+
+    def _options(self, query: Array, scope: Scope) -> dict[str, Any]:
+        bias = None
+        if scope.slopes is not None:
+            length = query.shape[-2]
+            bias = _like(query, -scope.slopes[..., None] * abs(np.arange(1 - length, length)))
+        return {
+            "scale": self.scale,
+            "is_causal": scope.is_causal,
+            "key_mask": scope.key_mask,
+            "local_window_size": self.window,
+            "window_bias": bias,
+        }
+
+
+@dataclass(frozen=True)
+class LinearAttention(Attention):
+    """Linear attention with a feature map, by :func:`linattn.linear_attention`.
+
+    Parameters
+    ----------
+    feature_map : FeatureMap
+        From :mod:`linattn.feature_maps`, for heads of dim d.
+    log_decay : float or sequence of floats, one a head, optional
+        What weights are multiplied by for each token of distance, as a logarithm, at most 0.
+        Default 0.
+    exact_window : int, optional
+        Near keys exactly, far ones by the map. Has no gradient and no stream. Default: none.
+
+    Notes
+    -----
+    A stream keeps a :class:`linattn.State`, whose size does not grow.
+    """
+
+    feature_map: FeatureMap
+    log_decay: Any = None
+    exact_window: int | None = None
+
+    def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
+        """Attend."""
+        key, value, options = self._options(query, key, value, scope)
+        options["exact_window"] = self.exact_window
+        return linear_attention(query, key, value, self.feature_map, **options)
+
+    def vjp(self, query: Array, key: Array, value: Array, scope: Scope) -> tuple[Array, Any]:
+        """Attend, with a pullback."""
+        if self.exact_window is not None:
+            return super().vjp(query, key, value, scope)
+        given = key, value
+        key, value, options = self._options(query, key, value, scope)
+        out, pull = linear_attention_vjp(query, key, value, self.feature_map, **options)
+
+        def pullback(grad: Array) -> tuple[Array, ...]:
+            grad_query, *by_keys = pull(grad)[:3]
+            return grad_query, *map(_summed_like, by_keys, given)
+
+        return out, pullback
+
+    def extend(
+        self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
+    ) -> tuple[Array, Any]:
+        """Attend after a state; keep the state."""
+        if self.exact_window is not None:
+            return super().extend(query, key, value, cache, scope)
+        key, value, options = self._options(query, key, value, scope)
+        phi, decay = self.feature_map, options["log_decay"]
+        if cache is not None and query.shape[-2] == 1:
+            q, k, v = (array[..., 0, :] for array in (query, key, value))
+            out, state = decode_step(q, k, v, cache, phi, log_decay=decay)
+            return out[..., None, :], state
+        out, state = linear_attention(
+            query, key, value, phi, initial_state=cache, return_state=True, **options
+        )
+        return out, state
+
+    def remember(self, key: Array, value: Array, scope: Scope) -> Any:
+        """Keep the state of the memory."""
+        phi, lead = self.feature_map, tuple(key.shape[:-2])
+        if self.exact_window is not None or self._decay(scope) is not None:
+            _raise(f"{self!r} sees a memory by distance", "give cross_attention= another one")
+        state = init_state(phi, value.shape[-1], batch_shape=lead, like=key)
+        return update_state(state, key, value, phi, key_mask=scope.key_mask)
+
+    def read(self, query: Array, cache: Any) -> Array:
+        """Read the state of the memory."""
+        return read_state(query, cache, self.feature_map)
+
+    def _decay(self, scope: Scope) -> NDArray[np.float64] | None:
+        """Log decay of a token, for all heads or with the axes of heads."""
+        if self.log_decay is None and scope.slopes is None:
+            return None
+        decay = np.asarray(0 if self.log_decay is None else self.log_decay, dtype=np.float64)
+        if decay.ndim:
+            if decay.shape != (math.prod(scope.head_axes),):
+                message = (
+                    f"log_decay must be a number or one for each of the "
+                    f"{math.prod(scope.head_axes)} heads, got shape {decay.shape}"
+                )
+                raise ValueError(message)
+            decay = decay.reshape(scope.head_axes)
+        return decay if scope.slopes is None else np.asarray(decay - scope.slopes)
+
+    def _options(
+        self, query: Array, key: Array, value: Array, scope: Scope
+    ) -> tuple[Array, Array, dict[str, Any]]:
+        """Keys and values, with an axis for each head that decays by itself; options."""
+        options: dict[str, Any] = {"is_causal": scope.is_causal, "key_mask": scope.key_mask}
+        decay = self._decay(scope)
+        if decay is None:
+            return key, value, options | {"log_decay": None}
+        if not decay.ndim:
+            return key, value, options | {"log_decay": float(decay)}
+        xp = _arrays.namespace(key)
+        lead = (*key.shape[: key.ndim - 2 - decay.ndim], *scope.head_axes)
+        key, value = (xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (key, value))
+        by_head = _with_axes(_like(query, decay), key.ndim - 2)
+        return key, value, options | {"log_decay": by_head}
+
+
+@dataclass(frozen=True)
+class LandmarkAttention(Attention):
+    """Landmarks that are fitted to the queries and keys of each call, full attention only.
+
+    Parameters
+    ----------
+    num_features : int, optional
+        Landmarks a head. Default 64.
+    exact_window, exact_clusters : int, optional
+        As for :func:`linattn.linear_attention`; they have no gradient. Default: none.
+    rng : int, Generator, SeedSequence or None, optional
+        Seed of the fits. An integer makes calls repeatable.
+
+    Notes
+    -----
+    In gradients the landmarks are constants.
+    """
+
+    num_features: int = 64
+    exact_window: int | None = None
+    exact_clusters: int | None = None
+    rng: Seed = None
+
+    def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
+        """Fit and attend."""
+        return linear_attention(
+            query,
+            key,
+            value,
+            self._fit(query, key, scope),
+            is_causal=scope.is_causal,
+            key_mask=scope.key_mask,
+            exact_window=self.exact_window,
+            exact_clusters=self.exact_clusters,
+        )
+
+    def vjp(self, query: Array, key: Array, value: Array, scope: Scope) -> tuple[Array, Any]:
+        """Fit and attend, with a pullback."""
+        if self.exact_window is not None or self.exact_clusters is not None:
+            return super().vjp(query, key, value, scope)
+        phi = self._fit(query, key, scope)
+        return linear_attention_vjp(
+            query, key, value, phi, is_causal=scope.is_causal, key_mask=scope.key_mask
+        )
+
+    def _fit(self, query: Array, key: Array, scope: Scope) -> LandmarkFeatures:
+        _check_no_slopes(self, scope)
+        num = self.num_features
+        return LandmarkFeatures.fit(
+            query, key, num_features=num, key_mask=scope.key_mask, rng=self.rng
+        )
+
+
+@dataclass(frozen=True)
+class AutomaticAttention(Attention):
+    """What :func:`linattn.attention` chooses for each head; has no gradient and no stream.
+
+    Parameters
+    ----------
+    tolerance, rng
+        As for :func:`linattn.attention`.
+    """
+
+    tolerance: float | None = 0.1
+    rng: Seed = None
+
+    def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
+        """Attend."""
+        _check_no_slopes(self, scope)
+        return automatic_attention(
+            query,
+            key,
+            value,
+            is_causal=scope.is_causal,
+            key_mask=scope.key_mask,
+            tolerance=self.tolerance,
+            rng=self.rng,
+        )
+
+
+@dataclass(frozen=True)
+class BoundedAttention(Attention):
+    """Causal softmax attention in bounded memory, by :class:`linattn.CoresetAttention`.
+
+    Parameters
+    ----------
+    num_entries, block_size, rng
+        As for :class:`linattn.CoresetAttention`; each call begins a stream of its own.
+
+    Notes
+    -----
+    Has no gradient.
+    """
+
+    num_entries: int = 64
+    block_size: int = 32
+    rng: Seed = 0
+
+    def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
+        """Attend."""
+        if not scope.is_causal:
+            _raise(f"{self!r} is causal, got is_causal=False", "give another one here")
+        return self.extend(query, key, value, None, scope)[0]
+
+    def extend(
+        self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
+    ) -> tuple[Array, Any]:
+        """Attend after a stream, of which a fork goes on."""
+        _check_no_slopes(self, scope)
+        if cache is None:
+            stream = CoresetAttention(self.num_entries, block_size=self.block_size, rng=self.rng)
+        else:
+            stream = copy.copy(cache)
+        return stream.extend(query, key, value, key_mask=scope.key_mask), stream
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Queries and keys are rotated by their positions, before any feature map.
+
+    Parameters
+    ----------
+    base, interleaved, dim
+        As for :func:`linattn.positions.rotary`.
+    """
+
+    base: float = 10_000
+    interleaved: bool = False
+    dim: int | None = None
+
+    def rotate(self, x: Array, start: int = 0) -> Array:
+        """Rotate tokens (..., L, d), of which the first is at position ``start``."""
+        return self._at(x, np.arange(start, start + x.shape[-2]))
+
+    def rotate_back(self, grad: Array) -> Array:
+        """Pull a gradient back through :meth:`rotate` from position 0: the inverse rotation."""
+        return self._at(grad, -np.arange(grad.shape[-2]))
+
+    def _at(self, x: Array, positions: NDArray[np.int64]) -> Array:
+        return rotary(x, positions, base=self.base, interleaved=self.interleaved, dim=self.dim)
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Logits fall with the distance, by a slope for each head.
+
+    The slopes are :func:`linattn.positions.alibi_slopes`. Goes with :class:`SoftmaxAttention`, and
+    as a decay with :class:`LinearAttention`.
+    """
+
+    def slopes(self, head_axes: tuple[int, ...]) -> NDArray[np.float64]:
+        """Return the slopes, with the axes of heads."""
+        return alibi_slopes(math.prod(head_axes)).reshape(head_axes)
+
+
+def _check_no_slopes(attention: Attention, scope: Scope) -> None:
+    if scope.slopes is not None:
+        message = (
+            f"positions must not be Alibi() with {attention!r}, whose weights do not fall with "
+            f"distance; it goes with SoftmaxAttention and LinearAttention"
+        )
+        raise ValueError(message)
+
+
+def _like(query: Array, numbers: NDArray[np.float64]) -> Array:
+    """Numbers of the host as an array like the queries."""
+    xp, device = _arrays.namespace(query), array_api_compat.device(query)
+    return _arrays.device_array(np.asarray(numbers), xp, query.dtype, device)
+
+
+def _with_axes(array: Array, ndim: int) -> Array:
+    """Put axes of 1 in front."""
+    shape = tuple(array.shape)
+    return _arrays.namespace(array).reshape(array, (1,) * (ndim - len(shape)) + shape)
+
+
+def _summed_like(grad: Array, array: Array) -> Array:
+    """Sum a gradient over the heads that one key or value was broadcast to."""
+    axes = tuple(i for i, (m, n) in enumerate(zip(grad.shape, array.shape, strict=True)) if m != n)
+    return _arrays.namespace(grad).sum(grad, axis=axes, keepdims=True) if axes else grad

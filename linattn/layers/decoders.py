@@ -1,0 +1,358 @@
+"""Decoders: causal layers, with a memory or without, and stacks of them; streams."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _checks
+from linattn.layers import _blocks
+from linattn.layers._blocks import DecoderOptions, DecoderState, InitOptions, LayerState, Masks
+from linattn.layers._params import Params, Result, join
+from linattn.layers.attention import init_multi_head_attention
+from linattn.layers.dense import init_feed_forward, init_norm
+from linattn.typing import Array
+
+__all__ = [
+    "decoder",
+    "decoder_layer",
+    "decoder_layer_vjp",
+    "decoder_vjp",
+    "init_decoder",
+    "init_decoder_layer",
+]
+
+
+@overload
+def decoder_layer(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: LayerState | None = None,
+    return_state: Literal[False] = False,
+    **options: Unpack[DecoderOptions],
+) -> Array: ...
+
+
+@overload
+def decoder_layer(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: LayerState | None = None,
+    return_state: Literal[True],
+    **options: Unpack[DecoderOptions],
+) -> tuple[Array, LayerState]: ...
+
+
+def decoder_layer(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: LayerState | None = None,
+    return_state: bool = False,
+    **options: Unpack[DecoderOptions],
+) -> Any:
+    r"""Causal self-attention, attention to a memory if there is one, and feed-forward.
+
+    .. math::
+        h = \mathrm{norm}_1(x + \mathrm{attention}(x)), \quad
+        g = \mathrm{norm}_2(h + \mathrm{attention}(h, \mathrm{memory})), \quad
+        y = \mathrm{norm}_3(g + \mathrm{feed\_forward}(g))
+
+    as ``torch.nn.TransformerDecoderLayer`` without dropout, or with the norms first as in
+    :func:`encoder_layer`. Without a memory it is :func:`encoder_layer`, with the same two norms.
+    Letters: ``L`` tokens, ``S`` tokens of the memory, ``D`` width.
+
+    Parameters
+    ----------
+    params : dict
+        As those of :func:`encoder_layer`, and with a memory those of its attention after
+        ``multihead_attn.`` and of a third norm.
+    x : array, (..., L, D)
+        float32 or float64, of any array-API library.
+    memory : array, (..., S, D), optional
+        What an encoder made.
+    is_causal : bool, optional
+        Token i sees tokens 0..i only. Default True.
+    key_mask : boolean array, (L,) or x.shape[:-1] with axes of 1, optional
+        True = attend.
+    memory_mask : boolean array, (S,) or memory.shape[:-1] with axes of 1, optional
+        Of the memory.
+    initial_state : LayerState, optional
+        What an earlier call returned: the stream goes on after its tokens. The memory is in it, and
+        need not be given again.
+    return_state : bool, optional
+        Also return what a stream goes on from. Default False.
+    num_heads, attention, positions, activation, norm_first, norm, eps
+        As for :func:`encoder_layer`.
+    cross_attention : Attention, optional
+        What attends to the memory. Default that of `attention`, without positions.
+
+    Returns
+    -------
+    array, (..., L, D)
+        In the library, dtype and device of x; or the tuple ``(output, state)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`encoder_layer`; a state of a call that is not causal or has a mask of tokens.
+    NotImplementedError
+        A state from an attention that has none.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need" (2017), section 3.1.
+    """
+    chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
+    if initial_state is None and not return_state:
+        return _blocks.layer(params, x, memory, chosen, masks, differentiate=False)[0]
+    y, state = _blocks.stream_layer(params, x, memory, chosen, masks, initial_state)
+    return (y, state) if return_state else y
+
+
+def decoder_layer_vjp(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    **options: Unpack[DecoderOptions],
+) -> Result:
+    """Return :func:`decoder_layer` and its pullback.
+
+    Parameters
+    ----------
+    params, x, memory, is_causal, key_mask, memory_mask, **options
+        As for :func:`decoder_layer`.
+
+    Returns
+    -------
+    output : array, (..., L, D)
+        That of :func:`decoder_layer`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``, and then, if there is one, the gradient
+        by the memory.
+
+    Raises
+    ------
+    NotImplementedError
+        An attention without a gradient.
+    """
+    chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
+    return _blocks.layer(params, x, memory, chosen, masks, differentiate=True)
+
+
+def init_decoder_layer(
+    rng: np.random.Generator,
+    dim: int,
+    num_heads: int,
+    *,
+    has_memory: bool = False,
+    **options: Unpack[InitOptions],
+) -> dict[str, NDArray[Any]]:
+    """Draw the parameters of :func:`decoder_layer`.
+
+    Parameters
+    ----------
+    rng, dim, num_heads, hidden_dim, num_key_heads, activation, norm, bias, dtype
+        As for :func:`init_encoder_layer`.
+    has_memory : bool, optional
+        Whether the layer attends to a memory. Default False.
+
+    Returns
+    -------
+    dict
+        NumPy arrays.
+    """
+    keys, hidden = options.get("num_key_heads"), options.get("hidden_dim")
+    activation, norm = options.get("activation", "relu"), options.get("norm", "layer_norm")
+    kind: dict[str, Any] = {
+        "bias": options.get("bias", True),
+        "dtype": options.get("dtype", np.float32),
+    }
+    attentions = ["self_attn.", *(["multihead_attn."] if has_memory else [])]
+    parts = {
+        name: init_multi_head_attention(rng, dim, num_heads, num_key_heads=keys, **kind)
+        for name in attentions
+    }
+    parts[""] = init_feed_forward(rng, dim, hidden, activation=activation, **kind)
+    shifts = kind["bias"] and norm == "layer_norm"
+    for number in range(len(attentions) + 1):
+        parts[f"norm{number + 1}."] = init_norm(dim, bias=shifts, dtype=kind["dtype"])
+    return join(parts)
+
+
+@overload
+def decoder(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: DecoderState | None = None,
+    return_state: Literal[False] = False,
+    **options: Unpack[DecoderOptions],
+) -> Array: ...
+
+
+@overload
+def decoder(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: DecoderState | None = None,
+    return_state: Literal[True],
+    **options: Unpack[DecoderOptions],
+) -> tuple[Array, DecoderState]: ...
+
+
+def decoder(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: DecoderState | None = None,
+    return_state: bool = False,
+    **options: Unpack[DecoderOptions],
+) -> Any:
+    """Layers of a decoder one after the other, as ``torch.nn.TransformerDecoder``.
+
+    Parameters
+    ----------
+    params : dict
+        Those of :func:`decoder_layer` after ``layers.0.``, ``layers.1.`` and so on and, optional,
+        of a last norm, ``norm.weight`` and ``norm.bias``.
+    x : array, (..., L, D)
+        float32 or float64, of any array-API library.
+    memory : array, (..., S, D), optional
+        What an encoder made. Without it this is a decoder-only model.
+    is_causal, key_mask, memory_mask
+        As for :func:`decoder_layer`.
+    initial_state : DecoderState, optional
+        What an earlier call returned: the stream goes on after its tokens, be it one or many. The
+        memory is in it, and need not be given again.
+    return_state : bool, optional
+        Also return what a stream goes on from. Default False.
+    **options
+        As for :func:`decoder_layer`, alike for all layers; ``attention`` and ``cross_attention``
+        may also be lists, one for each.
+
+    Returns
+    -------
+    array, (..., L, D)
+        In the library, dtype and device of x; or the tuple ``(output, state)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`decoder_layer`; layers that are not numbered without a gap; the state of another
+        number of layers.
+    NotImplementedError
+        A state from an attention that has none.
+
+    Notes
+    -----
+    With :class:`LinearAttention` the state does not grow, nor does the time of a token; with
+    :class:`SoftmaxAttention` it holds all keys and values, or those of its window.
+    """
+    chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
+    if initial_state is None and not return_state:
+        return _blocks.stack(params, x, memory, chosen, masks, differentiate=False)[0]
+    y, state = _blocks.stream_stack(params, x, memory, chosen, masks, initial_state)
+    return (y, state) if return_state else y
+
+
+def decoder_vjp(
+    params: Params,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    is_causal: bool = True,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    **options: Unpack[DecoderOptions],
+) -> Result:
+    """Return :func:`decoder` and its pullback.
+
+    Parameters
+    ----------
+    params, x, memory, is_causal, key_mask, memory_mask, **options
+        As for :func:`decoder`.
+
+    Returns
+    -------
+    output : array, (..., L, D)
+        That of :func:`decoder`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``, and then, if there is one, the gradient
+        by the memory.
+
+    Raises
+    ------
+    NotImplementedError
+        An attention without a gradient.
+    """
+    chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
+    return _blocks.stack(params, x, memory, chosen, masks, differentiate=True)
+
+
+def init_decoder(
+    rng: np.random.Generator,
+    num_layers: int,
+    dim: int,
+    num_heads: int,
+    *,
+    has_memory: bool = False,
+    final_norm: bool = False,
+    **options: Unpack[InitOptions],
+) -> dict[str, NDArray[Any]]:
+    """Draw the parameters of :func:`decoder`.
+
+    Parameters
+    ----------
+    rng, num_layers, dim, num_heads, final_norm, **options
+        As for :func:`init_encoder`.
+    has_memory : bool, optional
+        Whether the layers attend to a memory. Default False.
+
+    Returns
+    -------
+    dict
+        NumPy arrays.
+    """
+    number = _checks.check_positive_int("num_layers", num_layers)
+    parts = {
+        f"layers.{i}.": init_decoder_layer(rng, dim, num_heads, has_memory=has_memory, **options)
+        for i in range(number)
+    }
+    if final_norm:
+        shifts = options.get("bias", True) and options.get("norm", "layer_norm") == "layer_norm"
+        parts["norm."] = init_norm(dim, bias=shifts, dtype=options.get("dtype", np.float32))
+    return join(parts)

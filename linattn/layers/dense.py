@@ -1,0 +1,429 @@
+"""Layers that work on each token by itself: products, feed-forward, norms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays, _checks
+from linattn.layers._activations import ACTIVATIONS
+from linattn.layers._params import (
+    Params,
+    Part,
+    Result,
+    all_tokens,
+    as_part,
+    check_pair,
+    join,
+    normal_numbers,
+    split,
+)
+from linattn.typing import Array
+
+__all__ = [
+    "Activation",
+    "feed_forward",
+    "feed_forward_vjp",
+    "init_feed_forward",
+    "init_linear",
+    "init_norm",
+    "layer_norm",
+    "layer_norm_vjp",
+    "linear",
+    "linear_vjp",
+    "rms_norm",
+    "rms_norm_vjp",
+]
+
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "swiglu"]
+
+
+def linear(params: Params, x: Array) -> Array:
+    r"""Multiply each token by a matrix and add a bias, as ``torch.nn.Linear``.
+
+    .. math::
+        y = x W^\top + b
+
+    Letters: ``i`` and ``o`` features in and out.
+
+    Parameters
+    ----------
+    params : dict
+        ``weight`` (o, i) and, optional, ``bias`` (o,).
+    x : array, (..., i)
+        float32 or float64, of any array-API library; the parameters are of the same.
+
+    Returns
+    -------
+    array, (..., o)
+        In the library, dtype and device of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Parameters that are missing, too many, of another shape, dtype or library.
+
+    Notes
+    -----
+    Time O(n i o) for n tokens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> rng = np.random.default_rng(0)
+    >>> params = layers.init_linear(rng, 8, 16)
+    >>> layers.linear(params, np.ones((2, 5, 8), np.float32)).shape
+    (2, 5, 16)
+    """
+    return linear_vjp(params, x)[0]
+
+
+def linear_vjp(params: Params, x: Array) -> Result:
+    """Return :func:`linear` and its pullback.
+
+    Parameters
+    ----------
+    params, x
+        As for :func:`linear`.
+
+    Returns
+    -------
+    output : array, (..., o)
+        That of :func:`linear`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``.
+    """
+    part = as_part(params, "weight", "bias")
+    xp, weight = check_pair(part, "weight", x)
+    rows = all_tokens(x)
+    out = rows @ xp.matrix_transpose(weight)
+    if "bias" in part:
+        out = out + check_pair(part, "bias", x, weight.shape[0])[1]
+    shape = (*x.shape[:-1], weight.shape[0])
+
+    def pullback(grad_output: Array) -> tuple[dict[str, Array], Array]:
+        _checks.check_cotangent("grad_output", grad_output, "output", shape, x)
+        grad = all_tokens(grad_output)
+        grads = {"weight": xp.matrix_transpose(grad) @ rows}
+        if "bias" in part:
+            grads["bias"] = xp.sum(grad, axis=0)
+        return grads, xp.reshape(grad @ weight, tuple(x.shape))
+
+    return xp.reshape(out, shape), pullback
+
+
+def init_linear(
+    rng: np.random.Generator,
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool = True,
+    dtype: Any = np.float32,
+) -> dict[str, NDArray[Any]]:
+    """Draw the parameters of :func:`linear`: independent normal numbers of variance 1 / i, bias 0.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Where the numbers come from.
+    in_features, out_features : int
+        i and o.
+    bias : bool, optional
+        Whether there is one. Default True.
+    dtype : dtype, optional
+        float32, the default, or float64.
+
+    Returns
+    -------
+    dict
+        NumPy arrays ``weight`` and ``bias``.
+    """
+    i = _checks.check_positive_int("in_features", in_features)
+    o = _checks.check_positive_int("out_features", out_features)
+    params = {"weight": normal_numbers(rng, (o, i), i**-0.5, dtype)}
+    return params | {"bias": np.zeros(o, dtype)} if bias else params
+
+
+def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -> Array:
+    r"""Two products with an activation in between, for each token.
+
+    .. math::
+        y = W_2 \, \sigma(W_1 x + b_1) + b_2, \qquad
+        y = W_2 \left( \sigma(W_1 x + b_1) \odot (W_3 x + b_3) \right) + b_2
+        \ \text{("swiglu")}
+
+    Letters: ``d`` dim, ``h`` hidden dim.
+
+    Parameters
+    ----------
+    params : dict
+        ``linear1.weight`` (h, d), ``linear2.weight`` (d, h), for "swiglu" ``linear3.weight``
+        (h, d), and optional biases, ``linear1.bias`` and so on.
+    x : array, (..., d)
+        float32 or float64, of any array-API library.
+    activation : str, optional
+        "relu", the default; "gelu", ``x Phi(x)``; "gelu_tanh", its approximation by tanh; "swiglu",
+        ``x / (1 + exp(-x))`` times a third product.
+
+    Returns
+    -------
+    array, (..., d)
+        In the library, dtype and device of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linear`; another activation.
+
+    Notes
+    -----
+    Time O(n d h) for n tokens. "gelu" has no error function in the array API: it is computed here,
+    to 1e-8 in float32 and 4e-16 in float64.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need" (2017), eq. 2; Hendrycks and Gimpel, "Gaussian Error
+    Linear Units" (2016); Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6.
+    """
+    return feed_forward_vjp(params, x, activation=activation)[0]
+
+
+def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu") -> Result:
+    """Return :func:`feed_forward` and its pullback.
+
+    Parameters
+    ----------
+    params, x, activation
+        As for :func:`feed_forward`.
+
+    Returns
+    -------
+    output : array, (..., d)
+        That of :func:`feed_forward`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``.
+    """
+    if activation not in ACTIVATIONS:
+        message = f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        raise ValueError(message)
+    is_gated = activation == "swiglu"
+    first, second, *third = split(
+        params, "linear1.", "linear2.", *(["linear3."] if is_gated else [])
+    )
+    inner, pull_1 = linear_vjp(first, x)
+    active, derivative = ACTIVATIONS[activation](_arrays.namespace(x), inner)
+    hidden = active
+    if is_gated:
+        gate, pull_3 = linear_vjp(third[0], x)
+        hidden = active * gate
+    out, pull_2 = linear_vjp(second, hidden)
+
+    def pullback(grad_output: Array) -> tuple[dict[str, Array], Array]:
+        grads_2, grad_hidden = pull_2(grad_output)
+        grads = {"linear2.": grads_2}
+        grad_active = grad_hidden * gate if is_gated else grad_hidden
+        grads["linear1."], grad = pull_1(grad_active * derivative())
+        if is_gated:
+            grads["linear3."], grad_3 = pull_3(grad_hidden * active)
+            grad = grad + grad_3
+        return join(grads), grad
+
+    return out, pullback
+
+
+def init_feed_forward(
+    rng: np.random.Generator,
+    dim: int,
+    hidden_dim: int | None = None,
+    *,
+    activation: Activation = "relu",
+    bias: bool = True,
+    dtype: Any = np.float32,
+) -> dict[str, NDArray[Any]]:
+    """Draw the parameters of :func:`feed_forward`, each product as :func:`init_linear`.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Where the numbers come from.
+    dim : int
+        d.
+    hidden_dim : int, optional
+        h; default 4 d.
+    activation : str, optional
+        "swiglu" has a third product. Default "relu".
+    bias, dtype : optional
+        As for :func:`init_linear`.
+
+    Returns
+    -------
+    dict
+        NumPy arrays.
+    """
+    dim = _checks.check_positive_int("dim", dim)
+    hidden = 4 * dim if hidden_dim is None else _checks.check_positive_int("hidden_dim", hidden_dim)
+    shapes = {"linear1.": (dim, hidden), "linear2.": (hidden, dim)}
+    if activation == "swiglu":
+        shapes["linear3."] = (dim, hidden)
+    drawn = {n: init_linear(rng, *shape, bias=bias, dtype=dtype) for n, shape in shapes.items()}
+    return join(drawn)
+
+
+def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
+    r"""Bring each token to mean 0 and variance 1, then scale and shift, as ``torch.nn.LayerNorm``.
+
+    .. math::
+        y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \odot w + b
+
+    Letters: ``d`` dim.
+
+    Parameters
+    ----------
+    params : dict
+        ``weight`` (d,) and, optional, ``bias`` (d,).
+    x : array, (..., d)
+        float32 or float64, of any array-API library.
+    eps : float, optional
+        Added to the variance. Default 1e-5.
+
+    Returns
+    -------
+    array, (..., d)
+        In the library, dtype and device of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linear`; an eps that is not a positive number.
+
+    References
+    ----------
+    Ba, Kiros and Hinton, "Layer Normalization" (2016), eq. 4.
+    """
+    return layer_norm_vjp(params, x, eps=eps)[0]
+
+
+def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
+    """Return :func:`layer_norm` and its pullback.
+
+    Parameters
+    ----------
+    params, x, eps
+        As for :func:`layer_norm`.
+
+    Returns
+    -------
+    output : array, (..., d)
+        That of :func:`layer_norm`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``.
+    """
+    part = as_part(params, "weight", "bias")
+    xp = check_pair(part, "weight", x)[0]
+    centred = x - xp.mean(x, axis=-1, keepdims=True)
+    out, pull = _normalized(part, centred, eps)
+
+    def pullback(grad_output: Array) -> tuple[dict[str, Array], Array]:
+        grads, grad = pull(grad_output)
+        return grads, grad - xp.mean(grad, axis=-1, keepdims=True)
+
+    return out, pullback
+
+
+def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
+    r"""Bring each token to mean square 1, then scale, as ``torch.nn.RMSNorm``.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \odot w
+
+    Letters: ``d`` dim.
+
+    Parameters
+    ----------
+    params : dict
+        ``weight`` (d,).
+    x : array, (..., d)
+        float32 or float64, of any array-API library.
+    eps : float, optional
+        Added to the mean square. Default 1e-6.
+
+    Returns
+    -------
+    array, (..., d)
+        In the library, dtype and device of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`layer_norm`.
+
+    References
+    ----------
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
+    """
+    return rms_norm_vjp(params, x, eps=eps)[0]
+
+
+def rms_norm_vjp(params: Params, x: Array, *, eps: float = 1e-6) -> Result:
+    """Return :func:`rms_norm` and its pullback.
+
+    Parameters
+    ----------
+    params, x, eps
+        As for :func:`rms_norm`.
+
+    Returns
+    -------
+    output : array, (..., d)
+        That of :func:`rms_norm`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``.
+    """
+    part = as_part(params, "weight")
+    check_pair(part, "weight", x)
+    return _normalized(part, x, eps)
+
+
+def _normalized(part: Part, x: Array, eps: float) -> Result:
+    """Divide tokens by their root mean square; scale, and shift where there is a bias."""
+    eps = _checks.check_finite_number("eps", eps, positive=True)
+    xp, weight = check_pair(part, "weight", x)
+    inverse = 1 / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + eps)
+    normal = x * inverse
+    out = normal * weight
+    if "bias" in part:
+        out = out + check_pair(part, "bias", x)[1]
+
+    def pullback(grad_output: Array) -> tuple[dict[str, Array], Array]:
+        _checks.check_cotangent("grad_output", grad_output, "output", tuple(x.shape), x)
+        grads = {"weight": xp.sum(all_tokens(grad_output * normal), axis=0)}
+        if "bias" in part:
+            grads["bias"] = xp.sum(all_tokens(grad_output), axis=0)
+        scaled = grad_output * weight
+        along = xp.mean(scaled * normal, axis=-1, keepdims=True)
+        return grads, inverse * (scaled - normal * along)
+
+    return out, pullback
+
+
+def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:
+    """Return the parameters of :func:`layer_norm`, or without bias of :func:`rms_norm`: 1 and 0.
+
+    Parameters
+    ----------
+    dim : int
+        d.
+    bias, dtype : optional
+        As for :func:`init_linear`.
+
+    Returns
+    -------
+    dict
+        NumPy arrays ``weight`` and ``bias``.
+    """
+    dim = _checks.check_positive_int("dim", dim)
+    params = {"weight": np.ones(dim, dtype)}
+    return params | {"bias": np.zeros(dim, dtype)} if bias else params

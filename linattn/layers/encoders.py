@@ -1,0 +1,257 @@
+"""Encoders: layers of self-attention and feed-forward, and stacks of them."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.layers import _blocks
+from linattn.layers._blocks import InitOptions, LayerOptions, Masks
+from linattn.layers._params import Params, Result
+from linattn.layers.decoders import init_decoder, init_decoder_layer
+from linattn.typing import Array
+
+__all__ = [
+    "encoder",
+    "encoder_layer",
+    "encoder_layer_vjp",
+    "encoder_vjp",
+    "init_encoder",
+    "init_encoder_layer",
+]
+
+
+def encoder_layer(
+    params: Params,
+    x: Array,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    **options: Unpack[LayerOptions],
+) -> Array:
+    r"""Self-attention and feed-forward, as ``torch.nn.TransformerEncoderLayer`` without dropout.
+
+    .. math::
+        h = \mathrm{norm}_1(x + \mathrm{attention}(x)), \qquad
+        y = \mathrm{norm}_2(h + \mathrm{feed\_forward}(h))
+
+    or with the norms first
+
+    .. math::
+        h = x + \mathrm{attention}(\mathrm{norm}_1(x)), \qquad
+        y = h + \mathrm{feed\_forward}(\mathrm{norm}_2(h)).
+
+    Letters: ``L`` tokens, ``D`` width.
+
+    Parameters
+    ----------
+    params : dict
+        With the names of torch: those of :func:`multi_head_attention` after ``self_attn.``, those
+        of :func:`feed_forward`, and norms ``norm1.weight``, ``norm1.bias``, ``norm2.weight`` and
+        ``norm2.bias``.
+    x : array, (..., L, D)
+        float32 or float64, of any array-API library.
+    is_causal : bool, optional
+        Token i sees tokens 0..i only: the layer of a decoder without a memory. Default False.
+    key_mask : boolean array, (L,) or x.shape[:-1] with axes of 1, optional
+        True = attend.
+    num_heads : int
+        As for :func:`multi_head_attention`.
+    attention, positions : optional
+        As for :func:`multi_head_attention`.
+    activation : str, optional
+        As for :func:`feed_forward`. Default "relu".
+    norm_first : bool, optional
+        Norms before what they belong to (pre-norm), not after the sums (post-norm). Default False.
+    norm : {"layer_norm", "rms_norm"}, optional
+        Which norm. Default "layer_norm".
+    eps : float, optional
+        Of the norms. Default 1e-5.
+
+    Returns
+    -------
+    array, (..., L, D)
+        In the library, dtype and device of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the parts; an option that there is not.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need" (2017), section 3.1; Xiong et al., "On Layer
+    Normalization in the Transformer Architecture" (2020), table 1, for both places of norms.
+    """
+    masks = Masks(is_causal, key_mask)
+    chosen = _blocks.options_of(**options)
+    return _blocks.layer(params, x, None, chosen, masks, differentiate=False)[0]
+
+
+def encoder_layer_vjp(
+    params: Params,
+    x: Array,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    **options: Unpack[LayerOptions],
+) -> Result:
+    """Return :func:`encoder_layer` and its pullback.
+
+    Parameters
+    ----------
+    params, x, is_causal, key_mask, **options
+        As for :func:`encoder_layer`.
+
+    Returns
+    -------
+    output : array, (..., L, D)
+        That of :func:`encoder_layer`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``.
+
+    Raises
+    ------
+    NotImplementedError
+        An attention without a gradient.
+    """
+    masks = Masks(is_causal, key_mask)
+    chosen = _blocks.options_of(**options)
+    return _blocks.layer(params, x, None, chosen, masks, differentiate=True)
+
+
+def init_encoder_layer(
+    rng: np.random.Generator, dim: int, num_heads: int, **options: Unpack[InitOptions]
+) -> dict[str, NDArray[Any]]:
+    """Draw the parameters of :func:`encoder_layer`.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Where the numbers come from.
+    dim, num_heads : int
+        D, and the heads that divide it.
+    hidden_dim : int, optional
+        Of the feed-forward layer. Default 4 D.
+    num_key_heads : int, optional
+        As for :func:`init_multi_head_attention`.
+    activation, norm : optional
+        As for :func:`encoder_layer`.
+    bias, dtype : optional
+        As for :func:`init_linear`.
+
+    Returns
+    -------
+    dict
+        NumPy arrays.
+    """
+    return init_decoder_layer(rng, dim, num_heads, **options)
+
+
+def encoder(
+    params: Params,
+    x: Array,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    **options: Unpack[LayerOptions],
+) -> Array:
+    """Layers of an encoder one after the other, as ``torch.nn.TransformerEncoder``.
+
+    Parameters
+    ----------
+    params : dict
+        Those of :func:`encoder_layer` after ``layers.0.``, ``layers.1.`` and so on and, optional,
+        of a last norm, ``norm.weight`` and ``norm.bias``.
+    x : array, (..., L, D)
+        float32 or float64, of any array-API library.
+    is_causal, key_mask, **options
+        As for :func:`encoder_layer`, alike for all layers; ``attention`` may also be a list, one
+        for each.
+
+    Returns
+    -------
+    array, (..., L, D)
+        In the library, dtype and device of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`encoder_layer`; layers that are not numbered without a gap.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import feature_maps, layers
+    >>> rng = np.random.default_rng(0)
+    >>> params = layers.init_encoder(rng, 2, 32, 4)
+    >>> x = rng.standard_normal((8, 100, 32), dtype=np.float32)
+    >>> linear = layers.LinearAttention(feature_maps.EluFeatures())
+    >>> layers.encoder(params, x, num_heads=4, attention=linear).shape
+    (8, 100, 32)
+    """
+    chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask)
+    return _blocks.stack(params, x, None, chosen, masks, differentiate=False)[0]
+
+
+def encoder_vjp(
+    params: Params,
+    x: Array,
+    *,
+    is_causal: bool = False,
+    key_mask: Array | None = None,
+    **options: Unpack[LayerOptions],
+) -> Result:
+    """Return :func:`encoder` and its pullback.
+
+    Parameters
+    ----------
+    params, x, is_causal, key_mask, **options
+        As for :func:`encoder`.
+
+    Returns
+    -------
+    output : array, (..., L, D)
+        That of :func:`encoder`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params, grad_x)``.
+
+    Raises
+    ------
+    NotImplementedError
+        An attention without a gradient.
+    """
+    chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask)
+    return _blocks.stack(params, x, None, chosen, masks, differentiate=True)
+
+
+def init_encoder(
+    rng: np.random.Generator,
+    num_layers: int,
+    dim: int,
+    num_heads: int,
+    *,
+    final_norm: bool = False,
+    **options: Unpack[InitOptions],
+) -> dict[str, NDArray[Any]]:
+    """Draw the parameters of :func:`encoder`.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Where the numbers come from.
+    num_layers : int
+        How many.
+    dim, num_heads, **options
+        As for :func:`init_encoder_layer`.
+    final_norm : bool, optional
+        Whether there is a last norm, which goes with ``norm_first``. Default False.
+
+    Returns
+    -------
+    dict
+        NumPy arrays.
+    """
+    return init_decoder(rng, num_layers, dim, num_heads, final_norm=final_norm, **options)

@@ -1,0 +1,436 @@
+"""Models of tokens, and text from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, Unpack, overload
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays, _checks
+from linattn.layers import _blocks
+from linattn.layers._blocks import DecoderState, InitOptions, Masks, ModelOptions
+from linattn.layers._params import Params, Part, Result, join, split
+from linattn.layers.decoders import init_decoder
+from linattn.layers.dense import init_linear, linear_vjp
+from linattn.layers.embeddings import embedding_vjp, init_embedding
+from linattn.sampling import Seed, as_generator
+from linattn.typing import Array
+
+__all__ = ["generate", "init_language_model", "language_model", "language_model_vjp"]
+
+
+@overload
+def language_model(
+    params: Params,
+    tokens: Array,
+    memory: Array | None = None,
+    *,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: DecoderState | None = None,
+    return_state: Literal[False] = False,
+    **options: Unpack[ModelOptions],
+) -> Array: ...
+
+
+@overload
+def language_model(
+    params: Params,
+    tokens: Array,
+    memory: Array | None = None,
+    *,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: DecoderState | None = None,
+    return_state: Literal[True],
+    **options: Unpack[ModelOptions],
+) -> tuple[Array, DecoderState]: ...
+
+
+def language_model(
+    params: Params,
+    tokens: Array,
+    memory: Array | None = None,
+    *,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    initial_state: DecoderState | None = None,
+    return_state: bool = False,
+    **options: Unpack[ModelOptions],
+) -> Any:
+    r"""Logits of the token that follows each token: an embedding, a causal decoder, a product.
+
+    .. math::
+        \log p(\mathrm{token}_{t + 1} = c \mid \mathrm{token}_{0 \ldots t})
+        = z_{t c} - \log \sum_{c'} e^{z_{t c'}}
+
+    Letters: ``L`` tokens, ``V`` different ones, ``D`` width.
+
+    Parameters
+    ----------
+    params : dict
+        Those of :func:`embedding` after ``embedding.``, those of :func:`decoder`, and those of
+        :func:`linear` after ``head.``; without a head logits are products with the rows of the
+        embedding, which is tied then.
+    tokens : integer array, (..., L)
+        Of the library of the parameters.
+    memory : array, (..., S, D), optional
+        What an encoder made.
+    key_mask, memory_mask
+        As for :func:`decoder`.
+    initial_state, return_state
+        As for :func:`decoder`: the stream of tokens goes on. Positions do, too.
+    positions : Rotary, Alibi or "sinusoidal", optional
+        How tokens stand: in the heads, or by sinusoids that are added to the embedding. Learned
+        positions are added where the embedding has them.
+    **options
+        As for :func:`decoder`.
+
+    Returns
+    -------
+    array, (..., L, V)
+        In the library, dtype and device of the parameters; or the tuple ``(logits, state)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`embedding` and :func:`decoder`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import feature_maps, layers
+    >>> params = layers.init_language_model(np.random.default_rng(0), 256, 2, 32, 4)
+    >>> model = {"num_heads": 4, "positions": layers.Rotary(), "norm_first": True}
+    >>> model["attention"] = layers.LinearAttention(feature_maps.EluFeatures())
+    >>> tokens = np.frombuffer(b"attention", np.uint8).astype(np.int64)
+    >>> layers.language_model(params, tokens, **model).shape
+    (9, 256)
+    >>> layers.generate(params, tokens, 20, **model).shape
+    (20,)
+    """
+    masks = Masks(True, key_mask, memory_mask)
+    if initial_state is None and not return_state:
+        return _model(params, tokens, memory, masks, options, differentiate=False)[0]
+    y, state = _stream(params, tokens, memory, masks, initial_state, options)
+    logits = _logits(params, y)[0]
+    return (logits, state) if return_state else logits
+
+
+def language_model_vjp(
+    params: Params,
+    tokens: Array,
+    memory: Array | None = None,
+    *,
+    key_mask: Array | None = None,
+    memory_mask: Array | None = None,
+    **options: Unpack[ModelOptions],
+) -> Result:
+    """Return :func:`language_model` and its pullback.
+
+    Parameters
+    ----------
+    params, tokens, memory, key_mask, memory_mask, **options
+        As for :func:`language_model`.
+
+    Returns
+    -------
+    output : array, (..., L, V)
+        That of :func:`language_model`.
+    pullback : callable
+        ``pullback(grad_output) -> (grad_params,)``, and then, if there is one, the gradient by the
+        memory: tokens have no gradient.
+
+    Raises
+    ------
+    NotImplementedError
+        An attention without a gradient.
+    """
+    masks = Masks(True, key_mask, memory_mask)
+    return _model(params, tokens, memory, masks, options, differentiate=True)
+
+
+def init_language_model(
+    rng: np.random.Generator,
+    num_tokens: int,
+    num_layers: int,
+    dim: int,
+    num_heads: int,
+    *,
+    num_positions: int | None = None,
+    tied: bool = False,
+    has_memory: bool = False,
+    final_norm: bool = True,
+    **options: Unpack[InitOptions],
+) -> dict[str, NDArray[Any]]:
+    """Draw the parameters of :func:`language_model`.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Where the numbers come from.
+    num_tokens : int
+        V.
+    num_layers, dim, num_heads, has_memory, final_norm, **options
+        As for :func:`init_decoder`; but `final_norm` is True by default.
+    num_positions : int, optional
+        Of learned positions. Default: none.
+    tied : bool, optional
+        No head: the rows of the embedding are used twice, and have the standard deviation
+        ``D ** -0.5``, else 1. Default False.
+
+    Returns
+    -------
+    dict
+        NumPy arrays.
+    """
+    dtype = options.get("dtype", np.float32)
+    dim = _checks.check_positive_int("dim", dim)
+    scale = dim**-0.5 if _checks.check_flag("tied", tied) else 1.0
+    size: dict[str, Any] = {"num_positions": num_positions, "scale": scale}
+    parts = {
+        "embedding.": init_embedding(rng, num_tokens, dim, dtype=dtype, **size),
+        "": init_decoder(
+            rng,
+            num_layers,
+            dim,
+            num_heads,
+            has_memory=has_memory,
+            final_norm=final_norm,
+            **options,
+        ),
+    }
+    if not tied:
+        parts["head."] = init_linear(rng, dim, num_tokens, bias=False, dtype=dtype)
+    return join(parts)
+
+
+def generate(
+    params: Params,
+    tokens: Array,
+    num_tokens: int,
+    memory: Array | None = None,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | None = None,
+    rng: Seed = None,
+    memory_mask: Array | None = None,
+    **options: Unpack[ModelOptions],
+) -> Array:
+    r"""Go on after tokens, one token at a time, with :func:`language_model`.
+
+    .. math::
+        p_c \propto e^{z_c / T}
+
+    over all tokens c, or the likeliest ones. Letters: ``L`` tokens given, ``n`` new ones, ``V``
+    different ones, ``T`` temperature.
+
+    Parameters
+    ----------
+    params : dict
+        As for :func:`language_model`.
+    tokens : integer array, (..., L)
+        What is given, at least one token; each sequence goes on by itself.
+    num_tokens : int
+        n, how many to add at most.
+    memory, memory_mask
+        As for :func:`language_model`.
+    temperature : float, optional
+        T. At 0, the default, the likeliest token is taken.
+    top_k : int, optional
+        Draw from the k likeliest tokens only.
+    top_p : float, optional
+        Draw only from the fewest tokens whose probabilities, after `top_k`, sum up to p at least.
+    stop : int, optional
+        A sequence ends with this token, and is filled up with it; when all have ended, no more
+        tokens are made. Default: none.
+    rng : int, Generator, SeedSequence or None, optional
+        What tokens are drawn with.
+    **options
+        As for :func:`language_model`.
+
+    Returns
+    -------
+    integer array, (..., n) or shorter
+        The new tokens, in the library, dtype and device of those given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`language_model`; no token given; a top_k or top_p at temperature 0; logits of NaN.
+    NotImplementedError
+        An attention that cannot go on token by token.
+
+    Notes
+    -----
+    The tokens given are read at once. With :class:`LinearAttention` each new one then takes the
+    same time and the memory does not grow; with :class:`SoftmaxAttention` keys and values are kept,
+    and a token takes time O(L + n). Tokens are chosen on the host, with one uniform number each.
+
+    References
+    ----------
+    Katharopoulos et al., "Transformers are RNNs" (2020), section 3.4; Fan, Lewis and Dauphin,
+    "Hierarchical Neural Story Generation" (2018), for top-k; Holtzman et al., "The Curious Case of
+    Neural Text Degeneration" (2020), section 3.1, for top-p.
+    """
+    number = _checks.check_positive_int("num_tokens", num_tokens, least=0)
+    choose = _Sampler.checked(temperature, top_k, top_p, rng)
+    tokens = _checks.check_array("tokens", tokens)
+    if not tokens.shape[-1]:
+        message = "tokens must hold at least one token to go on from, got none"
+        raise ValueError(message)
+    if stop is not None:
+        stop = _checks.check_positive_int("stop", stop, least=0)
+    xp, lead = _arrays.namespace(tokens), tuple(tokens.shape[:-1])
+    device, dtype = array_api_compat.device(tokens), tokens.dtype
+    found = np.empty((math.prod(lead), number), np.int64)
+    ended = np.zeros(len(found), np.bool_)
+    state, masks, last = None, Masks(True, None, memory_mask), tokens
+    for i in range(number):
+        y, state = _stream(params, last, memory, masks, state, options)
+        logits = _arrays.to_numpy(_logits(params, y[..., -1:, :])[0], "logits")
+        found[:, i] = choose(logits.reshape(len(found), -1).astype(np.float64))
+        if stop is not None:
+            found[ended, i] = stop
+            ended |= found[:, i] == stop
+            if ended.all():
+                found = found[:, : i + 1]
+                break
+        last = xp.asarray(found[:, i].reshape(*lead, 1), dtype=dtype, device=device)
+    return xp.asarray(found.reshape(*lead, found.shape[1]), dtype=dtype, device=device)
+
+
+class _Sampler(NamedTuple):
+    """How a token is chosen."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    rng: np.random.Generator
+
+    @classmethod
+    def checked(cls, temperature: Any, top_k: Any, top_p: Any, rng: Seed) -> _Sampler:
+        """Check the arguments of :func:`generate`."""
+        temperature = _checks.check_finite_number("temperature", temperature)
+        if temperature < 0:
+            message = f"temperature must be at least 0, got {temperature}"
+            raise ValueError(message)
+        if top_k is not None:
+            top_k = _checks.check_positive_int("top_k", top_k)
+        if top_p is not None:
+            top_p = _checks.check_finite_number("top_p", top_p, positive=True)
+            if top_p > 1:
+                message = f"top_p must be at most 1, got {top_p}"
+                raise ValueError(message)
+        if not temperature and (top_k, top_p) != (None, None):
+            message = (
+                "temperature must be above 0 where top_k or top_p is given, got 0, which takes the "
+                "likeliest token; give temperature=1.0 to draw"
+            )
+            raise ValueError(message)
+        return cls(temperature, top_k, top_p, as_generator(rng))
+
+    def __call__(self, logits: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Choose one token a row of logits (n, V)."""
+        if np.isnan(logits).any():
+            message = "logits must be numbers, got NaN: parameters or memory hold NaN or overflow"
+            raise ValueError(message)
+        if not self.temperature:
+            likeliest: NDArray[np.int64] = np.argmax(logits, axis=-1)
+            return likeliest
+        order = np.argsort(-logits, axis=-1, kind="stable")[:, : self.top_k]
+        scaled = np.take_along_axis(logits, order, axis=-1) / self.temperature
+        weights = np.exp(scaled - scaled[:, :1])
+        ends = np.cumsum(weights, axis=-1)
+        total = ends[:, -1:]
+        if self.top_p is not None:
+            # Up to and with the first token at which the sum reaches p.
+            number = np.argmax(ends >= self.top_p * total, axis=-1)
+            total = np.take_along_axis(ends, number[:, None], axis=-1)
+        drawn = self.rng.random((len(logits), 1)) * total
+        chosen = np.argmax(ends > drawn, axis=-1)
+        picked: NDArray[np.int64] = np.take_along_axis(order, chosen[:, None], axis=-1)[:, 0]
+        return picked
+
+
+def _parts(params: Params) -> list[Part]:
+    """Parameters of the embedding, the head and the decoder."""
+    return split(params, "embedding.", "head.", "")
+
+
+def _model(
+    params: Params,
+    tokens: Array,
+    memory: Array | None,
+    masks: Masks,
+    options: ModelOptions,
+    *,
+    differentiate: bool,
+) -> Result:
+    """All tokens at once; the pullback serves only what is differentiated."""
+    of_embedding, _, of_decoder = _parts(params)
+    added, chosen = _chosen(options)
+    x, pull_embedding = embedding_vjp(of_embedding, tokens, positions=added)
+    y, pull_decoder = _blocks.stack(
+        of_decoder, x, memory, chosen, masks, differentiate=differentiate
+    )
+    logits, pull_logits = _logits(params, y)
+
+    def pullback(grad_output: Array) -> tuple[Any, ...]:
+        grads, tied, grad = pull_logits(grad_output)
+        grads_decoder, grad, *by_memory = pull_decoder(grad)
+        (grads_embedding,) = pull_embedding(grad)
+        if tied is not None:
+            grads_embedding["weight"] = grads_embedding["weight"] + tied
+        of_all = {"embedding.": grads_embedding, "": grads_decoder, "head.": grads}
+        return join(of_all), *by_memory
+
+    return logits, pullback
+
+
+def _stream(
+    params: Params,
+    tokens: Array,
+    memory: Array | None,
+    masks: Masks,
+    state: DecoderState | None,
+    options: ModelOptions,
+) -> tuple[Array, DecoderState]:
+    """Return the decoder's output at the next tokens of a stream."""
+    of_embedding, _, of_decoder = _parts(params)
+    added, chosen = _chosen(options)
+    start = 0 if state is None else state.length
+    x = embedding_vjp(of_embedding, tokens, positions=added, start=start)[0]
+    return _blocks.stream_stack(of_decoder, x, memory, chosen, masks, state)
+
+
+def _chosen(options: ModelOptions) -> tuple[Any, _blocks.Options]:
+    """Positions that are added to the embedding, and options of the layers."""
+    chosen: dict[str, Any] = {**options}
+    added = chosen.pop("positions", None) if options.get("positions") == "sinusoidal" else None
+    return added, _blocks.options_of(**chosen)
+
+
+def _logits(params: Params, y: Array) -> tuple[Array, Any]:
+    """Logits; gradients by the head, or None and by the tied embedding, and by y."""
+    of_embedding, head, _ = _parts(params)
+    if head:
+        logits, pull = linear_vjp(head, y)
+
+        def pullback(grad: Array) -> tuple[Any, ...]:
+            grads, grad_y = pull(grad)
+            return grads, None, grad_y
+
+        return logits, pullback
+    logits, pull_tied = linear_vjp({"weight": of_embedding["weight"]}, y)
+
+    def pullback_tied(grad: Array) -> tuple[Any, ...]:
+        grads, grad_y = pull_tied(grad)
+        return {}, grads["weight"], grad_y
+
+    return logits, pullback_tied

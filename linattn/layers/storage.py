@@ -1,0 +1,123 @@
+"""Parameters in safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays, _checks
+from linattn._extras import remedy
+from linattn._files import Path, checked_path, write_bytes
+from linattn.layers._params import Params, as_part
+
+__all__ = ["load_safetensors", "save_safetensors"]
+
+
+def load_safetensors(
+    path: Path, mapping: Mapping[str, str | Sequence[str]] | None = None
+) -> dict[str, NDArray[Any]]:
+    """Load parameters from a safetensors file, under their names or others.
+
+    Parameters
+    ----------
+    path : str, bytes or path-like
+        The file.
+    mapping : dict, optional
+        Name of a parameter -> name of an array in the file, or a list of names, whose arrays are
+        put one after the other along their first axis: queries, keys and values in one. Only these
+        are read. Default: all arrays under their names.
+
+    Returns
+    -------
+    dict
+        NumPy arrays of the dtypes of the file.
+
+    Raises
+    ------
+    ImportError
+        The package safetensors is not installed: it is in the extra ``layers``.
+    ValueError
+        A name that is not in the file, or what is no safetensors file.
+    OSError
+        The file cannot be read.
+
+    Notes
+    -----
+    Linear layers of most models hold ``weight`` as (out, in), as those here do; where one holds
+    (in, out), as GPT-2's, transpose it. Arrays of another library are made of these by
+    ``{name: xp.asarray(array) for name, array in params.items()}``.
+    """
+    safetensors = _package()
+    name = checked_path(path)
+    with open(name, "rb"):  # an error of the system where there is no such file
+        pass
+    try:
+        file = safetensors.safe_open(name, framework="numpy")
+    except safetensors.SafetensorError as error:
+        message = f"{name} is not a safetensors file: {error}"
+        raise ValueError(message) from error
+    with file:
+        there = set(file.keys())
+        if mapping is None:
+            mapping = {key: key for key in sorted(there)}
+        missing = sorted({key for wanted in mapping.values() for key in _names(wanted)} - there)
+        if missing:
+            message = (
+                f"mapping must name arrays of the file, got {', '.join(map(repr, missing[:5]))}; "
+                f"{name} holds {', '.join(map(repr, sorted(there)[:5]))} and so on, "
+                f"{len(there)} arrays"
+            )
+            raise ValueError(message)
+        return {
+            key: np.concatenate([file.get_tensor(part) for part in _names(wanted)])
+            if not isinstance(wanted, str)
+            else file.get_tensor(wanted)
+            for key, wanted in mapping.items()
+        }
+
+
+def _names(wanted: str | Sequence[str]) -> Sequence[str]:
+    return [wanted] if isinstance(wanted, str) else wanted
+
+
+def save_safetensors(path: Path, params: Params) -> None:
+    """Save parameters to a safetensors file, which replaces an existing one in one step.
+
+    Parameters
+    ----------
+    path : str, bytes or path-like
+        The file.
+    params : dict
+        Arrays of any array-API library by name.
+
+    Raises
+    ------
+    ImportError
+        The package safetensors is not installed: it is in the extra ``layers``.
+    TypeError
+        Not a dictionary of arrays.
+    OSError
+        As :func:`linattn.save_state`.
+    """
+    _package()
+    from safetensors.numpy import save
+
+    target = checked_path(path)
+    arrays = {
+        key: np.ascontiguousarray(_arrays.to_numpy(_checks.check_array(f"params[{key!r}]", array)))
+        for key, array in as_part(params).items()
+    }
+    write_bytes(target, save(arrays))
+
+
+def _package() -> Any:
+    """Return the package safetensors, or say how to install it."""
+    try:
+        import safetensors
+    except ImportError as error:
+        message = f"safetensors files need the package safetensors: {remedy('layers')}"
+        raise ImportError(message) from error
+    return safetensors
