@@ -45,7 +45,7 @@ SIGNATURES = {
     ),
     "AttentionReport": (
         "(method, num_features, exact_window, error, cost, bound, head_methods, head_features, "
-        "head_clusters, head_pairs)"
+        "head_clusters, head_pairs, head_windows)"
     ),
     "CoresetAttention": "(num_entries=64, *, block_size=32, scale=None, rng=None)",
     "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None, key_bias=None)",

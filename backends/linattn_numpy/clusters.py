@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product, starmap
 from typing import Any
 
 import numpy as np
@@ -127,10 +127,7 @@ def clusters_block(
     pairs = np.flatnonzero(np.ascontiguousarray(chosen.T))
     ends, bounds = np.searchsorted(pairs, n * np.arange(m + 1)), clusters.bounds
     rows_of = pairs % n
-    for i in range(m):
-        rows, keys = rows_of[ends[i] : ends[i + 1]], slice(bounds[i], bounds[i + 1])
-        if not len(rows) or keys.start == keys.stop:
-            continue
+    for rows, keys in _visits(rows_of, ends, bounds):
         shape = (len(rows), keys.stop - keys.start)
         queries = x.take(rows, axis=0)
         weights = np.matmul(queries, key[:, keys], out=buffer("weights", shape, x.dtype))
@@ -140,6 +137,17 @@ def clusters_block(
         num_den[rows] += np.matmul(weights, values_and_one[keys])
     # What is inf or NaN is so by itself, or because the scale is too low.
     return Partial(num_den, log) if all_finite(num_den) else Declined("sums are not finite")
+
+
+def _visits(
+    rows: NDArray[np.intp], ends: NDArray[np.intp], bounds: NDArray[np.intp]
+) -> Iterator[tuple[NDArray[np.intp], slice]]:
+    """For each cluster its keys and the queries that chose it, as many as the cache holds."""
+    for (first, end), keys in zip(pairwise(ends), starmap(slice, pairwise(bounds)), strict=True):
+        count = keys.stop - keys.start
+        size = max(tuning.MIN_VISIT_ROWS, tuning.VISIT_TILE_ELEMENTS // max(1, count))
+        for start in range(first, end if count else first, size):
+            yield rows[start : min(start + size, end)], keys
 
 
 def _leave_out_near(

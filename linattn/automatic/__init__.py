@@ -136,25 +136,26 @@ def attention(
     Notes
     -----
     Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
-    32 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and where L = S with
-    an exact window of 32 tokens; causal attention by :class:`linattn.CoresetAttention`
-    with blocks of 128 tokens, or of m where that is more. Traced and lazy arrays, at which nothing
-    can be fitted, take exact attention.
+    64 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and, where L = S and
+    that is the cheaper way, an exact window of 32 tokens; without a tolerance always with it, and
+    without clusters. Causal attention is by :class:`linattn.CoresetAttention` with blocks of 128
+    tokens, or of m where that is more. Traced and lazy arrays, at which nothing can be fitted, take
+    exact attention.
 
     *Search.* All heads are tried with m = 64. The exact rows tell the error for every number of
-    exact clusters at once, and the fewest that meet the tolerance are taken. A head is tried once
-    more (causal: twice) with the power of 2 at which it is expected to cost least, because errors
-    fall with about the square root of m; what does not promise to be cheaper than exact attention
-    is not tried. Heads of one number are worked on together. The first trial is made
-    where it takes at most 0.15 of the time of exact attention, so that this is what a search in
-    vain costs; shorter sequences are attended to exactly at once.
+    exact clusters at once, with a window and without, and the cheapest that meets the tolerance is
+    taken. A head is tried once more (causal: twice) with the power of 2 at which it is expected to
+    cost least, because errors fall with about the square root of m; what does not promise to be
+    cheaper than exact attention is not tried. Heads of one number are worked on together. The first
+    trial is made where it takes at most 0.15 of the time of exact attention, so that this is what a
+    search in vain costs; shorter sequences are attended to exactly at once.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
     of all, at least 64 and at most 256 a head. What is compared with the tolerance is the ``bound``
     of :func:`linattn.diagnostics.held_out_error` at a probability of ``1 - 0.05 / n``, where n is
-    how many trials a head may have, so that one that is taken by luck has a probability of 0.05 in
-    all. The bound speaks of rows like those drawn; where the error of a head is in a few rows among
-    thousands, it may miss them.
+    how many trials a head may have, with and without a window counted apart, so that one that is
+    taken by luck has a probability of 0.05 in all. The bound speaks of rows like those drawn; where
+    the error of a head is in a few rows among thousands, it may miss them.
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every
@@ -202,7 +203,7 @@ def attention(
 
 
 def _warning(given: Given, heads: list[HeadRecord]) -> str:
-    """Say what a caller has to know who reads no report; "" for nothing."""
+    """Say what a caller has to know; "" for nothing."""
     if given.tolerance is None:
         errors = [0.0 if np.isnan(head.error) else head.error for head in heads]
         worst = int(np.argmax(errors))

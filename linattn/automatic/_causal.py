@@ -53,7 +53,7 @@ def attend(given: Given) -> Answer:
     """Attention by a coreset where that is cheap and near, exact elsewhere."""
     exact, tolerance = exact_pairs(given.problem), given.tolerance
     streams = _Streams(given)
-    records = [HeadRecord(0, 0, 0.0, 0.0, _rows_work(given))] * given.num_heads
+    records = [HeadRecord(0, 0, 0, 0.0, 0.0, _rows_work(given))] * given.num_heads
     parts: list[tuple[Sequence[int], Array]] = []
     pending = {MIN_FEATURES: list(range(given.num_heads))}
     left: list[int] = []
@@ -66,7 +66,8 @@ def attend(given: Given) -> Answer:
                 error, bound = float(errors[i]), float(bounds[i])
                 work = records[head].work.plus(coreset_work(given.problem, m))
                 passed = tolerance is None or bound <= tolerance
-                records[head] = HeadRecord(m if passed else 0, 0, error, bound, work)
+                entries, block = (m, coreset_block(m)) if passed else (0, 0)
+                records[head] = HeadRecord(entries, 0, block, error, bound, work)
                 if tolerance is None or passed:
                     good.append(i)
                     continue

@@ -50,6 +50,8 @@ class Work(NamedTuple):
         Of a query or key and a landmark, a probe or an entry.
     near : float
         Weighted exactly in a window.
+    prefixes : float
+        Of a query and a landmark, of whose keys the far ones are summed for each block of a window.
     gathered : float
         Weighted exactly after queries and keys have been gathered by cluster.
     chosen : float
@@ -65,6 +67,7 @@ class Work(NamedTuple):
     exact: float = 0.0
     features: float = 0.0
     near: float = 0.0
+    prefixes: float = 0.0
     gathered: float = 0.0
     chosen: float = 0.0
     distances: float = 0.0
@@ -89,7 +92,8 @@ class Work(NamedTuple):
 COST = Work(
     exact=1.0,
     features=1.2,
-    near=3.5,
+    near=1.8,
+    prefixes=4.0,
     gathered=1.2,
     chosen=2.3,
     distances=0.4,
@@ -99,11 +103,9 @@ COST = Work(
 """Time of one of each kind over that of a pair of exact attention."""
 
 
-def window_of(problem: Problem) -> int | None:
-    """Block length of the exact window, or of a coreset's exact blocks."""
-    if problem.is_causal:
-        return CORESET_BLOCK
-    return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else None
+def window_of(problem: Problem) -> int:
+    """Block length that an exact window of full attention may have; 0 where it can have none."""
+    return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else 0
 
 
 def num_rows_of(problem: Problem) -> int:
@@ -130,12 +132,13 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
     )
 
 
-def read_work(problem: Problem, m: int, share: float) -> Work:
-    """Attention by m landmarks, a share of the keys exactly by content, and the window."""
+def read_work(problem: Problem, m: int, share: float, window: int) -> Work:
+    """Attention by m landmarks, a share of the keys exactly by content, a window; 0 for none."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
     return Work(
         features=float(L * m + S * (m + PROBES)),
-        near=float(L * 3 * WINDOW) if window_of(problem) else 0.0,
+        near=float(L * 3 * window),
+        prefixes=float(L * m) if window else 0.0,
         gathered=share * L * S,
         chosen=float((L + S) * m) if share else 0.0,
     )

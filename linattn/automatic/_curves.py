@@ -29,8 +29,9 @@ class ErrorCurve(NamedTuple):
 
     Attributes
     ----------
-    error, bound : ndarray, (l,)
-        Relative output error on the held-out rows, and its upper bound.
+    error, bound : ndarray, (w, l)
+        Relative output error on the held-out rows, and its upper bound: without a window, and,
+        where one is asked for, with it.
     share : ndarray, (l,)
         Keys of those clusters, of all keys, in the mean over rows.
     """
@@ -167,8 +168,8 @@ class _Weights(NamedTuple):
     """Their products with values and ones, by cluster, (C, h, e + 1)."""
     by_landmark: Floats
     """Of a cluster's largest weight by its landmark, (h, C)."""
-    rank: NDArray[np.intp]
-    """Of each cluster in the order of what it is expected to be off by, (h, C)."""
+    order: NDArray[np.intp]
+    """Clusters from the one that is expected to be off by the most down, (h, C)."""
 
     @classmethod
     def of(cls, query: Floats, clusters: Clusters, scale: float) -> _Weights:
@@ -190,10 +191,8 @@ class _Weights(NamedTuple):
             keys = slice(start, start + size)
             np.matmul(exact[keys].T, clusters.values_and_one[keys], out=part)
         logs -= shift[:, None]
-        order = np.argsort(-(logs + clusters.bias - clusters.log_scale), axis=-1)
-        rank = np.empty_like(order)
-        np.put_along_axis(rank, order, np.arange(order.shape[-1])[None, :], axis=-1)
-        return cls(exact, parts, np.exp(logs, out=logs), rank)
+        order = np.argsort(clusters.log_scale - clusters.bias - logs, axis=-1)
+        return cls(exact, parts, np.exp(logs, out=logs), order)
 
 
 def error_curve(
@@ -207,21 +206,24 @@ def error_curve(
 ) -> ErrorCurve:
     """Error of one head on its held-out rows for each number of exact clusters.
 
-    Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
+    Without the window, and with it. Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
     """
-    count = len(levels)
+    shape = (1 if exact_window is None else 2, len(levels))
     if not len(head.key):
-        return ErrorCurve(*(np.zeros(count) for _ in ErrorCurve._fields))
+        return ErrorCurve(np.zeros(shape), np.zeros(shape), np.zeros(shape[1]))
     clusters = Clusters.of(head, landmarks, scale)
     weights = _Weights.of(head.query, clusters, scale)
     exact = weights.sums.sum(axis=0)
-    parts = np.broadcast_to(weights.by_landmark @ clusters.sums, (count, *exact.shape)).copy()
-    share = _add_clusters(parts, weights, clusters, levels)
+    parts = np.empty((*shape, *exact.shape), exact.dtype)
+    parts[:] = weights.by_landmark @ clusters.sums
+    share = _add_clusters(parts[0], weights, clusters, levels)
     if exact_window is not None:
-        _add_window(parts, weights, clusters, head, levels, exact_window)
+        parts[1] = parts[0]
+        _add_window(parts[1], weights, clusters, head, levels, exact_window)
     exact, parts = (x[..., :-1] / x[..., -1:] for x in (exact, parts))
-    squares = np.sum((parts.astype(np.float64) - exact) ** 2, axis=-1)
-    units = np.sum(exact.astype(np.float64) ** 2, axis=-1)
+    wide = exact.astype(np.float64)
+    apart = parts - wide
+    squares, units = np.vecdot(apart, apart), np.vecdot(wide, wide)
     error, bound = error_and_bound(squares, units, None if head.all_rows else probability)
     return ErrorCurve(error, bound, share)
 
@@ -233,7 +235,7 @@ def _add_clusters(
     most = min(max(levels), len(clusters.b))
     if not most:
         return np.zeros(len(levels))
-    best = np.argsort(weights.rank, axis=-1)[:, :most]
+    best = weights.order[:, :most]
     rows = np.arange(len(best))[:, None]
     gained = weights.sums[best, rows]
     gained -= weights.by_landmark[rows, best][..., None] * clusters.sums[best]
@@ -265,6 +267,8 @@ def _add_window(
     rows = np.arange(len(near))[:, None]
     gained = weights.exact[keys, rows] - weights.by_landmark[rows, cluster] * clusters.weight[keys]
     gained = np.where(is_key, gained, 0)
-    rank = weights.rank[rows, cluster]
+    rank = np.empty_like(weights.order)
+    np.put_along_axis(rank, weights.order, np.arange(rank.shape[-1])[None, :], axis=-1)
+    rank = rank[rows, cluster]
     counted = np.where(rank[:, None, :] >= np.array(levels)[:, None], gained[:, None, :], 0)
-    parts += np.swapaxes(counted @ clusters.values_and_one[keys], 0, 1)
+    parts += np.swapaxes(counted @ head.values_and_one[found], 0, 1)

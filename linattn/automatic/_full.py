@@ -27,7 +27,7 @@ from linattn.typing import Array
 __all__ = ["attend", "is_worth_a_search"]
 
 MAX_FITS = 2
-"""Of a head: each gets a share of the probability to fail."""
+"""Of a head: each, with and without a window, gets a share of the probability to fail."""
 
 
 def is_worth_a_search(given: Given) -> bool:
@@ -79,7 +79,7 @@ class Search:
             rng=given.generator,
         )
         lead = problem.lead if all_heads else (len(chosen),)
-        curves = []
+        num_ways, curves = 2 if self.window else 1, []
         for head, index in zip(chosen, np.ndindex(lead), strict=True):
             tokens = self.tokens.head(given.unravel(head))
             landmarks = Landmarks.of(phi, lead, index, tokens.query.dtype)
@@ -87,9 +87,9 @@ class Search:
                 tokens,
                 landmarks,
                 scale=given.scale,
-                levels=LEVELS,
-                exact_window=self.window,
-                probability=1 - (1 - PROBABILITY) / MAX_FITS,
+                levels=tuple(count for count in LEVELS if 2 * count <= m),
+                exact_window=self.window or None,
+                probability=1 - (1 - PROBABILITY) / (MAX_FITS * num_ways),
             )
             curves.append(curve)
         return phi, curves
@@ -99,9 +99,9 @@ class Search:
         given = self.given
         groups = defaultdict(list)
         for head, choice in enumerate(found.choices):
-            groups[choice.trial, choice.clusters].append(head)
+            groups[choice.trial, choice.clusters, choice.window].append(head)
         parts: list[tuple[Sequence[int], Array]] = []
-        for (i, clusters), chosen in groups.items():
+        for (i, clusters, window), chosen in groups.items():
             if i < 0:
                 parts.append((chosen, given.exact(chosen)))
                 continue
@@ -118,7 +118,7 @@ class Search:
                 phi,
                 key_mask=heads.key_mask,
                 key_bias=heads.key_bias,
-                exact_window=self.window,
+                exact_window=window or None,
                 exact_clusters=clusters or None,
             )
             parts.append((chosen, part))
@@ -130,11 +130,14 @@ class Search:
         for head, (choice, work) in enumerate(zip(found.choices, found.work, strict=True)):
             if choice.trial >= 0:
                 m = found.trials[choice.trial].num_features
-                record = HeadRecord(m, choice.clusters, choice.error, choice.bound, work)
+                record = HeadRecord(
+                    m, choice.clusters, choice.window, choice.error, choice.bound, work
+                )
             else:
                 last = next(trial for trial in reversed(found.trials) if head in trial.heads)
                 curve = last.curves[last.heads.index(head)]
-                record = HeadRecord(0, 0, float(curve.error[-1]), float(curve.bound[-1]), work)
+                error, bound = float(curve.error[-1, -1]), float(curve.bound[-1, -1])
+                record = HeadRecord(0, 0, 0, error, bound, work)
             records.append(record)
         return records
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.automatic._costs import Work, exact_pairs, window_of
+from linattn.automatic._costs import Work, exact_pairs
 from linattn.typing import Array, Problem
 
 __all__ = ["Answer", "AttentionReport", "HeadRecord", "make_report"]
@@ -23,7 +23,8 @@ class AttentionReport(NamedTuple):
     num_features : int or None
         Landmarks, or entries of the coreset, the most of any head; None when exact.
     exact_window : int or None
-        Block length of the exact window, or of the coreset's exact blocks; None for none.
+        Block length of the exact window, or of the coreset's exact blocks, where any head has
+        them; else None.
     error : ndarray, (...)
         Estimated relative output error of each head, from held-out exact rows; 0 when exact.
     cost : float
@@ -38,6 +39,8 @@ class AttentionReport(NamedTuple):
         Clusters of keys that each query of a head attends to exactly; 0 for none.
     head_pairs : ndarray, (...)
         Pairs worked out for each head, fitting and exact rows included.
+    head_windows : ndarray of int, (...)
+        Block length of the exact window of each head, or of its coreset's exact blocks; 0 for none.
     """
 
     method: str
@@ -50,6 +53,7 @@ class AttentionReport(NamedTuple):
     head_features: NDArray[np.int64]
     head_clusters: NDArray[np.int64]
     head_pairs: NDArray[np.float64]
+    head_windows: NDArray[np.int64]
 
 
 class HeadRecord(NamedTuple):
@@ -61,6 +65,8 @@ class HeadRecord(NamedTuple):
         0 for exact attention.
     clusters : int
         How many count exactly.
+    window : int
+        Block length of the window of keys that do, 0 for none.
     error, bound : float
         Estimated relative error, and its upper bound; those of the last trial of an exact head.
     work : Work
@@ -69,6 +75,7 @@ class HeadRecord(NamedTuple):
 
     num_features: int
     clusters: int
+    window: int
     error: float
     bound: float
     work: Work
@@ -76,7 +83,7 @@ class HeadRecord(NamedTuple):
     @classmethod
     def exact(cls, problem: Problem) -> Self:
         """Return that of exact attention without a search."""
-        return cls(0, 0, 0.0, 0.0, Work(exact=exact_pairs(problem)))
+        return cls(0, 0, 0, 0.0, 0.0, Work(exact=exact_pairs(problem)))
 
 
 class Answer(NamedTuple):
@@ -98,7 +105,7 @@ def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
     return AttentionReport(
         method=name if any(linear) else "exact",
         num_features=max(head.num_features for head in heads) if any(linear) else None,
-        exact_window=window_of(problem) if any(linear) else None,
+        exact_window=max((head.window for head in heads), default=0) or None,
         error=of_heads([h.error if h.num_features else 0.0 for h in heads], float),
         cost=float(pairs.mean() / exact) if heads and exact else 1.0,
         bound=of_heads([h.bound if h.num_features else 0.0 for h in heads], float),
@@ -106,4 +113,5 @@ def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
         head_features=of_heads([head.num_features for head in heads], np.int64),
         head_clusters=of_heads([head.clusters for head in heads], np.int64),
         head_pairs=pairs,
+        head_windows=of_heads([head.window for head in heads], np.int64),
     )

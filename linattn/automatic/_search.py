@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.automatic._costs import Work, exact_pairs, fit_work, may_search, read_work
+from linattn.automatic._costs import Work, exact_pairs, fit_work, may_search, read_work, window_of
 from linattn.automatic._curves import ErrorCurve
 from linattn.typing import Problem
 
@@ -26,13 +26,15 @@ __all__ = [
     "largest_trial",
 ]
 
+Floats = NDArray[np.float64]
+
 MIN_FEATURES, MAX_FEATURES = 64, 2048
 
 PROBABILITY = 0.95
 """Of meeting a tolerance, for each head."""
 
-LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of clusters that may count exactly."""
+LEVELS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+"""Numbers of clusters that may count exactly: no more than half of them."""
 
 EXPONENT = 0.5
 """Errors at a share of exact keys fall at least with this power of the number of landmarks."""
@@ -50,6 +52,8 @@ class Choice(NamedTuple):
         Which fit; -1 for exact attention.
     clusters : int
         How many count exactly.
+    window : int
+        Block length of the exact window, 0 for none.
     error, bound : float
         Estimated relative error, and its upper bound.
     share : float
@@ -60,13 +64,14 @@ class Choice(NamedTuple):
 
     trial: int
     clusters: int
+    window: int
     error: float
     bound: float
     share: float
     cost: float
 
 
-EXACT = Choice(-1, 0, 0.0, 0.0, 0.0, np.inf)
+EXACT = Choice(-1, 0, 0, 0.0, 0.0, 0.0, np.inf)
 
 
 class Trial(NamedTuple):
@@ -124,7 +129,8 @@ def choose_landmarks(
     spent = [fit_work(problem, MIN_FEATURES, num_rows)] * num_heads
     exact = EXACT._replace(cost=exact_pairs(problem))
     if tolerance is None:
-        choices = [_choice(problem, trials, 0, curve, 0) for curve in trials[0].curves]
+        curves = trials[0].curves
+        choices = [_choice(problem, trials, 0, x, len(x.error) - 1, 0) for x in curves]
     else:
         choices = [_cheapest(problem, trials, head, tolerance, exact) for head in all_heads]
         groups = defaultdict(list)
@@ -145,7 +151,7 @@ def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> i
     """Largest number of landmarks that may be tried, 0 where exact attention is as cheap."""
     first = fit_work(problem, MIN_FEATURES, num_rows)
     exact = exact_pairs(problem)
-    whole = first.plus(read_work(problem, MIN_FEATURES, 0.0))
+    whole = first.plus(read_work(problem, MIN_FEATURES, 0.0, window_of(problem)))
     if not may_search(problem, whole if tolerance is None else first, tolerance):
         return 0
     m = MIN_FEATURES
@@ -159,23 +165,23 @@ def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> i
 
 
 def _total(problem: Problem, m: int, num_rows: int) -> float:
-    return fit_work(problem, m, num_rows).plus(read_work(problem, m, 0.0)).cost
+    return fit_work(problem, m, num_rows).plus(read_work(problem, m, 0.0, 0)).cost
 
 
 def _rest(problem: Problem, trials: list[Trial], choice: Choice) -> Work:
     """Count what is left to be done once a head's choice is made."""
     if choice.trial < 0:
         return Work(exact=exact_pairs(problem))
-    return read_work(problem, trials[choice.trial].num_features, choice.share)
+    return read_work(problem, trials[choice.trial].num_features, choice.share, choice.window)
 
 
 def _choice(
-    problem: Problem, trials: list[Trial], trial: int, curve: ErrorCurve, level: int
+    problem: Problem, trials: list[Trial], trial: int, curve: ErrorCurve, way: int, level: int
 ) -> Choice:
-    share = float(curve.share[level])
-    cost = read_work(problem, trials[trial].num_features, share).cost
-    error, bound = float(curve.error[level]), float(curve.bound[level])
-    return Choice(trial, LEVELS[level], error, bound, share, cost)
+    share, window = float(curve.share[level]), (0, window_of(problem))[way]
+    cost = read_work(problem, trials[trial].num_features, share, window).cost
+    error, bound = float(curve.error[way, level]), float(curve.bound[way, level])
+    return Choice(trial, LEVELS[level], window, error, bound, share, cost)
 
 
 def _cheapest(
@@ -189,10 +195,11 @@ def _cheapest(
         curve = trial.curves[trial.heads.index(head)]
         # From the most exact one down to the first that fails: so all may be judged at the
         # probability of one.
-        level = len(LEVELS)
-        while level and curve.bound[level - 1] <= tolerance:
-            level -= 1
-            found.append(_choice(problem, trials, i, curve, level))
+        for way, bounds in enumerate(curve.bound):
+            level = len(bounds)
+            while level and bounds[level - 1] <= tolerance:
+                level -= 1
+                found.append(_choice(problem, trials, i, curve, way, level))
     return min(found, key=lambda choice: choice.cost)
 
 
@@ -203,23 +210,26 @@ def _best_number(
     best, m = None, 2 * MIN_FEATURES
     largest = largest_trial(problem, tolerance, num_rows)
     while m <= largest:
-        share = _expected_share(curve, tolerance / MARGIN * (m / MIN_FEATURES) ** EXPONENT)
-        expected = fit_work(problem, m, num_rows).plus(read_work(problem, m, share)).cost
-        if share < 1 and expected < cost:
-            best, cost = m, expected
+        allowed = tolerance / MARGIN * (m / MIN_FEATURES) ** EXPONENT
+        for way, errors in enumerate(curve.error):
+            share = _expected_share(curve.share, errors, allowed)
+            read = read_work(problem, m, share, (0, window_of(problem))[way])
+            expected = fit_work(problem, m, num_rows).plus(read).cost
+            if share < 1 and expected < cost:
+                best, cost = m, expected
         m *= 2
     return best
 
 
-def _expected_share(curve: ErrorCurve, error: float) -> float:
+def _expected_share(shares: Floats, errors: Floats, error: float) -> float:
     """Share of exact keys at which the error is so small: its log is interpolated; 1 for none."""
-    passed = np.flatnonzero(curve.error <= error)
+    passed = np.flatnonzero(errors <= error)
     if not len(passed):
         return 1.0
     i = int(passed[0])
     if i == 0:
         return 0.0
-    logs: NDArray[np.float64] = np.log(np.maximum(curve.error[i - 1 : i + 1], 1e-300))
+    logs: Floats = np.log(np.maximum(errors[i - 1 : i + 1], 1e-300))
     part = (logs[0] - np.log(error)) / (logs[0] - logs[1])
-    low, high = curve.share[i - 1 : i + 1]
+    low, high = shares[i - 1 : i + 1]
     return float(low + part * (high - low))
