@@ -27,7 +27,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +51,8 @@ settings.register_profile("fresh", _shared, max_examples=200, print_blob=True)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 
+# JAX compiles for every shape what then runs once, in these processes and those that tests start.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # What JAX alone can show: tracing, states as pytrees, its dtypes, attention against the oracle.
 JAX_FILES = {
@@ -126,6 +128,9 @@ class ArrayLibrary:
         The fixture's parameter, for instance "array-api-strict-device1".
     xp : module
         The library's array-api-compat namespace.
+    compiled : callable
+        JAX's jit, and nothing elsewhere. For a second test of what another runs eagerly: JAX
+        compiles each operation of an eager call, which takes several times as long.
     """
 
     name: str
@@ -133,6 +138,7 @@ class ArrayLibrary:
     _make: Callable[[npt.NDArray[Any]], Any]
     _fetch: Callable[[Any], npt.NDArray[Any]]
     _evaluate: Callable[[Iterable[Any]], Iterable[Any]] = iter
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
 
     def array(self, array: npt.ArrayLike, dtype: str | None = None) -> Any:
         """Return a copy of a NumPy array in this library, with the dtype of that name."""
@@ -217,9 +223,8 @@ def _jax(name: str) -> ArrayLibrary:
     jax = _need("jax", name)
     # Without it JAX makes float32 of every float64.
     jax.config.update("jax_enable_x64", True)
-    # Every operation is compiled for every shape, to run once.
-    jax.config.update("jax_disable_most_optimizations", True)
-    return _library(name, lambda host: jax.numpy.array(host), np.asarray)
+    library = _library(name, lambda host: jax.numpy.array(host), np.asarray)
+    return replace(library, compiled=jax.jit)
 
 
 def _cupy(name: str) -> ArrayLibrary:

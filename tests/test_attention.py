@@ -204,7 +204,11 @@ def test_causal_float64_in_every_library(xp, name):
     host, arrays = library_inputs(
         xp, "float64", (LENGTH, DIM), (LENGTH, DIM), (LENGTH, VALUE_DIM), seed=2
     )
-    out = linattn.linear_attention(*arrays, phi, is_causal=True, chunk_size=CHUNK)
+
+    def attend(*qkv):
+        return linattn.linear_attention(*qkv, phi, is_causal=True, chunk_size=CHUNK)
+
+    out = xp.compiled(attend)(*arrays)
     xp.assert_like(out, arrays[0], shape=(LENGTH, VALUE_DIM))
     check(xp.numpy(out), phi, host, is_causal=True)
 
@@ -260,7 +264,11 @@ def test_half_precision_is_accumulated_in_float32(xp, dtype):
     half_ulp = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     assert_allclose(xp.numpy(out), expected, rtol=1.01 * half_ulp + BOUNDS["float32"])
     short = [a[:CHUNK, :] for a in (arrays[1], arrays[1], arrays[2])]
-    causal = linattn.linear_attention(*short, phi, is_causal=True, chunk_size=CHUNK)
+
+    def attend(*qkv):
+        return linattn.linear_attention(*qkv, phi, is_causal=True, chunk_size=CHUNK)
+
+    causal = xp.compiled(attend)(*short)
     xp.assert_like(causal, arrays[0], shape=(CHUNK, 2))
     short = [xp.numpy(a).astype(np.float64) for a in short]
     expected = reference.kernel_attention(*short, phi, is_causal=True)

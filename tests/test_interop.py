@@ -55,7 +55,6 @@ def torch() -> Any:
 def jax() -> Any:
     jax = pytest.importorskip("jax", reason="jax is not installed")
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     return jax
 
 
