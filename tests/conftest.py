@@ -67,7 +67,6 @@ JAX_FILES = {
 
 
 # The subset `pytest -m quick`: what most changes break first, in half a minute on two cores.
-# Marked by file, so that `-m quick` reads no other.
 QUICK_FILES = {
     "test_decoding.py",
     "test_files.py",
@@ -79,11 +78,15 @@ QUICK_FILES = {
 }
 
 
+# Subsets that are whole files: `-m` with one of these reads no other.
+SUBSETS = {"quick": QUICK_FILES, "fuzz": {"test_fuzz.py"}}
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave test files without a quick test unread where only those are wanted."""
+    """Leave other test files unread where only a subset is wanted."""
+    subset = SUBSETS.get(config.option.markexpr)
     is_test = collection_path.name.startswith("test_")
-    wanted = config.option.markexpr != "quick" or collection_path.name in QUICK_FILES
-    return True if is_test and not wanted else None
+    return True if is_test and subset is not None and collection_path.name not in subset else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
