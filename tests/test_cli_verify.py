@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("typer", reason="the command needs the extra cli")
 
 from linattn import feature_maps
-from linattn.cli import verify
+from linattn.cli import maps, verify
 from tests import command
 
 FEW = ("--draws", "600", "--dim", "4")
@@ -142,8 +142,8 @@ def test_seed_makes_other_draws():
     first, again, other = (call("PositiveFeatures", *FEW, "--seed", seed) for seed in (1, 1, 2))
     assert first.exit_code == other.exit_code == 0
     assert first.stdout == again.stdout
-    maps = [verify.find_map("PositiveFeatures", verify.Choice(4, 8, None, s)) for s in (1, 1, 2)]
-    assert maps[0] == maps[1] != maps[2]
+    found = [maps.find_map("PositiveFeatures", maps.Choice(4, 8, None, s)) for s in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("name", ["good", "factory"])
@@ -372,7 +372,7 @@ def test_map_without_kernel_is_told_what_to_add(mine):
     assert "kernel= must be given" in result.stdout
 
 
-@pytest.mark.parametrize("name", verify.map_names())
+@pytest.mark.parametrize("name", maps.map_names())
 def test_every_listed_map_can_be_verified(name):
     result = call(name, "--dim", "4", "--draws", "1")
     assert result.exit_code in (0, 3), result.output
@@ -381,9 +381,9 @@ def test_every_listed_map_can_be_verified(name):
 def test_list():
     result = call("--list")
     assert result.exit_code == 0
-    assert result.stdout.split() == verify.map_names()
-    assert "LandmarkFeatures" in verify.map_names()
-    assert not {"CalibratedFeatures", "Reparametrized"} & set(verify.map_names())
+    assert result.stdout.split() == maps.map_names()
+    assert "LandmarkFeatures" in maps.map_names()
+    assert not {"CalibratedFeatures", "Reparametrized"} & set(maps.map_names())
 
 
 def test_fitted_map_sees_options_and_seed():

@@ -73,7 +73,7 @@ def _methods() -> str:
 
 
 def _map_names() -> str:
-    from linattn.cli.verify import map_names
+    from linattn.cli.maps import map_names
 
     return "\n".join(map_names())
 
@@ -262,10 +262,11 @@ def verify(
     with _one_line_errors():
         from rich.console import Console
 
+        from linattn.cli import maps
         from linattn.cli import verify as checks
 
-        choice = checks.Choice(dim, num_features, sampler, seed)
-        found = checks.find_map(target, choice, show_traceback=traceback)
+        choice = maps.Choice(dim, num_features, sampler, seed)
+        found = maps.find_map(target, choice, show_traceback=traceback)
         with _progress(checks.num_checks()) as notify:
             report = checks.verify(
                 found, num_draws=draws, seed=seed, notify=notify, show_traceback=traceback
