@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from linattn.cli.errors import CommandError, UserCodeError
+from linattn.cli.errors import CommandError, RunError, UserCodeError
 from linattn.cli.text import say
 
 if TYPE_CHECKING:
@@ -282,6 +282,108 @@ def verify(
         raise typer.Exit(3)
 
 
+# Options of attend.
+_Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILES",
+        help="Three .npy files, query, key and value, each (..., length, dim); or one .npz file "
+        "(not compressed) or .zarr store with arrays of these names.",
+    ),
+]
+_OutFile = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="Where the output goes: an .npy file, or the array output of a .zarr store.",
+    ),
+]
+_Map = Annotated[
+    str | None,
+    typer.Option(
+        "--map",
+        metavar="NAME",
+        help="Feature map: a class of linattn such as PositiveFeatures (see verify --list), a "
+        "name of compare --list, or MODULE:OBJECT.  [default: landmarks; with --causal favor+]",
+    ),
+]
+_Mask = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.npy", help="Which keys count: boolean, (length,) or as the key."),
+]
+_Window = Annotated[
+    int | None,
+    typer.Option(metavar="TOKENS", help="Weigh near keys exactly, in blocks of so many tokens."),
+]
+_StartState = Annotated[
+    Path | None, typer.Option(metavar="FILE.npz", help="State of the keys before these.")
+]
+_SaveState = Annotated[
+    Path | None, typer.Option(metavar="FILE.npz", help="Where to save the state after all keys.")
+]
+_Check = Annotated[
+    int | None,
+    typer.Option(metavar="ROWS", help="Compute so many rows exactly at the end; show the error."),
+]
+_BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="ROWS", help="Rows in memory at once.  [default: 65536, or 256 MiB if fewer]"
+    ),
+]
+_Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that broke off, if there is one.")
+]
+
+
+@app.command(short_help="Attention from files to a file, larger than memory.")
+def attend(
+    files: _Files,
+    out: _OutFile,
+    map_name: _Map = None,
+    num_features: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="Columns.  [default: the map's own]")
+    ] = None,
+    causal: _Causal = False,
+    mask: _Mask = None,
+    window: _Window = None,
+    start_state: _StartState = None,
+    save_state: _SaveState = None,
+    check: _Check = None,
+    block_size: _BlockSize = None,
+    seed: _Seed = 0,
+    resume: _Resume = False,
+) -> None:
+    """Attend a block at a time, from files to a file; what is in memory does not grow with them.
+
+    A run that is interrupted or killed goes on with --resume, and ends in the same bytes.
+
+    Exit code: 0 done; 1 the run broke off; 2 something is wrong with what was given, nothing was
+    written; 130 interrupted.
+    """
+    with _one_line_errors():
+        from linattn.cli import attend as files_to_file
+
+        settings = files_to_file.Settings(
+            tuple(files),
+            out,
+            map_name or ("favor+" if causal else "landmarks"),
+            num_features,
+            causal,
+            mask=mask,
+            window=window,
+            start_state=start_state,
+            save_state=save_state,
+            check=check,
+            block_size=block_size,
+            seed=seed,
+            resume=resume,
+        )
+        with _rows_progress() as progress:
+            summary = files_to_file.run(settings, progress, _warn)
+    say(str(summary), whole=True)
+
+
 def _compare(settings: Settings) -> None:
     from rich.console import Console
 
@@ -291,7 +393,7 @@ def _compare(settings: Settings) -> None:
     given = inputs.sample() if settings.input is None else inputs.load(settings.input)
     report.prepare_folder(settings.out, report.FILES)
     if given.question:
-        say(f"linattn: warning: {given.question}", error=True)
+        _warn(given.question)
     with _progress(steps(settings, given)) as notify:
         results = run(settings, given, notify)
     found, is_causal = results.sweep, settings.is_causal
@@ -352,9 +454,59 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
+def _rows_progress() -> Iterator[Callable[[int, int], None]]:
+    """Show rows done, their rate and the time left on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]} rows a second,", markup=False),
+        TimeRemainingColumn(),
+        TextColumn("left", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = None
+
+        def notify(done: int, total: int) -> None:
+            nonlocal task
+            if task is None:
+                # What an earlier run did has no rate.
+                task = progress.add_task("", total=total, completed=done, rate="?")
+                return
+            progress.update(task, completed=done)
+            speed = progress.tasks[0].speed
+            progress.update(task, rate="?" if speed is None else f"{speed:,.0f}")
+
+        yield notify
+
+
+def _warn(sentence: str) -> None:
+    say(f"linattn: warning: {' '.join(sentence.split())}", error=True)
+
+
+@contextmanager
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
+    except KeyboardInterrupt as error:
+        if error.args:
+            _fail(str(error))
+        raise
+    except RunError as error:
+        _fail(str(error))
+        raise typer.Exit(1) from None
     except CommandError as error:
         _fail(str(error))
         raise typer.Exit(2) from None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CommandError", "UserCodeError"]
+__all__ = ["CommandError", "RunError", "UserCodeError"]
 
 
 class CommandError(Exception):
     """Ends the command with one line on stderr and exit code 2."""
+
+
+class RunError(Exception):
+    """What had begun broke off: ends the command with one line on stderr and exit code 1."""
 
 
 class UserCodeError(BaseException):

@@ -13,7 +13,7 @@ from typing import Any
 from linattn import _files
 from linattn.cli.errors import CommandError
 
-__all__ = ["FILES", "as_json", "prepare_folder", "write"]
+__all__ = ["FILES", "as_json", "check_file", "prepare_folder", "write"]
 
 FILES = ("compare.json", "error.png", "time.png")
 """What a run leaves in its folder."""
@@ -42,6 +42,23 @@ def prepare_folder(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         with _named_error(folder / name):
             _files.check_target(folder / name)
+
+
+def check_file(option: str, path: Path) -> None:
+    """Find out now whether a file can be written.
+
+    Raises
+    ------
+    CommandError
+        It cannot.
+    """
+    try:
+        _files.check_target(path)
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        message = f"{option} {path}: cannot be written: {error.strerror or error}"
+        raise CommandError(message) from None
 
 
 def write(path: Path, content: bytes) -> None:

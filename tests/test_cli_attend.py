@@ -1,0 +1,399 @@
+"""`linattn attend`: from files to a file, and what goes wrong on the way."""
+
+# Star arguments, and settings as words.
+# mypy: disable-error-code="arg-type, attr-defined, call-overload"
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="the command needs the extra cli")
+
+import linattn
+from linattn import feature_maps as fm
+from linattn.cli import attend as files_to_file
+from linattn.cli.errors import CommandError
+from tests.command import assert_refused, call
+
+LENGTH, DIM, WIDTH = 300, 8, 4
+FILES = ("q.npy", "k.npy", "v.npy")
+NAMES = ("query", "key", "value")
+PHI = fm.PositiveFeatures(DIM, num_features=16, rng=0)
+OPTIONS = ("--map", "PositiveFeatures", "--num-features", "16", "--block-size", "70")
+
+
+def arrays(length=LENGTH):
+    rng = np.random.default_rng(1)
+    query, key = rng.standard_normal((2, 2, length, DIM)).astype(np.float32) / 2
+    return query, key, rng.standard_normal((2, length, WIDTH)).astype(np.float32)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, array in zip(FILES, arrays(), strict=True):
+        np.save(name, array)
+    return tmp_path
+
+
+def attend(*words, **environment):
+    return call("attend", *words, **environment)
+
+
+class TestResult:
+    def test_causal_with_a_mask(self, folder):
+        mask = np.random.default_rng(2).random(LENGTH) < 0.8
+        np.save("m.npy", mask)
+        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--causal", "--mask", "m.npy")
+        assert result.exit_code == 0, result.output
+        assert result.stderr == ""
+        line = r"300 tokens in .* s \([\d,]+ a second\), peak memory [\d.]+ [MG]iB\n"
+        assert re.fullmatch(line, result.stdout)
+        wanted = linattn.linear_attention(*arrays(), PHI, is_causal=True, key_mask=mask)
+        np.testing.assert_allclose(np.load("o.npy"), wanted, rtol=1e-4, atol=1e-5)
+        assert sorted(p.name for p in folder.iterdir()) == sorted([*FILES, "m.npy", "o.npy"])
+
+    def test_npz_is_mapped(self, folder):
+        np.savez("data.npz", **dict(zip(NAMES, arrays(), strict=True)))
+        result = attend("data.npz", "--out", "o.npy", *OPTIONS)
+        assert result.exit_code == 0, result.output
+        wanted = linattn.linear_attention(*arrays(), PHI)
+        np.testing.assert_allclose(np.load("o.npy"), wanted, rtol=1e-4, atol=1e-5)
+
+    def test_zarr_landmarks_and_a_window(self, folder):
+        zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+        group = zarr.open_group("data.zarr", mode="w")
+        for name, array in zip(NAMES, arrays(), strict=True):
+            group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
+        words = ("--map", "landmarks", "--num-features", "16", "--window", "8", "--check", "20")
+        result = attend("data.zarr", "--out", "out.zarr", *words)
+        assert result.exit_code == 0, result.output
+        assert "error against exact attention on 20 rows: 0." in result.stdout
+        q, k, v = arrays()
+        # Fewer rows than a sample has: all are fitted to.
+        phi = fm.LandmarkFeatures.fit(q, k, num_features=16, rng=0)
+        wanted = linattn.linear_attention(q, k, v, phi, exact_window=8)
+        found = zarr.open_group("out.zarr", mode="r")["output"]
+        assert found.chunks == (1, 64, WIDTH)
+        np.testing.assert_allclose(found[:], wanted, rtol=1e-4, atol=1e-5)
+        again = attend("data.zarr", "--out", "out.zarr", *words)
+        assert_refused(again, "--out out.zarr: is there already")
+
+    def test_the_same_store_takes_the_output(self, folder):
+        zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+        group = zarr.open_group("data.zarr", mode="w")
+        for name, array in zip(NAMES, arrays(), strict=True):
+            group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
+        assert attend("data.zarr", "--out", "data.zarr", *OPTIONS).exit_code == 0
+        wanted = linattn.linear_attention(*arrays(), PHI)
+        np.testing.assert_allclose(group["output"][:], wanted, rtol=1e-4, atol=1e-5)
+
+    def test_a_state_goes_on(self, folder):
+        words = ("--causal", *OPTIONS)
+        for number, rows in enumerate((slice(0, 200), slice(200, 300))):
+            for name, array in zip(FILES, arrays(), strict=True):
+                np.save(f"{number}{name}", array[:, rows])
+        first = attend(*(f"0{n}" for n in FILES), "--out", "a.npy", "--save-state", "s.npz", *words)
+        assert first.exit_code == 0, first.output
+        rest = attend(*(f"1{n}" for n in FILES), "--out", "b.npy", "--start-state", "s.npz", *words)
+        assert rest.exit_code == 0, rest.output
+        assert linattn.load_state("s.npz", PHI).length == 200
+        wanted = linattn.linear_attention(*arrays(), PHI, is_causal=True)
+        found = np.concatenate([np.load("a.npy"), np.load("b.npy")], axis=1)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_check_is_the_error_on_exact_rows(self, folder, causal, monkeypatch):
+        monkeypatch.setattr(files_to_file, "CHECKED_KEYS", 90)
+        flag = ["--causal"] if causal else []
+        np.save("m.npy", np.arange(LENGTH) % 5 > 0)
+        words = (*OPTIONS, *flag, "--mask", "m.npy", "--check", "1000")
+        result = attend(*FILES, "--out", "o.npy", *words)
+        q, k, v = (array.astype(np.float64) for array in arrays())
+        exact = linattn.softmax_attention(
+            q, k, v, is_causal=causal, key_mask=np.arange(LENGTH) % 5 > 0
+        )
+        squares = (np.sum(x**2, axis=(1, 2)) for x in (np.load("o.npy") - exact, exact))
+        errors = np.sqrt(np.divide(*squares))
+        wanted = f"on 300 rows: {np.median(errors):.2g}, worst head {errors.max():.2g}\n"
+        assert result.stdout.endswith(wanted)
+
+    def test_names_of_compare_and_of_a_module(self, folder):
+        assert attend(*FILES, "--out", "a.npy", *OPTIONS).exit_code == 0
+        assert attend(*FILES, "--out", "b.npy", *OPTIONS, "--map", "favor+").exit_code == 0
+        (folder / "maps_to_attend.py").write_text(
+            "from linattn.feature_maps import PositiveFeatures\n"
+            f"phi = PositiveFeatures({DIM}, num_features=16, rng=0)\n"
+        )
+        assert attend(*FILES, "--out", "c.npy", "--map", "maps_to_attend:phi").exit_code == 0
+        assert np.load("a.npy").tobytes() == np.load("b.npy").tobytes()
+        np.testing.assert_allclose(np.load("a.npy"), np.load("c.npy"), rtol=1e-4, atol=1e-5)
+
+    def test_a_sample_is_runs_of_rows_from_all_over(self):
+        array = np.broadcast_to(np.arange(100_000, dtype=np.float16)[:, None], (100_000, 3))
+        sample = files_to_file._sample(np.arange(100_000, dtype=np.float32)[:, None])
+        assert sample.shape == (32 * 256, 1)
+        assert (sample[0, 0], sample[-1, 0]) == (0, 99_999)
+        assert len(np.unique(sample)) == len(sample)
+        assert files_to_file._sample(array).dtype == np.float32
+
+
+def shorten(name, size):
+    with open(name, "r+b") as file:
+        file.truncate(size)
+
+
+BAD = {
+    "missing": (lambda: os.unlink("k.npy"), [], "k.npy: cannot be opened: No such file"),
+    "short": (lambda: shorten("k.npy", 4000), [], "k.npy: cut off, damaged or something else"),
+    "empty": (lambda: shorten("k.npy", 0), [], "k.npy: cut off, damaged or something else"),
+    "text": (lambda: Path("k.npy").write_text("hello"), [], "k.npy: cut off, damaged"),
+    "pickle": (lambda: np.save("k.npy", np.array([{}])), [], "k.npy: cut off, damaged or"),
+    "integers": (lambda: np.save("k.npy", np.ones((2, LENGTH, DIM), int)), [], "float16, bfloat16"),
+    "one axis": (lambda: np.save("k.npy", np.ones(9, "f4")), [], "key must have at least 2 axes"),
+    "lengths": (
+        lambda: np.save("v.npy", np.ones((2, 9, 4), "f4")), [], "key and value must have one length"
+    ),
+    "dims": (
+        lambda: np.save("k.npy", np.ones((2, LENGTH, 3), "f4")), [], "query and key must have"
+    ),
+    "mask": (
+        lambda: np.save("m.npy", np.ones(9, bool)), ["--mask", "m.npy"],
+        "key_mask must have a last axis of 300",
+    ),
+    "map": (lambda: None, ["--map", "favour"], "want one of ActivationFeatures"),
+    "columns": (lambda: None, ["--num-features", "0"], "--num-features: want a whole number >= 1"),
+    "causal landmarks": (lambda: None, ["--map", "landmarks", "--causal"], "is_causal needs a"),
+    "window": (lambda: None, ["--map", "relu", "--window", "4"], "exact_window needs a"),
+    "no state": (lambda: None, ["--start-state", "s.npz"], "s.npz: No such file"),
+    "bad state": (
+        lambda: Path("s.npz").write_text("no"), ["--start-state", "s.npz"], "not a linattn state"
+    ),
+    "check": (
+        lambda: None, ["--start-state", "s.npz", "--check", "3"], "--check: not with --start-state"
+    ),
+    "out": (lambda: None, ["--out", "o.npz"], "--out o.npz: want a name that ends in .npy or"),
+    "no folder": (lambda: None, ["--out", "none/o.npy"], "none/o.npy: cannot be opened: No"),
+    "save": (
+        lambda: None, ["--save-state", "/dev/full"], "--save-state /dev/full: cannot be written"
+    ),
+    "block size": (lambda: None, ["--block-size", "0"], "--block-size: want a whole number >= 1"),
+    "seed": (lambda: None, ["--seed", "-1"], "--seed: want a whole number >= 0"),
+}  # fmt: skip
+
+
+class TestErrors:
+    """One line on stderr, exit code 2, nothing written."""
+
+    @pytest.mark.parametrize("name", BAD)
+    def test_bad_input(self, folder, name):
+        prepare, words, text = BAD[name]
+        prepare()
+        before = sorted(folder.iterdir())
+        defaults = dict(zip(OPTIONS[:4:2], OPTIONS[1:4:2], strict=True)) | {"--out": "o.npy"}
+        given = [word for pair in defaults.items() if pair[0] not in words for word in pair]
+        if name in ("causal landmarks", "window"):
+            given = ["--out", "o.npy"]
+        assert_refused(attend(*FILES, *given, *words), text)
+        assert sorted(folder.iterdir()) == before
+
+    @pytest.mark.parametrize(
+        ("words", "text"),
+        [
+            (["q.npy"], "want three .npy files, or one .npz file or .zarr store"),
+            (["q.npy", "k.npy"], "want three .npy files"),
+            (["data.npz"], "data.npz: key is compressed, and cannot be read in parts"),
+            (["other.npz"], "other.npz: missing: key; found: query"),
+            (["cut.npz"], "cut.npz: cut off, damaged or something else"),
+            (["none.npz"], "none.npz: cannot be opened: No such file"),
+            ([*FILES[:2], "data.npz"], "data.npz: want an .npy file"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_bad_files(self, folder, words, text):
+        q, k, v = arrays()
+        np.savez_compressed("data.npz", key=k, value=v)
+        np.savez("other.npz", query=q)
+        np.savez("half.npz", query=q, key=k, value=v)
+        (folder / "cut.npz").write_bytes((folder / "half.npz").read_bytes()[:5000])
+        if words == ["data.npz"]:
+            # The first that is not there would be named first.
+            np.savez_compressed("data.npz", query=q, key=k, value=v)
+            text = text.replace("key", "query")
+        assert_refused(attend(*words, "--out", "o.npy", *OPTIONS), text)
+        assert not (folder / "o.npy").exists()
+
+    def test_bad_stores(self, folder):
+        zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+        assert_refused(attend("none.zarr", "--out", "o.npy"), "none.zarr: ")
+        group = zarr.open_group("data.zarr", mode="w")
+        group.create_array("key", data=arrays()[1])
+        found = attend("data.zarr", "--out", "o.npy")
+        assert_refused(found, "data.zarr: missing: query, value; found: key")
+
+    def test_what_is_there_is_not_replaced(self, folder):
+        (folder / "o.npy").write_text("mine")
+        for words in ([], ["--resume"]):
+            result = attend(*FILES, "--out", "o.npy", *OPTIONS, *words)
+            assert_refused(result, "--out o.npy: is there already")
+        assert (folder / "o.npy").read_text() == "mine"
+
+    def test_no_space(self, folder, monkeypatch):
+        def full(file, offset, length):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+        result = attend(*FILES, "--out", "o.npy", *OPTIONS)
+        assert_refused(result, "o.npy: No space left on device, 9728 bytes are needed")
+        assert not (folder / "o.npy").exists()
+
+    def test_a_file_larger_than_allowed(self, folder):
+        """RLIMIT_FSIZE is as a full disk is."""
+        resource = pytest.importorskip("resource", reason="resource: not on this system")
+        words = [sys.executable, "-m", "linattn", "attend", *FILES, "--out", "o.npy", *OPTIONS]
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=60, check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)),
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr == "linattn: error: o.npy: cannot be opened: File too large\n"
+        assert done.stdout == ""
+
+
+class TestGoingOn:
+    def _break_off(self, monkeypatch, error, blocks=3):
+        """Let the run raise after some blocks."""
+        real, seen = files_to_file.attend, []
+
+        def attend_to_some(*arguments, progress, **options):
+            def count(done, total):
+                seen.append(done)
+                if len(seen) == blocks:
+                    raise error
+                progress(done, total)
+
+            return real(*arguments, progress=count, **options)
+
+        monkeypatch.setattr(files_to_file, "attend", attend_to_some)
+
+    def _undisturbed(self, *words):
+        assert attend(*FILES, "--out", "whole.npy", *words).exit_code == 0
+        return np.load("whole.npy").tobytes()
+
+    @pytest.mark.parametrize(
+        ("error", "code", "said"),
+        [
+            (KeyboardInterrupt(), 130, "interrupted"),
+            (OSError(errno.ENOSPC, "No space left on device", "o.npy"), 1, "o.npy: No space left"),
+            (MemoryError(), 1, "not enough memory: try a smaller --block-size"),
+        ],
+    )
+    def test_what_broke_off_goes_on(self, folder, monkeypatch, error, code, said):
+        words = ("--causal", *OPTIONS, "--seed", "3")
+        wanted = self._undisturbed(*words)
+        with monkeypatch.context() as patch:
+            self._break_off(patch, error)
+            result = attend(*FILES, "--out", "o.npy", *words)
+        assert result.exit_code == code
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"linattn: error: {said}")
+        assert result.stdout == ""
+        assert (folder / "o.npy.checkpoint").exists()
+        # Not without being asked: the work would be lost.
+        again = attend(*FILES, "--out", "o.npy", *words)
+        assert_refused(again, "o.npy.checkpoint is there, of a run that broke off: --resume")
+        command = shlex.split(line.partition("go on with: ")[2])
+        assert command[:2] == ["linattn", "attend"]
+        seen: list[int] = []
+        monkeypatch.setattr("linattn.cli.app._rows_progress", lambda: Recorded(seen))
+        result = call(*command[1:])
+        assert result.exit_code == 0, result.output
+        assert seen == [280, 300]
+        assert np.load("o.npy").tobytes() == wanted
+        assert not (folder / "o.npy.checkpoint").exists()
+
+    def test_resume_begins_where_nothing_is(self, folder):
+        wanted = self._undisturbed(*OPTIONS)
+        assert attend(*FILES, "--out", "o.npy", *OPTIONS, "--resume").exit_code == 0
+        assert np.load("o.npy").tobytes() == wanted
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            (["--seed", "1"], "is the checkpoint of another call, which differs in feature_map"),
+            (["--causal"], "is the checkpoint of another call"),
+            (["--block-size", "50"], "differs in block_size"),
+        ],
+    )
+    def test_another_call_does_not_go_on(self, folder, monkeypatch, change, text):
+        with monkeypatch.context() as patch:
+            self._break_off(patch, KeyboardInterrupt())
+            attend(*FILES, "--out", "o.npy", *OPTIONS)
+        before = (folder / "o.npy.checkpoint").read_bytes()
+        assert_refused(attend(*FILES, "--out", "o.npy", *OPTIONS, *change, "--resume"), text)
+        assert (folder / "o.npy.checkpoint").read_bytes() == before
+
+    def test_a_checkpoint_without_its_file(self, folder, monkeypatch):
+        with monkeypatch.context() as patch:
+            self._break_off(patch, KeyboardInterrupt())
+            attend(*FILES, "--out", "o.npy", *OPTIONS)
+        os.unlink("o.npy")
+        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--resume")
+        assert_refused(result, "o.npy.checkpoint is there, but not o.npy: remove it")
+        np.save("o.npy", np.ones((2, 7, WIDTH), "f4"))
+        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--resume")
+        assert_refused(result, "out must have shape (2, 300, 4), got (2, 7, 4)")
+
+    @pytest.mark.skipif(os.name == "nt", reason="SIGINT: not as a terminal sends it")
+    def test_ctrl_c(self, folder):
+        for name, array in zip(FILES, arrays(40_000), strict=True):
+            np.save(name, array)
+        words = ["attend", *FILES, "--out", "o.npy", *OPTIONS[:4], "--block-size", "10"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "linattn", *words], stderr=subprocess.PIPE, text=True
+        ) as process:
+            while not (folder / "o.npy.checkpoint").exists():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        assert process.returncode == 130
+        (line,) = said.splitlines()
+        assert line.startswith("linattn: error: interrupted; go on with: linattn attend q.npy")
+        assert (folder / "o.npy.checkpoint").exists()
+
+
+class Recorded:
+    """In the place of the progress bar."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __enter__(self):
+        return lambda done, total: self.seen.append(done)
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def test_the_command_that_goes_on_has_every_option():
+    settings = files_to_file.Settings(
+        files=("a b.npy", "k", "v"), out="o.npy", map="favor+", num_features=8, causal=True,
+        window=4, check=3, block_size=9, seed=5,
+    )  # fmt: skip
+    assert settings.command() == (
+        "linattn attend 'a b.npy' k v --out o.npy --map favor+ --num-features 8 --causal "
+        "--window 4 --check 3 --block-size 9 --seed 5 --resume"
+    )
+    with pytest.raises(CommandError, match="--window: want a whole number >= 1, got 0"):
+        files_to_file.Settings(files=(), out="o.npy", map="favor+", window=0)
