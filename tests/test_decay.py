@@ -103,6 +103,32 @@ def test_causal_equals_the_oracle(kind, jump, dtype, backends):
         check(out, phi, (query, key, value), dense, dtype)
 
 
+@every_dtype
+@pytest.mark.parametrize("kind", ["-0.5", "-50.0", "a few are strong"])
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_masked_stretches_see_what_has_decayed_far(name, kind, dtype):
+    length, phi = 600, MAPS[name]
+    arrays, decay = tokens((2,), length), decays(kind, (2,), length)
+    mask = np.ones(length, bool)
+    mask[:3] = mask[70:560] = False
+    dense = dense_bias(decay, length) + np.where(mask, 0, -np.inf)
+    with linattn.explain() as report:
+        out, state = linattn.linear_attention(
+            *(a.astype(dtype) for a in arrays),
+            phi,
+            is_causal=True,
+            key_mask=mask,
+            log_decay=decay if decay.shape[-1] > 1 else decay[..., 0],
+            return_state=True,
+        )
+    assert name != "positive" or "linattn_numpy" in report.ran("scan_decayed_block")
+    assert_array_equal(out[:, :3], 0)
+    query, key, value = arrays
+    check(out[:, 3:], phi, (query[:, 3:], key, value), dense[:, 3:], dtype)
+    after = linattn.read_state(query[:, -1:].astype(dtype), state, phi)
+    check(after, phi, (query[:, -1:], key, value), dense[:, -1:], dtype)
+
+
 @pytest.mark.parametrize("kind", ["-0.5", "each token"])
 def test_causal_equals_the_oracle_in_every_library(xp, kind):
     arrays, decay = tokens(length=12), decays(kind, (2,), 12)

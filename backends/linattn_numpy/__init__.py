@@ -16,7 +16,7 @@ from linattn_numpy.block_vjps import (
     read_block_vjp,
     reduce_block_vjp,
 )
-from linattn_numpy.causal import scan_block
+from linattn_numpy.causal import scan_block, scan_decayed_block
 from linattn_numpy.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
 from linattn_numpy.clusters import assign_block, choose_block, clusters_block
 from linattn_numpy.decoding import decode, stepper
@@ -47,6 +47,7 @@ __all__ = [
     "reduce_block",
     "reduce_block_vjp",
     "scan_block",
+    "scan_decayed_block",
     "scan_key_vjp",
     "scan_query_vjp",
     "scan_vjp",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     implements(Backend.reduce_block)(reduce_block)
     implements(Backend.reduce_block_vjp)(reduce_block_vjp)
     implements(Backend.scan_block)(scan_block)
+    implements(Backend.scan_decayed_block)(scan_decayed_block)
     implements(Backend.scan_key_vjp)(scan_key_vjp)
     implements(Backend.scan_query_vjp)(scan_query_vjp)
     implements(Backend.scan_vjp)(scan_vjp)

@@ -21,6 +21,7 @@ from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, Stat
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CommonScale, common_scale, stabilize
+from linattn_numpy.decay import decay_of_tiles
 from linattn_numpy.features import (
     FeatureMaker,
     are_moderate,
@@ -45,7 +46,7 @@ from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
-__all__ = ["scan_block"]
+__all__ = ["scan_block", "scan_decayed_block"]
 
 Floats = NDArray[Any]
 
@@ -61,7 +62,10 @@ def scan_block(
     state: State,
     want_log: bool,
 ) -> tuple[Partial, State] | Declined:
-    """Causal attention of a block after the state, and the state after it."""
+    """Causal attention of a block after the state, and the state after it.
+
+    Keys may have a decay.
+    """
     if 0 in query.x.shape or 0 in values_and_one.shape:
         return EMPTY
     if not (supports(query_spec) and supports(key_spec)):
@@ -80,6 +84,9 @@ def scan_block(
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         return _scan_stabilized(query_spec, key_spec, *args)
     return answer
+
+
+scan_decayed_block = scan_block
 
 
 def _scan_unshifted(
@@ -105,7 +112,7 @@ def _scan_unshifted(
         # Alone, some heads are inspected and some are not.
         return Declined("exponents of some heads only need to be inspected")
     bound = 0.0 if inspect else log(2) + float(bounds.max())
-    sums = _scan_tiles(query_spec, key_spec, query.x, key.x, values_and_one, state, common, bound)
+    sums = _scan_tiles(query_spec, key_spec, query.x, key, values_and_one, state, common, bound)
     if isinstance(sums, Declined):
         return sums
     num_den, kvz, floor = sums
@@ -113,7 +120,7 @@ def _scan_unshifted(
     least_weight = 1.0 if inspect else float(common.value_weights.min())
     den = num_den[..., -1:]
     is_large = all_large(den, values_and_one, state.kvz, floor, least_weight)
-    if not (is_large and all_finite(num_den)):
+    if not (is_large and all_finite(num_den) and _is_kept(key_spec, key, kvz, floor)):
         return UNDERFLOWED
     log_row = row_log(query_spec, query, common.log_scale[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
@@ -126,7 +133,7 @@ def _scan_tiles(
     query_spec: Exponential | Pointwise,
     key_spec: Exponential | Pointwise,
     query: Floats,
-    key: Floats,
+    key: Tokens,
     values_and_one: Floats,
     state: State,
     common: CommonScale,
@@ -139,24 +146,27 @@ def _scan_tiles(
     (n, e), num_den, inspect = values_and_one.shape[-2:], None, max_log == 0
     kvz = state.kvz * common.state_factors[..., None]
     least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
+    if key.log_decay is not None:
+        least *= EXP_LOSS
     lead = broadcast_lead(values_and_one.shape[:-2], common.value_weights.shape[:-2])
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query, length, "query")
-        keys = FeatureMaker(key_spec, key, length, "key", factors=common.key_factors)
+        keys = FeatureMaker(key_spec, key.x, length, "key", factors=common.key_factors)
         sums = Triangles(queries.weights, keys.weights, lead, kvz, size)
         if num_den is None:
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
         values = _weighted_tiles(values_and_one, common.value_weights, rows, sums)
         arrays = (
             queries.split(query[..., rows, :]),
-            keys.split(key[..., rows, :]),
+            keys.split(key.x[..., rows, :]),
             sums.split(num_den[..., rows, :]),
         )
+        decays = decay_of_tiles(key.log_decay, rows, length // size, size, kvz.dtype)
         for q, k, out in zip(*arrays, strict=True):
             max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))
             if max_log == inf:
                 return LARGE_EXPONENTS
-            sums.add(next(values), out)
+            sums.add(next(values), out, next(decays))
             # The floor does not fall from tile to tile.
             if not out[..., -1].min() >= least * exp(max_log):
                 return UNDERFLOWED
@@ -192,8 +202,10 @@ def _exponent_bounds(
     to the state, times the largest feature of the query; exponents of keys need no bound, since
     what is too large for a float shows as inf.
     """
-    if key.log_weight is not None or not (
-        isinstance(key_spec, Exponential) and isinstance(query_spec, Exponential)
+    if (
+        key.log_weight is not None
+        or key.log_decay is not None
+        or not (isinstance(key_spec, Exponential) and isinstance(query_spec, Exponential))
     ):
         return np.asarray(inf)
     least = common.value_weights.min(axis=(-2, -1))
@@ -213,7 +225,7 @@ def _scan_stabilized(
     values_and_one: Floats,
     state: State,
     want_log: bool,
-) -> tuple[Partial, State]:
+) -> tuple[Partial, State] | Declined:
     """Scan on the maximum so far of each feature, each row on its own largest."""
     queries, keys, before, row, c = stabilize(query_spec, key_spec, query, key, state)
     (n, e), kvz, num_den = values_and_one.shape[-2:], before, None
@@ -222,12 +234,26 @@ def _scan_stabilized(
         sums = Triangles(q, k, values_and_one.shape[:-2], kvz, size)
         if num_den is None:
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
-        sums.add(*sums.split(values_and_one[..., rows, :]), *sums.split(num_den[..., rows, :]))
+        decays = decay_of_tiles(key.log_decay, rows, q.shape[-2] // size, size, kvz.dtype)
+        (v,), (out,) = (sums.split(x[..., rows, :]) for x in (values_and_one, num_den))
+        sums.add(v, out, next(decays))
         kvz = sums.state()
     assert num_den is not None
     z = before[..., -1].sum(axis=-1).max()
     floor = EXP_LOSS * floor_of(kvz.dtype) * (kvz.shape[-2] * (state.length + n) + z)
+    if not _is_kept(key_spec, key, kvz, floor):
+        return UNDERFLOWED
     is_large = all_large(num_den[..., -1:], values_and_one, state.kvz, floor)
     log_row = row_log(query_spec, query, row, want_log)
     part = Partial(num_den, log_row, accepted=is_large and all_finite(num_den))
     return part, State(kvz, c, state.length + n)
+
+
+def _is_kept(key_spec: Spec, key: Tokens, kvz: Floats, floor: float) -> bool:
+    """Whether no feature of a state has decayed to what underflow may have changed.
+
+    Without decay a feature holds what it held; those of other specs share one log scale anyway.
+    """
+    if key.log_decay is None or not isinstance(key_spec, Exponential):
+        return True
+    return bool(kvz[..., -1].min() >= floor)

@@ -183,8 +183,8 @@ def _tokens_and_features(n: int, m: int, j: int) -> tuple[int, int]:
     return (min(size, n), features) if fits else (n, m)
 
 
-def weighted(values_and_one: Floats, weights: Floats) -> Floats:
+def weighted(values_and_one: Floats, weights: Floats, name: str = "values_and_one") -> Floats:
     """Multiply in a buffer."""
-    lead = broadcast_lead(values_and_one.shape[:-2], weights.shape[:-2])
-    out = buffer("values_and_one", (*lead, *values_and_one.shape[-2:]), values_and_one.dtype)
+    lead = np.broadcast_shapes(values_and_one.shape[:-2], weights.shape[:-2])
+    out = buffer(name, (*lead, *values_and_one.shape[-2:]), values_and_one.dtype)
     return np.asarray(np.multiply(values_and_one, weights, out=out))

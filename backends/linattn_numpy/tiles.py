@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 
-__all__ = ["moveaxis", "split_sub_blocks", "split_tiles", "sub_blocks", "tiles"]
+__all__ = ["lower", "moveaxis", "split_sub_blocks", "split_tiles", "sub_blocks", "tiles"]
 
 Floats = NDArray[Any]
 
@@ -45,6 +46,12 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
 def split_tiles(x: Floats, *shape: int) -> Floats:
     """Give the rows of a number of tiles this shape, and put the tiles first."""
     return moveaxis(x.reshape(*x.shape[:-2], -1, *shape, x.shape[-1]), x.ndim - 2, 0)
+
+
+@cache
+def lower(size: int, dtype: Any) -> Floats:
+    """Ones at and below the diagonal."""
+    return np.tri(size, dtype=dtype)
 
 
 def moveaxis(x: Floats, source: int, target: int) -> Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -10,17 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn_numpy.buffers import buffer
-from linattn_numpy.products import broadcast_lead, multiply, transposed
-from linattn_numpy.tiles import moveaxis, split_tiles
+from linattn_numpy.decay import Decay
+from linattn_numpy.products import broadcast_lead, multiply, transposed, weighted
+from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
 __all__ = ["Triangles"]
 
 Floats = NDArray[Any]
-
-
-@cache
-def _lower(size: int, dtype: Any) -> Floats:
-    return np.tri(size, dtype=dtype)
 
 
 class Triangles:
@@ -42,7 +37,7 @@ class Triangles:
         heads = broadcast_lead(q.shape[:-3], k.shape[:-3])
         self._scores = buffer("scores", (*heads, h, count, size, size), dtype)
         self._parts = list(moveaxis(self._scores, -4, 0))
-        self._visible = _lower(size, dtype)
+        self._visible = lower(size, dtype)
         # Sub-blocks come first: one state is added to the next as a row of numbers.
         lead = broadcast_lead(k.shape[:-3], lead, kvz.shape[:-2])
         states = buffer("states", (count + 1, *lead, h * r, e), dtype)
@@ -50,6 +45,9 @@ class Triangles:
         *self._steps, self._last_step = pairwise(each)
         self._next = each[0]
         self._start = states[0]
+        by_head = list(states.reshape(count + 1, *lead, h * r * e))
+        self._heads, self._last = list(pairwise(by_head)), each[-1]
+        self._faded = buffer("faded", by_head[0].shape, dtype)
         halves = moveaxis(states.reshape(count + 1, *lead, h, r, e), 0, -3)
         self._before, self._added = halves[..., :count, :, :], halves[..., 1:, :, :]
         self._start[...] = kvz
@@ -61,25 +59,37 @@ class Triangles:
         """Rows of a number of tiles, one after the other along the first axis, for :meth:`add`."""
         return split_tiles(x, *self._shape)
 
-    def add(self, v: Floats, out: Floats) -> None:
+    def add(self, v: Floats, out: Floats, decay: Decay | None = None) -> None:
         """Write the sums of a tile with values ``v`` to ``out`` and go on from the state after it.
 
-        Both are ``(..., n / size, size, e)``.
+        Both are ``(..., n / size, size, e)``. ``decay``: what is left of keys and states.
         """
         first, *rest = self._parts
         np.matmul(self._q, transposed(self._k), out=self._scores)
         for part in rest:
             np.add(first, part, out=first)
-        np.multiply(first, self._visible, out=first)
+        np.multiply(first, self._visible if decay is None else decay.pairs, out=first)
         np.matmul(first, v, out=out)
-        np.matmul(transposed(self._k), v[..., None, :, :, :], out=self._added)
-        for before, after in self._steps:
-            np.add(before, after, out=after)
+        if decay is None:
+            np.matmul(transposed(self._k), v[..., None, :, :, :], out=self._added)
+            for before, after in self._steps:
+                np.add(before, after, out=after)
+        else:
+            left = weighted(v, decay.keys, "decayed_values")
+            np.matmul(transposed(self._k), left[..., None, :, :, :], out=self._added)
+            for (before, after), factor in zip(self._heads, decay.states, strict=True):
+                np.multiply(before, factor, out=self._faded)
+                np.add(self._faded, after, out=after)
         multiply(self._q, self._before, self._reads)
         for read in self._read_parts:
+            if decay is not None:
+                np.multiply(read, decay.rows, out=read)
             np.add(out, read, out=out)
         # What comes after the last sub-block is where the next tile begins.
-        np.add(*self._last_step, out=self._next)
+        if decay is None:
+            np.add(*self._last_step, out=self._next)
+        else:
+            np.copyto(self._next, self._last)
 
     def state(self) -> Floats:
         """Return the state after the last tile."""

@@ -12,6 +12,7 @@ from linattn._dispatch import BlockFunctions, is_declined
 from linattn._driver.tasks import take, take_problem, take_state, task_index
 from linattn._driver.wrappers import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
+from linattn._generic.decay import fade, faded_rows, near
 from linattn._generic.hierarchical import scan_hierarchical
 from linattn._generic.separate import scan_separate
 from linattn.typing import (
@@ -32,6 +33,11 @@ UNDERFLOWED = Declined("rows underflowed: redone hierarchically", by_head=True)
 MAX_DECLINED_TOKENS = 512
 """Tokens of a causal block that is not cut where a backend declines it, and costs its square."""
 
+MAX_DECAYED_TOKENS = 64
+"""Tokens of a causal block with a decay that is not cut where rows of it are rejected.
+
+They see only what has decayed far; the state before a shorter block is nearer to it.
+"""
 
 EXP_LOSS = 32.0
 """Smallest normal numbers that a product of two exponentials, each at most 1, may have lost.
@@ -140,25 +146,42 @@ def causal_block(
 def _scanned(
     problem: Problem, functions: BlockFunctions, block: Any
 ) -> tuple[Partial, State] | None:
-    """Scan a block, every row accepted; None where a backend declines one so long."""
+    """Scan a block, every row accepted; None where one so long is declined or rejected."""
     _, _, query, key, values_and_one, state = block
-    scan_block: Any = functions.backend_alone("scan_block")
+    xp = problem.xp
+    name = "scan_block" if key.log_decay is None else "scan_decayed_block"
+    scan_block: Any = functions.backend_alone(name)
     answer: Any = NotImplemented if scan_block is None else scan_block(*block, problem.want_log)
     if isinstance(answer, Declined) and answer.by_head:
         return _each_head(problem, functions, query, key, values_and_one, state)
     if is_declined(answer):
         if scan_block is not None and values_and_one.shape[-2] > MAX_DECLINED_TOKENS:
             return None
-        generic: Any = _generic.scan_block
-        answer = generic(*block, problem.want_log)
+        answer = getattr(_generic, name)(*block, problem.want_log)
     part, after = answer
     if part.accepted:
         return part, after
     rejected = rejected_rows(part, key.log_weight, values_and_one, state, problem.num_features)
     if rejected is not None:
-        functions.note("scan_block", UNDERFLOWED)
+        functions.note(name, UNDERFLOWED)
+        if key.log_decay is not None:
+            if key.log_weight is not None and not bool(xp.any(key.log_weight > -xp.inf)):
+                return _only_read(problem, functions, query, key.log_decay, state)
+            if values_and_one.shape[-2] > MAX_DECAYED_TOKENS:
+                return None
         part = _redone(problem, block, part, rejected)
     return part, after
+
+
+def _only_read(
+    problem: Problem, functions: BlockFunctions, query: Tokens, log_decay: Array, state: State
+) -> tuple[Partial, State]:
+    """Read a state that decays while all keys are masked."""
+    before, log = near(state)
+    part = functions.read_block(problem.query_spec, query, before, problem.want_log)
+    part = part._replace(log=faded_rows(part.log + log, log_decay))
+    after = fade(state, problem.xp.sum(log_decay, axis=-2))
+    return part, State(after.kvz, after.log_scale, state.length + query.x.shape[-2])
 
 
 def _redone(problem: Problem, block: Any, part: Partial, rejected: Array) -> Partial:
@@ -218,7 +241,10 @@ def _each_head(
 
 
 def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
-    return Tokens(take(tokens.x, 2, task), take(tokens.log_weight, 2, task), tokens.start)
+    x, log_weight, log_decay = (
+        take(array, 2, task) for array in (tokens.x, tokens.log_weight, tokens.log_decay)
+    )
+    return Tokens(x, log_weight, tokens.start, log_decay)
 
 
 def _empty_partial(problem: Problem, n: int, values_and_one: Array) -> Partial:
@@ -229,5 +255,8 @@ def _empty_partial(problem: Problem, n: int, values_and_one: Array) -> Partial:
 
 
 def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
-    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
-    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)
+    x, log_weight, log_decay = (
+        None if array is None else array[..., rows, :]
+        for array in (tokens.x, tokens.log_weight, tokens.log_decay)
+    )
+    return Tokens(x, log_weight, tokens.start + rows.start, log_decay)

@@ -20,12 +20,7 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.clusters import sort_keys
-from linattn._driver.decay import (
-    decayed_block,
-    decayed_size,
-    key_block,
-    key_block_at_end,
-)
+from linattn._driver.decay import key_block, key_block_at_end
 from linattn._driver.exact import exact_parts
 from linattn._driver.local import is_banded, local_rows
 from linattn._driver.modifiers import total_decay
@@ -163,11 +158,10 @@ def read_blocks(walk: Walk, state: State, start: int) -> Iterator[State]:
 def scan_blocks(walk: Walk, state: State) -> Iterator[State]:
     """Go through a problem causally: the state after each block."""
     problem, functions, start = walk.problem, walk.functions, state.length
-    size = decayed_size(problem, walk.block_size)
-    for rows in block_slices(problem.query.shape[-2], size):
+    for rows in block_slices(problem.query.shape[-2], walk.block_size):
         if walk.store is not None:
             walk.store(rows.start, state)
-        part, state = decayed_block(
+        part, state = causal_block(
             problem,
             functions,
             token_block(problem, "query", rows, start),

@@ -11,7 +11,7 @@ from linattn._generic.block_vjps import (
     read_block_vjp,
     reduce_block_vjp,
 )
-from linattn._generic.causal import scan_block
+from linattn._generic.causal import scan_block, scan_decayed_block
 from linattn._generic.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
 from linattn._generic.clusters import assign_block, choose_block, clusters_block
 from linattn._generic.column_means import normalize_state
@@ -61,6 +61,7 @@ __all__ = [
     "reduce_block_vjp",
     "run_in_order",
     "scan_block",
+    "scan_decayed_block",
     "scan_key_vjp",
     "scan_query_vjp",
     "scan_vjp",

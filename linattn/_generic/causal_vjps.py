@@ -19,11 +19,10 @@ from linattn._generic.block_vjps import (
     row_scale,
     times_values,
 )
+from linattn._generic.decay import faded_keys, faded_rows
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import scaled_features
 from linattn._generic.hierarchical import (
-    faded_keys,
-    faded_rows,
     left_or_right,
     level_sizes,
     pad,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from linattn._arrays import namespace
-from linattn._generic.decay import decay_since, decay_until, fade
+from linattn._generic.decay import fade, faded_keys, faded_rows, near
 from linattn._generic.features import query_features, row_features
 from linattn._generic.numerics import finite_shift
 from linattn._generic.states import absorb, combine, read
@@ -18,8 +18,6 @@ from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 
 __all__ = [
     "exact_causal_block",
-    "faded_keys",
-    "faded_rows",
     "left_or_right",
     "level_sizes",
     "pad",
@@ -111,8 +109,12 @@ def scan_features_hierarchical(
     size = 1 << (n - 1).bit_length()
     queries, keys = pad_features(queries, size, 0.0), pad_features(keys, size, -float("inf"))
     values_and_one, log_decay = pad(values_and_one, size), pad(log_decay, size)
-    part = read(queries, state)
-    part = part._replace(log=faded_rows(part.log, log_decay))
+    if log_decay is None:
+        part = read(queries, state)
+    else:
+        before, log = near(state)
+        part = read(queries, before)
+        part = part._replace(log=faded_rows(part.log + log, log_decay))
     if sees_itself:
         part = combine(read_diagonal(queries, keys, values_and_one), part)
     for half in level_sizes(size):
@@ -133,21 +135,6 @@ def scan_features_hierarchical(
     after = absorb(keys, values_and_one, state)
     after = State(after.kvz, after.log_scale, state.length + n)
     return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
-
-
-def faded_keys(keys: Features, log_decay: Array | None) -> Features:
-    """Let keys decay to the end of their run."""
-    if log_decay is None:
-        return keys
-    xp = namespace(keys.log)
-    return keys._replace(log=keys.log + xp.astype(decay_until(log_decay), keys.log.dtype))
-
-
-def faded_rows(log: Array, log_decay: Array | None) -> Array:
-    """Let logs of rows decay from the start of their run."""
-    if log_decay is None:
-        return log
-    return log + namespace(log).astype(decay_since(log_decay), log.dtype)
 
 
 def read_diagonal(queries: Features, keys: Features, values_and_one: Array) -> Partial:

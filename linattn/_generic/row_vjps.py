@@ -17,10 +17,9 @@ from linattn._generic.block_vjps import (
     times_values,
 )
 from linattn._generic.causal_vjps import key_triangle, query_triangle
-from linattn._generic.decay import fade
+from linattn._generic.decay import fade, faded_keys, faded_rows
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import scaled_features
-from linattn._generic.hierarchical import faded_keys, faded_rows
 from linattn._generic.states import absorb
 from linattn.typing import Array, Features, Spec, State, Tokens
 

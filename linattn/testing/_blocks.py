@@ -201,11 +201,14 @@ def _block(
     key = Tokens(_masked(tokens(heads.key, n, start).x, log_weight), log_weight, start)
     values = values_and_one(heads.value, n)
     want_log = bool(rng.integers(2))
+    strongest = float(rng.choice([0.0, 0.1, 3.0, 200.0]))
+    decayed = key._replace(log_decay=-strongest * rng.random((*heads.key, n, 1)))
     specs = (pair.query, pair.key)
     arguments: dict[str, tuple[Any, ...]] = {
         "reduce_block": (pair.key, key, values, state),
         "read_block": (pair.query, query, state, want_log),
         "scan_block": (*specs, query, key, values, state, want_log),
+        "scan_decayed_block": (*specs, query, decayed, values, state, want_log),
     } | _exact_arguments(rng, heads, query, key, values)
     value = values[..., :-1]
     arguments["values_block"] = (value, None if log_weight is None else log_weight > -np.inf)
@@ -340,6 +343,7 @@ def _scan_block(*arguments: Any) -> Any:
 
 REFERENCES: dict[str, Callable[..., Any]] = {
     "scan_block": _scan_block,
+    "scan_decayed_block": _scan_block,
 } | {
     name: getattr(_generic, name)
     for name in (

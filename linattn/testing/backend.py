@@ -35,6 +35,7 @@ RESULTS = {
     "reduce_block": ("state",),
     "read_block": ("partial",),
     "scan_block": ("partial", "state"),
+    "scan_decayed_block": ("partial", "state"),
     "exact_block": ("partial",),
     "exact_more": ("partial",),
     "values_block": ("array",),
@@ -54,6 +55,9 @@ RESULTS = {
     "exact_key_vjp": ("key gradient", "gradient of [v, 1]"),
 }
 """What each block function returns."""
+
+SCANS = ("scan_block", "scan_decayed_block")
+"""Those that scan causal blocks, whose rows the driver accepts or not."""
 
 
 class BackendReport(Report):
@@ -271,7 +275,7 @@ def _compare(
         need(same, f"changes an argument of shape {tuple(ours.shape)} in place")
     if _dispatch.is_declined(result):
         if isinstance(result, Declined) and result.by_head:
-            heads = arguments[5].kvz.shape[:-2] if name == "scan_block" else ()
+            heads = arguments[5].kvz.shape[:-2] if name in SCANS else ()
             need(np.prod(heads) > 1, "declines by head what has one head, or no causal block")
         return result
     names = RESULTS[name]
@@ -290,7 +294,7 @@ def _compare(
     answers: Any = zip(names, cast(results, to_host), wanted, strict=True)
     for what, got, want in answers:
         options: dict[str, Any] = {}
-        if what == "partial" and name in ("read_block", "scan_block"):
+        if what == "partial" and name in ("read_block", *SCANS):
             options["want_log"] = arguments[-1]
         if what == "partial" and rejected is not None:
             got, want = _without(got, rejected), _without(want, rejected)
@@ -302,7 +306,7 @@ def _compare(
 
 def _rejected(name: str, results: Any, arguments: tuple[Any, ...]) -> NDArray[Any] | None:
     """Rows of a causal block that the driver would do again."""
-    if name != "scan_block" or not isinstance(results[0], Partial) or results[0].accepted:
+    if name not in SCANS or not isinstance(results[0], Partial) or results[0].accepted:
         return None
     key, state = arguments[3], arguments[5]
     m = state.kvz.shape[-2]

@@ -119,6 +119,19 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
+    def scan_decayed_block(
+        query_spec: Spec,
+        key_spec: Spec,
+        query: Tokens,
+        key: Tokens,
+        values_and_one: Array,
+        state: State,
+        want_log: bool,
+    ) -> tuple[Partial, State] | Declined:
+        """Compute the same with keys that have a ``log_decay``."""
+        ...
+
+    @staticmethod
     def exact_block(
         spec: Exact,
         query: Tokens,

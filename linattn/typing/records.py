@@ -60,8 +60,8 @@ class Tokens(NamedTuple):
     start : int
         Position of the first token of the block in its sequence.
     log_decay : Array or None
-        ``(..., n, 1)``: what is added to the log scale of the state before each of these keys. None
-        for all tokens that a backend is given.
+        ``(..., n, 1)``: what is added to the log scale of the state before each of these keys, at
+        most 0; a backend is given it in ``scan_decayed_block`` only.
     """
 
     x: Array
