@@ -23,6 +23,7 @@ from linattn.cli import (
     info,
     inputs,
     methods,
+    published,
     report,
     run,
 )
@@ -209,8 +210,9 @@ class TestInputs:
 
     def test_continued_repeats_the_head_with_noise(self):
         sample = inputs.sample()
-        arrays = inputs.continued(sample, 4000, np.random.default_rng(0))
-        again = inputs.continued(sample, 4000, np.random.default_rng(0))
+        *arrays, bias = inputs.continued(sample, 4000, np.random.default_rng(0))
+        *again, _ = inputs.continued(sample, 4000, np.random.default_rng(0))
+        assert bias is None
         source = []
         for ours, theirs, same in zip(
             arrays, (sample.query[0], sample.key[0], sample.value[0]), again, strict=True
@@ -231,19 +233,19 @@ class TestInputs:
         longer = inputs.sample().longer
         assert longer is not None
         assert longer.query.shape == (1, 2560, 32)
-        arrays = inputs.continued(longer, 3000, np.random.default_rng(0))
+        *arrays, _ = inputs.continued(longer, 3000, np.random.default_rng(0))
         for array, real in zip(arrays, linattn.datasets.pretrained_long_qkv(), strict=True):
             np.testing.assert_array_equal(array[:2560], real[0, 0])
 
     def test_continued_shorter_than_the_head_is_its_prefix(self, small):
-        query, key, value = inputs.continued(small, 7, np.random.default_rng(0))
+        query, key, value, _ = inputs.continued(small, 7, np.random.default_rng(0))
         np.testing.assert_array_equal(query, small.query[0, :7])
         np.testing.assert_array_equal(key, small.key[0, :7])
         np.testing.assert_array_equal(value, small.value[0, :7])
 
     def test_continued_cross_attention(self, tmp_path):
         loaded = inputs.load(save(tmp_path / "cross.npz", query=np.ones((3, 8))))
-        arrays = inputs.continued(loaded, 50, np.random.default_rng(0))
+        *arrays, _ = inputs.continued(loaded, 50, np.random.default_rng(0))
         assert [array.shape for array in arrays] == [(50, 8), (50, 8), (50, 4)]
 
 
@@ -491,7 +493,9 @@ class TestEntry:
         result = call("compare", "--list")
         assert result.exit_code == 0
         lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
-        assert [name for name, _ in lines] == [method.name for method in methods.METHODS]
+        assert [name for name, _ in lines] == [
+            method.name for method in (*methods.METHODS, *published.PUBLISHED)
+        ]
         assert all(about for _, about in lines)
 
     @pytest.mark.parametrize(

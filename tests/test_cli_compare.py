@@ -19,6 +19,7 @@ from linattn import reference
 from linattn.cli import (
     compare,
     inputs,
+    method,
     methods,
     plots,
     sweep,
@@ -38,12 +39,13 @@ def small(file):
     return inputs.load(file)
 
 
-def row(method, median, *, is_baseline=False, held_out=False, num_features=None, exact_share=0.0):
+def row(method, median, *, kind="map", held_out=False, num_features=None, exact_share=0.0):
     return compare.Row(
         method=method,
         label=method.upper(),
         num_features=num_features,
-        is_baseline=is_baseline,
+        kind=kind,
+        cost=1.0,
         held_out=held_out,
         exact_share=exact_share,
         failure="",
@@ -57,8 +59,8 @@ def row(method, median, *, is_baseline=False, held_out=False, num_features=None,
     )
 
 
-UNIFORM = row("uniform", 0.5, is_baseline=True)
-EXACT = row("exact", 0.0, is_baseline=True)
+UNIFORM = row("uniform", 0.5, kind="reference")
+EXACT = row("exact", 0.0, kind="reference")
 
 
 class TestCompare:
@@ -117,7 +119,9 @@ class TestCompare:
         assert other["errors"][0]["heads"] != record["errors"][0]["heads"]
 
     @pytest.mark.parametrize("is_causal", [False, True])
-    @pytest.mark.parametrize("method", [*methods.METHODS, *methods.BASELINES], ids=lambda m: m.name)
+    @pytest.mark.parametrize(
+        "method", [*methods.METHODS, *methods.REFERENCES], ids=lambda m: m.name
+    )
     def test_every_method_against_the_oracle(self, small, method, is_causal):
         exact = compare.exact_output(small, is_causal=is_causal)
         truth = reference.softmax_attention(
@@ -276,7 +280,7 @@ class TestCompare:
         def attend(*arguments, **options):
             raise MemoryError
 
-        greedy = methods.Method("greedy", "greedy", lambda *arguments: attend, False)
+        greedy = method.Method("greedy", "greedy", lambda *arguments: attend, False)
         exact = small.value.astype(np.float64)
         case = compare.Case(greedy, None)
         found = compare.measure(case, small, exact, is_causal=False, seed=0, draws=3)
@@ -369,12 +373,12 @@ class TestError:
         )
 
     def test_a_head_that_is_not_finite_counts_as_the_worst(self, small):
-        def attend(query, key, value, *, is_causal):
+        def attend(query, key, value, *, is_causal, key_bias=None):
             output = value.copy()
             output[:2] = np.nan
             return output
 
-        broken = methods.Method("broken", "broken", lambda *arguments: attend, False)
+        broken = method.Method("broken", "broken", lambda *arguments: attend, False)
         exact = small.value.astype(np.float64)
         found = compare.measure(
             compare.Case(broken, None), small, exact, is_causal=False, seed=0, draws=3
@@ -525,7 +529,7 @@ class TestSweep:
         """Times of the pretended calls: 1 ms and 4 ms at 1024 tokens, growing by power laws."""
 
         def attend(curve):
-            def run(query, key, value, *, is_causal):
+            def run(query, key, value, *, is_causal, key_bias):
                 calls.append((curve, len(query)))
 
             return run
@@ -542,7 +546,7 @@ class TestSweep:
         told: list[str] = []
         lengths = [1024 * 2**k for k in range(5)]
         found = sweep.sweep(
-            [np.zeros((lengths[-1], 2))] * 3,
+            [*[np.zeros((lengths[-1], 2))] * 3, None],
             lengths,
             {"linear": attend("linear"), "exact": attend("exact")},
             label="x",
@@ -622,13 +626,13 @@ class TestPictures:
     @staticmethod
     def rows():
         found = []
-        for index, method in enumerate(methods.METHODS):
+        for index, known in enumerate(methods.METHODS):
             middle = 0.02 * 1.4**index
-            for columns in (64, 128) if method.has_num_features else (None,):
+            for columns in (64, 128) if known.has_num_features else (None,):
                 found.append(
                     replace(
-                        row(method.name, middle, num_features=columns),
-                        label=method.label,
+                        row(known.name, middle, num_features=columns),
+                        label=known.label,
                         heads=((middle / 2, middle / 1.5, middle, middle * 1.5, middle * 2),),
                     )
                 )

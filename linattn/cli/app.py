@@ -68,8 +68,9 @@ def _version() -> str:
 
 def _methods() -> str:
     from linattn.cli.methods import METHODS
+    from linattn.cli.published import PUBLISHED
 
-    return "\n".join(f"{method.name:18} {method.about}" for method in METHODS)
+    return "\n".join(f"{method.name:18} {method.about}" for method in (*METHODS, *PUBLISHED))
 
 
 def _map_names() -> str:
@@ -108,14 +109,21 @@ _Maps = Annotated[
     typer.Option(
         metavar="NAMES",
         help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
-        "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Repeat the "
-        "option or use commas, here and below.  [default: all that fit]",
+        "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Or published "
+        "attentions, see --list. Repeat the option or use commas, here and below.  "
+        "[default: all maps that fit]",
     ),
 ]
 _ListMaps = Annotated[
     bool,
     typer.Option(
         "--list", callback=_show(_methods), is_eager=True, help="Say what these maps are, and exit."
+    ),
+]
+_Baselines = Annotated[
+    bool,
+    typer.Option(
+        "--baselines", help="Measure published attentions beside the maps, at equal cost."
     ),
 ]
 _NumFeatures = Annotated[
@@ -154,7 +162,11 @@ _MaxHeads = Annotated[
 ]
 _Out = Annotated[
     Path,
-    typer.Option(metavar="DIR", help="Folder for compare.json, error.png and time.png."),
+    typer.Option(
+        metavar="DIR",
+        help="Folder for compare.json, error.png, time.png and, with published attentions, "
+        "frontier.png.",
+    ),
 ]
 
 
@@ -163,6 +175,7 @@ def compare(
     input_file: _InputFile = None,
     maps: _Maps = None,
     list_maps: _ListMaps = False,
+    baselines: _Baselines = False,
     num_features: _NumFeatures = None,
     causal: _Causal = False,
     lengths: _Lengths = None,
@@ -193,6 +206,7 @@ def compare(
             settings.Settings(
                 input=input_file,
                 maps=tuple(method.name for method in chosen),
+                baselines=baselines,
                 num_features=counts,
                 lengths=settings.integers(
                     "--lengths",
@@ -388,21 +402,27 @@ def _compare(settings: Settings) -> None:
     from rich.console import Console
 
     from linattn.cli import inputs, plots, report, tables
-    from linattn.cli.run import run, steps
+    from linattn.cli.published import NEED_TRAINING
+    from linattn.cli.run import ALL, run, steps
 
     given = inputs.sample() if settings.input is None else inputs.load(settings.input)
-    report.prepare_folder(settings.out, report.FILES)
+    by_cost = settings.baselines or not set(settings.maps) <= ALL
+    names = (*report.FILES, *([report.FRONTIER] if by_cost else []))
+    report.prepare_folder(settings.out, names)
     if given.question:
         _warn(given.question)
     with _progress(steps(settings, given)) as notify:
         results = run(settings, given, notify)
     found, is_causal = results.sweep, settings.is_causal
-    contents = (
-        report.as_json(results.record()),
-        plots.png(plots.error_figure(results.rows, results.inputs, is_causal=is_causal)),
-        plots.png(plots.time_figure(found, results.inputs, is_causal=is_causal)),
-    )
-    for name, content in zip(report.FILES, contents, strict=True):
+    of_rows = (results.rows, results.inputs)
+    figures = [
+        plots.error_figure(*of_rows, is_causal=is_causal),
+        plots.time_figure(found, results.inputs, is_causal=is_causal),
+    ]
+    if by_cost:
+        figures.append(plots.frontier_figure(*of_rows, is_causal=is_causal))
+    contents = (report.as_json(results.record()), *map(plots.png, figures))
+    for name, content in zip(names, contents, strict=True):
         report.write(settings.out / name, content)
 
     # A narrower terminal breaks the lines of a table; nothing may be cut off.
@@ -411,7 +431,10 @@ def _compare(settings: Settings) -> None:
     say(f"Input: {results.inputs.source}", whole=True)
     if results.inputs.left_out:
         say(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
-    console.print(tables.error_table(results.rows, results.inputs, is_causal=is_causal))
+    table = tables.cost_table if by_cost else tables.error_table
+    console.print(table(*of_rows, is_causal=is_causal))
+    if settings.baselines:
+        say(tables.left_out_methods_text(results.left_out, NEED_TRAINING))
     if any(row.failure for row in results.rows):
         say(tables.failures_text(results.rows))
     say(tables.norms_text(results.norms))
@@ -419,7 +442,7 @@ def _compare(settings: Settings) -> None:
     say(tables.crossover_text(found))
     if found.left_out:
         say(tables.left_out_text(found))
-    say(f"Written to {settings.out}: {', '.join(report.FILES)}", whole=True)
+    say(f"Written to {settings.out}: {', '.join(names)}", whole=True)
     say(f"Verdict: {results.verdict.sentence}", whole=True)
 
 

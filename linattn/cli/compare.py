@@ -15,7 +15,8 @@ import numpy.typing as npt
 import linattn
 from linattn.cli.errors import CommandError
 from linattn.cli.inputs import Inputs
-from linattn.cli.methods import BASELINES, EXACT, FAILURES, UNIFORM, Attend, Method
+from linattn.cli.method import FAILURES, Attend, Method, Sizes, exact_multiplications
+from linattn.cli.methods import EXACT, REFERENCES, UNIFORM
 from linattn.cli.sweep import Crossover
 from linattn.cli.text import duration, reason
 from linattn.cli.timing import fastest, peak_memory
@@ -32,6 +33,7 @@ __all__ = [
     "cheapest_row",
     "check",
     "exact_output",
+    "frontier",
     "judge",
     "measure",
     "prepare",
@@ -60,9 +62,7 @@ class Case(NamedTuple):
     @property
     def label(self) -> str:
         """The method with its number of columns, for people."""
-        if self.num_features is None:
-            return self.method.label
-        return f"{self.method.label} with {self.num_features} columns"
+        return _with_number(self.method.label, self.num_features, self.method.kind)
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,10 @@ class Row:
         The method's name and label.
     num_features : int or None
         Columns; None where they are no choice.
-    is_baseline : bool
-        Whether the row is there to be compared with, not to win.
+    kind : str
+        As in `linattn.cli.method.Method`: only rows of the kind "map" can win.
+    cost : float
+        Multiplications, as a share of those of exact attention.
     held_out : bool
         Whether the map was fitted to the first half of the tokens and judged on the second, so
         that its errors are those of shorter sequences: it cannot win either.
@@ -102,7 +104,8 @@ class Row:
     method: str
     label: str
     num_features: int | None
-    is_baseline: bool
+    kind: str
+    cost: float
     held_out: bool
     exact_share: float
     failure: str
@@ -117,14 +120,17 @@ class Row:
     @property
     def full_label(self) -> str:
         """The label with the number of columns, for people."""
-        if self.num_features is None:
-            return self.label
-        return f"{self.label} with {self.num_features} columns"
+        return _with_number(self.label, self.num_features, self.kind)
 
     @property
     def may_win(self) -> bool:
         """Whether the row is a map that approximated what it was judged on, and did not fail."""
-        barred = self.is_baseline or self.held_out or self.exact_share > MAX_EXACT_SHARE
+        return self.kind == "map" and self.counts
+
+    @property
+    def counts(self) -> bool:
+        """Whether the error says something about longer sequences."""
+        barred = self.held_out or self.exact_share > MAX_EXACT_SHARE
         return not barred and math.isfinite(self.median)
 
 
@@ -161,8 +167,8 @@ class Verdict:
 
 
 def cases(methods: Iterable[Method], num_features: Sequence[int], inputs: Inputs) -> Iterator[Case]:
-    """Yield every method with every number of columns that makes sense, then the baselines."""
-    for method in (*methods, *BASELINES):
+    """Yield every method with every number of columns that makes sense, then the references."""
+    for method in (*methods, *REFERENCES):
         most = method.max_features(inputs.key.shape[-2])
         for m in num_features if method.has_num_features else (None,):
             if m is None or m <= most:
@@ -180,8 +186,11 @@ def exact_output(inputs: Inputs, *, is_causal: bool) -> Float64:
     query, key, value = (
         array.astype(np.float64) for array in (inputs.query, inputs.key, inputs.value)
     )
+    bias = None if inputs.key_bias is None else inputs.key_bias.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        output: Float64 = linattn.softmax_attention(query, key, value, is_causal=is_causal)
+        output: Float64 = linattn.softmax_attention(
+            query, key, value, is_causal=is_causal, key_bias=bias
+        )
     if not np.isfinite(output).all():
         message = f"{inputs.source}: exact softmax attention overflows: the numbers are too large"
         raise CommandError(message)
@@ -240,11 +249,14 @@ def measure(
     gives a row that says so.
     """
     method, num_keys = case.method, inputs.key.shape[-2]
+    dims = inputs.query.shape[-1], inputs.value.shape[-1]
+    sizes = Sizes(inputs.query.shape[-2], num_keys, *dims, case.num_features or 0, is_causal)
     row = Row(
         method=method.name,
         label=method.label,
         num_features=case.num_features,
-        is_baseline=method in BASELINES,
+        kind=method.kind,
+        cost=method.multiplications(sizes) / exact_multiplications(sizes),
         held_out=method.held_out,
         exact_share=method.exact_share(num_keys, case.num_features or 0, is_causal),
         failure="",
@@ -275,8 +287,7 @@ def _measured(
     judged, truth = inputs, exact
     if row.held_out:
         half = max(1, inputs.key.shape[-2] // 2)
-        names = ("query", "key", "value")
-        judged = replace(inputs, **{name: getattr(inputs, name)[:, half:] for name in names})
+        judged = inputs.tokens(slice(half, None))
         truth = exact_output(judged, is_causal=is_causal)
     errors = []
     setup_seconds = math.inf
@@ -284,9 +295,9 @@ def _measured(
         start = perf_counter()
         attend = prepare(case, inputs, seed=seed, draw=draw)
         setup_seconds = min(setup_seconds, perf_counter() - start)
-        output = attend(judged.query, judged.key, judged.value, is_causal=is_causal)
+        output = attend(*judged.arrays, is_causal=is_causal, key_bias=judged.key_bias)
         errors.append(relative_error(output, truth))
-    call = partial(attend, inputs.query, inputs.key, inputs.value, is_causal=is_causal)
+    call = partial(attend, *inputs.arrays, is_causal=is_causal, key_bias=inputs.key_bias)
     timing = fastest(call, max_calls=10, max_seconds=0.5)
     over_all = np.concatenate(errors)
     return replace(
@@ -324,13 +335,14 @@ def judge(
     Parameters
     ----------
     rows : sequence of Row
-        With those of the baselines.
+        With those of the references.
     crossover : Crossover, optional
         Of the map that is the cheapest good one.
     degenerate : str
         Why any map would do on these inputs, if that is so.
     """
     uniform = uniform_row(rows).median
+    published = _published(rows)
     if degenerate or uniform <= GOOD_ENOUGH:
         why = degenerate or f"even uniform attention has a median error of {uniform:.2g} here"
         sentence = (
@@ -338,6 +350,8 @@ def judge(
             "keys and values of a trained model."
         )
         return Verdict(None, None, None, uniform, GOOD_ENOUGH, False, "", sentence)
+    if not any(row.kind == "map" for row in rows):
+        return Verdict(None, None, None, uniform, GOOD_ENOUGH, False, "", published.lstrip())
     cheapest, best = cheapest_row(rows), best_row(rows)
     use = "exact"
     if cheapest is not None:
@@ -354,11 +368,47 @@ def judge(
             " Maps that need no approximation for most pairs at this size are left out: measure "
             "them on more tokens."
         )
+    sentence += published
     good_enough = cheapest is not None
     if best is None:
         return Verdict(None, None, None, uniform, GOOD_ENOUGH, good_enough, use, sentence)
     found = (best.method, best.num_features, best.median)
     return Verdict(*found, uniform, GOOD_ENOUGH, good_enough, use, sentence)
+
+
+def frontier(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows than which no other one has less error at no more multiplications.
+
+    In the order of their cost; of rows whose errors count, bounds and references aside.
+    """
+    found: list[Row] = []
+    measured = [row for row in rows if row.counts and row.kind in ("map", "published")]
+    for row in sorted(measured, key=lambda row: (row.cost, row.median)):
+        if not found or row.median < found[-1].median:
+            found.append(row)
+    return found
+
+
+def _published(rows: Sequence[Row]) -> str:
+    """Say how near published attentions come, and what bounds them."""
+    measured = [row for row in rows if row.kind == "published" and row.counts]
+    if not measured:
+        return ""
+    best = min(measured, key=_median)
+    text = (
+        f" Of published attentions {best.full_label} comes nearest (median error "
+        f"{best.median:.2g}, {best.cost:.0%} of the multiplications of exact attention)"
+    )
+    equal = [row for row in rows if row.num_features == best.num_features and not row.failure]
+    ours = best_row(equal)
+    if ours is not None:
+        text += f"; with as many {ours.label} has {ours.median:.2g} ({ours.cost:.0%})"
+    bounds = [
+        f"{row.label.removeprefix('bound: ')} {row.median:.2g}"
+        for row in equal
+        if row.kind == "bound"
+    ]
+    return f"{text}; bounds: {', '.join(bounds)}." if bounds else f"{text}."
 
 
 def _worth(row: Row, rows: Sequence[Row], crossover: Crossover | None) -> tuple[str, str]:
@@ -404,6 +454,13 @@ def _not_enough(row: Row, rows: Iterable[Row], uniform: float) -> str:
 
 def _good_enough(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.may_win and row.median <= GOOD_ENOUGH]
+
+
+def _with_number(label: str, number: int | None, kind: str) -> str:
+    """Name a method with its columns, or its keys where it is no map."""
+    if number is None:
+        return label
+    return f"{label} with {number} {'columns' if kind == 'map' else 'keys'}"
 
 
 def _tied(row: Row, rows: Iterable[Row], number: Callable[[Row], float]) -> str:

@@ -14,9 +14,12 @@ from linattn import datasets
 from linattn.cli.errors import CommandError
 from linattn.cli.text import count, reason
 
-__all__ = ["NAMES", "NOISE", "Inputs", "continued", "limited", "load", "sample"]
+__all__ = ["BIAS", "NAMES", "NOISE", "Inputs", "continued", "limited", "load", "sample"]
 
 NAMES = ("query", "key", "value")
+
+BIAS = "key_bias"
+"""An array that a file may have."""
 
 NOISE = 0.1
 """Noise on repeated tokens, in units of each coordinate's standard deviation."""
@@ -40,6 +43,8 @@ class Inputs:
         What the user may have meant otherwise; else empty.
     longer : Inputs or None
         More tokens of the first head, for the time curves.
+    key_bias : ndarray or None
+        ``(H, S)`` log weights of keys, of the same dtype; -inf leaves a key out.
     """
 
     source: str
@@ -49,6 +54,18 @@ class Inputs:
     left_out: tuple[str, ...] = ()
     question: str = ""
     longer: Inputs | None = None
+    key_bias: FloatArray | None = None
+
+    @property
+    def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    def tokens(self, chosen: slice) -> Inputs:
+        """Return the inputs with these tokens only."""
+        query, key, value = (array[:, chosen] for array in self.arrays)
+        bias = None if self.key_bias is None else self.key_bias[:, chosen]
+        return replace(self, query=query, key=key, value=value, key_bias=bias)
 
     @property
     def degenerate(self) -> str:
@@ -60,7 +77,7 @@ class Inputs:
                 return f"{name} is all zero"
         return ""
 
-    def describe(self) -> dict[str, str | int | tuple[str, ...]]:
+    def describe(self) -> dict[str, str | int | bool | tuple[str, ...]]:
         """Return source, sizes and dtype under the names that the JSON file uses."""
         return {
             "source": self.source,
@@ -70,6 +87,7 @@ class Inputs:
             "dim": self.query.shape[2],
             "value_dim": self.value.shape[2],
             "dtype": str(self.query.dtype),
+            "key_bias": self.key_bias is not None,
             "left_out": self.left_out,
             "question": self.question,
         }
@@ -90,14 +108,16 @@ def load(path: Path) -> Inputs:
     """Read query, key and value from an .npz file and check them.
 
     Leading axes broadcast and become heads. float16 is computed in float32; nothing is ever
-    unpickled.
+    unpickled. A fourth array, key_bias, may hold log weights of keys.
 
     Raises
     ------
     CommandError
         The file cannot be read, or holds no such arrays.
     """
-    query, key, value = (_checked(path, name, array) for name, array in _read(path).items())
+    found = _read(path)
+    query, key, value = (_checked(path, name, found[name]) for name in NAMES)
+    key_bias = _checked_bias(path, found[BIAS], key) if BIAS in found else None
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.shape[-1] != key.shape[-1]:
         message = f"{path}: want query and key of one dim (last axis), got {shapes}"
@@ -106,7 +126,8 @@ def load(path: Path) -> Inputs:
         message = f"{path}: want key and value of one length (second last axis), got {shapes}"
         raise CommandError(message)
     try:
-        batch = np.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        of_bias = () if key_bias is None else key_bias.shape[:-1]
+        batch = np.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2], of_bias)
     except ValueError:
         message = f"{path}: want leading axes that broadcast, got {shapes}"
         raise CommandError(message) from None
@@ -118,7 +139,10 @@ def load(path: Path) -> Inputs:
         .astype(dtype, copy=False)
         for array in (query, key, value)
     )
-    return Inputs(str(path), query, key, value, question=question)
+    if key_bias is not None:
+        whole = np.broadcast_to(key_bias, (*batch, key_bias.shape[-1]))
+        key_bias = whole.reshape(-1, key_bias.shape[-1]).astype(dtype, copy=False)
+    return Inputs(str(path), query, key, value, question=question, key_bias=key_bias)
 
 
 def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool) -> Inputs:
@@ -151,17 +175,22 @@ def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool)
         np.ascontiguousarray(array[chosen, :max_tokens])
         for array in (inputs.query, inputs.key, inputs.value)
     )
-    return replace(inputs, query=query, key=key, value=value, left_out=tuple(left_out))
+    bias = inputs.key_bias
+    if bias is not None:
+        bias = np.ascontiguousarray(bias[chosen, :max_tokens])
+    inputs = replace(inputs, query=query, key=key, value=value, key_bias=bias)
+    return replace(inputs, left_out=tuple(left_out))
 
 
 def continued(
     inputs: Inputs, length: int, rng: np.random.Generator
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return one head of the inputs at any length, as query, key and value ``(length, ...)``.
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray | None]:
+    """Return one head of the inputs at any length: query, key, value and bias ``(length, ...)``.
 
     The first tokens are the head's own. Each further token repeats one of them, drawn at random
     (query, key and value of one position together where the lengths agree), plus Gaussian noise of
-    `NOISE` times the standard deviation of each coordinate over the head.
+    `NOISE` times the standard deviation of each coordinate over the head. Biases are repeated as
+    they are.
     """
     query, key, value = inputs.query[0], inputs.key[0], inputs.value[0]
     key_index = _positions(key.shape[0], length, rng)
@@ -173,6 +202,7 @@ def continued(
         _with_noise(query, query_index, rng),
         _with_noise(key, key_index, rng),
         _with_noise(value, key_index, rng),
+        None if inputs.key_bias is None else inputs.key_bias[0, key_index],
     )
 
 
@@ -230,7 +260,7 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
         message = f"{path}: want arrays {wanted}; found: {found}"
         raise CommandError(message)
     arrays = {}
-    for name in NAMES:
+    for name in (*NAMES, *({BIAS} & set(archive.files))):
         try:
             arrays[name] = np.asarray(archive[name])
         except MemoryError:
@@ -239,6 +269,22 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
             message = f"{path}: {name} cannot be read: {reason(error)}"
             raise CommandError(message) from None
     return arrays
+
+
+def _checked_bias(path: Path, array: npt.NDArray[np.generic], key: FloatArray) -> FloatArray:
+    """Check log weights of keys: one for each, -inf for a key that is left out."""
+    if array.ndim == 0 or array.shape[-1] != key.shape[-2]:
+        message = (
+            f"{path}: {BIAS}: want shape (..., length) with the length of key, got {array.shape} "
+            f"and key {key.shape}"
+        )
+        raise CommandError(message)
+    hidden = np.equal(array, -np.inf)
+    if np.all(hidden, axis=-1).any():
+        message = f"{path}: {BIAS}: want a key that is not left out in each head, got -inf for all"
+        raise CommandError(message)
+    finite = _checked(path, BIAS, np.atleast_2d(np.where(hidden, array.dtype.type(0), array)))
+    return np.where(hidden, finite.dtype.type(-np.inf), finite.reshape(array.shape))
 
 
 def _checked(path: Path, name: str, array: npt.NDArray[np.generic]) -> FloatArray:

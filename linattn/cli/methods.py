@@ -7,93 +7,41 @@ which is timed; what is done once (drawing a projection) belongs into `make`.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
 import linattn
 from linattn import feature_maps
+from linattn.cli.method import Attend, Method, Sizes
+from linattn.cli.published import PUBLISHED
 from linattn.typing import Array, FeatureMap
 
-__all__ = ["BASELINES", "EXACT", "FAILURES", "METHODS", "UNIFORM", "Attend", "Method", "select"]
-
-FAILURES = (ValueError, ArithmeticError, MemoryError)
-"""What a method may raise on inputs that it cannot do: the others are measured all the same."""
+__all__ = ["EXACT", "METHODS", "REFERENCES", "UNIFORM", "select"]
 
 
-class Attend(Protocol):
-    """One attention call, ready to be timed."""
-
-    def __call__(self, query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-        """Return the output, ``(..., L, e)``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to compute attention.
-
-    Attributes
-    ----------
-    name : str
-        What ``--maps`` and the JSON file call it.
-    label : str
-        What tables and plots call it.
-    make : callable
-        ``make(query, key, num_features, rng)`` returns the call. query and key are there for
-        maps that are fitted; num_features is None exactly when has_num_features is False.
-    has_num_features : bool
-        Whether the number of features is a choice; if not, the method is measured once.
-    is_random : bool
-        Whether another draw gives another result; if not, there is one.
-    causal : bool or None
-        What the method is for: causal attention, full attention, or either.
-    aligned : bool
-        Whether queries and keys must be of one length.
-    held_out : bool
-        Whether the map is fitted to the first half of the tokens, to be judged on the second.
-    max_features : callable
-        ``max_features(S)``: features that make sense for S keys, at most.
-    exact_share : callable
-        ``exact_share(S, num_features, is_causal)``: the share of all pairs of a query and a key
-        that need no approximation at this size: too large, and the error says nothing about
-        longer sequences.
-    about : str
-        What it is, in a line.
-    """
-
-    name: str
-    label: str
-    make: Callable[[Array, Array, int | None, np.random.Generator], Attend]
-    has_num_features: bool = True
-    is_random: bool = True
-    causal: bool | None = None
-    aligned: bool = False
-    held_out: bool = False
-    max_features: Callable[[int], float] = lambda num_keys: math.inf
-    exact_share: Callable[[int, int, bool], float] = lambda num_keys, num_features, is_causal: 0.0
-    about: str = ""
-
-    def obstacle(self, *, is_causal: bool, aligned: bool) -> str:
-        """Return why the method cannot be measured there; "" if it can."""
-        if self.causal is not None and self.causal != is_causal:
-            return "is for causal attention only" if self.causal else "is for full attention only"
-        if self.aligned and not aligned:
-            return "needs as many queries as keys"
-        return ""
-
-
-def _linear(feature_map: FeatureMap) -> Attend:
-    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+def _linear(feature_map: FeatureMap, window: int | None = None) -> Attend:
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        key_bias: Array | None = None,
+    ) -> Array:
         with warnings.catch_warnings():
             # The error that the tables show tells more.
             warnings.filterwarnings("ignore", ".* denominators are negative", UserWarning)
-            return linattn.linear_attention(query, key, value, feature_map, is_causal=is_causal)
+            return linattn.linear_attention(
+                query,
+                key,
+                value,
+                feature_map,
+                is_causal=is_causal,
+                key_bias=key_bias,
+                exact_window=window,
+            )
 
     return attend
 
@@ -137,13 +85,19 @@ def _landmarks(num_features: int | None, rng: np.random.Generator, window: int |
     """Fit to the sequence in every call: that is part of the work."""
     seed = int(rng.integers(2**63))
 
-    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        key_bias: Array | None = None,
+    ) -> Array:
         phi = feature_maps.LandmarkFeatures.fit(
-            query, key, num_features=num_features or 1, rng=seed
+            query, key, num_features=num_features or 1, key_bias=key_bias, rng=seed
         )
-        return linattn.linear_attention(
-            query, key, value, phi, is_causal=is_causal, exact_window=window
-        )
+        call = _linear(phi, window)
+        return call(query, key, value, is_causal=is_causal, key_bias=key_bias)
 
     return attend
 
@@ -156,37 +110,90 @@ def _calibrated(query: Array, key: Array, num_features: int | None) -> Attend:
         num_features=num_features or 1,
         exact_window=WINDOW,
     )
-
-    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-        return linattn.linear_attention(
-            query, key, value, phi, is_causal=is_causal, exact_window=WINDOW
-        )
-
-    return attend
+    return _linear(phi, WINDOW)
 
 
 def _coreset(num_features: int | None, rng: np.random.Generator) -> Attend:
     seed = int(rng.integers(2**63))
 
-    def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        key_bias: Array | None = None,
+    ) -> Array:
         stream = linattn.CoresetAttention(num_features or 1, block_size=WINDOW, rng=seed)
-        return stream.extend(query, key, value)
+        return stream.extend(query, key, value, key_bias=key_bias)
 
     return attend
 
 
-def _softmax(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-    return linattn.softmax_attention(query, key, value, is_causal=is_causal)
+def _softmax(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool,
+    key_bias: Array | None = None,
+) -> Array:
+    return linattn.softmax_attention(query, key, value, is_causal=is_causal, key_bias=key_bias)
 
 
-def _uniform(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
-    """Every query gives each key that it sees the same weight."""
+def _uniform(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool,
+    key_bias: Array | None = None,
+) -> Array:
+    """Every query gives each key that it sees the same weight, or that of its bias."""
+    if key_bias is not None:
+        nothing = np.zeros_like(query)
+        return _softmax(nothing, key, value, is_causal=is_causal, key_bias=key_bias)
     length = value.shape[-2]
     if is_causal:
         count = np.arange(1, length + 1, dtype=value.dtype)[:, None]
         return np.cumsum(value, axis=-2) / count
     mean = np.mean(value, axis=-2, keepdims=True)
     return np.repeat(mean, query.shape[-2], axis=-2)
+
+
+PROBES = 128
+"""Queries that landmarks are fitted to, by default."""
+
+CHUNK = 128
+"""Tokens of a causal block."""
+
+
+def _linear_cost(sizes: Sizes) -> float:
+    """Both products of a map with m columns, and projections to them."""
+    L, S, d, e, m, is_causal = sizes
+    pairs = L * CHUNK * (m + e + 1) if is_causal else 0
+    return (L + S) * m * (d + e + 1) + pairs
+
+
+def _elementwise_cost(sizes: Sizes) -> float:
+    L, S, d, e, _, is_causal = sizes
+    return (L + S) * d * (e + 1) + (L * CHUNK * (d + e + 1) if is_causal else 0)
+
+
+def _window_cost(sizes: Sizes) -> float:
+    return sizes.L * (2 if sizes.is_causal else 3) * WINDOW * (sizes.d + sizes.e)
+
+
+def _landmarks_cost(sizes: Sizes) -> float:
+    """Products with landmarks, assignment in four rounds, products with probes."""
+    L, S, d, e, m, _ = sizes
+    return L * m * (d + e) + 4 * S * m * d + PROBES * S * d
+
+
+def _coreset_cost(sizes: Sizes) -> float:
+    """Products with entries and exact blocks; two steps of clustering for each block."""
+    L, _, d, e, m, _ = sizes
+    return L * (m + 2 * WINDOW) * (d + e) + L / WINDOW * 2 * (m + WINDOW) * m * d
 
 
 METHODS: tuple[Method, ...] = (
@@ -197,6 +204,7 @@ METHODS: tuple[Method, ...] = (
             feature_maps.PositiveFeatures(query.shape[-1], num_features, rng=rng)
         ),
         about="PositiveFeatures: positive random features, orthogonal rows",
+        multiplications=_linear_cost,
     ),
     Method(
         "hyperbolic",
@@ -205,6 +213,7 @@ METHODS: tuple[Method, ...] = (
             feature_maps.HyperbolicFeatures(query.shape[-1], num_features, rng=rng)
         ),
         about="HyperbolicFeatures: positive random features in pairs",
+        multiplications=_linear_cost,
     ),
     Method(
         "trigonometric",
@@ -213,6 +222,7 @@ METHODS: tuple[Method, ...] = (
             feature_maps.TrigonometricFeatures(query.shape[-1], num_features, rng=rng)
         ),
         about="TrigonometricFeatures: random sines and cosines",
+        multiplications=_linear_cost,
     ),
     Method(
         "relu-performer",
@@ -221,6 +231,7 @@ METHODS: tuple[Method, ...] = (
             feature_maps.ActivationFeatures(query.shape[-1], num_features, rng=rng)
         ),
         about="ActivationFeatures: ReLU of random projections",
+        multiplications=_linear_cost,
     ),
     Method(
         "elu+1",
@@ -228,6 +239,7 @@ METHODS: tuple[Method, ...] = (
         lambda query, key, num_features, rng: _linear(feature_maps.EluFeatures()),
         about="EluFeatures: elu(x) + 1; no choice of columns",
         has_num_features=False,
+        multiplications=_elementwise_cost,
     ),
     Method(
         "relu",
@@ -235,6 +247,7 @@ METHODS: tuple[Method, ...] = (
         lambda query, key, num_features, rng: _linear(feature_maps.ReluFeatures()),
         about="ReluFeatures: ReLU; no choice of columns",
         has_num_features=False,
+        multiplications=_elementwise_cost,
     ),
     Method(
         "landmarks",
@@ -245,6 +258,7 @@ METHODS: tuple[Method, ...] = (
         # With a landmark for every key it would be exact attention.
         max_features=lambda num_keys: num_keys - 1,
         exact_share=_share_of_landmarks,
+        multiplications=_landmarks_cost,
     ),
     Method(
         "landmarks+window",
@@ -255,6 +269,7 @@ METHODS: tuple[Method, ...] = (
         aligned=True,
         max_features=lambda num_keys: num_keys - 1,
         exact_share=_share_of_either,
+        multiplications=lambda sizes: _landmarks_cost(sizes) + _window_cost(sizes),
     ),
     Method(
         "calibrated+window",
@@ -266,6 +281,7 @@ METHODS: tuple[Method, ...] = (
         held_out=True,
         max_features=lambda num_keys: num_keys // 2,
         exact_share=_in_window_of_half,
+        multiplications=lambda sizes: _linear_cost(sizes) + _window_cost(sizes),
     ),
     Method(
         "coreset",
@@ -276,6 +292,7 @@ METHODS: tuple[Method, ...] = (
         aligned=True,
         max_features=lambda num_keys: num_keys - 1,
         exact_share=_uncompressed,
+        multiplications=_coreset_cost,
     ),
 )
 
@@ -284,26 +301,37 @@ UNIFORM = Method(
     "uniform attention",
     lambda query, key, num_features, rng: _uniform,
     has_num_features=False,
+    kind="reference",
+    multiplications=lambda sizes: 0.0,
 )
 EXACT = Method(
-    "exact", "exact softmax", lambda query, key, num_features, rng: _softmax, has_num_features=False
+    "exact",
+    "exact softmax",
+    lambda query, key, num_features, rng: _softmax,
+    has_num_features=False,
+    kind="reference",
 )
 
-BASELINES: tuple[Method, ...] = (UNIFORM, EXACT)
+REFERENCES: tuple[Method, ...] = (UNIFORM, EXACT)
 """What the methods are held against: always measured, never the winner."""
 
 
-def select(names: tuple[str, ...]) -> tuple[Method, ...]:
-    """Return the methods of these names, in the order of the registry; all of them for no name.
+def select(names: tuple[str, ...], *, with_published: bool = False) -> tuple[Method, ...]:
+    """Return the methods of these names, in the order of the registry.
+
+    For no name all of the library's own are returned, and all published ones, too, if so wanted.
 
     Raises
     ------
     ValueError
         A name is unknown.
     """
-    known = [method.name for method in METHODS]
+    known = [method.name for method in (*METHODS, *PUBLISHED)]
     unknown = [name for name in names if name not in known]
     if unknown:
         message = f"want names out of {', '.join(known)}, got {', '.join(unknown)}"
         raise ValueError(message)
-    return tuple(method for method in METHODS if not names or method.name in names)
+    return (
+        *(method for method in METHODS if not names or method.name in names),
+        *(method for method in PUBLISHED if with_published or method.name in names),
+    )

@@ -13,13 +13,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from linattn.cli.compare import GOOD_ENOUGH, Row, uniform_row
+from linattn.cli.compare import GOOD_ENOUGH, Row, frontier, uniform_row
 from linattn.cli.inputs import Inputs
 from linattn.cli.methods import METHODS
+from linattn.cli.published import PUBLISHED
 from linattn.cli.sweep import Crossover, Sweep
 from linattn.cli.tables import size_text
 
-__all__ = ["COLORS", "error_figure", "png", "time_figure"]
+__all__ = ["COLORS", "error_figure", "frontier_figure", "png", "time_figure"]
 
 # A method has one colour, marker and dash in every picture. The first seven colours are those of
 # Okabe and Ito, which people with any colour vision tell apart; markers and dashes say the same.
@@ -63,7 +64,7 @@ def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Fig
     without = counts[0] / 2 if counts else 1
     by_method: dict[str, list[Row]] = {}
     for row in rows:
-        if not row.is_baseline:
+        if row.kind == "map":
             by_method.setdefault(row.method, []).append(row)
     outside = []
     for index, group in enumerate(by_method.values()):
@@ -77,19 +78,14 @@ def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Fig
             _draw_curve(axes, drawn, [offset * (row.num_features or without) for row in drawn])
     _draw_references(axes, uniform_row(rows))
     ticks: dict[float, str] = {number: f"{number:,}" for number in counts}
-    if any(row.num_features is None and not row.is_baseline for row in rows):
+    if any(row.num_features is None and row.kind == "map" for row in rows):
         ticks[without] = "no choice"
     axes.set_xscale("log", base=2)
     axes.set_xlim(min(ticks) / 1.4, max(ticks) * 1.4)
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("columns of the feature map (log scale)")
-    axes.set_yscale("log")
-    axes.set_ylim(max(axes.get_ylim()[0], _RANGE[0]), _RANGE[1])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("relative output error (log scale)")
+    _error_axis(axes)
     axes.set_title(
         "Error against exact softmax attention: median and quartiles\n"
         f"{size_text(inputs)}{', causal' if is_causal else ''}"
@@ -98,6 +94,15 @@ def error_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Fig
         _footnote(figure, f"Not drawn: {'; '.join(outside)}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
+
+
+def _error_axis(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(max(axes.get_ylim()[0], _RANGE[0]), _RANGE[1])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("relative output error (log scale)")
 
 
 def _draw_curve(axes: Axes, rows: Sequence[Row], positions: Sequence[float]) -> None:
@@ -130,6 +135,49 @@ def _draw_references(axes: Axes, uniform: Row) -> None:
         linestyle=":",
         label=f"good enough: {GOOD_ENOUGH:g}",
     )
+
+
+def frontier_figure(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Figure:
+    """Draw the error against multiplications, with the line that nothing measured is below."""
+    figure, axes = _axes()
+    figure.set_size_inches(9, 5.6)
+    by_method: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.kind != "reference" and _RANGE[0] <= row.median <= _RANGE[1]:
+            by_method.setdefault(row.method, []).append(row)
+    for group in by_method.values():
+        axes.plot(
+            [row.cost for row in group],
+            [row.median for row in group],
+            label=group[0].label,
+            **_style(group[0].method),
+        )
+    best = frontier(rows)
+    axes.step(
+        [row.cost for row in best],
+        [row.median for row in best],
+        where="post",
+        color="black",
+        linewidth=5,
+        alpha=0.15,
+        label="frontier",
+        zorder=0,
+    )
+    _draw_references(axes, uniform_row(rows))
+    axes.axvline(1, color="black", linewidth=1, linestyle="--", label="cost of exact attention")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:.0%}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("multiplications, of those of exact attention (log scale)")
+    _error_axis(axes)
+    axes.set_title(
+        "Error against cost: maps (filled), published attentions (hollow), bounds (grey)\n"
+        f"{size_text(inputs)}{', causal' if is_causal else ''}"
+    )
+    # Of two methods that differ by a hair the names say which is which.
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=8)
+    return figure
 
 
 def time_figure(found: Sweep, inputs: Inputs, *, is_causal: bool) -> Figure:
@@ -191,13 +239,17 @@ def png(figure: Figure) -> bytes:
 
 
 def _style(method: str) -> dict[str, Any]:
-    index = [known.name for known in METHODS].index(method)
-    return {
-        "color": COLORS[index],
-        "marker": _MARKERS[index],
-        "linestyle": _DASHES[index],
-        "markersize": 5,
-    }
+    index = [known.name for known in (*METHODS, *PUBLISHED)].index(method)
+    style: dict[str, Any] = {"markersize": 5}
+    if index < len(METHODS):
+        dashes = _DASHES[index]
+        return {**style, "color": COLORS[index], "marker": _MARKERS[index], "linestyle": dashes}
+    published = PUBLISHED[index - len(METHODS)]
+    number = index - len(METHODS)
+    color = "#7F7F7F" if published.kind == "bound" else COLORS[number % 6]
+    marker = _MARKERS[number % len(_MARKERS)]
+    hollow = {"markerfacecolor": "white", "linewidth": 0.8, "linestyle": "-"}
+    return {**style, **hollow, "color": color, "marker": marker}
 
 
 def _row_text(row: Row) -> str:

@@ -13,10 +13,13 @@ from typing import Any
 from linattn import _files
 from linattn.cli.errors import CommandError
 
-__all__ = ["FILES", "as_json", "check_file", "prepare_folder", "write"]
+__all__ = ["FILES", "FRONTIER", "as_json", "check_file", "prepare_folder", "write"]
 
 FILES = ("compare.json", "error.png", "time.png")
 """What a run leaves in its folder."""
+
+FRONTIER = "frontier.png"
+"""What it leaves there too where published attentions were measured."""
 
 
 def as_json(record: Any) -> bytes:

@@ -27,13 +27,17 @@ from linattn.cli.compare import (
 )
 from linattn.cli.errors import CommandError
 from linattn.cli.inputs import Inputs, continued, limited
-from linattn.cli.methods import BASELINES, EXACT, METHODS, select
+from linattn.cli.method import Method
+from linattn.cli.methods import EXACT, METHODS, REFERENCES, select
 from linattn.cli.settings import Settings
 from linattn.cli.sweep import Sweep, sweep
 from linattn.cli.text import count
 from linattn.diagnostics import AttendedNorms, attended_norms
 
 __all__ = ["CURVE_FEATURES", "CURVE_METHOD", "Results", "run", "steps"]
+
+ALL = {method.name for method in METHODS}
+"""What is measured without ``--maps``: then those that do not fit are left out."""
 
 CURVE_METHOD = METHODS[0].name
 """The method of the time curve where none is good enough, if it is among those measured; otherwise
@@ -68,6 +72,8 @@ class Results:
         In UTC.
     seconds : float
         Time of the whole run, tables, plots and imports aside.
+    left_out : tuple of tuple of str
+        Published attentions that could not be measured, and why.
     """
 
     settings: Settings
@@ -78,6 +84,7 @@ class Results:
     verdict: Verdict
     started: datetime
     seconds: float
+    left_out: tuple[tuple[str, str], ...]
 
     def record(self) -> dict[str, Any]:
         """Return it all, and where it was measured, as dictionaries, lists and numbers."""
@@ -91,6 +98,7 @@ class Results:
             "versions": info.versions(),
             "machine": {**info.machine(), "blas": info.blas(), "threads": info.threads()},
             "input": self.inputs.describe(),
+            "left_out": dict(self.left_out),
             "errors": [asdict(row) for row in self.rows],
             "attended_norms": {
                 "percentiles": self.norms.percentiles.tolist(),
@@ -125,17 +133,16 @@ def _cases(settings: Settings, given: Inputs) -> list[Case]:
         A method was asked for by name and does not fit, or nothing is left.
     """
     inputs = _inputs(settings, given)
-    aligned = inputs.query.shape[-2] == inputs.key.shape[-2]
+    by_default = ALL if set(settings.maps) >= ALL else set()
     fitting = []
-    for method in select(settings.maps):
-        obstacle = method.obstacle(is_causal=settings.is_causal, aligned=aligned)
+    for method, obstacle in _obstacles(settings, inputs):
         if not obstacle:
             fitting.append(method)
-        elif len(settings.maps) < len(METHODS):
+        elif method.name in set(settings.maps) - by_default:
             message = f"--maps: {method.name} {obstacle}"
             raise CommandError(message)
     found = list(cases(fitting, settings.num_features, inputs))
-    if all(case.method in BASELINES for case in found):
+    if all(case.method in REFERENCES for case in found):
         most = max(method.max_features(inputs.key.shape[-2]) for method in fitting)
         message = (
             f"--num-features: want at most {most} for {', '.join(m.name for m in fitting)} on "
@@ -143,6 +150,16 @@ def _cases(settings: Settings, given: Inputs) -> list[Case]:
         )
         raise CommandError(message)
     return found
+
+
+def _obstacles(settings: Settings, inputs: Inputs) -> list[tuple[Method, str]]:
+    """Return the methods that are wanted, each with why it cannot be measured here."""
+    is_causal, has_key_bias = settings.is_causal, inputs.key_bias is not None
+    aligned = inputs.query.shape[-2] == inputs.key.shape[-2]
+    return [
+        (method, method.obstacle(is_causal=is_causal, aligned=aligned, has_key_bias=has_key_bias))
+        for method in select(settings.maps, with_published=settings.baselines)
+    ]
 
 
 def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Results:
@@ -177,13 +194,14 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
             measure(case, inputs, exact, is_causal=is_causal, seed=seed, draws=settings.draws)
         )
 
-    maps = [row for row in rows if not row.is_baseline]
+    maps = [row for row in rows if row.kind != "reference"]
     if all(row.failure for row in maps):
         message = f"{inputs.source}: every map fails; {maps[0].full_label}: {maps[0].failure}"
         raise CommandError(message)
 
     notify("norms of attended pairs")
-    norms = attended_norms(inputs.query, inputs.key, is_causal=is_causal)
+    seen = None if inputs.key_bias is None else inputs.key_bias > -np.inf
+    norms = attended_norms(inputs.query, inputs.key, is_causal=is_causal, key_mask=seen)
 
     case = _curve_case(cases, rows)
     real = given.longer or given
@@ -206,9 +224,13 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     verdict = judge(rows, curve.crossover, degenerate=inputs.degenerate)
     if inputs.question:
         verdict = replace(verdict, sentence=f"{verdict.sentence} But {inputs.question}.")
-    return Results(
-        settings, inputs, tuple(rows), norms, curve, verdict, started, perf_counter() - start
+    left_out = tuple(
+        (method.label, obstacle)
+        for method, obstacle in _obstacles(settings, inputs)
+        if obstacle and method.kind != "map"
     )
+    seconds = perf_counter() - start
+    return Results(settings, inputs, tuple(rows), norms, curve, verdict, started, seconds, left_out)
 
 
 def _curve_case(cases: Sequence[Case], rows: Sequence[Row]) -> Case:
@@ -217,7 +239,9 @@ def _curve_case(cases: Sequence[Case], rows: Sequence[Row]) -> Case:
     if chosen is not None:
         wanted = (chosen.method, chosen.num_features)
         return next(case for case in cases if (case.method.name, case.num_features) == wanted)
-    fit = {(row.method, row.num_features) for row in rows if not (row.is_baseline or row.failure)}
+    done = [row for row in rows if row.kind != "reference" and not row.failure]
+    maps = [row for row in done if row.kind == "map"]
+    fit = {(row.method, row.num_features) for row in maps or done}
     measured = [case for case in cases if (case.method.name, case.num_features) in fit]
     best = best_row(rows)
     names = {case.method.name for case in measured}

@@ -37,6 +37,8 @@ class Settings:
         The user's file; None for the shipped sample.
     maps : tuple of str
         Names of the methods measured, at least one.
+    baselines : bool
+        Whether all published attentions are measured too.
     num_features, lengths : tuple of int
         Ascending, without repetition.
     is_causal : bool
@@ -55,6 +57,7 @@ class Settings:
 
     input: Path | None
     maps: tuple[str, ...]
+    baselines: bool
     num_features: tuple[int, ...]
     lengths: tuple[int, ...]
     is_causal: bool
@@ -88,6 +91,8 @@ class Settings:
         if self.input is not None:
             line += ["--input", str(self.input)]
         line += ["--maps", ",".join(self.maps)]
+        if self.baselines:
+            line.append("--baselines")
         line += ["--num-features", ",".join(map(str, self.num_features))]
         line += ["--lengths", ",".join(map(str, self.lengths))]
         if self.is_causal:

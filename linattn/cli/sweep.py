@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from linattn.cli.methods import FAILURES, Attend
+from linattn.cli.method import FAILURES, Attend
 from linattn.cli.text import reason
 from linattn.cli.timing import fastest
 
@@ -152,7 +152,8 @@ def sweep(
     Parameters
     ----------
     arrays : sequence of ndarray
-        Query, key and value of one head, at least as long as the longest length.
+        Query, key and value of one head, at least as long as the longest length, and log weights of
+        keys or None.
     lengths : sequence of int
         Ascending.
     curves : mapping
@@ -243,5 +244,5 @@ def _expected(curve: str, last: tuple[int, float], length: int) -> float:
 def _call(
     attend: Attend, arrays: Sequence[Any], length: int, is_causal: bool
 ) -> Callable[[], object]:
-    query, key, value = (array[:length] for array in arrays)
-    return lambda: attend(query, key, value, is_causal=is_causal)
+    query, key, value, bias = (None if array is None else array[:length] for array in arrays)
+    return lambda: attend(query, key, value, is_causal=is_causal, key_bias=bias)

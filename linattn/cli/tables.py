@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from linattn.cli.compare import GOOD_ENOUGH, MAX_EXACT_SHARE, Row, best_row
+from linattn.cli.compare import GOOD_ENOUGH, MAX_EXACT_SHARE, Row, best_row, frontier
 from linattn.cli.inputs import NOISE, Inputs
 from linattn.cli.sweep import Sweep
 from linattn.cli.text import count, duration
@@ -17,10 +17,12 @@ from linattn.diagnostics import PERCENTILES, AttendedNorms
 
 __all__ = [
     "WIDTH",
+    "cost_table",
     "crossover_text",
     "duration",
     "error_table",
     "failures_text",
+    "left_out_methods_text",
     "left_out_text",
     "memory",
     "norms_text",
@@ -83,10 +85,78 @@ def error_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Tabl
             Text(row.label),
             "" if row.num_features is None else str(row.num_features),
             *numbers,
-            style="bold" if row is best else "dim" if row.is_baseline else "",
+            style="bold" if row is best else "dim" if row.kind == "reference" else "",
             end_section=following is not None and _section(row) != _section(following),
         )
     return table
+
+
+def cost_table(rows: Sequence[Row], inputs: Inputs, *, is_causal: bool) -> Table:
+    """Return error, cost, time and memory of maps and published attentions, at equal keys.
+
+    A section holds what meets the same number of keys, landmarks or columns a query, in the order
+    of the error.
+    """
+    draws = max(len(row.heads) for row in rows)
+    kind = "causal" if is_causal else "full"
+    notes = (
+        f"{size_text(inputs)}, {inputs.query.dtype}, {kind}. keys: so many keys, landmarks or "
+        "columns are met by a query. cost: multiplications as a share of those of exact attention, "
+        "choosing the keys included. Error, time and memory as in the table of maps, over "
+        f"{count(draws, 'draw')}. Times are those of short formulas, made to be compared with. "
+        "• on the frontier: no other has less error for no more multiplications. † more than "
+        f"{MAX_EXACT_SHARE:.0%} of the pairs need no approximation, or judged on half of the "
+        "tokens: does not count. Bounds are quadratic."
+    )
+    table = Table(
+        title="Published attentions beside the maps, by keys of a query",
+        caption_justify="left",
+        caption=notes,
+        pad_edge=False,
+    )
+    table.add_column("attention", min_width=max(len(row.label) for row in rows))
+    for name in ("keys", "cost", "median", "90th", "time", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    best = frontier(rows)
+    ordered = sorted(rows, key=_by_keys)
+    for index, row in enumerate(ordered):
+        following = ordered[index + 1] if index + 1 < len(ordered) else None
+        mark = "•" if row in best else " " if row.counts or row.kind == "reference" else "†"
+        numbers = ["", "failed ", "", "", ""]
+        if not row.failure:
+            numbers = [
+                f"{row.cost:.0%}" if row.cost < 10 else f"{row.cost:.0f}x",
+                f"{_error(row.median)}{mark}",
+                _error(row.percentile_90),
+                duration(row.seconds),
+                memory(row.peak_bytes),
+            ]
+        table.add_row(
+            Text(row.label),
+            "" if row.num_features is None else str(row.num_features),
+            *numbers,
+            style="bold" if row in best else "dim" if row.kind in ("reference", "bound") else "",
+            end_section=following is not None and _by_keys(row)[:2] != _by_keys(following)[:2],
+        )
+    return table
+
+
+def _by_keys(row: Row) -> tuple[bool, float, float]:
+    """Order rows by keys, then by error, with references at the end."""
+    keys = math.inf if row.num_features is None else row.num_features
+    return row.kind == "reference", keys, row.median
+
+
+def left_out_methods_text(left_out: Sequence[tuple[str, str]], need_training: str) -> str:
+    """Return which published attentions were not measured, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for label, obstacle in left_out:
+        reasons.setdefault(obstacle, []).append(label)
+    told = [
+        f"{', '.join(labels)} ({obstacle.removeprefix('is ')})"
+        for obstacle, labels in reasons.items()
+    ]
+    return f"Not measured: {'; '.join([*told, need_training])}."
 
 
 def failures_text(rows: Sequence[Row]) -> str:
@@ -203,8 +273,8 @@ def memory(size: float) -> str:
 
 def _section(row: Row) -> str:
     """Return what rows that are not parted by a line have in common."""
-    if row.is_baseline:
-        return "baselines"
+    if row.kind == "reference":
+        return "references"
     return "no columns" if row.num_features is None else row.method
 
 
