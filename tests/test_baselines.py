@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -417,3 +421,41 @@ def test_blocks_of_queries_do_not_matter(arrays, monkeypatch):
     whole = baselines.local_window(*arrays, window_size=3)
     monkeypatch.setattr(baselines._shared, "MAX_GATHERED", 300)
     assert_array_equal(baselines.local_window(*arrays, window_size=3), whole)
+
+
+# The page ---------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    path = ROOT / "docs" / "_baselines.py"
+    spec = importlib.util.spec_from_file_location("pictures_of_baselines", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_the_weights_of_each(pictures, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra cli) is not installed")
+    page = (ROOT / "docs" / "which_attention.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\]\(images/(which-[\w-]+\.png)\)", page)
+    assert sorted(shown) == sorted(f"which-{n.replace('_', '-')}.png" for n in pictures.CASES)
+    assert all((pictures.IMAGES / name).stat().st_size < 20_000 for name in shown)
+    assert set(baselines.__all__) <= set(pictures.CASES)
+    assert all(f"| `{name}`" in page for name in baselines.__all__)
+    assert pictures.draw("wildcat", tmp_path).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_pictures_are_of_weights(pictures):
+    """Rows sum to 1, but for those of no key, of inverses, and of the bound by rank."""
+    inexact = {"nystromformer", "truncated_svd", "wildcat"}
+    for name, case in pictures.CASES.items():
+        matrix = case()
+        assert matrix.shape[0] == pictures.LENGTH
+        sums = matrix.sum(axis=-1)
+        if name not in inexact:
+            assert np.all((abs(sums - 1) < 1e-9) | (sums == 0)), name
