@@ -228,7 +228,9 @@ def _walk_two_sided(walk: Walk) -> Iterator[State]:
     scan = replace(walk, problem=from_the_start, write=rows_so_far.write)
     for state in scan_blocks(scan, initial_state(problem)):
         yield state
-    for rows, part in rows_from_the_end(problem, nothing, rows_so_far.result()):
+    for rows, part in rows_from_the_end(
+        problem, walk.functions, walk.block_size, nothing, rows_so_far.result()
+    ):
         walk.write(rows, part)
         yield state
 

@@ -98,8 +98,6 @@ def scan_features_hierarchical(
     values_and_one: Array,
     state: State,
     log_decay: Array | None = None,
-    *,
-    sees_itself: bool = True,
 ) -> tuple[Partial, State]:
     """:func:`scan_hierarchical` of a block that has been evaluated.
 
@@ -115,8 +113,7 @@ def scan_features_hierarchical(
         before, log = near(state)
         part = read(queries, before)
         part = part._replace(log=faded_rows(part.log + log, log_decay))
-    if sees_itself:
-        part = combine(read_diagonal(queries, keys, values_and_one), part)
+    part = combine(read_diagonal(queries, keys, values_and_one), part)
     for half in level_sizes(size):
         left = Features(*(left_or_right(x, half, 0) for x in keys))
         left = faded_keys(left, left_or_right(log_decay, half, 0))
