@@ -9,6 +9,7 @@ and has the distribution it should have, to the last digits of float64.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,14 @@ def sobol(
 
     Takes 53 integers below 2^52 a dimension.
     """
+    points = _sobol_points(num, dim)
+    words = generator.integers(2**52, size=(*batch_shape, dim, 53), dtype=np.uint64)
+    return (_scramble(points, words).astype(np.float64) + 0.5) * 2.0**-52
+
+
+@lru_cache(maxsize=8)
+def _sobol_points(num: int, dim: int) -> NDArray[np.uint64]:
+    """30 bits of each coordinate before any scrambling."""
     from scipy.stats import qmc
 
     if dim > qmc.Sobol.MAXDIM or num > 2**30:
@@ -31,11 +40,11 @@ def sobol(
             f"dim {dim} and num {num}"
         )
         raise ValueError(msg)
-    words = generator.integers(2**52, size=(*batch_shape, dim, 53), dtype=np.uint64)
     # SciPy warns about lengths that are no powers of two, though cut off it is the same sequence.
     points = qmc.Sobol(dim, scramble=False).random_base2((num - 1).bit_length())[:num]
-    bits = _scramble((points * 2.0**30).astype(np.uint64), words)
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+    bits: NDArray[np.uint64] = (points * 2.0**30).astype(np.uint64)
+    bits.flags.writeable = False
+    return bits
 
 
 def _scramble(points: NDArray[np.uint64], words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -43,17 +52,15 @@ def _scramble(points: NDArray[np.uint64], words: NDArray[np.uint64]) -> NDArray[
 
     ``points`` (n, d), ``words`` (..., d, 53): the matrix's rows in upper bits, then the shift.
     """
-    words = words[..., None, :, :]
-    bits = np.zeros(np.broadcast_shapes(words.shape[:-1], points.shape), dtype=np.uint64)
-    bits ^= words[..., 52]
+    diagonal = np.uint64(1) << np.arange(29, -1, -1, dtype=np.uint64)
+    rows = words[..., None, :, :52] >> np.uint64(22)
+    rows[..., :30] &= np.uint64(2**30) - 2 * diagonal
+    rows[..., :30] |= diagonal
+    bits = np.zeros(np.broadcast_shapes(rows.shape[:-1], points.shape), dtype=np.uint64)
     for place in range(52):
-        row = words[..., place] >> np.uint64(22)
-        if place < 30:
-            diagonal = 1 << (29 - place)
-            row = row & np.uint64(2**30 - 2 * diagonal) | np.uint64(diagonal)
-        parity = np.bitwise_count(points & row) & np.uint8(1)
-        bits ^= parity.astype(np.uint64) << np.uint64(51 - place)
-    return bits
+        bits <<= np.uint64(1)
+        bits |= np.bitwise_count(points & rows[..., place]) & np.uint8(1)
+    return np.asarray(bits ^ words[..., None, :, 52])
 
 
 def halton(
