@@ -1,12 +1,19 @@
 """Time of attention that needs no retraining against exact attention, one core, in one run.
 
     python benchmarks/dropin.py [--heads 2] [--lengths 2048 4096 16384 65536] [--out FILE.json]
+    python benchmarks/dropin.py --published [--seconds 10]
 
 Fitting is included. Full: 64 landmarks and a window of 32 against linattn's exact attention and,
 where it is installed, torch's scaled_dot_product_attention. Causal: a coreset of 64 entries and
 blocks of 128 against the same. Inputs are the shipped sample, its tokens repeated at random with
 fresh noise. Each figure is the median of calls made in turn, so that a slow moment of the machine
 falls on all alike.
+
+``--published`` prints error and time of keys chosen by WildCat and by Thinformer beside as many
+landmarks, on the real samples: by the formulas of linattn.baselines and, where they are installed,
+by their authors' packages, which need torch and are installed from their repositories only (see
+`PACKAGES`; the package ``wildcat`` of PyPI is another one). Those two calls follow the packages'
+own READMEs and have been run with stand-ins, never yet with the packages themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -24,8 +32,15 @@ from typing import Any
 import numpy as np
 
 import linattn
+from linattn import baselines
 
 COLUMNS, WINDOW, BLOCK = 64, 32, 128
+
+PACKAGES = {
+    "wildcat": ("WildCat", "https://github.com/microsoft/wildcat.git"),
+    "thinformer": ("ThinformerAttention", "https://github.com/microsoft/thinformer.git"),
+}
+"""Published attentions with a package of their own: its class, and where it is."""
 
 
 def inputs(heads: int, length: int) -> tuple[Any, Any, Any]:
@@ -82,6 +97,88 @@ def measure(heads: int, length: int, seconds: float) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
+def missing(package: str) -> str:
+    """Return why the authors' package cannot be run here; "" if it can."""
+    name, address = PACKAGES[package]
+    remedy = f"pip install git+{address}"
+    if find_spec("torch") is None:
+        return f"{package}: torch is not installed, which it needs"
+    if find_spec(package) is None:
+        return f"{package}: not installed; {remedy}"
+    if not hasattr(import_module(package), name):
+        return f"{package}: another package of this name is installed; {remedy}"
+    return ""
+
+
+def authors_calls(
+    query: Any, key: Any, value: Any, num_keys: int, oversampling: int
+) -> dict[str, Callable[[], Any]]:
+    """Return the calls of the authors' packages that are installed, on arrays ``(H, L, d)``."""
+    calls: dict[str, Callable[[], Any]] = {}
+    if not missing("wildcat"):
+        import torch
+
+        tensors = [torch.from_numpy(x)[None] for x in (query, key, value)]  # (1, H, L, d)
+        wildcat = import_module("wildcat").WildCat(r=num_keys)
+        calls["WildCat, its package"] = lambda: wildcat(*tensors)[0].detach().numpy()
+    if not missing("thinformer"):
+        import torch
+
+        by_token = [torch.from_numpy(x.swapaxes(0, 1).copy())[None] for x in (query, key, value)]
+        thinformer = import_module("thinformer").ThinformerAttention(g=oversampling)
+        calls["Thinformer, its package"] = lambda: (
+            thinformer(*by_token)[0][0].detach().numpy().swapaxes(0, 1)
+        )
+    return calls
+
+
+def published_calls(query: Any, key: Any, value: Any, num_keys: int) -> dict[str, Any]:
+    """Return the calls that choose so many keys, by name."""
+    root = 2 ** ((key.shape[-2].bit_length() - 1) // 2)
+    oversampling = max(0, round(math.log2(num_keys / root)))
+    inputs = query, key, value
+
+    def landmarks(window: int | None) -> Any:
+        phi = linattn.feature_maps.LandmarkFeatures.fit(query, key, num_features=num_keys, rng=0)
+        return linattn.linear_attention(*inputs, phi, exact_window=window)
+
+    return {
+        "landmarks": lambda: landmarks(None),
+        f"landmarks, window {WINDOW}": lambda: landmarks(WINDOW),
+        "WildCat's formula": lambda: baselines.wildcat(*inputs, num_keys=num_keys, rng=0),
+        "Thinformer's formula": lambda: baselines.thinformer(
+            *inputs, oversampling=oversampling, rng=0
+        ),
+        **authors_calls(*inputs, num_keys, oversampling),
+    }
+
+
+def compare_published(seconds: float) -> None:
+    """Print error and time on both real samples, at equal numbers of keys."""
+    samples = {
+        "24 heads of 256 tokens": linattn.datasets.pretrained_qkv(),
+        "heads of 2,560 tokens": linattn.datasets.pretrained_long_qkv(),
+    }
+    for title, arrays in samples.items():
+        query, key, value = (np.ascontiguousarray(x.reshape(-1, *x.shape[-2:])) for x in arrays)
+        wide = (x.astype(np.float64) for x in (query, key, value))
+        exact = linattn.softmax_attention(*wide)
+        size = np.linalg.norm(exact, axis=(-2, -1))
+        print(f"{title}, dim 32, float32, one core: median relative error, milliseconds")
+        for num_keys in (COLUMNS, 2 * COLUMNS):
+            for name, call in published_calls(query, key, value, num_keys).items():
+                error = np.median(np.linalg.norm(call() - exact, axis=(-2, -1)) / size)
+                times: list[float] = []
+                while not times or sum(times) < seconds / 10:
+                    start = perf_counter()
+                    call()
+                    times.append(perf_counter() - start)
+                took = 1e3 * statistics.median(times)
+                print(f"{num_keys:>5} keys  {name:24} {error:8.3f} {took:10.1f}")
+    for reason in filter(None, map(missing, PACKAGES)):
+        print(f"not run: {reason}")
+
+
 def main() -> None:
     """Measure, print a table, and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -89,7 +186,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384, 65536])
     parser.add_argument("--seconds", type=float, default=10.0, help="for each length")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--published", action="store_true", help="WildCat, Thinformer, landmarks")
     options = parser.parse_args()
+    if options.published:
+        with linattn.config(num_threads=1):
+            compare_published(options.seconds)
+        return
     with linattn.config(num_threads=1):
         found = {n: measure(options.heads, n, options.seconds) for n in options.lengths}
     names = list(next(iter(found.values())))
