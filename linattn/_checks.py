@@ -160,6 +160,12 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
         if not _is_ordinary(array):
             _check_float(name, array, xp)
             _check_device(first, first_array, name, array)
+            if any(isinstance(length, float) for length in array.shape):
+                message = (
+                    f"{name} must have a known shape, got {tuple(array.shape)}; for an array of "
+                    f"Dask call {name}.compute_chunk_sizes() first"
+                )
+                raise ValueError(message)
         axes = "(..., length, dim)" if min_ndim == 2 else "(..., dim)"
         if array.ndim < min_ndim:
             message = (
@@ -358,8 +364,10 @@ def _one_each(name: str, array: Array, of: str, key: Array, query_len: int | Non
             )
         raise ValueError(message)
     if len(shape) == 1:
-        array = xp.reshape(array, (1,) * (len(wanted) - 1) + shape)
-    return xp.broadcast_to(array, (*array.shape[:-1], wanted[-1]))[..., None]
+        array = array[(*[None] * (len(wanted) - 1), slice(None))]
+    if array.shape[-1] != wanted[-1]:
+        array = xp.broadcast_to(array, (*array.shape[:-1], wanted[-1]))
+    return array[..., None]
 
 
 def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:

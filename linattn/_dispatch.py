@@ -6,7 +6,7 @@ import functools
 import importlib
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -269,8 +269,10 @@ def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
 
     One that was written before a modifier of weights was would do the problem without it.
     """
-    mode, xp, modifiers = _mode.get(), problem.xp, problem.modifiers
+    mode, xp = _mode.get(), problem.xp
     backend = _backend(xp, mode)
+    served: Sequence[str] = getattr(backend, "modifiers", tuple)()
+    modifiers = [name for name in problem.modifiers if name not in served]
     if not modifiers or backend is None:
         return _alone(name, xp, mode, backend)
     _tell(name, xp, mode, Declined(f"{', '.join(modifiers)} is for the driver"))

@@ -240,10 +240,14 @@ def merge_states(first: State, second: State) -> State:
             f"and {came[1]}; make both with the same map, such as one drawn with the same seed"
         )
         raise ValueError(message)
+    merge = _dispatch.find("merge", _arrays.namespace(first.kvz))
+    merged = None if merge is None else merge(first, second)
     with _generic.ignore_fp_warnings():
-        decays = [state.log_decay for state in (first, second) if state.log_decay is not None]
-        earlier = first if second.log_decay is None else fade(first, second.log_decay[..., None])
-        merged = _generic.merge(earlier, second)
+        if merged is None or _dispatch.is_declined(merged):
+            decay = second.log_decay
+            earlier = first if decay is None else fade(first, decay[..., None])
+            merged = _generic.merge(earlier, second)
+    decays = [state.log_decay for state in (first, second) if state.log_decay is not None]
     total = sum(decays[1:], decays[0]) if decays else None
     return merged._replace(fingerprint=known[0] if known else None, log_decay=total)
 

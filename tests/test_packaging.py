@@ -17,7 +17,7 @@ import pytest
 import linattn
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"linattn", "linattn_numpy", "linattn_cupy"}
+PACKAGES = {"linattn", "linattn_numpy", "linattn_cupy", "linattn_dask"}
 EXTRAS = {
     "cli",
     "threads",
@@ -74,7 +74,7 @@ def metadata(dist_info: zipfile.Path) -> email.message.Message:
     return email.parser.Parser().parsestr((dist_info / "METADATA").read_text(encoding="utf-8"))
 
 
-def test_wheel_holds_exactly_the_three_packages(wheel, dist_info):
+def test_wheel_holds_exactly_the_packages(wheel, dist_info):
     assert {path.name for path in wheel.iterdir()} == PACKAGES | {dist_info.name}
 
 
@@ -84,6 +84,7 @@ def test_wheel_holds_exactly_the_three_packages(wheel, dist_info):
         ("linattn", "linattn"),
         ("linattn_numpy", "backends/linattn_numpy"),
         ("linattn_cupy", "backends/linattn_cupy"),
+        ("linattn_dask", "backends/linattn_dask"),
     ],
 )
 def test_wheel_holds_every_file_of_a_package(wheel, package, folder):
@@ -111,7 +112,11 @@ def test_wheel_registers_the_backends_and_the_command(dist_info):
     entry_points.read_string((dist_info / "entry_points.txt").read_text(encoding="utf-8"))
     assert {section: dict(entry_points[section]) for section in entry_points.sections()} == {
         "console_scripts": {"linattn": "linattn.cli:main"},
-        "linattn.backends": {"numpy": "linattn_numpy", "cupy": "linattn_cupy"},
+        "linattn.backends": {
+            "numpy": "linattn_numpy",
+            "cupy": "linattn_cupy",
+            "dask": "linattn_dask",
+        },
     }
 
 

@@ -107,15 +107,20 @@ def stamped(
         total = here if total is None else here + total
     if total is not None:
         xp = _arrays.namespace(state.kvz)
-        total = xp.astype(total, state.kvz.dtype)
-        total = xp.broadcast_to(total, tuple(state.log_scale.shape[:-1]))
+        total = xp.astype(total, state.kvz.dtype, copy=False)
+        lead = tuple(state.log_scale.shape[:-1])
+        if tuple(total.shape) != lead:
+            total = total + xp.zeros(lead, dtype=total.dtype, device=array_api_compat.device(total))
     return State(state.kvz, state.log_scale, state.length, fingerprint, total)
 
 
 def _total_decay(problem: Problem) -> Array:
     """Log decay of all tokens; of packed sequences each, along a first axis."""
     if problem.cu_seqlens is None:
-        return total_decay(problem, slice(0, problem.key.shape[-2]))
+        length = problem.key.shape[-2]
+        if problem.log_decay.shape[-2] == 1:  # type: ignore[union-attr]
+            return problem.log_decay[..., 0, 0] * length  # type: ignore[index]
+        return total_decay(problem, slice(0, length))
     borders = pairwise(problem.cu_seqlens.tolist())
     totals = [total_decay(problem, slice(*ends)) for ends in borders]
     return problem.xp.stack(totals, axis=0)
@@ -223,9 +228,8 @@ def _describe(
             _check_one_state_each(state, len(sees.cu_seqlens) - 1)
     state_lead, lead = _leading_axes(arrays, specs, state, options.state_name, sees.is_packed)
     check_stop_axes(sees.key_stop, state_lead)
-    chunk_size = options.chunk_size
-    if chunk_size is not None:
-        chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
+    size = options.chunk_size
+    chunk_size = None if size is None else _checks.check_positive_int("chunk_size", size)
     (query_spec, query_change), (key_spec, key_change) = map(peel_affine, specs)
     return Problem(
         xp=xp,
@@ -251,6 +255,7 @@ def _describe(
         tf32=settings.precision == "tf32",
         **exact,
         signed=not getattr(feature_map, "positive", True),
+        feature_map=feature_map,
     )
 
 

@@ -103,6 +103,13 @@ class BaseFeatureMap(ABC):
             cached = self.__dict__["_cached_fingerprint"] = self._hash_parameters()
         return cached
 
+    def __dask_tokenize__(self) -> object:
+        """Name graphs of Dask by what determines the features."""
+        try:
+            return type(self).__qualname__, self.fingerprint()
+        except ValueError:
+            return type(self), self.__getstate__()
+
     def _hash_parameters(self) -> str:
         import hashlib  # loads OpenSSL, for those who use states
 

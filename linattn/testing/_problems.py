@@ -265,6 +265,19 @@ def check_decode(decode: Callable[..., Any], subject: Subject) -> Any:
     return None
 
 
+def check_merge(merge: Callable[..., Any], subject: Subject) -> Any:
+    """Compare a state merged with itself, which is merged with decay where the state has some."""
+    state = subject.state
+    if state is None:
+        return Declined("")
+    answer = merge(state, state)
+    if _dispatch.is_declined(answer):
+        return answer
+    with linattn.without_backends():
+        _same_state(subject, answer, linattn.merge_states(state, state))
+    return None
+
+
 def check_stepper(stepper: Callable[..., Any], subject: Subject) -> Any:
     """Compare outputs of a stepper, and its state after them."""
     state, made = subject.state, None
@@ -289,6 +302,7 @@ WHOLE_CHECKS: dict[str, Callable[..., Any]] = {
     "attention": check_attention,
     "attention_vjp": check_attention_vjp,
     "decode": check_decode,
+    "merge": check_merge,
     "stepper": check_stepper,
 }
 """By function of a backend."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -70,6 +70,11 @@ class WholeTier(Protocol):
 
         ``cotangent.state`` is a state to merge with the adjoint after the last token.
         """
+        ...
+
+    @staticmethod
+    def merge(first: State, second: State) -> State | Declined:
+        """Merge two states that a caller has, the earlier one first; it decays by the second's."""
         ...
 
     @staticmethod
@@ -327,6 +332,11 @@ class BlockTier(Protocol):
 
 class Services(Protocol):
     """What a backend offers beside attention; optional."""
+
+    @staticmethod
+    def modifiers() -> Sequence[str]:
+        """Attributes of problems in :data:`MODIFIERS` that its whole tier serves; else none."""
+        ...
 
     @staticmethod
     def kernel_status() -> str:

@@ -21,7 +21,8 @@ MODIFIERS = (
     "exact_clusters",
     "key_stop",
 )
-"""Attributes of a problem that change weights: where one is set, no whole function is asked."""
+"""Attributes of a problem that change weights: where one is set, a whole function is asked only if
+its backend names it among those that it serves (:meth:`Services.modifiers`)."""
 
 
 class RelativeBias(NamedTuple):
@@ -105,6 +106,8 @@ class Problem:
         Borders of packed sequences, ``(n + 1,)``, on the host; ``state`` then has an axis of n
         before all others, which is in no other attribute. Backends are given the sequences as
         problems of their own.
+    feature_map : FeatureMap or None
+        The caller's, for backends whose tasks call public functions; None for softmax attention.
     """
 
     xp: ModuleType
@@ -139,6 +142,7 @@ class Problem:
     key_stop: Any = None
     query_start: int = 0
     cu_seqlens: Any = None
+    feature_map: Any = None
 
     @property
     def modifiers(self) -> list[str]:

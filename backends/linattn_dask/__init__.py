@@ -1,0 +1,31 @@
+"""Dask backend of linattn: lazy attention over blocks, a graph of few tasks for each.
+
+Tasks call linattn's public functions with the chunks of a block, which the backend of their own
+library serves. Nothing is computed while a graph is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from linattn.typing import Backend, implements
+from linattn_dask.merging import merge
+from linattn_dask.whole import attention
+
+__all__ = [
+    "attention",
+    "merge",
+    "modifiers",
+]
+
+
+def modifiers() -> tuple[str, ...]:
+    """All that tasks hand on to linattn's public functions."""
+    return ("key_bias", "log_decay", "normalize")
+
+
+if TYPE_CHECKING:
+    # A type checker compares each with the contract.
+    implements(Backend.attention)(attention)
+    implements(Backend.merge)(merge)
+    implements(Backend.modifiers)(modifiers)

@@ -1,0 +1,304 @@
+"""From a problem of Dask arrays to calls of Dask's ``blockwise``: axes, chunks, checks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import dask.array as da
+import numpy as np
+from dask.array.utils import meta_from_array
+from dask.base import normalize_token
+
+import linattn
+from linattn.typing import (
+    Array,
+    ColumnNormalized,
+    Corrected,
+    Opaque,
+    Problem,
+    SeparateDenominator,
+    State,
+)
+from linattn_dask.blocks import Call, run
+
+__all__ = ["Layout", "Part", "common_chunks", "lead_axes", "state_parts", "tasks"]
+
+MIN_ROWS = 2500
+"""Rows of a chunk below which the scheduler takes longer than the work."""
+
+_warned: list[str] = []
+"""What was warned of: once in a process."""
+
+WRAPPERS = (ColumnNormalized, Corrected, SeparateDenominator)
+
+Chunks = tuple[int, ...]
+Axes = tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """A Dask array and the names of its last axes; those before them are leading axes."""
+
+    array: Array
+    axes: Axes
+
+    @property
+    def names(self) -> Axes:
+        """Names of all axes: leading ones are counted from the last, as they broadcast."""
+        lead = self.array.ndim - len(self.axes)
+        return (*(f"lead{i}" for i in range(lead, 0, -1)), *self.axes)
+
+    @property
+    def lead_chunks(self) -> tuple[Chunks, ...]:
+        """Chunks of the leading axes."""
+        return tuple(self.array.chunks[: self.array.ndim - len(self.axes)])
+
+
+class CarriedMap:
+    """A feature map as the only element of an array of no axes: data of its present in a graph."""
+
+    shape = ()
+    ndim = 0
+    dtype = np.dtype(object)
+
+    def __init__(self, feature_map: Any) -> None:
+        self.feature_map = feature_map
+
+    def __getitem__(self, index: tuple[()]) -> CarriedMap:
+        """Return itself: NumPy is not to take the map apart."""
+        return self
+
+    def __dask_tokenize__(self) -> Any:
+        """Equal maps have one name."""
+        return normalize_token(self.feature_map)
+
+
+class Layout:
+    """Arrays of a problem with their axes, checked; and the tasks that are made of them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._parts = {
+            "query": Part(problem.query, ("rows", "dim")),
+            "key": Part(problem.key, ("keys", "dim")),
+            "value": Part(problem.value, ("keys", "value")),
+        }
+        for name, part in self._parts.items():
+            _check_chunks(name, part.array)
+        self.query_chunks: Chunks = problem.query.chunks[-2]
+        self.key_chunks: Chunks = problem.key.chunks[-2]
+        if self.key_chunks != problem.value.chunks[-2]:
+            raise _differing(("key", "value"), -2, self.key_chunks, problem.value.chunks[-2])
+        for name in ("key_mask", "key_bias", "log_decay"):
+            array = getattr(problem, name)
+            if array is not None:
+                self._parts[name] = self._beside_keys(array)
+        map_lead = () if problem.feature_map is None else _map_lead(problem)
+        keys = [self._parts["key"], self._parts["value"]]
+        self.key_lead = common_chunks(keys, map_lead)
+        if problem.state is not None:
+            # Axes of no tokens have chunks that mean nothing.
+            keys = keys if problem.key.shape[-2] else []
+            lead = common_chunks([*keys, self._parts["query"]], map_lead)
+            self._parts |= state_parts(problem.state, lead)
+            keys.append(self._parts["kvz"])
+        self.state_lead = common_chunks(keys, map_lead)
+        self.lead = common_chunks([*keys, self._parts["query"]], map_lead)
+        if problem.feature_map is not None:
+            self._parts["feature_map"] = Part(_carried(problem.feature_map), ())
+        _warn_of_short_chunks(self)
+
+    @property
+    def meta(self) -> Array:
+        """Array of length 0 of the library of the chunks."""
+        return self.problem.key._meta
+
+    def differing_rows(self) -> ValueError:
+        """Error of queries that are not chunked as keys are, where rows must meet."""
+        return _differing(("key", "query"), -2, self.key_chunks, self.query_chunks)
+
+    def part(self, name: str, axes: Axes | None = None) -> Part:
+        """Return an array of the problem, with other names of its axes where they are given."""
+        part = self._parts[name]
+        return part if axes is None else Part(part.array, axes)
+
+    def parts(self, *names: str) -> dict[str, Part]:
+        """Return arrays of the problem, those that it has."""
+        return {name: self._parts[name] for name in names if name in self._parts}
+
+    def starts(self, chunks: Chunks, axis: str) -> dict[str, Part]:
+        """Positions at which blocks begin, for maps whose features depend on them."""
+        spec = self.problem.key_spec
+        while isinstance(spec, WRAPPERS):
+            spec = spec.spec
+        if not isinstance(spec, Opaque):
+            return {}
+        before = 0 if self.problem.state is None else self.problem.state.length
+        starts = before + np.cumsum([0, *chunks[:-1]])
+        return {"start": Part(da.from_array(starts, chunks=1), (axis,))}
+
+    def blockwise(
+        self,
+        function: Callable[..., Array],
+        axes: dict[str, Chunks],
+        lead: Sequence[Chunks],
+        parts: dict[str, Part],
+        *,
+        dtype: Any = None,
+        want_log: bool = False,
+        **options: Any,
+    ) -> Array:
+        """Make an array of a task for each block: ``axes`` are the last ones, with their chunks."""
+        problem = self.problem
+        call = Call(
+            tuple(parts),
+            problem.value.shape[-1],
+            problem.num_threads,
+            _precision(problem),
+            problem.normalize,
+            want_log,
+            problem.chunk_size,
+        )
+        dtype = problem.dtype if dtype is None else dtype
+        meta = meta_from_array(self.meta, ndim=len(lead) + len(axes), dtype=dtype)
+        return tasks(function, call, {**lead_axes(lead), **axes}, parts, meta, **options)
+
+    def _beside_keys(self, array: Array) -> Part:
+        """Chunk numbers of keys as keys are; one for all keys has axes of its present."""
+        key = self.problem.key
+        lead = [
+            chunks if array.shape[i] == key.shape[i] else array.chunks[i]
+            for i, chunks in enumerate(key.chunks[:-2])
+        ]
+        if array.shape[-2] != key.shape[-2] or array.shape[-2] == 1:
+            return Part(array.rechunk((*lead, -1, -1)), ("all_keys", "unit"))
+        return Part(array.rechunk((*lead, self.key_chunks, -1)), ("keys", "unit"))
+
+
+def lead_axes(lead: Sequence[Chunks]) -> dict[str, Chunks]:
+    """Name leading axes as :attr:`Part.names` does."""
+    return {f"lead{len(lead) - i}": chunks for i, chunks in enumerate(lead)}
+
+
+def tasks(
+    function: Callable[..., Array],
+    call: Call,
+    axes: dict[str, Chunks],
+    parts: dict[str, Part],
+    meta: Array,
+    **options: Any,
+) -> Array:
+    """Make an array of a task for each block, of all these axes with their chunks."""
+    known = {name for part in parts.values() for name in part.names}
+    return da.blockwise(
+        run,
+        tuple(axes),
+        *(each for part in parts.values() for each in (part.array, part.names)),
+        function=function,
+        call=call,
+        **options,
+        token=f"linattn-{function.__name__.replace('_', '-')}",
+        new_axes={name: chunks for name, chunks in axes.items() if name not in known},
+        adjust_chunks={name: chunks for name, chunks in axes.items() if name in known},
+        align_arrays=False,
+        dtype=meta.dtype,
+        meta=meta,
+    )
+
+
+def _precision(problem: Problem) -> str | None:
+    if problem.dtype == np.float64:
+        return "float64"
+    return "tf32" if problem.tf32 else None
+
+
+def _check_chunks(name: str, array: Array) -> None:
+    """Check that chunks are known, and hold whole rows."""
+    if len(array.chunks[-1]) > 1:
+        message = (
+            f"{name} must be in one chunk along its last axis, got chunks {array.chunks[-1]}; "
+            f"use {name}.rechunk({{-1: -1}})"
+        )
+        raise ValueError(message)
+
+
+def _differing(names: tuple[str, str], axis: int, expected: Chunks, got: Chunks) -> ValueError:
+    first, second = names
+    message = (
+        f"{first} and {second} must have equal chunks along axis {axis}, got "
+        f"{_brief(expected)} and {_brief(got)}; use "
+        f"{second}.rechunk({{{axis}: {first}.chunks[{axis}]}})"
+    )
+    return ValueError(message)
+
+
+def _brief(chunks: Chunks) -> str:
+    return str(chunks) if len(chunks) <= 6 else f"({', '.join(map(str, chunks[:5]))}, ...)"
+
+
+def _map_lead(problem: Problem) -> tuple[int, ...]:
+    """Leading axes of the parameters of the map, those of heads."""
+    like = np.empty(problem.key.shape[-1], dtype=np.float32)
+    state = linattn.init_state(problem.feature_map, 1, like=like)
+    return tuple(state.kvz.shape[:-2])
+
+
+def common_chunks(parts: list[Part], map_lead: tuple[int, ...]) -> list[Chunks]:
+    """Chunks of leading axes that arrays broadcast to; a map's present are in one chunk."""
+    count = max(len(map_lead), *(len(part.lead_chunks) for part in parts))
+    common: list[Chunks] = []
+    for axis in range(count, 0, -1):
+        found: Chunks = (1,)
+        for part in parts:
+            chunks = part.lead_chunks[-axis] if len(part.lead_chunks) >= axis else (1,)
+            if sum(chunks) == 1:
+                continue
+            if sum(found) != 1 and chunks != found:
+                names = "key", "query, value and state"
+                raise _differing(names, -2 - axis, found, chunks)
+            found = chunks
+        heads = map_lead[-axis] if len(map_lead) >= axis else 1
+        if heads > 1:
+            if len(found) > 1:
+                message = (
+                    f"query, key and value must be in one chunk along axis {-2 - axis}, along "
+                    f"which feature_map has parameters for {heads} heads, got chunks "
+                    f"{_brief(found)}; use rechunk({{{-2 - axis}: -1}})"
+                )
+                raise ValueError(message)
+            found = (heads,)
+        common.append(found)
+    return common
+
+
+def state_parts(state: State, lead: list[Chunks]) -> dict[str, Part]:
+    """Return arrays of a state, chunked as tokens are along leading axes, and not otherwise."""
+    shape = tuple(state.kvz.shape[:-2])
+    with_one = [(1,)] * len(shape) + lead
+    chunks = [
+        c if sum(c) == n else present
+        for n, c, present in zip(
+            shape, with_one[len(with_one) - len(shape) :], state.kvz.chunks, strict=False
+        )
+    ]
+    kvz = state.kvz.rechunk((*chunks, -1, -1))
+    return {
+        "kvz": Part(kvz, ("features", "width")),
+        "log_scale": Part(state.log_scale.rechunk((*chunks, -1)), ("features",)),
+    }
+
+
+def _carried(feature_map: Any) -> Array:
+    return da.from_array(CarriedMap(feature_map), asarray=False, meta=np.empty((), dtype=object))
+
+
+def _warn_of_short_chunks(layout: Layout) -> None:
+    for name, chunks in (("queries", layout.query_chunks), ("keys", layout.key_chunks)):
+        if len(chunks) > 1 and max(chunks) < MIN_ROWS and not _warned:
+            _warned.append(name)
+            message = (
+                f"{name} are in chunks of at most {max(chunks)} rows, for which a task costs the "
+                f"scheduler more than the work takes; rechunk to 8,000 to 64,000 rows"
+            )
+            warnings.warn(message, stacklevel=8)

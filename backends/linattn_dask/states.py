@@ -1,0 +1,137 @@
+"""States of blocks, merged: all of them by a tree, and those before each block."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import isqrt
+
+import dask.array as da
+
+from linattn.typing import Array, State
+from linattn_dask.blocks import add_blocks, block_state, merge_blocks, pack_block
+from linattn_dask.layout import Layout, Part
+
+__all__ = [
+    "block_states",
+    "first_state",
+    "lazy_state",
+    "merge",
+    "reduce_states",
+    "states_before",
+]
+
+SPLIT_EVERY = 8
+"""States that a task of a tree merges."""
+MAX_CHAIN = 32
+"""Blocks whose states are merged one after the other; of more, those of groups are."""
+
+AXES = ("block", "features", "packed")
+
+
+def block_states(layout: Layout) -> Array:
+    """States of all blocks of keys, ``(..., blocks, m, packed)``, a chunk each."""
+    names = ("key", "value", "key_mask", "key_bias", "log_decay", "feature_map")
+    parts = layout.parts(*names) | layout.starts(layout.key_chunks, "keys")
+    axes = {"keys": (1,) * len(layout.key_chunks), **_state_axes(layout)}
+    return layout.blockwise(block_state, axes, layout.key_lead, parts)
+
+
+def _state_of_nothing(layout: Layout) -> Array:
+    names = ("key", "value", "key_mask", "key_bias", "log_decay")
+    parts = {
+        name: Part(part.array[..., :0, :].rechunk({-2: -1}), part.axes)
+        if "keys" in part.axes
+        else part
+        for name, part in layout.parts(*names).items()
+    }
+    axes = {"keys": (1,), **_state_axes(layout)}
+    parts |= layout.parts("feature_map")
+    return layout.blockwise(block_state, axes, layout.key_lead, parts)
+
+
+def _state_axes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    problem = layout.problem
+    width = problem.value.shape[-1] + (2 if problem.log_decay is None else 3)
+    return {"features": (problem.num_features,), "packed": (width,)}
+
+
+def first_state(layout: Layout) -> Array:
+    """State before the first key, ``(..., 1, m, packed)``, with all its leading axes."""
+    if layout.problem.state is None:
+        return _state_of_nothing(layout)
+    parts = layout.parts("kvz", "log_scale")
+    axes = {"block": (1,), **_state_axes(layout)}
+    axes["packed"] = (layout.problem.value.shape[-1] + 2,)
+    given = layout.blockwise(pack_block, axes, parts["kvz"].lead_chunks, parts)
+    if not layout.problem.key.shape[-2]:
+        return given
+    return merge(layout, given, _state_of_nothing(layout))
+
+
+def merge(layout: Layout, *states: Array, of_keys: bool = False) -> Array:
+    """Merge arrays of states block by block, in their order; ``of_keys``: of blocks alone."""
+    axes = {"block": states[-1].chunks[-3], **_state_axes(layout)}
+    lead = layout.key_lead if of_keys else layout.state_lead
+    parts = {str(i): Part(state, AXES) for i, state in enumerate(states)}
+    return layout.blockwise(merge_blocks, axes, lead, parts)
+
+
+def reduce_states(layout: Layout, states: Array) -> Array:
+    """Merge the states of all blocks, ``(..., 1, m, packed)``."""
+    axis = states.ndim - 3
+    add = partial(add_blocks, value_dim=layout.problem.value.shape[-1])
+    return da.reduction(
+        states,
+        chunk=_as_it_is,
+        combine=add,
+        aggregate=add,
+        axis=axis,
+        keepdims=True,
+        split_every={axis: SPLIT_EVERY},
+        dtype=states.dtype,
+        meta=states._meta,
+        concatenate=True,
+    )
+
+
+def _as_it_is(states: Array, axis: object, keepdims: bool) -> Array:
+    return states
+
+
+def states_before(layout: Layout, states: Array, first: Array) -> tuple[Array, Array]:
+    """Merge the states before each block, and all of them: no block waits for a later one.
+
+    Of many blocks the states of groups are merged first, so that ``sqrt(n)`` merges follow each
+    other, and as many operations of Dask are made.
+    """
+    axis, count = states.ndim - 3, states.shape[-3]
+    if count <= MAX_CHAIN:
+        return _chain(layout, states, first)
+    size = isqrt(count - 1) + 1
+    groups = count // size
+    places = [states[..., i : groups * size : size, :, :] for i in range(size)]
+    before, last = states_before(layout, merge(layout, *places, of_keys=True), first)
+    rows = [before]
+    for place in places[:-1]:
+        rows.append(merge(layout, rows[-1], place))
+    grid = da.stack(rows, axis=axis + 1)
+    parts = [grid[..., i, :, :, :] for i in range(groups)]
+    if count > groups * size:
+        rest, last = _chain(layout, states[..., groups * size :, :, :], last)
+        parts.append(rest)
+    return da.concatenate(parts, axis=axis), last
+
+
+def _chain(layout: Layout, states: Array, first: Array) -> tuple[Array, Array]:
+    merged = [first]
+    for i in range(states.shape[-3]):
+        merged.append(merge(layout, merged[-1], states[..., i : i + 1, :, :]))
+    return da.concatenate(merged[:-1], axis=states.ndim - 3), merged[-1]
+
+
+def lazy_state(layout: Layout, packed: Array) -> State:
+    """Return what a caller gets of a merged state."""
+    problem, width = layout.problem, layout.problem.value.shape[-1] + 1
+    before = 0 if problem.state is None else problem.state.length
+    state = packed[..., 0, :, :]
+    return State(state[..., :width], state[..., width], before + problem.key.shape[-2])

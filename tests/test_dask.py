@@ -1,0 +1,285 @@
+"""Dask arrays in, lazy Dask arrays out: a few tasks a block, nothing computed, chunks kept."""
+
+import itertools
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from numpy.testing import assert_allclose
+
+import linattn
+from linattn.feature_maps import CosformerFeatures, EluFeatures, PositiveFeatures, SoftmaxFeatures
+
+dask: Any = pytest.importorskip("dask")
+da: Any = pytest.importorskip("dask.array")
+
+attend: Any = linattn.linear_attention
+
+D, E = 8, 5
+MAPS = {
+    "positive": PositiveFeatures(D, 16, rng=0),
+    "elu": EluFeatures(D),
+    "softmax": SoftmaxFeatures(D),
+    "cosformer": CosformerFeatures(D, max_length=400),
+}
+
+
+def tokens(length, *, heads=2, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal((heads, length, n)).astype(dtype) for n in (D, D, E))
+
+
+def lazily(arrays, rows, heads=1):
+    """Dask arrays of NumPy's, in chunks of these rows and so many heads."""
+    return tuple(da.from_array(a, chunks=(min(heads, len(a)), rows, a.shape[-1])) for a in arrays)
+
+
+@st.composite
+def chunkings(draw, length):
+    """Any way to cut a length, empty chunks included."""
+    cuts = draw(st.lists(st.integers(0, length), max_size=5))
+    ends = [0, *sorted(cuts), length]
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def refuse(*args, **kwargs):
+    message = "computed while the graph was built"
+    raise AssertionError(message)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with dask.config.set(scheduler="synchronous"):
+        yield
+
+
+def close(got, want, *, tol=2e-6):
+    scale = max(1.0, float(np.abs(want[np.isfinite(want)]).max(initial=0)))
+    assert_allclose(got, want, rtol=tol, atol=tol * scale)
+
+
+# Right for any chunks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99), masked=st.booleans(), streamed=st.booleans())
+def test_any_chunks_give_the_call_in_memory(name, is_causal, data, seed, masked, streamed):
+    length = data.draw(st.integers(0, 60), "length")
+    rows = data.draw(chunkings(length), "rows")
+    heads = data.draw(st.sampled_from([1, 2]), "heads in a chunk")
+    arrays, phi = tokens(length, seed=seed), MAPS[name]
+    rng = np.random.default_rng(seed)
+    options: dict[str, Any] = {}
+    if masked:
+        options["key_mask"] = rng.random(length) < 0.7
+        options["key_bias"] = rng.standard_normal((1, length)).astype(np.float32)
+    lazy: dict[str, Any] = {name: da.from_array(array) for name, array in options.items()}
+    if streamed:
+        earlier = tokens(20, seed=seed + 1)
+        state = attend(*earlier, phi, return_state=True)[1]
+        options["initial_state"] = state
+        kvz, log_scale = map(da.from_array, (state.kvz, state.log_scale))
+        lazy["initial_state"] = linattn.State(kvz, log_scale, state.length, state.fingerprint)
+    flags: Any = {"is_causal": is_causal, "return_state": True, "return_log_normalizer": True}
+    want = attend(*arrays, phi, **options, **flags)
+    got = attend(*lazily(arrays, rows, heads), phi, **lazy, **flags)
+    assert got[0].chunks == (((1, 1) if heads == 1 else (2,)), rows, (E,))
+    output, state, norm = dask.compute(*got)
+    close(output, want[0])
+    close(norm, want[2])
+    assert state.length == want[1].length
+    assert state.fingerprint == want[1].fingerprint
+    finite = np.isfinite(want[1].log_scale)
+    assert (np.isfinite(state.log_scale) == finite).all()
+    shift = np.where(finite, state.log_scale, 0) - np.where(finite, want[1].log_scale, 0)
+    close(state.kvz * np.exp(shift)[..., None], want[1].kvz, tol=4e-6)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99), kind=st.sampled_from(["all", "heads", "tokens"]))
+def test_decay_through_any_chunks(data, seed, kind):
+    rows = data.draw(chunkings(50), "rows")
+    arrays, phi = tokens(50, seed=seed), MAPS["positive"]
+    rng = np.random.default_rng(seed)
+    shape = {"all": (), "heads": (2,), "tokens": (2, 50)}[kind]
+    decay = -rng.exponential(0.1, shape)
+    flags: Any = {"is_causal": True, "return_state": True}
+    want = attend(*arrays, phi, log_decay=decay if shape else float(decay), **flags)
+    lazy = da.from_array(decay) if shape else float(decay)
+    got = attend(*lazily(arrays, rows), phi, log_decay=lazy, **flags)
+    output, state = dask.compute(*got)
+    close(output, want[0])
+    close(state.log_decay, want[1].log_decay)
+    after = linattn.update_state(state, arrays[1], arrays[2], phi, log_decay=-0.1)
+    wanted = linattn.update_state(want[1], arrays[1], arrays[2], phi, log_decay=-0.1)
+    close(linattn.read_state(arrays[0], after, phi), linattn.read_state(arrays[0], wanted, phi))
+
+
+def test_heads_broadcast():
+    query, key, value = tokens(40, heads=4)
+    want = attend(query, key[:1], value[:2].repeat(2, 0), MAPS["positive"])
+    lazy = lazily((query, key[:1], value[:2].repeat(2, 0)), 15, heads=2)
+    got = attend(*lazy, MAPS["positive"])
+    assert got.chunks == ((2, 2), (15, 15, 10), (E,))
+    close(got.compute(), want)
+
+
+def test_update_read_and_merge_states_lazily():
+    phi, (query, key, value) = MAPS["positive"], tokens(60)
+    lazy_query, lazy_key, lazy_value = lazily((query, key, value), 16)
+    with dask.config.set(scheduler=refuse):
+        nothing = linattn.init_state(phi, E, batch_shape=(2,), like=lazy_query)
+        halves = [
+            linattn.update_state(nothing, lazy_key[:, rows], lazy_value[:, rows], phi)
+            for rows in (slice(32), slice(32, None))
+        ]
+        merged = linattn.merge_states(*halves)
+        output = linattn.read_state(lazy_query, merged, phi)
+    assert output.chunks == (*lazy_query.chunks[:2], (E,))
+    assert merged.length == 60
+    close(output.compute(), attend(query, key, value, phi))
+
+
+# Graphs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rows", [7, 50], ids=["tree", "chain"])
+def test_at_most_eight_tasks_a_block(is_causal, rows):
+    lazy = lazily(tokens(700), rows)
+    with dask.config.set(scheduler=refuse):
+        output = attend(*lazy, MAPS["positive"], is_causal=is_causal)
+    blocks = 2 * -(-700 // rows)
+    of_inputs = sum(len(array.__dask_graph__()) for array in lazy)
+    assert len(dict(output.__dask_graph__())) - of_inputs <= 8 * blocks
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_the_same_inputs_give_the_same_names(is_causal):
+    first, second = (
+        attend(*lazily(tokens(100), 30), PositiveFeatures(D, 16, rng=0), is_causal=is_causal)
+        for _ in range(2)
+    )
+    other = attend(*lazily(tokens(100), 30), PositiveFeatures(D, 16, rng=1), is_causal=is_causal)
+    assert first.name == second.name != other.name
+
+
+class Recorded:
+    """An array whose reads are noted."""
+
+    def __init__(self, array, reads):
+        self.array, self.reads = array, reads
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+
+    def __getitem__(self, index):
+        self.reads.add(index[-2].start)
+        return self.array[index]
+
+
+def test_a_slice_computes_only_the_blocks_that_it_needs():
+    for rows, blocks in [(20, 10), (4, 50)]:
+        reads: list[set[int]] = [set(), set(), set()]
+        lazy = [
+            da.from_array(Recorded(a, r), chunks=(2, rows, -1), name=False, meta=a[:0, :0, :0])
+            for a, r in zip(tokens(200), reads, strict=True)
+        ]
+        output = attend(*lazy, MAPS["positive"], is_causal=True)
+        output[..., :3, :].compute()
+        assert reads == [{0}, {0}, {0}]
+        last = rows * (blocks - 3)
+        output[..., last : last + 1, :].compute()
+        assert reads[0] == {0, last}
+        assert reads[1] == reads[2] == set(range(0, last + 1, rows))
+
+
+def test_inside_a_task_threads_are_one(monkeypatch):
+    seen: list[Any] = []
+
+    def noting(query, *args, **kwargs):
+        with linattn.config() as current:
+            seen.append(current)
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(linattn, "linear_attention", noting)
+    with linattn.config(precision="float64"):
+        output = attend(*lazily(tokens(50), 20), MAPS["positive"])
+    assert output.compute().dtype == np.float32
+    assert {(s.num_threads, s.precision) for s in seen} == {(1, "float64")}
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ({"query": (2, 50, 4)}, r"query must be in one chunk along its last axis, got .*rechunk"),
+        ({"value": (2, 25, E)}, r"key and value must have equal chunks along axis -2, .*rechunk"),
+        ({"query": (2, 25, D)}, r"key and query must have equal chunks along axis -2, .*rechunk"),
+        ({"query": (1, 50, D)}, r"must have equal chunks along axis -3, .*rechunk"),
+    ],
+)
+def test_chunks_that_do_not_fit(chunks, message):
+    names = ("query", "key", "value")
+    arrays = [
+        da.from_array(a, chunks=chunks.get(name, (2, 50, a.shape[-1])))
+        for name, a in zip(names, tokens(100), strict=True)
+    ]
+    with pytest.raises(ValueError, match=message):
+        attend(*arrays, MAPS["positive"], is_causal=True)
+
+
+def test_unknown_lengths():
+    query, key, value = lazily(tokens(100), 50)
+    key = key[:, key[0, :, 0] > 0]
+    with pytest.raises(ValueError, match=r"key must have a known shape, got .*compute_chunk_sizes"):
+        attend(query, key, value, MAPS["positive"])
+
+
+def test_short_chunks_are_warned_of_once(monkeypatch):
+    import linattn_dask.layout
+
+    monkeypatch.setattr(linattn_dask.layout, "_warned", [])
+    lazy = lazily(tokens(100), 50)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            attend(*lazy, MAPS["positive"])
+    assert [w.filename for w in caught] == [__file__]
+    assert "rechunk to" in str(caught[0].message)
+
+
+# Dask's arrays as expressions ---------------------------------------------------------------------
+
+
+def test_arrays_as_expressions_give_the_same():
+    """In a process of its own: Dask chooses its arrays when it is imported."""
+    program = """
+import sys, dask
+dask.config.set({"array.query-planning": sys.argv[1] == "True", "scheduler": "synchronous"})
+import pytest
+sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+    chosen = "any_chunks or decay or broadcast or lazily or tasks or names or slice or fit"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "True", __file__, "-k", chosen],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_maps_name_graphs_by_their_fingerprint():
+    phi = PositiveFeatures(D, 16, rng=0)
+    same = pickle.loads(pickle.dumps(phi))
+    assert dask.tokenize.tokenize(phi) == dask.tokenize.tokenize(same)
+    assert dask.tokenize.tokenize(phi) != dask.tokenize.tokenize(phi.redraw(1))
