@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 from linattn import _arrays, _checks
 from linattn._generic.feature_vjps import sum_to
 from linattn._recurrence.problem import recurrence_problem
-from linattn._recurrence.walk import pull_back, solve, step
+from linattn._recurrence.walk import pull_back, solve, solve_in_groups, step
 from linattn.typing import Array, ArrayT
 
 __all__ = ["linear_recurrence", "linear_recurrence_vjp", "recurrence_step"]
@@ -113,8 +113,8 @@ def linear_recurrence(
     return_state : bool, optional
         Also return S after the last token. Default False.
     chunk_size : int, optional
-        Tokens that are solved at once, rounded up to a power of two. Default 64, by the delta rules
-        d between 16 and 64: in float32 longer chunks lose digits, and shorter ones are slower.
+        Tokens that are solved at once, rounded up to a power of two; a backend may take fewer.
+        Default 64, by the delta rules d / 2 between 16 and 32: longer chunks lose digits.
     cu_seqlens : sequence of int, optional
         Packed sequences: integers 0, ..., L on the host, sequence i from ``cu_seqlens[i]`` up to
         ``cu_seqlens[i + 1]``. States have an axis for the sequences in front.
@@ -181,7 +181,7 @@ def linear_recurrence(
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
     )
-    output, state, _ = solve(problem)
+    output, state = solve(problem)
     return (output, state) if return_state else output
 
 
@@ -317,7 +317,7 @@ def linear_recurrence_vjp(
         cu_seqlens=cu_seqlens,
     )
     arguments = (query, key, value, log_decay, beta, initial_state)
-    output, state, before = solve(problem)
+    output, state, before = solve_in_groups(problem)
 
     @_arrays.on_array_device
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:

@@ -39,6 +39,8 @@ WITHOUT_TWIN = {
     "decoding": "whole problems of one token, which the driver walks otherwise",
     "limits": "ranges of floats in which the unshifted path is right",
     "products": "products cut to what the BLAS does well",
+    "recurrence_chunks": "chunks of a recurrence, whose generic code is in linattn/_recurrence",
+    "recurrences": "whole recurrences, which are walked over in linattn/_recurrence otherwise",
     "threads": "threads",
     "tiles": "tiles that stay in cache",
     "token_features": "features of one token, for decoding",

@@ -807,9 +807,9 @@ def test_number_of_threads(asked, environment, controller, number, monkeypatch):
     monkeypatch.setattr(Blas, "controller", lambda self: object() if controller else None)
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     problem: Any = SimpleNamespace(num_threads=asked)
-    assert planning._num_threads(problem) == number
+    assert planning.num_threads(problem) == number
     monkeypatch.setenv("OMP_NUM_THREADS", "no number")
-    assert planning._num_threads(problem) >= 1
+    assert planning.num_threads(problem) >= 1
 
 
 def test_long_buffers_are_freed():

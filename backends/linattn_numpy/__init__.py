@@ -24,6 +24,7 @@ from linattn_numpy.exact import band_block, exact_block, exact_more, window_bloc
 from linattn_numpy.planning import plan
 from linattn_numpy.prefix_states import far_states
 from linattn_numpy.products import kernel_status
+from linattn_numpy.recurrences import recurrence
 from linattn_numpy.states import divide, read_block, reduce_block, values_block
 from linattn_numpy.threads import limited_threads
 
@@ -44,6 +45,7 @@ __all__ = [
     "plan",
     "read_block",
     "read_block_vjp",
+    "recurrence",
     "reduce_block",
     "reduce_block_vjp",
     "scan_block",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)
     implements(Backend.read_block_vjp)(read_block_vjp)
+    implements(Backend.recurrence)(recurrence)
     implements(Backend.reduce_block)(reduce_block)
     implements(Backend.reduce_block_vjp)(reduce_block_vjp)
     implements(Backend.scan_block)(scan_block)

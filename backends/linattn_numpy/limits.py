@@ -19,12 +19,14 @@ __all__ = [
     "EMPTY",
     "EXP_LOSS",
     "FEATURE_SUM_RANGE",
+    "MAX_DECAY_EXPONENT",
     "MAX_EXPONENT",
     "MAX_FEATURE",
     "MAX_LOG_LEAD",
     "MAX_LOG_SPREAD",
     "MAX_PREFIX_LOG_LEAD",
     "MAX_QUERY_LOG",
+    "MAX_SHORT_KEY",
     "MAX_UNINSPECTED_EXPONENT",
     "MAX_VJP_EXPONENT",
     "MIN_EXPONENT",
@@ -62,6 +64,10 @@ MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic c
 MAX_LOG_LEAD = 10.0  # of a block above a state that it joins without rescaling it
 MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of its state
 MAX_PREFIX_LOG_LEAD = 20.0  # of a scale above what a prefix scan has seen: nothing underflows
+
+# Recurrences.
+MAX_DECAY_EXPONENT = 10.0  # of half a chunk: its exponential keeps 1e-6 in float32
+MAX_SHORT_KEY = 16  # dimensions of keys that delta rules solve in float64: they lean on each other
 
 # Features, sums and denominators, beyond which a block is done again in another way.
 MAX_FEATURE = 1e10  # of a pointwise map; one feature of a block must be above the inverse

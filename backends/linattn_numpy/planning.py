@@ -8,19 +8,19 @@ from functools import partial
 from itertools import product
 from math import prod
 
-from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem
+from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem, Recurrence
 from linattn_numpy import tuning
 from linattn_numpy.blas import blas
 from linattn_numpy.features import supports
 from linattn_numpy.threads import run
 
-__all__ = ["plan"]
+__all__ = ["num_threads", "plan"]
 
 
 def plan(problem: Problem) -> Plan:
     """One task a head or a batch of short ones; blocks that fit the cache; threads over tasks."""
     block = problem.chunk_size or _block_rows(problem)
-    threads = _num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
+    threads = num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
     heads = _heads_in_cache(problem, block)
     backward_tasks = _tasks(problem, heads)
     tasks = _tasks(problem, max(heads, _batched_heads(problem, block, threads)))
@@ -135,7 +135,7 @@ def _flops(problem: Problem) -> float:
     return 2.0 * heads * (queries + keys) * problem.num_features * width
 
 
-def _num_threads(problem: Problem) -> int:
+def num_threads(problem: Problem | Recurrence) -> int:
     """Threads allowed: the caller's setting, else OMP_NUM_THREADS, else the cores.
 
     Threads of ours beside threads of BLAS are slower than either: nobody who did not ask gets

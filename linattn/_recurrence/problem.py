@@ -3,66 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 from linattn import _arrays, _checks, _settings
-from linattn.typing import Array
+from linattn.typing import Array, Recurrence
 
-__all__ = ["RULES", "Recurrence", "recurrence_problem"]
+__all__ = ["RULES", "recurrence_problem", "sequences"]
 
 RULES = ("linear", "gated", "delta", "gated_delta")
 GATED_RULES = ("gated", "gated_delta")
 DELTA_RULES = ("delta", "gated_delta")
 
-MIN_CHUNK, MAX_CHUNK = 16, 64
-"""Tokens solved at once: float32 loses digits in longer ones, and shorter ones are slower."""
+MAX_CHUNK = 64
+"""Tokens multiplied at once: longer chunks do more, shorter ones more often."""
+
+MIN_SOLVED, MAX_SOLVED = 16, 32
+"""Tokens solved at once, half as many as there are dimensions between these.
+
+More keys lean on each other, and their system is worse conditioned.
+"""
 
 
-@dataclass(frozen=True)
-class Recurrence:
-    """One validated call: L tokens of dim d, values of dim e."""
-
-    xp: ModuleType
-    query: Array
-    """``(..., L, d)``."""
-    key: Array
-    """``(..., L, d)``."""
-    value: Array
-    """``(..., L, e)``."""
-    log_decay: Array
-    """``(..., L, 1)`` or ``(..., L, d)``, None without a gate."""
-    beta: Array
-    """``(..., L, 1)``, None without the delta rule."""
-    initial_state: Array
-    """``(..., d, e)`` in the accumulation dtype, None for zeros."""
-    scale: float
-    dtype: Any
-    """The accumulation dtype."""
-    state_lead: tuple[int, ...]
-    """Leading axes of states: of all arrays but the query, broadcast."""
-    lead: tuple[int, ...]
-    """Leading axes of outputs."""
-    chunk_size: int
-    borders: list[int] | None = None
-    """Where packed sequences begin and end, None for one; states have an axis for them in front."""
-
-    def sequences(self) -> list[Recurrence]:
-        """Each of the packed sequences by itself."""
-        assert self.borders is not None
-        arrays = ("query", "key", "value", "log_decay", "beta")
-        given = [name for name in arrays if getattr(self, name) is not None]
-        return [
-            replace(
-                self,
-                **{name: getattr(self, name)[..., start:stop, :] for name in given},
-                initial_state=None if self.initial_state is None else self.initial_state[i, ...],
-                borders=None,
-            )
-            for i, (start, stop) in enumerate(pairwise(self.borders))
-        ]
+def sequences(problem: Recurrence) -> list[Recurrence]:
+    """Each of the packed sequences by itself."""
+    assert problem.borders is not None
+    arrays = ("query", "key", "value", "log_decay", "beta")
+    given = [name for name in arrays if getattr(problem, name) is not None]
+    state = problem.initial_state
+    return [
+        replace(
+            problem,
+            **{name: getattr(problem, name)[..., start:stop, :] for name in given},
+            initial_state=None if state is None else state[i, ...],
+            borders=None,
+        )
+        for i, (start, stop) in enumerate(pairwise(problem.borders))
+    ]
 
 
 def recurrence_problem(
@@ -98,8 +76,8 @@ def recurrence_problem(
     if beta is not None:
         beta = _checks.check_token_numbers("beta", beta, key)
         leads["beta"] = tuple(beta.shape[:-2])
-    precision = _settings.current_settings().precision
-    dtype = _arrays.accumulation_dtype(xp, query.dtype, precision)
+    settings = _settings.current_settings()
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     if initial_state is not None:
         initial_state = _check_state("initial_state", initial_state, (dim, value_dim), dtype, key)
         leads["initial_state"] = tuple(initial_state.shape[:-2])
@@ -113,12 +91,11 @@ def recurrence_problem(
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), states=state_lead)
     scale = dim**-0.5 if scale is None else _checks.check_finite_number("scale", scale)
     if chunk_size is None:
-        # More keys than there are dimensions lean on each other: their system is worse conditioned.
-        chunk_size = MAX_CHUNK if beta is None else min(max(dim, MIN_CHUNK), MAX_CHUNK)
+        chunk_size = MAX_CHUNK if beta is None else min(max(dim // 2, MIN_SOLVED), MAX_SOLVED)
     chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
     return Recurrence(
         *(xp, query, key, value, log_decay, beta, initial_state),
-        *(scale, dtype, state_lead, lead, chunk_size, borders),
+        *(scale, dtype, state_lead, lead, chunk_size, settings.num_threads, borders),
     )
 
 

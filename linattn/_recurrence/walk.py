@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 
+from linattn._dispatch import BlockFunctions, is_declined
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.numerics import ignore_fp_warnings
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
 from linattn._recurrence.decay import chunk_decay, no_decay, one_part
-from linattn._recurrence.problem import Recurrence
-from linattn.typing import Array
+from linattn._recurrence.problem import sequences
+from linattn.typing import Array, Recurrence
 
-__all__ = ["pull_back", "solve", "step"]
+__all__ = ["pull_back", "solve", "solve_in_groups", "step"]
 
 GROUP_SIZE = 2**18
 """Entries of the triangles of a group, all heads and chunks together: they stay in a cache."""
@@ -88,11 +89,26 @@ def _initial_state(problem: Recurrence) -> Array:
     return zeros if problem.initial_state is None else problem.initial_state + zeros
 
 
-def solve(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
+def solve(problem: Recurrence) -> tuple[Array, Array]:
+    """Output and state after the last token, by the backend if it does the problem."""
+    xp = problem.xp
+    if problem.borders is not None:
+        outputs, states = zip(*map(solve, sequences(problem)), strict=True)
+        return xp.concat(outputs, axis=-2), xp.stack(states)
+    whole = BlockFunctions(xp).backend_alone("recurrence")
+    if whole is not None:
+        with ignore_fp_warnings():
+            answer: Any = whole(problem)
+        if not is_declined(answer):
+            return answer[0], answer[1]
+    return solve_in_groups(problem)[:2]
+
+
+def solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
     """Output, state after the last token, and what a pullback needs: states before groups."""
     xp = problem.xp
     if problem.borders is not None:
-        solved = [solve(sequence) for sequence in problem.sequences()]
+        solved = [solve_in_groups(sequence) for sequence in sequences(problem)]
         outputs, states, before = zip(*solved, strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states), list(before)
     with ignore_fp_warnings():
@@ -113,8 +129,8 @@ def pull_back(
 ) -> list[Array]:
     """Gradients by query, key, value, log decay, beta and initial state.
 
-    In the accumulation dtype, None for what was not given. ``before`` is what :func:`solve` returns
-    for it; ``grad_state`` may be None.
+    In the accumulation dtype, None for what was not given. ``before`` is what
+    :func:`solve_in_groups` returns for it; ``grad_state`` may be None.
     """
     xp = problem.xp
     if problem.borders is not None:
@@ -126,13 +142,16 @@ def pull_back(
                 None if grad_state is None else grad_state[i, ...],
             )
             for i, (sequence, states, (start, stop)) in enumerate(
-                zip(problem.sequences(), before, pairwise(problem.borders), strict=True)
+                zip(sequences(problem), before, pairwise(problem.borders), strict=True)
             )
         ]
         *of_tokens, of_state = zip(*gradients, strict=True)
         joined = [None if part[0] is None else xp.concat(part, axis=-2) for part in of_tokens]
         return [*joined, None if of_state[0] is None else xp.stack(of_state)]
-    arrays = (problem.query, problem.key, problem.value, problem.log_decay, problem.beta)
+    arrays: tuple[Any, ...] = (
+        *(problem.query, problem.key, problem.value),
+        *(problem.log_decay, problem.beta),
+    )
     given = [index for index, array in enumerate(arrays) if array is not None]
     parts = {index: [xp.astype(arrays[index][..., :0, :], problem.dtype)] for index in given}
     with ignore_fp_warnings():

@@ -15,6 +15,7 @@ from linattn import _dispatch
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.problem import linear_problem, step_problem
 from linattn._driver.tasks import task_index
+from linattn._recurrence.problem import recurrence_problem
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
 from linattn.testing._compared import compare_gradient, compare_state, need, to_host
 from linattn.typing import Array, Cotangent, Declined, Plan, Problem, State
@@ -297,6 +298,47 @@ def check_stepper(stepper: Callable[..., Any], subject: Subject) -> Any:
     return None
 
 
+def check_recurrence(recurrence: Callable[..., Any], subject: Subject) -> Any:
+    """Compare outputs and states of every rule, after a state that is not 0."""
+    query, key, value = (array[..., :70, :] for array in subject.whole.arrays)
+    key = key / 2
+    decay, beta = -np.abs(key), np.minimum(np.abs(key[..., 0]), 2)
+    state = np.ones((*key.shape[:-2], DIM, VALUE_DIM))
+    for rule, gates in (
+        ("linear", {}),
+        ("gated", {"log_decay": decay[..., 0]}),
+        ("delta", {"beta": beta}),
+        ("gated_delta", {"log_decay": decay[..., 0], "beta": beta}),
+        ("gated_delta", {"log_decay": decay, "beta": beta}),
+    ):
+        options = {"log_decay": None, "beta": None} | gates
+        kind = "float64" if subject.dtype == "float64" else "float32"
+        arrays = {name: subject.array(array) for name, array in options.items()}
+        problem = recurrence_problem(
+            map(subject.array, (query, key, value)),
+            update_rule=rule,
+            scale=None,
+            initial_state=subject.array(state, kind),
+            **arrays,
+        )
+        answer = recurrence(problem)
+        if _dispatch.is_declined(answer):
+            return answer
+        with linattn.without_backends():
+            wanted = linattn.linear_recurrence(
+                query,
+                key,
+                value,
+                update_rule=rule,
+                initial_state=state,
+                return_state=True,
+                **options,
+            )
+        _array("output", answer[0], wanted[0], subject.dtype, RTOL[subject.dtype])
+        _array("state", answer[1], wanted[1], kind, RTOL[subject.dtype])
+    return None
+
+
 WHOLE_CHECKS: dict[str, Callable[..., Any]] = {
     "plan": check_plan,
     "attention": check_attention,
@@ -304,5 +346,6 @@ WHOLE_CHECKS: dict[str, Callable[..., Any]] = {
     "decode": check_decode,
     "merge": check_merge,
     "stepper": check_stepper,
+    "recurrence": check_recurrence,
 }
 """By function of a backend."""

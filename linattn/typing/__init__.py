@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from linattn.typing.backend import Backend, BlockTier, Services, Stepper, WholeTier, implements
 from linattn.typing.feature_map import FeatureMap, MapAttributes
-from linattn.typing.problems import Plan, Problem, RelativeBias
+from linattn.typing.problems import Plan, Problem, Recurrence, RelativeBias
 from linattn.typing.records import (
     Array,
     ArrayT,
@@ -73,6 +73,7 @@ __all__ = [
     "Plan",
     "Pointwise",
     "Problem",
+    "Recurrence",
     "RelativeBias",
     "RowScale",
     "SeparateDenominator",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from linattn.typing.problems import Plan, Problem
+from linattn.typing.problems import Plan, Problem, Recurrence
 from linattn.typing.records import (
     Array,
     Clusters,
@@ -85,6 +85,11 @@ class WholeTier(Protocol):
     @staticmethod
     def stepper(problem: Problem, state: State) -> Stepper | Declined:
         """Begin to decode in place tokens like that of the problem."""
+        ...
+
+    @staticmethod
+    def recurrence(problem: Recurrence) -> tuple[Array, Array] | Declined:
+        """Output of a recurrence, ``(..., L, e)``, and the state after the last token."""
         ...
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from linattn.typing.records import Array, Index, State
 from linattn.typing.specs import Affine, Exact
 
-__all__ = ["MODIFIERS", "Plan", "Problem", "RelativeBias"]
+__all__ = ["MODIFIERS", "Plan", "Problem", "Recurrence", "RelativeBias"]
 
 MODIFIERS = (
     "key_bias",
@@ -210,3 +210,50 @@ class Plan(NamedTuple):
             block_size=self.backward_size or self.block_size,
             tasks=self.tasks if self.backward_tasks is None else self.backward_tasks,
         )
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One validated call of a recurrence: L tokens of dim d, values of dim e.
+
+    Attributes
+    ----------
+    xp : module
+        The array namespace.
+    query, key, value : Array
+        ``(..., L, d)``, ``(..., L, d)``, ``(..., L, e)`` in the caller's dtype.
+    log_decay : Array or None
+        ``(..., L, 1)`` or ``(..., L, d)``, None without a gate.
+    beta : Array or None
+        ``(..., L, 1)``, None without the delta rule.
+    initial_state : Array or None
+        ``(..., d, e)`` in the accumulation dtype, None for zeros.
+    scale : float
+        Factor of the outputs.
+    dtype : dtype
+        The accumulation dtype: float32 or float64.
+    state_lead, lead : tuple of int
+        Leading axes of states, those of all arrays but the query, and of outputs.
+    chunk_size : int
+        Tokens that are solved at once, or more than these.
+    num_threads : int or None
+        What the caller allows.
+    borders : list of int or None
+        Where packed sequences begin and end; states then have an axis for them in front. Backends
+        are given the sequences as problems of their own.
+    """
+
+    xp: ModuleType
+    query: Array
+    key: Array
+    value: Array
+    log_decay: Array | None
+    beta: Array | None
+    initial_state: Array | None
+    scale: float
+    dtype: Any
+    state_lead: tuple[int, ...]
+    lead: tuple[int, ...]
+    chunk_size: int
+    num_threads: int | None
+    borders: list[int] | None = None

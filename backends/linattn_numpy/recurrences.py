@@ -1,0 +1,202 @@
+"""Whole recurrences: heads over threads, and in each a walk over chunks, tile by tile.
+
+In a chunk with the state S before it, N the products of keys below the diagonal times beta::
+
+    U = (I + N)^-1 diag(beta) (V - K_before S)      or V itself, without the delta rule
+    O = [Q_before, A] [S; U]
+    S' = G S + K_after^T U
+
+Letters: ``h`` heads of a task, ``r`` queries that share a state, ``g`` chunks of ``c`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product, repeat
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Declined, Recurrence
+from linattn_numpy import tuning
+from linattn_numpy.buffers import buffer
+from linattn_numpy.limits import EMPTY, MAX_SHORT_KEY
+from linattn_numpy.planning import num_threads
+from linattn_numpy.products import transposed
+from linattn_numpy.recurrence_chunks import Chunks, inside, unit_lower_inverse
+from linattn_numpy.threads import run
+
+__all__ = ["recurrence"]
+
+Floats = NDArray[Any]
+
+TOKENS = ("key", "value", "log_decay", "beta")
+"""What tokens write to a state, or None."""
+
+
+class _Heads(NamedTuple):
+    """All tokens of some heads, and where their results go."""
+
+    query: Floats
+    """``(h, r, L, d)``."""
+    key: Floats
+    """``(h, L, d)``."""
+    value: Floats
+    log_decay: Floats | None
+    beta: Floats | None
+    output: Floats
+    """``(h, r, L, e)``."""
+    state: Floats
+    """``(h, d, e)``: that before the next token."""
+
+
+def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
+    """Output and state after the last token."""
+    (length, d), e = problem.key.shape[-2:], problem.value.shape[-1]
+    lead = problem.lead
+    if 0 in (*lead, length, d, e):
+        return EMPTY
+    padded = (1,) * (len(lead) - len(problem.state_lead)) + problem.state_lead
+    # Queries along an axis that no state has share it.
+    shared = [axis for axis, n in enumerate(padded) if n < lead[axis]]
+    order = [axis for axis in range(len(lead)) if axis not in shared] + shared
+    distinct = tuple(lead[axis] for axis in order[: len(lead) - len(shared)])
+    last = (len(lead), len(lead) + 1)
+
+    def of_states(tokens: Any) -> Any:
+        if tokens is None:
+            return None
+        whole = np.broadcast_to(tokens, (*padded, *tokens.shape[-2:]))
+        return whole.squeeze(axis=tuple(shared))
+
+    tokens = {name: of_states(getattr(problem, name)) for name in TOKENS}
+    query = np.broadcast_to(problem.query, (*lead, length, d)).transpose(*order, *last)
+    # Where beta is 2 nothing is forgotten, the rounding of no token either.
+    short = problem.beta is not None and d <= MAX_SHORT_KEY
+    state = np.zeros((*distinct, d, e), np.float64 if short else problem.dtype)
+    if problem.initial_state is not None:
+        state[...] = of_states(problem.initial_state)
+    output = np.empty((*query.shape[:-1], e), problem.query.dtype)
+
+    def work(task: Any) -> None:
+        h = len(state[task])
+        of_task: dict[str, Any] = {n: None if x is None else x[task] for n, x in tokens.items()}
+        heads = _Heads(
+            query[task].reshape(h, -1, length, d),
+            output=output[task].reshape(h, -1, length, e),
+            state=state[task],
+            **of_task,
+        )
+        _walk(problem, heads)
+
+    flops = 6.0 * prod(lead) * length * d * e
+    threads = num_threads(problem) if flops >= tuning.MIN_PARALLEL_FLOPS else 1
+    run(threads, work, _tasks(distinct, threads))
+    inverse = np.argsort(order)
+    state = state.reshape(*problem.state_lead, d, e).astype(problem.dtype, copy=False)
+    return output.transpose(*inverse, *last), state
+
+
+def _tasks(distinct: tuple[int, ...], threads: int) -> list[Any]:
+    """Index heads that are done together: some along the longest axis."""
+    if not distinct:
+        return [(None,)]
+    n = max(distinct)
+    axis = distinct.index(n)
+    share = -(-n // max(1, threads * n // prod(distinct)))
+    heads = min(share, tuning.RECURRENCE_HEADS)
+    parts: list[Any] = [range(size) for size in distinct]
+    parts[axis] = [slice(i, i + heads) for i in range(0, n, heads)]
+    return list(product(*parts))
+
+
+def _walk(problem: Recurrence, heads: _Heads) -> None:
+    length = heads.key.shape[-2]
+    most = tuning.CHUNK_ROWS if heads.beta is None else tuning.SOLVED_CHUNK_ROWS
+    c = min(most, _power_of_two(problem.chunk_size))
+    rows = max(c, tuning.RECURRENCE_TILE_ROWS // len(heads.key) // c * c)
+    whole = length - length % c
+    for start in range(0, whole, rows):
+        _tile(problem, heads, slice(start, min(start + rows, whole)), c)
+    if whole < length:
+        _tile(problem, heads, slice(whole, length), _power_of_two(length - whole))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _tile(problem: Recurrence, heads: _Heads, rows: slice, c: int) -> None:
+    """Write the outputs of some tokens, and the state after them."""
+    dtype = heads.state.dtype
+
+    def chunked(name: str) -> Any:
+        tokens = getattr(heads, name)
+        return None if tokens is None else _chunked(tokens[..., rows, :], name, c, dtype)
+
+    chunks = Chunks(*map(chunked, ("query", *TOKENS)))
+    output = heads.output[..., rows, :]
+    *lead, n, e = output.shape
+    if output.dtype == dtype and n % c == 0:
+        _scan(chunks, problem.scale, heads.state, output.reshape(*lead, n // c, c, e))
+        return
+    shape = (*lead, -(-n // c), c, e)
+    padded = buffer("output", shape, dtype)
+    _scan(chunks, problem.scale, heads.state, padded)
+    output[...] = padded.reshape(*lead, -1, e)[..., :n, :]
+
+
+def _chunked(tokens: Floats, name: str, c: int, dtype: Any) -> Floats:
+    """Tokens as ``(..., g, c, w)``: a view where BLAS takes it, else a copy, zeros at the end."""
+    *lead, n, w = tokens.shape
+    size = tokens.itemsize
+    in_rows = tokens.strides[-1] == size and tokens.strides[-2] >= w * size
+    fits = n % c == 0 and tokens.dtype == dtype and in_rows
+    if not fits:
+        copy = buffer(name, (*lead, -(-n // c) * c, w), dtype)
+        copy[..., :n, :] = tokens
+        copy[..., n:, :] = 0
+        tokens = copy
+    return tokens.reshape(*lead, -1, c, w)
+
+
+def _scan(chunks: Chunks, scale: float, state: Floats, output: Floats) -> None:
+    """Write outputs ``(h, r, g, c, e)``, and replace the state by that after the last chunk."""
+    made = inside(chunks, scale)
+    inverse = None
+    if made.pairs is not None and chunks.beta is not None:
+        inverse = unit_lower_inverse(made.pairs)
+        inverse *= transposed(chunks.beta)
+    h, g, c, d = chunks.key.shape
+    e = chunks.value.shape[-1]
+    # One above the other: one product reads both.
+    both = buffer("state and values", (h, 1, d + c, e), state.dtype)
+    here, stored = both[:, 0, :d], both[:, 0, d:]
+    here[...] = state
+    found = buffer("found", (h, c, e), state.dtype)
+    added = buffer("added", (h, d, e), state.dtype)
+    arrays = (output, chunks.value, inverse, *made[:-1])
+    for out, value, solve, reads, before, after, _, factor, enter, total in zip(
+        *(_by_chunk(array, g) for array in arrays), strict=True
+    ):
+        if enter is not None:
+            here *= enter
+        if factor is not None:
+            value = np.multiply(value, factor, out=stored)
+        elif solve is None:
+            stored[...] = value
+        if solve is not None:
+            np.matmul(before, here, out=found)
+            np.subtract(value, found, out=found)
+            np.matmul(solve, found, out=stored)
+        np.matmul(reads, both, out=out)
+        if total is not None:
+            here *= total
+        here += np.matmul(transposed(after), stored, out=added)
+    np.multiply(here, 1 if made.leave is None else made.leave, out=state)
+
+
+def _by_chunk(array: Floats | None, g: int) -> Iterable[Any]:
+    return repeat(None, g) if array is None else np.moveaxis(array, -3, 0)
