@@ -12,7 +12,7 @@ import pytest
 
 import linattn
 import linattn_numpy
-from linattn._driver import checkpoints
+from linattn._driver import backward, checkpoints
 from linattn.feature_maps import (
     ActivationFeatures,
     DenseExponentialFeatures,
@@ -23,7 +23,7 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn.typing import Declined, Exponential
-from linattn_numpy import block_vjps, causal_vjps, planning, tuning
+from linattn_numpy import block_vjps, causal_scales, causal_vjps, planning, tuning
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear_vjp: Any = linattn.linear_attention_vjp
@@ -53,7 +53,7 @@ POINTWISE = {
 @pytest.fixture
 def calls(monkeypatch):
     """Count how often the branches of the backend set up a block, and how often none does."""
-    counts = {"unshifted": 0, "stabilized": 0, "generic": 0}
+    counts = {"unshifted": 0, "stabilized": 0, "by token": 0, "generic": 0}
 
     def counted(module, name, branch):
         inner = getattr(module, name)
@@ -68,13 +68,17 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, name, outer)
 
-    for name in ("_unshifted_rows", "_unshifted_keys", "unshifted_features"):
-        counted(causal_vjps, name, "unshifted")
-    for name in ("_stabilized_rows", "_stabilized_keys", "log_features"):
-        counted(causal_vjps, name, "stabilized")
-    counted(block_vjps, "unshifted_features", "unshifted")
+    def stabilize(block, state, runs):
+        counts["by token"] += all(run.size == 1 < run.rows.stop for run in runs)
+        return causal_scales.stabilize(block, state, runs)
+
+    monkeypatch.setattr(causal_vjps, "stabilize", stabilize)
+    for module in (causal_vjps, block_vjps):
+        counted(module, "unshifted_features", "unshifted")
+    counted(causal_vjps, "_unshifted_rows", "unshifted")
     counted(block_vjps, "log_features", "stabilized")
-    for name in ("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"):
+    counted(causal_vjps, "stabilize", "stabilized")
+    for name in ("read_block_vjp", "reduce_block_vjp", "scan_vjp"):
         counted(linattn_numpy, name, "generic")
     return counts
 
@@ -144,7 +148,7 @@ def test_grouped_queries_share_an_adjoint(is_causal, scale, calls):
     arrays = inputs(70, scale, heads=(2, 3, 2))
     arrays[1], arrays[2] = arrays[1][:, :, :1], arrays[2][:, :, :1]
     both(arrays, EXPONENTIAL["hyperbolic"], 1e-10, is_causal=is_causal)
-    assert calls["generic"] == 0 or (is_causal and scale > 1)
+    assert calls["generic"] == 0
 
 
 def test_a_state_on_far_scales_is_taken_along():
@@ -157,7 +161,7 @@ def test_a_state_on_far_scales_is_taken_along():
 
 
 @pytest.mark.parametrize("rows", [1.0, 0.2], ids=["stabilized", "unshifted"])
-def test_a_block_that_would_lose_digits_is_divided(rows, calls):
+def test_a_block_that_would_lose_digits_is_done_by_token(rows, calls):
     # Features of short keys late in the block are far larger than those of the early, long ones.
     query, key, value = inputs(64, heads=(), dtype=np.float32)
     key[:20] *= 12
@@ -169,7 +173,7 @@ def test_a_block_that_would_lose_digits_is_divided(rows, calls):
             *(a.astype(dtype) for a in (query, key, value)), phi, is_causal=True
         )
         answers.append(pullback(value.astype(dtype)))
-    assert calls["generic"] > 0
+    assert calls["by token"] > 0
     for a, b in zip(*answers, strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
@@ -263,13 +267,14 @@ def test_float32_blocks_at_once_are_right_to_rounding():
 
 
 @pytest.mark.parametrize("row", [10, 100, 290])
-def test_blocks_one_by_one_between_blocks_at_once(row, at_once):
+def test_a_stabilized_block_between_unshifted_ones(row, at_once, calls):
     """A token outside the range of exp: its block is stabilized, the adjoint changes its scale."""
     query, key, value = inputs(300)
     query[:, row] *= 300
     key[:, row] *= 3
     both((query, key, value), EXPONENTIAL["positive"], 1e-10, is_causal=True, chunk_size=64)
-    assert set(at_once) == {False, True}
+    assert set(at_once) == {True}
+    assert min(calls["unshifted"], calls["stabilized"]) > 0
 
 
 def test_rising_keys_change_the_scale_of_the_adjoint(at_once):
@@ -292,19 +297,20 @@ def test_masked_keys_and_a_state_before_blocks_at_once(at_once):
     assert set(at_once) == {True}
 
 
-def test_shared_keys_go_one_by_one(at_once):
+def test_shared_keys_are_done_at_once(at_once):
     query, key, value = inputs(100, heads=(2, 3))
     both((query, key[:, :1], value[:, :1]), EXPONENTIAL["positive"], is_causal=True)
-    assert set(at_once) == {False}
+    assert set(at_once) == {True}
 
 
-@pytest.mark.parametrize(("most", "blocks_at_once"), [(32, 10), (4, 10), (3, 0)])
-def test_states_between_checkpoints_are_recomputed(most, blocks_at_once, at_once, monkeypatch):
-    """At most so many are stored, and at most so many recomputed; else there are two scans."""
-    monkeypatch.setattr(checkpoints, "MAX_STATES", most)
+@pytest.mark.parametrize("most", [32, 4, 3, 2])
+def test_states_between_checkpoints_are_recomputed(most, at_once, monkeypatch):
+    """At most so many are stored, and at most so many recomputed, of a few of which others are."""
+    for module in (checkpoints, backward):
+        monkeypatch.setattr(module, "MAX_STATES", most)
     monkeypatch.setattr(checkpoints, "MAX_SHARE", 100.0)
     both(inputs(310, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
-    assert len(at_once) == blocks_at_once
+    assert len(at_once) == 10
 
 
 def test_segments_on_several_threads_store_checkpoints(at_once, monkeypatch):
@@ -333,6 +339,7 @@ def test_pullback_without_checkpoints_of_the_forward_pass(at_once):
         )
         wanted = pullback(output)
     agree(pullback(output), wanted)
+    # The forward pass saw no backend that does both sides of a block at once.
     assert not at_once
 
 
@@ -436,7 +443,7 @@ def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls
     got = linear_vjp(*arrays[:3], phi, **options)[1](arrays[3])
     if exponent:
         # The least accepted denominator is that of a row some 65 below.
-        assert (calls["generic"] > 0) == (gap > 65)
+        assert (calls["by token"] > 0) == (gap > 65)
     with linattn.without_backends():
         doubles = [a.astype(np.float64) for a in arrays]
         want = linear_vjp(*doubles[:3], phi, **options)[1](doubles[3])

@@ -17,7 +17,7 @@ from linattn_numpy.block_vjps import (
     reduce_block_vjp,
 )
 from linattn_numpy.causal import scan_block, scan_decayed_block
-from linattn_numpy.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
+from linattn_numpy.causal_vjps import scan_vjp
 from linattn_numpy.clusters import assign_block, choose_block, clusters_block
 from linattn_numpy.decoding import decode, stepper
 from linattn_numpy.exact import band_block, exact_block, exact_more, window_block
@@ -50,8 +50,6 @@ __all__ = [
     "reduce_block_vjp",
     "scan_block",
     "scan_decayed_block",
-    "scan_key_vjp",
-    "scan_query_vjp",
     "scan_vjp",
     "stepper",
     "values_block",
@@ -81,8 +79,6 @@ if TYPE_CHECKING:
     implements(Backend.reduce_block_vjp)(reduce_block_vjp)
     implements(Backend.scan_block)(scan_block)
     implements(Backend.scan_decayed_block)(scan_decayed_block)
-    implements(Backend.scan_key_vjp)(scan_key_vjp)
-    implements(Backend.scan_query_vjp)(scan_query_vjp)
     implements(Backend.scan_vjp)(scan_vjp)
     implements(Backend.stepper)(stepper)
     implements(Backend.values_block)(values_block)

@@ -25,11 +25,11 @@ from linattn_numpy.limits import (
     SMALL_VALUES,
     UNDERFLOWED,
     all_finite,
-    all_large,
     exp,
     finite_shift,
     floor_of,
     in_place,
+    rejected_rows,
     row_max,
     row_sizes,
 )
@@ -128,7 +128,8 @@ def read_block_vjp(
     if isinstance(rows, Declined):
         return rows
     sums = kvz.sum(axis=-2, keepdims=True)
-    if not all_large(denominator * row_sizes(grad_output), sums / sums[..., -1:], kvz, floor):
+    sizes = denominator * row_sizes(grad_output)
+    if rejected_rows(sizes, sums / sums[..., -1:], kvz, floor) is not None:
         return UNDERFLOWED
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)

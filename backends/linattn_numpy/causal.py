@@ -3,8 +3,9 @@
 A block stays *unshifted* if its exponents lie within ``+-MAX_EXPONENT``, or if the norms of its
 queries bound theirs: its features are made and used a tile at a time, on one scale with its state,
 and it is checked here by the rule of the driver, on the scale of its largest product. Of a rejected
-block each head is done by itself; a rejected head is done again max-stabilized, and the driver
-checks that. The generic twin is ``scan_block`` of ``linattn/_generic/states.py``.
+block each head is done by itself; a rejected head is done again max-stabilized, on a scale that
+grows from sub-block to sub-block, and what of that is rejected token by token. The generic twin is
+``scan_block`` of ``linattn/_generic/states.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal_scales import CommonScale, common_scale, stabilize
+from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale, stabilize
 from linattn_numpy.decay import decay_of_tiles
 from linattn_numpy.features import (
     FeatureMaker,
@@ -38,8 +39,8 @@ from linattn_numpy.limits import (
     MAX_UNINSPECTED_EXPONENT,
     UNDERFLOWED,
     all_finite,
-    all_large,
     floor_of,
+    rejected_rows,
     tiny,
 )
 from linattn_numpy.products import broadcast_lead
@@ -51,6 +52,7 @@ __all__ = ["scan_block", "scan_decayed_block"]
 Floats = NDArray[Any]
 
 LARGE_EXPONENTS = Declined("exponents or features are out of the range of unshifted ones")
+LARGE_SAMPLE = Declined("exponents of a few tokens are out of the range of unshifted ones")
 
 
 def scan_block(
@@ -79,10 +81,11 @@ def scan_block(
             return answer
         if prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS:
             return Declined(answer.reason, by_head=True)
-    # The driver tries a longer block again as shorter ones, which may stay unshifted.
-    is_short = n <= max(tuning.MAX_STABILIZED_ROWS, tuning.CAUSAL_TILE_ELEMENTS // m)
+    # Of a longer block most may be in range: the driver tries it again as shorter ones.
+    is_short = n <= _tile_rows(m) or (answer is LARGE_SAMPLE and key.log_decay is None)
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        return _scan_stabilized(query_spec, key_spec, *args)
+        block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
+        return _scan_stabilized(block, state, want_log)
     return answer
 
 
@@ -107,7 +110,7 @@ def _scan_unshifted(
     bounds = _exponent_bounds(query_spec, key_spec, query, key, common)
     inspect = bool((bounds == inf).any())
     if inspect and not (are_moderate(query_spec, query.x) and are_moderate(key_spec, key.x)):
-        return LARGE_EXPONENTS
+        return LARGE_SAMPLE
     if inspect and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
         # Alone, some heads are inspected and some are not.
         return Declined("exponents of some heads only need to be inspected")
@@ -119,8 +122,9 @@ def _scan_unshifted(
     # Exponents of keys that nobody has inspected may make up for small weights.
     least_weight = 1.0 if inspect else float(common.value_weights.min())
     den = num_den[..., -1:]
-    is_large = all_large(den, values_and_one, state.kvz, floor, least_weight)
-    if not (is_large and all_finite(num_den) and _is_kept(key_spec, key, kvz, floor)):
+    rejected = rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
+    is_large = rejected is None and _is_kept(key_spec, key, kvz, floor)
+    if not (is_large and all_finite(num_den)):
         return UNDERFLOWED
     log_row = row_log(query_spec, query, common.log_scale[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
@@ -218,35 +222,72 @@ def _exponent_bounds(
 
 
 def _scan_stabilized(
-    query_spec: Exponential,
-    key_spec: Exponential,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Floats,
-    state: State,
-    want_log: bool,
+    block: CausalBlock, state: State, want_log: bool
 ) -> tuple[Partial, State] | Declined:
     """Scan on the maximum so far of each feature, each row on its own largest."""
-    queries, keys, before, row, c = stabilize(query_spec, key_spec, query, key, state)
-    (n, e), kvz, num_den = values_and_one.shape[-2:], before, None
-    for rows, size in sub_blocks(n):
-        q, k = (x[..., None, rows, :] for x in (queries, keys))
-        sums = Triangles(q, k, values_and_one.shape[:-2], kvz, size)
-        if num_den is None:
-            num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
-        decays = decay_of_tiles(key.log_decay, rows, q.shape[-2] // size, size, kvz.dtype)
-        (v,), (out,) = (sums.split(x[..., rows, :]) for x in (values_and_one, num_den))
-        sums.add(v, out, next(decays))
-        kvz = sums.state()
-    assert num_den is not None
-    z = before[..., -1].sum(axis=-1).max()
-    floor = EXP_LOSS * floor_of(kvz.dtype) * (kvz.shape[-2] * (state.length + n) + z)
-    if not _is_kept(key_spec, key, kvz, floor):
+    query_spec, key_spec, query, key, values_and_one = block
+    n, e = values_and_one.shape[-2:]
+    leads = query.x.shape[:-2], query_spec.P.shape[:-2], values_and_one.shape[:-2]
+    lead = broadcast_lead(state.kvz.shape[:-2], *leads)
+    num_den = buffer("rows", (*lead, n, e), values_and_one.dtype)
+    part, accepted = Partial(num_den, np.empty((*lead, n, 1), num_den.dtype)), True
+    for group, length, size in tiles(n, _tile_rows(state.kvz.shape[-2])):
+        for start in range(group.start, group.stop, length):
+            rows = slice(start, start + length)
+            state, is_large = _scan_rows(block, rows, size, state, part)
+            accepted = accepted and is_large
+    z = state.kvz[..., -1]
+    terms = float(z.shape[-1] * state.length + z.sum(axis=-1).max())
+    if not _is_kept(key_spec, key, state.kvz, EXP_LOSS * floor_of(z.dtype) * terms):
         return UNDERFLOWED
-    is_large = all_large(num_den[..., -1:], values_and_one, state.kvz, floor)
-    log_row = row_log(query_spec, query, row, want_log)
-    part = Partial(num_den, log_row, accepted=is_large and all_finite(num_den))
-    return part, State(kvz, c, state.length + n)
+    accepted = accepted and all_finite(num_den)
+    return Partial(num_den, row_log(query_spec, query, part.log, want_log), accepted), state
+
+
+def _tile_rows(m: int) -> int:
+    """Rows whose max-stabilized features are there at once."""
+    return max(tuning.MAX_STABILIZED_ROWS, tuning.CAUSAL_TILE_ELEMENTS // m)
+
+
+def _scan_rows(
+    block: CausalBlock, rows: slice, size: int, state: State, out: Partial
+) -> tuple[State, bool]:
+    """Scan some rows by sub-blocks; return the state after them, and whether all are accepted.
+
+    A sub-block in which later keys take digits from rows is done again token by token.
+    """
+    n, v = rows.stop - rows.start, block.values_and_one[..., rows, :]
+    num_den, log_row = out.num_den[..., rows, :], out.log[..., rows, :]
+    found = stabilize(block.take(rows), state, sub_blocks(n, size))
+    q, k = found.query[..., None, :, :], found.key[..., None, :, :]
+    sums = Triangles(q, k, v.shape[:-2], found.state, size)
+    decay = next(decay_of_tiles(block.key.log_decay, rows, n // size, size, v.dtype))
+    (values,), (sub_blocks_out,) = sums.split(v), sums.split(num_den)
+    before = [state.kvz, *sums.add(values, sub_blocks_out, decay, found.rises)]
+    log_row[...] = found.log_row
+    after = State(sums.state(), found.log_scale[..., -1, :], state.length + n)
+    rejected = rejected_rows(num_den[..., -1:], v, state.kvz, found.floor)
+    # A row that sees no key is 0.
+    if rejected is None or not (rejected := rejected & (log_row > -inf)).any():
+        return after, True
+    # A decay takes from denominators on any scale.
+    if size == 1 or decay is not None:
+        return after, False
+    is_rejected = rejected.reshape(-1, n // size, size).any(axis=(0, -1))
+    scales = [state.log_scale, *(found.log_scale[..., i, :] for i in range(n // size - 1))]
+    # Sums of the tokens are made where these are.
+    starts = [
+        (
+            i * size,
+            State(before[i].reshape(after.kvz.shape).copy(), scales[i], state.length + i * size),
+        )
+        for i in np.flatnonzero(is_rejected).tolist()
+    ]
+    accepted = True
+    for start, first in starts:
+        few = slice(rows.start + start, rows.start + start + size)
+        accepted = _scan_rows(block, few, 1, first, out)[1] and accepted
+    return after, accepted
 
 
 def _is_kept(key_spec: Spec, key: Tokens, kvz: Floats, floor: float) -> bool:

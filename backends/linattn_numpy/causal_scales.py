@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, Exponential, State, Tokens
+from linattn.typing import Declined, State, Tokens
 from linattn_numpy.features import log_features, query_exponents
-from linattn_numpy.limits import MAX_LOG_SPREAD, exp, feature_max, finite_shift, in_place, row_max
+from linattn_numpy.limits import (
+    EXP_LOSS,
+    MAX_LOG_SPREAD,
+    MAX_PREFIX_LOG_LEAD,
+    exp,
+    finite_shift,
+    floor_of,
+    in_place,
+    row_max,
+)
+from linattn_numpy.tiles import Run, rows_of
 
-__all__ = ["CommonScale", "StabilizedBlock", "common_scale", "stabilize"]
+__all__ = ["CausalBlock", "CommonScale", "StabilizedBlock", "common_scale", "stabilize"]
 
 Floats = NDArray[Any]
 
@@ -68,8 +78,24 @@ def _is_near(log: Floats, g: Floats, limit: float) -> bool:
     return bool(((below.max(axis=-1, keepdims=True) <= limit) | empty).all())
 
 
+class CausalBlock(NamedTuple):
+    """A causal block as it came."""
+
+    query_spec: Any
+    key_spec: Any
+    query: Tokens
+    key: Tokens
+    values_and_one: Floats
+
+    def take(self, rows: slice) -> CausalBlock:
+        """Return some of its rows."""
+        query, key = rows_of(self.query, rows), rows_of(self.key, rows)
+        values_and_one = self.values_and_one[..., rows, :]
+        return self._replace(query=query, key=key, values_and_one=values_and_one)
+
+
 class StabilizedBlock(NamedTuple):
-    """Features of a causal block and the state before it, relative to the largest logs."""
+    """Features of a causal block and the state before it, relative to the largest logs so far."""
 
     query: Floats
     key: Floats
@@ -77,22 +103,41 @@ class StabilizedBlock(NamedTuple):
     log_row: Floats
     """Log scale of each query, ``(..., n, 1)``."""
     log_scale: Floats
-    """Log scale of each feature, of ``state`` and of what the keys add to it."""
+    """Log scales of features in each sub-block, ``(..., count, m)``."""
+    rises: list[Floats | None]
+    """Factors ``(..., m, 1)`` that put the state after each sub-block but the last on the scale of
+    the next; None for 1."""
+    floor: float
+    """Least denominator from which underflow takes no more than rounding does."""
 
 
-def stabilize(
-    query_spec: Exponential, key_spec: Exponential, query: Tokens, key: Tokens, state: State
-) -> StabilizedBlock:
+def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBlock:
     """Exponentiate keys on the maximum so far of each feature, and each query on its own largest.
 
-    The row terms of queries, which cancel, are left out.
+    So far: up to the end of a sub-block, or of the whole block where that is near. The row terms of
+    queries, which cancel, are left out.
     """
+    query_spec, key_spec, query, key, _ = block
     k = log_features(key_spec, key, "key")
-    c = np.maximum(state.log_scale, feature_max(k) + key_spec.col)
+    top = np.concatenate([run.split(k).max(axis=-2) for run in runs], axis=-2)
+    c = np.maximum.accumulate(top + key_spec.col[..., None, :], axis=-2)
+    c = np.maximum(c, state.log_scale[..., None, :])
+    # What follows may be NaN, and is not for what is before it.
+    last = c[..., -1:, :]
+    c = np.where(c >= last - MAX_PREFIX_LOG_LEAD, last, c)
     shift = finite_shift(c)
-    k = in_place(np.add, k, (key_spec.col - shift)[..., None, :])
-    q = query_exponents(query_spec, query.x, c + query_spec.col, "query")
+    sizes = [run.size for run in runs for _ in range(run.places.start, run.places.stop)]
+    k = in_place(np.add, k, np.repeat(key_spec.col[..., None, :] - shift, sizes, axis=-2))
+    q = query_exponents(query_spec, query.x, "query")
+    q = in_place(np.add, q, np.repeat(c + query_spec.col[..., None, :], sizes, axis=-2))
     row = row_max(q)
     q -= finite_shift(row)
-    before = state.kvz * np.exp(state.log_scale - shift)[..., None]
-    return StabilizedBlock(exp(q), exp(k), before, row, c)
+    before = state.kvz * np.exp(state.log_scale - shift[..., 0, :])[..., None]
+    rising = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
+    rises = [
+        np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None] if is_rising else None
+        for i, is_rising in enumerate(rising.tolist())
+    ]
+    terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1).max()
+    floor = EXP_LOSS * floor_of(k.dtype) * float(terms)
+    return StabilizedBlock(exp(q), exp(k), before, row, c, rises, floor)

@@ -1,200 +1,60 @@
-"""Gradients of a causal block in place: of its queries, of its keys, and of both at once.
+"""Gradients of a causal block in place, of its queries and its keys at once.
 
-Block and state, before it for queries or after it for keys, are put on one scale, unshifted or
-max-stabilized; then one scan over sub-blocks forwards pulls back to queries, one backwards to keys.
-A block whose scale would cost a row or a key its digits is left to the generic code, which divides
-and conquers.
-
-With the state before the block at hand, and the adjoint after it, both sides of an unshifted block
-share features, and the weights and cotangents of the pairs within a sub-block.
+With the state before the block at hand, and the adjoint after it, both sides share features, and
+the weights and cotangents of the pairs within a sub-block: one scan over sub-blocks forwards pulls
+back to queries, one backwards to keys. Block, state and adjoint are put on one scale, unshifted, or
+max-stabilized on one that grows from sub-block to sub-block: states on their way forwards and
+adjoints on their way back are multiplied with no more than 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, Exponential, RowScale, Spec, State, Tokens
-from linattn_numpy.block_vjps import UNDERFLOWED_KEYS, max_scale, relative_rows
+from linattn.typing import Declined, Exponential, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal_scales import common_scale, stabilize
-from linattn_numpy.feature_vjps import (
-    NO_VJP,
-    Unshifted,
-    features_vjp,
-    has_vjp,
-    sum_to,
-    unshifted_features,
-)
-from linattn_numpy.features import log_features, row_log
+from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
+from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.limits import (
     EMPTY,
-    EXP_LOSS,
     MAX_LOG_LEAD,
     UNDERFLOWED,
     all_finite,
-    all_large,
-    exp,
-    finite_shift,
     floor_of,
     in_place,
+    rejected_rows,
     row_sizes,
 )
-from linattn_numpy.products import product, transposed, weighted
-from linattn_numpy.tiles import split_sub_blocks, sub_blocks
+from linattn_numpy.products import product, sum_products, transposed, weighted
+from linattn_numpy.tiles import Run, sub_blocks
 
-__all__ = ["scan_key_vjp", "scan_query_vjp", "scan_vjp"]
+__all__ = ["scan_vjp"]
 
 Floats = NDArray[Any]
 Bools = NDArray[np.bool_]
+Gradients: TypeAlias = tuple[Floats, Floats, Floats, State]
 
-SHARED = Declined("arguments share leading axes")
 # Gradients of pointwise maps are taken from the features themselves.
 UNEVEN = Declined("features of a pointwise map are on several log scales")
 
 
-class _Block(NamedTuple):
-    """A causal block as it came."""
-
-    query_spec: Any
-    key_spec: Any
-    query: Tokens
-    key: Tokens
-    values_and_one: Floats
-
-    def unsupported(self) -> Declined | None:
-        if 0 in self.query.x.shape:
-            return EMPTY
-        return None if has_vjp(self.query_spec) and has_vjp(self.key_spec) else NO_VJP
-
-    def is_exponential(self) -> bool:
-        return isinstance(self.query_spec, Exponential) and isinstance(self.key_spec, Exponential)
-
-    def unshifted(self) -> tuple[Unshifted, Unshifted] | Declined:
-        """Features of queries and of keys."""
-        queries = unshifted_features(self.query_spec, self.query, "query")
-        if isinstance(queries, Declined):
-            return queries
-        keys = unshifted_features(self.key_spec, self.key, "key")
-        return keys if isinstance(keys, Declined) else (queries, keys)
-
-
-def scan_query_vjp(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Floats,
-    state: State,
-    grad_output: Floats,
-) -> tuple[Floats, RowScale, State] | Declined:
-    """Gradient of a causal block of queries, their scales, and the state after the block."""
-    block = _Block(query_spec, key_spec, query, key, values_and_one)
-    if declined := block.unsupported():
-        return declined
-    rows = _unshifted_rows(block, state)
-    if isinstance(rows, Declined) and block.is_exponential():
-        rows = _stabilized_rows(block, state)
-    if isinstance(rows, Declined):
-        return rows
-    found = _query_pairs(block, rows, state, grad_output)
-    if isinstance(found, Declined):
-        return found
-    cotangent, inverse, g1, _, after = found
-    empty = ~np.any(after[..., -1:] != 0, axis=-2)
-    log_scale = np.where(empty, rows.log_scale.dtype.type(-np.inf), rows.log_scale)
-    gradient = features_vjp(query_spec, query.x, rows.q, rows.positive[0], cotangent, None)
-    gradient *= inverse
-    length = state.length + values_and_one.shape[-2]
-    scale = RowScale(rows.log_row, inverse, -g1[..., -1:])
-    return gradient, scale, State(after, log_scale, length)
-
-
-def scan_key_vjp(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Floats,
-    adjoint: State,
-    grad_num_den: Floats,
-    log: Floats,
-) -> tuple[Floats, Floats, State] | Declined:
-    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
-    block = _Block(query_spec, key_spec, query, key, values_and_one)
-    if declined := block.unsupported():
-        return declined
-    keys = _unshifted_keys(block, adjoint, grad_num_den, log)
-    if isinstance(keys, Declined) and block.is_exponential():
-        keys = _stabilized_keys(block, adjoint, grad_num_den, log)
-    if isinstance(keys, Declined):
-        return keys
-    return _keys_vjp(block, keys, _key_pairs(keys), adjoint.length)
-
-
-def scan_vjp(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Floats,
-    state: State,
-    adjoint: State,
-    grad_output: Floats,
-) -> tuple[Floats, Floats, Floats, State] | Declined:
-    """Gradients of an unshifted block by queries, keys and ``[v, 1]``, and the adjoint before it.
-
-    ``state`` is the one before the block, ``adjoint`` the one after it. Other blocks, and those of
-    arguments that share leading axes, go one side at a time.
-    """
-    block = _Block(query_spec, key_spec, query, key, values_and_one)
-    if declined := block.unsupported():
-        return declined
-    lead = state.kvz.shape[:-2]
-    if any(x.shape[:-2] != lead for x in (query.x, key.x, values_and_one, grad_output)):
-        return SHARED
-    rows = _unshifted_rows(block, state)
-    if isinstance(rows, Declined):
-        return rows
-    q, k, v = rows.q, rows.k, rows.v
-    # The adjoint's own scale: that of the rows, whose queries lack the log of their features.
-    log_factor = adjoint.log_scale + rows.log_scale
-    if k.shape[:-2] != lead or q.shape[:-2] != lead:
-        return SHARED
-    if not log_factor.max() <= MAX_LOG_LEAD:
-        return Declined(f"the adjoint is more than {MAX_LOG_LEAD:g} above the scale of the block")
-    if not (isinstance(key_spec, Exponential) or np.all(rows.log_scale == rows.log_scale[..., :1])):
-        return UNEVEN
-    found = _query_pairs(block, rows, state, grad_output)
-    if isinstance(found, Declined):
-        return found
-    cotangent, inverse, g1, pairs, _ = found
-    grad_query = features_vjp(query_spec, query.x, q, rows.positive[0], cotangent, None)
-    grad_query *= inverse
-    start = adjoint.kvz * np.exp(log_factor)[..., None]
-    keys = _Keys(q, k, v, g1, v[..., -1:], start, -rows.log_scale, rows.positive[1])
-    return grad_query, *_keys_vjp(block, keys, reversed(pairs), adjoint.length)
-
-
-# Queries ----------------------------------------------------------------------------------------
-
-
 class _Rows(NamedTuple):
-    """A causal block and the state before it on one scale."""
+    """A causal block and the state before it on the scales of its sub-blocks."""
 
     q: Floats
     k: Floats
     v: Floats
     start: Floats
-    log_row: Floats
-    """True log scale of each row, the query's own term included."""
     log_scale: Floats
-    """Of the features of ``start`` and of what is added to it."""
+    """Of the features of states in each sub-block, ``(..., count, m)``, or ``(..., 1, m)``."""
+    rises: list[Floats | None] | None
+    """What states between sub-blocks are multiplied with, ``(..., m, 1)``; None for 1."""
     floor: float
     """Least denominator that is accepted."""
     positive: tuple[Bools | None, Bools | None] = (None, None)
@@ -207,109 +67,221 @@ class _Pairs(NamedTuple):
     0 where the query does not see the key.
     """
 
-    rows: slice
-    size: int
+    run: Run
     weights: Floats
     cotangents: Floats
 
 
-def _unshifted_rows(block: _Block, state: State) -> _Rows | Declined:
-    features = block.unshifted()
-    if isinstance(features, Declined):
-        return features
-    queries, keys = features
+class _Segment(NamedTuple):
+    """Rows that are to be done apart from the others of their block."""
+
+    rows: slice
+    runs: list[Run]
+    state: State
+    """State before them."""
+
+
+def scan_vjp(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Floats,
+    state: State,
+    adjoint: State,
+    grad_output: Floats,
+) -> Gradients | Declined:
+    """Gradients of a block by queries, keys and ``[v, 1]``, and the adjoint before it.
+
+    ``state`` is the one before the block, ``adjoint`` the one after it.
+    """
+    if 0 in query.x.shape:
+        return EMPTY
+    if not (has_vjp(query_spec) and has_vjp(key_spec)):
+        return NO_VJP
+    block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
+    runs, rows = sub_blocks(values_and_one.shape[-2]), _unshifted_rows(block, state, adjoint)
+    answer: Gradients | list[_Segment] | Declined
+    if isinstance(rows, Declined):
+        answer = rows
+    else:
+        answer = _pull(block, rows, runs, (state, adjoint), grad_output)
+    if isinstance(answer, tuple):
+        return answer
+    if isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
+        return _pull_stabilized(block, runs, (state, adjoint), grad_output)
+    return UNDERFLOWED if isinstance(answer, list) else answer
+
+
+def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows | Declined:
+    queries = unshifted_features(block.query_spec, block.query, "query")
+    if isinstance(queries, Declined):
+        return queries
+    keys = unshifted_features(block.key_spec, block.key, "key")
+    if isinstance(keys, Declined):
+        return keys
     common = common_scale(queries.col, keys.col, keys.row, state)
     if isinstance(common, Declined):
         return common
-    g, feature_scale, weights, state_scale = common
-    v = weighted(block.values_and_one, weights)
-    k = keys.weights
-    if feature_scale is not None:
-        k = in_place(np.multiply, k, feature_scale[..., None, :])
-    floor = _floor(block, k, state) * math.exp(queries.max_log + keys.max_log)
-    start = state.kvz * state_scale[..., None]
-    log_row = g[..., None] if queries.row is None else g[..., None] + queries.row
-    log_row = np.broadcast_to(log_row, (*log_row.shape[:-2], block.query.x.shape[-2], 1))
+    g, key_factors, weights, state_factors = common
+    v, k = weighted(block.values_and_one, weights), keys.weights
+    if key_factors is not None:
+        k = in_place(np.multiply, k, key_factors[..., None, :])
+    start = state.kvz * state_factors[..., None]
     log_scale = np.broadcast_to(g - queries.col, state.log_scale.shape).astype(v.dtype)
+    if not (adjoint.log_scale + log_scale).max() <= MAX_LOG_LEAD:
+        return Declined(f"the adjoint is more than {MAX_LOG_LEAD:g} above the scale of the block")
+    if not (isinstance(block.key_spec, Exponential) or np.all(log_scale == log_scale[..., :1])):
+        return UNEVEN
+    terms = float(k.shape[-1] * (state.length + v.shape[-2]))
+    floor = floor_of(v.dtype) * terms * math.exp(queries.max_log + keys.max_log)
     positive = queries.positive, keys.positive
-    return _Rows(queries.weights, k, v, start, log_row, log_scale, floor, positive)
+    return _Rows(queries.weights, k, v, start, log_scale[..., None, :], None, floor, positive)
 
 
-def _stabilized_rows(block: _Block, state: State) -> _Rows:
-    q, k, start, log_row, log_scale = stabilize(*block[:4], state)
-    log_row = row_log(block.query_spec, block.query, log_row, want_log=True)
-    floor = EXP_LOSS * _floor(block, k, state)
-    return _Rows(q, k, block.values_and_one, start, log_row, log_scale, floor)
+def _pull_stabilized(
+    block: CausalBlock, runs: list[Run], states: tuple[State, State], grad_output: Floats
+) -> Gradients | Declined:
+    """Pull back on the largest logs so far; rows that this takes digits from, token by token."""
+    state, adjoint = states
+    q, k, start, _, log_scale, rises, floor = stabilize(block, state, runs)
+    rows = _Rows(q, k, block.values_and_one, start, log_scale, rises, floor)
+    answer = _pull(block, rows, runs, states, grad_output)
+    if not isinstance(answer, list):
+        return answer
+    if all(run.size == 1 for run in runs):
+        return UNDERFLOWED
+    parts = []
+    for each in reversed(answer):
+        part, grad = block.take(each.rows), grad_output[..., each.rows, :]
+        pulled = _pull_stabilized(part, each.runs, (each.state, adjoint), grad)
+        if isinstance(pulled, Declined):
+            return pulled
+        *gradients, adjoint = pulled
+        parts.append(gradients)
+    grad_query, grad_key, grad_values_and_one = (
+        np.concatenate(each[::-1], axis=-2) for each in zip(*parts, strict=True)
+    )
+    return grad_query, grad_key, grad_values_and_one, adjoint
 
 
-def _floor(block: _Block, k: Floats, state: State) -> float:
-    """Least denominator of features and keys that weigh at most 1."""
-    keys = state.length + block.values_and_one.shape[-2]
-    return floor_of(block.values_and_one.dtype) * float(k.shape[-1] * keys)
+def _pull(
+    block: CausalBlock,
+    rows: _Rows,
+    runs: list[Run],
+    states: tuple[State, State],
+    grad_output: Floats,
+) -> Gradients | list[_Segment] | Declined:
+    """Pull back through rows, or cut them where digits are lost.
+
+    ``states``: that before the block and the adjoint after it.
+    """
+    state, adjoint = states
+    q, k, v = rows.q, rows.k, rows.v
+    lead, n = np.broadcast_shapes(grad_output.shape[:-2], state.kvz.shape[:-2]), v.shape[-2]
+    prefixes, before = _prefix_states(rows, runs)
+    denominators = np.empty((*lead, n, 1), v.dtype)
+    weights = []
+    for run in runs:
+        qs, ks, vs, out = (run.split(x) for x in (q, k, v, denominators))
+        each = np.matmul(qs, transposed(ks))
+        np.copyto(each, 0, where=above_diagonal(run.size))
+        z = prefixes[..., run.places, -1:, :]
+        np.add(np.matmul(each, vs[..., -1:]), np.matmul(qs, transposed(z)), out=out)
+        weights.append(each)
+    # Cotangents and the values that their rows see must be large enough for underflow to leave
+    # their products. They are divided by denominators for queries, and not for keys.
+    sizes = np.minimum(row_sizes(grad_output), 1) * np.minimum(denominators, 1)
+    rejected = rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
+    if rejected is not None:
+        if rows.rises is None:
+            return UNDERFLOWED
+        return _segments(rejected, runs, rows.log_scale, state, before)
+    inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
+    np.multiply(grad_output, inverses, out=g1[..., :-1])
+    cotangent, pairs = buffer("read", (*lead, n, k.shape[-1]), k.dtype), []
+    for run, each in zip(runs, weights, strict=True):
+        pairs.append(_pairs(run, rows, each, prefixes, grad_output, inverses, g1, cotangent))
+    if not all_finite(g1[..., -1]):
+        return UNDERFLOWED
+    grad_query = features_vjp(block.query_spec, block.query.x, q, rows.positive[0], cotangent, None)
+    grad_query *= inverses
+    return grad_query, *_pull_keys(block, rows, pairs, g1, adjoint)
 
 
-def _query_pairs(
-    block: _Block, rows: _Rows, state: State, grad_output: Floats
-) -> tuple[Floats, Floats, Floats, list[_Pairs], Floats] | Declined:
-    """Cotangents of ``q`` times their denominators, inverses of these, g1, pairs, the state after.
+def _pairs(
+    run: Run,
+    rows: _Rows,
+    weights: Floats,
+    prefixes: Floats,
+    grad_output: Floats,
+    inverses: Floats,
+    g1: Floats,
+    cotangent: Floats,
+) -> _Pairs:
+    """Write the cotangents of ``q`` times their denominators and the last column of ``g1``.
 
     Numerators need not be formed: with the state before a row in two parts, ``g.num`` is the sum of
     ``q * (g.S)``.
     """
-    q, k, v, start = rows.q, rows.k, rows.v, transposed(rows.start)
-    lead, n = np.broadcast_shapes(grad_output.shape[:-2], start.shape[:-2]), v.shape[-2]
-    cotangent = buffer("read", (*lead, n, k.shape[-1]), k.dtype)
-    g1, inverses = np.empty((*lead, n, v.shape[-1]), v.dtype), np.empty((*lead, n, 1), v.dtype)
-    pairs: list[_Pairs] = []
-    for part, size in sub_blocks(v.shape[-2]):
-        qs, ks, vs, gs, out, g1s = (
-            split_sub_blocks(x, part, size) for x in (q, k, v, grad_output, cotangent, g1)
-        )
-        states = _prefix_states(start, ks, vs)
-        before, above = states[..., :-1, :, :], above_diagonal(size)
-        weights = np.matmul(qs, transposed(ks))
-        np.copyto(weights, 0, where=above)
-        z = before[..., -1:, :]
-        denominator = np.matmul(weights, vs[..., -1:]) + np.matmul(qs, transposed(z))
-        if not rows.floor <= denominator.min() <= denominator.max() < np.inf:
-            return UNDERFLOWED
-        inverse = np.divide(1, denominator, out=split_sub_blocks(inverses, part, size))
-        np.matmul(gs, before[..., :-1, :], out=out)
-        cotangents = np.matmul(gs, transposed(vs[..., :-1]))
-        inner = np.vecdot(weights, cotangents) + np.vecdot(qs, out)
-        inner = inner[..., None] * inverse
-        cotangents -= inner * transposed(vs[..., -1:])
-        np.copyto(cotangents, 0, where=above)
-        more = buffer("more", out.shape, out.dtype)
-        out -= np.multiply(z, inner, out=more)
-        out += np.matmul(cotangents, ks, out=more)
-        cotangents *= inverse
-        np.multiply(gs, inverse, out=g1s[..., :-1])
-        np.multiply(inner, -inverse, out=g1s[..., -1:])
-        if not all_finite(g1s[..., -1]):
-            return UNDERFLOWED
-        pairs.append(_Pairs(part, size, transposed(weights), transposed(cotangents)))
-        start = states[..., -1, :, :]
-    # Cotangents and the values that their rows see must be large enough for underflow to leave
-    # their products. They are divided by denominators for queries, and not for keys.
-    sizes = row_sizes(grad_output) / np.maximum(inverses, 1)
-    if not all_large(sizes, block.values_and_one, state.kvz, rows.floor):
-        return UNDERFLOWED
-    return cotangent, inverses, g1, pairs, transposed(start).copy()
+    qs, ks, vs = (run.split(x) for x in (rows.q, rows.k, rows.v))
+    gs, inverse, out = (run.split(x) for x in (grad_output, inverses, cotangent))
+    before = prefixes[..., run.places, :, :]
+    np.matmul(gs, before[..., :-1, :], out=out)
+    cotangents = np.matmul(gs, transposed(vs[..., :-1]))
+    inner = np.vecdot(weights, cotangents) + np.vecdot(qs, out)
+    inner = inner[..., None] * inverse
+    cotangents -= inner * transposed(vs[..., -1:])
+    np.copyto(cotangents, 0, where=above_diagonal(run.size))
+    more = buffer("more", out.shape, out.dtype)
+    out -= np.multiply(before[..., -1:, :], inner, out=more)
+    out += np.matmul(cotangents, ks, out=more)
+    cotangents *= inverse
+    np.multiply(inner, -inverse, out=run.split(g1)[..., -1:])
+    return _Pairs(run, transposed(weights), transposed(cotangents))
 
 
-def _prefix_states(start: Floats, ks: Floats, vs: Floats) -> Floats:
-    """States before each sub-block and after the last, ``(..., count + 1, e + 1, m)``.
+def _prefix_states(rows: _Rows, runs: list[Run]) -> tuple[Floats, list[Floats]]:
+    """States ``(..., count, e + 1, m)`` before each sub-block, and on the scale of the one before.
 
     By rows of values: a product of few rows with a transposed view takes twice as long.
     """
-    count = ks.shape[-3]
+    start, count = transposed(rows.start), runs[-1].places.stop
     states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
     states[..., 0, :, :] = start
-    np.matmul(transposed(vs), ks, out=states[..., 1:, :, :])
-    for i in range(count):
-        states[..., i + 1, :, :] += states[..., i, :, :]
-    return states
+    for run in runs:
+        added = states[..., run.places.start + 1 : run.places.stop + 1, :, :]
+        sum_products(run.split(rows.v), run.split(rows.k), added)
+    before = []
+    for i in range(1, count):
+        state = states[..., i, :, :]
+        state += states[..., i - 1, :, :]
+        before.append(state)
+        if rows.rises and (factor := rows.rises[i - 1]) is not None:
+            before[-1] = state.copy()
+            state *= transposed(factor)
+    return states[..., :count, :, :], before
+
+
+def _segments(
+    rejected: Bools, runs: list[Run], log_scale: Floats, state: State, before: list[Floats]
+) -> list[_Segment]:
+    """Cut a block into sub-blocks with rejected rows, done token by token, and those between."""
+    edges = [row for run in runs for row in range(run.rows.start, run.rows.stop, run.size)]
+    edges.append(runs[-1].rows.stop)
+    starts = np.logical_or.reduceat(rejected, edges[:-1], axis=-2)
+    found = set(np.flatnonzero(starts.any(axis=(*range(rejected.ndim - 2), -1))).tolist())
+    cuts = sorted({0, len(edges) - 1, *found, *(i + 1 for i in found)})
+    segments = []
+    for i, j in pairwise(cuts):
+        first = state
+        if i:
+            kvz, c = transposed(before[i - 1]).copy(), log_scale[..., i - 1, :]
+            first = State(kvz, c, state.length + edges[i])
+        n = edges[j] - edges[i]
+        finer = sub_blocks(n, 1) if i in found else sub_blocks(n)
+        segments.append(_Segment(slice(edges[i], edges[j]), finer, first))
+    return segments
 
 
 @cache
@@ -318,159 +290,50 @@ def above_diagonal(size: int) -> Bools:
     return np.triu(np.ones((size, size), dtype=bool), 1)
 
 
-# Keys -------------------------------------------------------------------------------------------
-
-
-class _Keys(NamedTuple):
-    """A causal block and the adjoint after it on one scale."""
-
-    q: Floats
-    k: Floats
-    v: Floats
-    g1: Floats
-    """Cotangents of the rows' ``[num, den]``."""
-    factor: Floats | None
-    """What gradients of ``[v, 1]`` have yet to be multiplied with; ``v`` has been."""
-    start: Floats
-    log_scale: Floats
-    """Of the features of ``start`` and of what is added to it."""
-    positive: Bools | None = None
-    """Where inputs of a ReLU are."""
-
-
-def _unshifted_keys(
-    block: _Block, adjoint: State, grad_num_den: Floats, log_row: Floats
-) -> _Keys | Declined:
-    features = block.unshifted()
-    if isinstance(features, Declined):
-        return features
-    queries, keys = features
-    lead, dtype = adjoint.kvz.shape[:-2], block.values_and_one.dtype
-    row = log_row if queries.row is None else log_row - queries.row
-    # A scale for each head: on that of another the rows of a head far above it would vanish, and
-    # those of earlier keys that count for them overflow. It is -inf where no row has a gradient.
-    highest = _max_to(-row.min(axis=-2), lead)
-    if not np.all(highest < np.inf):
-        return Declined("the scale of a row is not finite")
-    block_scale = np.broadcast_to(queries.col + highest, adjoint.log_scale.shape)
-    log_scale = np.maximum(adjoint.log_scale, block_scale)
-    shift = finite_shift(log_scale)
-    factor, top = relative_rows(keys.row)
-    scale = log_scale + keys.col + top
-    g1 = grad_num_den * np.exp(-row - finite_shift(highest)[..., None])
-    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
-    limit = _max_scale(block, adjoint, g1, start)
-    if not scale.max() + queries.max_log + keys.max_log <= limit:
-        return UNDERFLOWED_KEYS
-    q, k = queries.weights, keys.weights
-    factors = np.exp(block_scale - shift)
-    if np.all(factors == factors[..., :1]) and factors.shape[:-1] == lead:
-        g1 = g1 * factors[..., :1, None]
-    else:
-        q = in_place(np.multiply, q, factors[..., None, :])
-    scale = np.exp(scale)
-    if np.all(scale == scale[..., :1]):
-        scale = scale[..., :1, None]
-        factor = np.broadcast_to(scale, (*lead, 1, 1)) if factor is None else factor * scale
-    elif isinstance(block.key_spec, Exponential):
-        k = in_place(np.multiply, k, scale[..., None, :])
-    else:
-        return UNEVEN
-    v = block.values_and_one if factor is None else block.values_and_one * factor
-    return _Keys(q, k, v, g1, factor, start, log_scale.astype(dtype), keys.positive)
-
-
-def _stabilized_keys(
-    block: _Block, adjoint: State, grad_num_den: Floats, log_row: Floats
-) -> _Keys | Declined:
-    q = log_features(block.query_spec, block.query, "query")
-    q = in_place(np.add, q, block.query_spec.col[..., None, :])
-    q = in_place(np.subtract, q, log_row)
-    log_scale = np.maximum(adjoint.log_scale, _max_to(q.max(axis=-2), adjoint.kvz.shape[:-2]))
-    shift = finite_shift(log_scale)
-    q = exp(in_place(np.subtract, q, shift[..., None, :]))
-    k = log_features(block.key_spec, block.key, "key")
-    k = in_place(np.add, k, (block.key_spec.col + shift)[..., None, :])
-    start = adjoint.kvz * np.exp(adjoint.log_scale - shift)[..., None]
-    limit = _max_scale(block, adjoint, grad_num_den, start) - math.log(EXP_LOSS)
-    if not k.max() <= limit:
-        return UNDERFLOWED_KEYS
-    return _Keys(q, exp(k), block.values_and_one, grad_num_den, None, start, log_scale)
-
-
-def _max_scale(block: _Block, adjoint: State, g1: Floats, start: Floats) -> float:
-    """Log of the largest scale, of cotangents and an adjoint of their sizes."""
-    rows = adjoint.length + block.values_and_one.shape[-2]
-    sizes = np.maximum(np.abs(g1).max(axis=-2), np.abs(start).max(axis=-2))
-    terms = adjoint.log_scale.shape[-1] * rows
-    return max_scale(block.values_and_one.dtype, terms, sizes)
-
-
-def _max_to(x: Floats, lead: tuple[int, ...]) -> Floats:
-    """Largest over leading axes along which ``(*lead, m)`` was broadcast."""
-    extra = max(x.ndim - 1 - len(lead), 0)
-    x = np.asarray(x.max(axis=tuple(range(extra))))
-    lead = lead[len(lead) - x.ndim + 1 :]
-    axes = tuple(i for i, n in enumerate(lead) if n == 1 and x.shape[i] != 1)
-    return np.asarray(x.max(axis=axes, keepdims=True))
-
-
-def _key_pairs(keys: _Keys) -> Iterator[_Pairs]:
-    """Weights and cotangents of pairs, from the last sub-blocks to the first."""
-    for rows, size in reversed(sub_blocks(keys.v.shape[-2])):
-        qs, ks, vs, gs = (
-            split_sub_blocks(x, rows, size) for x in (keys.q, keys.k, keys.v, keys.g1)
-        )
-        hidden = transposed(above_diagonal(size))
-        weights = product(ks, transposed(qs), "scores")
-        np.copyto(weights, 0, where=hidden)
-        cotangents = product(vs, transposed(gs), "cotangents")
-        np.copyto(cotangents, 0, where=hidden)
-        yield _Pairs(rows, size, weights, cotangents)
-
-
-def _keys_vjp(
-    block: _Block, keys: _Keys, pairs: Iterable[_Pairs], length: int
+def _pull_keys(
+    block: CausalBlock, rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
 ) -> tuple[Floats, Floats, State]:
-    """Gradients of keys and of ``[v, 1]``, and the adjoint before the block; ``pairs`` last first.
-
-    ``length``: of the adjoint after it.
-    """
-    k, v, start = keys.k, keys.v, keys.start
-    lead, n = start.shape[:-2], v.shape[-2]
+    """Gradients of keys and of ``[v, 1]``, and the adjoint before the block."""
+    k, v, lead, n = rows.k, rows.v, adjoint.kvz.shape[:-2], rows.v.shape[-2]
+    states = _adjoint_states(rows, pairs, g1, adjoint)
     grad_values_and_one = np.empty((*lead, n, v.shape[-1]), v.dtype)
     cotangent = buffer("read", (*lead, n, k.shape[-1]), k.dtype)
-    for rows, size, weights, cotangents in pairs:
-        qs, ks, vs, gs = (split_sub_blocks(x, rows, size) for x in (keys.q, k, v, keys.g1))
-        states = _adjoint_states(start, qs, gs)
-        later, inner = states[..., 1:, :, :], (*lead, states.shape[-3] - 1)
-        out = split_sub_blocks(grad_values_and_one, rows, size)
+    for run, weights, cotangents in pairs:
+        qs, ks, vs, gs = (run.split(x) for x in (rows.q, k, v, g1))
+        places = run.places
+        later = states[..., places.start + 1 : places.stop + 1, :, :]
+        inner = (*lead, places.stop - places.start)
+        out = run.split(grad_values_and_one)
         np.matmul(ks, later, out=out)
         out += sum_to(np.matmul(weights, gs), inner)
-        out = split_sub_blocks(cotangent, rows, size)
+        out = run.split(cotangent)
         np.matmul(vs, _transposed_copy(later), out=out)
         out += sum_to(product(cotangents, qs, "more"), inner)
-        start = states[..., 0, :, :]
-    adjoint = State(start.copy(), keys.log_scale, length + n)
-    if keys.factor is not None:
-        grad_values_and_one *= keys.factor
+    # What v has been multiplied with.
+    grad_values_and_one *= v[..., -1:]
     total = np.vecdot(block.values_and_one, grad_values_and_one)[..., None]
-    grad_key = features_vjp(block.key_spec, block.key.x, k, keys.positive, cotangent, total)
-    return grad_key, grad_values_and_one, adjoint
+    positive = rows.positive[1]
+    grad_key = features_vjp(block.key_spec, block.key.x, k, positive, cotangent, total)
+    before = State(states[..., 0, :, :].copy(), -rows.log_scale[..., 0, :], adjoint.length + n)
+    return grad_key, grad_values_and_one, before
 
 
-def _adjoint_states(start: Floats, qs: Floats, gs: Floats) -> Floats:
+def _adjoint_states(rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State) -> Floats:
     """Adjoints before each sub-block and after the last, ``(..., count + 1, m, e + 1)``."""
-    count = qs.shape[-3]
-    states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
-    states[..., -1, :, :] = start
-    sums = states[..., :-1, :, :]
-    if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == sums.shape[:-2]:
-        np.matmul(transposed(qs), gs, out=sums)
-    else:
-        sums[...] = sum_to(np.matmul(transposed(qs), gs), sums.shape[:-2])
+    kvz, count = adjoint.kvz, pairs[-1].run.places.stop
+    states = buffer("states", (*kvz.shape[:-2], count + 1, *kvz.shape[-2:]), kvz.dtype)
+    states[..., -1, :, :] = kvz * np.exp(adjoint.log_scale + rows.log_scale[..., -1, :])[..., None]
+    for run, _, _ in pairs:
+        qs, gs, sums = run.split(rows.q), run.split(g1), states[..., run.places, :, :]
+        if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == sums.shape[:-2]:
+            sum_products(qs, gs, sums)
+        else:
+            sums[...] = sum_to(np.matmul(transposed(qs), gs), sums.shape[:-2])
     for i in reversed(range(count)):
-        states[..., i, :, :] += states[..., i + 1, :, :]
+        later = states[..., i + 1, :, :]
+        if i + 1 < count and rows.rises and (factor := rows.rises[i]) is not None:
+            later *= factor
+        states[..., i, :, :] += later
     return states
 
 

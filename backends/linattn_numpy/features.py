@@ -261,8 +261,8 @@ def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     return in_place(np.add, _exponents(spec, tokens.x, name), row)
 
 
-def query_exponents(spec: Exponential, x: Floats, offsets: Floats, name: str) -> Floats:
-    """``offsets``, ``(..., m)``, and log features of queries but for ``col`` and the row term.
+def query_exponents(spec: Exponential, x: Floats, name: str) -> Floats:
+    """Log features of queries but for ``col`` and the row term.
 
     That cancels in what they read, and beside the square of a large query they would round to
     nothing.
@@ -271,7 +271,7 @@ def query_exponents(spec: Exponential, x: Floats, offsets: Floats, name: str) ->
     if not all_finite(u):
         # One past range may be so by a part of its sum: it is not known to be small.
         u += u - u
-    return in_place(np.add, u, offsets[..., None, :])
+    return u
 
 
 def _exponents(spec: Exponential, x: Floats, name: str) -> Floats:

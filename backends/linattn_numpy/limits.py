@@ -35,12 +35,12 @@ __all__ = [
     "SMALL_VALUES",
     "UNDERFLOWED",
     "all_finite",
-    "all_large",
     "exp",
     "feature_max",
     "finite_shift",
     "floor_of",
     "in_place",
+    "rejected_rows",
     "row_max",
     "row_sizes",
     "tiny",
@@ -63,7 +63,7 @@ MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic c
 # Log scales: how far apart those may be that share one.
 MAX_LOG_LEAD = 10.0  # of a block above a state that it joins without rescaling it
 MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of its state
-MAX_PREFIX_LOG_LEAD = 20.0  # of a scale above what a prefix scan has seen: nothing underflows
+MAX_PREFIX_LOG_LEAD = 20.0  # of a scale above what has been seen so far: nothing underflows
 
 # Recurrences.
 MAX_DECAY_EXPONENT = 10.0  # of half a chunk: its exponential keeps 1e-6 in float32
@@ -143,32 +143,27 @@ def row_sizes(x: Floats) -> Floats:
     return np.asarray(np.where(sizes == 0, sizes.dtype.type(np.inf), sizes))
 
 
-def all_large(
+def rejected_rows(
     denominators: Floats, values_and_one: Floats, kvz: Floats, floor: float, factor: float = 1.0
-) -> bool:
-    """Whether underflow of ``floor`` leaves causal rows, and the small values that they see.
+) -> NDArray[np.bool_] | None:
+    """Rows, ``(..., n, 1)``, that underflow of ``floor`` may change, or small values that they see.
 
-    ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's; ``kvz``: the state before
-    it; ``factor``: what values are multiplied with at least, before all else.
+    None if there are none. ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's;
+    ``kvz``: the state before it; ``factor``: what values are multiplied with at least, before all
+    else.
     """
-    least = denominators.min()
-    if not least >= floor:
-        return False
+    large = denominators >= floor
     taken = tiny(values_and_one.dtype) / factor
-    size = max(floor / least, taken) / SMALL_VALUES
     # All rows see the first values: hardly ever must others be inspected.
-    if size <= np.abs(values_and_one[..., 0, :]).min():
-        return True
-    sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
+    if large.all():
+        size = max(floor / denominators.min(), taken) / SMALL_VALUES
+        if size <= np.abs(values_and_one[..., 0, :]).min():
+            return None
+    z = np.abs(kvz[..., -1:])
     before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
-    before = before.max(axis=-2, keepdims=True)
-    if not (_any_below(sizes, size) or _any_below(before, size)):
-        return True
     # No more than the largest that each row sees.
-    seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
-    return not np.any((SMALL_VALUES * seen < np.maximum(floor / denominators, taken)) & (seen != 0))
-
-
-def _any_below(sizes: Floats, least: float) -> bool:
-    """Whether any size is neither 0 nor so large."""
-    return bool(np.any((sizes < least) & (sizes != 0)))
+    seen = np.maximum.accumulate(np.abs(values_and_one), axis=-2)
+    seen = np.maximum(seen, before.max(axis=-2, keepdims=True))
+    small = (SMALL_VALUES * seen < np.maximum(floor / denominators, taken)) & (seen != 0)
+    rejected = ~large | small.any(axis=-1, keepdims=True)
+    return rejected if rejected.any() else None

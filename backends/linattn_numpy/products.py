@@ -27,6 +27,7 @@ __all__ = [
     "multiply",
     "product",
     "small_products",
+    "sum_products",
     "transposed",
     "weighted",
     "weighted_sum",
@@ -145,6 +146,12 @@ def product(x: Floats, y: Floats, name: str) -> Floats:
     """Multiply in a buffer: pages of a fresh array cost more than what is done to them."""
     lead = broadcast_lead(x.shape[:-2], y.shape[:-2])
     return multiply(x, y, buffer(name, (*lead, x.shape[-2], y.shape[-1]), x.dtype))
+
+
+def sum_products(x: Floats, y: Floats, out: Floats) -> Floats:
+    """``x^T y`` into ``out``: of one row alone a product, which would not go to BLAS."""
+    operation = np.multiply if x.shape[-2] == 1 else np.matmul
+    return np.asarray(operation(transposed(x), y, out=out))
 
 
 def weighted_sum(weights: Floats, v: Floats) -> Floats:

@@ -56,9 +56,11 @@ from linattn_numpy.limits import (
     feature_max,
     finite_shift,
     floor_of,
+    in_place,
     row_max,
 )
 from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
+from linattn_numpy.tiles import rows_of
 
 __all__ = ["add_sums", "divide", "read_block", "reduce_block", "values_block"]
 
@@ -132,7 +134,7 @@ def _add_stabilized(
 ) -> State | Declined:
     """Add a block by feature, each tile on the largest log of each."""
     for rows in _tile_rows(key_spec, tokens.x):
-        log = log_features(key_spec, _rows_of(tokens, rows), "features")
+        log = log_features(key_spec, rows_of(tokens, rows), "features")
         top = feature_max(log)
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
@@ -147,11 +149,6 @@ def _tile_rows(spec: Exponential, x: Floats) -> list[slice]:
     numbers = prod(x.shape[:-2]) * spec.P.shape[-1] * num_sign_halves(spec)
     n, size = x.shape[-2], max(tuning.MIN_BLOCK_ROWS, tuning.TILE_ELEMENTS // numbers)
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
-    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
-    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)
 
 
 def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
@@ -223,7 +220,8 @@ def _read_stabilized(
     num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
     row = np.empty((*lead, tokens.x.shape[-2], 1), kvz.dtype)
     for rows in _tile_rows(query_spec, tokens.x):
-        log = query_exponents(query_spec, tokens.x[..., rows, :], offsets, "features")
+        log = query_exponents(query_spec, tokens.x[..., rows, :], "features")
+        log = in_place(np.add, log, offsets[..., None, :])
         row[..., rows, :] = row_max(log)
         log -= finite_shift(row[..., rows, :])
         multiply(exp(log), kvz, num_den[..., rows, :])

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn.typing import Tokens
 from linattn_numpy import tuning
 
-__all__ = ["lower", "moveaxis", "split_sub_blocks", "split_tiles", "sub_blocks", "tiles"]
+__all__ = ["Run", "lower", "moveaxis", "rows_of", "split_tiles", "sub_blocks", "tiles"]
 
 Floats = NDArray[Any]
 
 
-def sub_blocks(n: int) -> list[tuple[slice, int]]:
-    """Rows of a block by the length of their sub-blocks: whole ones, and the rest."""
-    whole = n - n % tuning.SUB_BLOCK_ROWS
-    parts = [(slice(0, whole), tuning.SUB_BLOCK_ROWS), (slice(whole, n), n - whole)]
-    return [(rows, size) for rows, size in parts if rows.start < rows.stop]
+class Run(NamedTuple):
+    """Sub-blocks of one length, one after the other."""
+
+    rows: slice
+    size: int
+    places: slice
+    """Their places among all of a block."""
+
+    def split(self, x: Floats) -> Floats:
+        """Give the rows of these sub-blocks an axis of them, ``(..., count, size, width)``."""
+        x = x[..., self.rows, :]
+        return x.reshape(*x.shape[:-2], -1, self.size, x.shape[-1])
 
 
-def split_sub_blocks(x: Floats, rows: slice, size: int) -> Floats:
-    """Give these rows an axis of sub-blocks."""
-    x = x[..., rows, :]
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+def sub_blocks(n: int, size: int = tuning.SUB_BLOCK_ROWS) -> list[Run]:
+    """Sub-blocks of a block: whole ones, and the rest."""
+    count, rest = divmod(n, size)
+    runs = [Run(slice(0, n - rest), size, slice(0, count))] if count else []
+    return [*runs, Run(slice(n - rest, n), rest, slice(count, count + 1))] if rest else runs
 
 
 @cache
@@ -35,7 +44,7 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
     A tile is of at most so many rows, or of one sub-block.
     """
     groups = []
-    for rows, size in sub_blocks(n):
+    for rows, size, _ in sub_blocks(n):
         length = max(1, max_rows // size) * size
         edge = rows.stop - (rows.stop - rows.start) % length
         groups.append((slice(rows.start, edge), length, size))
@@ -59,3 +68,9 @@ def moveaxis(x: Floats, source: int, target: int) -> Floats:
     axes = list(range(x.ndim))
     axes.insert(target % x.ndim, axes.pop(source))
     return x.transpose(axes)
+
+
+def rows_of(tokens: Tokens, rows: slice) -> Tokens:
+    """Tokens of some rows of a block."""
+    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
+    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)

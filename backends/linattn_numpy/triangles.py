@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn_numpy.buffers import buffer
 from linattn_numpy.decay import Decay
-from linattn_numpy.products import broadcast_lead, multiply, transposed, weighted
+from linattn_numpy.products import broadcast_lead, multiply, sum_products, transposed, weighted
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
 __all__ = ["Triangles"]
@@ -44,13 +45,13 @@ class Triangles:
         each = list(states.reshape(count + 1, -1))
         *self._steps, self._last_step = pairwise(each)
         self._next = each[0]
-        self._start = states[0]
+        self._states = states
         by_head = list(states.reshape(count + 1, *lead, h * r * e))
         self._heads, self._last = list(pairwise(by_head)), each[-1]
         self._faded = buffer("faded", by_head[0].shape, dtype)
         halves = moveaxis(states.reshape(count + 1, *lead, h, r, e), 0, -3)
         self._before, self._added = halves[..., :count, :, :], halves[..., 1:, :, :]
-        self._start[...] = kvz
+        states[0] = kvz
         self.lead = broadcast_lead(lead, q.shape[:-3])
         self._reads = buffer("more", (*self.lead, h, count, size, e), dtype)
         self._read_parts = list(moveaxis(self._reads, -4, 0))
@@ -59,38 +60,53 @@ class Triangles:
         """Rows of a number of tiles, one after the other along the first axis, for :meth:`add`."""
         return split_tiles(x, *self._shape)
 
-    def add(self, v: Floats, out: Floats, decay: Decay | None = None) -> None:
+    def add(
+        self,
+        v: Floats,
+        out: Floats,
+        decay: Decay | None = None,
+        rises: Sequence[Floats | None] = (),
+    ) -> list[Floats]:
         """Write the sums of a tile with values ``v`` to ``out`` and go on from the state after it.
 
         Both are ``(..., n / size, size, e)``. ``decay``: what is left of keys and states.
+        ``rises``: what the states after each sub-block but the last are multiplied with, None for
+        1. Returns these states as they were before, where there are any.
         """
+        unscaled: list[Floats] = []
         first, *rest = self._parts
         np.matmul(self._q, transposed(self._k), out=self._scores)
         for part in rest:
             np.add(first, part, out=first)
         np.multiply(first, self._visible if decay is None else decay.pairs, out=first)
         np.matmul(first, v, out=out)
-        if decay is None:
-            np.matmul(transposed(self._k), v[..., None, :, :, :], out=self._added)
+        if decay is not None:
+            v = weighted(v, decay.keys, "decayed_values")
+        sum_products(self._k, v[..., None, :, :, :], self._added)
+        if is_plain := decay is None and not rises:
             for before, after in self._steps:
                 np.add(before, after, out=after)
-        else:
-            left = weighted(v, decay.keys, "decayed_values")
-            np.matmul(transposed(self._k), left[..., None, :, :, :], out=self._added)
-            for (before, after), factor in zip(self._heads, decay.states, strict=True):
-                np.multiply(before, factor, out=self._faded)
-                np.add(self._faded, after, out=after)
+        for i, (before, after) in enumerate(() if is_plain else self._heads):
+            if decay is not None:
+                before = np.multiply(before, decay.states[i], out=self._faded)
+            np.add(before, after, out=after)
+            if i < len(rises):
+                unscaled.append(self._states[i + 1])
+                if (factor := rises[i]) is not None:
+                    unscaled[i] = unscaled[i].copy()
+                    self._states[i + 1] *= factor
         multiply(self._q, self._before, self._reads)
         for read in self._read_parts:
             if decay is not None:
                 np.multiply(read, decay.rows, out=read)
             np.add(out, read, out=out)
         # What comes after the last sub-block is where the next tile begins.
-        if decay is None:
+        if is_plain:
             np.add(*self._last_step, out=self._next)
         else:
             np.copyto(self._next, self._last)
+        return unscaled
 
     def state(self) -> Floats:
         """Return the state after the last tile."""
-        return np.array(self._start)
+        return np.array(self._states[0])

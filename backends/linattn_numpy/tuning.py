@@ -63,8 +63,7 @@ EXACT_BLOCK_ROWS, COLUMN_NORMALIZED_BLOCK_ROWS = 512, 256
 # landmarks, window 32: .78 of the time of four blocks. Causal, or two of 4,096: 1.1 to 1.2.
 MIN_WINDOW_BLOCK_ROWS, MAX_WINDOW_BLOCK_ROWS = 2048, 8192
 
-# 2026-11-22: rows that may share one shift however many features they have; of more, the driver
-# tries a rejected block again as shorter ones.
+# 2026-11-22: rows of a max-stabilized block whose features are there at once, however many these.
 MAX_STABILIZED_ROWS = 512
 
 # 2026-11-22: values and states of the heads batched into one task, and the length that those of

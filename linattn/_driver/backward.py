@@ -14,7 +14,7 @@ from linattn import _arrays, _dispatch, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
-from linattn._driver.checkpoints import Checkpoints
+from linattn._driver.checkpoints import MAX_STATES, Checkpoints
 from linattn._driver.decay_vjps import decay_gradient, numerator_rows, walk_rows
 from linattn._driver.exact import exact_parts
 from linattn._driver.gradient_rows import GradientRows
@@ -292,10 +292,8 @@ def _walk_causal(walk: _Walk, checkpoints: Checkpoints | None) -> Iterator[State
         return
     all_rows = walk.query_slices()
     if checkpoints is not None:
-        segments = checkpoints.segments(problem, walk.block_size, walk.task, all_rows, state)
-        if segments is not None:
-            yield from _walk_back(walk, segments, adjoint)
-            return
+        yield from _walk_back(walk, checkpoints.segments(walk.task, all_rows, state), adjoint)
+        return
     scales: list[RowScale] = []
     for rows in all_rows:
         block = (*specs, *walk.tokens(rows, start))
@@ -318,18 +316,28 @@ def _walk_back(
 ) -> Iterator[State]:
     """Pull back through queries and keys of a block at once, from the last block to the first.
 
-    ``segments``: blocks, and the state before the first of each.
+    ``segments``: blocks, and the state before the first of each. A long one is cut again.
     """
     problem, functions = walk.problem, walk.functions
-    start = segments[0][0].length
+    start = initial_state(problem).length
     for first, all_rows in reversed(segments):
+        count = -(-len(all_rows) // MAX_STATES)
+        parts = [all_rows[i : i + count] for i in range(0, len(all_rows), count)]
         states = [first]
-        for rows in all_rows[:-1]:
-            block = walk.keys(rows, start)
-            states.append(functions.reduce_block(problem.key_spec, *block, states[-1]))
-        for rows in reversed(all_rows):
-            adjoint = _pull_block(walk, rows, start, states.pop(), adjoint)
-            yield adjoint
+        for part in parts[:-1]:
+            state = states[-1]
+            for rows in part:
+                block = walk.keys(rows, start)
+                state = functions.reduce_block(problem.key_spec, *block, state)
+            states.append(state)
+        if count > 1:
+            walked = _walk_back(walk, list(zip(states, parts, strict=True)), adjoint)
+            for adjoint in walked:
+                yield adjoint
+        else:
+            for rows in reversed(all_rows):
+                adjoint = _pull_block(walk, rows, start, states.pop(), adjoint)
+                yield adjoint
 
 
 def _walk_stops(walk: _Walk) -> Iterator[State]:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from linattn._driver.tasks import Name, task_name
 from linattn.typing import Index, Problem, State
 
-__all__ = ["Checkpoints"]
+__all__ = ["MAX_STATES", "Checkpoints"]
 
 MAX_STATES = 32
-"""Checkpoints, and states between two of them: a head's at most, each."""
+"""Checkpoints, and states made again between two of them, or two of those: a head's, each."""
 
 MAX_SHARE = 0.25
 """What states may take, relative to the arguments they are made of."""
@@ -35,29 +35,20 @@ class Checkpoints:
 
     def store(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
         """Keep the state before a row of a task, or not."""
-        step = _stride(problem, block_size)
-        if row and step <= MAX_STATES and row % (step * block_size) == 0:
+        if row and row % (_stride(problem, block_size) * block_size) == 0:
             self._states.setdefault(task_name(task), {})[row] = state
 
     def segments(
-        self,
-        problem: Problem,
-        block_size: int,
-        task: Index,
-        all_rows: Sequence[slice],
-        first: State,
-    ) -> list[tuple[State, list[slice]]] | None:
-        """Blocks in segments, each with the state before it; None where states are missing."""
-        if not all_rows:
-            return None
+        self, task: Index, all_rows: Sequence[slice], first: State
+    ) -> list[tuple[State, list[slice]]]:
+        """Blocks in segments, each with the state before it: the first alone where none is kept."""
         states = {**self._states.get(task_name(task), {}), 0: first}
         segments: list[tuple[State, list[slice]]] = []
         for rows in all_rows:
             if rows.start in states:
                 segments.append((states[rows.start], []))
             segments[-1][1].append(rows)
-        longest = max(len(rows) for _, rows in segments)
-        return segments if longest <= min(MAX_STATES, _stride(problem, block_size)) else None
+        return segments
 
 
 def _stride(problem: Problem, block_size: int) -> int:
