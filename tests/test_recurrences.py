@@ -68,12 +68,17 @@ def error(got, want):
 
 
 def assert_as_loop(arguments, rule, dtype="float64", **options):
+    """Compare with the loop, of the backend and of the generic code."""
     arrays = {name: array.astype(dtype) for name, array in arguments.items()}
-    got = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True, **options)
     want = recurrence(**{n: a.astype(np.float64) for n, a in arrays.items()}, update_rule=rule)
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.dtype == dtype
-        assert error(ours, theirs) < RTOL[dtype]
+    options |= {"update_rule": rule, "return_state": True}
+    results = [linattn.linear_recurrence(**arrays, **options)]
+    with linattn.without_backends():
+        results.append(linattn.linear_recurrence(**arrays, **options))
+    for got in results:
+        for ours, theirs in zip(got, want, strict=True):
+            assert ours.dtype == dtype
+            assert error(ours, theirs) < RTOL[dtype]
 
 
 # The oracle -----------------------------------------------------------------------------------
