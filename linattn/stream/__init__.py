@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from linattn import _checks
 from linattn._files import Path
-from linattn.stream._checkpoint import Checkpoint
-from linattn.stream._inputs import Inputs, check_inputs, prepare_output, release_pages
-from linattn.stream._walks import Place, walk_of
+from linattn.stream._inputs import Inputs
+from linattn.stream._run import Run, run
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["attend"]
@@ -135,31 +133,4 @@ def attend(
     weights = {"key_mask": key_mask, "key_bias": key_bias, "log_decay": log_decay}
     given = {name: weight for name, weight in weights.items() if weight is not None}
     inputs = Inputs(query, key, value, feature_map, given, is_causal, exact_window)
-    begin, shape = check_inputs(inputs, initial_state)
-    block_size = prepare_output(out, shape, inputs, block_size)
-    walk = walk_of(inputs, out, begin, block_size)
-    place = Place(0, walk.begin)
-    saved = None
-    if checkpoint is not None:
-        saved = Checkpoint(checkpoint, inputs, block_size, begin, out)
-        place = saved.load_or_begin(place)
-    rows = [stop - start for start, stop in walk.rows]
-    done, total = sum(rows[: place.step]), sum(rows)
-    last = time.monotonic()
-    try:
-        while place.step < len(rows):
-            place = walk.step(place)
-            done += rows[place.step - 1]
-            release_pages(query, key, value, out, key_mask, key_bias)
-            if saved is not None and time.monotonic() - last >= seconds:
-                saved.save(place)
-                last = time.monotonic()
-            if progress is not None:
-                progress(done, total)
-    except BaseException:
-        if saved is not None:
-            saved.save_if_possible(place)
-        raise
-    if saved is not None:
-        saved.remove()
-    return walk.last(place)
+    return run(inputs, out, initial_state, Run(block_size, checkpoint, seconds, progress))

@@ -68,7 +68,7 @@ class Checkpoint:
                 f"the run was begun with {numerics} and goes on with {self.numerics}: last bits "
                 f"may differ from those of an undisturbed run"
             )
-            warn(message, UserWarning, stacklevel=4)
+            warn(message, UserWarning, stacklevel=5)
         return found
 
     def save(self, place: Place) -> None:

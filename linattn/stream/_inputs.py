@@ -12,6 +12,7 @@ import numpy as np
 from linattn import _arrays, _checks
 from linattn._driver.problem import check_pairing
 from linattn.functional import linear_attention
+from linattn.state import update_state
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = [
@@ -66,6 +67,23 @@ class Inputs(NamedTuple):
             **options,
         )
         return result
+
+    def attend(self, out: Any, rows: slice, read: slice, keys: slice, state: State) -> State:
+        """Attend with queries that are read, write some rows of them; the state after the keys."""
+        block, after = self.attention(read, keys, state)
+        inside = slice(rows.start - read.start, rows.stop - read.start)
+        write_rows(out, rows, block[..., inside, :])
+        return after
+
+    def add(self, state: State, rows: slice) -> State:
+        """Add keys and values to a state."""
+        key, value, weights = (
+            self.rows("key", rows),
+            self.rows("value", rows),
+            self.weights_of(rows),
+        )
+        after: State = update_state(state, key, value, self.feature_map, **weights)
+        return after
 
 
 def _is_by_token(name: str, weight: Any, key: Any, length: int) -> bool:

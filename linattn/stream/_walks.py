@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from linattn.state import merge_states, update_state
-from linattn.stream._inputs import Inputs, write_rows
+from linattn.state import merge_states
+from linattn.stream._inputs import Inputs
 from linattn.typing import State
 
 __all__ = ["Place", "Walk", "walk_of"]
@@ -54,20 +54,11 @@ class Walk:
 
     def attend(self, rows: slice, read: slice, state: State) -> State:
         """Attend to and write some rows, of a problem of those read; return the state after it."""
-        block, after = self.inputs.attention(read, read, state)
-        inside = slice(rows.start - read.start, rows.stop - read.start)
-        write_rows(self.out, rows, block[..., inside, :])
-        return after
+        return self.inputs.attend(self.out, rows, read, read, state)
 
     def add(self, state: State, rows: slice) -> State:
-        """Add keys and values to a state."""
-        inputs = self.inputs
-        if rows.start == rows.stop:
-            return state
-        key, value = (inputs.rows(name, rows) for name in ("key", "value"))
-        weights = inputs.weights_of(rows)
-        after: State = update_state(state, key, value, inputs.feature_map, **weights)
-        return after
+        """Add keys and values to a state, if there are some."""
+        return state if rows.start == rows.stop else self.inputs.add(state, rows)
 
 
 class _FullWalk(Walk):
@@ -83,8 +74,7 @@ class _FullWalk(Walk):
             return Place(place.step + 1, self.add(place.state, rows))
         # Queries have the positions of the keys that are theirs, not those after all keys.
         state = place.state._replace(length=self.begin.length + rows.start)
-        block, _ = self.inputs.attention(rows, NONE, state)
-        write_rows(self.out, rows, block)
+        self.inputs.attend(self.out, rows, rows, NONE, state)
         return place._replace(step=place.step + 1)
 
 

@@ -1,0 +1,56 @@
+"""One run: the steps of a walk, checkpoints between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from linattn._files import Path
+from linattn.stream._checkpoint import Checkpoint
+from linattn.stream._inputs import Inputs, check_inputs, prepare_output, release_pages
+from linattn.stream._walks import Place, walk_of
+from linattn.typing import State
+
+__all__ = ["Run", "run"]
+
+
+class Run(NamedTuple):
+    """How a call is worked off; the fields are arguments of :func:`linattn.stream.attend`."""
+
+    block_size: int
+    checkpoint: Path | None
+    seconds: float
+    progress: Callable[[int, int], None] | None
+
+
+def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> State:
+    """Check a call, go on from its checkpoint if there is one, and return the state after it."""
+    begin, shape = check_inputs(inputs, initial_state)
+    block_size = prepare_output(out, shape, inputs, how.block_size)
+    walk = walk_of(inputs, out, begin, block_size)
+    place = Place(0, walk.begin)
+    saved = None
+    if how.checkpoint is not None:
+        saved = Checkpoint(how.checkpoint, inputs, block_size, begin, out)
+        place = saved.load_or_begin(place)
+    rows = [stop - start for start, stop in walk.rows]
+    done, total = sum(rows[: place.step]), sum(rows)
+    last = time.monotonic()
+    try:
+        while place.step < len(rows):
+            place = walk.step(place)
+            done += rows[place.step - 1]
+            release_pages(inputs.query, inputs.key, inputs.value, out, *inputs.weights.values())
+            if saved is not None and time.monotonic() - last >= how.seconds:
+                saved.save(place)
+                last = time.monotonic()
+            if how.progress is not None:
+                how.progress(done, total)
+    except BaseException:
+        if saved is not None:
+            saved.save_if_possible(place)
+        raise
+    if saved is not None:
+        saved.remove()
+    return walk.last(place)
