@@ -23,6 +23,7 @@ EXTRAS = {
     "threads",
     "testing",
     "qmc",
+    "dask",
     "sklearn",
     "layers",
     "all",
