@@ -25,7 +25,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXAMPLE = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FRAMEWORK = re.compile(r"^import (torch|jax)$", re.MULTILINE)
+# Those of MPI and xarray are in test_engines.py.
+FRAMEWORK = re.compile(r"^(?:import|from) (torch|jax|mpi4py|xarray)(?: import \w+| as \w+)?$", re.M)
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?!\w)")
 
 # What a page takes as given because it is the reader's own.
