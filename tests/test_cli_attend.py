@@ -23,6 +23,7 @@ pytest.importorskip("typer", reason="the command needs the extra cli")
 import linattn
 from linattn import feature_maps as fm
 from linattn.cli import attend as files_to_file
+from linattn.cli import cluster
 from linattn.cli.errors import CommandError
 from tests.command import assert_refused, call
 
@@ -274,18 +275,18 @@ class TestErrors:
 class TestGoingOn:
     def _break_off(self, monkeypatch, error, blocks=3):
         """Let the run raise after some blocks."""
-        real, seen = files_to_file.attend, []
+        real, seen = files_to_file.run_blocks, []
 
-        def attend_to_some(*arguments, progress, **options):
+        def run_some_blocks(inputs, out, state, how):
             def count(done, total):
                 seen.append(done)
                 if len(seen) == blocks:
                     raise error
-                progress(done, total)
+                how.progress(done, total)
 
-            return real(*arguments, progress=count, **options)
+            return real(inputs, out, state, how._replace(progress=count))
 
-        monkeypatch.setattr(files_to_file, "attend", attend_to_some)
+        monkeypatch.setattr(files_to_file, "run_blocks", run_some_blocks)
 
     def _undisturbed(self, *words):
         assert attend(*FILES, "--out", "whole.npy", *words).exit_code == 0
@@ -371,6 +372,47 @@ class TestGoingOn:
         (line,) = said.splitlines()
         assert line.startswith("linattn: error: interrupted; go on with: linattn attend q.npy")
         assert (folder / "o.npy.checkpoint").exists()
+
+
+class TestCluster:
+    def test_workers_share_a_run_that_goes_on(self, folder, monkeypatch):
+        pytest.importorskip("distributed", reason="distributed is not installed")
+        for module in (cluster, files_to_file):
+            monkeypatch.setattr(module, "BLOCKS_AT_ONCE", 2)
+        np.save("m.npy", np.arange(LENGTH) % 5 > 0)
+        options = ("--causal", *OPTIONS[:4], "--mask", "m.npy")
+        words = (*FILES, "--out", "o.npy", *options, "--block-size", "60", "--workers", "1")
+        with monkeypatch.context() as patch:
+            TestGoingOn._break_off(None, patch, KeyboardInterrupt(), blocks=1)
+            result = attend(*words)
+        assert result.exit_code == 130
+        (line,) = result.stderr.splitlines()
+        assert line.endswith("--workers 1 --resume")
+        result = attend(*words, "--resume")
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert attend(*FILES, "--out", "here.npy", *options).exit_code == 0
+        np.testing.assert_allclose(np.load("o.npy"), np.load("here.npy"), rtol=1e-4, atol=2e-6)
+
+    def test_errors(self, folder, monkeypatch):
+        pytest.importorskip("distributed", reason="distributed is not installed")
+        monkeypatch.setattr(cluster, "PATIENCE", "0.2s")
+        words = (*FILES, "--out", "o.npy", *OPTIONS)
+        for address, text in {
+            "tcp://127.0.0.1:1": "--scheduler tcp://127.0.0.1:1: no scheduler answers there",
+            "nobody": "--scheduler nobody: no scheduler answers there",
+        }.items():
+            assert_refused(attend(*words, "--scheduler", address), text)
+        assert_refused(attend(*words, "--workers", "0"), "--workers: want a whole number >= 1")
+        both = attend(*words, "--workers", "1", "--scheduler", "tcp://127.0.0.1:1")
+        assert_refused(both, "--workers: not with --scheduler")
+        window = attend(*words, "--workers", "1", "--window", "4")
+        assert_refused(window, "--window: not on a cluster")
+        assert not (folder / "o.npy").exists()
+
+    def test_without_distributed(self, folder, monkeypatch):
+        monkeypatch.setitem(sys.modules, "distributed", None)
+        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--workers", "1")
+        assert_refused(result, "--workers and --scheduler need dask.distributed: pip install")
 
 
 class Recorded:

@@ -345,6 +345,14 @@ _BlockSize = Annotated[
         metavar="ROWS", help="Rows in memory at once.  [default: 65536, or 256 MiB if fewer]"
     ),
 ]
+_Workers = Annotated[
+    int | None,
+    typer.Option(metavar="NUMBER", help="Processes of Dask on this machine that share the work."),
+]
+_Scheduler = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="A Dask cluster that is running, as tcp://HOST:PORT."),
+]
 _Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with a run that broke off, if there is one.")
 ]
@@ -366,6 +374,8 @@ def attend(
     check: _Check = None,
     block_size: _BlockSize = None,
     seed: _Seed = 0,
+    workers: _Workers = None,
+    scheduler: _Scheduler = None,
     resume: _Resume = False,
 ) -> None:
     """Attend a block at a time, from files to a file; what is in memory does not grow with them.
@@ -391,6 +401,8 @@ def attend(
             check=check,
             block_size=block_size,
             seed=seed,
+            workers=workers,
+            scheduler=scheduler,
             resume=resume,
         )
         with _rows_progress() as progress:

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 import linattn
 from linattn import _files, diagnostics
 from linattn.cli import report, stores
+from linattn.cli.cluster import BLOCKS_AT_ONCE, ClusterInputs, connected
 from linattn.cli.errors import CommandError, RunError
 from linattn.cli.maps import Choice, find_map, is_map
 from linattn.cli.tables import memory
 from linattn.cli.text import count, duration, reason
-from linattn.stream import attend
-from linattn.stream._inputs import Inputs, check_inputs
+from linattn.stream._inputs import Inputs, check_inputs, release_pages
+from linattn.stream._run import Run
+from linattn.stream._run import run as run_blocks
 from linattn.typing import State
 
 __all__ = ["Settings", "Summary", "run"]
@@ -46,8 +48,11 @@ MAX_BLOCK_ROWS, MAX_BLOCK_BYTES = 65536, 2**28
 SAMPLE_RUNS, SAMPLE_ROWS = 32, 256
 """Runs of rows, evenly spaced, that a map is fitted to, and rows of each."""
 
-CHECKED_KEYS = 4096
+CHECKED_KEYS = 16384
 """Keys that exact rows attend to at once."""
+
+SECONDS = 60.0
+"""Between two checkpoints."""
 
 Progress = Callable[[int, int], None]
 
@@ -84,6 +89,17 @@ class Settings:
         if self.check is not None and self.start_state is not None:
             message = "--check: not with --start-state, whose keys are not in the files"
             raise CommandError(message)
+        if self.workers is not None and self.scheduler is not None:
+            message = "--workers: not with --scheduler, which has workers of its own"
+            raise CommandError(message)
+        if self.on_cluster and self.window is not None:
+            message = "--window: not on a cluster, where blocks do not see each other"
+            raise CommandError(message)
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether tasks of Dask do the work."""
+        return self.workers is not None or self.scheduler is not None
 
     def command(self) -> str:
         """Return the command line that goes on with this run."""
@@ -148,10 +164,15 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
         if settings.start_state is not None:
             before = linattn.load_state(settings.start_state, phi)
         weights = {} if mask is None else {"key_mask": mask}
-        inputs = Inputs(query, key, value, phi, weights, settings.causal, settings.window)
+        kind = ClusterInputs if settings.on_cluster else Inputs
+        inputs = kind(query, key, value, phi, weights, settings.causal, settings.window)
         _, shape = check_inputs(inputs, before)
-    array = out.open(shape, query)
-    state = _solve(settings, inputs, before, out, array, progress, warn)
+    place: AbstractContextManager[None] = nullcontext()
+    if settings.on_cluster:
+        place = connected(settings.workers, settings.scheduler)
+    with place:
+        array = out.open(shape, query)
+        state = _solve(settings, inputs, before, out, array, progress, warn)
     seconds = time.perf_counter() - start
     if settings.save_state is not None:
         with _as_run_errors(f"{settings.save_state}: cannot be written"):
@@ -183,18 +204,10 @@ def _solve(
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            state = attend(
-                *inputs[:3],
-                array,
-                inputs.feature_map,
-                is_causal=inputs.is_causal,
-                block_size=settings.block_size or _block_size(inputs, array),
-                checkpoint=out.checkpoint,
-                progress=notify,
-                initial_state=before,
-                exact_window=inputs.exact_window,
-                **inputs.weights,
-            )
+            size = settings.block_size or _block_size(inputs, array)
+            if settings.on_cluster:
+                size *= BLOCKS_AT_ONCE
+            state = run_blocks(inputs, array, before, Run(size, out.checkpoint, SECONDS, notify))
     except (TypeError, ValueError, OSError, MemoryError) as error:
         broke_off = begun or (isinstance(error, OSError) and not out.begins)
         if broke_off and not isinstance(error, _files.StateFileError):
@@ -292,6 +305,7 @@ def _errors(inputs: Inputs, out: Any, rows: NDArray[np.intp]) -> NDArray[Any]:
     exact = None
     for part in parts():
         exact = part if exact is None else linattn.merge_outputs([exact, part])
+        release_pages(inputs.query, inputs.key, inputs.value, out)
     assert exact is not None
     difference = _rows(out, rows) - exact[0]
     sums = [np.sum(x * x, axis=(-2, -1)) for x in (difference, exact[0])]

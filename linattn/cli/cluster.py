@@ -1,0 +1,193 @@
+"""Blocks of rows on a Dask cluster: a local one, or one that is running."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import linattn
+from linattn._extras import remedy
+from linattn.cli.errors import CommandError
+from linattn.cli.text import reason
+from linattn.stream._inputs import Inputs
+from linattn.typing import Array, State
+
+__all__ = ["BLOCKS_AT_ONCE", "ClusterInputs", "connected"]
+
+BLOCKS_AT_ONCE = 32
+"""Blocks in one graph, between which the state comes back: the same on any number of workers."""
+
+PATIENCE = "10s"
+"""How long a scheduler may take to answer."""
+
+
+@dataclass(frozen=True)
+class FileMap:
+    """A memory map as tasks take it along: by name, opened where rows are read or written."""
+
+    name: str
+    dtype: Any
+    offset: int
+    shape: tuple[int, ...]
+    order: str
+
+    def _open(self, mode: Any) -> Any:
+        order: Any = self.order
+        return np.memmap(self.name, self.dtype, mode, self.offset, self.shape, order)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read rows."""
+        return np.array(self._open("r")[index])
+
+    def __setitem__(self, index: Any, rows: Any) -> None:
+        """Write rows."""
+        self._open("r+")[index] = rows
+
+
+def _portable(array: Any) -> Any:
+    if not isinstance(array, np.memmap):
+        return array
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    return FileMap(str(array.filename), array.dtype, array.offset, array.shape, order)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of an array, as tasks take them along."""
+
+    array: Any
+    start: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Any:
+        """Read some of the rows."""
+        *lead, rows, dims = index
+        return self.array[(*lead, slice(rows.start + self.start, rows.stop + self.start), dims)]
+
+
+class ClusterInputs(Inputs):
+    """The arguments of a call, whose blocks are attended to by tasks of Dask."""
+
+    def attend(self, out: Any, rows: slice, read: slice, keys: slice, state: State) -> State:
+        """Attend with queries that are read, write them; the state after the keys."""
+        da = importlib.import_module("dask.array")
+        size = _rows_of_task(rows, out)
+        weights: Any = self._lazy_weights(keys, size)
+        block, after = linattn.linear_attention(
+            self._lazy("query", read, size),
+            self._lazy("key", keys, size),
+            self._lazy("value", keys, size),
+            self.feature_map,
+            is_causal=self.is_causal,
+            initial_state=_lazy_state(state),
+            return_state=True,
+            **weights,
+        )
+        region = (*(slice(0, n) for n in block.shape[:-2]), rows, slice(0, block.shape[-1]))
+        stored = da.store(block, _portable(out), regions=region, lock=False, compute=False)
+        return _computed(after, state, stored)
+
+    def add(self, state: State, rows: slice) -> State:
+        """Add keys and values to a state."""
+        size = _rows_of_task(rows, None)
+        key, value = self._lazy("key", rows, size), self._lazy("value", rows, size)
+        weights: Any = self._lazy_weights(rows, size)
+        after = linattn.update_state(_lazy_state(state), key, value, self.feature_map, **weights)
+        return _computed(after, state)
+
+    def _lazy(self, name: str, rows: slice, size: int) -> Array:
+        """Make a Dask array of some rows, a task for so many of each head."""
+        da = importlib.import_module("dask.array")
+        array = _portable(getattr(self, name))
+        shape = (*array.shape[:-2], rows.stop - rows.start, array.shape[-1])
+        chunks = (*(1 for _ in shape[:-2]), size, shape[-1])
+        meta = np.empty((0,) * len(shape), array.dtype)
+        part = Rows(array, rows.start, shape, array.dtype)
+        return da.from_array(part, chunks=chunks, name=False, meta=meta)
+
+    def _lazy_weights(self, rows: slice, size: int) -> dict[str, Any]:
+        da = importlib.import_module("dask.array")
+        return {
+            name: da.from_array(np.array(weight), chunks=(*weight.shape[:-1], size))
+            for name, weight in self.weights_of(rows).items()
+        }
+
+
+def _rows_of_task(rows: slice, out: Any) -> int:
+    """Rows of a task: no two of them write to one chunk of the output."""
+    chunks = getattr(out, "chunks", None)
+    unit = int(chunks[-2]) if isinstance(chunks, tuple) else 1
+    blocks: int = -(-(rows.stop - rows.start) // (BLOCKS_AT_ONCE * unit))
+    return max(1, blocks * unit)
+
+
+def _lazy_state(state: State) -> State:
+    da = importlib.import_module("dask.array")
+    kvz, log_scale = (da.from_array(np.asarray(array), chunks=-1) for array in state[:2])
+    return State(kvz, log_scale, state.length, state.fingerprint)
+
+
+def _computed(after: State, before: State, *along: Any) -> State:
+    """Compute a state and what else its graph is for, on the workers."""
+    dask = importlib.import_module("dask")
+    try:
+        kvz, log_scale, *_ = dask.compute(after.kvz, after.log_scale, *along)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what a cluster raises is no class of one kind
+        message = f"the cluster failed: {type(error).__name__}: {reason(error)}"
+        raise OSError(message) from None
+    return State(kvz, log_scale, after.length, before.fingerprint)
+
+
+@contextmanager
+def connected(workers: int | None, scheduler: str | None) -> Iterator[None]:
+    """Run the tasks inside on a scheduler, or on so many workers that are started for it.
+
+    Raises
+    ------
+    CommandError
+        Dask is not installed, no scheduler answers, or it has no worker.
+    """
+    try:
+        distributed = importlib.import_module("distributed")
+    except ImportError:
+        message = f"--workers and --scheduler need dask.distributed: {remedy('dask')}"
+        raise CommandError(message) from None
+    # What goes wrong is said in one line.
+    for name in ("distributed", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    cluster = None
+    try:
+        if scheduler is None:
+            cluster = distributed.LocalCluster(
+                n_workers=workers,
+                threads_per_worker=1,
+                dashboard_address=None,
+                silence_logs=logging.CRITICAL,
+            )
+        client = distributed.Client(scheduler or cluster, timeout=PATIENCE)
+    except (OSError, ValueError) as error:
+        message = f"--scheduler {scheduler}: no scheduler answers there: {reason(error)}"
+        raise CommandError(message) from None
+    try:
+        if not client.scheduler_info()["workers"]:
+            message = f"--scheduler {scheduler}: it has no workers"
+            raise CommandError(message)
+        yield
+    finally:
+        client.close()
+        if cluster is not None:
+            cluster.close()
