@@ -13,7 +13,7 @@ pytest.importorskip("typer", reason="the command needs the extra cli")
 
 import linattn
 from linattn import reference
-from linattn.cli import compare, inputs, methods, plots, report, tables
+from linattn.cli import compare, inputs, methods, plots, report, run, tables
 from linattn.cli.method import Sizes, exact_multiplications
 from linattn.cli.published import PUBLISHED
 from tests.command import assert_refused, call, save
@@ -136,6 +136,25 @@ def test_about_so_many_keys_are_met(method, length):
             counted = rows.sum() * (8 + 4)
             assert counted <= 1.05 * method.multiplications(sizes)
             assert counted >= 0.7 * method.multiplications(sizes)
+
+
+def test_large_inputs_are_measured_while_there_is_time(structured, tmp_path, monkeypatch):
+    words = ["compare", "--baselines", "--input", structured, *OPTIONS, "--out", tmp_path]
+    monkeypatch.setattr(run, "MAX_MULTIPLICATIONS", 3e5)
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    assert "bound: truncated SVD with 24 keys" in told
+    assert "too many multiplications, take fewer tokens or heads" in told
+    monkeypatch.setattr(run, "MAX_MULTIPLICATIONS", 4e9)
+    monkeypatch.setattr(run, "PUBLISHED_SECONDS", 0.0)
+    result = call(*words)
+    assert "no time left of 0 s" in " ".join(result.stdout.split())
+    record = json.loads((tmp_path / "compare.json").read_text())
+    assert {entry["kind"] for entry in record["errors"]} <= {"map", "reference", "published"}
+    assert "WildCat with 24 keys" in record["left_out"]
+    monkeypatch.setattr(run, "MAX_MULTIPLICATIONS", 0.0)
+    assert_refused(call(*words, "--maps", "wildcat,thinformer"), "nothing could be measured; ")
 
 
 def test_exact_attention_costs_what_it_does():

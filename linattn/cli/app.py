@@ -445,7 +445,7 @@ def _compare(settings: Settings) -> None:
         say(f"Left out of the error table: {'; '.join(results.inputs.left_out)}.")
     table = tables.cost_table if by_cost else tables.error_table
     console.print(table(*of_rows, is_causal=is_causal))
-    if settings.baselines:
+    if by_cost and (settings.baselines or results.left_out):
         say(tables.left_out_methods_text(results.left_out, NEED_TRAINING))
     if any(row.failure for row in results.rows):
         say(tables.failures_text(results.rows))

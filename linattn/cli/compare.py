@@ -36,6 +36,7 @@ __all__ = [
     "frontier",
     "judge",
     "measure",
+    "multiplications",
     "prepare",
     "relative_error",
     "uniform_row",
@@ -46,6 +47,9 @@ GOOD_ENOUGH = 0.1
 
 MAX_EXACT_SHARE = 0.5
 """Largest share of pairs that a row may need no approximation for, if it is to win."""
+
+MAX_DRAW_SECONDS = 2.0
+"""After so long a published attention is not drawn again."""
 
 TIE = 1.1
 """Errors, and times, whose ratio is smaller are a tie: another run may rank them the other way."""
@@ -222,6 +226,16 @@ def prepare(case: Case, inputs: Inputs, *, seed: int, draw: int = 0) -> Attend:
     return case.method.make(inputs.query, inputs.key, case.num_features, rng)
 
 
+def multiplications(case: Case, inputs: Inputs, *, is_causal: bool) -> float:
+    """Return about how many multiplications one call takes, over all heads."""
+    return len(inputs.query) * case.method.multiplications(_sizes(case, inputs, is_causal))
+
+
+def _sizes(case: Case, inputs: Inputs, is_causal: bool) -> Sizes:
+    (_, L, d), (_, S, e) = inputs.query.shape, inputs.value.shape
+    return Sizes(L, S, d, e, case.num_features or 0, is_causal)
+
+
 def check(cases: Iterable[Case], inputs: Inputs) -> None:
     """Find out before anything is measured whether the maps take their numbers of columns.
 
@@ -249,8 +263,7 @@ def measure(
     gives a row that says so.
     """
     method, num_keys = case.method, inputs.key.shape[-2]
-    dims = inputs.query.shape[-1], inputs.value.shape[-1]
-    sizes = Sizes(inputs.query.shape[-2], num_keys, *dims, case.num_features or 0, is_causal)
+    sizes = _sizes(case, inputs, is_causal)
     row = Row(
         method=method.name,
         label=method.label,
@@ -291,7 +304,10 @@ def _measured(
         truth = exact_output(judged, is_causal=is_causal)
     errors = []
     setup_seconds = math.inf
+    begun = perf_counter()
     for draw in range(draws if case.method.has_num_features and case.method.is_random else 1):
+        if draw and case.method.kind != "map" and perf_counter() - begun > MAX_DRAW_SECONDS:
+            break
         start = perf_counter()
         attend = prepare(case, inputs, seed=seed, draw=draw)
         setup_seconds = min(setup_seconds, perf_counter() - start)

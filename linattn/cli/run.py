@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from linattn.cli import info
 from linattn.cli.compare import (
@@ -23,6 +24,7 @@ from linattn.cli.compare import (
     exact_output,
     judge,
     measure,
+    multiplications,
     prepare,
 )
 from linattn.cli.errors import CommandError
@@ -45,6 +47,12 @@ the best of them."""
 
 CURVE_FEATURES = 256
 """Its number of columns: the nearest of those measured."""
+
+MAX_MULTIPLICATIONS = 4e9
+"""Of a call of a published attention, over all heads: some seconds."""
+
+PUBLISHED_SECONDS = 60.0
+"""After so long no further published attention is measured."""
 
 FORMAT = 1
 """Version of the JSON file's layout."""
@@ -187,14 +195,13 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     check(cases, inputs)
     notify("exact attention in float64")
     exact = exact_output(inputs, is_causal=is_causal)
-    rows = []
-    for case in cases:
-        notify(case.label)
-        rows.append(
-            measure(case, inputs, exact, is_causal=is_causal, seed=seed, draws=settings.draws)
-        )
+    rows, late = _rows(settings, inputs, cases, exact, notify)
 
     maps = [row for row in rows if row.kind != "reference"]
+    if not maps:
+        told = "; ".join(f"{label}: {reason}" for label, reason in late)
+        message = f"{inputs.source}: nothing could be measured; {told}"
+        raise CommandError(message)
     if all(row.failure for row in maps):
         message = f"{inputs.source}: every map fails; {maps[0].full_label}: {maps[0].failure}"
         raise CommandError(message)
@@ -230,7 +237,41 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         if obstacle and method.kind != "map"
     )
     seconds = perf_counter() - start
-    return Results(settings, inputs, tuple(rows), norms, curve, verdict, started, seconds, left_out)
+    return Results(
+        settings, inputs, tuple(rows), norms, curve, verdict, started, seconds, (*left_out, *late)
+    )
+
+
+def _rows(
+    settings: Settings,
+    inputs: Inputs,
+    cases: Sequence[Case],
+    exact: npt.NDArray[np.float64],
+    notify: Callable[[str], None],
+) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Measure all cases, published ones last and while there is time; name what is left out."""
+    is_causal = settings.is_causal
+    first = ("map", "reference")
+    published = [case for case in cases if case.method.kind not in first]
+    rows: list[Row] = []
+    late: list[tuple[str, str]] = []
+    begun = math.inf
+    for case in (
+        *(case for case in cases if case.method.kind in first),
+        *sorted(published, key=lambda case: case.num_features or 0),
+    ):
+        notify(case.label)
+        if case.method.kind not in first:
+            begun = min(begun, perf_counter())
+            if multiplications(case, inputs, is_causal=is_causal) > MAX_MULTIPLICATIONS:
+                late.append((case.label, "too many multiplications, take fewer tokens or heads"))
+                continue
+            if perf_counter() - begun > PUBLISHED_SECONDS:
+                late.append((case.label, f"no time left of {PUBLISHED_SECONDS:g} s"))
+                continue
+        seed, draws = settings.seed, settings.draws
+        rows.append(measure(case, inputs, exact, is_causal=is_causal, seed=seed, draws=draws))
+    return rows, late
 
 
 def _curve_case(cases: Sequence[Case], rows: Sequence[Row]) -> Case:
