@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Partial, Tokens
-from linattn_numpy.limits import EMPTY, MIN_READ_DENOMINATOR, all_finite, exp, row_max
+from linattn_numpy.limits import (
+    EMPTY,
+    MAX_EXPONENT,
+    MIN_EXACT_DENOMINATOR,
+    MIN_READ_DENOMINATOR,
+    all_finite,
+    exp,
+    row_max,
+)
 from linattn_numpy.products import product, transposed
 
 __all__ = [
@@ -23,17 +31,13 @@ Floats = NDArray[Any]
 NOT_FINITE = Declined("sums are not finite")
 
 
-def _logits(
-    spec: Exact, query: Tokens, key: Tokens, visible: NDArray[np.bool_] | None = None
-) -> Floats:
-    """Logits in a buffer, -inf where a query does not see a key."""
+def _logits(spec: Exact, query: Tokens, key: Tokens) -> Floats:
+    """Logits in a buffer, -inf for masked keys."""
     x = query.x if spec.scale == 1.0 else query.x * spec.scale
     logits = product(x, transposed(key.x), "logits")
     if key.log_weight is not None:
         masked = np.broadcast_to(transposed(key.log_weight) == -np.inf, logits.shape)
         np.copyto(logits, -np.inf, where=masked)
-    if visible is not None:
-        np.copyto(logits, -np.inf, where=~visible)
     return logits
 
 
@@ -67,12 +71,47 @@ def exact_block(
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
         return EMPTY
-    logits = _logits(spec, query, key, visible)
+    logits = _logits(spec, query, key)
+    if _are_moderate(logits):
+        part = _unshifted(logits, values_and_one, visible)
+        if part is not None:
+            return part
+        logits = _logits(spec, query, key)
+    if visible is not None:
+        np.copyto(logits, -np.inf, where=~visible)
     row = row_max(logits)
     if not np.isfinite(row).all():
         return Declined("a query sees no key, or its logits are not finite")
     logits -= row
     return Partial(np.matmul(exp(logits), values_and_one), row)
+
+
+def _are_moderate(logits: Floats) -> bool:
+    """Whether none is too large to be exponentiated as it is: the largest of all is soon found."""
+    return bool(logits.max() <= MAX_EXPONENT[logits.itemsize])
+
+
+def _unshifted(
+    logits: Floats, values_and_one: Floats, visible: NDArray[np.bool_] | None
+) -> Partial | None:
+    """Read with exponentials of logits as they are; None where a row's are small, or overflow."""
+    weights = exp(logits)
+    for keys in () if visible is None else _hidden_ends(visible):
+        np.copyto(weights[..., keys], 0, where=~visible[:, keys])
+    num_den = np.matmul(weights, values_and_one)
+    if not (num_den[..., -1].min() >= MIN_EXACT_DENOMINATOR and all_finite(num_den)):
+        return None
+    return Partial(num_den, np.zeros((*num_den.shape[:-1], 1), num_den.dtype))
+
+
+def _hidden_ends(visible: NDArray[np.bool_]) -> list[slice]:
+    """Keys at either end with all that is hidden: a band has none between."""
+    seen_by_all, n = visible.all(axis=0), visible.shape[1]
+    first = int(seen_by_all.argmax())
+    last = n - int(seen_by_all[::-1].argmax())
+    if not seen_by_all[first:last].all():
+        return [slice(0, n)]
+    return [slice(0, first), slice(last, n)]
 
 
 def window_block(
@@ -104,6 +143,11 @@ def band_block(
     if visible is None:
         return exact_block(spec, query, keys, values_and_one)
     logits = _logits(spec, query, keys)
+    if _are_moderate(logits):
+        part = _unshifted(logits, values_and_one, visible)
+        if part is not None:
+            return part
+        logits = _logits(spec, query, keys)
     row = row_max(logits)
     if not np.isfinite(row).all():
         return Declined("a query sees no key, or its logits are not finite")
