@@ -96,8 +96,9 @@ def _unshifted(
 ) -> Partial | None:
     """Read with exponentials of logits as they are; None where a row's are small, or overflow."""
     weights = exp(logits)
-    for keys in () if visible is None else _hidden_ends(visible):
-        np.copyto(weights[..., keys], 0, where=~visible[:, keys])
+    if visible is not None:
+        for keys in _hidden_ends(visible):
+            np.copyto(weights[..., keys], 0, where=~visible[:, keys])
     num_den = np.matmul(weights, values_and_one)
     if not (num_den[..., -1].min() >= MIN_EXACT_DENOMINATOR and all_finite(num_den)):
         return None
@@ -106,7 +107,7 @@ def _unshifted(
 
 def _hidden_ends(visible: NDArray[np.bool_]) -> list[slice]:
     """Keys at either end with all that is hidden: a band has none between."""
-    seen_by_all, n = visible.all(axis=0), visible.shape[1]
+    seen_by_all, n = np.asarray(visible.all(axis=0)), visible.shape[1]
     first = int(seen_by_all.argmax())
     last = n - int(seen_by_all[::-1].argmax())
     if not seen_by_all[first:last].all():
