@@ -71,3 +71,18 @@ def test_exponentials_are_normal_or_zero(dtype):
     assert np.all(lost <= (EXP_LOSS - 1) / 2 * tiny + 2 * EPS[dtype] * want[2:])
     # Where none is that small, these are exponentials to the last bit.
     np.testing.assert_array_equal(exp(x[32:].copy()), np.exp(x[32:]))
+
+
+def test_rows_are_rejected_where_rounded_exponentials_would_show():
+    """The last key is far above the first, and that above the others: these are rounded to 0."""
+    query, key, value = np.zeros((3, 32, 2), np.float32)
+    query[:, 0] = 64  # out of the range of unshifted exponents
+    # Logs -67.8 and -85.3, which float32 holds without error: the first denominator is 38 times
+    # what would do without rounding, each other key 7.7 times the smallest normal number.
+    key[0, 1], key[1:-1, 1] = 745 / 64, 209 / 16
+    key[8, 1] = 14  # so small that exponentials are rounded
+    value[1:] = 1
+    phi = PositiveFeatures.from_projection(np.array([[1.0, 0.0]] * 8), scale=1.0)
+    out = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    want = reference.kernel_attention(query, key, value, phi, is_causal=True)
+    np.testing.assert_allclose(out, want, rtol=0, atol=EPS["float32"])
