@@ -37,13 +37,10 @@ from linattn_numpy.products import broadcast_lead, multiply, product, transposed
 from linattn_numpy.states import add_sums
 
 __all__ = [
-    "UNDERFLOWED_KEYS",
     "exact_key_vjp",
     "exact_query_vjp",
-    "max_scale",
     "read_block_vjp",
     "reduce_block_vjp",
-    "relative_rows",
 ]
 
 Floats = NDArray[Any]
@@ -51,7 +48,7 @@ Floats = NDArray[Any]
 UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
 
 
-def max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
+def _max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
     """Log of the largest scale from which underflow cannot take digits of cotangents.
 
     Those of 1 keep all, smaller ones (``sizes``: the largest of each head and column) what is
@@ -82,7 +79,7 @@ def _division_vjp(
     return inverse, inner
 
 
-def relative_rows(row: Floats | None) -> tuple[Floats | None, Any]:
+def _relative_rows(row: Floats | None) -> tuple[Floats | None, Any]:
     """Exponentials of row terms less the largest, and that one ``(..., 1)``; 0 if there is none."""
     if row is None:
         return None, 0.0
@@ -148,10 +145,10 @@ def reduce_block_vjp(
         return NO_VJP
     kvz, factor, positive, dtype = adjoint.kvz, None, None, values_and_one.dtype
     terms = adjoint.log_scale.shape[-1] * max(adjoint.length, 1)
-    limit = max_scale(dtype, terms, np.abs(kvz).max(axis=-2))
+    limit = _max_scale(dtype, terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
     if not isinstance(features, Declined):
-        factor, top = relative_rows(features.row)
+        factor, top = _relative_rows(features.row)
         scale = adjoint.log_scale + features.col + top
         if not scale.max() + features.max_log <= limit:
             return UNDERFLOWED_KEYS

@@ -275,18 +275,13 @@ def _scan_rows(
         return after, False
     is_rejected = rejected.reshape(-1, n // size, size).any(axis=(0, -1))
     scales = [state.log_scale, *(found.log_scale[..., i, :] for i in range(n // size - 1))]
-    # Sums of the tokens are made where these are.
-    starts = [
-        (
-            i * size,
-            State(before[i].reshape(after.kvz.shape).copy(), scales[i], state.length + i * size),
-        )
-        for i in np.flatnonzero(is_rejected).tolist()
-    ]
+    # Those of its tokens are made where these states are.
+    again = [(i, before[i].reshape(after.kvz.shape).copy()) for i in np.flatnonzero(is_rejected)]
     accepted = True
-    for start, first in starts:
-        few = slice(rows.start + start, rows.start + start + size)
-        accepted = _scan_rows(block, few, 1, first, out)[1] and accepted
+    for i, kvz in again:
+        first = State(kvz, scales[i], state.length + int(i) * size)
+        start = rows.start + int(i) * size
+        accepted &= _scan_rows(block, slice(start, start + size), 1, first, out)[1]
     return after, accepted
 
 

@@ -101,15 +101,12 @@ def scan_vjp(
         return NO_VJP
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
     runs, rows = sub_blocks(values_and_one.shape[-2]), _unshifted_rows(block, state, adjoint)
-    answer: Gradients | list[_Segment] | Declined
-    if isinstance(rows, Declined):
-        answer = rows
-    else:
-        answer = _pull(block, rows, runs, (state, adjoint), grad_output)
+    states = state, adjoint
+    answer = rows if isinstance(rows, Declined) else _pull(block, rows, runs, states, grad_output)
     if isinstance(answer, tuple):
         return answer
     if isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        return _pull_stabilized(block, runs, (state, adjoint), grad_output)
+        return _pull_stabilized(block, runs, states, grad_output)
     return UNDERFLOWED if isinstance(answer, list) else answer
 
 
