@@ -21,6 +21,7 @@ __all__ = [
     "LayerState",
     "Masks",
     "ModelOptions",
+    "for_steps",
     "layer",
     "options_of",
     "stack",
@@ -305,6 +306,16 @@ def stream_stack(
     if final:
         x = options.norm(final, x)[0]
     return x, DecoderState(tuple(after), length)
+
+
+def for_steps(state: DecoderState, options: Options) -> DecoderState:
+    """Return a state to go on from once, token by token."""
+    chosen = _by_layer(options, len(state.layers))
+    layers = []
+    for layer, of_layer in zip(state.layers, chosen, strict=True):
+        cache = of_layer.heads.attention.for_steps(layer.tokens.cache)
+        layers.append(layer._replace(tokens=layer.tokens._replace(cache=cache)))
+    return state._replace(layers=tuple(layers))
 
 
 def _layers_and_norm(params: Params) -> tuple[list[Part], Part]:

@@ -181,9 +181,7 @@ def _halves(inner: Part, shape: _Shape) -> tuple[Part, Part]:
     """Rows of the projection that make queries, and those that make keys and values."""
     halves = []
     for rows in (slice(None, shape.queries), slice(shape.queries, None)):
-        half = Part({name: array[rows, ...] for name, array in inner.items()})
-        half.path = inner.path
-        halves.append(half)
+        halves.append(Part({n: a[rows, ...] for n, a in inner.items()}, inner.path))
     return halves[0], halves[1]
 
 

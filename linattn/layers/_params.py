@@ -37,7 +37,13 @@ Result: TypeAlias = tuple[Array, Pullback]
 class Part(dict[str, Array]):
     """The parameters of one part of a model, and where in the model it is, for messages."""
 
-    path: str = ""
+    def __init__(self, params: Params | Iterable[tuple[str, Array]] = (), path: str = "") -> None:
+        super().__init__(params)
+        self.path = path
+        self.splits: dict[tuple[str, ...], list[Part]] = {}
+        """Parts that it was split into. A stream does so once, not at every token."""
+        self.checked: dict[tuple[Any, ...], ModuleType] = {}
+        """NumPy inputs that were found to fit, by parameter, dtype and length."""
 
     def __missing__(self, name: str) -> Array:
         """Say what a layer needs."""
@@ -65,9 +71,9 @@ def as_part(params: Any, *names: str) -> Part:
 def split(params: Any, *prefixes: str) -> list[Part]:
     """Group parameters by these beginnings of their names; there are no others."""
     whole = as_part(params)
-    parts = [Part() for _ in prefixes]
-    for part, prefix in zip(parts, prefixes, strict=True):
-        part.path = whole.path + prefix
+    if prefixes in whole.splits:
+        return whole.splits[prefixes]
+    parts = [Part(path=whole.path + prefix) for prefix in prefixes]
     for key, array in whole.items():
         for part, prefix in zip(parts, prefixes, strict=True):
             if key.startswith(prefix):
@@ -75,27 +81,29 @@ def split(params: Any, *prefixes: str) -> list[Part]:
                 break
         else:
             _check_names(whole, [key], prefixes)
+    whole.splits[prefixes] = parts
     return parts
 
 
 def split_layers(whole: Part) -> list[Part]:
     """Group parameters by the number before their first dot: 0, 1, ..."""
+    if () in whole.splits:
+        return whole.splits[()]
     layers: dict[str, Part] = {}
     for key, array in whole.items():
         number, _, rest = key.partition(".")
         if number not in layers:
-            layers[number] = Part()
-            layers[number].path = f"{whole.path}{number}."
+            layers[number] = Part(path=f"{whole.path}{number}.")
         layers[number][rest] = array
-    # A layer that is missing says so when it is asked for its parameters.
-    return [layers[str(i)] if str(i) in layers else _missing(whole, i) for i in range(len(layers))]
-
-
-def _missing(whole: Part, number: int) -> Part:
-    message = (
-        f"params must have layers 0, 1, ... without a gap, got no {whole.path + str(number)!r}"
-    )
-    raise ValueError(message)
+    missing = [str(i) for i in range(len(layers)) if str(i) not in layers]
+    if missing or not layers:
+        message = (
+            f"params must have layers 0, 1, ... without a gap, got no "
+            f"{whole.path + (missing or ['0'])[0]!r}"
+        )
+        raise ValueError(message)
+    whole.splits[()] = [layers[str(i)] for i in range(len(layers))]
+    return whole.splits[()]
 
 
 def _check_names(whole: Part, found: Iterable[str], names: tuple[str, ...]) -> None:
@@ -116,6 +124,9 @@ def join(parts: Mapping[str, Params]) -> dict[str, Array]:
 def check_pair(part: Part, name: str, x: Array, last: int | None = None) -> tuple[ModuleType, Any]:
     """Check inputs and a parameter that meets their last axis (or one of length ``last``)."""
     array = part[name]
+    kind = (name, x.dtype, last or x.shape[-1]) if type(x) is np.ndarray and x.ndim else None
+    if kind in part.checked:
+        return part.checked[kind], array
     named = {"x": x, f"params[{part.path + name!r}]": array}
     xp, (_, array) = _checks.check_arrays(1, **named)
     wanted = x.shape[-1] if last is None else last
@@ -125,6 +136,8 @@ def check_pair(part: Part, name: str, x: Array, last: int | None = None) -> tupl
             f"got shape {tuple(array.shape)}"
         )
         raise ValueError(message)
+    if kind is not None:
+        part.checked[kind] = xp
     return xp, array
 
 

@@ -17,9 +17,10 @@ from linattn.coreset import CoresetAttention
 from linattn.feature_maps import LandmarkFeatures
 from linattn.functional import decode_step, linear_attention, softmax_attention
 from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
+from linattn.layers._cache import KeyValueCache
 from linattn.positions import alibi_slopes, rotary
 from linattn.sampling import Seed
-from linattn.state import init_state, read_state, update_state
+from linattn.state import Decoder, init_state, read_state, update_state
 from linattn.typing import Array, FeatureMap
 
 __all__ = [
@@ -67,6 +68,10 @@ class Attention:
     ) -> tuple[Array, Any]:
         """Go on causally after the tokens that are cache, None for none; return what to keep."""
         _raise(f"{self!r} must go on token by token here, and cannot", "generate with another one")
+
+    def for_steps(self, cache: Any) -> Any:
+        """Return a cache to go on from once, token by token: :meth:`extend` may change it."""
+        return cache
 
     def remember(self, key: Array, value: Array, scope: Scope) -> Any:
         """Return what to keep of a memory, which queries to come will see as a whole."""
@@ -118,36 +123,40 @@ class SoftmaxAttention(Attention):
     def extend(
         self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
     ) -> tuple[Array, Any]:
-        """Attend to the cache keys and to these; keep all of them, or those of the window."""
-        xp, length = _arrays.namespace(query), query.shape[-2]
-        if cache is not None:
-            key, value = (
-                xp.concat([old, new], axis=-2) for old, new in zip(cache, (key, value), strict=True)
+        """Attend to the cache and to these; keep all of them, or those of the window."""
+        cache = KeyValueCache.append(cache, key, value)
+        if self.window is not None:
+            cache = cache.last(self.window + query.shape[-2])
+        if query.shape[-2] == 1:
+            out = self._read_one(query, cache, scope)
+        elif self.window is None and scope.slopes is None:
+            out = softmax_attention(
+                query, cache.key, cache.value, scale=self.scale, is_causal="lower_right"
             )
-        num_keys = key.shape[-2]
-        if length == 1 or (self.window is None and scope.slopes is None):
-            # The last query sees all keys of its window; others see them from the lower right.
-            out = self._lower_right(query, key, value, scope.slopes)
         else:
-            # Windows and biases by offset need a query for each key.
-            shape = (*query.shape[:-2], num_keys - length, query.shape[-1])
-            before = xp.zeros(shape, dtype=query.dtype, device=array_api_compat.device(query))
-            whole = xp.concat([before, query], axis=-2)
-            out = self(whole, key, value, scope)[..., num_keys - length :, :]
-        first = 0 if self.window is None else max(0, num_keys - self.window)
-        return out, (key[..., first:, :], value[..., first:, :])
+            out = self._with_queries_before(query, cache, scope)
+        return out, cache if self.window is None else cache.last(self.window)
 
-    def _lower_right(self, query: Array, key: Array, value: Array, slopes: Any) -> Array:
-        bias = None
-        if slopes is not None:
-            # All keys of a row have the query's distance to the last in common, which cancels.
-            bias = _like(query, slopes[..., None] * np.arange(1 - key.shape[-2], 1))
-            bias = _with_axes(bias, key.ndim - 1)
-            lead = np.broadcast_shapes(tuple(key.shape[:-2]), tuple(bias.shape[:-1]))
-            key = _arrays.namespace(key).broadcast_to(key, (*lead, *key.shape[-2:]))
-        return softmax_attention(
-            query, key, value, scale=self.scale, is_causal="lower_right", key_bias=bias
-        )
+    def _read_one(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
+        """Attend with the last query, which sees the whole cache: all heads at once."""
+        key = cache.key
+        xp = _arrays.namespace(key)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        logits = (query * scale) @ xp.matrix_transpose(key)
+        if scope.slopes is not None:
+            distance = np.arange(1 - key.shape[-2], 1)
+            logits = logits + _like(query, scope.slopes[..., None, None] * distance)
+        weights = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
+        return weights @ cache.value / xp.sum(weights, axis=-1, keepdims=True)
+
+    def _with_queries_before(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
+        """Attend with a query for each key, which windows and biases by offset need."""
+        xp, length = _arrays.namespace(query), query.shape[-2]
+        before = cache.stop - cache.start - length
+        shape = (*query.shape[:-2], before, query.shape[-1])
+        zeros = xp.zeros(shape, dtype=query.dtype, device=array_api_compat.device(query))
+        whole = xp.concat([zeros, query], axis=-2)
+        return self(whole, cache.key, cache.value, scope)[..., before:, :]
 
     def _options(self, query: Array, scope: Scope) -> dict[str, Any]:
         bias = None
@@ -214,6 +223,9 @@ class LinearAttention(Attention):
             return super().extend(query, key, value, cache, scope)
         key, value, options = self._options(query, key, value, scope)
         phi, decay = self.feature_map, options["log_decay"]
+        if isinstance(cache, Decoder):
+            q, k, v = (array[..., 0, :] for array in (query, key, value))
+            return cache.step(q, k, v, log_decay=decay)[..., None, :], cache
         if cache is not None and query.shape[-2] == 1:
             q, k, v = (array[..., 0, :] for array in (query, key, value))
             out, state = decode_step(q, k, v, cache, phi, log_decay=decay)
@@ -222,6 +234,10 @@ class LinearAttention(Attention):
             query, key, value, phi, initial_state=cache, return_state=True, **options
         )
         return out, state
+
+    def for_steps(self, cache: Any) -> Any:
+        """Return a decoder, which takes a step in a fraction of the time."""
+        return Decoder(self.feature_map, cache)
 
     def remember(self, key: Array, value: Array, scope: Scope) -> Any:
         """Keep the state of the memory."""

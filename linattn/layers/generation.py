@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn.layers import _blocks
 from linattn.layers._blocks import DecoderState, InitOptions, Masks, ModelOptions
-from linattn.layers._params import Params, Part, Result, join, split
+from linattn.layers._params import Params, Part, Result, as_part, join, split
 from linattn.layers.decoders import init_decoder
 from linattn.layers.dense import init_linear, linear_vjp
 from linattn.layers.embeddings import embedding_vjp, init_embedding
@@ -280,6 +280,7 @@ def generate(
     """
     number = _checks.check_positive_int("num_tokens", num_tokens, least=0)
     choose = _Sampler.checked(temperature, top_k, top_p, rng)
+    params = as_part(params)
     tokens = _checks.check_array("tokens", tokens)
     if not tokens.shape[-1]:
         message = "tokens must hold at least one token to go on from, got none"
@@ -293,6 +294,8 @@ def generate(
     state, masks, last = None, Masks(True, None, memory_mask), tokens
     for i in range(number):
         y, state = _stream(params, last, memory, masks, state, options)
+        if not i:
+            state = _blocks.for_steps(state, _chosen(options)[1])
         logits = _arrays.to_numpy(_logits(params, y[..., -1:, :])[0], "logits")
         found[:, i] = choose(logits.reshape(len(found), -1).astype(np.float64))
         if stop is not None:
