@@ -1,0 +1,335 @@
+"""Streams of layers, text from models, and their files."""
+
+# Options by name, and params as dictionaries.
+# mypy: disable-error-code="arg-type, call-arg, call-overload, misc, operator, union-attr"
+
+from __future__ import annotations
+
+import builtins
+import tracemalloc
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from linattn import feature_maps, layers
+
+DIM, HEADS, VOCABULARY = 8, 4, 11
+ELU = layers.LinearAttention(feature_maps.EluFeatures())
+FAVOR = layers.LinearAttention(feature_maps.PositiveFeatures(2, num_features=8, rng=0))
+DECAY = layers.LinearAttention(feature_maps.EluFeatures(), log_decay=[-0.1, -0.2, 0.0, -1.0])
+STREAMS = {
+    "softmax": layers.SoftmaxAttention(),
+    "window": layers.SoftmaxAttention(window=3),
+    "elu": ELU,
+    "favor": FAVOR,
+    "decay": DECAY,
+    "bounded": layers.BoundedAttention(8, block_size=2),
+}
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def model(**kind):
+    """Draw a decoder-only model of two layers with grouped heads."""
+    kind = {"num_key_heads": 2, "dtype": np.float64, **kind}
+    return layers.init_language_model(rng(), VOCABULARY, 2, DIM, HEADS, **kind)
+
+
+# Streams -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placed", [None, layers.Rotary(), layers.Alibi()], ids=str)
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_in_parts_is_the_whole(xp_any_shape, name, placed):
+    xp = xp_any_shape
+    if name == "bounded" and isinstance(placed, layers.Alibi):
+        placed = None
+    drawn = layers.init_decoder(rng(), 2, DIM, HEADS, num_key_heads=2, dtype=np.float64)
+    params = {n: xp.array(array) for n, array in drawn.items()}
+    options = {"num_heads": HEADS, "attention": STREAMS[name], "positions": placed}
+    x = xp.array(rng(1).standard_normal((2, 12, DIM)))
+    whole = layers.decoder(params, x, **options)
+    state, parts = None, []
+    for begin, end in ((0, 4), (4, 5), (5, 6), (6, 11), (11, 12)):
+        out, state = layers.decoder(
+            params, x[:, begin:end, :], initial_state=state, return_state=True, **options
+        )
+        parts.append(xp.numpy(out))
+    assert state.length == 12
+    xp.assert_like(out, x, shape=(2, 1, DIM))
+    assert_allclose(np.concatenate(parts, axis=1), xp.numpy(whole), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_go_on_from_one_state_without_a_trace(name):
+    params = layers.init_decoder(rng(), 1, DIM, HEADS, dtype=np.float64)
+    options = {"num_heads": HEADS, "attention": STREAMS[name], "return_state": True}
+    x, draft = rng(1).standard_normal((2, 9, DIM))
+    _, before = layers.decoder(params, x[:6], **options)
+    wanted, _ = layers.decoder(params, x[6:], initial_state=before, **options)
+    state = before
+    for row in draft:
+        _, state = layers.decoder(params, row[None], initial_state=state, **options)
+    found, _ = layers.decoder(params, x[6:], initial_state=before, **options)
+    assert_array_equal(found, wanted)
+
+
+def test_a_memory_is_in_the_state():
+    params = layers.init_decoder(rng(), 2, DIM, HEADS, has_memory=True, dtype=np.float64)
+    x, memory = rng(1).standard_normal((2, 2, 6, DIM))
+    mask = rng(2).random((2, 6)) < 0.6
+    for attention in (ELU, layers.SoftmaxAttention(), [ELU, FAVOR]):
+        options = {"num_heads": HEADS, "attention": attention, "memory_mask": mask}
+        whole = layers.decoder(params, x, memory, **options)
+        out, state = layers.decoder(params, x[:, :2], memory, return_state=True, **options)
+        rest = layers.decoder(params, x[:, 2:], initial_state=state, **options)
+        assert_allclose(np.concatenate([out, rest], axis=1), whole, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["elu", "window"])
+def test_100_000_tokens_stream_in_constant_memory(name):
+    """What is held after 20,000 tokens is held after 100,000; the peak is that of one part."""
+    params = layers.init_language_model(rng(), VOCABULARY, 1, DIM, 2)
+    options = {"num_heads": 2, "attention": STREAMS[name], "return_state": True}
+    options |= {"positions": layers.Rotary(), "norm_first": True}
+    tokens, state, held, peaks = rng(1).integers(0, VOCABULARY, 4000), None, [], []
+    tracemalloc.start()
+    for _ in range(25):
+        tracemalloc.reset_peak()
+        _, state = layers.language_model(params, tokens, initial_state=state, **options)
+        current, peak = tracemalloc.get_traced_memory()
+        held.append(current)
+        peaks.append(peak)
+    tracemalloc.stop()
+    assert state.length == 100_000
+    # A float32 a token would be 320 kB.
+    assert abs(held[-1] - held[4]) < 40_000
+    # It varies with the threads; 80,000 tokens more of it would be five times as much.
+    assert max(peaks[5:]) < 1.5 * max(peaks[:5])
+
+
+# Text --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placed", [None, "sinusoidal", layers.Rotary(), layers.Alibi()], ids=str)
+@pytest.mark.parametrize("name", STREAMS)
+def test_generating_by_state_is_generating_by_recomputing(name, placed):
+    if name == "bounded" and isinstance(placed, layers.Alibi):
+        placed = None
+    params = model(num_positions=20 if placed is None else None, tied=placed == "sinusoidal")
+    options = {"num_heads": HEADS, "attention": STREAMS[name], "positions": placed}
+    prompt = rng(1).integers(0, VOCABULARY, (3, 5))
+    found = layers.generate(params, prompt, 9, **options)
+    whole = np.concatenate([prompt, found], axis=1)
+    logits = layers.language_model(params, whole, **options)[:, 4:-1]
+    assert_array_equal(found, logits.argmax(axis=-1))
+    alone = layers.generate(params, prompt[1], 9, **options)
+    assert_array_equal(alone, found[1])
+
+
+def test_generating_with_a_memory_is_recomputing():
+    params = model(has_memory=True)
+    prompt, memory = rng(1).integers(0, VOCABULARY, (3, 2)), rng(2).standard_normal((3, 6, DIM))
+    mask = rng(3).random((3, 6)) < 0.6
+    for attention in (ELU, layers.SoftmaxAttention()):
+        options = {"num_heads": HEADS, "attention": attention, "memory_mask": mask}
+        found = layers.generate(params, prompt, 7, memory, **options)
+        whole = np.concatenate([prompt, found], axis=1)
+        logits = layers.language_model(params, whole, memory, **options)[:, 1:-1]
+        assert_array_equal(found, logits.argmax(axis=-1))
+
+
+def test_tokens_are_of_the_library_of_the_prompt(xp):
+    if xp.name == "dask":
+        pytest.skip("dask: a token is chosen on the host, and reads all of the graph so far")
+    params = {name: xp.array(array) for name, array in model().items()}
+    prompt = xp.array(rng(1).integers(0, VOCABULARY, (2, 3)))
+    found = layers.generate(params, prompt, 4, num_heads=HEADS, attention=ELU)
+    xp.assert_like(found, prompt, shape=(2, 4))
+
+
+def shares(**options):
+    """Return how often each of four tokens is drawn, where all logits are those of one row."""
+    params = layers.init_language_model(rng(), 4, 1, 1, 1, dtype=np.float64)
+    params |= {"norm.weight": np.zeros(1), "norm.bias": np.ones(1)}
+    params["head.weight"] = np.log([[0.4], [0.3], [0.2], [0.1]])
+    prompt = np.zeros((20_000, 1), np.int64)
+    found = layers.generate(params, prompt, 1, num_heads=1, rng=1, **options)
+    return np.bincount(found[:, 0], minlength=4) / len(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({"temperature": 1.0}, [0.4, 0.3, 0.2, 0.1]),
+        ({"temperature": 0.5}, [0.16, 0.09, 0.04, 0.01]),
+        ({"temperature": 1.0, "top_k": 2}, [0.4, 0.3, 0, 0]),
+        ({"temperature": 1.0, "top_k": 9}, [0.4, 0.3, 0.2, 0.1]),
+        ({"temperature": 1.0, "top_p": 0.65}, [0.4, 0.3, 0, 0]),
+        ({"temperature": 1.0, "top_p": 0.01}, [1, 0, 0, 0]),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.8}, [0.4, 0.3, 0.2, 0]),
+        ({"temperature": 1.0, "top_p": 1.0}, [0.4, 0.3, 0.2, 0.1]),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_with_their_probabilities(options, weights):
+    """A seed that is fixed; 5 standard deviations of a share are 0.018 at most."""
+    wanted = np.array(weights) / sum(weights)
+    found = shares(**options)
+    assert_allclose(found, wanted, atol=0.018)
+    assert_array_equal(found[wanted == 0], 0)
+
+
+def test_a_seed_repeats_a_text():
+    params, prompt = model(), np.zeros((2, 1), np.int64)
+    first, again, other = (
+        layers.generate(params, prompt, 30, num_heads=HEADS, temperature=1.0, rng=seed)
+        for seed in (0, np.random.default_rng(0), 1)
+    )
+    assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_a_sequence_stops_at_a_token():
+    params, prompt = model(), rng(1).integers(0, VOCABULARY, (3, 4))
+    options = {"num_heads": HEADS, "temperature": 1.0, "rng": 3}
+    free = layers.generate(params, prompt, 200, **options)
+    stopped = layers.generate(params, prompt, 200, stop=2, **options)
+    ends = (free == 2).argmax(axis=1)
+    assert (free[range(3), ends] == 2).all()
+    assert stopped.shape == (3, ends.max() + 1)
+    first = ends.argmin()
+    assert_array_equal(stopped[first, : ends[first] + 1], free[first, : ends[first] + 1])
+    for row, end in zip(stopped, (stopped == 2).argmax(axis=1), strict=True):
+        assert_array_equal(row[end:], 2)
+
+
+def test_no_token_more_is_no_token():
+    found = layers.generate(model(), np.zeros((2, 3), np.int64), 0, num_heads=HEADS)
+    assert found.shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (ValueError, "temperature must be above 0", {"top_k": 3}),
+        (ValueError, "temperature must be at least 0, got -1.0", {"temperature": -1.0}),
+        (ValueError, "top_p must be at most 1, got 1.5", {"temperature": 1.0, "top_p": 1.5}),
+        (ValueError, "top_k must be at least 1, got 0", {"temperature": 1.0, "top_k": 0}),
+        (TypeError, "num_tokens must be an integer", {"num_tokens": 2.5}),
+        (ValueError, "at least one token", {"tokens": np.zeros((2, 0), np.int64)}),
+        (TypeError, "tokens must be integers, got dtype float64", {"tokens": np.zeros((2, 1))}),
+        (ValueError, "below 11, the rows of .*got 0 to 11", {"tokens": np.array([[0, 11]])}),
+        (
+            NotImplementedError,
+            r"AutomaticAttention.* must go on token by token here, and cannot",
+            {"attention": layers.AutomaticAttention()},
+        ),
+        (ValueError, "attention must be one, or one for each", {"attention": [ELU]}),
+        (ValueError, "a row for each position, 7 of them, got 6", {"num_tokens": 7}),
+    ],
+)
+def test_mistakes_in_generating(error, message, change):
+    arguments = {"tokens": np.zeros((2, 1), np.int64), "num_tokens": 4, "num_heads": HEADS}
+    params = model(num_positions=6)
+    with pytest.raises(error, match=message):
+        layers.generate(params, **(arguments | change))
+
+
+def test_logits_of_nan_are_no_token():
+    params = model()
+    params["head.weight"] = params["head.weight"] * np.nan
+    with pytest.raises(ValueError, match="logits must be numbers, got NaN"):
+        layers.generate(params, np.zeros((1, 1), np.int64), 2, num_heads=HEADS)
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_causal": False}, {"key_mask": np.ones(3, bool)}], ids=["full", "masked"]
+)
+def test_a_stream_is_causal_and_has_no_mask(change):
+    params = layers.init_decoder(rng(), 1, DIM, HEADS)
+    x = np.ones((3, DIM), np.float32)
+    with pytest.raises(ValueError, match="must come with is_causal=True"):
+        layers.decoder(params, x, num_heads=HEADS, return_state=True, **change)
+    with pytest.raises(ValueError, match="must come with is_causal=True"):
+        layers.multi_head_attention(
+            layers.init_multi_head_attention(rng(), DIM, HEADS),
+            x,
+            num_heads=HEADS,
+            return_state=True,
+            **({"is_causal": True} | change),
+        )
+
+
+def test_a_state_is_of_as_many_layers():
+    x, options = np.ones((3, DIM), np.float32), {"num_heads": HEADS, "return_state": True}
+    _, state = layers.decoder(layers.init_decoder(rng(), 1, DIM, HEADS), x, **options)
+    two = layers.init_decoder(rng(), 2, DIM, HEADS)
+    with pytest.raises(ValueError, match="of a decoder with 2 layers, got 1"):
+        layers.decoder(two, x, initial_state=state, **options)
+
+
+def test_a_memory_by_distance_is_no_state():
+    params = layers.init_decoder(rng(), 1, DIM, HEADS, has_memory=True)
+    x = np.ones((3, DIM), np.float32)
+    with pytest.raises(NotImplementedError, match="give cross_attention= another one"):
+        layers.decoder(params, x, x, num_heads=HEADS, attention=DECAY, return_state=True)
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def test_parameters_come_back_from_a_file(xp, tmp_path):
+    if xp.name == "dask":
+        pytest.skip("dask: an array without values")
+    params, path = model(), tmp_path / "model.safetensors"
+    layers.save_safetensors(path, {name: xp.array(array) for name, array in params.items()})
+    found = layers.load_safetensors(path)
+    assert found.keys() == params.keys()
+    for name, array in found.items():
+        assert array.dtype == np.float64
+        assert_array_equal(array, params[name])
+
+
+def test_names_are_mapped_and_arrays_joined(tmp_path):
+    path = tmp_path / "model.safetensors"
+    parts = {name: rng(i).standard_normal((3, 2)) for i, name in enumerate("qkv")}
+    layers.save_safetensors(path, parts | {"other": np.ones(1)})
+    found = layers.load_safetensors(path, {"in_proj_weight": ["q", "k", "v"], "first": "q"})
+    assert found.keys() == {"in_proj_weight", "first"}
+    assert_array_equal(found["in_proj_weight"], np.concatenate(list(parts.values())))
+    assert_array_equal(found["first"], parts["q"])
+    with pytest.raises(ValueError, match=r"mapping must name arrays of the file, got 'x'.*'k'"):
+        layers.load_safetensors(path, {"first": "x"})
+
+
+def test_what_is_no_safetensors_file(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"not a model at all")
+    with pytest.raises(ValueError, match="text is not a safetensors file"):
+        layers.load_safetensors(path)
+    with pytest.raises(FileNotFoundError):
+        layers.load_safetensors(tmp_path / "nothing")
+    with pytest.raises(TypeError, match="must be an array of NumPy"):
+        layers.save_safetensors(path, {"a": [1.0]})
+    assert path.read_bytes() == b"not a model at all"
+
+
+def test_the_extra_is_named_where_the_package_is_missing(monkeypatch, tmp_path):
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name.partition(".")[0] == "safetensors":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for call in (
+        lambda: layers.load_safetensors(tmp_path / "a"),
+        lambda: layers.save_safetensors(tmp_path / "a", {}),
+    ):
+        with pytest.raises(ImportError, match=r"safetensors: pip install '\.\[layers\]'"):
+            call()
