@@ -98,15 +98,20 @@ def decoder_layer(
         need not be given again.
     return_state : bool, optional
         Also return what a stream goes on from. Default False.
-    num_heads, attention, positions, activation, norm_first, norm, eps
-        As for :func:`encoder_layer`.
-    cross_attention : Attention, optional
-        What attends to the memory. Default that of `attention`, without positions.
 
     Returns
     -------
     array, (..., L, D)
         In the library, dtype and device of x; or the tuple ``(output, state)``.
+
+    Other Parameters
+    ----------------
+    num_heads : int
+        As for :func:`encoder_layer`.
+    attention, positions, activation, norm_first, norm, eps : optional
+        As for :func:`encoder_layer`.
+    cross_attention : Attention, optional
+        What attends to the memory. Default that of `attention`, without positions.
 
     Raises
     ------
@@ -172,7 +177,7 @@ def init_decoder_layer(
 
     Parameters
     ----------
-    rng, dim, num_heads, hidden_dim, num_key_heads, activation, norm, bias, dtype
+    rng, dim, num_heads, **options
         As for :func:`init_encoder_layer`.
     has_memory : bool, optional
         Whether the layer attends to a memory. Default False.

@@ -57,6 +57,14 @@ def encoder_layer(
         Token i sees tokens 0..i only: the layer of a decoder without a memory. Default False.
     key_mask : boolean array, (L,) or x.shape[:-1] with axes of 1, optional
         True = attend.
+
+    Returns
+    -------
+    array, (..., L, D)
+        In the library, dtype and device of x.
+
+    Other Parameters
+    ----------------
     num_heads : int
         As for :func:`multi_head_attention`.
     attention, positions : optional
@@ -69,11 +77,6 @@ def encoder_layer(
         Which norm. Default "layer_norm".
     eps : float, optional
         Of the norms. Default 1e-5.
-
-    Returns
-    -------
-    array, (..., L, D)
-        In the library, dtype and device of x.
 
     Raises
     ------
@@ -133,6 +136,14 @@ def init_encoder_layer(
         Where the numbers come from.
     dim, num_heads : int
         D, and the heads that divide it.
+
+    Returns
+    -------
+    dict
+        NumPy arrays.
+
+    Other Parameters
+    ----------------
     hidden_dim : int, optional
         Of the feed-forward layer. Default 4 D.
     num_key_heads : int, optional
@@ -141,11 +152,6 @@ def init_encoder_layer(
         As for :func:`encoder_layer`.
     bias, dtype : optional
         As for :func:`init_linear`.
-
-    Returns
-    -------
-    dict
-        NumPy arrays.
     """
     return init_decoder_layer(rng, dim, num_heads, **options)
 

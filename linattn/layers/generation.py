@@ -83,16 +83,21 @@ def language_model(
         As for :func:`decoder`.
     initial_state, return_state
         As for :func:`decoder`: the stream of tokens goes on. Positions do, too.
-    positions : Rotary, Alibi or "sinusoidal", optional
-        How tokens stand: in the heads, or by sinusoids that are added to the embedding. Learned
-        positions are added where the embedding has them.
-    **options
-        As for :func:`decoder`.
 
     Returns
     -------
     array, (..., L, V)
         In the library, dtype and device of the parameters; or the tuple ``(logits, state)``.
+
+    Other Parameters
+    ----------------
+    positions : Rotary, Alibi or "sinusoidal", optional
+        How tokens stand: in the heads, or by sinusoids that are added to the embedding. Learned
+        positions are added where the embedding has them.
+    num_heads : int
+        As for :func:`decoder_layer`.
+    attention, cross_attention, activation, norm_first, norm, eps : optional
+        As for :func:`decoder`.
 
     Raises
     ------
