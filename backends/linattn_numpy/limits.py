@@ -154,18 +154,20 @@ def rejected_rows(
     ``kvz``: the state before it; ``factor``: what values are multiplied with at least, before all
     else.
     """
-    large = denominators >= floor
-    taken = tiny(values_and_one.dtype) / factor
-    # All rows see the first values: hardly ever must others be inspected.
+    large, taken = denominators >= floor, tiny(values_and_one.dtype) / factor
+    size = np.inf
     if large.all():
         size = max(floor / denominators.min(), taken) / SMALL_VALUES
+        # All rows see the first values: hardly ever must others be inspected.
         if size <= np.abs(values_and_one[..., 0, :]).min():
             return None
-    z = np.abs(kvz[..., -1:])
+    sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
     before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
+    before = before.max(axis=-2, keepdims=True)
+    if not any(np.any((x < size) & (x != 0)) for x in (sizes, before)):
+        return None
     # No more than the largest that each row sees.
-    seen = np.maximum.accumulate(np.abs(values_and_one), axis=-2)
-    seen = np.maximum(seen, before.max(axis=-2, keepdims=True))
+    seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
     small = (SMALL_VALUES * seen < np.maximum(floor / denominators, taken)) & (seen != 0)
     rejected = ~large | small.any(axis=-1, keepdims=True)
     return rejected if rejected.any() else None
