@@ -119,6 +119,17 @@ def test_queries_share_states(kind, query_lead, lead):
 
 
 @kinds
+@pytest.mark.parametrize("strength", [1, 100])
+def test_nan_of_one_call_is_not_met_in_the_next(kind, strength):
+    """Workspaces are used again, and 0 times NaN is NaN."""
+    arguments, rule = problem(kind, length=33)
+    if "log_decay" in arguments:
+        arguments["log_decay"] *= strength
+    linattn.linear_recurrence(**{n: 0 * a + np.nan for n, a in arguments.items()}, update_rule=rule)
+    assert_as_loop(arguments, rule)
+
+
+@kinds
 def test_layouts(kind):
     """Length before heads, backwards, every other column, and one key for all tokens."""
     arguments, rule = problem(kind)

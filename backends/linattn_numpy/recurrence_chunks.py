@@ -136,7 +136,11 @@ def _strong_by_channel(chunks: Chunks, scale: float) -> Inside:
     scores = reads[..., d:]
     scores.fill(0)
     np.einsum("...ii->...i", scores)[...] = (rows * key[:, None]).sum(axis=-1)
-    pairs = None if beta is None else buffer("pairs", (*key.shape[:-1], c), key.dtype)
+    pairs = None
+    if beta is not None:
+        # What is not below the diagonal is multiplied by 0 later, which NaN would survive.
+        pairs = buffer("pairs", (*key.shape[:-1], c), key.dtype)
+        pairs.fill(0)
     half = 1
     while half < c:
         for start in range(0, c, 2 * half):
