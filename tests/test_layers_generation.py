@@ -68,13 +68,14 @@ def test_streams_go_on_from_one_state_without_a_trace(name):
     params = layers.init_decoder(rng(), 1, DIM, HEADS, dtype=np.float64)
     options = {"num_heads": HEADS, "attention": STREAMS[name], "return_state": True}
     x, draft = rng(1).standard_normal((2, 9, DIM))
-    _, before = layers.decoder(params, x[:6], **options)
-    wanted, _ = layers.decoder(params, x[6:], initial_state=before, **options)
-    state = before
-    for row in draft:
-        _, state = layers.decoder(params, row[None], initial_state=state, **options)
-    found, _ = layers.decoder(params, x[6:], initial_state=before, **options)
-    assert_array_equal(found, wanted)
+    whole, _ = layers.decoder(params, x, **options)
+    _, state = layers.decoder(params, x[:5], **options)
+    _, state = layers.decoder(params, x[5:6], initial_state=state, **options)
+    other = state
+    for row, other_row, wanted in zip(x[6:], draft[6:], whole[6:], strict=True):
+        out, state = layers.decoder(params, row[None], initial_state=state, **options)
+        _, other = layers.decoder(params, other_row[None], initial_state=other, **options)
+        assert_allclose(out[0], wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_memory_is_in_the_state():
