@@ -96,6 +96,38 @@ SIGNATURES = {
     "positions.rotary": "(x, positions=None, *, base=10000, interleaved=False, dim=None)",
     "positions.alibi_slopes": "(heads)",
     "positions.sinusoidal": "(length, dim)",
+    "layers.linear": "(params, x)",
+    "layers.layer_norm": "(params, x, *, eps=1e-05)",
+    "layers.rms_norm": "(params, x, *, eps=1e-06)",
+    "layers.feed_forward": "(params, x, *, activation='relu')",
+    "layers.embedding": "(params, tokens, *, positions=None, start=0)",
+    "layers.multi_head_attention": (
+        "(params, x, memory=None, *, num_heads, attention=SoftmaxAttention(scale=None, "
+        "window=None), positions=None, is_causal=False, key_mask=None, initial_state=None, "
+        "return_state=False)"
+    ),
+    "layers.encoder_layer": "(params, x, *, is_causal=False, key_mask=None, **options)",
+    "layers.encoder": "(params, x, *, is_causal=False, key_mask=None, **options)",
+    "layers.decoder_layer": (
+        "(params, x, memory=None, *, is_causal=True, key_mask=None, memory_mask=None, "
+        "initial_state=None, return_state=False, **options)"
+    ),
+    "layers.decoder": (
+        "(params, x, memory=None, *, is_causal=True, key_mask=None, memory_mask=None, "
+        "initial_state=None, return_state=False, **options)"
+    ),
+    "layers.language_model": (
+        "(params, tokens, memory=None, *, key_mask=None, memory_mask=None, initial_state=None, "
+        "return_state=False, **options)"
+    ),
+    "layers.generate": (
+        "(params, tokens, num_tokens, memory=None, *, temperature=0.0, top_k=None, top_p=None, "
+        "stop=None, rng=None, memory_mask=None, **options)"
+    ),
+    "layers.load_safetensors": "(path, mapping=None)",
+    "layers.save_safetensors": "(path, params)",
+    "layers.LinearAttention": "(feature_map, log_decay=None, exact_window=None)",
+    "layers.SoftmaxAttention": "(scale=None, window=None)",
     "reference.kernel_attention": (
         "(query, key, value, kernel, *, is_causal=False, key_mask=None, visible=None, bias=None)"
     ),
