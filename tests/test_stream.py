@@ -461,7 +461,7 @@ from linattn.stream import attend
 q, k, v = (np.load(f"{name}.npy", mmap_mode="r") for name in "qkv")
 out = np.load("o.npy", mmap_mode="r+")
 phi = PositiveFeatures(q.shape[-1], num_features=64, rng=0)
-attend(q, k, v, out, phi, block_size=1500, checkpoint="run", checkpoint_seconds=0.01,
+attend(q, k, v, out, phi, block_size=1500, checkpoint="run", checkpoint_seconds=0,
        progress=lambda done, total: print(done, total, flush=True))
 """
 

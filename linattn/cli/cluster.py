@@ -175,12 +175,18 @@ def connected(workers: int | None, scheduler: str | None) -> Iterator[None]:
             cluster = distributed.LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
-                dashboard_address=None,
+                # Any port: another cluster may have the usual one.
+                dashboard_address=":0",
                 silence_logs=logging.CRITICAL,
             )
         client = distributed.Client(scheduler or cluster, timeout=PATIENCE)
-    except (OSError, ValueError) as error:
-        message = f"--scheduler {scheduler}: no scheduler answers there: {reason(error)}"
+    except (OSError, ValueError, RuntimeError) as error:
+        if cluster is not None:
+            cluster.close()
+        what = f"--workers {workers}: they do not start"
+        if scheduler is not None:
+            what = f"--scheduler {scheduler}: no scheduler answers there"
+        message = f"{what}: {reason(error)}"
         raise CommandError(message) from None
     try:
         if not client.scheduler_info()["workers"]:
