@@ -123,6 +123,66 @@ def test_decay_through_any_chunks(data, seed, kind):
     close(linattn.read_state(arrays[0], after, phi), linattn.read_state(arrays[0], wanted, phi))
 
 
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99), is_causal=st.booleans())
+def test_softmax_attention_in_any_chunks(data, seed, is_causal):
+    length = data.draw(st.integers(1, 40), "length")
+    rows = data.draw(chunkings(length), "rows")
+    arrays, rng = tokens(length, seed=seed), np.random.default_rng(seed)
+    options: dict[str, Any] = {
+        "key_mask": rng.random(length) < 0.7,
+        "key_bias": rng.standard_normal((1, length)).astype(np.float32),
+    }
+    lazy: dict[str, Any] = {name: da.from_array(array) for name, array in options.items()}
+    flags: Any = {"is_causal": is_causal, "return_log_normalizer": True}
+    softmax: Any = linattn.softmax_attention
+    want = softmax(*arrays, **options, **flags)
+    got = softmax(*lazily(arrays, rows), **lazy, **flags)
+    assert tuple(filter(None, got[0].chunks[-2])) == tuple(filter(None, rows))
+    for array, wanted in zip(dask.compute(*got), want, strict=True):
+        close(array, wanted)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99), window=st.integers(1, 9), masked=st.booleans())
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, masked):
+    cuts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "blocks")
+    rows = (*(window * n for n in cuts), data.draw(st.integers(1, window), "rows of the last"))
+    arrays, rng = tokens(sum(rows), seed=seed), np.random.default_rng(seed)
+    options: dict[str, Any] = {}
+    if masked:
+        options["key_mask"] = rng.random(sum(rows)) < 0.7
+        options["key_bias"] = rng.standard_normal((1, sum(rows))).astype(np.float32)
+    lazy: dict[str, Any] = {name: da.from_array(array) for name, array in options.items()}
+    flags: Any = {"is_causal": is_causal, "exact_window": window, "return_log_normalizer": True}
+    want = attend(*arrays, MAPS["positive"], **options, **flags)
+    got = attend(*lazily(arrays, rows), MAPS["positive"], **lazy, **flags)
+    for array, wanted in zip(dask.compute(*got), want, strict=True):
+        close(array, wanted)
+
+
+def test_two_passes_are_the_one_call():
+    phi, arrays, rows = MAPS["positive"], tokens(100), 30
+    query, key, value = lazily(arrays, rows)
+    states = dask.persist(
+        attend(query, key, value, phi, is_causal=True, return_states_every=rows)[1]
+    )[0]
+    starts = range(0, 100, rows)
+    blocks = [
+        attend(
+            *(x[:, start : start + rows] for x in (query, key, value)),
+            phi,
+            is_causal=True,
+            initial_state=state,
+        )
+        for start, state in zip(starts, [None, *states], strict=True)
+    ]
+    output = da.concatenate(blocks, axis=-2)
+    assert output.chunks == (*query.chunks[:2], (E,))
+    close(output.compute(), attend(*arrays, phi, is_causal=True))
+
+
 def test_heads_broadcast():
     query, key, value = tokens(40, heads=4)
     want = attend(query, key[:1], value[:2].repeat(2, 0), MAPS["positive"])
@@ -237,6 +297,12 @@ def test_chunks_that_do_not_fit(chunks, message):
         attend(*arrays, MAPS["positive"], is_causal=True)
 
 
+def test_a_window_that_crosses_chunks():
+    lazy = lazily(tokens(100), 50)
+    with pytest.raises(ValueError, match=r"in chunks of whole blocks of exact_window, 8 .*rechunk"):
+        attend(*lazy, MAPS["positive"], exact_window=8)
+
+
 def test_unknown_lengths():
     query, key, value = lazily(tokens(100), 50)
     key = key[:, key[0, :, 0] > 0]
@@ -268,7 +334,7 @@ dask.config.set({"array.query-planning": sys.argv[1] == "True", "scheduler": "sy
 import pytest
 sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
-    chosen = "any_chunks or decay or broadcast or lazily or tasks or names or slice or fit"
+    chosen = "decay or broadcast or lazily or tasks or names or slice or softmax or whole_blocks"
     done = subprocess.run(
         [sys.executable, "-c", program, "True", __file__, "-k", chosen],
         capture_output=True,

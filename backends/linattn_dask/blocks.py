@@ -8,9 +8,11 @@ last axis: Dask walks into tuples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 import array_api_compat
+import numpy as np
 
 import linattn
 from linattn.typing import Array, State
@@ -20,11 +22,16 @@ __all__ = [
     "add_blocks",
     "block_state",
     "causal_block",
+    "end_of_block",
+    "far_block",
     "merge_blocks",
+    "merge_pairs",
     "merge_two",
     "pack_block",
     "read_block",
     "run",
+    "softmax_block",
+    "window_block",
 ]
 
 
@@ -52,6 +59,12 @@ class Block:
         chunk: Any = self._chunks.get(name)
         return chunk.feature_map if name == "feature_map" else chunk
 
+    def replace(self, **arrays: Array) -> Block:
+        """Return a block with other arrays of these names."""
+        other = copy(self)
+        other._chunks = self._chunks | arrays
+        return other
+
     @property
     def weights(self) -> dict[str, Any]:
         """Masks, biases and decays of keys, as public functions take them."""
@@ -62,6 +75,11 @@ class Block:
     def start(self) -> int:
         """Position of the first token, where the map asks for it."""
         return 0 if self["start"] is None else int(self["start"][0])
+
+    def side(self, name: str) -> Any:
+        """Rows before or after this block, or None at the ends of the sequence."""
+        rows: Any = self[name]
+        return None if rows is None or not bool(rows[..., -1:].max()) else rows
 
     def state(self, name: str = "state") -> State:
         """State of this name, without its axis of blocks."""
@@ -182,10 +200,116 @@ def read_block(block: Block) -> Array:
     )
 
 
+def softmax_block(block: Block, scale: float, is_causal: bool) -> Array:
+    """Softmax attention of a block of queries to one of keys, with its log normalizer."""
+    output, norm = linattn.softmax_attention(
+        *(block[name] for name in ("query", "key", "value")),
+        scale=scale,
+        is_causal=is_causal,
+        key_mask=block.weights["key_mask"],
+        key_bias=block.weights["key_bias"],
+        return_log_normalizer=True,
+    )
+    return _beside(output, norm)[..., None, :]
+
+
+def merge_pairs(pairs: Array, axis: object, keepdims: bool) -> Array:
+    """Merge outputs over blocks of keys, a step of Dask's reductions."""
+    if not pairs.shape[-2]:  # Dask asks on arrays of length 0 what comes of them.
+        return pairs
+    parts = [pairs[..., i, :] for i in range(pairs.shape[-2])]
+    merged = linattn.merge_outputs((part[..., :-1], part[..., -1]) for part in parts)
+    return _beside(*merged)[..., None, :]
+
+
+def end_of_block(block: Block, window: int, last: bool | None) -> Array:
+    """First or last rows of all arrays of keys, side by side, and 1; None: a row of zeros."""
+    arrays = [block[name] for name in block.call.names]
+    xp, dtype = array_api_compat.array_namespace(arrays[0]), arrays[0].dtype
+    rows = slice(-window, None) if last else slice(window)
+    taken = _broadcast_lead([xp.astype(array[..., rows, :], dtype, copy=False) for array in arrays])
+    if last is None:
+        shape = (*taken[0].shape[:-2], 1, sum(array.shape[-1] for array in taken) + 1)
+        return xp.zeros(shape, dtype=dtype, device=array_api_compat.device(arrays[0]))
+    return xp.concat([*taken, xp.ones_like(taken[0][..., :1])], axis=-1)
+
+
+def _broadcast_lead(arrays: list[Array]) -> list[Array]:
+    xp = array_api_compat.array_namespace(arrays[0])
+    lead = np.broadcast_shapes(*(array.shape[:-2] for array in arrays))
+    return [xp.broadcast_to(array, (*lead, *array.shape[-2:])) for array in arrays]
+
+
+def _with_neighbours(block: Block) -> dict[str, Array]:
+    """Arrays of keys with the rows before and after the block, as far as there are some."""
+    names = [n for n in ("key", "value", "key_mask", "key_bias") if block[n] is not None]
+    given = {side: block.side(side) for side in ("before", "after")}
+    sides = {side: rows for side, rows in given.items() if rows is not None}
+    arrays = _broadcast_lead([block[name] for name in names])
+    xp = array_api_compat.array_namespace(arrays[0])
+    joined, start = {}, 0
+    for name, array in zip(names, arrays, strict=True):
+        place = slice(start, start + array.shape[-1])
+        start = place.stop
+        beside = {
+            side: xp.astype(rows[..., place], array.dtype, copy=False)
+            for side, rows in sides.items()
+        }
+        in_order = (beside.get("before"), array, beside.get("after"))
+        parts = [rows for rows in in_order if rows is not None]
+        joined[name] = xp.concat(parts, axis=-2)
+    return joined
+
+
+def far_block(block: Block, window: int) -> Array:
+    """State of a block moved by a window: with the rows before it and without its last, or after.
+
+    Those are far from the block after it, or before.
+    """
+    rows = slice(None, -window) if block["after"] is None else slice(window, None)
+    joined = {name: array[..., rows, :] for name, array in _with_neighbours(block).items()}
+    return block_state(block.replace(**joined))
+
+
+def window_block(block: Block, window: int, is_causal: bool) -> Array:
+    """Attention with an exact window: a block, rows beside it, and the state of all others."""
+    query, joined = block["query"], _with_neighbours(block)
+    xp = array_api_compat.array_namespace(query)
+    previous = block.side("before")
+    before = 0 if previous is None else previous.shape[-2]
+    rows = query.shape[-2]
+    after = joined["key"].shape[-2] - before - rows
+    device = array_api_compat.device(query)
+    padding = [
+        xp.zeros((*query.shape[:-2], n, query.shape[-1]), dtype=query.dtype, device=device)
+        for n in (before, after)
+    ]
+    moved = block.replace(**joined)
+    result = linattn.linear_attention(
+        xp.concat([padding[0], query, padding[1]], axis=-2),
+        joined["key"],
+        joined["value"],
+        block["feature_map"],
+        is_causal=is_causal,
+        key_mask=moved.weights["key_mask"],
+        key_bias=moved.weights["key_bias"],
+        exact_window=window,
+        initial_state=block.state(),
+        normalize=block.call.normalize,
+        return_log_normalizer=block.call.want_log,
+        chunk_size=block.call.chunk_size,
+    )
+    return _outputs(block, result)[..., before : before + rows, :]
+
+
 def _outputs(block: Block, result: Any) -> Array:
     """Put a log normalizer, where there is one, behind the columns of its output."""
     if not block.call.want_log:
         return result
-    output, norm = result
+    return _beside(*result)
+
+
+def _beside(output: Array, norm: Array) -> Array:
+    """Put log normalizers behind the columns of outputs."""
     xp = array_api_compat.array_namespace(output)
     return xp.concat([xp.astype(output, norm.dtype, copy=False), norm[..., None]], axis=-1)

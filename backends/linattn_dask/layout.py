@@ -114,9 +114,15 @@ class Layout:
         """Array of length 0 of the library of the chunks."""
         return self.problem.key._meta
 
-    def differing_rows(self) -> ValueError:
-        """Error of queries that are not chunked as keys are, where rows must meet."""
-        return _differing(("key", "query"), -2, self.key_chunks, self.query_chunks)
+    @property
+    def window(self) -> int:
+        """Length of the blocks of an exact window."""
+        return self.problem.exact_window or 1
+
+    def check_rows(self) -> None:
+        """Check that queries are chunked as keys are, where rows must meet."""
+        if self.query_chunks != self.key_chunks:
+            raise _differing(("key", "query"), -2, self.key_chunks, self.query_chunks)
 
     def part(self, name: str, axes: Axes | None = None) -> Part:
         """Return an array of the problem, with other names of its axes where they are given."""
@@ -126,6 +132,15 @@ class Layout:
     def parts(self, *names: str) -> dict[str, Part]:
         """Return arrays of the problem, those that it has."""
         return {name: self._parts[name] for name in names if name in self._parts}
+
+    def without_rows(self, *names: str) -> dict[str, Part]:
+        """Return arrays of keys that the problem has, without any key, in one block."""
+        return {
+            name: Part(part.array[..., :0, :].rechunk({-2: -1}), part.axes)
+            if "keys" in part.axes
+            else part
+            for name, part in self.parts(*names).items()
+        }
 
     def starts(self, chunks: Chunks, axis: str) -> dict[str, Part]:
         """Positions at which blocks begin, for maps whose features depend on them."""
@@ -163,6 +178,26 @@ class Layout:
         dtype = problem.dtype if dtype is None else dtype
         meta = meta_from_array(self.meta, ndim=len(lead) + len(axes), dtype=dtype)
         return tasks(function, call, {**lead_axes(lead), **axes}, parts, meta, **options)
+
+    def outputs(
+        self,
+        function: Callable[..., Array],
+        axis: str,
+        chunks: Chunks,
+        parts: dict[str, Part],
+        **options: Any,
+    ) -> tuple[Array, Array | None]:
+        """Make outputs of blocks, and their log normalizers where they are asked for."""
+        problem = self.problem
+        e, want_log = problem.value.shape[-1], problem.want_log
+        dtype = problem.dtype if want_log else problem.query.dtype
+        axes = {axis: chunks, "outputs": (e + want_log,)}
+        output = self.blockwise(
+            function, axes, self.lead, parts, dtype=dtype, want_log=want_log, **options
+        )
+        if not want_log:
+            return output, None
+        return output[..., :e].astype(problem.query.dtype, copy=False), output[..., e]
 
     def _beside_keys(self, array: Array) -> Part:
         """Chunk numbers of keys as keys are; one for all keys has axes of its present."""

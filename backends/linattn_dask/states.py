@@ -12,11 +12,12 @@ from linattn_dask.blocks import add_blocks, block_state, merge_blocks, pack_bloc
 from linattn_dask.layout import Layout, Part
 
 __all__ = [
+    "all_states",
     "block_states",
     "first_state",
     "lazy_state",
     "merge",
-    "reduce_states",
+    "state_axes",
     "states_before",
 ]
 
@@ -32,35 +33,30 @@ def block_states(layout: Layout) -> Array:
     """States of all blocks of keys, ``(..., blocks, m, packed)``, a chunk each."""
     names = ("key", "value", "key_mask", "key_bias", "log_decay", "feature_map")
     parts = layout.parts(*names) | layout.starts(layout.key_chunks, "keys")
-    axes = {"keys": (1,) * len(layout.key_chunks), **_state_axes(layout)}
+    axes = {"keys": (1,) * len(layout.key_chunks), **state_axes(layout)}
     return layout.blockwise(block_state, axes, layout.key_lead, parts)
 
 
 def _state_of_nothing(layout: Layout) -> Array:
-    names = ("key", "value", "key_mask", "key_bias", "log_decay")
-    parts = {
-        name: Part(part.array[..., :0, :].rechunk({-2: -1}), part.axes)
-        if "keys" in part.axes
-        else part
-        for name, part in layout.parts(*names).items()
-    }
-    axes = {"keys": (1,), **_state_axes(layout)}
+    parts = layout.without_rows("key", "value", "key_mask", "key_bias", "log_decay")
+    axes = {"keys": (1,), **state_axes(layout)}
     parts |= layout.parts("feature_map")
     return layout.blockwise(block_state, axes, layout.key_lead, parts)
 
 
-def _state_axes(layout: Layout) -> dict[str, tuple[int, ...]]:
+def state_axes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Last axes of packed states, with their chunks."""
     problem = layout.problem
     width = problem.value.shape[-1] + (2 if problem.log_decay is None else 3)
     return {"features": (problem.num_features,), "packed": (width,)}
 
 
-def first_state(layout: Layout) -> Array:
+def first_state(layout: Layout, *, with_given: bool = True) -> Array:
     """State before the first key, ``(..., 1, m, packed)``, with all its leading axes."""
-    if layout.problem.state is None:
+    if layout.problem.state is None or not with_given:
         return _state_of_nothing(layout)
     parts = layout.parts("kvz", "log_scale")
-    axes = {"block": (1,), **_state_axes(layout)}
+    axes = {"block": (1,), **state_axes(layout)}
     axes["packed"] = (layout.problem.value.shape[-1] + 2,)
     given = layout.blockwise(pack_block, axes, parts["kvz"].lead_chunks, parts)
     if not layout.problem.key.shape[-2]:
@@ -70,7 +66,7 @@ def first_state(layout: Layout) -> Array:
 
 def merge(layout: Layout, *states: Array, of_keys: bool = False) -> Array:
     """Merge arrays of states block by block, in their order; ``of_keys``: of blocks alone."""
-    axes = {"block": states[-1].chunks[-3], **_state_axes(layout)}
+    axes = {"block": states[-1].chunks[-3], **state_axes(layout)}
     lead = layout.key_lead if of_keys else layout.state_lead
     parts = {str(i): Part(state, AXES) for i, state in enumerate(states)}
     return layout.blockwise(merge_blocks, axes, lead, parts)
@@ -96,6 +92,15 @@ def reduce_states(layout: Layout, states: Array) -> Array:
 
 def _as_it_is(states: Array, axis: object, keepdims: bool) -> Array:
     return states
+
+
+def all_states(layout: Layout) -> Array:
+    """State after the last key, ``(..., 1, m, packed)``."""
+    state = first_state(layout)
+    if not layout.problem.key.shape[-2]:
+        return state
+    keys = reduce_states(layout, block_states(layout))
+    return keys if layout.problem.state is None else merge(layout, state, keys)
 
 
 def states_before(layout: Layout, states: Array, first: Array) -> tuple[Array, Array]:

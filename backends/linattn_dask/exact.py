@@ -1,0 +1,80 @@
+"""Softmax attention: blocks of queries by blocks of keys, merged by their log normalizers."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import dask.array as da
+
+from linattn.typing import Array
+from linattn_dask.blocks import merge_pairs, softmax_block
+from linattn_dask.layout import Layout, Part
+
+__all__ = ["softmax_attention"]
+
+SPLIT_EVERY = 8
+"""Blocks of keys that a task merges."""
+
+
+def softmax_attention(layout: Layout) -> tuple[Array, None, Array | None]:
+    """Attend exactly: the tasks grow with the square of the number of blocks."""
+    problem, e = layout.problem, layout.problem.value.shape[-1]
+    merged = _causal(layout) if problem.is_causal else _merged(_pairs(layout))
+    output = merged[..., 0, :e].astype(problem.query.dtype, copy=False)
+    return output, None, merged[..., 0, e] if problem.want_log else None
+
+
+def _pairs(layout: Layout, rows: Any = None, keys: Any = None, is_causal: bool = False) -> Array:
+    """Attend with each block of queries to each of keys, ``(..., rows, blocks, e + 1)``."""
+    parts = layout.parts("key", "value", "key_mask", "key_bias")
+    if keys is not None:
+        parts = {name: Part(part.array[..., keys, :], part.axes) for name, part in parts.items()}
+    if is_causal:
+        parts = {name: Part(p.array.rechunk({-2: -1}), p.axes) for name, p in parts.items()}
+    query = layout.part("query").array
+    if rows is not None:
+        query = query[..., rows, :].rechunk({-2: -1})
+    parts["query"] = Part(query, ("rows", "dim"))
+    axes = {
+        "rows": parts["query"].array.chunks[-2],
+        "keys": (1,) * len(parts["key"].array.chunks[-2]),
+        "outputs": (layout.problem.value.shape[-1] + 1,),
+    }
+    scale = float(layout.problem.query_spec.scale)
+    return layout.blockwise(
+        softmax_block, axes, layout.lead, parts, scale=scale, is_causal=is_causal
+    )
+
+
+def _merged(pairs: Array) -> Array:
+    axis = pairs.ndim - 2
+    return da.reduction(
+        pairs,
+        chunk=_as_they_are,
+        combine=merge_pairs,
+        aggregate=merge_pairs,
+        axis=axis,
+        keepdims=True,
+        split_every={axis: SPLIT_EVERY},
+        dtype=pairs.dtype,
+        meta=pairs._meta,
+        concatenate=True,
+    )
+
+
+def _as_they_are(pairs: Array, axis: object, keepdims: bool) -> Array:
+    return pairs
+
+
+def _causal(layout: Layout) -> Array:
+    """Merge each block of queries with its own keys and all before: no task sees a later block."""
+    layout.check_rows()
+    outputs = []
+    for stop, length in zip(accumulate(layout.key_chunks), layout.key_chunks, strict=True):
+        rows = slice(stop - length, stop)
+        pairs = _pairs(layout, rows, rows, is_causal=True)
+        if rows.start:
+            pairs = da.concatenate([_pairs(layout, rows, slice(rows.start)), pairs], axis=-2)
+        outputs.append(_merged(pairs))
+    return da.concatenate(outputs, axis=-3)
