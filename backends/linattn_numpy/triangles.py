@@ -83,10 +83,10 @@ class Triangles:
         if decay is not None:
             v = weighted(v, decay.keys, "decayed_values")
         sum_products(self._k, v[..., None, :, :, :], self._added)
-        if is_plain := decay is None and not rises:
+        if on_one_scale := decay is None and not rises:
             for before, after in self._steps:
                 np.add(before, after, out=after)
-        for i, (before, after) in enumerate(() if is_plain else self._heads):
+        for i, (before, after) in enumerate(() if on_one_scale else self._heads):
             if decay is not None:
                 before = np.multiply(before, decay.states[i], out=self._faded)
             np.add(before, after, out=after)
@@ -101,7 +101,7 @@ class Triangles:
                 np.multiply(read, decay.rows, out=read)
             np.add(out, read, out=out)
         # What comes after the last sub-block is where the next tile begins.
-        if is_plain:
+        if on_one_scale:
             np.add(*self._last_step, out=self._next)
         else:
             np.copyto(self._next, self._last)
