@@ -301,6 +301,24 @@ def test_float16_decays_in_float32():
     assert_allclose(out, expected, atol=3e-3)
 
 
+@every_dtype
+@pytest.mark.parametrize("decay", [-0.5, -50.0, -1e4])
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_full_attention_sees_over_masked_stretches(name, decay, dtype):
+    """One of the two scans has read nothing there, and what the other has is far below 1."""
+    length, phi = 300, MAPS[name]
+    query, key, value = tokens((), length)
+    mask = np.ones(length, bool)
+    mask[:90] = mask[100:250] = mask[280:] = False
+    out = linattn.linear_attention(
+        *(a.astype(dtype) for a in (query, key, value)), phi, key_mask=mask, log_decay=decay
+    )
+    bias = decay * abs(np.arange(length)[:, None] - np.arange(length))
+    bias = np.where(mask, bias, -np.inf)
+    bias -= bias.max(axis=-1, keepdims=True)
+    check(out, phi, (query, key, value), bias, dtype)
+
+
 @pytest.mark.filterwarnings("ignore:.* denominators are negative")
 @every_dtype
 @pytest.mark.parametrize("kind", KINDS[:5])

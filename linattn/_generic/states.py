@@ -51,12 +51,20 @@ def merge(first: State, second: State) -> State:
 def combine(first: Partial, second: Partial) -> Partial:
     """Add two numerators and denominators that are on different scales."""
     xp = namespace(first.num_den)
+    first, second = _unscaled_where_zero(first), _unscaled_where_zero(second)
     log = xp.maximum(first.log, second.log)
     shift = finite_shift(log, xp)
     num_den = first.num_den * xp.exp(first.log - shift) + second.num_den * xp.exp(
         second.log - shift
     )
     return Partial(num_den, log)
+
+
+def _unscaled_where_zero(part: Partial) -> Partial:
+    """Rows that are 0 on any scale must not bring others to theirs, on which these may vanish."""
+    xp = namespace(part.num_den)
+    is_something = xp.any(part.num_den != 0, axis=-1, keepdims=True)
+    return part._replace(log=xp.where(is_something, part.log, xp.full_like(part.log, -xp.inf)))
 
 
 def key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
