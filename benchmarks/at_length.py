@@ -120,7 +120,7 @@ def inputs(kind: str, length: int, layers: list[int], seed: int = 0) -> NDArray[
         raise SystemExit(message)
     parts = []
     for window in tokens:
-        trace = minilm.Trace.of(encoder, window[None], minilm.exact_attention)
+        trace = minilm.Trace.of(encoder, window[None])
         parts.append(np.stack([np.stack(trace.inputs[layer])[:, 0] for layer in layers]))
     return np.concatenate(parts, axis=-2)[..., :length, :]
 

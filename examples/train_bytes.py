@@ -63,6 +63,7 @@ SIZES = Sizes(
     taps=3,
     amplitude=0.1,
     sharpness=0.3,
+    activation="swiglu",
 )
 
 BATCH, RATE = 8, 4e-3

@@ -22,8 +22,8 @@ from transformer import (
     LABELS,
     Attention,
     ExampleError,
-    Floats,
     Kind,
+    Params,
     Sizes,
     Tokens,
     Transformer,
@@ -39,7 +39,7 @@ class Adam:
 
     Parameters
     ----------
-    parameters : array, (number,)
+    params : dict of str to array
         Changed in place.
     rate : float
         The highest rate.
@@ -47,24 +47,31 @@ class Adam:
         How many there will be.
     """
 
-    def __init__(self, parameters: Floats, rate: float, steps: int) -> None:
-        self._parameters, self._rate, self._steps = parameters, rate, steps
-        self._mean, self._square = np.zeros_like(parameters), np.zeros_like(parameters)
+    def __init__(self, params: Params, rate: float, steps: int) -> None:
+        self._params, self._rate, self._steps = params, rate, steps
+        self._mean, self._square = (
+            {name: np.zeros_like(array) for name, array in params.items()} for _ in range(2)
+        )
         self._step = 0
 
-    def step(self, gradient: Floats) -> None:
+    def step(self, gradient: Params) -> None:
         """Go one step; a gradient longer than 1 is shortened to 1."""
         b1, b2 = 0.9, 0.98
-        gradient = gradient / max(1.0, float(np.linalg.norm(gradient)))
+        length = math.sqrt(sum(float(np.sum(g * g, dtype=np.float64)) for g in gradient.values()))
         warmup = max(1, self._steps // 10)
         cosine = 0.5 * (1 + math.cos(math.pi * self._step / self._steps))
         self._step += 1
         rate = self._rate * min(1.0, self._step / warmup) * cosine
-        self._mean += (1 - b1) * (gradient - self._mean)
-        self._square += (1 - b2) * (gradient**2 - self._square)
-        mean = self._mean / (1 - b1**self._step)
-        square = self._square / (1 - b2**self._step)
-        self._parameters -= rate * mean / (np.sqrt(square) + 1e-8)
+        for name, param in self._params.items():
+            g, mean, square = (
+                gradient[name] / max(1.0, length),
+                self._mean[name],
+                self._square[name],
+            )
+            mean += (1 - b1) * (g - mean)
+            square += (1 - b2) * (g * g - square)
+            step = mean / (1 - b1**self._step)
+            param -= rate * step / (np.sqrt(square / (1 - b2**self._step)) + 1e-8)
 
 
 Batches: TypeAlias = Callable[[np.random.Generator], tuple[Tokens, Tokens]]
@@ -99,7 +106,7 @@ def train(
         For the progress bar.
     """
     rng = np.random.default_rng(seed)
-    adam = Adam(model.parameters, rate, steps)
+    adam = Adam(model.params, rate, steps)
     losses: list[float] = []
     columns = (
         TextColumn("{task.description}"),
@@ -238,15 +245,20 @@ def errors_in_one_line(name: str, out: Path | None) -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def make_app(command: Callable[..., None]) -> typer.Typer:
-    """Return an application of one command."""
+def make_app(command: Callable[..., None], **others: Callable[..., None]) -> typer.Typer:
+    """Return an application of one command, and of others that are named after it."""
     app = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.command()(command)
+    if not others:
+        app.command()(command)
+        return app
+    app.callback(invoke_without_command=True)(command)
+    for name, other in others.items():
+        app.command(name)(other)
     return app
 
 

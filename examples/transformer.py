@@ -1,9 +1,9 @@
-"""A small transformer in NumPy: the model, its gradients and its text, for both training examples.
+"""A small causal transformer on `linattn.layers`, and its text, for both training examples.
 
-No framework: a layer is a function that returns its output and a pullback, as
-`linattn.linear_attention_vjp` does, and a gradient is the pullbacks called in reverse. The
-parameters are one long vector, of which the matrices are views, so that an optimizer is a few lines
-and a finite difference can be taken along any direction.
+No framework: a layer is a function that returns its output and a pullback, and a gradient is the
+pullbacks called in reverse. What is done here is what is not in `linattn.layers`: an embedding of
+several bytes, parameters to start from that make a short training enough, and a check of what is
+generated.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import math
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-import linattn
+from linattn import layers
 from linattn.feature_maps import EluFeatures, PositiveFeatures
-from linattn.typing import FeatureMap, State
+from linattn.typing import FeatureMap
 
 Floats: TypeAlias = NDArray[Any]
 Tokens: TypeAlias = NDArray[np.int64]
+Params: TypeAlias = dict[str, Floats]
 Pullback: TypeAlias = Callable[[Floats], Any]
 Kind: TypeAlias = Literal["elu", "favor", "softmax", "none"]
 
@@ -46,26 +46,40 @@ class ExampleError(Exception):
 # --- 1. Attention --------------------------------------------------------------------------------
 
 
+class NoAttention(layers.Attention):
+    """Attention that sees nothing: zeros, to compare with."""
+
+    def vjp(self, query: Any, key: Any, value: Any, scope: layers.Scope) -> tuple[Any, Pullback]:
+        """Return zeros, whose gradients are zeros."""
+        return np.zeros_like(value), lambda g: tuple(map(np.zeros_like, (query, key, value)))
+
+    def extend(
+        self, query: Any, key: Any, value: Any, cache: Any, scope: layers.Scope
+    ) -> tuple[Any, Any]:
+        """Return zeros, and nothing to keep."""
+        return np.zeros_like(value), None
+
+
 class Attention:
-    """Causal attention of each layer, with a pullback.
+    """Causal attention of each layer.
 
     Parameters
     ----------
     kind : str
         ``"elu"`` and ``"favor"`` are linear, ``"softmax"`` is exact, ``"none"`` leaves it out.
-    layers, dim : int
+    num_layers, dim : int
         Layers of the model, dim of a head.
     num_features, seed : int
         Of the random features of FAVOR+.
     """
 
-    def __init__(self, kind: Kind, layers: int, dim: int, num_features: int, seed: int) -> None:
+    def __init__(self, kind: Kind, num_layers: int, dim: int, num_features: int, seed: int) -> None:
         self.kind = kind
         self.maps: list[FeatureMap] = []
-        self._layers, self._dim, self._num_features = layers, dim, num_features
+        self._num_layers, self._dim, self._num_features = num_layers, dim, num_features
         self._rng = np.random.default_rng(seed)
         if kind == "elu":
-            self.maps = [EluFeatures(dim) for _ in range(layers)]
+            self.maps = [EluFeatures(dim) for _ in range(num_layers)]
         self.redraw()
 
     def redraw(self) -> None:
@@ -73,78 +87,18 @@ class Attention:
         if self.kind == "favor":
             self.maps = [
                 PositiveFeatures(self._dim, num_features=self._num_features, rng=self._rng)
-                for _ in range(self._layers)
+                for _ in range(self._num_layers)
             ]
 
-    def vjp(
-        self, layer: int, query: Floats, key: Floats, value: Floats
-    ) -> tuple[Floats, Callable[[Floats], tuple[Floats, ...]]]:
-        """Return the output, (documents, heads, L, dim), and its pullback."""
-        if self.kind == "softmax":
-            return linattn.softmax_attention_vjp(query, key, value, is_causal=True)
-        return linattn.linear_attention_vjp(query, key, value, self.maps[layer], is_causal=True)
+    def by_layer(self) -> list[layers.Attention]:
+        """Return what the layers take as their ``attention``."""
+        if self.maps:
+            return [layers.LinearAttention(phi) for phi in self.maps]
+        one = layers.SoftmaxAttention() if self.kind == "softmax" else NoAttention()
+        return [one] * self._num_layers
 
 
-# --- 2. Layers: an output and a pullback ---------------------------------------------------------
-
-
-def linear(x: Floats, W: Floats) -> tuple[Floats, Pullback]:
-    """``x W``; the pullback returns the gradients by x and W."""
-
-    def pullback(g: Floats) -> tuple[Floats, Floats]:
-        return g @ W.T, x.reshape(-1, x.shape[-1]).T @ g.reshape(-1, g.shape[-1])
-
-    return x @ W, pullback
-
-
-def layer_norm(x: Floats, scale: Floats, shift: Floats) -> tuple[Floats, Pullback]:
-    """Mean 0 and variance 1 of each row, then scale and shift; gradients by all three."""
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = np.mean(centred**2, axis=-1, keepdims=True)
-    inverse = 1 / np.sqrt(variance + 1e-5)
-    normal = centred * inverse
-
-    def pullback(g: Floats) -> tuple[Floats, Floats, Floats]:
-        rows = tuple(range(g.ndim - 1))
-        scaled = g * scale
-        along = np.mean(scaled * normal, axis=-1, keepdims=True)
-        grad = inverse * (scaled - scaled.mean(axis=-1, keepdims=True) - normal * along)
-        return grad, (g * normal).sum(axis=rows), g.sum(axis=rows)
-
-    return normal * scale + shift, pullback
-
-
-def squared_relu(x: Floats) -> tuple[Floats, Pullback]:
-    """``max(x, 0)^2``: a non-linearity that needs no exponential."""
-    positive = np.maximum(x, 0)
-    return positive * positive, lambda g: 2 * positive * g
-
-
-def embed(table: Floats, tokens: Tokens) -> tuple[Floats, Pullback]:
-    """Rows of a table. The gradient by the table is a product with the rows of an identity."""
-
-    def pullback(g: Floats) -> Floats:
-        chosen = np.zeros((tokens.size, len(table)), g.dtype)
-        chosen[np.arange(tokens.size), tokens.ravel()] = 1
-        return chosen.T @ g.reshape(tokens.size, -1)
-
-    return table[tokens], pullback
-
-
-def cross_entropy(logits: Floats, targets: Tokens) -> tuple[float, Floats]:
-    """Return the mean of ``-log p(target)`` in nats and its gradient by the logits."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    p = np.exp(shifted)
-    total = p.sum(axis=-1, keepdims=True)
-    at = targets[..., None]
-    loss = np.mean(np.log(total) - np.take_along_axis(shifted, at, axis=-1), dtype=np.float64)
-    p /= total
-    np.put_along_axis(p, at, np.take_along_axis(p, at, axis=-1) - 1, axis=-1)
-    p /= targets.size
-    return float(loss), p
-
-
-# --- 3. The model --------------------------------------------------------------------------------
+# --- 2. The model --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,6 +121,8 @@ class Sizes:
     sharpness : float
         Of queries and keys at the start: at 1 a token attends to tokens that are like it, near 0 at
         all alike.
+    activation : str
+        Of the feed-forward layers.
     """
 
     vocabulary: int
@@ -178,32 +134,7 @@ class Sizes:
     period: int | None = None
     amplitude: float = 1.0
     sharpness: float = 1.0
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each parameter."""
-        d = self.dim
-        shapes: dict[str, tuple[int, ...]] = {"position": (self.length, d)}
-        for tap in range(self.taps):
-            shapes[f"embedding.{tap}"] = (self.vocabulary, d)
-        for layer in range(self.layers):
-            shapes |= {
-                f"{layer}.norm_1.scale": (d,),
-                f"{layer}.norm_1.shift": (d,),
-                f"{layer}.qkv": (d, 3 * d),
-                f"{layer}.out": (d, d),
-                f"{layer}.norm_2.scale": (d,),
-                f"{layer}.norm_2.shift": (d,),
-                f"{layer}.up": (d, 4 * d),
-                f"{layer}.down": (4 * d, d),
-            }
-        return shapes | {"norm.scale": (d,), "norm.shift": (d,), "head": (d, self.vocabulary)}
-
-
-def views(flat: Floats, shapes: dict[str, tuple[int, ...]]) -> dict[str, Floats]:
-    """Return the named parts of one long vector; writing into them writes into it."""
-    ends = [0, *np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()]
-    parts = zip(shapes.items(), pairwise(ends), strict=True)
-    return {name: flat[begin:end].reshape(shape) for (name, shape), (begin, end) in parts}
+    activation: Literal["relu", "swiglu"] = "relu"
 
 
 def wave_positions(length: int, dim: int, period: int) -> Floats:
@@ -219,8 +150,48 @@ def wave_positions(length: int, dim: int, period: int) -> Floats:
     return codes
 
 
+def first_params(sizes: Sizes, rng: np.random.Generator, dtype: Any = np.float32) -> Params:
+    """Draw parameters from which a short training is enough."""
+    # A third of the hidden features less: SwiGLU has three matrices where others have two.
+    is_gated = sizes.activation == "swiglu"
+    hidden = 8 * sizes.dim // 3 if is_gated else 4 * sizes.dim
+    kind: Any = {"activation": sizes.activation, "hidden_dim": hidden, "bias": False}
+    params = layers.init_decoder(
+        rng, sizes.layers, sizes.dim, sizes.heads, final_norm=True, dtype=dtype, **kind
+    )
+    params |= named("head.", layers.init_linear(rng, sizes.dim, sizes.vocabulary, bias=False))
+    for name, weight in params.items():
+        if weight.ndim == 2:
+            inner = 0.8 if is_gated else 0.3
+            small = {"out_proj": 0.3, "linear2": inner, "head": 0.1}.get(name.split(".")[-2], 1.0)
+            drawn = rng.standard_normal(weight.shape) / math.sqrt(weight.shape[1])
+            params[name] = (small * drawn).astype(dtype)
+        if name.endswith("in_proj_weight"):
+            # Queries start as keys are: a token attends to tokens that are like it.
+            query, key, _ = np.split(params[name], 3)
+            key *= sizes.sharpness
+            query[...] = key
+    scale = 0.5 / math.sqrt(sizes.taps)
+    for tap in range(sizes.taps):
+        table = layers.init_embedding(rng, sizes.vocabulary, sizes.dim, scale=scale, dtype=dtype)
+        params |= named(f"embedding.{tap}.", table)
+    waves = wave_positions(sizes.length, sizes.dim, sizes.period or sizes.length)
+    params["embedding.0.position.weight"] = (sizes.amplitude * waves).astype(dtype)
+    return params
+
+
+def part(params: Params, prefix: str) -> Params:
+    """Return the parameters whose names begin so, without that beginning."""
+    return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+
+
+def named(prefix: str, params: Params) -> Params:
+    """Put a beginning before names."""
+    return {prefix + name: array for name, array in params.items()}
+
+
 class Transformer:
-    """A causal transformer: pre-norm blocks, several heads, learned positions.
+    """A causal transformer: pre-norm layers without biases, learned positions.
 
     Parameters
     ----------
@@ -235,47 +206,24 @@ class Transformer:
 
     Attributes
     ----------
-    parameters : array, (number,)
-        All of them; change them in place.
+    params : dict of str to array
+        All of them; an optimizer changes them in place.
     """
 
     def __init__(
         self, sizes: Sizes, attention: Attention, seed: int, dtype: Any = np.float32
     ) -> None:
         self.sizes, self.attention = sizes, attention
-        self.shapes = sizes.shapes()
-        self.parameters = np.zeros(sum(math.prod(s) for s in self.shapes.values()), dtype)
-        self._weights = views(self.parameters, self.shapes)
-        rng = np.random.default_rng(seed)
-        for name, weight in self._weights.items():
-            if name.endswith("scale"):
-                weight[...] = 1
-            elif weight.ndim == 2:
-                weight[...] = rng.standard_normal(weight.shape) / math.sqrt(weight.shape[0])
-        for tap in range(sizes.taps):
-            table = self._weights[f"embedding.{tap}"]
-            table[...] = 0.5 * rng.standard_normal(table.shape) / math.sqrt(sizes.taps)
-        period = sizes.period or sizes.length
-        waves = wave_positions(sizes.length, sizes.dim, period)
-        self._weights["position"][...] = sizes.amplitude * waves
-        self._weights["head"] *= 0.1
-        for layer in range(sizes.layers):
-            self._weights[f"{layer}.out"] *= 0.3
-            self._weights[f"{layer}.down"] *= 0.3
-            # Queries start as keys are: a token attends to tokens that are like it.
-            query, key, _ = np.split(self._weights[f"{layer}.qkv"], 3, axis=1)
-            key *= sizes.sharpness
-            query[...] = key
+        self.params = first_params(sizes, np.random.default_rng(seed), dtype)
 
     @property
     def num_parameters(self) -> int:
         """How many parameters are used: without attention, its own are not."""
-        unused = ("norm_1.scale", "norm_1.shift", "qkv", "out")
         is_none = self.attention.kind == "none"
         return sum(
-            math.prod(shape)
-            for name, shape in self.shapes.items()
-            if not (is_none and name.partition(".")[2] in unused)
+            array.size
+            for name, array in self.params.items()
+            if not (is_none and ("self_attn" in name or "norm1" in name))
         )
 
     def logits(self, tokens: Tokens, last: int | None = None) -> tuple[Floats, Pullback]:
@@ -293,153 +241,90 @@ class Transformer:
         logits : array, (documents, last, vocabulary)
             At each position, of the token that follows it.
         pullback : callable
-            ``pullback(grad_logits) -> gradient``, a vector like `parameters`.
+            ``pullback(grad_logits) -> gradient``, a dictionary like `params`.
         """
-        length = tokens.shape[1]
-        begin = 0 if last is None else length - last
+        begin = 0 if last is None else tokens.shape[1] - last
         x, pull_embeddings = self._embed(tokens)
+        y, pull_decoder = layers.decoder_vjp(self._decoder(), x, **self._options())
+        out, pull_head = layers.linear_vjp(part(self.params, "head."), y[:, begin:])
 
-        def attend(layer: int, qkv: Floats) -> tuple[Floats, Pullback]:
-            query, key, value = self._split(qkv)
-            heads, pull = self.attention.vjp(layer, query, key, value)
-            return merge(heads), lambda g: self._merge_gradients(pull(self._split_heads(g)))
-
-        pulls = []
-        for layer in range(self.sizes.layers):
-            x, pull_block = self._block(layer, x, attend)
-            pulls.append(pull_block)
-        out, pull_head = self._head(x[:, begin:])
-
-        def pullback(grad_logits: Floats) -> Floats:
-            gradient = np.zeros_like(self.parameters)
-            into = views(gradient, self.shapes)
-            g = np.zeros_like(x)
-            g[:, begin:] = pull_head(grad_logits, into)
-            for pull in reversed(pulls):
-                g = pull(g, into)
-            pull_embeddings(g, into)
-            return gradient
+        def pullback(grad_logits: Floats) -> Params:
+            by_y = np.zeros_like(y)
+            by_head, by_y[:, begin:] = pull_head(grad_logits)
+            by_decoder, by_x = pull_decoder(by_y)
+            return pull_embeddings(by_x) | by_decoder | named("head.", by_head)
 
         return out, pullback
 
-    def loss(self, tokens: Tokens, targets: Tokens) -> tuple[float, Floats]:
+    def loss(self, tokens: Tokens, targets: Tokens) -> tuple[float, Params]:
         """Return the mean loss in nats and its gradient; targets belong to the last positions."""
         logits, pullback = self.logits(tokens, targets.shape[1])
         loss, grad_logits = cross_entropy(logits, targets)
         return loss, pullback(grad_logits)
 
-    def _embed(self, tokens: Tokens) -> tuple[Floats, Callable[..., None]]:
-        length = tokens.shape[1]
-        x = np.repeat(self._weights["position"][None, :length], len(tokens), axis=0)
-        pulls = []
+    def step(
+        self, tokens: Tokens, state: layers.DecoderState | None = None
+    ) -> tuple[Floats, layers.DecoderState]:
+        """Return the logits after the last token, and the state after it.
+
+        Tokens are all there were; a state, of all but those at the end, spares going over them
+        again. With linear attention it does not grow.
+        """
+        x, _ = self._embed(tokens[None], 0 if state is None else state.length)
+        y, state = layers.decoder(
+            self._decoder(), x, initial_state=state, return_state=True, **self._options()
+        )
+        return layers.linear(part(self.params, "head."), y[0, -1:])[0], state
+
+    def _decoder(self) -> Params:
+        return {k: v for k, v in self.params.items() if k.startswith(("layers.", "norm."))}
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "num_heads": self.sizes.heads,
+            "attention": self.attention.by_layer(),
+            "norm_first": True,
+            "activation": self.sizes.activation,
+        }
+
+    def _embed(self, tokens: Tokens, start: int = 0) -> tuple[Floats, Callable[[Floats], Params]]:
+        """Embed the tokens from a position on."""
+        length, pulls = tokens.shape[1], []
+        x: Floats = np.zeros(())
         for tap in range(min(self.sizes.taps, length)):
-            rows, pull = embed(self._weights[f"embedding.{tap}"], tokens[:, : length - tap])
-            x[:, tap:] += rows
+            first = max(tap, start)
+            tables = part(self.params, f"embedding.{tap}.")
+            seen = tokens[:, first - tap : length - tap]
+            rows, pull = layers.embedding_vjp(tables, seen, start=0 if tap else start)
+            if tap:
+                x[:, first - start :] += rows
+            else:
+                x = rows
             pulls.append(pull)
 
-        def pullback(g: Floats, into: dict[str, Floats]) -> None:
-            into["position"][:length] = g.sum(axis=0)
+        def pullback(g: Floats) -> Params:
+            gradient = {k: np.zeros_like(v) for k, v in self.params.items() if "embedding" in k}
             for tap, pull in enumerate(pulls):
-                into[f"embedding.{tap}"][...] = pull(g[:, tap:])
+                gradient |= named(f"embedding.{tap}.", pull(g[:, tap:])[0])
+            return gradient
 
         return x, pullback
 
-    def _block(self, layer: int, x: Floats, attend: Any) -> tuple[Floats, Callable[..., Floats]]:
-        """Attention, then two matrices and a non-linearity, each added to what came in."""
-        weights = {name: self._weights[f"{layer}.{name}"] for name in ("qkv", "out", "up", "down")}
-        if self.attention.kind != "none":
-            normal, pull_norm_1 = self._norm(f"{layer}.norm_1", x)
-            qkv, pull_qkv = linear(normal, weights["qkv"])
-            heads, pull_attend = attend(layer, qkv)
-            attended, pull_out = linear(heads, weights["out"])
-            x = x + attended
-        normal, pull_norm_2 = self._norm(f"{layer}.norm_2", x)
-        wide, pull_up = linear(normal, weights["up"])
-        active, pull_active = squared_relu(wide)
-        inner, pull_down = linear(active, weights["down"])
 
-        def pullback(g: Floats, into: dict[str, Floats]) -> Floats:
-            h, into[f"{layer}.down"][...] = pull_down(g)
-            h, into[f"{layer}.up"][...] = pull_up(pull_active(h))
-            g = g + pull_norm_2(h, into)
-            if self.attention.kind == "none":
-                return g
-            h, into[f"{layer}.out"][...] = pull_out(g)
-            h, into[f"{layer}.qkv"][...] = pull_qkv(pull_attend(h))
-            return g + pull_norm_1(h, into)
-
-        return x + inner, pullback
-
-    def _head(self, x: Floats) -> tuple[Floats, Callable[..., Floats]]:
-        normal, pull_norm = self._norm("norm", x)
-        logits, pull_linear = linear(normal, self._weights["head"])
-
-        def pullback(g: Floats, into: dict[str, Floats]) -> Floats:
-            h, into["head"][...] = pull_linear(g)
-            return pull_norm(h, into)
-
-        return logits, pullback
-
-    def _norm(self, name: str, x: Floats) -> tuple[Floats, Callable[..., Floats]]:
-        scale, shift = self._weights[f"{name}.scale"], self._weights[f"{name}.shift"]
-        out, pull = layer_norm(x, scale, shift)
-
-        def pullback(g: Floats, into: dict[str, Floats]) -> Floats:
-            g, into[f"{name}.scale"][...], into[f"{name}.shift"][...] = pull(g)
-            return g
-
-        return out, pullback
-
-    def _split_heads(self, x: Floats) -> Floats:
-        """(..., L, heads * dim) to (..., heads, L, dim)."""
-        return x.reshape(*x.shape[:-1], self.sizes.heads, -1).swapaxes(-2, -3)
-
-    def _split(self, qkv: Floats) -> list[Floats]:
-        """(..., L, 3 * heads * dim) to three of (..., heads, L, dim)."""
-        return [self._split_heads(part) for part in np.split(qkv, 3, axis=-1)]
-
-    def _merge_gradients(self, gradients: tuple[Floats, ...]) -> Floats:
-        return np.concatenate([merge(gradient) for gradient in gradients], axis=-1)
-
-    # --- one token at a time ---
-
-    def start(self) -> list[State]:
-        """Return the states of linear attention that have seen nothing, one a layer."""
-        dim = self.sizes.dim // self.sizes.heads
-        like = self.parameters[:dim]
-        return [
-            linattn.init_state(phi, dim, batch_shape=(self.sizes.heads,), like=like)
-            for phi in self.attention.maps
-        ]
-
-    def step(self, tokens: Sequence[int], states: list[State]) -> Floats:
-        """Return the logits after the last token; `states`, of those before it, are replaced.
-
-        Time and memory do not depend on how many tokens there were.
-        """
-        x = self._weights["position"][len(tokens) - 1].copy()
-        for tap, token in enumerate(tokens[: -self.sizes.taps - 1 : -1]):
-            x += self._weights[f"embedding.{tap}"][token]
-
-        def attend(layer: int, qkv: Floats) -> tuple[Floats, None]:
-            query, key, value = qkv.reshape(3, self.sizes.heads, -1)
-            heads, states[layer] = linattn.decode_step(
-                query, key, value, states[layer], self.attention.maps[layer]
-            )
-            return heads.reshape(-1), None
-
-        for layer in range(self.sizes.layers):
-            x, _ = self._block(layer, x, attend)
-        return self._head(x)[0]
+def cross_entropy(logits: Floats, targets: Tokens) -> tuple[float, Floats]:
+    """Return the mean of ``-log p(target)`` in nats and its gradient by the logits."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    p = np.exp(shifted)
+    total = p.sum(axis=-1, keepdims=True)
+    at = targets[..., None]
+    loss = np.mean(np.log(total) - np.take_along_axis(shifted, at, axis=-1), dtype=np.float64)
+    p /= total
+    np.put_along_axis(p, at, np.take_along_axis(p, at, axis=-1) - 1, axis=-1)
+    p /= targets.size
+    return float(loss), p
 
 
-def merge(heads: Floats) -> Floats:
-    """(..., heads, L, dim) to (..., L, heads * dim)."""
-    x = heads.swapaxes(-2, -3)
-    return x.reshape(*x.shape[:-2], -1)
-
-
-# --- 4. Generating -------------------------------------------------------------------------------
+# --- 3. Generating -------------------------------------------------------------------------------
 
 
 def generate(model: Transformer, prompt: Sequence[int], number: int) -> tuple[list[int], Floats]:
@@ -450,19 +335,12 @@ def generate(model: Transformer, prompt: Sequence[int], number: int) -> tuple[li
     tokens : list of int
         What follows the prompt.
     logits : array, (number, vocabulary)
-        Each is the largest of its row. Linear attention is read from its states, one
-        `linattn.decode_step` a token and layer; other attention runs over everything again.
+        Each is the largest of its row. Layers go on from a state: of linear attention by
+        `linattn.decode_step`, of exact attention with all keys and values so far.
     """
-    tokens, rows = list(prompt), []
-    if model.attention.maps:
-        states = model.start()
-        for end in range(1, len(tokens)):
-            model.step(tokens[:end], states)
+    tokens, rows, state = list(prompt), [], None
     for _ in range(number):
-        if model.attention.maps:
-            row = model.step(tokens, states)
-        else:
-            row = model.logits(np.asarray([tokens]), last=1)[0][0, 0]
+        row, state = model.step(np.asarray(tokens), state)
         rows.append(row)
         tokens.append(int(row.argmax()))
     return tokens[len(prompt) :], np.stack(rows)
@@ -485,14 +363,14 @@ def check_generated(
         message = f"generated token {wrong[0]} is not the one that the whole text gives"
         raise ExampleError(message)
     largest = float(np.max(np.abs(at_once - logits)))
-    way = "linattn.decode_step" if model.attention.maps else "one forward pass each"
+    way = "linattn.decode_step" if model.attention.maps else "one token at a time"
     return (
         f"Check: {len(tokens)} tokens generated by {way} are those of the forward pass over the "
         f"whole text; logits differ by {largest:.0e} at most."
     )
 
 
-# --- 5. Text ------------------------------------------------------------------------------------
+# --- 4. Text ------------------------------------------------------------------------------------
 
 
 def topic_bytes() -> tuple[Tokens, Tokens]:

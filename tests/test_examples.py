@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-import linattn
+import linattn.layers
 
 pytest.importorskip("typer", reason="the examples are commands")
 
@@ -53,7 +53,10 @@ def denoise():
 def test_gelu(minilm_model):
     x = np.linspace(-6, 6, 101).astype(np.float32)
     expected = [v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.astype(float)]
-    assert_allclose(minilm_model.gelu(x), expected, atol=1e-6)
+    assert minilm_model.OPTIONS["activation"] == "gelu"
+    eye = {f"linear{i}.weight": np.ones((1, 1), np.float32) for i in (1, 2)}
+    found = linattn.layers.feed_forward(eye, x[:, None], activation="gelu")[:, 0]
+    assert_allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +115,9 @@ def test_prose_is_told_from_code(minilm_model):
     ]
 
 
-def test_window_attention(minilm):
+def test_window_attention(minilm_model):
     query, key, value = np.random.default_rng(0).standard_normal((3, 2, 20, 4))
-    out = minilm.window_attention(query, key, value, 8)
+    out = minilm_model.WindowAttention(8)(query, key, value, linattn.layers.Scope())
     near = abs(np.arange(20)[:, None] // 8 - np.arange(20) // 8) <= 1
     weights = np.exp(query @ key.swapaxes(-1, -2) / 2) * near
     assert_allclose(out, weights @ value / weights.sum(axis=-1, keepdims=True), rtol=1e-12)
@@ -123,12 +126,13 @@ def test_window_attention(minilm):
 @pytest.mark.parametrize("name", ["exact", "uniform", "window", "favor", "landmarks", "coreset"])
 def test_every_method_attends(minilm, name):
     query, key, value = np.random.default_rng(0).standard_normal((3, 2, 3, 40, 8)).astype("f4")
-    samples = [[(query[0], key[0], value[0])]]
+    sample = [(query[0], key[0], value[0])]
     method = minilm.parse_method(name if name in {"exact", "uniform", "window"} else f"{name}:8")
-    out = minilm.make_attention(method, samples, (0,), 0)(0, query, key, value)
+    is_causal = name == "coreset"
+    scope = linattn.layers.Scope(is_causal=is_causal)
+    out = minilm.make_attention(method, sample, (0, 0))(query, key, value, scope)
     assert out.shape == value.shape
     assert out.dtype == np.float32
-    is_causal = method.kind.is_causal
     exact = linattn.softmax_attention(query, key, value, is_causal=is_causal)
     limit = 1e-5 if name == "exact" else 1.5
     assert np.median(minilm.relative_error(out, exact)) < limit

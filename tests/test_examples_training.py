@@ -27,7 +27,7 @@ def folder():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         yield
-        for name in ("transformer", "training", "train_copy", "train_bytes"):
+        for name in ("transformer", "training", "train_copy", "train_bytes", "digits", "reverse"):
             sys.modules.pop(name, None)
 
 
@@ -53,10 +53,12 @@ def train_bytes(folder):
 
 def make_model(transformer, kind, *, taps=2, seed=0, dtype=np.float64):
     sizes = transformer.Sizes(vocabulary=11, length=9, dim=12, heads=3, layers=2, taps=taps)
-    attention = transformer.Attention(kind, layers=2, dim=4, num_features=6, seed=seed)
+    attention = transformer.Attention(kind, num_layers=2, dim=4, num_features=6, seed=seed)
     model = transformer.Transformer(sizes, attention, seed, dtype)
-    # Away from where it starts: there, shifts are 0 and queries and keys alike.
-    model.parameters += 0.1 * np.random.default_rng(seed).standard_normal(model.parameters.size)
+    # Away from where it starts: there, queries and keys are alike.
+    rng = np.random.default_rng(seed)
+    for array in model.params.values():
+        array += 0.1 * rng.standard_normal(array.shape)
     return model
 
 
@@ -66,22 +68,24 @@ def test_gradient_of_the_whole_model(transformer, kind):
     rng = np.random.default_rng(1)
     tokens, targets = rng.integers(11, size=(3, 9)), rng.integers(11, size=(3, 6))
     _, gradient = model.loss(tokens, targets)
-    start = model.parameters.copy()
-    parts = transformer.views(np.arange(start.size), model.shapes)
+    start = {name: array.copy() for name, array in model.params.items()}
+    assert gradient.keys() == start.keys()
     used = 0
-    for name, where in parts.items():
-        direction = np.zeros_like(start)
-        direction[where.ravel()] = rng.standard_normal(where.size)
+    for name, array in model.params.items():
+        direction = rng.standard_normal(array.shape)
         losses = []
         for step in (1e-5, -1e-5):
-            model.parameters[...] = start + step * direction
+            array[...] = start[name] + step * direction
             losses.append(model.loss(tokens, targets)[0])
+        array[...] = start[name]
         difference = (losses[0] - losses[1]) / 2e-5
-        assert_allclose(gradient @ direction, difference, rtol=1e-6, atol=1e-9, err_msg=name)
+        along = np.sum(gradient[name] * direction)
+        assert_allclose(along, difference, rtol=1e-6, atol=1e-9, err_msg=name)
         used += difference != 0
     # Without attention its norm and matrices have no gradient, in both layers.
-    assert used == len(parts) - (8 if kind == "none" else 0)
-    assert model.num_parameters == start.size - (2 * 12 * (2 + 4 * 12) if kind == "none" else 0)
+    assert used == len(start) - (6 if kind == "none" else 0)
+    number = sum(array.size for array in start.values())
+    assert model.num_parameters == number - (2 * 12 * (1 + 4 * 12) if kind == "none" else 0)
 
 
 def test_cross_entropy(transformer):
@@ -98,8 +102,7 @@ def test_sharpness_is_of_queries_and_keys_at_the_start(transformer):
         sizes = transformer.Sizes(vocabulary=11, length=9, dim=12, heads=3, sharpness=sharpness)
         attention = transformer.Attention("softmax", sizes.layers, 4, 6, seed=0)
         model = transformer.Transformer(sizes, attention, seed=0, dtype=np.float64)
-        weights = transformer.views(model.parameters, model.shapes)
-        return np.split(weights["1.qkv"], 3, axis=1)
+        return np.split(model.params["layers.1.self_attn.in_proj_weight"], 3)
 
     query, key, value = qkv(0.25)
     assert_array_equal(query, key)
@@ -134,11 +137,11 @@ def test_generation_is_the_forward_pass(transformer, kind, taps):
 
 
 def test_adam_goes_against_the_gradient(training):
-    parameters = np.zeros(3)
-    adam = training.Adam(parameters, 0.5, 20)
-    adam.step(np.asarray([1e-3, -1e-4, 0.0]))
+    params = {"x": np.zeros(3)}
+    adam = training.Adam(params, 0.5, 20)
+    adam.step({"x": np.asarray([1e-3, -1e-4, 0.0])})
     # The first step of two of warm-up: half the rate, whatever the size of the gradient.
-    assert_allclose(parameters, [-0.25, 0.25, 0], rtol=1e-3)
+    assert_allclose(params["x"], [-0.25, 0.25, 0], rtol=1e-3)
 
 
 def test_training_lowers_the_loss_and_redraws(transformer, training):
@@ -202,3 +205,65 @@ def test_a_prompt_that_does_not_fit(train_bytes):
     result = CliRunner().invoke(train_bytes.app, ["--prompt", "x" * 128])
     assert result.exit_code == 2
     assert "--prompt: want 1 to 127 bytes, got 128" in result.output
+
+
+@pytest.fixture(scope="module")
+def reverse(folder):
+    return importlib.import_module("reverse")
+
+
+def test_a_string_is_reversed_by_what_the_forward_pass_says(reverse, training, transformer):
+    model, rng = reverse.Reverser(0), np.random.default_rng(0)
+    adam, losses = training.Adam(model.params, 1e-2, 12), []
+    for _ in range(12):
+        loss, gradient = model.loss(reverse.task(rng, 8))
+        assert gradient.keys() == model.params.keys()
+        adam.step(gradient)
+        losses.append(loss)
+    assert losses[-1] < 0.9 * losses[0]
+    strings = reverse.task(np.random.default_rng(1), 5)
+    lengths = (strings != reverse.END).sum(axis=1)
+    assert all(set(row[: 16 - n]) <= {reverse.END} for row, n in zip(strings, lengths, strict=True))
+    written = model.write(strings)
+    start = np.full((5, 1), reverse.END)
+    read = np.concatenate([start, written[:, :-1]], axis=1)
+    params = transformer.part(model.params, "decoder.")
+    memory = model.encode(strings)[0]
+    logits = reverse.layers.language_model(params, read, memory, **model._decoding)
+    ended = np.cumsum(read[:, 1:] == reverse.END, axis=1) > 0
+    before = np.concatenate([np.ones((5, 1), bool), ~ended], axis=1)
+    assert_array_equal(logits.argmax(axis=-1)[before], written[before])
+
+
+def test_letters_are_right_at_their_place(reverse):
+    strings = np.full((2, 16), reverse.END)
+    strings[0, -3:], strings[1, -2:] = (1, 2, 3), (4, 5)
+    right = reverse.right_letters(strings, np.asarray([[3, 2], [5, 4]]))
+    assert right.tolist() == [True, True, False, True, True]
+
+
+def test_reverse_as_a_command(reverse):
+    result = CliRunner().invoke(reverse.app, ["--steps", "1", "--text", "abc"])
+    assert result.exit_code == 0, result.output
+    assert "Accuracy on 500 new strings: 0.0" in result.output
+    result = CliRunner().invoke(reverse.app, ["--text", "Abc"])
+    assert result.exit_code == 2
+    assert "--text: want 1 to 16 letters of a to z, got 'Abc'" in result.output
+
+
+def test_digits_are_drawn(folder, tmp_path):
+    for name in ("sklearn", "threadpoolctl"):
+        pytest.importorskip(name, reason=f"{name}, of the extra examples, is not installed")
+    digits = importlib.import_module("digits")
+    pixels, held_out = digits.images()
+    assert (len(pixels), held_out.shape) == (1500, (297, 64))
+    assert_array_equal(digits.read(held_out)[:, 1:], held_out[:, :-1])
+    assert_array_equal(digits.in_a_row(held_out[:2])[:8, 9:17], held_out[1].reshape(8, 8))
+    assert_array_equal(digits.Model.trained("elu", 0, 1).draw(2) < 17, np.ones((2, 64), bool))
+    sizes = digits.QUICK._replace(steps=3, lengths=(16, 64))
+    digits.run(sizes, tmp_path, Console(quiet=True))
+    record = json.loads((tmp_path / "digits.json").read_text(encoding="utf-8"))
+    assert [model["kind"] for model in record["models"]] == list(digits.KINDS)
+    assert all(1.5 < model["bits"] < 5 for model in record["models"])
+    assert 2 < record["independent_bits"] < 3
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
