@@ -303,6 +303,38 @@ def test_a_window_that_crosses_chunks():
         attend(*lazy, MAPS["positive"], exact_window=8)
 
 
+REFUSED: dict[str, Any] = {
+    "key_stop": lambda q, k, v, phi: attend(q, k, v, phi, prefix_length=9),
+    "log_decay without": lambda q, k, v, phi: attend(q, k, v, phi, log_decay=-0.1),
+    "local_window_size": lambda q, k, v, phi: linattn.softmax_attention(
+        q, k, v, local_window_size=(3, 3)
+    ),
+    "gradients": lambda q, k, v, phi: linattn.linear_attention_vjp(q, k, v, phi)[1](v),
+    "linear_recurrence": lambda q, k, v, phi: linattn.linear_recurrence(
+        q, k, v, update_rule="linear"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("length", "rows"), [(60, 30), (1100, 1100)], ids=["chunks", "rows"])
+def test_what_is_not_done_by_blocks_is_refused(name, length, rows):
+    lazy = lazily(tokens(length), rows)
+    message = rf"must be one chunk of at most 1024 rows for {name}.*compute\(\)"
+    with dask.config.set(scheduler=refuse), pytest.raises(ValueError, match=message):
+        REFUSED[name](*lazy, MAPS["positive"])
+
+
+def test_packed_sequences_are_graphs_of_their_own():
+    arrays, phi = tokens(90), MAPS["positive"]
+    lazy = lazily(arrays, 40)
+    flags: Any = {"is_causal": True, "cu_seqlens": [0, 30, 30, 60, 90]}
+    with dask.config.set(scheduler=refuse):
+        output = attend(*lazy, phi, **flags)
+    assert len(dict(output.__dask_graph__())) <= 2 * 3 * 25
+    close(output.compute(), attend(*arrays, phi, **flags))
+
+
 def test_unknown_lengths():
     query, key, value = lazily(tokens(100), 50)
     key = key[:, key[0, :, 0] > 0]

@@ -10,22 +10,35 @@ from typing import TYPE_CHECKING
 
 from linattn.typing import Backend, implements
 from linattn_dask.merging import merge
+from linattn_dask.short import attention_vjp, recurrence
 from linattn_dask.whole import attention
 
 __all__ = [
     "attention",
+    "attention_vjp",
     "merge",
     "modifiers",
+    "recurrence",
 ]
 
 
 def modifiers() -> tuple[str, ...]:
-    """All that tasks hand on to linattn's public functions."""
-    return ("key_bias", "log_decay", "normalize")
+    """All that tasks hand on to linattn's public functions, and what raises here."""
+    return (
+        "local_window",
+        "relative_bias",
+        "key_bias",
+        "log_decay",
+        "normalize",
+        "exact_clusters",
+        "key_stop",
+    )
 
 
 if TYPE_CHECKING:
     # A type checker compares each with the contract.
     implements(Backend.attention)(attention)
+    implements(Backend.attention_vjp)(attention_vjp)
     implements(Backend.merge)(merge)
     implements(Backend.modifiers)(modifiers)
+    implements(Backend.recurrence)(recurrence)

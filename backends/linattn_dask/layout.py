@@ -20,6 +20,7 @@ from linattn.typing import (
     Problem,
     SeparateDenominator,
     State,
+    Tokens,
 )
 from linattn_dask.blocks import Call, run
 
@@ -150,6 +151,10 @@ class Layout:
         if not isinstance(spec, Opaque):
             return {}
         before = 0 if self.problem.state is None else self.problem.state.length
+        if sum(chunks):
+            # A map that has no features there says so now, not in a task.
+            last_row = np.zeros((1, self.problem.key.shape[-1]), dtype=np.float32)
+            spec.fn(Tokens(last_row, None, before + sum(chunks) - 1))
         starts = before + np.cumsum([0, *chunks[:-1]])
         return {"start": Part(da.from_array(starts, chunks=1), (axis,))}
 
@@ -202,6 +207,7 @@ class Layout:
     def _beside_keys(self, array: Array) -> Part:
         """Chunk numbers of keys as keys are; one for all keys has axes of its present."""
         key = self.problem.key
+        array = array[(None,) * (key.ndim - array.ndim)]
         lead = [
             chunks if array.shape[i] == key.shape[i] else array.chunks[i]
             for i, chunks in enumerate(key.chunks[:-2])

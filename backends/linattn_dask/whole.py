@@ -9,6 +9,7 @@ from linattn.typing import Array, Declined, Problem, State
 from linattn_dask.blocks import causal_block, read_block
 from linattn_dask.exact import softmax_attention
 from linattn_dask.layout import Layout, Part
+from linattn_dask.short import declined
 from linattn_dask.states import (
     AXES,
     all_states,
@@ -29,7 +30,7 @@ def attention(problem: Problem) -> Result | Declined:
     walk = WALKS.get(problem.mode)
     banded = problem.local_window is not None or problem.relative_bias is not None
     if walk is None or banded or problem.key_stop is not None or problem.exact_clusters is not None:
-        return Declined("not served")
+        return declined(problem)
     return walk(Layout(problem))
 
 

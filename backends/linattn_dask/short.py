@@ -1,0 +1,51 @@
+"""What is not done block by block: for short sequences the core's graph, for others an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linattn.typing import Array, Declined, Problem, Recurrence
+
+__all__ = ["attention_vjp", "declined", "recurrence"]
+
+MAX_ROWS = 1024
+"""Rows of a sequence whose operations, one by one, make a graph of some thousand tasks at most."""
+
+NAMES = {
+    "clusters": "exact_clusters",
+    "stops": "key_stop, prefix_length, causal_block or is_causal='lower_right'",
+    "two-sided": "log_decay without is_causal",
+    "exact": "local_window_size or a bias of offsets",
+    "window": "window_bias, far_bias or keys that a query may not see",
+}
+"""What a caller has asked for, by the mode of the problem."""
+
+
+def declined(problem: Problem) -> Declined:
+    """Leave a problem of attention to the core if it is short."""
+    return _short(NAMES.get(problem.mode, problem.mode), problem)
+
+
+def attention_vjp(problem: Problem, cotangent: object) -> Declined:
+    """Leave gradients to the core if sequences are short."""
+    return _short("gradients", problem)
+
+
+def recurrence(problem: Recurrence) -> Declined:
+    """Leave a recurrence to the core if it is short."""
+    return _short("linear_recurrence", problem)
+
+
+def _short(what: str, problem: Any) -> Declined:
+    arrays: dict[str, Array] = {name: getattr(problem, name) for name in ("query", "key")}
+    for name, array in arrays.items():
+        chunks = array.chunks[-2]
+        if len(chunks) > 1 or sum(chunks) > MAX_ROWS:
+            shown = chunks if len(chunks) <= 6 else f"({', '.join(map(str, chunks[:5]))}, ...)"
+            message = (
+                f"{name} must be one chunk of at most {MAX_ROWS} rows for {what} on Dask arrays, "
+                f"got chunks {shown} along axis -2; compute() the arrays first, or call it on "
+                f"chunks of whole sequences by dask.array.map_blocks"
+            )
+            raise ValueError(message)
+    return Declined("not done block by block")
