@@ -93,4 +93,5 @@ def flip(x: Array) -> Array:
     if x is None:
         return None
     xp = _arrays.namespace(x)
-    return xp.asarray(xp.flip(x, axis=-2), copy=True)
+    # asarray(copy=True) leaves the tape of older versions of PyTorch, and warns in newer ones.
+    return xp.concat([xp.flip(x, axis=-2)], axis=-2)
