@@ -63,6 +63,26 @@ def test_a_stream_in_parts_is_the_whole(xp_any_shape, name, placed):
     assert_allclose(np.concatenate(parts, axis=1), xp.numpy(whole), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("placed", [None, layers.Alibi()], ids=str)
+@pytest.mark.parametrize("size", [1, 300])
+def test_single_tokens_in_float16_are_accumulated_in_float32(placed, size):
+    """Logits, and sums of weights, that float16 does not hold."""
+    attention = layers.SoftmaxAttention(scale=np.float64(100.0))
+    drawn = layers.init_multi_head_attention(rng(), DIM, HEADS, dtype=np.float64)
+    params = {n: (10 * array).astype(np.float16) for n, array in drawn.items()}
+    x = rng(1).standard_normal((4, DIM)).astype(np.float16) * np.float16(size) / np.float16(100)
+    options = {"num_heads": HEADS, "attention": attention, "positions": placed, "is_causal": True}
+    whole = layers.multi_head_attention(params, x, **options)
+    state, parts = None, []
+    for token in np.split(x, 4):
+        out, state = layers.multi_head_attention(
+            params, token, initial_state=state, return_state=True, **options
+        )
+        parts.append(out)
+    assert_allclose(np.concatenate(parts), whole, rtol=2e-3, atol=2e-3 * abs(whole).max())
+    assert whole.dtype == parts[0].dtype == np.float16
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_streams_go_on_from_one_state_without_a_trace(name):
     params = layers.init_decoder(rng(), 1, DIM, HEADS, dtype=np.float64)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
+from linattn._settings import current_settings
 from linattn.automatic import attention as automatic_attention
 from linattn.coreset import CoresetAttention
 from linattn.feature_maps import LandmarkFeatures
@@ -139,15 +140,17 @@ class SoftmaxAttention(Attention):
 
     def _read_one(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
         """Attend with the last query, which sees the whole cache: all heads at once."""
-        key = cache.key
-        xp = _arrays.namespace(key)
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        logits = (query * scale) @ xp.matrix_transpose(key)
+        xp = _arrays.namespace(query)
+        dtype = _arrays.accumulation_dtype(xp, query.dtype, current_settings().precision)
+        q, key, value = (xp.astype(x, dtype, copy=False) for x in (query, cache.key, cache.value))
+        scale = query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+        logits = (q * scale) @ xp.matrix_transpose(key)
         if scope.slopes is not None:
             distance = np.arange(1 - key.shape[-2], 1)
-            logits = logits + _like(query, scope.slopes[..., None, None] * distance)
+            logits = logits + _like(q, scope.slopes[..., None, None] * distance)
         weights = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
-        return weights @ cache.value / xp.sum(weights, axis=-1, keepdims=True)
+        out = weights @ value / xp.sum(weights, axis=-1, keepdims=True)
+        return xp.astype(out, query.dtype, copy=False)
 
     def _with_queries_before(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
         """Attend with a query for each key, which windows and biases by offset need."""
