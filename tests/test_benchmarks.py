@@ -685,6 +685,27 @@ def test_loops_have_their_map_beside_them():
     ]
 
 
+def test_a_cluster_on_paper_is_bound_by_its_workers_or_by_its_scheduler():
+    pytest.importorskip("dask.array", reason="dask is not installed")
+    from benchmarks import distributed
+
+    seconds = {"seconds": {"Dask, 32000 rows, 1 threads": 4.0}}
+    record = {
+        "tokens": 1000,
+        "full": seconds,
+        "graph": {"full": {"tasks a block": 3.0}},
+        "microseconds a task": {"many": 200.0, "chain": 1000.0},
+    }
+    few, many = (distributed.on_paper(record, False, 1000, n, 1e6) for n in (1, 100_000))
+    assert few["blocks"] == 1000
+    assert few["bytes of states"] == 4 * 256 * 65 * 2 * 1000
+    assert math.isclose(few["work"], 4000)
+    assert math.isclose(many["scheduler"], 0.6)
+    waiting = 1e-3 * math.log(1000, 8)
+    assert math.isclose(few["seconds"], 4000 + waiting)
+    assert math.isclose(many["seconds"], 0.6 + waiting)
+
+
 def test_a_single_bit_is_a_difference():
     same: dict[str, Any] = {
         "full#0": np.zeros(3),
