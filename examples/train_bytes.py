@@ -63,7 +63,6 @@ SIZES = Sizes(
     taps=3,
     amplitude=0.1,
     sharpness=0.3,
-    activation="swiglu",
 )
 
 BATCH, RATE = 8, 4e-3

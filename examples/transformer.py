@@ -121,8 +121,6 @@ class Sizes:
     sharpness : float
         Of queries and keys at the start: at 1 a token attends to tokens that are like it, near 0 at
         all alike.
-    activation : str
-        Of the feed-forward layers.
     """
 
     vocabulary: int
@@ -134,7 +132,6 @@ class Sizes:
     period: int | None = None
     amplitude: float = 1.0
     sharpness: float = 1.0
-    activation: Literal["relu", "swiglu"] = "relu"
 
 
 def wave_positions(length: int, dim: int, period: int) -> Floats:
@@ -152,18 +149,13 @@ def wave_positions(length: int, dim: int, period: int) -> Floats:
 
 def first_params(sizes: Sizes, rng: np.random.Generator, dtype: Any = np.float32) -> Params:
     """Draw parameters from which a short training is enough."""
-    # A third of the hidden features less: SwiGLU has three matrices where others have two.
-    is_gated = sizes.activation == "swiglu"
-    hidden = 8 * sizes.dim // 3 if is_gated else 4 * sizes.dim
-    kind: Any = {"activation": sizes.activation, "hidden_dim": hidden, "bias": False}
     params = layers.init_decoder(
-        rng, sizes.layers, sizes.dim, sizes.heads, final_norm=True, dtype=dtype, **kind
+        rng, sizes.layers, sizes.dim, sizes.heads, final_norm=True, bias=False, dtype=dtype
     )
     params |= named("head.", layers.init_linear(rng, sizes.dim, sizes.vocabulary, bias=False))
     for name, weight in params.items():
         if weight.ndim == 2:
-            inner = 0.8 if is_gated else 0.3
-            small = {"out_proj": 0.3, "linear2": inner, "head": 0.1}.get(name.split(".")[-2], 1.0)
+            small = {"out_proj": 0.3, "linear2": 0.3, "head": 0.1}.get(name.split(".")[-2], 1.0)
             drawn = rng.standard_normal(weight.shape) / math.sqrt(weight.shape[1])
             params[name] = (small * drawn).astype(dtype)
         if name.endswith("in_proj_weight"):
@@ -284,7 +276,7 @@ class Transformer:
             "num_heads": self.sizes.heads,
             "attention": self.attention.by_layer(),
             "norm_first": True,
-            "activation": self.sizes.activation,
+            "activation": "squared_relu",
         }
 
     def _embed(self, tokens: Tokens, start: int = 0) -> tuple[Floats, Callable[[Floats], Params]]:

@@ -60,7 +60,7 @@ def cases():
             {"num_heads": HEADS, "key_mask": mask[:, :3]},
         ),
     }
-    for activation in ("relu", "gelu", "gelu_tanh", "swiglu"):
+    for activation in ("relu", "squared_relu", "gelu", "gelu_tanh", "swiglu"):
         params = normal(layers.init_feed_forward(rng(), DIM, 6, activation=activation, **f64))
         found[activation] = ("feed_forward", params, [x], {"activation": activation})
     attentions = {
@@ -343,14 +343,14 @@ def test_gelu_is_right_to_its_tail():
     assert_allclose(found, wanted, rtol=2e-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu", "squared_relu", "gelu", "gelu_tanh", "swiglu"])
 def test_activations_take_numbers_of_any_size(activation):
     params = {f"linear{i}.weight": np.eye(1) for i in (1, 2, 3)}
     if activation != "swiglu":
         del params["linear3.weight"]
     x = np.array([[-1e5], [-800.0], [800.0], [1e5], [np.nan]])
     out, pullback = layers.feed_forward_vjp(params, x, activation=activation)
-    wanted = np.where(x < 0, 0, x * x if activation == "swiglu" else x)
+    wanted = np.where(x < 0, 0, x * x if activation in ("swiglu", "squared_relu") else x)
     assert_allclose(out, wanted, atol=1e-12)
     assert np.isfinite(pullback(np.ones_like(out))[1][:-1]).all()
 

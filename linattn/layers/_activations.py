@@ -41,6 +41,12 @@ def relu(xp: ModuleType, x: Array) -> tuple[Array, Callable[[], Array]]:
     return xp.where(x <= 0, xp.zeros_like(x), x), lambda: xp.astype(x > 0, x.dtype)
 
 
+def squared_relu(xp: ModuleType, x: Array) -> tuple[Array, Callable[[], Array]]:
+    """``max(x, 0)^2``."""
+    positive, _ = relu(xp, x)
+    return positive * positive, lambda: 2 * positive
+
+
 def gelu(xp: ModuleType, x: Array) -> tuple[Array, Callable[[], Array]]:
     """``x Phi(x)`` with the distribution function of the normal distribution."""
     size = xp.abs(x) * math.sqrt(0.5)
@@ -77,6 +83,7 @@ def silu(xp: ModuleType, x: Array) -> tuple[Array, Callable[[], Array]]:
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": relu,
+    "squared_relu": squared_relu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "swiglu": silu,

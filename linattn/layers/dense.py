@@ -37,7 +37,7 @@ __all__ = [
     "rms_norm_vjp",
 ]
 
-Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "swiglu"]
+Activation: TypeAlias = Literal["relu", "squared_relu", "gelu", "gelu_tanh", "swiglu"]
 
 
 def linear(params: Params, x: Array) -> Array:
@@ -165,8 +165,8 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
     x : array, (..., d)
         float32 or float64, of any array-API library.
     activation : str, optional
-        "relu", the default; "gelu", ``x Phi(x)``; "gelu_tanh", its approximation by tanh; "swiglu",
-        ``x / (1 + exp(-x))`` times a third product.
+        "relu", the default; "squared_relu", its square; "gelu", ``x Phi(x)``; "gelu_tanh", its
+        approximation by tanh; "swiglu", ``x / (1 + exp(-x))`` times a third product.
 
     Returns
     -------
@@ -186,7 +186,8 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
     References
     ----------
     Vaswani et al., "Attention Is All You Need" (2017), eq. 2; Hendrycks and Gimpel, "Gaussian Error
-    Linear Units" (2016); Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6.
+    Linear Units" (2016); Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6; So et al.,
+    "Primer: Searching for Efficient Transformers for Language Modeling" (2021), squared ReLU.
     """
     return feed_forward_vjp(params, x, activation=activation)[0]
 
