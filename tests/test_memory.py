@@ -73,7 +73,8 @@ def test_extra_memory_does_not_grow_with_length(attend):
                     before = tracemalloc.get_traced_memory()[0]
                     out = attend(*arrays, chunk_size=64)
                     peaks.append(tracemalloc.get_traced_memory()[1] - before - out.nbytes)
-                return peaks[-1]
+                # The least: threads of other libraries allocate in between.
+                return min(peaks)
             finally:
                 tracemalloc.stop()
 
