@@ -17,11 +17,14 @@ import pytest
 
 import linattn
 import linattn.automatic
+import linattn.baselines
 import linattn.diagnostics
 import linattn.gradients
 import linattn.interop
+import linattn.layers
 import linattn.reference
 import linattn.sklearn
+import linattn.stream
 import linattn.testing
 import linattn.testing.moments
 import linattn.testing.strategies
@@ -74,6 +77,81 @@ def _interop(framework: str, function: str, *options: Any) -> Callable[..., Any]
 
 
 LINEAR = (*QKV, maps.EluFeatures())
+SQUARE, COLUMN = np.ones((6, 6)), np.ones((6, 1))
+# Published attentions: the arrays that they take by position, and what else they need.
+BASELINES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "aft_full": (QKV, {"position_bias": SQUARE}),
+    "aft_local": (QKV, {"position_bias": SQUARE, "window_size": 2}),
+    "aft_simple": (QKV, {}),
+    "bigbird": (QKV, {"block_size": 2}),
+    "clustered": (QKV, {"num_clusters": 2}),
+    "compressive": (QKV, {"block_size": 2, "memory_size": 2, "compressed_size": 2}),
+    "dense_synthesizer": (
+        (QUERY, VALUE),
+        {
+            "hidden_weight": np.ones((4, 4)),
+            "hidden_bias": np.ones(4),
+            "weight": np.ones((6, 4)),
+            "bias": np.ones(6),
+        },
+    ),
+    "external": ((QUERY,), {"key_memory": KEY, "value_memory": VALUE}),
+    "factorized_dense_synthesizer": (
+        (QUERY, VALUE),
+        {"first_weight": np.ones((2, 4)), "second_weight": np.ones((3, 4))},
+    ),
+    "factorized_random_synthesizer": ((VALUE,), {"left": COLUMN, "right": COLUMN}),
+    "fixed": (QKV, {"stride": 2}),
+    "improved_clustered": (QKV, {"num_clusters": 2}),
+    "linformer": (QKV, {"num_landmarks": 2}),
+    "local_window": (QKV, {"window_size": 2}),
+    "longformer": (QKV, {"window_size": 2}),
+    "nystromformer": (QKV, {"num_landmarks": 2}),
+    "random_synthesizer": ((VALUE,), {"logits": SQUARE}),
+    "reformer": (QKV, {"num_buckets": 2}),
+    "routing": (QKV, {"num_clusters": 2}),
+    "strided": (QKV, {"stride": 2}),
+    "thinformer": (QKV, {}),
+    "top_k": (QKV, {"num_keys": 2}),
+    "truncated_svd": (QKV, {"rank": 2}),
+    "wildcat": (QKV, {"num_keys": 2}),
+}
+ONE_LAYER: dict[str, Any] = {"num_heads": 2}
+DRAW = np.random.default_rng(0)
+_init: Any = linattn.layers
+ENCODER, DECODER = _init.init_encoder(DRAW, 1, 4, 2), _init.init_decoder(DRAW, 1, 4, 2)
+MODEL = _init.init_language_model(DRAW, 7, 1, 4, 2)
+LAYER = {name.removeprefix("layers.0."): array for name, array in ENCODER.items()}
+CAUSAL_LAYER = {name.removeprefix("layers.0."): array for name, array in DECODER.items()}
+HEADS = {name.removeprefix("self_attn."): array for name, array in LAYER.items() if "self" in name}
+X = QUERY.astype(np.float32)
+# Layers: what they take by position, and what else they need.
+LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "decoder": ((DECODER, X), ONE_LAYER),
+    "decoder_layer": ((CAUSAL_LAYER, X), ONE_LAYER),
+    "decoder_layer_vjp": ((CAUSAL_LAYER, X), ONE_LAYER),
+    "decoder_vjp": ((DECODER, X), ONE_LAYER),
+    "encoder": ((ENCODER, X), ONE_LAYER),
+    "encoder_layer": ((LAYER, X), ONE_LAYER),
+    "encoder_layer_vjp": ((LAYER, X), ONE_LAYER),
+    "encoder_vjp": ((ENCODER, X), ONE_LAYER),
+    "init_decoder": ((DRAW, 1, 4, 2), {}),
+    "init_decoder_layer": ((DRAW, 4, 2), {}),
+    "init_encoder": ((DRAW, 1, 4, 2), {}),
+    "init_feed_forward": ((DRAW, 4), {}),
+    "init_language_model": ((DRAW, 7, 1, 4, 2), {}),
+    "init_linear": ((DRAW, 4, 4), {}),
+    "init_multi_head_attention": ((DRAW, 4, 2), {}),
+    "init_norm": ((4,), {}),
+    "language_model": ((MODEL, np.arange(5)), ONE_LAYER),
+    "multi_head_attention": ((HEADS, X), ONE_LAYER),
+    "multi_head_attention_vjp": ((HEADS, X), ONE_LAYER),
+}
+
+
+def _called(module: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return lambda **flag: getattr(module, name)(*args, **options, **flag)
+
 
 # Every public function with flags, and how to call it with one of them.
 FLAGGED: dict[str, Callable[..., Any]] = {
@@ -169,6 +247,11 @@ FLAGGED: dict[str, Callable[..., Any]] = {
     ),
     "testing.strategies.feature_maps": _drawn(linattn.testing.strategies.feature_maps),
     "testing.strategies.query_key_value": _drawn(linattn.testing.strategies.query_key_value),
+    "stream.attend": lambda **flag: linattn.stream.attend(
+        *QKV, np.zeros((6, 4)), maps.EluFeatures(), **flag
+    ),
+    **{f"baselines.{n}": _called(linattn.baselines, n, *call) for n, call in BASELINES.items()},
+    **{f"layers.{n}": _called(linattn.layers, n, *call) for n, call in LAYERS.items()},
 }
 
 

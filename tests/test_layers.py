@@ -419,7 +419,12 @@ def layer_params(**change):
             {"attention": "elu"},
         ),
         (TypeError, r"positions must be one of linattn.layers", {}, {"positions": "rotary"}),
-        (ValueError, "activation must be one of relu, squared_relu, gelu", {}, {"activation": "tanh"}),
+        (
+            ValueError,
+            "activation must be one of relu, squared_relu, gelu",
+            {},
+            {"activation": "tanh"},
+        ),
         (ValueError, "params must have 'linear3.weight'", {}, {"activation": "swiglu"}),
         (ValueError, "norm must be one of layer_norm, rms_norm", {}, {"norm": "batch"}),
         (ValueError, "eps must be a positive finite number", {}, {"eps": 0.0}),

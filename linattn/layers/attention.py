@@ -128,6 +128,7 @@ def multi_head_attention(
     for grouped heads.
     """
     heads = Heads(num_heads, attention, positions)
+    return_state = _checks.check_flag("return_state", return_state)
     if initial_state is None and not return_state:
         scope = Scope(is_causal, key_mask)
         return _heads.attend(params, x, memory, heads, scope, differentiate=False)[0]

@@ -125,6 +125,7 @@ def decoder_layer(
     Vaswani et al., "Attention Is All You Need" (2017), section 3.1.
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
+    return_state = _checks.check_flag("return_state", return_state)
     if initial_state is None and not return_state:
         return _blocks.layer(params, x, memory, chosen, masks, differentiate=False)[0]
     y, state = _blocks.stream_layer(params, x, memory, chosen, masks, initial_state)
@@ -193,7 +194,9 @@ def init_decoder_layer(
         "bias": options.get("bias", True),
         "dtype": options.get("dtype", np.float32),
     }
-    attentions = ["self_attn.", *(["multihead_attn."] if has_memory else [])]
+    attentions = ["self_attn."]
+    if _checks.check_flag("has_memory", has_memory):
+        attentions.append("multihead_attn.")
     parts = {
         name: init_multi_head_attention(rng, dim, num_heads, num_key_heads=keys, **kind)
         for name in attentions
@@ -288,6 +291,7 @@ def decoder(
     :class:`SoftmaxAttention` it holds all keys and values, or those of its window.
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
+    return_state = _checks.check_flag("return_state", return_state)
     if initial_state is None and not return_state:
         return _blocks.stack(params, x, memory, chosen, masks, differentiate=False)[0]
     y, state = _blocks.stream_stack(params, x, memory, chosen, masks, initial_state)
@@ -357,7 +361,7 @@ def init_decoder(
         f"layers.{i}.": init_decoder_layer(rng, dim, num_heads, has_memory=has_memory, **options)
         for i in range(number)
     }
-    if final_norm:
+    if _checks.check_flag("final_norm", final_norm):
         shifts = options.get("bias", True) and options.get("norm", "layer_norm") == "layer_norm"
         parts["norm."] = init_norm(dim, bias=shifts, dtype=options.get("dtype", np.float32))
     return join(parts)

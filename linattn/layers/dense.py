@@ -144,7 +144,8 @@ def init_linear(
     i = _checks.check_positive_int("in_features", in_features)
     o = _checks.check_positive_int("out_features", out_features)
     params = {"weight": normal_numbers(rng, (o, i), i**-0.5, dtype)}
-    return params | {"bias": np.zeros(o, dtype)} if bias else params
+    has_bias = _checks.check_flag("bias", bias)
+    return params | {"bias": np.zeros(o, dtype)} if has_bias else params
 
 
 def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -> Array:
@@ -427,4 +428,5 @@ def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[s
     """
     dim = _checks.check_positive_int("dim", dim)
     params = {"weight": np.ones(dim, dtype)}
-    return params | {"bias": np.zeros(dim, dtype)} if bias else params
+    has_bias = _checks.check_flag("bias", bias)
+    return params | {"bias": np.zeros(dim, dtype)} if has_bias else params

@@ -118,6 +118,7 @@ def language_model(
     (20,)
     """
     masks = Masks(True, key_mask, memory_mask)
+    return_state = _checks.check_flag("return_state", return_state)
     if initial_state is None and not return_state:
         return _model(params, tokens, memory, masks, options, differentiate=False)[0]
     y, state = _stream(params, tokens, memory, masks, initial_state, options)
