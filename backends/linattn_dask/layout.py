@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 class CarriedMap:
-    """A feature map as the only element of an array of no axes: data of its present in a graph."""
+    """A feature map as the only element of an array of no axes: one piece of data of a graph."""
 
     shape = ()
     ndim = 0
@@ -205,7 +205,7 @@ class Layout:
         return output[..., :e].astype(problem.query.dtype, copy=False), output[..., e]
 
     def _beside_keys(self, array: Array) -> Part:
-        """Chunk numbers of keys as keys are; one for all keys has axes of its present."""
+        """Chunk numbers of keys as keys are; one number for all keys has other axes."""
         key = self.problem.key
         array = array[(None,) * (key.ndim - array.ndim)]
         lead = [
