@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 class CarriedMap:
-    """A feature map as the only element of an array of no axes: one piece of data of a graph."""
+    """A feature map as the only element of an array of no axes: for Dask the data of one task."""
 
     shape = ()
     ndim = 0
