@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
@@ -421,6 +423,82 @@ def test_blocks_of_queries_do_not_matter(arrays, monkeypatch):
     whole = baselines.local_window(*arrays, window_size=3)
     monkeypatch.setattr(baselines._shared, "MAX_GATHERED", 300)
     assert_array_equal(baselines.local_window(*arrays, window_size=3), whole)
+
+
+# Any scale --------------------------------------------------------------------------------------
+
+
+def attention_free_in_logs(q, k, v, bias):
+    logits = bias[:, :, None] + k[None]
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    average = np.sum(weights * v, axis=1) / np.sum(weights, axis=1)
+    return average * np.exp(-np.logaddexp(0, -q))
+
+
+def external_in_logs(q, keys, values):
+    logs = q @ keys.T
+    logs = logs - np.logaddexp.reduce(logs, axis=0)
+    return np.exp(logs - np.logaddexp.reduce(logs, axis=1)[:, None]) @ values
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 40),
+    log_scale=st.floats(-1, 2),
+    dtype=st.sampled_from(["float32", "float16"]),
+)
+def test_any_scale_of_inputs(seed, length, log_scale, dtype):
+    """Weights that leave the range of exponentials are those of the formula in logs."""
+    rng = np.random.default_rng(seed)
+    q, k = (10**log_scale * rng.standard_normal((2, length, 3))).astype(dtype)
+    bias = (10**log_scale * rng.standard_normal((length, length))).astype(dtype)
+    v = rng.standard_normal((length, 3)).astype(dtype)
+    Q, K, V, B = (x.astype(np.float64) for x in (q, k, v, bias))
+    found = {
+        "AFT": (
+            baselines.aft_full(q, k, v, position_bias=bias),
+            attention_free_in_logs(Q, K, V, B),
+        ),
+        "causal AFT": (
+            baselines.aft_full(q, k, v, position_bias=bias, is_causal=True),
+            attention_free_in_logs(Q, K, V, np.where(np.tri(length) > 0, B, -np.inf)),
+        ),
+        "external": (
+            baselines.external(q, key_memory=k, value_memory=v),
+            external_in_logs(Q, K, V),
+        ),
+        "WildCat with every key": (
+            baselines.wildcat(q, k, v, num_keys=length, rng=0),
+            by_pairs(Q, K, V, lambda i, j: True),
+        ),
+    }
+    tolerance = 1e-2 if dtype == "float16" else 1e-5 * (3 + 10 ** (2 * log_scale))
+    for name, (out, expected) in found.items():
+        assert_allclose(out.astype(np.float64), expected, atol=tolerance, err_msg=name)
+
+
+def test_a_later_key_moves_no_earlier_row():
+    rng = np.random.default_rng(2)
+    q, k, v = rng.standard_normal((3, 6, 2), dtype=np.float32)
+    bias = rng.standard_normal((6, 6), dtype=np.float32)
+    longer = k.copy()
+    longer[-1] = 200
+    for call, options in (
+        (baselines.aft_full, {"position_bias": bias}),
+        (baselines.aft_local, {"position_bias": bias, "window_size": 2}),
+        (baselines.aft_simple, {}),
+    ):
+        rows = [call(q, key, v, **options, is_causal=True)[:-1] for key in (k, longer)]
+        assert_array_equal(*rows)
+
+
+def test_a_query_without_a_visible_pair_gets_zero():
+    bias = np.where(np.arange(L)[:, None] == 3, -np.inf, np.zeros((L, L)))
+    x = np.ones((L, E))
+    out = baselines.aft_full(x, x, x, position_bias=bias)
+    assert_array_equal(out[3], np.zeros(E))
+    assert (out[:3] > 0.5).all()
 
 
 # The page ---------------------------------------------------------------------------------------

@@ -401,8 +401,9 @@ def test_wrong_uses_are_named(name):
             call(x, x, x, is_causal=False, **options)
     else:
         assert call(x, x, x, is_causal=True, **options).shape == x.shape
-        with pytest.raises(ValueError, match="one length"):
-            call(*LENGTHS, is_causal=True, **options)
+        for flag in (True, np.True_):
+            with pytest.raises(ValueError, match="one length"):
+                call(*LENGTHS, is_causal=flag, **options)
     with pytest.raises(TypeError, match="is_causal must be True or False"):
         call(x, x, x, is_causal=1, **options)
     if name in BY_POSITION:
@@ -494,6 +495,31 @@ MISTAKES = {
         lambda: baselines.wildcat(X, X, X, num_keys=1, temperature=0.0),
         ValueError,
         "temperature must be a positive finite number, got 0.0",
+    ),
+    "projection of no rows": (
+        lambda: baselines.linformer(X, X, X, projection=np.ones((0, 8))),
+        ValueError,
+        r"projection must have at least one row, got shape \(0, 8\)",
+    ),
+    "parameters of other heads": (
+        lambda: baselines.aft_full(*(np.ones((2, 8, 3)),) * 3, position_bias=np.ones((3, 8, 8))),
+        ValueError,
+        r"must broadcast against each other, got position_bias \(3,\), inputs \(2,\)",
+    ),
+    "values of other heads": (
+        lambda: baselines.factorized_dense_synthesizer(
+            np.ones((2, 8, 3)),
+            np.ones((3, 8, 3)),
+            first_weight=np.ones((2, 3)),
+            second_weight=np.ones((4, 3)),
+        ),
+        ValueError,
+        r"must broadcast against each other, got query \(2,\), value \(3,\)",
+    ),
+    "no value": (
+        lambda: baselines.random_synthesizer(X[:, :0], logits=np.ones((8, 0))),
+        ValueError,
+        "value must have at least one token",
     ),
     "no head": (
         lambda: baselines.top_k(X[:0], X[:0], X[:0], num_keys=1),

@@ -132,9 +132,11 @@ def causal_only(name: str, is_causal: Any) -> None:
 def check_matrix(name: str, array: Any, like: Array, shape: tuple[int, ...]) -> Array:
     """Check an array of parameters of the library of ``like`` with these last axes."""
     array = _checks.check_like_key(name, array, like)
-    if tuple(array.shape[-len(shape) :]) != shape:
+    lead, last = tuple(array.shape[: -len(shape)]), tuple(array.shape[-len(shape) :])
+    if last != shape:
         message = f"{name} must have last axes {shape}, got shape {tuple(array.shape)}"
         raise ValueError(message)
+    _checks.check_leading_axes(**{name: lead, "inputs": tuple(like.shape[:-2])})
     xp = _arrays.namespace(array)
     dtype = _arrays.accumulation_dtype(xp, like.dtype, None)
     return xp.astype(array, dtype, copy=False)

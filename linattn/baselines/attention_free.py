@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def aft_full(
     Returns
     -------
     array, (..., L, e)
-        In the library, dtype and device of the query.
+        In the library, dtype and device of the query; 0 for a query that sees no key.
 
     Raises
     ------
@@ -46,7 +47,8 @@ def aft_full(
 
     Notes
     -----
-    Multiplications for a head: ``2 L S e``; memory O(L S) for w.
+    Multiplications for a head: ``2 L S e``; memory O(L S) for w. Here with ``L S e`` exponentials,
+    so that weights of any scale stay in range.
 
     Fails as an approximation of softmax attention, which it is not meant to be: the query only
     gates, it chooses no key. At another length w has to be learned anew.
@@ -165,9 +167,14 @@ def _gated(like: ArrayT, inputs: _shared.Inputs, bias: Array, is_causal: Any) ->
             message = f"is_causal needs query and key of one length, got {inputs.lengths}"
             raise ValueError(message)
         bias = _shared.hide_later(bias, xp)
+    key, value = (xp.matrix_transpose(x)[..., None, :, :] for x in (key, value))
+    rows = max(1, _shared.MAX_GATHERED // math.prod(key.shape))
+    averages = []
+    for start in range(0, bias.shape[-2], rows):
+        bias_rows = bias[..., start : min(start + rows, bias.shape[-2]), :]
+        # One exponential of the sum: of a product of two a factor may underflow.
+        weights = _shared.softmax(bias_rows[..., None, :] + key, xp)
+        averages.append(xp.sum(weights * value, axis=-1))
     with ignore_fp_warnings():
-        by_pair = xp.exp(bias - xp.max(bias, axis=-1, keepdims=True))
-        by_key = xp.exp(key - xp.max(key, axis=-2, keepdims=True))
-        average = xp.matmul(by_pair, by_key * value) / xp.matmul(by_pair, by_key)
         gate = 1 / (1 + xp.exp(-query))
-    return inputs.output(like, gate * average)
+    return inputs.output(like, gate * xp.concat(averages, axis=-2))

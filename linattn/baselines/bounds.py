@@ -58,9 +58,9 @@ def truncated_svd(
     ----------
     Eckart and Young (1936); for attention: Wang et al., "Linformer" (2020), section 3.
     """
-    inputs = _shared.prepare(query, key, value, scale, aligned=is_causal is True)
-    r = _checks.check_positive_int("rank", rank, most=min(inputs.lengths))
     causal = _checks.check_flag("is_causal", is_causal)
+    inputs = _shared.prepare(query, key, value, scale, aligned=causal)
+    r = _checks.check_positive_int("rank", rank, most=min(inputs.lengths))
     weights = _shared.softmax(_shared.logits_of(inputs, causal), inputs.xp)
     u, sizes, w = np.linalg.svd(_arrays.to_numpy(weights), full_matrices=False)
     left = inputs.array(u[..., :r] * sizes[..., None, :r])
@@ -115,9 +115,9 @@ def top_k(
     Zhao et al., "Explicit Sparse Transformer" (2019), equations (4) to (6); Gupta et al.,
     "Memory-efficient Transformers via Top-k Attention" (2021).
     """
-    inputs = _shared.prepare(query, key, value, scale, aligned=is_causal is True)
-    k = _checks.check_positive_int("num_keys", num_keys, most=inputs.lengths[1])
     causal = _checks.check_flag("is_causal", is_causal)
+    inputs = _shared.prepare(query, key, value, scale, aligned=causal)
+    k = _checks.check_positive_int("num_keys", num_keys, most=inputs.lengths[1])
     logits = _arrays.to_numpy(_shared.logits_of(inputs, causal))
     index = np.argsort(-logits, axis=-1, kind="stable")[..., :k]
     if causal:

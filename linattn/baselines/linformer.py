@@ -92,6 +92,9 @@ def linformer(
     else:
         rows = getattr(projection, "shape", ())[-2:-1]
         E = _shared.check_matrix("projection", projection, inputs.key, (*(rows or (1,)), S))
+        if not E.shape[-2]:
+            message = f"projection must have at least one row, got shape {tuple(E.shape)}"
+            raise ValueError(message)
     F = E
     if value_projection is not None:
         shape = (E.shape[-2], S)

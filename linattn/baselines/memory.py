@@ -133,10 +133,11 @@ def external(
     _shared.full_only("external", is_causal, "weights are normalized over the queries")
     inputs = _shared.prepare(query, key_memory, value_memory, 1.0)
     xp = inputs.xp
-    by_slot = xp.matmul(inputs.key, xp.matrix_transpose(inputs.query))
-    weights = xp.matrix_transpose(_shared.softmax(by_slot, xp))
-    weights = weights / xp.sum(weights, axis=-1, keepdims=True)
-    return inputs.output(query, xp.matmul(weights, inputs.value))
+    logits = _shared.logits_of(inputs)
+    # In logs: all weights of a query may be next to nothing beside those of the others.
+    shifted = logits - xp.max(logits, axis=-2, keepdims=True)
+    logs = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-2, keepdims=True))
+    return inputs.output(query, xp.matmul(_shared.softmax(logs, xp), inputs.value))
 
 
 def _multiple(name: str, number: int, of: int, *, least: int) -> int:

@@ -70,7 +70,7 @@ def dense_synthesizer(
     inputs = _prepare(value, query)
     xp, x, v = inputs
     dim, S = x.shape[-1], v.shape[-2]
-    hidden = getattr(hidden_bias, "shape", (1,))[-1]
+    (hidden,) = getattr(hidden_bias, "shape", ())[-1:] or (1,)
     W1 = _shared.check_matrix("hidden_weight", hidden_weight, query, (hidden, dim))
     b1 = _shared.check_matrix("hidden_bias", hidden_bias, query, (hidden,))
     W2 = _shared.check_matrix("weight", weight, query, (S, hidden))
@@ -228,6 +228,12 @@ class _Inputs(NamedTuple):
 def _prepare(value: Any, query: Any = None) -> _Inputs:
     named = {"value": value} if query is None else {"query": query, "value": value}
     xp, arrays = _checks.check_arrays(**named)
+    _checks.check_leading_axes(
+        **{n: tuple(a.shape[:-2]) for n, a in zip(named, arrays, strict=True)}
+    )
+    if not arrays[-1].shape[-2]:
+        message = f"value must have at least one token, got shape {tuple(value.shape)}"
+        raise ValueError(message)
     dtype = _arrays.accumulation_dtype(xp, value.dtype, None)
     arrays = [xp.astype(a, dtype, copy=False) for a in arrays]
     return _Inputs(xp, arrays[0], arrays[-1])

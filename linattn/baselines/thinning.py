@@ -91,17 +91,19 @@ def wildcat(
         temperature = _checks.check_finite_number("temperature", temperature, positive=True)
     generator = as_generator(rng)
     centred = inputs.key - xp.mean(inputs.key, axis=-2, keepdims=True)
-    index, weights = [], []
+    index, weights, log_scales = [], [], []
     for q, k in _shared.heads(inputs.query, centred):
         tau = temperature or math.sqrt(RHO * inputs.scale * _longest(k) / _longest(q))
         x = k * math.sqrt(inputs.scale) / tau
-        drawn, W = _pivoted_cholesky(x, r, generator)
+        drawn, W, log_scale = _pivoted_cholesky(x, r, generator)
         index.append(drawn)
         weights.append(W)
+        log_scales.append(log_scale)
     lead = tuple(inputs.query.shape[:-2])
     W = inputs.array(np.reshape(weights, (*lead, r, S)))
     picks = _shared.one_hot(np.reshape(index, (*lead, r)), S)
     logits = xp.matmul(inputs.query, xp.matrix_transpose(xp.matmul(inputs.array(picks), centred)))
+    logits = logits + inputs.array(np.reshape(log_scales, (*lead, 1, r)))
     with ignore_fp_warnings():
         scores = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
         numerator = xp.matmul(scores, xp.matmul(W, inputs.value))
@@ -190,8 +192,11 @@ def _longest(x: Float64) -> float:
 
 def _pivoted_cholesky(
     x: Float64, num: int, rng: np.random.Generator
-) -> tuple[NDArray[np.int64], Float64]:
-    """Drawn tokens ``(num,)`` and the Nyström weights ``(num, S)`` of the kernel exp(x.x')."""
+) -> tuple[NDArray[np.int64], Float64, Float64]:
+    """Drawn tokens ``(num,)`` and the Nyström weights ``(num, S)`` of the kernel exp(x.x').
+
+    Weights are at most 1 in size, on a log scale ``(num,)`` for each drawn token.
+    """
     half_squares = np.sum(x**2, axis=-1) / 2
     left, factors = np.ones(len(x)), np.zeros((num, len(x)))
     drawn: list[int] = []
@@ -209,10 +214,14 @@ def _pivoted_cholesky(
         left = left - factors[i] ** 2
         drawn.append(j)
     count = len(drawn)
-    weights = np.zeros((num, len(x)))
+    weights, log_scale = np.zeros((num, len(x))), np.full(num, -np.inf)
     solved = np.linalg.solve(factors[:count, drawn], factors[:count])
-    weights[:count] = solved * np.exp(half_squares - half_squares[drawn, None])
-    return np.array(drawn + drawn[:1] * (num - count), dtype=np.int64), weights
+    with np.errstate(divide="ignore"):
+        logs = np.log(np.abs(solved)) + half_squares
+    most = logs.max(axis=-1)
+    weights[:count] = np.sign(solved) * np.exp(logs - most[:, None])
+    log_scale[:count] = most - half_squares[drawn]
+    return np.array(drawn + drawn[:1] * (num - count), dtype=np.int64), weights, log_scale
 
 
 def _compress(k: Float64, v: Float64, g: int, rng: np.random.Generator) -> NDArray[np.int64]:
