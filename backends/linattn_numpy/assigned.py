@@ -16,7 +16,13 @@ from linattn.typing import Assigned, Declined, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MIN_EXP_SUM, MIN_EXPONENT, exp, finite_shift, row_max
-from linattn_numpy.products import multiply, product, transposed, weighted_sum
+from linattn_numpy.products import (
+    broadcast_lead,
+    multiply,
+    product,
+    transposed,
+    weighted_sum,
+)
 
 __all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
 
@@ -42,6 +48,32 @@ def sums_by_feature(
     index: NDArray[np.intp], log: Floats, values_and_one: Floats, m: int
 ) -> tuple[Floats, Floats]:
     """Sum values, each at the feature of its key and by the key's weight there."""
+    if index.shape[-1] < tuning.MIN_SORTED_ROWS:
+        return _sums_of_few(index, log, values_and_one, m)
+    lead = broadcast_lead(index.shape[:-1], values_and_one.shape[:-2])
+    (n, e), heads = values_and_one.shape[-2:], prod(lead)
+    places = np.broadcast_to(index, (*lead, n)).reshape(heads, n) + m * np.arange(heads)[:, None]
+    # Numbers of two bytes are sorted by counting.
+    place = places.astype(np.uint16 if heads * m <= 1 << 16 else np.intp).ravel()
+    order = np.argsort(place, kind="stable")
+    place = place[order]
+    starts = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
+    found, log = place[starts], np.broadcast_to(log, (*lead, n, 1)).reshape(-1)[order]
+    top = np.full(heads * m, -np.inf, log.dtype)
+    top[found] = np.maximum.reduceat(log, starts)
+    values = np.broadcast_to(values_and_one, (*lead, n, e)).reshape(-1, e)
+    weighted = buffer("weighted", values.shape, values.dtype)
+    values.take(order, axis=0, out=weighted, mode="clip")
+    weighted *= np.exp(log - finite_shift(top)[place])[:, None]
+    sums = np.zeros((heads * m, e), values.dtype)
+    sums[found] = np.add.reduceat(weighted, starts, axis=0)
+    return sums.reshape(*lead, m, e), top.reshape(*lead, m)
+
+
+def _sums_of_few(
+    index: NDArray[np.intp], log: Floats, values_and_one: Floats, m: int
+) -> tuple[Floats, Floats]:
+    """Sum blocks so short that a product with all features takes less time than sorting."""
     top = np.full((*index.shape[:-1], m), -np.inf, log.dtype)
     places = index + m * np.arange(top.size // m).reshape(*top.shape[:-1], 1)
     np.maximum.at(top.reshape(-1), places, log[..., 0])

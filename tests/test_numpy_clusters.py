@@ -1,0 +1,41 @@
+"""Sums and choices of the NumPy backend's clusters, which sort: beside what they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("linattn_numpy")
+
+from linattn_numpy import tuning
+from linattn_numpy.assigned import sums_by_feature
+from linattn_numpy.clusters import _last_of_largest
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("m", "count"), [(5, 5), (64, 1), (513, 20), (1024, 9), (1024, 400)])
+def test_the_last_of_the_largest_is_that_of_sorted_rows(m, count, dtype):
+    x = np.random.default_rng(m + count).standard_normal((2, 3, m)).astype(dtype)
+    x[0, 0, : m // 2] = -np.inf
+    expected = np.sort(x, axis=-1)[..., m - count, None]
+    np.testing.assert_array_equal(_last_of_largest(x, count), expected)
+
+
+@pytest.mark.parametrize("n", [tuning.MIN_SORTED_ROWS - 1, tuning.MIN_SORTED_ROWS])
+@pytest.mark.parametrize(("lead", "value_lead"), [((), ()), ((2, 1), (3,)), ((3,), ())])
+def test_sums_by_feature_are_those_of_the_keys_of_each(n, lead, value_lead):
+    rng, m = np.random.default_rng(n), 7
+    index = rng.integers(m - 1, size=(*lead, n))
+    log, values = 3 * rng.standard_normal((*lead, n, 1)), rng.standard_normal((*value_lead, n, 4))
+    log[..., index[(0,) * len(lead)] == 2, :] = -np.inf
+    sums, top = sums_by_feature(index, log, values, m)
+    whole = np.broadcast_shapes(lead, value_lead)
+    index, log = np.broadcast_to(index, (*whole, n)), np.broadcast_to(log, (*whole, n, 1))
+    values = np.broadcast_to(values, (*whole, n, 4))
+    for head in np.ndindex(whole):
+        for c in range(m):
+            keys = index[head] == c
+            expected = np.exp(log[head][keys]).T @ values[head][keys]
+            scale = np.exp(np.broadcast_to(top, (*whole, m))[head][c])
+            found = np.broadcast_to(sums, (*whole, m, 4))[head][c]
+            np.testing.assert_allclose(scale * found, expected[0], rtol=1e-12, atol=1e-12)
