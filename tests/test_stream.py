@@ -334,6 +334,53 @@ class TestCheckpoints:
             attend(q, k, v, np.empty_like(v), **options)
         assert (tmp_path / "run").read_bytes() == before
 
+    @pytest.mark.parametrize("change", ["mask", "bias", "decay", "decay of heads", "state"])
+    def test_of_other_numbers_is_refused(self, tmp_path, change):
+        """Weights of keys and states of the same shapes, whose ends are alike."""
+        rng = np.random.default_rng(4)
+        bias = rng.standard_normal(LENGTH)
+        mask = np.ones((2, LENGTH), dtype=bool)
+        state = linattn.update_state(
+            linattn.init_state(PHI, WIDTH, like=bias), *tokens(seed=5)[1:], PHI
+        )
+        bias_2, mask_2 = bias.copy(), mask.copy()
+        bias_2[50], mask_2[1, 50] = 0, False
+        first, second = {
+            "mask": ({"key_mask": mask}, {"key_mask": mask_2}),
+            "bias": ({"key_bias": bias}, {"key_bias": bias_2}),
+            "decay": ({"log_decay": np.float64(-0.1)}, {"log_decay": np.float64(-0.2)}),
+            "decay of heads": (
+                {"log_decay": np.array([-0.1, -0.3])},
+                {"log_decay": np.array([-0.2, -0.3])},
+            ),
+            "state": (
+                {"initial_state": state},
+                {"initial_state": state._replace(log_scale=state.log_scale + 1)},
+            ),
+        }[change]
+        options = {**CAUSAL, "checkpoint": tmp_path / "run"}
+        q, k, v = self._stopped(tmp_path / "run", is_causal=True, **first)
+        with pytest.raises(linattn.StateFileError, match=r"differs in (weights|initial_state)"):
+            attend(q, k, v, np.empty_like(v), PHI, **second, **options)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_an_output_that_lost_its_rows_is_refused(self, tmp_path, mode):
+        """As a script leaves it that makes the output anew whenever it runs."""
+        q, k, v = tokens()
+        arguments = {"block_size": 20, **MODES[mode], "checkpoint": tmp_path / "run"}
+        out, steps = np.zeros_like(v), 2 if "causal" in mode or mode == "decay" else 8
+        with pytest.raises(Stop):
+            attend(q, k, v, out, PHI, progress=stop_after(steps), **arguments)
+        for kept in (0, 20):
+            lost = out.copy()
+            lost[:, kept:] = 0
+            with pytest.raises(linattn.StateFileError, match="out does not hold the rows"):
+                attend(q, k, v, lost, PHI, **arguments)
+        attend(q, k, v, out, PHI, **arguments)
+        del arguments["checkpoint"]
+        attend(q, k, v, lost, PHI, **arguments)
+        assert out.tobytes() == lost.tobytes()
+
     def test_damaged_is_refused(self, tmp_path):
         q, k, v = self._stopped(tmp_path / "run")
         content = (tmp_path / "run").read_bytes()
@@ -402,6 +449,19 @@ class TestErrors:
         for out in (np.load(tmp_path / "o.npy", mmap_mode="r"), np.broadcast_to(0.0, v.shape)):
             with pytest.raises(ValueError, match="out must be writable, got a read-only one"):
                 attend(q, k, v, out, PHI)
+
+    def test_an_output_in_the_place_of_an_input(self, tmp_path):
+        """Rows that are read again, by a window or by a run that goes on, would be outputs."""
+        q, k, _ = tokens()
+        packed = np.stack([q, k, q, k], axis=1)
+        with pytest.raises(ValueError, match="out must not share memory with value"):
+            attend(*packed.swapaxes(0, 1)[:3], packed[:, 2], PHI, is_causal=True)
+        attend(*packed.swapaxes(0, 1), PHI, is_causal=True)
+        np.save(tmp_path / "q.npy", q)
+        query, out = (np.load(tmp_path / "q.npy", mmap_mode=mode) for mode in ("r", "r+"))
+        with pytest.raises(ValueError, match="out must not share memory with query"):
+            attend(query, k, k, out, PHI, is_causal=True)
+        np.testing.assert_array_equal(np.load(tmp_path / "q.npy"), q)
 
     def test_a_disk_that_fills_up(self, tmp_path):
         """What was written stays; with space again the run goes on."""

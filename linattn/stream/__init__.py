@@ -57,8 +57,9 @@ def attend(
         c, rows read at once; rounded up to whole chunks of ``out``. Default 65536.
     checkpoint : str, bytes or path-like, optional
         File that holds state and position while the run goes on. A run that finds it goes on from
-        there. It is replaced in one step every ``checkpoint_seconds`` and after an error or an
-        interrupt, and removed at the end. Default: none.
+        there, with ``out`` as it was left (mode "r+"). It is replaced in one step every
+        ``checkpoint_seconds`` and after an error or an interrupt, and removed at the end. Default:
+        none.
     checkpoint_seconds : float, optional
         Default 60.
     progress : callable, optional
@@ -83,10 +84,11 @@ def attend(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.linear_attention`; an ``out`` of another shape or dtype, or not writable;
-        ``log_decay`` that is not causal. Nothing has been written then.
+        As :func:`linattn.linear_attention`; an ``out`` of another shape or dtype, not writable, or
+        in the memory or file of an input; ``log_decay`` that is not causal. Nothing has been
+        written then.
     StateFileError
-        The checkpoint is damaged, or of another call.
+        The checkpoint is damaged, or of another call; ``out`` has lost its rows.
     OSError
         A file cannot be read or written, or the disk is full. Space for a memory-mapped ``out`` is
         reserved first.

@@ -16,17 +16,18 @@ from linattn import _arrays, _dispatch, _settings
 from linattn._driver.problem import map_fingerprint
 from linattn._files import Arrays, Format, Path, StateFileError, checked_path
 from linattn.stream._inputs import Inputs, dtype_name, read
-from linattn.stream._walks import Place
+from linattn.stream._walks import Place, Walk
 from linattn.typing import State
 
 __all__ = ["Checkpoint"]
 
 CHECKPOINT_FORMAT = Format(
     "checkpoint",
-    1,
+    2,
     {
         "call": ("U", 0),
         "numerics": ("U", 0),
+        "output": ("U", 0),
         "step": ("i", 0),
         "kvz": ("f", None),
         "log_scale": ("f", None),
@@ -44,23 +45,29 @@ CHECKPOINT_FORMAT = Format(
 class Checkpoint:
     """The file of one run, which goes on from it only with the same call."""
 
-    def __init__(self, path: Path, inputs: Inputs, block_size: int, begin: State, out: Any) -> None:
+    def __init__(self, path: Path, walk: Walk, block_size: int) -> None:
         self.path = checked_path(path)
-        self.call = _describe(inputs, block_size, begin)
-        self.numerics = _numerics(begin)
-        self.begin, self.out = begin, out
+        self.call = _describe(walk.inputs, block_size, walk.begin)
+        self.numerics = _numerics(walk.begin)
+        self.walk = walk
 
     def load_or_begin(self, place: Place) -> Place:
         """Return the place of an earlier run; without one save this place, before any work."""
         if not os.path.lexists(self.path):
             self.save(place)
             return place
-        call, numerics, found = CHECKPOINT_FORMAT.read(self.path, self._build)
+        call, numerics, output, found = CHECKPOINT_FORMAT.read(self.path, self._build)
         differ = [name for name, text in self.call.items() if call.get(name) != text]
         if differ:
             message = (
                 f"{self.path} is the checkpoint of another call, which differs in "
                 f"{', '.join(differ)}; remove it to begin anew"
+            )
+            raise StateFileError(message)
+        if output != self._output(found):
+            message = (
+                f"out does not hold the rows that were written before {self.path}; open it as it "
+                f"was left (mode 'r+'), or remove the checkpoint to begin anew"
             )
             raise StateFileError(message)
         if numerics != self.numerics:
@@ -73,13 +80,14 @@ class Checkpoint:
 
     def save(self, place: Place) -> None:
         """Save a place, after the rows that were written before it."""
-        flush = getattr(self.out, "flush", None)
+        flush = getattr(self.walk.out, "flush", None)
         if callable(flush) and place.step:
             flush()
         state = place.state
         arrays = {
             "call": np.str_(json.dumps(self.call)),
             "numerics": np.str_(self.numerics),
+            "output": np.str_(self._output(place)),
             "step": np.int64(place.step),
             "kvz": _arrays.to_numpy(state.kvz),
             "log_scale": _arrays.to_numpy(state.log_scale),
@@ -104,8 +112,12 @@ class Checkpoint:
         with suppress(FileNotFoundError):
             os.unlink(self.path)
 
-    def _build(self, arrays: Arrays) -> tuple[dict[str, Any], str, Place]:
-        begin = self.begin
+    def _output(self, place: Place) -> str:
+        """Sum of the first and the last finished row."""
+        return _ends(self.walk.out, self.walk.num_written(place))
+
+    def _build(self, arrays: Arrays) -> tuple[dict[str, Any], str, str, Place]:
+        begin = self.walk.begin
         xp, device = _arrays.namespace(begin.kvz), array_api_compat.device(begin.kvz)
 
         def state(kvz: Any, log_scale: Any, length: Any, log_decay: Any = None) -> State:
@@ -125,34 +137,56 @@ class Checkpoint:
             names = ("later_kvz", "later_log_scale", "later_length")
             later = [state(*each) for each in zip(*(arrays[n] for n in names), strict=True)]
         place = Place(int(arrays["step"]), state(*here), tuple(later))
-        return json.loads(str(arrays["call"])), str(arrays["numerics"]), place
+        call = json.loads(str(arrays["call"]))
+        return call, str(arrays["numerics"]), str(arrays["output"]), place
 
 
 def _describe(inputs: Inputs, block_size: int, begin: State) -> dict[str, Any]:
     """Return what two calls must share for one to go on where the other stopped."""
-    weights = {name: _brief(weight) for name, weight in sorted(inputs.weights.items())}
+    weights = {name: _weight(weight, block_size) for name, weight in sorted(inputs.weights.items())}
     arrays = {name: getattr(inputs, name) for name in ("query", "key", "value")}
     return {
-        **{name: _brief(array) + _ends(array) for name, array in arrays.items()},
+        **{name: f"{_brief(a)} {_ends(a, a.shape[-2])}" for name, a in arrays.items()},
         "feature_map": map_fingerprint(inputs.feature_map),
         "weights of keys": weights,
         "is_causal": inputs.is_causal,
         "exact_window": None if inputs.exact_window is None else int(inputs.exact_window),
         "block_size": block_size,
-        "initial_state": [int(begin.length), crc32(_arrays.to_numpy(begin.kvz).tobytes())],
+        "initial_state": [
+            int(begin.length),
+            *(
+                None if a is None else _sum(a)
+                for a in (begin.kvz, begin.log_scale, begin.log_decay)
+            ),
+        ],
     }
 
 
 def _brief(array: Any) -> str:
-    shape = getattr(array, "shape", None)
-    return repr(array) if shape is None else f"{dtype_name(array.dtype)} {tuple(shape)}"
+    return f"{dtype_name(array.dtype)} {tuple(array.shape)}"
 
 
-def _ends(array: Any) -> str:
+def _weight(weight: Any, block_size: int) -> str:
+    """Describe all numbers of a mask, bias or decay, which are few beside those of keys."""
+    shape = getattr(weight, "shape", ())
+    if not shape:
+        return repr(float(weight))
+    total = 0
+    for start in range(0, shape[-1], block_size):
+        total = _sum(weight[..., start : min(start + block_size, shape[-1])], total)
+    return f"{_brief(weight)} {total}"
+
+
+def _ends(array: Any, length: int) -> str:
     """Sum of the first and the last row: mostly enough to tell other numbers of one shape."""
-    last = max(0, array.shape[-2] - 1)
-    rows = [_arrays.to_numpy(read(array[..., start : start + 1, :])) for start in (0, last)]
-    return f" {crc32(b''.join(row.tobytes() for row in rows))}"
+    total = 0
+    for start in (0, max(0, length - 1)):
+        total = _sum(array[..., start : min(start + 1, length), :], total)
+    return str(total)
+
+
+def _sum(array: Any, before: int = 0) -> int:
+    return crc32(_arrays.to_numpy(read(array)).tobytes(), before)
 
 
 def _numerics(begin: State) -> str:

@@ -32,7 +32,7 @@ def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> Stat
     place = Place(0, walk.begin)
     saved = None
     if how.checkpoint is not None:
-        saved = Checkpoint(how.checkpoint, inputs, block_size, begin, out)
+        saved = Checkpoint(how.checkpoint, walk, block_size)
         place = saved.load_or_begin(place)
     rows = [stop - start for start, stop in walk.rows]
     done, total = sum(rows[: place.step]), sum(rows)

@@ -48,6 +48,11 @@ class Walk:
         rows = slice(*self.queries[place.step])
         return Place(place.step + 1, self.attend(rows, rows, place.state))
 
+    def num_written(self, place: Place) -> int:
+        """Rows of the output that are finished, all of them before the others."""
+        blocks = place.step - (len(self.rows) - len(self.queries))
+        return self.queries[blocks - 1][1] if blocks > 0 else 0
+
     def last(self, place: Place) -> State:
         """State after all keys, at the end."""
         return place.state
