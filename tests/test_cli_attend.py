@@ -130,6 +130,15 @@ class TestResult:
         wanted = f"on 300 rows: {np.median(errors):.2g}, worst head {errors.max():.2g}\n"
         assert result.stdout.endswith(wanted)
 
+    @pytest.mark.parametrize("empty", ["q.npy", "k.npy", "heads"])
+    def test_nothing_to_check(self, folder, empty):
+        for name, array in zip(FILES, arrays(), strict=True):
+            is_empty = empty == name or (empty == "k.npy" and name == "v.npy")
+            np.save(name, array[:0] if empty == "heads" else array[:, : 0 if is_empty else None])
+        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--check", "5")
+        assert result.exit_code == 0, result.output
+        assert "error" not in result.stdout
+
     def test_names_of_compare_and_of_a_module(self, folder):
         assert attend(*FILES, "--out", "a.npy", *OPTIONS).exit_code == 0
         assert attend(*FILES, "--out", "b.npy", *OPTIONS, "--map", "favor+").exit_code == 0

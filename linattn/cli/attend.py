@@ -178,7 +178,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
         with _as_run_errors(f"{settings.save_state}: cannot be written"):
             linattn.save_state(settings.save_state, state, phi)
     errors, num_rows = None, 0
-    if settings.check is not None:
+    if settings.check is not None and 0 not in (*shape, inputs.key.shape[-2]):
         rows = diagnostics.held_out_rows(shape[-2], settings.check, settings.seed)
         errors, num_rows = _errors(inputs, array, rows), len(rows)
     return Summary(shape[-2], seconds, _peak_bytes(), errors, num_rows)
