@@ -377,5 +377,8 @@ def _state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> Sta
     shape = (*log_scale.shape, problem.value.shape[-1] + 1)
     _checks.check_cotangent("grad_state", grad_state, "state.kvz", shape, log_scale)
     xp = problem.xp
-    nothing = log_scale == -xp.inf
-    return State(grad_state, xp.where(nothing, log_scale, -log_scale), 0)
+    # -inf stays, for what has no key: by a sign, because Dask's expressions have no `where`, and
+    # take numbers for float64.
+    sign = 2 * xp.astype(log_scale == -xp.inf, log_scale.dtype, copy=False) - 1
+    log = xp.astype(sign * log_scale, log_scale.dtype, copy=False)
+    return State(grad_state, log, 0)

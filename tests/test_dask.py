@@ -309,7 +309,7 @@ REFUSED: dict[str, Any] = {
     "local_window_size": lambda q, k, v, phi: linattn.softmax_attention(
         q, k, v, local_window_size=(3, 3)
     ),
-    "gradients": lambda q, k, v, phi: linattn.linear_attention_vjp(q, k, v, phi)[1](v),
+    "gradients of softmax": lambda q, k, v, phi: linattn.softmax_attention_vjp(q, k, v)[1](v),
     "linear_recurrence": lambda q, k, v, phi: linattn.linear_recurrence(
         q, k, v, update_rule="linear"
     ),
@@ -367,8 +367,9 @@ import pytest
 sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
     chosen = "decay or broadcast or lazily or tasks or names or slice or softmax or whole_blocks"
+    files = (__file__, __file__.replace("dask.py", "dask_gradients.py"))
     done = subprocess.run(
-        [sys.executable, "-c", program, "True", __file__, "-k", chosen],
+        [sys.executable, "-c", program, "True", *files, "-k", f"{chosen} or states"],
         capture_output=True,
         text=True,
         check=False,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from linattn.typing import Backend, implements
+from linattn_dask.gradients import attention_vjp
 from linattn_dask.merging import merge
-from linattn_dask.short import attention_vjp, recurrence
+from linattn_dask.short import recurrence
 from linattn_dask.whole import attention
 
 __all__ = [

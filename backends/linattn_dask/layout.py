@@ -24,7 +24,7 @@ from linattn.typing import (
 )
 from linattn_dask.blocks import Call, run
 
-__all__ = ["Layout", "Part", "common_chunks", "lead_axes", "state_parts", "tasks"]
+__all__ = ["Layout", "Part", "common_chunks", "differing", "lead_axes", "state_parts", "tasks"]
 
 MIN_ROWS = 2500
 """Rows of a chunk below which the scheduler takes longer than the work."""
@@ -90,7 +90,7 @@ class Layout:
         self.query_chunks: Chunks = problem.query.chunks[-2]
         self.key_chunks: Chunks = problem.key.chunks[-2]
         if self.key_chunks != problem.value.chunks[-2]:
-            raise _differing(("key", "value"), -2, self.key_chunks, problem.value.chunks[-2])
+            raise differing(("key", "value"), -2, self.key_chunks, problem.value.chunks[-2])
         for name in ("key_mask", "key_bias", "log_decay"):
             array = getattr(problem, name)
             if array is not None:
@@ -123,7 +123,7 @@ class Layout:
     def check_rows(self) -> None:
         """Check that queries are chunked as keys are, where rows must meet."""
         if self.query_chunks != self.key_chunks:
-            raise _differing(("key", "query"), -2, self.key_chunks, self.query_chunks)
+            raise differing(("key", "query"), -2, self.key_chunks, self.query_chunks)
 
     def part(self, name: str, axes: Axes | None = None) -> Part:
         """Return an array of the problem, with other names of its axes where they are given."""
@@ -167,9 +167,13 @@ class Layout:
         *,
         dtype: Any = None,
         want_log: bool = False,
+        meta: Array | None = None,
         **options: Any,
     ) -> Array:
-        """Make an array of a task for each block: ``axes`` are the last ones, with their chunks."""
+        """Make an array of a task for each block: ``axes`` are the last ones, with their chunks.
+
+        ``meta``: for what is no array of the library of the chunks.
+        """
         problem = self.problem
         call = Call(
             tuple(parts),
@@ -180,8 +184,9 @@ class Layout:
             want_log,
             problem.chunk_size,
         )
-        dtype = problem.dtype if dtype is None else dtype
-        meta = meta_from_array(self.meta, ndim=len(lead) + len(axes), dtype=dtype)
+        if meta is None:
+            dtype = problem.dtype if dtype is None else dtype
+            meta = meta_from_array(self.meta, ndim=len(lead) + len(axes), dtype=dtype)
         return tasks(function, call, {**lead_axes(lead), **axes}, parts, meta, **options)
 
     def outputs(
@@ -264,7 +269,8 @@ def _check_chunks(name: str, array: Array) -> None:
         raise ValueError(message)
 
 
-def _differing(names: tuple[str, str], axis: int, expected: Chunks, got: Chunks) -> ValueError:
+def differing(names: tuple[str, str], axis: int, expected: Chunks, got: Chunks) -> ValueError:
+    """Return the error that two arrays are in different chunks."""
     first, second = names
     message = (
         f"{first} and {second} must have equal chunks along axis {axis}, got "
@@ -297,7 +303,7 @@ def common_chunks(parts: list[Part], map_lead: tuple[int, ...]) -> list[Chunks]:
                 continue
             if sum(found) != 1 and chunks != found:
                 names = "key", "query, value and state"
-                raise _differing(names, -2 - axis, found, chunks)
+                raise differing(names, -2 - axis, found, chunks)
             found = chunks
         heads = map_lead[-axis] if len(map_lead) >= axis else 1
         if heads > 1:

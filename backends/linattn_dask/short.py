@@ -6,7 +6,7 @@ from typing import Any
 
 from linattn.typing import Array, Declined, Problem, Recurrence
 
-__all__ = ["attention_vjp", "declined", "recurrence"]
+__all__ = ["declined", "declined_gradients", "recurrence"]
 
 MAX_ROWS = 1024
 """Rows of a sequence whose operations, one by one, make a graph of some thousand tasks at most."""
@@ -26,9 +26,11 @@ def declined(problem: Problem) -> Declined:
     return _short(NAMES.get(problem.mode, problem.mode), problem)
 
 
-def attention_vjp(problem: Problem, cotangent: object) -> Declined:
+def declined_gradients(problem: Problem) -> Declined:
     """Leave gradients to the core if sequences are short."""
-    return _short("gradients", problem)
+    if problem.mode == "exact":
+        return _short("gradients of softmax_attention", problem)
+    return _short(f"gradients with {NAMES[problem.mode]}", problem)
 
 
 def recurrence(problem: Recurrence) -> Declined:

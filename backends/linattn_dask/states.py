@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import isqrt
+from typing import Any
 
 import dask.array as da
 
@@ -64,10 +65,10 @@ def first_state(layout: Layout, *, with_given: bool = True) -> Array:
     return merge(layout, given, _state_of_nothing(layout))
 
 
-def merge(layout: Layout, *states: Array, of_keys: bool = False) -> Array:
-    """Merge arrays of states block by block, in their order; ``of_keys``: of blocks alone."""
+def merge(layout: Layout, *states: Array, of_blocks: bool = False) -> Array:
+    """Merge arrays of states block by block, in their order; ``of_blocks``: of blocks alone."""
     axes = {"block": states[-1].chunks[-3], **state_axes(layout)}
-    lead = layout.key_lead if of_keys else layout.state_lead
+    lead = states[0].chunks[:-3] if of_blocks else layout.state_lead
     parts = {str(i): Part(state, AXES) for i, state in enumerate(states)}
     return layout.blockwise(merge_blocks, axes, lead, parts)
 
@@ -103,35 +104,48 @@ def all_states(layout: Layout) -> Array:
     return keys if layout.problem.state is None else merge(layout, state, keys)
 
 
-def states_before(layout: Layout, states: Array, first: Array) -> tuple[Array, Array]:
+def states_before(
+    layout: Layout, states: Array, first: Array, *, from_the_end: bool = False
+) -> tuple[Array, Array]:
     """Merge the states before each block, and all of them: no block waits for a later one.
 
-    Of many blocks the states of groups are merged first, so that ``sqrt(n)`` merges follow each
-    other, and as many operations of Dask are made.
+    ``from_the_end``: the states after each block. Of many blocks the states of groups are merged
+    first, so that ``sqrt(n)`` merges follow each other, and as many operations of Dask are made.
     """
     axis, count = states.ndim - 3, states.shape[-3]
     if count <= MAX_CHAIN:
-        return _chain(layout, states, first)
+        return _chain(layout, states, first, from_the_end)
     size = isqrt(count - 1) + 1
     groups = count // size
+    rest = states[..., groups * size :, :, :]
+    of_rest = []
+    if from_the_end and rest.shape[-3]:
+        after, first = _chain(layout, rest, first, from_the_end)
+        of_rest.append(after)
     places = [states[..., i : groups * size : size, :, :] for i in range(size)]
-    before, last = states_before(layout, merge(layout, *places, of_keys=True), first)
+    places = _in_order(places, from_the_end)
+    of_groups = merge(layout, *places, of_blocks=True)
+    before, last = states_before(layout, of_groups, first, from_the_end=from_the_end)
     rows = [before]
     for place in places[:-1]:
         rows.append(merge(layout, rows[-1], place))
-    grid = da.stack(rows, axis=axis + 1)
+    grid = da.stack(_in_order(rows, from_the_end), axis=axis + 1)
     parts = [grid[..., i, :, :, :] for i in range(groups)]
-    if count > groups * size:
-        rest, last = _chain(layout, states[..., groups * size :, :, :], last)
-        parts.append(rest)
-    return da.concatenate(parts, axis=axis), last
+    if not from_the_end and rest.shape[-3]:
+        before, last = _chain(layout, rest, last, from_the_end)
+        of_rest.append(before)
+    return da.concatenate([*parts, *of_rest], axis=axis), last
 
 
-def _chain(layout: Layout, states: Array, first: Array) -> tuple[Array, Array]:
+def _chain(layout: Layout, states: Array, first: Array, from_the_end: bool) -> tuple[Array, Array]:
     merged = [first]
-    for i in range(states.shape[-3]):
+    for i in _in_order(list(range(states.shape[-3])), from_the_end):
         merged.append(merge(layout, merged[-1], states[..., i : i + 1, :, :]))
-    return da.concatenate(merged[:-1], axis=states.ndim - 3), merged[-1]
+    return da.concatenate(_in_order(merged[:-1], from_the_end), axis=states.ndim - 3), merged[-1]
+
+
+def _in_order(blocks: list[Any], from_the_end: bool) -> list[Any]:
+    return blocks[::-1] if from_the_end else blocks
 
 
 def lazy_state(layout: Layout, packed: Array) -> State:

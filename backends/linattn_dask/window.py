@@ -37,9 +37,9 @@ def window_attention(layout: Layout) -> tuple[Array, State, Array | None]:
     if not problem.is_causal:
         following = _beside(layout, rows, before=False)
         parts["after"] = following
-        far_states = _far_states(layout, states | {"after": following})[..., ::-1, :, :]
+        far_states = _far_states(layout, states | {"after": following})
         nothing = first_state(layout, with_given=False)
-        after = states_before(layout, far_states, nothing)[0][..., ::-1, :, :]
+        after, _ = states_before(layout, far_states, nothing, from_the_end=True)
         before = merge(layout, before, after)
     parts["state"] = Part(before, ("keys", *AXES[1:]))
     output, norm = layout.outputs(

@@ -63,12 +63,12 @@ class WholeTier(Protocol):
         ...
 
     @staticmethod
-    def attention_vjp(
-        problem: Problem, cotangent: Cotangent
-    ) -> tuple[Array, Array, Array, Array | None] | Declined:
+    def attention_vjp(problem: Problem, cotangent: Cotangent) -> tuple[Array, ...] | Declined:
         """Gradients by query, key, value and the ``kvz`` of the initial state, None without one.
 
-        ``cotangent.state`` is a state to merge with the adjoint after the last token.
+        Then those by ``key_bias`` and ``log_decay``, shaped as these or one for each key, of a
+        backend that serves them. ``cotangent.state`` is a state to merge with the adjoint after the
+        last token.
         """
         ...
 

@@ -1,0 +1,236 @@
+"""Gradients block by block: what queries leave for keys is merged as states are, from the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import dask.array as da
+import numpy as np
+
+from linattn.typing import Array, Cotangent, Declined, Problem
+from linattn_dask.block_gradients import (
+    add_heads,
+    adjoint_of_block,
+    gradient_of_block,
+    pull_causal_block,
+    pull_keys,
+    pull_queries,
+    state_gradient,
+)
+from linattn_dask.blocks import pack_block
+from linattn_dask.layout import Layout, Part, differing, state_parts
+from linattn_dask.short import declined_gradients
+from linattn_dask.states import (
+    AXES,
+    SPLIT_EVERY,
+    all_states,
+    block_states,
+    first_state,
+    merge,
+    reduce_states,
+    state_axes,
+    states_before,
+)
+
+__all__ = ["attention_vjp"]
+
+Chunks: TypeAlias = tuple[int, ...]
+Gradients: TypeAlias = tuple[Array, ...]
+
+WEIGHTS = ("key_bias", "log_decay")
+KEYS = ("key", "value", "key_mask", *WEIGHTS)
+
+
+def attention_vjp(problem: Problem, cotangent: Cotangent) -> Gradients | Declined:
+    """Pull back lazily, block by block of the caller's chunks."""
+    if problem.mode not in WALKS:
+        return declined_gradients(problem)
+    return WALKS[problem.mode](_Pullback(problem, cotangent))
+
+
+class _Pulled(NamedTuple):
+    """Gradients of all blocks, those of one in a chunk of one entry."""
+
+    blocks: Part
+    lead: list[Chunks]
+    """Chunks of the leading axes that the blocks were made of."""
+
+
+class _Pullback:
+    """A problem with the derivatives of a loss by its outputs, and the tasks made of them."""
+
+    def __init__(self, problem: Problem, cotangent: Cotangent) -> None:
+        self.problem, self.cotangent = problem, cotangent
+        self.layout = Layout(problem)
+        chunks = (*self.layout.lead, self.layout.query_chunks, (problem.value.shape[-1],))
+        for axis, (expected, got) in enumerate(zip(chunks, cotangent.output.chunks, strict=True)):
+            if got != expected:
+                names = ("output", "grad_output")
+                raise differing(names, axis - len(chunks), expected, got)
+
+    def last_adjoint(self) -> Array:
+        """Adjoint after the last key, ``(..., 1, m, packed)``: of the state that was returned."""
+        layout, given = self.layout, self.cotangent.state
+        nothing = first_state(layout, with_given=False)
+        if given is None:
+            return nothing
+        parts = state_parts(given, layout.state_lead)
+        axes = {"block": (1,), **state_axes(layout)}
+        axes["packed"] = (self.problem.value.shape[-1] + 2,)
+        packed = layout.blockwise(pack_block, axes, parts["kvz"].lead_chunks, parts)
+        return merge(layout, packed, nothing)
+
+    def pull(
+        self, function: Callable[..., Any], axis: str, parts: dict[str, Part], lead: list[Chunks]
+    ) -> _Pulled:
+        """Make the gradients of each block along an axis."""
+        chunks = self._chunks(axis)
+        parts |= self.layout.parts("feature_map") | self.layout.starts(chunks, axis)
+        meta = np.empty((0,) * (len(lead) + 1), dtype=object)
+        axes = {axis: _ones(chunks)}
+        blocks = self.layout.blockwise(function, axes, [*map(_ones, lead)], parts, meta=meta)
+        return _Pulled(Part(blocks, (axis,)), lead)
+
+    def gradient(self, name: str, *pulled: _Pulled) -> Array:
+        """Gradient by an array of the problem: of one kind of blocks, or the sum of several."""
+        if any(each.lead != pulled[0].lead for each in pulled):
+            first, *more = (self.gradient(name, each) for each in pulled)
+            return sum(more, start=first)
+        lead, (axis,) = pulled[0].lead, pulled[0].blocks.axes
+        array = self.layout.part(name).array
+        *shape, rows, width = array.shape
+        chunks = self._chunks(axis)
+        axes = {axis: chunks if rows == sum(chunks) else _ones(chunks), "numbers": (width,)}
+        parts = {str(i): each.blocks for i, each in enumerate(pulled)}
+        gradient = self.layout.blockwise(
+            gradient_of_block,
+            axes,
+            _with_ones(lead, shape),
+            parts,
+            argument=name,
+            ndim=len(lead) + 2,
+        )
+        return _sum_to(gradient, array.shape).astype(array.dtype, copy=False)
+
+    def adjoints(self, pulled: _Pulled) -> Array:
+        """Adjoint of the state before each block, ``(..., blocks, m, packed)``."""
+        layout, (axis,) = self.layout, pulled.blocks.axes
+        shape = [sum(chunks) for chunks in layout.state_lead]
+        lead = _with_ones(pulled.lead, shape)
+        axes = {axis: _ones(self._chunks(axis)), **state_axes(layout)}
+        parts = {"pulled": pulled.blocks}
+        adjoints = layout.blockwise(adjoint_of_block, axes, lead, parts, ndim=len(lead) + 3)
+        add = partial(add_heads, value_dim=self.problem.value.shape[-1])
+        return _sum_to(adjoints, (*shape, *adjoints.shape[-3:]), add)
+
+    def state_gradient(self, adjoint: Array) -> Array | None:
+        """Gradient by the ``kvz`` of the initial state, of the adjoint before the first key."""
+        layout, state = self.layout, self.problem.state
+        if state is None:
+            return None
+        parts = layout.parts("log_scale") | {"adjoint": Part(adjoint, AXES)}
+        axes: dict[str, Chunks] = {"features": (self.problem.num_features,)}
+        axes["width"] = (state.kvz.shape[-1],)
+        gradient = layout.blockwise(state_gradient, axes, layout.state_lead, parts)
+        return _sum_to(gradient, state.kvz.shape)
+
+    def weights(self, *pulled: _Pulled) -> list[Array | None]:
+        """Gradients by the numbers of keys that change weights."""
+        there = [name for name in WEIGHTS if getattr(self.problem, name) is not None]
+        found = {name: self.gradient(name, *pulled) for name in there}
+        return [found.get(name) for name in WEIGHTS]
+
+    def _chunks(self, axis: str) -> Chunks:
+        return self.layout.query_chunks if axis == "rows" else self.layout.key_chunks
+
+
+def _ones(chunks: Chunks) -> Chunks:
+    return (1,) * len(chunks)
+
+
+def _with_ones(lead: list[Chunks], shape: Sequence[int]) -> list[Chunks]:
+    """Chunks of sums within blocks for an array of a shape: ones where it was broadcast."""
+    missing = len(lead) - len(shape)
+    sizes = [*(1,) * missing, *shape]
+    return [c if n == sum(c) else _ones(c) for n, c in zip(sizes, lead, strict=True)]
+
+
+def _sum_to(array: Array, shape: Sequence[int], add: Callable[..., Array] = np.sum) -> Array:
+    """Sum over axes along which an array of a shape was broadcast."""
+    extra = array.ndim - len(shape)
+    for axis, n in enumerate([*(1,) * extra, *shape]):
+        if array.shape[axis] != n:
+            array = da.reduction(
+                array,
+                chunk=_as_it_is,
+                combine=add,
+                aggregate=add,
+                axis=axis,
+                keepdims=True,
+                split_every={axis: SPLIT_EVERY},
+                dtype=array.dtype,
+                meta=array._meta,
+                concatenate=True,
+            )
+    return array[(0,) * extra]
+
+
+def _as_it_is(array: Array, axis: object, keepdims: bool) -> Array:
+    return array
+
+
+def _full(pullback: _Pullback) -> Gradients:
+    layout = pullback.layout
+    parts = layout.parts("query") | {
+        "grad_output": Part(pullback.cotangent.output, ("rows", "outputs")),
+        "state": Part(all_states(layout), AXES),
+    }
+    queries = pullback.pull(pull_queries, "rows", parts, layout.lead)
+    adjoint = reduce_states(layout, pullback.adjoints(queries))
+    if pullback.cotangent.state is not None:
+        adjoint = merge(layout, pullback.last_adjoint(), adjoint)
+    parts = layout.parts(*KEYS) | {"adjoint": Part(adjoint, AXES)}
+    keys = pullback.pull(pull_keys, "keys", parts, layout.state_lead)
+    return (
+        pullback.gradient("query", queries),
+        pullback.gradient("key", keys),
+        pullback.gradient("value", keys),
+        pullback.state_gradient(adjoint),
+        *pullback.weights(keys),
+    )
+
+
+def _causal(pullback: _Pullback) -> Gradients:
+    layout = pullback.layout
+    layout.check_rows()
+    of_blocks = ("keys", *AXES[1:])
+    states = block_states(layout)
+    before, _ = states_before(layout, states, first_state(layout))
+    keys = layout.parts(*KEYS) | {"state": Part(before, of_blocks)}
+    rows = keys | {
+        "query": layout.part("query", ("keys", "dim")),
+        "grad_output": Part(pullback.cotangent.output, ("keys", "outputs")),
+    }
+    if layout.problem.log_decay is None:
+        del keys["state"]
+    else:
+        rows["states"] = Part(states, of_blocks)
+    blocks = pullback.pull(pull_causal_block, "keys", rows, layout.lead)
+    after, adjoint = states_before(
+        layout, pullback.adjoints(blocks), pullback.last_adjoint(), from_the_end=True
+    )
+    keys["adjoint"] = Part(after, of_blocks)
+    later = pullback.pull(pull_keys, "keys", keys, layout.state_lead)
+    return (
+        pullback.gradient("query", blocks),
+        pullback.gradient("key", blocks, later),
+        pullback.gradient("value", blocks, later),
+        pullback.state_gradient(adjoint),
+        *pullback.weights(blocks, later),
+    )
+
+
+WALKS: dict[str, Callable[[_Pullback], Gradients]] = {"full": _full, "causal": _causal}
+"""By the mode of the problem."""

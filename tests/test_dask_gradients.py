@@ -1,0 +1,147 @@
+"""Gradients of Dask arrays: block by block, nothing computed, those of the call in memory."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import linattn
+from linattn.feature_maps import EluFeatures, PositiveFeatures, SoftmaxFeatures
+from tests.test_dask import D, E, chunkings, close, lazily, one_thread, refuse, tokens
+
+dask: Any = pytest.importorskip("dask")
+da: Any = pytest.importorskip("dask.array")
+
+__all__ = ["one_thread"]
+
+attend: Any = linattn.linear_attention
+vjp: Any = linattn.linear_attention_vjp
+
+MAPS = {
+    "positive": PositiveFeatures(D, 16, rng=0),
+    "elu": EluFeatures(D),
+    "softmax": SoftmaxFeatures(D),
+}
+
+
+def numbers(shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def compare(arrays, rows, phi, options, *, seed=0, heads=1, tol=2e-6, **flags):
+    """Assert that gradients of chunks are those of the whole arrays; return the lazy ones."""
+    lazy = {name: da.from_array(x) if hasattr(x, "shape") else x for name, x in options.items()}
+    output, pullback = vjp(*arrays, phi, **options, **flags)
+    grad_output = numbers(output.shape, seed).astype(output.dtype)
+    want = pullback(grad_output)
+    given = (*arrays, grad_output)
+    chunks = {-2: rows, -3: heads}
+    chunked = [da.from_array(array).rechunk(chunks) for array in given]
+    with dask.config.set(scheduler=refuse):
+        _, lazy_pullback = vjp(*chunked[:3], phi, **lazy, **flags)
+        got = lazy_pullback(chunked[3])
+    for gradient, wanted in zip(dask.compute(*got), want, strict=True):
+        assert gradient.dtype == wanted.dtype
+        close(gradient, wanted, tol=tol)
+    return got
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@settings(max_examples=8, deadline=None)
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(MAPS)),
+    seed=st.integers(0, 99),
+    weighted=st.booleans(),
+    scale=st.sampled_from([1, 4]),
+)
+def test_any_chunks_give_the_gradients_in_memory(is_causal, data, name, seed, weighted, scale):
+    length = data.draw(st.integers(1, 40), "length")
+    rows = data.draw(chunkings(length), "rows")
+    query, key, value = tokens(length, heads=1, seed=seed)
+    options: dict[str, Any] = {}
+    if weighted:
+        options["key_mask"] = np.random.default_rng(seed).random(length) < 0.7
+        options["key_bias"] = numbers((1, length), seed)
+    flags: Any = {"is_causal": is_causal, "seed": seed}
+    got = compare((query, scale * key, value), rows, MAPS[name], options, tol=4e-6, **flags)
+    assert [each.chunks[-2] for each in got[:3]] == [rows, rows, rows]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rows", [(9, 0, 20, 11), (1,) * 40], ids=["chain", "groups"])
+def test_through_states(is_causal, rows):
+    """Gradients flow into the initial state, and out of the one that is returned."""
+    arrays, phi = tokens(40), MAPS["positive"]
+    if len(rows) > 10:
+        arrays = tuple(array[:1] for array in arrays)
+    heads = len(arrays[0])
+    earlier = attend(*tokens(20, seed=1, heads=heads), phi, return_state=True)[1]
+    kvz, log_scale = map(da.from_array, (earlier.kvz, earlier.log_scale))
+    lazy_earlier = linattn.State(kvz, log_scale, earlier.length, earlier.fingerprint)
+    flags: Any = {"is_causal": is_causal, "return_state": True}
+    (output, state), pullback = vjp(*arrays, phi, initial_state=earlier, **flags)
+    (_, lazy_state), lazy_pullback = vjp(
+        *lazily(arrays, rows), phi, initial_state=lazy_earlier, **flags
+    )
+    grad_output, grad_state = numbers(output.shape, 2), numbers(state.kvz.shape, 3)
+    # The same derivative by the state, on the scale that the lazy one has.
+    moved = grad_state * np.exp(lazy_state.log_scale.compute() - state.log_scale)[..., None]
+    want = pullback(grad_output, grad_state)
+    got = lazy_pullback(*lazily((grad_output,), rows), da.from_array(moved))
+    for gradient, wanted in zip(dask.compute(*got), want, strict=True):
+        close(gradient, wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 40)], ids=["all", "heads", "tokens"])
+def test_through_decay(shape):
+    decay = -np.random.default_rng(0).exponential(0.3, shape)
+    options = {"log_decay": decay if shape else float(decay)}
+    arrays = tokens(40, dtype=np.float64)
+    compare(arrays, (9, 0, 20, 11), MAPS["positive"], options, is_causal=True, tol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["full", "causal", "decay"])
+def test_heads_broadcast_in_chunks_of_some(case):
+    query, key, value = tokens(30, heads=4, dtype=np.float64)
+    arrays = query[None], key[:1], value[None, :1]
+    options = {"key_bias": np.random.default_rng(0).standard_normal((1, 30))}
+    if case == "decay":
+        options["log_decay"] = -np.random.default_rng(0).random((1, 30))
+    flags: Any = {"is_causal": case != "full", "heads": 2, "tol": 1e-12}
+    got = compare(arrays, (9, 15, 6), MAPS["positive"], options, **flags)
+    assert [each.shape for each in got[:4]] == [(1, 4, 30, D), (1, 30, D), (1, 1, 30, E), (1, 30)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_numerators_and_half_precision(is_causal):
+    phi = MAPS["positive"]
+    compare(tokens(30), (9, 21), phi, {}, is_causal=is_causal, normalize=False)
+    half = tokens(30, dtype=np.float16)
+    compare(half, (9, 21), phi, {}, is_causal=is_causal, tol=2e-3)
+
+
+@pytest.mark.parametrize(("is_causal", "count"), [(False, 8), (True, 12)], ids=["full", "causal"])
+@pytest.mark.parametrize("rows", [7, 50], ids=["groups", "chain"])
+def test_tasks_of_a_block_beyond_those_of_the_call(is_causal, count, rows):
+    lazy = lazily(tokens(700), rows)
+    (grad_output,) = lazily((numbers((2, 700, E), 0),), rows)
+    output, pullback = vjp(*lazy, MAPS["positive"], is_causal=is_causal)
+    keys = {key for each in pullback(grad_output) for key in each.__dask_graph__()}
+    keys -= {key for each in (output, grad_output) for key in each.__dask_graph__()}
+    assert len(keys) <= count * 2 * -(-700 // rows)
+
+
+def test_a_cotangent_in_other_chunks():
+    lazy = lazily(tokens(60), 30)
+    _, pullback = vjp(*lazy, MAPS["positive"])
+    message = "output and grad_output must have equal chunks along axis -2, .*grad_output.rechunk"
+    with pytest.raises(ValueError, match=message):
+        pullback(lazy[2].rechunk((1, 20, E)))
+
+
+def test_packed_sequences():
+    options = {"cu_seqlens": [0, 13, 13, 40]}
+    compare(tokens(40), (9, 0, 20, 11), MAPS["positive"], options, is_causal=True)
