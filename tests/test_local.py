@@ -44,6 +44,12 @@ def bias_of_pairs(length, window_bias, far_bias=None):
     return table[..., apart + length]
 
 
+def read_in_runs(monkeypatch, max_pairs):
+    """Let windows be long ones, whose keys are read run by run."""
+    monkeypatch.setattr(local, "MAX_PAIRS", max_pairs)
+    monkeypatch.setattr(local, "LONG_ROWS", 32)
+
+
 def log_normalizers(query, key, bias, visible):
     """Logs of the sums of all weights, dense."""
     logits = query @ np.swapaxes(key, -1, -2) * query.shape[-1] ** -0.5 + bias
@@ -100,7 +106,7 @@ def test_equals_the_dense_oracle(xp_any_shape, draws, data):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_library(xp, dtype, monkeypatch):
-    monkeypatch.setattr(local, "MAX_PAIRS", 2**11)  # several runs of keys
+    read_in_runs(monkeypatch, 2**11)
     length = 60 if xp.name in {"dask", "jax"} else 150
     rng = np.random.default_rng(2)
     host = [x.astype(dtype) for x in rng.standard_normal((3, 2, length, 8))]
@@ -123,6 +129,25 @@ def test_every_library(xp, dtype, monkeypatch):
     assert_allclose(xp.numpy(out), expected, rtol=0, atol=bound)
     logs = log_normalizers(doubles[0], doubles[1], bias, visible)
     assert_allclose(xp.numpy(log), logs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize("window", [(20, 9), (0, 40), (33, 0)])
+@pytest.mark.parametrize("max_pairs", [2**12, 2**14])
+def test_groups_of_short_windows(backend, window, max_pairs, monkeypatch):
+    """Several groups of blocks, whose keys are made ready in several steps."""
+    monkeypatch.setattr(local, "MAX_PAIRS", max_pairs)
+    monkeypatch.setattr(local, "MAX_TOKENS", 128)
+    query, key, value = np.random.default_rng(12).standard_normal((3, 2, 450, 6))
+    key_mask = np.random.default_rng(13).random(450) < 0.9
+    with linattn.config() if backend else linattn.without_backends():
+        out = linattn.softmax_attention(
+            query, key, value, local_window_size=window, key_mask=key_mask
+        )
+    expected = softmax_attention(
+        query, key, value, key_mask=key_mask, visible=in_window(450, window)
+    )
+    assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.frameworks
@@ -279,7 +304,7 @@ def test_t5_is_a_window_bias():
 def test_hidden_keys_of_any_size_take_nothing(backend, size, window, monkeypatch):
     """Logits of hundreds beside the window: its weights do not underflow on their scale."""
     if window[0] > 100:
-        monkeypatch.setattr(local, "MAX_PAIRS", 2**13)  # several runs of keys
+        read_in_runs(monkeypatch, 2**12)
     query, key, value = np.random.default_rng(10).standard_normal((3, 300, 6)).astype(np.float32)
     query[:, 0], key[::37, 0] = 4, np.linspace(5, 100, 9)
     value = np.float32(size) * value
@@ -291,7 +316,7 @@ def test_hidden_keys_of_any_size_take_nothing(backend, size, window, monkeypatch
 
 
 def test_blocks_further_than_the_bias_have_that_of_their_side(monkeypatch):
-    monkeypatch.setattr(local, "MAX_PAIRS", 2**10)  # a block of keys at a time
+    read_in_runs(monkeypatch, 2**10)  # a block of keys at a time
     query, key, value = np.random.default_rng(11).standard_normal((3, 300, 6))
     near, far = np.linspace(-1, 1, 11), (-2.0, 1.5)
     out = linattn.softmax_attention(query, key, value, window_bias=near, far_bias=far)

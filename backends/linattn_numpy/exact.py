@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Partial, Tokens
+from linattn_numpy import tuning
+from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import (
     EMPTY,
     MAX_EXPONENT,
@@ -15,9 +17,10 @@ from linattn_numpy.limits import (
     MIN_READ_DENOMINATOR,
     all_finite,
     exp,
+    feature_max,
     row_max,
 )
-from linattn_numpy.products import product, transposed
+from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
 __all__ = [
     "band_block",
@@ -73,7 +76,10 @@ def exact_block(
         return EMPTY
     logits = _logits(spec, query, key)
     if _are_moderate(logits):
-        part = _unshifted(logits, values_and_one, visible)
+        weights = exp(logits)
+        if visible is not None:
+            np.copyto(weights, 0, where=~visible)
+        part = _unshifted(np.matmul(weights, values_and_one))
         if part is not None:
             return part
         logits = _logits(spec, query, key)
@@ -91,83 +97,133 @@ def _are_moderate(logits: Floats) -> bool:
     return bool(logits.max() <= MAX_EXPONENT[logits.itemsize])
 
 
-def _unshifted(
-    logits: Floats, values_and_one: Floats, visible: NDArray[np.bool_] | None
-) -> Partial | None:
-    """Read with exponentials of logits as they are; None where a row's are small, or overflow."""
-    weights = exp(logits)
-    if visible is not None:
-        for keys in _hidden_ends(visible):
-            np.copyto(weights[..., keys], 0, where=~visible[:, keys])
-    num_den = np.matmul(weights, values_and_one)
+def _unshifted(num_den: Floats) -> Partial | None:
+    """Take sums of unshifted exponentials; None where a row's are small, or overflow."""
     if not (num_den[..., -1].min() >= MIN_EXACT_DENOMINATOR and all_finite(num_den)):
         return None
     return Partial(num_den, np.zeros((*num_den.shape[:-1], 1), num_den.dtype))
 
 
-def _hidden_ends(visible: NDArray[np.bool_]) -> list[slice]:
-    """Keys at either end with all that is hidden: a band has none between."""
-    seen_by_all, n = np.asarray(visible.all(axis=0)), visible.shape[1]
-    first = int(seen_by_all.argmax())
-    last = n - int(seen_by_all[::-1].argmax())
-    if not seen_by_all[first:last].all():
-        return [slice(0, n)]
-    return [slice(0, first), slice(last, n)]
-
-
 def window_block(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
 ) -> Partial | Declined:
-    """Exact part of a window: keys of neighbouring blocks are views that overlap, not copies."""
+    """Exact part of a window: a causal block sees no key behind its own."""
     w = query.x.shape[-2]
-    visible = np.tri(w, 2 * w, w, dtype=bool) if is_causal else None
-    part = band_block(spec, query, key, values_and_one, visible)
+    part = band_block(spec, query, key, values_and_one, (-w, w) if is_causal else None)
     if is_causal and isinstance(part, Partial) and not all_finite(part.num_den):
         return NOT_FINITE
     return part
 
 
 def band_block(
-    spec: Exact,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Floats,
-    visible: NDArray[np.bool_] | None,
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, band: tuple[int, int] | None
 ) -> Partial | Declined:
-    """Softmax attention of blocks to those beside them, which are views that overlap."""
+    """Softmax attention of blocks to those beside them, which are views that overlap.
+
+    A band that lies within the keys of its blocks is cut into short ones, of which each has fewer
+    keys that only some rows see.
+    """
     if 0 in query.x.shape or 0 in values_and_one.shape:
         return EMPTY
-    g = query.x.shape[-3]
-    width = key.x.shape[-3] - g + 1
-    keys = Tokens(_neighbors(key.x, g, width), _neighbors(key.log_weight, g, width), key.start)
-    values_and_one = _neighbors(values_and_one, g, width)
-    if visible is None:
-        return exact_block(spec, query, keys, values_and_one)
-    logits = _logits(spec, query, keys)
+    *lead, g, n, d = query.x.shape
+    s = (key.x.shape[-3] - g + 1) * key.x.shape[-2]
+    views = _Views(0, n, s)
+    if band is not None and band[0] >= 0 and band[1] + n <= s and n % tuning.BAND_ROWS == 0:
+        first, rows, band = band[0], tuning.BAND_ROWS, (0, band[1] - band[0])
+        views = _Views(first, rows, band[1] + rows)
+    if key.log_weight is not None:
+        # Masked keys are zeros: what has no values and ones may have weights.
+        values_and_one = np.where(key.log_weight == -np.inf, 0, values_and_one)
+    count = g * n // views.step
+    part = _read_band(
+        spec,
+        query.x.reshape(*lead, count, views.step, d),
+        views.of(key.x, count),
+        views.of(values_and_one, count),
+        band,
+    )
+    if isinstance(part, Declined):
+        return part
+    lead = list(part.num_den.shape[:-3])
+    return Partial(part.num_den.reshape(*lead, g, n, -1), part.log.reshape(*lead, g, n, 1))
+
+
+class _Views(NamedTuple):
+    """Keys that short blocks see: as many from the first on, and from ``step`` further each."""
+
+    first: int
+    step: int
+    size: int
+
+    def of(self, x: Floats, count: int) -> Floats:
+        """View of those of each of so many blocks, ``(..., count, size, .)``."""
+        *lead, blocks, n, d = x.shape
+        # BLAS takes rows only whose numbers lie side by side.
+        x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+        rows = x.reshape(*lead, blocks * n, d)[..., self.first :, :]
+        shape = (*lead, count, self.size, d)
+        *strides, row, item = rows.strides
+        return np.lib.stride_tricks.as_strided(
+            rows, shape, (*strides, self.step * row, row, item), writeable=False
+        )
+
+
+def _read_band(
+    spec: Exact,
+    queries: Floats,
+    keys: Floats,
+    values_and_one: Floats,
+    band: tuple[int, int] | None,
+) -> Partial | Declined:
+    """Attention of each block, ``(..., n, d)``, to its keys, ``(..., s, d)``, within a band."""
+    logits = _logits_by_key(spec, queries, keys)
     if _are_moderate(logits):
-        part = _unshifted(logits, values_and_one, visible)
+        part = _unshifted(_band_sums(exp(logits), values_and_one, band))
         if part is not None:
             return part
-        logits = _logits(spec, query, keys)
-    row = row_max(logits)
-    if not np.isfinite(row).all():
-        return Declined("a query sees no key, or its logits are not finite")
-    logits -= row
+        logits = _logits_by_key(spec, queries, keys)
     # The scale is that of hidden keys too: -inf in their place would slow the exponentials down.
-    weights = exp(logits)
-    np.copyto(weights, 0, where=~visible)
-    num_den = np.matmul(weights, values_and_one)
-    sees = np.asarray(visible.any(axis=-1))
+    log = feature_max(logits)
+    if not np.isfinite(log).all():
+        return Declined("logits are not finite")
+    logits -= log[..., None, :]
+    num_den = _band_sums(exp(logits), values_and_one, band)
+    sees = np.ones(log.shape[-1], bool)
+    if band is not None:
+        first = np.arange(log.shape[-1]) + band[0]
+        sees = (first < keys.shape[-2]) & (first + (band[1] - band[0]) >= 0)
     if not ((num_den[..., -1] >= MIN_READ_DENOMINATOR[num_den.itemsize]) | ~sees).all():
         return Declined("small weights beside those of hidden keys, or none")
-    return Partial(num_den, row if sees.all() else np.where(sees[:, None], row, -np.inf))
+    return Partial(num_den, np.where(sees, log, -np.inf)[..., None])
 
 
-def _neighbors(x: Any, g: int, width: int) -> Any:
-    """View of each block and those behind it, ``(..., g, width w, .)``; None stays None."""
-    if x is None:
-        return None
-    *lead, _, w, d = x.shape
-    if x.strides[-3] != w * x.strides[-2]:
-        x = np.ascontiguousarray(x)
-    return np.lib.stride_tricks.as_strided(x, (*lead, g, width * w, d), x.strides, writeable=False)
+def _logits_by_key(spec: Exact, queries: Floats, keys: Floats) -> Floats:
+    """Logits in a buffer, ``(..., s, n)``: small products are faster with what is short second."""
+    *lead, n, d = queries.shape
+    x = buffer("queries", (*lead, d, n), queries.dtype)
+    np.multiply(transposed(queries), spec.scale, out=x)
+    s = keys.shape[-2]
+    shape = (*broadcast_lead(queries.shape[:-2], keys.shape[:-2]), s, n)
+    logits = buffer("logits", shape, keys.dtype)
+    for rows in small_parts(s, n * d):
+        np.matmul(keys[..., rows, :], x, out=logits[..., rows, :])
+    return logits
+
+
+def _band_sums(weights: Floats, values_and_one: Floats, band: tuple[int, int] | None) -> Floats:
+    """Weighted sums of the values that each query of a block sees; weights are ``(..., s, n)``."""
+    s, n = weights.shape[-2:]
+    if band is not None:
+        low, high = band
+        # All rows see what lies between.
+        first = min(max(low + n - 1, 0), s)
+        last = min(max(high + 1, first), s)
+        for start, stop in ((0, first), (last, s)):
+            offset = np.arange(start, stop)[:, None] - np.arange(n)
+            hidden = (offset < low) | (offset > high)
+            np.copyto(weights[..., start:stop, :], 0, where=hidden)
+    num_den: Any = None
+    for rows in small_parts(s, n * values_and_one.shape[-1]):
+        more = np.matmul(transposed(weights[..., rows, :]), values_and_one[..., rows, :])
+        num_den = more if num_den is None else np.add(num_den, more, out=num_den)
+    return np.asarray(num_den)

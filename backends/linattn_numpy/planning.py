@@ -21,7 +21,7 @@ def plan(problem: Problem) -> Plan:
     """One task a head or a batch of short ones; blocks that fit the cache; threads over tasks."""
     block = problem.chunk_size or _block_rows(problem)
     threads = num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
-    heads = _heads_in_cache(problem, block)
+    heads = _heads_in_cache(problem, block, threads)
     backward_tasks = _tasks(problem, heads)
     tasks = _tasks(problem, max(heads, _batched_heads(problem, block, threads)))
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
@@ -78,9 +78,13 @@ def _rows(problem: Problem, max_elements: int, max_rows: int) -> int:
     return max(tuning.MIN_BLOCK_ROWS, min(max_elements // problem.num_features, max_rows))
 
 
-def _heads_in_cache(problem: Problem, block: int) -> int:
-    """Heads of a task whose features are there at once."""
+def _heads_in_cache(problem: Problem, block: int, threads: int) -> int:
+    """Heads of a task whose features, or whose pairs in a window, are there at once."""
     longest = max(1, _longest(problem))
+    if problem.local_window is not None:
+        pairs = longest * min(longest, sum(problem.local_window) + 1)
+        share = -(-prod(problem.state_lead) // threads)
+        return max(1, min(tuning.MAX_BAND_ELEMENTS // pairs, share))
     width = problem.num_features or longest
     # A causal block has features of both sides, and states of all its sub-blocks.
     sides = 2 if problem.is_causal else 1

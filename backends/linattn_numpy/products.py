@@ -26,6 +26,7 @@ __all__ = [
     "kernel_status",
     "multiply",
     "product",
+    "small_parts",
     "small_products",
     "sum_products",
     "transposed",
@@ -140,6 +141,16 @@ def _rows_per_small_product(numbers: int) -> int:
     while size * numbers > tuning.MAX_SMALL_MATMUL:
         size //= 2
     return size if size >= tuning.MIN_PRODUCT_ROWS else 0
+
+
+@cache
+def small_parts(n: int, numbers: int) -> list[slice]:
+    """Cut n rows into parts whose products with a factor of so many elements are small."""
+    most = tuning.MAX_SMALL_MATMUL // max(1, numbers)
+    if most < tuning.MIN_SUM_ROWS:
+        return [slice(0, n)]
+    size = -(-n // -(-n // most))
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 def product(x: Floats, y: Floats, name: str) -> Floats:

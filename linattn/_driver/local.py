@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import array_api_compat
 import numpy as np
 
 from linattn import _generic
 from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import raw_tokens
+from linattn._driver.blocks import raw_tokens, values_and_one_block
 from linattn._driver.relative_bias import bias_block
 from linattn._driver.token_blocks import (
     biased_keys,
@@ -25,7 +24,7 @@ from linattn._driver.token_blocks import (
     in_blocks,
     key_blocks,
 )
-from linattn._generic.exact import beside, exact_pairs
+from linattn._generic.exact import beside, exact_pairs, in_band
 from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
 __all__ = ["is_banded", "keys_of_rows", "local_rows", "rows_of_keys", "short_rows", "visible_pairs"]
@@ -36,8 +35,11 @@ MAX_PAIRS = 2**19
 MAX_TOKENS = 2**10
 """Tokens that are made ready at once for short windows, which overlap."""
 
-MIN_ROWS, MAX_ROWS = 32, 256
-"""Tokens of a short block: fewer make small products, more see more that only some rows need."""
+MIN_ROWS, MAX_ROWS, LONG_ROWS = 32, 64, 256
+"""Tokens of a short block, the last that of a long window or of one near an end.
+
+Fewer make small products, more see more that only some rows need.
+"""
 
 ROWS_PER_WINDOW = 8
 """Short blocks in a window of middling length."""
@@ -81,23 +83,31 @@ def rows_of_keys(problem: Problem, keys: slice) -> slice:
 
 def visible_pairs(problem: Problem, first: int, n: int, s: int) -> Array:
     """Which of s keys in a row n queries in a row see; None for all, as :func:`bias_block`."""
+    seen = _band_of(problem, first, n, s)
+    return None if seen is None else in_band(problem.key, n, s, seen)
+
+
+def _band_of(problem: Problem, first: int, n: int, s: int) -> tuple[int, int] | None:
+    """Which of s keys in a row n queries in a row see, as :func:`in_band`; None for all.
+
+    ``first``: how far behind the first of the queries the first of the keys stands.
+    """
     left, right = band(problem)
     if first - (n - 1) >= -left and first + s - 1 <= right:
         return None
-    xp, device = problem.xp, array_api_compat.device(problem.key)
-    key, query = xp.arange(first, first + s, device=device), xp.arange(n, device=device)[:, None]
-    return (key >= query - left) & (key <= query + right)
+    return -left - first, right - first
 
 
 def local_rows(problem: Problem, functions: BlockFunctions) -> Iterator[tuple[slice, Partial]]:
     """Softmax attention of a band, group by group. O(L w (d + e)) time for w keys a query."""
-    left, right = band(problem)
-    n = _block_rows(left + right + 1)
-    blocks = _Blocks(n, -(-left // n), -(-right // n), -(-problem.query.shape[-2] // n))
-    walk = _short_windows if n * n * blocks.width <= MAX_PAIRS else _long_windows
-    for first, g, part in walk(problem, functions, blocks):
-        rows = slice(first * n, min((first + g) * n, problem.query.shape[-2]))
-        yield rows, flat_rows(part, rows.stop - rows.start)
+    blocks = _blocks(problem, _block_rows(sum(band(problem)) + 1))
+    if blocks.size**2 * blocks.width > MAX_PAIRS:
+        yield from _long_windows(problem, functions, _blocks(problem, LONG_ROWS))
+        return
+    middle = blocks.middle(problem.key.shape[-2])
+    yield from _end_rows(problem, functions, slice(0, middle.start))
+    yield from _short_windows(problem, functions, blocks, middle)
+    yield from _end_rows(problem, functions, slice(middle.stop, problem.query.shape[-2]))
 
 
 class _Blocks(NamedTuple):
@@ -113,41 +123,66 @@ class _Blocks(NamedTuple):
     def width(self) -> int:
         return self.before + 1 + self.behind
 
+    def middle(self, length: int) -> slice:
+        """Rows of the blocks whose windows lie within the sequence, all of them whole."""
+        start, stop = self.before * self.size, (length // self.size - self.behind) * self.size
+        return slice(start, stop) if start < stop else slice(length, length)
+
+
+def _blocks(problem: Problem, n: int) -> _Blocks:
+    left, right = band(problem)
+    return _Blocks(n, -(-left // n), -(-right // n), -(-problem.query.shape[-2] // n))
+
+
+def _end_rows(
+    problem: Problem, functions: BlockFunctions, ends: slice
+) -> Iterator[tuple[slice, Partial]]:
+    """Windows near an end of the sequence, which hold fewer keys: as long blocks of rows."""
+    for start in range(ends.start, ends.stop, LONG_ROWS):
+        rows = slice(start, min(start + LONG_ROWS, ends.stop))
+        keys = keys_of_rows(problem, rows)
+        n, s = rows.stop - rows.start, keys.stop - keys.start
+        spec, query = _query_blocks(problem, rows, n)
+        key = in_blocks(biased_keys(problem, raw_tokens(problem, "key", keys, 0)), s, s)
+        values_and_one = values_and_one_block(problem, keys)[..., None, :, :]
+        pairs = _pairs(problem, keys.start - rows.start, n, s)
+        part = _add(problem, functions, spec, query, key, values_and_one, pairs, None)
+        yield rows, flat_rows(part, n)
+
 
 def _short_windows(
-    problem: Problem, functions: BlockFunctions, blocks: _Blocks
-) -> Iterator[tuple[int, int, Partial]]:
-    """Windows that are read at once, those of a group together: first block, how many, partial."""
-    n, before, behind, total = blocks
-    length, group = problem.key.shape[-2], max(1, MAX_PAIRS // (n * n * blocks.width))
-    step = group * max(1, MAX_TOKENS // (group * n))
+    problem: Problem, functions: BlockFunctions, blocks: _Blocks, middle: slice
+) -> Iterator[tuple[slice, Partial]]:
+    """Windows that are read at once, those of a group together."""
+    n, before, behind, _ = blocks
+    group = min(MAX_PAIRS // (n * n * blocks.width), MAX_TOKENS // n)
+    step = group * (MAX_TOKENS // (group * n))
     pairs = _pairs(problem, -before * n, n, blocks.width * n)
-    for start in range(0, total, step):
-        stop = min(start + step, total)
-        padded = start < before or (stop + behind) * n > length
+    for start in range(middle.start // n, middle.stop // n, step):
+        stop = min(start + step, middle.stop // n)
         keys, values_and_one = key_blocks(problem, start - before, stop + behind, n, 0)
-        keys = biased_keys(problem, keys, padded=padded)
+        keys = biased_keys(problem, keys)
         for first in range(start, stop, group):
             g = min(group, stop - first)
             each = slice(first - start, first - start + g + blocks.width - 1)
-            weight = keys.log_weight
-            if problem.key_mask is None and first >= before and (first + g + behind) * n <= length:
-                weight = None
-            weight = None if weight is None else weight[..., each, :, :]
+            weight = None if keys.log_weight is None else keys.log_weight[..., each, :, :]
             key = Tokens(keys.x[..., each, :, :], weight, 0)
-            spec, query = _query_blocks(problem, first, g, n)
+            rows = slice(first * n, (first + g) * n)
+            spec, query = _query_blocks(problem, rows, n)
             values = values_and_one[..., each, :, :]
-            yield first, g, _add(problem, functions, spec, query, key, values, pairs, None)
+            part = _add(problem, functions, spec, query, key, values, pairs, None)
+            yield rows, flat_rows(part, g * n)
 
 
 def _long_windows(
     problem: Problem, functions: BlockFunctions, blocks: _Blocks
-) -> Iterator[tuple[int, int, Partial]]:
+) -> Iterator[tuple[slice, Partial]]:
     """Windows of one block of queries at a time, a few blocks of keys after the other."""
     n, before, behind, total = blocks
     length = problem.key.shape[-2]
     for first in range(total):
-        spec, query = _query_blocks(problem, first, 1, n)
+        rows = slice(first * n, min((first + 1) * n, problem.query.shape[-2]))
+        spec, query = _query_blocks(problem, rows, n)
         part: Any = None
         # Blocks of keys, counted from the block of the queries; none lies outside of all keys.
         ends = max(-before, -first), min(behind, total - 1 - first)
@@ -156,21 +191,28 @@ def _long_windows(
             keys = biased_keys(problem, keys, padded=(first + high) * n > length)
             pairs = _pairs(problem, low * n, n, (high - low) * n)
             part = _add(problem, functions, spec, query, keys, values_and_one, pairs, part)
-        yield first, 1, part
+        yield rows, flat_rows(part, rows.stop - rows.start)
 
 
-def _query_blocks(problem: Problem, first: int, g: int, n: int) -> tuple[Exact, Tokens]:
-    rows = slice(first * n, min((first + g) * n, problem.query.shape[-2]))
+def _query_blocks(problem: Problem, rows: slice, n: int) -> tuple[Exact, Tokens]:
     spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
-    return spec, in_blocks(query, g * n, n)
+    return spec, in_blocks(query, -(-(rows.stop - rows.start) // n) * n, n)
 
 
-def _pairs(problem: Problem, first: int, n: int, s: int) -> tuple[Array, Array]:
-    """Which pairs of a block count, and their bias with an axis for blocks."""
+class _Pairs(NamedTuple):
+    """Which pairs of a block count, ``(n, s)``, and what is added to their logits."""
+
+    shape: tuple[int, int]
+    band: tuple[int, int] | None
+    bias: Array | None
+    """With an axis for blocks."""
+
+
+def _pairs(problem: Problem, first: int, n: int, s: int) -> _Pairs:
     bias = None
     if problem.relative_bias is not None:
         bias = bias_block(problem.relative_bias, first, n, s)[..., None, :, :]
-    return visible_pairs(problem, first, n, s), bias
+    return _Pairs((n, s), _band_of(problem, first, n, s), bias)
 
 
 def _block_rows(window: int) -> int:
@@ -199,22 +241,23 @@ def _add(
     query: Tokens,
     key: Tokens,
     values_and_one: Array,
-    pairs: tuple[Array, Array],
+    pairs: _Pairs,
     part: Partial | None,
 ) -> Partial:
     """Add blocks of keys to what queries have seen so far."""
     g = query.x.shape[-3]
-    visible, bias = pairs
+    shape, band, bias = pairs
     more: Partial | None = None
-    if bias is None and (part is None or visible is not None):
-        more = functions.band_block(spec, query, key, values_and_one, visible)
-        if visible is not None and not _all_finite(problem, more):
+    if bias is None and (part is None or band is not None):
+        more = functions.band_block(spec, query, key, values_and_one, band)
+        if band is not None and not _all_finite(problem, more):
             more = None
     if more is None:
         keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
         block = (spec, query, keys, beside(values_and_one, g))
-        if part is not None and visible is None and bias is None:
+        if part is not None and band is None and bias is None:
             return functions.exact_more(*block, part)  # type: ignore[no-any-return]
+        visible = None if band is None else in_band(problem.key, *shape, band)
         more = exact_pairs(*block, visible, bias, problem.lazy)
     return more if part is None else _generic.combine(part, more)
 

@@ -13,7 +13,15 @@ from linattn._generic.numerics import finite_shift
 from linattn._generic.states import combine
 from linattn.typing import Array, Exact, Partial, Tokens
 
-__all__ = ["band_block", "beside", "exact_block", "exact_more", "exact_pairs", "window_block"]
+__all__ = [
+    "band_block",
+    "beside",
+    "exact_block",
+    "exact_more",
+    "exact_pairs",
+    "in_band",
+    "window_block",
+]
 
 
 def exact_block(
@@ -63,7 +71,7 @@ def band_block(
     query: Tokens,
     key: Tokens,
     values_and_one: Array,
-    visible: Array | None,
+    band: tuple[int, int] | None,
     exact_block: Any = exact_block,
 ) -> Partial:
     """Softmax attention of blocks of queries to keys of their own block and of those beside it.
@@ -71,9 +79,17 @@ def band_block(
     Queries ``(..., g, n, d)``, keys of k blocks for each ``(..., g + k - 1, n, d)``. O(g k n^2 (d +
     e)) time, O(g k n (n + d + e)) memory.
     """
-    g = query.x.shape[-3]
+    g, n = query.x.shape[-3:-1]
     keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+    visible = None if band is None else in_band(values_and_one, n, keys.x.shape[-2], band)
     return exact_block(spec, query, keys, beside(values_and_one, g), visible)  # type: ignore[no-any-return]
+
+
+def in_band(like: Array, n: int, s: int, band: tuple[int, int]) -> Array:
+    """Which of s keys n queries see, ``(n, s)``: i those from i + low to i + high."""
+    xp, device = namespace(like), array_api_compat.device(like)
+    offset = xp.arange(s, device=device) - xp.arange(n, device=device)[:, None]
+    return (offset >= band[0]) & (offset <= band[1])
 
 
 def beside(x: Array, g: int) -> Array:
@@ -164,8 +180,7 @@ def window_block(
         return exact_block(spec, query, keys, beside(values_and_one, g))  # type: ignore[no-any-return]
     if not lazy:
         keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
-        index = xp.arange(2 * w, device=array_api_compat.device(values_and_one))
-        visible = index <= index[w:, None]
+        visible = in_band(values_and_one, w, 2 * w, (-w, w))
         part: Partial = exact_block(spec, query, keys, beside(values_and_one, g), visible)
         if bool(xp.all(xp.isfinite(part.num_den))):
             return part

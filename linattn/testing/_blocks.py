@@ -245,7 +245,7 @@ def _exact_arguments(
     grad = rng.standard_normal(both.num_den[..., :-1].shape)
     scale = _generic.block_vjps.row_scale(both, grad)
     pulled = (spec, query, key, values, row_cotangent(scale, grad), scale.log, visible)
-    is_causal, g, w = bool(rng.integers(2)), 3, min(n, 9)
+    is_causal, g, w = bool(rng.integers(2)), 3, 16 if rng.integers(3) == 0 else min(n, 9)
     blocked = Tokens(rng.standard_normal((*heads.query, g, w, DIM)), None, 0)
     beside = g + (1 if is_causal else 2)
     near = Tokens(rng.standard_normal((*heads.key, beside, w, DIM)), None, 0)
@@ -254,7 +254,8 @@ def _exact_arguments(
         near = Tokens(_masked(near.x, weight), weight, 0)
     near_values = rng.standard_normal((*heads.value, beside, w, VALUE_DIM + 1))
     near_values[..., -1] = 1
-    band = np.tri(w, (beside - g + 1) * w, w, dtype=bool) if rng.integers(2) else None
+    low = int(rng.integers(-w, w))
+    band = (low, low + int(rng.integers(w, 2 * w))) if rng.integers(2) else None
     return {
         "exact_block": (spec, query, key, values, visible),
         "exact_more": (spec, query, key, values, part),

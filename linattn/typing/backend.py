@@ -164,12 +164,17 @@ class BlockTier(Protocol):
 
     @staticmethod
     def band_block(
-        spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, visible: Array | None
+        spec: Exact,
+        query: Tokens,
+        key: Tokens,
+        values_and_one: Array,
+        band: tuple[int, int] | None,
     ) -> Partial | Declined:
         """Softmax attention of blocks of queries to keys of their own block and of those beside it.
 
         Queries are ``(..., g, n, d)``, keys ``(..., g + k - 1, n, d)``: block i sees blocks i to
-        i + k - 1. ``visible``, ``(n, k n)``, is the same for all; None means all. Values
+        i + k - 1; a block alone may see one of any length. ``band`` is ``(low, high)``: row r of a
+        block sees keys r + low to r + high of those; None means all. Masked keys are zeros. Values
         that are not finite may reach rows that do not see them: the caller checks.
         """
         ...
