@@ -164,7 +164,8 @@ def linear_attention(
         At most 0: one for all, one a head, or one a token. The state decays by it before a token
         is added, ``S_t = exp(g_t) S_{t-1} + psi(k_t) [v_t, 1]``, so that the weight of key j for
         query i is multiplied by ``exp(g_{j+1} + ... + g_i)``. Full attention takes one for all or
-        one a head, and decays with distance in both directions: ``exp(g |i - j|)``, as ALiBi.
+        one a head, and decays with distance in both directions: ``exp(g |i - j|)``, as ALiBi. Exact
+        keys, of a window and of clusters beside it, decay too.
     normalize : bool, optional
         False: the output is the numerator alone, on its true scale, which may overflow. Default
         True.

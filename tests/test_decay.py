@@ -442,8 +442,6 @@ def test_what_has_no_meaning_is_refused():
         attend(query, key, value, PHI, log_decay=np.zeros((2, LENGTH)))
     with pytest.raises(ValueError, match="under log_decay query and key must have equal length"):
         attend(query[:, :5], key, value, PHI, log_decay=-0.1)
-    with pytest.raises(ValueError, match="exact_window must be None with log_decay"):
-        attend(query, key, value, PHI, is_causal=True, log_decay=-0.1, exact_window=4)
     with pytest.raises(ValueError, match="log_decay needs a feature map whose state is read as"):
         attend(query, key, value, SoftmaxFeatures(), is_causal=True, log_decay=-0.1)
     for name, option in (("prefix_length", 5), ("causal_block", 8)):

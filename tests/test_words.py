@@ -76,7 +76,6 @@ ALLOWED = {
     ("columns", "linattn/cli/app.py"): "of os.terminal_size",
     ("columns", "linattn/cli/info.py"): "of os.terminal_size",
     ("columns", "linattn/cli/text.py"): "of os.terminal_size",
-    ("far", "linattn/_driver/window.py"): "the far field, as in the glossary",
     ("far", "linattn/coreset/_entries.py"): "the far field",
     ("far", "linattn/feature_maps/_calibration.py"): "the far field",
     ("hopeless", "linattn/diagnostics/variance.py"): "a public attribute of Recommendation",

@@ -29,7 +29,9 @@ def attention(problem: Problem) -> Result | Declined:
     """Attend to keys lazily, block by block of the caller's chunks."""
     walk = WALKS.get(problem.mode)
     banded = problem.local_window is not None or problem.relative_bias is not None
-    if walk is None or banded or problem.key_stop is not None or problem.exact_clusters is not None:
+    decayed_window = problem.exact_window is not None and problem.log_decay is not None
+    unsupported = problem.key_stop is not None or problem.exact_clusters is not None
+    if walk is None or banded or decayed_window or unsupported:
         return declined(problem)
     return walk(Layout(problem))
 

@@ -7,6 +7,7 @@ is a sum over the columns that it has not chosen; nothing is ever subtracted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import array_api_compat
@@ -44,13 +45,18 @@ class ExactClusters:
         return self._add(query, chosen, rest)
 
     def read_blocks(
-        self, blocked: Problem, blocks: Tokens, states: State, query: Tokens, near: Partial
+        self, blocked: Problem, blocks: Tokens, query: Tokens, near: Partial, sides: Any
     ) -> Partial:
-        """Add to the near part of queries ``(..., n, d)``, each block of which has a state."""
-        chosen, rest = self._choose(blocked, blocks, states, self.bias[..., None, :])
+        """Add to the near part of queries ``(..., n, d)``, each block of which has far keys."""
+        for states, log in sides:
+            # A query chooses by its features and the clusters alone: the same in every state.
+            chosen, rest = self._choose(blocked, blocks, states, self.bias[..., None, :])
+            if log is not None:
+                rest = Partial(rest.num_den, rest.log + log)
+            near = _generic.combine(near, rest)
         n = query.x.shape[-2]
         chosen = chosen.reshape(*chosen.shape[:-3], -1, chosen.shape[-1])[..., :n, :]
-        return self._add(query, chosen, flat_rows(_generic.combine(near, rest), n))
+        return self._add(query, chosen, flat_rows(near, n))
 
     def _choose(
         self, problem: Problem, query: Tokens, state: State, bias: Array
@@ -70,7 +76,7 @@ class ExactClusters:
         )
         chosen = np.broadcast_to(chosen, (*problem.lead, *chosen.shape[-2:]))
         parts = [
-            self.functions.clusters_block(
+            self._clusters_block(head)(
                 problem.near_spec,
                 Tokens(x[(*head, ...)], None, query.start),
                 chosen[head],
@@ -82,6 +88,24 @@ class ExactClusters:
         ]
         num_den, log = xp.stack([p.num_den for p in parts]), xp.stack([p.log for p in parts])
         return Partial(*(xp.reshape(a, (*problem.lead, *a.shape[-2:])) for a in (num_den, log)))
+
+    def _clusters_block(self, head: tuple[int, ...]) -> Any:
+        """Block function of a head; those of backends know no bias of pairs."""
+        problem, xp = self.problem, self.problem.xp
+        bias, decay = problem.relative_bias, problem.log_decay
+        if bias is None and decay is None:
+            return self.functions.clusters_block
+        device = array_api_compat.device(problem.key)
+
+        def bias_of(offset: NDArray[np.intp]) -> Array:
+            """Log weight of keys so far from their query, all of them outside of its window."""
+            if bias is None:
+                rate = xp.broadcast_to(xp.astype(decay, problem.dtype), (*problem.lead, 1, 1))
+                return xp.asarray(abs(offset), dtype=problem.dtype, device=device) * rate[head]
+            table = xp.broadcast_to(bias.table, (*problem.lead, bias.table.shape[-1]))[head]
+            return xp.where(xp.asarray(offset < 0, device=device), table[0], table[-1])
+
+        return partial(_generic.clusters_block, bias_of=bias_of)
 
 
 def _of_state(problem: Problem, head: tuple[int, ...]) -> Any:

@@ -72,12 +72,6 @@ def _checked_bias(arrays: Sequence[Array], dtype: Any, options: Options) -> Rela
             f"exact_window={options.exact_window}; for biases of all pairs use softmax_attention"
         )
         raise ValueError(message)
-    if options.exact_clusters is not None:
-        message = (
-            f"window_bias needs exact_clusters=None, got {options.exact_clusters}: keys of a "
-            f"cluster stand anywhere; use a longer exact_window instead"
-        )
-        raise ValueError(message)
     return bias
 
 

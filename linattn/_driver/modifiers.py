@@ -37,13 +37,18 @@ def _log_decay(
         return None
     query, key, _ = arrays
     decay = _checks.check_state_decay(options.log_decay, key, xp, dtype)
-    for name in ("exact_window", "exact_clusters"):
-        if getattr(options, name) is not None:
-            message = (
-                f"{name} must be None with log_decay: its keys are weighed exactly, without decay; "
-                f"use one of the two"
-            )
-            raise ValueError(message)
+    if options.exact_clusters is not None and options.exact_window is None:
+        message = (
+            f"exact_clusters needs exact_window under log_decay, got exact_clusters="
+            f"{options.exact_clusters} alone: near keys, which decay least, must be exact too"
+        )
+        raise ValueError(message)
+    if options.window_bias is not None:
+        message = (
+            "window_bias must be None with log_decay: both are weights of offsets; use one of the "
+            "two, softmax_attention for any bias of offsets"
+        )
+        raise ValueError(message)
     if options.is_causal or not options.reads:
         return decay
     lengths = query.shape[-2], key.shape[-2]

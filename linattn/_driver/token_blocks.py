@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from linattn import _arrays
 from linattn._driver.blocks import raw_tokens, values_and_one_block
+from linattn._driver.modifiers import decay_of_rows
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
-__all__ = ["biased_keys", "biased_queries", "flat_rows", "in_blocks", "key_blocks"]
+__all__ = ["biased_keys", "biased_queries", "decay_blocks", "flat_rows", "in_blocks", "key_blocks"]
 
 
 def biased_queries(problem: Problem, tokens: Tokens) -> tuple[Exact, Tokens]:
@@ -57,6 +58,13 @@ def key_blocks(
     log_weight = _padded(log_weight, front, total, -float("inf"))
     tokens = in_blocks(Tokens(x, log_weight, first * size + start), total, size)
     return tokens, _split(_padded(values_and_one, front, total), size)
+
+
+def decay_blocks(problem: Problem, first: int, stop: int, size: int) -> Array:
+    """Log decay of the keys of some blocks, ``(..., blocks, size, 1)``; 0 outside the sequence."""
+    rows = slice(max(first, 0) * size, min(stop * size, problem.key.shape[-2]))
+    decay = decay_of_rows(problem, rows)
+    return _split(_padded(decay, rows.start - first * size, (stop - first) * size), size)
 
 
 def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:

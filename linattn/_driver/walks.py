@@ -21,6 +21,7 @@ from linattn._driver.blocks import (
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.clusters import sort_keys
 from linattn._driver.decay import key_block, key_block_at_end
+from linattn._driver.decayed_window import decayed_window_rows
 from linattn._driver.exact import exact_parts
 from linattn._driver.local import is_banded, local_rows
 from linattn._driver.modifiers import total_decay
@@ -250,9 +251,8 @@ def _walk_window(walk: Walk) -> Iterator[State]:
     state, clusters = initial_state(walk.problem), None
     if walk.problem.exact_clusters is not None:
         clusters, _ = sort_keys(walk.problem, state, walk.block_size, walk.functions)
-    yield window_rows(
-        walk.problem, state, walk.block_size, walk.functions, walk.write, clusters=clusters
-    )
+    rows = window_rows if walk.problem.log_decay is None else decayed_window_rows
+    yield rows(walk.problem, state, walk.block_size, walk.functions, walk.write, clusters)
 
 
 def _walk_clusters(walk: Walk) -> Iterator[State]:

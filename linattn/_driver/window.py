@@ -26,7 +26,15 @@ from linattn._generic.exact import beside, exact_pairs
 from linattn._generic.prefix_states import state_at
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
-__all__ = ["window_rows"]
+__all__ = [
+    "FarKeys",
+    "block_states",
+    "in_groups",
+    "no_keys",
+    "read_rows",
+    "window_of",
+    "window_rows",
+]
 
 FAN_OUT = 64
 """Runs of groups whose states are held at once at each level of a division of what comes later."""
@@ -45,41 +53,75 @@ def window_rows(
     The keys of the state are far from every query. O(L (w (d + e) + m (d + e))) time; memory
     for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN_OUT.
     """
-    assert problem.exact_window is not None
-    length, w = problem.query.shape[-2], problem.exact_window
-    group = max(1, block_size // w)
-    count = -(-length // w)
+    problem, blocked, groups = in_groups(problem, block_size)
+    length, w, start = problem.query.shape[-2], window_of(problem), state.length
+    before = state
+    later: Iterator[State | None] = repeat(None)
+    if not problem.is_causal:
+        later = _Groups(problem, functions, start, groups).states_after(
+            0, len(groups), no_keys(problem)
+        )
+    for (first, g), after in zip(groups, later, strict=False):
+        raw, values_and_one = key_blocks(
+            problem, first - 1, first + g + (after is not None), w, start
+        )
+        states = block_states(blocked, raw, values_and_one, functions)
+        rows = slice(first * w, min((first + g) * w, length))
+        flat = raw_tokens(problem, "query", rows, start)
+        query = in_blocks(flat, g * w, w)
+        near = _near(problem, functions, query, raw, values_and_one)
+        seen, before = _far_states(problem, functions, before, states, after)
+        sides = [FarKeys(seen, None)]
+        write(rows, read_rows(blocked, functions, query, flat, near, sides, clusters))
+    if groups:
+        before = _generic.merge(before, state_at(states, g))
+    return State(before.kvz, before.log_scale, start + length)
+
+
+def in_groups(problem: Problem, block_size: int) -> tuple[Problem, Problem, list[tuple[int, int]]]:
+    """Problem on the true scale, that with an axis of blocks, and groups (first block, count)."""
+    length, w = problem.query.shape[-2], window_of(problem)
+    size, count = max(1, block_size // w), -(-length // w)
     # The near part needs far logs on the true scale, the query's own term included.
     problem = problem.replace(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
     blocked = problem.replace(**{name: with_block_axis(getattr(problem, name)) for name in names})
-    start = state.length
-    before = state
-    later: Iterator[State | None] = repeat(None)
-    if not problem.is_causal:
-        groups = _Groups(problem, functions, start, group)
-        later = groups.states_after(0, -(-count // group), _nothing(problem))
-    for first, after in zip(range(0, count, group), later, strict=False):
-        g = min(group, count - first)
-        raw, values_and_one = key_blocks(
-            problem, first - 1, first + g + (after is not None), w, start
-        )
-        states = _block_states(blocked, raw, values_and_one, functions)
-        rows = slice(first * w, min((first + g) * w, length))
-        query = in_blocks(raw_tokens(problem, "query", rows, start), g * w, w)
-        near = _near(problem, functions, query, raw, values_and_one)
-        seen, before = _far_states(problem, functions, before, states, after)
-        if clusters is None:
-            tokens = in_map_coordinates(blocked, "query", query)
-            far = functions.read_block(blocked.query_spec, tokens, seen, True)
-            part = flat_rows(_generic.combine(near, far), rows.stop - rows.start)
-        else:
-            flat = raw_tokens(problem, "query", rows, start)
-            part = clusters.read_blocks(blocked, query, seen, flat, near)
-        write(rows, part)
-    if count:
-        before = _generic.merge(before, state_at(states, g))
-    return State(before.kvz, before.log_scale, start + length)
+    groups = [(first, min(size, count - first)) for first in range(0, count, size)]
+    return problem, blocked, groups
+
+
+def window_of(problem: Problem) -> int:
+    """Tokens of a block."""
+    assert problem.exact_window is not None
+    return problem.exact_window
+
+
+class FarKeys(NamedTuple):
+    """What is far of each block, and the log weight ``(..., blocks, w, 1)`` of it for each row."""
+
+    states: State
+    log: Array | None
+
+
+def read_rows(
+    blocked: Problem,
+    functions: BlockFunctions,
+    query: Tokens,
+    flat: Tokens,
+    near: Partial,
+    sides: list[FarKeys],
+    clusters: ExactClusters | None,
+) -> Partial:
+    """Add to the near part of blocks of queries what is far of them, as rows on one axis."""
+    if clusters is not None:
+        return clusters.read_blocks(blocked, query, flat, near, sides)
+    tokens = in_map_coordinates(blocked, "query", query)
+    for states, log in sides:
+        part = functions.read_block(blocked.query_spec, tokens, states, True)
+        if log is not None:
+            part = Partial(part.num_den, part.log + log)
+        near = _generic.combine(near, part)
+    return flat_rows(near, flat.x.shape[-2])
 
 
 def _near(
@@ -117,17 +159,17 @@ def _far_states(
 # States -----------------------------------------------------------------------------------------
 
 
-def _nothing(problem: Problem, *blocks: int) -> State:
+def no_keys(problem: Problem, *blocks: int) -> State:
     like = problem.xp.empty((0,), dtype=problem.dtype, device=array_api_compat.device(problem.key))
     lead, m = (*problem.state_lead, *blocks), problem.num_features
     return _generic.empty_state(lead, m, problem.value.shape[-1], like)
 
 
-def _block_states(
+def block_states(
     problem: Problem, key: Tokens, values_and_one: Array, functions: BlockFunctions
 ) -> State:
     """State of every block by itself, with an axis of blocks."""
-    empty = _nothing(problem, key.x.shape[-3])
+    empty = no_keys(problem, key.x.shape[-3])
     tokens = in_map_coordinates(problem, "key", key)
     return functions.reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]
 
@@ -139,8 +181,8 @@ class _Groups(NamedTuple):
     functions: BlockFunctions
     start: int
     """Position of the first token."""
-    group: int
-    """Blocks a group."""
+    groups: list[tuple[int, int]]
+    """First block and number of blocks of each."""
 
     def states_after(self, first: int, stop: int, after: State) -> Iterator[State]:
         """For groups first..stop - 1 the state of all keys from the second block after each.
@@ -162,12 +204,10 @@ class _Groups(NamedTuple):
 
     def _state_of(self, first: int, stop: int) -> State:
         """State of the keys of some groups, each from its second block to the first after it."""
-        problem, w, length = self.problem, self.problem.exact_window, self.problem.key.shape[-2]
-        assert w is not None
-        state = _nothing(problem)
-        for index in range(first, stop):
-            end = min(((index + 1) * self.group + 1) * w, length)
-            rows = slice((index * self.group + 1) * w, end)
+        problem, w, length = self.problem, window_of(self.problem), self.problem.key.shape[-2]
+        state = no_keys(problem)
+        for begin, count in self.groups[first:stop]:
+            rows = slice((begin + 1) * w, min((begin + count + 1) * w, length))
             if rows.start < rows.stop:
                 tokens = token_block(problem, "key", rows, self.start)
                 values_and_one = values_and_one_block(problem, rows)

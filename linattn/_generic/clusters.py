@@ -6,7 +6,7 @@ queries, keys and values stays in their library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import array_api_compat
@@ -110,11 +110,13 @@ def clusters_block(
     exact_window: int | None,
     part: Partial,
     exact_block: Any = exact.exact_block,
+    bias_of: Callable[[NDArray[np.intp]], Array] | None = None,
 ) -> Partial:
     """Add keys of the clusters that queries of one head have chosen to a partial of the queries.
 
-    ``chosen`` is ``(n, m)``. Keys in a query's window are left out. O(sum of the chosen clusters'
-    sizes (d + e)) time, O(n c e) memory for c clusters a query.
+    ``chosen`` is ``(n, m)``. Keys in a query's window are left out. ``bias_of`` gives log weights
+    of pairs by the offsets j - i of their keys. O(sum of the chosen clusters' sizes (d + e)) time,
+    O(n c e) memory for c clusters a query.
     """
     xp = namespace(query.x)
     device = array_api_compat.device(query.x)
@@ -133,7 +135,12 @@ def clusters_block(
         weight = None if key.log_weight is None else key.log_weight[visit.keys, :]
         visible = None if visit.visible is None else xp.asarray(visit.visible, device=device)
         keys = Tokens(key.x[visit.keys, :], weight, 0)
-        found = exact_block(spec, Tokens(x, None, 0), keys, values_and_one[visit.keys, :], visible)
+        block = spec, Tokens(x, None, 0), keys, values_and_one[visit.keys, :], visible
+        if bias_of is None:
+            found = exact_block(*block)
+        else:
+            offset = clusters.positions[visit.keys] - (query.start + visit.rows)[:, None]
+            found = exact.exact_pairs(*block, bias_of(offset), False)
         for arrays, array in zip(parts, found[:2], strict=True):
             arrays.append(array)
         where[visit.rows, order[visit.rows, visit.cluster]] = seen + np.arange(len(visit.rows))

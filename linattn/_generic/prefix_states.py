@@ -7,7 +7,7 @@ from linattn._generic.numerics import finite_shift
 from linattn._generic.states import merge
 from linattn.typing import Array, State
 
-__all__ = ["far_states", "prefix_merge", "stack_states", "state_at"]
+__all__ = ["far_states", "prefix_merge", "stack_states", "state_at", "with_block_axis"]
 
 
 MAX_LOG_SPAN = 20.0
@@ -31,13 +31,13 @@ def far_states(
     """
     g = states.log_scale.shape[-2] - (1 if after is None else 2)
     prefixes = prefix_merge(
-        stack_states([_with_block_axis(before), _part(states, slice(0, g))]), lazy=lazy
+        stack_states([with_block_axis(before), _part(states, slice(0, g))]), lazy=lazy
     )
     left, right = (None, None) if biases is None else biases
     seen = _weighted(_part(prefixes, slice(0, g)), left)
     if after is not None:
         following = _flip(_part(states, slice(3, g + 2)))
-        adjoints = prefix_merge(stack_states([_with_block_axis(after), following]), lazy=lazy)
+        adjoints = prefix_merge(stack_states([with_block_axis(after), following]), lazy=lazy)
         seen = merge(seen, _weighted(_flip(adjoints), right))
     return seen, state_at(prefixes, g)
 
@@ -53,7 +53,7 @@ def _weighted(state: State, bias: Array) -> State:
     return State(kvz, log_scale, state.length)
 
 
-def _with_block_axis(state: State) -> State:
+def with_block_axis(state: State) -> State:
     return State(state.kvz[..., None, :, :], state.log_scale[..., None, :], 0)
 
 

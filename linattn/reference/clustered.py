@@ -23,6 +23,7 @@ def clustered_attention(
     exact_clusters: int = 0,
     exact_window: int | None = None,
     key_mask: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
 ) -> Float64:
     """Attention by landmarks in quadratic time, with all weights of a query side by side.
 
@@ -46,6 +47,8 @@ def clustered_attention(
         w: keys of a query's block of w tokens and of those beside it are exact.
     key_mask : array_like of bool, optional
         (S,), or what broadcasts to ``key.shape[:-1]``; True = attend.
+    bias : array_like, (..., L, S), optional
+        Log weight of each pair, which has no say in what is chosen.
 
     Returns
     -------
@@ -68,6 +71,7 @@ def clustered_attention(
     lead = np.broadcast_shapes(*(a.shape[:-2] for a in (q, k, v)), *leads)
     q, k, v = (np.broadcast_to(a, lead + a.shape[-2:]) for a in (q, k, v))
     mask = np.broadcast_to(mask, (*lead, k.shape[-2]))
+    pairs = np.broadcast_to(0.0 if bias is None else bias, (*lead, q.shape[-2], k.shape[-2]))
     of_heads = {
         name: np.broadcast_to(a, lead + a.shape[a.ndim - axes[name] :])
         for name, a in parameters.items()
@@ -81,6 +85,7 @@ def clustered_attention(
             apart = np.arange(len(q[head]))[:, None] // exact_window - seen // exact_window
             exact = feature_map.scale * q[head] @ k[head][seen].T
             logits = np.where(abs(apart) <= 1, exact, logits)
+        logits = logits + pairs[head][:, seen]
         if len(seen):
             weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
             out[head] = weights @ v[head][seen] / weights.sum(axis=-1, keepdims=True)
