@@ -401,6 +401,25 @@ def test_few_queries_that_count_are_all_judged(monkeypatch):
     assert_array_equal(report.bound, report.error)
 
 
+def test_queries_unlike_all_others_are_judged_though_they_are_few():
+    """And the mean over the rows drawn, by their weights, is that of all in the mean."""
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((7168, 16)).astype(np.float32)
+    query[::512] = 3 * rng.standard_normal(16)
+    errors, means = rng.random(7168), []
+    for _ in range(60):
+        rows, weights = _tokens._draw_rows(query, np.arange(7168), rng.random(224))
+        assert weights is not None
+        assert len(rows) == 224
+        assert (np.diff(rows) >= 0).all()
+        assert (rows % 512 == 0).any()
+        means.append(np.mean(weights * errors[rows]))
+    assert abs(np.mean(means) - errors.mean()) < 4 * np.std(means) / 60**0.5
+    same, weights = _tokens._draw_rows(np.ones((900, 4)), np.arange(900), rng.random(64))
+    assert_array_equal(weights, 1)
+    assert len(set(same.tolist())) == 64
+
+
 def test_a_tolerance_is_kept(eager):
     """A few rows carry much of the error, and to pass by luck is no way to pass.
 

@@ -151,11 +151,14 @@ def attention(
     search in vain costs; shorter sequences are attended to exactly at once.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
-    of all, at least 64 and at most 256 a head. What is compared with the tolerance is the ``bound``
+    of all, at least 64 and at most 256 a head, drawn with odds ``1 / 2 + l_i / (2 mean l)``, where
+    ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of the query less the mean query, and weighed by
+    one over them. What is compared with the tolerance is the ``bound``
     of :func:`linattn.diagnostics.held_out_error` at a probability of ``1 - 0.05 / n``, where n is
     how many trials a head may have, with and without a window counted apart, so that one that is
     taken by luck has a probability of 0.05 in all. The bound speaks of rows like those drawn; where
-    the error of a head is in a few rows among thousands, it may miss them.
+    the error of a head is in a few rows among thousands, with queries like others, it may miss
+    them.
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every

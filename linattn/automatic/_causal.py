@@ -24,7 +24,6 @@ from linattn.automatic._report import Answer, HeadRecord
 from linattn.automatic._search import MIN_FEATURES, PROBABILITY
 from linattn.automatic._tokens import Head, HostTokens, query_mask_of
 from linattn.coreset import CoresetAttention
-from linattn.diagnostics._shared import error_and_bound
 from linattn.typing import Array
 
 __all__ = ["attend", "is_worth_a_search"]
@@ -125,7 +124,7 @@ class _Streams:
             squares = np.sum((part[tokens.rows].astype(np.float64) - exact) ** 2, axis=-1)
             probability = 1 - (1 - PROBABILITY) / MAX_TRIALS
             units = np.sum(exact**2, axis=-1)
-            found.append(error_and_bound(squares, units, None if tokens.all_rows else probability))
+            found.append(tokens.error_and_bound(squares, units, probability))
         errors, bounds = np.array(found, np.float64).reshape(-1, 2).T
         return output, errors, bounds
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.automatic._tokens import Head
-from linattn.diagnostics._shared import error_and_bound
 from linattn.feature_maps import LandmarkFeatures
 
 __all__ = ["ErrorCurve", "error_curve"]
@@ -224,7 +223,7 @@ def error_curve(
     wide = exact.astype(np.float64)
     apart = parts - wide
     squares, units = np.vecdot(apart, apart), np.vecdot(wide, wide)
-    error, bound = error_and_bound(squares, units, None if head.all_rows else probability)
+    error, bound = head.error_and_bound(squares, units, probability)
     return ErrorCurve(error, bound, share)
 
 

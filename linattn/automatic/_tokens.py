@@ -9,12 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays
-from linattn.diagnostics import held_out_rows
+from linattn.diagnostics._shared import error_and_bound
 from linattn.typing import Array, Problem
 
 __all__ = ["Head", "HostTokens", "query_mask_of"]
 
 Floats = NDArray[Any]
+
+LEVERAGE = 0.5
+"""Share of the odds of a row to be held out that goes by its leverage among the queries."""
 
 
 class Head(NamedTuple):
@@ -23,7 +26,7 @@ class Head(NamedTuple):
     Attributes
     ----------
     rows : ndarray of int, (h,)
-        Held-out queries.
+        Held-out queries; one may be there twice.
     query : ndarray, (h, d)
         They themselves.
     positions : ndarray of int, (S,)
@@ -36,6 +39,8 @@ class Head(NamedTuple):
         Whether the rows are all queries that count.
     key_bias : ndarray, (S,), or None
         Log weights of the keys.
+    row_weights : ndarray, (h,), or None
+        How much less likely each row was drawn than all are in the mean; None for alike.
     """
 
     rows: NDArray[np.intp]
@@ -45,6 +50,13 @@ class Head(NamedTuple):
     values_and_one: Floats
     all_rows: bool
     key_bias: Floats | None = None
+    row_weights: NDArray[np.float64] | None = None
+
+    def error_and_bound(self, squares: Floats, units: Floats, probability: float) -> Any:
+        """Relative error and its bound, from squares of rows: those that are rare weigh less."""
+        if self.row_weights is not None:
+            squares, units = squares * self.row_weights, units * self.row_weights
+        return error_and_bound(squares, units, None if self.all_rows else probability)
 
 
 class HostTokens:
@@ -78,19 +90,17 @@ class HostTokens:
         self._key_bias = None if bias is None else _host(bias, problem)[..., 0]
         length = problem.query.shape[-2]
         valid = np.ones(1, bool) if query_mask is None else _arrays.to_numpy(query_mask)
-        valid = np.broadcast_to(valid, (*valid.shape[:-1], length))
-        self._held = np.zeros(valid.shape, bool)
-        for index in np.ndindex(valid.shape[:-1]):
-            queries = np.flatnonzero(valid[index])
-            if len(queries) > 2 * num_rows:
-                queries = queries[held_out_rows(len(queries), num_rows, generator)]
-            self._held[(*index, queries)] = True
-        self.fitted = np.where(self._all_held(valid), valid, valid & ~self._held)
+        valid = np.broadcast_to(valid, (*self._query.shape[:-2], length))
+        noise = generator.random(num_rows)
+        self._drawn = {
+            index: _draw_rows(self._query[index], np.flatnonzero(valid[index]), noise)
+            for index in np.ndindex(valid.shape[:-1])
+        }
+        self.fitted = valid.copy()
         """Queries to fit to: none that a head is judged by, where others are left."""
-        self._all = np.broadcast_to(self._all_held(valid)[..., 0], self.lead)
-
-    def _all_held(self, valid: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        return np.asarray((valid == self._held).all(axis=-1, keepdims=True))
+        for index, (rows, weights) in self._drawn.items():
+            if weights is not None:
+                self.fitted[(*index, rows)] = False
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         """Go through the heads."""
@@ -101,7 +111,7 @@ class HostTokens:
         query, key, value = (
             _of_head(x, self.lead, index, 2) for x in (self._query, self._key, self._value)
         )
-        rows = np.flatnonzero(_of_head(self._held, self.lead, index, 1))
+        rows, weights = self._drawn[_own_index(self.lead, index, self._query.shape[:-2])]
         positions, bias = np.arange(len(key)), None
         if self._key_bias is not None:
             bias = _of_head(self._key_bias, self.lead, index, 1)
@@ -111,8 +121,46 @@ class HostTokens:
             bias = None if bias is None else bias[positions]
         ones = np.ones_like(value[:, :1])
         values_and_one = np.concatenate([value, ones], axis=-1)
-        all_rows = bool(self._all[index])
-        return Head(rows, query[rows], positions, key, values_and_one, all_rows, bias)
+        return Head(
+            rows, query[rows], positions, key, values_and_one, weights is None, bias, weights
+        )
+
+
+def _draw_rows(
+    query: Floats, valid: NDArray[np.intp], noise: NDArray[np.float64]
+) -> tuple[NDArray[np.intp], NDArray[np.float64] | None]:
+    """Draw rows, ascending, and their weights: all with None where few are valid.
+
+    In the order of their odds queries have parts of a line as long as these, and one is drawn from
+    each of as many strata of it as there are numbers of noise: so those that are most unlike the
+    others are there even if they are few.
+    """
+    if len(valid) <= 2 * len(noise):
+        return valid, None
+    odds = _odds(query[valid])
+    order = np.argsort(odds, kind="stable")
+    ends = np.cumsum(odds[order])
+    strata = (np.arange(len(noise)) + noise) * (ends[-1] / len(noise))
+    places = np.minimum(np.searchsorted(ends, strata, side="right"), len(valid) - 1)
+    drawn = np.sort(order[places])
+    return valid[drawn], 1 / odds[drawn]
+
+
+def _odds(query: Floats) -> NDArray[np.float64]:
+    """Odds of queries to be held out, 1 in the mean: few that are unlike all others have more.
+
+    Of the leverages ``x.((X^T X)^-1 x)``, which sum up to d, the queries of any direction have 1
+    in all if no others have a part in it.
+    """
+    x = query - query.mean(axis=0)
+    x /= np.abs(x).max() or 1
+    square = (x.T @ x).astype(np.float64)
+    d, trace = len(square), np.trace(square)
+    if not 0 < trace < np.inf:
+        return np.ones(len(x))
+    inverse = np.linalg.inv(square + 1e-6 * trace / d * np.eye(d)).astype(x.dtype)
+    leverage = np.vecdot(x @ inverse, x).astype(np.float64)
+    return np.asarray(1 - LEVERAGE + LEVERAGE * leverage / leverage.mean())
 
 
 def _host(x: Array, problem: Problem) -> Floats:
@@ -121,9 +169,15 @@ def _host(x: Array, problem: Problem) -> Floats:
 
 
 def _of_head(x: Floats, lead: tuple[int, ...], index: tuple[int, ...], trailing: int) -> Floats:
-    axes = x.shape[: x.ndim - trailing]
+    return np.asarray(x[_own_index(lead, index, x.shape[: x.ndim - trailing])])
+
+
+def _own_index(
+    lead: tuple[int, ...], index: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Index of a head in leading axes that are broadcast."""
     where = index[len(lead) - len(axes) :]
-    return np.asarray(x[tuple(0 if n == 1 else i for i, n in zip(where, axes, strict=True))])
+    return tuple(0 if n == 1 else i for i, n in zip(where, axes, strict=True))
 
 
 def query_mask_of(problem: Problem, key_mask: Array | None) -> Array | None:
