@@ -103,6 +103,34 @@ def test_any_chunks_give_the_call_in_memory(name, is_causal, data, seed, masked,
     close(state.kvz * np.exp(shift)[..., None], want[1].kvz, tol=4e-6)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), leads=st.sampled_from([((), (3,)), ((1,), (3,)), ((2, 1), (2, 3))]))
+def test_no_tokens_and_a_state_in_other_chunks(is_causal, data, leads):
+    """The chunks that heads of no tokens come in are not those of the state: it is handed on."""
+    phi = MAPS["elu"]
+    of_heads, of_state = (
+        data.draw(chunkings(3), name) for name in ("heads", "chunks of the state")
+    )
+    shapes = [(*lead, 0, n) for lead, n in zip((*leads, leads[1]), (D, D, E), strict=True)]
+    earlier = np.random.default_rng(0).standard_normal((3, *leads[1], 4, D))
+    state = attend(*earlier[:2], earlier[2, ..., :E], phi, return_state=True)[1]
+
+    def lazy(array, axis, chunks):
+        heads = {array.ndim + axis: chunks} if array.shape[axis:][:1] == (3,) else {}
+        return da.from_array(array, chunks=heads)
+
+    given = state._replace(
+        kvz=lazy(state.kvz, -3, of_state), log_scale=lazy(state.log_scale, -2, of_state)
+    )
+    arrays = [lazy(np.zeros(shape), -3, of_heads) for shape in shapes]
+    got = attend(*arrays, phi, is_causal=is_causal, initial_state=given, return_state=True)
+    output, after = dask.compute(*got)
+    assert output.shape == got[0].shape == (*leads[1], 0, E)
+    np.testing.assert_array_equal(after.kvz, state.kvz)
+    np.testing.assert_array_equal(after.log_scale, state.log_scale)
+
+
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), kind=st.sampled_from(["all", "heads", "tokens"]))
 def test_decay_through_any_chunks(data, seed, kind):

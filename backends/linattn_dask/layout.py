@@ -97,7 +97,6 @@ class Layout:
                 self._parts[name] = self._beside_keys(array)
         map_lead = () if problem.feature_map is None else _map_lead(problem)
         keys = [self._parts["key"], self._parts["value"]]
-        self.key_lead = common_chunks(keys, map_lead)
         if problem.state is not None:
             # Axes of no tokens have chunks that mean nothing.
             keys = keys if problem.key.shape[-2] else []
@@ -106,6 +105,12 @@ class Layout:
             keys.append(self._parts["kvz"])
         self.state_lead = common_chunks(keys, map_lead)
         self.lead = common_chunks([*keys, self._parts["query"]], map_lead)
+        if problem.state is not None and not problem.key.shape[-2]:
+            for name, part in self._parts.items():
+                if "keys" in part.axes:
+                    chunks = matching_chunks(part, self.lead)
+                    self._parts[name] = Part(part.array.rechunk((*chunks, -1, -1)), part.axes)
+        self.key_lead = common_chunks([self._parts["key"], self._parts["value"]], map_lead)
         if problem.feature_map is not None:
             self._parts["feature_map"] = Part(_carried(problem.feature_map), ())
         _warn_of_short_chunks(self)
@@ -214,7 +219,7 @@ class Layout:
         key = self.problem.key
         array = array[(None,) * (key.ndim - array.ndim)]
         lead = [
-            chunks if array.shape[i] == key.shape[i] else array.chunks[i]
+            chunks if array.shape[i] == key.shape[i] else (array.shape[i],)
             for i, chunks in enumerate(key.chunks[:-2])
         ]
         if array.shape[-2] != key.shape[-2] or array.shape[-2] == 1:
@@ -319,16 +324,17 @@ def common_chunks(parts: list[Part], map_lead: tuple[int, ...]) -> list[Chunks]:
     return common
 
 
+def matching_chunks(part: Part, lead: list[Chunks]) -> list[Chunks]:
+    """Chunks of the leading axes of a part: those of ``lead`` where lengths are the same."""
+    present = part.lead_chunks
+    with_one = [(1,)] * len(present) + lead
+    wanted = with_one[len(with_one) - len(present) :]
+    return [c if sum(c) == sum(p) else p for c, p in zip(wanted, present, strict=True)]
+
+
 def state_parts(state: State, lead: list[Chunks]) -> dict[str, Part]:
     """Return arrays of a state, chunked as tokens are along leading axes, and not otherwise."""
-    shape = tuple(state.kvz.shape[:-2])
-    with_one = [(1,)] * len(shape) + lead
-    chunks = [
-        c if sum(c) == n else present
-        for n, c, present in zip(
-            shape, with_one[len(with_one) - len(shape) :], state.kvz.chunks, strict=False
-        )
-    ]
+    chunks = matching_chunks(Part(state.kvz, ("features", "width")), lead)
     kvz = state.kvz.rechunk((*chunks, -1, -1))
     return {
         "kvz": Part(kvz, ("features", "width")),
