@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import exp
+from linattn_numpy.limits import MAX_HALF_DECAY, exp
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
@@ -44,22 +44,34 @@ def decay_of_tiles(
         return
     if log_decay.strides[-2] == 0:
         # One decay for all tokens.
-        yield from repeat(_decay(log_decay[..., None, :size, :], count, dtype))
+        yield from repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype)))
         return
-    for part in split_tiles(log_decay[..., rows, :], count, size):
-        yield _decay(part, count, dtype)
+    yield from _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
 
 
-def _decay(log_decay: Floats, count: int, dtype: Any) -> Decay:
+def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
+    """Decay of each tile; tiles are the first axis."""
+    # In float64: the sums of a strong decay have no digits left for the weak ones after it.
     since = np.cumsum(log_decay, axis=-2)
     last = since[..., -1:, :]
-    shape = (*since.shape[:-1], since.shape[-2])
-    # In float64: the sums of a strong decay have no digits left for the weak ones after it.
-    between = np.subtract(since, transposed(since), out=buffer("between", shape, since.dtype))
-    pairs = buffer("pairs", shape, dtype)
-    pairs[...] = between
-    exp(np.minimum(pairs, 0, out=pairs))
-    pairs *= lower(shape[-1], dtype)
-    left, until, whole = (exp(x.astype(dtype)) for x in (since, last - since, last))
-    states = list(moveaxis(whole[..., 0], -2, 0))
-    return Decay(pairs, left, until, states * (count // len(states)))
+    limit = MAX_HALF_DECAY[dtype.itemsize]
+    is_steep = (last < -2 * limit)[..., 0, 0]
+    to_middle = (last / 2 - since).clip(-limit, limit)
+    factors = (np.exp(x).astype(dtype) for x in (-to_middle, transposed(to_middle)))
+    parts = (exp(x.astype(dtype)) for x in (since, last - since, last))
+    for sums, steep, row, key, left, until, whole in zip(
+        since, is_steep, *factors, *parts, strict=True
+    ):
+        pairs = buffer("pairs", (*row.shape[:-1], row.shape[-2]), dtype)
+        np.multiply(row, lower(row.shape[-2], dtype), out=pairs)
+        np.multiply(pairs, key, out=pairs)
+        if steep.any():
+            pairs[steep] = _steep_pairs(sums[steep], dtype)
+        states = list(moveaxis(whole[..., 0], -2, 0))
+        yield Decay(pairs, left, until, states * (count // len(states)))
+
+
+def _steep_pairs(since: Floats, dtype: Any) -> Floats:
+    """Decay of pairs of which that of some token is out of the range of a number."""
+    between = np.minimum(since - transposed(since), 0).astype(dtype)
+    return exp(between) * lower(since.shape[-2], dtype)

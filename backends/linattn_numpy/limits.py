@@ -22,6 +22,7 @@ __all__ = [
     "MAX_DECAY_EXPONENT",
     "MAX_EXPONENT",
     "MAX_FEATURE",
+    "MAX_HALF_DECAY",
     "MAX_LOG_LEAD",
     "MAX_LOG_SPREAD",
     "MAX_PREFIX_LOG_LEAD",
@@ -65,6 +66,9 @@ MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic c
 MAX_LOG_LEAD = 10.0  # of a block above a state that it joins without rescaling it
 MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of its state
 MAX_PREFIX_LOG_LEAD = 20.0  # of a scale above what has been seen so far: nothing underflows
+
+# Decay.
+MAX_HALF_DECAY = {4: 40.0, 8: 300.0}  # exponent of half a sub-block's, on either side of its middle
 
 # Recurrences.
 MAX_DECAY_EXPONENT = 10.0  # of half a chunk: its exponential keeps 1e-6 in float32
