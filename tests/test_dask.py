@@ -190,6 +190,13 @@ def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, 
         close(array, wanted)
 
 
+def test_a_window_where_a_chunk_has_no_heads():
+    arrays = tokens(24)
+    lazy = [da.from_array(x, chunks=((0, 2), (8, 16), -1)) for x in arrays]
+    got = attend(*lazy, MAPS["positive"], exact_window=4)
+    close(got.compute(), attend(*arrays, MAPS["positive"], exact_window=4))
+
+
 def test_two_passes_are_the_one_call():
     phi, arrays, rows = MAPS["positive"], tokens(100), 30
     query, key, value = lazily(arrays, rows)

@@ -79,7 +79,7 @@ class Block:
     def side(self, name: str) -> Any:
         """Rows before or after this block, or None at the ends of the sequence."""
         rows: Any = self[name]
-        return None if rows is None or not bool(rows[..., -1:].max()) else rows
+        return None if rows is None or not bool(rows[..., -1:].any()) else rows
 
     def state(self, name: str = "state") -> State:
         """State of this name, without its axis of blocks."""
