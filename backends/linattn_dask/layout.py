@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import chain
 from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 from dask.base import normalize_token
+from dask.graph_manipulation import clone
 
 import linattn
 from linattn.typing import (
@@ -139,12 +142,20 @@ class Layout:
         """Return arrays of the problem, those that it has."""
         return {name: self._parts[name] for name in names if name in self._parts}
 
+    def reading_again(self) -> Layout:
+        """Return the same problem with reads of its own: keys are not kept from pass to pass."""
+        other = copy(self)
+        other._parts = self._parts | {
+            name: Part(clone(part.array, seed="linattn"), part.axes)
+            for name, part in self._parts.items()
+            if "keys" in part.axes and _is_read(part.array)
+        }
+        return other
+
     def without_rows(self, *names: str) -> dict[str, Part]:
         """Return arrays of keys that the problem has, without any key, in one block."""
         return {
-            name: Part(part.array[..., :0, :].rechunk({-2: -1}), part.axes)
-            if "keys" in part.axes
-            else part
+            name: Part(_without_rows(part.array), part.axes) if "keys" in part.axes else part
             for name, part in self.parts(*names).items()
         }
 
@@ -241,11 +252,13 @@ def tasks(
     **options: Any,
 ) -> Array:
     """Make an array of a task for each block, of all these axes with their chunks."""
-    known = {name for part in parts.values() for name in part.names}
+    names = [_uncontracted(part, axes) for part in parts.values()]
+    arrays = [part.array for part in parts.values()]
+    known = set(chain.from_iterable(names))
     return da.blockwise(
         run,
         tuple(axes),
-        *(each for part in parts.values() for each in (part.array, part.names)),
+        *chain.from_iterable(zip(arrays, names, strict=True)),
         function=function,
         call=call,
         **options,
@@ -255,6 +268,34 @@ def tasks(
         align_arrays=False,
         dtype=meta.dtype,
         meta=meta,
+    )
+
+
+def _is_read(array: Array) -> bool:
+    """Whether a block of an array is what one task reads from a store."""
+    if hasattr(array, "expr"):
+        return False
+    layers = dict(array.__dask_graph__().layers)
+    task = getattr(layers.pop(array.name, None), "task", None)
+    return task is not None and task.data_producer and all(len(n) == 1 for n in layers.values())
+
+
+def _without_rows(array: Array) -> Array:
+    """Return an array without any row, for which none is read."""
+    lead, width = array.shape[:-2], array.shape[-1]
+    return da.zeros_like(array, shape=(*lead, 0, width), chunks=(*array.chunks[:-2], 0, width))
+
+
+def _uncontracted(part: Part, axes: dict[str, Chunks]) -> Axes:
+    """Name axes of one chunk that the result lacks as its last one, which has one chunk too.
+
+    Dask fuses tasks with those that read their arrays where no axis is summed over.
+    """
+    *_, last = axes
+    blocks = part.array.numblocks
+    return tuple(
+        last if name not in axes and count == 1 else name
+        for name, count in zip(part.names, blocks, strict=True)
     )
 
 

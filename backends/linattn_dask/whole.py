@@ -46,7 +46,7 @@ def _full(layout: Layout) -> Result:
 
 def _causal(layout: Layout) -> Result:
     layout.check_rows()
-    before, last = states_before(layout, block_states(layout), first_state(layout))
+    before, last = states_before(layout, block_states(layout.reading_again()), first_state(layout))
     names = ("key", "value", "key_mask", "key_bias", "log_decay", "feature_map")
     parts = layout.parts(*names)
     parts["query"] = layout.part("query", ("keys", "dim"))
