@@ -1,14 +1,17 @@
 """Time of attention on Dask arrays beside the same call on NumPy arrays in memory.
 
-    python -m benchmarks.distributed [--tokens 500000] [--rounds 3] [--picture docs/images/dask.png]
+    python -m benchmarks.distributed [--tokens 500000] [--rounds 5] [--page docs/dask.md]
 
-2 heads, d = e = 64, m = 256, float32, on threads of this machine, BLAS on one thread.
-All are called in turn, in an order that changes from round to round: a time is the median over
-rounds, a ratio the median of the ratios within a round. Times are those of the clock, as several
-threads are at work: the record has the load of the machine. Tasks and the time to make them are
-counted for each block; what a task costs the scheduler, and how long one waits for another, are
-those of empty tasks on a local cluster of two processes. From these parts comes what a cluster
-would take. Needs the extras ``dask`` and ``cli``; takes three minutes on two cores.
+2 heads, d = e = 64, m = 256, float32, on threads of this machine, BLAS on one thread. Dask arrays
+lie in memory in their blocks before a clock starts; graphs are made within the time. All are called
+in turn, in an order that changes from round to round: a time is the median over rounds, a ratio the
+median of the ratios within a round. Times are those of the clock, as several threads are at work:
+the record has the load of the machine. Tasks and the time to make them are counted for each block;
+what a task costs the scheduler, and how long one waits for another, are those of empty tasks on a
+local cluster of two processes. From these parts comes what a cluster would take.
+
+Prints the section of the page; ``--page`` puts it there and draws the picture, ``--from-record``
+without measuring. Needs the extras ``dask`` and ``cli``; takes four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import linattn
 from benchmarks.peers.machine import describe
 
 HEADS, DIM, NUM_FEATURES = 2, 64, 256
+KINDS = ("full", "causal")
 ROWS = (8_000, 16_000, 32_000, 64_000)
 TOLERANCE = 2e-6
 EMPTY_TASKS, CHAIN = 3000, 300
@@ -52,10 +56,10 @@ def attention(arrays: Any, phi: Any, is_causal: bool, threads: int | None = None
         return attend(*arrays, phi, is_causal=is_causal)
 
 
-def on_dask(arrays: Any, phi: Any, is_causal: bool, rows: int, threads: int) -> Any:
+def on_dask(lazy: Any, phi: Any, is_causal: bool, threads: int) -> Any:
     """Build the graph and compute it; outputs stay in their blocks, as a pipeline has them."""
-    lazy = attention(lazily(arrays, rows), phi, is_causal)
-    return lazy.persist(scheduler="threads", num_workers=threads)
+    output = attention(lazy, phi, is_causal)
+    return output.persist(scheduler="threads", num_workers=threads)
 
 
 def in_turn(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
@@ -73,12 +77,12 @@ def in_turn(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
 def compare(arrays: Any, phi: Any, is_causal: bool, rounds: int) -> dict[str, Any]:
     """Time one kind of attention: blocks of several lengths, and one thread and two."""
     call = partial(attention, arrays, phi, is_causal)
-    lazy = partial(on_dask, arrays, phi, is_causal)
+    lazy = {rows: partial(on_dask, lazily(arrays, rows), phi, is_causal) for rows in ROWS}
     calls: dict[str, Call] = {f"NumPy, {n} threads": partial(call, n) for n in (1, 2)}
-    calls |= {f"Dask, {rows} rows, 2 threads": partial(lazy, rows, 2) for rows in ROWS}
-    calls["Dask, 32000 rows, 1 threads"] = partial(lazy, 32_000, 1)
+    calls |= {f"Dask, {rows} rows, 2 threads": partial(lazy[rows], 2) for rows in ROWS}
+    calls["Dask, 32000 rows, 1 threads"] = partial(lazy[32_000], 1)
     whole = call(2)
-    error = float(np.abs(lazy(32_000, 2).compute() - whole).max() / np.abs(whole).max())
+    error = float(np.abs(lazy[32_000](2).compute() - whole).max() / np.abs(whole).max())
     if not error < TOLERANCE:
         message = f"off by {error:.2g}"
         raise AssertionError(message)
@@ -146,84 +150,54 @@ def on_paper(
     return parts | {"seconds": max(parts["work"], parts["scheduler"]) + parts["waiting"]}
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Draw time by block length, and on paper by workers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    measured, paper = figure.subplots(1, 2)
-    workers = [2**i for i in range(13)]
-    for kind, colour in (("full", "C0"), ("causal", "C1")):
-        seconds = record[kind]["seconds"]
-        times = [seconds[f"Dask, {rows} rows, 2 threads"] for rows in ROWS]
-        measured.plot(ROWS, times, ".-", color=colour, label=f"{kind}, Dask")
-        numpy = seconds["NumPy, 2 threads"]
-        measured.axhline(numpy, ls="--", color=colour, label=f"{kind}, NumPy")
-        for rows, style in ((32_000, ":"), (256_000, "-")):
-            curve = [on_paper(record, kind == "causal", rows, n, 1e9)["seconds"] for n in workers]
-            paper.plot(workers, curve, style, color=colour, label=f"{kind}, {rows:,} rows a block")
-    measured.set(xscale="log", xlabel="rows a block", ylabel="seconds", ylim=(0, None))
-    measured.set_title(f"{record['tokens']:,} tokens on two threads", fontsize=10)
-    paper.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds")
-    paper.set_title("on paper: 1,000,000,000 tokens", fontsize=10)
-    for axes in (measured, paper):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def show(record: dict[str, Any]) -> None:
-    """Print a table, and the parts of the prediction."""
-    print("| | full, s | over NumPy | causal, s | over NumPy |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    for name in record["full"]["seconds"]:
-        cells = [
-            f"{record[kind]['seconds'][name]:.2f} | "
-            f"{record[kind]['over NumPy on 2 threads'][name]:.2f}"
-            for kind in ("full", "causal")
-        ]
-        print(f"| {name} | {' | '.join(cells)} |")
-    for part in ("graph", "microseconds a task", "on paper"):
-        print(part, json.dumps(record[part], indent=1))
-    print(f"load {record['load before']:.1f} before, {record['load after']:.1f} after")
-
-
-def main() -> None:
-    """Print a table, write a record and draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=500_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    default = Path(__file__).parent / "results" / "distributed.json"
-    parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
+def measure(tokens: int, rounds: int) -> dict[str, Any]:
+    """Return the record of a run."""
     from threadpoolctl import threadpool_limits
 
-    shape = (3, HEADS, options.tokens, DIM)
+    shape = (3, HEADS, tokens, DIM)
     arrays = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     phi = linattn.feature_maps.PositiveFeatures(DIM, num_features=NUM_FEATURES, rng=0)
     cores = sorted(os.sched_getaffinity(0))
-    record: dict[str, Any] = {"machine": describe(cores), "tokens": options.tokens}
+    record: dict[str, Any] = {"machine": describe(cores), "tokens": tokens, "rounds": rounds}
     record["load before"] = os.getloadavg()[0]
-    record["graph"] = {"full": graph(phi, False), "causal": graph(phi, True)}
+    record["graph"] = {kind: graph(phi, kind == "causal") for kind in KINDS}
     record["microseconds a task"] = cost_of_tasks()
+    copies = in_turn({"": partial(lazily, arrays, 32_000)}, rounds)
+    record["seconds to copy"] = statistics.median(copies[""])
     with threadpool_limits(1):
-        for kind in ("full", "causal"):
-            record[kind] = compare(arrays, phi, kind == "causal", options.rounds)
+        for kind in KINDS:
+            record[kind] = compare(arrays, phi, kind == "causal", rounds)
     record["load after"] = os.getloadavg()[0]
     record["on paper"] = {
         kind: {
             str(rows): on_paper(record, kind == "causal", rows, 1000, 1e9)
             for rows in (32_000, 256_000)
         }
-        for kind in ("full", "causal")
+        for kind in KINDS
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    show(record)
-    if options.picture is not None:
-        draw(record, options.picture)
+    return record
+
+
+def main() -> None:
+    """Write a record, print the section of the page, and renew the page."""
+    from benchmarks.distributed_page import draw, replace_section, section
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=500_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    default = Path(__file__).parent / "results" / "distributed.json"
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--from-record", action="store_true")
+    options = parser.parse_args()
+    if not options.from_record:
+        record = measure(options.tokens, options.rounds)
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = json.loads(options.out.read_text(encoding="utf-8"))
+    print(section(record))
+    if options.page is not None:
+        replace_section(options.page, record)
+        draw(record, options.page.parent / "images" / "dask.png")
 
 
 if __name__ == "__main__":
