@@ -156,7 +156,8 @@ def _scan_tiles(
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query, length, "query")
         keys = FeatureMaker(key_spec, key.x, length, "key", factors=common.key_factors)
-        sums = Triangles(queries.weights, keys.weights, lead, kvz, size)
+        is_empty = num_den is None and not common.state_factors.any()
+        sums = Triangles(queries.weights, keys.weights, lead, kvz, size, is_empty=is_empty)
         if num_den is None:
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
         values = _weighted_tiles(values_and_one, common.value_weights, rows, sums)

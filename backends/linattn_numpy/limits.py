@@ -133,7 +133,9 @@ def feature_max(x: Floats) -> Floats:
 
 def all_finite(x: Floats) -> bool:
     """Whether nothing is inf or NaN."""
-    # Times 0, what is finite is 0 and all else NaN: faster than to ask each.
+    # Times 0, what is finite is 0 and all else NaN: faster than to ask each, and as one matrix.
+    if x.flags.c_contiguous:
+        x = x.reshape(-1, x.shape[-1])
     return not np.matmul(x, zeros(x.shape[-1], x.dtype)).any()
 
 
