@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -453,6 +453,40 @@ def test_heads_of_which_only_some_have_even_columns_have_their_own_bits(monkeypa
             )
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("phi", [PositiveFeatures(D, 64, rng=0), HyperbolicFeatures(D, 64, rng=0)])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_heads_out_of_range_are_done_together_with_their_own_bits(phi, has_state, calls):
+    query, key, value = (x.astype(np.float32) for x in inputs(300, heads=(2, 3)))
+    query, key = 24 * query, 24 * key
+    key[0, 1, 100:110] *= 3
+    mask = np.arange(300) > 3
+    state: Any = None
+    if has_state:
+        state = linattn.init_state(phi, D, batch_shape=(2, 3), like=key)
+        state = linattn.update_state(state, 0.5 * key, value, phi)
+    calls["stabilized"] = 0
+
+    def attend(query, key, value, state):
+        options: Any = dict(is_causal=True, key_mask=mask, initial_state=state)
+        with linattn.config(num_threads=1):
+            return linattn.linear_attention(query, key, value, phi, **options)
+
+    out = attend(query, key, value, state)
+    # The scales of a state are not those of unshifted blocks.
+    assert calls["stabilized"] == (6 if has_state else 2)
+    for head in product(range(2), range(3)):
+        own = state and state._replace(kvz=state.kvz[head], log_scale=state.log_scale[head])
+        assert np.array_equal(out[head], attend(query[head], key[head], value[head], own))
+    with linattn.without_backends():
+        if has_state:
+            kvz, log_scale = state.kvz.astype(float), state.log_scale.astype(float)
+            state = state._replace(kvz=kvz, log_scale=log_scale)
+        query, key, value = (x.astype(float) for x in (query, key, value))
+        want = attend(query, key, value, state)
+    # Rounding of the largest log.
+    agree(out, want, 1e-7 * np.square(key).sum(axis=-1).max())
 
 
 def test_a_backward_pass_keeps_its_own_tasks():

@@ -2,17 +2,18 @@
 
 A block stays *unshifted* if its exponents lie within ``+-MAX_EXPONENT``, or if the norms of its
 queries bound theirs: its features are made and used a tile at a time, on one scale with its state,
-and it is checked here by the rule of the driver, on the scale of its largest product. Of a rejected
-block each head is done by itself; a rejected head is done again max-stabilized, on a scale that
-grows from sub-block to sub-block, and what of that is rejected token by token. The generic twin is
-``scan_block`` of ``linattn/_generic/states.py``.
+and it is checked here by the rule of the driver, on the scale of its largest product. A block of
+which no head is in range is done *max-stabilized*, on a scale that grows from sub-block to
+sub-block, and what of that is rejected row by row. Where only some are, or a block is rejected,
+each head is done by itself. The generic twin is ``scan_block`` of ``linattn/_generic/states.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import repeat
-from math import exp, inf, log, prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,13 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale, stabilize
+from linattn_numpy.causal_scales import (
+    CausalBlock,
+    CommonScale,
+    StabilizedBlock,
+    common_scale,
+    stabilize,
+)
 from linattn_numpy.decay import decay_of_tiles
 from linattn_numpy.features import (
     FeatureMaker,
@@ -36,9 +43,12 @@ from linattn_numpy.features import (
 from linattn_numpy.limits import (
     EMPTY,
     EXP_LOSS,
+    LEAST_EXPONENT,
     MAX_UNINSPECTED_EXPONENT,
     UNDERFLOWED,
     all_finite,
+    exp,
+    finite_shift,
     floor_of,
     rejected_rows,
     tiny,
@@ -74,18 +84,22 @@ def scan_block(
         return unsupported(query_spec, key_spec)
     args = query, key, values_and_one, state, want_log
     (*heads, m, _), n = state.kvz.shape, values_and_one.shape[-2]
+    # Each head has the bits that it has alone.
+    are_apart = prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS
     answer: tuple[Partial, State] | Declined = Declined("one side is paired, the other is not")
     if num_sign_halves(query_spec) == num_sign_halves(key_spec):
         answer = _scan_unshifted(query_spec, key_spec, *args)
         if not isinstance(answer, Declined):
             return answer
-        if prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS:
+        if are_apart and (answer is not LARGE_SAMPLE or key.log_decay is not None):
             return Declined(answer.reason, by_head=True)
     # Of a longer block most may be in range: the driver tries it again as shorter ones.
     is_short = n <= _tile_rows(m) or (answer is LARGE_SAMPLE and key.log_decay is None)
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
-        return _scan_stabilized(block, state, want_log)
+        answer = _scan_stabilized(block, state, want_log)
+        if are_apart and (isinstance(answer, Declined) or not answer[0].accepted):
+            return Declined(UNDERFLOWED.reason, by_head=True)
     return answer
 
 
@@ -109,12 +123,17 @@ def _scan_unshifted(
         return common
     bounds = _exponent_bounds(query_spec, key_spec, query, key, common)
     inspect = bool((bounds == inf).any())
-    if inspect and not (are_moderate(query_spec, query.x) and are_moderate(key_spec, key.x)):
-        return LARGE_SAMPLE
-    if inspect and (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
-        # Alone, some heads are inspected and some are not.
-        return Declined("exponents of some heads only need to be inspected")
-    bound = 0.0 if inspect else log(2) + float(bounds.max())
+    if inspect:
+        moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
+        moderate = moderate | (bounds < inf)
+        if not moderate.any():
+            return LARGE_SAMPLE
+        if not moderate.all():
+            return LARGE_EXPONENTS
+        if (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
+            # Alone, some heads are inspected and some are not.
+            return Declined("exponents of some heads only need to be inspected")
+    bound = 0.0 if inspect else math.log(2) + float(bounds.max())
     sums = _scan_tiles(query_spec, key_spec, query.x, key, values_and_one, state, common, bound)
     if isinstance(sums, Declined):
         return sums
@@ -173,11 +192,11 @@ def _scan_tiles(
                 return LARGE_EXPONENTS
             sums.add(next(values), out, next(decays))
             # The floor does not fall from tile to tile.
-            if not out[..., -1].min() >= least * exp(max_log):
+            if not out[..., -1].min() >= least * math.exp(max_log):
                 return UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
-    return num_den, kvz, least * exp(max_log)
+    return num_den, kvz, least * math.exp(max_log)
 
 
 def _weighted_tiles(
@@ -253,37 +272,80 @@ def _tile_rows(m: int) -> int:
 def _scan_rows(
     block: CausalBlock, rows: slice, size: int, state: State, out: Partial
 ) -> tuple[State, bool]:
-    """Scan some rows by sub-blocks; return the state after them, and whether all are accepted.
-
-    A sub-block in which later keys take digits from rows is done again token by token.
-    """
+    """Scan some rows by sub-blocks; return the state after them, and whether all are accepted."""
     n, v = rows.stop - rows.start, block.values_and_one[..., rows, :]
     num_den, log_row = out.num_den[..., rows, :], out.log[..., rows, :]
     found = stabilize(block.take(rows), state, sub_blocks(n, size))
-    q, k = found.query[..., None, :, :], found.key[..., None, :, :]
+    q, k = (
+        _exp_by_head(log, name)[..., None, :, :]
+        for log, name in ((found.query, "queries"), (found.key, "keys"))
+    )
     sums = Triangles(q, k, v.shape[:-2], found.state, size)
     decay = next(decay_of_tiles(block.key.log_decay, rows, n // size, size, v.dtype))
     (values,), (sub_blocks_out,) = sums.split(v), sums.split(num_den)
     before = [state.kvz, *sums.add(values, sub_blocks_out, decay, found.rises)]
     log_row[...] = found.log_row
     after = State(sums.state(), found.log_scale[..., -1, :], state.length + n)
-    rejected = rejected_rows(num_den[..., -1:], v, state.kvz, found.floor)
-    # A row that sees no key is 0.
-    if rejected is None or not (rejected := rejected & (log_row > -inf)).any():
-        return after, True
+
     # A decay takes from denominators on any scale.
-    if size == 1 or decay is not None:
-        return after, False
-    is_rejected = rejected.reshape(-1, n // size, size).any(axis=(0, -1))
-    scales = [state.log_scale, *(found.log_scale[..., i, :] for i in range(n // size - 1))]
-    # Those of its tokens are made where these states are.
-    again = [(i, before[i].reshape(after.kvz.shape).copy()) for i in np.flatnonzero(is_rejected)]
-    accepted = True
-    for i, kvz in again:
-        first = State(kvz, scales[i], state.length + int(i) * size)
-        start = rows.start + int(i) * size
-        accepted &= _scan_rows(block, slice(start, start + size), 1, first, out)[1]
-    return after, accepted
+    for may_redo in (decay is None, False):
+        rejected = rejected_rows(num_den[..., -1:], v, state.kvz, found.floor)
+        # A row that sees no key is 0.
+        if rejected is None or not (rejected := rejected & (log_row > -inf)).any():
+            return after, True
+        if may_redo:
+            logs = [state.log_scale, *np.moveaxis(found.log_scale, -2, 0)]
+            _sum_pairs(found, zip(before, logs, strict=False), v, rejected, num_den, log_row)
+    return after, False
+
+
+def _sum_pairs(
+    found: StabilizedBlock,
+    states: Iterable[tuple[Floats, Floats]],
+    v: Floats,
+    rejected: NDArray[np.bool_],
+    num_den: Floats,
+    log_row: Floats,
+) -> None:
+    """Sum rejected rows again, each on the largest product of those that it sees.
+
+    ``states``: those before each sub-block and their log scales, those of what is before it.
+    """
+    lead, size = rejected.shape[:-2], v.shape[-2] // found.log_scale.shape[-2]
+    for i, (kvz, c) in enumerate(states):
+        rows = slice(i * size, (i + 1) * size)
+        *heads, row, _ = np.nonzero(rejected[..., rows, :])
+        if row.size == 0:
+            continue
+
+        def take(x: Floats, *places: Any, heads: Any = tuple(heads)) -> Any:
+            if x.shape[:-2] != lead:
+                x = np.broadcast_to(x, (*lead, *x.shape[-2:]))
+            return x[(*heads, *places)]
+
+        q = take(found.query[..., rows, :], row)[:, None, :]
+        pairs = q + take(found.key[..., rows, :])
+        before = q + take((c - finite_shift(found.log_scale[..., i, :]))[..., None, :])
+        pairs[np.arange(size) > row[:, None]] = -inf
+        top = np.maximum(
+            pairs.max(axis=(-2, -1), keepdims=True), before.max(axis=-1, keepdims=True)
+        )
+        shift, least = finite_shift(top), LEAST_EXPONENT[pairs.itemsize]
+        pairs -= shift
+        weights = np.exp(np.where(pairs < least, -inf, pairs)).sum(axis=-1)[:, None, :]
+        sums = weights @ take(v[..., rows, :]) + np.exp(before - shift) @ take(kvz)
+        index = (*heads, rows.start + row)
+        num_den[index] = sums[:, 0, :]
+        log_row[index] += top[:, 0, :]
+
+
+def _exp_by_head(log: Floats, name: str) -> Floats:
+    """Exponentials in a buffer, of each head as it would be alone."""
+    out = buffer(name, log.shape, log.dtype)
+    shape = -1, *log.shape[-2:]
+    for x, y in zip(log.reshape(shape), out.reshape(shape), strict=True):
+        exp(x, y)
+    return out
 
 
 def _is_kept(key_spec: Spec, key: Tokens, kvz: Floats, floor: float) -> bool:

@@ -13,12 +13,11 @@ from linattn_numpy.limits import (
     EXP_LOSS,
     MAX_LOG_SPREAD,
     MAX_PREFIX_LOG_LEAD,
-    exp,
     finite_shift,
     floor_of,
-    in_place,
     row_max,
 )
+from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import Run, rows_of
 
 __all__ = ["CausalBlock", "CommonScale", "StabilizedBlock", "common_scale", "stabilize"]
@@ -95,11 +94,12 @@ class CausalBlock(NamedTuple):
 
 
 class StabilizedBlock(NamedTuple):
-    """Features of a causal block and the state before it, relative to the largest logs so far."""
+    """Logs of a causal block and the state before it, relative to the largest logs so far."""
 
     query: Floats
     key: Floats
     state: Floats
+    """Not its logs, but itself."""
     log_row: Floats
     """Log scale of each query, ``(..., n, 1)``."""
     log_scale: Floats
@@ -107,12 +107,12 @@ class StabilizedBlock(NamedTuple):
     rises: list[Floats | None]
     """Factors ``(..., m, 1)`` that put the state after each sub-block but the last on the scale of
     the next; None for 1."""
-    floor: float
-    """Least denominator from which underflow takes no more than rounding does."""
+    floor: Floats
+    """Least denominator from which underflow takes no more than rounding does, ``(..., 1, 1)``."""
 
 
 def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBlock:
-    """Exponentiate keys on the maximum so far of each feature, and each query on its own largest.
+    """Put keys on the maximum so far of each feature, and each query on its own largest.
 
     So far: up to the end of a sub-block, or of the whole block where that is near. The row terms of
     queries, which cancel, are left out.
@@ -126,10 +126,9 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     last = c[..., -1:, :]
     c = np.where(c >= last - MAX_PREFIX_LOG_LEAD, last, c)
     shift = finite_shift(c)
-    sizes = [run.size for run in runs for _ in range(run.places.start, run.places.stop)]
-    k = in_place(np.add, k, np.repeat(key_spec.col[..., None, :] - shift, sizes, axis=-2))
+    k = _add_by_run(k, key_spec.col[..., None, :] - shift, runs)
     q = query_exponents(query_spec, query.x, "query")
-    q = in_place(np.add, q, np.repeat(c + query_spec.col[..., None, :], sizes, axis=-2))
+    q = _add_by_run(q, c + query_spec.col[..., None, :], runs)
     row = row_max(q)
     q -= finite_shift(row)
     before = state.kvz * np.exp(state.log_scale - shift[..., 0, :])[..., None]
@@ -138,6 +137,15 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
         np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None] if is_rising else None
         for i, is_rising in enumerate(rising.tolist())
     ]
-    terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1).max()
-    floor = EXP_LOSS * floor_of(k.dtype) * float(terms)
-    return StabilizedBlock(exp(q), exp(k), before, row, c, rises, floor)
+    terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1)
+    floor = EXP_LOSS * floor_of(k.dtype) * terms[..., None, None]
+    return StabilizedBlock(q, k, before, row, c, rises, floor)
+
+
+def _add_by_run(x: Floats, logs: Floats, runs: list[Run]) -> Floats:
+    """Add to the rows of each sub-block what is its own, in place where that fits."""
+    lead = broadcast_lead(x.shape[:-2], logs.shape[:-2])
+    out = x if lead == x.shape[:-2] else np.empty((*lead, *x.shape[-2:]), x.dtype)
+    for run in runs:
+        np.add(run.split(x), logs[..., run.places, None, :], out=run.split(out))
+    return out

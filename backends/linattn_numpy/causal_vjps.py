@@ -26,6 +26,7 @@ from linattn_numpy.limits import (
     MAX_LOG_LEAD,
     UNDERFLOWED,
     all_finite,
+    exp,
     floor_of,
     in_place,
     rejected_rows,
@@ -55,7 +56,7 @@ class _Rows(NamedTuple):
     """Of the features of states in each sub-block, ``(..., count, m)``, or ``(..., 1, m)``."""
     rises: list[Floats | None] | None
     """What states between sub-blocks are multiplied with, ``(..., m, 1)``; None for 1."""
-    floor: float
+    floor: float | Floats
     """Least denominator that is accepted."""
     positive: tuple[Bools | None, Bools | None] = (None, None)
     """Where inputs of a ReLU are, of queries and of keys."""
@@ -142,7 +143,7 @@ def _pull_stabilized(
     """Pull back on the largest logs so far; rows that this takes digits from, token by token."""
     state, adjoint = states
     q, k, start, _, log_scale, rises, floor = stabilize(block, state, runs)
-    rows = _Rows(q, k, block.values_and_one, start, log_scale, rises, floor)
+    rows = _Rows(exp(q), exp(k), block.values_and_one, start, log_scale, rises, floor)
     answer = _pull(block, rows, runs, states, grad_output)
     if not isinstance(answer, list):
         return answer

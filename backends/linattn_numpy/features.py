@@ -25,6 +25,7 @@ __all__ = [
     "are_moderate",
     "exponentials",
     "feature_tiles",
+    "is_moderate",
     "log_features",
     "log_offsets",
     "max_log",
@@ -152,13 +153,24 @@ def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
-def are_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
-    """Whether the exponents of a few tokens are in range; if not, hardly all others' are."""
+def is_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
+    """Whether the exponents of some tokens of a head are so small that all others may be."""
     if isinstance(spec, Pointwise):
         return True
     # From the middle: blocks of a window are padded at both ends.
     sample, P = (a[tuple(size // 2 for size in a.shape[:-2])] for a in (x, spec.P))
-    return max_log(spec, np.matmul(sample[: tuning.SAMPLED_ROWS], P)) < inf
+    return bool(_are_moderate(sample, P))
+
+
+def are_moderate(spec: Exponential | Pointwise, x: Floats) -> Any:
+    """Find the same of each head."""
+    return np.True_ if isinstance(spec, Pointwise) else _are_moderate(x, spec.P)
+
+
+def _are_moderate(x: Floats, P: Floats) -> Any:
+    num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // P.shape[-1])
+    u = np.matmul(x[..., :num_rows, :], P)
+    return np.abs(u).max(axis=(-2, -1)) <= tuning.MAX_SAMPLED_SHARE * MAX_EXPONENT[u.itemsize]
 
 
 def exponentials(spec: Exponential, u: Floats, name: str) -> Floats:

@@ -97,21 +97,22 @@ def floor_of(dtype: Any) -> float:
     return tiny(dtype) / float(np.finfo(dtype).eps)
 
 
-def exp(x: Floats) -> Floats:
-    """Exponentials in place; the smallest as multiples of 16 times the smallest normal number.
+def exp(x: Floats, out: Floats | None = None) -> Floats:
+    """Exponentials, in place without ``out``; the smallest as multiples of 16 ``tiny``.
 
     Numbers below that one, and products with them, may take ten times as long. Adding ``unit``
     rounds to such multiples, and ``exp(LEAST_EXPONENT)``, about 4 times it, to 0. What is lost is 8
     times it at most, or rounding.
     """
+    out = x if out is None else out
     least, unit = LEAST_EXPONENT[x.itemsize], 16 * floor_of(x.dtype)
     # A few rows tell: denormal numbers so rare as to be missed take no time.
     if not x[..., ::8, :].min(initial=0.0) < least:
-        return np.asarray(np.exp(x, out=x))
-    np.exp(x.clip(least, np.inf, out=x), out=x)
-    x += unit
-    x -= unit
-    return x
+        return np.asarray(np.exp(x, out=out))
+    np.exp(x.clip(least, np.inf, out=out), out=out)
+    out += unit
+    out -= unit
+    return out
 
 
 def finite_shift(log: Floats) -> Floats:
@@ -152,28 +153,39 @@ def row_sizes(x: Floats) -> Floats:
 
 
 def rejected_rows(
-    denominators: Floats, values_and_one: Floats, kvz: Floats, floor: float, factor: float = 1.0
+    denominators: Floats,
+    values_and_one: Floats,
+    kvz: Floats,
+    floor: float | Floats,
+    factor: float = 1.0,
 ) -> NDArray[np.bool_] | None:
     """Rows, ``(..., n, 1)``, that underflow of ``floor`` may change, or small values that they see.
 
     None if there are none. ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's;
-    ``kvz``: the state before it; ``factor``: what values are multiplied with at least, before all
-    else.
+    ``kvz``: the state before it; ``floor``: of all heads, or of each; ``factor``: what values are
+    multiplied with at least, before all else.
     """
-    large, taken = denominators >= floor, tiny(values_and_one.dtype) / factor
-    size = np.inf
-    if large.all():
-        size = max(floor / denominators.min(), taken) / SMALL_VALUES
-        # All rows see the first values: hardly ever must others be inspected.
-        if size <= np.abs(values_and_one[..., 0, :]).min():
-            return None
-    sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
-    before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
-    before = before.max(axis=-2, keepdims=True)
-    if not any(np.any((x < size) & (x != 0)) for x in (sizes, before)):
-        return None
-    # No more than the largest that each row sees.
-    seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
-    small = (SMALL_VALUES * seen < np.maximum(floor / denominators, taken)) & (seen != 0)
-    rejected = ~large | small.any(axis=-1, keepdims=True)
+    rejected = ~(denominators >= floor)
+    # What may be taken from values of size 1.
+    loss = np.maximum(floor / denominators, tiny(values_and_one.dtype) / factor)
+    loss = np.where(rejected, 0, loss / SMALL_VALUES)
+    if _may_be_small(values_and_one, loss):
+        sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
+        before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
+        before = before.max(axis=-2, keepdims=True)
+        if any(np.any((x < loss.max()) & (x != 0)) for x in (sizes, before)):
+            # No more than the largest that each row sees.
+            seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
+            rejected |= ((seen < loss) & (seen != 0)).any(axis=-1, keepdims=True)
     return rejected if rejected.any() else None
+
+
+def _may_be_small(values_and_one: Floats, loss: Floats) -> bool:
+    """Whether the first values, which later rows see too, do not tell that none is too small."""
+    for stop in (1, min(32, values_and_one.shape[-2])):
+        seen = np.maximum.accumulate(np.abs(values_and_one[..., :stop, :]), axis=-2)
+        least = seen.min(axis=-1, keepdims=True)
+        later = loss[..., stop:, :] > least[..., -1:, :]
+        if not ((loss[..., :stop, :] > least).any() or later.any()):
+            return False
+    return True

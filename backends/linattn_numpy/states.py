@@ -33,8 +33,8 @@ from linattn_numpy import tuning
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
-    are_moderate,
     feature_tiles,
+    is_moderate,
     log_features,
     log_offsets,
     num_sign_halves,
@@ -90,7 +90,7 @@ def reduce_block(
         sums = assigned_sums(key_spec, tokens, values_and_one)
     elif supports(key_spec):
         sums = LARGE_EXPONENTS
-        if are_moderate(key_spec, tokens.x):
+        if is_moderate(key_spec, tokens.x):
             sums = _unshifted_sums(key_spec, tokens, values_and_one)
         if isinstance(sums, Declined) and isinstance(key_spec, Exponential):
             return _add_stabilized(key_spec, tokens, values_and_one, state)
@@ -182,7 +182,7 @@ def read_block(
         return EMPTY
     if not supports(query_spec):
         return unsupported(query_spec)
-    if not are_moderate(query_spec, tokens.x):
+    if not is_moderate(query_spec, tokens.x):
         return _read_stabilized(query_spec, tokens, state, want_log)
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
     top = c.max(axis=-1, keepdims=True)

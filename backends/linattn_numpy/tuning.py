@@ -35,8 +35,9 @@ SUB_BLOCK_ROWS = 32
 # causal block half of that. 2026-11-21: for assigned keys, which take two such arrays.
 TILE_ELEMENTS, CAUSAL_TILE_ELEMENTS, ASSIGNED_TILE_ELEMENTS = 1 << 18, 1 << 17, 1 << 17
 
-# 2026-11-23, AMD EPYC: tokens whose exponents tell those of a block.
-SAMPLED_ROWS = 8
+# 2026-11-23, AMD EPYC: exponents that tell those of a block, or of more rows; the largest of all is
+# about the inverse of this share beyond theirs.
+SAMPLED_ELEMENTS, MIN_SAMPLED_ROWS, MAX_SAMPLED_SHARE = 2048, 8, 0.8
 
 # 2026-11-22: arrays of fewer are faster compared with a number than clipped.
 MIN_CLIPPED_ELEMENTS = 2048
