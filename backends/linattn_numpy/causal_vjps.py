@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -73,15 +72,6 @@ class _Pairs(NamedTuple):
     cotangents: Floats
 
 
-class _Segment(NamedTuple):
-    """Rows that are to be done apart from the others of their block."""
-
-    rows: slice
-    runs: list[Run]
-    state: State
-    """State before them."""
-
-
 def scan_vjp(
     query_spec: Spec,
     key_spec: Spec,
@@ -140,27 +130,15 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
 def _pull_stabilized(
     block: CausalBlock, runs: list[Run], states: tuple[State, State], grad_output: Floats
 ) -> Gradients | Declined:
-    """Pull back on the largest logs so far; rows that this takes digits from, token by token."""
-    state, adjoint = states
-    q, k, start, _, log_scale, rises, floor = stabilize(block, state, runs)
+    """Pull back on the largest logs so far; where this takes digits from rows, token by token."""
+    q, k, start, _, log_scale, rises, floor = stabilize(block, states[0], runs)
     rows = _Rows(exp(q), exp(k), block.values_and_one, start, log_scale, rises, floor)
     answer = _pull(block, rows, runs, states, grad_output)
     if not isinstance(answer, list):
         return answer
-    if all(run.size == 1 for run in runs):
+    if answer == runs:
         return UNDERFLOWED
-    parts = []
-    for each in reversed(answer):
-        part, grad = block.take(each.rows), grad_output[..., each.rows, :]
-        pulled = _pull_stabilized(part, each.runs, (each.state, adjoint), grad)
-        if isinstance(pulled, Declined):
-            return pulled
-        *gradients, adjoint = pulled
-        parts.append(gradients)
-    grad_query, grad_key, grad_values_and_one = (
-        np.concatenate(each[::-1], axis=-2) for each in zip(*parts, strict=True)
-    )
-    return grad_query, grad_key, grad_values_and_one, adjoint
+    return _pull_stabilized(block, answer, states, grad_output)
 
 
 def _pull(
@@ -169,15 +147,15 @@ def _pull(
     runs: list[Run],
     states: tuple[State, State],
     grad_output: Floats,
-) -> Gradients | list[_Segment] | Declined:
-    """Pull back through rows, or cut them where digits are lost.
+) -> Gradients | list[Run] | Declined:
+    """Pull back through rows, or cut sub-blocks where digits are lost.
 
     ``states``: that before the block and the adjoint after it.
     """
     state, adjoint = states
     q, k, v = rows.q, rows.k, rows.v
     lead, n = np.broadcast_shapes(grad_output.shape[:-2], state.kvz.shape[:-2]), v.shape[-2]
-    prefixes, before = _prefix_states(rows, runs)
+    prefixes = _prefix_states(rows, runs)
     denominators = np.empty((*lead, n, 1), v.dtype)
     weights = []
     for run in runs:
@@ -192,9 +170,7 @@ def _pull(
     sizes = np.minimum(row_sizes(grad_output), 1) * np.minimum(denominators, 1)
     rejected = rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
     if rejected is not None:
-        if rows.rises is None:
-            return UNDERFLOWED
-        return _segments(rejected, runs, rows.log_scale, state, before)
+        return UNDERFLOWED if rows.rises is None else _by_token(runs, rejected)
     inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
     np.multiply(grad_output, inverses, out=g1[..., :-1])
     cotangent, pairs = buffer("read", (*lead, n, k.shape[-1]), k.dtype), []
@@ -239,8 +215,8 @@ def _pairs(
     return _Pairs(run, transposed(weights), transposed(cotangents))
 
 
-def _prefix_states(rows: _Rows, runs: list[Run]) -> tuple[Floats, list[Floats]]:
-    """States ``(..., count, e + 1, m)`` before each sub-block, and on the scale of the one before.
+def _prefix_states(rows: _Rows, runs: list[Run]) -> Floats:
+    """States ``(..., count, e + 1, m)`` before each sub-block.
 
     By rows of values: a product of few rows with a transposed view takes twice as long.
     """
@@ -250,36 +226,28 @@ def _prefix_states(rows: _Rows, runs: list[Run]) -> tuple[Floats, list[Floats]]:
     for run in runs:
         added = states[..., run.places.start + 1 : run.places.stop + 1, :, :]
         sum_products(run.split(rows.v), run.split(rows.k), added)
-    before = []
     for i in range(1, count):
         state = states[..., i, :, :]
         state += states[..., i - 1, :, :]
-        before.append(state)
         if rows.rises and (factor := rows.rises[i - 1]) is not None:
-            before[-1] = state.copy()
             state *= transposed(factor)
-    return states[..., :count, :, :], before
+    return states[..., :count, :, :]
 
 
-def _segments(
-    rejected: Bools, runs: list[Run], log_scale: Floats, state: State, before: list[Floats]
-) -> list[_Segment]:
-    """Cut a block into sub-blocks with rejected rows, done token by token, and those between."""
-    edges = [row for run in runs for row in range(run.rows.start, run.rows.stop, run.size)]
-    edges.append(runs[-1].rows.stop)
-    starts = np.logical_or.reduceat(rejected, edges[:-1], axis=-2)
-    found = set(np.flatnonzero(starts.any(axis=(*range(rejected.ndim - 2), -1))).tolist())
-    cuts = sorted({0, len(edges) - 1, *found, *(i + 1 for i in found)})
-    segments = []
-    for i, j in pairwise(cuts):
-        first = state
-        if i:
-            kvz, c = transposed(before[i - 1]).copy(), log_scale[..., i - 1, :]
-            first = State(kvz, c, state.length + edges[i])
-        n = edges[j] - edges[i]
-        finer = sub_blocks(n, 1) if i in found else sub_blocks(n)
-        segments.append(_Segment(slice(edges[i], edges[j]), finer, first))
-    return segments
+def _by_token(runs: list[Run], rejected: Bools) -> list[Run]:
+    """Cut sub-blocks with rejected rows into those of one token."""
+    finer: list[Run] = []
+    for run in runs:
+        for start in range(run.rows.start, run.rows.stop, run.size):
+            stop = start + run.size
+            size = 1 if rejected[..., start:stop, :].any() else run.size
+            rows, place = slice(start, stop), finer[-1].places.stop if finer else 0
+            if finer and finer[-1].size == size:
+                last = finer.pop()
+                rows, place = slice(last.rows.start, stop), last.places.start
+            count = (stop - rows.start) // size
+            finer.append(Run(rows, size, slice(place, place + count)))
+    return finer
 
 
 @cache
