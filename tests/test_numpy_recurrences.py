@@ -83,11 +83,21 @@ def test_strong_decays_in_some_tiles(kind, dtype, monkeypatch):
     assert_as_loop(arguments, rule)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "gated" in kind])
+@dtypes
+@pytest.mark.parametrize("strength", [0.01, 0.05, 0.2, 0.7, 2, 5, 30])
+def test_decays_of_any_strength(kind, dtype, strength):
+    """Runs of many chunks, of few, of one, and halves of a chunk that meet: all ways there are."""
+    arguments, rule = problem(kind, dtype=dtype, length=700)
+    arguments["log_decay"] *= 10 * strength
+    assert_as_loop(arguments, rule)
+
+
 @dtypes
 def test_weak_decays_keep_their_digits_beside_the_limit(dtype, monkeypatch):
     """As strong as the factors of a chunk may be."""
     arguments, rule = problem("gated_delta", length=64, dtype=dtype)
-    arguments["log_decay"][...] = -0.99 * limits.MAX_DECAY_EXPONENT / 8
+    arguments["log_decay"][...] = -0.99 * limits.MAX_TOKEN_DECAY_EXPONENT / 8
     strong, made = [], recurrence_chunks._strong_by_token
 
     def noted(*arguments):

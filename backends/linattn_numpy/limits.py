@@ -28,6 +28,7 @@ __all__ = [
     "MAX_PREFIX_LOG_LEAD",
     "MAX_QUERY_LOG",
     "MAX_SHORT_KEY",
+    "MAX_TOKEN_DECAY_EXPONENT",
     "MAX_UNINSPECTED_EXPONENT",
     "MAX_VJP_EXPONENT",
     "MIN_EXACT_DENOMINATOR",
@@ -72,6 +73,7 @@ MAX_HALF_DECAY = {4: 40.0, 8: 300.0}  # exponent of half a sub-block's, on eithe
 
 # Recurrences.
 MAX_DECAY_EXPONENT = 10.0  # of half a chunk: its exponential keeps 1e-6 in float32
+MAX_TOKEN_DECAY_EXPONENT = 20.0  # of half a run, one number a token: float64 sums, so only range
 MAX_SHORT_KEY = 16  # dimensions of keys that delta rules solve in float64: they lean on each other
 
 # Features, sums and denominators, beyond which a block is done again in another way.

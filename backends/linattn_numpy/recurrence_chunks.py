@@ -1,8 +1,9 @@
 """Chunks of a recurrence, a tile of them at once: all that does not need the state before them.
 
 Where decays are weak, as in most tiles, ``exp(x_i - x_j)``, the decay from token j to token i, is a
-product of two factors. The x are sums of log decays from the middle of a chunk on, all of one
-sign, so that they keep their digits. Elsewhere all factors are at most 1, as in the generic code.
+product of two factors. The x are sums of log decays from the middle of a chunk on, or of a run of
+chunks where a token has one number, all of one sign, so that they keep their digits. Elsewhere all
+factors are at most 1, as in the generic code.
 
 Letters: ``h`` heads, ``r`` queries that share a state, ``g`` chunks of ``c`` tokens, ``w`` numbers
 of a log decay: 1, or one for each of the ``d`` key channels.
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MAX_DECAY_EXPONENT
+from linattn_numpy.limits import MAX_DECAY_EXPONENT, MAX_TOKEN_DECAY_EXPONENT
 from linattn_numpy.products import transposed
 
 __all__ = ["Chunks", "Inside", "inside", "unit_lower_inverse"]
@@ -58,7 +59,7 @@ class Inside(NamedTuple):
     value: Floats | None = None
     """``(h, g, c, 1)``: factor of the values."""
     enter: Floats | None = None
-    """``(h, g, w, 1)``: factor of the state before a chunk reads it."""
+    """``(h, runs, w, 1)``: factor of the state before the first chunk of a run reads it."""
     total: Floats | None = None
     """``(h, g, w, 1)``: factor of the state after a chunk has read it."""
     leave: Floats | None = None
@@ -71,38 +72,64 @@ def inside(chunks: Chunks, scale: float) -> Inside:
     if log_decay is None:
         reads = _reads(query, key.dtype.type(scale), key)
         return Inside(reads, key, key, _pairs(key, key, beta))
-    by_token = log_decay.shape[-1] == 1
-    if by_token:
-        # Few numbers: float64 costs nothing.
-        sums = _from_middle(key.shape[-2], np.float64)
-        x = np.matmul(log_decay[..., 0], transposed(sums))[..., None]
-    else:
-        sums = _from_middle(key.shape[-2], key.dtype)
-        x = np.matmul(sums, log_decay, out=buffer("since", key.shape, key.dtype))
-    first, last = x[..., 0, :], x[..., -1, :]
-    # NaN is not weak.
-    if not (first.max() <= MAX_DECAY_EXPONENT and last.min() >= -MAX_DECAY_EXPONENT):
-        return _strong_by_token(chunks, scale) if by_token else _strong_by_channel(chunks, scale)
-    # From the middle of a chunk, or from before the first, to the middle of the next.
-    enter = log_decay[..., 0, :] - first
-    enter[:, 1:] += last[:, :-1]
-    of_state = {
-        "enter": np.exp(enter).astype(key.dtype, copy=False)[..., None],
-        "leave": np.exp(last[:, -1, :]).astype(key.dtype, copy=False)[..., None],
-    }
+    if log_decay.shape[-1] == 1:
+        return _weak_by_token(chunks, scale) or _strong_by_token(chunks, scale)
+    return _weak_by_channel(chunks, scale) or _strong_by_channel(chunks, scale)
+
+
+def _within(x: Floats, most: float) -> bool:
+    # NaN is not.
+    return bool(x[..., 0, :].max() <= most and x[..., -1, :].min() >= -most)
+
+
+def _weak_by_token(chunks: Chunks, scale: float) -> Inside | None:
+    """Keys stay: the state and what is written are relative to the middle token of n chunks."""
+    query, key, _, log_decay, beta = chunks
+    assert log_decay is not None
+    h, g, c, _ = key.shape
+    n, least = g, log_decay.sum(axis=-2).min()
+    while n > 1 and n * least < -2 * MAX_TOKEN_DECAY_EXPONENT:
+        n = n // 2 if n % 2 == 0 else 1
+    runs = log_decay.reshape(h, g // n, n * c, 1)
+    # Few numbers: float64 costs nothing.
+    x = runs.cumsum(axis=-2, dtype=np.float64)
+    x -= x[..., n * c // 2, None, :]
+    if not _within(x, MAX_TOKEN_DECAY_EXPONENT):
+        return None
+    of_state = _to_middles(x, runs, key.dtype)
+    since = np.exp(x, out=x).reshape(h, g, c, 1)
+    reads = _reads(query, (scale * since).astype(key.dtype, copy=False), key)
+    value = (1 / since).astype(key.dtype, copy=False)
+    return Inside(reads, key, key, _pairs(key, key, beta), value, **of_state)
+
+
+def _weak_by_channel(chunks: Chunks, scale: float) -> Inside | None:
+    query, key, _, log_decay, beta = chunks
+    assert log_decay is not None
+    sums = _from_middle(key.shape[-2], key.dtype)
+    x = np.matmul(sums, log_decay, out=buffer("since", key.shape, key.dtype))
+    if not _within(x, MAX_DECAY_EXPONENT):
+        return None
+    of_state = _to_middles(x, log_decay, key.dtype)
     since = np.exp(x, out=x)
-    if by_token:
-        # Keys stay as they are: the state and what is written to it are relative to the middle.
-        reads = _reads(query, (scale * since).astype(key.dtype, copy=False), key)
-        value = (1 / since).astype(key.dtype, copy=False)
-        return Inside(reads, key, key, _pairs(key, key, beta), value, **of_state)
     after = np.divide(key, since, out=buffer("keys after", key.shape, key.dtype))
+    before = key
+    if beta is not None:
+        before = np.multiply(key, since, out=buffer("keys before", key.shape, key.dtype))
+    since *= key.dtype.type(scale)
     reads = _reads(query, since, after)
-    reads *= key.dtype.type(scale)
-    if beta is None:
-        return Inside(reads, key, after, None, **of_state)
-    before = np.multiply(key, since, out=since)
     return Inside(reads, before, after, _pairs(before, after, beta), **of_state)
+
+
+def _to_middles(x: Floats, log_decay: Floats, dtype: Any) -> dict[str, Floats]:
+    """Factors of the state: from one middle, or the start, to the next, and from the last one."""
+    enter = log_decay[..., 0, :] - x[..., 0, :]
+    enter[:, 1:] += x[:, :-1, -1, :]
+    leave = x[:, -1, -1, :]
+    return {
+        name: np.exp(log).astype(dtype, copy=False)[..., None]
+        for name, log in (("enter", enter), ("leave", leave))
+    }
 
 
 def _strong_by_token(chunks: Chunks, scale: float) -> Inside:
@@ -114,72 +141,92 @@ def _strong_by_token(chunks: Chunks, scale: float) -> Inside:
     after = np.exp(np.matmul(transposed(below), log_decay))
     # In row i and column j the log decays of tokens j + 1, ..., i.
     decay = np.exp(np.matmul(upto, log_decay * below))
-    reads = _reads(query, key.dtype.type(scale), key)
-    d = key.shape[-1]
-    reads[..., d:] *= decay[:, None]
-    reads[..., :d] *= before[:, None]
+    decay *= upto
+    reads = _reads(query, key.dtype.type(scale), key, decay[:, None])
+    reads[..., : key.shape[-1]] *= before[:, None]
     pairs = _pairs(key, key, beta)
     if pairs is not None:
         pairs *= decay
-    return Inside(reads, key * before, key * after, pairs, total=before[..., -1:, :])
+    looked_up = key if pairs is None else key * before
+    return Inside(reads, looked_up, key * after, pairs, total=before[..., -1:, :])
 
 
 def _strong_by_channel(chunks: Chunks, scale: float) -> Inside:
-    """In runs of 2, 4, 8, ... tokens right halves meet left ones, with factors to the middle."""
+    """In runs of 2, 4, 8, ... tokens right halves meet left ones, with factors to the middle.
+
+    As runs join, the decays of queries grow back to the start and those of keys on to the end.
+    """
     query, key, _, log_decay, beta = chunks
     assert log_decay is not None
     c, d = key.shape[-2:]
-    since = log_decay.clip(MIN_LOG)
-    until = np.zeros_like(since)
+    total = np.exp(log_decay, out=buffer("totals", key.shape, key.dtype))
     reads = buffer("reads", (*query.shape[:-1], d + c), key.dtype)
-    rows = np.multiply(query, key.dtype.type(scale), out=reads[..., :d])
-    scores = reads[..., d:]
+    rows, scores = reads[..., :d], reads[..., d:]
+    np.multiply(query, key.dtype.type(scale), out=rows)
     scores.fill(0)
-    np.einsum("...ii->...i", scores)[...] = (rows * key[:, None]).sum(axis=-1)
-    pairs = None
+    np.einsum("...id,...id->...i", rows, key[:, None], out=np.einsum("...ii->...i", scores))
+    rows *= total[:, None]
+    after = buffer("keys after", key.shape, key.dtype)
+    after[...] = key
+    before, pairs = key, None
     if beta is not None:
+        before = np.multiply(key, total, out=buffer("keys before", key.shape, key.dtype))
         # What is not below the diagonal is multiplied by 0 later, which NaN would survive.
         pairs = buffer("pairs", (*key.shape[:-1], c), key.dtype)
         pairs.fill(0)
-    half = 1
-    while half < c:
-        for start in range(0, c, 2 * half):
-            left, right = slice(start, start + half), slice(start + half, start + 2 * half)
-            so_far = np.exp(since[..., right, :])
-            earlier = transposed(key[..., left, :] * np.exp(until[..., left, :]))
-            later = rows[..., right, :] * so_far[:, None]
-            np.matmul(later, earlier[:, None], out=scores[..., right, left])
-            if pairs is not None:
-                np.matmul(key[..., right, :] * so_far, earlier, out=pairs[..., right, left])
-            until[..., left, :] += since[..., right, :][..., -1:, :]
-            since[..., right, :] += since[..., left, :][..., -1:, :]
-        half *= 2
+    n = 1
+    while n < c:
+        left, right = _halves(total, 1)
+        earlier, later = transposed(_halves(after, n)[0]), _halves(rows, n)[1]
+        np.matmul(later, earlier[:, None], out=_below(scores, n))
+        later *= left[:, None]
+        if pairs is not None:
+            later = _halves(before, n)[1]
+            np.matmul(later, earlier, out=_below(pairs, n))
+            later *= left
+        earlier *= transposed(right)
+        total = (left * right)[..., 0, :]
+        n *= 2
     if pairs is not None and beta is not None:
         pairs *= -beta
-    before = np.exp(since)
-    rows *= before[:, None]
-    after = key * np.exp(until)
-    return Inside(reads, key * before, after, pairs, total=before[..., -1, :, None])
+    return Inside(reads, before, after, pairs, total=transposed(total))
 
 
-def _reads(query: Floats, factor: Any, key: Floats) -> Floats:
-    """``[q, tril(q k^T)]``, the queries multiplied by a factor."""
+def _halves(tokens: Floats, n: int) -> tuple[Floats, Floats]:
+    """Left and right halves ``(..., c / 2n, n, w)`` of all runs of 2n tokens, views."""
+    *lead, c, w = tokens.shape
+    runs = tokens.reshape(*lead, c // (2 * n), 2, n, w)
+    return runs[..., 0, :, :], runs[..., 1, :, :]
+
+
+def _below(squares: Floats, n: int) -> Floats:
+    """Where right halves meet left ones in runs of 2n tokens: ``(..., c / 2n, n, n)``, a view."""
+    *lead, c, _ = squares.shape
+    runs = squares.reshape(*lead, c // (2 * n), 2, n, c // (2 * n), 2, n)
+    below: Floats = np.einsum("...aiaj->...aij", runs[..., 1, :, :, 0, :])
+    return below
+
+
+def _reads(query: Floats, factor: Any, key: Floats, ratios: Floats | None = None) -> Floats:
+    """``[q, tril(q k^T)]``, the queries multiplied by a factor, all products by lower ratios."""
     c, d = key.shape[-2:]
     reads = buffer("reads", (*query.shape[:-1], d + c), key.dtype)
     factor = factor if np.ndim(factor) == 0 else factor[:, None]
     rows = np.multiply(query, factor, out=reads[..., :d])
     scores = np.matmul(rows, transposed(key)[:, None], out=reads[..., d:])
-    scores *= _lower(c, key.dtype)
+    scores *= _lower(c, key.dtype) if ratios is None else ratios
     return reads
 
 
 def _pairs(rows: Floats, keys: Floats, beta: Floats | None) -> Floats | None:
     if beta is None:
         return None
-    # NumPy takes x x^T for a case of its own, which is slower.
-    rows = np.multiply(rows, -beta, out=buffer("minus beta rows", rows.shape, rows.dtype))
     out = buffer("pairs", (*rows.shape[:-1], rows.shape[-2]), rows.dtype)
-    return np.matmul(rows, transposed(keys), out=out)
+    out[..., 0, :] = 0
+    # Without the first row, for NumPy takes x x^T for a case of its own, which is slower.
+    np.matmul(rows[..., 1:, :], transposed(keys), out=out[..., 1:, :])
+    out *= -beta
+    return out
 
 
 @cache
