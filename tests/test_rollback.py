@@ -44,10 +44,10 @@ def test_rollback_without_backends():
 
 def test_rollback_of_a_coreset():
     assert_rollback(
-        begin=lambda: linattn.CoresetAttention(8, block_size=4, rng=0),
+        begin=lambda: linattn.CoresetAttention(4, block_size=8, rng=0),
         step=linattn.CoresetAttention.step,
         snapshot=copy.deepcopy,
-        num_drafts=200,
+        num_drafts=1000,
     )
 
 
