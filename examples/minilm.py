@@ -204,6 +204,15 @@ def compare(
         console.print(table)
 
 
+def read_text(path: Path) -> str:
+    """Read a text file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{path}: want text in UTF-8, got something else: {error.reason}"
+        raise ExampleError(message) from None
+
+
 def embed_files(
     files: list[Path],
     out: Annotated[Path, typer.Option(metavar="FILE", help="NumPy file.")] = Path("embeddings.npz"),
@@ -212,7 +221,7 @@ def embed_files(
 ) -> None:
     """Write an embedding of each text file, of any length, without torch."""
     with errors_in_one_line("minilm.py", None):
-        texts = {str(path): path.read_text(encoding="utf-8") for path in files}
+        texts = {str(path): read_text(path) for path in files}
         if by_line:
             lines = ((name, enumerate(text.splitlines(), 1)) for name, text in texts.items())
             texts = {
@@ -232,7 +241,8 @@ def embed_files(
                 f"torch.nn.TransformerEncoder with the same weights: {len(other) / seconds:.1f} a "
                 f"second; embeddings differ by {largest:.0e} at most"
             )
-        np.savez(out, names=np.asarray(list(texts)), embeddings=found)
+        with out.open("wb") as file:  # np.savez puts .npz behind other names
+            np.savez(file, names=np.asarray(list(texts)), embeddings=found)
         console.print(f"Written to {out}: names, embeddings {found.shape}")
 
 

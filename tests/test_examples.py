@@ -19,6 +19,8 @@ import linattn.layers
 
 pytest.importorskip("typer", reason="the examples are commands")
 
+from typer.testing import CliRunner
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -121,6 +123,82 @@ def test_window_attention(minilm_model):
     near = abs(np.arange(20)[:, None] // 8 - np.arange(20) // 8) <= 1
     weights = np.exp(query @ key.swapaxes(-1, -2) / 2) * near
     assert_allclose(out, weights @ value / weights.sum(axis=-1, keepdims=True), rtol=1e-12)
+
+
+def words(text):
+    """A tokenizer: 1, a number a word, 2."""
+    return [1, *(3 + int(word) for word in text.split()), 2]
+
+
+@pytest.fixture(scope="module")
+def small_encoder(minilm_model):
+    """The model with one layer and 20 tokens, of random weights."""
+    rng = np.random.default_rng(3)
+    part = linattn.layers.init_encoder(rng, 1, 384, minilm_model.HEADS, hidden_dim=16)
+    rows = {"weight": 20, "position.weight": minilm_model.LENGTH}
+    norm = {"norm.weight": np.ones(384, np.float32), "norm.bias": np.zeros(384, np.float32)}
+    drawn = {f"embedding.{k}": rng.standard_normal((n, 384), np.float32) for k, n in rows.items()}
+    return minilm_model.Encoder(
+        {**part, **norm, **drawn, "types": rng.standard_normal((2, 384), np.float32)}
+    )
+
+
+def alone(encoder, texts):
+    """Embed each text by itself, without padding."""
+    return [encoder(np.asarray([words(text)]))[0] for text in texts]
+
+
+def test_a_document_is_the_mean_over_the_tokens_of_its_parts(minilm_model):
+    rng = np.random.default_rng(1)
+    table = rng.standard_normal((20, 384))
+    texts = [" ".join(map(str, rng.integers(0, 17, n))) for n in (3, 700, 0, 254, 255, 40, 1)]
+
+    def means(tokens, mask):
+        assert tokens.shape[1] <= minilm_model.LENGTH
+        return np.asarray([table[t[m]].mean(axis=0) for t, m in zip(tokens, mask, strict=True)])
+
+    found = minilm_model.embed(means, texts, words, batch=3)
+    for text, embedding in zip(texts, found, strict=True):
+        inner = words(text)[1:-1]
+        num_parts = max(1, -(-len(inner) // 254))
+        total = table[inner].sum(axis=0) + num_parts * table[[1, 2]].sum(axis=0)
+        assert_allclose(embedding, total / np.linalg.norm(total), atol=1e-6)
+    assert minilm_model.embed(means, [], words).shape == (0, 384)
+
+
+def test_texts_that_are_padded_are_embedded_as_alone(minilm_model, small_encoder):
+    texts = ["3 1 4 1 5", "9 2 6", "5 3 5 8 9 7 9 3 2"]
+    found = minilm_model.embed(small_encoder.means, texts, words)
+    assert_allclose(found, alone(small_encoder, texts), atol=1e-6)
+    assert abs(found[0] @ found[1]) < 0.99
+
+
+@pytest.mark.parametrize("by_line", [False, True])
+def test_files_are_embedded(minilm, small_encoder, tmp_path, monkeypatch, by_line):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(minilm.model, "load", lambda: (small_encoder, words))
+    Path("a.txt").write_text("1 2\n\n3 4 5\n", encoding="utf-8")
+    Path("b.txt").write_text("6", encoding="utf-8")
+    options = ["--lines"] if by_line else []
+    result = CliRunner().invoke(minilm.app, ["embed", "a.txt", "b.txt", "--out", "o", *options])
+    assert result.exit_code == 0, result.output
+    with np.load("o") as saved:
+        names, found = saved["names"].tolist(), saved["embeddings"]
+    texts = {"a.txt": "1 2 3 4 5", "b.txt": "6"}
+    if by_line:
+        texts = {"a.txt:1": "1 2", "a.txt:3": "3 4 5", "b.txt:1": "6"}
+    assert names == list(texts)
+    assert_allclose(found, alone(small_encoder, texts.values()), atol=1e-6)
+
+
+def test_a_file_that_is_no_text(minilm, small_encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(minilm.model, "load", lambda: (small_encoder, words))
+    (tmp_path / "a").write_bytes(b"\xff\xfe\x80")
+    for name in ("a", "none"):
+        result = CliRunner().invoke(minilm.app, ["embed", str(tmp_path / name)])
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("minilm.py: error: ")
+        assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["exact", "uniform", "window", "favor", "landmarks", "coreset"])
