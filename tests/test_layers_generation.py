@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import tracemalloc
 
 import numpy as np
@@ -325,6 +326,52 @@ def test_names_are_mapped_and_arrays_joined(tmp_path):
     assert_array_equal(found["first"], parts["q"])
     with pytest.raises(ValueError, match=r"mapping must name arrays of the file, got 'x'.*'k'"):
         layers.load_safetensors(path, {"first": "x"})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dim_feedforward": 16}, TypeError, "got an unexpected option 'dim_feedforward'"),
+        ({"norm": "batch_norm"}, ValueError, "norm must be one of layer_norm, rms_norm, got 'ba"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of relu, .*, got 'tanh'"),
+        ({"dtype": np.int64}, TypeError, "dtype must be float32 or float64, got int64"),
+    ],
+)
+def test_options_of_drawn_parameters(options, error, message):
+    """An option that nobody reads would leave the default, without a word."""
+    for init in (layers.init_decoder_layer, layers.init_encoder_layer):
+        with pytest.raises(error, match=message):
+            init(rng(), DIM, HEADS, **options)
+    with pytest.raises(error, match=message):
+        layers.init_language_model(rng(), VOCABULARY, 1, DIM, HEADS, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_small_integers_do_not_hold_all_tokens(dtype):
+    """300 tokens, those given below 128: what is drawn, and the gradient, would wrap around."""
+    params = layers.init_language_model(rng(), 300, 1, DIM, HEADS)
+    tokens = np.arange(5, dtype=dtype)
+    with pytest.raises(
+        ValueError, match=f"dtype that holds all of 300 tokens, got {dtype.__name__}"
+    ):
+        layers.generate(params, tokens, 3, num_heads=HEADS, attention=ELU)
+    table = {"weight": np.zeros((300, 2))}
+    (grads,) = layers.embedding_vjp(table, tokens)[1](np.ones((5, 2)))
+    assert_array_equal(grads["weight"][:, 0], np.arange(300) < 5)
+
+
+def test_arrays_of_a_file_that_cannot_be_put_together(tmp_path):
+    pytest.importorskip("safetensors", reason="files need the extra layers")
+    path = tmp_path / "m.safetensors"
+    header = {"w": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\x80\x3f")
+    with pytest.raises(ValueError, match="must hold arrays of NumPy's dtypes, got 'w'"):
+        layers.load_safetensors(path)
+    layers.save_safetensors(path, {"a": np.ones((2, 3)), "b": np.ones((2, 4))})
+    for wanted in (["a", "b"], []):
+        with pytest.raises(ValueError, match=r"mapping\['x'\] must name arrays that go behind"):
+            layers.load_safetensors(path, {"x": wanted})
 
 
 def test_what_is_no_safetensors_file(tmp_path):

@@ -21,6 +21,7 @@ __all__ = [
     "LayerState",
     "Masks",
     "ModelOptions",
+    "check_init_options",
     "for_steps",
     "layer",
     "options_of",
@@ -110,6 +111,22 @@ class Options(NamedTuple):
 Sublayer: TypeAlias = Callable[[Params, Array], Result]
 
 
+def check_init_options(options: InitOptions) -> None:
+    """Check names of options, and a norm, which is only asked for its kind."""
+    unknown = sorted(options.keys() - InitOptions.__annotations__.keys())
+    if unknown:
+        names = ", ".join(InitOptions.__annotations__)
+        message = f"got an unexpected option {unknown[0]!r}; there are {names}"
+        raise TypeError(message)
+    _check_norm(options.get("norm", "layer_norm"))
+
+
+def _check_norm(norm: Norm) -> None:
+    if norm not in NORMS:
+        message = f"norm must be one of {', '.join(NORMS)}, got {norm!r}"
+        raise ValueError(message)
+
+
 def options_of(
     *,
     num_heads: int,
@@ -122,9 +139,7 @@ def options_of(
     eps: float = 1e-5,
 ) -> Options:
     """Give what was not chosen its default."""
-    if norm not in NORMS:
-        message = f"norm must be one of {', '.join(NORMS)}, got {norm!r}"
-        raise ValueError(message)
+    _check_norm(norm)
     cross = attention if cross_attention is None else cross_attention
     return Options(
         Heads(num_heads, attention, positions),

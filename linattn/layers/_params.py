@@ -157,4 +157,7 @@ def normal_numbers(
             f"numpy.random.default_rng(seed)"
         )
         raise TypeError(message)
+    if np.dtype(dtype) not in (np.float32, np.float64):
+        message = f"dtype must be float32 or float64, got {np.dtype(dtype)}"
+        raise TypeError(message)
     return (deviation * rng.standard_normal(shape)).astype(dtype)

@@ -188,6 +188,7 @@ def init_decoder_layer(
     dict
         NumPy arrays.
     """
+    _blocks.check_init_options(options)
     keys, hidden = options.get("num_key_heads"), options.get("hidden_dim")
     activation, norm = options.get("activation", "relu"), options.get("norm", "layer_norm")
     kind: dict[str, Any] = {

@@ -208,9 +208,7 @@ def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
     """
-    if activation not in ACTIVATIONS:
-        message = f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        raise ValueError(message)
+    _check_activation(activation)
     is_gated = activation == "swiglu"
     first, second, *third = split(
         params, "linear1.", "linear2.", *(["linear3."] if is_gated else [])
@@ -268,6 +266,7 @@ def init_feed_forward(
     dim = _checks.check_positive_int("dim", dim)
     hidden = 4 * dim if hidden_dim is None else _checks.check_positive_int("hidden_dim", hidden_dim)
     shapes = {"linear1.": (dim, hidden), "linear2.": (hidden, dim)}
+    _check_activation(activation)
     if activation == "swiglu":
         shapes["linear3."] = (dim, hidden)
     drawn = {n: init_linear(rng, *shape, bias=bias, dtype=dtype) for n, shape in shapes.items()}
@@ -430,3 +429,9 @@ def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[s
     params = {"weight": np.ones(dim, dtype)}
     has_bias = _checks.check_flag("bias", bias)
     return params | {"bias": np.zeros(dim, dtype)} if has_bias else params
+
+
+def _check_activation(activation: Activation) -> None:
+    if activation not in ACTIVATIONS:
+        message = f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        raise ValueError(message)

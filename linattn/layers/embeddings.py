@@ -166,7 +166,9 @@ def _check_tokens(part: Part, tokens: Any) -> Any:
 def _scattered(tokens: Array, rows: Array, table: Array) -> Array:
     """Sum up rows by their token: a table of sums."""
     xp = _arrays.namespace(rows)
-    names = xp.arange(table.shape[0], dtype=tokens.dtype, device=array_api_compat.device(tokens))
+    # Small integers, which the tokens may be, would not hold all names.
+    tokens = xp.astype(tokens, xp.int64, copy=False)
+    names = xp.arange(table.shape[0], dtype=xp.int64, device=array_api_compat.device(tokens))
     total = xp.zeros_like(table)
     for begin in range(0, tokens.shape[0], _BLOCK):
         block = slice(begin, min(begin + _BLOCK, tokens.shape[0]))

@@ -268,7 +268,8 @@ def generate(
     Raises
     ------
     TypeError, ValueError
-        As :func:`language_model`; no token given; a top_k or top_p at temperature 0; logits of NaN.
+        As :func:`language_model`; no token given, or tokens of a dtype that does not hold all V; a
+        top_k or top_p at temperature 0; logits of NaN.
     NotImplementedError
         An attention that cannot go on token by token.
 
@@ -288,6 +289,7 @@ def generate(
     choose = _Sampler.checked(temperature, top_k, top_p, rng)
     params = as_part(params)
     tokens = _checks.check_array("tokens", tokens)
+    _check_holds_all(tokens, _parts(params)[0]["weight"].shape[0])
     if not tokens.shape[-1]:
         message = "tokens must hold at least one token to go on from, got none"
         raise ValueError(message)
@@ -312,6 +314,17 @@ def generate(
                 break
         last = xp.asarray(found[:, i].reshape(*lead, 1), dtype=dtype, device=device)
     return xp.asarray(found.reshape(*lead, found.shape[1]), dtype=dtype, device=device)
+
+
+def _check_holds_all(tokens: Array, num: int) -> None:
+    """Check that new tokens, which are of the dtype of those given, fit into it."""
+    xp = _arrays.namespace(tokens)
+    if xp.isdtype(tokens.dtype, "integral") and xp.iinfo(tokens.dtype).max < num - 1:
+        message = (
+            f"tokens must have a dtype that holds all of {num} tokens, got {tokens.dtype}; convert "
+            f"them to int64"
+        )
+        raise ValueError(message)
 
 
 class _Sampler(NamedTuple):

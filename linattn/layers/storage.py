@@ -40,7 +40,8 @@ def load_safetensors(
     ImportError
         The package safetensors is not installed: it is in the extra ``layers``.
     ValueError
-        A name that is not in the file, or what is no safetensors file.
+        A name that is not in the file, arrays of bfloat16 or that do not go together, or what is no
+        safetensors file.
     OSError
         The file cannot be read.
 
@@ -71,12 +72,30 @@ def load_safetensors(
                 f"{len(there)} arrays"
             )
             raise ValueError(message)
-        return {
-            key: np.concatenate([file.get_tensor(part) for part in _names(wanted)])
-            if not isinstance(wanted, str)
-            else file.get_tensor(wanted)
-            for key, wanted in mapping.items()
-        }
+        return {key: _loaded(name, file, key, wanted) for key, wanted in mapping.items()}
+
+
+def _loaded(name: str, file: Any, key: str, wanted: str | Sequence[str]) -> NDArray[Any]:
+    """Read an array, or several ones, one after the other."""
+    arrays: list[NDArray[Any]]
+    try:
+        arrays = [file.get_tensor(part) for part in _names(wanted)]
+    except TypeError as error:
+        message = (
+            f"{name} must hold arrays of NumPy's dtypes, got {wanted!r}: {error}; save it as "
+            f"float32 with the library that wrote it"
+        )
+        raise ValueError(message) from error
+    if isinstance(wanted, str):
+        return arrays[0]
+    try:
+        return np.concatenate(arrays)
+    except ValueError as error:
+        shapes = ", ".join(str(array.shape) for array in arrays)
+        message = (
+            f"mapping[{key!r}] must name arrays that go behind each other, got shapes {shapes}"
+        )
+        raise ValueError(message) from error
 
 
 def _names(wanted: str | Sequence[str]) -> Sequence[str]:
