@@ -86,15 +86,19 @@ class Landmarks(NamedTuple):
         """Landmark of each key, and its log weight there."""
         index, log = np.empty(len(key), np.intp), np.empty(len(key), key.dtype)
         size = max(64, TILE // max(self.table.shape))
+        rows = np.empty((size, self.table.shape[-1]), key.dtype)
+        ones = np.ones(rows.shape[-1], key.dtype)
         for start in range(0, len(key), size):
             tile = slice(start, start + size)
-            index[tile] = np.argmax(key[tile] @ self.images + self.bias, axis=-1)
+            scores = key[tile] @ self.images
+            scores += self.bias
+            index[tile] = found = np.argmax(scores, axis=-1)
             terms = key[tile] @ self.probes
-            terms += self.table[index[tile]]
+            # "clip" spares a copy of what is taken; every index is in range.
+            terms += self.table.take(found, axis=0, out=rows[: len(found)], mode="clip")
             top = terms.max(axis=-1, keepdims=True)
             terms -= top
-            total = np.exp(terms, out=terms).sum(axis=-1)
-            log[tile] = np.log(total) + top[:, 0]
+            log[tile] = np.log(np.exp(terms, out=terms) @ ones) + top[:, 0]
         return index, log
 
 
@@ -124,20 +128,25 @@ class Clusters(NamedTuple):
     def of(cls, head: Head, landmarks: Landmarks, scale: float) -> Clusters:
         """Sort the keys of a head."""
         index, log = landmarks.assign(head.key)
-        order, key_bias = np.argsort(index, kind="stable"), None
+        # Numbers of two bytes are sorted by counting.
+        narrow = index.astype(np.uint16 if len(landmarks.b) <= 1 << 16 else np.intp)
+        order, key_bias = np.argsort(narrow, kind="stable"), None
         if head.key_bias is not None:
             log += head.key_bias
             key_bias = head.key_bias[order, None]
-        found, starts, sizes = np.unique(index[order], return_index=True, return_counts=True)
+        count = np.bincount(index)
+        found = np.flatnonzero(count)
+        sizes = count[found]
+        starts = np.cumsum(sizes) - sizes
         of_key = np.repeat(np.arange(len(found)), sizes)
         log_scale = np.maximum.reduceat(log[order], starts)
         weight = np.exp(log[order] - log_scale[of_key])
-        values_and_one = head.values_and_one[order]
+        values_and_one = head.values_and_one.take(order, axis=0)
         sums = np.add.reduceat(weight[:, None] * values_and_one, starts)
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        b, key = landmarks.b[found], head.key[order]
-        apart = key * key.dtype.type(scale) - b[of_key]
+        b, key = landmarks.b[found], head.key.take(order, axis=0)
+        apart = key * key.dtype.type(scale) - b.take(of_key, axis=0)
         squares = np.add.reduceat(np.vecdot(apart @ landmarks.metric, apart), starts)
         with np.errstate(divide="ignore"):
             bias = log_scale + np.log(sums[:, -1]) + np.log(np.maximum(squares, 0) / sizes) / 2
@@ -238,13 +247,11 @@ def _add_clusters(
     rows = np.arange(len(best))[:, None]
     gained = weights.sums[best, rows]
     gained -= weights.by_landmark[rows, best][..., None] * clusters.sums[best]
-    gained = np.cumsum(gained, axis=1)
+    counted = np.arange(most) < np.array(levels)[:, None]
+    parts += np.swapaxes(counted.astype(gained.dtype) @ gained, 0, 1)
     sizes = np.cumsum(clusters.sizes[best].mean(axis=0)) / len(clusters.key)
-    share = np.zeros(len(levels))
-    for i, level in enumerate(levels):
-        if level:
-            parts[i] += gained[:, min(level, most) - 1]
-            share[i] = sizes[min(level, most) - 1]
+    reached = np.append(0.0, sizes)
+    share = reached[np.minimum(levels, most)]
     return share
 
 
@@ -269,5 +276,6 @@ def _add_window(
     rank = np.empty_like(weights.order)
     np.put_along_axis(rank, weights.order, np.arange(rank.shape[-1])[None, :], axis=-1)
     rank = rank[rows, cluster]
-    counted = np.where(rank[:, None, :] >= np.array(levels)[:, None], gained[:, None, :], 0)
-    parts += np.swapaxes(counted @ head.values_and_one[found], 0, 1)
+    counted = (rank[:, None, :] >= np.array(levels)[:, None]) * gained[:, None, :]
+    values_and_one = head.values_and_one.take(found.ravel(), axis=0)
+    parts += np.swapaxes(counted @ values_and_one.reshape(*found.shape, -1), 0, 1)

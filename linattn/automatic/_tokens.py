@@ -137,7 +137,7 @@ def _draw_rows(
     """
     if len(valid) <= 2 * len(noise):
         return valid, None
-    odds = _odds(query[valid])
+    odds = _odds(query.take(valid, axis=0))
     order = np.argsort(odds, kind="stable")
     ends = np.cumsum(odds[order])
     strata = (np.arange(len(noise)) + noise) * (ends[-1] / len(noise))
