@@ -136,11 +136,11 @@ def attention(
     Notes
     -----
     Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
-    64 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and, where L = S and
-    that is the cheaper way, an exact window of 32 tokens; without a tolerance always with it, and
-    without clusters. Causal attention is by :class:`linattn.CoresetAttention` with blocks of 128
-    tokens, or of m where that is more. Traced and lazy arrays, at which nothing can be fitted, take
-    exact attention.
+    128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and, where L = S
+    and that is the cheaper way, an exact window of 32 tokens; without a tolerance always with it,
+    and without clusters. Causal attention is by :class:`linattn.CoresetAttention` with blocks of
+    128 tokens, or of m where that is more. Traced and lazy arrays, at which nothing can be fitted,
+    take exact attention.
 
     *Search.* All heads are tried with m = 64. The exact rows tell the error for every number of
     exact clusters at once, with a window and without, and the cheapest that meets the tolerance is
