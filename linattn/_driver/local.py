@@ -35,7 +35,7 @@ MAX_PAIRS = 2**19
 MAX_TOKENS = 2**10
 """Tokens that are made ready at once for short windows, which overlap."""
 
-MIN_ROWS, MAX_ROWS, LONG_ROWS = 32, 64, 256
+MIN_ROWS, MAX_ROWS, LONG_ROWS = 32, 128, 256
 """Tokens of a short block, the last that of a long window or of one near an end.
 
 Fewer make small products, more see more that only some rows need.
@@ -101,7 +101,9 @@ def _band_of(problem: Problem, first: int, n: int, s: int) -> tuple[int, int] | 
 def local_rows(problem: Problem, functions: BlockFunctions) -> Iterator[tuple[slice, Partial]]:
     """Softmax attention of a band, group by group. O(L w (d + e)) time for w keys a query."""
     blocks = _blocks(problem, _block_rows(sum(band(problem)) + 1))
-    if blocks.size**2 * blocks.width > MAX_PAIRS:
+    while blocks.num_pairs > MAX_PAIRS and blocks.size > MIN_ROWS:
+        blocks = _blocks(problem, blocks.size // 2)
+    if blocks.num_pairs > MAX_PAIRS:
         yield from _long_windows(problem, functions, _blocks(problem, LONG_ROWS))
         return
     middle = blocks.middle(problem.key.shape[-2])
@@ -122,6 +124,11 @@ class _Blocks(NamedTuple):
     @property
     def width(self) -> int:
         return self.before + 1 + self.behind
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of one block."""
+        return self.size**2 * self.width
 
     def middle(self, length: int) -> slice:
         """Rows of the blocks whose windows lie within the sequence, all of them whole."""
@@ -155,7 +162,7 @@ def _short_windows(
 ) -> Iterator[tuple[slice, Partial]]:
     """Windows that are read at once, those of a group together."""
     n, before, behind, _ = blocks
-    group = min(MAX_PAIRS // (n * n * blocks.width), MAX_TOKENS // n)
+    group = min(MAX_PAIRS // blocks.num_pairs, MAX_TOKENS // n)
     step = group * (MAX_TOKENS // (group * n))
     pairs = _pairs(problem, -before * n, n, blocks.width * n)
     for start in range(middle.start // n, middle.stop // n, step):
