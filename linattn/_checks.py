@@ -543,8 +543,8 @@ def check_token_numbers(name: str, numbers: Any, key: Array, *, by_channel: bool
             f"than key{channels}; got {shape} for a key {tuple(key.shape)}"
         )
         raise ValueError(message)
-    xp = namespace(array)
-    return xp.broadcast_to(array, (*array.shape[:-2], length, array.shape[-1]))
+    shape = (*array.shape[:-2], length, array.shape[-1])
+    return array if array.shape == shape else namespace(array).broadcast_to(array, shape)
 
 
 def check_log_decay(log_decay: Any, key: Array, *, by_channel: bool = False) -> Array:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 from linattn import _arrays, _checks
 from linattn._generic.feature_vjps import sum_to
 from linattn._recurrence.problem import recurrence_problem
-from linattn._recurrence.walk import pull_back, solve, solve_in_groups, step
+from linattn._recurrence.walk import pull_back, solve, solve_for_pullback, step
 from linattn.typing import Array, ArrayT
 
 __all__ = ["linear_recurrence", "linear_recurrence_vjp", "recurrence_step"]
@@ -317,7 +317,7 @@ def linear_recurrence_vjp(
         cu_seqlens=cu_seqlens,
     )
     arguments = (query, key, value, log_decay, beta, initial_state)
-    output, state, before = solve_in_groups(problem)
+    output, state, before = solve_for_pullback(problem)
 
     @_arrays.on_array_device
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
@@ -342,8 +342,9 @@ def linear_recurrence_vjp(
 def _like_argument(gradient: Array, argument: Array) -> Array:
     """Sum over axes along which an argument was broadcast; a number a token lacks the last one."""
     xp, shape = _arrays.namespace(argument), tuple(argument.shape)
-    wanted = (*shape, 1) if len(shape) < gradient.ndim else shape
-    return xp.astype(xp.reshape(sum_to(gradient, wanted, 0), shape), argument.dtype, copy=False)
+    if len(shape) < gradient.ndim:
+        gradient = sum_to(gradient, (*shape, 1), 0)[..., 0]
+    return xp.astype(sum_to(gradient, shape, 0), argument.dtype, copy=False)
 
 
 @_arrays.on_array_device

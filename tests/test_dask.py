@@ -368,9 +368,6 @@ REFUSED: dict[str, Any] = {
         q, k, v, local_window_size=(3, 3)
     ),
     "gradients of softmax": lambda q, k, v, phi: linattn.softmax_attention_vjp(q, k, v)[1](v),
-    "linear_recurrence": lambda q, k, v, phi: linattn.linear_recurrence(
-        q, k, v, update_rule="linear"
-    ),
 }
 
 

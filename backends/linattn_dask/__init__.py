@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from linattn.typing import Backend, implements
 from linattn_dask.gradients import attention_vjp
 from linattn_dask.merging import merge
-from linattn_dask.short import recurrence
+from linattn_dask.recurrences import recurrence, recurrence_vjp
 from linattn_dask.whole import attention
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "merge",
     "modifiers",
     "recurrence",
+    "recurrence_vjp",
 ]
 
 
@@ -43,3 +44,4 @@ if TYPE_CHECKING:
     implements(Backend.merge)(merge)
     implements(Backend.modifiers)(modifiers)
     implements(Backend.recurrence)(recurrence)
+    implements(Backend.recurrence_vjp)(recurrence_vjp)

@@ -34,7 +34,7 @@ from linattn_dask.states import (
     states_before,
 )
 
-__all__ = ["attention_vjp"]
+__all__ = ["attention_vjp", "ones", "sum_to", "with_ones"]
 
 Chunks: TypeAlias = tuple[int, ...]
 Gradients: TypeAlias = tuple[Array, ...]
@@ -89,8 +89,8 @@ class _Pullback:
         chunks = self._chunks(axis)
         parts |= self.layout.parts("feature_map") | self.layout.starts(chunks, axis)
         meta = np.empty((0,) * (len(lead) + 1), dtype=object)
-        axes = {axis: _ones(chunks)}
-        blocks = self.layout.blockwise(function, axes, [*map(_ones, lead)], parts, meta=meta)
+        axes = {axis: ones(chunks)}
+        blocks = self.layout.blockwise(function, axes, [*map(ones, lead)], parts, meta=meta)
         return _Pulled(Part(blocks, (axis,)), lead)
 
     def gradient(self, name: str, *pulled: _Pulled) -> Array:
@@ -102,28 +102,28 @@ class _Pullback:
         array = self.layout.part(name).array
         *shape, rows, width = array.shape
         chunks = self._chunks(axis)
-        axes = {axis: chunks if rows == sum(chunks) else _ones(chunks), "numbers": (width,)}
+        axes = {axis: chunks if rows == sum(chunks) else ones(chunks), "numbers": (width,)}
         parts = {str(i): each.blocks for i, each in enumerate(pulled)}
         gradient = self.layout.blockwise(
             gradient_of_block,
             axes,
-            _with_ones(lead, shape),
+            with_ones(lead, shape),
             parts,
             argument=name,
             ndim=len(lead) + 2,
         )
-        return _sum_to(gradient, array.shape).astype(array.dtype, copy=False)
+        return sum_to(gradient, array.shape).astype(array.dtype, copy=False)
 
     def adjoints(self, pulled: _Pulled) -> Array:
         """Adjoint of the state before each block, ``(..., blocks, m, packed)``."""
         layout, (axis,) = self.layout, pulled.blocks.axes
         shape = [sum(chunks) for chunks in layout.state_lead]
-        lead = _with_ones(pulled.lead, shape)
-        axes = {axis: _ones(self._chunks(axis)), **state_axes(layout)}
+        lead = with_ones(pulled.lead, shape)
+        axes = {axis: ones(self._chunks(axis)), **state_axes(layout)}
         parts = {"pulled": pulled.blocks}
         adjoints = layout.blockwise(adjoint_of_block, axes, lead, parts, ndim=len(lead) + 3)
         add = partial(add_heads, value_dim=self.problem.value.shape[-1])
-        return _sum_to(adjoints, (*shape, *adjoints.shape[-3:]), add)
+        return sum_to(adjoints, (*shape, *adjoints.shape[-3:]), add)
 
     def state_gradient(self, adjoint: Array) -> Array | None:
         """Gradient by the ``kvz`` of the initial state, of the adjoint before the first key."""
@@ -134,7 +134,7 @@ class _Pullback:
         axes: dict[str, Chunks] = {"features": (self.problem.num_features,)}
         axes["width"] = (state.kvz.shape[-1],)
         gradient = layout.blockwise(state_gradient, axes, layout.state_lead, parts)
-        return _sum_to(gradient, state.kvz.shape)
+        return sum_to(gradient, state.kvz.shape)
 
     def weights(self, *pulled: _Pulled) -> list[Array | None]:
         """Gradients by the numbers of keys that change weights."""
@@ -146,18 +146,19 @@ class _Pullback:
         return self.layout.query_chunks if axis == "rows" else self.layout.key_chunks
 
 
-def _ones(chunks: Chunks) -> Chunks:
+def ones(chunks: Chunks) -> Chunks:
+    """Chunks of one entry for each of these."""
     return (1,) * len(chunks)
 
 
-def _with_ones(lead: list[Chunks], shape: Sequence[int]) -> list[Chunks]:
+def with_ones(lead: list[Chunks], shape: Sequence[int]) -> list[Chunks]:
     """Chunks of sums within blocks for an array of a shape: ones where it was broadcast."""
     missing = len(lead) - len(shape)
     sizes = [*(1,) * missing, *shape]
-    return [c if n == sum(c) else _ones(c) for n, c in zip(sizes, lead, strict=True)]
+    return [c if n == sum(c) else ones(c) for n, c in zip(sizes, lead, strict=True)]
 
 
-def _sum_to(array: Array, shape: Sequence[int], add: Callable[..., Array] = np.sum) -> Array:
+def sum_to(array: Array, shape: Sequence[int], add: Callable[..., Array] = np.sum) -> Array:
     """Sum over axes along which an array of a shape was broadcast."""
     extra = array.ndim - len(shape)
     for axis, n in enumerate([*(1,) * extra, *shape]):

@@ -27,7 +27,16 @@ from linattn.typing import (
 )
 from linattn_dask.blocks import Call, run
 
-__all__ = ["Layout", "Part", "common_chunks", "differing", "lead_axes", "state_parts", "tasks"]
+__all__ = [
+    "Layout",
+    "Part",
+    "check_chunks",
+    "common_chunks",
+    "differing",
+    "lead_axes",
+    "state_parts",
+    "tasks",
+]
 
 MIN_ROWS = 2500
 """Rows of a chunk below which the scheduler takes longer than the work."""
@@ -89,7 +98,7 @@ class Layout:
             "value": Part(problem.value, ("keys", "value")),
         }
         for name, part in self._parts.items():
-            _check_chunks(name, part.array)
+            check_chunks(name, part.array)
         self.query_chunks: Chunks = problem.query.chunks[-2]
         self.key_chunks: Chunks = problem.key.chunks[-2]
         if self.key_chunks != problem.value.chunks[-2]:
@@ -305,7 +314,7 @@ def _precision(problem: Problem) -> str | None:
     return "tf32" if problem.tf32 else None
 
 
-def _check_chunks(name: str, array: Array) -> None:
+def check_chunks(name: str, array: Array) -> None:
     """Check that chunks are known, and hold whole rows."""
     if len(array.chunks[-1]) > 1:
         message = (

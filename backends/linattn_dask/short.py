@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn.typing import Array, Declined, Problem, Recurrence
+from linattn.typing import Array, Declined, Problem
 
-__all__ = ["declined", "declined_gradients", "recurrence"]
+__all__ = ["declined", "declined_gradients"]
 
 MAX_ROWS = 1024
 """Rows of a sequence whose operations, one by one, make a graph of some thousand tasks at most."""
@@ -31,11 +31,6 @@ def declined_gradients(problem: Problem) -> Declined:
     if problem.mode == "exact":
         return _short("gradients of softmax_attention", problem)
     return _short(f"gradients with {NAMES[problem.mode]}", problem)
-
-
-def recurrence(problem: Recurrence) -> Declined:
-    """Leave a recurrence to the core if it is short."""
-    return _short("linear_recurrence", problem)
 
 
 def _short(what: str, problem: Any) -> Declined:

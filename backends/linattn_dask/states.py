@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "first_state",
     "lazy_state",
     "merge",
+    "prefix_scan",
     "state_axes",
     "states_before",
 ]
@@ -109,38 +111,51 @@ def states_before(
 ) -> tuple[Array, Array]:
     """Merge the states before each block, and all of them: no block waits for a later one.
 
-    ``from_the_end``: the states after each block. Of many blocks the states of groups are merged
-    first, so that ``sqrt(n)`` merges follow each other, and as many operations of Dask are made.
+    ``from_the_end``: the states after each block; none waits for an earlier one.
+    """
+    return prefix_scan(partial(merge, layout), states, first, from_the_end=from_the_end)
+
+
+def prefix_scan(
+    merge: Callable[..., Array], states: Array, first: Array, *, from_the_end: bool = False
+) -> tuple[Array, Array]:
+    """Merge the states before each block, and all of them, by any rule of merging.
+
+    ``merge`` makes one array of several, block by block; ``of_blocks``: without the first state. Of
+    many blocks the states of groups are merged first, so that ``sqrt(n)`` merges follow each other,
+    and as many operations of Dask are made.
     """
     axis, count = states.ndim - 3, states.shape[-3]
     if count <= MAX_CHAIN:
-        return _chain(layout, states, first, from_the_end)
+        return _chain(merge, states, first, from_the_end)
     size = isqrt(count - 1) + 1
     groups = count // size
     rest = states[..., groups * size :, :, :]
     of_rest = []
     if from_the_end and rest.shape[-3]:
-        after, first = _chain(layout, rest, first, from_the_end)
+        after, first = _chain(merge, rest, first, from_the_end)
         of_rest.append(after)
     places = [states[..., i : groups * size : size, :, :] for i in range(size)]
     places = _in_order(places, from_the_end)
-    of_groups = merge(layout, *places, of_blocks=True)
-    before, last = states_before(layout, of_groups, first, from_the_end=from_the_end)
+    of_groups = merge(*places, of_blocks=True)
+    before, last = prefix_scan(merge, of_groups, first, from_the_end=from_the_end)
     rows = [before]
     for place in places[:-1]:
-        rows.append(merge(layout, rows[-1], place))
+        rows.append(merge(rows[-1], place))
     grid = da.stack(_in_order(rows, from_the_end), axis=axis + 1)
     parts = [grid[..., i, :, :, :] for i in range(groups)]
     if not from_the_end and rest.shape[-3]:
-        before, last = _chain(layout, rest, last, from_the_end)
+        before, last = _chain(merge, rest, last, from_the_end)
         of_rest.append(before)
     return da.concatenate([*parts, *of_rest], axis=axis), last
 
 
-def _chain(layout: Layout, states: Array, first: Array, from_the_end: bool) -> tuple[Array, Array]:
+def _chain(
+    merge: Callable[..., Array], states: Array, first: Array, from_the_end: bool
+) -> tuple[Array, Array]:
     merged = [first]
     for i in _in_order(list(range(states.shape[-3])), from_the_end):
-        merged.append(merge(layout, merged[-1], states[..., i : i + 1, :, :]))
+        merged.append(merge(merged[-1], states[..., i : i + 1, :, :]))
     return da.concatenate(_in_order(merged[:-1], from_the_end), axis=states.ndim - 3), merged[-1]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn._dispatch import BlockFunctions, is_declined
+from linattn._dispatch import BlockFunctions, find, is_declined
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.numerics import ignore_fp_warnings
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
@@ -16,7 +16,7 @@ from linattn._recurrence.decay import chunk_decay, no_decay, one_part
 from linattn._recurrence.problem import sequences
 from linattn.typing import Array, Recurrence
 
-__all__ = ["pull_back", "solve", "solve_in_groups", "step"]
+__all__ = ["pull_back", "solve", "solve_for_pullback", "step"]
 
 GROUP_SIZE = 2**18
 """Entries of the triangles of a group, all heads and chunks together: they stay in a cache."""
@@ -95,22 +95,37 @@ def solve(problem: Recurrence) -> tuple[Array, Array]:
     if problem.borders is not None:
         outputs, states = zip(*map(solve, sequences(problem)), strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states)
-    whole = BlockFunctions(xp).backend_alone("recurrence")
-    if whole is not None:
-        with ignore_fp_warnings():
-            answer: Any = whole(problem)
-        if not is_declined(answer):
-            return answer[0], answer[1]
-    return solve_in_groups(problem)[:2]
+    answer = _whole("recurrence", problem)
+    return _solve_in_groups(problem)[:2] if answer is None else (answer[0], answer[1])
 
 
-def solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
-    """Output, state after the last token, and what a pullback needs: states before groups."""
+def _whole(name: str, problem: Recurrence, *cotangents: Array) -> Any:
+    """Answer of the backend, or None."""
+    whole = BlockFunctions(problem.xp).backend_alone(name)
+    if whole is None:
+        return None
+    with ignore_fp_warnings():
+        answer: Any = whole(problem, *cotangents)
+    return None if is_declined(answer) else answer
+
+
+def solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | None]:
+    """Output, state after the last token, and what a pullback needs: states before groups.
+
+    None where the backend has a pullback of its own.
+    """
     xp = problem.xp
     if problem.borders is not None:
-        solved = [solve_in_groups(sequence) for sequence in sequences(problem)]
+        solved = [solve_for_pullback(sequence) for sequence in sequences(problem)]
         outputs, states, before = zip(*solved, strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states), list(before)
+    if find("recurrence_vjp", xp) is None:
+        return _solve_in_groups(problem)
+    return *solve(problem), None
+
+
+def _solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
+    xp = problem.xp
     with ignore_fp_warnings():
         state = _initial_state(problem)
         device = array_api_compat.device(problem.value)
@@ -125,15 +140,16 @@ def solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
 
 
 def pull_back(
-    problem: Recurrence, before: list[Any], grad_output: Array, grad_state: Array
+    problem: Recurrence, before: list[Any] | None, grad_output: Array, grad_state: Array
 ) -> list[Array]:
     """Gradients by query, key, value, log decay, beta and initial state.
 
     In the accumulation dtype, None for what was not given. ``before`` is what
-    :func:`solve_in_groups` returns for it; ``grad_state`` may be None.
+    :func:`solve_for_pullback` returns for it; ``grad_state`` may be None.
     """
     xp = problem.xp
     if problem.borders is not None:
+        assert before is not None
         gradients = [
             pull_back(
                 sequence,
@@ -148,6 +164,11 @@ def pull_back(
         *of_tokens, of_state = zip(*gradients, strict=True)
         joined = [None if part[0] is None else xp.concat(part, axis=-2) for part in of_tokens]
         return [*joined, None if of_state[0] is None else xp.stack(of_state)]
+    if before is None:
+        answer = _whole("recurrence_vjp", problem, grad_output, grad_state)
+        if answer is not None:
+            return list(answer)
+        before = _solve_in_groups(problem)[2]
     arrays: tuple[Any, ...] = (
         *(problem.query, problem.key, problem.value),
         *(problem.log_decay, problem.beta),

@@ -92,6 +92,17 @@ class WholeTier(Protocol):
         """Output of a recurrence, ``(..., L, e)``, and the state after the last token."""
         ...
 
+    @staticmethod
+    def recurrence_vjp(
+        problem: Recurrence, grad_output: Array, grad_state: Array | None
+    ) -> Sequence[Array] | Declined:
+        """Gradients by query, key, value, log decay, beta and initial state; None for none.
+
+        Shaped as they are in the problem, in any floating dtype. ``grad_state``: that by the state
+        after the last token.
+        """
+        ...
+
 
 class BlockTier(Protocol):
     """One block of tokens. Every function is optional: the generic one is its fallback."""

@@ -1,0 +1,138 @@
+"""Recurrences of Dask arrays: block by block, nothing computed, those of the call in memory."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import linattn
+from tests.test_dask import D, E, chunkings, close, one_thread, refuse
+
+dask: Any = pytest.importorskip("dask")
+da: Any = pytest.importorskip("dask.array")
+
+__all__ = ["one_thread"]
+
+recur: Any = linattn.linear_recurrence
+vjp: Any = linattn.linear_recurrence_vjp
+
+RULES = ["linear", "gated", "channels", "delta", "gated_delta"]
+
+
+def problem(rule, length, *, lead=(2,), dtype=np.float64, seed=0):
+    """Arguments of a recurrence, with a state that is not 0."""
+    rng = np.random.default_rng(seed)
+    query, key = rng.standard_normal((2, *lead, length, D))
+    arrays = {"query": query, "key": key / 3, "value": rng.standard_normal((*lead, length, E))}
+    if rule == "channels":
+        arrays["log_decay"] = -rng.exponential(0.5, (*lead, length, D))
+    elif "gated" in rule:
+        arrays["log_decay"] = -rng.exponential(0.5, (*lead, length))
+    if "delta" in rule:
+        arrays["beta"] = rng.random((*lead, length))
+    arrays["initial_state"] = rng.standard_normal((*lead, D, E))
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    return arrays, "gated" if rule == "channels" else rule
+
+
+def lazily(arrays, rows):
+    """Dask arrays of NumPy's: tokens in chunks of these rows, and of one head."""
+    return {
+        name: da.from_array(array, chunks=(*(1,) * (array.ndim - 2), rows, -1))
+        if name in ("query", "key", "value", "grad_output")
+        else da.from_array(array)
+        for name, array in arrays.items()
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=4, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99), single=st.booleans())
+def test_any_chunks_give_the_call_in_memory(rule, data, seed, single):
+    length = data.draw(st.integers(1, 40), "length")
+    rows = data.draw(chunkings(length), "rows")
+    dtype, tol = (np.float32, 4e-6) if single else (np.float64, 1e-12)
+    arrays, update_rule = problem(rule, length, dtype=dtype, seed=seed)
+    flags: Any = {"update_rule": update_rule, "return_state": True}
+    (output, state), pullback = vjp(**arrays, **flags)
+    rng = np.random.default_rng(seed)
+    cotangents = [rng.standard_normal(x.shape).astype(dtype) for x in (output, state)]
+    want = pullback(*cotangents)
+    lazy_cotangent = lazily({"grad_output": cotangents[0]}, rows)["grad_output"]
+    with dask.config.set(scheduler=refuse):
+        result, lazy_pullback = vjp(**lazily(arrays, rows), **flags)
+        got = lazy_pullback(lazy_cotangent, da.from_array(cotangents[1]))
+    assert {x.chunks[-2] for x in (result[0], *got[:3])} == {rows}
+    for array, wanted in zip(dask.compute(*result, *got), (output, state, *want), strict=True):
+        assert array.dtype == wanted.dtype
+        close(array, wanted, tol=tol)
+
+
+@pytest.mark.parametrize("rule", ["channels", "gated_delta"])
+def test_through_many_states(rule):
+    """Where states of groups of blocks are merged first; no state is given."""
+    arrays, update_rule = problem(rule, 40, lead=(1,))
+    del arrays["initial_state"]
+    output, pullback = vjp(**arrays, update_rule=update_rule)
+    lazy_output, lazy_pullback = vjp(**lazily(arrays, 1), update_rule=update_rule)
+    (cotangent,) = lazily({"query": np.sin(output)}, 1).values()
+    got = dask.compute(lazy_output, *lazy_pullback(cotangent))
+    for array, wanted in zip(got, (output, *pullback(np.sin(output))), strict=True):
+        close(array, wanted, tol=1e-12)
+
+
+def test_heads_broadcast():
+    arrays, update_rule = problem("gated_delta", 30)
+    arrays["query"] = np.random.default_rng(1).standard_normal((3, 2, 30, D))
+    arrays["value"], arrays["beta"] = arrays["value"][:1], arrays["beta"][:1]
+    output, pullback = vjp(**arrays, update_rule=update_rule)
+    lazy = lazily(arrays, (9, 21))
+    lazy["query"] = lazy["query"].rechunk({0: -1})
+    lazy_output, lazy_pullback = vjp(**lazy, update_rule=update_rule)
+    (cotangent,) = lazily({"query": np.sin(output)}, (9, 21)).values()
+    got = dask.compute(lazy_output, *lazy_pullback(cotangent.rechunk({0: -1})))
+    for array, wanted in zip(got, (output, *pullback(np.sin(output))), strict=True):
+        close(array, wanted, tol=1e-12)
+    lazy["query"] = lazy["query"].rechunk({0: 1})
+    with pytest.raises(ValueError, match=r"query must be in one chunk along axis -4, .*rechunk"):
+        vjp(**lazy, update_rule=update_rule)[1](cotangent.rechunk({0: 1}))
+
+
+def test_packed_sequences():
+    arrays, update_rule = problem("delta", 40)
+    del arrays["initial_state"]
+    flags: Any = {"update_rule": update_rule, "cu_seqlens": [0, 13, 13, 40]}
+    output, pullback = vjp(**arrays, **flags)
+    lazy_output, lazy_pullback = vjp(**lazily(arrays, (9, 20, 11)), **flags)
+    (cotangent,) = lazily({"query": np.sin(output)}, lazy_output.chunks[-2]).values()
+    got = dask.compute(lazy_output, *lazy_pullback(cotangent))
+    for array, wanted in zip(got, (output, *pullback(np.sin(output))), strict=True):
+        close(array, wanted, tol=1e-12)
+
+
+def test_tasks_of_a_block():
+    arrays, update_rule = problem("gated_delta", 700)
+    del arrays["initial_state"]
+    lazy = lazily(arrays, 7)
+    numbers = ("log_decay", "beta")
+    lazy |= {name: lazy[name].rechunk((1, 7)) for name in numbers}
+    output, pullback = vjp(**lazy, update_rule=update_rule)
+    (cotangent,) = lazily({"query": np.ones(output.shape)}, 7).values()
+    given = {key for array in (*lazy.values(), cotangent) for key in array.__dask_graph__()}
+    call = set(output.__dask_graph__()) - given
+    keys = {key for each in pullback(cotangent) for key in each.__dask_graph__()}
+    # Of the call two give log_decay and beta an axis more; the pullback has five gradients.
+    assert len(call) <= (8 + 2) * 200
+    assert len(keys - call - given) <= (10 + 5) * 200
+
+
+def test_chunks_that_do_not_fit():
+    arrays, update_rule = problem("linear", 40)
+    lazy = lazily(arrays, 20)
+    with pytest.raises(ValueError, match=r"key and value must have equal chunks along axis -2, "):
+        recur(**lazy | {"value": lazy["value"].rechunk((1, 10, E))}, update_rule=update_rule)
+    _, pullback = vjp(**lazy, update_rule=update_rule)
+    with pytest.raises(ValueError, match="output and grad_output must have equal chunks along"):
+        pullback(lazy["value"].rechunk((1, 10, E)))
