@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -704,6 +705,26 @@ def test_a_cluster_on_paper_is_bound_by_its_workers_or_by_its_scheduler():
     waiting = 1e-3 * math.log(1000, 8)
     assert math.isclose(few["seconds"], 4000 + waiting)
     assert math.isclose(many["seconds"], 0.6 + waiting)
+
+
+def test_the_page_of_dask_is_made_from_the_record(tmp_path):
+    pytest.importorskip("dask.array", reason="dask is not installed")
+    from benchmarks.distributed_page import replace_section, section
+
+    record: dict[str, Any] = {"rounds": 2, "seconds to copy": 0.25}
+    record |= json.loads((ROOT / "benchmarks/results/distributed.json").read_text())
+    page = tmp_path / "dask.md"
+    page.write_text("# Dask\n\n## What it costs\n\nold\n\n### More\n\nold\n\n## Errors\n")
+    replace_section(page, record)
+    assert page.read_text() == f"# Dask\n\n{section(record)}## Errors\n"
+    before = page.read_text()
+    replace_section(page, record)
+    assert page.read_text() == before
+    numpy = record["full"]["seconds"]["NumPy, 2 threads"]
+    assert f"| NumPy in memory, two threads | {numpy:.2f} | 1.00 |" in before
+    page.write_text("# Dask\n")
+    with pytest.raises(ValueError, match="must have one section"):
+        replace_section(page, record)
 
 
 def test_a_single_bit_is_a_difference():
