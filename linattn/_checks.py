@@ -303,14 +303,16 @@ def check_state_decay(log_decay: Any, key: Array, xp: ModuleType, dtype: Any) ->
     lead, length = tuple(key.shape[:-2]), key.shape[-2]
     info = xp.__array_namespace_info__()
     wide = xp.float64 if "float64" in info.dtypes(kind="real floating") else dtype
+    one_for_all = (1,) * (key.ndim - 1)
     if isinstance(log_decay, numbers.Real) and not isinstance(log_decay, bool | np.bool_):
         device = array_api_compat.device(key)
-        decay = xp.full((1,) * (key.ndim - 2) + (1,), float(log_decay), dtype=wide, device=device)
-    else:
-        decay = _same_library("log_decay", log_decay, "key", key, xp)
-        _check_float("log_decay", decay, xp)
-        if decay.ndim == len(lead):
-            decay = decay[..., None]
+        log_decay = xp.full(one_for_all, float(log_decay), dtype=wide, device=device)
+    elif array_api_compat.is_array_api_obj(log_decay) and not log_decay.ndim:
+        log_decay = namespace(log_decay).reshape(log_decay, one_for_all)
+    decay = _same_library("log_decay", log_decay, "key", key, xp)
+    _check_float("log_decay", decay, xp)
+    if decay.ndim == len(lead):
+        decay = decay[..., None]
     wanted, shape = (*lead, length), tuple(decay.shape)
     if len(shape) != len(wanted) or any(
         a not in (1, b) for a, b in zip(shape, wanted, strict=True)
@@ -318,8 +320,7 @@ def check_state_decay(log_decay: Any, key: Array, xp: ModuleType, dtype: Any) ->
         message = (
             f"log_decay must be a number, or have one axis for each leading axis of key, "
             f"{lead}, and then perhaps one for its length, {length}, each 1 or equal; got shape "
-            f"{tuple(log_decay.shape)}. Where heads share a key, a decay for each needs a key with "
-            f"an axis for them"
+            f"{tuple(log_decay.shape)}. For a decay of each head key needs an axis of heads"
         )
         raise ValueError(message)
     if not is_lazy(decay) and not bool(xp.all((decay <= 0) & (decay > -xp.inf))):

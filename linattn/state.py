@@ -98,6 +98,7 @@ def update_state(
     *,
     key_mask: Array | None = None,
     key_bias: Array | None = None,
+    key_lengths: Any = None,
     log_decay: Array | float | None = None,
 ) -> State:
     """Add keys and values to a state.
@@ -116,6 +117,8 @@ def update_state(
         True = attend.
     key_bias : floating array, of the shapes that a mask may have, optional
         Log weight of each key. Default 0.
+    key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
+        How many keys count, the first ones; the others are masked.
     log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
         What the state decays by before each token, at most 0. Default 0.
 
@@ -142,6 +145,7 @@ def update_state(
         feature_map,
         key_mask=key_mask,
         key_bias=key_bias,
+        key_lengths=key_lengths,
         log_decay=log_decay,
         state=state,
         state_name="state",

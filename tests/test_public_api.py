@@ -49,7 +49,7 @@ SIGNATURES = {
     ),
     "CoresetAttention": "(num_entries=64, *, block_size=32, scale=None, rng=None)",
     "CoresetAttention.extend": "(self, query, key, value, *, key_mask=None, key_bias=None)",
-    "CoresetAttention.step": "(self, query, key, value)",
+    "CoresetAttention.step": "(self, query, key, value, *, key_bias=None)",
     "CoresetAttention.save": "(self, path)",
     "CoresetAttention.load": "(path, like=None)",
     "linear_recurrence": (
@@ -66,7 +66,8 @@ SIGNATURES = {
     "State": "(kvz, log_scale, length, fingerprint=None, log_decay=None)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
     "update_state": (
-        "(state, key, value, feature_map, *, key_mask=None, key_bias=None, log_decay=None)"
+        "(state, key, value, feature_map, *, key_mask=None, key_bias=None, key_lengths=None, "
+        "log_decay=None)"
     ),
     "read_state": "(query, state, feature_map)",
     "merge_states": "(first, second)",
@@ -162,8 +163,8 @@ SIGNATURES = {
         "(query, key, *, scale=None, is_causal=False, key_mask=None, num_samples=128)"
     ),
     "diagnostics.held_out_error": (
-        "(output, *, query, key, value, is_causal=False, key_mask=None, scale=None, num_rows=64, "
-        "rows=None, probability=0.95, rng=None)"
+        "(output, *, query, key, value, is_causal=False, key_mask=None, key_bias=None, scale=None, "
+        "num_rows=64, rows=None, probability=0.95, rng=None)"
     ),
     "diagnostics.held_out_rows": "(length, num_rows, rng=None, exclude=None)",
     "diagnostics.AttendedNorms": "(percentiles, logit_range, num_features)",
@@ -266,7 +267,8 @@ SIGNATURES = {
         "query_mask=None, corrected=False, scale=None, lloyd_steps=3, rng=None)"
     ),
     "feature_maps.LandmarkFeatures.sample": (
-        "(query, key, *, num_features=64, key_mask=None, query_mask=None, scale=None, rng=None)"
+        "(query, key, *, num_features=64, key_mask=None, key_bias=None, query_mask=None, "
+        "scale=None, rng=None)"
     ),
     "feature_maps.TrigonometricFeatures": (
         "(dim, num_features=None, *, scale=None, sampler='orthogonal', rng=None)"

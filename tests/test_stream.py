@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "window": {"exact_window": WINDOW},
     "causal window": {"exact_window": WINDOW, "is_causal": True},
     "decay": {"is_causal": True, "log_decay": -0.02},
+    "causal window with decay": {"exact_window": WINDOW, "is_causal": True, "log_decay": -0.02},
 }
 
 
@@ -424,7 +425,6 @@ class TestErrors:
             ({"key_mask": np.ones(50, bool)}, "key_mask must have a last axis of 101"),
             ({"key_mask": np.ones(LENGTH)}, "key_mask must be boolean"),
             ({"log_decay": -0.1}, "log_decay must be None unless is_causal"),
-            ({"log_decay": -0.1, "is_causal": True, "exact_window": 4}, "exact_window must be"),
             ({"feature_map": fm.EluFeatures}, "feature_map must have"),
             ({"exact_window": 0}, "exact_window must be at least 1"),
             ({"block_size": 0}, "block_size must be at least 1"),

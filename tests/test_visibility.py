@@ -268,6 +268,12 @@ def test_lengths_are_masks(numpy_path):
         for name in ("positive", "exact"):
             out = attend(name, *arrays, key_lengths=lengths, **options)
             assert_array_equal(out, attend(name, *arrays, **both))
+    empty = linattn.init_state(PHI, VALUE_DIM, batch_shape=(3, 2), like=arrays[1])
+    some, masked = (
+        linattn.update_state(empty, *arrays[1:], PHI, **option)
+        for option in ({"key_lengths": lengths}, {"key_mask": mask})
+    )
+    assert_array_equal(some.kvz, masked.kvz)
     assert_array_equal(
         linattn.linear_attention(*arrays, PHI, key_lengths=2),
         linattn.linear_attention(*arrays, PHI, key_mask=np.arange(6) < 2),

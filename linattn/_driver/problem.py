@@ -42,6 +42,7 @@ __all__ = [
     "map_fingerprint",
     "map_specs",
     "num_features_of",
+    "of_one_token",
     "short_fingerprint",
     "stamped",
     "step_problem",
@@ -360,7 +361,7 @@ def step_problem(
         # Elsewhere None means that nothing came before.
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
-    weights = {name: _of_one_token(name, weight, key) for name, weight in weights.items()}
+    weights = {name: of_one_token(name, weight, key) for name, weight in weights.items()}
     options = Options(is_causal=True, state=state, state_name="state", one_token=True, **weights)
     problem = _describe(xp, (query, key, value), feature_map, options)
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
@@ -373,14 +374,16 @@ def step_problem(
     return problem
 
 
-def _of_one_token(name: str, weight: Any, key: Array) -> Any:
+def of_one_token(name: str, weight: Any, key: Array) -> Any:
     """Give a token's number, or ``(...)``, the axis of length that its key has, ``(..., 1, d)``."""
-    if name == "log_decay" and not hasattr(weight, "ndim"):
+    if name == "log_decay" and not getattr(weight, "ndim", 0):
         return weight
     if isinstance(weight, numbers.Real) and not isinstance(weight, bool | np.bool_):
         xp, device = _arrays.namespace(key), array_api_compat.device(key)
         dtype = _arrays.accumulation_dtype(xp, key.dtype, None)
         return xp.full((1,) * (key.ndim - 1), float(weight), dtype=dtype, device=device)
+    if array_api_compat.is_array_api_obj(weight) and not weight.ndim:
+        return _arrays.namespace(weight).reshape(weight, (1,) * (key.ndim - 1))
     return weight[..., None] if hasattr(weight, "ndim") else weight
 
 

@@ -20,6 +20,7 @@ from linattn import _arrays, _checks, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import OutputRows
 from linattn._driver.exact_problem import exact_problem
+from linattn._driver.problem import of_one_token
 from linattn._files import Arrays, Path
 from linattn._generic.states import divide
 from linattn.coreset import _entries, _stream
@@ -221,8 +222,12 @@ class CoresetAttention:
         return result
 
     @_arrays.on_array_device
-    def step(self, query: Array, key: Array, value: Array) -> Array:
+    def step(
+        self, query: Array, key: Array, value: Array, *, key_bias: Array | float | None = None
+    ) -> Array:
         """Take one token, ``(..., d)``, ``(..., d)``, ``(..., e)``; return its output ``(..., e)``.
+
+        ``key_bias``, a number or ``(...)``, is the log weight of its key.
 
         Raises
         ------
@@ -230,7 +235,9 @@ class CoresetAttention:
             As :meth:`extend`; the stream is then as before.
         """
         _, token = _checks.check_arrays(1, query=query, key=key, value=value)
-        return self.extend(*(x[..., None, :] for x in token))[..., 0, :]
+        query, key, value = (x[..., None, :] for x in token)
+        bias = None if key_bias is None else of_one_token("key_bias", key_bias, key)
+        return self.extend(query, key, value, key_bias=bias)[..., 0, :]
 
     def save(self, path: Path) -> None:
         """Save the stream to a file, to go on elsewhere.

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn._driver.blocks import block_slices, token_block, values_and_one_block
 from linattn._driver.exact_problem import exact_problem
+from linattn._driver.token_blocks import biased_keys, biased_queries
 from linattn._generic.states import divide
 from linattn.diagnostics._shared import Floats, error_and_bound
 from linattn.sampling import Seed, as_generator
@@ -103,6 +104,7 @@ def held_out_error(
     value: Array,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    key_bias: Array | None = None,
     scale: float | None = None,
     num_rows: int = 64,
     rows: ArrayLike | None = None,
@@ -128,6 +130,8 @@ def held_out_error(
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
         True = attend.
+    key_bias : floating array, of the shapes that a mask may have, optional
+        Log weight of each key. -inf masks a key. Default 0.
     scale : float, optional
         s; default ``1 / sqrt(d)``.
     num_rows : int, optional
@@ -181,7 +185,8 @@ def held_out_error(
         output=output, query=query, key=key, value=value
     )
     is_causal = _checks.check_flag("is_causal", is_causal)
-    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, key_mask=key_mask)
+    weights = {"key_mask": key_mask, "key_bias": key_bias}
+    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, **weights)
     L, e = query.shape[-2], value.shape[-1]
     if tuple(output.shape) != (*problem.lead, L, e):
         message = f"output must have shape {(*problem.lead, L, e)}, got {tuple(output.shape)}"
@@ -217,32 +222,29 @@ def held_out_error(
 def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
     """Softmax attention of some queries, over blocks of keys."""
     xp, device = problem.xp, array_api_compat.device(problem.query)
-    functions, spec = _dispatch.BlockFunctions(xp), problem.query_spec
+    functions = _dispatch.BlockFunctions(xp)
     outputs: list[Array] = []
     for place in block_slices(len(chosen), ROWS):
         first, last = int(chosen[place].min()), int(chosen[place].max())
         index = xp.asarray(chosen[place], device=device)
         taken = xp.take(problem.query, index, axis=-2)
         rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
+        spec, rows = biased_queries(problem, rows)
         part: Partial | None = None
         for block in block_slices(last + 1 if problem.is_causal else problem.key.shape[-2], BLOCK):
             keys, values_and_one = (
-                token_block(problem, "key", block, 0),
+                biased_keys(problem, token_block(problem, "key", block, 0)),
                 values_and_one_block(problem, block),
             )
             visible = None
             if problem.is_causal and block.stop > first + 1:
                 visible = xp.arange(block.start, block.stop, device=device) <= index[:, None]
             if part is None:
-                part = functions.exact_block(
-                    problem.query_spec, rows, keys, values_and_one, visible
-                )
+                part = functions.exact_block(spec, rows, keys, values_and_one, visible)
             elif visible is None:
                 part = functions.exact_more(spec, rows, keys, values_and_one, part)
             else:
-                more = functions.exact_block(
-                    problem.query_spec, rows, keys, values_and_one, visible
-                )
+                more = functions.exact_block(spec, rows, keys, values_and_one, visible)
                 part = _generic.combine(part, more)
         if part is not None:
             outputs.append(divide(part))

@@ -323,6 +323,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         *,
         num_features: int = 64,
         key_mask: Array | None = None,
+        key_bias: Array | None = None,
         query_mask: Array | None = None,
         scale: float | None = None,
         rng: Seed = None,
@@ -337,7 +338,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
 
         Parameters
         ----------
-        query, key, key_mask, query_mask, scale
+        query, key, key_mask, key_bias, query_mask, scale
             As :meth:`fit`.
         num_features : int, optional
             m rows omega. Default 64.
@@ -374,7 +375,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         section 3.3, the balance heuristic.
         """
         m = _checks.check_positive_int("num_features", num_features)
-        given = take_inputs(query, key, key_mask, query_mask, scale)
+        given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
         size = sample_size(m)
         generator = as_generator(rng)
         key_strata, query_strata, query_order = generator.random((3, size))
@@ -384,6 +385,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
             keys, queries = draw_samples(given, key_strata, query_strata)
             drawn = cycled(stratified_subset(queries, m, query_order), m)
             logits = given.scale * dots(drawn, keys.x) + gumbel[:, : keys.x.shape[-2]]
+            if keys.log_weight is not None:
+                logits += keys.log_weight[..., None, :]
             logits = np.where(keys.valid[..., None, :], logits, -np.inf)
             attended = np.argmax(logits, axis=-1)
             k = np.broadcast_to(keys.x, (*attended.shape[:-1], *keys.x.shape[-2:]))

@@ -251,7 +251,8 @@ def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate what has no gradient from arrays; None is neither."""
     given = {name: a for name, a in named.items() if a is not None}
     numbers = {name: a for name, a in given.items() if not hasattr(a, "shape")}
-    return numbers, {n: _taken(**{n: a})[0] for n, a in given.items() if n not in numbers}
+    arrays = {n: a for n, a in given.items() if n not in numbers}
+    return numbers, {n: _taken(**{n: a})[0] if a.ndim else _as_jax(a) for n, a in arrays.items()}
 
 
 def _taken(**named: Any) -> tuple[Any, ...]:
