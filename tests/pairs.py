@@ -119,28 +119,28 @@ def check_float32_gradients(arrays, phi, name, weight, **options):
         assert np.linalg.norm(wide - narrow) <= 3e-5 * max(float(np.linalg.norm(wide)), 1.0)
 
 
-def check_frameworks(framework, arrays, phi, name, weight, **options):
-    """Gradients by torch or JAX are linattn's; torch's on its own tape too."""
+def check_frameworks(arrays, phi, name, weight, **options):
+    """Gradients by torch, on its own tape too, and by JAX are linattn's."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    from linattn.interop import jax as interop_jax
+    from linattn.interop import torch as interop_torch
+
     _, pullback = linattn.linear_attention_vjp(*arrays, phi, **{name: weight}, **options)
     expected = pullback(arrays[0])
-    if framework == "torch":
-        torch = pytest.importorskip("torch", reason="torch is not installed")
-        from linattn.interop.torch import linear_attention
-
-        tensors = [torch.tensor(a, requires_grad=True) for a in (*arrays, weight)]
-        for attend in (linear_attention, linattn.linear_attention):
-            out = attend(*tensors[:3], phi, **{name: tensors[3]}, **options)
-            gradients = torch.autograd.grad(out, tensors, tensors[0].detach())
-            for gradient, wanted in zip(gradients, expected, strict=True):
-                assert_allclose(gradient.numpy(), wanted, atol=1e-10)
-        return
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    from linattn.interop.jax import linear_attention as jax_attention
+    tensors = [torch.tensor(a, requires_grad=True) for a in (*arrays, weight)]
+    found = []
+    for attend in (interop_torch.linear_attention, linattn.linear_attention):
+        out = attend(*tensors[:3], phi, **{name: tensors[3]}, **options)
+        gradients = torch.autograd.grad(out, tensors, tensors[0].detach())
+        found.append([gradient.numpy() for gradient in gradients])
 
     def on_jax(query, key, value, weight):
-        return jax_attention(query, key, value, phi, **{name: weight}, **options)
+        given = {name: weight, **options}
+        return interop_jax.linear_attention(query, key, value, phi, **given)
 
     with jax.enable_x64(True):
-        gradients = jax.jit(lambda *a: jax.vjp(on_jax, *a)[1](a[0]))(*arrays, weight)
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        assert_allclose(gradient, wanted, atol=1e-10)
+        found.append(jax.jit(lambda *a: jax.vjp(on_jax, *a)[1](a[0]))(*arrays, weight))
+    for gradients in found:
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert_allclose(gradient, wanted, atol=1e-10)

@@ -20,58 +20,18 @@ from linattn.feature_maps import (
     CosformerFeatures,
     EluFeatures,
     LandmarkFeatures,
-    PositiveFeatures,
     Reparametrized,
     SoftmaxFeatures,
-    TrigonometricFeatures,
 )
 from linattn.testing import assert_gradient
+from tests import pairs
+from tests.pairs import DIM, LENGTH, PHI, decays, dense_decay, every_dtype, tokens
 
-DIM, LENGTH = 4, 40
-MAPS = {
-    "positive": PositiveFeatures(DIM, 16, rng=0),
-    "elu": EluFeatures(),
-    "activation": ActivationFeatures(DIM, 16, rng=1),
-    "trigonometric": TrigonometricFeatures(DIM, 256, rng=0),
-    "reparametrized": Reparametrized(PositiveFeatures(DIM, 16, rng=0), [0.3] * DIM, [-0.2] * DIM),
-}
-PHI = MAPS["positive"]
-BOUNDS = {"float64": 1e-11, "float32": 3e-5}
-every_dtype = pytest.mark.parametrize("dtype", BOUNDS)
-
-
-def tokens(lead=(2,), length=LENGTH, seed=0):
-    rng = np.random.default_rng(seed)
-    return tuple(0.7 * rng.standard_normal((*lead, length, DIM)) for _ in range(3))
-
-
-def dense_bias(log_decay, length, *, is_causal=True):
-    """Log weights of pairs: what lies between the two tokens."""
-    steps = np.broadcast_to(log_decay, (*np.shape(log_decay)[:-1], length))
-    since = np.cumsum(steps, axis=-1)
-    between = since[..., :, None] - since[..., None, :]
-    later = np.triu(np.ones((length, length), bool), 1)
-    return np.where(later, -np.inf if is_causal else -between, between)
-
-
-def decays(kind, lead, length):
-    """Log decays ``(..., length)`` or ``(..., 1)``."""
-    rng = np.random.default_rng(4)
-    if kind == "each token":
-        return -rng.exponential(1.0, (*lead, length))
-    if kind == "a few are strong":
-        weak = -0.01 * rng.random((*lead, length))
-        return np.where(rng.random((1, length)) < 0.05, -200.0, weak)
-    return float(kind) * np.linspace(1.0, 0.2, int(np.prod(lead))).reshape(*lead, 1)
+MAPS = {**pairs.MAPS, "activation": ActivationFeatures(DIM, 16, rng=1)}
 
 
 def check(out, phi, arrays, bias, dtype):
-    """Compare an output with the oracle, relative to the terms behind it."""
-    sums = reference.kernel_sums(*arrays, phi, bias=bias)
-    unit = np.maximum(sums.absolute_denominator * (1 + np.abs(out)), 1e-300)
-    assert np.isfinite(out).all()
-    error = np.abs(out * sums.denominator - sums.numerator) / unit
-    assert error.max() <= BOUNDS[dtype]
+    pairs.check_sums(out, phi, arrays, dtype, bias=bias)
 
 
 KINDS = ["-0.0", "-1e-3", "-0.5", "-5.0", "-200.0", "each token", "a few are strong"]
@@ -87,7 +47,7 @@ def test_causal_equals_the_oracle(kind, jump, dtype, backends):
     arrays, decay = tokens((2, 3), length), decays(kind, (2, 1), length)
     query, key, value = arrays[0], arrays[1][:, :1], arrays[2][:, :1]
     bias = np.where(np.random.default_rng(5).random(length) < 0.1, jump, 0.0)
-    dense = dense_bias(decay, length) + bias
+    dense = dense_decay(decay, length) + bias
     for name, phi in MAPS.items():
         if not backends and name != "positive":
             continue
@@ -111,7 +71,7 @@ def test_masked_stretches_see_what_has_decayed_far(name, kind, dtype):
     arrays, decay = tokens((2,), length), decays(kind, (2,), length)
     mask = np.ones(length, bool)
     mask[:3] = mask[70:560] = False
-    dense = dense_bias(decay, length) + np.where(mask, 0, -np.inf)
+    dense = dense_decay(decay, length) + np.where(mask, 0, -np.inf)
     with linattn.explain() as report:
         out, state = linattn.linear_attention(
             *(a.astype(dtype) for a in arrays),
@@ -145,7 +105,7 @@ def test_causal_equals_the_oracle_in_every_library(xp, kind):
         chunk_size=8,
     )
     xp.assert_like(out, query)
-    dense = dense_bias(decay, 12) + np.where(mask, 0, -np.inf)
+    dense = dense_decay(decay, 12) + np.where(mask, 0, -np.inf)
     check(xp.numpy(out), PHI, arrays, dense, "float32")
 
 
@@ -158,8 +118,15 @@ def test_numbers_and_heads_are_tokens_that_decay_alike():
     for given in (wanted, wanted[:, :1], wanted[..., None]):
         out = linattn.linear_attention(query, key, value, PHI, is_causal=True, log_decay=given)
         assert_allclose(out, expected, atol=1e-13)
-    one = linattn.linear_attention(query[0], key[0], value[0], PHI, is_causal=True, log_decay=-0.1)
-    assert_allclose(one, expected[0], atol=1e-13)
+    for number in (-0.1, np.asarray(-0.1)):
+        one = linattn.linear_attention(
+            query[0], key[0], value[0], PHI, is_causal=True, log_decay=number
+        )
+        assert_allclose(one, expected[0], atol=1e-13)
+        token = query[0][:, 0], key[0][:, 0], value[0][:, 0]
+        state = linattn.init_state(PHI, DIM, batch_shape=(3,), like=key)
+        _, after = linattn.decode_step(*token, state, PHI, log_decay=number)
+        assert_allclose(after.log_decay, np.full(3, -0.1))
 
 
 @pytest.mark.parametrize("kind", ["-0.5", "each token", "a few are strong"])
@@ -178,7 +145,7 @@ def test_chunks_steps_and_merged_states_are_the_whole(name, kind):
         return_state=True,
         return_log_normalizer=True,
     )
-    dense = dense_bias(decay, LENGTH)
+    dense = dense_decay(decay, LENGTH)
     check(whole, phi, (query, key, value), dense, "float64")
     sums = reference.kernel_sums(query, key, value, phi, bias=dense)
     expected = (np.log(sums.denominator) + sums.log_scale)[..., 0]
@@ -296,7 +263,7 @@ def test_float16_decays_in_float32():
     arrays = [a.astype(np.float16) for a in tokens()]
     out = linattn.linear_attention(*arrays, PHI, is_causal=True, log_decay=-0.125)
     assert out.dtype == np.float16
-    dense = dense_bias(np.array([[-0.125]]), LENGTH)
+    dense = dense_decay(np.array([[-0.125]]), LENGTH)
     expected = reference.kernel_attention(*arrays, PHI, bias=dense)
     assert_allclose(out, expected, atol=3e-3)
 
@@ -328,7 +295,7 @@ def test_full_decays_with_distance(kind, jump, dtype):
     (query, key, value), decay = tokens((2, 3), length), decays(kind, (2, 1), length)
     key, value = key[:, :1], value[:, :1]
     bias = np.where(np.random.default_rng(5).random(length) < 0.1, jump, 0.0)
-    dense = dense_bias(decay, length, is_causal=False) + bias
+    dense = dense_decay(decay, length, is_causal=False) + bias
     for name in ("positive", "trigonometric", "reparametrized"):
         phi = MAPS[name]
         out, state = linattn.linear_attention(
@@ -350,7 +317,7 @@ def test_full_decays_with_distance_in_every_library(xp):
         query, key, value, PHI, key_mask=xp.array(mask), log_decay=-0.5, chunk_size=8
     )
     xp.assert_like(out, query)
-    dense = dense_bias(np.array([[-0.5]]), 12, is_causal=False) + np.where(mask, 0, -np.inf)
+    dense = dense_decay(np.array([[-0.5]]), 12, is_causal=False) + np.where(mask, 0, -np.inf)
     check(xp.numpy(out), PHI, arrays, dense, "float32")
 
 
@@ -362,7 +329,7 @@ def test_full_attention_after_a_state_decays_from_it():
     out, state = linattn.linear_attention(
         *rest, phi, log_decay=-0.1, initial_state=before, return_state=True
     )
-    dense = dense_bias(np.array([[-0.1]]), LENGTH, is_causal=False)
+    dense = dense_decay(np.array([[-0.1]]), LENGTH, is_causal=False)
     expected = reference.kernel_attention(query, key, value, phi, bias=dense)
     assert_allclose(out, expected[:, 15:], atol=1e-11)
     assert_allclose(state.log_decay, -0.1 * LENGTH)
@@ -377,7 +344,7 @@ def test_numerators_alone_are_on_the_true_scale(xp, is_causal, decay):
         query, key, value, PHI, is_causal=is_causal, normalize=False, chunk_size=8, **options
     )
     xp.assert_like(out, query)
-    dense = dense_bias(np.array([[decay or 0.0]]), 12, is_causal=is_causal)
+    dense = dense_decay(np.array([[decay or 0.0]]), 12, is_causal=is_causal)
     sums = reference.kernel_sums(*arrays, PHI, bias=dense)
     expected = sums.numerator * np.exp(sums.log_scale)
     assert_allclose(xp.numpy(out), expected, rtol=1e-11, atol=1e-12)
@@ -422,6 +389,8 @@ def test_a_long_sequence_does_not_drift():
         (np.full(2, -np.inf), ValueError, "log_decay must hold finite numbers"),
         (np.zeros(5), ValueError, r"log_decay must be a number, or .* got shape \(5,\)"),
         (np.zeros((2, 4)), ValueError, r"log_decay must be a number, or .* got shape \(2, 4\)"),
+        (np.asarray(0.1), ValueError, "log_decay must hold finite numbers of at most 0"),
+        (np.asarray(-1), TypeError, "log_decay must have dtype float16"),
         (np.zeros(2, dtype=int), TypeError, "log_decay must have dtype float16"),
         (True, TypeError, "log_decay must be an array of NumPy"),
     ],
@@ -569,17 +538,7 @@ def test_gradients_keep_their_digits_in_float32(kind, is_causal):
     if kind == "each token" and not is_causal:
         pytest.skip("one a head in full attention")
     arrays, decay = tokens((2,), 400), decays(kind, (2,), 400)
-    both = []
-    for dtype in ("float64", "float32"):
-        cast = [a.astype(dtype) for a in (*arrays, decay)]
-        out, pullback = linattn.linear_attention_vjp(
-            *cast[:3], PHI, is_causal=is_causal, log_decay=cast[3]
-        )
-        both.append(pullback(out))
-    for wide, narrow in zip(*both, strict=True):
-        assert narrow.dtype == np.float32
-        # Of a token that reads itself alone the gradient is 0.
-        assert np.linalg.norm(wide - narrow) <= 3e-5 * max(float(np.linalg.norm(wide)), 1.0)
+    pairs.check_float32_gradients(arrays, PHI, "log_decay", decay, is_causal=is_causal)
 
 
 def test_packed_gradients_are_those_of_each_sequence():
@@ -633,36 +592,22 @@ def test_packed_states_have_the_gradients_of_each():
 
 
 @pytest.mark.frameworks
-@pytest.mark.parametrize("kind", ["causal, each token", "full"])
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_frameworks_give_the_same_gradients(framework, kind):
-    arrays, is_causal = tokens((2,), 11), kind.startswith("causal")
-    decay = decays("each token", (2,), 11) if is_causal else np.array([-0.5, -0.1])
-    options = {"is_causal": is_causal, "chunk_size": 4}
-    _, pullback = linattn.linear_attention_vjp(*arrays, PHI, log_decay=decay, **options)
-    expected = pullback(arrays[0])
-    if framework == "torch":
-        torch = pytest.importorskip("torch", reason="torch is not installed")
-        from linattn.interop.torch import linear_attention
+@pytest.mark.parametrize("kind", ["each token", "each head", "one for all", "full"])
+def test_frameworks_give_the_same_gradients(kind):
+    decay = {
+        "each token": decays("each token", (2,), 11),
+        "one for all": np.asarray(-0.3),
+    }.get(kind, np.array([-0.5, -0.1]))
+    options = {"is_causal": kind != "full", "chunk_size": 4}
+    pairs.check_frameworks(tokens((2,), 11), PHI, "log_decay", decay, **options)
 
-        tensors = [torch.tensor(a, requires_grad=True) for a in (*arrays, decay)]
-        for attend in (linear_attention, linattn.linear_attention):
-            out, state = attend(
-                *tensors[:3], PHI, log_decay=tensors[3], return_state=True, **options
-            )
-            gradients = torch.autograd.grad(out, tensors, tensors[0].detach())
-            for gradient, wanted in zip(gradients, expected, strict=True):
-                assert_allclose(gradient.numpy(), wanted, atol=1e-10)
-            total = state.log_decay.detach().numpy()
-            assert_allclose(total, np.broadcast_to(decay.T, (11, 2)).sum(axis=0))
-        return
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    jax.config.update("jax_enable_x64", True)
-    from linattn.interop.jax import linear_attention as jax_attention
 
-    def on_jax(query, key, value, decay):
-        return jax_attention(query, key, value, PHI, log_decay=decay, **options)
+def test_torch_returns_the_decay_of_a_state():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from linattn.interop.torch import linear_attention
 
-    gradients = jax.jit(lambda *a: jax.vjp(on_jax, *a)[1](a[0]))(*arrays, decay)
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        assert_allclose(gradient, wanted, atol=1e-10)
+    arrays, decay = tokens((2,), 11), decays("each token", (2,), 11)
+    *tensors, step = (torch.tensor(a, requires_grad=True) for a in (*arrays, decay))
+    for attend in (linear_attention, linattn.linear_attention):
+        _, state = attend(*tensors, PHI, is_causal=True, log_decay=step, return_state=True)
+        assert_allclose(state.log_decay.detach().numpy(), decay.sum(axis=-1))

@@ -11,34 +11,18 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import reference
-from linattn.feature_maps import (
-    EluFeatures,
-    LandmarkFeatures,
-    PositiveFeatures,
-    Reparametrized,
-    SoftmaxFeatures,
-    TrigonometricFeatures,
-)
+from linattn.feature_maps import EluFeatures, LandmarkFeatures, SoftmaxFeatures
 from linattn.testing import assert_gradient
+from tests import pairs
+from tests.pairs import BOUNDS, DIM, LENGTH, PHI, full_and_causal, tokens
 
-DIM, LENGTH = 4, 40
 _RNG = np.random.default_rng(3)
 MAPS = {
-    "positive": PositiveFeatures(DIM, 16, rng=0),
-    "elu": EluFeatures(),
-    "trigonometric": TrigonometricFeatures(DIM, 256, rng=0),
-    "reparametrized": Reparametrized(PositiveFeatures(DIM, 16, rng=0), [0.3] * DIM, [-0.2] * DIM),
+    **pairs.MAPS,
     "landmarks": LandmarkFeatures.fit(
         *_RNG.standard_normal((2, 40, DIM)), num_features=6, num_probes=16, rng=0
     ),
 }
-BOUNDS = {"float64": 1e-11, "float32": 3e-5}
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-
-
-def tokens(lead=(2,), length=LENGTH, size=0.7, seed=0):
-    rng = np.random.default_rng(seed)
-    return tuple(size * rng.standard_normal((*lead, length, DIM)) for _ in range(3))
 
 
 def biases(shape, seed=1, size=5.0):
@@ -88,10 +72,7 @@ def test_equals_the_oracle_whatever_its_size(name, dtype, size, is_causal):
         key_mask=mask,
     )
     options = {"is_causal": is_causal, "key_mask": mask, "bias": bias[..., None, :]}
-    sums = reference.kernel_sums(query, key, value, phi, **options)
-    unit = np.maximum(sums.absolute_denominator * (1 + np.abs(out)), 1e-300)
-    error = np.abs(out * sums.denominator - sums.numerator) / unit
-    assert error.max() <= BOUNDS[dtype]
+    pairs.check_sums(out, phi, (query, key, value), dtype, **options)
 
 
 def test_float16_is_weighed_in_float32():
@@ -232,17 +213,7 @@ def test_gradients_are_those_of_finite_differences(name, is_causal):
 def test_gradients_keep_their_digits_in_float32(is_causal):
     arrays, bias = tokens((2,), 300), biases((2, 300), size=2.0)
     for phi in (MAPS["positive"], MAPS["elu"]):
-        both = []
-        for dtype in ("float64", "float32"):
-            cast = [a.astype(dtype) for a in (*arrays, bias)]
-            out, pullback = linattn.linear_attention_vjp(
-                *cast[:3], phi, is_causal=is_causal, key_bias=cast[3]
-            )
-            both.append(pullback(out))
-        for wide, narrow in zip(*both, strict=True):
-            assert narrow.dtype == np.float32
-            error = np.linalg.norm(wide - narrow)
-            assert error <= 3e-5 * np.linalg.norm(wide)
+        pairs.check_float32_gradients(arrays, phi, "key_bias", bias, is_causal=is_causal)
 
 
 def test_a_state_and_a_bias_have_gradients_in_this_order():
@@ -260,34 +231,59 @@ def test_a_state_and_a_bias_have_gradients_in_this_order():
 
 @pytest.mark.frameworks
 @full_and_causal
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_frameworks_give_the_same_gradients(framework, is_causal):
-    arrays, phi = tokens((2,), 11), MAPS["positive"]
-    bias = biases((11,))
+def test_frameworks_give_the_same_gradients(is_causal):
+    arrays, bias = tokens((2,), 11), biases((11,))
     options = {"is_causal": is_causal, "chunk_size": 4}
-    _, pullback = linattn.linear_attention_vjp(*arrays, phi, key_bias=bias, **options)
-    expected = pullback(arrays[0])
-    if framework == "torch":
-        torch = pytest.importorskip("torch", reason="torch is not installed")
-        from linattn.interop.torch import linear_attention
+    pairs.check_frameworks(arrays, PHI, "key_bias", bias, **options)
 
-        tensors = [torch.tensor(a, requires_grad=True) for a in (*arrays, bias)]
-        for attend in (linear_attention, linattn.linear_attention):
-            out = attend(*tensors[:3], phi, key_bias=tensors[3], **options)
-            gradients = torch.autograd.grad(out, tensors, tensors[0].detach())
-            for gradient, wanted in zip(gradients, expected, strict=True):
-                assert_allclose(gradient.numpy(), wanted, atol=1e-11)
-        return
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    jax.config.update("jax_enable_x64", True)
-    from linattn.interop.jax import linear_attention as jax_attention
 
-    def on_jax(query, key, value, bias):
-        return jax_attention(query, key, value, phi, key_bias=bias, **options)
+# Beside attention -------------------------------------------------------------------------------
 
-    gradients = jax.jit(lambda *a: jax.vjp(on_jax, *a)[1](a[0]))(*arrays, bias)
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        assert_allclose(gradient, wanted, atol=1e-11)
+
+def test_drawn_features_follow_the_bias(xp):
+    """Keys of -inf are masked; a key of a large bias is the one that all queries draw."""
+    (query, key, _), mask = tokens(), np.arange(LENGTH) % 3 > 0
+    arrays = [xp.array(a) for a in (query, key)]
+
+    def sample(key, **options):
+        query, key = arrays[0], xp.array(key)
+        return LandmarkFeatures.sample(query, key, num_features=8, rng=0, **options)
+
+    if xp.name == "dask":
+        pytest.skip("dask: sampled as NumPy, which is tested")
+    drawn = sample(key, key_bias=xp.array(np.where(mask, 0.0, -np.inf)))
+    assert_array_equal(drawn.projection, sample(key, key_mask=xp.array(mask)).projection)
+    drawn = sample(key, key_bias=xp.array(np.where(np.arange(LENGTH) == 7, 1e3, 0.0)))
+    one = np.broadcast_to(key[:, 7:8], key.shape)
+    assert_allclose(drawn.projection, sample(one).projection, atol=1e-12)
+
+
+@full_and_causal
+def test_held_out_rows_are_of_weighed_keys(xp, is_causal):
+    arrays, bias = tokens(length=20), biases((2, 20))
+    exact = reference.softmax_attention(*arrays, is_causal=is_causal, bias=bias[:, None, :])
+    plain = reference.softmax_attention(*arrays, is_causal=is_causal)
+    query, key, value = (xp.array(a) for a in arrays)
+    given = {"query": query, "key": key, "value": value, "is_causal": is_causal}
+    for output, wanted in ((exact, 0.0), (plain, 1.0)):
+        error = linattn.diagnostics.held_out_error(
+            xp.array(output), **given, key_bias=xp.array(bias), num_rows=20
+        )
+        size = np.linalg.norm(exact, axis=(-2, -1))
+        expected = wanted * np.linalg.norm(plain - exact, axis=(-2, -1)) / size
+        assert_allclose(error.relative, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_token_of_a_coreset_has_its_bias():
+    (query, key, value), bias = tokens(length=9), biases((2, 9))
+    streams = [linattn.CoresetAttention(4, rng=0) for _ in range(2)]
+    whole = streams[0].extend(query, key, value, key_bias=bias)
+    for i in range(9):
+        out = streams[1].step(query[:, i], key[:, i], value[:, i], key_bias=bias[:, i])
+        assert_allclose(out, whole[:, i], rtol=0, atol=1e-12)
+    token = query[:, 0], key[:, 0], value[:, 0]
+    one = streams[0].step(*token, key_bias=-1)
+    assert_array_equal(one, streams[1].step(*token, key_bias=np.asarray(-1.0)))
 
 
 # Errors and dispatch ------------------------------------------------------------------------------

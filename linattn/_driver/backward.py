@@ -168,7 +168,7 @@ def pull(
     # half of what the whole pullback takes. One head alone is done on one thread.
     plan = functions.plan(planned(problem)).for_gradients()
     arguments = _arguments(problem)
-    if problem.log_decay is not None:
+    if problem.log_decay is not None and cotangent.state is not None:
         arguments["last_state"] = arguments["log_decay"][..., :1, :]
     rows = {name: GradientRows(problem, array, plan.tasks) for name, array in arguments.items()}
     states: list[tuple[Index, Array]] = []
@@ -196,7 +196,7 @@ def pull(
     state = None if problem.state is None else _join(problem, states)
     found = {name: each.result() for name, each in rows.items()}
     if problem.log_decay is not None:
-        last = found.pop("last_state")
+        last = found.pop("last_state", None)
         found["log_decay"] = decay_gradient(problem.xp, found["log_decay"], last)
     return Gradients(state=state, **found)
 
