@@ -226,12 +226,18 @@ def _prefix_states(rows: _Rows, runs: list[Run]) -> Floats:
     for run in runs:
         added = states[..., run.places.start + 1 : run.places.stop + 1, :, :]
         sum_products(run.split(rows.v), run.split(rows.k), added)
-    for i in range(1, count):
+    states = states[..., :count, :, :]
+    _accumulate(states, [None if x is None else transposed(x) for x in rows.rises or ()])
+    return states
+
+
+def _accumulate(states: Floats, rises: list[Floats | None]) -> None:
+    """Add each state to the next, from the second on multiplied with its factor; None for 1."""
+    for i in range(1, states.shape[-3]):
         state = states[..., i, :, :]
         state += states[..., i - 1, :, :]
-        if rows.rises and (factor := rows.rises[i - 1]) is not None:
-            state *= transposed(factor)
-    return states[..., :count, :, :]
+        if i <= len(rises) and (factor := rises[i - 1]) is not None:
+            state *= factor
 
 
 def _by_token(runs: list[Run], rejected: Bools) -> list[Run]:
@@ -295,11 +301,7 @@ def _adjoint_states(rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
             sum_products(qs, gs, sums)
         else:
             sums[...] = sum_to(np.matmul(transposed(qs), gs), sums.shape[:-2])
-    for i in reversed(range(count)):
-        later = states[..., i + 1, :, :]
-        if i + 1 < count and rows.rises and (factor := rows.rises[i]) is not None:
-            later *= factor
-        states[..., i, :, :] += later
+    _accumulate(states[..., ::-1, :, :], (rows.rises or [])[::-1])
     return states
 
 

@@ -167,10 +167,15 @@ def rejected_rows(
     ``kvz``: the state before it; ``floor``: of all heads, or of each; ``factor``: what values are
     multiplied with at least, before all else.
     """
-    rejected = ~(denominators >= floor)
+    rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype) / factor
     # What may be taken from values of size 1.
-    loss = np.maximum(floor / denominators, tiny(values_and_one.dtype) / factor)
-    loss = np.where(rejected, 0, loss / SMALL_VALUES)
+    loss = floor / denominators
+    if not rejected.any():
+        # All rows see the first values: hardly ever must others be inspected.
+        size = max(loss.max(), taken) / SMALL_VALUES
+        if size <= np.abs(values_and_one[..., 0, :]).min():
+            return None
+    loss = np.where(rejected, 0, np.maximum(loss, taken) / SMALL_VALUES)
     if _may_be_small(values_and_one, loss):
         sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
         before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
@@ -184,10 +189,8 @@ def rejected_rows(
 
 def _may_be_small(values_and_one: Floats, loss: Floats) -> bool:
     """Whether the first values, which later rows see too, do not tell that none is too small."""
-    for stop in (1, min(32, values_and_one.shape[-2])):
-        seen = np.maximum.accumulate(np.abs(values_and_one[..., :stop, :]), axis=-2)
-        least = seen.min(axis=-1, keepdims=True)
-        later = loss[..., stop:, :] > least[..., -1:, :]
-        if not ((loss[..., :stop, :] > least).any() or later.any()):
-            return False
-    return True
+    stop = min(32, values_and_one.shape[-2])
+    seen = np.maximum.accumulate(np.abs(values_and_one[..., :stop, :]), axis=-2)
+    least = seen.min(axis=-1, keepdims=True)
+    later = loss[..., stop:, :] > least[..., -1:, :]
+    return bool((loss[..., :stop, :] > least).any() or later.any())

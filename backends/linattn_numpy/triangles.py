@@ -52,12 +52,9 @@ class Triangles:
         # Sub-blocks come first: one state is added to the next as a row of numbers.
         lead = broadcast_lead(k.shape[:-3], lead, kvz.shape[:-2])
         states = buffer("states", (count + 1, *lead, h * r, e), dtype)
-        each = list(states.reshape(count + 1, -1))
-        *self._steps, self._last_step = pairwise(each)
-        self._next = each[0]
-        self._states = states
         by_head = list(states.reshape(count + 1, *lead, h * r * e))
-        self._heads, self._last = list(pairwise(by_head)), each[-1]
+        *self._steps, self._last_step = pairwise(by_head)
+        self._next, self._states = by_head[0], states
         self._faded = buffer("faded", by_head[0].shape, dtype)
         halves = moveaxis(states.reshape(count + 1, *lead, h, r, e), 0, -3)
         self._before, self._added = halves[..., :count, :, :], halves[..., 1:, :, :]
@@ -94,14 +91,11 @@ class Triangles:
         if decay is not None:
             v = weighted(v, decay.keys, "decayed_values")
         sum_products(self._k, v[..., None, :, :, :], self._added)
-        if on_one_scale := decay is None and not rises:
-            for before, after in self._steps:
-                np.add(before, after, out=after)
-        for i, (before, after) in enumerate(() if on_one_scale else self._heads):
+        for i, (before, after) in enumerate(self._steps):
             if decay is not None:
                 before = np.multiply(before, decay.states[i], out=self._faded)
             np.add(before, after, out=after)
-            if i < len(rises):
+            if rises:
                 unscaled.append(self._states[i + 1])
                 if (factor := rises[i]) is not None:
                     unscaled[i] = unscaled[i].copy()
@@ -114,10 +108,10 @@ class Triangles:
                 np.add(out, read, out=out)
         self._is_empty = False
         # What comes after the last sub-block is where the next tile begins.
-        if on_one_scale:
-            np.add(*self._last_step, out=self._next)
-        else:
-            np.copyto(self._next, self._last)
+        before, after = self._last_step
+        if decay is not None:
+            before = np.multiply(before, decay.states[-1], out=self._faded)
+        np.add(before, after, out=self._next)
         return unscaled
 
     def state(self) -> Floats:
