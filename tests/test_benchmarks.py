@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import same_bits
+from benchmarks import recurrences, same_bits
 from benchmarks.peers import oracle, page, rotation
 from benchmarks.peers.goals import goals
 from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
@@ -725,6 +725,74 @@ def test_the_page_of_dask_is_made_from_the_record(tmp_path):
     page.write_text("# Dask\n")
     with pytest.raises(ValueError, match="must have one section"):
         replace_section(page, record)
+
+
+SMALL_RECURRENCES = recurrences.Sizes(length=64, heads=2, dim=8)
+
+
+@pytest.mark.parametrize(
+    "peers", [(), pytest.param(("torch", "jax"), marks=pytest.mark.frameworks)]
+)
+def test_recurrences_come_onto_their_page(peers, tmp_path, monkeypatch):
+    for library in peers:
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+
+    def here(sizes, rounds, processes):
+        assert sizes == SMALL_RECURRENCES
+        return [recurrences.one_process(sizes, rounds) for _ in range(processes)]
+
+    monkeypatch.setattr(recurrences, "measure", here)
+    if peers:
+        some = ("gated, a channel", "gated delta")
+        monkeypatch.setattr(recurrences, "CASES", {name: recurrences.CASES[name] for name in some})
+    else:
+        monkeypatch.setattr(recurrences, "installed", lambda peer: False)
+    out, page_path = tmp_path / "record.json", tmp_path / "page.md"
+    page_path.write_text(f"before\n{recurrences.START}old\n{recurrences.END}after\n")
+    sizes = ["--length", "64", "--heads", "2", "--dim", "8", "--rounds", "1", "--processes", "1"]
+    recurrences.main([*sizes, "--out", str(out), "--page", str(page_path)])
+    shown = page_path.read_text()
+    assert shown.startswith(f"before\n{recurrences.START}Measured on ")
+    assert shown.endswith(f"{recurrences.END}after\n")
+    assert "old" not in shown
+    assert all(f"\n| {name} | " in shown for name in recurrences.CASES)
+    missing = "Left out, not installed: torch operations, JAX scan, jit."
+    assert (missing in shown) == (not peers)
+    page_path.write_text(f"{recurrences.START}{recurrences.END}")
+    recurrences.main(["--from-record", "--out", str(out), "--page", str(page_path)])
+    assert page_path.read_text() in shown
+
+
+def test_the_page_shows_the_median_of_processes_and_a_peer_at_its_best():
+    def process(ratio):
+        row = {"milliseconds": {"linattn": 10 * ratio}, "growth": 1.0}
+        row["over linattn"] = {recurrences.JAX: ratio}
+        steps = {"16": ratio, "256": 4.0}
+        return {"rules": dict.fromkeys(recurrences.CASES, row), "step, microseconds": steps}
+
+    machine = {"cpu": "a processor", "commit": "c0ffee", "date": "2026-11-23"}
+    record = {"machine": machine, "rounds": 15, "left out": []}
+    record["processes"] = [process(ratio) for ratio in (1.75, 0.5, 2.0)]
+    text = recurrences.section(record)
+    assert "| delta | 17.5 | - | 1.75 | 0.50 | 1.00 |\n" in text
+    assert "medians of 3 processes with 15 rounds each" in text
+    assert "A step of decoding took 2 us after 16 tokens, 4 us after 256 tokens." in text
+
+
+def test_recurrences_that_are_wrong_are_not_timed(monkeypatch):
+    monkeypatch.setattr(recurrences, "installed", lambda peer: False)
+    monkeypatch.setattr(recurrences, "ours", lambda case, given: lambda: 1.001 * given["value"])
+    with pytest.raises(AssertionError, match=r"linattn, Case.*: off by"):
+        recurrences.compare(recurrences.CASES["delta"], SMALL_RECURRENCES, 1)
+
+
+def test_the_page_of_recurrences_is_made_from_the_record():
+    out = ROOT / "benchmarks" / "results" / "recurrences.json"
+    shown = (ROOT / "docs" / "recurrences.md").read_text(encoding="utf-8")
+    record = json.loads(out.read_text(encoding="utf-8"))
+    between = shown.split(recurrences.START)[1].split(recurrences.END)[0]
+    assert between == recurrences.section(record)
 
 
 def test_a_single_bit_is_a_difference():
