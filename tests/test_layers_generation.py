@@ -346,6 +346,20 @@ def test_options_of_drawn_parameters(options, error, message):
         layers.init_language_model(rng(), VOCABULARY, 1, DIM, HEADS, **options)
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("attention", [layers.SoftmaxAttention(), ELU], ids=["softmax", "elu"])
+def test_no_tokens_and_no_sequences(shape, attention):
+    params, options = model(), {"num_heads": HEADS, "attention": attention}
+    tokens = np.zeros(shape, np.int64)
+    out, pull = layers.language_model_vjp(params, tokens, **options)
+    assert out.shape == (*shape, VOCABULARY)
+    (grads,) = pull(out)
+    assert {n: g.shape for n, g in grads.items()} == {n: p.shape for n, p in params.items()}
+    assert not any(np.any(grad) for grad in grads.values())
+    if shape[-1]:
+        assert layers.generate(params, tokens, 4, **options).shape == (*shape[:-1], 4)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8])
 def test_small_integers_do_not_hold_all_tokens(dtype):
     """300 tokens, those given below 128: what is drawn, and the gradient, would wrap around."""

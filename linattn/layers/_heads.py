@@ -203,4 +203,5 @@ def _merge(x: Array, shape: _Shape) -> Array:
     """(..., H, L, d) to (..., L, H d)."""
     xp, lead = _arrays.namespace(x), len(x.shape) - 2 - len(shape.axes)
     together = xp.moveaxis(x, -2, lead)
-    return xp.reshape(together, (*together.shape[: lead + 1], -1))
+    width = math.prod(together.shape[lead + 1 :])
+    return xp.reshape(together, (*together.shape[: lead + 1], width))

@@ -124,7 +124,8 @@ def embedding_vjp(
         _checks.check_cotangent("grad_output", grad_output, "output", tuple(out.shape), table)
         grads = {"weight": _scattered(flat, all_tokens(grad_output), table)}
         if "position.weight" in part:
-            summed = xp.sum(xp.reshape(grad_output, (-1, length, dim)), axis=0)
+            rows = xp.reshape(grad_output, (math.prod(tokens.shape[:-1]), length, dim))
+            summed = xp.sum(rows, axis=0)
             before, after = (xp.zeros_like(learned[rows, :]) for rows in _outside(start, stop))
             grads["position.weight"] = xp.concat([before, summed, after], axis=0)
         return (grads,)

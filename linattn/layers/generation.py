@@ -305,7 +305,7 @@ def generate(
         if not i:
             state = _blocks.for_steps(state, _chosen(options)[1])
         logits = _arrays.to_numpy(_logits(params, y[..., -1:, :])[0], "logits")
-        found[:, i] = choose(logits.reshape(len(found), -1).astype(np.float64))
+        found[:, i] = choose(logits.reshape(len(found), logits.shape[-1]).astype(np.float64))
         if stop is not None:
             found[ended, i] = stop
             ended |= found[:, i] == stop
