@@ -29,8 +29,8 @@ CORESET_BLOCK = 128
 MAX_SEARCH = 0.15
 """Largest cost of a first trial over that of exact attention: what a search in vain may take."""
 
-CALL = 1.5e6
-"""Pairs of exact attention that take as long as what is done once for all heads."""
+CALL, HEAD = 1.5e6, 1.5e6
+"""Pairs of exact attention that take as long as what is done once for all heads, and for each."""
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
 """Exact rows of each head: a 32nd of all, within these."""
@@ -128,7 +128,7 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
         exact=float((PROBES + num_rows) * S),
         features=float(S * (m + PROBES) + num_rows * m),
         distances=float(CLUSTER_PASSES * sampled * m),
-        sampled=sampled + CALL / COST.sampled / max(1, prod(problem.lead)),
+        sampled=sampled + (HEAD + CALL / max(1, prod(problem.lead))) / COST.sampled,
     )
 
 
