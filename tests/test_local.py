@@ -15,10 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn._driver import local
 from linattn.reference import softmax_attention
-
-
-def offsets(length):
-    return np.arange(length) - np.arange(length)[:, None]
+from tests.pairs import dense_window_bias, offsets
 
 
 def in_window(length, size):
@@ -27,21 +24,6 @@ def in_window(length, size):
     apart = offsets(length)
     seen = apart >= -(length if left is None else left)
     return seen & (apart <= (length if right is None else right))
-
-
-def bias_of_pairs(length, window_bias, far_bias=None):
-    """Bias of every pair, (..., L, L), one by one."""
-    reach = window_bias.shape[-1] // 2
-    left, right = (window_bias[..., 0], window_bias[..., -1]) if far_bias is None else far_bias
-    apart = offsets(length)
-    columns = []
-    for offset in range(-length, length + 1):
-        inside = abs(offset) <= reach
-        far = left if offset < 0 else right
-        columns.append(window_bias[..., offset + reach] if inside else far)
-    lead = np.broadcast_shapes(*(np.shape(column) for column in columns))
-    table = np.stack([np.broadcast_to(column, lead) for column in columns], axis=-1)
-    return table[..., apart + length]
 
 
 def read_in_runs(monkeypatch, max_pairs):
@@ -80,7 +62,7 @@ def test_equals_the_dense_oracle(xp_any_shape, draws, data):
         options["window_bias"] = xp.array(window_bias)
         if has_far:
             options["far_bias"] = (0.5, xp.array(right))
-        bias = bias_of_pairs(length, window_bias, (0.5, right) if has_far else None)
+        bias = dense_window_bias(length, window_bias, (0.5, right) if has_far else None)
     if weighted:
         bias = bias + 30 * key_bias[..., None, :]
         key_mask = key_mask & (key_bias > -np.inf)
@@ -123,7 +105,7 @@ def test_every_library(xp, dtype, monkeypatch):
     assert log.dtype == xp.dtype("float32")
     doubles = [x.astype(np.float64) for x in host]
     visible = in_window(length, (90, 25))
-    bias = bias_of_pairs(length, window_bias, (-0.5, 0.25))
+    bias = dense_window_bias(length, window_bias, (-0.5, 0.25))
     expected = softmax_attention(*doubles, visible=visible, bias=bias)
     bound = 2e-3 if dtype == "float16" else 3e-6
     assert_allclose(xp.numpy(out), expected, rtol=0, atol=bound)
@@ -320,7 +302,7 @@ def test_blocks_further_than_the_bias_have_that_of_their_side(monkeypatch):
     query, key, value = np.random.default_rng(11).standard_normal((3, 300, 6))
     near, far = np.linspace(-1, 1, 11), (-2.0, 1.5)
     out = linattn.softmax_attention(query, key, value, window_bias=near, far_bias=far)
-    bias = bias_of_pairs(300, near, far)
+    bias = dense_window_bias(300, near, far)
     assert_allclose(out, softmax_attention(query, key, value, bias=bias), rtol=1e-11, atol=1e-12)
 
 

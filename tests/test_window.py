@@ -25,8 +25,9 @@ from linattn.feature_maps import (
     TrigonometricFeatures,
 )
 from linattn.typing import State
-
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+from tests.pairs import check_weights as check
+from tests.pairs import full_and_causal
+from tests.pairs import window_weights as dense_weights
 
 
 def per_head(dim, heads=3):
@@ -45,29 +46,6 @@ MAPS = {
     "taylor": lambda dim: TaylorFeatures(dim, order=2),
     "per head": per_head,
 }
-
-
-def dense_weights(query, key, phi, window, is_causal, key_mask=None):
-    """Every pair's weight, one by one: exact where near, the map's own estimate elsewhere."""
-    length = query.shape[-2]
-    block = np.arange(length) // window
-    apart = block[:, None] - block[None, :]
-    near = (apart >= 0) & (apart <= 1) if is_causal else abs(apart) <= 1
-    exact = np.exp(phi.scale * query @ np.swapaxes(key, -1, -2))
-    weights = np.where(near, exact, phi.estimate(query, key))
-    if is_causal:
-        weights = np.where(np.tril(np.ones((length, length), dtype=bool)), weights, 0)
-    if key_mask is not None:
-        weights = np.where(np.broadcast_to(key_mask, key.shape[:-1])[..., None, :], weights, 0)
-    return weights
-
-
-def check(out, weights, value, bound):
-    """Numerator and denominator to a bound times their sums of absolute terms."""
-    numerator, denominator = weights @ value, weights.sum(axis=-1, keepdims=True)
-    unit = abs(weights) @ abs(value) + abs(out) * abs(weights).sum(axis=-1, keepdims=True)
-    assert out.shape == numerator.shape
-    assert np.all(abs(out * denominator - numerator) <= bound * unit + 1e-300)
 
 
 @pytest.mark.parametrize("name", MAPS)
