@@ -425,9 +425,10 @@ import pytest
 sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
     chosen = "decay or broadcast or lazily or tasks or names or slice or softmax or whole_blocks"
-    files = (__file__, __file__.replace("dask.py", "dask_gradients.py"))
+    others = ("dask_gradients.py", "dask_landmarks.py")
+    files = (__file__, *(__file__.replace("dask.py", other) for other in others))
     done = subprocess.run(
-        [sys.executable, "-c", program, "True", *files, "-k", f"{chosen} or states"],
+        [sys.executable, "-c", program, "True", *files, "-k", f"{chosen} or states or go_along"],
         capture_output=True,
         text=True,
         check=False,

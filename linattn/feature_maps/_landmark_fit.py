@@ -63,7 +63,7 @@ class Sample(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Checked arguments of a fit; masks and biases are ``(..., n, 1)``, Dask's arrays NumPy's."""
+    """Checked arguments of a fit; masks and biases are ``(..., n, 1)``."""
 
     xp: ModuleType
     dtype: Any
@@ -75,20 +75,16 @@ class Inputs(NamedTuple):
     key_bias: Array | None
 
 
-def host_arrays(xp: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
-    """Refuse traced arrays, compute those of Dask, and cut the rest from any gradient tape.
+def _with_values(**named: Any) -> list[Any]:
+    """Refuse traced arrays, leave those of Dask, and cut the rest from any gradient tape.
 
     Raises
     ------
     TypeError
         An array has no values to inspect.
     """
-    arrays = [array for array in named.values() if array is not None]
-    if all(array_api_compat.is_dask_array(array) for array in arrays):
-        host = [None if a is None else _arrays.to_numpy(a) for a in named.values()]
-        return array_api_compat.array_namespace(next(a for a in host if a is not None)), host
     for name, array in named.items():
-        if array is None or not _arrays.is_lazy(array):
+        if array is None or not _arrays.is_lazy(array) or array_api_compat.is_dask_array(array):
             continue
         if not is_concrete(array):
             message = (
@@ -96,7 +92,7 @@ def host_arrays(xp: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
                 f"outside of the traced function and use the map inside"
             )
             raise TypeError(message)
-    return xp, [None if array is None else detached(array) for array in named.values()]
+    return [None if array is None else detached(array) for array in named.values()]
 
 
 def is_concrete(array: Array) -> bool:
@@ -242,7 +238,7 @@ def log_normalizers(
 def take_inputs(
     query: Any, key: Any, key_mask: Any, query_mask: Any, scale: Any, key_bias: Any = None
 ) -> Inputs:
-    """Check the arguments of a fit."""
+    """Check the arguments of a fit; arrays of Dask stay lazy."""
     xp, (query, key) = _checks.check_arrays(query=query, key=key)
     if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
         message = (
@@ -259,10 +255,9 @@ def take_inputs(
     )
     if query_mask is not None:
         query_mask = _checks.check_key_mask(query_mask, query, xp, query_len=None, of="query")
-    xp, (query, key, query_mask, key_bias, key_mask) = host_arrays(
-        xp, query=query, key=key, query_mask=query_mask, key_bias=key_bias, key_mask=key_mask
+    query, key, query_mask, key_bias, key_mask = _with_values(
+        query=query, key=key, query_mask=query_mask, key_bias=key_bias, key_mask=key_mask
     )
-    dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
     return Inputs(xp, dtype, scale, query, key, query_mask, key_mask, key_bias)
 
 

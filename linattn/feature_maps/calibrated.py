@@ -184,7 +184,8 @@ class CalibratedFeatures(SoftmaxKernelMap):
             Each ``(query, key)`` or ``(query, key, value)`` of one sequence, ``(..., L, d)``,
             ``(..., S, d)`` and ``(..., S, e)``, valid tokens only: there is no mask, leave padding
             out. Leading axes are heads, the same in all samples; lengths may differ. A batch is
-            given as a list of its sequences. Values are needed to learn.
+            given as a list of its sequences. Values are needed to learn. Dask arrays are computed
+            whole.
         num_features : int, optional
             m, at most the number of keys in all samples together. Default 64.
         exact_window : int, optional

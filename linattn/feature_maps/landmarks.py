@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
 from linattn.feature_maps._clusters import LLOYD_STEPS, clusters, power_of_two
+from linattn.feature_maps._dask_rows import compute_rows
 from linattn.feature_maps._landmark_fit import (
     cycled,
     detached,
@@ -244,7 +245,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
         lloyd_steps : int, optional
             Lloyd steps. Default 3; of them the first takes next to no time.
         rng : int, Generator, SeedSequence or None, optional
-            Seed; the same seed gives the same landmarks for every library, to rounding.
+            Seed; the same seed gives the same landmarks for every library, to rounding, for Dask
+            arrays if they are taken whole.
 
         Returns
         -------
@@ -270,7 +272,14 @@ class LandmarkFeatures(SoftmaxKernelMap):
         keys. Heads share the random numbers.
 
         Time O(S p d + C m d) a head with C sampled keys; memory O(C m), whatever the length. A
-        mask is copied to the host. Arrays of Dask are computed.
+        mask is copied to the host.
+
+        Of Dask arrays a sample of rows is computed, once, here, and the fit is to these, l too: 128
+        runs of query and of key, one from each of as many equal strata, of 64 rows each (m / 8 or
+        p / 128 where that is more). A sequence that is no longer than that is taken whole.
+        ``rng`` draws the runs, whatever the chunks are. Strata and runs are of tokens that a mask
+        leaves to a head at least; for that masks, and a bias, are computed whole before. Chunks
+        that a run lies in are computed, without a mask at most 256 along tokens of each array.
 
         Examples
         --------
@@ -296,6 +305,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         # As many numbers for every length, so that padding changes none of them.
         key_strata, query_strata, query_order = generator.random((3, max(size, p)))
         gumbel = generator.gumbel(size=size)
+        given = compute_rows(given, max(size, p), generator)
 
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             keys, queries = draw_samples(given, key_strata[:size], query_strata)
@@ -366,6 +376,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         Queries, and the keys that they draw from, are those of a sample of ``max(16 m, 1024)``
         tokens: landmarks decide the variance, never the mean. Shifts of queries and keys do not
         change the estimate; balanced coordinates (:class:`Reparametrized`) lower its variance.
+        Of Dask arrays rows are computed as by :meth:`fit`.
 
         Time O(m C d + m^2 d) a head, memory O(m (C + m)) with C sampled keys.
 
@@ -380,6 +391,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
         generator = as_generator(rng)
         key_strata, query_strata, query_order = generator.random((3, size))
         gumbel = generator.gumbel(size=(m, size))
+        normal = generator.standard_normal((m, given.key.shape[-1]))
+        given = compute_rows(given, size, generator)
         root = sqrt(given.scale)
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             keys, queries = draw_samples(given, key_strata, query_strata)
@@ -391,7 +404,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
             attended = np.argmax(logits, axis=-1)
             k = np.broadcast_to(keys.x, (*attended.shape[:-1], *keys.x.shape[-2:]))
             mu = root * (drawn + np.take_along_axis(k, attended[..., None], axis=-2))
-            omega = mu + generator.standard_normal(mu.shape[-2:])
+            omega = mu + normal
             exponents = dots(omega, mu) - np.sum(mu * mu, axis=-1)[..., None, :] / 2
             log_weights = log(m) - log_sum(exponents, -1)[..., 0]
         feature_map = PositiveFeatures.from_projection(

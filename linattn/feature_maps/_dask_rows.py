@@ -1,0 +1,88 @@
+"""The rows of Dask arrays that a map is fitted to: a sample, and nothing else is computed.
+
+Rows are taken in runs, so that few chunks are computed for them, and by their positions alone, so
+that they are the same ones whatever the chunks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays
+from linattn.feature_maps._landmark_fit import Inputs
+from linattn.typing import Array
+
+__all__ = ["compute_rows"]
+
+NUM_RUNS, MIN_NUM_ROWS = 128, 8192
+
+
+def compute_rows(given: Inputs, num_rows: int, generator: np.random.Generator) -> Inputs:
+    """Compute rows of Dask arrays: of query and of key at least so many, or all that count.
+
+    Arrays of other libraries are returned as they are.
+    """
+    if not array_api_compat.is_dask_array(given.query):
+        return given
+    run = -(-max(num_rows, MIN_NUM_ROWS) // NUM_RUNS)
+    noise = generator.random((2, NUM_RUNS))
+    of_query = _draw_runs(given.query, given.query_mask, run, noise[0])
+    of_key = _draw_runs(given.key, given.key_mask, run, noise[1])
+    query, query_mask, key, key_mask, key_bias = _compute(
+        None if x is None else _take(x, runs)
+        for x, runs in (
+            (given.query, of_query),
+            (given.query_mask, of_query),
+            (given.key, of_key),
+            (given.key_mask, of_key),
+            (given.key_bias, of_key),
+        )
+    )
+    xp = array_api_compat.array_namespace(query)
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
+    return Inputs(xp, dtype, given.scale, query, key, query_mask, key_mask, key_bias)
+
+
+def _draw_runs(x: Array, mask: Array | None, run: int, noise: NDArray[np.float64]) -> list[slice]:
+    """Draw a run of rows from each of equal strata of those that a head can see, or take all.
+
+    What is masked within a run goes along, unless it is longer than a run.
+    """
+    length = int(x.shape[-2])
+    if length <= run * NUM_RUNS:
+        return [slice(None)]
+    rows = np.arange(length)
+    if mask is not None:
+        xp = array_api_compat.array_namespace(mask)
+        # Whatever the heads, one bool a token is all that comes.
+        (visible,) = _compute([xp.any(mask, axis=(*range(mask.ndim - 2), mask.ndim - 1))])
+        rows = np.flatnonzero(visible)
+    if not len(rows):
+        return [slice(1)]
+    if len(rows) > run * NUM_RUNS:
+        stratum = len(rows) / NUM_RUNS
+        starts = (np.arange(NUM_RUNS) * stratum + noise * (stratum - run)).astype(np.intp)
+        rows = rows[(starts[:, None] + np.arange(run)).ravel()]
+    ends_here = np.diff(rows, append=length + run) > run
+    ends_here[run - 1 :: run] = True
+    last = np.flatnonzero(ends_here)
+    first = np.concatenate([[0], last[:-1] + 1])
+    return [slice(int(i), int(j) + 1) for i, j in zip(rows[first], rows[last], strict=True)]
+
+
+def _take(x: Array, runs: list[slice]) -> Array:
+    """Take runs of rows; by slices, because Dask's expressions take no arrays of indices."""
+    return array_api_compat.array_namespace(x).concat([x[..., run, :] for run in runs], axis=-2)
+
+
+def _compute(arrays: Iterable[Any]) -> list[Any]:
+    """Values of Dask arrays on the host, in one pass: what they share is computed once."""
+    # It has been imported: there are arrays of it.
+    computed = sys.modules["dask"].compute(*arrays)
+    return [None if a is None else _arrays.to_numpy(a) for a in computed]
