@@ -103,6 +103,15 @@ def test_through_decay(shape):
     compare(arrays, (9, 0, 20, 11), MAPS["positive"], options, is_causal=True, tol=1e-12)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rows", [(1,), (0, 1), (1, 0, 0)], ids=str)
+def test_one_key_among_chunks_of_none(rows, is_causal):
+    options = {"key_bias": numbers((1, 1), 0)}
+    if is_causal:
+        options["log_decay"] = -np.ones((1, 1), np.float32)
+    compare(tokens(1, heads=1), rows, MAPS["positive"], options, is_causal=is_causal)
+
+
 @pytest.mark.parametrize("case", ["full", "causal", "decay"])
 def test_heads_broadcast_in_chunks_of_some(case):
     query, key, value = tokens(30, heads=4, dtype=np.float64)

@@ -99,10 +99,11 @@ class _Pullback:
             first, *more = (self.gradient(name, each) for each in pulled)
             return sum(more, start=first)
         lead, (axis,) = pulled[0].lead, pulled[0].blocks.axes
-        array = self.layout.part(name).array
-        *shape, rows, width = array.shape
+        array, argument_axes = self.layout.part(name)
+        *shape, _, width = array.shape
         chunks = self._chunks(axis)
-        axes = {axis: chunks if rows == sum(chunks) else ones(chunks), "numbers": (width,)}
+        # One number for all keys has a gradient from each block, from one without keys too.
+        axes = {axis: ones(chunks) if "all_keys" in argument_axes else chunks, "numbers": (width,)}
         parts = {str(i): each.blocks for i, each in enumerate(pulled)}
         gradient = self.layout.blockwise(
             gradient_of_block,
