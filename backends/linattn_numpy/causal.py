@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn.typing import Declined, Exponential, Partial, Spec, State, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import (
@@ -82,13 +82,13 @@ def scan_block(
         return EMPTY
     if not (supports(query_spec) and supports(key_spec)):
         return unsupported(query_spec, key_spec)
-    args = query, key, values_and_one, state, want_log
+    block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
     (*heads, m, _), n = state.kvz.shape, values_and_one.shape[-2]
     # Each head has the bits that it has alone.
     are_apart = prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS
     answer: tuple[Partial, State] | Declined = Declined("one side is paired, the other is not")
     if num_sign_halves(query_spec) == num_sign_halves(key_spec):
-        answer = _scan_unshifted(query_spec, key_spec, *args)
+        answer = _scan_unshifted(block, state, want_log)
         if not isinstance(answer, Declined):
             return answer
         if are_apart and (answer is not LARGE_SAMPLE or key.log_decay is not None):
@@ -96,7 +96,6 @@ def scan_block(
     # Of a longer block most may be in range: the driver tries it again as shorter ones.
     is_short = n <= _tile_rows(m) or (answer is LARGE_SAMPLE and key.log_decay is None)
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
-        block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
         answer = _scan_stabilized(block, state, want_log)
         if are_apart and (isinstance(answer, Declined) or not answer[0].accepted):
             return Declined(UNDERFLOWED.reason, by_head=True)
@@ -107,21 +106,16 @@ scan_decayed_block = scan_block
 
 
 def _scan_unshifted(
-    query_spec: Exponential | Pointwise,
-    key_spec: Exponential | Pointwise,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Floats,
-    state: State,
-    want_log: bool,
+    block: CausalBlock, state: State, want_log: bool
 ) -> tuple[Partial, State] | Declined:
     """Scan on one scale for block and state."""
+    query_spec, key_spec, query, key, values_and_one = block
     n, offsets = values_and_one.shape[-2], log_offsets(query_spec, values_and_one.dtype)
     key_offsets = log_offsets(key_spec, values_and_one.dtype)
     common = common_scale(offsets, key_offsets, row_term(key_spec, key), state)
     if isinstance(common, Declined):
         return common
-    bounds = _exponent_bounds(query_spec, key_spec, query, key, common)
+    bounds = _exponent_bounds(block, common)
     inspect = bool((bounds == inf).any())
     if inspect:
         moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
@@ -134,7 +128,7 @@ def _scan_unshifted(
             # Alone, some heads are inspected and some are not.
             return Declined("exponents of some heads only need to be inspected")
     bound = 0.0 if inspect else math.log(2) + float(bounds.max())
-    sums = _scan_tiles(query_spec, key_spec, query.x, key, values_and_one, state, common, bound)
+    sums = _scan_tiles(block, state, common, bound)
     if isinstance(sums, Declined):
         return sums
     num_den, kvz, floor = sums
@@ -153,19 +147,13 @@ def _scan_unshifted(
 
 
 def _scan_tiles(
-    query_spec: Exponential | Pointwise,
-    key_spec: Exponential | Pointwise,
-    query: Floats,
-    key: Tokens,
-    values_and_one: Floats,
-    state: State,
-    common: CommonScale,
-    max_log: float,
+    block: CausalBlock, state: State, common: CommonScale, max_log: float
 ) -> tuple[Floats, Floats, float] | Declined:
     """Rows of a block, the state after it and the least denominator that underflow leaves.
 
     ``max_log``: a bound on the log of the largest product; 0: to be inspected.
     """
+    query_spec, key_spec, query, key, values_and_one = block
     (n, e), num_den, inspect = values_and_one.shape[-2:], None, max_log == 0
     kvz = state.kvz * common.state_factors[..., None]
     least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
@@ -173,7 +161,7 @@ def _scan_tiles(
         least *= EXP_LOSS
     lead = broadcast_lead(values_and_one.shape[:-2], common.value_weights.shape[:-2])
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
-        queries = FeatureMaker(query_spec, query, length, "query")
+        queries = FeatureMaker(query_spec, query.x, length, "query")
         keys = FeatureMaker(key_spec, key.x, length, "key", factors=common.key_factors)
         is_empty = num_den is None and not common.state_factors.any()
         sums = Triangles(queries.weights, keys.weights, lead, kvz, size, is_empty=is_empty)
@@ -181,7 +169,7 @@ def _scan_tiles(
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
         values = _weighted_tiles(values_and_one, common.value_weights, rows, sums)
         arrays = (
-            queries.split(query[..., rows, :]),
+            queries.split(query.x[..., rows, :]),
             keys.split(key.x[..., rows, :]),
             sums.split(num_den[..., rows, :]),
         )
@@ -216,9 +204,7 @@ def _weighted_tiles(
         yield np.multiply(part, weight, out=out)
 
 
-def _exponent_bounds(
-    query_spec: Spec, key_spec: Spec, query: Tokens, key: Tokens, common: CommonScale
-) -> Floats:
+def _exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
     """Bounds on the exponents of each head's queries by norms, ``(...)``; inf: to be inspected.
 
     A key's weight must be a normal number, and so must every feature of a query. What underflow can
@@ -226,6 +212,7 @@ def _exponent_bounds(
     to the state, times the largest feature of the query; exponents of keys need no bound, since
     what is too large for a float shows as inf.
     """
+    query_spec, key_spec, query, key, _ = block
     if (
         key.log_weight is not None
         or key.log_decay is not None
