@@ -16,13 +16,7 @@ from linattn.typing import Assigned, Declined, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MIN_EXP_SUM, MIN_EXPONENT, exp, finite_shift, row_max
-from linattn_numpy.products import (
-    broadcast_lead,
-    multiply,
-    product,
-    transposed,
-    weighted_sum,
-)
+from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 
 __all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
 

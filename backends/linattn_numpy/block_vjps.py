@@ -36,12 +36,7 @@ from linattn_numpy.limits import (
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums
 
-__all__ = [
-    "exact_key_vjp",
-    "exact_query_vjp",
-    "read_block_vjp",
-    "reduce_block_vjp",
-]
+__all__ = ["exact_key_vjp", "exact_query_vjp", "read_block_vjp", "reduce_block_vjp"]
 
 Floats = NDArray[Any]
 

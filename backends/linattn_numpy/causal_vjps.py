@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -242,17 +243,17 @@ def _accumulate(states: Floats, rises: list[Floats | None]) -> None:
 
 def _by_token(runs: list[Run], rejected: Bools) -> list[Run]:
     """Cut sub-blocks with rejected rows into those of one token."""
-    finer: list[Run] = []
+    sizes: list[int] = []
     for run in runs:
         for start in range(run.rows.start, run.rows.stop, run.size):
-            stop = start + run.size
-            size = 1 if rejected[..., start:stop, :].any() else run.size
-            rows, place = slice(start, stop), finer[-1].places.stop if finer else 0
-            if finer and finer[-1].size == size:
-                last = finer.pop()
-                rows, place = slice(last.rows.start, stop), last.places.start
-            count = (stop - rows.start) // size
-            finer.append(Run(rows, size, slice(place, place + count)))
+            is_cut = rejected[..., start : start + run.size, :].any()
+            sizes += run.size * [1] if is_cut else [run.size]
+    finer, row, place = [], 0, 0
+    for size, alike in groupby(sizes):
+        count = len(list(alike))
+        rows = slice(row, row + count * size)
+        finer.append(Run(rows, size, slice(place, place + count)))
+        row, place = rows.stop, place + count
     return finer
 
 

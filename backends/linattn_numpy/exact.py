@@ -22,12 +22,7 @@ from linattn_numpy.limits import (
 )
 from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
-__all__ = [
-    "band_block",
-    "exact_block",
-    "exact_more",
-    "window_block",
-]
+__all__ = ["band_block", "exact_block", "exact_more", "window_block"]
 
 Floats = NDArray[Any]
 

@@ -16,7 +16,7 @@ from linattn.typing import ELU_PLUS_ONE, RELU, Declined, Exact, Exponential, Poi
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_EXPONENT, MAX_FEATURE, MIN_EXPONENT, all_finite, in_place
-from linattn_numpy.products import broadcast_lead, multiply
+from linattn_numpy.products import broadcast_lead, multiply, product
 from linattn_numpy.tiles import moveaxis, split_tiles, tiles
 
 __all__ = [
@@ -215,8 +215,7 @@ def preactivations(spec: Exponential | Pointwise, x: Floats, name: str) -> Float
     """Return what the function of a map is applied to; without P, ``x`` itself."""
     if isinstance(spec.P, float):
         return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
-    lead = broadcast_lead(x.shape[:-2], spec.P.shape[:-2])
-    return multiply(x, spec.P, buffer(name, (*lead, x.shape[-2], spec.P.shape[-1]), x.dtype))
+    return product(x, spec.P, name)
 
 
 def activate(spec: Pointwise, u: Floats, out: Floats) -> Floats:

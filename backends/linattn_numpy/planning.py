@@ -27,7 +27,9 @@ def plan(problem: Problem) -> Plan:
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
     backward = _backward_rows(problem, block)
     if segments > 1 and problem.chunk_size is None:
-        block = min(block, _segment_rows(problem, segments))
+        # A segment is of whole blocks.
+        multiple = tuning.SEGMENT_MULTIPLE
+        block = min(block, multiple * -(-_longest(problem) // (multiple * segments)))
     resumable = _longest(problem) >= tuning.MIN_SEGMENTED_ROWS
     return Plan(block, tasks, partial(run, threads), segments, backward, backward_tasks, resumable)
 
@@ -49,11 +51,6 @@ def _is_long(problem: Problem) -> bool:
 
 def _longest(problem: Problem) -> int:
     return max(int(problem.query.shape[-2]), int(problem.key.shape[-2]))
-
-
-def _segment_rows(problem: Problem, segments: int) -> int:
-    """Tokens of a segment, which is of whole blocks."""
-    return tuning.SEGMENT_MULTIPLE * -(-_longest(problem) // (tuning.SEGMENT_MULTIPLE * segments))
 
 
 def _block_rows(problem: Problem) -> int:

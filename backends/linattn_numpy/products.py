@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn_numpy import tuning
-from linattn_numpy.blas import blas
 from linattn_numpy.buffers import buffer
+from linattn_numpy.threads import limited_threads
 
 __all__ = [
     "KINDS",
@@ -77,12 +77,8 @@ def _kinds(asked: str) -> tuple[str, ...]:
 
 def _measured(dtype: Any) -> tuple[str, ...]:
     n, *sizes = tuning.MEASURED_SIZES
-    limit = blas.one_thread()
-    try:
-        with limit:
-            gains = [_gain(n, k, j, dtype) for k, j in pairwise(sizes)]
-    finally:
-        limit.give_back()
+    with limited_threads():
+        gains = [_gain(n, k, j, dtype) for k, j in pairwise(sizes)]
     return tuple(kind for kind, gain in zip(KINDS, gains, strict=True) if gain > tuning.MIN_GAIN)
 
 
