@@ -80,7 +80,7 @@ def _loaded(name: str, file: Any, key: str, wanted: str | Sequence[str]) -> NDAr
     arrays: list[NDArray[Any]]
     try:
         arrays = [file.get_tensor(part) for part in _names(wanted)]
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         message = (
             f"{name} must hold arrays of NumPy's dtypes, got {wanted!r}: {error}; save it as "
             f"float32 with the library that wrote it"
