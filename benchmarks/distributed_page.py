@@ -145,6 +145,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
             curve = [on_paper(record, kind == "causal", rows, n, 1e9)["seconds"] for n in workers]
             paper.plot(workers, curve, style, color=colour, label=f"{kind}, {rows:,} rows a block")
     measured.set(xscale="log", xlabel="rows a block", ylabel="seconds", ylim=(0, None))
+    measured.set_xticks(ROWS, [f"{rows:,}" for rows in ROWS])
+    measured.minorticks_off()
     measured.set_title(f"{record['tokens']:,} tokens on two threads", fontsize=10)
     paper.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds")
     paper.set_title("on paper: 1,000,000,000 tokens", fontsize=10)
