@@ -9,12 +9,9 @@ import dask.array as da
 
 from linattn.typing import Array
 from linattn_dask.blocks import merge_pairs, softmax_block
-from linattn_dask.layout import Layout, Part
+from linattn_dask.layout import Layout, Part, merge_along
 
 __all__ = ["softmax_attention"]
-
-SPLIT_EVERY = 8
-"""Blocks of keys that a task merges."""
 
 
 def softmax_attention(layout: Layout) -> tuple[Array, None, Array | None]:
@@ -48,23 +45,7 @@ def _pairs(layout: Layout, rows: Any = None, keys: Any = None, is_causal: bool =
 
 
 def _merged(pairs: Array) -> Array:
-    axis = pairs.ndim - 2
-    return da.reduction(
-        pairs,
-        chunk=_as_they_are,
-        combine=merge_pairs,
-        aggregate=merge_pairs,
-        axis=axis,
-        keepdims=True,
-        split_every={axis: SPLIT_EVERY},
-        dtype=pairs.dtype,
-        meta=pairs._meta,
-        concatenate=True,
-    )
-
-
-def _as_they_are(pairs: Array, axis: object, keepdims: bool) -> Array:
-    return pairs
+    return merge_along(pairs, pairs.ndim - 2, merge_pairs)
 
 
 def _causal(layout: Layout) -> Array:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import dask.array as da
 import numpy as np
 
 from linattn.typing import Array, Cotangent, Declined, Problem
@@ -20,11 +19,10 @@ from linattn_dask.block_gradients import (
     state_gradient,
 )
 from linattn_dask.blocks import pack_block
-from linattn_dask.layout import Layout, Part, differing, state_parts
+from linattn_dask.layout import Layout, Part, differing, merge_along, state_parts
 from linattn_dask.short import declined_gradients
 from linattn_dask.states import (
     AXES,
-    SPLIT_EVERY,
     all_states,
     block_states,
     first_state,
@@ -164,23 +162,8 @@ def sum_to(array: Array, shape: Sequence[int], add: Callable[..., Array] = np.su
     extra = array.ndim - len(shape)
     for axis, n in enumerate([*(1,) * extra, *shape]):
         if array.shape[axis] != n:
-            array = da.reduction(
-                array,
-                chunk=_as_it_is,
-                combine=add,
-                aggregate=add,
-                axis=axis,
-                keepdims=True,
-                split_every={axis: SPLIT_EVERY},
-                dtype=array.dtype,
-                meta=array._meta,
-                concatenate=True,
-            )
+            array = merge_along(array, axis, add)
     return array[(0,) * extra]
-
-
-def _as_it_is(array: Array, axis: object, keepdims: bool) -> Array:
-    return array
 
 
 def _full(pullback: _Pullback) -> Gradients:

@@ -34,6 +34,7 @@ __all__ = [
     "common_chunks",
     "differing",
     "lead_axes",
+    "merge_along",
     "state_parts",
     "tasks",
 ]
@@ -48,6 +49,9 @@ WRAPPERS = (ColumnNormalized, Corrected, SeparateDenominator)
 
 Chunks = tuple[int, ...]
 Axes = tuple[str, ...]
+
+SPLIT_EVERY = 8
+"""Blocks that a task of a tree merges."""
 
 
 class Part(NamedTuple):
@@ -278,6 +282,26 @@ def tasks(
         dtype=meta.dtype,
         meta=meta,
     )
+
+
+def merge_along(array: Array, axis: int, merge: Callable[..., Array]) -> Array:
+    """Merge the blocks along an axis as a tree, in their order."""
+    return da.reduction(
+        array,
+        chunk=_as_it_is,
+        combine=merge,
+        aggregate=merge,
+        axis=axis,
+        keepdims=True,
+        split_every={axis: SPLIT_EVERY},
+        dtype=array.dtype,
+        meta=array._meta,
+        concatenate=True,
+    )
+
+
+def _as_it_is(array: Array, axis: object, keepdims: bool) -> Array:
+    return array
 
 
 def _is_read(array: Array) -> bool:

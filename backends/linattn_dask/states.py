@@ -11,7 +11,7 @@ import dask.array as da
 
 from linattn.typing import Array, State
 from linattn_dask.blocks import add_blocks, block_state, merge_blocks, pack_block
-from linattn_dask.layout import Layout, Part
+from linattn_dask.layout import Layout, Part, merge_along
 
 __all__ = [
     "all_states",
@@ -24,8 +24,6 @@ __all__ = [
     "states_before",
 ]
 
-SPLIT_EVERY = 8
-"""States that a task of a tree merges."""
 MAX_CHAIN = 32
 """Blocks whose states are merged one after the other; of more, those of groups are."""
 
@@ -79,22 +77,7 @@ def reduce_states(layout: Layout, states: Array) -> Array:
     """Merge the states of all blocks, ``(..., 1, m, packed)``."""
     axis = states.ndim - 3
     add = partial(add_blocks, value_dim=layout.problem.value.shape[-1])
-    return da.reduction(
-        states,
-        chunk=_as_it_is,
-        combine=add,
-        aggregate=add,
-        axis=axis,
-        keepdims=True,
-        split_every={axis: SPLIT_EVERY},
-        dtype=states.dtype,
-        meta=states._meta,
-        concatenate=True,
-    )
-
-
-def _as_it_is(states: Array, axis: object, keepdims: bool) -> Array:
-    return states
+    return merge_along(states, axis, add)
 
 
 def all_states(layout: Layout) -> Array:
