@@ -24,7 +24,7 @@ from linattn.feature_maps import LandmarkFeatures
 from linattn.functional import linear_attention
 from linattn.typing import Array
 
-__all__ = ["attend", "is_worth_a_search"]
+__all__ = ["MAX_FITS", "Search", "attend", "is_worth_a_search", "some_heads"]
 
 MAX_FITS = 2
 """Of a head: each, with and without a window, gets a share of the probability to fail."""
@@ -38,7 +38,8 @@ def is_worth_a_search(given: Given) -> bool:
 def attend(given: Given) -> Answer:
     """Attention by landmarks where that is cheap and near, exact elsewhere."""
     num_rows = num_rows_of(given.problem)
-    search = Search(given, num_rows)
+    mask = query_mask_of(given.problem, given.key_mask)
+    search = Search(given, HostTokens(given.problem, mask, num_rows, given.generator))
     found = choose_landmarks(
         given.problem, given.num_heads, given.tolerance, num_rows, search.try_landmarks
     )
@@ -48,16 +49,13 @@ def attend(given: Given) -> Answer:
 class Search:
     """Fits of one call."""
 
-    def __init__(self, given: Given, num_rows: int) -> None:
+    def __init__(self, given: Given, tokens: HostTokens) -> None:
         self.given = given
-        mask = query_mask_of(given.problem, given.key_mask)
-        self.tokens = HostTokens(given.problem, mask, num_rows, given.generator)
+        self.tokens = tokens
         self.window = window_of(given.problem)
 
-    def try_landmarks(
-        self, m: int, chosen: Sequence[int]
-    ) -> tuple[LandmarkFeatures, list[ErrorCurve]]:
-        """Fit m landmarks to some heads, and judge them."""
+    def fit(self, m: int, chosen: Sequence[int]) -> LandmarkFeatures:
+        """Fit m landmarks to some heads; their leading axes are those of the call for all."""
         given, problem = self.given, self.given.problem
         heads = given.heads(chosen)
         all_heads = len(chosen) == given.num_heads
@@ -65,7 +63,7 @@ class Search:
         if not all_heads:
             fitted = np.broadcast_to(fitted, (*problem.lead, fitted.shape[-1]))
             fitted = fitted.reshape(given.num_heads, -1)[np.asarray(chosen)]
-        phi = LandmarkFeatures.fit(
+        return LandmarkFeatures.fit(
             heads.query,
             heads.key,
             num_features=m,
@@ -78,7 +76,13 @@ class Search:
             lloyd_steps=1,
             rng=given.generator,
         )
-        lead = problem.lead if all_heads else (len(chosen),)
+
+    def try_landmarks(
+        self, m: int, chosen: Sequence[int]
+    ) -> tuple[LandmarkFeatures, list[ErrorCurve]]:
+        """Fit m landmarks to some heads, and judge them."""
+        given, phi = self.given, self.fit(m, chosen)
+        lead = given.problem.lead if len(chosen) == given.num_heads else (len(chosen),)
         num_ways, curves = 2 if self.window else 1, []
         for head, index in zip(chosen, np.ndindex(lead), strict=True):
             tokens = self.tokens.head(given.unravel(head))
@@ -110,7 +114,7 @@ class Search:
             phi = trial.fit
             if len(chosen) < len(trial.heads):
                 lead = given.problem.lead if len(trial.heads) == given.num_heads else ()
-                phi = _some_heads(phi, lead, [trial.heads.index(head) for head in chosen])
+                phi = some_heads(phi, lead, [trial.heads.index(head) for head in chosen])
             part = linear_attention(
                 heads.query,
                 heads.key,
@@ -142,7 +146,7 @@ class Search:
         return records
 
 
-def _some_heads(
+def some_heads(
     phi: LandmarkFeatures, lead: tuple[int, ...], chosen: Sequence[int]
 ) -> LandmarkFeatures:
     """Take the landmarks of some heads."""
