@@ -12,13 +12,12 @@ from typing import Any
 
 import array_api_compat
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn import _arrays
 from linattn.feature_maps._landmark_fit import Inputs
 from linattn.typing import Array
 
-__all__ = ["compute_rows"]
+__all__ = ["compute", "compute_on_host", "compute_rows", "draw_runs", "take_runs"]
 
 NUM_RUNS, MIN_NUM_ROWS = 128, 8192
 
@@ -30,12 +29,10 @@ def compute_rows(given: Inputs, num_rows: int, generator: np.random.Generator) -
     """
     if not array_api_compat.is_dask_array(given.query):
         return given
-    run = -(-max(num_rows, MIN_NUM_ROWS) // NUM_RUNS)
-    noise = generator.random((2, NUM_RUNS))
-    of_query = _draw_runs(given.query, given.query_mask, run, noise[0])
-    of_key = _draw_runs(given.key, given.key_mask, run, noise[1])
-    query, query_mask, key, key_mask, key_bias = _compute(
-        None if x is None else _take(x, runs)
+    of_query = draw_runs(given.query, given.query_mask, num_rows, generator)
+    of_key = draw_runs(given.key, given.key_mask, num_rows, generator)
+    query, query_mask, key, key_mask, key_bias = compute_on_host(
+        None if x is None else take_runs(x, runs)
         for x, runs in (
             (given.query, of_query),
             (given.query_mask, of_query),
@@ -49,11 +46,16 @@ def compute_rows(given: Inputs, num_rows: int, generator: np.random.Generator) -
     return Inputs(xp, dtype, given.scale, query, key, query_mask, key_mask, key_bias)
 
 
-def _draw_runs(x: Array, mask: Array | None, run: int, noise: NDArray[np.float64]) -> list[slice]:
+def draw_runs(
+    x: Array, mask: Array | None, num_rows: int, generator: np.random.Generator
+) -> list[slice]:
     """Draw a run of rows from each of equal strata of those that a head can see, or take all.
 
-    What is masked within a run goes along, unless it is longer than a run.
+    Of at least so many rows together. What is masked within a run goes along, unless it is longer
+    than a run.
     """
+    run = -(-max(num_rows, MIN_NUM_ROWS) // NUM_RUNS)
+    noise = generator.random(NUM_RUNS)
     length = int(x.shape[-2])
     if length <= run * NUM_RUNS:
         return [slice(None)]
@@ -61,7 +63,7 @@ def _draw_runs(x: Array, mask: Array | None, run: int, noise: NDArray[np.float64
     if mask is not None:
         xp = array_api_compat.array_namespace(mask)
         # Whatever the heads, one bool a token is all that comes.
-        (visible,) = _compute([xp.any(mask, axis=(*range(mask.ndim - 2), mask.ndim - 1))])
+        (visible,) = compute_on_host([xp.any(mask, axis=(*range(mask.ndim - 2), mask.ndim - 1))])
         rows = np.flatnonzero(visible)
     if not len(rows):
         return [slice(1)]
@@ -76,13 +78,17 @@ def _draw_runs(x: Array, mask: Array | None, run: int, noise: NDArray[np.float64
     return [slice(int(i), int(j) + 1) for i, j in zip(rows[first], rows[last], strict=True)]
 
 
-def _take(x: Array, runs: list[slice]) -> Array:
+def take_runs(x: Array, runs: list[slice]) -> Array:
     """Take runs of rows; by slices, because Dask's expressions take no arrays of indices."""
     return array_api_compat.array_namespace(x).concat([x[..., run, :] for run in runs], axis=-2)
 
 
-def _compute(arrays: Iterable[Any]) -> list[Any]:
-    """Values of Dask arrays on the host, in one pass: what they share is computed once."""
+def compute(arrays: Iterable[Any]) -> list[Any]:
+    """Values of Dask arrays, of the library of their chunks: what they share is computed once."""
     # It has been imported: there are arrays of it.
-    computed = sys.modules["dask"].compute(*arrays)
-    return [None if a is None else _arrays.to_numpy(a) for a in computed]
+    return list(sys.modules["dask"].compute(*arrays))
+
+
+def compute_on_host(arrays: Iterable[Any]) -> list[Any]:
+    """Values of Dask arrays as NumPy's."""
+    return [None if a is None else _arrays.to_numpy(a) for a in compute(arrays)]
