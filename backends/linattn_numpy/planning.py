@@ -102,29 +102,37 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     if problem.is_causal and _longest(problem) * problem.num_features < tuning.MIN_APART_ELEMENTS:
         return 1
     heads = prod(problem.state_lead)
-    n = problem.state_lead[-1] if problem.state_lead else 1
     rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
     max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
-    for batch in range(min(n, max_heads), 1, -1):
-        count = -(-n // batch)
-        if -(-(heads // n * count) // threads) * batch <= -(-heads // threads):
-            return -(-n // count)
+    for batch in range(min(heads, max_heads), 1, -1):
+        sizes = _task_sizes(problem.state_lead, batch)
+        count = prod(-(-n // size) for n, size in zip(problem.state_lead, sizes, strict=True))
+        if -(-count // threads) * prod(sizes) <= -(-heads // threads):
+            return batch
     return 1
 
 
 def _tasks(problem: Problem, heads: int) -> Sequence[Index]:
-    """Cut a problem into tasks of so many heads."""
+    """Cut a problem into tasks of at most so many heads."""
     lead = problem.state_lead
-    if not lead:
+    sizes = _task_sizes(lead, heads)
+    if sizes == list(lead):
         return [()]
-    if 0 in lead:
-        return []
-    if prod(lead) <= heads and max(lead[:-1], default=1) == 1:
-        return [()]
-    axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead[:-1]]
-    n = lead[-1]
-    last = [slice(i, min(i + heads, n)) for i in range(0, n, heads)] if n > 1 else [slice(None)]
-    return list(product(*axes, last))
+    # An axis of 1 stays whole: queries may have more along it.
+    axes = [
+        [slice(i, min(i + size, n)) for i in range(0, n, size)] if n > 1 else [slice(None)]
+        for n, size in zip(lead, sizes, strict=True)
+    ]
+    return list(product(*axes))
+
+
+def _task_sizes(lead: tuple[int, ...], heads: int) -> list[int]:
+    """Entries of each axis in a task: all of the last ones, and a part of the one before."""
+    sizes: list[int] = []
+    for n in reversed(lead):
+        sizes.insert(0, max(1, min(n, heads)))
+        heads //= max(n, 1)
+    return sizes
 
 
 def _flops(problem: Problem) -> float:

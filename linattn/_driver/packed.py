@@ -21,7 +21,7 @@ from linattn.typing import Array, Cotangent, Problem, RelativeBias, State
 __all__ = ["Batch", "PackedRows", "batches", "join_sequences", "join_states"]
 
 MAX_BATCH_ELEMENTS = 1 << 21
-"""Numbers of the queries, keys and values that are brought together for one batch."""
+"""Numbers of the queries, keys and values that are copied for one batch."""
 
 MAX_PADDED_SHARE, MIN_PADDED_TOKENS = 0.125, 256
 """Padding of a batch: the share that is taken for fewer batches, and what counts as none."""
@@ -140,15 +140,18 @@ def batches(problem: Problem) -> Iterator[Batch]:
     width = 2 * problem.query.shape[-1] + problem.value.shape[-1]
     most = MAX_BATCH_ELEMENTS // max(1, width * prod(problem.lead))
     first = tokens = 0
+    is_slice = True
     ordered = lengths[order].tolist()
     for i, n in enumerate(ordered):
         padded = n * (i + 1 - first) - tokens - n
         allowed = max(MAX_PADDED_SHARE * tokens, MIN_PADDED_TOKENS)
-        if i > first and (
-            n * (i + 1 - first) > most or padded > allowed or (n > 0) != (ordered[first] > 0)
-        ):
+        # What is one slice is not copied.
+        goes_on = i == first or (is_slice and order[i] == order[i - 1] + 1 and padded == 0)
+        is_full = n * (i + 1 - first) > most and not goes_on
+        if i > first and (is_full or padded > allowed or (n > 0) != (ordered[first] > 0)):
             yield Batch(order[first:i], borders)
-            first, tokens = i, 0
+            first, tokens, goes_on = i, 0, True
+        is_slice = goes_on
         tokens += n
     if len(order) > first:
         yield Batch(order[first:], borders)
