@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
-from linattn.feature_maps import LandmarkFeatures
+from linattn.feature_maps import LandmarkFeatures, _dask_rows
 from tests.test_dask import D, chunkings, close, lazily, one_thread, refuse, tokens
 
 dask: Any = pytest.importorskip("dask")
@@ -108,12 +108,32 @@ def test_rows_are_from_all_of_the_sequence_and_by_seed(computed):
     for call in rows:
         for x in call:
             runs = x.reshape(RUNS, -1)
-            assert (np.diff(runs, axis=1) == 1).all()
+            stratum = LENGTH // RUNS
+            # A run that reaches the end of its stratum goes on where that begins.
+            steps = np.diff(runs, axis=1, append=runs[:, :1] + stratum)
+            assert (np.sort(steps)[:, :-1] == 1).all()
             assert (np.diff(x) > 0).all()
-            assert (runs[:, 0] // (LENGTH / RUNS)).astype(int).tolist() == list(range(RUNS))
+            for rows_of_run in (runs[:, 0], runs[:, -1]):
+                assert (rows_of_run // stratum).tolist() == list(range(RUNS))
         assert not np.array_equal(*call)
     assert_array_equal(rows[0], rows[1])
     assert not np.array_equal(rows[0], rows[2])
+
+
+def test_tokens_at_regular_places_are_drawn_as_often_as_others():
+    """The first of every 160 rows, the length of a stratum: of a window of text, say."""
+    stratum, seeds = LENGTH // RUNS, 8
+    rows = da.from_array(np.arange(LENGTH)[:, None], chunks=LENGTH)
+    odds = ROWS / LENGTH
+    for place in (0, stratum // 2, stratum - 1):
+        drawn = 0
+        for seed in range(seeds):
+            runs = _dask_rows.draw_runs(rows, None, 0, np.random.default_rng(seed))
+            taken = np.concatenate([np.arange(LENGTH)[run] for run in runs])
+            drawn += int((taken % stratum == place).sum())
+        # A binomial number: 5 standard deviations are passed with a probability of 6e-7.
+        count = seeds * RUNS
+        assert abs(drawn - odds * count) < 5 * np.sqrt(odds * (1 - odds) * count)
 
 
 def test_rows_that_count_for_no_head_are_left_out(computed):
@@ -140,7 +160,9 @@ def test_masked_rows_within_a_run_go_along(computed):
     lazy = da.from_array(every_second, chunks=3000)
     phi = fit(*lazily(arrays, 5120), num_features=M, rng=0, key_mask=lazy)
     _, (query, key, mask) = computed
-    assert (query.shape[1], key.shape[1], mask.sum()) == (ROWS, 2 * ROWS - RUNS, ROWS)
+    assert (query.shape[1], mask.sum()) == (ROWS, ROWS)
+    # Between rows of a run, but not between the parts of one that goes on in front.
+    assert 2 * ROWS - 2 * RUNS <= key.shape[1] <= 2 * ROWS - RUNS
     same(phi, fit(query, key, num_features=M, rng=0, key_mask=mask[..., 0]))
 
 

@@ -51,8 +51,9 @@ def draw_runs(
 ) -> list[slice]:
     """Draw a run of rows from each of equal strata of those that a head can see, or take all.
 
-    Of at least so many rows together. What is masked within a run goes along, unless it is longer
-    than a run.
+    Of at least so many rows together. A run that reaches the end of its stratum goes on where that
+    begins, so that all rows have the same odds. What is masked within a run goes along, unless it
+    is longer than a run.
     """
     run = -(-max(num_rows, MIN_NUM_ROWS) // NUM_RUNS)
     noise = generator.random(NUM_RUNS)
@@ -67,11 +68,14 @@ def draw_runs(
         rows = np.flatnonzero(visible)
     if not len(rows):
         return [slice(1)]
+    ranks = np.arange(len(rows))
     if len(rows) > run * NUM_RUNS:
-        stratum = len(rows) / NUM_RUNS
-        starts = (np.arange(NUM_RUNS) * stratum + noise * (stratum - run)).astype(np.intp)
-        rows = rows[(starts[:, None] + np.arange(run)).ravel()]
-    ends_here = np.diff(rows, append=length + run) > run
+        edges = np.arange(NUM_RUNS + 1) * len(rows) // NUM_RUNS
+        strata = np.diff(edges)
+        offsets = (noise * strata).astype(np.intp)[:, None] + np.arange(run)
+        ranks = (edges[:-1, None] + np.sort(offsets % strata[:, None], axis=-1)).ravel()
+        rows = rows[ranks]
+    ends_here = (np.diff(ranks, append=-1) != 1) | (np.diff(rows, append=-1) > run)
     ends_here[run - 1 :: run] = True
     last = np.flatnonzero(ends_here)
     first = np.concatenate([[0], last[:-1] + 1])

@@ -276,10 +276,11 @@ class LandmarkFeatures(SoftmaxKernelMap):
 
         Of Dask arrays a sample of rows is computed, once, here, and the fit is to these, l too: 128
         runs of query and of key, one from each of as many equal strata, of 64 rows each (m / 8 or
-        p / 128 where that is more). A sequence that is no longer than that is taken whole.
-        ``rng`` draws the runs, whatever the chunks are. Strata and runs are of tokens that a mask
-        leaves to a head at least; for that masks, and a bias, are computed whole before. Chunks
-        that a run lies in are computed, without a mask at most 256 along tokens of each array.
+        p / 128 where that is more), which go on at the beginning of their stratum from its end. A
+        sequence that is no longer than that is taken whole. ``rng`` draws the runs, whatever the
+        chunks are. Strata and runs are of tokens that a mask leaves to a head at least; for that
+        masks, and a bias, are computed whole before. Chunks that a run lies in are computed:
+        without a mask, if they are longer than strata, at most 256 along tokens of each array.
 
         Examples
         --------
