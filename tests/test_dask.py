@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import math
 import pickle
 import subprocess
 import sys
@@ -65,6 +66,14 @@ def close(got, want, *, tol=2e-6):
     assert_allclose(got, want, rtol=tol, atol=tol * scale)
 
 
+def states_agree(got, want):
+    """What two states stand for, whatever their scales."""
+    finite = np.isfinite(want.log_scale)
+    assert (np.isfinite(got.log_scale) == finite).all()
+    shift = np.where(finite, got.log_scale, 0) - np.where(finite, want.log_scale, 0)
+    close(got.kvz * np.exp(shift)[..., None], want.kvz, tol=4e-6)
+
+
 # Right for any chunks -----------------------------------------------------------------------------
 
 
@@ -98,10 +107,7 @@ def test_any_chunks_give_the_call_in_memory(name, is_causal, data, seed, masked,
     close(norm, want[2])
     assert state.length == want[1].length
     assert state.fingerprint == want[1].fingerprint
-    finite = np.isfinite(want[1].log_scale)
-    assert (np.isfinite(state.log_scale) == finite).all()
-    shift = np.where(finite, state.log_scale, 0) - np.where(finite, want[1].log_scale, 0)
-    close(state.kvz * np.exp(shift)[..., None], want[1].kvz, tol=4e-6)
+    states_agree(state, want[1])
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -172,23 +178,74 @@ def test_softmax_attention_in_any_chunks(data, seed, is_causal):
         close(array, wanted)
 
 
-@settings(max_examples=10, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 99), window=st.integers(1, 9), masked=st.booleans())
+def window_options(kind, length, window, rng):
+    """What goes along with a window, and tells keys apart."""
+    numbers = rng.standard_normal((3, 1, 2 * window + 1)).astype(np.float32)
+    options: dict[str, Any] = {
+        "plain": {},
+        "masked": {
+            "key_mask": rng.random(length) < 0.7,
+            "key_bias": rng.standard_normal((1, length)).astype(np.float32),
+        },
+        "offsets": {"window_bias": numbers[0], "far_bias": (-1.0, 1.0)},
+        "offsets of heads": {
+            "window_bias": numbers[:2, 0, 1:-1],
+            "far_bias": (numbers[2, 0, :1], -math.inf),
+        },
+        "near keys alone": {"window_bias": numbers[0], "far_bias": (-math.inf, -math.inf)},
+        "decay": {"log_decay": -0.1},
+        "decay of tokens": {"log_decay": -rng.exponential(0.1, (2, length))},
+    }
+    return options[kind]
+
+
+KINDS = ["plain", "masked", "offsets", "offsets of heads", "near keys alone", "decay"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99), window=st.integers(1, 9), streamed=st.booleans())
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, masked):
+def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, streamed):
+    kinds = [*KINDS, "decay of tokens"] if is_causal else KINDS[:-1]
     cuts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "blocks")
     rows = (*(window * n for n in cuts), data.draw(st.integers(1, window), "rows of the last"))
     arrays, rng = tokens(sum(rows), seed=seed), np.random.default_rng(seed)
-    options: dict[str, Any] = {}
-    if masked:
-        options["key_mask"] = rng.random(sum(rows)) < 0.7
-        options["key_bias"] = rng.standard_normal((1, sum(rows))).astype(np.float32)
-    lazy: dict[str, Any] = {name: da.from_array(array) for name, array in options.items()}
+    kind = data.draw(st.sampled_from(kinds), "kind")
+    options = window_options(kind, sum(rows), window, rng)
+    lazy = {
+        name: tuple(map(in_one_chunk, x)) if name == "far_bias" else in_one_chunk(x)
+        for name, x in options.items()
+    }
     flags: Any = {"is_causal": is_causal, "exact_window": window, "return_log_normalizer": True}
-    want = attend(*arrays, MAPS["positive"], **options, **flags)
-    got = attend(*lazily(arrays, rows), MAPS["positive"], **lazy, **flags)
-    for array, wanted in zip(dask.compute(*got), want, strict=True):
-        close(array, wanted)
+    if streamed:
+        state = attend(*tokens(20, seed=seed + 1), MAPS["positive"], return_state=True)[1]
+        options["initial_state"] = state
+        lazy["initial_state"] = state._replace(
+            kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale)
+        )
+    want = attend(*arrays, MAPS["positive"], **options, return_state=True, **flags)
+    with dask.config.set(scheduler=refuse):
+        got = attend(*lazily(arrays, rows), MAPS["positive"], **lazy, return_state=True, **flags)
+    assert got[0].chunks[-2] == rows
+    output, state, norm = dask.compute(*got)
+    close(output, want[0])
+    close(norm, want[2])
+    states_agree(state, want[1])
+
+
+def in_one_chunk(x):
+    """Dask's array of an array; a number is one."""
+    return da.from_array(x) if isinstance(x, np.ndarray) else x
+
+
+def test_a_bias_that_leaves_out_the_left_alone():
+    lazy = lazily(tokens(24), 8)
+    bias = {"window_bias": da.zeros(5, dtype=np.float32), "far_bias": (-math.inf, 0.0)}
+    output = attend(*lazy, MAPS["positive"], exact_window=4, **bias)
+    with pytest.raises(
+        ValueError, match=r"far_bias must leave out .* compute\(\) the arrays first"
+    ):
+        output.compute()
 
 
 def test_a_window_where_a_chunk_has_no_heads():
@@ -280,26 +337,44 @@ class Recorded:
         return self.array[index]
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_rows_are_read_within_the_tasks_that_need_them(is_causal):
+def recorded(reads):
+    """Forty tokens in chunks of ten, whose reads are noted."""
+    arrays = zip(tokens(40), reads, "qkv", strict=True)
+    return [
+        da.from_array(Recorded(a, r), chunks=(2, 10, -1), name=name, meta=a[:0, :0, :0])
+        for a, r, name in arrays
+    ]
+
+
+def assert_reads_are_fused(arrays):
+    """Nothing that is read is a task of its own, which would wait in a worker's memory."""
+    keys = {key for x in arrays for key in x.__dask_graph__() if isinstance(key, tuple)}
+    assert not [key for key in keys if key[0].startswith(("q", "k", "v"))]
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("options", "of_states"),
+    [
+        ({}, []),
+        ({"is_causal": True}, [0, 10, 20]),
+        ({"exact_window": 5}, [0, 10, 20, 30] * 2),
+        ({"exact_window": 5, "is_causal": True}, [0, 10, 20]),
+    ],
+    ids=["full", "causal", "window", "causal window"],
+)
+def test_rows_are_read_within_the_tasks_that_need_them(options, of_states):
     """Nothing that was read waits in a worker's memory: keys are read once a pass."""
     reads: list[list[int]] = [[], [], []]
-    lazy = [
-        da.from_array(Recorded(a, r), chunks=(2, 10, -1), name=name, meta=a[:0, :0, :0])
-        for a, r, name in zip(tokens(40), reads, "qkv", strict=True)
-    ]
+    lazy = recorded(reads)
     if hasattr(lazy[0], "expr"):
         pytest.skip("arrays as expressions are read once")
-    (output,) = dask.optimize(attend(*lazy, MAPS["positive"], is_causal=is_causal))
-    keys = [key for key in dict(output.__dask_graph__()) if isinstance(key, tuple)]
-    assert sum("read-block" in key[0] or "causal-block" in key[0] for key in keys) == 4
-    assert not [key for key in keys if key[0].startswith(("q", "k", "v"))]
-    close(
-        output.compute(optimize_graph=False),
-        attend(*tokens(40), MAPS["positive"], is_causal=is_causal),
-    )
+    (output,) = dask.optimize(attend(*lazy, MAPS["positive"], **options))
+    keys = assert_reads_are_fused([output])
+    names = ("read-block", "causal-block", "window-block")
+    assert sum(any(name in key[0] for name in names) for key in keys) == 4
+    close(output.compute(optimize_graph=False), attend(*tokens(40), MAPS["positive"], **options))
     assert sorted(reads[0]) == [0, 10, 20, 30]
-    of_states = [0, 10, 20] if is_causal else []
     assert sorted(reads[1]) == sorted(reads[2]) == sorted([0, 10, 20, 30, *of_states])
 
 

@@ -6,6 +6,7 @@ array, ``(..., d, e + d)``. So does what it does to an adjoint, from the end.
 
 from __future__ import annotations
 
+from functools import partial, reduce
 from typing import Any
 
 import array_api_compat
@@ -14,7 +15,7 @@ import numpy as np
 import linattn
 from linattn.typing import Array
 from linattn_dask.block_gradients import BlockGradients
-from linattn_dask.blocks import Block
+from linattn_dask.blocks import Block, along_blocks, scan
 
 __all__ = [
     "adjoint_transition",
@@ -22,6 +23,7 @@ __all__ = [
     "pack_matrix",
     "pull_recurrence",
     "recur",
+    "scan_transitions",
     "transition",
 ]
 
@@ -82,16 +84,22 @@ def adjoint_transition(block: Block, scale: float) -> Array:
     return _pack(adjoint, carried)
 
 
-def merge_transitions(block: Block) -> Array:
+def merge_transitions(block: Block, from_the_end: bool) -> Array:
     """``[B, T]`` of consecutive blocks, in their order."""
-    chunks = [block[name] for name in block.call.names]
-    first, *more = (c[..., i, :, :] for c in chunks for i in range(c.shape[-3]))
-    xp, e = array_api_compat.array_namespace(first), block.call.value_dim
-    for later in more:
-        added, carried = later[..., :e], later[..., e:]
-        moved = xp.matmul(carried, first)
-        first = xp.concat([moved[..., :e] + added, moved[..., e:]], axis=-1)
-    return first[..., None, :, :]
+    merge = partial(_merge, value_dim=block.call.value_dim)
+    return reduce(merge, along_blocks(block, from_the_end))
+
+
+def scan_transitions(block: Block) -> Array:
+    """``[B, T]`` of all blocks after each of a group."""
+    return scan(block, partial(_merge, value_dim=block.call.value_dim), from_the_end=True)
+
+
+def _merge(first: Array, later: Array, value_dim: int) -> Array:
+    xp = array_api_compat.array_namespace(first)
+    added, carried = later[..., :value_dim], later[..., value_dim:]
+    moved = xp.matmul(carried, first)
+    return xp.concat([moved[..., :value_dim] + added, moved[..., value_dim:]], axis=-1)
 
 
 def pack_matrix(block: Block) -> Array:

@@ -12,7 +12,6 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import array_api_compat
-import numpy as np
 
 import linattn
 from linattn.typing import Array, State
@@ -20,18 +19,20 @@ from linattn.typing import Array, State
 __all__ = [
     "Call",
     "add_blocks",
+    "along_blocks",
     "block_state",
     "causal_block",
-    "end_of_block",
-    "far_block",
     "merge_blocks",
     "merge_pairs",
     "merge_two",
+    "merged_states",
+    "outputs_of",
     "pack_block",
     "read_block",
     "run",
+    "scan",
+    "scan_states",
     "softmax_block",
-    "window_block",
 ]
 
 
@@ -76,14 +77,13 @@ class Block:
         """Position of the first token, where the map asks for it."""
         return 0 if self["start"] is None else int(self["start"][0])
 
-    def side(self, name: str) -> Any:
-        """Rows before or after this block, or None at the ends of the sequence."""
-        rows: Any = self[name]
-        return None if rows is None or not bool(rows[..., -1:].any()) else rows
-
     def state(self, name: str = "state") -> State:
         """State of this name, without its axis of blocks."""
-        return _unpack(self[name][..., 0, :, :], self.call.value_dim, self.start)
+        return self.unpacked(self[name][..., 0, :, :])
+
+    def unpacked(self, packed: Array) -> State:
+        """State of an array without axis of blocks."""
+        return _unpack(packed, self.call.value_dim, self.start)
 
 
 def _only(chunk: Any) -> Any:
@@ -131,11 +131,17 @@ def pack_block(block: Block) -> Array:
     return _pack(State(block["kvz"], block["log_scale"], 0))[..., None, :, :]
 
 
-def merge_blocks(block: Block) -> Array:
+def along_blocks(block: Block, from_the_end: bool) -> list[Array]:
+    """Blocks of numbered chunks, with their axis, in the order in which they are merged."""
+    chunks = [block[name] for name in block.call.names if name.isdecimal()]
+    blocks = [c[..., i : i + 1, :, :] for c in chunks for i in range(c.shape[-3])]
+    return blocks[::-1] if from_the_end else blocks
+
+
+def merge_blocks(block: Block, from_the_end: bool) -> Array:
     """Merge states of the blocks of all chunks, in their order."""
-    width = block.call.value_dim
-    chunks = [block[name] for name in block.call.names]
-    return _merged([c[..., i, :, :] for c in chunks for i in range(c.shape[-3])], width)
+    states = [state[..., 0, :, :] for state in along_blocks(block, from_the_end)]
+    return merged_states(states, block.call.value_dim)
 
 
 def merge_two(block: Block) -> Array:
@@ -148,7 +154,8 @@ def merge_two(block: Block) -> Array:
     return _pack(merged._replace(log_decay=None))
 
 
-def _merged(packed: list[Array], value_dim: int) -> Array:
+def merged_states(packed: list[Array], value_dim: int) -> Array:
+    """Merge packed states in their order; the result has an axis of blocks."""
     states = [_unpack(each, value_dim) for each in packed]
     merged = states[0]
     for state in states[1:]:
@@ -156,16 +163,36 @@ def _merged(packed: list[Array], value_dim: int) -> Array:
     return _pack(merged)[..., None, :, :]
 
 
+def scan(block: Block, merge: Callable[[Array, Array], Array], from_the_end: bool) -> Array:
+    """Merge what is before each block of a group, or after each, with axis -3 for the blocks."""
+    states, merged = block["states"], [block["first"]]
+    order = range(states.shape[-3])
+    for i in reversed(order) if from_the_end else order:
+        merged.append(merge(merged[-1], states[..., i : i + 1, :, :]))
+    del merged[-1]
+    xp = array_api_compat.array_namespace(states)
+    return xp.concat(merged[::-1] if from_the_end else merged, axis=-3)
+
+
+def scan_states(block: Block, from_the_end: bool) -> Array:
+    """Merge states before each block of a group, or after each."""
+
+    def merge(first: Array, second: Array) -> Array:
+        return merged_states([first[..., 0, :, :], second[..., 0, :, :]], block.call.value_dim)
+
+    return scan(block, merge, from_the_end)
+
+
 def add_blocks(states: Array, axis: Any, keepdims: bool, value_dim: int) -> Array:
     """Merge states along the axis of blocks, a step of Dask's reductions."""
     if not states.shape[-3]:  # Dask asks on arrays of length 0 what comes of them.
         return states
-    return _merged([states[..., i, :, :] for i in range(states.shape[-3])], value_dim)
+    return merged_states([states[..., i, :, :] for i in range(states.shape[-3])], value_dim)
 
 
 def causal_block(block: Block) -> Array:
     """Causal attention of a block that the state of all before it is given to."""
-    return _outputs(
+    return outputs_of(
         block,
         linattn.linear_attention(
             *(block[name] for name in ("query", "key", "value", "feature_map")),
@@ -185,7 +212,7 @@ def read_block(block: Block) -> Array:
     xp, e = array_api_compat.array_namespace(query), block.call.value_dim
     device = array_api_compat.device(query)
     key, value = (xp.empty((0, n), dtype=query.dtype, device=device) for n in (query.shape[-1], e))
-    return _outputs(
+    return outputs_of(
         block,
         linattn.linear_attention(
             query,
@@ -222,87 +249,7 @@ def merge_pairs(pairs: Array, axis: object, keepdims: bool) -> Array:
     return _beside(*merged)[..., None, :]
 
 
-def end_of_block(block: Block, window: int, last: bool | None) -> Array:
-    """First or last rows of all arrays of keys, side by side, and 1; None: a row of zeros."""
-    arrays = [block[name] for name in block.call.names]
-    xp, dtype = array_api_compat.array_namespace(arrays[0]), arrays[0].dtype
-    rows = slice(-window, None) if last else slice(window)
-    taken = _broadcast_lead([xp.astype(array[..., rows, :], dtype, copy=False) for array in arrays])
-    if last is None:
-        shape = (*taken[0].shape[:-2], 1, sum(array.shape[-1] for array in taken) + 1)
-        return xp.zeros(shape, dtype=dtype, device=array_api_compat.device(arrays[0]))
-    return xp.concat([*taken, xp.ones_like(taken[0][..., :1])], axis=-1)
-
-
-def _broadcast_lead(arrays: list[Array]) -> list[Array]:
-    xp = array_api_compat.array_namespace(arrays[0])
-    lead = np.broadcast_shapes(*(array.shape[:-2] for array in arrays))
-    return [xp.broadcast_to(array, (*lead, *array.shape[-2:])) for array in arrays]
-
-
-def _with_neighbours(block: Block) -> dict[str, Array]:
-    """Arrays of keys with the rows before and after the block, as far as there are some."""
-    names = [n for n in ("key", "value", "key_mask", "key_bias") if block[n] is not None]
-    given = {side: block.side(side) for side in ("before", "after")}
-    sides = {side: rows for side, rows in given.items() if rows is not None}
-    arrays = _broadcast_lead([block[name] for name in names])
-    xp = array_api_compat.array_namespace(arrays[0])
-    joined, start = {}, 0
-    for name, array in zip(names, arrays, strict=True):
-        place = slice(start, start + array.shape[-1])
-        start = place.stop
-        beside = {
-            side: xp.astype(rows[..., place], array.dtype, copy=False)
-            for side, rows in sides.items()
-        }
-        in_order = (beside.get("before"), array, beside.get("after"))
-        parts = [rows for rows in in_order if rows is not None]
-        joined[name] = xp.concat(parts, axis=-2)
-    return joined
-
-
-def far_block(block: Block, window: int) -> Array:
-    """State of a block moved by a window: with the rows before it and without its last, or after.
-
-    Those are far from the block after it, or before.
-    """
-    rows = slice(None, -window) if block["after"] is None else slice(window, None)
-    joined = {name: array[..., rows, :] for name, array in _with_neighbours(block).items()}
-    return block_state(block.replace(**joined))
-
-
-def window_block(block: Block, window: int, is_causal: bool) -> Array:
-    """Attention with an exact window: a block, rows beside it, and the state of all others."""
-    query, joined = block["query"], _with_neighbours(block)
-    xp = array_api_compat.array_namespace(query)
-    previous = block.side("before")
-    before = 0 if previous is None else previous.shape[-2]
-    rows = query.shape[-2]
-    after = joined["key"].shape[-2] - before - rows
-    device = array_api_compat.device(query)
-    padding = [
-        xp.zeros((*query.shape[:-2], n, query.shape[-1]), dtype=query.dtype, device=device)
-        for n in (before, after)
-    ]
-    moved = block.replace(**joined)
-    result = linattn.linear_attention(
-        xp.concat([padding[0], query, padding[1]], axis=-2),
-        joined["key"],
-        joined["value"],
-        block["feature_map"],
-        is_causal=is_causal,
-        key_mask=moved.weights["key_mask"],
-        key_bias=moved.weights["key_bias"],
-        exact_window=window,
-        initial_state=block.state(),
-        normalize=block.call.normalize,
-        return_log_normalizer=block.call.want_log,
-        chunk_size=block.call.chunk_size,
-    )
-    return _outputs(block, result)[..., before : before + rows, :]
-
-
-def _outputs(block: Block, result: Any) -> Array:
+def outputs_of(block: Block, result: Any) -> Array:
     """Put a log normalizer, where there is one, behind the columns of its output."""
     if not block.call.want_log:
         return result

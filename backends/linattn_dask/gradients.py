@@ -27,12 +27,14 @@ from linattn_dask.states import (
     block_states,
     first_state,
     merge,
+    ones,
     reduce_states,
     state_axes,
+    states_after,
     states_before,
 )
 
-__all__ = ["attention_vjp", "ones", "sum_to", "with_ones"]
+__all__ = ["attention_vjp", "sum_to", "with_ones"]
 
 Chunks: TypeAlias = tuple[int, ...]
 Gradients: TypeAlias = tuple[Array, ...]
@@ -145,11 +147,6 @@ class _Pullback:
         return self.layout.query_chunks if axis == "rows" else self.layout.key_chunks
 
 
-def ones(chunks: Chunks) -> Chunks:
-    """Chunks of one entry for each of these."""
-    return (1,) * len(chunks)
-
-
 def with_ones(lead: list[Chunks], shape: Sequence[int]) -> list[Chunks]:
     """Chunks of sums within blocks for an array of a shape: ones where it was broadcast."""
     missing = len(lead) - len(shape)
@@ -176,7 +173,7 @@ def _full(pullback: _Pullback) -> Gradients:
     adjoint = reduce_states(layout, pullback.adjoints(queries))
     if pullback.cotangent.state is not None:
         adjoint = merge(layout, pullback.last_adjoint(), adjoint)
-    parts = layout.parts(*KEYS) | {"adjoint": Part(adjoint, AXES)}
+    parts = layout.reading_again("gradients").parts(*KEYS) | {"adjoint": Part(adjoint, AXES)}
     keys = pullback.pull(pull_keys, "keys", parts, layout.state_lead)
     return (
         pullback.gradient("query", queries),
@@ -191,21 +188,19 @@ def _causal(pullback: _Pullback) -> Gradients:
     layout = pullback.layout
     layout.check_rows()
     of_blocks = ("keys", *AXES[1:])
-    states = block_states(layout)
+    states = block_states(layout.reading_again())
     before, _ = states_before(layout, states, first_state(layout))
-    keys = layout.parts(*KEYS) | {"state": Part(before, of_blocks)}
-    rows = keys | {
+    rows = layout.parts(*KEYS) | {
+        "state": Part(before, of_blocks),
         "query": layout.part("query", ("keys", "dim")),
         "grad_output": Part(pullback.cotangent.output, ("keys", "outputs")),
     }
-    if layout.problem.log_decay is None:
-        del keys["state"]
-    else:
+    keys = layout.reading_again("gradients").parts(*KEYS)
+    if layout.problem.log_decay is not None:
+        keys["state"] = rows["state"]
         rows["states"] = Part(states, of_blocks)
     blocks = pullback.pull(pull_causal_block, "keys", rows, layout.lead)
-    after, adjoint = states_before(
-        layout, pullback.adjoints(blocks), pullback.last_adjoint(), from_the_end=True
-    )
+    after, adjoint = states_after(layout, pullback.adjoints(blocks), pullback.last_adjoint())
     keys["adjoint"] = Part(after, of_blocks)
     later = pullback.pull(pull_keys, "keys", keys, layout.state_lead)
     return (

@@ -35,6 +35,7 @@ __all__ = [
     "differing",
     "lead_axes",
     "merge_along",
+    "read_again",
     "state_parts",
     "tasks",
 ]
@@ -127,6 +128,10 @@ class Layout:
                     chunks = matching_chunks(part, self.lead)
                     self._parts[name] = Part(part.array.rechunk((*chunks, -1, -1)), part.axes)
         self.key_lead = common_chunks([self._parts["key"], self._parts["value"]], map_lead)
+        if problem.relative_bias is not None:
+            table = Part(problem.relative_bias.table, ("offsets",))
+            chunks = matching_chunks(table, self.lead)
+            self._parts["relative_bias"] = Part(table.array.rechunk((*chunks, -1)), table.axes)
         if problem.feature_map is not None:
             self._parts["feature_map"] = Part(_carried(problem.feature_map), ())
         _warn_of_short_chunks(self)
@@ -155,14 +160,13 @@ class Layout:
         """Return arrays of the problem, those that it has."""
         return {name: self._parts[name] for name in names if name in self._parts}
 
-    def reading_again(self) -> Layout:
-        """Return the same problem with reads of its own: keys are not kept from pass to pass."""
-        other = copy(self)
-        other._parts = self._parts | {
-            name: Part(clone(part.array, seed="linattn"), part.axes)
-            for name, part in self._parts.items()
-            if "keys" in part.axes and _is_read(part.array)
-        }
+    def reading_again(self, what: str = "states") -> Layout:
+        """Return the same problem with reads of its own: keys are not kept from pass to pass.
+
+        ``what``: for which it is read; what is read for the same is read once.
+        """
+        other, keys = copy(self), {n: p for n, p in self._parts.items() if "keys" in p.axes}
+        other._parts = self._parts | read_again(keys, what)
         return other
 
     def without_rows(self, *names: str) -> dict[str, Part]:
@@ -298,6 +302,14 @@ def merge_along(array: Array, axis: int, merge: Callable[..., Array]) -> Array:
         meta=array._meta,
         concatenate=True,
     )
+
+
+def read_again(parts: dict[str, Part], what: str) -> dict[str, Part]:
+    """Return the same arrays with reads of their own, where a task reads a block from a store."""
+    return {
+        name: Part(clone(array, seed=f"linattn {what}") if _is_read(array) else array, axes)
+        for name, (array, axes) in parts.items()
+    }
 
 
 def _as_it_is(array: Array, axis: object, keepdims: bool) -> Array:

@@ -20,12 +20,21 @@ from linattn_dask.block_recurrences import (
     pack_matrix,
     pull_recurrence,
     recur,
+    scan_transitions,
     transition,
 )
 from linattn_dask.blocks import Call
-from linattn_dask.gradients import ones, sum_to, with_ones
-from linattn_dask.layout import Part, check_chunks, common_chunks, differing, lead_axes, tasks
-from linattn_dask.states import AXES, prefix_scan
+from linattn_dask.gradients import sum_to, with_ones
+from linattn_dask.layout import (
+    Part,
+    check_chunks,
+    common_chunks,
+    differing,
+    lead_axes,
+    read_again,
+    tasks,
+)
+from linattn_dask.states import AXES, grouped_scan, ones, prefix_scan
 
 __all__ = ["recurrence", "recurrence_vjp"]
 
@@ -55,7 +64,7 @@ def recurrence_vjp(
     blocks = _Blocks(problem)
     blocks.check_cotangent(grad_output)
     before, _ = blocks.states()
-    parts = blocks.parts | {
+    parts = read_again(blocks.parts, "adjoints") | {
         "grad_output": Part(grad_output, ("tokens", "outputs")),
         "state": Part(before, OF_BLOCKS),
     }
@@ -63,8 +72,8 @@ def recurrence_vjp(
     lead = blocks.state_lead
     adjoints = blocks.make(adjoint_transition, axes, lead, parts, scale=problem.scale)
     last = blocks.map_of_nothing() if grad_state is None else blocks.pack(grad_state)
-    after, adjoint = prefix_scan(blocks.merge, adjoints, last, from_the_end=True)
-    parts["adjoint"] = Part(after, OF_BLOCKS)
+    after, adjoint = grouped_scan(blocks.merge, blocks.scan, adjoints, last, from_the_end=True)
+    parts |= read_again(blocks.parts, "gradients") | {"adjoint": Part(after, OF_BLOCKS)}
     meta = np.empty((0,) * (len(blocks.lead) + 1), dtype=object)
     axes = {"tokens": ones(blocks.chunks)}
     one_each = [*map(ones, blocks.lead)]
@@ -149,12 +158,18 @@ class _Blocks:
         """Return what changes states."""
         return {name: part for name, part in self.parts.items() if name != "query"}
 
-    def merge(self, *states: Array, of_blocks: bool = False) -> Array:
-        """Merge maps block by block, in their order."""
-        axes = {"block": states[-1].chunks[-3], **self.state_axes}
+    def merge(self, *states: Array, of_blocks: bool = False, from_the_end: bool = False) -> Array:
+        """Merge maps chunk by chunk, in their order."""
+        axes = {"block": ones(states[-1].chunks[-3]), **self.state_axes}
         lead = list(states[0].chunks[:-3]) if of_blocks else self.state_lead
         parts = {str(i): Part(state, AXES) for i, state in enumerate(states)}
-        return self.make(merge_transitions, axes, lead, parts)
+        return self.make(merge_transitions, axes, lead, parts, from_the_end=from_the_end)
+
+    def scan(self, maps: Array, last: Array) -> Array:
+        """Merge maps of the blocks after each of a group."""
+        axes = {"block": maps.chunks[-3], **self.state_axes}
+        parts = {"states": Part(maps, AXES), "first": Part(last, AXES)}
+        return self.make(scan_transitions, axes, self.state_lead, parts)
 
     def pack(self, matrix: Array) -> Array:
         """Make a map of a state or an adjoint, with all leading axes."""
@@ -176,7 +191,8 @@ class _Blocks:
     def states(self) -> tuple[Array, Array]:
         """States before each block, and the last."""
         axes = {"tokens": ones(self.chunks), **self.state_axes}
-        maps = self.make(transition, axes, self.token_lead, self.of_keys())
+        tokens = read_again(self.of_keys(), "states")
+        maps = self.make(transition, axes, self.token_lead, tokens)
         nothing = self.map_of_nothing()
         first = nothing if self._state is None else self.pack(self._state)
         return prefix_scan(self.merge, maps, first)

@@ -16,7 +16,7 @@ NAMES = {
     "stops": "key_stop, prefix_length, causal_block or is_causal='lower_right'",
     "two-sided": "log_decay without is_causal",
     "exact": "local_window_size or a bias of offsets",
-    "window": "window_bias, far_bias, log_decay with a window, keys that a query may not see",
+    "window": "exact_clusters, or log_decay without is_causal, beside a window",
 }
 """What a caller has asked for, by the mode of the problem."""
 

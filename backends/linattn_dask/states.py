@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -10,17 +10,20 @@ from typing import Any
 import dask.array as da
 
 from linattn.typing import Array, State
-from linattn_dask.blocks import add_blocks, block_state, merge_blocks, pack_block
+from linattn_dask.blocks import add_blocks, block_state, merge_blocks, pack_block, scan_states
 from linattn_dask.layout import Layout, Part, merge_along
 
 __all__ = [
     "all_states",
     "block_states",
     "first_state",
+    "grouped_scan",
     "lazy_state",
     "merge",
+    "ones",
     "prefix_scan",
     "state_axes",
+    "states_after",
     "states_before",
 ]
 
@@ -30,11 +33,16 @@ MAX_CHAIN = 32
 AXES = ("block", "features", "packed")
 
 
+def ones(chunks: Sequence[int]) -> tuple[int, ...]:
+    """Chunks of one entry for each of these."""
+    return (1,) * len(chunks)
+
+
 def block_states(layout: Layout) -> Array:
     """States of all blocks of keys, ``(..., blocks, m, packed)``, a chunk each."""
     names = ("key", "value", "key_mask", "key_bias", "log_decay", "feature_map")
     parts = layout.parts(*names) | layout.starts(layout.key_chunks, "keys")
-    axes = {"keys": (1,) * len(layout.key_chunks), **state_axes(layout)}
+    axes = {"keys": ones(layout.key_chunks), **state_axes(layout)}
     return layout.blockwise(block_state, axes, layout.key_lead, parts)
 
 
@@ -65,12 +73,14 @@ def first_state(layout: Layout, *, with_given: bool = True) -> Array:
     return merge(layout, given, _state_of_nothing(layout))
 
 
-def merge(layout: Layout, *states: Array, of_blocks: bool = False) -> Array:
-    """Merge arrays of states block by block, in their order; ``of_blocks``: of blocks alone."""
-    axes = {"block": states[-1].chunks[-3], **state_axes(layout)}
+def merge(
+    layout: Layout, *states: Array, of_blocks: bool = False, from_the_end: bool = False
+) -> Array:
+    """Merge arrays of states chunk by chunk, in their order; ``of_blocks``: of blocks alone."""
+    axes = {"block": ones(states[-1].chunks[-3]), **state_axes(layout)}
     lead = states[0].chunks[:-3] if of_blocks else layout.state_lead
     parts = {str(i): Part(state, AXES) for i, state in enumerate(states)}
-    return layout.blockwise(merge_blocks, axes, lead, parts)
+    return layout.blockwise(merge_blocks, axes, lead, parts, from_the_end=from_the_end)
 
 
 def reduce_states(layout: Layout, states: Array) -> Array:
@@ -89,14 +99,21 @@ def all_states(layout: Layout) -> Array:
     return keys if layout.problem.state is None else merge(layout, state, keys)
 
 
-def states_before(
-    layout: Layout, states: Array, first: Array, *, from_the_end: bool = False
-) -> tuple[Array, Array]:
-    """Merge the states before each block, and all of them: no block waits for a later one.
+def states_before(layout: Layout, states: Array, first: Array) -> tuple[Array, Array]:
+    """Merge the states before each block, and all of them: no block waits for a later one."""
+    return prefix_scan(partial(merge, layout), states, first)
 
-    ``from_the_end``: the states after each block; none waits for an earlier one.
-    """
-    return prefix_scan(partial(merge, layout), states, first, from_the_end=from_the_end)
+
+def states_after(layout: Layout, states: Array, last: Array) -> tuple[Array, Array]:
+    """Merge the states after each block, and all of them."""
+
+    def scan(states: Array, last: Array) -> Array:
+        axes = {"block": states.chunks[-3], **state_axes(layout)}
+        parts = {"states": Part(states, AXES), "first": Part(last, AXES)}
+        lead = layout.state_lead
+        return layout.blockwise(scan_states, axes, lead, parts, from_the_end=True)
+
+    return grouped_scan(partial(merge, layout), scan, states, last, from_the_end=True)
 
 
 def prefix_scan(
@@ -131,6 +148,26 @@ def prefix_scan(
         before, last = _chain(merge, rest, last, from_the_end)
         of_rest.append(before)
     return da.concatenate([*parts, *of_rest], axis=axis), last
+
+
+def grouped_scan(
+    merge: Callable[..., Array],
+    scan: Callable[[Array, Array], Array],
+    states: Array,
+    first: Array,
+    *,
+    from_the_end: bool,
+) -> tuple[Array, Array]:
+    """As :func:`prefix_scan`, by a task for each group of blocks, which waits for all of them.
+
+    ``scan`` makes one array of all states and those before the groups, or after them.
+    """
+    axis, count = states.ndim - 3, states.shape[-3]
+    size = max(MAX_CHAIN, isqrt(max(count, 1) - 1) + 1)
+    grouped = states.rechunk({axis: size}, method="tasks")
+    of_groups = merge(grouped, of_blocks=True, from_the_end=from_the_end)
+    beside, merged = prefix_scan(merge, of_groups, first, from_the_end=from_the_end)
+    return scan(grouped, beside).rechunk({axis: 1}, method="tasks"), merged
 
 
 def _chain(

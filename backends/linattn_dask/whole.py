@@ -27,13 +27,18 @@ Result: TypeAlias = tuple[Array, State | None, Array | None]
 
 def attention(problem: Problem) -> Result | Declined:
     """Attend to keys lazily, block by block of the caller's chunks."""
-    walk = WALKS.get(problem.mode)
-    banded = problem.local_window is not None or problem.relative_bias is not None
-    decayed_window = problem.exact_window is not None and problem.log_decay is not None
-    unsupported = problem.key_stop is not None or problem.exact_clusters is not None
-    if walk is None or banded or decayed_window or unsupported:
+    mode = problem.mode
+    if mode == "window" and not problem.key.shape[-2]:
+        mode = "causal" if problem.is_causal else "full"
+    of_offsets = problem.local_window is not None or problem.relative_bias is not None
+    decays_to_both_sides = problem.log_decay is not None and not problem.is_causal
+    unsupported = {
+        "exact": of_offsets or problem.key_stop is not None,
+        "window": decays_to_both_sides or problem.exact_clusters is not None,
+    }
+    if mode not in WALKS or unsupported.get(mode, False):
         return declined(problem)
-    return walk(Layout(problem))
+    return WALKS[mode](Layout(problem))
 
 
 def _full(layout: Layout) -> Result:

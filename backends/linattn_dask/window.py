@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import dask.array as da
+from typing import Any
+
 import numpy as np
 
 from linattn.typing import Array, State
-from linattn_dask.blocks import end_of_block, far_block, window_block
+from linattn_dask.block_windows import (
+    EdgeShape,
+    edge_of_block,
+    edge_of_state,
+    merge_edges,
+    scan_edges,
+    window_block,
+)
 from linattn_dask.layout import Layout, Part
 from linattn_dask.states import (
     AXES,
     all_states,
     first_state,
+    grouped_scan,
     lazy_state,
-    merge,
+    ones,
+    prefix_scan,
     state_axes,
-    states_before,
 )
 
 __all__ = ["window_attention"]
 
-BESIDE = ("keys", "beside")
+ROWS = ("key", "value", "key_mask", "key_bias", "log_decay")
 
 
 def window_attention(layout: Layout) -> tuple[Array, State, Array | None]:
@@ -28,29 +37,18 @@ def window_attention(layout: Layout) -> tuple[Array, State, Array | None]:
     problem = layout.problem
     layout.check_rows()
     _check_window(layout)
-    rows = layout.parts("key", "value", "key_mask", "key_bias")
-    states = {"feature_map": layout.part("feature_map"), **rows}
-    previous = _beside(layout, rows, before=True)
-    far_states = _far_states(layout, states | {"before": previous})
-    before, _ = states_before(layout, far_states, first_state(layout))
-    parts = states | {"before": previous, "query": layout.part("query", ("keys", "dim"))}
+    shape = _edge_shape(layout)
+    of_blocks = ("keys", *AXES[1:])
+    parts = layout.parts(*ROWS, "feature_map", "relative_bias")
+    parts["query"] = layout.part("query", ("keys", "dim"))
+    parts["before"] = Part(_edges(layout, shape), of_blocks)
     if not problem.is_causal:
-        following = _beside(layout, rows, before=False)
-        parts["after"] = following
-        far_states = _far_states(layout, states | {"after": following})
-        nothing = first_state(layout, with_given=False)
-        after, _ = states_before(layout, far_states, nothing, from_the_end=True)
-        before = merge(layout, before, after)
-    parts["state"] = Part(before, ("keys", *AXES[1:]))
+        parts["after"] = Part(_edges(layout, shape, from_the_end=True), of_blocks)
     output, norm = layout.outputs(
-        window_block,
-        "keys",
-        layout.key_chunks,
-        parts,
-        window=layout.window,
-        is_causal=problem.is_causal,
+        window_block, "keys", layout.key_chunks, parts, shape=shape, is_causal=problem.is_causal
     )
-    return output, lazy_state(layout, all_states(layout)), norm
+    last = all_states(layout.reading_again("states"))
+    return output, lazy_state(layout, last), norm
 
 
 def _check_window(layout: Layout) -> None:
@@ -63,32 +61,46 @@ def _check_window(layout: Layout) -> None:
         raise ValueError(message)
 
 
-def _beside(layout: Layout, rows: dict[str, Part], *, before: bool) -> Part:
-    """Return rows that each block sees of the one before or after it, all arrays side by side."""
-    window, chunks = layout.window, layout.key_chunks
-    lengths = tuple(min(window, rows) for rows in chunks)
-    width = sum(part.array.shape[-1] for part in rows.values()) + 1
-    dtype = layout.problem.key.dtype
-
-    def side(lengths: tuple[int, ...], parts: dict[str, Part], last: bool | None) -> Array:
-        axes = {"keys": lengths, "beside": (width,)}
-        lead = layout.key_lead
-        return layout.blockwise(
-            end_of_block, axes, lead, parts, dtype=dtype, window=window, last=last
-        )
-
-    nothing = side((1,), layout.without_rows(*rows), None)
-    if len(chunks) == 1:
-        return Part(nothing, BESIDE)
-    ends = side(lengths, rows, before)
-    length = sum(lengths)
-    moved = [nothing, ends[..., : length - lengths[-1], :]]
-    if not before:
-        moved = [ends[..., lengths[0] :, :], nothing]
-    return Part(da.concatenate(moved, axis=ends.ndim - 2), BESIDE)
+def _edge_shape(layout: Layout) -> EdgeShape:
+    rows = {n: part for n, part in layout.parts(*ROWS).items() if "keys" in part.axes}
+    (features,), (packed,) = state_axes(layout).values()
+    widths = tuple(part.array.shape[-1] for part in rows.values())
+    return EdgeShape(tuple(rows), widths, layout.window, features, packed)
 
 
-def _far_states(layout: Layout, parts: dict[str, Part]) -> Array:
-    """States of blocks that are moved by a window, as they are far of the block after them."""
-    axes = {"keys": (1,) * len(layout.key_chunks), **state_axes(layout)}
-    return layout.blockwise(far_block, axes, layout.key_lead, parts, window=layout.window)
+def _edges(layout: Layout, shape: EdgeShape, *, from_the_end: bool = False) -> Array:
+    """Edges of all that is before each block, or after it, ``(..., blocks, 1, numbers)``."""
+    last_axes = {"features": (1,), "packed": (shape.num_numbers,)}
+    weights = {n: p for n, p in layout.parts("log_decay").items() if n not in shape.names}
+    reads = layout.reading_again("after" if from_the_end else "before")
+    edges = reads.blockwise(
+        edge_of_block,
+        {"keys": ones(layout.key_chunks), **last_axes},
+        layout.key_lead,
+        reads.parts(*ROWS, "feature_map"),
+        shape=shape,
+        from_the_end=from_the_end,
+    )
+    beside = layout.parts("feature_map") | weights
+
+    def merge(*edges: Array, of_blocks: bool = False, from_the_end: bool = False) -> Array:
+        axes = {"block": ones(edges[-1].chunks[-3]), **last_axes}
+        lead = edges[0].chunks[:-3] if of_blocks else layout.state_lead
+        parts = {str(i): Part(edge, AXES) for i, edge in enumerate(edges)}
+        options: Any = {"shape": shape, "from_the_end": from_the_end}
+        return layout.blockwise(merge_edges, axes, lead, parts | beside, **options)
+
+    def scan(edges: Array, first: Array) -> Array:
+        axes = {"block": edges.chunks[-3], **last_axes}
+        parts = {"states": Part(edges, AXES), "first": Part(first, AXES), **beside}
+        options: Any = {"shape": shape, "from_the_end": from_the_end}
+        return layout.blockwise(scan_edges, axes, layout.state_lead, parts, **options)
+
+    state = first_state(layout, with_given=not from_the_end)
+    parts = {"state": Part(state, AXES)}
+    first = layout.blockwise(
+        edge_of_state, {"block": (1,), **last_axes}, state.chunks[:-3], parts, shape=shape
+    )
+    if layout.problem.is_causal:
+        return prefix_scan(merge, edges, first)[0]
+    return grouped_scan(merge, scan, edges, first, from_the_end=from_the_end)[0]

@@ -41,8 +41,9 @@ def check_relative_bias(
         window_bias=tuple(table.shape[:-1]),
         **{f"far_bias[{i}]": tuple(end.shape[:-1]) for i, end in enumerate(ends)},
     )
-    parts = [xp.broadcast_to(part, (*shape, part.shape[-1])) for part in (ends[0], table, ends[1])]
-    return RelativeBias(xp.concat(parts, axis=-1))
+    # Dask's expressions have no `broadcast_to`.
+    nothing = xp.zeros((*shape, 1), dtype=dtype, device=array_api_compat.device(query))
+    return RelativeBias(xp.concat([part + nothing for part in (ends[0], table, ends[1])], axis=-1))
 
 
 def _far_ends(far_bias: Any, query: Array, lead: tuple[int, ...], dtype: Any) -> Any:
