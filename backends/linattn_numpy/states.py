@@ -147,7 +147,7 @@ def _add_stabilized(
 def _tile_rows(spec: Exponential, x: Floats) -> list[slice]:
     """Rows of a block whose features stay in cache."""
     numbers = prod(x.shape[:-2]) * spec.P.shape[-1] * num_sign_halves(spec)
-    n, size = x.shape[-2], max(tuning.MIN_BLOCK_ROWS, tuning.TILE_ELEMENTS // numbers)
+    n, size = x.shape[-2], max(tuning.MIN_BLOCK_ROWS, tuning.STABILIZED_TILE_ELEMENTS // numbers)
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
