@@ -9,7 +9,7 @@ import numpy as np
 
 from linattn.typing import Array
 
-__all__ = ["divisor", "finite_shift", "ignore_fp_warnings"]
+__all__ = ["divisor", "exp_up_to", "finite_shift", "ignore_fp_warnings"]
 
 ignore_fp_warnings = partial(
     np.errstate, over="ignore", under="ignore", invalid="ignore", divide="ignore"
@@ -20,6 +20,15 @@ ignore_fp_warnings = partial(
 def finite_shift(log: Array, xp: ModuleType) -> Array:
     """Replace -inf (nothing seen) by 0, so that ``exp(-inf - shift)`` is 0 and not NaN."""
     return xp.where(log == -xp.inf, xp.zeros_like(log), log)
+
+
+def exp_up_to(x: Array, top: Array, xp: ModuleType) -> Array:
+    """``exp(x - top)`` where all of x counts; a small normal number instead of any denormal one.
+
+    Beside the largest, 1, none of them is anything, but they may take eight times as long.
+    """
+    least = float(np.log(xp.finfo(top.dtype).smallest_normal)) + 1
+    return xp.exp(xp.maximum(x - finite_shift(top, xp), xp.full_like(top, least)))
 
 
 def divisor(size: Array, xp: ModuleType) -> Array:

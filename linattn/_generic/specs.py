@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import array_api_compat
 import numpy as np
 
-from linattn._generic.numerics import finite_shift
+from linattn._generic.numerics import exp_up_to, finite_shift
 from linattn.typing import (
     HEAVISIDE,
     Affine,
@@ -206,8 +206,8 @@ def nan_if_infinite(x: Array) -> Array:
 
 def _log_sum(x: Array, xp: ModuleType) -> Array:
     """Log of the sum of exponentials along the last axis, which stays."""
-    top = finite_shift(xp.max(x, axis=-1, keepdims=True), xp)
-    return xp.log(xp.sum(xp.exp(x - top), axis=-1, keepdims=True)) + top
+    top = xp.max(x, axis=-1, keepdims=True)
+    return xp.log(xp.sum(exp_up_to(x, top, xp), axis=-1, keepdims=True)) + top
 
 
 def _softmax(u: Array, xp: ModuleType) -> Array:
