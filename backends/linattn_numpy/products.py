@@ -156,9 +156,10 @@ def product(x: Floats, y: Floats, name: str) -> Floats:
 
 
 def sum_products(x: Floats, y: Floats, out: Floats) -> Floats:
-    """``x^T y`` into ``out``: of one row alone a product, which would not go to BLAS."""
-    operation = np.multiply if x.shape[-2] == 1 else np.matmul
-    return np.asarray(operation(transposed(x), y, out=out))
+    """``x^T y`` into ``out``; a product over one row alone would not go to BLAS."""
+    if x.shape[-2] == 1:
+        x, y = (np.concatenate([rows, np.zeros_like(rows)], axis=-2) for rows in (x, y))
+    return np.matmul(transposed(x), y, out=out)
 
 
 def weighted_sum(weights: Floats, v: Floats) -> Floats:
