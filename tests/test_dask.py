@@ -500,10 +500,11 @@ import pytest
 sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
     chosen = "decay or broadcast or lazily or tasks or names or slice or softmax or whole_blocks"
-    others = ("dask_gradients.py", "dask_landmarks.py")
+    chosen += " or states or go_along or another"
+    others = ("dask_automatic.py", "dask_gradients.py", "dask_landmarks.py")
     files = (__file__, *(__file__.replace("dask.py", other) for other in others))
     done = subprocess.run(
-        [sys.executable, "-c", program, "True", *files, "-k", f"{chosen} or states or go_along"],
+        [sys.executable, "-c", program, "True", *files, "-k", chosen],
         capture_output=True,
         text=True,
         check=False,

@@ -76,3 +76,18 @@ def test_a_killed_worker_changes_no_bit(tmp_path):
         got = client.compute(output).result(timeout=90)
     assert mark.exists()
     assert np.array_equal(got, want)
+
+
+def test_attention_chooses_on_a_cluster(tmp_path):
+    """Landmarks for one head, exact for the other, by passes of the workers."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 9600, 16), dtype=np.float32)
+    key[0] = key[0, rng.integers(8, size=9600)]
+    query[1] *= 2
+    lazy = [da.from_array(x, chunks=(2, 3200, 16)) for x in (query, key, value)]
+    with cluster(tmp_path, "1GiB") as local, distributed.Client(local) as client:
+        output, report = linattn.attention(*lazy, rng=0, return_report=True)
+        got = client.compute(output).result(timeout=90)
+    assert report.head_methods.tolist() == ["landmarks", "exact"]
+    want = linattn.softmax_attention(query, key, value)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

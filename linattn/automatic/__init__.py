@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._driver.exact_problem import exact_problem
-from linattn.automatic import _causal, _full
+from linattn.automatic import _causal, _dask, _full
 from linattn.automatic._heads import Given
 from linattn.automatic._report import AttentionReport, HeadRecord, make_report
 from linattn.sampling import Seed, as_generator
-from linattn.typing import Array, ArrayT
+from linattn.typing import Array, ArrayT, Problem
 
 __all__ = ["AttentionReport", "attention"]
 
@@ -139,8 +141,8 @@ def attention(
     128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and, where L = S
     and that is the cheaper way, an exact window of 32 tokens; without a tolerance always with it,
     and without clusters. Causal attention is by :class:`linattn.CoresetAttention` with blocks of
-    128 tokens, or of m where that is more. Traced and lazy arrays, at which nothing can be fitted,
-    take exact attention.
+    128 tokens, or of m where that is more. Traced arrays, at which nothing can be fitted, take
+    exact attention.
 
     *Search.* All heads are tried with m = 64. The exact rows tell the error for every number of
     exact clusters at once, with a window and without, and the cheapest that meets the tolerance is
@@ -159,6 +161,15 @@ def attention(
     taken by luck has a probability of 0.05 in all. The bound speaks of rows like those drawn; where
     the error of a head is in a few rows among thousands, with queries like others, it may miss
     them.
+
+    *Dask arrays.* The output is lazy, what is chosen by is computed here: a sample of rows, as by
+    :meth:`linattn.feature_maps.LandmarkFeatures.fit`, to which landmarks are fitted, and of which
+    the rows held out are; and for each number of landmarks that is tried one pass over key and
+    value by blocks, for their states and, in the first pass, for the exact outputs of rows held
+    out. So the error is that on all keys. The states go into the output: no key is read for it
+    again, but for a window. There are no exact clusters, and an exact window is only where chunks
+    of query and key are equal and of whole windows. NaN and inf outside of the sample are not
+    noticed. Causal attention is exact.
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every
@@ -192,8 +203,13 @@ def attention(
     if tolerance is not None:
         tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
     given = Given(problem, key_mask, scale, tolerance, as_generator(rng), key_bias)
-    way = _causal if is_causal else _full
-    if problem.lazy or not given.num_heads or not way.is_worth_a_search(given):
+    is_dask = array_api_compat.is_dask_array(problem.query)
+    way = _dask if is_dask and not is_causal else _causal if is_causal else _full
+    if (
+        (problem.lazy and way is not _dask)
+        or not given.num_heads
+        or not way.is_worth_a_search(given)
+    ):
         output = given.exact(range(given.num_heads))
         heads = [HeadRecord.exact(problem)] * given.num_heads
     else:
@@ -203,6 +219,15 @@ def attention(
         if message:
             warnings.warn(message, UserWarning, stacklevel=3)
     return (output, make_report(problem, heads)) if return_report else output
+
+
+def _way_to_choose(problem: Problem) -> ModuleType | None:
+    """Return what finds a way for each head; None where nothing can be fitted."""
+    if not problem.lazy:
+        return _causal if problem.is_causal else _full
+    # A coreset goes from token to token, which is no graph of blocks.
+    is_dask = array_api_compat.is_dask_array(problem.query)
+    return _dask if is_dask and not problem.is_causal else None
 
 
 def _warning(given: Given, heads: list[HeadRecord]) -> str:
