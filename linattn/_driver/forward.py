@@ -18,6 +18,7 @@ from linattn._driver.blocks import (
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.packed import Batch, PackedRows, batches, join_states
 from linattn._driver.segments import run_segments
+from linattn._driver.sequences import solve_short
 from linattn._driver.stops import head_tasks, join_tasks, planned
 from linattn._driver.tasks import take_problem, take_rows, task_index
 from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, steps, update
@@ -89,8 +90,12 @@ def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints
     output = PackedRows(problem, (*shape, problem.value.shape[-1]), problem.query.dtype)
     norms = PackedRows(problem, (*shape, 1), problem.dtype) if problem.want_log else None
     states: list[tuple[Batch, State]] = []
-    negative = 0
-    for number, batch in enumerate(batches(problem)):
+    negative, left = 0, None
+    if not return_state and checkpoints is None:
+        functions = _dispatch.BlockFunctions(problem.xp)
+        results = _Results(problem, functions, output.array, None if norms is None else norms.array)
+        left = solve_short(problem, functions, results.write)
+    for number, batch in enumerate(batches(problem, left)):
         part = batch.problem(problem, mask_rest=return_state or not problem.is_causal)
         store = None if checkpoints is None else checkpoints.part(number)
         place = output.place_of(batch)
@@ -143,25 +148,15 @@ def _solve_walks(
     if checkpoints is not None:
         # Checkpoints stand before the blocks of the pullback.
         plan = plan.for_gradients()
-    dtype, width = problem.query.dtype, problem.value.shape[-1]
-    output = OutputRows(problem, width, dtype, functions, place)
-    norms = OutputRows(problem, 1, problem.dtype, functions) if problem.want_log else None
+    results = _Results(problem, functions, place)
     states: list[tuple[Index, State]] = []
-
-    def write(task: Index, rows: slice, part: Partial) -> None:
-        if problem.normalize:
-            output.write_divided(task, rows, part)
-        else:
-            output.write(task, rows, numerators(problem, part))
-        if norms is not None:
-            norms.write(task, rows, log_normalizer(part, problem))
 
     def walk_of(task: Index) -> Walk:
         store = None
         if checkpoints is not None:
             store = partial(checkpoints.store, problem, plan.block_size, task)
         part = take_problem(problem, task)
-        return Walk(part, functions, plan.block_size, partial(write, task), store)
+        return Walk(part, functions, plan.block_size, partial(results.write, task), store)
 
     def solve_task(task: Index) -> Iterator[State | None]:
         walk = walk_of(task)
@@ -175,9 +170,32 @@ def _solve_walks(
         states.append(((), run_segments(walk_of(()), plan)))
     else:
         run_tasks(plan, solve_task)
-    norm = None if norms is None else norms.result()[..., 0]
     state = _join(problem, states) if return_state else None
+    output, norms = results.output, results.norms
+    norm = None if norms is None else norms.result()[..., 0]
     return _Solved(output.result(), state, norm, output.count_negative())
+
+
+class _Results:
+    """Where the rows of a problem go, in places that may be given."""
+
+    def __init__(
+        self, problem: Problem, functions: Any, place: Array | None, norms: Array | None = None
+    ) -> None:
+        dtype, width = problem.query.dtype, problem.value.shape[-1]
+        self._problem = problem
+        self.output = OutputRows(problem, width, dtype, functions, place)
+        self.norms = None
+        if problem.want_log:
+            self.norms = OutputRows(problem, 1, problem.dtype, functions, norms)
+
+    def write(self, task: Index, rows: slice, part: Partial) -> None:
+        if self._problem.normalize:
+            self.output.write_divided(task, rows, part)
+        else:
+            self.output.write(task, rows, numerators(self._problem, part))
+        if self.norms is not None:
+            self.norms.write(task, rows, log_normalizer(part, self._problem))
 
 
 def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:

@@ -131,12 +131,14 @@ class Batch:
         return Cotangent(output, self.take(cotangent.state))
 
 
-def batches(problem: Problem) -> Iterator[Batch]:
-    """Divide the sequences of a packed problem into batches of about one length."""
+def batches(problem: Problem, sequences: NDArray[np.int64] | None = None) -> Iterator[Batch]:
+    """Divide the sequences of a packed problem, all or some, into batches of about one length."""
     borders = problem.cu_seqlens
     assert borders is not None
     lengths = np.diff(borders)
     order = np.argsort(lengths, kind="stable")
+    if sequences is not None:
+        order = order[np.isin(order, sequences)]
     width = 2 * problem.query.shape[-1] + problem.value.shape[-1]
     most = MAX_BATCH_ELEMENTS // max(1, width * prod(problem.lead))
     first = tokens = 0
@@ -168,6 +170,11 @@ class PackedRows:
         if not problem.lazy or 0 in shape:
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(shape, dtype=dtype, device=device)
+
+    @property
+    def array(self) -> Array | None:
+        """Where all rows go, None for a list."""
+        return self._array
 
     def place_of(self, batch: Batch) -> Array | None:
         """View ``(..., g, n, w)`` of where rows of a batch go; None where they must be copied."""

@@ -20,6 +20,7 @@ from linattn._generic.features import change_coordinates, evaluate
 from linattn._generic.numerics import divisor, finite_shift, ignore_fp_warnings
 from linattn._generic.planning import plan, run_in_order
 from linattn._generic.prefix_states import far_states
+from linattn._generic.sequences import sequences_block
 from linattn._generic.specs import spec_lead
 from linattn._generic.states import (
     combine,
@@ -65,6 +66,7 @@ __all__ = [
     "scan_key_vjp",
     "scan_query_vjp",
     "scan_vjp",
+    "sequences_block",
     "spec_lead",
     "values_block",
     "window_block",

@@ -209,6 +209,15 @@ def _block(
         "read_block": (pair.query, query, state, want_log),
         "scan_block": (*specs, query, key, values, state, want_log),
         "scan_decayed_block": (*specs, query, decayed, values, state, want_log),
+        "sequences_block": (
+            *specs,
+            query,
+            key,
+            values,
+            np.diff(np.unique([0, n, *rng.integers(0, n, 3)])),
+            bool(rng.integers(2)),
+            want_log,
+        ),
     } | _exact_arguments(rng, heads, query, key, values)
     value = values[..., :-1]
     arguments["values_block"] = (value, None if log_weight is None else log_weight > -np.inf)
@@ -350,6 +359,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     for name in (
         "reduce_block",
         "read_block",
+        "sequences_block",
         "exact_block",
         "exact_more",
         "values_block",

@@ -153,6 +153,23 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
+    def sequences_block(
+        query_spec: Spec,
+        key_spec: Spec,
+        query: Tokens,
+        key: Tokens,
+        values_and_one: Array,
+        lengths: Array,
+        is_causal: bool,
+        want_log: bool,
+    ) -> Partial | Declined:
+        """Attention within each of the sequences that lie end to end in a block.
+
+        ``lengths``: their tokens, at least 1 each, on the host. Rows are accepted as they come.
+        """
+        ...
+
+    @staticmethod
     def exact_block(
         spec: Exact,
         query: Tokens,

@@ -1,0 +1,47 @@
+"""Attention within each of some sequences that lie end to end, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linattn._arrays import namespace
+from linattn._generic.features import row_features
+from linattn._generic.hierarchical import scan_hierarchical
+from linattn._generic.states import empty_state, read_block, reduce_block
+from linattn.typing import Array, Partial, Spec, Tokens
+
+__all__ = ["sequences_block"]
+
+
+def sequences_block(
+    query_spec: Spec,
+    key_spec: Spec,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    lengths: Any,
+    is_causal: bool,
+    want_log: bool,
+) -> Partial:
+    """Attention within each sequence, every row on the scale of what it sees."""
+    xp, num_den, logs, start = namespace(values_and_one), [], [], 0
+    features, e = row_features(key_spec, key), values_and_one.shape[-1] - 1
+    m = max(x.shape[-1] for x in (features.log, features.values) if x is not None)
+    for n in lengths.tolist():
+        rows = slice(start, start + n)
+        q, k = (_rows_of(tokens, rows) for tokens in (query, key))
+        v, nothing = values_and_one[..., rows, :], empty_state((), m, e, values_and_one)
+        if is_causal:
+            part, _ = scan_hierarchical(query_spec, key_spec, q, k, v, nothing)
+        else:
+            state = reduce_block(key_spec, k, v, nothing)
+            part = read_block(query_spec, q, state, want_log)
+        num_den.append(part.num_den)
+        logs.append(xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1)))
+        start = rows.stop
+    return Partial(xp.concat(num_den, axis=-2), xp.concat(logs, axis=-2))
+
+
+def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
+    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
+    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)

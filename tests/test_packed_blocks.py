@@ -1,0 +1,129 @@
+"""Short packed sequences as they lie: which go so, that they are right, and what is declined."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import linattn
+import linattn_numpy
+from linattn import reference
+from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
+
+D = 8
+MAPS = {
+    "positive": PositiveFeatures(D, 24, rng=0),
+    "hyperbolic": HyperbolicFeatures(D, 24, rng=0),
+    "elu": EluFeatures(D),
+    "relu": ReluFeatures(D),
+}
+# Beyond one square of causal weights, alike and not; one too long for such a block; none.
+BORDERS = np.cumsum([0, 3, 3, 200, 200, 1, 0, 137, 300, 40, 5])
+BOUNDS = {np.float64: 1e-11, np.float32: 3e-5}
+
+
+def inputs(length, lead=(2, 3), scale=1.0, dtype=float):
+    query, key, value = np.random.default_rng(length).standard_normal((3, *lead, length, D))
+    return [x.astype(dtype) for x in (scale * query, scale * key, value)]
+
+
+def attend(arrays: Any, name: str, borders: Any = BORDERS, **options: Any) -> Any:
+    query, key, value = arrays
+    return linattn.linear_attention(query, key, value, MAPS[name], cu_seqlens=borders, **options)
+
+
+def dense(arrays, name, borders=BORDERS, **options):
+    """Each sequence by the dense formula."""
+    parts = [[x[..., i:j, :].astype(float) for x in arrays] for i, j in itertools.pairwise(borders)]
+    rows = [reference.kernel_attention(q, k, v, MAPS[name], **options) for q, k, v in parts]
+    return np.concatenate(rows, axis=-2)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_against_the_dense_formula(name, is_causal, dtype):
+    arrays = inputs(BORDERS[-1], scale=0.5, dtype=dtype)
+    with linattn.explain() as report:
+        out = attend(arrays, name, is_causal=is_causal)
+    # A row of ReLU features may see nothing.
+    assert name == "relu" or report.ran("sequences_block") == {"linattn_numpy"}
+    want = dense(arrays, name, is_causal=is_causal)
+    assert_allclose(out, want, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_with_biases_masks_and_shared_heads(is_causal):
+    rng = np.random.default_rng(0)
+    query, key, value = inputs(BORDERS[-1])
+    key, bias = key[:, :1], rng.standard_normal((2, 1, BORDERS[-1]))
+    bias[..., BORDERS[3] : BORDERS[3] + 20] = -np.inf
+    options: dict[str, Any] = {
+        "key_bias": bias,
+        "is_causal": is_causal,
+        "return_log_normalizer": True,
+    }
+    for normalize in (True, False):
+        options["normalize"] = normalize
+        out, norm = attend((query, key, value), "positive", **options)
+        with linattn.without_backends():
+            want, want_norm = attend((query, key, value), "positive", **options)
+        assert_allclose(out, want, rtol=1e-11, atol=1e-11)
+        assert_allclose(norm, want_norm, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("what", ["far", "jump", "nan", "small", "faint", "low"])
+def test_what_is_declined_is_done_otherwise(what, is_causal, monkeypatch):
+    answers = []
+
+    def noting(*args, inner=linattn_numpy.sequences_block):
+        answers.append(inner(*args))
+        return answers[-1]
+
+    monkeypatch.setattr(linattn_numpy, "sequences_block", noting)
+    borders = np.arange(0, 193, 24)
+    query, key, value = inputs(192, dtype=np.float32)
+    options: dict[str, Any] = {}
+    if what == "far":
+        query, key = 20 * query, 20 * key
+    elif what == "jump":
+        key[..., 30:40, :] *= 30
+    elif what == "nan":
+        value[..., 50, :] = np.nan
+    elif what == "small":
+        value *= np.float32(1e-38)
+    else:
+        # The first keys of a sequence weigh next to nothing beside its last.
+        bias = -200.0 if what == "faint" else -70.0
+        options["key_bias"] = np.where(np.arange(192) % 24 < 3, bias, 0.0).astype(np.float32)
+    arrays = query, key, value
+    out = attend(arrays, "positive", borders, is_causal=is_causal, **options)
+    assert answers
+    # Who sees all keys of a sequence sees some that weigh.
+    if what != "low" or is_causal:
+        assert all(isinstance(answer, linattn.typing.Declined) for answer in answers)
+    with linattn.without_backends():
+        double = [x.astype(float) for x in arrays]
+        options = {name: x.astype(float) for name, x in options.items()}
+        want = attend(double, "positive", borders, is_causal=is_causal, **options)
+    others = np.arange(192) // 24 != 50 // 24 if what == "nan" else slice(None)
+    bound = 3e-3 if what in ("far", "jump") else 3e-5
+    top = np.abs(want[..., others, :]).max()
+    assert_allclose(out[..., others, :] / top, want[..., others, :] / top, atol=bound)
+
+
+def test_states_chunks_and_decay_go_by_batches():
+    arrays, borders = inputs(60), [0, 20, 45, 60]
+    cases: list[dict[str, Any]] = [
+        {"return_state": True},
+        {"chunk_size": 8},
+        {"is_causal": True, "log_decay": -0.1},
+        {"exact_window": 4},
+    ]
+    for options in cases:
+        with linattn.explain() as report:
+            attend(arrays, "positive", borders, **options)
+        assert not report.ran("sequences_block")
