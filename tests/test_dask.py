@@ -437,13 +437,23 @@ def test_a_window_that_crosses_chunks():
         attend(*lazy, MAPS["positive"], exact_window=8)
 
 
+def pull_in_a_window(query, key, value, phi):
+    _, pullback = linattn.softmax_attention_vjp(query, key, value, local_window_size=(3, 3))
+    return pullback(value)
+
+
 REFUSED: dict[str, Any] = {
-    "key_stop": lambda q, k, v, phi: attend(q, k, v, phi, prefix_length=9),
     "log_decay without": lambda q, k, v, phi: attend(q, k, v, phi, log_decay=-0.1),
+    ".* log_decay without is_causal, beside a window": lambda q, k, v, phi: attend(
+        q, k, v, phi, log_decay=-0.1, exact_window=10
+    ),
     "local_window_size": lambda q, k, v, phi: linattn.softmax_attention(
         q, k, v, local_window_size=(3, 3)
     ),
-    "gradients of softmax": lambda q, k, v, phi: linattn.softmax_attention_vjp(q, k, v)[1](v),
+    ".* features that depend on the position": lambda q, k, v, phi: attend(
+        q, k, v, MAPS["cosformer"], prefix_length=9
+    ),
+    "local_window_size, a bias of offsets": pull_in_a_window,
 }
 
 

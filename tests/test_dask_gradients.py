@@ -190,3 +190,50 @@ def test_a_cotangent_in_other_chunks():
 def test_packed_sequences():
     options = {"cu_seqlens": [0, 13, 13, 40]}
     compare(tokens(40), (9, 0, 20, 11), MAPS["positive"], options, is_causal=True)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 99),
+    is_causal=st.booleans(),
+    weighted=st.booleans(),
+    scale=st.sampled_from([1, 8]),
+)
+def test_softmax_attention_in_any_chunks(data, seed, is_causal, weighted, scale):
+    length = data.draw(st.integers(1, 40), "length")
+    rows = data.draw(chunkings(length), "rows")
+    query, key, value = tokens(length, heads=2, seed=seed)
+    options: dict[str, Any] = {}
+    if weighted:
+        options["key_mask"] = np.random.default_rng(seed).random(length) < 0.7
+        options["key_bias"] = numbers((1, length), seed)
+    output, pullback = linattn.softmax_attention_vjp(
+        query, scale * key, value, is_causal=is_causal, **options
+    )
+    grad_output = numbers(output.shape, seed)
+    want = pullback(grad_output)
+    lazy = {name: da.from_array(x) for name, x in options.items()}
+    chunked = lazily((query, scale * key, value, grad_output), rows)
+    with dask.config.set(scheduler=refuse):
+        _, lazy_pullback = linattn.softmax_attention_vjp(*chunked[:3], is_causal=is_causal, **lazy)
+        got = lazy_pullback(chunked[3])
+    assert [each.chunks[-2] for each in got[:3]] == [rows, rows, rows]
+    for gradient, wanted in zip(dask.compute(*got), want, strict=True):
+        close(gradient, wanted)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_softmax_attention_of_heads_that_share_keys(is_causal):
+    query, key, value = tokens(30, heads=4, dtype=np.float64)
+    arrays = query, key[:1], value[None, :1]
+    bias = np.random.default_rng(0).standard_normal((1, 1))
+    options: dict[str, Any] = {"key_bias": bias, "scale": 0.7}
+    output, pullback = linattn.softmax_attention_vjp(*arrays, is_causal=is_causal, **options)
+    grad_output = np.sin(output)
+    lazy = [da.from_array(x).rechunk({-2: (9, 15, 6), -3: 2}) for x in (*arrays, grad_output)]
+    options["key_bias"] = da.from_array(options["key_bias"])
+    _, lazy_pullback = linattn.softmax_attention_vjp(*lazy[:3], is_causal=is_causal, **options)
+    got = dask.compute(*lazy_pullback(lazy[3]))
+    for gradient, wanted in zip(got, pullback(grad_output), strict=True):
+        close(gradient, wanted, tol=1e-12)

@@ -24,6 +24,9 @@ __all__ = [
     "pull_keys",
     "pull_queries",
     "state_gradient",
+    "sum_heads",
+    "tokens_of",
+    "zeros",
 ]
 
 
@@ -41,7 +44,7 @@ class BlockGradients:
 def pull_queries(block: Block) -> BlockGradients:
     """Pull back queries that read the state of all keys."""
     state = block.state()
-    query, grad_output = _tokens(block, state.kvz.dtype, "query", "grad_output")
+    query, grad_output = tokens_of(block, state.kvz.dtype, "query", "grad_output")
     key, value = (_no_rows(array) for array in (query, grad_output))
     problem = differentiable_problem(
         *(query, key, value, block["feature_map"]), state=state, **_options(block)
@@ -53,7 +56,7 @@ def pull_queries(block: Block) -> BlockGradients:
 def pull_keys(block: Block) -> BlockGradients:
     """Pull back keys that are read by the queries of an adjoint."""
     adjoint = block.state("adjoint")
-    key, value = _tokens(block, adjoint.kvz.dtype, "key", "value")
+    key, value = tokens_of(block, adjoint.kvz.dtype, "key", "value")
     xp = array_api_compat.array_namespace(key)
     options = _options(block)
     if block["log_decay"] is None:
@@ -66,7 +69,7 @@ def pull_keys(block: Block) -> BlockGradients:
     problem = differentiable_problem(
         query, key, value, block["feature_map"], state=state, **options
     )
-    grad_output = _zeros(value, (*problem.lead, query.shape[-2], value.shape[-1]))
+    grad_output = zeros(value, (*problem.lead, query.shape[-2], value.shape[-1]))
     weights = {name: block.weights[name] for name in ("key_bias", "log_decay")}
     pullback = pullback_of(problem, weights, -adjoint.log_scale)
     gradients = _named(block, pullback(grad_output, adjoint.kvz))
@@ -77,14 +80,14 @@ def pull_causal_block(block: Block) -> BlockGradients:
     """Pull back a causal block as if no query came after it."""
     state = block.state()
     names = ("query", "key", "value", "grad_output")
-    query, key, value, grad_output = _tokens(block, state.kvz.dtype, *names)
+    query, key, value, grad_output = tokens_of(block, state.kvz.dtype, *names)
     _, pullback = linattn.linear_attention_vjp(
         query,
         key,
         value,
         block["feature_map"],
-        is_causal=True,
         initial_state=state,
+        **block.visibility,
         **_options(block),
     )
     gradients = _named(block, pullback(grad_output))
@@ -94,20 +97,21 @@ def pull_causal_block(block: Block) -> BlockGradients:
     return BlockGradients(**gradients, adjoint=adjoint)
 
 
-def _tokens(block: Block, dtype: Any, *names: str) -> list[Array]:
+def tokens_of(block: Block, dtype: Any, *names: str) -> list[Array]:
     """Chunks in the accumulation dtype, in which gradients of one block are added."""
     chunks = [block[name] for name in names]
     return [array_api_compat.array_namespace(c).astype(c, dtype, copy=False) for c in chunks]
 
 
-def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
+def zeros(like: Array, shape: tuple[int, ...]) -> Array:
+    """Zeros of the library, dtype and device of an array."""
     xp, device = array_api_compat.array_namespace(like), array_api_compat.device(like)
     return xp.zeros(shape, dtype=like.dtype, device=device)
 
 
 def _no_rows(like: Array) -> Array:
     """No rows of an array, without its leading axes."""
-    return _zeros(like, (0, like.shape[-1]))
+    return zeros(like, (0, like.shape[-1]))
 
 
 def _options(block: Block) -> Any:
@@ -160,3 +164,11 @@ def state_gradient(block: Block) -> Array:
     """Gradient by the ``kvz`` of a state, its log scale held constant, of the adjoint after it."""
     adjoint, xp = block.state("adjoint"), array_api_compat.array_namespace(block["log_scale"])
     return adjoint.kvz * xp.exp(adjoint.log_scale + block["log_scale"])[..., None]
+
+
+def sum_heads(matrix: Array, lead: tuple[int, ...]) -> Array:
+    """Sum over heads of queries that share a state."""
+    xp, extra = array_api_compat.array_namespace(matrix), matrix.ndim - 2 - len(lead)
+    shared = [i + extra for i, n in enumerate(lead) if n == 1 and matrix.shape[i + extra] > 1]
+    summed = xp.sum(matrix, axis=(*range(extra), *shared), keepdims=True)
+    return summed[(0,) * extra]

@@ -14,7 +14,7 @@ import numpy as np
 
 import linattn
 from linattn.typing import Array
-from linattn_dask.block_gradients import BlockGradients
+from linattn_dask.block_gradients import BlockGradients, sum_heads
 from linattn_dask.blocks import Block, along_blocks, scan
 
 __all__ = [
@@ -79,7 +79,7 @@ def adjoint_transition(block: Block, scale: float) -> Array:
     else:
         no_values = _zeros(key, (*key.shape[:-1], 0))
         read, carried = _recur_from_identity(block, key, no_values, lead, query)
-    adjoint = _sum_to(scale * _product(read, grad_output), lead)
+    adjoint = sum_heads(scale * _product(read, grad_output), lead)
     carried = xp.broadcast_to(xp.matrix_transpose(carried), (*lead, *carried.shape[-2:]))
     return _pack(adjoint, carried)
 
@@ -199,11 +199,3 @@ def _pack(added: Array, carried: Array) -> Array:
     lead = np.broadcast_shapes(added.shape[:-2], carried.shape[:-2])
     both = [xp.broadcast_to(each, (*lead, *each.shape[-2:])) for each in (added, carried)]
     return xp.concat(both, axis=-1)[..., None, :, :]
-
-
-def _sum_to(matrix: Array, lead: tuple[int, ...]) -> Array:
-    """Sum over heads of queries that share a state."""
-    xp, extra = array_api_compat.array_namespace(matrix), matrix.ndim - 2 - len(lead)
-    shared = [i + extra for i, n in enumerate(lead) if n == 1 and matrix.shape[i + extra] > 1]
-    summed = xp.sum(matrix, axis=(*range(extra), *shared), keepdims=True)
-    return summed[(0,) * extra]

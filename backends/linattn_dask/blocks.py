@@ -73,6 +73,12 @@ class Block:
         return {name: None if self[name] is None else self[name][..., 0] for name in names}
 
     @property
+    def visibility(self) -> dict[str, Any]:
+        """Which keys of the block its queries see, as public functions take it."""
+        stops = self["key_stop"]
+        return {"is_causal": True} if stops is None else {"key_stop": stops}
+
+    @property
     def start(self) -> int:
         """Position of the first token, where the map asks for it."""
         return 0 if self["start"] is None else int(self["start"][0])
@@ -191,19 +197,20 @@ def add_blocks(states: Array, axis: Any, keepdims: bool, value_dim: int) -> Arra
 
 
 def causal_block(block: Block) -> Array:
-    """Causal attention of a block that the state of all before it is given to."""
-    return outputs_of(
-        block,
-        linattn.linear_attention(
-            *(block[name] for name in ("query", "key", "value", "feature_map")),
-            is_causal=True,
-            **block.weights,
-            initial_state=block.state(),
-            normalize=block.call.normalize,
-            return_log_normalizer=block.call.want_log,
-            chunk_size=block.call.chunk_size,
-        ),
+    """Causal attention of a block, or one with stops, that the state before it is given to."""
+    options: Any = {**block.visibility, **block.weights}
+    result = linattn.linear_attention(
+        block["query"],
+        block["key"],
+        block["value"],
+        block["feature_map"],
+        initial_state=block.state(),
+        normalize=block.call.normalize,
+        return_log_normalizer=block.call.want_log,
+        chunk_size=block.call.chunk_size,
+        **options,
     )
+    return outputs_of(block, result)
 
 
 def read_block(block: Block) -> Array:

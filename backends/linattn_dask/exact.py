@@ -11,15 +11,20 @@ from linattn.typing import Array
 from linattn_dask.blocks import merge_pairs, softmax_block
 from linattn_dask.layout import Layout, Part, merge_along
 
-__all__ = ["softmax_attention"]
+__all__ = ["merged_pairs", "softmax_attention"]
 
 
 def softmax_attention(layout: Layout) -> tuple[Array, None, Array | None]:
     """Attend exactly: the tasks grow with the square of the number of blocks."""
     problem, e = layout.problem, layout.problem.value.shape[-1]
-    merged = _causal(layout) if problem.is_causal else _merged(_pairs(layout))
+    merged = merged_pairs(layout)
     output = merged[..., 0, :e].astype(problem.query.dtype, copy=False)
     return output, None, merged[..., 0, e] if problem.want_log else None
+
+
+def merged_pairs(layout: Layout) -> Array:
+    """Return outputs and, in the last column, log normalizers, ``(..., rows, 1, e + 1)``."""
+    return _causal(layout) if layout.problem.is_causal else _merged(_pairs(layout))
 
 
 def _pairs(layout: Layout, rows: Any = None, keys: Any = None, is_causal: bool = False) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,8 +19,9 @@ from linattn_dask.block_gradients import (
     state_gradient,
 )
 from linattn_dask.blocks import pack_block
-from linattn_dask.layout import Layout, Part, differing, merge_along, state_parts
+from linattn_dask.layout import Layout, Part, depends_on_position, differing, state_parts
 from linattn_dask.short import declined_gradients
+from linattn_dask.softmax_gradients import pull_softmax
 from linattn_dask.states import (
     AXES,
     all_states,
@@ -33,11 +34,13 @@ from linattn_dask.states import (
     states_after,
     states_before,
 )
+from linattn_dask.stops import aligned
+from linattn_dask.sums import sum_to, with_ones
 
-__all__ = ["attention_vjp", "sum_to", "with_ones"]
+__all__ = ["attention_vjp"]
 
 Chunks: TypeAlias = tuple[int, ...]
-Gradients: TypeAlias = tuple[Array, ...]
+Gradients: TypeAlias = tuple[Array | None, ...]
 
 WEIGHTS = ("key_bias", "log_decay")
 KEYS = ("key", "value", "key_mask", *WEIGHTS)
@@ -45,9 +48,15 @@ KEYS = ("key", "value", "key_mask", *WEIGHTS)
 
 def attention_vjp(problem: Problem, cotangent: Cotangent) -> Gradients | Declined:
     """Pull back lazily, block by block of the caller's chunks."""
-    if problem.mode not in WALKS:
+    of_offsets = problem.local_window is not None or problem.relative_bias is not None
+    exact = problem.mode == "exact" and not of_offsets and problem.key_stop is None
+    by_position = problem.mode == "stops" and depends_on_position(problem)
+    if by_position or not (exact or problem.mode in WALKS):
         return declined_gradients(problem)
-    return WALKS[problem.mode](_Pullback(problem, cotangent))
+    pullback = _Pullback(problem, cotangent)
+    if exact:
+        return pull_softmax(pullback.layout, cotangent)
+    return WALKS[problem.mode](pullback)
 
 
 class _Pulled(NamedTuple):
@@ -101,7 +110,7 @@ class _Pullback:
         lead, (axis,) = pulled[0].lead, pulled[0].blocks.axes
         array, argument_axes = self.layout.part(name)
         *shape, _, width = array.shape
-        chunks = self._chunks(axis)
+        chunks = self._chunks("rows" if name == "query" else axis)
         # One number for all keys has a gradient from each block, from one without keys too.
         axes = {axis: ones(chunks) if "all_keys" in argument_axes else chunks, "numbers": (width,)}
         parts = {str(i): each.blocks for i, each in enumerate(pulled)}
@@ -147,22 +156,6 @@ class _Pullback:
         return self.layout.query_chunks if axis == "rows" else self.layout.key_chunks
 
 
-def with_ones(lead: list[Chunks], shape: Sequence[int]) -> list[Chunks]:
-    """Chunks of sums within blocks for an array of a shape: ones where it was broadcast."""
-    missing = len(lead) - len(shape)
-    sizes = [*(1,) * missing, *shape]
-    return [c if n == sum(c) else ones(c) for n, c in zip(sizes, lead, strict=True)]
-
-
-def sum_to(array: Array, shape: Sequence[int], add: Callable[..., Array] = np.sum) -> Array:
-    """Sum over axes along which an array of a shape was broadcast."""
-    extra = array.ndim - len(shape)
-    for axis, n in enumerate([*(1,) * extra, *shape]):
-        if array.shape[axis] != n:
-            array = merge_along(array, axis, add)
-    return array[(0,) * extra]
-
-
 def _full(pullback: _Pullback) -> Gradients:
     layout = pullback.layout
     parts = layout.parts("query") | {
@@ -184,9 +177,10 @@ def _full(pullback: _Pullback) -> Gradients:
     )
 
 
-def _causal(pullback: _Pullback) -> Gradients:
+def _causal(pullback: _Pullback, key_stop: Part | None = None) -> Gradients:
     layout = pullback.layout
-    layout.check_rows()
+    if key_stop is None:
+        layout.check_rows()
     of_blocks = ("keys", *AXES[1:])
     states = block_states(layout.reading_again())
     before, _ = states_before(layout, states, first_state(layout))
@@ -195,6 +189,8 @@ def _causal(pullback: _Pullback) -> Gradients:
         "query": layout.part("query", ("keys", "dim")),
         "grad_output": Part(pullback.cotangent.output, ("keys", "outputs")),
     }
+    if key_stop is not None:
+        rows["key_stop"] = key_stop
     keys = layout.reading_again("gradients").parts(*KEYS)
     if layout.problem.log_decay is not None:
         keys["state"] = rows["state"]
@@ -212,5 +208,24 @@ def _causal(pullback: _Pullback) -> Gradients:
     )
 
 
-WALKS: dict[str, Callable[[_Pullback], Gradients]] = {"full": _full, "causal": _causal}
+def _stops(pullback: _Pullback) -> Gradients:
+    problem, cotangent, along = pullback.problem, pullback.cotangent, aligned(pullback.problem)
+    output = cotangent.output.rechunk({-2: along.queries}, method="tasks")
+    moved = _Pullback(along.layout.problem, Cotangent(output, cotangent.state))
+    gradients = _causal(moved, along.key_stop)
+    names = ("query", "key", "value", None, *WEIGHTS)
+    arrays = [None if name is None else getattr(problem, name) for name in names]
+    return tuple(
+        each
+        if each is None or array is None
+        else each.rechunk({-2: array.chunks[-2]}, method="tasks")
+        for each, array in zip(gradients, arrays, strict=True)
+    )
+
+
+WALKS: dict[str, Callable[[_Pullback], Gradients]] = {
+    "full": _full,
+    "causal": _causal,
+    "stops": _stops,
+}
 """By the mode of the problem."""

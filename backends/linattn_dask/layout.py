@@ -32,7 +32,9 @@ __all__ = [
     "Part",
     "check_chunks",
     "common_chunks",
+    "depends_on_position",
     "differing",
+    "innermost",
     "lead_axes",
     "merge_along",
     "read_again",
@@ -178,16 +180,13 @@ class Layout:
 
     def starts(self, chunks: Chunks, axis: str) -> dict[str, Part]:
         """Positions at which blocks begin, for maps whose features depend on them."""
-        spec = self.problem.key_spec
-        while isinstance(spec, WRAPPERS):
-            spec = spec.spec
-        if not isinstance(spec, Opaque):
+        if not depends_on_position(self.problem):
             return {}
         before = 0 if self.problem.state is None else self.problem.state.length
         if sum(chunks):
             # A map that has no features there says so now, not in a task.
             last_row = np.zeros((1, self.problem.key.shape[-1]), dtype=np.float32)
-            spec.fn(Tokens(last_row, None, before + sum(chunks) - 1))
+            innermost(self.problem.key_spec).fn(Tokens(last_row, None, before + sum(chunks) - 1))
         starts = before + np.cumsum([0, *chunks[:-1]])
         return {"start": Part(da.from_array(starts, chunks=1), (axis,))}
 
@@ -253,6 +252,18 @@ class Layout:
         if array.shape[-2] != key.shape[-2] or array.shape[-2] == 1:
             return Part(array.rechunk((*lead, -1, -1)), ("all_keys", "unit"))
         return Part(array.rechunk((*lead, self.key_chunks, -1)), ("keys", "unit"))
+
+
+def innermost(spec: Any) -> Any:
+    """Spec of the features that wrappers are about."""
+    while isinstance(spec, WRAPPERS):
+        spec = spec.spec
+    return spec
+
+
+def depends_on_position(problem: Problem) -> bool:
+    """Whether features may depend on where a token stands."""
+    return isinstance(innermost(problem.key_spec), Opaque)
 
 
 def lead_axes(lead: Sequence[Chunks]) -> dict[str, Chunks]:

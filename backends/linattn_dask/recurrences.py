@@ -24,7 +24,6 @@ from linattn_dask.block_recurrences import (
     transition,
 )
 from linattn_dask.blocks import Call
-from linattn_dask.gradients import sum_to, with_ones
 from linattn_dask.layout import (
     Part,
     check_chunks,
@@ -35,6 +34,7 @@ from linattn_dask.layout import (
     tasks,
 )
 from linattn_dask.states import AXES, grouped_scan, ones, prefix_scan
+from linattn_dask.sums import sum_to, with_ones
 
 __all__ = ["recurrence", "recurrence_vjp"]
 

@@ -13,9 +13,10 @@ MAX_ROWS = 1024
 
 NAMES = {
     "clusters": "exact_clusters",
-    "stops": "key_stop, prefix_length, causal_block or is_causal='lower_right'",
+    "stops": "key_stop, prefix_length, causal_block or is_causal='lower_right', and features that "
+    "depend on the position",
     "two-sided": "log_decay without is_causal",
-    "exact": "local_window_size or a bias of offsets",
+    "exact": "local_window_size, a bias of offsets or key_stop",
     "window": "exact_clusters, or log_decay without is_causal, beside a window",
 }
 """What a caller has asked for, by the mode of the problem."""
@@ -28,8 +29,6 @@ def declined(problem: Problem) -> Declined:
 
 def declined_gradients(problem: Problem) -> Declined:
     """Leave gradients to the core if sequences are short."""
-    if problem.mode == "exact":
-        return _short("gradients of softmax_attention", problem)
     return _short(f"gradients with {NAMES[problem.mode]}", problem)
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from linattn.typing import Array, Declined, Problem, State
 from linattn_dask.blocks import causal_block, read_block
 from linattn_dask.exact import softmax_attention
-from linattn_dask.layout import Layout, Part
+from linattn_dask.layout import Layout, Part, depends_on_position
 from linattn_dask.short import declined
 from linattn_dask.states import (
     AXES,
@@ -18,6 +18,7 @@ from linattn_dask.states import (
     lazy_state,
     states_before,
 )
+from linattn_dask.stops import aligned
 from linattn_dask.window import window_attention
 
 __all__ = ["attention"]
@@ -36,6 +37,8 @@ def attention(problem: Problem) -> Result | Declined:
         "exact": of_offsets or problem.key_stop is not None,
         "window": decays_to_both_sides or problem.exact_clusters is not None,
     }
+    if mode == "stops" and not depends_on_position(problem):
+        return _stops(problem)
     if mode not in WALKS or unsupported.get(mode, False):
         return declined(problem)
     return WALKS[mode](Layout(problem))
@@ -49,16 +52,27 @@ def _full(layout: Layout) -> Result:
     return output, lazy_state(layout, state), norm
 
 
-def _causal(layout: Layout) -> Result:
-    layout.check_rows()
+def _causal(layout: Layout, key_stop: Part | None = None) -> Result:
+    if key_stop is None:
+        layout.check_rows()
     before, last = states_before(layout, block_states(layout.reading_again()), first_state(layout))
     names = ("key", "value", "key_mask", "key_bias", "log_decay", "feature_map")
     parts = layout.parts(*names)
     parts["query"] = layout.part("query", ("keys", "dim"))
     parts["state"] = Part(before, ("keys", *AXES[1:]))
     parts |= layout.starts(layout.key_chunks, "keys")
-    output, norm = layout.outputs(causal_block, "keys", layout.key_chunks, parts)
+    if key_stop is not None:
+        parts["key_stop"] = key_stop
+    output, norm = layout.outputs(causal_block, "keys", layout.query_chunks, parts)
     return output, lazy_state(layout, last), norm
+
+
+def _stops(problem: Problem) -> Result:
+    along = aligned(problem)
+    output, state, norm = _causal(along.layout, along.key_stop)
+    chunks = problem.query.chunks[-2]
+    output = output.rechunk({-2: chunks}, method="tasks")
+    return output, state, norm if norm is None else norm.rechunk({-1: chunks}, method="tasks")
 
 
 WALKS: dict[str, Callable[[Layout], Result]] = {
