@@ -215,10 +215,14 @@ def linear_attention(
         libraries, not a feature map, a flag that is neither True nor False.
     ValueError
         Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
-        fitted to the whole sequence with ``is_causal`` or stops; a window with L != S, with stops
+        fitted to the whole sequence with `is_causal` or stops; a window with L != S, with stops
         or with a map of another kernel; states on the way of what is not causal; the state of
-        another map; stops that decrease or lie
-        beyond S; borders that do not rise from 0 to the length.
+        another map. `key_bias` of NaN or +inf; `log_decay` that is positive or not finite, or
+        beside L != S, stops, `window_bias`, clusters without a window, or a map that divides or
+        corrects its state, or one a token in full attention. More than one of `is_causal` and the
+        rules of stops; stops that decrease or lie beyond S; borders that do not rise from 0 to the
+        length. `window_bias` without a middle, of NaN or +inf, without a window of at least its
+        reach, or `far_bias` without it.
 
     Warns
     -----
@@ -423,8 +427,8 @@ def softmax_attention(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear_attention`; a window or bias with L != S; a window_bias without a middle,
-        a bias of NaN or +inf, a far_bias alone.
+        As :func:`linear_attention`; a window or bias of offsets with L != S or with stops; a
+        `window_bias` without a middle, a bias of NaN or +inf, a `far_bias` alone.
 
     See Also
     --------
@@ -505,7 +509,7 @@ def decode_step(
     ------
     TypeError, ValueError
         As :func:`linear_attention`; a state of another shape, dtype or library; keys or values
-        with more leading axes than the state.
+        with more leading axes than the state; a bias of NaN or +inf, a decay above 0 or not finite.
 
     See Also
     --------
