@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
-from linattn.feature_maps import LandmarkFeatures, _dask_rows
+from linattn.feature_maps import (
+    CalibratedFeatures,
+    DenseExponentialFeatures,
+    LandmarkFeatures,
+    _dask_rows,
+)
 from tests.test_dask import D, chunkings, close, lazily, one_thread, refuse, tokens
 
 dask: Any = pytest.importorskip("dask")
@@ -188,3 +193,36 @@ def test_nothing_more_is_computed():
     with pytest.warns(UserWarning, match="feature_map was fitted to other keys"):
         want = attend(*arrays, phi, exact_window=16)
     close(output.compute(), want, tol=1e-10)
+
+
+def closed_form(samples):
+    return CalibratedFeatures.calibrate(samples, num_features=M, rng=0)
+
+
+def learned(samples):
+    return CalibratedFeatures.calibrate(samples, num_features=M, rng=0, learn=True, num_steps=1)
+
+
+def tilts(samples):
+    return DenseExponentialFeatures.calibrate(samples, num_features=2 * D, rng=0)
+
+
+@pytest.mark.parametrize("calibrate", [closed_form, learned, tilts])
+def test_a_map_is_calibrated_on_a_sample(calibrate, computed):
+    length, rows = (500, 500) if calibrate is learned else (LENGTH, ROWS)
+    arrays = tokens(length)
+    phi = calibrate(lazily(arrays, 3000))
+    (taken,) = computed
+    whole, found = (x[0][0].astype(np.float64).sum(axis=-1) for x in (arrays, taken))
+    places = np.flatnonzero(np.isin(whole, found))
+    assert len(places) == rows
+    for x, array in zip(taken, arrays, strict=True):
+        assert_array_equal(x, array[:, places])
+    if calibrate is not tilts:
+        same(phi, calibrate(tuple(taken)))
+
+
+def test_shapes_of_samples_are_checked_before_any_is_computed():
+    query, key, value = lazily(tokens(LENGTH), 3000)
+    with dask.config.set(scheduler=refuse), pytest.raises(ValueError, match="of one length"):
+        CalibratedFeatures.calibrate((query, key, value[:, 1:]))

@@ -17,7 +17,14 @@ from linattn import _arrays
 from linattn.feature_maps._landmark_fit import Inputs
 from linattn.typing import Array
 
-__all__ = ["compute", "compute_on_host", "compute_rows", "draw_runs", "take_runs"]
+__all__ = [
+    "compute",
+    "compute_on_host",
+    "compute_rows",
+    "compute_sequence",
+    "draw_runs",
+    "take_runs",
+]
 
 NUM_RUNS, MIN_NUM_ROWS = 128, 8192
 
@@ -44,6 +51,21 @@ def compute_rows(given: Inputs, num_rows: int, generator: np.random.Generator) -
     xp = array_api_compat.array_namespace(query)
     dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
     return Inputs(xp, dtype, given.scale, query, key, query_mask, key_mask, key_bias)
+
+
+def compute_sequence(arrays: list[Array], generator: np.random.Generator) -> list[Array]:
+    """Compute rows of Dask arrays, in order: of the query, and the same ones of key and value.
+
+    Key and value have rows beside those of the query where lengths are the same. Arrays of other
+    libraries are returned as they are.
+    """
+    if not array_api_compat.is_dask_array(arrays[0]):
+        return arrays
+    query, *of_keys = arrays
+    of_query = of_key = draw_runs(query, None, 0, generator)
+    if query.shape[-2] != of_keys[0].shape[-2]:
+        of_key = draw_runs(of_keys[0], None, 0, generator)
+    return compute([take_runs(query, of_query), *(take_runs(x, of_key) for x in of_keys)])
 
 
 def draw_runs(

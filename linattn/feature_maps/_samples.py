@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
+from linattn.feature_maps._dask_rows import compute_sequence
 
 __all__ = ["Sample", "Samples", "check_samples", "pool_heads"]
 
@@ -37,8 +38,10 @@ class Samples(NamedTuple):
     scale: float
 
 
-def check_samples(samples: Any, scale: Any, *, with_value: bool = False) -> Samples:
-    """Check samples, and copy them to the host.
+def check_samples(
+    samples: Any, scale: Any, generator: np.random.Generator, *, with_value: bool = False
+) -> Samples:
+    """Check samples, and copy them to the host; of Dask arrays rows that the generator draws.
 
     Raises
     ------
@@ -58,7 +61,9 @@ def check_samples(samples: Any, scale: Any, *, with_value: bool = False) -> Samp
     if not sequences:
         message = "samples must hold at least one sequence, got none"
         raise ValueError(message)
-    arrays = [_check_sample(f"samples[{i}]", s, with_value) for i, s in enumerate(sequences)]
+    arrays = [
+        _check_sample(f"samples[{i}]", s, with_value, generator) for i, s in enumerate(sequences)
+    ]
     lead, dim = _signature(arrays[0])
     for i, sample in enumerate(arrays):
         if _signature(sample) != (lead, dim):
@@ -88,14 +93,26 @@ def _signature(sample: Sample) -> tuple[list[tuple[int, ...]], int]:
     return [a.shape[:-2] for a in arrays], sample.x.shape[-1]
 
 
-def _check_sample(name: str, given: Any, with_value: bool) -> Sample:
+def _check_sample(
+    name: str, given: Any, with_value: bool, generator: np.random.Generator
+) -> Sample:
     names = [f"{name} {part}" for part in ("query", "key", "value")[: len(given)]]
     if with_value and len(given) < 3:
         message = f"{name} must be (query, key, value) to learn from values, got (query, key)"
         raise ValueError(message)
     _, checked = _checks.check_arrays(**dict(zip(names, given, strict=True)))
+    query, key, *_ = checked
+    lengths = {a.shape[-2] for a in checked[1:]}
+    if query.shape[-1] != key.shape[-1] or len(lengths) > 1 or 0 in query.shape or 0 in key.shape:
+        message = (
+            f"{name} must have query and key of one dim, key and value of one length, and at least "
+            f"one token, got shapes {[tuple(a.shape) for a in checked]}"
+        )
+        raise ValueError(message)
+    leads = {label: tuple(a.shape[:-2]) for label, a in zip(names, checked, strict=True)}
+    _checks.check_leading_axes(**leads)
     arrays: list[Floats] = []
-    for label, array in zip(names, checked, strict=True):
+    for label, array in zip(names, compute_sequence(checked, generator), strict=True):
         copy = _arrays.to_numpy(array).astype(np.float64)
         if not np.isfinite(copy).all():
             message = (
@@ -105,15 +122,6 @@ def _check_sample(name: str, given: Any, with_value: bool) -> Sample:
             raise ValueError(message)
         arrays.append(copy)
     query, key, *value = arrays
-    lengths = {a.shape[-2] for a in arrays[1:]}
-    if query.shape[-1] != key.shape[-1] or len(lengths) > 1 or 0 in query.shape or 0 in key.shape:
-        message = (
-            f"{name} must have query and key of one dim, key and value of one length, and at least "
-            f"one token, got shapes {[a.shape for a in arrays]}"
-        )
-        raise ValueError(message)
-    leads = {label: a.shape[:-2] for label, a in zip(names, arrays, strict=True)}
-    _checks.check_leading_axes(**leads)
     return Sample(query, key, value[0] if value else None)
 
 

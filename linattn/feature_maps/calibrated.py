@@ -184,8 +184,8 @@ class CalibratedFeatures(SoftmaxKernelMap):
             Each ``(query, key)`` or ``(query, key, value)`` of one sequence, ``(..., L, d)``,
             ``(..., S, d)`` and ``(..., S, e)``, valid tokens only: there is no mask, leave padding
             out. Leading axes are heads, the same in all samples; lengths may differ. A batch is
-            given as a list of its sequences. Values are needed to learn. Dask arrays are computed
-            whole.
+            given as a list of its sequences. Values are needed to learn. Of Dask arrays a sample of
+            rows is computed: see Notes.
         num_features : int, optional
             m, at most the number of keys in all samples together. Default 64.
         exact_window : int, optional
@@ -207,7 +207,8 @@ class CalibratedFeatures(SoftmaxKernelMap):
         scale : float, optional
             s; default ``1 / sqrt(d)``.
         rng : int, Generator, SeedSequence or None, optional
-            Seed of the order in which sequences are learned from; nothing else is random.
+            Seed of the order in which sequences are learned from, and of the sample of rows of Dask
+            arrays; nothing else is random.
         callback : callable, optional
             ``callback(step, loss)`` after each step of learning, with the mean loss of its batch.
 
@@ -244,6 +245,10 @@ class CalibratedFeatures(SoftmaxKernelMap):
         start, a key in the block of the query or a neighbour of it is exact. Inputs are scaled by
         ``sqrt(s)`` for it. Time O(num_steps batch_size n^2 (m + d + e)) a head, memory O(n^2) a
         head, n tokens of a sequence. Few and short samples are overfit.
+
+        A sequence of Dask arrays stands for itself by 128 runs of 64 rows, one after the other,
+        drawn as by :meth:`LandmarkFeatures.fit`; a shorter one is taken whole. Between tokens of
+        different runs there is no distance, so that a window should be no longer than a run.
         """
         m = _checks.check_positive_int("num_features", num_features)
         if exact_window is not None:
@@ -256,7 +261,8 @@ class CalibratedFeatures(SoftmaxKernelMap):
         steps = _checks.check_positive_int("num_steps", num_steps)
         batch_size = _checks.check_positive_int("batch_size", batch_size)
         rate = _checks.check_finite_number("learning_rate", learning_rate, positive=True)
-        sequences, heads, _, scale = check_samples(samples, scale, with_value=learn)
+        generator = as_generator(rng)
+        sequences, heads, _, scale = check_samples(samples, scale, generator, with_value=learn)
         _check_sequences(sequences, m, is_causal=is_causal)
         x = np.concatenate([pool_heads(sample.x, heads) for sample in sequences], axis=-2)
         y = np.concatenate([sample.y for sample in sequences], axis=-2)
@@ -271,7 +277,7 @@ class CalibratedFeatures(SoftmaxKernelMap):
                 steps=steps,
                 learning_rate=rate,
                 batch_size=batch_size,
-                rng=as_generator(rng),
+                rng=generator,
                 callback=callback,
             )
             if not all(np.isfinite(p).all() for p in found):

@@ -17,7 +17,7 @@ from linattn.feature_maps import _tilts
 from linattn.feature_maps._exponential import ExponentialFeatures
 from linattn.feature_maps._samples import check_samples, pool_heads
 from linattn.feature_maps.reparametrized import Reparametrized
-from linattn.sampling import Seed
+from linattn.sampling import Seed, as_generator
 from linattn.typing import Array
 
 __all__ = [
@@ -503,7 +503,8 @@ class DenseExponentialFeatures(ExponentialFeatures):
             Each ``(query, key)`` of one sequence, ``(..., L, d)`` and ``(..., S, d)``, valid tokens
             only: there is no mask, leave padding out; a third array, the values, is not read.
             Leading axes are heads, the same in all samples; lengths may differ. A batch is given as
-            a list of its sequences.
+            a list of its sequences. Of Dask arrays a sample of rows is computed, as by
+            :meth:`CalibratedFeatures.calibrate`.
         num_features : int, optional
             m, even when antithetic; default ``d ln d`` rounded up to whole blocks.
         temperature : float, optional
@@ -544,7 +545,8 @@ class DenseExponentialFeatures(ExponentialFeatures):
         Likhosherstov et al., "FAVOR#" (2023), Theorem 4.3.
         """
         temperature = _checks.check_finite_number("temperature", temperature)
-        sequences, heads, d, scale = check_samples(samples, scale)
+        generator = as_generator(rng)
+        sequences, heads, d, scale = check_samples(samples, scale, generator)
         x = np.concatenate([pool_heads(sample.x, heads) for sample in sequences], axis=-2)
         c = x.mean(axis=-2)
         y = np.concatenate([sample.y for sample in sequences], axis=-2)
@@ -563,7 +565,7 @@ class DenseExponentialFeatures(ExponentialFeatures):
             antithetic=antithetic,
             scale=scale,
             sampler=sampler,
-            rng=rng,
+            rng=generator,
         )
         root = sqrt(scale)
         return Reparametrized(inside, c / root, b / root, balance @ axes)
