@@ -140,17 +140,26 @@ def attention(
     Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
     128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and, where L = S
     and that is the cheaper way, an exact window of 32 tokens; without a tolerance always with it,
-    and without clusters. Causal attention is by :class:`linattn.CoresetAttention` with blocks of
-    128 tokens, or of m where that is more. Traced arrays, at which nothing can be fitted, take
-    exact attention.
+    and without clusters. Traced arrays, at which nothing can be fitted, take exact attention.
+
+    *Causal attention.* The later half of the queries sees all keys of the earlier half: that square
+    is full attention, by landmarks with exact clusters, fitted to keys and queries of the earlier
+    half alone. So it goes on within both halves while squares are large enough; what is left near
+    the diagonal is exact. A head for which few entries are expected to do, by the error of 64
+    landmarks for the largest square, is attended to by :class:`linattn.CoresetAttention`, with
+    blocks of 128 tokens, or of m where that is more; so are all heads without a tolerance, m = 64.
+    What was chosen, of which the exact rows of the whole sequence decide, an output of token i
+    depends on no later token.
 
     *Search.* All heads are tried with m = 64. The exact rows tell the error for every number of
     exact clusters at once, with a window and without, and the cheapest that meets the tolerance is
-    taken. A head is tried once more (causal: twice) with the power of 2 at which it is expected to
+    taken. A head is tried once more with the power of 2 at which it is expected to
     cost least, because errors fall with about the square root of m; what does not promise to be
     cheaper than exact attention is not tried. Heads of one number are worked on together. The first
-    trial is made where it takes at most 0.15 of the time of exact attention, so that this is what a
-    search in vain costs; shorter sequences are attended to exactly at once.
+    trial is made where it takes at most 0.15 of the time of exact attention (causal: 0.1 of that of
+    a square, and so any other), so that this is what a search in vain costs; shorter sequences are
+    attended to exactly at once. Squares share the tolerance, of which the sum of their squared
+    errors is; the output of all is judged once more by the same rows.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
     of all, at least 64 and at most 256 a head, drawn with odds ``1 / 2 + l_i / (2 mean l)``, where

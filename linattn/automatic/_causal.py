@@ -1,14 +1,9 @@
-"""Causal attention by a coreset, for each head as many entries as it needs."""
+"""Causal attention: each head by a coreset, by landmarks in squares, or exactly."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import ceil, log2
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from linattn import _arrays
 from linattn.automatic._costs import (
@@ -22,26 +17,31 @@ from linattn.automatic._costs import (
 from linattn.automatic._heads import Given, join_heads
 from linattn.automatic._report import Answer, HeadRecord
 from linattn.automatic._search import MIN_FEATURES, PROBABILITY
-from linattn.automatic._tokens import Head, HostTokens, query_mask_of
+from linattn.automatic._squares import CausalRows, Squares, squares_of
 from linattn.coreset import CoresetAttention
 from linattn.typing import Array
 
 __all__ = ["attend", "is_worth_a_search"]
 
-MAX_TRIALS = 3
+MAX_TRIALS = 2
 """Of a head: each gets a share of the probability to fail."""
 
-EXPONENT = 0.55
-"""Errors fall with this power of the number of entries."""
+ENTRIES = (64, 128, 256, 512, 1024)
 
-ROWS = 64
-"""Exact rows that are worked out at a time."""
+CORESET_ERROR, EXPONENT = 3.0, 0.35
+"""Error of a coreset over that of as few landmarks for the largest square: 2.2 to 4.2 for heads of
+a text encoder at 16,384 and 65,536 tokens; and with which power of entries it falls at least."""
+
+MARGIN = 1.4
+"""Of a tolerance over the error that is expected of a coreset, for one to be tried."""
 
 
 def is_worth_a_search(given: Given) -> bool:
-    """Whether a coreset may be tried."""
+    """Whether a coreset or landmarks may be tried."""
+    if given.tolerance is not None:
+        return bool(squares_of(given, num_rows_of(given.problem)))
     first = coreset_work(given.problem, MIN_FEATURES).plus(_rows_work(given))
-    return may_search(given.problem, first, given.tolerance)
+    return may_search(given.problem, first, None)
 
 
 def _rows_work(given: Given) -> Work:
@@ -49,102 +49,104 @@ def _rows_work(given: Given) -> Work:
 
 
 def attend(given: Given) -> Answer:
-    """Attention by a coreset where that is cheap and near, exact elsewhere."""
-    exact, tolerance = exact_pairs(given.problem), given.tolerance
-    streams = _Streams(given)
-    records = [HeadRecord(0, 0, 0, 0.0, 0.0, _rows_work(given))] * given.num_heads
-    parts: list[tuple[Sequence[int], Array]] = []
-    pending = {MIN_FEATURES: list(range(given.num_heads))}
-    left: list[int] = []
-    for trial in range(MAX_TRIALS):
-        later: dict[int, list[int]] = defaultdict(list)
-        for m, heads in pending.items():
-            output, errors, bounds = streams.attend(m, heads)
-            good = []
-            for i, head in enumerate(heads):
-                error, bound = float(errors[i]), float(bounds[i])
-                work = records[head].work.plus(coreset_work(given.problem, m))
-                passed = tolerance is None or bound <= tolerance
-                entries, block = (m, coreset_block(m)) if passed else (0, 0)
-                records[head] = HeadRecord(entries, 0, block, error, bound, work)
-                if tolerance is None or passed:
-                    good.append(i)
-                    continue
-                more = _expected_entries(m, bound / tolerance)
-                worth = coreset_work(given.problem, more).cost < exact
-                (later[more] if worth and trial + 1 < MAX_TRIALS else left).append(head)
-            if good:
-                part = output if len(good) == given.num_heads else given.flat(output, good)
-                parts.append(([heads[i] for i in good], part))
-        pending = later
-    if left:
-        parts.append((left, given.exact(left)))
-        for head in left:
-            work = records[head].work.plus(Work(exact=exact))
-            records[head] = records[head]._replace(work=work)
-    return Answer(join_heads(given, parts), records)
+    """Attention by coresets and landmarks where they are cheap and near, exact elsewhere."""
+    num_rows = num_rows_of(given.problem)
+    if given.tolerance is None:
+        ways = _Ways(given, CausalRows(given, num_rows, []))
+        ways.take_coreset(MIN_FEATURES, range(given.num_heads), _rows_work(given))
+        return ways.answer()
+    squares = squares_of(given, num_rows)
+    ways = _Ways(given, CausalRows(given, num_rows, squares))
+    found = Squares(ways.rows, squares, given.tolerance)
+    records = [r._replace(work=r.work.plus(_rows_work(given))) for r in found.records()]
+    entries = defaultdict(list)
+    for head, record in enumerate(records):
+        m = _expected_entries(found.first_error[head], given.tolerance)
+        if m is not None and coreset_work(given.problem, m).cost < record.work.cost:
+            entries[m].append(head)
+    for m, heads in sorted(entries.items()):
+        ways.take_coreset(m, heads, found.first_work.plus(_rows_work(given)))
+    ways.take_squares(found, records)
+    ways.take_exact(records)
+    return ways.answer()
 
 
-def _expected_entries(m: int, ratio: float) -> int:
-    """Power of 2 of entries with which an error is expected to be smaller by such a ratio."""
-    if not np.isfinite(ratio):
-        return 1 << 60
-    return m << max(1, ceil(log2(ratio) / EXPONENT - 0.2))
+def _expected_entries(first_error: float, tolerance: float) -> int | None:
+    """Fewest entries with which the tolerance is expected to be met."""
+    for m in ENTRIES:
+        expected = CORESET_ERROR * first_error * (MIN_FEATURES / m) ** EXPONENT
+        if MARGIN * expected <= tolerance:
+            return m
+    return None
 
 
-class _Streams:
-    """Coresets of one call, and the rows by which they are judged."""
+class _Ways:
+    """How heads are attended to, each judged by the same exact rows."""
 
-    def __init__(self, given: Given) -> None:
-        self._given = given
-        mask, num_rows = query_mask_of(given.problem, given.key_mask), num_rows_of(given.problem)
-        self._tokens = HostTokens(given.problem, mask, num_rows, given.generator)
-        self._exact = [_causal_rows(self._tokens.head(i), given.scale) for i in self._tokens]
+    def __init__(self, given: Given, rows: CausalRows) -> None:
+        self.rows, self._given = rows, given
+        self._taken: dict[int, HeadRecord] = {}
+        self._tried: dict[int, HeadRecord] = {}
+        self._parts: list[tuple[Sequence[int], Array]] = []
 
-    def attend(
-        self, m: int, chosen: Sequence[int]
-    ) -> tuple[Array, NDArray[np.float64], NDArray[np.float64]]:
-        """Attend to some heads with m entries; the error of each, and its bound."""
-        given = self._given
-        heads = given.heads(chosen)
-        stream = CoresetAttention(
-            m, block_size=coreset_block(m), scale=given.scale, rng=given.generator
-        )
+    def take_coreset(self, m: int, heads: Sequence[int], search: Work) -> None:
+        """Attend to some heads with m entries, where that is near enough."""
+        given, arrays = self._given, self._given.heads(heads)
+        block, work = coreset_block(m), search.plus(coreset_work(given.problem, m))
+        stream = CoresetAttention(m, block_size=block, scale=given.scale, rng=given.generator)
         output = stream.extend(
-            heads.query,
-            heads.key,
-            heads.value,
-            key_mask=heads.key_mask,
-            key_bias=heads.key_bias,
+            arrays.query,
+            arrays.key,
+            arrays.value,
+            key_mask=arrays.key_mask,
+            key_bias=arrays.key_bias,
         )
-        host = _arrays.to_numpy(output).reshape(len(chosen), *output.shape[-2:])
-        found = []
-        for part, head in zip(host, chosen, strict=True):
-            tokens, exact = self._tokens.head(given.unravel(head)), self._exact[head]
-            squares = np.sum((part[tokens.rows].astype(np.float64) - exact) ** 2, axis=-1)
+        record = HeadRecord(m, 0, block, 0.0, 0.0, work, "coreset")
+        self._take(heads, output, [record] * len(heads))
+
+    def take_squares(self, squares: Squares, records: Sequence[HeadRecord]) -> None:
+        """Attend to the heads left for which squares were chosen, where that is near enough."""
+        heads = [head for head in self._left() if records[head].num_features]
+        if heads:
+            self._take(heads, squares.attend(heads), [records[head] for head in heads])
+
+    def take_exact(self, records: Sequence[HeadRecord]) -> None:
+        """Attend to the heads left exactly; ``records`` of those that nothing else was tried of."""
+        heads = self._left()
+        if not heads:
+            return
+        self._parts.append((heads, self._given.exact(heads)))
+        exact = Work(exact=exact_pairs(self._given.problem))
+        for head in heads:
+            record = records[head]
+            if head in self._tried:
+                record = self._tried[head]
+                record = record._replace(work=record.work.plus(exact))
+            self._taken[head] = record._replace(num_features=0, clusters=0, window=0)
+
+    def answer(self) -> Answer:
+        """Return outputs and records in the order of the heads."""
+        given = self._given
+        records = [self._taken[head] for head in range(given.num_heads)]
+        return Answer(join_heads(given, self._parts), records)
+
+    def _left(self) -> list[int]:
+        return [head for head in range(self._given.num_heads) if head not in self._taken]
+
+    def _take(self, heads: Sequence[int], output: Array, records: Sequence[HeadRecord]) -> None:
+        given, good = self._given, []
+        host = _arrays.to_numpy(output).reshape(len(heads), *output.shape[-2:])
+        for i, (head, record) in enumerate(zip(heads, records, strict=True)):
             probability = 1 - (1 - PROBABILITY) / MAX_TRIALS
-            units = np.sum(exact**2, axis=-1)
-            found.append(tokens.error_and_bound(squares, units, probability))
-        errors, bounds = np.array(found, np.float64).reshape(-1, 2).T
-        return output, errors, bounds
-
-
-def _causal_rows(head: Head, scale: float) -> NDArray[Any]:
-    """Exact causal attention of a head's held-out rows; 0 for one that sees no key."""
-    output = np.zeros((len(head.rows), head.values_and_one.shape[-1] - 1))
-    for start in range(0, len(head.rows), ROWS):
-        rows = slice(start, start + ROWS)
-        # Rows ascend: no key after the last of them is seen.
-        count = int(np.searchsorted(head.positions, head.rows[rows][-1], side="right"))
-        if not count:
-            continue
-        logits = (scale * head.query[rows]) @ head.key[:count].T
-        if head.key_bias is not None:
-            logits += head.key_bias[:count]
-        logits[head.positions[:count] > head.rows[rows][:, None]] = -np.inf
-        top = logits.max(axis=-1, keepdims=True)
-        logits -= np.where(top == -np.inf, 0, top)
-        sums = np.exp(logits, out=logits) @ head.values_and_one[:count]
-        seen = sums[:, -1:] > 0
-        output[rows] = np.where(seen, sums[:, :-1] / np.where(seen, sums[:, -1:], 1), 0)
-    return output
+            error, bound = self.rows.judge(given.unravel(head), host[i], probability)
+            record = record._replace(error=float(error), bound=float(bound))
+            if head in self._tried:
+                record = record._replace(work=record.work.plus(self._tried[head].work))
+            if given.tolerance is None or bound <= given.tolerance:
+                self._taken[head] = record
+                good.append(i)
+            else:
+                self._tried[head] = record
+        if good:
+            part = output if len(good) == given.num_heads else given.flat(output, good)
+            self._parts.append(([heads[i] for i in good], part))

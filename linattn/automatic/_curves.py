@@ -178,6 +178,8 @@ class _Weights(NamedTuple):
     """Of a cluster's largest weight by its landmark, (h, C)."""
     order: NDArray[np.intp]
     """Clusters from the one that is expected to be off by the most down, (h, C)."""
+    shift: Floats
+    """Log of the largest weight, (h,)."""
 
     @classmethod
     def of(cls, query: Floats, clusters: Clusters, scale: float) -> _Weights:
@@ -200,7 +202,7 @@ class _Weights(NamedTuple):
             np.matmul(exact[keys].T, clusters.values_and_one[keys], out=part)
         logs -= shift[:, None]
         order = np.argsort(clusters.log_scale - clusters.bias - logs, axis=-1)
-        return cls(exact, parts, np.exp(logs, out=logs), order)
+        return cls(exact, parts, np.exp(logs, out=logs), order, shift)
 
 
 def error_curve(
@@ -228,12 +230,22 @@ def error_curve(
     if exact_window is not None:
         parts[1] = parts[0]
         _add_window(parts[1], weights, clusters, head, levels, exact_window)
+    if head.beside is not None:
+        for sums in (exact, parts):
+            _add_beside(sums, weights.shift, *head.beside)
     exact, parts = (x[..., :-1] / x[..., -1:] for x in (exact, parts))
     wide = exact.astype(np.float64)
     apart = parts - wide
     squares, units = np.vecdot(apart, apart), np.vecdot(wide, wide)
     error, bound = head.error_and_bound(squares, units, probability)
     return ErrorCurve(error, bound, share)
+
+
+def _add_beside(sums: Floats, shift: Floats, beside: Floats, log: Floats) -> None:
+    """Add to sums, in units of the exponential of a shift, others in units of their own."""
+    top = np.maximum(shift, log)
+    sums *= np.exp(shift - top)[:, None]
+    sums += beside * np.exp(log - top)[:, None]
 
 
 def _add_clusters(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -19,7 +20,7 @@ from linattn.automatic._search import (
     choose_landmarks,
     largest_trial,
 )
-from linattn.automatic._tokens import HostTokens, query_mask_of
+from linattn.automatic._tokens import HostTokens, TokensOfHeads, query_mask_of
 from linattn.feature_maps import LandmarkFeatures
 from linattn.functional import linear_attention
 from linattn.typing import Array
@@ -47,12 +48,28 @@ def attend(given: Given) -> Answer:
 
 
 class Search:
-    """Fits of one call."""
+    """Fits of one call.
 
-    def __init__(self, given: Given, tokens: HostTokens) -> None:
+    Parameters
+    ----------
+    given : Given
+        Arguments of full attention.
+    tokens : TokensOfHeads
+        By which heads are judged.
+    parts : int
+        How many such searches together have the probability to fail: those of one call.
+    earlier : Given or None
+        Whose queries landmarks are fitted to, without a window then; None for those of ``given``.
+    """
+
+    def __init__(
+        self, given: Given, tokens: TokensOfHeads, *, parts: int = 1, earlier: Given | None = None
+    ) -> None:
         self.given = given
         self.tokens = tokens
-        self.window = window_of(given.problem)
+        self.window = window_of(given.problem) if earlier is None else 0
+        self._fitted_to = given if earlier is None else earlier
+        self._probability = 1 - (1 - PROBABILITY) / (MAX_FITS * (2 if self.window else 1) * parts)
 
     def fit(self, m: int, chosen: Sequence[int]) -> LandmarkFeatures:
         """Fit m landmarks to some heads; their leading axes are those of the call for all."""
@@ -64,7 +81,7 @@ class Search:
             fitted = np.broadcast_to(fitted, (*problem.lead, fitted.shape[-1]))
             fitted = fitted.reshape(given.num_heads, -1)[np.asarray(chosen)]
         return LandmarkFeatures.fit(
-            heads.query,
+            self._fitted_to.heads(chosen).query,
             heads.key,
             num_features=m,
             num_probes=PROBES,
@@ -83,7 +100,7 @@ class Search:
         """Fit m landmarks to some heads, and judge them."""
         given, phi = self.given, self.fit(m, chosen)
         lead = given.problem.lead if len(chosen) == given.num_heads else (len(chosen),)
-        num_ways, curves = 2 if self.window else 1, []
+        curves = []
         for head, index in zip(chosen, np.ndindex(lead), strict=True):
             tokens = self.tokens.head(given.unravel(head))
             landmarks = Landmarks.of(phi, lead, index, tokens.query.dtype)
@@ -93,21 +110,31 @@ class Search:
                 scale=given.scale,
                 levels=tuple(count for count in LEVELS if 2 * count <= m),
                 exact_window=self.window or None,
-                probability=1 - (1 - PROBABILITY) / (MAX_FITS * num_ways),
+                probability=self._probability,
             )
             curves.append(curve)
         return phi, curves
 
     def output(self, found: Found) -> Array:
         """Attend to each head as was chosen for it."""
+        return join_heads(self.given, self.groups(found, range(self.given.num_heads)))
+
+    def groups(
+        self, found: Found, wanted: Sequence[int], **options: Any
+    ) -> list[tuple[Sequence[int], Any]]:
+        """Attend to some heads as was chosen: those alike, and what attention returns of them.
+
+        ``options`` are those that linear and exact attention share.
+        """
         given = self.given
         groups = defaultdict(list)
-        for head, choice in enumerate(found.choices):
+        for head in wanted:
+            choice = found.choices[head]
             groups[choice.trial, choice.clusters, choice.window].append(head)
-        parts: list[tuple[Sequence[int], Array]] = []
+        parts: list[tuple[Sequence[int], Any]] = []
         for (i, clusters, window), chosen in groups.items():
             if i < 0:
-                parts.append((chosen, given.exact(chosen)))
+                parts.append((chosen, given.exact(chosen, **options)))
                 continue
             trial = found.trials[i]
             heads = given.heads(chosen)
@@ -124,9 +151,10 @@ class Search:
                 key_bias=heads.key_bias,
                 exact_window=window or None,
                 exact_clusters=clusters or None,
+                **options,
             )
             parts.append((chosen, part))
-        return join_heads(given, parts)
+        return parts
 
     def records(self, found: Found) -> list[HeadRecord]:
         """Say what was done for each head."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
 
+from linattn._driver.exact_problem import exact_problem
 from linattn.functional import softmax_attention
 from linattn.typing import Array, Problem
 
@@ -52,6 +53,31 @@ class Given(NamedTuple):
         )
         return Heads(query, key, value, *weights)
 
+    def only(self, chosen: Sequence[int]) -> Given:
+        """Return the same for some heads."""
+        if len(chosen) == self.num_heads:
+            return self
+        return self._of(self.heads(chosen), is_causal=self.problem.is_causal)
+
+    def rectangle(self, rows: slice, keys: slice) -> Given:
+        """Return full attention of some queries to some keys."""
+        query, key, value, mask, bias = self.heads(range(self.num_heads))
+        weights = (x if x is None or x.shape[-1] == 1 else x[..., keys] for x in (mask, bias))
+        heads = Heads(query[..., rows, :], key[..., keys, :], value[..., keys, :], *weights)
+        return self._of(heads, is_causal=False)
+
+    def _of(self, heads: Heads, *, is_causal: bool) -> Given:
+        problem = exact_problem(
+            heads.query,
+            heads.key,
+            heads.value,
+            scale=self.scale,
+            is_causal=is_causal,
+            key_mask=heads.key_mask,
+            key_bias=heads.key_bias,
+        )
+        return self._replace(problem=problem, key_mask=heads.key_mask, key_bias=heads.key_bias)
+
     def _taken(self, x: Array, chosen: Sequence[int]) -> Array:
         whole = self.problem.xp.broadcast_to(x, (*self.problem.lead, *x.shape[-2:]))
         return self.flat(whole, chosen)
@@ -66,17 +92,12 @@ class Given(NamedTuple):
         """Index of a head in the leading axes."""
         return tuple(int(i) for i in np.unravel_index(head, self.problem.lead))
 
-    def exact(self, chosen: Sequence[int]) -> Array:
-        """Exact attention of some heads."""
+    def exact(self, chosen: Sequence[int], **options: Any) -> Any:
+        """Exact attention of some heads; ``options`` of :func:`linattn.softmax_attention`."""
         query, key, value, mask, bias = self.heads(chosen)
+        options = {"is_causal": self.problem.is_causal} | options
         return softmax_attention(
-            query,
-            key,
-            value,
-            is_causal=self.problem.is_causal,
-            key_mask=mask,
-            key_bias=bias,
-            scale=self.scale,
+            query, key, value, key_mask=mask, key_bias=bias, scale=self.scale, **options
         )
 
 

@@ -19,9 +19,10 @@ class AttentionReport(NamedTuple):
     Attributes
     ----------
     method : str
-        "landmarks" or "coreset" where any head is attended to by it, else "exact".
+        "landmarks" or "coreset", by which most heads are attended to; "exact" where all are
+        exact.
     num_features : int or None
-        Landmarks, or entries of the coreset, the most of any head; None when exact.
+        Landmarks, or entries of a coreset, the most of any head; None when exact.
     exact_window : int or None
         Block length of the exact window, or of the coreset's exact blocks, where any head has
         them; else None.
@@ -71,6 +72,8 @@ class HeadRecord(NamedTuple):
         Estimated relative error, and its upper bound; those of the last trial of an exact head.
     work : Work
         The search included.
+    method : str
+        Where it is not exact.
     """
 
     num_features: int
@@ -79,6 +82,7 @@ class HeadRecord(NamedTuple):
     error: float
     bound: float
     work: Work
+    method: str = "landmarks"
 
     @classmethod
     def exact(cls, problem: Problem) -> Self:
@@ -95,21 +99,21 @@ class Answer(NamedTuple):
 
 def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
     """Report what was done for each head; without heads, exact attention of all."""
-    linear = [head.num_features > 0 for head in heads]
-    name = "coreset" if problem.is_causal else "landmarks"
+    methods = [head.method if head.num_features else "exact" for head in heads]
+    linear = [name for name in methods if name != "exact"]
 
     def of_heads(values: list[Any], dtype: Any) -> NDArray[Any]:
         return np.array(values, dtype).reshape(problem.lead)
 
     pairs, exact = of_heads([head.work.pairs for head in heads], float), exact_pairs(problem)
     return AttentionReport(
-        method=name if any(linear) else "exact",
-        num_features=max(head.num_features for head in heads) if any(linear) else None,
+        method=max(sorted(set(linear)), key=linear.count, default="exact"),
+        num_features=max((head.num_features for head in heads), default=0) or None,
         exact_window=max((head.window for head in heads), default=0) or None,
         error=of_heads([h.error if h.num_features else 0.0 for h in heads], float),
         cost=float(pairs.mean() / exact) if heads and exact else 1.0,
         bound=of_heads([h.bound if h.num_features else 0.0 for h in heads], float),
-        head_methods=of_heads([name if is_linear else "exact" for is_linear in linear], "U9"),
+        head_methods=of_heads(methods, "U9"),
         head_features=of_heads([head.num_features for head in heads], np.int64),
         head_clusters=of_heads([head.clusters for head in heads], np.int64),
         head_pairs=pairs,

@@ -118,12 +118,19 @@ Try = Callable[[int, Sequence[int]], tuple[Any, list[ErrorCurve]]]
 
 
 def choose_landmarks(
-    problem: Problem, num_heads: int, tolerance: float | None, num_rows: int, try_: Try
+    problem: Problem,
+    num_heads: int,
+    tolerance: float | Sequence[float] | None,
+    num_rows: int,
+    try_: Try,
+    *,
+    max_features: int = MAX_FEATURES,
 ) -> Found:
     """Fit the fewest landmarks to all heads, then as many as each is expected to need.
 
-    ``try_(m, heads)`` returns a map of these heads and their curves. Without a tolerance the first
-    fit is taken as it is.
+    ``try_(m, heads)`` returns a map of these heads and their curves. The tolerance is one for all
+    heads or one for each; without any the first fit is taken as it is. Another has at most
+    ``max_features`` landmarks.
     """
     all_heads = range(num_heads)
     trials = [Trial(MIN_FEATURES, all_heads, *try_(MIN_FEATURES, all_heads))]
@@ -133,17 +140,20 @@ def choose_landmarks(
         curves = trials[0].curves
         choices = [_choice(problem, trials, 0, x, len(x.error) - 1, 0) for x in curves]
     else:
-        choices = [_cheapest(problem, trials, head, tolerance, exact) for head in all_heads]
+        tolerances = np.broadcast_to(tolerance, (num_heads,)).tolist()
+        choices = [_cheapest(problem, trials, i, tolerances[i], exact) for i in all_heads]
         groups = defaultdict(list)
         for head, curve in enumerate(trials[0].curves):
-            m = _best_number(problem, curve, tolerance, num_rows, choices[head].cost)
+            m = _best_number(
+                problem, curve, tolerances[head], num_rows, choices[head].cost, max_features
+            )
             if m is not None:
                 groups[m].append(head)
         for m, heads in sorted(groups.items()):
             trials.append(Trial(m, heads, *try_(m, heads)))
             for head in heads:
                 spent[head] = spent[head].plus(fit_work(problem, m, num_rows))
-                choices[head] = _cheapest(problem, trials, head, tolerance, exact)
+                choices[head] = _cheapest(problem, trials, head, tolerances[head], exact)
     work = [w.plus(_rest(problem, trials, c)) for w, c in zip(spent, choices, strict=True)]
     return Found(trials, choices, work)
 
@@ -205,11 +215,16 @@ def _cheapest(
 
 
 def _best_number(
-    problem: Problem, curve: ErrorCurve, tolerance: float, num_rows: int, cost: float
+    problem: Problem,
+    curve: ErrorCurve,
+    tolerance: float,
+    num_rows: int,
+    cost: float,
+    max_features: int,
 ) -> int | None:
     """Find the number of landmarks expected to cost least, if that is less than the cost."""
     best, m = None, 2 * MIN_FEATURES
-    largest = largest_trial(problem, tolerance, num_rows)
+    largest = min(largest_trial(problem, tolerance, num_rows), max_features)
     while m <= largest:
         allowed, more = tolerance / MARGIN, m / MIN_FEATURES
         for way, errors in enumerate(curve.error):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from linattn import _arrays
 from linattn.diagnostics._shared import error_and_bound
 from linattn.typing import Array, Problem
 
-__all__ = ["Head", "HostTokens", "query_mask_of"]
+__all__ = ["Head", "HostTokens", "TokensOfHeads", "query_mask_of"]
 
 Floats = NDArray[Any]
 
@@ -39,8 +39,13 @@ class Head(NamedTuple):
         Whether the rows are all queries that count.
     key_bias : ndarray, (S,), or None
         Log weights of the keys.
-    row_weights : ndarray, (h,), or None
+    row_weights : ndarray, (h + n,), or None
         How much less likely each row was drawn than all are in the mean; None for alike.
+    beside : tuple of ndarray (h, e + 1), (h,), or None
+        Sums of values and ones over keys that are exact whatever is chosen, in units of the
+        exponential of the second; None for no such keys.
+    elsewhere : ndarray, (n,), or None
+        Squares of exact outputs of rows which do not see these keys, but are of the same head.
     """
 
     rows: NDArray[np.intp]
@@ -51,12 +56,34 @@ class Head(NamedTuple):
     all_rows: bool
     key_bias: Floats | None = None
     row_weights: NDArray[np.float64] | None = None
+    beside: tuple[Floats, Floats] | None = None
+    elsewhere: NDArray[np.float64] | None = None
 
     def error_and_bound(self, squares: Floats, units: Floats, probability: float) -> Any:
         """Relative error and its bound, from squares of rows: those that are rare weigh less."""
+        if self.elsewhere is not None:
+            there = np.broadcast_to(self.elsewhere, (*squares.shape[:-1], len(self.elsewhere)))
+            squares = np.concatenate([squares, np.zeros_like(there)], axis=-1)
+            units = np.concatenate([units, self.elsewhere])
         if self.row_weights is not None:
             squares, units = squares * self.row_weights, units * self.row_weights
         return error_and_bound(squares, units, None if self.all_rows else probability)
+
+
+class TokensOfHeads(Protocol):
+    """Tokens of heads as a search takes them.
+
+    Attributes
+    ----------
+    fitted : ndarray of bool, (..., L)
+        Queries to fit to.
+    """
+
+    fitted: NDArray[np.bool_]
+
+    def head(self, index: tuple[int, ...]) -> Head:
+        """Return the tokens of a head."""
+        ...
 
 
 class HostTokens:

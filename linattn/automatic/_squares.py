@@ -1,0 +1,328 @@
+"""Causal attention in squares: half of the queries to all keys before them, and so on within both.
+
+Each query of a square sees all of its keys, so that a square is full attention, by landmarks. They
+are fitted to keys and queries before all queries of the square: no output depends on a later token.
+What is left near the diagonal is exact. Letters: ``h`` rows, ``n`` segments, ``e`` value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _arrays
+from linattn.automatic._costs import Work, exact_pairs, fit_work
+from linattn.automatic._curves import ErrorCurve
+from linattn.automatic._full import Search
+from linattn.automatic._heads import Given, join_heads
+from linattn.automatic._report import HeadRecord
+from linattn.automatic._search import MIN_FEATURES, Found, choose_landmarks
+from linattn.automatic._tokens import Head, HostTokens, query_mask_of
+from linattn.feature_maps import LandmarkFeatures
+from linattn.merging import merge_outputs
+from linattn.typing import Array
+
+__all__ = ["CausalRows", "Square", "Squares", "squares_of"]
+
+Floats = NDArray[Any]
+
+MAX_FIT = 0.1
+"""Largest cost of a fit over that of the square by exact attention: what one in vain may take."""
+
+INDEPENDENT = 0.85
+"""Errors that the squares together may have, of the tolerance, if they were independent."""
+
+MAX_UNIT = 4.0
+"""Largest square of an exact row over the median of all that is counted in a bound."""
+
+ROWS = 64
+"""Exact rows that are worked out at a time."""
+
+
+class Square(NamedTuple):
+    """Queries from ``middle`` to ``stop``, and keys from ``start`` to ``middle``."""
+
+    start: int
+    middle: int
+    stop: int
+
+
+def squares_of(given: Given, num_rows: int) -> list[Square]:
+    """Squares of which landmarks may be tried, from the largest down."""
+    found: list[Square] = []
+    length = int(given.problem.key.shape[-2])
+    ends = [(0, length)]
+    for start, stop in ends:
+        square = Square(start, (start + stop) // 2, stop)
+        problem = _rectangle(given, square).problem
+        first = fit_work(problem, MIN_FEATURES, num_rows * (stop - square.middle) // length)
+        if first.cost <= MAX_FIT * exact_pairs(problem):
+            found.append(square)
+            ends += [(start, square.middle), (square.middle, stop)]
+    return found
+
+
+def _rectangle(given: Given, square: Square) -> Given:
+    return given.rectangle(slice(square.middle, square.stop), slice(square.start, square.middle))
+
+
+class CausalRows:
+    """Held-out rows of causal attention, worked out exactly, by segments of keys."""
+
+    def __init__(self, given: Given, num_rows: int, squares: Sequence[Square]) -> None:
+        mask = query_mask_of(given.problem, given.key_mask)
+        self.given = given
+        self.tokens = HostTokens(given.problem, mask, num_rows, given.generator)
+        length = int(given.problem.key.shape[-2])
+        # Held-out rows too: none of a square is before it, and which they are, later tokens decide.
+        valid = np.ones(1, bool) if mask is None else _arrays.to_numpy(mask)
+        self.fitted = np.broadcast_to(valid, (*valid.shape[:-1], length))
+        self._borders = sorted({0, length, *(x for square in squares for x in square)})
+        self._sums = {
+            index: _sums_by_segment(self.tokens.head(index), self._borders, given.scale)
+            for index in self.tokens
+        }
+
+    def judge(
+        self, index: tuple[int, ...], output: Floats, probability: float
+    ) -> tuple[float, float]:
+        """Error and bound of the output of a head, ``(L, e)``."""
+        head, exact = self.tokens.head(index), self._exact(index)
+        squares = np.sum((output[head.rows].astype(np.float64) - exact) ** 2, axis=-1)
+        units = np.sum(exact**2, axis=-1)
+        error, _ = head.error_and_bound(squares, units, probability)
+        _, bound = head.error_and_bound(squares, self._units(index), probability)
+        return error, bound
+
+    def _exact(self, index: tuple[int, ...]) -> Floats:
+        """Exact output of the rows of a head; 0 for one that sees no key."""
+        return _divided(self._sums[index][0].sum(axis=0))
+
+    def _units(self, index: tuple[int, ...]) -> NDArray[np.float64]:
+        """Squares of exact outputs; where not all rows are there, at most so many medians.
+
+        The first rows, which see few keys, may be the largest by far. How many of them are drawn
+        is chance, and must not make a head seem near.
+        """
+        units: NDArray[np.float64] = np.sum(self._exact(index) ** 2, axis=-1)
+        if self.tokens.head(index).all_rows:
+            return units
+        units = np.minimum(units, MAX_UNIT * np.median(units))
+        return units
+
+    def count(self, square: Square) -> int:
+        """Rows of a head in a square, the most of any head."""
+        rows = (self.tokens.head(index).rows for index in self.tokens)
+        return max(int(np.sum((r >= square.middle) & (r < square.stop))) for r in rows)
+
+    def of_square(self, index: tuple[int, ...], square: Square) -> Head:
+        """Return the rows of a head in a square, beside all that is exact."""
+        whole = self.tokens.head(index)
+        sums, log = self._sums[index]
+        inside = (whole.rows >= square.middle) & (whole.rows < square.stop)
+        keys = slice(*np.searchsorted(whole.positions, (square.start, square.middle)))
+        starts = np.array(self._borders[:-1])
+        outside = (starts < square.start) | (starts >= square.middle)
+        weights = whole.row_weights
+        if weights is not None:
+            weights = np.concatenate([weights[inside], weights[~inside]])
+        return whole._replace(
+            rows=whole.rows[inside] - square.middle,
+            query=whole.query[inside],
+            positions=whole.positions[keys] - square.start,
+            key=whole.key[keys],
+            values_and_one=whole.values_and_one[keys],
+            key_bias=None if whole.key_bias is None else whole.key_bias[keys],
+            row_weights=weights,
+            beside=(sums[outside].sum(axis=0)[inside], log[inside]),
+            elsewhere=self._units(index)[~inside],
+        )
+
+
+def _divided(sums: Floats) -> Floats:
+    seen = sums[..., -1:] > 0
+    return np.where(seen, sums[..., :-1] / np.where(seen, sums[..., -1:], 1), 0)
+
+
+def _sums_by_segment(head: Head, borders: Sequence[int], scale: float) -> tuple[Floats, Floats]:
+    """Sum values and ones over the keys of each segment that a row sees, ``(n, h, e + 1)``.
+
+    In units of the exponential of the second, ``(h,)``.
+    """
+    h, width = len(head.rows), head.values_and_one.shape[-1]
+    sums = np.zeros((len(borders) - 1, h, width))
+    logs = np.full((len(borders) - 1, h), -np.inf)
+    cuts = np.searchsorted(head.positions, borders)
+    for part, log, first, last in zip(sums, logs, cuts[:-1], cuts[1:], strict=True):
+        for start in range(0, h, ROWS):
+            rows = slice(start, start + ROWS)
+            # Rows ascend: no key after the last of them is seen.
+            end = np.searchsorted(head.positions, head.rows[rows][-1], side="right")
+            keys = slice(first, min(int(end), last))
+            if keys.stop <= first:
+                continue
+            logits = (scale * head.query[rows]) @ head.key[keys].T
+            if head.key_bias is not None:
+                logits += head.key_bias[keys]
+            near = int(np.searchsorted(head.positions[keys], head.rows[rows][0], side="right"))
+            hidden = head.positions[keys][near:] > head.rows[rows][:, None]
+            logits[:, near:][hidden] = -np.inf
+            log[rows] = logits.max(axis=-1)
+            logits -= np.where(log[rows] == -np.inf, 0, log[rows])[:, None]
+            part[rows] = np.exp(logits, out=logits) @ head.values_and_one[keys]
+    log = logs.max(axis=0)
+    shift = np.where(log == -np.inf, 0, log)
+    return sums * np.exp(logs - shift)[..., None], shift
+
+
+class _SquareTokens:
+    """Tokens of all heads as a search of one square takes them."""
+
+    def __init__(self, rows: CausalRows, square: Square) -> None:
+        self._rows, self._square = rows, square
+        self.fitted = rows.fitted[..., square.start : square.middle]
+
+    def head(self, index: tuple[int, ...]) -> Head:
+        """Return the tokens of a head."""
+        return self._rows.of_square(index, self._square)
+
+
+class _SquareSearch(Search):
+    """Search for the landmarks of one square, which begins with the first fit."""
+
+    def __init__(self, rows: CausalRows, square: Square, parts: int) -> None:
+        earlier = slice(square.start, square.middle)
+        super().__init__(
+            _rectangle(rows.given, square),
+            _SquareTokens(rows, square),
+            parts=parts,
+            earlier=rows.given.rectangle(earlier, earlier),
+        )
+        self.square = square
+        self.num_rows = rows.count(square)
+        self._first = super().try_landmarks(MIN_FEATURES, range(self.given.num_heads))
+
+    @property
+    def first_curves(self) -> list[ErrorCurve]:
+        """Errors of all heads with the fewest landmarks."""
+        return self._first[1]
+
+    def try_landmarks(
+        self, m: int, chosen: Sequence[int]
+    ) -> tuple[LandmarkFeatures, list[ErrorCurve]]:
+        """Fit m landmarks to some heads, and judge them."""
+        return self._first if m == MIN_FEATURES else super().try_landmarks(m, chosen)
+
+
+def _max_features(search: _SquareSearch) -> int:
+    m, problem = MIN_FEATURES, search.given.problem
+    most = MAX_FIT * exact_pairs(problem)
+    while fit_work(problem, 2 * m, search.num_rows).cost <= most:
+        m *= 2
+    return m
+
+
+def _allowed_errors(first: Floats, sizes: Floats, tolerance: float) -> NDArray[np.float64]:
+    """Errors that the squares of a head may have, of which it has at most the first without more.
+
+    The sum of their squares is that of the tolerance. Time grows with the pairs of a square, and
+    about with its error to the power of -2: it is least where squares of errors are as sizes times
+    first errors.
+    """
+    weights = np.minimum(first, 1e6) * sizes
+    allowed, more, left = np.zeros(len(first)), np.ones(len(first), bool), tolerance**2
+    while more.any():
+        squares = left * weights / weights[more].sum()
+        met = more & (first**2 <= squares)
+        if not met.any():
+            return np.where(more, np.sqrt(squares), allowed)
+        allowed[met] = first[met]
+        left, more = left - float(np.sum(first[met] ** 2)), more & ~met
+    return allowed
+
+
+class Squares:
+    """Landmarks of all squares, as many for each head as it needs."""
+
+    def __init__(self, rows: CausalRows, squares: Sequence[Square], tolerance: float) -> None:
+        self._given = rows.given
+        searches = [_SquareSearch(rows, square, len(squares)) for square in squares]
+        bounds = np.array([[c.bound[0, 0] for c in search.first_curves] for search in searches])
+        self.first_error = np.array([float(c.error[0, 0]) for c in searches[0].first_curves])
+        """Of each head, with the fewest landmarks for the largest square and all else exact."""
+        self.first_work = Work()
+        for search in searches:
+            first = fit_work(search.given.problem, MIN_FEATURES, search.num_rows)
+            self.first_work = self.first_work.plus(first)
+        sizes = np.array([float(square.middle - square.start) for square in squares])
+        if len(squares) > 1:
+            tolerance *= INDEPENDENT
+        allowed = [_allowed_errors(b, sizes, tolerance) for b in bounds.T]
+        self._found: dict[tuple[int, int], tuple[_SquareSearch, Found]] = {}
+        for search, tolerances in zip(searches, np.array(allowed).T.tolist(), strict=True):
+            found = choose_landmarks(
+                search.given.problem,
+                rows.given.num_heads,
+                tolerances,
+                search.num_rows,
+                search.try_landmarks,
+                max_features=_max_features(search),
+            )
+            self._found[search.square.start, search.square.stop] = search, found
+
+    def records(self) -> list[HeadRecord]:
+        """Say what would be done for each head."""
+        rest = exact_pairs(self._given.problem)
+        for search, _ in self._found.values():
+            rest -= exact_pairs(search.given.problem)
+        of_squares = [search.records(found) for search, found in self._found.values()]
+        records = []
+        for parts in zip(*of_squares, strict=True):
+            work = Work(exact=rest)
+            for part in parts:
+                work = work.plus(part.work)
+            near = [part for part in parts if part.num_features]
+            errors, bounds = np.array([part[3:5] for part in near or parts]).T
+            record = HeadRecord(
+                max((part.num_features for part in near), default=0),
+                max((part.clusters for part in near), default=0),
+                0,
+                float(np.sqrt(np.sum(errors**2))),
+                float(np.sqrt(np.sum(bounds**2))),
+                work,
+            )
+            records.append(record)
+        return records
+
+    def attend(self, heads: Sequence[int]) -> Array:
+        """Attend to some heads as was chosen."""
+        given = self._given.only(heads)
+        return self._triangle(given, heads, 0, int(given.problem.key.shape[-2]))[0]
+
+    def _triangle(
+        self, given: Given, heads: Sequence[int], start: int, stop: int
+    ) -> tuple[Array, Array]:
+        """Causal attention of some tokens to themselves, and its log normalizer."""
+        if (start, stop) not in self._found:
+            rows = slice(start, stop)
+            options = {"is_causal": True, "return_log_normalizer": True}
+            whole: tuple[Array, Array] = given.rectangle(rows, rows).exact(
+                range(len(heads)), **options
+            )
+            return whole
+        search, found = self._found[start, stop]
+        middle = search.square.middle
+        groups = search.groups(found, heads, return_log_normalizer=True)
+        output = join_heads(given, [(part, pair[0]) for part, pair in groups])
+        log = join_heads(given, [(part, pair[1][..., None]) for part, pair in groups])
+        earlier = self._triangle(given, heads, start, middle)
+        later = self._triangle(given, heads, middle, stop)
+        later = merge_outputs([(output, log[..., 0]), later])
+        xp = given.problem.xp
+        return (
+            xp.concat([earlier[0], later[0]], axis=-2),
+            xp.concat([earlier[1], later[1]], axis=-1),
+        )

@@ -1,0 +1,129 @@
+"""Causal attention by landmarks in squares: exact where it must be, and blind to later tokens."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import linattn
+from linattn._driver.exact_problem import exact_problem
+from linattn.automatic import _costs, _search, _squares
+from linattn.automatic._heads import Given
+
+LENGTH, SQUARES = 400, [(0, 200, 400), (0, 100, 200), (200, 300, 400)]
+
+
+def tokens(length=LENGTH, heads=(2,), dim=4, seed=0):
+    return np.random.default_rng(seed).standard_normal((3, *heads, length, dim))
+
+
+def given_of(arrays, mask=None, bias=None):
+    options: Any = dict(scale=None, is_causal=True, key_mask=mask, key_bias=bias)
+    problem = exact_problem(*arrays, **options)
+    scale = problem.query.shape[-1] ** -0.5
+    return Given(problem, mask, scale, 0.1, np.random.default_rng(0), bias)
+
+
+def squares_with(monkeypatch, given, clusters, num_rows=64, squares=SQUARES):
+    """Squares with so many exact clusters for all heads, whatever their errors are."""
+
+    def choose(problem, num_heads, tolerance, num_rows, try_, *, max_features):
+        fit, curves = try_(_search.MIN_FEATURES, range(num_heads))
+        trial = _search.Trial(_search.MIN_FEATURES, range(num_heads), fit, curves)
+        level = _search.LEVELS.index(clusters)
+        choices = [_search._choice(problem, [trial], 0, x, 0, level) for x in curves]
+        return _search.Found([trial], choices, [_costs.Work()] * num_heads)
+
+    monkeypatch.setattr(_squares, "choose_landmarks", choose)
+    squares = [_squares.Square(*ends) for ends in squares]
+    rows = _squares.CausalRows(given, num_rows, squares)
+    return rows, _squares.Squares(rows, squares, 0.1)
+
+
+@pytest.mark.parametrize("seen", ["all", "masked", "weighted"])
+def test_landmarks_that_are_as_many_as_keys_are_exact(monkeypatch, seen):
+    """Each key is its own landmark: nothing is left to be approximated."""
+    monkeypatch.setattr(_search, "MIN_FEATURES", 256)
+    monkeypatch.setattr(_squares, "MIN_FEATURES", 256)
+    arrays = tokens(LENGTH)
+    rng, options = np.random.default_rng(1), dict[str, Any]()
+    if seen == "masked":
+        options["mask"] = rng.random((2, LENGTH)) < 0.7
+    elif seen == "weighted":
+        bias = rng.standard_normal((2, LENGTH))
+        options["bias"] = np.where(rng.random((2, LENGTH)) < 0.7, bias, -np.inf)
+    given = given_of(arrays, **options)
+    _, squares = squares_with(monkeypatch, given, 0)
+    named: Any = {f"key_{name}": array for name, array in options.items()}
+    exact = linattn.softmax_attention(*arrays, is_causal=True, **named)
+    assert_allclose(squares.attend(range(2)), exact, rtol=1e-9, atol=1e-11)
+    assert_allclose(squares.attend([1]), exact[1:], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("clusters", [0, 4])
+def test_the_error_is_that_of_the_output(monkeypatch, clusters):
+    """With all rows held out: of one square by its curve, of any by the output."""
+    arrays = tokens()
+    given = given_of(arrays)
+    rows, squares = squares_with(monkeypatch, given, clusters, LENGTH, SQUARES[:1])
+    output = squares.attend(range(2))
+    exact = linattn.softmax_attention(*arrays, is_causal=True)
+    square = np.sum((output - exact) ** 2, axis=(-2, -1))
+    error = np.sqrt(square / np.sum(exact**2, axis=(-2, -1)))
+    assert (error > 1e-3).all()
+    assert_allclose([record.error for record in squares.records()], error, rtol=1e-6)
+    judged = [rows.judge((i,), output[i], 0.9) for i in range(2)]
+    assert_allclose(judged, np.stack([error, error], axis=-1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("start", [399, 250, 120])
+def test_no_output_depends_on_a_later_token(monkeypatch, start):
+    arrays = tokens()
+    changed = arrays.copy()
+    changed[..., start:, :] = tokens(seed=1)[..., start:, :] * 3
+    outputs = [
+        squares_with(monkeypatch, given_of(x), 2)[1].attend(range(2)) for x in (arrays, changed)
+    ]
+    # Which queries are worked out together may differ, and so may last bits.
+    assert_allclose(outputs[0][:, :start], outputs[1][:, :start], rtol=1e-11, atol=1e-14)
+    assert abs(outputs[0][:, start:] - outputs[1][:, start:]).max() > 0.1
+
+
+def test_allowed_errors_add_up_to_the_tolerance_or_are_the_first():
+    rng = np.random.default_rng(0)
+    sizes = np.array([4.0, 2, 2, 1, 1, 1, 1])
+    for scale in (0.001, 0.03, 0.3, np.inf):
+        first = scale * rng.random(7) if np.isfinite(scale) else np.full(7, np.inf)
+        allowed = _squares._allowed_errors(first, sizes, 0.1)
+        assert (allowed <= first).all()
+        total = np.sqrt(np.sum(allowed**2))
+        assert_allclose(total, min(0.1, np.sqrt(np.sum(first**2))), rtol=1e-12)
+
+
+def test_long_sequences_meet_the_tolerance_in_squares(monkeypatch):
+    """Sharp heads, for which a coreset is not near: landmarks, exact clusters, and one report."""
+    monkeypatch.setattr(_squares, "MAX_FIT", 0.8)
+    rng = np.random.default_rng(3)
+    centres = rng.standard_normal((2, 40, 8))
+    which = rng.integers(40, size=6000)
+    key = centres[:, which] + 0.3 * rng.standard_normal((2, 6000, 8))
+    query = 2 * centres[:, which] + rng.standard_normal((2, 6000, 8))
+    value = rng.standard_normal((2, 40, 8))[:, which] + 0.3 * rng.standard_normal((2, 6000, 8))
+    arrays = [x.astype(np.float32) for x in (query, key, value)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output, report = linattn.attention(
+            *arrays, is_causal=True, tolerance=0.15, rng=0, return_report=True
+        )
+    exact = linattn.softmax_attention(*arrays, is_causal=True)
+    error = np.linalg.norm(output - exact, axis=(-2, -1)) / np.linalg.norm(exact, axis=(-2, -1))
+    assert report.method == "landmarks"
+    assert report.head_methods.tolist() == ["landmarks"] * 2
+    assert report.head_windows.tolist() == [0, 0]
+    assert report.cost < 1
+    assert (error < 0.15).all()
+    assert (error > 1e-3).all()
+    assert_allclose(report.error, error, rtol=0.5)
+    assert (report.bound <= 0.15).all()
