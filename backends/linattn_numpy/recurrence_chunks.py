@@ -1,8 +1,8 @@
 """Chunks of a recurrence, a tile of them at once: all that does not need the state before them.
 
 Where decays are weak, as in most tiles, ``exp(x_i - x_j)``, the decay from token j to token i, is a
-product of two factors. The x are sums of log decays from the middle of a chunk on, or of a run of
-chunks where a token has one number, all of one sign, so that they keep their digits. Elsewhere all
+product of two factors. The x are sums of log decays from the middle of a chunk on, all of one sign,
+so that they keep their digits. Elsewhere all
 factors are at most 1, as in the generic code.
 
 Letters: ``h`` heads, ``r`` queries that share a state, ``g`` chunks of ``c`` tokens, ``w`` numbers
@@ -59,7 +59,7 @@ class Inside(NamedTuple):
     value: Floats | None = None
     """``(h, g, c, 1)``: factor of the values."""
     enter: Floats | None = None
-    """``(h, runs, w, 1)``: factor of the state before the first chunk of a run reads it."""
+    """``(h, g, w, 1)``: factor of the state before a chunk reads it."""
     total: Floats | None = None
     """``(h, g, w, 1)``: factor of the state after a chunk has read it."""
     leave: Floats | None = None
@@ -83,21 +83,16 @@ def _within(x: Floats, most: float) -> bool:
 
 
 def _weak_by_token(chunks: Chunks, scale: float) -> Inside | None:
-    """Keys stay: the state and what is written are relative to the middle token of n chunks."""
+    """Keys stay: the state and what is written are relative to the middle token of a chunk."""
     query, key, _, log_decay, beta = chunks
     assert log_decay is not None
-    h, g, c, _ = key.shape
-    n, least = g, log_decay.sum(axis=-2).min()
-    while n > 1 and n * least < -2 * MAX_TOKEN_DECAY_EXPONENT:
-        n = n // 2 if n % 2 == 0 else 1
-    runs = log_decay.reshape(h, g // n, n * c, 1)
     # Few numbers: float64 costs nothing.
-    x = runs.cumsum(axis=-2, dtype=np.float64)
-    x -= x[..., n * c // 2, None, :]
+    x = log_decay.cumsum(axis=-2, dtype=np.float64)
+    x -= x[..., x.shape[-2] // 2, None, :]
     if not _within(x, MAX_TOKEN_DECAY_EXPONENT):
         return None
-    of_state = _to_middles(x, runs, key.dtype)
-    since = np.exp(x, out=x).reshape(h, g, c, 1)
+    of_state = _to_middles(x, log_decay, key.dtype)
+    since = np.exp(x, out=x)
     reads = _reads(query, (scale * since).astype(key.dtype, copy=False), key)
     value = (1 / since).astype(key.dtype, copy=False)
     return Inside(reads, key, key, _pairs(key, key, beta), value, **of_state)

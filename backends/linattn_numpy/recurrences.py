@@ -180,10 +180,9 @@ def _scan(chunks: Chunks, scale: float, state: Floats, output: Floats) -> None:
     here[...] = state
     found = buffer("found", (h, c, e), state.dtype)
     added = buffer("added", (h, d, e), state.dtype)
-    arrays = (output, chunks.value, inverse, *made[:3], made.value, made.total)
-    steps = zip(*(_by_chunk(array, g) for array in arrays), strict=True)
-    for enter, step in zip(_entering(made.enter, g), steps, strict=True):
-        out, value, solve, reads, before, after, factor, total = step
+    arrays = (output, chunks.value, inverse, *made[:3], made.value, made.enter, made.total)
+    for step in zip(*(_by_chunk(array, g) for array in arrays), strict=True):
+        out, value, solve, reads, before, after, factor, enter, total = step
         if enter is not None:
             here *= enter
         if by_channel:
@@ -201,15 +200,6 @@ def _scan(chunks: Chunks, scale: float, state: Floats, output: Floats) -> None:
             here *= total
         here += np.matmul(transposed(after), stored, out=added)
     np.multiply(here, 1 if made.leave is None else made.leave, out=state)
-
-
-def _entering(enter: Floats | None, g: int) -> list[Any]:
-    """Factor ``(h, w, 1)`` of the state before each of g chunks, None inside of a run."""
-    factors: list[Any] = [None] * g
-    if enter is not None:
-        run = g // enter.shape[1]
-        factors[::run] = np.moveaxis(enter, 1, 0)
-    return factors
 
 
 def _by_chunk(array: Floats | None, g: int) -> Iterable[Any]:
