@@ -93,7 +93,7 @@ def read_block_vjp(
         return EMPTY
     if not has_vjp(query_spec):
         return NO_VJP
-    kvz, positive, loss = state.kvz, None, 1.0
+    kvz, loss = state.kvz, 1.0
     features = unshifted_features(query_spec, tokens, "query")
     if not isinstance(features, Declined):
         c = state.log_scale + features.col
@@ -101,7 +101,7 @@ def read_block_vjp(
         if not np.all(c == top):
             kvz = kvz * np.exp(c - top)[..., None]
         log_scale, max_weight = features.col - top, np.exp(features.max_log)
-        weights, positive = features.weights, features.positive
+        weights = features.weights
     elif isinstance(query_spec, Exponential):
         weights = log_features(query_spec, tokens, "query")
         weights = in_place(np.add, weights, (state.log_scale + query_spec.col)[..., None, :])
@@ -127,7 +127,7 @@ def read_block_vjp(
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
     adjoint = add_sums(adjoint, sums, log_scale, g1.shape[-2])
-    return features_vjp(query_spec, tokens.x, weights, positive, cotangent, None), adjoint
+    return features_vjp(query_spec, tokens.x, weights, cotangent, None), adjoint
 
 
 def reduce_block_vjp(
@@ -138,7 +138,7 @@ def reduce_block_vjp(
         return EMPTY
     if not has_vjp(key_spec):
         return NO_VJP
-    kvz, factor, positive, dtype = adjoint.kvz, None, None, values_and_one.dtype
+    kvz, factor, dtype = adjoint.kvz, None, values_and_one.dtype
     terms = adjoint.log_scale.shape[-1] * max(adjoint.length, 1)
     limit = _max_scale(dtype, terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
@@ -148,7 +148,7 @@ def reduce_block_vjp(
         if not scale.max() + features.max_log <= limit:
             return UNDERFLOWED_KEYS
         kvz = kvz * np.exp(scale)[..., None]
-        weights, positive = features.weights, features.positive
+        weights = features.weights
     elif isinstance(key_spec, Exponential):
         weights = log_features(key_spec, tokens, "key")
         weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
@@ -165,7 +165,7 @@ def reduce_block_vjp(
         grad_values_and_one *= factor
     total = np.vecdot(values_and_one, grad_values_and_one)[..., None]
     cotangent = product(v, transposed(kvz), "read")
-    grad_key = features_vjp(key_spec, tokens.x, weights, positive, cotangent, total)
+    grad_key = features_vjp(key_spec, tokens.x, weights, cotangent, total)
     return grad_key, grad_values_and_one
 
 

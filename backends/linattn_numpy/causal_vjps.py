@@ -58,8 +58,6 @@ class _Rows(NamedTuple):
     """What states between sub-blocks are multiplied with, ``(..., m, 1)``; None for 1."""
     floor: float | Floats
     """Least denominator that is accepted."""
-    positive: tuple[Bools | None, Bools | None] = (None, None)
-    """Where inputs of a ReLU are, of queries and of keys."""
 
 
 class _Pairs(NamedTuple):
@@ -124,8 +122,7 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
         return UNEVEN
     terms = float(k.shape[-1] * (state.length + v.shape[-2]))
     floor = floor_of(v.dtype) * terms * math.exp(queries.max_log + keys.max_log)
-    positive = queries.positive, keys.positive
-    return _Rows(queries.weights, k, v, start, log_scale[..., None, :], None, floor, positive)
+    return _Rows(queries.weights, k, v, start, log_scale[..., None, :], None, floor)
 
 
 def _pull_stabilized(
@@ -179,7 +176,7 @@ def _pull(
         pairs.append(_pairs(run, rows, each, prefixes, grad_output, inverses, g1, cotangent))
     if not all_finite(g1[..., -1]):
         return UNDERFLOWED
-    grad_query = features_vjp(block.query_spec, block.query.x, q, rows.positive[0], cotangent, None)
+    grad_query = features_vjp(block.query_spec, block.query.x, q, cotangent, None)
     grad_query *= inverses
     return grad_query, *_pull_keys(block, rows, pairs, g1, adjoint)
 
@@ -280,13 +277,12 @@ def _pull_keys(
         np.matmul(ks, later, out=out)
         out += sum_to(np.matmul(weights, gs), inner)
         out = run.split(cotangent)
-        np.matmul(vs, _transposed_copy(later), out=out)
+        np.matmul(vs, transposed(later), out=out)
         out += sum_to(product(cotangents, qs, "more"), inner)
     # What v has been multiplied with.
     grad_values_and_one *= v[..., -1:]
     total = np.vecdot(block.values_and_one, grad_values_and_one)[..., None]
-    positive = rows.positive[1]
-    grad_key = features_vjp(block.key_spec, block.key.x, k, positive, cotangent, total)
+    grad_key = features_vjp(block.key_spec, block.key.x, k, cotangent, total)
     before = State(states[..., 0, :, :].copy(), -rows.log_scale[..., 0, :], adjoint.length + n)
     return grad_key, grad_values_and_one, before
 
@@ -304,10 +300,3 @@ def _adjoint_states(rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
             sums[...] = sum_to(np.matmul(transposed(qs), gs), sums.shape[:-2])
     _accumulate(states[..., ::-1, :, :], (rows.rises or [])[::-1])
     return states
-
-
-def _transposed_copy(states: Floats) -> Floats:
-    """In a buffer: a product of few rows with a transposed view takes twice as long."""
-    copy = buffer("transposed", (*states.shape[:-2], *states.shape[:-3:-1]), states.dtype)
-    np.copyto(copy, transposed(states))
-    return copy

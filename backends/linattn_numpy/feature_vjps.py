@@ -28,8 +28,6 @@ from linattn_numpy.products import transposed
 __all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
 
 Floats = NDArray[Any]
-Bools = NDArray[np.bool_]
-
 
 NO_VJP = Declined("NumPy's own gradients are those of exponential maps, elu + 1 and ReLU")
 
@@ -50,8 +48,6 @@ class Unshifted(NamedTuple):
     """Log that all features of a token share, ``(..., n, 1)``; None for 0."""
     max_log: float
     """Log of the largest weight, at least 0."""
-    positive: Bools | None
-    """Where the inputs of a ReLU are; None for other functions."""
 
 
 def unshifted_features(
@@ -64,28 +60,22 @@ def unshifted_features(
         return Declined(f"exponents or features of {name} are out of the range of unshifted ones")
     if isinstance(spec, Exponential):
         weights = exponentials(spec, u, name)
-        return Unshifted(weights, spec.col, row_term(spec, tokens), highest, None)
+        return Unshifted(weights, spec.col, row_term(spec, tokens), highest)
     weights = activate(spec, u, buffer(name + "_both", u.shape, u.dtype))
-    positive = None
-    if spec.f == RELU:
-        # Features do not tell: a small input vanishes beside the offset.
-        positive = np.greater(u, 0, out=buffer(name + "_positive", u.shape, bool))
     col = np.zeros(weights.shape[-1], weights.dtype)
-    return Unshifted(weights, col, tokens.log_weight, highest, positive)
+    return Unshifted(weights, col, tokens.log_weight, highest)
 
 
 def features_vjp(
     spec: Spec,
     x: Floats,
     weights: Floats,
-    positive: Bools | None,
     cotangent: Floats,
     total: Floats | None,
 ) -> Floats:
     """Pull the cotangent of the features ``weights`` back to tokens; it is written over.
 
-    ``positive``: where inputs of a ReLU are. ``total``: sum of the products of features and
-    cotangents over a row, None for 0.
+    ``total``: sum of the products of features and cotangents over a row, None for 0.
     """
     if isinstance(spec, Exponential):
         cotangent = in_place(np.multiply, cotangent, weights)
@@ -99,8 +89,9 @@ def features_vjp(
             return in_place(np.subtract, gradient, total * spec.Q * x)
         return in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
     assert isinstance(spec, Pointwise)
-    if positive is not None:
-        cotangent = in_place(np.multiply, cotangent, positive)
+    if spec.f == RELU:
+        # Features do not tell: a small input vanishes beside the offset.
+        cotangent = in_place(np.multiply, cotangent, preactivations(spec, x, "inputs") > 0)
         slope: Any = spec.factor
     else:
         cotangent = in_place(np.multiply, cotangent, np.minimum(weights, spec.factor))
