@@ -11,8 +11,7 @@ each head is done by itself. The generic twin is ``scan_block`` of ``linattn/_ge
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from itertools import repeat
+from collections.abc import Iterable
 from math import inf, prod
 from typing import Any
 
@@ -53,7 +52,7 @@ from linattn_numpy.limits import (
     rejected_rows,
     tiny,
 )
-from linattn_numpy.products import broadcast_lead
+from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
@@ -159,7 +158,10 @@ def _scan_tiles(
     least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
     if key.log_decay is not None:
         least *= EXP_LOSS
-    lead = broadcast_lead(values_and_one.shape[:-2], common.value_weights.shape[:-2])
+    weights = common.value_weights
+    is_weighted, lead = not (weights == 1).all(), weights.shape[:-2]
+    weights = np.broadcast_to(weights, (*lead, n, 1))
+    lead = broadcast_lead(values_and_one.shape[:-2], lead)
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query.x, length, "query")
         keys = FeatureMaker(key_spec, key.x, length, "key", factors=common.key_factors)
@@ -167,41 +169,25 @@ def _scan_tiles(
         sums = Triangles(queries.weights, keys.weights, lead, kvz, size, is_empty=is_empty)
         if num_den is None:
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
-        values = _weighted_tiles(values_and_one, common.value_weights, rows, sums)
         arrays = (
             queries.split(query.x[..., rows, :]),
             keys.split(key.x[..., rows, :]),
+            sums.split(values_and_one[..., rows, :]),
+            sums.split(weights[..., rows, :]),
             sums.split(num_den[..., rows, :]),
         )
         decays = decay_of_tiles(key.log_decay, rows, length // size, size, kvz.dtype)
-        for q, k, out in zip(*arrays, strict=True):
+        for q, k, v, weight, out in zip(*arrays, strict=True):
             max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))
             if max_log == inf:
                 return LARGE_EXPONENTS
-            sums.add(next(values), out, next(decays))
+            sums.add(weighted(v, weight) if is_weighted else v, out, next(decays))
             # The floor does not fall from tile to tile.
             if not out[..., -1].min() >= least * math.exp(max_log):
                 return UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
     return num_den, kvz, least * math.exp(max_log)
-
-
-def _weighted_tiles(
-    values_and_one: Floats, weights: Floats, rows: slice, sums: Triangles
-) -> Iterator[Floats]:
-    """Multiply some rows of values by their weights, a tile at a time; no copy if all are 1."""
-    parts = sums.split(values_and_one[..., rows, :])
-    if weights.shape[-2] == 1 and (weights == 1).all():
-        yield from parts
-        return
-    lead = broadcast_lead(values_and_one.shape[:-2], weights.shape[:-2])
-    out = buffer("values_and_one", (*lead, *parts.shape[-3:]), parts.dtype)
-    each: Iterable[Floats] = repeat(weights[..., None])
-    if weights.shape[-2] > 1:
-        each = sums.split(weights[..., rows, :])
-    for part, weight in zip(parts, each, strict=False):
-        yield np.multiply(part, weight, out=out)
 
 
 def _exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:

@@ -200,6 +200,6 @@ def _tokens_and_features(n: int, m: int, j: int) -> tuple[int, int]:
 
 def weighted(values_and_one: Floats, weights: Floats, name: str = "values_and_one") -> Floats:
     """Multiply in a buffer."""
-    lead = np.broadcast_shapes(values_and_one.shape[:-2], weights.shape[:-2])
+    lead = broadcast_lead(values_and_one.shape[:-2], weights.shape[:-2])
     out = buffer(name, (*lead, *values_and_one.shape[-2:]), values_and_one.dtype)
     return np.asarray(np.multiply(values_and_one, weights, out=out))
