@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 
-__all__ = ["buffer", "zeros"]
+__all__ = ["buffer"]
 
 _scratch = threading.local()
 
@@ -34,13 +34,3 @@ def _aligned(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     memory = np.empty(size + tuning.CACHE_LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % tuning.CACHE_LINE_BYTES
     return memory[start : start + size].view(dtype)
-
-
-def zeros(count: int, dtype: Any) -> NDArray[Any]:
-    """Return zeros that nobody may write to."""
-    cached = getattr(_scratch, "zeros", None)
-    if cached is None or cached.size < count or cached.dtype != dtype:
-        cached = np.zeros(count, dtype)
-        cached.flags.writeable = False
-        _scratch.zeros = cached
-    return np.asarray(cached[:count])

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined
-from linattn_numpy.buffers import zeros
 
 __all__ = [
     "EMPTY",
@@ -73,7 +72,7 @@ MAX_HALF_DECAY = {4: 40.0, 8: 300.0}  # exponent of half a sub-block's, on eithe
 
 # Recurrences.
 MAX_DECAY_EXPONENT = 10.0  # of half a chunk: its exponential keeps 1e-6 in float32
-MAX_TOKEN_DECAY_EXPONENT = 20.0  # of half a run, one number a token: float64 sums, so only range
+MAX_TOKEN_DECAY_EXPONENT = 20.0  # one number a token: float64 sums, so only range
 MAX_SHORT_KEY = 16  # dimensions of keys that delta rules solve in float64: they lean on each other
 
 # Features, sums and denominators, beyond which a block is done again in another way.
@@ -139,7 +138,7 @@ def all_finite(x: Floats) -> bool:
     # Times 0, what is finite is 0 and all else NaN: faster than to ask each, and as one matrix.
     if x.flags.c_contiguous:
         x = x.reshape(-1, x.shape[-1])
-    return not np.matmul(x, zeros(x.shape[-1], x.dtype)).any()
+    return not np.matmul(x, np.zeros(x.shape[-1], x.dtype)).any()
 
 
 def in_place(operation: np.ufunc, x: Floats, y: Floats) -> Floats:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from math import exp, isfinite
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +26,12 @@ TOO_HIGH = Declined("a key is not finite, or its features are too large for any 
 MAX_SUM_OF_SQUARES = exp(2 * MAX_LOG_LEAD)
 """Features of which the sum of squares is below this are all below exp(MAX_LOG_LEAD)."""
 
-_projections: WeakKeyDictionary[Exponential, Floats] = WeakKeyDictionary()
-"""What :func:`_projection` has made, for as long as a map keeps its spec."""
-
 
 def _projection(spec: Exponential) -> Floats:
     """``P`` of all features, and below it what the square of a token is multiplied by."""
-    found = _projections.get(spec)
-    if found is None:
-        P = np.concatenate([spec.P, -spec.P], axis=-1) if spec.paired else spec.P
-        factor = -0.5 * spec.Q if isinstance(spec.Q, float) else -0.5
-        row = np.full_like(P[..., :1, :], factor)
-        found = _projections[spec] = np.concatenate([P, row], axis=-2)
-    return found
+    P = np.concatenate([spec.P, -spec.P], axis=-1) if spec.paired else spec.P
+    factor = -0.5 * spec.Q if isinstance(spec.Q, float) else -0.5
+    return np.concatenate([P, np.full_like(P[..., :1, :], factor)], axis=-2)
 
 
 def _product(tokens: Floats, spec: Exponential, logs: Floats) -> tuple[Floats, Floats, Floats]:
