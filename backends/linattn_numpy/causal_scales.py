@@ -20,7 +20,14 @@ from linattn_numpy.limits import (
 from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import Run, rows_of
 
-__all__ = ["CausalBlock", "CommonScale", "StabilizedBlock", "common_scale", "stabilize"]
+__all__ = [
+    "CausalBlock",
+    "CommonScale",
+    "StabilizedBlock",
+    "common_scale",
+    "running_scales",
+    "stabilize",
+]
 
 Floats = NDArray[Any]
 
@@ -120,26 +127,34 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     query_spec, key_spec, query, key, _ = block
     k = log_features(key_spec, key, "key")
     top = np.concatenate([run.split(k).max(axis=-2) for run in runs], axis=-2)
-    c = np.maximum.accumulate(top + key_spec.col[..., None, :], axis=-2)
-    c = np.maximum(c, state.log_scale[..., None, :])
-    # What follows may be NaN, and is not for what is before it.
-    last = c[..., -1:, :]
-    c = np.where(c >= last - MAX_PREFIX_LOG_LEAD, last, c)
-    shift = finite_shift(c)
+    top = np.maximum(top + key_spec.col[..., None, :], state.log_scale[..., None, :])
+    c, shift, rises = running_scales(top, top.max(axis=-2, keepdims=True))
     k = _add_by_run(k, key_spec.col[..., None, :] - shift, runs)
     q = query_exponents(query_spec, query.x, "query")
     q = _add_by_run(q, c + query_spec.col[..., None, :], runs)
     row = row_max(q)
     q -= finite_shift(row)
     before = state.kvz * np.exp(state.log_scale - shift[..., 0, :])[..., None]
+    terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1)
+    floor = EXP_LOSS * floor_of(k.dtype) * terms[..., None, None]
+    return StabilizedBlock(q, k, before, row, c, rises, floor)
+
+
+def running_scales(log: Floats, top: Floats) -> tuple[Floats, Floats, list[Floats | None]]:
+    """Largest logs so far along the last axis but one, or ``top`` where that is near.
+
+    Also as finite shifts, and the factors ``(..., m, 1)`` from each to the next; None for 1.
+    """
+    c = np.maximum.accumulate(log, axis=-2)
+    # What follows may be NaN, and is not for what is before it.
+    c = np.where(c >= top - MAX_PREFIX_LOG_LEAD, top, c)
+    shift = finite_shift(c)
     rising = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
     rises = [
         np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None] if is_rising else None
         for i, is_rising in enumerate(rising.tolist())
     ]
-    terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1)
-    floor = EXP_LOSS * floor_of(k.dtype) * terms[..., None, None]
-    return StabilizedBlock(q, k, before, row, c, rises, floor)
+    return c, shift, rises
 
 
 def _add_by_run(x: Floats, logs: Floats, runs: list[Run]) -> Floats:

@@ -13,11 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import RELU, Declined, Exponential, Pointwise, Spec, Tokens
-from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
-    activate,
-    exponentials,
-    max_log,
+    FeatureMaker,
+    log_offsets,
     preactivations,
     row_term,
     supports_pointwise,
@@ -54,16 +52,13 @@ def unshifted_features(
     spec: Exponential | Pointwise, tokens: Tokens, name: str
 ) -> Unshifted | Declined:
     """Features in buffers of that name, of exponents up to MAX_VJP_EXPONENT."""
-    u = preactivations(spec, tokens.x, name)
-    highest = max_log(spec, u)
-    if highest > MAX_VJP_EXPONENT[u.itemsize]:
+    maker = FeatureMaker(spec, tokens.x, tokens.x.shape[-2], name, by_rows=True)
+    highest = maker.make(tokens.x, inspect=True)
+    weights = maker.features.reshape(*maker.features.shape[:-2], -1)
+    if highest > MAX_VJP_EXPONENT[weights.itemsize]:
         return Declined(f"exponents or features of {name} are out of the range of unshifted ones")
-    if isinstance(spec, Exponential):
-        weights = exponentials(spec, u, name)
-        return Unshifted(weights, spec.col, row_term(spec, tokens), highest)
-    weights = activate(spec, u, buffer(name + "_both", u.shape, u.dtype))
-    col = np.zeros(weights.shape[-1], weights.dtype)
-    return Unshifted(weights, col, tokens.log_weight, highest)
+    col = log_offsets(spec, weights.dtype)
+    return Unshifted(weights, col, row_term(spec, tokens), highest)
 
 
 def features_vjp(

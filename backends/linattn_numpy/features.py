@@ -23,7 +23,6 @@ __all__ = [
     "FeatureMaker",
     "activate",
     "are_moderate",
-    "exponentials",
     "feature_tiles",
     "is_moderate",
     "log_features",
@@ -48,7 +47,7 @@ class FeatureMaker:
     They are left in ``weights``, ``(..., h, n, m / h)``, unshifted: what is beyond the range is inf
     or 0. A paired map has its sign halves, h = 2, apart: what is done to whole arrays takes half of
     what it takes on parts of their rows. ``factors``, ``(..., m)``: what the features are
-    multiplied with.
+    multiplied with. ``by_rows``: ``features`` are ``(..., n, h, m / h)``, the halves side by side.
     """
 
     weights: Floats
@@ -61,12 +60,14 @@ class FeatureMaker:
         name: str,
         *,
         factors: Floats | None = None,
+        by_rows: bool = False,
     ) -> None:
         self._spec, self._halves = spec, num_sign_halves(spec)
         *lead, j = _inputs_shape(spec, x)
-        halves = buffer(name, (self._halves, *lead, n, j), x.dtype)
-        self._first, self._last = halves[0], halves[-1]
-        self.weights = moveaxis(halves, 0, -3)
+        shape = (*lead, n, self._halves, j) if by_rows else (self._halves, *lead, n, j)
+        self.features = buffer(name, shape, x.dtype)
+        self.weights = moveaxis(self.features, -2 if by_rows else 0, -3)
+        self._first, self._last = self.weights[..., 0, :, :], self.weights[..., -1, :, :]
         self._scaling = None
         if factors is not None:
             factors = factors.reshape(*factors.shape[:-1], self._halves, 1, j)
@@ -171,18 +172,6 @@ def _are_moderate(x: Floats, P: Floats) -> Any:
     num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // P.shape[-1])
     u = np.matmul(x[..., :num_rows, :], P)
     return np.abs(u).max(axis=(-2, -1)) <= tuning.MAX_SAMPLED_SHARE * MAX_EXPONENT[u.itemsize]
-
-
-def exponentials(spec: Exponential, u: Floats, name: str) -> Floats:
-    """Exponentials of all features; those of the second half of a paired map are reciprocals."""
-    np.exp(u, out=u)
-    if not spec.paired:
-        return u
-    r = u.shape[-1]
-    both = buffer(name + "_both", (*u.shape[:-1], 2 * r), u.dtype)
-    both[..., :r] = u
-    np.divide(1.0, u, out=both[..., r:])
-    return both
 
 
 def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:

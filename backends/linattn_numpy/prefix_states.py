@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import State
-from linattn_numpy.limits import MAX_PREFIX_LOG_LEAD, exp, finite_shift
+from linattn_numpy.causal_scales import running_scales
+from linattn_numpy.limits import exp, finite_shift
 
 __all__ = ["far_states"]
 
@@ -42,22 +43,16 @@ def _prefixes(first: State, kvz: Floats, log: Floats, top: Floats) -> State:
     A feature of each sum is on the largest log scale so far, or on ``top`` where that is near.
     """
     log = np.concatenate([first.log_scale[..., None, :], log], axis=-2)
-    c, top = np.maximum.accumulate(log, axis=-2), top[..., None, :]
-    # What follows may be NaN, and is not for what is before it.
-    c = np.where(c >= top - MAX_PREFIX_LOG_LEAD, top, c)
-    shift = finite_shift(c)
+    c, shift, rises = running_scales(log, top[..., None, :])
     shares = exp(log - shift)[..., None]
     lead = np.broadcast_shapes(first.kvz.shape[:-2], kvz.shape[:-3])
     sums = np.empty((*lead, log.shape[-2], *kvz.shape[-2:]), kvz.dtype)
     np.multiply(first.kvz, shares[..., 0, :, :], out=sums[..., 0, :, :])
     np.multiply(kvz, shares[..., 1:, :, :], out=sums[..., 1:, :, :])
-    rises = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
     # A loop: np.cumsum does not add whole states at once.
-    for i, rises_here in enumerate(rises.tolist()):
+    for i, factor in enumerate(rises):
         so_far = sums[..., i, :, :]
-        if rises_here:
-            so_far = so_far * np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None]
-        sums[..., i + 1, :, :] += so_far
+        sums[..., i + 1, :, :] += so_far if factor is None else so_far * factor
     return State(sums, c, 0)
 
 
