@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy.buffers import buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
-from linattn_numpy.features import log_features
+from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.limits import (
     EMPTY,
     EXP_LOSS,
@@ -103,7 +103,7 @@ def read_block_vjp(
         log_scale, max_weight = features.col - top, np.exp(features.max_log)
         weights = features.weights
     elif isinstance(query_spec, Exponential):
-        weights = log_features(query_spec, tokens, "query")
+        weights = query_exponents(query_spec, tokens.x, "query")
         weights = in_place(np.add, weights, (state.log_scale + query_spec.col)[..., None, :])
         weights -= finite_shift(row_max(weights))
         weights = exp(weights)

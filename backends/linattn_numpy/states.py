@@ -62,22 +62,11 @@ from linattn_numpy.limits import (
 from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
 from linattn_numpy.tiles import rows_of
 
-__all__ = ["add_sums", "divide", "read_block", "reduce_block", "values_block"]
+__all__ = ["add_sums", "divide", "read_block", "reduce_block"]
 
 Floats = NDArray[Any]
 
 LARGE_EXPONENTS = Declined("exponents are out of the range of unshifted ones")
-
-
-def values_block(value: Floats, mask: Any, dtype: Any) -> Any:
-    """``[v, 1]`` in a buffer, for the block of this moment."""
-    lead = value.shape[:-2] if mask is None else np.broadcast_shapes(value.shape, mask.shape)[:-2]
-    values_and_one = buffer("values", (*lead, value.shape[-2], value.shape[-1] + 1), dtype)
-    values_and_one[..., :-1] = value
-    values_and_one[..., -1] = 1
-    if mask is not None:
-        np.copyto(values_and_one[..., :-1], 0, where=~mask)
-    return values_and_one
 
 
 def reduce_block(
