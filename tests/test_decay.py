@@ -63,6 +63,17 @@ def test_causal_equals_the_oracle(kind, jump, dtype, backends):
         check(out, phi, (query, key, value), dense, dtype)
 
 
+@pytest.mark.parametrize("backends", [True, False], ids=["backends", "generic"])
+def test_weak_decays_keep_their_digits_after_strong_ones(backends):
+    """Sums of float32 would have steps of .0005 here, and weights that much off."""
+    arrays, decay = tokens((2,), 32), np.where(np.arange(32) < 24, -200.0, -0.0123)
+    with nullcontext() if backends else linattn.without_backends():
+        out = linattn.linear_attention(
+            *(a.astype(np.float32) for a in arrays), PHI, is_causal=True, log_decay=decay[None]
+        )
+    check(out, PHI, arrays, dense_decay(decay, 32), "float32")
+
+
 @every_dtype
 @pytest.mark.parametrize("kind", ["-0.5", "-50.0", "a few are strong"])
 @pytest.mark.parametrize("name", ["positive", "elu"])
@@ -363,19 +374,19 @@ def test_numerators_of_nothing_are_zero_and_overflow_as_the_dense_formula_does()
 
 
 def test_a_long_sequence_does_not_drift():
-    """Float32 sums of all decays would be off by .004."""
-    length, last = 1_000_000, 64
+    """Sums of all decays, as a key bias would hold them, have steps of .06 in float32."""
+    length, last, decay = 1_000_000, 64, float(np.log(0.5))
     rng = np.random.default_rng(0)
     phi = EluFeatures()
     query, key, value = rng.standard_normal((3, length, 2), dtype=np.float32)
     out, state = linattn.linear_attention(
-        query, key, value, phi, is_causal=True, log_decay=-0.5, return_state=True
+        query, key, value, phi, is_causal=True, log_decay=decay, return_state=True
     )
-    # What is 300 tokens away has decayed to e^-150.
+    # What is 300 tokens away has decayed to e^-200.
     few = [a[-last - 300 :].astype(np.float64) for a in (query, key, value)]
-    expected = linattn.linear_attention(*few, phi, is_causal=True, log_decay=-0.5)[-last:]
+    expected = linattn.linear_attention(*few, phi, is_causal=True, log_decay=decay)[-last:]
     assert_allclose(out[-last:], expected, atol=2e-6)
-    assert_allclose(state.log_decay, -0.5 * length)
+    assert_allclose(state.log_decay, decay * length)
 
 
 # Errors -----------------------------------------------------------------------------------------
