@@ -144,6 +144,12 @@ def test_stops(numpy_path, name, case, chunk_size):
     assert_array_equal(out[..., stops == 0, :], 0)
 
 
+def test_the_first_query_of_a_block_may_miss_its_last_key(numpy_path):
+    arrays = inputs(2, 9)
+    out = attend("exact", *arrays, key_stop=[8, 9])
+    assert_allclose(out, oracle("exact", *arrays, prefixes([8, 9], 9)), rtol=1e-11, atol=1e-11)
+
+
 @every_map
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("borders", BORDERS, ids=str)
