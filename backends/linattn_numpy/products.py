@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.threads import limited_threads
+from linattn_numpy.tiles import moveaxis
 
 __all__ = [
     "KINDS",
@@ -162,28 +163,27 @@ def sum_products(x: Floats, y: Floats, out: Floats) -> Floats:
     return np.matmul(transposed(x), y, out=out)
 
 
-def weighted_sum(weights: Floats, v: Floats) -> Floats:
-    """``weights^T v``, a new array: by batches of tokens and of features where that is faster."""
-    (n, m), j = weights.shape[-2:], v.shape[-1]
-    is_cut = n >= tuning.MIN_SUM_ROWS and _tokens_and_features(n, m, j)[1] < m
-    if is_cut and "read" in small_products(v.dtype):
-        return _sum_cut(weights, v)
-    return np.asarray(np.matmul(transposed(weights), v))
+def weighted_sum(weights: Floats, v: Floats, total: Floats | None = None) -> Floats:
+    """``weights^T v``, added to a total or a new array.
 
-
-def _sum_cut(weights: Floats, v: Floats) -> Floats:
-    lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
+    By batches of tokens and of features where that is faster.
+    """
     (n, m), j = weights.shape[-2:], v.shape[-1]
     size, r = _tokens_and_features(n, m, j)
-    whole = n - n % size
-    batches = weights[..., :whole, :].reshape(*weights.shape[:-2], -1, size, m // r, r)
-    values = v[..., :whole, :].reshape(*v.shape[:-2], -1, 1, size, j)
-    sums = buffer("sums", (*lead, whole // size, m // r, r, j), v.dtype)
+    if r == m or "read" not in small_products(v.dtype):
+        size, r = n, m
+    lead, count = broadcast_lead(weights.shape[:-2], v.shape[:-2]), max(1, n // max(1, size))
+    whole = count * size
+    batches = weights[..., :whole, :].reshape(*weights.shape[:-2], count, size, m // r, r)
+    values = v[..., :whole, :].reshape(*v.shape[:-2], count, 1, size, j)
+    sums = buffer("sums", (*lead, count, m // r, r, j), v.dtype)
     np.matmul(transposed(np.swapaxes(batches, -3, -2)), values, out=sums)
-    total = np.add.reduce(sums, axis=-4).reshape(*lead, m, j)
+    added, *rest = moveaxis(sums, -4, 0).reshape(count, *lead, m, j)
+    for part in rest:
+        added += part
     if whole < n:
-        total += np.matmul(transposed(weights[..., whole:, :]), v[..., whole:, :])
-    return np.asarray(total)
+        added += np.matmul(transposed(weights[..., whole:, :]), v[..., whole:, :])
+    return np.asarray(added.copy() if total is None else np.add(total, added, out=total))
 
 
 @cache
@@ -194,7 +194,7 @@ def _tokens_and_features(n: int, m: int, j: int) -> tuple[int, int]:
         features //= 2
     while 2 * size * features * j <= tuning.MAX_SMALL_MATMUL:
         size *= 2
-    fits = features >= tuning.MIN_PRODUCT_ROWS and size >= tuning.MIN_SUM_ROWS
+    fits = tuning.MIN_PRODUCT_ROWS <= features < m and min(n, size) >= tuning.MIN_SUM_ROWS
     return (min(size, n), features) if fits else (n, m)
 
 

@@ -94,7 +94,7 @@ def _unshifted_sums(
     key_spec: Exponential | Pointwise, tokens: Tokens, values_and_one: Floats
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature: sums and their log scale."""
-    row, kvz = row_term(key_spec, tokens), np.zeros(())
+    row, sums = row_term(key_spec, tokens), None
     top = np.zeros(1) if row is None else row.max(axis=-2)
     if row is not None:
         row = row - finite_shift(top)[..., None]
@@ -106,9 +106,9 @@ def _unshifted_sums(
         values = values_and_one[..., rows, :]
         if row is not None:
             values = weighted(values, row[..., rows, :])
-        added = weighted_sum(weights, values[..., None, :, :])
-        added = added.reshape(*added.shape[:-3], -1, added.shape[-1])
-        kvz = added if rows.start == 0 else np.add(kvz, added, out=kvz)
+        sums = weighted_sum(weights, values[..., None, :, :], sums)
+    assert sums is not None
+    kvz = sums.reshape(*sums.shape[:-3], -1, sums.shape[-1])
     z, (least, most) = kvz[..., -1], FEATURE_SUM_RANGE[kvz.itemsize]
     # Without keys there is nothing to lose.
     is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
