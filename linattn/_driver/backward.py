@@ -562,7 +562,7 @@ def _join(problem: Problem, states: list[tuple[Index, Array]]) -> Array:
     lead = tuple(problem.state.kvz.shape[:-2])
     if len(states) == 1:
         return sum_to(states[0][1], lead, 2)
-    whole = initial_state(problem.replace(state=None)).kvz
+    whole = _empty_adjoint(problem, problem.state).kvz
     for task, gradient in states:
         whole[task_index(tuple(whole.shape), 2, task)] = gradient
     return sum_to(whole, lead, 2)

@@ -200,19 +200,18 @@ class _Results:
 
 def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
     """Put the states of all tasks into one that shares no memory with the caller's."""
-    xp = problem.xp
-    if len(states) == 1:
-        state = states[0][1]
-        if problem.key.shape[-2]:
-            return state
-        kvz, log_scale = (xp.asarray(a, copy=True) for a in (state.kvz, state.log_scale))
-        return State(kvz, log_scale, state.length)
-    whole = initial_state(problem.replace(state=None))
+    xp, is_whole = problem.xp, len(states) == 1
+    if is_whole and problem.key.shape[-2]:
+        return states[0][1]
+    nothing = states[0][1] if is_whole else initial_state(problem.replace(state=None))
+    kvz, log_scale = (xp.asarray(a, copy=True) for a in (nothing.kvz, nothing.log_scale))
+    if is_whole:
+        return State(kvz, log_scale, nothing.length)
     for task, state in states:
-        whole.kvz[task_index(tuple(whole.kvz.shape), 2, task)] = state.kvz
-        whole.log_scale[task_index(tuple(whole.log_scale.shape), 1, task)] = state.log_scale
+        kvz[task_index(tuple(kvz.shape), 2, task)] = state.kvz
+        log_scale[task_index(tuple(log_scale.shape), 1, task)] = state.log_scale
     before = 0 if problem.state is None else problem.state.length
-    return State(whole.kvz, whole.log_scale, before + problem.key.shape[-2])
+    return State(kvz, log_scale, before + problem.key.shape[-2])
 
 
 def step(problem: Problem, state: State) -> tuple[Array, State]:

@@ -76,14 +76,11 @@ class Walk:
 
 
 def initial_state(problem: Problem) -> State:
-    """State before the first key of a problem, with all its leading axes."""
-    m, e = problem.num_features, problem.value.shape[-1]
-    if problem.state is None:
-        like = problem.xp.empty(
-            (0,), dtype=problem.dtype, device=array_api_compat.device(problem.key)
-        )
-        return _generic.empty_state(problem.state_lead, m, e, like)
-    xp, state = problem.xp, problem.state
+    """State before the first key of a problem, broadcast to all its leading axes."""
+    xp, state, m, e = problem.xp, problem.state, problem.num_features, problem.value.shape[-1]
+    if state is None:
+        like = xp.empty((0,), dtype=problem.dtype, device=array_api_compat.device(problem.key))
+        state = _generic.empty_state((), 1, 0, like)
     kvz = xp.broadcast_to(state.kvz, (*problem.state_lead, m, e + 1))
     log_scale = xp.broadcast_to(state.log_scale, (*problem.state_lead, m))
     return State(kvz, log_scale, state.length)
