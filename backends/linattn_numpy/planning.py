@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import prod
 
-from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem, Recurrence
+from linattn.typing import ColumnNormalized, Exact, Index, Plan, Problem, Recurrence
 from linattn_numpy import tuning
 from linattn_numpy.blas import blas
 from linattn_numpy.features import supports
@@ -66,8 +66,6 @@ def _block_rows(problem: Problem) -> int:
         return tuning.COLUMN_NORMALIZED_BLOCK_ROWS
     if problem.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
         return _rows(problem, tuning.MAX_BLOCK_ELEMENTS // 2, tuning.MAX_BLOCK_ROWS // 2)
-    if not problem.is_causal and isinstance(problem.key_spec, Pointwise):
-        return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS)
     return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_TILED_BLOCK_ROWS)
 
 
@@ -80,34 +78,42 @@ def _heads_in_cache(problem: Problem, block: int, threads: int) -> int:
     longest = max(1, _longest(problem))
     if problem.local_window is not None:
         pairs = longest * min(longest, sum(problem.local_window) + 1)
-        share = -(-prod(problem.state_lead) // threads)
-        return max(1, min(tuning.MAX_BAND_ELEMENTS // pairs, share))
+        return _shared(problem, tuning.MAX_BAND_ELEMENTS // pairs, threads)
     width = problem.num_features or longest
     # A causal block has features of both sides, and states of all its sub-blocks.
     sides = 2 if problem.is_causal else 1
-    return max(1, tuning.MAX_BLOCK_ELEMENTS // sides // (width * min(longest, block)))
+    most = tuning.MAX_BLOCK_ELEMENTS // (sides * width * min(longest, block))
+    return _shared(problem, most, threads) if _are_apart(problem) else max(1, most)
+
+
+def _are_apart(problem: Problem) -> bool:
+    """Whether no head has other bits in another task."""
+    size = _longest(problem) * problem.num_features
+    return not problem.is_causal or size >= tuning.MIN_APART_ELEMENTS
 
 
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     """Heads batched into one task, so that Python works once for all of them.
 
-    As many as the cache holds, if no thread must do more than its share; a rejected causal block is
-    done head by head, so that batches change no bit.
+    As many as the cache holds; a rejected causal block is done head by head, so that batches change
+    no bit.
     """
     specs = problem.query_spec, problem.key_spec
-    if problem.exact_window is not None or not all(supports(spec) for spec in specs):
+    is_cut = problem.exact_window is not None or problem.chunk_size is not None
+    if is_cut or not _are_apart(problem) or not all(supports(spec) for spec in specs):
         return 1
-    if problem.chunk_size is not None:
-        return 1
-    if problem.is_causal and _longest(problem) * problem.num_features < tuning.MIN_APART_ELEMENTS:
-        return 1
-    heads = prod(problem.state_lead)
     rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
     max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
+    return _shared(problem, max_heads, threads)
+
+
+def _shared(problem: Problem, max_heads: int, threads: int) -> int:
+    """Heads of a task, at most so many, if no thread must do more than its share."""
+    heads = prod(problem.state_lead)
     for batch in range(min(heads, max_heads), 1, -1):
         sizes = _task_sizes(problem.state_lead, batch)
         count = prod(-(-n // size) for n, size in zip(problem.state_lead, sizes, strict=True))
-        if -(-count // threads) * prod(sizes) <= -(-heads // threads):
+        if min(heads, -(-count // threads) * prod(sizes)) <= -(-heads // threads):
             return batch
     return 1
 
