@@ -178,14 +178,18 @@ def test_softmax_attention_in_any_chunks(data, seed, is_causal):
         close(array, wanted)
 
 
-def window_options(kind, length, window, rng):
-    """What goes along with a window, and tells keys apart."""
+def window_options(length, window, rng):
+    """What goes along with a window, and tells keys apart, by its kind."""
     numbers = rng.standard_normal((3, 1, 2 * window + 1)).astype(np.float32)
-    options: dict[str, Any] = {
+    return {
         "plain": {},
         "masked": {
             "key_mask": rng.random(length) < 0.7,
             "key_bias": rng.standard_normal((1, length)).astype(np.float32),
+        },
+        "one mask and bias for all": {
+            "key_mask": np.asarray([[True], [False]]),
+            "key_bias": numbers[:2, 0, :1],
         },
         "offsets": {"window_bias": numbers[0], "far_bias": (-1.0, 1.0)},
         "offsets of heads": {
@@ -196,22 +200,21 @@ def window_options(kind, length, window, rng):
         "decay": {"log_decay": -0.1},
         "decay of tokens": {"log_decay": -rng.exponential(0.1, (2, length))},
     }
-    return options[kind]
 
 
-KINDS = ["plain", "masked", "offsets", "offsets of heads", "near keys alone", "decay"]
+KINDS = [*window_options(1, 1, np.random.default_rng(0))]
 
 
 @settings(max_examples=12, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), window=st.integers(1, 9), streamed=st.booleans())
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, streamed):
-    kinds = [*KINDS, "decay of tokens"] if is_causal else KINDS[:-1]
+    kinds = KINDS if is_causal else [kind for kind in KINDS if "decay" not in kind]
     cuts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "blocks")
     rows = (*(window * n for n in cuts), data.draw(st.integers(1, window), "rows of the last"))
     arrays, rng = tokens(sum(rows), seed=seed), np.random.default_rng(seed)
     kind = data.draw(st.sampled_from(kinds), "kind")
-    options = window_options(kind, sum(rows), window, rng)
+    options: dict[str, Any] = window_options(sum(rows), window, rng)[kind]
     lazy = {
         name: tuple(map(in_one_chunk, x)) if name == "far_bias" else in_one_chunk(x)
         for name, x in options.items()
@@ -236,6 +239,16 @@ def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, 
 def in_one_chunk(x):
     """Dask's array of an array; a number is one."""
     return da.from_array(x) if isinstance(x, np.ndarray) else x
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_a_window_through_many_blocks(is_causal):
+    """Edges of groups are merged first; one number for all keys goes along."""
+    bias = np.asarray([[0.5], [3.0]], dtype=np.float32)
+    arrays, flags = tokens(70), {"is_causal": is_causal, "exact_window": 2}
+    lazy = lazily(arrays, 2, heads=2)
+    got = attend(*lazy, MAPS["positive"], key_bias=da.from_array(bias), **flags)
+    close(got.compute(), attend(*arrays, MAPS["positive"], key_bias=bias, **flags))
 
 
 def test_a_bias_that_leaves_out_the_left_alone():
