@@ -187,10 +187,6 @@ def window_options(length, window, rng):
             "key_mask": rng.random(length) < 0.7,
             "key_bias": rng.standard_normal((1, length)).astype(np.float32),
         },
-        "one mask and bias for all": {
-            "key_mask": np.asarray([[True], [False]]),
-            "key_bias": numbers[:2, 0, :1],
-        },
         "offsets": {"window_bias": numbers[0], "far_bias": (-1.0, 1.0)},
         "offsets of heads": {
             "window_bias": numbers[:2, 0, 1:-1],
@@ -523,8 +519,8 @@ import pytest
 sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
     chosen = "decay or broadcast or lazily or tasks or names or slice or softmax or whole_blocks"
-    chosen += " or states or go_along or another"
-    others = ("dask_automatic.py", "dask_gradients.py", "dask_landmarks.py")
+    chosen += " or states or stops or go_along or another"
+    others = ("dask_automatic.py", "dask_gradients.py", "dask_landmarks.py", "dask_stops.py")
     files = (__file__, *(__file__.replace("dask.py", other) for other in others))
     done = subprocess.run(
         [sys.executable, "-c", program, "True", *files, "-k", chosen],

@@ -227,7 +227,7 @@ def test_softmax_attention_in_any_chunks(data, seed, is_causal, weighted, scale)
 def test_softmax_attention_of_heads_that_share_keys(is_causal):
     query, key, value = tokens(30, heads=4, dtype=np.float64)
     arrays = query, key[:1], value[None, :1]
-    bias = np.random.default_rng(0).standard_normal((1, 1))
+    bias = np.random.default_rng(0).standard_normal((1, 30))
     options: dict[str, Any] = {"key_bias": bias, "scale": 0.7}
     output, pullback = linattn.softmax_attention_vjp(*arrays, is_causal=is_causal, **options)
     grad_output = np.sin(output)

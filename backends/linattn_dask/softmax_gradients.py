@@ -105,10 +105,7 @@ def pull_pair(block: Block, scale: float, is_causal: bool) -> BlockGradients:
         "value": gradients[2][..., 1:, :-1],
     }
     if block["key_bias"] is not None:
-        by_bias = gradients[3][..., 1:, None]
-        if block["key_bias"].shape[-2] < key.shape[-2]:
-            by_bias = xp.sum(by_bias, axis=-2, keepdims=True)
-        pulled["key_bias"] = by_bias
+        pulled["key_bias"] = gradients[3][..., 1:, None]
     return BlockGradients(**pulled)
 
 
