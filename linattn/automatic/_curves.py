@@ -170,10 +170,8 @@ class Clusters(NamedTuple):
 class _Weights(NamedTuple):
     """Attention of the rows, over the largest weight of each."""
 
-    exact: Floats
-    """Of keys, (S, h)."""
     sums: Floats
-    """Their products with values and ones, by cluster, (C, h, e + 1)."""
+    """Of keys, with values and ones, by cluster, (C, h, e + 1)."""
     by_landmark: Floats
     """Of a cluster's largest weight by its landmark, (h, C)."""
     order: NDArray[np.intp]
@@ -184,25 +182,25 @@ class _Weights(NamedTuple):
     @classmethod
     def of(cls, query: Floats, clusters: Clusters, scale: float) -> _Weights:
         rows = np.ascontiguousarray((query * query.dtype.type(scale)).T)
-        exact = np.empty((len(clusters.key), len(query)), query.dtype)
+        sums = np.empty((len(clusters.b), len(query), clusters.sums.shape[-1]), query.dtype)
+        tops = np.empty(sums.shape[:-1], query.dtype)
+        for i, (start, size) in enumerate(zip(clusters.starts, clusters.sizes, strict=True)):
+            keys, width = slice(start, start + size), max(16, TILE // int(size))
+            for first in range(0, len(query), width):
+                tile = slice(first, first + width)
+                weights = clusters.key[keys] @ rows[:, tile]
+                if clusters.key_bias is not None:
+                    weights += clusters.key_bias[keys]
+                tops[i, tile] = weights.max(axis=0)
+                weights -= tops[i, tile]
+                np.exp(weights, out=weights)
+                np.matmul(weights.T, clusters.values_and_one[keys], out=sums[i, tile])
         logs = query @ clusters.b.T + clusters.log_scale
-        shift, size = logs.max(axis=-1), max(64, TILE // len(query))
-        tiles = [slice(start, start + size) for start in range(0, len(exact), size)]
-        for tile in tiles:
-            np.matmul(clusters.key[tile], rows, out=exact[tile])
-            if clusters.key_bias is not None:
-                exact[tile] += clusters.key_bias[tile]
-            shift = np.maximum(shift, exact[tile].max(axis=0))
-        for tile in tiles:
-            exact[tile] -= shift
-            np.exp(exact[tile], out=exact[tile])
-        parts = np.empty((len(clusters.b), len(query), clusters.sums.shape[-1]), query.dtype)
-        for part, start, size in zip(parts, clusters.starts, clusters.sizes, strict=True):
-            keys = slice(start, start + size)
-            np.matmul(exact[keys].T, clusters.values_and_one[keys], out=part)
+        shift = np.maximum(logs.max(axis=-1), tops.max(axis=0))
+        sums *= np.exp(tops - shift)[..., None]
         logs -= shift[:, None]
         order = np.argsort(clusters.log_scale - clusters.bias - logs, axis=-1)
-        return cls(exact, parts, np.exp(logs, out=logs), order, shift)
+        return cls(sums, np.exp(logs, out=logs), order, shift)
 
 
 def error_curve(
@@ -229,7 +227,8 @@ def error_curve(
     share = _add_clusters(parts[0], weights, clusters, levels)
     if exact_window is not None:
         parts[1] = parts[0]
-        _add_window(parts[1], weights, clusters, head, levels, exact_window)
+        near = _Near.of(head, weights, clusters, scale, exact_window)
+        near.add(parts[1], levels)
     if head.beside is not None:
         for sums in (exact, parts):
             _add_beside(sums, weights.shift, *head.beside)
@@ -255,39 +254,51 @@ def _add_clusters(
     most = min(max(levels), len(clusters.b))
     if not most:
         return np.zeros(len(levels))
-    best = weights.order[:, :most]
-    rows = np.arange(len(best))[:, None]
-    gained = weights.sums[best, rows]
-    gained -= weights.by_landmark[rows, best][..., None] * clusters.sums[best]
-    counted = np.arange(most) < np.array(levels)[:, None]
-    parts += np.swapaxes(counted.astype(gained.dtype) @ gained, 0, 1)
-    sizes = np.cumsum(clusters.sizes[best].mean(axis=0)) / len(clusters.key)
+    best, rows = np.ascontiguousarray(weights.order[:, :most].T), np.arange(len(weights.order))
+    gained = weights.sums.reshape(-1, parts.shape[-1]).take(best * len(rows) + rows, axis=0)
+    gained -= weights.by_landmark[rows, best][..., None] * clusters.sums.take(best, axis=0)
+    total, counted = np.zeros_like(parts[0]), 0
+    for part, level in zip(parts, levels, strict=True):
+        total += gained[counted:level].sum(axis=0)
+        part += total
+        counted = level
+    sizes = np.cumsum(clusters.sizes[best].mean(axis=1)) / len(clusters.key)
     reached = np.append(0.0, sizes)
-    share = reached[np.minimum(levels, most)]
+    share: NDArray[np.float64] = reached[np.minimum(levels, most)]
     return share
 
 
-def _add_window(
-    parts: Floats,
-    weights: _Weights,
-    clusters: Clusters,
-    head: Head,
-    levels: tuple[int, ...],
-    exact_window: int,
-) -> None:
-    """Put near keys' exact weights into the place of their landmarks', where these still count."""
-    near = (head.rows // exact_window - 1)[:, None] * exact_window + np.arange(3 * exact_window)
-    found = np.searchsorted(head.positions, near)
-    found = np.minimum(found, len(head.positions) - 1)
-    is_key = head.positions[found] == near
-    keys = clusters.place[found]
-    cluster = clusters.of_key[keys]
-    rows = np.arange(len(near))[:, None]
-    gained = weights.exact[keys, rows] - weights.by_landmark[rows, cluster] * clusters.weight[keys]
-    gained = np.where(is_key, gained, 0)
-    rank = np.empty_like(weights.order)
-    np.put_along_axis(rank, weights.order, np.arange(rank.shape[-1])[None, :], axis=-1)
-    rank = rank[rows, cluster]
-    counted = (rank[:, None, :] >= np.array(levels)[:, None]) * gained[:, None, :]
-    values_and_one = head.values_and_one.take(found.ravel(), axis=0)
-    parts += np.swapaxes(counted @ values_and_one.reshape(*found.shape, -1), 0, 1)
+class _Near(NamedTuple):
+    """Keys in the windows of the rows, w of each."""
+
+    gained: Floats
+    """Exact weights less those at the landmarks, (h, w)."""
+    rank: NDArray[np.intp]
+    """How many clusters would count exactly before a key's own, (h, w)."""
+    values_and_one: Floats
+
+    @classmethod
+    def of(
+        cls, head: Head, weights: _Weights, clusters: Clusters, scale: float, exact_window: int
+    ) -> _Near:
+        near = (head.rows // exact_window - 1)[:, None] * exact_window + np.arange(3 * exact_window)
+        found = np.searchsorted(head.positions, near)
+        found = np.minimum(found, len(head.positions) - 1)
+        is_key = head.positions[found] == near
+        query = head.query * head.query.dtype.type(scale)
+        logs = (head.key.take(found, axis=0) @ query[..., None])[..., 0]
+        if head.key_bias is not None:
+            logs += head.key_bias[found]
+        keys, rows = clusters.place[found], np.arange(len(near))[:, None]
+        cluster = clusters.of_key[keys]
+        gained = np.exp(logs - weights.shift[:, None])
+        gained -= weights.by_landmark[rows, cluster] * clusters.weight[keys]
+        gained = np.where(is_key, gained, 0)
+        rank = np.empty_like(weights.order)
+        np.put_along_axis(rank, weights.order, np.arange(rank.shape[-1])[None, :], axis=-1)
+        return cls(gained, rank[rows, cluster], head.values_and_one.take(found, axis=0))
+
+    def add(self, parts: Floats, levels: tuple[int, ...]) -> None:
+        """Put exact weights into the place of the landmarks', where these still count."""
+        counted = (self.rank[:, None, :] >= np.array(levels)[:, None]) * self.gained[:, None, :]
+        parts += np.swapaxes(counted @ self.values_and_one, 0, 1)
