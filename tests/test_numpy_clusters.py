@@ -9,7 +9,7 @@ pytest.importorskip("linattn_numpy")
 
 from linattn_numpy import tuning
 from linattn_numpy.assigned import sums_by_feature
-from linattn_numpy.clusters import _last_of_largest
+from linattn_numpy.clusters import _last_of_largest, _visits
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -39,3 +39,17 @@ def test_sums_by_feature_are_those_of_the_keys_of_each(n, lead, value_lead):
             scale = np.exp(np.broadcast_to(top, (*whole, m))[head][c])
             found = np.broadcast_to(sums, (*whole, m, 4))[head][c]
             np.testing.assert_allclose(scale * found, expected[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_visits_are_the_queries_of_each_cluster_that_has_keys(count):
+    """Few choices are sorted, many are transposed."""
+    rng, n, m = np.random.default_rng(count), 300, 40
+    chosen = np.argsort(np.argsort(rng.random((n, m)), axis=-1), axis=-1) < count
+    bounds = np.cumsum(np.append(0, rng.integers(3, size=m)))
+    found = np.zeros((n, bounds[-1]), int)
+    for rows, keys in _visits(chosen, bounds):
+        assert (np.diff(rows) > 0).all()
+        found[rows, keys] += 1
+    expected = np.repeat(chosen, np.diff(bounds), axis=-1)
+    np.testing.assert_array_equal(found, expected)

@@ -176,15 +176,23 @@ def _visits(
 ) -> Iterator[tuple[NDArray[np.intp], slice]]:
     """For each cluster its keys and the queries that chose it, as many as the cache holds."""
     n, m = chosen.shape
-    pairs = np.flatnonzero(np.ascontiguousarray(chosen.T))
-    ends = np.searchsorted(pairs, n * np.arange(m + 1))
-    for i, (first, end), (start, stop) in zip(
-        range(m), pairwise(ends), pairwise(bounds), strict=True
-    ):
+    if np.count_nonzero(chosen) * tuning.MIN_CLUSTERS_A_CHOICE < chosen.size:
+        places = np.flatnonzero(chosen)
+        # Numbers of two bytes are sorted by counting: sooner done than the whole transposed.
+        all_rows = places // m
+        of_place = places - m * all_rows
+        narrow = of_place.astype(np.uint16 if m <= 1 << 16 else np.intp)
+        all_rows = all_rows[np.argsort(narrow, kind="stable")]
+        ends = np.append(0, np.cumsum(np.bincount(of_place, minlength=m)))
+    else:
+        places = np.flatnonzero(np.ascontiguousarray(chosen.T))
+        ends = np.searchsorted(places, n * np.arange(m + 1))
+        all_rows = places - np.repeat(n * np.arange(m), np.diff(ends))
+    for (first, end), (start, stop) in zip(pairwise(ends), pairwise(bounds), strict=True):
         if start < stop:
             size = max(tuning.MIN_VISIT_ROWS, tuning.VISIT_TILE_ELEMENTS // (stop - start))
             for begin in range(first, end, size):
-                yield pairs[begin : min(begin + size, end)] - n * i, slice(start, stop)
+                yield all_rows[begin : min(begin + size, end)], slice(start, stop)
 
 
 def _leave_out_near(
