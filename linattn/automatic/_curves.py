@@ -22,6 +22,9 @@ Floats = NDArray[Any]
 TILE = 1 << 17
 """Logits of keys and probes, or landmarks, that are worked on at a time."""
 
+PRODUCT_ROWS = 16
+"""Keys of a short product: with 1,024 landmarks .7 ns a logit, where whole tiles take 1.2."""
+
 
 class ErrorCurve(NamedTuple):
     """Errors of one head by the number of clusters that count exactly.
@@ -90,16 +93,28 @@ class Landmarks(NamedTuple):
         ones = np.ones(rows.shape[-1], key.dtype)
         for start in range(0, len(key), size):
             tile = slice(start, start + size)
-            scores = key[tile] @ self.images
+            scores = _short_products(key[tile], self.images)
             scores += self.bias
             index[tile] = found = np.argmax(scores, axis=-1)
-            terms = key[tile] @ self.probes
+            terms = _short_products(key[tile], self.probes)
             # "clip" spares a copy of what is taken; every index is in range.
             terms += self.table.take(found, axis=0, out=rows[: len(found)], mode="clip")
-            top = terms.max(axis=-1, keepdims=True)
+            # Where the largest is, is found in half the time.
+            top = np.take_along_axis(terms, terms.argmax(axis=-1, keepdims=True), axis=-1)
             terms -= top
             log[tile] = np.log(np.exp(terms, out=terms) @ ones) + top[:, 0]
         return index, log
+
+
+def _short_products(x: Floats, y: Floats) -> Floats:
+    """``x y``, few rows at a time: BLAS multiplies them without packing y."""
+    out = np.empty((len(x), y.shape[-1]), x.dtype)
+    whole = len(x) - len(x) % PRODUCT_ROWS
+    if whole:
+        batches = (whole // PRODUCT_ROWS, PRODUCT_ROWS, -1)
+        np.matmul(x[:whole].reshape(batches), y, out=out[:whole].reshape(batches))
+    np.matmul(x[whole:], y, out=out[whole:])
+    return out
 
 
 class Clusters(NamedTuple):
