@@ -328,11 +328,14 @@ def _as_it_is(array: Array, axis: object, keepdims: bool) -> Array:
 
 
 def _is_read(array: Array) -> bool:
-    """Whether a block of an array is what one task reads from a store."""
+    """Whether a block of an array is what one task reads from a store, its axes in any order."""
     if hasattr(array, "expr"):
         return False
-    layers = dict(array.__dask_graph__().layers)
-    task = getattr(layers.pop(array.name, None), "task", None)
+    layers, name = dict(array.__dask_graph__().layers), array.name
+    task = getattr(layers.pop(name, None), "task", None)
+    while task is not None and task.func is np.transpose:
+        (name,) = array.__dask_graph__().dependencies[name]
+        task = getattr(layers.pop(name, None), "task", None)
     return task is not None and task.data_producer and all(len(n) == 1 for n in layers.values())
 
 
