@@ -160,10 +160,13 @@ def test_a_state_on_far_scales_is_taken_along():
             both((query, key, value), phi, 1e-10, is_causal=is_causal, initial_state=state)
 
 
-@pytest.mark.parametrize("rows", [1.0, 0.2], ids=["stabilized", "unshifted"])
-def test_a_block_that_would_lose_digits_is_done_by_token(rows, calls):
+@pytest.mark.parametrize(
+    ("rows", "copies"), [(1.0, 1), (0.2, 1), (1.0, 40)], ids=["stabilized", "unshifted", "wide"]
+)
+def test_a_block_that_would_lose_digits_is_done_by_token(rows, copies, calls):
     # Features of short keys late in the block are far larger than those of the early, long ones.
     query, key, value = inputs(64, heads=(), dtype=np.float32)
+    value = np.tile(value, copies)
     key[:20] *= 12
     projection = rows * np.random.default_rng(0).standard_normal((24, D))
     phi: Any = PositiveFeatures.from_projection(projection)

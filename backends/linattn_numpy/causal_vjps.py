@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Spec, State, Tokens
+from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
@@ -128,7 +129,7 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
 def _pull_stabilized(
     block: CausalBlock, runs: list[Run], states: tuple[State, State], grad_output: Floats
 ) -> Gradients | Declined:
-    """Pull back on the largest logs so far; where this takes digits from rows, token by token."""
+    """Pull back on the largest logs so far; by fewer tokens where this takes digits from rows."""
     q, k, start, _, log_scale, rises, floor = stabilize(block, states[0], runs)
     rows = _Rows(exp(q), exp(k), block.values_and_one, start, log_scale, rises, floor)
     answer = _pull(block, rows, runs, states, grad_output)
@@ -168,7 +169,7 @@ def _pull(
     sizes = np.minimum(row_sizes(grad_output), 1) * np.minimum(denominators, 1)
     rejected = rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
     if rejected is not None:
-        return UNDERFLOWED if rows.rises is None else _by_token(runs, rejected)
+        return UNDERFLOWED if rows.rises is None else _finer(runs, rejected, v.shape[-1])
     inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
     np.multiply(grad_output, inverses, out=g1[..., :-1])
     cotangent, pairs = buffer("read", (*lead, n, k.shape[-1]), k.dtype), []
@@ -238,13 +239,18 @@ def _accumulate(states: Floats, rises: list[Floats | None]) -> None:
             state *= factor
 
 
-def _by_token(runs: list[Run], rejected: Bools) -> list[Run]:
-    """Cut sub-blocks with rejected rows into those of one token."""
+def _finer(runs: list[Run], rejected: Bools, width: int) -> list[Run]:
+    """Cut sub-blocks with rejected rows, in the end into those of one token.
+
+    Where states are wide, first into eight: one for each token takes longer than another attempt.
+    """
     sizes: list[int] = []
     for run in runs:
+        size = max(1, run.size // 8) if width > tuning.MAX_NARROW_STATE else 1
+        parts = [stop - start for start, stop in pairwise([*range(0, run.size, size), run.size])]
         for start in range(run.rows.start, run.rows.stop, run.size):
             is_cut = rejected[..., start : start + run.size, :].any()
-            sizes += run.size * [1] if is_cut else [run.size]
+            sizes += parts if is_cut else [run.size]
     finer, row, place = [], 0, 0
     for size, alike in groupby(sizes):
         count = len(list(alike))

@@ -31,6 +31,10 @@ BAND_ROWS, MAX_BAND_ELEMENTS = 16, 1 << 19
 # 2026-11-20: rows of a causal block that share a triangle; longer ones waste half a square.
 SUB_BLOCK_ROWS = 32
 
+# 2026-11-23, AMD EPYC: values and one from which on rejected sub-blocks of gradients are cut in two
+# steps: .91 of the time at its longest, 4 heads, d = m = 64, and 1.1 where d = 32.
+MAX_NARROW_STATE = 64
+
 # 2026-11-22: features of a side made at once, 1 MB of float32, if that is a sub-block or more; in a
 # causal block half of that. 2026-11-21: for assigned keys, which take two such arrays.
 TILE_ELEMENTS, CAUSAL_TILE_ELEMENTS, ASSIGNED_TILE_ELEMENTS = 1 << 18, 1 << 17, 1 << 17
