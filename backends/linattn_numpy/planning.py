@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import prod
 
-from linattn.typing import ColumnNormalized, Exact, Index, Plan, Problem, Recurrence
+from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem, Recurrence
 from linattn_numpy import tuning
 from linattn_numpy.blas import blas
 from linattn_numpy.features import supports
@@ -44,9 +44,8 @@ def _is_long(problem: Problem) -> bool:
     """Whether a single task is worth cutting along the sequence, where the driver cuts it."""
     if isinstance(problem.query_spec, Exact) or problem.exact_window is not None:
         return False
-    if problem.is_causal:
-        return _longest(problem) >= tuning.MIN_SEGMENTED_CAUSAL_ROWS
-    return _longest(problem) >= tuning.MIN_SEGMENTED_ROWS
+    causal, full = tuning.MIN_SEGMENTED_CAUSAL_ROWS, tuning.MIN_SEGMENTED_ROWS
+    return _longest(problem) >= (causal if problem.is_causal else full)
 
 
 def _longest(problem: Problem) -> int:
@@ -66,6 +65,8 @@ def _block_rows(problem: Problem) -> int:
         return tuning.COLUMN_NORMALIZED_BLOCK_ROWS
     if problem.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
         return _rows(problem, tuning.MAX_BLOCK_ELEMENTS // 2, tuning.MAX_BLOCK_ROWS // 2)
+    if not problem.is_causal and isinstance(problem.key_spec, Pointwise):
+        return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS)
     return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_TILED_BLOCK_ROWS)
 
 
@@ -110,6 +111,9 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
 def _shared(problem: Problem, max_heads: int, threads: int) -> int:
     """Heads of a task, at most so many, if no thread must do more than its share."""
     heads = prod(problem.state_lead)
+    if threads > 1 and _longest(problem) >= tuning.MIN_SEGMENTED_ROWS:
+        # Two tasks a thread: one on a slow core has something to hand on.
+        max_heads = min(max_heads, -(-heads // (2 * threads)))
     for batch in range(min(heads, max_heads), 1, -1):
         sizes = _task_sizes(problem.state_lead, batch)
         count = prod(-(-n // size) for n, size in zip(problem.state_lead, sizes, strict=True))
