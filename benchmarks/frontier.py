@@ -1,6 +1,6 @@
 """Error against cost on long real sequences: the frontier, as a table and a picture.
 
-    python benchmarks/frontier.py [--lengths 1024 3584] [--layers 1 3 5] [--heads 4]
+    python benchmarks/frontier.py [--lengths 1024 3584 7168] [--layers 1 3 5] [--heads 4]
         [--out FILE.png]
 
 Queries, keys and values of all-MiniLM-L6-v2 (see examples/minilm.py for what it needs) on windows
@@ -251,7 +251,7 @@ def draw(panels: dict[int, dict[str, list[Summary]]], path: Path) -> None:
 def main() -> None:
     """Print a table for each length, and draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 3584])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 3584, 7168])
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3, 5])
     parser.add_argument("--heads", type=int, default=4, help="of each layer")
     parser.add_argument("--out", type=Path)
