@@ -606,6 +606,17 @@ def test_the_page_tells_where_exact_attention_ends(pattern, is_causal, tolerance
     assert searched == [False, True]
 
 
+@pytest.mark.parametrize("length", [8192, 16384, 65536])
+def test_the_first_trial_has_more_landmarks_of_longer_sequences(length):
+    """As the page says; without a tolerance the first trial is all there is."""
+    tokens = np.broadcast_to(np.zeros((1, 1)), (length, 1))
+    problem = exact_problem(*[tokens] * 3, scale=None, is_causal=False, key_mask=None)
+    page = (Path(__file__).parents[1] / "docs/attention.md").read_text()
+    words = r"Every head is tried with (\d+) land" if length == 8192 else rf"(\d+) of {length:,}"
+    assert _costs.first_features(problem, 0.1) == told(words, page)
+    assert _costs.first_features(problem, None) == _costs.MIN_FEATURES
+
+
 # Held-out rows ----------------------------------------------------------------------------------
 
 

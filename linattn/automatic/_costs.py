@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import log2, prod
 from typing import NamedTuple, Self
 
 from linattn.typing import Problem
 
 __all__ = [
     "CORESET_BLOCK",
+    "MIN_FEATURES",
     "PROBES",
     "WINDOW",
     "Work",
     "coreset_block",
     "coreset_work",
     "exact_pairs",
+    "first_features",
     "fit_work",
     "may_search",
     "num_rows_of",
@@ -23,6 +25,9 @@ __all__ = [
 ]
 
 PROBES = 128
+MIN_FEATURES, FEW_KEYS, GROWTH = 64, 8192, 2 / 3
+"""Landmarks of the first trial, of no more than so many keys; the power with which they grow."""
+
 WINDOW = 32
 CORESET_BLOCK = 128
 
@@ -34,6 +39,9 @@ CALL, HEAD = 1.5e6, 1.5e6
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
 """Exact rows of each head: a 32nd of all, within these."""
+
+CHOSEN_SIZE = 0.6
+"""Keys of a chosen cluster over those of all in the mean: queries choose small ones."""
 
 SAMPLED_KEYS, CLUSTER_PASSES = 16, 2
 """Keys of a fit for each landmark, and how often they meet all landmarks there."""
@@ -55,13 +63,15 @@ class Work(NamedTuple):
     gathered : float
         Weighted exactly after queries and keys have been gathered by cluster.
     chosen : float
-        Of a query or key and a cluster, where clusters are chosen: met once more.
+        Of a query and a cluster, where clusters are chosen: met once more.
     distances : float
         Of a sampled key and a centroid.
     streamed : float
         Of the blocks and entries of a coreset.
     sampled : float
         Keys that are clustered: no pairs, but what is done for each takes time too.
+    visits : float
+        Of clusters by queries that have chosen them: no pairs either.
     """
 
     exact: float = 0.0
@@ -73,11 +83,12 @@ class Work(NamedTuple):
     distances: float = 0.0
     streamed: float = 0.0
     sampled: float = 0.0
+    visits: float = 0.0
 
     @property
     def pairs(self) -> float:
         """All pairs."""
-        return sum(self) - self.sampled
+        return sum(self) - self.sampled - self.visits
 
     @property
     def cost(self) -> float:
@@ -95,10 +106,11 @@ COST = Work(
     near=1.8,
     prefixes=4.0,
     gathered=1.2,
-    chosen=1.6,
+    chosen=1.2,
     distances=0.4,
     streamed=1.1,
     sampled=600.0,
+    visits=25.0,
 )
 """Time of one of each kind over that of a pair of exact attention."""
 
@@ -118,6 +130,12 @@ def exact_pairs(problem: Problem) -> float:
     """Pairs of exact attention."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
     return L * (L + 1) / 2 if problem.is_causal else float(L * S)
+
+
+def first_features(problem: Problem, tolerance: float | None) -> int:
+    """Landmarks that all heads are tried with, a power of 2; without a tolerance the fewest."""
+    times = max(1.0, problem.key.shape[-2] / FEW_KEYS)
+    return MIN_FEATURES << (0 if tolerance is None else round(GROWTH * log2(times)))
 
 
 def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
@@ -140,7 +158,8 @@ def read_work(problem: Problem, m: int, share: float, window: int) -> Work:
         near=float(L * 3 * window),
         prefixes=float(L * m) if window else 0.0,
         gathered=share * L * S,
-        chosen=float((L + S) * m) if share else 0.0,
+        chosen=float(L * m) if share else 0.0,
+        visits=share * L * m / CHOSEN_SIZE,
     )
 
 

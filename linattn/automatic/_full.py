@@ -9,7 +9,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from linattn.automatic._costs import PROBES, num_rows_of, window_of
+from linattn.automatic._costs import PROBES, first_features, num_rows_of, window_of
 from linattn.automatic._curves import ErrorCurve, Landmarks, error_curve
 from linattn.automatic._heads import Given, join_heads
 from linattn.automatic._report import Answer, HeadRecord
@@ -42,7 +42,12 @@ def attend(given: Given) -> Answer:
     mask = query_mask_of(given.problem, given.key_mask)
     search = Search(given, HostTokens(given.problem, mask, num_rows, given.generator))
     found = choose_landmarks(
-        given.problem, given.num_heads, given.tolerance, num_rows, search.try_landmarks
+        given.problem,
+        given.num_heads,
+        given.tolerance,
+        num_rows,
+        search.try_landmarks,
+        first=first_features(given.problem, given.tolerance),
     )
     return Answer(search.output(found), search.records(found))
 

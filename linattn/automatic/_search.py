@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.automatic._costs import Work, exact_pairs, fit_work, may_search, read_work, window_of
+from linattn.automatic._costs import (
+    MIN_FEATURES,
+    Work,
+    exact_pairs,
+    first_features,
+    fit_work,
+    may_search,
+    read_work,
+    window_of,
+)
 from linattn.automatic._curves import ErrorCurve
 from linattn.typing import Problem
 
@@ -28,7 +37,7 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-MIN_FEATURES, MAX_FEATURES = 64, 2048
+MAX_FEATURES = 2048
 
 PROBABILITY = 0.95
 """Of meeting a tolerance, for each head."""
@@ -125,16 +134,17 @@ def choose_landmarks(
     try_: Try,
     *,
     max_features: int = MAX_FEATURES,
+    first: int = MIN_FEATURES,
 ) -> Found:
-    """Fit the fewest landmarks to all heads, then as many as each is expected to need.
+    """Fit the first number of landmarks to all heads, then as many as each is expected to need.
 
     ``try_(m, heads)`` returns a map of these heads and their curves. The tolerance is one for all
     heads or one for each; without any the first fit is taken as it is. Another has at most
     ``max_features`` landmarks.
     """
     all_heads = range(num_heads)
-    trials = [Trial(MIN_FEATURES, all_heads, *try_(MIN_FEATURES, all_heads))]
-    spent = [fit_work(problem, MIN_FEATURES, num_rows)] * num_heads
+    trials = [Trial(first, all_heads, *try_(first, all_heads))]
+    spent = [fit_work(problem, first, num_rows)] * num_heads
     exact = EXACT._replace(cost=exact_pairs(problem))
     if tolerance is None:
         curves = trials[0].curves
@@ -144,9 +154,8 @@ def choose_landmarks(
         choices = [_cheapest(problem, trials, i, tolerances[i], exact) for i in all_heads]
         groups = defaultdict(list)
         for head, curve in enumerate(trials[0].curves):
-            m = _best_number(
-                problem, curve, tolerances[head], num_rows, choices[head].cost, max_features
-            )
+            limits = first, max_features
+            m = _best_number(problem, curve, tolerances[head], num_rows, choices[head].cost, limits)
             if m is not None:
                 groups[m].append(head)
         for m, heads in sorted(groups.items()):
@@ -160,12 +169,12 @@ def choose_landmarks(
 
 def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> int:
     """Largest number of landmarks that may be tried, 0 where exact attention is as cheap."""
-    first = fit_work(problem, MIN_FEATURES, num_rows)
+    m = first_features(problem, tolerance)
+    first = fit_work(problem, m, num_rows)
     exact = exact_pairs(problem)
-    whole = first.plus(read_work(problem, MIN_FEATURES, 0.0, window_of(problem)))
+    whole = first.plus(read_work(problem, m, 0.0, window_of(problem)))
     if not may_search(problem, whole if tolerance is None else first, tolerance):
         return 0
-    m = MIN_FEATURES
     while (
         tolerance is not None
         and 2 * m <= MAX_FEATURES
@@ -220,13 +229,16 @@ def _best_number(
     tolerance: float,
     num_rows: int,
     cost: float,
-    max_features: int,
+    limits: tuple[int, int],
 ) -> int | None:
-    """Find the number of landmarks expected to cost least, if that is less than the cost."""
-    best, m = None, 2 * MIN_FEATURES
-    largest = min(largest_trial(problem, tolerance, num_rows), max_features)
+    """Find the number of landmarks expected to cost least, if that is less than the cost.
+
+    Between the number that was tried first and the largest, ``limits``.
+    """
+    best, (first, most) = None, limits
+    m, largest = 2 * first, min(largest_trial(problem, tolerance, num_rows), most)
     while m <= largest:
-        allowed, more = tolerance / MARGIN, m / MIN_FEATURES
+        allowed, more = tolerance / MARGIN, m / first
         for way, errors in enumerate(curve.error):
             share = _expected_share(curve.share, errors, allowed * more**EXPONENT)
             known = _expected_share(curve.share, errors, allowed)
