@@ -213,13 +213,8 @@ def attention(
     if tolerance is not None:
         tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
     given = Given(problem, key_mask, scale, tolerance, as_generator(rng), key_bias)
-    is_dask = array_api_compat.is_dask_array(problem.query)
-    way = _dask if is_dask and not is_causal else _causal if is_causal else _full
-    if (
-        (problem.lazy and way is not _dask)
-        or not given.num_heads
-        or not way.is_worth_a_search(given)
-    ):
+    way = _way_to_choose(problem)
+    if way is None or not given.num_heads or not way.is_worth_a_search(given):
         output = given.exact(range(given.num_heads))
         heads = [HeadRecord.exact(problem)] * given.num_heads
     else:
