@@ -303,12 +303,11 @@ def check_state_decay(log_decay: Any, key: Array, xp: ModuleType, dtype: Any) ->
     lead, length = tuple(key.shape[:-2]), key.shape[-2]
     info = xp.__array_namespace_info__()
     wide = xp.float64 if "float64" in info.dtypes(kind="real floating") else dtype
-    one_for_all = (1,) * (key.ndim - 1)
     if isinstance(log_decay, numbers.Real) and not isinstance(log_decay, bool | np.bool_):
         device = array_api_compat.device(key)
-        log_decay = xp.full(one_for_all, float(log_decay), dtype=wide, device=device)
+        log_decay = xp.full((1,) * (key.ndim - 1), float(log_decay), dtype=wide, device=device)
     elif array_api_compat.is_array_api_obj(log_decay) and not log_decay.ndim:
-        log_decay = namespace(log_decay).reshape(log_decay, one_for_all)
+        log_decay = log_decay[(None,) * (key.ndim - 1)]
     decay = _same_library("log_decay", log_decay, "key", key, xp)
     _check_float("log_decay", decay, xp)
     if decay.ndim == len(lead):
@@ -366,8 +365,9 @@ def _one_each(name: str, array: Array, of: str, key: Array, query_len: int | Non
         raise ValueError(message)
     if len(shape) == 1:
         array = array[(*[None] * (len(wanted) - 1), slice(None))]
-    if array.shape[-1] != wanted[-1]:
-        array = xp.broadcast_to(array, (*array.shape[:-1], wanted[-1]))
+    if array.shape[-1] != wanted[-1]:  # Dask's expressions have no `broadcast_to`.
+        nothing = xp.zeros(wanted[-1:], dtype=array.dtype, device=array_api_compat.device(key))
+        array = array | nothing if array.dtype == xp.bool else array + nothing
     return array[..., None]
 
 

@@ -137,6 +137,32 @@ def test_heads_broadcast_in_chunks_of_some(case):
     assert [each.shape for each in got[:4]] == [(1, 4, 30, D), (1, 30, D), (1, 1, 30, E), (1, 30)]
 
 
+def test_numbers_that_are_broadcast_to_all_keys():
+    options = {
+        "key_mask": np.array([[True], [False]]),
+        "key_bias": numbers((2, 1), 0),
+        "log_decay": np.array(-0.3),
+    }
+    compare(tokens(9), (4, 5), MAPS["elu"], options, is_causal=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_no_keys_in_several_chunks_beside_a_state(is_causal):
+    phi, length = MAPS["elu"], 0 if is_causal else 3
+    arrays = tokens(length)[0], *tokens(0)[1:]
+    state = attend(*tokens(4), phi, return_state=True)[1]
+    grad_output = numbers((2, length, E), 0)
+    flags: Any = {"is_causal": is_causal}
+    want = vjp(*arrays, phi, initial_state=state, **flags)[1](grad_output)
+    given = state._replace(kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale))
+    rows = (0, 0) if is_causal else (1, 2)
+    query, cotangent = lazily((arrays[0], grad_output), rows, 2)
+    lazy = (query, *lazily(arrays[1:], (0, 0), 2))
+    got = vjp(*lazy, phi, initial_state=given, **flags)[1](cotangent)
+    for gradient, wanted in zip(dask.compute(*got), want, strict=True):
+        close(gradient, wanted)
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_numerators_and_half_precision(is_causal):
     phi = MAPS["positive"]
@@ -208,6 +234,7 @@ def test_softmax_attention_in_any_chunks(data, seed, is_causal, weighted, scale)
     if weighted:
         options["key_mask"] = np.random.default_rng(seed).random(length) < 0.7
         options["key_bias"] = numbers((1, length), seed)
+        options["key_bias"][:, ::3] = -np.inf
     output, pullback = linattn.softmax_attention_vjp(
         query, scale * key, value, is_causal=is_causal, **options
     )
@@ -228,10 +255,11 @@ def test_softmax_attention_of_heads_that_share_keys(is_causal):
     query, key, value = tokens(30, heads=4, dtype=np.float64)
     arrays = query, key[:1], value[None, :1]
     bias = np.random.default_rng(0).standard_normal((1, 30))
+    bias[:, ::9] = -np.inf
     options: dict[str, Any] = {"key_bias": bias, "scale": 0.7}
     output, pullback = linattn.softmax_attention_vjp(*arrays, is_causal=is_causal, **options)
     grad_output = np.sin(output)
-    lazy = [da.from_array(x).rechunk({-2: (9, 15, 6), -3: 2}) for x in (*arrays, grad_output)]
+    lazy = [da.from_array(x).rechunk({-2: (9, 15, 6, 0), -3: 2}) for x in (*arrays, grad_output)]
     options["key_bias"] = da.from_array(options["key_bias"])
     _, lazy_pullback = linattn.softmax_attention_vjp(*lazy[:3], is_causal=is_causal, **options)
     got = dask.compute(*lazy_pullback(lazy[3]))

@@ -169,6 +169,6 @@ def state_gradient(block: Block) -> Array:
 def sum_heads(matrix: Array, lead: tuple[int, ...]) -> Array:
     """Sum over heads of queries that share a state."""
     xp, extra = array_api_compat.array_namespace(matrix), matrix.ndim - 2 - len(lead)
-    shared = [i + extra for i, n in enumerate(lead) if n == 1 and matrix.shape[i + extra] > 1]
+    shared = [i + extra for i, n in enumerate(lead) if n == 1 and matrix.shape[i + extra] != 1]
     summed = xp.sum(matrix, axis=(*range(extra), *shared), keepdims=True)
     return summed[(0,) * extra]

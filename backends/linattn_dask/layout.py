@@ -128,7 +128,8 @@ class Layout:
             for name, part in self._parts.items():
                 if "keys" in part.axes:
                     chunks = matching_chunks(part, self.lead)
-                    self._parts[name] = Part(part.array.rechunk((*chunks, -1, -1)), part.axes)
+                    rows = part.array.chunks[-2]
+                    self._parts[name] = Part(part.array.rechunk((*chunks, rows, -1)), part.axes)
         self.key_lead = common_chunks([self._parts["key"], self._parts["value"]], map_lead)
         if problem.relative_bias is not None:
             table = Part(problem.relative_bias.table, ("offsets",))

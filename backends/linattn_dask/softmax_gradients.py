@@ -130,7 +130,7 @@ def _weights(block: Block, key: Array) -> dict[str, Any]:
         weight = block.weights[name]
         if weight is not None:
             rows = xp.broadcast_to(weight, (*weight.shape[:-1], key.shape[-2]))
-            first = xp.ones_like(rows[..., :1]) if name == "key_mask" else rows[..., :1] * 0
+            first = (xp.ones_like if name == "key_mask" else xp.zeros_like)(weight[..., :1])
             found[name] = xp.concat([first, rows], axis=-1)
     return found
 

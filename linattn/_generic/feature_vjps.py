@@ -69,5 +69,5 @@ def sum_to(x: Array, lead: tuple[int, ...], trailing: int) -> Array:
     )
     if not axes:
         return x
-    xp = namespace(x)
-    return xp.reshape(xp.sum(x, axis=axes), (*lead, *shape[len(shape) - trailing :]))
+    # Dask's expressions have no `reshape`.
+    return namespace(x).sum(x, axis=axes, keepdims=True)[(*[0] * extra, ...)]
