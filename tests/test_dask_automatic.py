@@ -106,7 +106,7 @@ def test_a_head_may_have_more_landmarks_than_another():
 # Right for any arrays -----------------------------------------------------------------------------
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 9), masked=st.booleans(), cross=st.booleans())
 def test_any_chunks(data, seed, masked, cross):
     """Masks and biases of all kinds, queries of another length, and heads that share a key."""

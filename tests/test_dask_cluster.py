@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import linattn
+from linattn.automatic import _costs
 from linattn.feature_maps import PositiveFeatures
 
 da: Any = pytest.importorskip("dask.array")
@@ -26,17 +27,22 @@ D = 32
 PHI = PositiveFeatures(D, 32, rng=0)
 
 
-def cluster(tmp_path, memory_limit):
-    """Two processes of one thread; what they spill goes into a folder of the test."""
-    return distributed.LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=True,
-        memory_limit=memory_limit,
-        local_directory=str(tmp_path),
-        dashboard_address=None,
-        silence_logs=50,
-    )
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """Two processes of one thread; what they spill goes into a folder of the tests."""
+    with (
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            memory_limit="1GiB",
+            local_directory=str(tmp_path_factory.mktemp("spilled")),
+            dashboard_address=None,
+            silence_logs=50,
+        ) as local,
+        distributed.Client(local) as connected,
+    ):
+        yield connected
 
 
 class Source:
@@ -64,30 +70,29 @@ def blocks(rows):
     return np.random.default_rng(0).standard_normal((3, rows, D), dtype=np.float32)
 
 
-def test_a_killed_worker_changes_no_bit(tmp_path):
+def test_attention_chooses_on_a_cluster(client, monkeypatch):
+    """Landmarks for one head, exact for the other, by passes of the workers."""
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.8)
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 2560, 16), dtype=np.float32)
+    key[0] = key[0, rng.integers(8, size=2560)]
+    query[1] *= 2
+    lazy = [da.from_array(x, chunks=(2, 640, 16)) for x in (query, key, value)]
+    output, report = linattn.attention(*lazy, rng=0, return_report=True)
+    got = client.compute(output).result(timeout=90)
+    assert report.head_methods.tolist() == ["landmarks", "exact"]
+    want = linattn.softmax_attention(query, key, value)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_killed_worker_changes_no_bit(client, tmp_path):
     rows, length = 3000, 30_000
     query, key, value = (Source(block, length) for block in blocks(rows))
     arrays = [lazy(s, name) for s, name in zip((query, key, value), "qkv", strict=True)]
     want = attend(*arrays, PHI, is_causal=True).compute(scheduler="synchronous")
     mark = tmp_path / "killed"
     arrays[1] = lazy(Source(key.block, length, str(mark), 5 * rows), "killing")
-    with cluster(tmp_path, "1GiB") as local, distributed.Client(local) as client:
-        output = attend(*arrays, PHI, is_causal=True)
-        got = client.compute(output).result(timeout=90)
+    output = attend(*arrays, PHI, is_causal=True)
+    got = client.compute(output).result(timeout=90)
     assert mark.exists()
     assert np.array_equal(got, want)
-
-
-def test_attention_chooses_on_a_cluster(tmp_path):
-    """Landmarks for one head, exact for the other, by passes of the workers."""
-    rng = np.random.default_rng(0)
-    query, key, value = rng.standard_normal((3, 2, 9600, 16), dtype=np.float32)
-    key[0] = key[0, rng.integers(8, size=9600)]
-    query[1] *= 2
-    lazy = [da.from_array(x, chunks=(2, 3200, 16)) for x in (query, key, value)]
-    with cluster(tmp_path, "1GiB") as local, distributed.Client(local) as client:
-        output, report = linattn.attention(*lazy, rng=0, return_report=True)
-        got = client.compute(output).result(timeout=90)
-    assert report.head_methods.tolist() == ["landmarks", "exact"]
-    want = linattn.softmax_attention(query, key, value)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -30,7 +30,7 @@ def stops_of(data, length, num_keys):
     return data.draw(st.sampled_from(options), "visible")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), masked=st.booleans(), streamed=st.booleans())
 def test_stops_in_any_chunks(data, seed, masked, streamed):
     """Outputs, states and gradients."""
