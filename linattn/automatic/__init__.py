@@ -170,7 +170,7 @@ def attention(
     how many trials a head may have, with and without a window counted apart, so that one that is
     taken by luck has a probability of 0.05 in all. The bound speaks of rows like those drawn; where
     the error of a head is in a few rows among thousands, with queries like others, it may miss
-    them.
+    them, and more often than that: the same rows choose how many clusters are exact, and judge.
 
     *Dask arrays.* The output is lazy, what is chosen by is computed here: a sample of rows, as by
     :meth:`linattn.feature_maps.LandmarkFeatures.fit`, to which landmarks are fitted, and of which
