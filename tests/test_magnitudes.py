@@ -282,6 +282,14 @@ def test_denormal_queries_or_keys(attend, dtype, size):
         attend.check(attend(q, k, value), q, k, value, tolerance=1e-5)
 
 
+def test_values_of_keys_that_are_too_far_to_count(xp):
+    """Exponentials that are no normal numbers are 0, and not the least normal number."""
+    key, value = np.array([[[[0.0], [-300.0]]], [[[1.0], [1e37]]]], np.float32)
+    arrays = (xp.array(x, "float32") for x in (np.ones_like(key), key, value))
+    out = linattn.softmax_attention(*arrays, scale=1.0)
+    np.testing.assert_allclose(xp.numpy(out), 1, rtol=1e-6)
+
+
 @every_attention
 def test_denormal_values(attend):
     query, key, value = tokens()

@@ -23,12 +23,14 @@ def finite_shift(log: Array, xp: ModuleType) -> Array:
 
 
 def exp_up_to(x: Array, top: Array, xp: ModuleType) -> Array:
-    """``exp(x - top)`` where all of x counts; a small normal number instead of any denormal one.
+    """``exp(x - top)``; 0 instead of any denormal number, which may take eight times as long.
 
-    Beside the largest, 1, none of them is anything, but they may take eight times as long.
+    Beside the largest, 1, it is nothing; a normal number might be something, times a large value.
     """
     least = float(np.log(xp.finfo(top.dtype).smallest_normal)) + 1
-    return xp.exp(xp.maximum(x - finite_shift(top, xp), xp.full_like(top, least)))
+    x = x - finite_shift(top, xp)
+    weights = xp.exp(xp.maximum(x, xp.full_like(top, least)))
+    return xp.where(x < least, xp.zeros_like(weights), weights)
 
 
 def divisor(size: Array, xp: ModuleType) -> Array:
