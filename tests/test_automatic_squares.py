@@ -9,8 +9,9 @@ from numpy.testing import assert_allclose
 
 import linattn
 from linattn._driver.exact_problem import exact_problem
-from linattn.automatic import _costs, _search, _squares
+from linattn.automatic import _causal, _costs, _search, _squares
 from linattn.automatic._heads import Given
+from linattn.automatic._report import HeadRecord
 
 LENGTH, SQUARES = 400, [(0, 200, 400), (0, 100, 200), (200, 300, 400)]
 
@@ -76,6 +77,33 @@ def test_the_error_is_that_of_the_output(monkeypatch, clusters):
     assert_allclose([record.error for record in squares.records()], error, rtol=1e-6)
     judged = [rows.judge((i,), output[i], 0.9) for i in range(2)]
     assert_allclose(judged, np.stack([error, error], axis=-1), rtol=1e-9)
+
+
+def test_what_is_near_only_where_it_was_chosen_by_is_not_taken(monkeypatch):
+    """The rows that the choice was made by say little of the others."""
+    arrays = tokens()
+    exact = linattn.softmax_attention(*arrays, is_causal=True)
+
+    class Overfitted:
+        first_error, first_work = np.full(2, np.inf), _costs.Work()
+
+        def __init__(self, rows, squares, tolerance):
+            self.rows = [rows.tokens.head((i,)).rows for i in range(2)]
+
+        def records(self):
+            return [HeadRecord(64, 0, 0, 0.0, 0.0, _costs.Work())] * 2
+
+        def attend(self, heads):
+            output = np.zeros_like(exact)
+            for i, rows in enumerate(self.rows):
+                output[i, rows] = exact[i, rows]
+            return output
+
+    monkeypatch.setattr(_causal, "Squares", Overfitted)
+    answer = _causal.attend(given_of(arrays))
+    assert [head.num_features for head in answer.heads] == [0, 0]
+    assert min(head.bound for head in answer.heads) > 0.1
+    assert_allclose(answer.output, exact, rtol=1e-12)
 
 
 @pytest.mark.parametrize("start", [399, 250, 120])

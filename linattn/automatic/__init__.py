@@ -160,7 +160,7 @@ def attention(
     trial is made where it takes at most 0.15 of the time of exact attention (causal: 0.1 of that of
     a square, and so any other), so that this is what a search in vain costs; shorter sequences are
     attended to exactly at once. Squares share the tolerance, of which the sum of their squared
-    errors is; the output of all is judged once more by the same rows.
+    errors is; the output of all is judged by other rows, twice as many.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
     of all, at least 64 and at most 256 a head, drawn with odds ``1 / 2 + l_i / (2 mean l)``, where
@@ -170,7 +170,8 @@ def attention(
     how many trials a head may have, with and without a window counted apart, so that one that is
     taken by luck has a probability of 0.05 in all. The bound speaks of rows like those drawn; where
     the error of a head is in a few rows among thousands, with queries like others, it may miss
-    them, and more often than that: the same rows choose how many clusters are exact, and judge.
+    them. In full attention it may miss more: the same rows choose how many clusters are exact, and
+    judge.
 
     *Dask arrays.* The output is lazy, what is chosen by is computed here: a sample of rows, as by
     :meth:`linattn.feature_maps.LandmarkFeatures.fit`, to which landmarks are fitted, and of which

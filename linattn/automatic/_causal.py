@@ -26,6 +26,9 @@ __all__ = ["attend", "is_worth_a_search"]
 MAX_TRIALS = 2
 """Of a head: each gets a share of the probability to fail."""
 
+FRESH_ROWS = 2
+"""Rows that judge what was chosen, over those that it was chosen by."""
+
 ENTRIES = (64, 128, 256, 512, 1024)
 
 CORESET_ERROR, EXPONENT = 3.0, 0.35
@@ -40,12 +43,13 @@ def is_worth_a_search(given: Given) -> bool:
     """Whether a coreset or landmarks may be tried."""
     if given.tolerance is not None:
         return bool(squares_of(given, num_rows_of(given.problem)))
-    first = coreset_work(given.problem, MIN_FEATURES).plus(_rows_work(given))
+    rows_work = _rows_work(given, num_rows_of(given.problem))
+    first = coreset_work(given.problem, MIN_FEATURES).plus(rows_work)
     return may_search(given.problem, first, None)
 
 
-def _rows_work(given: Given) -> Work:
-    return Work(exact=num_rows_of(given.problem) * given.problem.key.shape[-2] / 2)
+def _rows_work(given: Given, num_rows: int) -> Work:
+    return Work(exact=num_rows * given.problem.key.shape[-2] / 2)
 
 
 def attend(given: Given) -> Answer:
@@ -53,19 +57,22 @@ def attend(given: Given) -> Answer:
     num_rows = num_rows_of(given.problem)
     if given.tolerance is None:
         ways = _Ways(given, CausalRows(given, num_rows, []))
-        ways.take_coreset(MIN_FEATURES, range(given.num_heads), _rows_work(given))
+        ways.take_coreset(MIN_FEATURES, range(given.num_heads), _rows_work(given, num_rows))
         return ways.answer()
     squares = squares_of(given, num_rows)
-    ways = _Ways(given, CausalRows(given, num_rows, squares))
-    found = Squares(ways.rows, squares, given.tolerance)
-    records = [r._replace(work=r.work.plus(_rows_work(given))) for r in found.records()]
+    found = Squares(CausalRows(given, num_rows, squares), squares, given.tolerance)
+    # Other rows: errors of what was chosen are too small on the rows that it was chosen by.
+    num_fresh = min(FRESH_ROWS * num_rows, int(given.problem.key.shape[-2]))
+    ways = _Ways(given, CausalRows(given, num_fresh, []))
+    rows_work = _rows_work(given, num_rows + num_fresh)
+    records = [r._replace(work=r.work.plus(rows_work)) for r in found.records()]
     entries = defaultdict(list)
     for head, record in enumerate(records):
         m = _expected_entries(found.first_error[head], given.tolerance)
         if m is not None and coreset_work(given.problem, m).cost < record.work.cost:
             entries[m].append(head)
     for m, heads in sorted(entries.items()):
-        ways.take_coreset(m, heads, found.first_work.plus(_rows_work(given)))
+        ways.take_coreset(m, heads, found.first_work.plus(rows_work))
     ways.take_squares(found, records)
     ways.take_exact(records)
     return ways.answer()

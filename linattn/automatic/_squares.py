@@ -32,8 +32,9 @@ Floats = NDArray[Any]
 MAX_FIT = 0.1
 """Largest cost of a fit over that of the square by exact attention: what one in vain may take."""
 
-INDEPENDENT = 0.85
-"""Errors that the squares together may have, of the tolerance, if they were independent."""
+AIM = 0.85
+"""Errors that the squares together may have, of the tolerance, by the rows that they are chosen by:
+on others they are larger, and together where they are not independent."""
 
 MAX_UNIT = 4.0
 """Largest square of an exact row over the median of all that is counted in a bound."""
@@ -258,8 +259,7 @@ class Squares:
             first = fit_work(search.given.problem, MIN_FEATURES, search.num_rows)
             self.first_work = self.first_work.plus(first)
         sizes = np.array([float(square.middle - square.start) for square in squares])
-        if len(squares) > 1:
-            tolerance *= INDEPENDENT
+        tolerance *= AIM
         allowed = [_allowed_errors(b, sizes, tolerance) for b in bounds.T]
         self._found: dict[tuple[int, int], tuple[_SquareSearch, Found]] = {}
         for search, tolerances in zip(searches, np.array(allowed).T.tolist(), strict=True):
