@@ -130,7 +130,7 @@ def _tasks(problem: Problem, heads: int) -> Sequence[Index]:
         return [()]
     # An axis of 1 stays whole: queries may have more along it.
     axes = [
-        [slice(i, min(i + size, n)) for i in range(0, n, size)] if n > 1 else [slice(None)]
+        [slice(i, min(i + size, n)) for i in range(0, n, size)] if n != 1 else [slice(None)]
         for n, size in zip(lead, sizes, strict=True)
     ]
     return list(product(*axes))
