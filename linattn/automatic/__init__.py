@@ -158,9 +158,10 @@ def attention(
     cost least, because errors fall with about the square root of m; what does not promise to be
     cheaper than exact attention is not tried. Heads of one number are worked on together. The first
     trial is made where it takes at most 0.15 of the time of exact attention (causal: 0.1 of that of
-    a square, and so any other), so that this is what a search in vain costs; shorter sequences are
-    attended to exactly at once. Squares share the tolerance, of which the sum of their squared
-    errors is; the output of all is judged by other rows, twice as many.
+    a square, and so any other), so that about this is what a search in vain costs (0.18 to 0.23 was
+    measured at 6,200 and 7,168 tokens); shorter sequences are attended to exactly at once. Squares
+    share the tolerance, of which the sum of their squared errors is; the output of all is judged by
+    other rows, twice as many.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
     of all, at least 64 and at most 256 a head, drawn with odds ``1 / 2 + l_i / (2 mean l)``, where
