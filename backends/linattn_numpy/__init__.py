@@ -26,7 +26,7 @@ from linattn_numpy.prefix_states import far_states
 from linattn_numpy.products import kernel_status
 from linattn_numpy.recurrences import recurrence
 from linattn_numpy.sequences import sequences_block
-from linattn_numpy.states import divide, read_block, reduce_block
+from linattn_numpy.states import divide, read_block, reduce_block, values_block
 from linattn_numpy.threads import limited_threads
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "scan_vjp",
     "sequences_block",
     "stepper",
+    "values_block",
     "window_block",
 ]
 
@@ -83,4 +84,5 @@ if TYPE_CHECKING:
     implements(Backend.scan_vjp)(scan_vjp)
     implements(Backend.sequences_block)(sequences_block)
     implements(Backend.stepper)(stepper)
+    implements(Backend.values_block)(values_block)
     implements(Backend.window_block)(window_block)

@@ -103,7 +103,9 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     is_cut = problem.exact_window is not None or problem.chunk_size is not None
     if is_cut or not _are_apart(problem) or not all(supports(spec) for spec in specs):
         return 1
-    rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block)) + problem.num_features
+    rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block))
+    # A causal block has states on the way beside the one it goes on from.
+    rows += problem.num_features * (2 if problem.is_causal else 1)
     max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
     return _shared(problem, max_heads, threads)
 
@@ -114,7 +116,9 @@ def _shared(problem: Problem, max_heads: int, threads: int) -> int:
     if threads > 1 and _longest(problem) >= tuning.MIN_SEGMENTED_ROWS:
         # Two tasks a thread: one on a slow core has something to hand on.
         max_heads = min(max_heads, -(-heads // (2 * threads)))
-    for batch in range(min(heads, max_heads), 1, -1):
+    # Tasks of one size, as far as can be.
+    batches = -(-heads // max(1, max_heads))
+    for batch in range(-(-heads // max(1, batches)), 1, -1):
         sizes = _task_sizes(problem.state_lead, batch)
         count = prod(-(-n // size) for n, size in zip(problem.state_lead, sizes, strict=True))
         if min(heads, -(-count // threads) * prod(sizes)) <= -(-heads // threads):

@@ -62,11 +62,19 @@ from linattn_numpy.limits import (
 from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
 from linattn_numpy.tiles import rows_of
 
-__all__ = ["add_sums", "divide", "read_block", "reduce_block"]
+__all__ = ["add_sums", "divide", "read_block", "reduce_block", "values_block"]
 
 Floats = NDArray[Any]
 
 LARGE_EXPONENTS = Declined("exponents are out of the range of unshifted ones")
+
+
+def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
+    """``[v, 1]`` in a buffer: a fresh array may have fresh pages in each call."""
+    v = value if mask is None else np.where(mask, value, 0)
+    values_and_one = buffer("values", (*v.shape[:-1], v.shape[-1] + 1), dtype)
+    values_and_one[..., :-1], values_and_one[..., -1] = v, 1
+    return values_and_one
 
 
 def reduce_block(
