@@ -109,6 +109,48 @@ def test_gradients_without_heads(xp_any_shape, name, leads):
                 xp.assert_like(gradient, array)
 
 
+@pytest.mark.parametrize("leads", [((), (0,)), ((0,), ()), ((2, 1), (0,))], ids=str)
+def test_keys_or_values_alone_without_heads(xp, leads):
+    rng, phi = np.random.default_rng(0), MAPS["elu"]
+    query = key = xp.array(rng.standard_normal((*leads[0], 5, DIM)), "float32")
+    value = xp.array(rng.standard_normal((*leads[1], 5, VALUE_DIM)), "float32")
+    output, pullback = linattn.linear_attention_vjp(
+        query, key, value, phi, key_stop=[1, 1, 3, 5, 5]
+    )
+    xp.assert_like(output, query, shape=(*_lead(leads), 5, VALUE_DIM))
+    for gradient, array in zip(pullback(output), (query, key, value), strict=True):
+        xp.assert_like(gradient, array)
+    state = linattn.init_state(phi, VALUE_DIM, batch_shape=_lead(leads), like=key)
+    q, k, v = (array[..., 0, :] for array in (query, key, value))
+    output, state = linattn.decode_step(q, k, v, state, phi)
+    xp.assert_like(output, query, shape=(*_lead(leads), VALUE_DIM))
+    output = linattn.Decoder(phi, state).step(q, k, v)
+    xp.assert_like(output, query, shape=(*_lead(leads), VALUE_DIM))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {"is_causal": True, "log_decay": -0.1}, {"key_stop": [1, 1, 3, 5, 5]}],
+    ids=str,
+)
+def test_keys_have_the_gradient_of_a_state_that_no_query_reads(xp, options):
+    rng, phi = np.random.default_rng(0), MAPS["elu"]
+    key, value = (xp.array(rng.standard_normal((2, 5, n)), "float64") for n in (DIM, VALUE_DIM))
+    found = []
+    for heads in ((2,), (0, 2)):
+        query = xp.array(rng.standard_normal((*heads, 5, DIM)), "float64")
+        (output, state), pullback = linattn.linear_attention_vjp(
+            query, key, value, phi, return_state=True, **options
+        )
+        log_scale, kvz = xp.numpy(state.log_scale), xp.numpy(state.kvz)
+        # Of the sums on their true scale.
+        cotangent = xp.array(np.broadcast_to(np.exp(log_scale)[..., None], kvz.shape), "float64")
+        found.append([xp.numpy(x) for x in pullback(output * 0, cotangent)[1:3]])
+    for gradient, expected in zip(*reversed(found), strict=True):
+        assert np.any(expected)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("leads", NO_HEADS, ids=str)
 def test_softmax_attention_without_heads(xp, leads):
     for lengths in LENGTHS:

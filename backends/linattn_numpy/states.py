@@ -81,7 +81,7 @@ def reduce_block(
     key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State
 ) -> State | Declined:
     """Add a block of keys to the state."""
-    if 0 in tokens.x.shape:
+    if 0 in (*tokens.x.shape, *values_and_one.shape):
         return EMPTY
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)

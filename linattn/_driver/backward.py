@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
+import array_api_compat
+
 from linattn import _arrays, _dispatch, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
@@ -85,9 +87,7 @@ class _Walk(NamedTuple):
     """By the names that their arguments have in a problem."""
 
     def query_slices(self) -> list[slice]:
-        """Blocks of queries; none where no row reaches the output."""
-        length = 0 if 0 in self.problem.lead else self.problem.query.shape[-2]
-        return list(block_slices(length, self.block_size))
+        return list(block_slices(self.problem.query.shape[-2], self.block_size))
 
     def key_slices(self, keys: slice) -> Iterator[slice]:
         for rows in block_slices(keys.stop - keys.start, self.block_size):
@@ -153,6 +153,8 @@ def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
     """Gradients of a problem of linear attention; with states of its forward pass at hand."""
+    if 0 in problem.lead:
+        return _pull_state(problem, cotangent)
     if problem.cu_seqlens is not None:
         return _pull_packed(problem, cotangent, checkpoints)
     if problem.key_stop is not None and problem.key_stop.ndim > 1:
@@ -199,6 +201,22 @@ def pull(
         last = found.pop("last_state", None)
         found["log_decay"] = decay_gradient(problem.xp, found["log_decay"], last)
     return Gradients(state=state, **found)
+
+
+def _pull_state(problem: Problem, cotangent: Cotangent) -> Gradients:
+    """Gradients where no head of the output is left: what the returned state has seen."""
+    xp, device = problem.xp, array_api_compat.device(problem.query)
+    if cotangent.state is None or 0 in problem.state_lead:
+        state = None if problem.state is None else xp.zeros_like(problem.state.kvz)
+        arguments = _arguments(problem)
+        return Gradients(state=state, **{k: xp.zeros_like(x) for k, x in arguments.items()})
+    # One query in place of none, whose output nobody reads.
+    shape = (*problem.state_lead, problem.query.shape[-2], problem.value.shape[-1])
+    query = xp.zeros(problem.query.shape[-2:], dtype=problem.query.dtype, device=device)
+    unread = xp.zeros(shape, dtype=problem.query.dtype, device=device)
+    part = problem.replace(query=query, lead=problem.state_lead)
+    found = pull(part, cotangent._replace(output=unread))
+    return found._replace(query=xp.zeros_like(problem.query))
 
 
 def _pull_packed(
@@ -498,9 +516,9 @@ def _walk_exact(walk: _Walk) -> Iterator[None]:
 
 
 def _exact_slices(walk: _Walk) -> list[slice]:
-    """Blocks of queries as :func:`exact_parts` has them; none where no row reaches the output."""
+    """Blocks of queries as :func:`exact_parts` has them."""
     problem = walk.problem
-    if problem.key_stop is None or 0 in problem.lead:
+    if problem.key_stop is None:
         return walk.query_slices()
     return [step.queries for step in steps_of(problem, walk.block_size) if step.num_queries]
 

@@ -53,8 +53,7 @@ def _row_numbers(walk: Any) -> Any:
         numbers.write((), rows, problem.xp.concat(list(scale), axis=-1))
 
     scan = Walk(problem, walk.functions, walk.block_size, write)
-    if 0 not in problem.lead:
-        yield from WALKS[problem.mode](scan)
+    yield from WALKS[problem.mode](scan)
     return numbers.result()
 
 
@@ -87,7 +86,7 @@ def _walk_direction(walk: Any, numbers: Array, sums: _Sums, from_the_end: bool) 
     start = initial_state(problem).length
     state = initial_state(problem.replace(state=None) if from_the_end else problem)
     adjoint = initial_state(problem.replace(state=None))
-    order = list(block_slices(0 if 0 in problem.lead else problem.query.shape[-2], BLOCK))
+    order = list(block_slices(problem.query.shape[-2], BLOCK))
     if from_the_end:
         order.reverse()
     for rows in order:

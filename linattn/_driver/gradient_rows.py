@@ -63,7 +63,7 @@ class GradientRows:
                 place = task_name(task_index(lead, 0, task))
                 self._order[task_name(task)] = count[place]
                 count[place] += 1
-        if not problem.lazy or 0 in self._shape or 0 in problem.lead:
+        if not problem.lazy or 0 in self._shape:
             device = array_api_compat.device(like)
             dtype = problem.dtype if self._shared else like.dtype
             self._array = problem.xp.zeros(self._shape, dtype=dtype, device=device)
