@@ -81,7 +81,6 @@ ALLOWED = {
     ("hopeless", "linattn/diagnostics/variance.py"): "a public attribute of Recommendation",
     ("special", "linattn/sampling/_moments.py"): "scipy.special",
     ("special", "linattn/sampling/samplers.py"): "scipy.special",
-    ("under", "backends/linattn_numpy/decoding.py"): "a parameter of np.errstate",
     ("under", "linattn/_generic/numerics.py"): "a parameter of np.errstate",
     ("use", "linattn/cli/compare.py"): "a key of the JSON file that the command writes",
 }

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Blas", "Limit", "blas"]
-
-
-class Limit:
-    """One user's share in the limit: ``with limit:`` holds BLAS at one thread.
-
-    An interrupt may fall between ``with`` and what it calls: ``give_back`` belongs into a
-    ``finally`` around it.
-    """
-
-    def __init__(self, owner: Blas) -> None:
-        self._owner = owner
-
-    def __enter__(self) -> None:
-        """Take the limit."""
-        self._owner.take(self)
-
-    def __exit__(self, *error: object) -> None:
-        """Give it back."""
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Give back what is not given back yet, all of it or what an interrupt has left."""
-        self._owner.give_back(self)
+__all__ = ["Blas", "blas"]
 
 
 class Blas:
@@ -41,7 +20,7 @@ class Blas:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._users: dict[int, int] = {}
+        self._users: dict[object, int] = {}
         self._before: list[tuple[Any, int]] = []
         self._controller: Any = None
         self._looked = False
@@ -74,27 +53,37 @@ class Blas:
                 self._looked = True
             return self._controller
 
-    def one_thread(self) -> Limit:
-        """Return what holds BLAS at one thread."""
-        return Limit(self)
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Hold BLAS at one thread."""
+        user = object()
+        try:
+            try:
+                self.take(user)
+                yield
+            finally:
+                self.give_back(user)
+        finally:
+            # An interrupt may have fallen where the other one begins.
+            self.give_back(user)
 
-    def take(self, limit: Limit) -> None:
+    def take(self, user: object) -> None:
         """Count a user, the first of whom sets BLAS to one thread."""
         controller = self.controller()
         with self._lock:
-            self._users[id(limit)] = threading.get_ident()
+            self._users[user] = threading.get_ident()
             if len(self._users) == 1 and controller is not None:
                 self._before = [(lib, lib.num_threads) for lib in controller.lib_controllers]
                 for library, _ in self._before:
                     library.set_num_threads(1)
 
-    def give_back(self, limit: Limit) -> None:
-        """Count a user no more, the last of whom sets BLAS to what it was."""
-        if id(limit) in self._users:
+    def give_back(self, user: object) -> None:
+        """Count a user no more, if it was counted; the last sets BLAS to what it was."""
+        if user in self._users:
             with self._lock:
                 if len(self._users) == 1:
                     self._restore()
-                self._users.pop(id(limit), None)
+                self._users.pop(user, None)
 
     def _restore(self) -> None:
         for library, number in self._before:

@@ -119,10 +119,8 @@ def _scan_unshifted(
     if inspect:
         moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
         moderate = moderate | (bounds < inf)
-        if not moderate.any():
-            return LARGE_SAMPLE
         if not moderate.all():
-            return LARGE_EXPONENTS
+            return LARGE_EXPONENTS if moderate.any() else LARGE_SAMPLE
         if (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
             # Alone, some heads are inspected and some are not.
             return Declined("exponents of some heads only need to be inspected")
@@ -165,8 +163,7 @@ def _scan_tiles(
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
         queries = FeatureMaker(query_spec, query.x, length, "query")
         keys = FeatureMaker(key_spec, key.x, length, "key", factors=common.key_factors)
-        is_empty = num_den is None and not common.state_factors.any()
-        sums = Triangles(queries.weights, keys.weights, lead, kvz, size, is_empty=is_empty)
+        sums = Triangles(queries.weights, keys.weights, lead, kvz, size)
         if num_den is None:
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
         arrays = (

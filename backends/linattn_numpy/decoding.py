@@ -25,9 +25,7 @@ __all__ = ["decode", "stepper"]
 
 Floats = NDArray[Any]
 
-ignore_fp_warnings = partial(
-    np.errstate, over="ignore", under="ignore", invalid="ignore", divide="ignore"
-)
+ignore_fp_warnings = partial(np.errstate, all="ignore")
 
 
 def _unsupported(problem: Problem, state: State) -> Declined | None:
@@ -40,24 +38,16 @@ def _unsupported(problem: Problem, state: State) -> Declined | None:
         return Declined("arguments share leading axes")
     if problem.query.dtype != problem.dtype:
         return Declined(f"{problem.query.dtype} is accumulated in another dtype")
-    if problem.query_change is not None or problem.key_change is not None:
-        return Declined("the map changes coordinates first")
-    if problem.want_log:
-        return Declined("the log normalizer is asked for")
+    if (problem.query_change, problem.key_change, problem.want_log) != (None, None, False):
+        return Declined("the map changes coordinates first, or the log normalizer is asked for")
     if isinstance(specs[0], Exponential) and isinstance(specs[1], Exponential):
         return None
     if not all(supports_pointwise(spec) for spec in specs):
         return Declined("NumPy decodes exponential maps, elu + 1 and ReLU only")
-    if not _is_near_0(state.log_scale):
+    log = state.log_scale
+    if log.any() and not np.all((np.abs(log) <= MAX_LOG_LEAD) | (log == -np.inf)):
         return Declined("the state's log scale is far from that of the features, 0")
     return None
-
-
-def _is_near_0(log_scale: Floats) -> bool:
-    """Whether a state may be put on the log scale 0 with nothing lost."""
-    if not log_scale.any():
-        return True
-    return bool(np.all((np.abs(log_scale) <= MAX_LOG_LEAD) | (log_scale == -np.inf)))
 
 
 def _token(problem: Problem, log_scale: Floats) -> ExponentialToken | PointwiseToken:

@@ -75,9 +75,8 @@ class FeatureMaker:
             self._scaling = self.weights, factors
             if whole != self.weights.shape:
                 self.weights = buffer(name + "_scaled", whole, x.dtype)
-        needs_none = isinstance(spec, Exponential) or (isinstance(spec.P, float) and spec.P == 1.0)
         self._inputs = self._first
-        if not needs_none:
+        if isinstance(spec, Pointwise) and not (isinstance(spec.P, float) and spec.P == 1.0):
             self._inputs = buffer(name + "_inputs", self._first.shape, x.dtype)
 
     def split(self, x: Floats) -> Floats:
@@ -95,19 +94,17 @@ class FeatureMaker:
         elif P != 1.0:
             x = np.multiply(x, P, out=self._inputs)
         log = max_log(self._spec, x) if inspect else 0.0
-        if log < inf:
-            self._activate(x)
-        return log
-
-    def _activate(self, u: Floats) -> None:
+        if log == inf:
+            return log
         if isinstance(self._spec, Pointwise):
-            activate(self._spec, u, self._first)
+            activate(self._spec, x, self._first)
         else:
-            np.exp(u, out=u)
+            np.exp(x, out=x)
             if self._halves == 2:
-                np.divide(1.0, u, out=self._last)
+                np.divide(1.0, x, out=self._last)
         if self._scaling is not None:
             np.multiply(*self._scaling, out=self.weights)
+        return log
 
 
 def feature_tiles(
@@ -154,24 +151,18 @@ def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
-def is_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
-    """Whether the exponents of some tokens of a head are so small that all others may be."""
-    if isinstance(spec, Pointwise):
-        return True
-    # From the middle: blocks of a window are padded at both ends.
-    sample, P = (a[tuple(size // 2 for size in a.shape[:-2])] for a in (x, spec.P))
-    return bool(_are_moderate(sample, P))
-
-
 def are_moderate(spec: Exponential | Pointwise, x: Floats) -> Any:
-    """Find the same of each head."""
-    return np.True_ if isinstance(spec, Pointwise) else _are_moderate(x, spec.P)
-
-
-def _are_moderate(x: Floats, P: Floats) -> Any:
-    num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // P.shape[-1])
-    u = np.matmul(x[..., :num_rows, :], P)
+    """Whether the exponents of a few tokens of each head are so small that all others may be."""
+    if isinstance(spec, Pointwise):
+        return np.True_
+    num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // spec.P.shape[-1])
+    u = np.matmul(x[..., :num_rows, :], spec.P)
     return np.abs(u).max(axis=(-2, -1)) <= tuning.MAX_SAMPLED_SHARE * MAX_EXPONENT[u.itemsize]
+
+
+def is_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
+    """Find this of one head, or block: those of a window are padded at both ends."""
+    return bool(np.all(are_moderate(spec, x[tuple(size // 2 for size in x.shape[:-2])])))
 
 
 def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:
@@ -200,7 +191,7 @@ def supports_pointwise(spec: Spec | Exact) -> TypeGuard[Pointwise]:
     )
 
 
-def preactivations(spec: Exponential | Pointwise, x: Floats, name: str) -> Floats:
+def preactivations(spec: Pointwise, x: Floats, name: str) -> Floats:
     """Return what the function of a map is applied to; without P, ``x`` itself."""
     if isinstance(spec.P, float):
         return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))

@@ -25,19 +25,15 @@ def plan(problem: Problem) -> Plan:
     backward_tasks = _tasks(problem, heads)
     tasks = _tasks(problem, max(heads, _batched_heads(problem, block, threads)))
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
-    backward = _backward_rows(problem, block)
+    backward = None
+    if problem.num_features:
+        backward = min(block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS))
     if segments > 1 and problem.chunk_size is None:
         # A segment is of whole blocks.
         multiple = tuning.SEGMENT_MULTIPLE
         block = min(block, multiple * -(-_longest(problem) // (multiple * segments)))
     resumable = _longest(problem) >= tuning.MIN_SEGMENTED_ROWS
     return Plan(block, tasks, partial(run, threads), segments, backward, backward_tasks, resumable)
-
-
-def _backward_rows(problem: Problem, block: int) -> int | None:
-    if problem.num_features == 0:
-        return None
-    return min(block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS))
 
 
 def _is_long(problem: Problem) -> bool:

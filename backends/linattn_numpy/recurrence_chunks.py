@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_DECAY_EXPONENT, MAX_TOKEN_DECAY_EXPONENT
 from linattn_numpy.products import transposed
@@ -240,10 +239,10 @@ def unit_lower_inverse(negative: Floats) -> Floats:
     """Invert ``I - negative``, ``(h, g, c, c)``, of which only what is below the diagonal is read.
 
     The inverse of a triangle of 2n tokens has those of its halves and ``R negative L`` across. For
-    all short triangles at once that is ``X + X C X``, where C is what ``negative`` has across and X
+    all triangles at once that is ``X + X C X``, where C is what ``negative`` has across and X
     holds the inverses of all halves.
     """
-    (h, g, c, _), dtype = negative.shape, negative.dtype
+    c, dtype = negative.shape[-1], negative.dtype
     across, product = (buffer(name, negative.shape, dtype) for name in ("across", "product"))
     inverse = buffer("inverse", negative.shape, dtype)
     np.add(
@@ -252,17 +251,10 @@ def unit_lower_inverse(negative: Floats) -> Floats:
         out=inverse,
     )
     n = 2
-    while n < min(c, tuning.MASKED_TRIANGLE_ROWS):
+    while n < c:
         np.multiply(negative, _across(c, n, dtype), out=across)
         np.matmul(across, inverse, out=product)
         inverse += np.matmul(inverse, product, out=across)
-        n *= 2
-    while n < c:
-        product = buffer("product", (h, g, n, n), dtype)
-        for start in range(0, c, 2 * n):
-            left, right = slice(start, start + n), slice(start + n, start + 2 * n)
-            np.matmul(negative[..., right, left], inverse[..., left, left], out=product)
-            np.matmul(inverse[..., right, right], product, out=inverse[..., right, left])
         n *= 2
     return inverse
 

@@ -228,11 +228,8 @@ def _read_stabilized(
 def divide(part: Partial, out: Floats | None = None) -> Declined | None:
     """Numerator over denominator, into ``out``."""
     divisor = part.num_den[..., -1:]
-    least, most = divisor.min(initial=1.0), divisor.max(initial=1.0)
-    if least < 0:
-        sizes = np.abs(divisor)
-        least, most = sizes.min(), sizes.max()
-    if out is None or not 0 < least <= most < np.inf:
+    sizes = np.abs(divisor)
+    if out is None or not 0 < sizes.min(initial=1.0) <= sizes.max(initial=1.0) < np.inf:
         return Declined("a denominator is 0 or not finite")
     np.divide(part.num_den[..., :-1], divisor, out=out, casting="same_kind")
     return None

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, TypeAlias
 
@@ -44,15 +43,8 @@ def _pool(helpers: int) -> ThreadPoolExecutor:
         return _pools[helpers]
 
 
-@contextmanager
-def limited_threads() -> Iterator[None]:
-    """Keep what is computed between blocks to the one BLAS thread that blocks are computed with."""
-    limit = blas.one_thread()
-    try:
-        with limit:
-            yield
-    finally:
-        limit.give_back()
+limited_threads = blas.one_thread
+"""Keep what is computed between blocks to the one BLAS thread that blocks are computed with."""
 
 
 class _TaskQueue:
@@ -107,17 +99,21 @@ def run(threads: int, work: Work, tasks: Sequence[Any]) -> None:
     # One BLAS thread even for one of ours: a block is too small to share out, and two threads of
     # BLAS on busy cores wait for each other.
     threads = min(threads, len(tasks))
-    limit = blas.one_thread()
+    user = object()
     try:
-        with limit:
+        try:
+            blas.take(user)
             if threads <= 1 or getattr(_here, "busy", False):
                 for task in tasks:
                     for _ in _steps(work, task):
                         pass
             else:
                 _share(threads - 1, _TaskQueue(threads, work, tasks))
+        finally:
+            blas.give_back(user)
     finally:
-        limit.give_back()
+        # An interrupt may have fallen where the other one begins.
+        blas.give_back(user)
 
 
 def _share(helpers: int, queue: _TaskQueue) -> None:

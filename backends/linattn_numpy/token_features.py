@@ -6,7 +6,7 @@ put on a higher one first.
 
 from __future__ import annotations
 
-from math import exp, isfinite
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,6 @@ __all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
 Floats = NDArray[Any]
 
 TOO_HIGH = Declined("a key is not finite, or its features are too large for any log scale")
-
-MAX_SUM_OF_SQUARES = exp(2 * MAX_LOG_LEAD)
-"""Features of which the sum of squares is below this are all below exp(MAX_LOG_LEAD)."""
 
 
 def _projection(spec: Exponential) -> Floats:
@@ -59,7 +56,6 @@ class ExponentialToken:
         self._logs = np.empty((2, *log_scale.shape), log_scale.dtype)
         self._query_log, self._key_log = self._logs
         self._weights = np.empty_like(log_scale)
-        self._flat_weights = self._weights.reshape(-1)
         sides = zip(tokens, self._specs, self._logs, strict=True)
         self._products = (
             [_product(tokens, key_spec, self._logs)]
@@ -85,11 +81,7 @@ class ExponentialToken:
         self._project()
         self._logs += self._offsets
         weights = np.exp(self._key_log, out=self._weights)
-        # A sum of squares costs less than the largest, which decides where it is too large.
-        if not (
-            self._flat_weights.dot(self._flat_weights) <= MAX_SUM_OF_SQUARES
-            or np.maximum.reduce(self._key_log, axis=None) <= MAX_LOG_LEAD
-        ):
+        if not np.maximum.reduce(self._key_log, axis=None) <= MAX_LOG_LEAD:
             return TOO_HIGH
         # Where a square is past range all features would be 0.
         return weights if isfinite(self._flat_square.dot(self._flat_square)) else TOO_HIGH

@@ -24,23 +24,13 @@ class Triangles:
 
     ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the tile at hand, both by
     sign halves; ``lead``: leading axes of its values; ``kvz``: the state before it,
-    ``(..., m, e)``; ``is_empty``: whether that is 0, so that nobody reads it. Views are made here,
-    once for all tiles.
+    ``(..., m, e)``. Views are made here, once for all tiles.
     """
 
     lead: tuple[int, ...]
     """Leading axes of the sums."""
 
-    def __init__(
-        self,
-        q: Floats,
-        k: Floats,
-        lead: tuple[int, ...],
-        kvz: Floats,
-        size: int,
-        *,
-        is_empty: bool = False,
-    ) -> None:
+    def __init__(self, q: Floats, k: Floats, lead: tuple[int, ...], kvz: Floats, size: int) -> None:
         (h, n, r), e, dtype = q.shape[-3:], kvz.shape[-1], kvz.dtype
         count = n // size
         self._shape = count, size
@@ -59,7 +49,6 @@ class Triangles:
         halves = moveaxis(states.reshape(count + 1, *lead, h, r, e), 0, -3)
         self._before, self._added = halves[..., :count, :, :], halves[..., 1:, :, :]
         states[0] = kvz
-        self._is_empty = is_empty
         self.lead = broadcast_lead(lead, q.shape[:-3])
         self._reads = buffer("more", (*self.lead, h, count, size, e), dtype)
         self._read_parts = list(moveaxis(self._reads, -4, 0))
@@ -100,13 +89,11 @@ class Triangles:
                 if (factor := rises[i]) is not None:
                     unscaled[i] = unscaled[i].copy()
                     self._states[i + 1] *= factor
-        if not (self._is_empty and self._shape[0] == 1):
-            multiply(self._q, self._before, self._reads)
-            for read in self._read_parts:
-                if decay is not None:
-                    np.multiply(read, decay.rows, out=read)
-                np.add(out, read, out=out)
-        self._is_empty = False
+        multiply(self._q, self._before, self._reads)
+        for read in self._read_parts:
+            if decay is not None:
+                np.multiply(read, decay.rows, out=read)
+            np.add(out, read, out=out)
         # What comes after the last sub-block is where the next tile begins.
         before, after = self._last_step
         if decay is not None:

@@ -120,6 +120,3 @@ MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS = 16, 1 << 16
 # 2026-11-23, AMD EPYC: tokens of a recurrence that are multiplied at once, and those that are
 # solved at once; tokens of a tile, all heads together, and heads. 4,096 tokens, d = e = 64.
 CHUNK_ROWS, SOLVED_CHUNK_ROWS, RECURRENCE_TILE_ROWS, RECURRENCE_HEADS = 32, 16, 4096, 8
-
-# 2026-11-23: triangles of fewer rows are inverted by products with masks, all of them at once.
-MASKED_TRIANGLE_ROWS = 8
