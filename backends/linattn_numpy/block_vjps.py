@@ -74,14 +74,6 @@ def _division_vjp(
     return inverse, inner
 
 
-def _relative_rows(row: Floats | None) -> tuple[Floats | None, Any]:
-    """Exponentials of row terms less the largest, and that one ``(..., 1)``; 0 if there is none."""
-    if row is None:
-        return None, 0.0
-    top = finite_shift(row.max(axis=-2, keepdims=True))
-    return np.exp(row - top), top[..., 0]
-
-
 # Full attention ---------------------------------------------------------------------------------
 
 
@@ -143,8 +135,10 @@ def reduce_block_vjp(
     limit = _max_scale(dtype, terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
     if not isinstance(features, Declined):
-        factor, top = _relative_rows(features.row)
-        scale = adjoint.log_scale + features.col + top
+        scale = adjoint.log_scale + features.col
+        if features.row is not None:
+            top = finite_shift(features.row.max(axis=-2, keepdims=True))
+            factor, scale = np.exp(features.row - top), scale + top[..., 0]
         if not scale.max() + features.max_log <= limit:
             return UNDERFLOWED_KEYS
         kvz = kvz * np.exp(scale)[..., None]

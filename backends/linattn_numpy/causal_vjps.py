@@ -300,9 +300,6 @@ def _adjoint_states(rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
     states[..., -1, :, :] = kvz * np.exp(adjoint.log_scale + rows.log_scale[..., -1, :])[..., None]
     for run, _, _ in pairs:
         qs, gs, sums = run.split(rows.q), run.split(g1), states[..., run.places, :, :]
-        if np.broadcast_shapes(qs.shape[:-2], gs.shape[:-2]) == sums.shape[:-2]:
-            sum_products(qs, gs, sums)
-        else:
-            sums[...] = sum_to(np.matmul(transposed(qs), gs), sums.shape[:-2])
+        sums[...] = sum_to(product(transposed(qs), gs, "more"), sums.shape[:-2])
     _accumulate(states[..., ::-1, :, :], (rows.rises or [])[::-1])
     return states

@@ -8,7 +8,6 @@ have lost more than rounding, is left to the generic code, from the state before
 from __future__ import annotations
 
 import threading
-from functools import partial
 from math import exp
 from typing import Any, NamedTuple
 
@@ -24,8 +23,6 @@ from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 __all__ = ["decode", "stepper"]
 
 Floats = NDArray[Any]
-
-ignore_fp_warnings = partial(np.errstate, all="ignore")
 
 
 def _unsupported(problem: Problem, state: State) -> Declined | None:
@@ -140,7 +137,7 @@ def decode(problem: Problem) -> tuple[Floats, State] | Declined:
     if declined := _unsupported(problem, state):
         return declined
     query, key, value = (x[..., 0, :] for x in (problem.query, problem.key, problem.value))
-    with ignore_fp_warnings():
+    with np.errstate(all="ignore"):
         kvz, (_, token, outer, readout) = state.kvz, _workspace(problem, state)
         weights = token.load(query, key)
         if isinstance(weights, Declined):
@@ -250,7 +247,7 @@ class Stepper:
         token, before = self._token, None
         out: Floats | Declined = UNDERFLOWED
         try:
-            with ignore_fp_warnings():
+            with np.errstate(all="ignore"):
                 weights = token.load(query, key)
                 if isinstance(weights, Declined):
                     # What is buffered is on the old scale.

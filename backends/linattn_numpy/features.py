@@ -141,12 +141,10 @@ def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     if isinstance(spec, Exponential):
         reach = max(high, -low)
         return reach if reach <= MAX_EXPONENT[u.itemsize] else inf
-    if not (MIN_EXPONENT[u.itemsize] <= low if spec.f == ELU_PLUS_ONE else low > -inf):
-        return inf
     # Sums and products of features far from 1 would leave the range of float32.
-    if not (
-        high < MAX_FEATURE and (spec.offset != 0.0 or spec.f != RELU or high > 1 / MAX_FEATURE)
-    ):
+    is_large = spec.offset != 0.0 or spec.f != RELU or high > 1 / MAX_FEATURE
+    least = MIN_EXPONENT[u.itemsize] if spec.f == ELU_PLUS_ONE else -inf
+    if not (is_large and least < low and high < MAX_FEATURE):
         return inf
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
@@ -172,12 +170,9 @@ def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:
 
 def unsupported(*specs: Spec) -> Declined:
     """Say which of these specs are left to the generic code."""
-    kinds = {
-        f"Pointwise, {spec.f.name}" if isinstance(spec, Pointwise) else type(spec).__name__
-        for spec in specs
-        if not supports(spec)
-    }
-    return Declined(f"no features on NumPy for specs of kind {'; '.join(sorted(kinds))}")
+    spec = next(spec for spec in specs if not supports(spec))
+    kind = f"Pointwise, {spec.f.name}" if isinstance(spec, Pointwise) else type(spec).__name__
+    return Declined(f"no features on NumPy for specs of kind {kind}")
 
 
 def supports_pointwise(spec: Spec | Exact) -> TypeGuard[Pointwise]:
