@@ -109,8 +109,8 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
 def _shared(problem: Problem, max_heads: int, threads: int) -> int:
     """Heads of a task, at most so many, if no thread must do more than its share."""
     heads = prod(problem.state_lead)
-    if threads > 1 and _longest(problem) >= tuning.MIN_SEGMENTED_ROWS:
-        # Two tasks a thread: one on a slow core has something to hand on.
+    if threads > 1 and _longest(problem) >= tuning.MIN_SEGMENTED_CAUSAL_ROWS:
+        # Two long tasks a thread: one on a slow core has something to hand on.
         max_heads = min(max_heads, -(-heads // (2 * threads)))
     # Tasks of one size, as far as can be.
     batches = -(-heads // max(1, max_heads))
