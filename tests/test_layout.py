@@ -34,6 +34,7 @@ CONTRACT = {name for name in vars(typing.BlockTier) if not name.startswith("_")}
 WITHOUT_TWIN = {
     "assigned": "a fast path of reduce_block for one spec",
     "blas": "the thread pool of the BLAS",
+    "borders": "where sequences begin in a tile",
     "buffers": "memory that is used again",
     "causal_scales": "when a causal block may go unshifted",
     "decoding": "whole problems of one token, which the driver walks otherwise",

@@ -1,16 +1,20 @@
-"""Short packed sequences as they lie: which go so, that they are right, and what is declined."""
+"""Packed sequences as they lie: which go so, that they are right, and what is declined."""
 
 import itertools
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 import linattn
 import linattn_numpy
 from linattn import reference
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
+from linattn_numpy import tuning
 
 D = 8
 MAPS = {
@@ -19,7 +23,7 @@ MAPS = {
     "elu": EluFeatures(D),
     "relu": ReluFeatures(D),
 }
-# Beyond one square of causal weights, alike and not; one too long for such a block; none.
+# Short and long beside the features, alike and not; none.
 BORDERS = np.cumsum([0, 3, 3, 200, 200, 1, 0, 137, 300, 40, 5])
 BOUNDS = {np.float64: 1e-11, np.float32: 3e-5}
 
@@ -52,6 +56,38 @@ def test_against_the_dense_formula(name, is_causal, dtype):
     assert name == "relu" or report.ran("sequences_block") == {"linattn_numpy"}
     want = dense(arrays, name, is_causal=is_causal)
     assert_allclose(out, want, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 31, 32, 33, 64, 90]), min_size=1, max_size=9),
+    more=st.integers(0, 100),
+    name=st.sampled_from(list(MAPS)),
+    is_causal=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=15)
+def test_of_any_lengths_as_without_a_backend(lengths, more, name, is_causal, threads, seed):
+    rng = np.random.default_rng(seed)
+    borders = np.cumsum([0, *rng.permutation([*lengths, more])])
+    arrays = inputs(borders[-1], lead=(3,), scale=0.5)
+    with linattn.config(num_threads=threads), small_tiles(rng.integers(2)):
+        out = attend(arrays, name, borders, is_causal=is_causal)
+    with linattn.without_backends():
+        want = attend(arrays, name, borders, is_causal=is_causal)
+    assert_allclose(out, want, rtol=1e-11, atol=1e-11)
+
+
+@contextmanager
+def small_tiles(are_small):
+    """Let a sequence be longer than a tile, and several blocks be of one length."""
+    with pytest.MonkeyPatch.context() as patch:
+        if are_small:
+            patch.setattr(tuning, "TILE_ELEMENTS", 4096)
+            patch.setattr(tuning, "CAUSAL_TILE_ELEMENTS", 4096)
+            patch.setattr(tuning, "PACKED_BLOCK_ROWS", 300)
+            patch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
+        yield
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import repeat
 from math import inf, prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Partial, Spec, State, Tokens
 from linattn_numpy import tuning
+from linattn_numpy.borders import borders_of_tiles
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import (
     CausalBlock,
@@ -56,9 +58,10 @@ from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
-__all__ = ["scan_block", "scan_decayed_block"]
+__all__ = ["LARGE_EXPONENTS", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
 
 Floats = NDArray[Any]
+Lengths = NDArray[np.int64]
 
 LARGE_EXPONENTS = Declined("exponents or features are out of the range of unshifted ones")
 LARGE_SAMPLE = Declined("exponents of a few tokens are out of the range of unshifted ones")
@@ -114,7 +117,7 @@ def _scan_unshifted(
     common = common_scale(offsets, key_offsets, row_term(key_spec, key), state)
     if isinstance(common, Declined):
         return common
-    bounds = _exponent_bounds(block, common)
+    bounds = exponent_bounds(block, common)
     inspect = bool((bounds == inf).any())
     if inspect:
         moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
@@ -125,7 +128,7 @@ def _scan_unshifted(
             # Alone, some heads are inspected and some are not.
             return Declined("exponents of some heads only need to be inspected")
     bound = 0.0 if inspect else math.log(2) + float(bounds.max())
-    sums = _scan_tiles(block, state, common, bound)
+    sums = scan_tiles(block, state, common, bound)
     if isinstance(sums, Declined):
         return sums
     num_den, kvz, floor = sums
@@ -143,12 +146,17 @@ def _scan_unshifted(
     return Partial(num_den, log_row, accepted=True), State(kvz, c, state.length + n)
 
 
-def _scan_tiles(
-    block: CausalBlock, state: State, common: CommonScale, max_log: float
+def scan_tiles(
+    block: CausalBlock,
+    state: State,
+    common: CommonScale,
+    max_log: float,
+    lengths: Lengths | None = None,
 ) -> tuple[Floats, Floats, float] | Declined:
     """Rows of a block, the state after it and the least denominator that underflow leaves.
 
-    ``max_log``: a bound on the log of the largest product; 0: to be inspected.
+    ``max_log``: a bound on the log of the largest product; 0: to be inspected. ``lengths``: of
+    sequences that lie end to end.
     """
     query_spec, key_spec, query, key, values_and_one = block
     (n, e), num_den, inspect = values_and_one.shape[-2:], None, max_log == 0
@@ -173,12 +181,16 @@ def _scan_tiles(
             sums.split(weights[..., rows, :]),
             sums.split(num_den[..., rows, :]),
         )
-        decays = decay_of_tiles(key.log_decay, rows, length // size, size, kvz.dtype)
+        shape = length // size, size, kvz.dtype
+        decays = decay_of_tiles(key.log_decay, rows, *shape)
+        borders = iter(repeat(()) if lengths is None else borders_of_tiles(lengths, rows, *shape))
         for q, k, v, weight, out in zip(*arrays, strict=True):
             max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))
             if max_log == inf:
                 return LARGE_EXPONENTS
-            sums.add(weighted(v, weight) if is_weighted else v, out, next(decays))
+            sums.add(
+                weighted(v, weight) if is_weighted else v, out, next(decays), (), next(borders)
+            )
             # The floor does not fall from tile to tile.
             if not out[..., -1].min() >= least * math.exp(max_log):
                 return UNDERFLOWED
@@ -187,7 +199,7 @@ def _scan_tiles(
     return num_den, kvz, least * math.exp(max_log)
 
 
-def _exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
+def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
     """Bounds on the exponents of each head's queries by norms, ``(...)``; inf: to be inspected.
 
     A key's weight must be a normal number, and so must every feature of a query. What underflow can

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import product
 from math import prod
 
+import numpy as np
+
 from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem, Recurrence
 from linattn_numpy import tuning
 from linattn_numpy.blas import blas
@@ -23,7 +25,18 @@ def plan(problem: Problem) -> Plan:
     threads = num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
     heads = _heads_in_cache(problem, block, threads)
     backward_tasks = _tasks(problem, heads)
-    tasks = _tasks(problem, max(heads, _batched_heads(problem, block, threads)))
+    batched = _batched_heads(problem, block, threads)
+    are_apart = problem.cu_seqlens is not None and not problem.is_causal
+    if are_apart:
+        batched = _shared(problem, tuning.PACKED_BLOCK_ROWS // tuning.MAX_TILED_BLOCK_ROWS, threads)
+    heads = max(heads, batched)
+    tasks = _tasks(problem, heads)
+    if are_apart:
+        most = tuning.PACKED_BLOCK_ROWS // min(heads, max(1, prod(problem.state_lead)))
+        block = min(tuning.MAX_TILED_BLOCK_ROWS, most)
+    if problem.cu_seqlens is not None:
+        # As many blocks as threads, if there are fewer tasks.
+        block = min(block, max(1, -(-int(problem.key.shape[-2]) * len(tasks) // threads)))
     segments = threads if len(tasks) == 1 and _is_long(problem) else 1
     backward = None
     if problem.num_features:
@@ -45,6 +58,8 @@ def _is_long(problem: Problem) -> bool:
 
 
 def _longest(problem: Problem) -> int:
+    if problem.cu_seqlens is not None and not problem.is_causal:
+        return int(np.diff(problem.cu_seqlens).max(initial=0))
     return max(int(problem.query.shape[-2]), int(problem.key.shape[-2]))
 
 

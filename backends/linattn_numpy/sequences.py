@@ -1,26 +1,29 @@
-"""Attention within each of short sequences that lie end to end.
+"""Attention within each of some sequences that lie end to end.
 
 Features are made for several sequences at once, unshifted; keys are on the scale of the largest of
-their sequence. A sequence that is short beside features and values goes by its square of weights, a
-longer one by its state. All are accepted by the rule of causal blocks, or none is.
+their sequence. Causal ones are gone through as one, of which nothing is left behind a border;
+others, and short causal ones of one length, by squares of weights where they are short beside
+features and values, and by their states. All are accepted, by the rules of blocks, or none is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
-from math import exp, inf
-from typing import Any
+from functools import partial
+from math import exp, inf, log
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, Partial, Spec, State, Tokens
+from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal_scales import common_scale
+from linattn_numpy.causal import LARGE_EXPONENTS, exponent_bounds, scan_tiles
+from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
     FeatureMaker,
+    feature_tiles,
     is_moderate,
     log_offsets,
     num_sign_halves,
@@ -31,7 +34,9 @@ from linattn_numpy.features import (
 )
 from linattn_numpy.limits import (
     EMPTY,
+    FEATURE_SUM_RANGE,
     MIN_EXPONENT,
+    MIN_READ_DENOMINATOR,
     SMALL_VALUES,
     UNDERFLOWED,
     all_finite,
@@ -43,6 +48,8 @@ from linattn_numpy.products import (
     broadcast_lead,
     multiply,
     product,
+    small_products,
+    sum_products,
     transposed,
     weighted,
     weighted_sum,
@@ -53,8 +60,6 @@ __all__ = ["sequences_block"]
 
 Floats = NDArray[Any]
 Lengths = NDArray[np.int64]
-
-LARGE_EXPONENTS = Declined("exponents or features are out of the range of unshifted ones")
 
 
 def sequences_block(
@@ -83,39 +88,29 @@ def sequences_block(
     if isinstance(common, Declined):
         return common
     starts = np.cumsum(lengths) - lengths
-    log_row, row, values = common.log_scale[..., None], row_term(key_spec, key), values_and_one
+    log_row, row = common.log_scale[..., None], row_term(key_spec, key)
     if row is not None:
         top = np.maximum.reduceat(row, starts, axis=-2)
         top = np.repeat(top, lengths, axis=-2)
         row = row - finite_shift(top)
         if np.any((row < MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
             return LARGE_EXPONENTS
-        values, log_row = weighted(values, np.exp(row)), log_row + top
-
-    queries = FeatureMaker(query_spec, query.x, 1, "query").weights
-    keys = FeatureMaker(key_spec, key.x, 1, "key", factors=common.key_factors).weights
-    lead = broadcast_lead(queries.shape[:-3], keys.shape[:-3], values.shape[:-2])
-    num_den = buffer("rows", (*lead, *values.shape[-2:]), dtype)
-    numbers, max_log = max(queries[..., 0, :].size, keys[..., 0, :].size), 0.0
-    for rows, each in _tiles(lengths, tuning.CAUSAL_TILE_ELEMENTS // numbers):
-        makers = (
-            FeatureMaker(query_spec, query.x, each.sum(), "query"),
-            FeatureMaker(key_spec, key.x, each.sum(), "key", factors=common.key_factors),
-        )
-        q, k = (x[..., rows, :] for x in (query.x, key.x))
-        max_log = max(max_log, makers[0].make(q, inspect=True) + makers[1].make(k, inspect=True))
-        if max_log == inf:
-            return LARGE_EXPONENTS
-        features = makers[0].weights, makers[1].weights
-        _attend(*features, values[..., rows, :], each, is_causal, num_den[..., rows, :])
-    num_features = queries.shape[-3] * queries.shape[-1]
-    floor = floor_of(dtype) * num_features * int(lengths.max()) * exp(max_log)
+        common, log_row = common._replace(value_weights=np.exp(row)), log_row + top
+    block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
+    longest = int(lengths.max())
+    if is_causal and (longest > tuning.SQUARE_ROWS or lengths.min() < longest):
+        sums = _scan_all(block, common, lengths)
+    else:
+        sums = _Apart(block, common).attend(lengths, is_causal)
+    if isinstance(sums, Declined):
+        return sums
+    num_den, floor, least_weight = sums
     least = num_den[..., -1].min()
     if not (least >= floor and all_finite(num_den)):
         return UNDERFLOWED
     # What underflow may have taken from values. All rows of a sequence see its first ones: hardly
     # ever must others be inspected.
-    small = max(floor / least, tiny(dtype)) / SMALL_VALUES
+    small = max(floor / least, tiny(dtype) / least_weight) / SMALL_VALUES
     if not np.abs(values_and_one[..., starts, :]).min() >= small:
         sizes = np.abs(values_and_one)
         if ((sizes < small) & (sizes != 0)).any():
@@ -123,56 +118,174 @@ def sequences_block(
     return Partial(num_den, row_log(query_spec, query, log_row, want_log))
 
 
-def _tiles(lengths: Lengths, max_rows: int) -> Iterator[tuple[slice, Lengths]]:
-    """Rows and lengths of sequences of at most so many tokens, or of one sequence."""
-    stops = np.cumsum(lengths)
-    first = start = 0
-    while first < len(lengths):
-        count = max(1, int(np.searchsorted(stops, start + max_rows, side="right")) - first)
-        stop = int(stops[first + count - 1])
-        yield slice(start, stop), lengths[first : first + count]
-        first, start = first + count, stop
+class _Sums(NamedTuple):
+    num_den: Floats
+    floor: float
+    """Least denominator that underflow leaves."""
+    least_weight: float
+    """Of a key, in its state."""
 
 
-def _attend(
-    q: Floats, k: Floats, v: Floats, lengths: Lengths, is_causal: bool, out: Floats
-) -> None:
-    """Put the sums of each sequence into ``out``; features are ``(..., h, n, m / h)``."""
-    (h, _, r), e, start = q.shape[-3:], v.shape[-1], 0
-    edges = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
-    for first, stop in pairwise(edges):
-        n = int(lengths[first])
-        rows = slice(start, start + (stop - first) * n)
-        start = rows.stop
-        alike = [
-            x[..., rows, :].reshape(*x.shape[:-2], stop - first, n, x.shape[-1])
-            for x in (q, k, v, out)
-        ]
+def _num_features(spec: Exponential | Pointwise, x: Floats) -> int:
+    width = x.shape[-1] if isinstance(spec.P, float) else spec.P.shape[-1]
+    return int(width * num_sign_halves(spec))
+
+
+def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> _Sums | Declined:
+    """Go through sequences of any lengths as through one, of which borders leave nothing."""
+    bounds = exponent_bounds(block, common)
+    inspect = bool((bounds == inf).any())
+    bound = 0.0 if inspect else log(2) + float(bounds.max())
+    key, values = block.key.x, block.values_and_one
+    m, lead = _num_features(block.key_spec, key), broadcast_lead(key.shape[:-2], values.shape[:-2])
+    nothing = State(np.zeros((*lead, m, values.shape[-1]), values.dtype), np.zeros(()), 0)
+    sums = scan_tiles(block, nothing, common, bound, lengths)
+    if isinstance(sums, Declined):
+        return sums
+    num_den, _, floor = sums
+    return _Sums(num_den, floor, 1.0 if inspect else float(common.value_weights.min()))
+
+
+class _Run(NamedTuple):
+    """Sequences of one length side by side, by their rows in a tile."""
+
+    rows: slice
+    number: int
+    size: int
+
+    def split(self, x: Floats) -> Floats:
+        """Give sequences an axis of their own, ``(..., number, size, width)``."""
+        return x[..., self.rows, :].reshape(*x.shape[:-2], self.number, self.size, x.shape[-1])
+
+
+def _tiles(
+    lengths: list[int], least: int, max_rows: int, max_pairs: float
+) -> Iterator[tuple[slice, list[_Run], bool]]:
+    """Rows and runs of sequences of at most so many tokens, all short or none, or of one sequence.
+
+    One that is not short counts as ``least`` tokens or more: that many are as long as its state.
+    """
+    start = stop = size = 0
+    runs: list[_Run] = []
+    was_short = False
+    for n in lengths:
+        is_short = n <= max_pairs
+        added = n if is_short else max(n, least)
+        if runs and (size + added > max_rows or is_short != was_short):
+            yield slice(start, stop), runs, was_short
+            runs, start, size = [], stop, 0
+        first, number = stop - start, 1
+        if runs and runs[-1].size == n:
+            last = runs.pop()
+            first, number = last.rows.start, last.number + 1
+        runs.append(_Run(slice(first, first + number * n), number, n))
+        stop, size, was_short = stop + n, size + added, is_short
+    yield slice(start, stop), runs, was_short
+
+
+class _Apart:
+    """Some sequences at a time: short ones by all pairs, others by their states."""
+
+    def __init__(self, block: CausalBlock, common: CommonScale) -> None:
+        query_spec, key_spec, query, key, values = self._block = block
+        if not (common.value_weights == 1).all():
+            values = weighted(values, common.value_weights)
+        self._values, self._factors = values, common.key_factors
+        self._keys = partial(FeatureMaker, key_spec, key.x, name="key", factors=self._factors)
+        self._queries = partial(FeatureMaker, query_spec, query.x, name="query")
+        k, q = self._keys(n=1).weights, self._queries(n=1).weights
+        self._max_rows = tuning.TILE_ELEMENTS // max(q.size, k.size)
+        self._lead = broadcast_lead(k.shape[:-3], values.shape[:-2])
+        self._widths = k.shape[-3], k.shape[-1], values.shape[-1]
+        lead = broadcast_lead(q.shape[:-3], self._lead)
+        self._num_den = buffer("rows", (*lead, *values.shape[-2:]), values.dtype)
+        self._max_log, self._least_sum, self._largest_sum = 0.0, inf, 0.0
+
+    def attend(self, lengths: Lengths, is_causal: bool) -> _Sums | Declined:
+        """Do all sequences; causal ones are short and of one length."""
+        (h, r, e), dtype, longest = self._widths, self._values.dtype, int(lengths.max())
+        m, visible = h * r, None
+        max_pairs = 1.5 * m * e / (m + e)
         if is_causal:
-            _scan(*alike)
-        elif n * (h * r + e) < 2 * h * r * e:
-            _read_pairs(*alike)
-        else:
-            _read(alike[0], weighted_sum(alike[1], alike[2][..., None, :, :, :]), alike[3])
+            visible, max_pairs = lower(longest, dtype), inf
+        for rows, runs, is_short in _tiles(lengths.tolist(), e, self._max_rows, max_pairs):
+            if is_short:
+                self._read_pairs(rows, runs, visible)
+            elif rows.stop - rows.start > self._max_rows:
+                self._read_long(rows)
+            else:
+                self._read_states(rows, runs)
+            if self._max_log == inf:
+                return LARGE_EXPONENTS
+        floor = floor_of(dtype) * m
+        floor_of_pairs = floor * min(longest, max_pairs) * exp(self._max_log)
+        if self._largest_sum == 0:
+            return _Sums(self._num_den, floor_of_pairs, 1.0)
+        least, most = FEATURE_SUM_RANGE[dtype.itemsize]
+        if not (least <= self._least_sum <= self._largest_sum <= most):
+            return UNDERFLOWED
+        floor = max(floor * max(1.0, self._largest_sum), MIN_READ_DENOMINATOR[dtype.itemsize])
+        floor = max(floor, floor_of_pairs)
+        return _Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
+
+    def _read_pairs(self, rows: slice, runs: list[_Run], visible: Floats | None) -> None:
+        """Read by the weights of all pairs, or of the visible ones."""
+        query, key, n = self._block.query.x, self._block.key.x, rows.stop - rows.start
+        queries, keys = self._queries(n=n), self._keys(n=n)
+        log_q = queries.make(query[..., rows, :], inspect=True)
+        self._max_log = max(self._max_log, log_q + keys.make(key[..., rows, :], inspect=True))
+        if self._max_log == inf:
+            return
+        arrays = (
+            queries.weights,
+            keys.weights,
+            self._values[..., rows, :],
+            self._num_den[..., rows, :],
+        )
+        for run in runs:
+            q, k, v, out = map(run.split, arrays)
+            _read_pairs(q, k, v, out, visible)
+
+    def _read_states(self, rows: slice, runs: list[_Run]) -> None:
+        """Read states: the features of keys are used before those of queries are made."""
+        (h, r, e), n = self._widths, rows.stop - rows.start
+        count = sum(run.number for run in runs)
+        kvz = buffer("states", (*self._lead, h, count, r, e), self._values.dtype)
+        states, last = [], 0
+        for run in runs:
+            states.append(kvz[..., last : last + run.number, :, :])
+            last += run.number
+        keys, v = self._keys(n=n), self._values[..., None, rows, :]
+        keys.make(self._block.key.x[..., rows, :], inspect=False)
+        for run, state in zip(runs, states, strict=True):
+            _sum_keys(run.split(keys.weights), run.split(v), state)
+        self._note(kvz)
+        queries, out = self._queries(n=n), self._num_den[..., rows, :]
+        queries.make(self._block.query.x[..., rows, :], inspect=False)
+        for run, state in zip(runs, states, strict=True):
+            _read(run.split(queries.weights), state, run.split(out))
+
+    def _read_long(self, rows: slice) -> None:
+        """Read the state of a sequence that is longer than a tile."""
+        query_spec, key_spec, query, key, _ = self._block
+        v, out, kvz = self._values[..., None, rows, :], self._num_den[..., None, rows, :], None
+        for part, k in feature_tiles(key_spec, key.x[..., rows, :], "key"):
+            kvz = weighted_sum(k, v[..., part, :], kvz)
+        assert kvz is not None
+        if self._factors is not None:
+            kvz = kvz * self._factors.reshape(*self._factors.shape[:-1], *kvz.shape[-3:-1], 1)
+        self._note(kvz)
+        for part, q in feature_tiles(query_spec, query.x[..., rows, :], "query"):
+            _read(q[..., None, :, :], kvz[..., None, :, :], out[..., part, :])
+
+    def _note(self, kvz: Floats) -> None:
+        """Note the range of the sums of features."""
+        z = kvz[..., -1]
+        self._least_sum = min(self._least_sum, float(z.min()))
+        self._largest_sum = max(self._largest_sum, float(z.max()))
 
 
-def _scan(q: Floats, k: Floats, v: Floats, out: Floats) -> None:
-    """Sum up to each token of sequences of one length, by squares of weights and states."""
-    n, state = v.shape[-2], None
-    for first in range(0, n, tuning.SQUARE_ROWS):
-        rows = slice(first, min(first + tuning.SQUARE_ROWS, n))
-        part = q[..., rows, :], k[..., rows, :], v[..., rows, :]
-        _read_pairs(*part, out[..., rows, :], lower(rows.stop - first, v.dtype))
-        if state is not None:
-            out[..., rows, :] += _read(part[0], state, np.empty_like(out[..., rows, :]))
-        if rows.stop < n:
-            added = weighted_sum(part[1], part[2][..., None, :, :, :])
-            state = added if state is None else np.add(state, added, out=state)
-
-
-def _read_pairs(
-    q: Floats, k: Floats, v: Floats, out: Floats, visible: Floats | None = None
-) -> None:
+def _read_pairs(q: Floats, k: Floats, v: Floats, out: Floats, visible: Floats | None) -> None:
     """Read values by the products of all features, of visible pairs or of all."""
     scores = product(q, transposed(k), "scores")
     weights = scores[..., 0, :, :, :]
@@ -181,6 +294,19 @@ def _read_pairs(
     if visible is not None:
         np.multiply(weights, visible, out=weights)
     multiply(weights, v, out)
+
+
+def _sum_keys(k: Floats, v: Floats, out: Floats) -> None:
+    """``k^T v`` of each sequence, by small products where those are faster."""
+    (n, r), e, width = k.shape[-2:], v.shape[-1], tuning.MAX_PRODUCT_ROWS
+    if n * width * e > tuning.MAX_SMALL_MATMUL:
+        out[...] = weighted_sum(k, v)
+    elif n * r * e <= tuning.MAX_SMALL_MATMUL or r % width or "read" not in small_products(v.dtype):
+        sum_products(k, v, out)
+    else:
+        k = np.swapaxes(k.reshape(*k.shape[:-1], r // width, width), -3, -2)
+        out = out.reshape(*out.shape[:-2], r // width, width, e)
+        np.matmul(transposed(k), v[..., None, :, :], out=out)
 
 
 def _read(q: Floats, kvz: Floats, out: Floats) -> Floats:

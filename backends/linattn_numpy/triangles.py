@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn_numpy.borders import Border
 from linattn_numpy.buffers import buffer
 from linattn_numpy.decay import Decay
 from linattn_numpy.products import broadcast_lead, multiply, sum_products, transposed, weighted
@@ -63,12 +64,14 @@ class Triangles:
         out: Floats,
         decay: Decay | None = None,
         rises: Sequence[Floats | None] = (),
+        borders: Sequence[Border] = (),
     ) -> list[Floats]:
         """Write the sums of a tile with values ``v`` to ``out`` and go on from the state after it.
 
         Both are ``(..., n / size, size, e)``. ``decay``: what is left of keys and states.
         ``rises``: what the states after each sub-block but the last are multiplied with, None for
-        1. Returns these states as they were before, where there are any.
+        1. Returns these states as they were before, where there are any. ``borders``: those of
+        sequences, none of which sees another.
         """
         unscaled: list[Floats] = []
         first, *rest = self._parts
@@ -76,20 +79,28 @@ class Triangles:
         for part in rest:
             np.add(first, part, out=first)
         np.multiply(first, self._visible if decay is None else decay.pairs, out=first)
+        for place, _, _, pairs in borders:
+            first[..., place, :, :] *= pairs
         np.matmul(first, v, out=out)
+        for border in borders:
+            self._k[..., border.place, : border.last, :] = 0
         if decay is not None:
             v = weighted(v, decay.keys, "decayed_values")
         sum_products(self._k, v[..., None, :, :, :], self._added)
+        ends = {border.place for border in borders}
         for i, (before, after) in enumerate(self._steps):
             if decay is not None:
                 before = np.multiply(before, decay.states[i], out=self._faded)
-            np.add(before, after, out=after)
+            if i not in ends:
+                np.add(before, after, out=after)
             if rises:
                 unscaled.append(self._states[i + 1])
                 if (factor := rises[i]) is not None:
                     unscaled[i] = unscaled[i].copy()
                     self._states[i + 1] *= factor
         multiply(self._q, self._before, self._reads)
+        for border in borders:
+            self._reads[..., border.place, border.first :, :] = 0
         for read in self._read_parts:
             if decay is not None:
                 np.multiply(read, decay.rows, out=read)
@@ -98,7 +109,10 @@ class Triangles:
         before, after = self._last_step
         if decay is not None:
             before = np.multiply(before, decay.states[-1], out=self._faded)
-        np.add(before, after, out=self._next)
+        if self._shape[0] - 1 in ends:
+            self._next[...] = after
+        else:
+            np.add(before, after, out=self._next)
         return unscaled
 
     def state(self) -> Floats:

@@ -85,8 +85,9 @@ EXACT_BLOCK_ROWS, COLUMN_NORMALIZED_BLOCK_ROWS = 512, 256
 # landmarks, window 32: .78 of the time of four blocks. Causal, or two of 4,096: 1.1 to 1.2.
 MIN_WINDOW_BLOCK_ROWS, MAX_WINDOW_BLOCK_ROWS = 2048, 8192
 
-# 2026-11-23, AMD EPYC: tokens of packed sequences whose causal weights are a square.
-SQUARE_ROWS = 128
+# 2026-11-23, AMD EPYC: tokens of packed sequences whose causal weights are a square; tokens of a
+# block of such sequences, all heads of a task together.
+SQUARE_ROWS, PACKED_BLOCK_ROWS = 64, 9216
 
 # 2026-11-22: rows of a max-stabilized block whose features are there at once, however many these.
 # 2026-11-23, AMD EPYC: features of full attention that are; twice those of unshifted tiles take .95

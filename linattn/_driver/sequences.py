@@ -1,4 +1,4 @@
-"""Short packed sequences as they lie: those side by side share a block, and nothing is copied."""
+"""Packed sequences as they lie: short ones side by side share a block, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -17,24 +17,21 @@ from linattn.typing import Index, Partial, Problem
 
 __all__ = ["solve_short"]
 
-MAX_TOKENS = 256
-"""Tokens of a sequence that shares a block: longer ones are worth blocks of their own."""
-
 
 def solve_short(
     problem: Problem,
     functions: BlockFunctions,
     write: Callable[[Index, slice, Partial], None],
 ) -> NDArray[np.int64]:
-    """Solve short sequences side by side; return the numbers of the others, and of those declined.
+    """Solve sequences no longer than a block side by side; return the numbers of all others.
 
-    All of them where no backend does such blocks.
+    These are what is declined, and all of them where no backend does such blocks.
     """
     lengths = np.diff(problem.cu_seqlens)
     left, block = np.ones(len(lengths), bool), _block_function(problem, functions)
     if block is None:
         return np.flatnonzero(left)
-    plan = functions.plan(problem.replace(cu_seqlens=None))
+    plan = functions.plan(problem)
 
     def solve_block(item: tuple[Index, slice]) -> Iterator[None]:
         task, run = item
@@ -74,15 +71,16 @@ def _block_function(problem: Problem, functions: BlockFunctions) -> Any:
 
 
 def _side_by_side(lengths: NDArray[np.int64], most: int) -> list[slice]:
-    """Find runs of short sequences, of at most so many tokens together."""
-    longest = min(most, MAX_TOKENS)
+    """Find runs of short sequences, as few as may be: of about one length, at most twice it."""
+    is_short = (lengths > 0) & (lengths <= most)
+    tokens = np.where(is_short, lengths, 0)
+    total = int(tokens.sum())
+    # By the middle of each sequence.
+    number = (2 * tokens.cumsum() - tokens) * -(-total // most) // max(1, 2 * total)
     found: list[slice] = []
-    tokens = 0
-    for i, n in enumerate(lengths.tolist()):
-        if 0 < n <= longest:
-            if found and found[-1].stop == i and tokens + n <= most:
-                found[-1], tokens = slice(found[-1].start, i + 1), tokens + n
-            else:
-                found.append(slice(i, i + 1))
-                tokens = n
+    for i in np.flatnonzero(is_short).tolist():
+        if found and found[-1].stop == i and number[i] == number[i - 1]:
+            found[-1] = slice(found[-1].start, i + 1)
+        else:
+            found.append(slice(i, i + 1))
     return found
