@@ -175,21 +175,11 @@ def rejected_rows(
         if size <= np.abs(values_and_one[..., 0, :]).min():
             return None
     loss = np.where(rejected, 0, np.maximum(loss, taken) / SMALL_VALUES)
-    if _may_be_small(values_and_one, loss):
-        sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
-        before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
-        before = before.max(axis=-2, keepdims=True)
-        if any(np.any((x < loss.max()) & (x != 0)) for x in (sizes, before)):
-            # No more than the largest that each row sees.
-            seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
-            rejected |= ((seen < loss) & (seen != 0)).any(axis=-1, keepdims=True)
+    sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
+    before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
+    before = before.max(axis=-2, keepdims=True)
+    if any(np.any((x < loss.max()) & (x != 0)) for x in (sizes, before)):
+        # No more than the largest that each row sees.
+        seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
+        rejected |= ((seen < loss) & (seen != 0)).any(axis=-1, keepdims=True)
     return rejected if rejected.any() else None
-
-
-def _may_be_small(values_and_one: Floats, loss: Floats) -> bool:
-    """Whether the first values, which later rows see too, do not tell that none is too small."""
-    stop = min(32, values_and_one.shape[-2])
-    seen = np.maximum.accumulate(np.abs(values_and_one[..., :stop, :]), axis=-2)
-    least = seen.min(axis=-1, keepdims=True)
-    later = loss[..., stop:, :] > least[..., -1:, :]
-    return bool((loss[..., :stop, :] > least).any() or later.any())
