@@ -16,14 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
+from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.limits import (
-    EMPTY,
-    EXP_LOSS,
-    SMALL_VALUES,
-    UNDERFLOWED,
     all_finite,
     exp,
     finite_shift,
@@ -49,8 +46,8 @@ def _max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
     Those of 1 keep all, smaller ones (``sizes``: the largest of each head and column) what is
     allowed to small values.
     """
-    least = sizes.min(where=sizes != 0, initial=1 / SMALL_VALUES)
-    return log(least * SMALL_VALUES) - log(floor_of(dtype) * terms)
+    least = sizes.min(where=sizes != 0, initial=1 / limits.SMALL_VALUES)
+    return log(least * limits.SMALL_VALUES) - log(floor_of(dtype) * terms)
 
 
 def _division_vjp(
@@ -63,12 +60,12 @@ def _division_vjp(
     that of the weights, ``g.S / den - (g.out / den) z``.
     """
     if not floor <= denominator.min() <= denominator.max() < np.inf:
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     inverse = 1 / denominator
     inner = np.vecdot(weights, cotangent)[..., None] * inverse
     inner *= inverse
     if not all_finite(inner):
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     cotangent *= inverse
     cotangent -= np.multiply(z, inner, out=buffer("more", cotangent.shape, cotangent.dtype))
     return inverse, inner
@@ -82,7 +79,7 @@ def read_block_vjp(
 ) -> tuple[Floats, State] | Declined:
     """Gradient of queries that read a state, and the adjoint with them added."""
     if 0 in tokens.x.shape:
-        return EMPTY
+        return limits.EMPTY
     if not has_vjp(query_spec):
         return NO_VJP
     kvz, loss = state.kvz, 1.0
@@ -100,7 +97,7 @@ def read_block_vjp(
         weights -= finite_shift(row_max(weights))
         weights = exp(weights)
         # A feature without keys has no scale, and no key to ask for one.
-        log_scale, max_weight, loss = -finite_shift(state.log_scale), 1.0, EXP_LOSS
+        log_scale, max_weight, loss = -finite_shift(state.log_scale), 1.0, limits.EXP_LOSS
     else:
         return features
     z = kvz[..., -1:]
@@ -114,7 +111,7 @@ def read_block_vjp(
     sums = kvz.sum(axis=-2, keepdims=True)
     sizes = denominator * row_sizes(grad_output)
     if rejected_rows(sizes, sums / sums[..., -1:], kvz, floor) is not None:
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
@@ -127,7 +124,7 @@ def reduce_block_vjp(
 ) -> tuple[Floats, Floats] | Declined:
     """Gradients of keys and of ``[v, 1]`` that an adjoint has read."""
     if 0 in tokens.x.shape:
-        return EMPTY
+        return limits.EMPTY
     if not has_vjp(key_spec):
         return NO_VJP
     kvz, factor, dtype = adjoint.kvz, None, values_and_one.dtype
@@ -146,7 +143,7 @@ def reduce_block_vjp(
     elif isinstance(key_spec, Exponential):
         weights = log_features(key_spec, tokens, "key")
         weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
-        if not weights.max() <= limit - log(EXP_LOSS):
+        if not weights.max() <= limit - log(limits.EXP_LOSS):
             return UNDERFLOWED_KEYS
         weights = exp(weights)
     else:

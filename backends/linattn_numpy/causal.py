@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Partial, Spec, State, Tokens
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.borders import borders_of_tiles
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import (
@@ -41,19 +41,7 @@ from linattn_numpy.features import (
     supports,
     unsupported,
 )
-from linattn_numpy.limits import (
-    EMPTY,
-    EXP_LOSS,
-    LEAST_EXPONENT,
-    MAX_UNINSPECTED_EXPONENT,
-    UNDERFLOWED,
-    all_finite,
-    exp,
-    finite_shift,
-    floor_of,
-    rejected_rows,
-    tiny,
-)
+from linattn_numpy.limits import all_finite, exp, finite_shift, floor_of, rejected_rows, tiny
 from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
@@ -81,7 +69,7 @@ def scan_block(
     Keys may have a decay.
     """
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return EMPTY
+        return limits.EMPTY
     if not (supports(query_spec) and supports(key_spec)):
         return unsupported(query_spec, key_spec)
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
@@ -100,7 +88,7 @@ def scan_block(
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         answer = _scan_stabilized(block, state, want_log)
         if are_apart and (isinstance(answer, Declined) or not answer[0].accepted):
-            return Declined(UNDERFLOWED.reason, by_head=True)
+            return Declined(limits.UNDERFLOWED.reason, by_head=True)
     return answer
 
 
@@ -138,7 +126,7 @@ def _scan_unshifted(
     rejected = rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
     is_large = rejected is None and _is_kept(key_spec, key, kvz, floor)
     if not (is_large and all_finite(num_den)):
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     log_row = row_log(query_spec, query, common.log_scale[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
     if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
@@ -163,7 +151,7 @@ def scan_tiles(
     kvz = state.kvz * common.state_factors[..., None]
     least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
     if key.log_decay is not None:
-        least *= EXP_LOSS
+        least *= limits.EXP_LOSS
     weights = common.value_weights
     is_weighted, lead = not (weights == 1).all(), weights.shape[:-2]
     weights = np.broadcast_to(weights, (*lead, n, 1))
@@ -193,7 +181,7 @@ def scan_tiles(
             )
             # The floor does not fall from tile to tile.
             if not out[..., -1].min() >= least * math.exp(max_log):
-                return UNDERFLOWED
+                return limits.UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
     return num_den, kvz, least * math.exp(max_log)
@@ -219,7 +207,7 @@ def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
         least = least * common.key_factors.min(axis=-1)
     token = np.vecdot(query.x, query.x).max(axis=-1)
     bounds = np.sqrt(token * np.square(query_spec.P).sum(axis=-2).max(axis=-1))
-    is_small = bounds <= MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
+    is_small = bounds <= limits.MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
     return np.where((least >= tiny(query.x.dtype)) & is_small, bounds, inf)
 
 
@@ -240,8 +228,8 @@ def _scan_stabilized(
             accepted = accepted and is_large
     z = state.kvz[..., -1]
     terms = float(z.shape[-1] * state.length + z.sum(axis=-1).max())
-    if not _is_kept(key_spec, key, state.kvz, EXP_LOSS * floor_of(z.dtype) * terms):
-        return UNDERFLOWED
+    if not _is_kept(key_spec, key, state.kvz, limits.EXP_LOSS * floor_of(z.dtype) * terms):
+        return limits.UNDERFLOWED
     accepted = accepted and all_finite(num_den)
     return Partial(num_den, row_log(query_spec, query, part.log, want_log), accepted), state
 
@@ -312,7 +300,7 @@ def _sum_pairs(
         top = np.maximum(
             pairs.max(axis=(-2, -1), keepdims=True), before.max(axis=-1, keepdims=True)
         )
-        shift, least = finite_shift(top), LEAST_EXPONENT[pairs.itemsize]
+        shift, least = finite_shift(top), limits.LEAST_EXPONENT[pairs.itemsize]
         pairs -= shift
         weights = np.exp(np.where(pairs < least, -inf, pairs)).sum(axis=-1)[:, None, :]
         sums = weights @ take(v[..., rows, :]) + np.exp(before - shift) @ take(kvz)

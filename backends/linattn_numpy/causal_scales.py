@@ -8,15 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, State, Tokens
+from linattn_numpy import limits
 from linattn_numpy.features import log_features, query_exponents
-from linattn_numpy.limits import (
-    EXP_LOSS,
-    MAX_LOG_SPREAD,
-    MAX_PREFIX_LOG_LEAD,
-    finite_shift,
-    floor_of,
-    row_max,
-)
+from linattn_numpy.limits import finite_shift, floor_of, row_max
 from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import Run, rows_of
 
@@ -61,7 +55,7 @@ def common_scale(
         row = row - finite_shift(top)
         block = block + top[..., 0]
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
-    limit = MAX_LOG_SPREAD[state.kvz.itemsize]
+    limit = limits.MAX_LOG_SPREAD[state.kvz.itemsize]
     if not (_is_near(before, g, limit) and _is_near(block, g, limit)):
         return Declined(f"log scales of features are more than {limit:g} apart")
     g = finite_shift(g)
@@ -136,7 +130,7 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     q -= finite_shift(row)
     before = state.kvz * np.exp(state.log_scale - shift[..., 0, :])[..., None]
     terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1)
-    floor = EXP_LOSS * floor_of(k.dtype) * terms[..., None, None]
+    floor = limits.EXP_LOSS * floor_of(k.dtype) * terms[..., None, None]
     return StabilizedBlock(q, k, before, row, c, rises, floor)
 
 
@@ -147,7 +141,7 @@ def running_scales(log: Floats, top: Floats) -> tuple[Floats, Floats, list[Float
     """
     c = np.maximum.accumulate(log, axis=-2)
     # What follows may be NaN, and is not for what is before it.
-    c = np.where(c >= top - MAX_PREFIX_LOG_LEAD, top, c)
+    c = np.where(c >= top - limits.MAX_PREFIX_LOG_LEAD, top, c)
     shift = finite_shift(c)
     rising = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
     rises = [

@@ -18,21 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Spec, State, Tokens
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
-from linattn_numpy.limits import (
-    EMPTY,
-    MAX_LOG_LEAD,
-    UNDERFLOWED,
-    all_finite,
-    exp,
-    floor_of,
-    in_place,
-    rejected_rows,
-    row_sizes,
-)
+from linattn_numpy.limits import all_finite, exp, floor_of, in_place, rejected_rows, row_sizes
 from linattn_numpy.products import product, sum_products, transposed, weighted
 from linattn_numpy.tiles import Run, sub_blocks
 
@@ -87,7 +77,7 @@ def scan_vjp(
     ``state`` is the one before the block, ``adjoint`` the one after it.
     """
     if 0 in query.x.shape:
-        return EMPTY
+        return limits.EMPTY
     if not (has_vjp(query_spec) and has_vjp(key_spec)):
         return NO_VJP
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
@@ -98,7 +88,7 @@ def scan_vjp(
         return answer
     if isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         return _pull_stabilized(block, runs, states, grad_output)
-    return UNDERFLOWED if isinstance(answer, list) else answer
+    return limits.UNDERFLOWED if isinstance(answer, list) else answer
 
 
 def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows | Declined:
@@ -117,8 +107,10 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
         k = in_place(np.multiply, k, key_factors[..., None, :])
     start = state.kvz * state_factors[..., None]
     log_scale = np.broadcast_to(g - queries.col, state.log_scale.shape).astype(v.dtype)
-    if not (adjoint.log_scale + log_scale).max() <= MAX_LOG_LEAD:
-        return Declined(f"the adjoint is more than {MAX_LOG_LEAD:g} above the scale of the block")
+    if not (adjoint.log_scale + log_scale).max() <= limits.MAX_LOG_LEAD:
+        return Declined(
+            f"the adjoint is more than {limits.MAX_LOG_LEAD:g} above the scale of the block"
+        )
     if not (isinstance(block.key_spec, Exponential) or np.all(log_scale == log_scale[..., :1])):
         return UNEVEN
     terms = float(k.shape[-1] * (state.length + v.shape[-2]))
@@ -136,7 +128,7 @@ def _pull_stabilized(
     if not isinstance(answer, list):
         return answer
     if answer == runs:
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     return _pull_stabilized(block, answer, states, grad_output)
 
 
@@ -169,14 +161,14 @@ def _pull(
     sizes = np.minimum(row_sizes(grad_output), 1) * np.minimum(denominators, 1)
     rejected = rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
     if rejected is not None:
-        return UNDERFLOWED if rows.rises is None else _finer(runs, rejected, v.shape[-1])
+        return limits.UNDERFLOWED if rows.rises is None else _finer(runs, rejected, v.shape[-1])
     inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
     np.multiply(grad_output, inverses, out=g1[..., :-1])
     cotangent, pairs = buffer("read", (*lead, n, k.shape[-1]), k.dtype), []
     for run, each in zip(runs, weights, strict=True):
         pairs.append(_pairs(run, rows, each, prefixes, grad_output, inverses, g1, cotangent))
     if not all_finite(g1[..., -1]):
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     grad_query = features_vjp(block.query_spec, block.query.x, q, cotangent, None)
     grad_query *= inverses
     return grad_query, *_pull_keys(block, rows, pairs, g1, adjoint)

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MAX_HALF_DECAY, exp
+from linattn_numpy.limits import exp
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
@@ -54,7 +55,7 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
     # In float64: the sums of a strong decay have no digits left for the weak ones after it.
     since = np.cumsum(log_decay, axis=-2)
     last = since[..., -1:, :]
-    limit = MAX_HALF_DECAY[dtype.itemsize]
+    limit = limits.MAX_HALF_DECAY[dtype.itemsize]
     is_steep = (last < -2 * limit)[..., 0, 0]
     to_middle = (last / 2 - since).clip(-limit, limit)
     factors = (np.exp(x).astype(dtype) for x in (-to_middle, transposed(to_middle)))

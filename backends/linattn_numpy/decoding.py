@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Problem, State
+from linattn_numpy import limits
 from linattn_numpy.features import supports_pointwise
-from linattn_numpy.limits import EMPTY, MAX_LOG_LEAD, MIN_READ_DENOMINATOR, UNDERFLOWED, floor_of
+from linattn_numpy.limits import floor_of
 from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebase_for
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 
@@ -29,7 +30,7 @@ def _unsupported(problem: Problem, state: State) -> Declined | None:
     """Why a problem is not worked on here; all heads must be alike."""
     lead, specs = problem.lead, (problem.query_spec, problem.key_spec)
     if 0 in lead:
-        return EMPTY
+        return limits.EMPTY
     leads = [x.shape[:-2] for x in (problem.query, problem.key, problem.value, state.kvz)]
     if leads != [lead] * 4:
         return Declined("arguments share leading axes")
@@ -42,7 +43,7 @@ def _unsupported(problem: Problem, state: State) -> Declined | None:
     if not all(supports_pointwise(spec) for spec in specs):
         return Declined("NumPy decodes exponential maps, elu + 1 and ReLU only")
     log = state.log_scale
-    if log.any() and not np.all((np.abs(log) <= MAX_LOG_LEAD) | (log == -np.inf)):
+    if log.any() and not np.all((np.abs(log) <= limits.MAX_LOG_LEAD) | (log == -np.inf)):
         return Declined("the state's log scale is far from that of the features, 0")
     return None
 
@@ -70,7 +71,7 @@ class _Readout:
         is_finite = self._flat.dot(self._zeros) == 0
         if is_finite and np.minimum.reduce(self._flat_denominators) >= min_denominator:
             return np.divide(self._numerators, self._denominators)
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
 
 
 # A step by itself -------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def decode(problem: Problem) -> tuple[Floats, State] | Declined:
             kvz = kvz * factor[..., None]
         after = outer.added(kvz, weights, value)
         np.matmul(np.swapaxes(token.stabilized_query(), -1, -2), after, out=readout.num_den)
-        out = readout.divided(MIN_READ_DENOMINATOR[after.itemsize])
+        out = readout.divided(limits.MIN_READ_DENOMINATOR[after.itemsize])
     if isinstance(out, Declined):
         return out
     return out, State(after, token.log_scale.copy(), state.length + 1)
@@ -211,9 +212,9 @@ class Stepper:
         Underflow of the query's features can have taken ``tiny`` for each feature and unit of its
         sum, buffered tokens included.
         """
-        most = float(self._state[..., -1, :].max()) + MAX_BUFFERED_TOKENS * exp(MAX_LOG_LEAD)
+        most = float(self._state[..., -1, :].max()) + MAX_BUFFERED_TOKENS * exp(limits.MAX_LOG_LEAD)
         floor = floor_of(self._state.dtype) * self._state.shape[-1] * most
-        self._min_denominator = max(MIN_READ_DENOMINATOR[self._state.itemsize], floor)
+        self._min_denominator = max(limits.MIN_READ_DENOMINATOR[self._state.itemsize], floor)
         self._reads_unshifted = True
 
     @property
@@ -245,7 +246,7 @@ class Stepper:
     def step(self, query: Floats, key: Floats, value: Floats) -> Floats | Declined:
         """Return the output of a token, or leave it and the state before it to others."""
         token, before = self._token, None
-        out: Floats | Declined = UNDERFLOWED
+        out: Floats | Declined = limits.UNDERFLOWED
         try:
             with np.errstate(all="ignore"):
                 weights = token.load(query, key)
@@ -282,7 +283,7 @@ class Stepper:
                 return out
             self._reads_unshifted = False
         phi = self._token.stabilized_query()
-        return self._read(slot, phi, MIN_READ_DENOMINATOR[weights.itemsize])
+        return self._read(slot, phi, limits.MIN_READ_DENOMINATOR[weights.itemsize])
 
     def _read(self, slot: _Slot, phi: Floats, min_denominator: float) -> Floats | Declined:
         """Read the state and the buffered tokens."""

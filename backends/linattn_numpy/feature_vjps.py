@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import RELU, Declined, Exponential, Pointwise, Spec, Tokens
+from linattn_numpy import limits
 from linattn_numpy.features import (
     FeatureMaker,
     log_offsets,
@@ -20,7 +21,7 @@ from linattn_numpy.features import (
     row_term,
     supports_pointwise,
 )
-from linattn_numpy.limits import MAX_VJP_EXPONENT, in_place
+from linattn_numpy.limits import in_place
 from linattn_numpy.products import transposed
 
 __all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
@@ -55,7 +56,7 @@ def unshifted_features(
     maker = FeatureMaker(spec, tokens.x, tokens.x.shape[-2], name, by_rows=True)
     highest = maker.make(tokens.x, inspect=True)
     weights = maker.features.reshape(*maker.features.shape[:-2], -1)
-    if highest > MAX_VJP_EXPONENT[weights.itemsize]:
+    if highest > limits.MAX_VJP_EXPONENT[weights.itemsize]:
         return Declined(f"exponents or features of {name} are out of the range of unshifted ones")
     col = log_offsets(spec, weights.dtype)
     return Unshifted(weights, col, row_term(spec, tokens), highest)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import ELU_PLUS_ONE, RELU, Declined, Exact, Exponential, Pointwise, Spec, Tokens
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MAX_EXPONENT, MAX_FEATURE, MIN_EXPONENT, all_finite, in_place
+from linattn_numpy.limits import all_finite, in_place
 from linattn_numpy.products import broadcast_lead, multiply, product
 from linattn_numpy.tiles import moveaxis, split_tiles, tiles
 
@@ -140,11 +140,11 @@ def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
     low, high = float(u.min()), float(u.max())
     if isinstance(spec, Exponential):
         reach = max(high, -low)
-        return reach if reach <= MAX_EXPONENT[u.itemsize] else inf
+        return reach if reach <= limits.MAX_EXPONENT[u.itemsize] else inf
     # Sums and products of features far from 1 would leave the range of float32.
-    is_large = spec.offset != 0.0 or spec.f != RELU or high > 1 / MAX_FEATURE
-    least = MIN_EXPONENT[u.itemsize] if spec.f == ELU_PLUS_ONE else -inf
-    if not (is_large and least < low and high < MAX_FEATURE):
+    is_large = spec.offset != 0.0 or spec.f != RELU or high > 1 / limits.MAX_FEATURE
+    least = limits.MIN_EXPONENT[u.itemsize] if spec.f == ELU_PLUS_ONE else -inf
+    if not (is_large and least < low and high < limits.MAX_FEATURE):
         return inf
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
@@ -155,7 +155,8 @@ def are_moderate(spec: Exponential | Pointwise, x: Floats) -> Any:
         return np.True_
     num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // spec.P.shape[-1])
     u = np.matmul(x[..., :num_rows, :], spec.P)
-    return np.abs(u).max(axis=(-2, -1)) <= tuning.MAX_SAMPLED_SHARE * MAX_EXPONENT[u.itemsize]
+    limit = tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[u.itemsize]
+    return np.abs(u).max(axis=(-2, -1)) <= limit
 
 
 def is_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:

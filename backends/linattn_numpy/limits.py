@@ -1,6 +1,6 @@
 """What numbers of a dtype can hold, and what underflow may take from a sum.
 
-Bounds that depend on the dtype are given by bytes a number.
+Bounds that depend on the dtype are given by bytes a number. They are read as ``limits.NAME``.
 """
 
 from __future__ import annotations
@@ -15,27 +15,6 @@ from numpy.typing import NDArray
 from linattn.typing import Declined
 
 __all__ = [
-    "EMPTY",
-    "EXP_LOSS",
-    "FEATURE_SUM_RANGE",
-    "MAX_DECAY_EXPONENT",
-    "MAX_EXPONENT",
-    "MAX_FEATURE",
-    "MAX_HALF_DECAY",
-    "MAX_LOG_LEAD",
-    "MAX_LOG_SPREAD",
-    "MAX_PREFIX_LOG_LEAD",
-    "MAX_QUERY_LOG",
-    "MAX_SHORT_KEY",
-    "MAX_TOKEN_DECAY_EXPONENT",
-    "MAX_UNINSPECTED_EXPONENT",
-    "MAX_VJP_EXPONENT",
-    "MIN_EXACT_DENOMINATOR",
-    "MIN_EXPONENT",
-    "MIN_EXP_SUM",
-    "MIN_READ_DENOMINATOR",
-    "SMALL_VALUES",
-    "UNDERFLOWED",
     "all_finite",
     "exp",
     "feature_max",

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MAX_DECAY_EXPONENT, MAX_TOKEN_DECAY_EXPONENT
 from linattn_numpy.products import transposed
 
 __all__ = ["Chunks", "Inside", "inside", "unit_lower_inverse"]
@@ -88,7 +88,7 @@ def _weak_by_token(chunks: Chunks, scale: float) -> Inside | None:
     # Few numbers: float64 costs nothing.
     x = log_decay.cumsum(axis=-2, dtype=np.float64)
     x -= x[..., x.shape[-2] // 2, None, :]
-    if not _within(x, MAX_TOKEN_DECAY_EXPONENT):
+    if not _within(x, limits.MAX_TOKEN_DECAY_EXPONENT):
         return None
     of_state = _to_middles(x, log_decay, key.dtype)
     since = np.exp(x, out=x)
@@ -102,7 +102,7 @@ def _weak_by_channel(chunks: Chunks, scale: float) -> Inside | None:
     assert log_decay is not None
     sums = _from_middle(key.shape[-2], key.dtype)
     x = np.matmul(sums, log_decay, out=buffer("since", key.shape, key.dtype))
-    if not _within(x, MAX_DECAY_EXPONENT):
+    if not _within(x, limits.MAX_DECAY_EXPONENT):
         return None
     of_state = _to_middles(x, log_decay, key.dtype)
     since = np.exp(x, out=x)

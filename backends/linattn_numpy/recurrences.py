@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Recurrence
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import EMPTY, MAX_SHORT_KEY
 from linattn_numpy.planning import num_threads
 from linattn_numpy.products import transposed
 from linattn_numpy.recurrence_chunks import Chunks, inside, unit_lower_inverse
@@ -57,7 +56,7 @@ def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
     (length, d), e = problem.key.shape[-2:], problem.value.shape[-1]
     lead = problem.lead
     if 0 in (*lead, length, d, e):
-        return EMPTY
+        return limits.EMPTY
     padded = (1,) * (len(lead) - len(problem.state_lead)) + problem.state_lead
     # Queries along an axis that no state has share it.
     shared = [axis for axis, n in enumerate(padded) if n < lead[axis]]
@@ -74,7 +73,7 @@ def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
     tokens = {name: of_states(getattr(problem, name)) for name in TOKENS}
     query = np.broadcast_to(problem.query, (*lead, length, d)).transpose(*order, *last)
     # Where beta is 2 nothing is forgotten, the rounding of no token either.
-    short = problem.beta is not None and d <= MAX_SHORT_KEY
+    short = problem.beta is not None and d <= limits.MAX_SHORT_KEY
     state = np.zeros((*distinct, d, e), np.float64 if short else problem.dtype)
     if problem.initial_state is not None:
         state[...] = of_states(problem.initial_state)

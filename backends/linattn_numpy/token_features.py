@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Pointwise
+from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import activate, preactivations
-from linattn_numpy.limits import MAX_LOG_LEAD, MAX_QUERY_LOG
 
 __all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
 
@@ -81,7 +81,7 @@ class ExponentialToken:
         self._project()
         self._logs += self._offsets
         weights = np.exp(self._key_log, out=self._weights)
-        if not np.maximum.reduce(self._key_log, axis=None) <= MAX_LOG_LEAD:
+        if not np.maximum.reduce(self._key_log, axis=None) <= limits.MAX_LOG_LEAD:
             return TOO_HIGH
         # Where a square is past range all features would be 0.
         return weights if isfinite(self._flat_square.dot(self._flat_square)) else TOO_HIGH
@@ -105,7 +105,7 @@ class ExponentialToken:
         They are NaN where the query's own term may be past range.
         """
         top = self._query_log.max(axis=-1, keepdims=True)
-        if not top.max() < MAX_QUERY_LOG[top.itemsize]:
+        if not top.max() < limits.MAX_QUERY_LOG[top.itemsize]:
             top *= np.nan
         return np.asarray(np.exp(self._query_log - top))[..., None]
 
