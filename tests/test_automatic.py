@@ -43,7 +43,7 @@ def error(output, exact):
 @pytest.fixture
 def eager(monkeypatch):
     """Search where a search in vain would take too long: on short sequences, for short tests."""
-    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.8)
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 1.2)
     monkeypatch.setattr(_squares, "MAX_FIT", 0.8)
 
 
@@ -254,6 +254,42 @@ def test_a_search_in_vain_is_not_made():
     assert report.cost == 1
     assert_array_equal(report.head_pairs, 2500**2)
     assert_array_equal(output, linattn.softmax_attention(*arrays))
+
+
+def test_heads_are_judged_by_few_rows_at_first(eager, monkeypatch):
+    """By all of them if these promise that it will be cheaper, and after a head that did."""
+    hard = unstructured(2500, (3,))
+    easy = [x[:1] for x in one_hard_head(2500)]
+    judged = []
+
+    def error_and_bound(self, squares, *args):
+        judged.append(squares.shape[-1])
+        return of_rows(self, squares, *args)
+
+    of_rows = _tokens.Head.error_and_bound
+    monkeypatch.setattr(_tokens.Head, "error_and_bound", error_and_bound)
+    arrays = [np.concatenate([x, y, x[:1]]) for x, y in zip(hard, easy, strict=True)]
+    with pytest.warns(UserWarning, match="takes exact attention for 4 of 5 heads"):
+        output, report = linattn.attention(*arrays, rng=0, return_report=True)
+    assert judged == [26, 26, 26, 26, 78, 78]
+    assert report.head_methods.tolist() == ["exact"] * 3 + ["landmarks", "exact"]
+    exact = linattn.softmax_attention(*(x[3:4] for x in arrays))
+    assert error(output[3:4], exact) <= 0.1
+
+
+def test_more_landmarks_are_tried_only_of_keys_with_structure(eager, monkeypatch):
+    """Of others, where few exact keys gain little, errors do not fall with their number."""
+    query, key, value = (x[None] for x in unstructured(6000))
+    fitted = []
+
+    def fit(*args, **options):
+        fitted.append(options["num_features"])
+        return LandmarkFeatures.fit(*args, **options)
+
+    monkeypatch.setattr(_full, "LandmarkFeatures", type("Spy", (), {"fit": staticmethod(fit)}))
+    with pytest.warns(UserWarning, match="takes exact attention"):
+        linattn.attention(query / 2, key / 2, value, rng=0)
+    assert fitted == [64]
 
 
 def test_heads_are_judged_by_rows_that_nothing_was_fitted_to(eager, monkeypatch):
@@ -581,20 +617,21 @@ def test_the_docstring_tells_the_numbers_of_the_code(pattern, number):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "is_causal", "tolerance"),
+    ("pattern", "heads", "is_causal", "tolerance"),
     [
-        (r"for 12 heads from ([\d,]+) tokens on", False, 0.1),
-        (r"tokens on, causal from ([\d,]+\d)", True, 0.1),
-        (r"where they are the cheaper way, ([\d,]+) tokens", False, None),
-        (r"cheaper way, [\d,]+ tokens, causal ([\d,]+\d)", True, None),
+        (r"for 12 heads from ([\d,]+) tokens on", 12, False, 0.1),
+        (r"tokens on, for one from ([\d,]+\d)", 1, False, 0.1),
+        (r"causal for 12 from ([\d,]+\d)", 12, True, 0.1),
+        (r"where they are the cheaper way, ([\d,]+) tokens", 12, False, None),
+        (r"cheaper way, [\d,]+ tokens, causal ([\d,]+\d)", 12, True, None),
     ],
 )
-def test_the_page_tells_where_exact_attention_ends(pattern, is_causal, tolerance):
+def test_the_page_tells_where_exact_attention_ends(pattern, heads, is_causal, tolerance):
     page = (Path(__file__).parents[1] / "docs/attention.md").read_text()
     first = int(told(pattern, page))
     searched = []
     for length in (first - 1, first):
-        tokens = np.broadcast_to(np.zeros((1, 1, 1)), (12, length, 1))
+        tokens = np.broadcast_to(np.zeros((1, 1, 1)), (heads, length, 1))
         given = _heads.Given(
             exact_problem(*[tokens] * 3, scale=None, is_causal=is_causal, key_mask=None),
             None,

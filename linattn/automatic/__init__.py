@@ -158,8 +158,10 @@ def attention(
     cost least, because errors fall with about the square root of m; what does not promise to be
     cheaper than exact attention is not tried. Heads of one number are worked on together. The first
     trial is made where it takes at most 0.15 of the time of exact attention (causal: 0.1 of that of
-    a square, and so any other), so that about this is what a search in vain costs (0.18 to 0.23 was
-    measured at 6,200 and 7,168 tokens); shorter sequences are attended to exactly at once. Squares
+    a square, and so any other) even if it is in vain: a head is judged by a third of its rows, and
+    by all if these promise to save a quarter, or the head before did. Shorter sequences are
+    attended to exactly at once. More landmarks are tried only where the squared error falls
+    2.75 times as fast with the first clusters as with as many keys at random. Squares
     share the tolerance, of which the sum of their squared errors is; the output of all is judged by
     other rows, twice as many.
 

@@ -11,6 +11,7 @@ __all__ = [
     "CORESET_BLOCK",
     "MIN_FEATURES",
     "PROBES",
+    "ROWS_OVER_FIRST",
     "WINDOW",
     "Work",
     "coreset_block",
@@ -18,6 +19,7 @@ __all__ = [
     "exact_pairs",
     "first_features",
     "fit_work",
+    "may_be_in_vain",
     "may_search",
     "num_rows_of",
     "read_work",
@@ -39,6 +41,12 @@ CALL, HEAD = 1.5e6, 1.5e6
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
 """Exact rows of each head: a 32nd of all, within these."""
+
+ROWS_OVER_FIRST = 3
+"""Rows of a head over those that judge it first, unless the head before it was promising."""
+
+VAIN = 1.4
+"""Time of a search in vain, as measured, over that of the work of its fits."""
 
 CHOSEN_SIZE = 0.6
 """Keys of a chosen cluster over those of all in the mean: queries choose small ones."""
@@ -179,3 +187,9 @@ def may_search(problem: Problem, first: Work, tolerance: float | None) -> bool:
     """Whether a first trial may be made: with a tolerance, even if it were in vain."""
     most = 1.0 if tolerance is None else MAX_SEARCH
     return first.cost <= most * exact_pairs(problem)
+
+
+def may_be_in_vain(problem: Problem, m: int, num_rows: int) -> bool:
+    """Whether m landmarks may be tried even if that is in vain: seen by few rows."""
+    first = fit_work(problem, m, num_rows // ROWS_OVER_FIRST)
+    return VAIN * first.cost <= MAX_SEARCH * exact_pairs(problem)

@@ -7,11 +7,13 @@ probes, ``e`` value dim, ``l`` levels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn.automatic._costs import ROWS_OVER_FIRST
 from linattn.automatic._tokens import Head
 from linattn.feature_maps import LandmarkFeatures
 
@@ -226,15 +228,34 @@ def error_curve(
     levels: tuple[int, ...],
     exact_window: int | None,
     probability: float,
+    is_promising: Callable[[ErrorCurve], bool] | None = None,
 ) -> ErrorCurve:
     """Error of one head on its held-out rows for each number of exact clusters.
 
-    Without the window, and with it. Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
+    Without the window, and with it. Of a head that is not promising by a part of its rows, where
+    that is asked, the error on these. Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
     """
-    shape = (1 if exact_window is None else 2, len(levels))
     if not len(head.key):
+        shape = (1 if exact_window is None else 2, len(levels))
         return ErrorCurve(np.zeros(shape), np.zeros(shape), np.zeros(shape[1]))
     clusters = Clusters.of(head, landmarks, scale)
+    if is_promising is not None:
+        part = head.some_rows(slice(ROWS_OVER_FIRST // 2, None, ROWS_OVER_FIRST))
+        curve = _error_curve(part, clusters, scale, levels, exact_window, probability)
+        if not is_promising(curve):
+            return curve
+    return _error_curve(head, clusters, scale, levels, exact_window, probability)
+
+
+def _error_curve(
+    head: Head,
+    clusters: Clusters,
+    scale: float,
+    levels: tuple[int, ...],
+    exact_window: int | None,
+    probability: float,
+) -> ErrorCurve:
+    shape = (1 if exact_window is None else 2, len(levels))
     weights = _Weights.of(head.query, clusters, scale)
     exact = weights.sums.sum(axis=0)
     parts = np.empty((*shape, *exact.shape), exact.dtype)

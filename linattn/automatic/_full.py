@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import array_api_compat
 import numpy as np
 
-from linattn.automatic._costs import PROBES, first_features, num_rows_of, window_of
+from linattn.automatic._costs import (
+    PROBES,
+    first_features,
+    may_be_in_vain,
+    num_rows_of,
+    window_of,
+)
 from linattn.automatic._curves import ErrorCurve, Landmarks, error_curve
 from linattn.automatic._heads import Given, join_heads
 from linattn.automatic._report import Answer, HeadRecord
@@ -18,6 +25,7 @@ from linattn.automatic._search import (
     PROBABILITY,
     Found,
     choose_landmarks,
+    is_promising,
     largest_trial,
 )
 from linattn.automatic._tokens import HostTokens, TokensOfHeads, query_mask_of
@@ -32,8 +40,13 @@ MAX_FITS = 2
 
 
 def is_worth_a_search(given: Given) -> bool:
-    """Whether landmarks may be tried."""
-    return largest_trial(given.problem, given.tolerance, num_rows_of(given.problem)) > 0
+    """Whether landmarks may be tried, with a tolerance even in vain."""
+    problem, num_rows = given.problem, num_rows_of(given.problem)
+    if not largest_trial(problem, given.tolerance, num_rows):
+        return False
+    if given.tolerance is None:
+        return True
+    return may_be_in_vain(problem, first_features(problem, given.tolerance), num_rows)
 
 
 def attend(given: Given) -> Answer:
@@ -105,7 +118,8 @@ class Search:
         """Fit m landmarks to some heads, and judge them."""
         given, phi = self.given, self.fit(m, chosen)
         lead = given.problem.lead if len(chosen) == given.num_heads else (len(chosen),)
-        curves = []
+        curves: list[ErrorCurve] = []
+        promising, is_safe = self._promising(m), False
         for head, index in zip(chosen, np.ndindex(lead), strict=True):
             tokens = self.tokens.head(given.unravel(head))
             landmarks = Landmarks.of(phi, lead, index, tokens.query.dtype)
@@ -116,9 +130,19 @@ class Search:
                 levels=tuple(count for count in LEVELS if 2 * count <= m),
                 exact_window=self.window or None,
                 probability=self._probability,
+                # Heads of a layer are mostly alike: after a good one few rows would be for nothing.
+                is_promising=None if is_safe else promising,
             )
+            is_safe = promising is not None and promising(curve)
             curves.append(curve)
         return phi, curves
+
+    def _promising(self, m: int) -> Callable[[ErrorCurve], bool] | None:
+        """Say whether a head is worth judging by all of its rows; None where that is not asked."""
+        problem, tolerance = self.given.problem, self.given.tolerance
+        if tolerance is None or self._fitted_to is not self.given:
+            return None
+        return partial(is_promising, problem, m, tolerance, num_rows_of(problem))
 
     def output(self, found: Found) -> Array:
         """Attend to each head as was chosen for it."""

@@ -59,6 +59,13 @@ class Head(NamedTuple):
     beside: tuple[Floats, Floats] | None = None
     elsewhere: NDArray[np.float64] | None = None
 
+    def some_rows(self, chosen: slice) -> Head:
+        """Return the same for some of the rows, of a head whose rows all see the same keys."""
+        weights = None if self.row_weights is None else self.row_weights[chosen]
+        return self._replace(
+            rows=self.rows[chosen], query=self.query[chosen], all_rows=False, row_weights=weights
+        )
+
     def error_and_bound(self, squares: Floats, units: Floats, probability: float) -> Any:
         """Relative error and its bound, from squares of rows: those that are rare weigh less."""
         if self.elsewhere is not None:
