@@ -11,7 +11,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import reference
-from linattn.feature_maps import EluFeatures, LandmarkFeatures, SoftmaxFeatures
+from linattn.feature_maps import (
+    CosformerFeatures,
+    EluFeatures,
+    LandmarkFeatures,
+    ReluFeatures,
+    SoftmaxFeatures,
+)
 from linattn.testing import assert_gradient
 from tests import pairs
 from tests.pairs import BOUNDS, DIM, LENGTH, PHI, full_and_causal, tokens
@@ -73,6 +79,57 @@ def test_equals_the_oracle_whatever_its_size(name, dtype, size, is_causal):
     )
     options = {"is_causal": is_causal, "key_mask": mask, "bias": bias[..., None, :]}
     pairs.check_sums(out, phi, (query, key, value), dtype, **options)
+
+
+RECTIFIED = {"relu": ReluFeatures(), "cosformer": CosformerFeatures(DIM, max_length=64)}
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("float16", 5e-3)])
+@pytest.mark.parametrize("name", RECTIFIED)
+def test_keys_far_below_others_count_where_these_have_no_feature(xp, name, dtype, atol):
+    rng, phi = np.random.default_rng(0), RECTIFIED[name]
+    arrays = [rng.standard_normal((2, 12, DIM)).astype(dtype) for _ in range(3)]
+    arrays = [np.abs(arrays[0]) - 1, np.abs(arrays[1]) - 1, arrays[2] + 4]
+    bias = rng.choice([0.0, -80.0, -200.0], size=(2, 12)).astype("float32")
+    bias[..., :3] = -200.0
+    expected = dense(*(a.astype("float64") for a in arrays), phi, bias, is_causal=True)
+    query, key, value = (xp.array(a, dtype) for a in arrays)
+    steps = []
+    for chunk_size in (None, 4):
+        out = linattn.linear_attention(
+            query, key, value, phi, key_bias=xp.array(bias), chunk_size=chunk_size, is_causal=True
+        )
+        assert_allclose(xp.numpy(out), expected, atol=atol)
+    full = dense(*(a.astype("float64") for a in arrays), phi, bias)
+    out = linattn.linear_attention(query, key, value, phi, key_bias=xp.array(bias))
+    assert_allclose(xp.numpy(out), full, atol=atol)
+    state = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
+    for t in range(6):
+        q, k, v = (array[:, t, :] for array in (query, key, value))
+        weight = xp.array(bias[:, t])
+        out, state = linattn.decode_step(q, k, v, state, phi, key_bias=weight)
+        steps.append(xp.numpy(out))
+    assert_allclose(np.stack(steps, axis=1), expected[:, :6], atol=atol)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64])
+def test_a_block_keeps_keys_that_only_later_queries_meet(xp, chunk_size):
+    phi, first = ReluFeatures(), np.arange(300) % 2
+    key = np.stack([first, 1 - first], axis=-1).astype("float32")
+    query = np.where(np.arange(300)[:, None] < 150, [0.0, 1.0], [1.0, 0.0]).astype("float32")
+    query[0] = 1
+    value = 3 + np.random.default_rng(0).standard_normal((300, 3)).astype("float32")
+    bias = (-200.0 * first).astype("float32")
+    expected = dense(query, key, value, phi, bias, is_causal=True)
+    state, parts = None, []
+    for rows in (slice(0, 150), slice(150, 300)):
+        q, k, v = (xp.array(x[rows], "float32") for x in (query, key, value))
+        options = {"key_bias": xp.array(bias[rows]), "chunk_size": chunk_size}
+        out, state = linattn.linear_attention(
+            q, k, v, phi, is_causal=True, initial_state=state, return_state=True, **options
+        )
+        parts.append(xp.numpy(out))
+    assert_allclose(np.concatenate(parts), expected, atol=BOUNDS["float32"])
 
 
 def test_float16_is_weighed_in_float32():

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, Exponential, Partial, Spec, State, Tokens
+from linattn.typing import RELU, Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.borders import borders_of_tiles
 from linattn_numpy.buffers import buffer
@@ -105,6 +105,11 @@ def _scan_unshifted(
     common = common_scale(offsets, key_offsets, row_term(key_spec, key), state)
     if isinstance(common, Declined):
         return common
+    if key.log_weight is not None and isinstance(key_spec, Pointwise) and key_spec.f == RELU:
+        # Other keys of a row may have none of the features that these have.
+        vanishes = common.value_weights < floor_of(values_and_one.dtype)
+        if np.any(vanishes & (key.log_weight > -inf)):
+            return limits.UNDERFLOWED
     bounds = exponent_bounds(block, common)
     inspect = bool((bounds == inf).any())
     if inspect:
@@ -129,8 +134,8 @@ def _scan_unshifted(
         return limits.UNDERFLOWED
     log_row = row_log(query_spec, query, common.log_scale[..., None], want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
-    if not (sees := kvz[..., -1].any(axis=-1, keepdims=True)).all():
-        c = np.where(sees, c, c.dtype.type(-np.inf))
+    if not (holds := kvz[..., -1] != 0).all():
+        c = np.where(holds, c, c.dtype.type(-np.inf))
     return Partial(num_den, log_row, accepted=True), State(kvz, c, state.length + n)
 
 

@@ -72,10 +72,8 @@ def common_scale(
 
 
 def _is_near(log: Floats, g: Floats, limit: float) -> bool:
-    """Whether all features of each head are within the limit of g, or all hold nothing."""
-    below = g - log
-    empty = log.max(axis=-1, keepdims=True) == -np.inf
-    return bool(((below.max(axis=-1, keepdims=True) <= limit) | empty).all())
+    """Whether all features of each head are within the limit of g, or hold nothing."""
+    return bool(((g - log <= limit) | (log == -np.inf)).all())
 
 
 class CausalBlock(NamedTuple):

@@ -118,12 +118,15 @@ def _unshifted_sums(
     assert sums is not None
     kvz = sums.reshape(*sums.shape[:-3], -1, sums.shape[-1])
     z, (least, most) = kvz[..., -1], FEATURE_SUM_RANGE[kvz.itemsize]
-    # Without keys there is nothing to lose.
+    log_scale = log_offsets(key_spec, values_and_one.dtype) + top.astype(kvz.dtype)
+    # Without keys there is nothing to lose, and nothing that sets a scale.
     is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
-    z = np.where((z == 0) & (is_relu | (top == -np.inf)), 1, z)
+    nothing = (z == 0) & (is_relu | (top == -np.inf))
+    if nothing.any():
+        z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
     if not (least <= z.min() <= z.max() <= most and all_finite(kvz)):
         return Declined(f"sums of features are not in {least:g} to {most:g}")
-    return kvz, log_offsets(key_spec, values_and_one.dtype) + top.astype(kvz.dtype)
+    return kvz, log_scale
 
 
 def _add_stabilized(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from linattn._arrays import namespace
 from linattn._generic.numerics import divisor, finite_shift
 from linattn._generic.specs import exponential_row, exponents, nan_if_infinite, rules_of
 from linattn.typing import (
+    HEAVISIDE,
+    RELU,
+    SQUARED_RELU,
     Affine,
     Array,
     ColumnNormalized,
@@ -13,12 +18,16 @@ from linattn.typing import (
     Exponential,
     Features,
     MapSpec,
+    Pointwise,
     SeparateDenominator,
     Spec,
     Tokens,
 )
 
 __all__ = ["change_coordinates", "evaluate", "query_features", "row_features", "scaled_features"]
+
+RECTIFIED = (HEAVISIDE, RELU, SQUARED_RELU)
+"""Activations of which many are exactly 0."""
 
 
 def change_coordinates(affine: Affine, tokens: Tokens, *, weighted: bool) -> Tokens:
@@ -56,9 +65,14 @@ def evaluate(spec: MapSpec, tokens: Tokens) -> Features:
 def row_features(spec: Spec | Affine, tokens: Tokens) -> Features:
     """Evaluate a spec with the largest value of each row moved into its log.
 
-    No product of a query and a key then overflows, or vanishes but for the smallness of both.
+    No product of a query and a key then overflows, or vanishes but for the smallness of both. A
+    feature that is 0 has the log -inf: its token must not set the scale of others' in a state.
     """
-    return scaled_features(spec, tokens)[0]
+    log, values = scaled_features(spec, tokens)[0]
+    if isinstance(spec, Pointwise) and spec.f in RECTIFIED and spec.offset == 0.0:
+        xp = namespace(values)
+        log = xp.where(values == 0, xp.full_like(values, -inf), log)
+    return Features(log, values)
 
 
 def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Array]:

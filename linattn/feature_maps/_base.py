@@ -384,7 +384,6 @@ def square_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[
 def _unit_rows(features: Features, xp: ModuleType) -> tuple[Array, Array]:
     """Split features into a log for each row and values of moderate size."""
     log, values = features
-    if values is not None:
-        return log, values
     row = _generic.finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
-    return row, xp.exp(log - row)
+    weights = xp.exp(log - row)
+    return row, weights if values is None else weights * values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from math import inf, pi, sqrt
 from types import ModuleType
 from typing import Any
 
@@ -113,7 +113,10 @@ class CosformerFeatures(BaseFeatureMap):
             angle = angles(tokens)
             u = tokens.x * sqrt(self.scale)
             u = xp.maximum(u, xp.zeros_like(u))
-            return Features(None, xp.concat([u * xp.cos(angle), u * xp.sin(angle)], axis=-1))
+            values = xp.concat([u * xp.cos(angle), u * xp.sin(angle)], axis=-1)
+            # A token without a feature must not set the scale on which a state has it.
+            zeros = xp.zeros_like(values)
+            return Features(xp.where(values == 0, zeros - inf, zeros), values)
 
         def vjp(tokens: Tokens, cotangent: Features) -> Array:
             angle, g, d = angles(tokens), cotangent.values, self.dim

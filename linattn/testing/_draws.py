@@ -143,14 +143,15 @@ def width(features: Features) -> int:
 
 def _logs_and_values(features: Features) -> tuple[Floats, Floats]:
     """Split features into a log for each row and values of moderate size."""
-    log, values = features
-    if values is not None:
-        host = on_host(values)
-        return (np.zeros_like(host[..., :1]) if log is None else on_host(log)), host
-    host = on_host(log)
-    row = np.max(host, axis=-1, keepdims=True)
+    values = None if features.values is None else on_host(features.values)
+    if features.log is None:
+        assert values is not None
+        return np.zeros_like(values[..., :1]), values
+    log = on_host(features.log)
+    row = np.max(log, axis=-1, keepdims=True)
     row = np.where(np.isfinite(row), row, 0.0)
-    return row, np.exp(host - row)
+    weights = np.exp(log - row)
+    return row, weights if values is None else weights * values
 
 
 def feature_products(feature_map: Any, x: Array, y: Array) -> Floats:
