@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -130,6 +130,45 @@ def test_groups_of_short_windows(backend, window, max_pairs, monkeypatch):
         query, key, value, key_mask=key_mask, visible=in_window(450, window)
     )
     assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_windows_of_a_backend(draws, data):
+    """Logits of any size, masked keys, groups of few tokens: the first and last windows too."""
+    length = data.draw(st.integers(1, 150), label="length")
+    size = data.draw(st.tuples(st.integers(0, 170), st.integers(0, 170)), label="size")
+    scale = data.draw(st.sampled_from([0.3, 3.0, 20.0]), label="scale")
+    dtype, bound = data.draw(st.sampled_from([(np.float32, 3e-6), (np.float64, 1e-13)]))
+    is_causal, is_masked = data.draw(st.booleans()), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(draws.seeds))
+    query, key, value = rng.standard_normal((3, 2, 1, length, 5)).astype(dtype)
+    query, value = query * dtype(scale), rng.standard_normal((2, 3, length, 4)).astype(dtype)
+    key_mask = rng.random((2, 1, length)) < (0.7 if is_masked else 2.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local, "MAX_TOKENS", 64)
+        out = linattn.softmax_attention(
+            query, key, value, is_causal=is_causal, key_mask=key_mask, local_window_size=size
+        )
+    visible = in_window(length, (size[0], 0 if is_causal else size[1]))
+    doubles = [x.astype(np.float64) for x in (query, key, value)]
+    expected = softmax_attention(*doubles, key_mask=key_mask, visible=visible)
+    largest = np.abs(query @ np.swapaxes(key, -1, -2)).max()
+    assert_allclose(out, expected, rtol=0, atol=bound * max(1.0, largest))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_large_logits_stay_with_the_backend(is_causal):
+    """Neither hidden keys nor places beyond the first one set the scale of what is seen."""
+    rng = np.random.default_rng(14)
+    query, key, value = rng.standard_normal((3, 300, 6)).astype(np.float32)
+    query[:, 0], key[:, 0], key[40::37, 0] = 10, -50, 50
+    with linattn.explain() as report:
+        out = linattn.softmax_attention(query, key, value, is_causal=is_causal, local_window_size=9)
+    assert report.ran("band_block") == {"linattn_numpy"}
+    visible = in_window(300, (9, 0 if is_causal else 9))
+    doubles = [x.astype(np.float64) for x in (query, key, value)]
+    assert_allclose(out, softmax_attention(*doubles, visible=visible), rtol=0, atol=3e-4)
 
 
 @pytest.mark.frameworks

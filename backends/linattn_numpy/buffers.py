@@ -23,6 +23,9 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         return np.empty(shape, dtype)
     cached = getattr(_scratch, name, None)
     if cached is None or cached.size < count or cached.dtype != dtype:
+        # The old one goes before the new one comes.
+        cached = None
+        setattr(_scratch, name, None)
         cached = _aligned(count, np.dtype(dtype))
         setattr(_scratch, name, cached)
     return cached[:count].reshape(shape)

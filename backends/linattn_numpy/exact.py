@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Partial, Tokens
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import (
-    EMPTY,
-    MAX_EXPONENT,
-    MIN_EXACT_DENOMINATOR,
-    MIN_READ_DENOMINATOR,
-    all_finite,
-    exp,
-    feature_max,
-    row_max,
-)
+from linattn_numpy.limits import all_finite, exp, feature_max, finite_shift, row_max
 from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
 __all__ = ["band_block", "exact_block", "exact_more", "window_block"]
@@ -44,7 +37,7 @@ def exact_more(
 ) -> Partial | Declined:
     """Add a block of keys to a partial of the same queries, on its scale."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return EMPTY
+        return limits.EMPTY
     if part.log.shape[:-1] != query.x.shape[:-1]:
         return Declined("queries have other leading axes than what they have read")
     # The scale as one more coordinate: a pass over the logits less.
@@ -68,7 +61,7 @@ def exact_block(
 ) -> Partial | Declined:
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return EMPTY
+        return limits.EMPTY
     logits = _logits(spec, query, key)
     if _are_moderate(logits):
         weights = exp(logits)
@@ -88,13 +81,15 @@ def exact_block(
 
 
 def _are_moderate(logits: Floats) -> bool:
-    """Whether none is too large to be exponentiated as it is: the largest of all is soon found."""
-    return bool(logits.max() <= MAX_EXPONENT[logits.itemsize])
+    """Whether none of some rows is too large to be exponentiated as it is: the sums tell of all."""
+    return bool(logits[..., ::8, :].max() <= limits.MAX_EXPONENT[logits.itemsize])
 
 
 def _unshifted(num_den: Floats) -> Partial | None:
-    """Take sums of unshifted exponentials; None where a row's are small, or overflow."""
-    if not (num_den[..., -1].min() >= MIN_EXACT_DENOMINATOR and all_finite(num_den)):
+    """Take sums of unshifted exponentials; None where a row's are small, or large."""
+    least, most = limits.MIN_EXACT_DENOMINATOR, limits.MAX_EXACT_DENOMINATOR[num_den.itemsize]
+    sums = num_den[..., -1]
+    if not (least <= sums.min() and sums.max() <= most and all_finite(num_den)):
         return None
     return Partial(num_den, np.zeros((*num_den.shape[:-1], 1), num_den.dtype))
 
@@ -103,122 +98,182 @@ def window_block(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
 ) -> Partial | Declined:
     """Exact part of a window: a causal block sees no key behind its own."""
-    w = query.x.shape[-2]
-    part = band_block(spec, query, key, values_and_one, (-w, w) if is_causal else None)
-    if is_causal and isinstance(part, Partial) and not all_finite(part.num_den):
-        return NOT_FINITE
-    return part
-
-
-def band_block(
-    spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, band: tuple[int, int] | None
-) -> Partial | Declined:
-    """Softmax attention of blocks to those beside them, which are views that overlap.
-
-    A band that lies within the keys of its blocks is cut into short ones, of which each has fewer
-    keys that only some rows see.
-    """
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return EMPTY
-    *lead, g, n, d = query.x.shape
-    s = (key.x.shape[-3] - g + 1) * key.x.shape[-2]
-    views = _Views(0, n, s)
-    if band is not None and band[0] >= 0 and band[1] + n <= s and n % tuning.BAND_ROWS == 0:
-        first, rows, band = band[0], tuning.BAND_ROWS, (0, band[1] - band[0])
-        views = _Views(first, rows, band[1] + rows)
-    if key.log_weight is not None:
-        # Masked keys are zeros: what has no values and ones may have weights.
-        values_and_one = np.where(key.log_weight == -np.inf, 0, values_and_one)
-    count = g * n // views.step
-    part = _read_band(
+        return limits.EMPTY
+    *lead, g, w, _ = query.x.shape
+    windows = _Windows(0, w, (key.x.shape[-3] - g + 1) * w, g)
+    weight = None if key.log_weight is None else _in_a_row(key.log_weight)
+    keys = Tokens(_in_a_row(key.x), weight, key.start)
+    part = _read_windows(
         spec,
-        query.x.reshape(*lead, count, views.step, d),
-        views.of(key.x, count),
-        views.of(values_and_one, count),
-        band,
+        _in_a_row(query.x),
+        keys,
+        _in_a_row(values_and_one),
+        windows,
+        (-w, w) if is_causal else None,
     )
     if isinstance(part, Declined):
         return part
-    lead = list(part.num_den.shape[:-3])
-    return Partial(part.num_den.reshape(*lead, g, n, -1), part.log.reshape(*lead, g, n, 1))
+    lead = list(part.log.shape[:-2])
+    return Partial(part.num_den.reshape(*lead, g, w, -1), part.log.reshape(*lead, g, w, 1))
 
 
-class _Views(NamedTuple):
+def _in_a_row(x: Floats) -> Floats:
+    """Join blocks of tokens."""
+    *lead, blocks, n, width = x.shape
+    return x.reshape(*lead, blocks * n, width)
+
+
+def band_block(
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, band: tuple[int, int]
+) -> Partial | Declined:
+    """Softmax attention of a block to the keys of a band, by short blocks of few rows.
+
+    Each has a few keys that only some of its rows see, fewer than a block of all rows has; but near
+    the ends of a long window there are not so many keys.
+    """
+    if 0 in query.x.shape or 0 in values_and_one.shape:
+        return limits.EMPTY
+    (low, high), n, s = band, query.x.shape[-2], key.x.shape[-2]
+    rows = tuning.BAND_ROW_BYTES // query.x.itemsize
+    if s <= high - low + rows:
+        return _read_windows(spec, query.x, key, values_and_one, _Windows(0, n, s, 1), band)
+    windows = _Windows(low, rows, high - low + rows, -(-n // rows))
+    return _read_windows(spec, query.x, key, values_and_one, windows, (0, high - low))
+
+
+class _Windows(NamedTuple):
     """Keys that short blocks see: as many from the first on, and from ``step`` further each."""
 
     first: int
     step: int
     size: int
+    number: int
 
-    def of(self, x: Floats, count: int) -> Floats:
-        """View of those of each of so many blocks, ``(..., count, size, .)``."""
-        *lead, blocks, n, d = x.shape
+    def of(self, x: Floats) -> list[tuple[slice, Floats]]:
+        """Those of some blocks, ``(..., blocks, size, .)``, as views that overlap.
+
+        The first and the last blocks may see beyond all keys: there are zeros.
+        """
         # BLAS takes rows only whose numbers lie side by side.
         x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
-        rows = x.reshape(*lead, blocks * n, d)[..., self.first :, :]
-        shape = (*lead, count, self.size, d)
+        begin = min(max(-(self.first // self.step), 0), self.number)
+        last = (x.shape[-2] - self.size - self.first) // self.step
+        edges = 0, begin, min(max(last + 1, begin), self.number), self.number
+        return [
+            (slice(start, stop), self._view(x, start, stop))
+            for start, stop in pairwise(edges)
+            if start < stop
+        ]
+
+    def _view(self, x: Floats, start: int, stop: int) -> Floats:
+        first = self.first + start * self.step
+        length = (stop - start - 1) * self.step + self.size
+        rows = x[..., max(first, 0) : max(first + length, 0), :]
+        if rows.shape[-2] < length:
+            front = min(max(-first, 0), length)
+            there, rows = rows, np.zeros((*x.shape[:-2], length, x.shape[-1]), x.dtype)
+            rows[..., front : front + there.shape[-2], :] = there
+        *lead, _, width = rows.shape
+        shape = (*lead, stop - start, self.size, width)
         *strides, row, item = rows.strides
         return np.lib.stride_tricks.as_strided(
             rows, shape, (*strides, self.step * row, row, item), writeable=False
         )
 
 
-def _read_band(
+def _read_windows(
     spec: Exact,
-    queries: Floats,
-    keys: Floats,
+    query: Floats,
+    key: Tokens,
     values_and_one: Floats,
+    windows: _Windows,
     band: tuple[int, int] | None,
 ) -> Partial | Declined:
-    """Attention of each block, ``(..., n, d)``, to its keys, ``(..., s, d)``, within a band."""
-    logits = _logits_by_key(spec, queries, keys)
-    if _are_moderate(logits):
-        part = _unshifted(_band_sums(exp(logits), values_and_one, band))
+    """Attention of short blocks of queries, one after the other, to their windows.
+
+    ``band``: which keys of its block's window a row sees, None for all.
+    """
+    n, keys, values = query.shape[-2], windows.of(key.x), windows.of(values_and_one)
+    logits = _window_logits(spec, query, keys, windows)
+    # A block a row: what is sampled are whole blocks.
+    if _are_moderate(by_block := logits.reshape(*logits.shape[:-2], -1)):
+        exp(by_block)
+        _apply(np.multiply, logits, band, 1.0, 0.0)
+        part = _unshifted(_window_sums(logits, values)[..., :n, :])
         if part is not None:
             return part
-        logits = _logits_by_key(spec, queries, keys)
-    # The scale is that of hidden keys too: -inf in their place would slow the exponentials down.
+        logits = _window_logits(spec, query, keys, windows)
+    _apply(np.fmin, logits, band, np.inf, -np.inf)
+    weight = np.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
+    for blocks, counts in windows.of(weight == 0):
+        if not counts.all():
+            np.copyto(logits[..., blocks, :, :], -np.inf, where=~counts)
     log = feature_max(logits)
+    logits -= finite_shift(log)[..., None, :]
+    log = log.reshape(*log.shape[:-2], -1, 1)[..., :n, :]
     if not np.isfinite(log).all():
-        return Declined("logits are not finite")
-    logits -= log[..., None, :]
-    num_den = _band_sums(exp(logits), values_and_one, band)
-    sees = np.ones(log.shape[-1], bool)
-    if band is not None:
-        first = np.arange(log.shape[-1]) + band[0]
-        sees = (first < keys.shape[-2]) & (first + (band[1] - band[0]) >= 0)
-    if not ((num_den[..., -1] >= MIN_READ_DENOMINATOR[num_den.itemsize]) | ~sees).all():
-        return Declined("small weights beside those of hidden keys, or none")
-    return Partial(num_den, np.where(sees, log, -np.inf)[..., None])
+        return Declined("a query sees no key, or its logits are not finite")
+    num_den = _window_sums(exp(logits), values)[..., :n, :]
+    return Partial(num_den, log) if band is None or all_finite(num_den) else NOT_FINITE
 
 
-def _logits_by_key(spec: Exact, queries: Floats, keys: Floats) -> Floats:
-    """Logits in a buffer, ``(..., s, n)``: small products are faster with what is short second."""
-    *lead, n, d = queries.shape
-    x = buffer("queries", (*lead, d, n), queries.dtype)
-    np.multiply(transposed(queries), spec.scale, out=x)
-    s = keys.shape[-2]
-    shape = (*broadcast_lead(queries.shape[:-2], keys.shape[:-2]), s, n)
-    logits = buffer("logits", shape, keys.dtype)
-    for rows in small_parts(s, n * d):
-        np.matmul(keys[..., rows, :], x, out=logits[..., rows, :])
+def _window_logits(
+    spec: Exact, query: Floats, keys: list[tuple[slice, Floats]], windows: _Windows
+) -> Floats:
+    """Logits in a buffer, ``(..., blocks, keys, rows)``: small products want what is short last."""
+    (*lead, n, d), (_, rows, size, count) = query.shape, windows
+    # In order first: to fetch them from memory a column at a time would take twice as long.
+    scaled = buffer("scaled", (*lead, count * rows, d), query.dtype)
+    np.multiply(query, spec.scale, out=scaled[..., :n, :])
+    scaled[..., n:, :] = 0
+    x = buffer("queries", (*lead, count, d, rows), query.dtype)
+    np.copyto(x, transposed(scaled.reshape(*lead, count, rows, d)))
+    heads = broadcast_lead(query.shape[:-2], keys[0][1].shape[:-3])
+    logits = buffer("logits", (*heads, count, size, rows), query.dtype)
+    for blocks, views in keys:
+        for part in small_parts(size, rows * d):
+            out = logits[..., blocks, part, :]
+            np.matmul(views[..., part, :], x[..., blocks, :, :], out=out)
     return logits
 
 
-def _band_sums(weights: Floats, values_and_one: Floats, band: tuple[int, int] | None) -> Floats:
-    """Weighted sums of the values that each query of a block sees; weights are ``(..., s, n)``."""
-    s, n = weights.shape[-2:]
-    if band is not None:
-        low, high = band
-        # All rows see what lies between.
-        first = min(max(low + n - 1, 0), s)
-        last = min(max(high + 1, first), s)
-        for start, stop in ((0, first), (last, s)):
-            offset = np.arange(start, stop)[:, None] - np.arange(n)
-            hidden = (offset < low) | (offset > high)
-            np.copyto(weights[..., start:stop, :], 0, where=hidden)
-    num_den: Any = None
-    for rows in small_parts(s, n * values_and_one.shape[-1]):
-        more = np.matmul(transposed(weights[..., rows, :]), values_and_one[..., rows, :])
-        num_den = more if num_den is None else np.add(num_den, more, out=num_den)
-    return np.asarray(num_den)
+def _window_sums(weights: Floats, values: list[tuple[slice, Floats]]) -> Floats:
+    """Sum values by weights, ``(..., blocks, keys, rows)``, for all rows of all blocks."""
+    (count, size, rows), e = weights.shape[-3:], values[0][1].shape[-1]
+    lead = broadcast_lead(weights.shape[:-3], values[0][1].shape[:-3])
+    num_den = np.empty((*lead, count, rows, e), weights.dtype)
+    for blocks, views in values:
+        out = num_den[..., blocks, :, :]
+        for part in small_parts(size, rows * e):
+            x = transposed(weights[..., blocks, part, :])
+            if part.start == 0:
+                np.matmul(x, views[..., part, :], out=out)
+            else:
+                out += np.matmul(x, views[..., part, :])
+    return num_den.reshape(*lead, count * rows, e)
+
+
+def _apply(
+    operation: np.ufunc, x: Floats, band: tuple[int, int] | None, seen: float, hidden: float
+) -> None:
+    """Combine pairs of each block with one number where they are seen, another where hidden."""
+    if band is None:
+        return
+    s, n = x.shape[-2:]
+    # All rows see what lies between.
+    first = min(max(band[0] + n - 1, 0), s)
+    last = min(max(band[1] + 1, first), s)
+    for start, stop in ((0, first), (last, s)):
+        corner = x[..., start:stop, :]
+        operation(corner, _corner(start, stop, n, band, (seen, hidden), x.dtype), out=corner)
+
+
+@lru_cache(16)
+def _corner(
+    start: int, stop: int, n: int, band: tuple[int, int], numbers: tuple[float, float], dtype: Any
+) -> Floats:
+    """One number for pairs within a band, another for others, of keys start to stop, n queries."""
+    keys, rows = np.arange(start, stop)[:, None], np.arange(n)
+    within = (keys >= rows + band[0]) & (keys <= rows + band[1])
+    return np.asarray(np.where(within, *np.array(numbers, dtype)))

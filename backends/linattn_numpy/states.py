@@ -70,10 +70,10 @@ LARGE_EXPONENTS = Declined("exponents are out of the range of unshifted ones")
 
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
-    """``[v, 1]`` in a buffer: a fresh array may have fresh pages in each call."""
+    """``[v, 1]`` in a buffer, 0 where masked: a fresh array may have fresh pages in each call."""
     v = value if mask is None else np.where(mask, value, 0)
     values_and_one = buffer("values", (*v.shape[:-1], v.shape[-1] + 1), dtype)
-    values_and_one[..., :-1], values_and_one[..., -1] = v, 1
+    values_and_one[..., :-1], values_and_one[..., -1] = v, 1 if mask is None else mask[..., 0]
     return values_and_one
 
 

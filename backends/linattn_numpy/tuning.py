@@ -23,10 +23,11 @@ MEASURED_SIZES, MEASURED_TURNS, MIN_GAIN = (256, 64, 256, 65), 5, 0.9
 # 2026-11-22: tokens of a sum over tokens that is cut, and of a part of it.
 MIN_SUM_ROWS = 64
 
-# 2026-11-23, AMD EPYC, family 25 model 17: queries of a short block of a band, d = 64, 33 to 2,049
-# keys a query; 32 take 10 % longer, with OpenBLAS's Haswell kernels as long. Pairs of the heads
-# that are batched: 16 heads of 512 tokens, 129 keys a query, in .65 of the time.
-BAND_ROWS, MAX_BAND_ELEMENTS = 16, 1 << 19
+# 2026-11-23, AMD EPYC, family 25 model 17: a row of the queries of a short block of a band, d = 64,
+# 33 to 2,049 keys a query: 16 in float32, of which 32 take 10 % longer, with OpenBLAS's Haswell
+# kernels as long; products in float64 with 8 take .83 to .99 of the time with 16. Pairs of the
+# heads that are batched: 16 heads of 512 tokens, 129 keys a query, in .65 of the time.
+BAND_ROW_BYTES, MAX_BAND_ELEMENTS = 64, 1 << 19
 
 # 2026-11-20: rows of a causal block that share a triangle; longer ones waste half a square.
 SUB_BLOCK_ROWS = 32

@@ -1,21 +1,27 @@
 """Softmax attention of a band: each query sees keys up to so far away, or weighs them by that.
 
-Tokens stand in short blocks, and those of a group are worked on at once: the keys of a block are
-those of the blocks up to the window's ends, as views of one array. What a block sees as a whole
-needs no mask; what only some of its rows see, at either end of the window, does.
+A backend reads windows as they lie. Without one tokens stand in short blocks, and those of a group
+are worked on at once: the keys of a block are those of the blocks up to the window's ends. What a
+block sees as a whole needs no mask; what only some of its rows see, at either end of the window,
+does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from linattn import _generic
-from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import raw_tokens, values_and_one_block
+from linattn._dispatch import BlockFunctions, is_declined
+from linattn._driver.blocks import (
+    block_slices,
+    raw_tokens,
+    transient_values_block,
+    values_and_one_block,
+)
 from linattn._driver.relative_bias import bias_block
 from linattn._driver.token_blocks import (
     biased_keys,
@@ -32,7 +38,7 @@ __all__ = ["is_banded", "keys_of_rows", "local_rows", "rows_of_keys", "short_row
 MAX_PAIRS = 2**19
 """Pairs of one step, on which the memory of it depends."""
 
-MAX_TOKENS = 2**10
+MAX_TOKENS = 2**12
 """Tokens that are made ready at once for short windows, which overlap."""
 
 MIN_ROWS, MAX_ROWS, LONG_ROWS = 32, 128, 256
@@ -106,10 +112,36 @@ def local_rows(problem: Problem, functions: BlockFunctions) -> Iterator[tuple[sl
     if blocks.num_pairs > MAX_PAIRS:
         yield from _long_windows(problem, functions, _blocks(problem, LONG_ROWS))
         return
+    band_block = functions.backend_alone("band_block")
+    if band_block is not None and problem.relative_bias is None:
+        yield from _rows_of_backend(problem, functions, band_block)
+        return
     middle = blocks.middle(problem.key.shape[-2])
-    yield from _end_rows(problem, functions, slice(0, middle.start))
+    yield from _masked_rows(problem, functions, slice(0, middle.start))
     yield from _short_windows(problem, functions, blocks, middle)
-    yield from _end_rows(problem, functions, slice(middle.stop, problem.query.shape[-2]))
+    yield from _masked_rows(problem, functions, slice(middle.stop, problem.query.shape[-2]))
+
+
+def _rows_of_backend(
+    problem: Problem, functions: BlockFunctions, band_block: Callable[..., Any]
+) -> Iterator[tuple[slice, Partial]]:
+    """Windows that a backend reads as they lie, in groups of one size as far as can be."""
+    (left, right), length = band(problem), problem.query.shape[-2]
+    # Where most windows reach beyond an end, few rows at a time share the keys that there are.
+    max_rows = MAX_TOKENS if 2 * max(left, right) <= length else LONG_ROWS
+    max_rows = min(max(MAX_PAIRS // min(left + right + 1, length), MIN_ROWS), max_rows)
+    size = -(-length // -(-length // max_rows) // MIN_ROWS) * MIN_ROWS
+    for rows in block_slices(length, size):
+        keys = keys_of_rows(problem, rows)
+        spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+        key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
+        values_and_one = transient_values_block(problem, keys, functions)
+        first = keys.start - rows.start
+        part = band_block(spec, query, key, values_and_one, (-left - first, right - first))
+        if is_declined(part):
+            yield from _masked_rows(problem, functions, rows)
+        else:
+            yield rows, part
 
 
 class _Blocks(NamedTuple):
@@ -141,12 +173,12 @@ def _blocks(problem: Problem, n: int) -> _Blocks:
     return _Blocks(n, -(-left // n), -(-right // n), -(-problem.query.shape[-2] // n))
 
 
-def _end_rows(
-    problem: Problem, functions: BlockFunctions, ends: slice
+def _masked_rows(
+    problem: Problem, functions: BlockFunctions, all_rows: slice
 ) -> Iterator[tuple[slice, Partial]]:
-    """Windows near an end of the sequence, which hold fewer keys: as long blocks of rows."""
-    for start in range(ends.start, ends.stop, LONG_ROWS):
-        rows = slice(start, min(start + LONG_ROWS, ends.stop))
+    """Windows as long blocks of rows, such as those near an end, which hold fewer keys."""
+    for start in range(all_rows.start, all_rows.stop, LONG_ROWS):
+        rows = slice(start, min(start + LONG_ROWS, all_rows.stop))
         keys = keys_of_rows(problem, rows)
         n, s = rows.stop - rows.start, keys.stop - keys.start
         spec, query = _query_blocks(problem, rows, n)
@@ -254,21 +286,10 @@ def _add(
     """Add blocks of keys to what queries have seen so far."""
     g = query.x.shape[-3]
     shape, band, bias = pairs
-    more: Partial | None = None
-    if bias is None and (part is None or band is not None):
-        more = functions.band_block(spec, query, key, values_and_one, band)
-        if band is not None and not _all_finite(problem, more):
-            more = None
-    if more is None:
-        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
-        block = (spec, query, keys, beside(values_and_one, g))
-        if part is not None and band is None and bias is None:
-            return functions.exact_more(*block, part)  # type: ignore[no-any-return]
-        visible = None if band is None else in_band(problem.key, *shape, band)
-        more = exact_pairs(*block, visible, bias, problem.lazy)
+    keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+    block = (spec, query, keys, beside(values_and_one, g))
+    if part is not None and band is None and bias is None:
+        return functions.exact_more(*block, part)  # type: ignore[no-any-return]
+    visible = None if band is None else in_band(problem.key, *shape, band)
+    more = exact_pairs(*block, visible, bias, problem.lazy, functions.exact_block)
     return more if part is None else _generic.combine(part, more)
-
-
-def _all_finite(problem: Problem, part: Partial) -> bool:
-    """Whether no row holds what it may not see; False where that cannot be known."""
-    return not problem.lazy and bool(problem.xp.all(problem.xp.isfinite(part.num_den)))

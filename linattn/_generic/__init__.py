@@ -75,7 +75,6 @@ __all__ = [
 CALLS = {
     "clusters_block": ("exact_block",),
     "scan_vjp": ("scan_query_vjp", "scan_key_vjp"),
-    "band_block": ("exact_block",),
     "window_block": ("exact_block",),
 }
 """What a generic function calls of the block tier, by the names of its parameters."""

@@ -70,22 +70,14 @@ def exact_more(
 
 
 def band_block(
-    spec: Exact,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    band: tuple[int, int] | None,
-    exact_block: Any = exact_block,
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, band: tuple[int, int]
 ) -> Partial:
-    """Softmax attention of blocks of queries to keys of their own block and of those beside it.
+    """Softmax attention of queries to the keys within a band. O(n s (d + e)) time, O(n s) memory.
 
-    Queries ``(..., g, n, d)``, keys of k blocks for each ``(..., g + k - 1, n, d)``. O(g k n^2 (d +
-    e)) time, O(g k n (n + d + e)) memory.
+    The driver's own way, without a backend, is by short blocks.
     """
-    g, n = query.x.shape[-3:-1]
-    keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
-    visible = None if band is None else in_band(values_and_one, n, keys.x.shape[-2], band)
-    return exact_block(spec, query, keys, beside(values_and_one, g), visible)  # type: ignore[no-any-return]
+    visible = in_band(values_and_one, query.x.shape[-2], key.x.shape[-2], band)
+    return exact_block(spec, query, key, values_and_one, visible)
 
 
 def in_band(like: Array, n: int, s: int, band: tuple[int, int]) -> Array:

@@ -120,12 +120,11 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
 
 
 def values_block(value: Array, mask: Array | None, dtype: Any) -> Array:
-    """``[v, 1]`` in this dtype; masked values are 0."""
+    """``[v, 1]`` in this dtype; of a masked key all is 0."""
     xp = namespace(value)
     v = xp.astype(value, dtype, copy=False)
-    if mask is not None:
-        v = xp.where(mask, v, xp.zeros_like(mask, dtype=dtype))
-    return xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
+    v = xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
+    return v if mask is None else xp.where(mask, v, xp.zeros_like(mask, dtype=dtype))
 
 
 def divide(part: Partial, out: Array | None = None) -> Array:

@@ -258,18 +258,21 @@ def _exact_arguments(
     blocked = Tokens(rng.standard_normal((*heads.query, g, w, DIM)), None, 0)
     beside = g + (1 if is_causal else 2)
     near = Tokens(rng.standard_normal((*heads.key, beside, w, DIM)), None, 0)
+    near_values = rng.standard_normal((*heads.value, beside, w, VALUE_DIM + 1))
+    near_values[..., -1] = 1
     if key.log_weight is not None:
         weight = np.where(rng.random((*heads.key, beside, w, 1)) > 0.3, 0.0, -np.inf)
         near = Tokens(_masked(near.x, weight), weight, 0)
-    near_values = rng.standard_normal((*heads.value, beside, w, VALUE_DIM + 1))
-    near_values[..., -1] = 1
-    low = int(rng.integers(-w, w))
-    band = (low, low + int(rng.integers(w, 2 * w))) if rng.integers(2) else None
+        near_values = _masked(near_values, weight)
+    size = key.x.shape[-2]
+    rows = Tokens(rng.standard_normal((*heads.query, size, DIM)), None, 0)
+    low = -int(rng.integers(size))
+    band = (low, int(rng.integers(size)))
     return {
         "exact_block": (spec, query, key, values, visible),
         "exact_more": (spec, query, key, values, part),
         "window_block": (spec, blocked, near, near_values, is_causal, False),
-        "band_block": (spec, blocked, near, near_values, band),
+        "band_block": (spec, rows, key, _masked(values, key.log_weight), band),
         "exact_query_vjp": pulled,
         "exact_key_vjp": pulled,
     }

@@ -192,24 +192,19 @@ class BlockTier(Protocol):
 
     @staticmethod
     def band_block(
-        spec: Exact,
-        query: Tokens,
-        key: Tokens,
-        values_and_one: Array,
-        band: tuple[int, int] | None,
+        spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, band: tuple[int, int]
     ) -> Partial | Declined:
-        """Softmax attention of blocks of queries to keys of their own block and of those beside it.
+        """Softmax attention of queries, each to the keys near its place.
 
-        Queries are ``(..., g, n, d)``, keys ``(..., g + k - 1, n, d)``: block i sees blocks i to
-        i + k - 1; a block alone may see one of any length. ``band`` is ``(low, high)``: row r of a
-        block sees keys r + low to r + high of those; None means all. Masked keys are zeros. Values
-        that are not finite may reach rows that do not see them: the caller checks.
+        ``band`` is ``(low, high)``: query i sees keys i + low to i + high, as far as there are any.
+        Masked keys are zeros, and so are their values and ones. What a query does not see must not
+        reach it, finite or not.
         """
         ...
 
     @staticmethod
     def values_block(value: Array, mask: Array | None, dtype: Any) -> Array | Declined:
-        """``[v, 1]``: values with a column of 1 appended, masked ones as 0; for one use."""
+        """``[v, 1]``: values with a column of 1 appended, rows of masked keys 0; for one use."""
         ...
 
     @staticmethod
@@ -229,6 +224,7 @@ class BlockTier(Protocol):
         """Softmax attention of blocks of queries to the keys of their own block and beside it.
 
         Queries are ``(..., g, w, d)``; keys have a block more in front, and after if not causal.
+        Masked ones are as in :meth:`band_block`.
         """
         ...
 
