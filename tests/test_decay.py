@@ -74,6 +74,20 @@ def test_weak_decays_keep_their_digits_after_strong_ones(backends):
     check(out, PHI, arrays, dense_decay(decay, 32), "float32")
 
 
+def test_weak_and_strong_heads_have_the_bits_that_they_have_alone():
+    arrays = np.random.default_rng(0).standard_normal((3, 2, 300, 64)).astype(np.float32)
+    decay = np.array([[-0.1], [-3.0]], np.float32)
+    options: dict[str, Any] = {"is_causal": True, "return_log_normalizer": True}
+    out, norm = linattn.linear_attention(*arrays, EluFeatures(), log_decay=decay, **options)
+    for head in range(2):
+        one = arrays[:, head : head + 1]
+        alone, alone_norm = linattn.linear_attention(
+            *one, EluFeatures(), log_decay=decay[head : head + 1], **options
+        )
+        assert_array_equal(out[head], alone[0])
+        assert_array_equal(norm[head], alone_norm[0])
+
+
 @every_dtype
 @pytest.mark.parametrize("kind", ["-0.5", "-50.0", "a few are strong"])
 @pytest.mark.parametrize("name", ["positive", "elu"])

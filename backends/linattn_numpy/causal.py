@@ -30,7 +30,7 @@ from linattn_numpy.causal_scales import (
     common_scale,
     stabilize,
 )
-from linattn_numpy.decay import decay_of_tiles
+from linattn_numpy.decay import decay_of_tiles, weak_decay
 from linattn_numpy.features import (
     FeatureMaker,
     are_moderate,
@@ -121,7 +121,17 @@ def _scan_unshifted(
             # Alone, some heads are inspected and some are not.
             return Declined("exponents of some heads only need to be inspected")
     bound = 0.0 if inspect else math.log(2) + float(bounds.max())
-    sums = scan_tiles(block, state, common, bound)
+    since = None
+    if key.log_decay is not None:
+        since, is_weak = weak_decay(key.log_decay, values_and_one.dtype)
+        if not is_weak.all():
+            since = None
+            if is_weak.any() and n * state.kvz.shape[-2] >= tuning.MIN_APART_ELEMENTS:
+                # Alone, some heads are done in another way.
+                return Declined("the decay of some heads only is weak")
+        else:
+            common = common._replace(value_weights=common.value_weights * np.exp(-since))
+    sums = scan_tiles(block, state, common, bound, since=since)
     if isinstance(sums, Declined):
         return sums
     num_den, kvz, floor = sums
@@ -132,7 +142,8 @@ def _scan_unshifted(
     is_large = rejected is None and _is_kept(key_spec, key, kvz, floor)
     if not (is_large and all_finite(num_den)):
         return limits.UNDERFLOWED
-    log_row = row_log(query_spec, query, common.log_scale[..., None], want_log)
+    log = common.log_scale[..., None]
+    log_row = row_log(query_spec, query, log if since is None else log + since, want_log)
     c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
     if not (holds := kvz[..., -1] != 0).all():
         c = np.where(holds, c, c.dtype.type(-np.inf))
@@ -145,18 +156,19 @@ def scan_tiles(
     common: CommonScale,
     max_log: float,
     lengths: Lengths | None = None,
+    since: Floats | None = None,
 ) -> tuple[Floats, Floats, float] | Declined:
     """Rows of a block, the state after it and the least denominator that underflow leaves.
 
     ``max_log``: a bound on the log of the largest product; 0: to be inspected. ``lengths``: of
-    sequences that lie end to end.
+    sequences that lie end to end. ``since``: weak decay, by which value weights are divided.
     """
     query_spec, key_spec, query, key, values_and_one = block
     (n, e), num_den, inspect = values_and_one.shape[-2:], None, max_log == 0
     kvz = state.kvz * common.state_factors[..., None]
     least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
     if key.log_decay is not None:
-        least *= limits.EXP_LOSS
+        least *= limits.EXP_LOSS if since is None else math.exp(-since.min())
     weights = common.value_weights
     is_weighted, lead = not (weights == 1).all(), weights.shape[:-2]
     weights = np.broadcast_to(weights, (*lead, n, 1))
@@ -175,7 +187,7 @@ def scan_tiles(
             sums.split(num_den[..., rows, :]),
         )
         shape = length // size, size, kvz.dtype
-        decays = decay_of_tiles(key.log_decay, rows, *shape)
+        decays = decay_of_tiles(key.log_decay, rows, *shape, since)
         borders = iter(repeat(()) if lengths is None else borders_of_tiles(lengths, rows, *shape))
         for q, k, v, weight, out in zip(*arrays, strict=True):
             max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))

@@ -1,6 +1,7 @@
 """Decay inside of a causal block: what it leaves of keys and states, sub-block by sub-block.
 
-Its sums begin anew with each sub-block, and all of its factors are at most 1.
+Its sums begin anew with each sub-block. Where it is weak, values are divided by their decay, and
+that of rows is left to the log of their scale; else all of its factors are at most 1.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import exp
 from linattn_numpy.products import transposed
-from linattn_numpy.tiles import lower, moveaxis, split_tiles
+from linattn_numpy.tiles import lower, moveaxis, split_tiles, sub_blocks
 
-__all__ = ["Decay", "decay_of_tiles"]
+__all__ = ["Decay", "WeakDecay", "decay_of_tiles", "weak_decay"]
 
 Floats = NDArray[Any]
 
@@ -36,18 +37,47 @@ class Decay(NamedTuple):
     """Of the state before each sub-block at its end, ``(..., 1)``."""
 
 
+class WeakDecay(NamedTuple):
+    """The same where values have been divided by their decay and rows are not yet multiplied."""
+
+    states: list[Floats]
+    """Of the state after each sub-block, the keys of it included."""
+
+
 def decay_of_tiles(
-    log_decay: Floats | None, rows: slice, count: int, size: int, dtype: Any
-) -> Iterator[Decay | None]:
-    """Decay of some rows of a block, a tile of ``count`` sub-blocks at a time."""
+    log_decay: Floats | None,
+    rows: slice,
+    count: int,
+    size: int,
+    dtype: Any,
+    since: Floats | None = None,
+) -> Iterator[Decay | WeakDecay | None]:
+    """Decay of some rows of a block, a tile of ``count`` sub-blocks at a time.
+
+    ``since``: that of :func:`weak_decay`, by which the values of the block have been divided.
+    """
     if log_decay is None:
         yield from repeat(None)
+        return
+    if since is not None:
+        last = split_tiles(since[..., rows, :], count, size)[..., -1, :]
+        for left in np.exp(last):
+            yield WeakDecay(list(moveaxis(left, -2, 0)))
         return
     if log_decay.strides[-2] == 0:
         # One decay for all tokens.
         yield from repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype)))
         return
     yield from _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
+
+
+def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, NDArray[np.bool_]]:
+    """Log decay of each token since its sub-block began, and which heads' is weak everywhere."""
+    runs = sub_blocks(log_decay.shape[-2])
+    sums = (np.cumsum(run.split(log_decay), axis=-2) for run in runs)
+    since = np.concatenate([x.reshape(*x.shape[:-3], -1, 1) for x in sums], axis=-2)
+    is_weak = since.min(axis=(-2, -1)) >= -limits.MAX_WEAK_DECAY[dtype.itemsize]
+    return since.astype(dtype), is_weak
 
 
 def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:

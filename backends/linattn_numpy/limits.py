@@ -48,6 +48,7 @@ MAX_PREFIX_LOG_LEAD = 20.0  # of a scale above what has been seen so far: nothin
 
 # Decay.
 MAX_HALF_DECAY = {4: 40.0, 8: 300.0}  # exponent of half a sub-block's, on either side of its middle
+MAX_WEAK_DECAY = {4: 17.0, 8: 170.0}  # of a sub-block, by whose inverse its values are multiplied
 
 # Recurrences.
 MAX_DECAY_EXPONENT = 10.0  # of half a chunk: its exponential keeps 1e-6 in float32

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn_numpy.borders import Border
 from linattn_numpy.buffers import buffer
-from linattn_numpy.decay import Decay
+from linattn_numpy.decay import Decay, WeakDecay
 from linattn_numpy.products import broadcast_lead, multiply, sum_products, transposed, weighted
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
@@ -62,7 +62,7 @@ class Triangles:
         self,
         v: Floats,
         out: Floats,
-        decay: Decay | None = None,
+        decay: Decay | WeakDecay | None = None,
         rises: Sequence[Floats | None] = (),
         borders: Sequence[Border] = (),
     ) -> list[Floats]:
@@ -78,21 +78,25 @@ class Triangles:
         np.matmul(self._q, transposed(self._k), out=self._scores)
         for part in rest:
             np.add(first, part, out=first)
-        np.multiply(first, self._visible if decay is None else decay.pairs, out=first)
+        early = decay if isinstance(decay, Decay) else None
+        late = decay if isinstance(decay, WeakDecay) else None
+        np.multiply(first, self._visible if early is None else early.pairs, out=first)
         for place, _, _, pairs in borders:
             first[..., place, :, :] *= pairs
         np.matmul(first, v, out=out)
         for border in borders:
             self._k[..., border.place, : border.last, :] = 0
-        if decay is not None:
-            v = weighted(v, decay.keys, "decayed_values")
+        if early is not None:
+            v = weighted(v, early.keys, "decayed_values")
         sum_products(self._k, v[..., None, :, :, :], self._added)
         ends = {border.place for border in borders}
         for i, (before, after) in enumerate(self._steps):
-            if decay is not None:
-                before = np.multiply(before, decay.states[i], out=self._faded)
+            if early is not None:
+                before = np.multiply(before, early.states[i], out=self._faded)
             if i not in ends:
                 np.add(before, after, out=after)
+            if late is not None:
+                np.multiply(after, late.states[i], out=after)
             if rises:
                 unscaled.append(self._states[i + 1])
                 if (factor := rises[i]) is not None:
@@ -102,17 +106,19 @@ class Triangles:
         for border in borders:
             self._reads[..., border.place, border.first :, :] = 0
         for read in self._read_parts:
-            if decay is not None:
-                np.multiply(read, decay.rows, out=read)
+            if early is not None:
+                np.multiply(read, early.rows, out=read)
             np.add(out, read, out=out)
         # What comes after the last sub-block is where the next tile begins.
         before, after = self._last_step
-        if decay is not None:
-            before = np.multiply(before, decay.states[-1], out=self._faded)
+        if early is not None:
+            before = np.multiply(before, early.states[-1], out=self._faded)
         if self._shape[0] - 1 in ends:
             self._next[...] = after
         else:
             np.add(before, after, out=self._next)
+        if late is not None:
+            np.multiply(self._next, late.states[-1], out=self._next)
         return unscaled
 
     def state(self) -> Floats:
