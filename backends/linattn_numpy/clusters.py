@@ -31,6 +31,12 @@ __all__ = ["assign_block", "choose_block", "clusters_block"]
 
 Floats = NDArray[Any]
 
+LEAST_SHARE = 4e-18
+"""Smallest score for which queries choose a column together: beyond what floats tell."""
+
+MIN_REST = 1e-25
+"""Sums of columns not chosen, over the largest weight: smaller ones would lose digits."""
+
 
 def assign_block(
     key_spec: Assigned, tokens: Tokens, values_and_one: Floats, state: State
@@ -54,9 +60,12 @@ def assign_block(
 
 
 def choose_block(
-    query_spec: Spec, tokens: Tokens, state: State, bias: Floats, count: int
+    query_spec: Spec, tokens: Tokens, state: State, bias: Floats, count: int, rows: int
 ) -> tuple[NDArray[np.bool_], Partial] | Declined:
-    """Choose columns by the largest log features and bias; read the others of the state."""
+    """Choose columns by the largest log features and bias; read the others of the state.
+
+    So many consecutive queries choose together: each counts by its weights over its largest.
+    """
     if 0 in tokens.x.shape or 0 in state.kvz.shape:
         return EMPTY
     if not (isinstance(query_spec, Exponential) and isinstance(query_spec.Q, float)):
@@ -71,25 +80,69 @@ def choose_block(
         np.broadcast_to((a + query_spec.col)[..., None, :], (*lead, 1, m))
         for a in (bias, state.log_scale)
     )
-    chosen = np.empty((*lead, n, m), bool)
+    gain = np.where(scale > -np.inf, bias - finite_shift(scale), -np.inf).astype(x.dtype)
+    gain = np.exp(gain - finite_shift(row_max(gain)))
+    chosen = np.empty((*lead, n // rows, m), bool)
     num_den, row = np.empty((*lead, n, e), x.dtype), np.empty((*lead, n, 1), x.dtype)
-    for heads, tile in _tiles(lead, n, m):
-        of = (*heads, tile)
-        logs = multiply(x[of], P[heads], buffer("logs", chosen[of].shape, x.dtype))
-        scores = np.add(logs, bias[heads], out=buffer("scores", logs.shape, x.dtype))
-        ordered = buffer("ordered", logs.shape, x.dtype)
-        np.copyto(ordered, scores)
-        np.greater_equal(scores, _last_of_largest(ordered, count), out=chosen[of])
+    for heads, tile in _tiles(lead, n // rows, m * rows):
+        of, groups = (*heads, slice(tile.start * rows, tile.stop * rows)), (*heads, tile)
+        logs = multiply(x[of], P[heads], buffer("logs", (*x[of].shape[:-1], m), x.dtype))
+        if rows > 1:
+            logs += scale[heads]
+            row[of], chosen[groups] = _choose_together(logs, gain[heads], count, rows)
+            multiply(logs, kvz[heads], num_den[of])
+            if num_den[of][..., -1].min() >= MIN_REST:
+                continue
+            # The others are read on a scale of their own.
+            multiply(x[of], P[heads], logs)
+        else:
+            chosen[groups] = _choose_each(logs, bias[heads], count)
         logs += scale[heads]
         # By their places: with a mask it takes four times as long.
-        logs.reshape(-1)[np.flatnonzero(chosen[of])] = -np.inf
-        top = row_max(logs)
-        row[of] = top
-        logs -= finite_shift(top)
-        multiply(exp(logs), kvz[heads], num_den[of])
+        group, column = np.divmod(np.flatnonzero(chosen[groups]), m)
+        logs.reshape(-1)[(group * rows * m + column)[:, None] + m * np.arange(rows)] = -np.inf
+        row[of] = _to_weights(logs)
+        multiply(logs, kvz[heads], num_den[of])
     shape = broadcast_lead(tokens.x.shape[:-2], query_spec.P.shape[:-2], state.kvz.shape[:-2])
     chosen, num_den, row = (a.reshape(*shape, *a.shape[-2:]) for a in (chosen, num_den, row))
     return chosen, Partial(num_den, row if tokens.log_weight is None else row + tokens.log_weight)
+
+
+def _choose_each(logs: Floats, bias: Floats, count: int) -> NDArray[np.bool_]:
+    """Choose for each query the columns of the largest log features and bias."""
+    scores = np.add(logs, bias, out=buffer("scores", logs.shape, logs.dtype))
+    ordered = buffer("ordered", scores.shape, scores.dtype)
+    np.copyto(ordered, scores)
+    chosen: NDArray[np.bool_] = scores >= _last_of_largest(ordered, count)
+    return chosen
+
+
+def _choose_together(
+    logs: Floats, gain: Floats, count: int, rows: int
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Choose columns for so many queries together; logs become the weights of the others.
+
+    Also the largest log of each query, by which its weights are divided.
+    """
+    top = _to_weights(logs)
+    *lead, n, m = logs.shape
+    weights = logs.reshape(*lead, n // rows, rows, m)
+    scores = buffer("scores", (*lead, n // rows, m), logs.dtype)
+    np.add.reduce(weights, axis=-2, out=scores)
+    scores *= gain
+    ordered = buffer("ordered", scores.shape, scores.dtype)
+    np.copyto(ordered, scores)
+    chosen = scores >= np.maximum(_last_of_largest(ordered, count), LEAST_SHARE)
+    weights *= ~chosen[..., None, :]
+    return top, chosen
+
+
+def _to_weights(logs: Floats) -> Floats:
+    """Replace logs by their exponentials over the largest of each row, and return its log."""
+    top = row_max(logs)
+    logs -= finite_shift(top)
+    exp(logs)
+    return top
 
 
 def _last_of_largest(x: Floats, count: int) -> Floats:
@@ -129,7 +182,10 @@ def clusters_block(
     exact_window: int | None,
     part: Partial,
 ) -> Partial | Declined:
-    """Add keys of the clusters that queries of one head have chosen to a partial of the queries."""
+    """Add keys of the clusters that queries of one head have chosen to a partial of the queries.
+
+    Queries that have chosen together lie side by side, and are gathered as one row.
+    """
     if 0 in query.x.shape or 0 in clusters.key.x.shape:
         return EMPTY
     if clusters.key.log_weight is not None:
@@ -142,20 +198,21 @@ def clusters_block(
     key = np.concatenate([clusters.key.x, np.ones_like(clusters.key.x[..., :1])], axis=-1)
     key, values_and_one = np.ascontiguousarray(key.T), clusters.values_and_one
     num_den = part.num_den * np.exp(part.log - log)
+    groups, (width, e) = len(chosen), (x.shape[-1], num_den.shape[-1])
+    x, sums_of = x.reshape(groups, -1), num_den.reshape(groups, -1)
     # A row as one element: numbers one by one take three times as long to scatter.
-    whole_rows = _as_elements(num_den)
-    for rows, keys in _visits(chosen, clusters.bounds):
-        shape = (len(rows), keys.stop - keys.start)
-        queries = _taken(x, rows, "queries")
+    whole_rows = _as_elements(sums_of)
+    for chose, keys in _visits(chosen, clusters.bounds, len(num_den) // groups):
+        queries = _taken(x, chose, "queries").reshape(-1, width)
+        shape = (len(queries), keys.stop - keys.start)
         weights = np.matmul(queries, key[:, keys], out=buffer("weights", shape, x.dtype))
         exp(weights)
         if exact_window is not None:
-            _leave_out_near(weights, query.start + rows, clusters.positions[keys], exact_window)
-        sums = _taken(num_den, rows, "sums")
-        sums += np.matmul(
-            weights, values_and_one[keys], out=buffer("added", sums.shape, sums.dtype)
-        )
-        whole_rows[rows] = _as_elements(sums)
+            _leave_out_near(weights, query.start + chose, clusters.positions[keys], exact_window)
+        sums = _taken(sums_of, chose, "sums")
+        added = buffer("added", (len(queries), e), sums.dtype)
+        sums += np.matmul(weights, values_and_one[keys], out=added).reshape(sums.shape)
+        whole_rows[chose] = _as_elements(sums)
     # What is inf or NaN is so by itself, or because the scale is too low.
     return Partial(num_den, log) if all_finite(num_den) else Declined("sums are not finite")
 
@@ -172,9 +229,9 @@ def _as_elements(x: Floats) -> NDArray[np.void]:
 
 
 def _visits(
-    chosen: NDArray[np.bool_], bounds: NDArray[np.intp]
+    chosen: NDArray[np.bool_], bounds: NDArray[np.intp], rows: int
 ) -> Iterator[tuple[NDArray[np.intp], slice]]:
-    """For each cluster its keys and the queries that chose it, as many as the cache holds."""
+    """For each cluster its keys and the groups of so many queries that chose it, in cache."""
     n, m = chosen.shape
     if np.count_nonzero(chosen) * tuning.MIN_CLUSTERS_A_CHOICE < chosen.size:
         places = np.flatnonzero(chosen)
@@ -190,7 +247,8 @@ def _visits(
         all_rows = places - np.repeat(n * np.arange(m), np.diff(ends))
     for (first, end), (start, stop) in zip(pairwise(ends), pairwise(bounds), strict=True):
         if start < stop:
-            size = max(tuning.MIN_VISIT_ROWS, tuning.VISIT_TILE_ELEMENTS // (stop - start))
+            elements = max(tuning.MIN_VISIT_ROWS * (stop - start), tuning.VISIT_TILE_ELEMENTS)
+            size = max(1, elements // ((stop - start) * rows))
             for begin in range(first, end, size):
                 yield all_rows[begin : min(begin + size, end)], slice(start, stop)
 

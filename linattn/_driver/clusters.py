@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import array_api_compat
 import numpy as np
@@ -23,10 +23,11 @@ from linattn._driver.blocks import (
     values_and_one_block,
 )
 from linattn._driver.exact import no_keys_seen
+from linattn._driver.tasks import take, take_state
 from linattn._driver.token_blocks import flat_rows
-from linattn.typing import Array, Clusters, Partial, Problem, State, Tokens
+from linattn.typing import Array, Clusters, Index, Partial, Problem, State, Tokens
 
-__all__ = ["ExactClusters", "sort_keys"]
+__all__ = ["AssignedKeys", "ExactClusters", "sort_keys"]
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class ExactClusters:
         self, problem: Problem, query: Tokens, state: State, bias: Array
     ) -> tuple[NDArray[np.bool_], Partial]:
         tokens = in_map_coordinates(problem.replace(want_log=True), "query", query)
-        count = problem.exact_clusters
-        return self.functions.choose_block(problem.query_spec, tokens, state, bias, count)  # type: ignore[no-any-return]
+        count, rows = problem.exact_clusters, problem.choice_rows
+        return self.functions.choose_block(problem.query_spec, tokens, state, bias, count, rows)  # type: ignore[no-any-return]
 
     def _add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
-        """Add the keys of the chosen clusters, ``(..., n, m)``, to the rest."""
+        """Add the keys of the chosen clusters, ``(..., n // choice_rows, m)``, to the rest."""
         problem, xp = self.problem, self.problem.xp
         if 0 in problem.lead:
             return no_keys_seen(problem, query)
@@ -115,6 +116,29 @@ def _of_state(problem: Problem, head: tuple[int, ...]) -> Any:
     return tuple(0 if size == 1 else i for size, i in zip(lead, shown, strict=True))
 
 
+class AssignedKeys(NamedTuple):
+    """Columns that keys are assigned to, and what is kept of these.
+
+    Attributes
+    ----------
+    of_key : ndarray of int, (..., S)
+        Column of each key, m of a masked one; on the host.
+    bias : Array, (..., m)
+        What is added to a query's log features to choose clusters by.
+    state : State
+        After all keys.
+    """
+
+    of_key: NDArray[np.intp]
+    bias: Array
+    state: State
+
+    def of_task(self, task: Index) -> Self:
+        """Take a task's share."""
+        of_key, bias = (take(x, 1, task) for x in (self.of_key, self.bias))
+        return type(self)(of_key, bias, take_state(self.state, task))
+
+
 def sort_keys(
     problem: Problem, state: State, block_size: int, functions: BlockFunctions
 ) -> tuple[ExactClusters, State]:
@@ -122,6 +146,21 @@ def sort_keys(
 
     O(S m (d + e)) time, O(S (d + e)) memory.
     """
+    whole = slice(0, problem.key.shape[-2])
+    key, assigned = raw_tokens(problem, "key", whole, 0), problem.assigned_keys
+    if assigned is None:
+        assigned = _assign_keys(problem, key.log_weight, state, block_size, functions)
+    clusters = _clusters(problem, key, values_and_one_block(problem, whole), assigned.of_key)
+    return ExactClusters(problem, functions, assigned.bias, clusters), assigned.state
+
+
+def _assign_keys(
+    problem: Problem,
+    log_weight: Array | None,
+    state: State,
+    block_size: int,
+    functions: BlockFunctions,
+) -> AssignedKeys:
     lead, m, device = problem.state_lead, problem.num_features, array_api_compat.device(problem.key)
     indices, distances = [np.zeros((*lead, 0), np.intp)], [np.zeros((*lead, 0))]
     for rows in block_slices(problem.key.shape[-2], block_size):
@@ -133,19 +172,12 @@ def sort_keys(
         indices.append(np.broadcast_to(index, (*lead, index.shape[-1])))
         distances.append(np.broadcast_to(distance, (*lead, distance.shape[-1])))
     index = np.concatenate(indices, axis=-1)
-    whole = slice(0, problem.key.shape[-2])
-    key = raw_tokens(problem, "key", whole, 0)
-    if key.log_weight is not None:
+    if log_weight is not None:
         # Masked keys are in no cluster.
-        index = np.where(_arrays.to_numpy(key.log_weight)[..., 0] == -np.inf, m, index)
+        index = np.where(_arrays.to_numpy(log_weight)[..., 0] == -np.inf, m, index)
     log_sums = _arrays.to_numpy(problem.xp.log(state.kvz[..., -1]) + state.log_scale)
     bias = _bias(index, np.concatenate(distances, axis=-1), np.broadcast_to(log_sums, (*lead, m)))
-    return ExactClusters(
-        problem,
-        functions,
-        _arrays.device_array(bias, problem.xp, problem.dtype, device),
-        _clusters(problem, key, values_and_one_block(problem, whole), index),
-    ), state
+    return AssignedKeys(index, _arrays.device_array(bias, problem.xp, problem.dtype, device), state)
 
 
 def _bias(

@@ -111,6 +111,9 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         state=None if state is None else take_state(state, task),
         relative_bias=None if bias is None else RelativeBias(take(bias.table, 1, task)),
         key_stop=_take_stops(problem.key_stop, task),
+        assigned_keys=None
+        if problem.assigned_keys is None
+        else problem.assigned_keys.of_task(task),
     )
 
 

@@ -30,7 +30,10 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["assign_block", "choose_block", "clusters_block"]
+__all__ = ["assign_block", "choose_block", "clusters_block", "scores_together"]
+
+LEAST_SHARE = 4e-18
+"""Smallest score for which queries choose a column together: beyond what floats tell."""
 
 
 def assign_block(
@@ -53,22 +56,47 @@ def assign_block(
 
 
 def choose_block(
-    query_spec: Exponential, tokens: Tokens, state: State, bias: Array, count: int
+    query_spec: Exponential, tokens: Tokens, state: State, bias: Array, count: int, rows: int
 ) -> tuple[NDArray[np.bool_], Partial]:
-    """Choose for each query the columns with the largest log features and bias; read the others.
+    """Choose for queries the columns with the largest log features and bias; read the others.
 
-    ``(..., n, m)``: as many as ``count``, and those that are as large as the last of them.
+    ``(..., n // rows, m)``: as many as ``count``, and those that are as large as the last of them.
+    So many consecutive queries choose together (:func:`scores_together`); n is a multiple.
     O(n m (d + e)) time, O(n m) memory.
     """
     features, log_row = query_features(query_spec, tokens)
     xp = namespace(features.log)
-    scores = to_numpy(features.log + bias[..., None, :])
+    if rows == 1:
+        scores, least = to_numpy(features.log + bias[..., None, :]), -np.inf
+    else:
+        logs = to_numpy(features.log + state.log_scale[..., None, :])
+        logs = logs.reshape(*logs.shape[:-2], -1, rows, logs.shape[-1])
+        of_column = (to_numpy(x)[..., None, :] for x in (bias, state.log_scale))
+        scores, least = scores_together(logs, *of_column), LEAST_SHARE
     last = scores.shape[-1] - count
-    chosen = scores >= np.partition(scores, last, axis=-1)[..., last, None]
-    masked = xp.asarray(chosen, device=array_api_compat.device(features.log))
+    last_of_largest = np.partition(scores, last, axis=-1)[..., last, None]
+    chosen = scores >= np.maximum(last_of_largest, least)
+    each = np.repeat(chosen, rows, axis=-2)
+    masked = xp.asarray(each, device=array_api_compat.device(features.log))
     log = xp.where(masked, xp.full_like(features.log, -float("inf")), features.log)
     rest = read(Features(log, None), state)
     return chosen, Partial(rest.num_den, rest.log + log_row)
+
+
+def scores_together(
+    logs: NDArray[Any], bias: NDArray[Any], log_scale: NDArray[Any]
+) -> NDArray[Any]:
+    """Score columns ``(..., m)`` by queries ``(..., r, m)`` that choose together.
+
+    ``logs`` are those of the columns' largest weights. Each query's weights are divided by its
+    largest, so that it counts for as much as any other.
+    """
+    top = logs.max(axis=-1, keepdims=True)
+    weights = np.exp(logs - np.where(top == -np.inf, 0, top)).sum(axis=-2)
+    empty = log_scale == -np.inf
+    gain = np.where(empty, -np.inf, bias - np.where(empty, 0, log_scale))
+    top = gain.max(axis=-1, keepdims=True)
+    return np.asarray(weights * np.exp(gain - np.where(top == -np.inf, 0, top)))
 
 
 class Visit(NamedTuple):
@@ -114,13 +142,15 @@ def clusters_block(
 ) -> Partial:
     """Add keys of the clusters that queries of one head have chosen to a partial of the queries.
 
-    ``chosen`` is ``(n, m)``. Keys in a query's window are left out. ``bias_of`` gives log weights
-    of pairs by the offsets j - i of their keys. O(sum of the chosen clusters' sizes (d + e)) time,
+    ``chosen`` is ``(n, m)``, or of as many rows as there are runs of queries that choose together.
+    Keys in a query's window are left out. ``bias_of`` gives log weights of pairs by the offsets
+    j - i of their keys. O(sum of the chosen clusters' sizes (d + e)) time,
     O(n c e) memory for c clusters a query.
     """
     xp = namespace(query.x)
     device = array_api_compat.device(query.x)
-    n = chosen.shape[0]
+    n = query.x.shape[0]
+    chosen = np.repeat(chosen, n // len(chosen), axis=0)
     key, values_and_one = clusters.key, clusters.values_and_one
     if key.log_weight is not None:
         # Backends may take a log weight for a mask.

@@ -140,7 +140,12 @@ def attention(
     Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
     128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and, where L = S
     and that is the cheaper way, an exact window of 32 tokens; without a tolerance always with it,
-    and without clusters. Traced arrays, at which nothing can be fitted, take exact attention.
+    and without clusters. From 8,192 queries on, with a tolerance, there is no window, and of 512
+    and more clusters queries choose together: they are ordered so that those with like logits lie
+    side by side, and each run of 8 chooses the clusters with the largest sums, over its queries, of
+    a cluster's largest weight by its landmark over that of the query's largest, times what
+    ``exact_clusters`` ranks by but the query. Queries that are masked come last. Traced arrays, at
+    which nothing can be fitted, take exact attention.
 
     *Causal attention.* The later half of the queries sees all keys of the earlier half: that square
     is full attention, by landmarks with exact clusters, fitted to keys and queries of the earlier

@@ -14,6 +14,7 @@ __all__ = [
     "ROWS_OVER_FIRST",
     "WINDOW",
     "Work",
+    "choice_rows_of",
     "coreset_block",
     "coreset_work",
     "exact_pairs",
@@ -51,6 +52,12 @@ VAIN = 1.4
 CHOSEN_SIZE = 0.6
 """Keys of a chosen cluster over those of all in the mean: queries choose small ones."""
 
+MIN_SHARED = 512
+"""Clusters from which queries choose together."""
+
+SHARED_VISIT = 0.3
+"""Time of a query's visit to a cluster beside others, over that of one by itself."""
+
 SAMPLED_KEYS, CLUSTER_PASSES = 16, 2
 """Keys of a fit for each landmark, and how often they meet all landmarks there."""
 
@@ -71,7 +78,7 @@ class Work(NamedTuple):
     gathered : float
         Weighted exactly after queries and keys have been gathered by cluster.
     chosen : float
-        Of a query and a cluster, where clusters are chosen: met once more.
+        Of a query and a cluster, where queries choose clusters, each for itself: met once more.
     distances : float
         Of a sampled key and a centroid.
     streamed : float
@@ -80,6 +87,8 @@ class Work(NamedTuple):
         Keys that are clustered: no pairs, but what is done for each takes time too.
     visits : float
         Of clusters by queries that have chosen them: no pairs either.
+    shared : float
+        Of a query and a cluster, where queries choose clusters together.
     """
 
     exact: float = 0.0
@@ -92,6 +101,7 @@ class Work(NamedTuple):
     streamed: float = 0.0
     sampled: float = 0.0
     visits: float = 0.0
+    shared: float = 0.0
 
     @property
     def pairs(self) -> float:
@@ -119,13 +129,23 @@ COST = Work(
     streamed=1.1,
     sampled=600.0,
     visits=25.0,
+    shared=0.3,
 )
 """Time of one of each kind over that of a pair of exact attention."""
 
 
 def window_of(problem: Problem) -> int:
-    """Block length that an exact window of full attention may have; 0 where it can have none."""
-    return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else 0
+    """Block length that an exact window of full attention may have; 0 where it can have none.
+
+    Beside queries that choose clusters together it is hardly ever worth its time.
+    """
+    alike = problem.query.shape[-2] == problem.key.shape[-2] and problem.choice_rows == 1
+    return WINDOW if alike else 0
+
+
+def choice_rows_of(problem: Problem, m: int) -> int:
+    """Count the queries that choose some of m clusters together: it pays with many clusters."""
+    return problem.choice_rows if m >= MIN_SHARED else 1
 
 
 def num_rows_of(problem: Problem) -> int:
@@ -161,13 +181,17 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
 def read_work(problem: Problem, m: int, share: float, window: int) -> Work:
     """Attention by m landmarks, a share of the keys exactly by content, a window; 0 for none."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
+    alone = choice_rows_of(problem, m) == 1
+    met = float(L * m) if share else 0.0
     return Work(
-        features=float(L * m + S * (m + PROBES)),
+        # Without a window keys are where they were judged.
+        features=float(L * m + (S * (m + PROBES) if window else 0)),
         near=float(L * 3 * window),
         prefixes=float(L * m) if window else 0.0,
         gathered=share * L * S,
-        chosen=float(L * m) if share else 0.0,
-        visits=share * L * m / CHOSEN_SIZE,
+        chosen=met if alone else 0.0,
+        visits=share * L * m / CHOSEN_SIZE * (1 if alone else SHARED_VISIT),
+        shared=0.0 if alone else met,
     )
 
 

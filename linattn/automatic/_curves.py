@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn._generic.clusters import scores_together
 from linattn.automatic._costs import ROWS_OVER_FIRST
 from linattn.automatic._tokens import Head
 from linattn.feature_maps import LandmarkFeatures
@@ -38,11 +39,34 @@ class ErrorCurve(NamedTuple):
         where one is asked for, with it.
     share : ndarray, (l,)
         Keys of those clusters, of all keys, in the mean over rows.
+    keys : KeyClusters or None
+        The clusters; None where there is no key, or they are not known.
     """
 
     error: NDArray[np.float64]
     bound: NDArray[np.float64]
     share: NDArray[np.float64]
+    keys: KeyClusters | None = None
+
+
+class KeyClusters(NamedTuple):
+    """Clusters of the keys of one head, with a column each, of which some may be empty.
+
+    Attributes
+    ----------
+    positions, of_key : ndarray of int, (S,)
+        Keys that are not masked, and their columns.
+    bias : ndarray, (m,)
+        Log of the mean weight of a cluster's keys times their root mean square distance.
+    kvz, log_scale : ndarray, (m, e + 1), (m,)
+        State after all keys.
+    """
+
+    positions: NDArray[np.intp]
+    of_key: NDArray[np.intp]
+    bias: Floats
+    kvz: Floats
+    log_scale: Floats
 
 
 class Landmarks(NamedTuple):
@@ -123,6 +147,8 @@ class Clusters(NamedTuple):
     """Keys of one head in the order of their clusters; clusters without a key are left out."""
 
     b: Floats
+    column: NDArray[np.intp]
+    """Number of the landmark of each, (C,)."""
     starts: NDArray[np.intp]
     sizes: NDArray[np.intp]
     of_key: NDArray[np.intp]
@@ -170,6 +196,7 @@ class Clusters(NamedTuple):
         bias -= np.log(sizes)
         return cls(
             b=b,
+            column=found,
             starts=starts,
             sizes=sizes,
             of_key=of_key,
@@ -182,6 +209,20 @@ class Clusters(NamedTuple):
             place=place,
             key_bias=key_bias,
         )
+
+    def of_landmarks(self, positions: NDArray[np.intp], m: int) -> KeyClusters:
+        """Return the clusters with a column for each of m landmarks."""
+        kvz = np.zeros((m, self.sums.shape[-1]), self.sums.dtype)
+        log_scale, bias = np.full((2, m), -np.inf, self.sums.dtype)
+        kvz[self.column], log_scale[self.column] = self.sums, self.log_scale
+        bias[self.column] = self.bias
+        of_key = self.column[self.of_key[self.place]]
+        return KeyClusters(positions, of_key, bias, kvz, log_scale)
+
+    def order_together(self, choosers: Floats) -> NDArray[np.intp]:
+        """Clusters in the order in which queries ``(h, r, d)`` choose them together, (h, C)."""
+        scores = scores_together(choosers @ self.b.T + self.log_scale, self.bias, self.log_scale)
+        return np.argsort(-scores, axis=-1)
 
 
 class _Weights(NamedTuple):
@@ -197,7 +238,8 @@ class _Weights(NamedTuple):
     """Log of the largest weight, (h,)."""
 
     @classmethod
-    def of(cls, query: Floats, clusters: Clusters, scale: float) -> _Weights:
+    def of(cls, head: Head, clusters: Clusters, scale: float) -> _Weights:
+        query = head.query
         rows = np.ascontiguousarray((query * query.dtype.type(scale)).T)
         sums = np.empty((len(clusters.b), len(query), clusters.sums.shape[-1]), query.dtype)
         tops = np.empty(sums.shape[:-1], query.dtype)
@@ -216,7 +258,10 @@ class _Weights(NamedTuple):
         shift = np.maximum(logs.max(axis=-1), tops.max(axis=0))
         sums *= np.exp(tops - shift)[..., None]
         logs -= shift[:, None]
-        order = np.argsort(clusters.log_scale - clusters.bias - logs, axis=-1)
+        if head.choosers is None:
+            order = np.argsort(clusters.log_scale - clusters.bias - logs, axis=-1)
+        else:
+            order = clusters.order_together(head.choosers)
         return cls(sums, np.exp(logs, out=logs), order, shift)
 
 
@@ -239,12 +284,14 @@ def error_curve(
         shape = (1 if exact_window is None else 2, len(levels))
         return ErrorCurve(np.zeros(shape), np.zeros(shape), np.zeros(shape[1]))
     clusters = Clusters.of(head, landmarks, scale)
+    keys = clusters.of_landmarks(head.positions, len(landmarks.b))
     if is_promising is not None:
         part = head.some_rows(slice(ROWS_OVER_FIRST // 2, None, ROWS_OVER_FIRST))
         curve = _error_curve(part, clusters, scale, levels, exact_window, probability)
         if not is_promising(curve):
-            return curve
-    return _error_curve(head, clusters, scale, levels, exact_window, probability)
+            return curve._replace(keys=keys)
+    curve = _error_curve(head, clusters, scale, levels, exact_window, probability)
+    return curve._replace(keys=keys)
 
 
 def _error_curve(
@@ -256,7 +303,7 @@ def _error_curve(
     probability: float,
 ) -> ErrorCurve:
     shape = (1 if exact_window is None else 2, len(levels))
-    weights = _Weights.of(head.query, clusters, scale)
+    weights = _Weights.of(head, clusters, scale)
     exact = weights.sums.sum(axis=0)
     parts = np.empty((*shape, *exact.shape), exact.dtype)
     parts[:] = weights.by_landmark @ clusters.sums

@@ -10,15 +10,21 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from linattn._arrays import device_array
+from linattn._driver import forward
+from linattn._driver.clusters import AssignedKeys
+from linattn._driver.problem import linear_problem
 from linattn.automatic._costs import (
     PROBES,
+    choice_rows_of,
     first_features,
     may_be_in_vain,
     num_rows_of,
     window_of,
 )
-from linattn.automatic._curves import ErrorCurve, Landmarks, error_curve
+from linattn.automatic._curves import ErrorCurve, KeyClusters, Landmarks, error_curve
 from linattn.automatic._heads import Given, join_heads
+from linattn.automatic._order import CHOICE_ROWS, MIN_ORDERED
 from linattn.automatic._report import Answer, HeadRecord
 from linattn.automatic._search import (
     LEVELS,
@@ -31,7 +37,7 @@ from linattn.automatic._search import (
 from linattn.automatic._tokens import HostTokens, TokensOfHeads, query_mask_of
 from linattn.feature_maps import LandmarkFeatures
 from linattn.functional import linear_attention
-from linattn.typing import Array
+from linattn.typing import Array, Problem, State
 
 __all__ = ["MAX_FITS", "Search", "attend", "is_worth_a_search", "some_heads"]
 
@@ -51,9 +57,12 @@ def is_worth_a_search(given: Given) -> bool:
 
 def attend(given: Given) -> Answer:
     """Attention by landmarks where that is cheap and near, exact elsewhere."""
+    if given.tolerance is not None and given.problem.query.shape[-2] >= MIN_ORDERED:
+        given = given._replace(problem=given.problem.replace(choice_rows=CHOICE_ROWS))
     num_rows = num_rows_of(given.problem)
     mask = query_mask_of(given.problem, given.key_mask)
-    search = Search(given, HostTokens(given.problem, mask, num_rows, given.generator))
+    tokens = HostTokens(given.problem, mask, num_rows, given.generator)
+    search = Search(given, tokens, orders=tokens)
     found = choose_landmarks(
         given.problem,
         given.num_heads,
@@ -78,13 +87,22 @@ class Search:
         How many such searches together have the probability to fail: those of one call.
     earlier : Given or None
         Whose queries landmarks are fitted to, without a window then; None for those of ``given``.
+    orders : HostTokens or None
+        Tell which queries choose clusters together; None where each chooses for itself.
     """
 
     def __init__(
-        self, given: Given, tokens: TokensOfHeads, *, parts: int = 1, earlier: Given | None = None
+        self,
+        given: Given,
+        tokens: TokensOfHeads,
+        *,
+        parts: int = 1,
+        earlier: Given | None = None,
+        orders: HostTokens | None = None,
     ) -> None:
         self.given = given
         self.tokens = tokens
+        self._orders = orders
         self.window = window_of(given.problem) if earlier is None else 0
         self._fitted_to = given if earlier is None else earlier
         self._probability = 1 - (1 - PROBABILITY) / (MAX_FITS * (2 if self.window else 1) * parts)
@@ -122,6 +140,9 @@ class Search:
         promising, is_safe = self._promising(m), False
         for head, index in zip(chosen, np.ndindex(lead), strict=True):
             tokens = self.tokens.head(given.unravel(head))
+            if self._orders is not None and choice_rows_of(given.problem, m) > 1:
+                choosers = self._orders.choosers(given.unravel(head), tokens.rows)
+                tokens = tokens._replace(choosers=choosers)
             landmarks = Landmarks.of(phi, lead, index, tokens.query.dtype)
             curve = error_curve(
                 tokens,
@@ -166,24 +187,67 @@ class Search:
                 parts.append((chosen, given.exact(chosen, **options)))
                 continue
             trial = found.trials[i]
-            heads = given.heads(chosen)
+            places = [trial.heads.index(head) for head in chosen]
+            lead = given.problem.lead if len(trial.heads) == given.num_heads else ()
+            keys = [x for x in (trial.curves[place].keys for place in places) if x is not None]
             phi = trial.fit
-            if len(chosen) < len(trial.heads):
-                lead = given.problem.lead if len(trial.heads) == given.num_heads else ()
-                phi = some_heads(phi, lead, [trial.heads.index(head) for head in chosen])
-            part = linear_attention(
-                heads.query,
-                heads.key,
-                heads.value,
-                phi,
-                key_mask=heads.key_mask,
-                key_bias=heads.key_bias,
-                exact_window=window or None,
-                exact_clusters=clusters or None,
-                **options,
-            )
+            at_hand = not window and len(keys) == len(chosen)
+            if len(chosen) < len(trial.heads) or (at_hand and len(lead) > 1):
+                phi = some_heads(phi, lead, places)
+            if at_hand:
+                part = self._attend_by(keys, phi, chosen, clusters, **options)
+            else:
+                heads = given.heads(chosen)
+                part = linear_attention(
+                    heads.query,
+                    heads.key,
+                    heads.value,
+                    phi,
+                    key_mask=heads.key_mask,
+                    key_bias=heads.key_bias,
+                    exact_window=window or None,
+                    exact_clusters=clusters or None,
+                    **options,
+                )
             parts.append((chosen, part))
         return parts
+
+    def _attend_by(
+        self,
+        keys: Sequence[KeyClusters],
+        phi: LandmarkFeatures,
+        chosen: Sequence[int],
+        clusters: int,
+        *,
+        return_log_normalizer: bool = False,
+    ) -> Any:
+        """Attend to some heads by the clusters that they were judged by."""
+        given, heads = self.given, self.given.flat_heads(chosen)
+        assigned = _assigned_keys(given.problem, keys)
+        options: Any = {"want_log": return_log_normalizer}
+        if not clusters:
+            none = heads.key[..., :0, :], heads.value[..., :0, :]
+            problem = linear_problem(heads.query, *none, phi, **options)
+            output, _, log = forward.solve(
+                problem.replace(state=assigned.state), return_state=False
+            )
+            return (output, log) if return_log_normalizer else output
+        rows, query, orders = choice_rows_of(given.problem, phi.num_features), heads.query, None
+        if self._orders is not None and rows > 1:
+            orders = np.stack([self._orders.order(given.unravel(head)) for head in chosen])
+            query = given.rows_at(query, orders)
+        weights: Any = {"key_mask": heads.key_mask, "key_bias": heads.key_bias}
+        problem = linear_problem(
+            query, heads.key, heads.value, phi, exact_clusters=clusters, **weights, **options
+        )
+        problem = problem.replace(assigned_keys=assigned, choice_rows=rows)
+        output, _, log = forward.solve(problem, return_state=False)
+        if orders is not None:
+            length = heads.query.shape[-2]
+            places = np.empty((len(chosen), length), np.intp)
+            np.put_along_axis(places, orders[:, :length], np.arange(length)[None], axis=-1)
+            output = given.rows_at(output, places)
+        return (output, log) if return_log_normalizer else output
 
     def records(self, found: Found) -> list[HeadRecord]:
         """Say what was done for each head."""
@@ -201,6 +265,20 @@ class Search:
                 record = HeadRecord(0, 0, 0, error, bound, work)
             records.append(record)
         return records
+
+
+def _assigned_keys(problem: Problem, heads: Sequence[KeyClusters]) -> AssignedKeys:
+    """Put the clusters of some heads together, in the problem's library."""
+    S, m = problem.key.shape[-2], len(heads[0].bias)
+    of_key = np.full((len(heads), S), m)
+    for indices, head in zip(of_key, heads, strict=True):
+        indices[head.positions] = head.of_key
+    device = array_api_compat.device(problem.key)
+    bias, kvz, log_scale = (
+        device_array(np.stack(arrays), problem.xp, problem.dtype, device)
+        for arrays in zip(*((x.bias, x.kvz, x.log_scale) for x in heads), strict=True)
+    )
+    return AssignedKeys(of_key, bias, State(kvz, log_scale, S))
 
 
 def some_heads(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
+from numpy.typing import NDArray
 
 from linattn._driver.exact_problem import exact_problem
 from linattn.functional import softmax_attention
@@ -46,6 +47,12 @@ class Given(NamedTuple):
         arrays = problem.query, problem.key, problem.value
         if len(chosen) == self.num_heads:
             return Heads(*arrays, self.key_mask, self.key_bias)
+        return self.flat_heads(chosen)
+
+    def flat_heads(self, chosen: Sequence[int]) -> Heads:
+        """Take some heads, or all, with one leading axis."""
+        problem = self.problem
+        arrays = problem.query, problem.key, problem.value
         query, key, value = (self._taken(x, chosen) for x in arrays)
         weights = (
             None if x is None else self._taken(x, chosen)[..., 0]
@@ -88,6 +95,14 @@ class Given(NamedTuple):
         index = xp.asarray(np.asarray(chosen), device=array_api_compat.device(x))
         return xp.take(xp.reshape(x, (-1, *x.shape[-2:])), index, axis=0)
 
+    def rows_at(self, x: Array, places: NDArray[np.intp]) -> Array:
+        """Take rows of each head, ``(heads, n, .)``, at places of its own, ``(heads, n)``."""
+        xp = self.problem.xp
+        whole = x.shape[-2] * np.arange(len(places))[:, None] + places
+        index = xp.asarray(whole.ravel(), device=array_api_compat.device(x))
+        taken = xp.take(xp.reshape(x, (-1, x.shape[-1])), index, axis=0)
+        return xp.reshape(taken, (*places.shape, x.shape[-1]))
+
     def unravel(self, head: int) -> tuple[int, ...]:
         """Index of a head in the leading axes."""
         return tuple(int(i) for i in np.unravel_index(head, self.problem.lead))
@@ -103,10 +118,11 @@ class Given(NamedTuple):
 
 def join_heads(given: Given, groups: list[tuple[Sequence[int], Array]]) -> Array:
     """Put the outputs of groups of heads into the order of the heads."""
+    xp, lead = given.problem.xp, given.problem.lead
     if len(groups) == 1:
-        return groups[0][1]
-    problem = given.problem
-    order = np.argsort(np.concatenate([heads for heads, _ in groups]))
-    index = problem.xp.asarray(order, device=array_api_compat.device(problem.query))
-    output = problem.xp.take(problem.xp.concat([part for _, part in groups], axis=0), index, axis=0)
-    return problem.xp.reshape(output, (*problem.lead, *output.shape[-2:]))
+        output = groups[0][1]
+    else:
+        # Each is copied once.
+        parts = {head: part[i, ...] for heads, part in groups for i, head in enumerate(heads)}
+        output = xp.stack([parts[head] for head in sorted(parts)], axis=0)
+    return xp.reshape(output, (*lead, *output.shape[-2:]))

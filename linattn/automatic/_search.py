@@ -43,7 +43,7 @@ MAX_FEATURES = 2048
 PROBABILITY = 0.95
 """Of meeting a tolerance, for each head."""
 
-LEVELS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
+LEVELS = (*range(5), *range(6, 25, 2), *range(28, 49, 4), *range(56, 81, 8), 96, 112, 128)
 """Numbers of clusters that may count exactly: no more than half of them."""
 
 EXPONENT, SHARE_EXPONENT = 0.5, 0.75

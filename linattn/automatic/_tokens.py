@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays
+from linattn.automatic._order import CHOICE_ROWS, order_of_queries
 from linattn.diagnostics._shared import error_and_bound
 from linattn.typing import Array, Problem
 
@@ -46,6 +47,8 @@ class Head(NamedTuple):
         exponential of the second; None for no such keys.
     elsewhere : ndarray, (n,), or None
         Squares of exact outputs of rows which do not see these keys, but are of the same head.
+    choosers : ndarray, (h, r, d), or None
+        The queries that choose clusters together with each row; None for each row alone.
     """
 
     rows: NDArray[np.intp]
@@ -58,12 +61,17 @@ class Head(NamedTuple):
     row_weights: NDArray[np.float64] | None = None
     beside: tuple[Floats, Floats] | None = None
     elsewhere: NDArray[np.float64] | None = None
+    choosers: Floats | None = None
 
     def some_rows(self, chosen: slice) -> Head:
         """Return the same for some of the rows, of a head whose rows all see the same keys."""
         weights = None if self.row_weights is None else self.row_weights[chosen]
         return self._replace(
-            rows=self.rows[chosen], query=self.query[chosen], all_rows=False, row_weights=weights
+            rows=self.rows[chosen],
+            query=self.query[chosen],
+            all_rows=False,
+            row_weights=weights,
+            choosers=None if self.choosers is None else self.choosers[chosen],
         )
 
     def error_and_bound(self, squares: Floats, units: Floats, probability: float) -> Any:
@@ -116,6 +124,7 @@ class HostTokens:
         generator: np.random.Generator,
     ) -> None:
         self.lead = problem.lead
+        self._orders: dict[tuple[int, ...], NDArray[np.intp]] = {}
         self._query, self._key, self._value = (
             _host(x, problem) for x in (problem.query, problem.key, problem.value)
         )
@@ -130,6 +139,7 @@ class HostTokens:
             index: _draw_rows(self._query[index], np.flatnonzero(valid[index]), noise)
             for index in np.ndindex(valid.shape[:-1])
         }
+        self._valid = valid
         self.fitted = valid.copy()
         """Queries to fit to: none that a head is judged by, where others are left."""
         for index, (rows, weights) in self._drawn.items():
@@ -156,8 +166,37 @@ class HostTokens:
         ones = np.ones_like(value[:, :1])
         values_and_one = np.concatenate([value, ones], axis=-1)
         return Head(
-            rows, query[rows], positions, key, values_and_one, weights is None, bias, weights
+            rows,
+            query[rows],
+            positions,
+            key,
+            values_and_one,
+            weights is None,
+            bias,
+            weights,
         )
+
+    def choosers(self, index: tuple[int, ...], rows: NDArray[np.intp]) -> Floats:
+        """Take the queries that choose clusters together with each of some rows, (h, r, d)."""
+        query = _of_head(self._query, self.lead, index, 2)
+        runs = self.order(index).reshape(-1, CHOICE_ROWS)
+        run = np.empty(len(query), np.intp)
+        run[runs] = np.arange(len(runs))[:, None]
+        return np.asarray(query[runs[run[rows]]])
+
+    def order(self, index: tuple[int, ...]) -> NDArray[np.intp]:
+        """Order of a head's queries in which those that choose together follow each other.
+
+        The last comes again until the last run is full.
+        """
+        if index not in self._orders:
+            query, key = (_of_head(x, self.lead, index, 2) for x in (self._query, self._key))
+            counts = self._valid[_own_index(self.lead, index, self._query.shape[:-2])]
+            if self._key_mask is not None:
+                key = key[_of_head(self._key_mask, self.lead, index, 1)]
+            order = order_of_queries(query, key, counts)
+            self._orders[index] = np.pad(order, (0, -len(order) % CHOICE_ROWS), "edge")
+        return self._orders[index]
 
 
 def _draw_rows(

@@ -247,11 +247,12 @@ class BlockTier(Protocol):
 
     @staticmethod
     def choose_block(
-        query_spec: Spec, tokens: Tokens, state: State, bias: Array, count: int
+        query_spec: Spec, tokens: Tokens, state: State, bias: Array, count: int, rows: int
     ) -> tuple[Array, Partial] | Declined:
         """Choose columns by the largest log features and bias; read the others of the state.
 
-        Which are chosen is ``(..., n, m)``, on the host.
+        Which are chosen is ``(..., n // rows, m)``, on the host: so many consecutive queries choose
+        together. Each of them counts by its weights over its largest.
         """
         ...
 
@@ -266,6 +267,7 @@ class BlockTier(Protocol):
     ) -> Partial | Declined:
         """Add keys of the clusters that queries ``(n, d)`` have chosen to a partial of them.
 
+        ``chosen`` has a row for each run of queries that have chosen together.
         Keys whose position is in the block of a query's, or beside it, are left out.
         """
         ...

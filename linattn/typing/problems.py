@@ -85,6 +85,11 @@ class Problem:
         How they are, and those of the chosen clusters; None where no key is.
     exact_clusters : int or None
         Clusters whose keys are exact for a query, chosen by the query.
+    assigned_keys : AssignedKeys or None
+        Clusters of the keys and the state after them, where they are known.
+    choice_rows : int
+        Consecutive queries that choose clusters together; how many queries there are, and how many
+        a block has, is a multiple. 1 beside a window.
     signed : bool
         Whether features take both signs, so that a denominator may cancel.
     local_window : tuple of int or None
@@ -133,6 +138,8 @@ class Problem:
     exact_window: int | None = None
     near_spec: Exact | None = None
     exact_clusters: int | None = None
+    assigned_keys: Any = None
+    choice_rows: int = 1
     signed: bool = False
     local_window: tuple[int, int] | None = None
     relative_bias: RelativeBias | None = None
