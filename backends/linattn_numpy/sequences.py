@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal import LARGE_EXPONENTS, exponent_bounds, scan_tiles
 from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
@@ -32,18 +32,7 @@ from linattn_numpy.features import (
     supports,
     unsupported,
 )
-from linattn_numpy.limits import (
-    EMPTY,
-    FEATURE_SUM_RANGE,
-    MIN_EXPONENT,
-    MIN_READ_DENOMINATOR,
-    SMALL_VALUES,
-    UNDERFLOWED,
-    all_finite,
-    finite_shift,
-    floor_of,
-    tiny,
-)
+from linattn_numpy.limits import all_finite, finite_shift, floor_of, tiny
 from linattn_numpy.products import (
     broadcast_lead,
     multiply,
@@ -74,7 +63,7 @@ def sequences_block(
 ) -> Partial | Declined:
     """Attention within each sequence, full or causal."""
     if 0 in query.x.shape or 0 in values_and_one.shape:
-        return EMPTY
+        return limits.EMPTY
     if not (supports(query_spec) and supports(key_spec)):
         return unsupported(query_spec, key_spec)
     if num_sign_halves(query_spec) != num_sign_halves(key_spec):
@@ -93,7 +82,7 @@ def sequences_block(
         top = np.maximum.reduceat(row, starts, axis=-2)
         top = np.repeat(top, lengths, axis=-2)
         row = row - finite_shift(top)
-        if np.any((row < MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
+        if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
             return LARGE_EXPONENTS
         common, log_row = common._replace(value_weights=np.exp(row)), log_row + top
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
@@ -107,14 +96,14 @@ def sequences_block(
     num_den, floor, least_weight = sums
     least = num_den[..., -1].min()
     if not (least >= floor and all_finite(num_den)):
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     # What underflow may have taken from values. All rows of a sequence see its first ones: hardly
     # ever must others be inspected.
-    small = max(floor / least, tiny(dtype) / least_weight) / SMALL_VALUES
+    small = max(floor / least, tiny(dtype) / least_weight) / limits.SMALL_VALUES
     if not np.abs(values_and_one[..., starts, :]).min() >= small:
         sizes = np.abs(values_and_one)
         if ((sizes < small) & (sizes != 0)).any():
-            return UNDERFLOWED
+            return limits.UNDERFLOWED
     return Partial(num_den, row_log(query_spec, query, log_row, want_log))
 
 
@@ -221,10 +210,12 @@ class _Apart:
         floor_of_pairs = floor * min(longest, max_pairs) * exp(self._max_log)
         if self._largest_sum == 0:
             return _Sums(self._num_den, floor_of_pairs, 1.0)
-        least, most = FEATURE_SUM_RANGE[dtype.itemsize]
+        least, most = limits.FEATURE_SUM_RANGE[dtype.itemsize]
         if not (least <= self._least_sum <= self._largest_sum <= most):
-            return UNDERFLOWED
-        floor = max(floor * max(1.0, self._largest_sum), MIN_READ_DENOMINATOR[dtype.itemsize])
+            return limits.UNDERFLOWED
+        floor = max(
+            floor * max(1.0, self._largest_sum), limits.MIN_READ_DENOMINATOR[dtype.itemsize]
+        )
         floor = max(floor, floor_of_pairs)
         return _Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
 

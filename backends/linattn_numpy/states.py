@@ -29,7 +29,7 @@ from linattn.typing import (
     State,
     Tokens,
 )
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.features import (
@@ -45,12 +45,6 @@ from linattn_numpy.features import (
     unsupported,
 )
 from linattn_numpy.limits import (
-    EMPTY,
-    FEATURE_SUM_RANGE,
-    MAX_LOG_LEAD,
-    MIN_EXPONENT,
-    MIN_READ_DENOMINATOR,
-    UNDERFLOWED,
     all_finite,
     exp,
     feature_max,
@@ -82,7 +76,7 @@ def reduce_block(
 ) -> State | Declined:
     """Add a block of keys to the state."""
     if 0 in (*tokens.x.shape, *values_and_one.shape):
-        return EMPTY
+        return limits.EMPTY
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
     elif supports(key_spec):
@@ -107,7 +101,7 @@ def _unshifted_sums(
     if row is not None:
         row = row - finite_shift(top)[..., None]
         # A row whose share underflows may have features as large as they come.
-        if np.any((row < MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
+        if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
             return LARGE_EXPONENTS
         row = np.exp(row)
     for rows, weights in feature_tiles(key_spec, tokens.x, "features"):
@@ -117,7 +111,7 @@ def _unshifted_sums(
         sums = weighted_sum(weights, values[..., None, :, :], sums)
     assert sums is not None
     kvz = sums.reshape(*sums.shape[:-3], -1, sums.shape[-1])
-    z, (least, most) = kvz[..., -1], FEATURE_SUM_RANGE[kvz.itemsize]
+    z, (least, most) = kvz[..., -1], limits.FEATURE_SUM_RANGE[kvz.itemsize]
     log_scale = log_offsets(key_spec, values_and_one.dtype) + top.astype(kvz.dtype)
     # Without keys there is nothing to lose, and nothing that sets a scale.
     is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
@@ -158,7 +152,7 @@ def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
     """
     same = kvz.shape == state.kvz.shape
     lead = c - state.log_scale
-    if same and lead.max() <= MAX_LOG_LEAD:
+    if same and lead.max() <= limits.MAX_LOG_LEAD:
         # A little past its scale, or below it, a block joins the state as it stands.
         kvz *= np.exp(lead)[..., None]
         kvz += state.kvz
@@ -179,7 +173,7 @@ def read_block(
 ) -> Partial | Declined:
     """Read the state with a block of queries."""
     if 0 in tokens.x.shape or 0 in state.kvz.shape:
-        return EMPTY
+        return limits.EMPTY
     if not supports(query_spec):
         return unsupported(query_spec)
     if not is_moderate(query_spec, tokens.x):
@@ -204,7 +198,7 @@ def read_block(
             halves = kvz.reshape(*kvz.shape[:-2], h, r, kvz.shape[-1])
             np.add.reduce(product(weights, halves, "halves"), axis=-3, out=num_den[..., rows, :])
     floor = floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
-    floor = max(floor, MIN_READ_DENOMINATOR[num_den.itemsize])
+    floor = max(floor, limits.MIN_READ_DENOMINATOR[num_den.itemsize])
     if not (num_den[..., -1].min() >= floor and all_finite(num_den)):
         return _read_stabilized(query_spec, tokens, state, want_log)
     return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
@@ -214,7 +208,7 @@ def _read_stabilized(
     query_spec: Exponential | Pointwise, tokens: Tokens, state: State, want_log: bool
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
-        return UNDERFLOWED
+        return limits.UNDERFLOWED
     kvz, offsets = state.kvz, state.log_scale + query_spec.col
     lead = broadcast_lead(kvz.shape[:-2], tokens.x.shape[:-2], offsets.shape[:-1])
     num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
