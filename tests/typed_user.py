@@ -60,3 +60,10 @@ def check(query: Floats, key: Floats, value: Floats, flag: bool) -> None:
     decoder = linattn.Decoder(phi, state)
     assert isinstance(decoder.step(query[0], key[0], value[0]), np.ndarray)
     assert_type(decoder.state, State)
+
+
+def refused(query: Floats, key: Floats, value: Floats) -> None:
+    """Call what is an error: an ignored one that mypy does not see is an error of its own."""
+    phi: FeatureMap = EluFeatures  # type: ignore[assignment]
+    linattn.linear_attention(query, key, value, phi, is_causal="no")  # type: ignore[call-overload]
+    linattn.linear_attention(query, key, value, phi, is_casual=True)  # type: ignore[call-overload]
