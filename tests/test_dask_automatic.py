@@ -29,7 +29,7 @@ SAMPLED, RUNS = 512, 16
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     """A search on short sequences, for short tests, and a sample that is a part of these."""
-    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.8)
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 1.2)
     monkeypatch.setattr(_dask_rows, "MIN_NUM_ROWS", SAMPLED)
     monkeypatch.setattr(_dask_rows, "NUM_RUNS", RUNS)
 
