@@ -171,6 +171,27 @@ def test_large_logits_stay_with_the_backend(is_causal):
     assert_allclose(out, softmax_attention(*doubles, visible=visible), rtol=0, atol=3e-4)
 
 
+@pytest.mark.parametrize("window", [None, 30])
+def test_causal_blocks_stay_with_the_backend(window):
+    """Also where queries see no key because those before them are masked, or large logits."""
+    rng = np.random.default_rng(15)
+    query, key, value = rng.standard_normal((3, 2, 300, 6)).astype(np.float32)
+    query[1] *= 40
+    mask = np.arange(300) % 50 > 34
+    with linattn.explain() as report:
+        out = linattn.softmax_attention(
+            query, key, value, is_causal=True, local_window_size=window, key_mask=mask
+        )
+    assert report.ran("band_block") == {"linattn_numpy"}
+    assert report.ran("exact_block") == set()
+    doubles = [x.astype(np.float64) for x in (query, key, value)]
+    visible = in_window(300, (window or 300, 0))
+    expected = softmax_attention(*doubles, key_mask=mask, visible=visible)
+    assert np.any(out == 0)
+    assert np.all((out == 0) == (expected == 0))
+    assert_allclose(out, expected, rtol=0, atol=3e-4)
+
+
 @pytest.mark.frameworks
 def test_traced():
     jax = pytest.importorskip("jax")

@@ -204,18 +204,26 @@ def _read_windows(
         if part is not None:
             return part
         logits = _window_logits(spec, query, keys, windows)
-    _apply(np.fmin, logits, band, np.inf, -np.inf)
-    weight = np.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
-    for blocks, counts in windows.of(weight == 0):
-        if not counts.all():
-            np.copyto(logits[..., blocks, :, :], -np.inf, where=~counts)
-    log = feature_max(logits)
+    log = feature_max(_hide(logits, key, windows, band))
     logits -= finite_shift(log)[..., None, :]
     log = log.reshape(*log.shape[:-2], -1, 1)[..., :n, :]
     if not np.isfinite(log).all():
-        return Declined("a query sees no key, or its logits are not finite")
+        seen = feature_max(_hide(np.zeros_like(logits), key, windows, band))
+        seen = seen.reshape(*seen.shape[:-2], -1, 1)[..., :n, :]
+        if not np.isfinite(log[seen == 0]).all():
+            return Declined("logits are not finite")
     num_den = _window_sums(exp(logits), values)[..., :n, :]
     return Partial(num_den, log) if band is None or all_finite(num_den) else NOT_FINITE
+
+
+def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int] | None) -> Floats:
+    """Put -inf in place of the logits of what is masked or outside a band."""
+    _apply(np.fmin, logits, band, np.inf, -np.inf)
+    weight = np.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
+    for blocks, views in windows.of(weight == 0):
+        if not views.all():
+            np.copyto(logits[..., blocks, :, :], -np.inf, where=~views)
+    return logits
 
 
 def _window_logits(

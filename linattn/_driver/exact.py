@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import array_api_compat
 
-from linattn._dispatch import BlockFunctions
+from linattn._dispatch import BlockFunctions, is_declined
 from linattn._driver.blocks import block_slices, raw_tokens, transient_values_block
 from linattn._driver.stops import Step, steps_of
 from linattn._driver.token_blocks import biased_keys, biased_queries
 from linattn._generic.hierarchical import exact_causal_block
-from linattn.typing import Partial, Problem, Tokens
+from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
 __all__ = ["exact_parts", "no_keys_seen"]
 
@@ -38,7 +38,7 @@ def _of_step(problem: Problem, step: Step, block_size: int, functions: BlockFunc
     if step.num_keys:
         key = biased_keys(alone, raw_tokens(alone, "key", slice(0, None), 0))
         values_and_one = transient_values_block(alone, slice(0, None), functions)
-        part = exact_causal_block(spec, query, key, values_and_one, functions.exact_block)
+        part = _causal(spec, query, key, values_and_one, functions)
         part = step.queries_of_part(part)
         if step.positions is not None:
             _, query = biased_queries(problem, raw_tokens(problem, "query", step.queries, 0))
@@ -50,6 +50,18 @@ def _of_step(problem: Problem, step: Step, block_size: int, functions: BlockFunc
         else:
             part = functions.exact_more(spec, query, key, values_and_one, part)
     return no_keys_seen(problem, query) if part is None else part
+
+
+def _causal(
+    spec: Exact, query: Tokens, key: Tokens, values_and_one: Array, functions: BlockFunctions
+) -> Partial:
+    """Causal attention of a block, by a backend as that of a band, else hierarchically."""
+    block = spec, query, key, values_and_one
+    band_block, n = functions.backend_alone("band_block"), query.x.shape[-2]
+    part = None if band_block is None else band_block(*block, (1 - n, 0))
+    if part is None or is_declined(part):
+        return exact_causal_block(*block, functions.exact_block)
+    return part  # type: ignore[no-any-return]
 
 
 def no_keys_seen(problem: Problem, query: Tokens) -> Partial:

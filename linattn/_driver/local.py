@@ -106,6 +106,8 @@ def _band_of(problem: Problem, first: int, n: int, s: int) -> tuple[int, int] | 
 
 def local_rows(problem: Problem, functions: BlockFunctions) -> Iterator[tuple[slice, Partial]]:
     """Softmax attention of a band, group by group. O(L w (d + e)) time for w keys a query."""
+    if problem.query.shape[-2] == 0:
+        return
     blocks = _blocks(problem, _block_rows(sum(band(problem)) + 1))
     while blocks.num_pairs > MAX_PAIRS and blocks.size > MIN_ROWS:
         blocks = _blocks(problem, blocks.size // 2)
