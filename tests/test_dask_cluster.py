@@ -72,7 +72,7 @@ def blocks(rows):
 
 def test_attention_chooses_on_a_cluster(client, monkeypatch):
     """Landmarks for one head, exact for the other, by passes of the workers."""
-    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.8)
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 1.2)
     rng = np.random.default_rng(0)
     query, key, value = rng.standard_normal((3, 2, 2560, 16), dtype=np.float32)
     key[0] = key[0, rng.integers(8, size=2560)]
