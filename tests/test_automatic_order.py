@@ -110,6 +110,24 @@ def test_what_is_judged_is_what_is_computed(monkeypatch, generic, together):
         assert_allclose(report.error[h, 0], found, rtol=1e-6)
 
 
+@pytest.mark.parametrize("garbage", [np.nan, 1e30])
+def test_what_masked_queries_hold_does_not_matter_to_others(monkeypatch, garbage):
+    """They choose no clusters with those that count, of which each head has another number."""
+    monkeypatch.setattr(_full, "MIN_ORDERED", 1000)
+    monkeypatch.setattr(_costs, "MIN_SHARED", 64)
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 4.0)
+    query, key, value = of_centres(1502)
+    mask = np.random.default_rng(0).random((2, 1502)) < [[0.9], [0.7]]
+    options: Any = dict(scale=0.25, key_mask=mask, tolerance=0.3)
+    outputs = []
+    for filler in (query, garbage):
+        tokens = np.where(mask[..., None], query, filler), key, value
+        output, report = linattn.attention(*tokens, **options, rng=2, return_report=True)
+        assert (report.head_clusters > 0).all()
+        outputs.append(output[mask])
+    assert_allclose(outputs[1], outputs[0], rtol=0, atol=1e-9)
+
+
 def test_like_queries_follow_each_other():
     rng = np.random.default_rng(0)
     of_query = rng.permutation(np.repeat(np.arange(500), CHOICE_ROWS))

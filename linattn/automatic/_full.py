@@ -243,9 +243,8 @@ class Search:
         problem = problem.replace(assigned_keys=assigned, choice_rows=rows)
         output, _, log = forward.solve(problem, return_state=False)
         if orders is not None:
-            length = heads.query.shape[-2]
-            places = np.empty((len(chosen), length), np.intp)
-            np.put_along_axis(places, orders[:, :length], np.arange(length)[None], axis=-1)
+            places = np.empty((len(chosen), heads.query.shape[-2]), np.intp)
+            np.put_along_axis(places, orders, np.arange(orders.shape[-1])[None], axis=-1)
             output = given.rows_at(output, places)
         return (output, log) if return_log_normalizer else output
 

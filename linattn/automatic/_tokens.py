@@ -187,7 +187,8 @@ class HostTokens:
     def order(self, index: tuple[int, ...]) -> NDArray[np.intp]:
         """Order of a head's queries in which those that choose together follow each other.
 
-        The last comes again until the last run is full.
+        Those that do not count, which may hold anything, choose apart. The last of either come
+        again until runs are full, and heads have as many.
         """
         if index not in self._orders:
             query, key = (_of_head(x, self.lead, index, 2) for x in (self._query, self._key))
@@ -195,7 +196,11 @@ class HostTokens:
             if self._key_mask is not None:
                 key = key[_of_head(self._key_mask, self.lead, index, 1)]
             order = order_of_queries(query, key, counts)
-            self._orders[index] = np.pad(order, (0, -len(order) % CHOICE_ROWS), "edge")
+            apart = np.split(order, [np.count_nonzero(counts)])
+            runs = np.concatenate([np.pad(x, (0, -len(x) % CHOICE_ROWS), "edge") for x in apart])
+            most = len(query) + (0 if self._valid.all() else CHOICE_ROWS)
+            most += -most % CHOICE_ROWS
+            self._orders[index] = np.pad(runs, (0, most - len(runs)), "edge")
         return self._orders[index]
 
 
