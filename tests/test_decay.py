@@ -20,6 +20,7 @@ from linattn.feature_maps import (
     CosformerFeatures,
     EluFeatures,
     LandmarkFeatures,
+    ReluFeatures,
     Reparametrized,
     SoftmaxFeatures,
 )
@@ -86,6 +87,32 @@ def test_weak_and_strong_heads_have_the_bits_that_they_have_alone():
         )
         assert_array_equal(out[head], alone[0])
         assert_array_equal(norm[head], alone_norm[0])
+
+
+@every_dtype
+@pytest.mark.parametrize("chunk_size", [None, 1, 8, 64])
+@pytest.mark.parametrize("strength", [-800.0, -7.0])
+def test_a_state_keeps_the_feature_that_only_decayed_keys_have(strength, chunk_size, dtype):
+    """Keys but the first have the other feature; the last query has only that of the first."""
+    length = 130
+    query = np.tile([0.0, 1.0], (length, 1)).astype(dtype)
+    key, value = query.copy(), np.arange(1.0, length + 1, dtype=dtype)[:, None]
+    query[-1] = key[0] = query[0] = 1.0, 0.0
+    mask = np.arange(length) < length - 1
+    decay = np.where(np.arange(length) % 2, strength, 0).astype(dtype)
+    out, log = linattn.linear_attention(
+        query,
+        key,
+        value,
+        ReluFeatures(),
+        is_causal=True,
+        key_mask=mask,
+        log_decay=decay,
+        chunk_size=chunk_size,
+        return_log_normalizer=True,
+    )
+    assert_allclose(out[[0, -1], 0], 1, rtol=1e-6)
+    assert_allclose(log[-1], decay.sum(), rtol=1e-6)
 
 
 @every_dtype

@@ -36,6 +36,7 @@ from linattn_numpy.features import (
     are_moderate,
     log_offsets,
     num_sign_halves,
+    preactivations,
     row_log,
     row_term,
     supports,
@@ -139,7 +140,7 @@ def _scan_unshifted(
     least_weight = 1.0 if inspect else float(common.value_weights.min())
     den = num_den[..., -1:]
     rejected = rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
-    is_large = rejected is None and _is_kept(key_spec, key, kvz, floor)
+    is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, floor)
     if not (is_large and all_finite(num_den)):
         return limits.UNDERFLOWED
     log = common.log_scale[..., None]
@@ -233,7 +234,7 @@ def _scan_stabilized(
 ) -> tuple[Partial, State] | Declined:
     """Scan on the maximum so far of each feature, each row on its own largest."""
     query_spec, key_spec, query, key, values_and_one = block
-    n, e = values_and_one.shape[-2:]
+    (n, e), before = values_and_one.shape[-2:], state.kvz
     leads = query.x.shape[:-2], query_spec.P.shape[:-2], values_and_one.shape[:-2]
     lead = broadcast_lead(state.kvz.shape[:-2], *leads)
     num_den = buffer("rows", (*lead, n, e), values_and_one.dtype)
@@ -245,7 +246,8 @@ def _scan_stabilized(
             accepted = accepted and is_large
     z = state.kvz[..., -1]
     terms = float(z.shape[-1] * state.length + z.sum(axis=-1).max())
-    if not _is_kept(key_spec, key, state.kvz, limits.EXP_LOSS * floor_of(z.dtype) * terms):
+    floor = limits.EXP_LOSS * floor_of(z.dtype) * terms
+    if not _is_kept(key_spec, key, before, state.kvz, floor):
         return limits.UNDERFLOWED
     accepted = accepted and all_finite(num_den)
     return Partial(num_den, row_log(query_spec, query, part.log, want_log), accepted), state
@@ -335,11 +337,20 @@ def _exp_by_head(log: Floats, name: str) -> Floats:
     return out
 
 
-def _is_kept(key_spec: Spec, key: Tokens, kvz: Floats, floor: float) -> bool:
+def _is_kept(key_spec: Spec, key: Tokens, before: Floats, kvz: Floats, floor: float) -> bool:
     """Whether no feature of a state has decayed to what underflow may have changed.
 
-    Without decay a feature holds what it held; those of other specs share one log scale anyway.
+    Without decay a feature holds what it held. Those of a pointwise map share one log scale, and
+    all keys have them, but for ReLU.
     """
-    if key.log_decay is None or not isinstance(key_spec, Exponential):
+    is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
+    if key.log_decay is None or not (is_relu or isinstance(key_spec, Exponential)):
         return True
-    return bool(kvz[..., -1].min() >= floor)
+    is_small = ~(kvz[..., -1] >= floor)
+    if is_small.any() and isinstance(key_spec, Pointwise):
+        # What no key has had is 0.
+        has = preactivations(key_spec, key.x, "features") > 0
+        if key.log_weight is not None:
+            has = has & (key.log_weight > -inf)
+        is_small &= (before[..., -1] != 0) | has.any(axis=-2)
+    return not is_small.any()
