@@ -366,6 +366,20 @@ def test_blocks_further_than_the_bias_have_that_of_their_side(monkeypatch):
     assert_allclose(out, softmax_attention(query, key, value, bias=bias), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+def test_a_sequence_of_no_tokens_takes_nothing(backend):
+    arrays, cotangent = np.random.default_rng(6).standard_normal((3, 2, 9, 4)), np.ones((2, 9, 4))
+    results = []
+    for borders in ([0, 5, 9], [0, 0, 5, 5, 9, 9]):
+        options = {"local_window_size": 2, "cu_seqlens": borders}
+        with linattn.config() if backend else linattn.without_backends():
+            out, pullback = linattn.softmax_attention_vjp(*arrays, **options)
+            assert_array_equal(linattn.softmax_attention(*arrays, **options), out)
+            results.append([out, *pullback(cotangent)])
+    for expected, got in zip(*results, strict=True):
+        assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+
 def test_a_later_token_moves_no_earlier_row():
     query, key, value = np.random.default_rng(5).standard_normal((3, 100, 4))
     changed = key.copy()
