@@ -115,6 +115,46 @@ def test_a_state_keeps_the_feature_that_only_decayed_keys_have(strength, chunk_s
     assert_allclose(log[-1], decay.sum(), rtol=1e-6)
 
 
+def _gradients_of_relu(query, key, value, grad, log_weight):
+    """Of causal attention of one head, each row on the largest of its pairs' log weights."""
+    q, k = np.maximum(query, 0), np.maximum(key, 0)
+    kernel = q @ k.T
+    log_weight = np.where((kernel > 0) & np.tri(len(q), dtype=bool), log_weight, -np.inf)
+    top = log_weight.max(axis=1, keepdims=True)
+    factors = np.exp(log_weight - np.where(top == -np.inf, 0, top))
+    total = (kernel * factors).sum(axis=1, keepdims=True)
+    factors /= np.where(total == 0, 1, total)
+    weights = kernel * factors
+    spread = factors * (grad @ value.T - np.sum(grad * (weights @ value), axis=1, keepdims=True))
+    return (spread @ k) * (query > 0), (spread.T @ q) * (key > 0), weights.T @ grad
+
+
+@pytest.mark.parametrize("backends", [True, False], ids=["backends", "generic"])
+@pytest.mark.parametrize("strength", [-200.0, -40.0])
+@pytest.mark.parametrize("kind", ["decay", "bias", "both"])
+def test_gradients_of_features_that_only_weak_keys_have(kind, strength, backends):
+    """Rows lack features of keys far above those that they see: these must not overflow."""
+    rng, length = np.random.default_rng(5), 70
+    query, key = rng.uniform(0.5, 1.5, (2, length, 3)) * rng.choice([-1, 1], (2, length, 3))
+    value, grad = rng.standard_normal((2, length, 2))
+    bias, decay = (np.where(rng.random(length) < share, strength, 0.0) for share in (0.8, 0.3))
+    since, options = np.zeros(length), {}
+    if kind != "bias":
+        options["log_decay"], since = decay.astype(np.float32), np.cumsum(decay)
+    if kind != "decay":
+        options["key_bias"] = bias.astype(np.float32)
+    log_weight = since[:, None] - since + (0 if kind == "decay" else bias)
+    wanted = _gradients_of_relu(query, key, value, grad, log_weight)
+    arrays = (a.astype(np.float32) for a in (query, key, value))
+    with nullcontext() if backends else linattn.without_backends():
+        _, pullback = linattn.linear_attention_vjp(
+            *arrays, ReluFeatures(), is_causal=True, **options
+        )
+        found = pullback(grad.astype(np.float32))
+    for gradient, expected in zip(found, wanted, strict=False):
+        assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
 @every_dtype
 @pytest.mark.parametrize("kind", ["-0.5", "-50.0", "a few are strong"])
 @pytest.mark.parametrize("name", ["positive", "elu"])

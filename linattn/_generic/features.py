@@ -68,11 +68,7 @@ def row_features(spec: Spec | Affine, tokens: Tokens) -> Features:
     No product of a query and a key then overflows, or vanishes but for the smallness of both. A
     feature that is 0 has the log -inf: its token must not set the scale of others' in a state.
     """
-    log, values = scaled_features(spec, tokens)[0]
-    if isinstance(spec, Pointwise) and spec.f in RECTIFIED and spec.offset == 0.0:
-        xp = namespace(values)
-        log = xp.where(values == 0, xp.full_like(values, -inf), log)
-    return Features(log, values)
+    return scaled_features(spec, tokens)[0]
 
 
 def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Array]:
@@ -83,7 +79,10 @@ def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Arra
     xp = namespace(features.values)
     largest = xp.max(xp.abs(features.values), axis=-1, keepdims=True)
     largest = divisor(xp.where(largest == 0, xp.ones_like(largest), largest), xp)
-    return Features(features.log + xp.log(largest), features.values / largest), largest
+    log = features.log + xp.log(largest)
+    if isinstance(spec, Pointwise) and spec.f in RECTIFIED and spec.offset == 0.0:
+        log = xp.where(features.values == 0, xp.full_like(features.values, -inf), log)
+    return Features(log, features.values / largest), largest
 
 
 def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
