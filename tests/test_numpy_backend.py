@@ -736,9 +736,9 @@ class FakeController:
         self.num_threads = number
 
 
-def test_blas_limit_is_taken_once_and_given_back_by_the_last():
+def test_blas_limit_is_taken_once_and_given_back_by_the_last(monkeypatch):
     blas, fake = Blas(), FakeController()
-    blas._controller, blas._looked = fake, True
+    monkeypatch.setattr("linattn_numpy.blas.controller", lambda: fake)
     with blas.one_thread():
         assert fake.num_threads == 1
         with blas.one_thread():
@@ -755,6 +755,7 @@ import os
 import signal
 import sys
 import threading
+import linattn_numpy.blas
 from linattn_numpy.blas import Blas
 
 class Controller:
@@ -786,7 +787,7 @@ def forked(expected):
     return "parent"
 
 blas = Blas()
-blas._controller, blas._looked = Controller(), True
+linattn_numpy.blas.controller = Controller
 held, done = threading.Event(), threading.Event()
 
 def hold():
@@ -839,7 +840,8 @@ def test_blas_setting_of_the_user_survives_a_call():
     ],
 )
 def test_number_of_threads(asked, environment, controller, number, monkeypatch):
-    monkeypatch.setattr(Blas, "controller", lambda self: object() if controller else None)
+    found = object() if controller else None
+    monkeypatch.setattr("linattn_numpy.planning.controller", lambda: found)
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     problem: Any = SimpleNamespace(num_threads=asked)
     assert planning.num_threads(problem) == number

@@ -6,9 +6,20 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-__all__ = ["Blas", "blas"]
+__all__ = ["Blas", "blas", "controller"]
+
+
+@cache
+def controller() -> Any:
+    """Return a threadpoolctl controller, or None where it is not installed."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        return None
+    return ThreadpoolController().select(user_api="blas")
 
 
 class Blas:
@@ -22,8 +33,6 @@ class Blas:
         self._lock = threading.RLock()
         self._users: dict[object, int] = {}
         self._before: list[tuple[Any, int]] = []
-        self._controller: Any = None
-        self._looked = False
         if hasattr(os, "register_at_fork"):
             # Nobody is half way through taking or giving back while a process is copied.
             os.register_at_fork(
@@ -39,19 +48,6 @@ class Blas:
         self._users = {user: thread for user, thread in self._users.items() if thread == here}
         if not self._users:
             self._restore()
-
-    def controller(self) -> Any:
-        """Return a threadpoolctl controller, or None where it is not installed."""
-        with self._lock:
-            if not self._looked:
-                try:
-                    from threadpoolctl import ThreadpoolController
-                except ImportError:
-                    pass
-                else:
-                    self._controller = ThreadpoolController().select(user_api="blas")
-                self._looked = True
-            return self._controller
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
@@ -69,11 +65,11 @@ class Blas:
 
     def take(self, user: object) -> None:
         """Count a user, the first of whom sets BLAS to one thread."""
-        controller = self.controller()
+        found = controller()
         with self._lock:
             self._users[user] = threading.get_ident()
-            if len(self._users) == 1 and controller is not None:
-                self._before = [(lib, lib.num_threads) for lib in controller.lib_controllers]
+            if len(self._users) == 1 and found is not None:
+                self._before = [(lib, lib.num_threads) for lib in found.lib_controllers]
                 for library, _ in self._before:
                     library.set_num_threads(1)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem, Recurrence
 from linattn_numpy import tuning
-from linattn_numpy.blas import blas
+from linattn_numpy.blas import controller
 from linattn_numpy.features import supports
 from linattn_numpy.threads import run
 
@@ -177,7 +177,7 @@ def num_threads(problem: Problem | Recurrence) -> int:
     """
     if problem.num_threads is not None:
         return problem.num_threads
-    if blas.controller() is None:
+    if controller() is None:
         return 1
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdigit() and int(asked) > 0:

@@ -43,7 +43,7 @@ from linattn_numpy.products import (
     weighted,
     weighted_sum,
 )
-from linattn_numpy.tiles import lower
+from linattn_numpy.tiles import Run, lower
 
 __all__ = ["sequences_block"]
 
@@ -135,27 +135,15 @@ def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> _Sum
     return _Sums(num_den, floor, 1.0 if inspect else float(common.value_weights.min()))
 
 
-class _Run(NamedTuple):
-    """Sequences of one length side by side, by their rows in a tile."""
-
-    rows: slice
-    number: int
-    size: int
-
-    def split(self, x: Floats) -> Floats:
-        """Give sequences an axis of their own, ``(..., number, size, width)``."""
-        return x[..., self.rows, :].reshape(*x.shape[:-2], self.number, self.size, x.shape[-1])
-
-
 def _tiles(
     lengths: list[int], least: int, max_rows: int, max_pairs: float
-) -> Iterator[tuple[slice, list[_Run], bool]]:
+) -> Iterator[tuple[slice, list[Run], bool]]:
     """Rows and runs of sequences of at most so many tokens, all short or none, or of one sequence.
 
     One that is not short counts as ``least`` tokens or more: that many are as long as its state.
     """
     start = stop = size = 0
-    runs: list[_Run] = []
+    runs: list[Run] = []
     was_short = False
     for n in lengths:
         is_short = n <= max_pairs
@@ -163,11 +151,12 @@ def _tiles(
         if runs and (size + added > max_rows or is_short != was_short):
             yield slice(start, stop), runs, was_short
             runs, start, size = [], stop, 0
-        first, number = stop - start, 1
+        first, place = stop - start, runs[-1].places.stop if runs else 0
+        last = Run(slice(first, first + n), n, slice(place, place + 1))
         if runs and runs[-1].size == n:
-            last = runs.pop()
-            first, number = last.rows.start, last.number + 1
-        runs.append(_Run(slice(first, first + number * n), number, n))
+            rows, _, places = runs.pop()
+            last = Run(slice(rows.start, first + n), n, slice(places.start, place + 1))
+        runs.append(last)
         stop, size, was_short = stop + n, size + added, is_short
     yield slice(start, stop), runs, was_short
 
@@ -219,7 +208,7 @@ class _Apart:
         floor = max(floor, floor_of_pairs)
         return _Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
 
-    def _read_pairs(self, rows: slice, runs: list[_Run], visible: Floats | None) -> None:
+    def _read_pairs(self, rows: slice, runs: list[Run], visible: Floats | None) -> None:
         """Read by the weights of all pairs, or of the visible ones."""
         query, key, n = self._block.query.x, self._block.key.x, rows.stop - rows.start
         queries, keys = self._queries(n=n), self._keys(n=n)
@@ -237,24 +226,20 @@ class _Apart:
             q, k, v, out = map(run.split, arrays)
             _read_pairs(q, k, v, out, visible)
 
-    def _read_states(self, rows: slice, runs: list[_Run]) -> None:
+    def _read_states(self, rows: slice, runs: list[Run]) -> None:
         """Read states: the features of keys are used before those of queries are made."""
         (h, r, e), n = self._widths, rows.stop - rows.start
-        count = sum(run.number for run in runs)
+        count = runs[-1].places.stop
         kvz = buffer("states", (*self._lead, h, count, r, e), self._values.dtype)
-        states, last = [], 0
-        for run in runs:
-            states.append(kvz[..., last : last + run.number, :, :])
-            last += run.number
         keys, v = self._keys(n=n), self._values[..., None, rows, :]
         keys.make(self._block.key.x[..., rows, :], inspect=False)
-        for run, state in zip(runs, states, strict=True):
-            _sum_keys(run.split(keys.weights), run.split(v), state)
+        for run in runs:
+            _sum_keys(run.split(keys.weights), run.split(v), kvz[..., run.places, :, :])
         self._note(kvz)
         queries, out = self._queries(n=n), self._num_den[..., rows, :]
         queries.make(self._block.query.x[..., rows, :], inspect=False)
-        for run, state in zip(runs, states, strict=True):
-            _read(run.split(queries.weights), state, run.split(out))
+        for run in runs:
+            _read(run.split(queries.weights), kvz[..., run.places, :, :], run.split(out))
 
     def _read_long(self, rows: slice) -> None:
         """Read the state of a sequence that is longer than a tile."""

@@ -44,8 +44,7 @@ class Triangles:
         lead = broadcast_lead(k.shape[:-3], lead, kvz.shape[:-2])
         states = buffer("states", (count + 1, *lead, h * r, e), dtype)
         by_head = list(states.reshape(count + 1, *lead, h * r * e))
-        *self._steps, self._last_step = pairwise(by_head)
-        self._next, self._states = by_head[0], states
+        self._steps, self._states = list(pairwise(by_head)), states
         self._faded = buffer("faded", by_head[0].shape, dtype)
         halves = moveaxis(states.reshape(count + 1, *lead, h, r, e), 0, -3)
         self._before, self._added = halves[..., :count, :, :], halves[..., 1:, :, :]
@@ -97,11 +96,11 @@ class Triangles:
                 np.add(before, after, out=after)
             if late is not None:
                 np.multiply(after, late.states[i], out=after)
-            if rises:
-                unscaled.append(self._states[i + 1])
-                if (factor := rises[i]) is not None:
-                    unscaled[i] = unscaled[i].copy()
-                    self._states[i + 1] *= factor
+            if i < len(rises):
+                state, factor = self._states[i + 1], rises[i]
+                unscaled.append(state if factor is None else state.copy())
+                if factor is not None:
+                    state *= factor
         multiply(self._q, self._before, self._reads)
         for border in borders:
             self._reads[..., border.place, border.first :, :] = 0
@@ -109,16 +108,8 @@ class Triangles:
             if early is not None:
                 np.multiply(read, early.rows, out=read)
             np.add(out, read, out=out)
-        # What comes after the last sub-block is where the next tile begins.
-        before, after = self._last_step
-        if early is not None:
-            before = np.multiply(before, early.states[-1], out=self._faded)
-        if self._shape[0] - 1 in ends:
-            self._next[...] = after
-        else:
-            np.add(before, after, out=self._next)
-        if late is not None:
-            np.multiply(self._next, late.states[-1], out=self._next)
+        # Where the next tile begins.
+        self._states[0] = self._states[-1]
         return unscaled
 
     def state(self) -> Floats:
