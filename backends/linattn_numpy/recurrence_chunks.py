@@ -71,9 +71,10 @@ def inside(chunks: Chunks, scale: float) -> Inside:
     if log_decay is None:
         reads = _reads(query, key.dtype.type(scale), key)
         return Inside(reads, key, key, _pairs(key, key, beta))
+    given = chunks, log_decay, scale
     if log_decay.shape[-1] == 1:
-        return _weak_by_token(chunks, scale) or _strong_by_token(chunks, scale)
-    return _weak_by_channel(chunks, scale) or _strong_by_channel(chunks, scale)
+        return _weak_by_token(*given) or _strong_by_token(*given)
+    return _weak_by_channel(*given) or _strong_by_channel(*given)
 
 
 def _within(x: Floats, most: float) -> bool:
@@ -81,10 +82,9 @@ def _within(x: Floats, most: float) -> bool:
     return bool(x[..., 0, :].max() <= most and x[..., -1, :].min() >= -most)
 
 
-def _weak_by_token(chunks: Chunks, scale: float) -> Inside | None:
+def _weak_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside | None:
     """Keys stay: the state and what is written are relative to the middle token of a chunk."""
-    query, key, _, log_decay, beta = chunks
-    assert log_decay is not None
+    query, key, _, _, beta = chunks
     # Few numbers: float64 costs nothing.
     x = log_decay.cumsum(axis=-2, dtype=np.float64)
     x -= x[..., x.shape[-2] // 2, None, :]
@@ -97,9 +97,8 @@ def _weak_by_token(chunks: Chunks, scale: float) -> Inside | None:
     return Inside(reads, key, key, _pairs(key, key, beta), value, **of_state)
 
 
-def _weak_by_channel(chunks: Chunks, scale: float) -> Inside | None:
-    query, key, _, log_decay, beta = chunks
-    assert log_decay is not None
+def _weak_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Inside | None:
+    query, key, _, _, beta = chunks
     sums = _from_middle(key.shape[-2], key.dtype)
     x = np.matmul(sums, log_decay, out=buffer("since", key.shape, key.dtype))
     if not _within(x, limits.MAX_DECAY_EXPONENT):
@@ -126,9 +125,8 @@ def _to_middles(x: Floats, log_decay: Floats, dtype: Any) -> dict[str, Floats]:
     }
 
 
-def _strong_by_token(chunks: Chunks, scale: float) -> Inside:
-    query, key, _, log_decay, beta = chunks
-    assert log_decay is not None
+def _strong_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:
+    query, key, _, _, beta = chunks
     log_decay = log_decay.clip(MIN_LOG)
     upto, below = _lower(key.shape[-2], key.dtype), _lower(key.shape[-2], key.dtype, -1)
     before = np.exp(np.matmul(upto, log_decay))
@@ -145,13 +143,12 @@ def _strong_by_token(chunks: Chunks, scale: float) -> Inside:
     return Inside(reads, looked_up, key * after, pairs, total=before[..., -1:, :])
 
 
-def _strong_by_channel(chunks: Chunks, scale: float) -> Inside:
+def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:
     """In runs of 2, 4, 8, ... tokens right halves meet left ones, with factors to the middle.
 
     As runs join, the decays of queries grow back to the start and those of keys on to the end.
     """
-    query, key, _, log_decay, beta = chunks
-    assert log_decay is not None
+    query, key, _, _, beta = chunks
     c, d = key.shape[-2:]
     total = np.exp(log_decay, out=buffer("totals", key.shape, key.dtype))
     reads = buffer("reads", (*query.shape[:-1], d + c), key.dtype)
@@ -245,11 +242,8 @@ def unit_lower_inverse(negative: Floats) -> Floats:
     c, dtype = negative.shape[-1], negative.dtype
     across, product = (buffer(name, negative.shape, dtype) for name in ("across", "product"))
     inverse = buffer("inverse", negative.shape, dtype)
-    np.add(
-        np.multiply(negative, _across(c, 1, dtype), out=inverse),
-        np.eye(c, dtype=dtype),
-        out=inverse,
-    )
+    np.multiply(negative, _across(c, 1, dtype), out=inverse)
+    inverse += np.eye(c, dtype=dtype)
     n = 2
     while n < c:
         np.multiply(negative, _across(c, n, dtype), out=across)

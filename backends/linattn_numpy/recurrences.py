@@ -11,10 +11,10 @@ Letters: ``h`` heads of a task, ``r`` queries that share a state, ``g`` chunks o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import product, repeat
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, product, repeat
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,25 +30,6 @@ from linattn_numpy.threads import run
 __all__ = ["recurrence"]
 
 Floats = NDArray[Any]
-
-TOKENS = ("key", "value", "log_decay", "beta")
-"""What tokens write to a state, or None."""
-
-
-class _Heads(NamedTuple):
-    """All tokens of some heads, and where their results go."""
-
-    query: Floats
-    """``(h, r, L, d)``."""
-    key: Floats
-    """``(h, L, d)``."""
-    value: Floats
-    log_decay: Floats | None
-    beta: Floats | None
-    output: Floats
-    """``(h, r, L, e)``."""
-    state: Floats
-    """``(h, d, e)``: that before the next token."""
 
 
 def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
@@ -70,7 +51,7 @@ def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
         whole = np.broadcast_to(tokens, (*padded, *tokens.shape[-2:]))
         return whole.squeeze(axis=tuple(shared))
 
-    tokens = {name: of_states(getattr(problem, name)) for name in TOKENS}
+    tokens = [of_states(getattr(problem, name)) for name in Chunks._fields[1:]]
     query = np.broadcast_to(problem.query, (*lead, length, d)).transpose(*order, *last)
     # Where beta is 2 nothing is forgotten, the rounding of no token either.
     short = problem.beta is not None and d <= limits.MAX_SHORT_KEY
@@ -81,14 +62,9 @@ def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
 
     def work(task: Any) -> None:
         h = len(state[task])
-        of_task: dict[str, Any] = {n: None if x is None else x[task] for n, x in tokens.items()}
-        heads = _Heads(
-            query[task].reshape(h, -1, length, d),
-            output=output[task].reshape(h, -1, length, e),
-            state=state[task],
-            **of_task,
-        )
-        _walk(problem, heads)
+        of_task = [None if x is None else x[task] for x in tokens]
+        out = output[task].reshape(h, -1, length, e)
+        _walk(problem, [query[task].reshape(h, -1, length, d), *of_task], state[task], out)
 
     flops = 6.0 * prod(lead) * length * d * e
     threads = num_threads(problem) if flops >= tuning.MIN_PARALLEL_FLOPS else 1
@@ -111,39 +87,44 @@ def _tasks(distinct: tuple[int, ...], threads: int) -> list[Any]:
     return list(product(*parts))
 
 
-def _walk(problem: Recurrence, heads: _Heads) -> None:
-    length = heads.key.shape[-2]
-    most = tuning.CHUNK_ROWS if heads.beta is None else tuning.SOLVED_CHUNK_ROWS
+def _walk(problem: Recurrence, tokens: list[Any], state: Floats, output: Floats) -> None:
+    """Write the outputs of some heads, and their states after the last token.
+
+    ``tokens``: those of ``Chunks`` by rows, queries ``(h, r, L, d)``; ``state``: that before them,
+    ``(h, d, e)``.
+    """
+    length = output.shape[-2]
+    most = tuning.CHUNK_ROWS if problem.beta is None else tuning.SOLVED_CHUNK_ROWS
     c = min(most, _power_of_two(problem.chunk_size))
-    rows = max(c, tuning.RECURRENCE_TILE_ROWS // len(heads.key) // c * c)
+    size = max(c, tuning.RECURRENCE_TILE_ROWS // len(state) // c * c)
     whole = length - length % c
-    for start in range(0, whole, rows):
-        _tile(problem, heads, slice(start, min(start + rows, whole)), c)
-    if whole < length:
-        _tile(problem, heads, slice(whole, length), _power_of_two(length - whole))
+    for start, stop in pairwise([*range(0, whole, size), whole, length]):
+        if start < stop:
+            rows = c if start < whole else _power_of_two(stop - start)
+            _tile(problem, tokens, state, output, slice(start, stop), rows)
 
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _tile(problem: Recurrence, heads: _Heads, rows: slice, c: int) -> None:
+def _tile(
+    problem: Recurrence, tokens: list[Any], state: Floats, output: Floats, rows: slice, c: int
+) -> None:
     """Write the outputs of some tokens, and the state after them."""
-    dtype = heads.state.dtype
-
-    def chunked(name: str) -> Any:
-        tokens = getattr(heads, name)
-        return None if tokens is None else _chunked(tokens[..., rows, :], name, c, dtype)
-
-    chunks = Chunks(*map(chunked, ("query", *TOKENS)))
-    output = heads.output[..., rows, :]
+    dtype, output = state.dtype, output[..., rows, :]
     *lead, n, e = output.shape
+    chunked: Iterator[Any] = (
+        None if x is None else _chunked(x[..., rows, :], name, c, dtype)
+        for name, x in zip(Chunks._fields, tokens, strict=True)
+    )
+    chunks = Chunks(*chunked)
     if output.dtype == dtype and n % c == 0:
-        _scan(chunks, problem.scale, heads.state, output.reshape(*lead, n // c, c, e))
+        _scan(chunks, problem.scale, state, output.reshape(*lead, n // c, c, e))
         return
     shape = (*lead, -(-n // c), c, e)
     padded = buffer("output", shape, dtype)
-    _scan(chunks, problem.scale, heads.state, padded)
+    _scan(chunks, problem.scale, state, padded)
     output[...] = padded.reshape(*lead, -1, e)[..., :n, :]
 
 
