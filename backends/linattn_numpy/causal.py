@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from itertools import repeat
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,12 +47,11 @@ from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
-__all__ = ["LARGE_EXPONENTS", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
+__all__ = ["Sums", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
 
 Floats = NDArray[Any]
 Lengths = NDArray[np.int64]
 
-LARGE_EXPONENTS = Declined("exponents or features are out of the range of unshifted ones")
 LARGE_SAMPLE = Declined("exponents of a few tokens are out of the range of unshifted ones")
 
 
@@ -112,16 +111,14 @@ def _scan_unshifted(
         if np.any(vanishes & (key.log_weight > -inf)):
             return limits.UNDERFLOWED
     bounds = exponent_bounds(block, common)
-    inspect = bool((bounds == inf).any())
-    if inspect:
+    if (bounds == inf).any():
         moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
         moderate = moderate | (bounds < inf)
         if not moderate.all():
-            return LARGE_EXPONENTS if moderate.any() else LARGE_SAMPLE
+            return limits.LARGE_EXPONENTS if moderate.any() else LARGE_SAMPLE
         if (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
             # Alone, some heads are inspected and some are not.
             return Declined("exponents of some heads only need to be inspected")
-    bound = 0.0 if inspect else math.log(2) + float(bounds.max())
     since = None
     if key.log_decay is not None:
         since, is_weak = weak_decay(key.log_decay, values_and_one.dtype)
@@ -132,12 +129,10 @@ def _scan_unshifted(
                 return Declined("the decay of some heads only is weak")
         else:
             common = common._replace(value_weights=common.value_weights * np.exp(-since))
-    sums = scan_tiles(block, state, common, bound, since=since)
+    sums = scan_tiles(block, state, common, bounds, since=since)
     if isinstance(sums, Declined):
         return sums
-    num_den, kvz, floor = sums
-    # Exponents of keys that nobody has inspected may make up for small weights.
-    least_weight = 1.0 if inspect else float(common.value_weights.min())
+    (num_den, floor, least_weight), kvz = sums
     den = num_den[..., -1:]
     rejected = rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
     is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, floor)
@@ -151,21 +146,32 @@ def _scan_unshifted(
     return Partial(num_den, log_row, accepted=True), State(kvz, c, state.length + n)
 
 
+class Sums(NamedTuple):
+    """Rows of a block, and what underflow leaves of them."""
+
+    num_den: Floats
+    floor: float
+    """Least denominator that underflow leaves."""
+    least_weight: float
+    """Of a key, in the state that rows see."""
+
+
 def scan_tiles(
     block: CausalBlock,
     state: State,
     common: CommonScale,
-    max_log: float,
+    bounds: Floats,
     lengths: Lengths | None = None,
     since: Floats | None = None,
-) -> tuple[Floats, Floats, float] | Declined:
-    """Rows of a block, the state after it and the least denominator that underflow leaves.
+) -> tuple[Sums, Floats] | Declined:
+    """Scan a block tile by tile: its sums and the state after it.
 
-    ``max_log``: a bound on the log of the largest product; 0: to be inspected. ``lengths``: of
-    sequences that lie end to end. ``since``: weak decay, by which value weights are divided.
+    ``bounds``: those of :func:`exponent_bounds`. ``lengths``: of sequences that lie end to end.
+    ``since``: weak decay, by which value weights are divided.
     """
     query_spec, key_spec, query, key, values_and_one = block
-    (n, e), num_den, inspect = values_and_one.shape[-2:], None, max_log == 0
+    (n, e), num_den, inspect = values_and_one.shape[-2:], None, bool((bounds == inf).any())
+    max_log = 0.0 if inspect else math.log(2) + float(bounds.max())
     kvz = state.kvz * common.state_factors[..., None]
     least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
     if key.log_decay is not None:
@@ -193,7 +199,7 @@ def scan_tiles(
         for q, k, v, weight, out in zip(*arrays, strict=True):
             max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))
             if max_log == inf:
-                return LARGE_EXPONENTS
+                return limits.LARGE_EXPONENTS
             sums.add(
                 weighted(v, weight) if is_weighted else v, out, next(decays), (), next(borders)
             )
@@ -202,7 +208,9 @@ def scan_tiles(
                 return limits.UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
-    return num_den, kvz, least * math.exp(max_log)
+    # Exponents of keys that nobody has inspected may make up for small weights.
+    least_weight = 1.0 if inspect else float(common.value_weights.min())
+    return Sums(num_den, least * math.exp(max_log), least_weight), kvz
 
 
 def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:

@@ -30,6 +30,7 @@ __all__ = [
 Floats = NDArray[Any]
 
 EMPTY = Declined("an axis has length 0")
+LARGE_EXPONENTS = Declined("exponents or features are out of the range of unshifted ones")
 UNDERFLOWED = Declined("a denominator may have underflowed, or a sum is not finite")
 
 # Exponents.

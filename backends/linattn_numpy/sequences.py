@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from math import exp, inf, log
-from typing import Any, NamedTuple
+from math import exp, inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import LARGE_EXPONENTS, exponent_bounds, scan_tiles
+from linattn_numpy.causal import Sums, exponent_bounds, scan_tiles
 from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
     FeatureMaker,
-    feature_tiles,
     is_moderate,
     log_offsets,
     num_sign_halves,
@@ -69,7 +68,7 @@ def sequences_block(
     if num_sign_halves(query_spec) != num_sign_halves(key_spec):
         return Declined("one side is paired, the other is not")
     if not (is_moderate(query_spec, query.x) and is_moderate(key_spec, key.x)):
-        return LARGE_EXPONENTS
+        return limits.LARGE_EXPONENTS
     dtype = values_and_one.dtype
     offsets = log_offsets(query_spec, dtype), log_offsets(key_spec, dtype)
     no_keys = np.full(max(len(each.T) for each in offsets), -np.inf, dtype)
@@ -83,7 +82,7 @@ def sequences_block(
         top = np.repeat(top, lengths, axis=-2)
         row = row - finite_shift(top)
         if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
-            return LARGE_EXPONENTS
+            return limits.LARGE_EXPONENTS
         common, log_row = common._replace(value_weights=np.exp(row)), log_row + top
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
     longest = int(lengths.max())
@@ -107,32 +106,18 @@ def sequences_block(
     return Partial(num_den, row_log(query_spec, query, log_row, want_log))
 
 
-class _Sums(NamedTuple):
-    num_den: Floats
-    floor: float
-    """Least denominator that underflow leaves."""
-    least_weight: float
-    """Of a key, in its state."""
-
-
 def _num_features(spec: Exponential | Pointwise, x: Floats) -> int:
     width = x.shape[-1] if isinstance(spec.P, float) else spec.P.shape[-1]
     return int(width * num_sign_halves(spec))
 
 
-def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> _Sums | Declined:
+def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums | Declined:
     """Go through sequences of any lengths as through one, of which borders leave nothing."""
-    bounds = exponent_bounds(block, common)
-    inspect = bool((bounds == inf).any())
-    bound = 0.0 if inspect else log(2) + float(bounds.max())
     key, values = block.key.x, block.values_and_one
     m, lead = _num_features(block.key_spec, key), broadcast_lead(key.shape[:-2], values.shape[:-2])
     nothing = State(np.zeros((*lead, m, values.shape[-1]), values.dtype), np.zeros(()), 0)
-    sums = scan_tiles(block, nothing, common, bound, lengths)
-    if isinstance(sums, Declined):
-        return sums
-    num_den, _, floor = sums
-    return _Sums(num_den, floor, 1.0 if inspect else float(common.value_weights.min()))
+    sums = scan_tiles(block, nothing, common, exponent_bounds(block, common), lengths)
+    return sums if isinstance(sums, Declined) else sums[0]
 
 
 def _tiles(
@@ -179,7 +164,7 @@ class _Apart:
         self._num_den = buffer("rows", (*lead, *values.shape[-2:]), values.dtype)
         self._max_log, self._least_sum, self._largest_sum = 0.0, inf, 0.0
 
-    def attend(self, lengths: Lengths, is_causal: bool) -> _Sums | Declined:
+    def attend(self, lengths: Lengths, is_causal: bool) -> Sums | Declined:
         """Do all sequences; causal ones are short and of one length."""
         (h, r, e), dtype, longest = self._widths, self._values.dtype, int(lengths.max())
         m, visible = h * r, None
@@ -189,16 +174,14 @@ class _Apart:
         for rows, runs, is_short in _tiles(lengths.tolist(), e, self._max_rows, max_pairs):
             if is_short:
                 self._read_pairs(rows, runs, visible)
-            elif rows.stop - rows.start > self._max_rows:
-                self._read_long(rows)
             else:
                 self._read_states(rows, runs)
             if self._max_log == inf:
-                return LARGE_EXPONENTS
+                return limits.LARGE_EXPONENTS
         floor = floor_of(dtype) * m
         floor_of_pairs = floor * min(longest, max_pairs) * exp(self._max_log)
         if self._largest_sum == 0:
-            return _Sums(self._num_den, floor_of_pairs, 1.0)
+            return Sums(self._num_den, floor_of_pairs, 1.0)
         least, most = limits.FEATURE_SUM_RANGE[dtype.itemsize]
         if not (least <= self._least_sum <= self._largest_sum <= most):
             return limits.UNDERFLOWED
@@ -206,7 +189,7 @@ class _Apart:
             floor * max(1.0, self._largest_sum), limits.MIN_READ_DENOMINATOR[dtype.itemsize]
         )
         floor = max(floor, floor_of_pairs)
-        return _Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
+        return Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
 
     def _read_pairs(self, rows: slice, runs: list[Run], visible: Floats | None) -> None:
         """Read by the weights of all pairs, or of the visible ones."""
@@ -224,7 +207,13 @@ class _Apart:
         )
         for run in runs:
             q, k, v, out = map(run.split, arrays)
-            _read_pairs(q, k, v, out, visible)
+            scores = product(q, transposed(k), "scores")
+            weights = scores[..., 0, :, :, :]
+            for half in range(1, q.shape[-4]):
+                np.add(weights, scores[..., half, :, :, :], out=weights)
+            if visible is not None:
+                np.multiply(weights, visible, out=weights)
+            multiply(weights, v, out)
 
     def _read_states(self, rows: slice, runs: list[Run]) -> None:
         """Read states: the features of keys are used before those of queries are made."""
@@ -235,41 +224,13 @@ class _Apart:
         keys.make(self._block.key.x[..., rows, :], inspect=False)
         for run in runs:
             _sum_keys(run.split(keys.weights), run.split(v), kvz[..., run.places, :, :])
-        self._note(kvz)
+        z = kvz[..., -1]
+        self._least_sum = min(self._least_sum, float(z.min()))
+        self._largest_sum = max(self._largest_sum, float(z.max()))
         queries, out = self._queries(n=n), self._num_den[..., rows, :]
         queries.make(self._block.query.x[..., rows, :], inspect=False)
         for run in runs:
             _read(run.split(queries.weights), kvz[..., run.places, :, :], run.split(out))
-
-    def _read_long(self, rows: slice) -> None:
-        """Read the state of a sequence that is longer than a tile."""
-        query_spec, key_spec, query, key, _ = self._block
-        v, out, kvz = self._values[..., None, rows, :], self._num_den[..., None, rows, :], None
-        for part, k in feature_tiles(key_spec, key.x[..., rows, :], "key"):
-            kvz = weighted_sum(k, v[..., part, :], kvz)
-        assert kvz is not None
-        if self._factors is not None:
-            kvz = kvz * self._factors.reshape(*self._factors.shape[:-1], *kvz.shape[-3:-1], 1)
-        self._note(kvz)
-        for part, q in feature_tiles(query_spec, query.x[..., rows, :], "query"):
-            _read(q[..., None, :, :], kvz[..., None, :, :], out[..., part, :])
-
-    def _note(self, kvz: Floats) -> None:
-        """Note the range of the sums of features."""
-        z = kvz[..., -1]
-        self._least_sum = min(self._least_sum, float(z.min()))
-        self._largest_sum = max(self._largest_sum, float(z.max()))
-
-
-def _read_pairs(q: Floats, k: Floats, v: Floats, out: Floats, visible: Floats | None) -> None:
-    """Read values by the products of all features, of visible pairs or of all."""
-    scores = product(q, transposed(k), "scores")
-    weights = scores[..., 0, :, :, :]
-    for half in range(1, q.shape[-4]):
-        np.add(weights, scores[..., half, :, :, :], out=weights)
-    if visible is not None:
-        np.multiply(weights, visible, out=weights)
-    multiply(weights, v, out)
 
 
 def _sum_keys(k: Floats, v: Floats, out: Floats) -> None:

@@ -60,8 +60,6 @@ __all__ = ["add_sums", "divide", "read_block", "reduce_block", "values_block"]
 
 Floats = NDArray[Any]
 
-LARGE_EXPONENTS = Declined("exponents are out of the range of unshifted ones")
-
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
     """``[v, 1]`` in a buffer, 0 where masked: a fresh array may have fresh pages in each call."""
@@ -80,7 +78,7 @@ def reduce_block(
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
     elif supports(key_spec):
-        sums = LARGE_EXPONENTS
+        sums = limits.LARGE_EXPONENTS
         if is_moderate(key_spec, tokens.x):
             sums = _unshifted_sums(key_spec, tokens, values_and_one)
         if isinstance(sums, Declined) and isinstance(key_spec, Exponential):
@@ -102,7 +100,7 @@ def _unshifted_sums(
         row = row - finite_shift(top)[..., None]
         # A row whose share underflows may have features as large as they come.
         if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
-            return LARGE_EXPONENTS
+            return limits.LARGE_EXPONENTS
         row = np.exp(row)
     for rows, weights in feature_tiles(key_spec, tokens.x, "features"):
         values = values_and_one[..., rows, :]
