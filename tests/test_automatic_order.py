@@ -139,6 +139,18 @@ def test_like_queries_follow_each_other():
     assert np.mean(runs == runs[:, :1]) > 0.4
 
 
+def test_alike_are_queries_whose_weights_vary_alike():
+    """Not those near each other where keys are all the same, be they far from 0 there."""
+    rng = np.random.default_rng(0)
+    of_query = rng.permutation(np.repeat(np.arange(500), CHOICE_ROWS))
+    query, key = rng.standard_normal((4000, 24)), rng.standard_normal((300, 24))
+    query[:, :3] = rng.standard_normal((500, 3))[of_query]
+    key[:, 3:] = 1e-3 * key[:, 3:] + 50
+    order = order_of_queries(query, key, np.ones(4000, bool))
+    runs = of_query[order].reshape(-1, CHOICE_ROWS)
+    assert np.mean(runs == runs[:, :1]) > 0.4
+
+
 @pytest.mark.parametrize("length", [1, 5, 130, 1001])
 def test_queries_that_do_not_count_come_last(length):
     rng = np.random.default_rng(length)

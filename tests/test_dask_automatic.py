@@ -87,19 +87,20 @@ def test_without_a_tolerance_an_output_that_is_far_off_warns():
     assert report.error[1] > 0.1
 
 
-def test_a_head_may_have_more_landmarks_than_another():
-    """Heads of leading axes in several chunks, in three groups."""
+@pytest.mark.parametrize("heads", [(2, 2), (4,)], ids=str)
+def test_a_head_may_have_more_landmarks_than_another(heads):
+    """Heads of leading axes in one chunk or several, in groups of another order."""
     easy, hard = clustered(LENGTH, heads=1), clustered(LENGTH, heads=2, seed=1)
     arrays = [np.concatenate([x, y, x])[None] for x, y in zip(easy, hard, strict=True)]
     arrays[0][:, 1:3] *= 2
-    lazy = [da.from_array(x, chunks=(1, (2, 2), ROWS, -1)) for x in arrays]
+    lazy = [da.from_array(x, chunks=(1, heads, ROWS, -1)) for x in arrays]
     errors = attend(lazy, tolerance=1.0)[1].error[0]
     tolerance = float(np.sqrt(errors.min() * errors.max()))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="tolerance=")
         output, report = attend(lazy, tolerance=tolerance)
     assert len(set(report.head_features[0])) > 1
-    assert output.chunks == ((1,), (2, 2), lazy[0].chunks[-2], (8,))
+    assert output.chunks == ((1,), heads, lazy[0].chunks[-2], (8,))
     judged(arrays, output.compute(), report, tolerance=tolerance)
 
 
@@ -137,7 +138,7 @@ def test_any_chunks(data, seed, masked, cross):
 @pytest.mark.parametrize("lead", [(), (2,), (2, 1, 2)], ids=str)
 def test_leading_axes(lead):
     arrays = [x.reshape(*lead, LENGTH, 8) for x in clustered(LENGTH, heads=int(np.prod(lead)))]
-    chunks = (*((1,) * len(lead)), ROWS, -1)
+    chunks = (*((1, 0, 1) if n == 2 else (1,) for n in lead), ROWS, -1)
     output, report = attend([da.from_array(x, chunks=chunks) for x in arrays], tolerance=None)
     assert report.error.shape == lead
     assert output.shape == (*lead, LENGTH, 8)
@@ -153,6 +154,38 @@ def test_a_head_of_which_nothing_is_seen():
     got, want = output.compute(), linattn.softmax_attention(*arrays, key_mask=mask)
     assert_array_equal(got[0], 0)
     assert (error(got[1:], want[1:]) < 0.1).all()
+
+
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+@pytest.mark.parametrize("sampled", [SAMPLED, 2 * LENGTH], ids=["a sample", "all rows"])
+def test_what_is_judged_is_what_is_computed(monkeypatch, sampled):
+    """With a window and without, at the ends of the sequence, too."""
+    monkeypatch.setattr(_dask_rows, "MIN_NUM_ROWS", sampled)
+    arrays, rng = clustered(LENGTH), np.random.default_rng(0)
+    options = dict(key_mask=rng.random(LENGTH) < 0.9, key_bias=rng.standard_normal(LENGTH))
+    curve, try_landmarks = _dask._curve, _dask.DaskSearch.try_landmarks
+    noted: list[Any] = []
+
+    def noting(tokens, outputs, *rest):
+        noted.append((tokens.rows, outputs))
+        return curve(tokens, outputs, *rest)
+
+    def noting_fit(self, m, chosen):
+        phi, curves = try_landmarks(self, m, chosen)
+        noted.append((phi, self._window))
+        return phi, curves
+
+    monkeypatch.setattr(_dask, "_curve", noting)
+    monkeypatch.setattr(_dask.DaskSearch, "try_landmarks", noting_fit)
+    lazy = {name: da.from_array(x, chunks=ROWS) for name, x in options.items()}
+    attend(lazily(arrays, ROWS), **lazy)
+    *of_heads, (phi, window) = noted[:3]
+    for way, exact_window in enumerate([None, window]):
+        want = linattn.linear_attention(*arrays, phi, **options, exact_window=exact_window)
+        for h, (rows, outputs) in enumerate(of_heads):
+            assert_allclose(outputs[way], want[h, rows], rtol=1e-6, atol=1e-9)
+    ends = [(rows < window).any() and (rows >= LENGTH - window).any() for rows, _ in of_heads]
+    assert any(ends) or sampled < LENGTH
 
 
 def test_the_error_is_that_on_all_keys(monkeypatch):

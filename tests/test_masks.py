@@ -55,6 +55,20 @@ def test_first_keys_masked(attend):
         np.testing.assert_array_equal(out[:, :2], 0)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_masked_key_is_not_the_largest_whatever_the_others(xp, is_causal):
+    """Beside it, the logits of all others are so small that their exponentials are 0."""
+    query, key, value = tokens(dtype="float64")
+    query, key = 0 * query + 30, 0 * key - 30
+    mask = np.arange(LENGTH) != 2
+    out = linattn.softmax_attention(
+        *in_library(xp, (query, key, value)), key_mask=xp.array(mask), is_causal=is_causal
+    )
+    means = np.cumsum(mask[:, None] * value, axis=-2) / np.cumsum(mask)[:, None]
+    want = means if is_causal else np.broadcast_to(means[:, -1:], means.shape)
+    np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-12)
+
+
 @every_map
 def test_log_normalizer_of_nothing_is_minus_infinity(feature_map):
     query, key, value = tokens()

@@ -27,8 +27,9 @@ def test_the_last_of_the_largest_is_that_of_sorted_rows(m, count, dtype):
 
 @pytest.mark.parametrize("n", [tuning.MIN_SORTED_ROWS - 1, tuning.MIN_SORTED_ROWS])
 @pytest.mark.parametrize(("lead", "value_lead"), [((), ()), ((2, 1), (3,)), ((3,), ())])
-def test_sums_by_feature_are_those_of_the_keys_of_each(n, lead, value_lead):
-    rng, m = np.random.default_rng(n), 7
+@pytest.mark.parametrize("m", [7, 40_000])
+def test_sums_by_feature_are_those_of_the_keys_of_each(n, lead, value_lead, m):
+    rng = np.random.default_rng(n)
     index = rng.integers(m - 1, size=(*lead, n))
     log, values = 3 * rng.standard_normal((*lead, n, 1)), rng.standard_normal((*value_lead, n, 4))
     log[..., index[(0,) * len(lead)] == 2, :] = -np.inf
@@ -37,7 +38,7 @@ def test_sums_by_feature_are_those_of_the_keys_of_each(n, lead, value_lead):
     index, log = np.broadcast_to(index, (*whole, n)), np.broadcast_to(log, (*whole, n, 1))
     values = np.broadcast_to(values, (*whole, n, 4))
     for head in np.ndindex(whole):
-        for c in range(m):
+        for c in np.unique([*index[head], m - 1]):
             keys = index[head] == c
             expected = np.exp(log[head][keys]).T @ values[head][keys]
             scale = np.exp(np.broadcast_to(top, (*whole, m))[head][c])
