@@ -178,6 +178,14 @@ def test_softmax_attention_in_any_chunks(data, seed, is_causal):
         close(array, wanted)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_softmax_attention_of_half_precision_has_its_dtype(is_causal):
+    arrays = tokens(30, dtype=np.float16)
+    output = linattn.softmax_attention(*lazily(arrays, (9, 21)), is_causal=is_causal)
+    assert output.dtype == output.compute().dtype == np.float16
+    close(output.compute(), linattn.softmax_attention(*arrays, is_causal=is_causal), tol=2e-3)
+
+
 def window_options(length, window, rng):
     """What goes along with a window, and tells keys apart, by its kind."""
     numbers = rng.standard_normal((3, 1, 2 * window + 1)).astype(np.float32)
