@@ -262,7 +262,10 @@ def check_key_mask(
     """
     mask = _same_library(f"{of}_mask", key_mask, of, key, xp)
     if mask.dtype != xp.bool:
-        message = f"{of}_mask must be boolean (True = attend), got dtype {mask.dtype}"
+        message = (
+            f"{of}_mask must be boolean (True = attend), got dtype {mask.dtype}; give "
+            f"mask == 1, or mask == 0 of a mask of 0 and -inf that is added to logits"
+        )
         raise TypeError(message)
     return _one_each(f"{of}_mask", mask, of, key, query_len)
 
@@ -411,8 +414,8 @@ def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
         least, most = int(xp.min(lengths)), int(xp.max(lengths))
         if least < 0 or most > num_keys:
             message = (
-                f"key_lengths must be between 0 and the number of keys, {num_keys}, got {least} "
-                f"to {most}"
+                f"key_lengths must be between 0 and the number of keys, {num_keys}, got "
+                f"{least if least < 0 else most}"
             )
             raise ValueError(message)
     position = xp.arange(num_keys, device=device)
@@ -567,10 +570,7 @@ def check_integers(name: str, value: Any) -> NDArray[np.int64]:
     if host is None:
         host = to_numpy(value, name) if hasattr(value, "shape") else np.asarray(value)
     if host.dtype.kind not in "iu" and host.size:
-        message = (
-            f"{name} must be integers on the host, or of an array that can be copied there, got "
-            f"dtype {host.dtype}"
-        )
+        message = f"{name} must be integers, got dtype {host.dtype}"
         raise TypeError(message)
     return host.astype(np.int64)
 

@@ -561,7 +561,7 @@ def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
         ({"tolerance": "low"}, TypeError, "tolerance must be"),
         ({"scale": -1.0}, ValueError, "scale must be"),
         ({"key_mask": np.ones(3, dtype=bool)}, ValueError, "key_mask"),
-        ({"rng": "seed"}, TypeError, "expects int"),
+        ({"rng": "seed"}, TypeError, "rng must be"),
     ],
 )
 def test_errors(options, kind, match):
@@ -804,7 +804,7 @@ def test_held_out_errors():
         held_out_error(value, query=query.tolist(), key=key, value=value)
     with pytest.raises(ValueError, match="rows must be numbers of queries from 0 to 5"):
         held_out_error(value, **inputs, rows=[0.5])
-    with pytest.raises(TypeError, match="rng must be an int, a numpy"):
+    with pytest.raises(TypeError, match="rng must be a non-negative int, a numpy"):
         held_out_rows(6, 2, rng=True)
     with pytest.raises(TypeError, match="takes 1 positional argument but 4 were given"):
         held_out_error(value, query, key, value)

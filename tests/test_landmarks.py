@@ -823,7 +823,7 @@ def test_causal_use_is_refused():
         (dict(num_probes=2.0), "num_probes must be a positive integer, got 2.0"),
         (dict(corrected=True, num_probes=100), "num_probes must be at least 2 num_features, 128"),
         (dict(scale=-1.0), "scale must be a positive finite number, got -1.0"),
-        (dict(rng=True), "rng must be an int"),
+        (dict(rng=True), "rng must be a non-negative int"),
         (dict(key_mask=np.ones(49, bool)), r"key_mask must have shape \(50,\), or one axis"),
         (dict(key_bias=np.full(50, np.nan)), "key_bias must hold no NaN"),
         (dict(key_bias=np.zeros(49)), r"key_bias must have shape \(50,\), or one axis"),

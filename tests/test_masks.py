@@ -157,8 +157,12 @@ def test_masked_keys_and_values_do_not_leak_into_states(feature_map, bad):
 
 
 BAD_MASKS = {
-    "integers": (TypeError, ["boolean", "int64"], np.ones(LENGTH, dtype=np.int64)),
-    "floats": (TypeError, ["boolean", "float32"], np.zeros(LENGTH, dtype=np.float32)),
+    "integers": (TypeError, ["boolean", "int64", "mask == 1"], np.ones(LENGTH, dtype=np.int64)),
+    "floats": (
+        TypeError,
+        ["boolean", "float32", "mask == 0 .* to logits"],
+        np.zeros(LENGTH, dtype=np.float32),
+    ),
     "list": (TypeError, ["array", word("list")], [True] * LENGTH),
     "bool": (TypeError, ["array", word("bool")], True),
     "no axes": (TypeError, ["axes", "0-d"], np.array(True)),

@@ -635,7 +635,7 @@ def test_bad_arguments():
 def test_bad_borders():
     for borders in ([0, 5], [1, 6], [0, 4, 3, 6], [6], []):
         attempt(ValueError, "cu_seqlens must rise from 0 to the length, 6", cu_seqlens=borders)
-    attempt(TypeError, "cu_seqlens must be integers on the host", cu_seqlens=[0.0, 6.0])
+    attempt(TypeError, "cu_seqlens must be integers, got dtype float64", cu_seqlens=[0.0, 6.0])
     attempt(ValueError, "initial_state must have an axis of 3 in front", cu_seqlens=[0, 2, 4, 6])
 
 

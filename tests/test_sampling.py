@@ -952,19 +952,18 @@ def test_no_seed_gives_fresh_rows(sampler):
 @every_sampler
 @pytest.mark.parametrize("rng", [True, False, np.True_])
 def test_bool_is_no_seed(sampler, rng):
-    with pytest.raises(TypeError, match=r"rng must be .* got the bool"):
+    with pytest.raises(TypeError, match=r"rng must be .* got .*(True|False)"):
         as_generator(rng)
-    with pytest.raises(TypeError, match=r"rng must be .* got the bool"):
+    with pytest.raises(TypeError, match=r"rng must be .* got .*(True|False)"):
         sampler(2, 2, rng)
 
 
 @pytest.mark.parametrize(("rng", "error"), [(-1, ValueError), (1.5, TypeError), ("a", TypeError)])
 def test_other_bad_seeds_are_refused_as_numpy_does(rng, error):
-    with pytest.raises(error) as numpys:
+    with pytest.raises(error):
         np.random.default_rng(rng)
-    with pytest.raises(error) as ours:
+    with pytest.raises(error, match=f"rng must be a non-negative int, .* got {rng!r}"):
         orthogonal(2, 2, rng)
-    assert str(ours.value) == str(numpys.value)
 
 
 def test_large_seeds_are_not_truncated():

@@ -570,10 +570,11 @@ def test_no_whole_function_is_given_stops_or_borders(monkeypatch):
 STOP_OF_THREE = [1, 2, 3]
 ERRORS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"is_causal": "upper_left"}, TypeError, ["is_causal", "lower_right", "upper_left"]),
-    ({"is_causal": 1}, TypeError, ["is_causal", "True, False or"]),
+    ({"is_causal": 1}, TypeError, ["is_causal", "True, False or", "got 1;"]),
+    ({"is_causal": np.tri(3, dtype=bool)}, TypeError, ["got ndarray; .* key_stop"]),
     ({"key_stop": [2, 1, 3]}, ValueError, ["key_stop must not decrease", "2 and then 1 at 1"]),
-    ({"key_stop": [1, 2, 4]}, ValueError, ["key_stop", "between 0 and", "3", "1 to 4"]),
-    ({"key_stop": [-1, 2, 3]}, ValueError, ["key_stop", "between 0 and", "-1 to 3"]),
+    ({"key_stop": [1, 2, 4]}, ValueError, ["key_stop", "between 0 and", "3", "got 4$"]),
+    ({"key_stop": [-1, 2, 3]}, ValueError, ["key_stop", "between 0 and", "got -1$"]),
     ({"key_stop": [1, 2]}, ValueError, ["key_stop", r"shape \(3,\)", r"got shape \(2,\)"]),
     ({"key_stop": 3}, ValueError, ["key_stop", "one for each query"]),
     ({"key_stop": [1.0, 2, 3]}, TypeError, ["key_stop must be integers", "float64"]),
@@ -593,7 +594,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
         ValueError,
         ["at most one of", "prefix_length and causal_block"],
     ),
-    ({"prefix_length": 4}, ValueError, ["prefix_length", "between 0 and", "3"]),
+    ({"prefix_length": 4}, ValueError, ["prefix_length", "between 0 and", "3, got 4$"]),
     ({"prefix_length": 1.5}, TypeError, ["prefix_length must be integers"]),
     ({"causal_block": 0}, ValueError, ["causal_block", "at least 1"]),
     ({"causal_block": True}, TypeError, ["causal_block", "a positive integer"]),
@@ -608,7 +609,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
         ValueError,
         ["cu_seqlens must be None with key_stop", "one sequence"],
     ),
-    ({"key_lengths": 4}, ValueError, ["key_lengths", "between 0 and", "3", "4 to 4"]),
+    ({"key_lengths": 4}, ValueError, ["key_lengths", "between 0 and", "3", "got 4$"]),
     ({"key_lengths": [1.0, 2.0]}, TypeError, ["key_lengths must be integers"]),
     ({"key_lengths": [1, 2, 3]}, ValueError, ["key_lengths", r"\(2,\)", r"got shape \(3,\)"]),
 ]

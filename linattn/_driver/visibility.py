@@ -43,7 +43,12 @@ def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibi
     """
     lower_right = isinstance(options.is_causal, str) and options.is_causal == "lower_right"
     if not lower_right and not isinstance(options.is_causal, bool | np.bool_):
-        message = f'is_causal must be True, False or "lower_right", got {options.is_causal!r}'
+        got = options.is_causal
+        message = (
+            f'is_causal must be True, False or "lower_right", got '
+            f"{type(got).__name__ if hasattr(got, 'shape') else repr(got)}; which keys each query "
+            f"sees is said by key_stop"
+        )
         raise TypeError(message)
     is_causal = lower_right or bool(options.is_causal)
     named = {
@@ -139,10 +144,8 @@ def _stops(option: str, options: Any, length: int, num_keys: int) -> Integers:
 
 def _check_range(name: str, stops: Integers, num_keys: int) -> None:
     if stops.size and (stops.min() < 0 or stops.max() > num_keys):
-        message = (
-            f"{name} must be between 0 and the number of keys, {num_keys}, got "
-            f"{int(stops.min())} to {int(stops.max())}"
-        )
+        wrong = stops[(stops < 0) | (stops > num_keys)].flat[0]
+        message = f"{name} must be between 0 and the number of keys, {num_keys}, got {wrong}"
         raise ValueError(message)
 
 

@@ -35,7 +35,10 @@ def as_generator(rng: Seed) -> np.random.Generator:
     ValueError
         If ``rng`` is a negative int.
     """
+    message = f"rng must be a non-negative int, a numpy.random.Generator or None, got {rng!r}"
     if isinstance(rng, bool | np.bool_):
-        msg = f"rng must be an int, a numpy.random.Generator or None, got the bool {rng!r}"
-        raise TypeError(msg)
-    return np.random.default_rng(rng)
+        raise TypeError(message)
+    try:
+        return np.random.default_rng(rng)
+    except (TypeError, ValueError) as error:
+        raise type(error)(message) from None
