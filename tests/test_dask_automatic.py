@@ -162,7 +162,7 @@ def test_what_is_judged_is_what_is_computed(monkeypatch, sampled):
     """With a window and without, at the ends of the sequence, too."""
     monkeypatch.setattr(_dask_rows, "MIN_NUM_ROWS", sampled)
     arrays, rng = clustered(LENGTH), np.random.default_rng(0)
-    options = dict(key_mask=rng.random(LENGTH) < 0.9, key_bias=rng.standard_normal(LENGTH))
+    options: Any = dict(key_mask=rng.random(LENGTH) < 0.9, key_bias=rng.standard_normal(LENGTH))
     curve, try_landmarks = _dask._curve, _dask.DaskSearch.try_landmarks
     noted: list[Any] = []
 
