@@ -146,13 +146,14 @@ def linear_attention_vjp(
 
     Notes
     -----
-    Time O((L + S) m (d + e)), 2.3 to 2.8 times the products of the forward pass. Extra memory
+    Time O((L + S) m (d + e)), 2 to 2.8 times the products of the forward pass. Extra memory
     O(c m + m e) for each head worked on at once, with blocks of c tokens, and causal three numbers
     a row (`SoftmaxFeatures`: a state a block). Beside the arguments nothing is stored for
-    the pullback but, causal and with NumPy, at most 64 states a head: 32 checkpoints, which save a
-    second evaluation of the features, and while the pullback runs as many made again, twice as many
-    beyond 1,024 blocks. Do not change the arguments in between. States are made by adding up from
-    either end, never by subtraction.
+    the pullback but, with NumPy, the state of full attention unless it is returned, and of causal
+    attention at most 64 states a head: 32 checkpoints, which save a second evaluation of the
+    features, and while the pullback runs as many made again, twice as many beyond 1,024 blocks. Do
+    not change the arguments in between. States are made by adding up from either end, never by
+    subtraction.
 
     ``log_scale`` of a state is a gauge, and held constant: states that are the same up to it have
     the same gradients up to it.

@@ -346,6 +346,31 @@ def test_pullback_without_checkpoints_of_the_forward_pass(at_once):
     assert not at_once
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_full_pullback_reads_the_state_of_its_forward_pass(threads, monkeypatch):
+    feature_map = EXPONENTIAL["positive"]
+    query, key, value = inputs(150, heads=(2, 3))
+    before = linattn.init_state(feature_map, D, batch_shape=(2, 1), like=key)
+    before = linattn.update_state(before, 2 * key[:, :1], -value[:, :1], feature_map)
+    mask = np.random.default_rng(2).random(150) < 0.5
+    arrays = query, key[:, :1], value[:, :1]
+    options: dict[str, Any] = {"key_mask": mask, "initial_state": before, "chunk_size": 64}
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
+    with linattn.without_backends():
+        wanted = linear_vjp(*arrays, feature_map, **options)[1](query)
+    with linattn.config(num_threads=threads):
+        _, pullback = linear_vjp(*arrays, feature_map, **options)
+        monkeypatch.delattr("linattn._driver.backward.state_updates")
+        agree(pullback(query), wanted)
+
+
+def test_a_returned_state_may_be_changed_before_the_pullback():
+    arrays, feature_map = inputs(), EXPONENTIAL["positive"]
+    (_, state), pullback = linear_vjp(*arrays, feature_map, return_state=True)
+    state.kvz[...] = np.nan
+    agree(pullback(arrays[0]), linear_vjp(*arrays, feature_map)[1](arrays[0]))
+
+
 # Float32 against float64 ------------------------------------------------------------------------
 
 

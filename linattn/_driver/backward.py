@@ -14,7 +14,7 @@ import array_api_compat
 
 from linattn import _arrays, _dispatch, _generic
 from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import block_slices, raw_tokens, token_block, values_and_one_block
+from linattn._driver.blocks import block_slices, raw_tokens, token_block, transient_values_block
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
 from linattn._driver.checkpoints import MAX_STATES, Checkpoints
 from linattn._driver.decay_vjps import decay_gradient, numerator_rows, walk_rows
@@ -40,7 +40,7 @@ from linattn._driver.stops import (
     steps_of,
     visible_keys,
 )
-from linattn._driver.tasks import take, take_problem, task_index
+from linattn._driver.tasks import take, take_problem, take_state, task_index
 from linattn._driver.walks import add_keys, initial_state, run_tasks, state_updates, steps
 from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
 from linattn._generic.block_vjps import row_cotangent, row_scale
@@ -104,7 +104,7 @@ class _Walk(NamedTuple):
 
     def keys(self, rows: slice, start: int) -> tuple[Tokens, Array]:
         key = token_block(self.problem, "key", rows, start)
-        return key, values_and_one_block(self.problem, rows)
+        return key, transient_values_block(self.problem, rows, self.functions)
 
     def write_query(self, rows: slice, gradient: Array, term: Array = None) -> None:
         """Pull gradients of queries back to the caller's; ``term``: of a factor on a whole row."""
@@ -143,7 +143,8 @@ class _Walk(NamedTuple):
 def checkpoints_for(problem: Problem) -> Checkpoints | None:
     """Room for checkpoints, where a backend can do a block of this problem as a whole."""
     specs = (problem.query_spec, problem.key_spec)
-    covered = problem.is_causal and problem.normalize and problem.log_decay is None
+    one_state = problem.mode == "full" and problem.cu_seqlens is None
+    covered = (problem.is_causal or one_state) and problem.normalize and problem.log_decay is None
     if not covered or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
     return None if _dispatch.find("scan_vjp", problem.xp) is None else Checkpoints()
@@ -184,10 +185,10 @@ def pull(
             walked = walk_rows(walk)
         elif problem.mode == "causal":
             walked = _walk_causal(walk, checkpoints)
+        elif problem.mode == "full":
+            walked = _walk_full(walk, None if checkpoints is None else checkpoints.last)
         else:
-            walked = {"exact": _walk_exact, "stops": _walk_stops, "full": _walk_full}[problem.mode](
-                walk
-            )
+            walked = {"exact": _walk_exact, "stops": _walk_stops}[problem.mode](walk)
         for adjoint in steps(walked):
             yield adjoint
         if problem.state is not None:
@@ -273,12 +274,18 @@ def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
 # Walks: the adjoint after each block ------------------------------------------------------------
 
 
-def _walk_full(walk: _Walk) -> Iterator[State]:
-    """Let queries read the state of all keys, and the adjoint of all queries read keys."""
+def _walk_full(walk: _Walk, last: State | None) -> Iterator[State]:
+    """Let queries read the state of all keys, and the adjoint of all queries read keys.
+
+    ``last``: this state, of all tasks, where the forward pass has kept it.
+    """
     problem, functions = walk.problem, walk.functions
     state = before = initial_state(problem)
-    for state in state_updates(problem, before, walk.block_size, functions):
-        yield state
+    if last is not None:
+        state = take_state(last, walk.task)
+    else:
+        for state in state_updates(problem, before, walk.block_size, functions):
+            yield state
     query_spec, seen = read_spec(problem, state)
     adjoint = _empty_adjoint(problem, state)
     for rows in walk.query_slices():
@@ -378,7 +385,7 @@ def _walk_stops(walk: _Walk) -> Iterator[State]:
             grad_output = step.place_queries(walk.grad_output(step.queries))
         if step.num_keys:
             key = token_block(part, "key", everything, start + step.keys.start)
-            values_and_one = values_and_one_block(part, everything)
+            values_and_one = transient_values_block(part, everything, functions)
         if not step.num_keys:
             of_query, adjoint = _read_vjp(walk, query, before, grad_output, adjoint)
         elif not step.num_queries:
@@ -492,13 +499,13 @@ def _walk_exact(walk: _Walk) -> Iterator[None]:
         grad_num_den = row_cotangent(scale, walk.grad_output(rows))
         gradient = xp.zeros_like(query.x)
         for keys in walk.key_slices(keys_of_rows(problem, rows)):
-            block = (*_raw_keys(problem, keys), grad_num_den)
+            block = (*_raw_keys(walk, keys), grad_num_den)
             pairs = _pair_logs(problem, rows, keys, scale)
             gradient = gradient + functions.exact_query_vjp(spec, query, *block, *pairs)
         walk.rows["query"].write(walk.task, rows, gradient)
         yield
     for keys in walk.key_slices(slice(0, problem.key.shape[-2])):
-        key, values_and_one = _raw_keys(problem, keys)
+        key, values_and_one = _raw_keys(walk, keys)
         gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
         seen_by = rows_of_keys(problem, keys)
         for rows, scale in zip(all_rows, scales, strict=True):
@@ -539,8 +546,9 @@ def _row_scales(walk: _Walk, all_rows: list[slice]) -> Generator[None, None, lis
     return [RowScale(*(each[..., rows, :] for each in numbers)) for rows in all_rows]
 
 
-def _raw_keys(problem: Problem, rows: slice) -> tuple[Tokens, Array]:
-    return raw_tokens(problem, "key", rows, 0), values_and_one_block(problem, rows)
+def _raw_keys(walk: _Walk, rows: slice) -> tuple[Tokens, Array]:
+    values_and_one = transient_values_block(walk.problem, rows, walk.functions)
+    return raw_tokens(walk.problem, "key", rows, 0), values_and_one
 
 
 def _pair_logs(problem: Problem, rows: slice, keys: slice, scale: RowScale) -> tuple[Array, Array]:

@@ -1,9 +1,9 @@
-"""Checkpoints: states that a causal forward pass stores for its pullback: a bounded number of them.
+"""Checkpoints: states that a forward pass stores for its pullback: a bounded number of them.
 
-With the state before it at hand the pullback does a block for queries and keys at once, from the
-last block to the first, and makes its features once. Between two checkpoints those of the other
-blocks are made again from the keys, so that no number of states is stored that grows with the
-length.
+A full one stores its last state alone. With the state before it at hand a causal pullback does a
+block for queries and keys at once, from the last block to the first, and makes its features once.
+Between two checkpoints those of the other blocks are made again from the keys, so that no number of
+states is stored that grows with the length.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ MAX_SHARE = 0.25
 
 class Checkpoints:
     """States of one problem by task and by the row before which they stand."""
+
+    last: State | None = None
+    """That of all keys, which all queries of full attention read."""
 
     def __init__(self) -> None:
         self._states: dict[Name, dict[int, State]] = {}

@@ -43,7 +43,7 @@ def solve(
 ) -> tuple[Array, State | None, Array | None]:
     """Run a problem: (output, state after it, log normalizer), the last two where asked for.
 
-    ``checkpoints`` stores states of a causal problem on the way.
+    ``checkpoints`` stores states on the way.
     """
     run: Callable[..., _Solved] = _solve_walks
     if problem.cu_seqlens is not None:
@@ -145,7 +145,9 @@ def _solve_walks(
 
     functions = _dispatch.BlockFunctions(problem.xp)
     plan = functions.plan(planned(problem))
-    if checkpoints is not None:
+    # A state that is returned is the caller's, who may change it.
+    keeps_last = checkpoints is not None and problem.mode == "full" and not return_state
+    if checkpoints is not None and problem.mode != "full":
         # Checkpoints stand before the blocks of the pullback.
         plan = plan.for_gradients()
     results = _Results(problem, functions, place)
@@ -163,14 +165,16 @@ def _solve_walks(
         state = None
         for state in steps(WALKS[problem.mode](walk)):
             yield state
-        if return_state:
+        if return_state or keeps_last:
             states.append((task, initial_state(walk.problem) if state is None else state))
 
     if plan.segments > 1 and problem.mode in ("full", "causal"):
         states.append(((), run_segments(walk_of(()), plan)))
     else:
         run_tasks(plan, solve_task)
-    state = _join(problem, states) if return_state else None
+    state = _join(problem, states) if return_state or keeps_last else None
+    if checkpoints is not None and keeps_last:
+        checkpoints.last = state
     output, norms = results.output, results.norms
     norm = None if norms is None else norms.result()[..., 0]
     return _Solved(output.result(), state, norm, output.count_negative())
