@@ -328,8 +328,14 @@ def test_heads_are_judged_by_rows_that_nothing_was_fitted_to(eager, monkeypatch)
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_error_curve_is_that_of_dense_weights(window, masked):
-    """With the keys of the best clusters and of the window weighed exactly, and none twice."""
+@pytest.mark.parametrize("in_range", [True, False])
+def test_the_error_curve_is_that_of_dense_weights(monkeypatch, window, masked, in_range):
+    """With the keys of the best clusters and of the window weighed exactly, and none twice.
+
+    Also where landmarks do not tell how large weights are.
+    """
+    if not in_range:
+        monkeypatch.setattr(_curves, "SEEN", (np.inf, np.inf))
     query, key, value = (x[0] for x in clustered(120, heads=1))
     mask = np.random.default_rng(0).random(120) < (0.8 if masked else 2)
     phi = LandmarkFeatures.fit(query, key, num_features=20, num_probes=40, key_mask=mask, rng=0)

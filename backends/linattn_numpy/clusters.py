@@ -87,22 +87,22 @@ def choose_block(
     for heads, tile in _tiles(lead, n // rows, m * rows):
         of, groups = (*heads, slice(tile.start * rows, tile.stop * rows)), (*heads, tile)
         logs = multiply(x[of], P[heads], buffer("logs", (*x[of].shape[:-1], m), x.dtype))
-        if rows > 1:
-            logs += scale[heads]
-            row[of], chosen[groups] = _choose_together(logs, gain[heads], count, rows)
-            multiply(logs, kvz[heads], num_den[of])
-            if num_den[of][..., -1].min() >= MIN_REST:
-                continue
-            # The others are read on a scale of their own.
-            multiply(x[of], P[heads], logs)
-        else:
+        if rows == 1:
             chosen[groups] = _choose_each(logs, bias[heads], count)
         logs += scale[heads]
-        # By their places: with a mask it takes four times as long.
-        group, column = np.divmod(np.flatnonzero(chosen[groups]), m)
-        logs.reshape(-1)[(group * rows * m + column)[:, None] + m * np.arange(rows)] = -np.inf
         row[of] = _to_weights(logs)
+        weights = logs.reshape(*logs.shape[:-2], -1, rows, m)
+        if rows > 1:
+            chosen[groups] = _choose_together(weights, gain[heads], count)
+        weights *= ~chosen[groups][..., None, :]
         multiply(logs, kvz[heads], num_den[of])
+        if num_den[of][..., -1].min() < MIN_REST:
+            # The others are read on a scale of their own.
+            multiply(x[of], P[heads], logs)
+            logs += scale[heads]
+            np.copyto(weights, -np.inf, where=chosen[groups][..., None, :])
+            row[of] = _to_weights(logs)
+            multiply(logs, kvz[heads], num_den[of])
     shape = broadcast_lead(tokens.x.shape[:-2], query_spec.P.shape[:-2], state.kvz.shape[:-2])
     chosen, num_den, row = (a.reshape(*shape, *a.shape[-2:]) for a in (chosen, num_den, row))
     return chosen, Partial(num_den, row if tokens.log_weight is None else row + tokens.log_weight)
@@ -117,24 +117,16 @@ def _choose_each(logs: Floats, bias: Floats, count: int) -> NDArray[np.bool_]:
     return chosen
 
 
-def _choose_together(
-    logs: Floats, gain: Floats, count: int, rows: int
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """Choose columns for so many queries together; logs become the weights of the others.
-
-    Also the largest log of each query, by which its weights are divided.
-    """
-    top = _to_weights(logs)
-    *lead, n, m = logs.shape
-    weights = logs.reshape(*lead, n // rows, rows, m)
-    scores = buffer("scores", (*lead, n // rows, m), logs.dtype)
+def _choose_together(weights: Floats, gain: Floats, count: int) -> NDArray[np.bool_]:
+    """Choose columns for queries ``(..., n, r, m)``, r of them together, by their weights."""
+    *lead, n, _, m = weights.shape
+    scores = buffer("scores", (*lead, n, m), weights.dtype)
     np.add.reduce(weights, axis=-2, out=scores)
     scores *= gain
     ordered = buffer("ordered", scores.shape, scores.dtype)
     np.copyto(ordered, scores)
-    chosen = scores >= np.maximum(_last_of_largest(ordered, count), LEAST_SHARE)
-    weights *= ~chosen[..., None, :]
-    return top, chosen
+    chosen: NDArray[np.bool_] = scores >= np.maximum(_last_of_largest(ordered, count), LEAST_SHARE)
+    return chosen
 
 
 def _to_weights(logs: Floats) -> Floats:
@@ -232,19 +224,13 @@ def _visits(
     chosen: NDArray[np.bool_], bounds: NDArray[np.intp], rows: int
 ) -> Iterator[tuple[NDArray[np.intp], slice]]:
     """For each cluster its keys and the groups of so many queries that chose it, in cache."""
-    n, m = chosen.shape
-    if np.count_nonzero(chosen) * tuning.MIN_CLUSTERS_A_CHOICE < chosen.size:
-        places = np.flatnonzero(chosen)
-        # Numbers of two bytes are sorted by counting: sooner done than the whole transposed.
-        all_rows = places // m
-        of_place = places - m * all_rows
-        narrow = of_place.astype(np.uint16 if m <= 1 << 16 else np.intp)
-        all_rows = all_rows[np.argsort(narrow, kind="stable")]
-        ends = np.append(0, np.cumsum(np.bincount(of_place, minlength=m)))
-    else:
-        places = np.flatnonzero(np.ascontiguousarray(chosen.T))
-        ends = np.searchsorted(places, n * np.arange(m + 1))
-        all_rows = places - np.repeat(n * np.arange(m), np.diff(ends))
+    places, m = np.flatnonzero(chosen), chosen.shape[-1]
+    all_rows = places // m
+    columns = places - m * all_rows
+    # Numbers of two bytes are sorted by counting: sooner done than the whole transposed.
+    narrow = columns.astype(np.uint16 if m <= 1 << 16 else np.intp)
+    all_rows = all_rows[np.argsort(narrow, kind="stable")]
+    ends = np.append(0, np.cumsum(np.bincount(columns, minlength=m)))
     for (first, end), (start, stop) in zip(pairwise(ends), pairwise(bounds), strict=True):
         if start < stop:
             elements = max(tuning.MIN_VISIT_ROWS * (stop - start), tuning.VISIT_TILE_ELEMENTS)

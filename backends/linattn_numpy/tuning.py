@@ -65,10 +65,6 @@ VISIT_TILE_ELEMENTS, MIN_VISIT_ROWS = 1 << 18, 64
 
 CHOICE_TILE_ELEMENTS, CLUSTERS_BLOCK_ROWS = 1 << 17, 16384
 
-# 2026-11-23, AMD EPYC, family 25 model 17: clusters for each that a query chooses, from which the
-# queries of each are sorted: 32 of 1,024 clusters .8 ns a query and cluster, transposed 2.9.
-MIN_CLUSTERS_A_CHOICE = 16
-
 # 2026-11-23, AMD EPYC: keys that are sorted by landmark to be summed, 50 ns a key, with 1,024
 # landmarks 90, where products take 55 with 64 landmarks and 1,800 with 1,024.
 MIN_SORTED_ROWS = 256
