@@ -161,7 +161,8 @@ def are_moderate(spec: Exponential | Pointwise, x: Floats) -> Any:
 
 def is_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
     """Find this of one head, or block: those of a window are padded at both ends."""
-    return bool(np.all(are_moderate(spec, x[tuple(size // 2 for size in x.shape[:-2])])))
+    place = tuple(size // 2 for size in x.shape[:-2])
+    return isinstance(spec, Pointwise) or bool(np.all(are_moderate(spec, x[place])))
 
 
 def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -37,7 +37,10 @@ def plan(problem: Problem) -> Plan:
     if problem.cu_seqlens is not None:
         # As many blocks as threads, if there are fewer tasks.
         block = min(block, max(1, -(-int(problem.key.shape[-2]) * len(tasks) // threads)))
-    segments = threads if len(tasks) == 1 and _is_long(problem) else 1
+    causal, full = tuning.MIN_SEGMENTED_CAUSAL_ROWS, tuning.MIN_SEGMENTED_ROWS
+    # Other modes are not cut along the sequence.
+    least = {"causal": causal, "full": full}.get(problem.mode, inf)
+    segments = threads if len(tasks) == 1 and _longest(problem) >= least else 1
     backward = None
     if problem.num_features:
         backward = min(block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS))
@@ -45,16 +48,8 @@ def plan(problem: Problem) -> Plan:
         # A segment is of whole blocks.
         multiple = tuning.SEGMENT_MULTIPLE
         block = min(block, multiple * -(-_longest(problem) // (multiple * segments)))
-    resumable = _longest(problem) >= tuning.MIN_SEGMENTED_ROWS
+    resumable = _longest(problem) >= full
     return Plan(block, tasks, partial(run, threads), segments, backward, backward_tasks, resumable)
-
-
-def _is_long(problem: Problem) -> bool:
-    """Whether a single task is worth cutting along the sequence, where the driver cuts it."""
-    if isinstance(problem.query_spec, Exact) or problem.exact_window is not None:
-        return False
-    causal, full = tuning.MIN_SEGMENTED_CAUSAL_ROWS, tuning.MIN_SEGMENTED_ROWS
-    return _longest(problem) >= (causal if problem.is_causal else full)
 
 
 def _longest(problem: Problem) -> int:

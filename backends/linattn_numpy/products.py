@@ -27,6 +27,7 @@ __all__ = [
     "kernel_status",
     "multiply",
     "product",
+    "read_halves",
     "small_parts",
     "small_products",
     "sum_products",
@@ -154,6 +155,13 @@ def product(x: Floats, y: Floats, name: str) -> Floats:
     """Multiply in a buffer: pages of a fresh array cost more than what is done to them."""
     lead = broadcast_lead(x.shape[:-2], y.shape[:-2])
     return multiply(x, y, buffer(name, (*lead, x.shape[-2], y.shape[-1]), x.dtype))
+
+
+def read_halves(weights: Floats, kvz: Floats, out: Floats, axis: int = -3) -> Floats:
+    """``weights kvz``, summed over the sign halves along an axis of both."""
+    if weights.shape[axis] > 1:
+        return np.asarray(np.add.reduce(product(weights, kvz, "halves"), axis=axis, out=out))
+    return multiply(weights.squeeze(axis), kvz.squeeze(axis), out)
 
 
 def sum_products(x: Floats, y: Floats, out: Floats) -> Floats:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
 from linattn_numpy.products import transposed
+from linattn_numpy.tiles import lower
 
 __all__ = ["Chunks", "Inside", "inside", "unit_lower_inverse"]
 
@@ -128,7 +129,7 @@ def _to_middles(x: Floats, log_decay: Floats, dtype: Any) -> dict[str, Floats]:
 def _strong_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:
     query, key, _, _, beta = chunks
     log_decay = log_decay.clip(MIN_LOG)
-    upto, below = _lower(key.shape[-2], key.dtype), _lower(key.shape[-2], key.dtype, -1)
+    upto, below = lower(key.shape[-2], key.dtype), lower(key.shape[-2], key.dtype, -1)
     before = np.exp(np.matmul(upto, log_decay))
     after = np.exp(np.matmul(transposed(below), log_decay))
     # In row i and column j the log decays of tokens j + 1, ..., i.
@@ -205,7 +206,7 @@ def _reads(query: Floats, factor: Any, key: Floats, ratios: Floats | None = None
     factor = factor if np.ndim(factor) == 0 else factor[:, None]
     rows = np.multiply(query, factor, out=reads[..., :d])
     scores = np.matmul(rows, transposed(key)[:, None], out=reads[..., d:])
-    scores *= _lower(c, key.dtype) if ratios is None else ratios
+    scores *= lower(c, key.dtype) if ratios is None else ratios
     return reads
 
 
@@ -218,11 +219,6 @@ def _pairs(rows: Floats, keys: Floats, beta: Floats | None) -> Floats | None:
     np.matmul(rows[..., 1:, :], transposed(keys), out=out[..., 1:, :])
     out *= -beta
     return out
-
-
-@cache
-def _lower(c: int, dtype: Any, diagonal: int = 0) -> Floats:
-    return np.tri(c, k=diagonal, dtype=dtype)
 
 
 @cache

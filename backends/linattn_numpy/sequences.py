@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
+from linattn.typing import Declined, Partial, Spec, State, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal import Sums, exponent_bounds, scan_tiles
@@ -36,6 +36,7 @@ from linattn_numpy.products import (
     broadcast_lead,
     multiply,
     product,
+    read_halves,
     small_products,
     sum_products,
     transposed,
@@ -106,15 +107,11 @@ def sequences_block(
     return Partial(num_den, row_log(query_spec, query, log_row, want_log))
 
 
-def _num_features(spec: Exponential | Pointwise, x: Floats) -> int:
-    width = x.shape[-1] if isinstance(spec.P, float) else spec.P.shape[-1]
-    return int(width * num_sign_halves(spec))
-
-
 def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums | Declined:
     """Go through sequences of any lengths as through one, of which borders leave nothing."""
-    key, values = block.key.x, block.values_and_one
-    m, lead = _num_features(block.key_spec, key), broadcast_lead(key.shape[:-2], values.shape[:-2])
+    spec, key, values = block.key_spec, block.key.x, block.values_and_one
+    m = (key if isinstance(spec.P, float) else spec.P).shape[-1] * num_sign_halves(spec)
+    lead = broadcast_lead(key.shape[:-2], values.shape[:-2])
     nothing = State(np.zeros((*lead, m, values.shape[-1]), values.dtype), np.zeros(()), 0)
     sums = scan_tiles(block, nothing, common, exponent_bounds(block, common), lengths)
     return sums if isinstance(sums, Declined) else sums[0]
@@ -230,7 +227,9 @@ class _Apart:
         queries, out = self._queries(n=n), self._num_den[..., rows, :]
         queries.make(self._block.query.x[..., rows, :], inspect=False)
         for run in runs:
-            _read(run.split(queries.weights), kvz[..., run.places, :, :], run.split(out))
+            read_halves(
+                run.split(queries.weights), kvz[..., run.places, :, :], run.split(out), axis=-4
+            )
 
 
 def _sum_keys(k: Floats, v: Floats, out: Floats) -> None:
@@ -244,10 +243,3 @@ def _sum_keys(k: Floats, v: Floats, out: Floats) -> None:
         k = np.swapaxes(k.reshape(*k.shape[:-1], r // width, width), -3, -2)
         out = out.reshape(*out.shape[:-2], r // width, width, e)
         np.matmul(transposed(k), v[..., None, :, :], out=out)
-
-
-def _read(q: Floats, kvz: Floats, out: Floats) -> Floats:
-    """Read states ``(..., h, g, m / h, e)``."""
-    if q.shape[-4] == 1:
-        return multiply(q[..., 0, :, :, :], kvz[..., 0, :, :, :], out)
-    return np.asarray(np.add.reduce(product(q, kvz, "halves"), axis=-4, out=out))

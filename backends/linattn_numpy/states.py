@@ -53,7 +53,7 @@ from linattn_numpy.limits import (
     in_place,
     row_max,
 )
-from linattn_numpy.products import broadcast_lead, multiply, product, weighted, weighted_sum
+from linattn_numpy.products import broadcast_lead, multiply, read_halves, weighted, weighted_sum
 from linattn_numpy.tiles import rows_of
 
 __all__ = ["add_sums", "divide", "read_block", "reduce_block", "values_block"]
@@ -189,12 +189,8 @@ def read_block(
         if rows.start == 0:
             lead = broadcast_lead(weights.shape[:-3], kvz.shape[:-2])
             num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
-        h, r = weights.shape[-3], weights.shape[-1]
-        if h == 1:
-            multiply(weights[..., 0, :, :], kvz, num_den[..., rows, :])
-        else:
-            halves = kvz.reshape(*kvz.shape[:-2], h, r, kvz.shape[-1])
-            np.add.reduce(product(weights, halves, "halves"), axis=-3, out=num_den[..., rows, :])
+        halves = kvz.reshape(*kvz.shape[:-2], weights.shape[-3], -1, kvz.shape[-1])
+        read_halves(weights, halves, num_den[..., rows, :])
     floor = floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, limits.MIN_READ_DENOMINATOR[num_den.itemsize])
     if not (num_den[..., -1].min() >= floor and all_finite(num_den)):

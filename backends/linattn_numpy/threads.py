@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
+from functools import cache
 from typing import Any, TypeAlias
 
 from linattn_numpy import tuning
@@ -21,26 +22,16 @@ __all__ = ["limited_threads", "run"]
 Work: TypeAlias = Callable[[Any], Iterable[Any] | None]
 
 _here = threading.local()
-_lock = threading.Lock()
-_pools: dict[int, ThreadPoolExecutor] = {}
 
 
-def _forget() -> None:
-    # A child of fork() has none of the parent's threads.
-    global _lock
-    _lock = threading.Lock()
-    _pools.clear()
+@cache
+def _pool(helpers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(helpers, "linattn")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _pool(helpers: int) -> ThreadPoolExecutor:
-    with _lock:
-        if helpers not in _pools:
-            _pools[helpers] = ThreadPoolExecutor(helpers, "linattn")
-        return _pools[helpers]
+    # A child of fork() has none of the parent's threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 limited_threads = blas.one_thread

@@ -58,9 +58,9 @@ def split_tiles(x: Floats, *shape: int) -> Floats:
 
 
 @cache
-def lower(size: int, dtype: Any) -> Floats:
-    """Ones at and below the diagonal."""
-    return np.tri(size, dtype=dtype)
+def lower(size: int, dtype: Any, diagonal: int = 0) -> Floats:
+    """Ones at and below a diagonal."""
+    return np.tri(size, k=diagonal, dtype=dtype)
 
 
 def moveaxis(x: Floats, source: int, target: int) -> Floats:
