@@ -80,7 +80,8 @@ def watch(words: list[str], limit: int, kill_after: float | None = None) -> Fini
     start = time.monotonic()
     resident = private = 0
     # Kernels are measured in each process; bits must not depend on that.
-    environment = {**os.environ, "LINATTN_SMALL_PRODUCTS": "project,read"}
+    chosen = {"LINATTN_SMALL_PRODUCTS": "project,read", "LINATTN_EXP2": "float32"}
+    environment = {**os.environ, **chosen}
     with subprocess.Popen(
         words, env=environment, preexec_fn=limited, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

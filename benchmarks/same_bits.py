@@ -399,6 +399,7 @@ def results_of(place: Path, out: Path, options: argparse.Namespace) -> dict[str,
         os.environ,
         PYTHONPATH=os.pathsep.join([str(place), str(place / "backends")]),
         LINATTN_SMALL_PRODUCTS="project,read",
+        LINATTN_EXP2="float32",
     )
     command = [sys.executable, "-P", str(Path(__file__).resolve()), "--run", str(out)]
     command += ["--quick"] * options.quick + ["--only", options.only]

@@ -37,6 +37,7 @@ WITHOUT_TWIN = {
     "borders": "where sequences begin in a tile",
     "buffers": "memory that is used again",
     "causal_scales": "when a causal block may go unshifted",
+    "choices": "what is faster here, measured",
     "decoding": "whole problems of one token, which the driver walks otherwise",
     "limits": "ranges of floats in which the unshifted path is right",
     "products": "products cut to what the BLAS does well",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
@@ -88,56 +87,3 @@ def test_large_products_are_cut(cut: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert np.array_equal(products.weighted_sum(np.ones((300, 40)), long), np.full((40, 1), 44850))
     largest = max(int(np.prod(shape)) for shape in shapes)
     assert (largest <= MAX_SMALL_MATMUL) == cut
-
-
-@pytest.fixture
-def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_small_products", {})
-    monkeypatch.delenv("LINATTN_SMALL_PRODUCTS", raising=False)
-
-
-@pytest.mark.parametrize(
-    ("gains", "wanted"),
-    [((0.5, 1.1), ("read",)), ((1.0, 0.5), ("project",)), ((0.6, 0.6), ()), ((1, 1), PRODUCTS)],
-)
-def test_slow_small_products_are_not_chosen(
-    gains: tuple[float, float],
-    wanted: tuple[str, ...],
-    undecided: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = iter(gains)
-    monkeypatch.setattr(products, "_gain", lambda *sizes: next(given))
-    # The second time nothing is measured.
-    for _ in range(2):
-        assert products.small_products(np.dtype("f4")) == wanted
-    assert products.kernel_status() == (
-        f"products cut into small ones: {', '.join(wanted) or 'none'} (measured)"
-    )
-
-
-def test_gain_is_a_ratio_of_least_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    # From one look at the clock to the next: whole products take 6 or 9, small ones 2 or 3.
-    ticks = accumulate(cycle([0.0, 9.0, 0.0, 3.0, 0.0, 6.0, 0.0, 2.0]))
-    monkeypatch.setattr(products, "perf_counter", lambda: next(ticks))
-    assert products._gain(256, 8, 16, np.dtype("f8")) == 3.0
-
-
-@pytest.mark.parametrize(
-    ("asked", "wanted"), [("", ()), ("read", ("read",)), (" read , project", PRODUCTS)]
-)
-def test_small_products_can_be_asked_for(
-    asked: str, wanted: tuple[str, ...], undecided: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LINATTN_SMALL_PRODUCTS", asked)
-    monkeypatch.setattr(products, "_gain", None)
-    assert set(products.small_products(np.dtype("f4"))) == set(wanted)
-    assert "(as LINATTN_SMALL_PRODUCTS says)" in products.kernel_status()
-
-
-def test_unknown_small_products_are_an_error(
-    undecided: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LINATTN_SMALL_PRODUCTS", "read,sums")
-    with pytest.raises(ValueError, match=r"must be some of project, read, .* got 'read,sums'"):
-        products.small_products(np.dtype("f4"))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from linattn.typing import ELU_PLUS_ONE, RELU, Declined, Exact, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
+from linattn_numpy.choices import power_and_unit
 from linattn_numpy.limits import all_finite, in_place
 from linattn_numpy.products import broadcast_lead, multiply, product
 from linattn_numpy.tiles import moveaxis, split_tiles, tiles
@@ -27,7 +28,6 @@ __all__ = [
     "is_moderate",
     "log_features",
     "log_offsets",
-    "max_log",
     "num_sign_halves",
     "preactivations",
     "query_exponents",
@@ -75,9 +75,10 @@ class FeatureMaker:
             self._scaling = self.weights, factors
             if whole != self.weights.shape:
                 self.weights = buffer(name + "_scaled", whole, x.dtype)
-        self._inputs = self._first
-        if isinstance(spec, Pointwise) and not (isinstance(spec.P, float) and spec.P == 1.0):
-            self._inputs = buffer(name + "_inputs", self._first.shape, x.dtype)
+        self._inputs, (self._power, self._unit) = name + "_inputs", power_and_unit(x.dtype)
+        if isinstance(spec, Exponential):
+            out = buffer(name + "_projection", spec.P.shape, x.dtype)
+            self._P = np.multiply(spec.P, 1 / self._unit, out=out)
 
     def split(self, x: Floats) -> Floats:
         """Tokens of a number of tiles, one after the other along the first axis."""
@@ -88,18 +89,18 @@ class FeatureMaker:
 
         A tile that needs the stabilized path is inspected and left: inf.
         """
-        P = self._spec.P
-        if not isinstance(P, float):
-            x = multiply(x, P, self._inputs)
-        elif P != 1.0:
-            x = np.multiply(x, P, out=self._inputs)
-        log = max_log(self._spec, x) if inspect else 0.0
+        spec = self._spec
+        if isinstance(spec, Pointwise):
+            x = preactivations(spec, x, self._inputs)
+        else:
+            x = multiply(x, self._P, self._first)
+        log = _max_log(spec, x, self._unit) if inspect else 0.0
         if log == inf:
             return log
-        if isinstance(self._spec, Pointwise):
-            activate(self._spec, x, self._first)
+        if isinstance(spec, Pointwise):
+            activate(spec, x, self._first)
         else:
-            np.exp(x, out=x)
+            self._power(x, out=x)
             if self._halves == 2:
                 np.divide(1.0, x, out=self._last)
         if self._scaling is not None:
@@ -135,11 +136,11 @@ def num_sign_halves(spec: Spec | Exact) -> int:
     return 2 if isinstance(spec, Exponential) and spec.paired else 1
 
 
-def max_log(spec: Exponential | Pointwise, u: Floats) -> float:
+def _max_log(spec: Exponential | Pointwise, u: Floats, unit: float) -> float:
     """Log of the largest feature by exponents or inputs, at least 0; inf for a shift."""
     low, high = float(u.min()), float(u.max())
     if isinstance(spec, Exponential):
-        reach = max(high, -low)
+        reach = max(high, -low) * unit
         return reach if reach <= limits.MAX_EXPONENT[u.itemsize] else inf
     # Sums and products of features far from 1 would leave the range of float32.
     is_large = spec.offset != 0.0 or spec.f != RELU or high > 1 / limits.MAX_FEATURE
@@ -223,9 +224,7 @@ def _positive(u: Floats, out: Floats) -> Floats:
 
 def log_offsets(spec: Exponential | Pointwise, dtype: Any) -> Floats:
     """Return what the logs of features have beside those of their unshifted weights."""
-    if isinstance(spec, Exponential):
-        return np.asarray(spec.col)
-    return np.zeros(1, dtype)
+    return np.asarray(spec.col) if isinstance(spec, Exponential) else np.zeros(1, dtype)
 
 
 def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
@@ -233,10 +232,8 @@ def row_term(spec: Spec | Exact, tokens: Tokens) -> Floats | None:
     row: Floats | None = tokens.log_weight
     if isinstance(spec, Exponential):
         x = tokens.x
-        if isinstance(spec.Q, float):
-            quad = np.vecdot(x, x)[..., None] * (-0.5 * spec.Q)
-        else:
-            quad = np.vecdot(x, x @ spec.Q)[..., None] * -0.5
+        curved, factor = (x, spec.Q) if isinstance(spec.Q, float) else (x @ spec.Q, 1.0)
+        quad = np.vecdot(x, curved)[..., None] * (-0.5 * factor)
         quad += quad - quad
         row = quad if row is None else quad + row
     return row

@@ -8,9 +8,8 @@ and kind of product, which the name of the kernels does not tell: it is measured
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
+from linattn_numpy.choices import choose, gain, power_and_unit
 from linattn_numpy.threads import limited_threads
 from linattn_numpy.tiles import moveaxis
 
@@ -42,58 +42,30 @@ KINDS = ("project", "read")
 """Products ``x P`` to more features than it has dimensions, and those over features or tokens."""
 
 
-_small_products: dict[Any, tuple[str, ...]] = {}
-
-
-def small_products(dtype: Any) -> tuple[str, ...]:
-    """Kinds of products that are cut into small ones, measured at the first use.
-
-    The measurement takes 2 ms; ``LINATTN_SMALL_PRODUCTS``, kinds with commas between, overrides it.
-    """
-    found = _small_products.get(dtype)
-    if found is None:
-        asked = os.environ.get("LINATTN_SMALL_PRODUCTS")
-        found = _measured(dtype) if asked is None else _kinds(asked)
-        # The first of several threads decides for all.
-        found = _small_products.setdefault(dtype, found)
-    return found
-
-
 def kernel_status() -> str:
-    """Say which products are cut here, and how that was found."""
-    kinds = small_products(np.dtype(np.float32))
-    how = "as LINATTN_SMALL_PRODUCTS says" if "LINATTN_SMALL_PRODUCTS" in os.environ else "measured"
-    return f"products cut into small ones: {', '.join(kinds) or 'none'} ({how})"
-
-
-def _kinds(asked: str) -> tuple[str, ...]:
-    kinds = tuple(kind for kind in map(str.strip, asked.split(",")) if kind)
-    if not set(kinds) <= set(KINDS):
-        message = (
-            f"the environment variable LINATTN_SMALL_PRODUCTS must be some of {', '.join(KINDS)}, "
-            f"separated by commas, or empty for none, got {asked!r}"
-        )
-        raise ValueError(message)
-    return kinds
+    """Say which products are cut here and how exponentials are computed, and why."""
+    dtype = np.dtype(np.float32)
+    asked = [name for name in ("LINATTN_SMALL_PRODUCTS", "LINATTN_EXP2") if name in os.environ]
+    return (
+        f"products cut into small ones: {', '.join(small_products(dtype)) or 'none'}; exponentials "
+        f"in {dtype} by {power_and_unit(dtype)[0].__name__} ({', '.join([*asked, 'measured'][:2])})"
+    )
 
 
 def _measured(dtype: Any) -> tuple[str, ...]:
     n, *sizes = tuning.MEASURED_SIZES
     with limited_threads():
         gains = [_gain(n, k, j, dtype) for k, j in pairwise(sizes)]
-    return tuple(kind for kind, gain in zip(KINDS, gains, strict=True) if gain > tuning.MIN_GAIN)
+    return tuple(kind for kind, found in zip(KINDS, gains, strict=True) if found > tuning.MIN_GAIN)
+
+
+small_products = partial(choose, "LINATTN_SMALL_PRODUCTS", KINDS, _measured)
+"""Kinds of products that are cut into small ones; the measurement takes 2 ms."""
 
 
 def _gain(n: int, k: int, j: int, dtype: Any) -> float:
-    """How many times as long a whole product takes: least times, as others have the core too."""
-    x, y, out = np.ones((n, k), dtype), np.ones((k, j), dtype), np.empty((n, j), dtype)
-    seconds: dict[Any, list[float]] = {np.matmul: [], _multiply_cut: []}
-    for _ in range(tuning.MEASURED_TURNS):
-        for multiply_by, times in seconds.items():
-            start = perf_counter()
-            multiply_by(x, y, out)
-            times.append(perf_counter() - start)
-    return min(seconds[np.matmul]) / min(seconds[_multiply_cut])
+    arrays = np.ones((n, k), dtype), np.ones((k, j), dtype), np.empty((n, j), dtype)
+    return gain(partial(np.matmul, *arrays), partial(_multiply_cut, *arrays))
 
 
 def transposed(x: Floats) -> Floats:

@@ -24,16 +24,11 @@ Floats = NDArray[Any]
 TOO_HIGH = Declined("a key is not finite, or its features are too large for any log scale")
 
 
-def _projection(spec: Exponential) -> Floats:
-    """``P`` of all features, and below it what the square of a token is multiplied by."""
+def _product(tokens: Floats, spec: Exponential, logs: Floats) -> tuple[Floats, Floats, Floats]:
+    """Factors of a product and where it goes; below ``P`` is what squares are multiplied by."""
     P = np.concatenate([spec.P, -spec.P], axis=-1) if spec.paired else spec.P
     factor = -0.5 * spec.Q if isinstance(spec.Q, float) else -0.5
-    return np.concatenate([P, np.full_like(P[..., :1, :], factor)], axis=-2)
-
-
-def _product(tokens: Floats, spec: Exponential, logs: Floats) -> tuple[Floats, Floats, Floats]:
-    """Factors of a product, and where it goes."""
-    P = _projection(spec)
+    P = np.concatenate([P, np.full_like(P[..., :1, :], factor)], axis=-2)
     if P.ndim == 2:
         return tokens.reshape(-1, tokens.shape[-1]), P, logs.reshape(-1, logs.shape[-1])
     return tokens[..., None, :], P, logs[..., None, :]
