@@ -79,8 +79,7 @@ def sequences_block(
     starts = np.cumsum(lengths) - lengths
     log_row, row = common.log_scale[..., None], row_term(key_spec, key)
     if row is not None:
-        top = np.maximum.reduceat(row, starts, axis=-2)
-        top = np.repeat(top, lengths, axis=-2)
+        top = np.repeat(np.maximum.reduceat(row, starts, axis=-2), lengths, axis=-2)
         row = row - finite_shift(top)
         if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
@@ -182,11 +181,9 @@ class _Apart:
         least, most = limits.FEATURE_SUM_RANGE[dtype.itemsize]
         if not (least <= self._least_sum <= self._largest_sum <= most):
             return limits.UNDERFLOWED
-        floor = max(
-            floor * max(1.0, self._largest_sum), limits.MIN_READ_DENOMINATOR[dtype.itemsize]
-        )
-        floor = max(floor, floor_of_pairs)
-        return Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
+        floor_of_states = floor * max(1.0, self._largest_sum)
+        floors = floor_of_pairs, floor_of_states, limits.MIN_READ_DENOMINATOR[dtype.itemsize]
+        return Sums(self._num_den, max(floors), min(1.0, self._least_sum / longest))
 
     def _read_pairs(self, rows: slice, runs: list[Run], visible: Floats | None) -> None:
         """Read by the weights of all pairs, or of the visible ones."""
@@ -196,12 +193,8 @@ class _Apart:
         self._max_log = max(self._max_log, log_q + keys.make(key[..., rows, :], inspect=True))
         if self._max_log == inf:
             return
-        arrays = (
-            queries.weights,
-            keys.weights,
-            self._values[..., rows, :],
-            self._num_den[..., rows, :],
-        )
+        values, num_den = self._values[..., rows, :], self._num_den[..., rows, :]
+        arrays = queries.weights, keys.weights, values, num_den
         for run in runs:
             q, k, v, out = map(run.split, arrays)
             scores = product(q, transposed(k), "scores")
@@ -227,9 +220,8 @@ class _Apart:
         queries, out = self._queries(n=n), self._num_den[..., rows, :]
         queries.make(self._block.query.x[..., rows, :], inspect=False)
         for run in runs:
-            read_halves(
-                run.split(queries.weights), kvz[..., run.places, :, :], run.split(out), axis=-4
-            )
+            weights, states = run.split(queries.weights), kvz[..., run.places, :, :]
+            read_halves(weights, states, run.split(out), axis=-4)
 
 
 def _sum_keys(k: Floats, v: Floats, out: Floats) -> None:
