@@ -226,11 +226,11 @@ def _visits(
     """For each cluster its keys and the groups of so many queries that chose it, in cache."""
     places, m = np.flatnonzero(chosen), chosen.shape[-1]
     all_rows = places // m
-    columns = places - m * all_rows
+    numbers = places - m * all_rows
     # Numbers of two bytes are sorted by counting: sooner done than the whole transposed.
-    narrow = columns.astype(np.uint16 if m <= 1 << 16 else np.intp)
+    narrow = numbers.astype(np.uint16 if m <= 1 << 16 else np.intp)
     all_rows = all_rows[np.argsort(narrow, kind="stable")]
-    ends = np.append(0, np.cumsum(np.bincount(columns, minlength=m)))
+    ends = np.append(0, np.cumsum(np.bincount(numbers, minlength=m)))
     for (first, end), (start, stop) in zip(pairwise(ends), pairwise(bounds), strict=True):
         if start < stop:
             elements = max(tuning.MIN_VISIT_ROWS * (stop - start), tuning.VISIT_TILE_ELEMENTS)
