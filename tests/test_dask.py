@@ -209,6 +209,16 @@ def window_options(length, window, rng):
 KINDS = [*window_options(1, 1, np.random.default_rng(0))]
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_far_keys_have_the_bias_of_their_side(is_causal):
+    arrays = tokens(40)
+    options: Any = {"exact_window": 5, "far_bias": (-1.0, 1.0), "is_causal": is_causal}
+    table = np.linspace(-1, 1, 11, dtype=np.float32)
+    want = attend(*arrays, MAPS["positive"], window_bias=table, **options)
+    got = attend(*lazily(arrays, 10), MAPS["positive"], window_bias=in_one_chunk(table), **options)
+    close(got.compute(), want)
+
+
 @settings(max_examples=12, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), window=st.integers(1, 9), streamed=st.booleans())
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
