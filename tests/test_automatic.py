@@ -594,7 +594,7 @@ def told(pattern, text):
         (r"With a probability of ([\d.]+) a head", _search.PROBABILITY),
         (r"share the ([\d.]+) that are left", 1 - _search.PROBABILITY),
         (r"no more than ([\d.]+) of the time of exact", _costs.MAX_SEARCH),
-        (r"and an exact window of (\d+) where", _costs.WINDOW),
+        (r"an exact window of (\d+) instead", _costs.WINDOW),
         (r"with exact blocks of (\d+),", _costs.CORESET_BLOCK),
         (r"up to (\d+) \[exact clusters\]", max(_search.LEVELS)),
     ],

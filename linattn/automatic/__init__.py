@@ -138,14 +138,13 @@ def attention(
     Notes
     -----
     Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
-    128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`), and, where L = S
-    and that is the cheaper way, an exact window of 32 tokens; without a tolerance always with it,
-    and without clusters. From 8,192 queries on, with a tolerance, there is no window, and of 512
-    and more clusters queries choose together: they are ordered so that those with like logits lie
-    side by side, and each run of 8 chooses the clusters with the largest sums, over its queries, of
-    a cluster's largest weight by its landmark over that of the query's largest, times what
-    ``exact_clusters`` ranks by but the query. Queries that are masked come last. Traced arrays, at
-    which nothing can be fitted, take exact attention.
+    128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`); without a tolerance
+    there are no clusters but, where L = S, an exact window of 32 tokens. From 8,192 queries on,
+    with a tolerance, queries choose of 512 and more clusters together: they are ordered so that
+    those with like logits lie side by side, and each run of 8 chooses the clusters with the largest
+    sums, over its queries, of a cluster's largest weight by its landmark over that of the query's
+    largest, times what ``exact_clusters`` ranks by but the query. Queries that are masked come
+    last. Traced arrays, at which nothing can be fitted, take exact attention.
 
     *Causal attention.* The later half of the queries sees all keys of the earlier half: that square
     is full attention, by landmarks with exact clusters, fitted to keys and queries of the earlier
@@ -158,37 +157,35 @@ def attention(
 
     *Search.* All heads are tried with m = 64, in full attention beyond some 14,000 keys with 128
     and beyond some 39,000 with 256. The exact rows tell the error for every number of exact
-    clusters at once, with a window and without, and the cheapest that meets the tolerance is
-    taken. A head is tried once more with the power of 2 at which it is expected to
-    cost least, because errors fall with about the square root of m; what does not promise to be
-    cheaper than exact attention is not tried. Heads of one number are worked on together. The first
-    trial is made where it takes at most 0.15 of the time of exact attention (causal: 0.1 of that of
-    a square, and so any other) even if it is in vain: a head is judged by a third of its rows, and
-    by all if these promise to save a quarter, or the head before did. Shorter sequences are
-    attended to exactly at once. More landmarks are tried only where the squared error falls
-    2.75 times as fast with the first clusters as with as many keys at random. Squares
-    share the tolerance, of which the sum of their squared errors is; the output of all is judged by
-    other rows, twice as many.
+    clusters at once, and the cheapest that meets the tolerance is taken. A head is tried once more
+    with the power of 2 at which it is expected to cost least, because errors fall with about the
+    square root of m; what does not promise to be cheaper than exact attention is not tried. Heads
+    of one number are worked on together. The first trial is made where it takes at most 0.15 of the
+    time of exact attention (causal: 0.1 of that of a square, and so any other) even if it is in
+    vain: a head is judged by a third of its rows, and by all if these promise to save a quarter, or
+    the head before did. Shorter sequences are attended to exactly at once. More landmarks are tried
+    only where the squared error falls 2.75 times as fast with the first clusters as with as many
+    keys at random. Squares share the tolerance, of which the sum of their squared errors is; the
+    output of all is judged by other rows, twice as many.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
     of all, at least 64 and at most 256 a head, drawn with odds ``1 / 2 + l_i / (2 mean l)``, where
     ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of the query less the mean query, and weighed by
-    one over them. What is compared with the tolerance is the ``bound``
-    of :func:`linattn.diagnostics.held_out_error` at a probability of ``1 - 0.05 / n``, where n is
-    how many trials a head may have, with and without a window counted apart, so that one that is
-    taken by luck has a probability of 0.05 in all. The bound speaks of rows like those drawn; where
-    the error of a head is in a few rows among thousands, with queries like others, it may miss
-    them. In full attention it may miss more: the same rows choose how many clusters are exact, and
-    judge.
+    one over them. What is compared with the tolerance is the ``bound`` of
+    :func:`linattn.diagnostics.held_out_error` at a probability of ``1 - 0.05 / n``, where n is how
+    many trials a head may have, so that one that is taken by luck has a probability of 0.05 in all.
+    The bound speaks of rows like those drawn; where the error of a head is in a few rows among
+    thousands, with queries like others, it may miss them. In full attention it may miss more: the
+    same rows choose how many clusters are exact, and judge.
 
     *Dask arrays.* The output is lazy, what is chosen by is computed here: a sample of rows, as by
     :meth:`linattn.feature_maps.LandmarkFeatures.fit`, to which landmarks are fitted, and of which
     the rows held out are; and for each number of landmarks that is tried one pass over key and
     value by blocks, for their states and, in the first pass, for the exact outputs of rows held
     out. So the error is that on all keys. The states go into the output: no key is read for it
-    again, but for a window. There are no exact clusters, and an exact window is only where chunks
-    of query and key are equal and of whole windows. NaN and inf outside of the sample are not
-    noticed. Causal attention is exact.
+    again, but for a window. There are no exact clusters, but an exact window where that is the
+    cheaper way, L = S, and chunks of query and key are equal and of whole windows. NaN and inf
+    outside of the sample are not noticed. Causal attention is exact.
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every

@@ -135,12 +135,8 @@ COST = Work(
 
 
 def window_of(problem: Problem) -> int:
-    """Block length that an exact window of full attention may have; 0 where it can have none.
-
-    Beside queries that choose clusters together it is hardly ever worth its time.
-    """
-    alike = problem.query.shape[-2] == problem.key.shape[-2] and problem.choice_rows == 1
-    return WINDOW if alike else 0
+    """Block length that an exact window of full attention may have; 0 where it can have none."""
+    return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else 0
 
 
 def choice_rows_of(problem: Problem, m: int) -> int:

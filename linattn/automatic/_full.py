@@ -42,7 +42,7 @@ from linattn.typing import Array, Problem, State
 __all__ = ["MAX_FITS", "Search", "attend", "is_worth_a_search", "some_heads"]
 
 MAX_FITS = 2
-"""Of a head: each, with and without a window, gets a share of the probability to fail."""
+"""Of a head: each gets a share of the probability to fail, with a window and without two."""
 
 
 def is_worth_a_search(given: Given) -> bool:
@@ -86,7 +86,7 @@ class Search:
     parts : int
         How many such searches together have the probability to fail: those of one call.
     earlier : Given or None
-        Whose queries landmarks are fitted to, without a window then; None for those of ``given``.
+        Whose queries landmarks are fitted to; None for those of ``given``.
     orders : HostTokens or None
         Tell which queries choose clusters together; None where each chooses for itself.
     """
@@ -103,7 +103,8 @@ class Search:
         self.given = given
         self.tokens = tokens
         self._orders = orders
-        self.window = window_of(given.problem) if earlier is None else 0
+        # With exact clusters a window is hardly ever worth the time to judge it.
+        self.window = window_of(given.problem) if given.tolerance is None else 0
         self._fitted_to = given if earlier is None else earlier
         self._probability = 1 - (1 - PROBABILITY) / (MAX_FITS * (2 if self.window else 1) * parts)
 
