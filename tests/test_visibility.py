@@ -18,7 +18,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import reference
-from linattn._driver.stops import MIN_RUN
+from linattn._driver.problem import linear_problem
+from linattn._driver.stops import MIN_RUN, planned
 from linattn.feature_maps import (
     CosformerFeatures,
     EluFeatures,
@@ -29,6 +30,7 @@ from linattn.feature_maps import (
     SoftmaxFeatures,
 )
 from linattn.testing import assert_gradient
+from linattn_numpy import planning
 from tests.entries import saying
 
 DIM, VALUE_DIM = 4, 3
@@ -662,3 +664,16 @@ def test_short_and_long_runs_are_both_tested():
     """Of the cases above: steps of their own, and common positions."""
     assert any(np.diff(stops, prepend=0).max() >= MIN_RUN for _, stops, _ in STOPS.values())
     assert max(np.diff(BORDERS[-1])) > MIN_RUN
+
+
+@pytest.mark.parametrize("length", [4096, 4000])
+def test_heads_are_batched_by_the_longest_run_of_stops(length):
+    x = np.zeros((8, length, 64), np.float32)
+    phi = PositiveFeatures(64, 256, rng=0)
+
+    def num_tasks(**options):
+        with linattn.config(num_threads=1):
+            problem = planned(linear_problem(x, x, x, phi, **options))
+            return len(planning.plan(problem).tasks)
+
+    assert num_tasks(causal_block=128) < num_tasks(causal_block=16) == num_tasks(is_causal=True)

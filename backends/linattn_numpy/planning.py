@@ -23,9 +23,10 @@ def plan(problem: Problem) -> Plan:
     """One task a head or a batch of short ones; blocks that fit the cache; threads over tasks."""
     block = problem.chunk_size or _block_rows(problem)
     threads = num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
-    heads = _heads_in_cache(problem, block, threads)
+    at_once = _longest_step(problem, block)
+    heads = _heads_in_cache(problem, at_once, threads)
     backward_tasks = _tasks(problem, heads)
-    batched = _batched_heads(problem, block, threads)
+    batched = _batched_heads(problem, at_once, threads)
     are_apart = problem.cu_seqlens is not None and not problem.is_causal
     if are_apart:
         batched = _shared(problem, tuning.PACKED_BLOCK_ROWS // tuning.MAX_TILED_BLOCK_ROWS, threads)
@@ -56,6 +57,15 @@ def _longest(problem: Problem) -> int:
     if problem.cu_seqlens is not None and not problem.is_causal:
         return int(np.diff(problem.cu_seqlens).max(initial=0))
     return max(int(problem.query.shape[-2]), int(problem.key.shape[-2]))
+
+
+def _longest_step(problem: Problem, block: int) -> int:
+    """Most keys or queries at once where those of stops come in long runs; otherwise the block."""
+    if problem.key_stop is None or not problem.key_stop.size:
+        return block
+    stops, readers = np.unique(problem.key_stop, return_counts=True)
+    runs = np.concatenate([np.diff(stops, prepend=0), readers])
+    return min(block, int(runs.max())) if np.median(runs) >= tuning.MIN_BATCHED_RUN else block
 
 
 def _block_rows(problem: Problem) -> int:

@@ -235,7 +235,7 @@ def planned(problem: Problem) -> Problem:
     """Return the problem that a plan is made for: some others are worked on as a causal one."""
     if problem.key_stop is None and problem.mode != "two-sided":
         return problem
-    return problem.replace(key_stop=None, is_causal=True)
+    return problem.replace(is_causal=True)
 
 
 def head_tasks(problem: Problem) -> list[Index]:
