@@ -584,6 +584,23 @@ def told(pattern, text):
     return float(found.replace(",", ""))
 
 
+def test_weights_far_from_those_of_landmarks_warn_of_nothing():
+    query, key, value = (x[0] for x in clustered(120, heads=1, dtype=np.float32))
+    phi = LandmarkFeatures.fit(query, key, num_features=4, num_probes=8, rng=0)
+    rows, values_and_one = np.arange(120), np.hstack([value, np.ones((120, 1), np.float32)])
+    head = _tokens.Head(rows, 1000 * query, rows, key, values_and_one, True)
+    with np.errstate(all="raise"):
+        curve = _curves.error_curve(
+            head,
+            _curves.Landmarks.of(phi, (), (), np.float32),
+            scale=phi.scale,
+            levels=(0, 4),
+            exact_window=None,
+            probability=0.95,
+        )
+    assert curve.error[0, 1] < 1e-5
+
+
 @pytest.mark.parametrize(
     ("pattern", "number"),
     [

@@ -157,7 +157,7 @@ def test_readme_shows_the_errors_that_compare_prints(tmp_path):
 def test_pages_give_the_numbers_of_the_code():
     pages = {name: (ROOT / "docs" / name).read_text() for name in ("attention.md", "gradients.md")}
     window, rows = _costs.WINDOW, _costs.MIN_HELD_OUT
-    assert f"and an exact window of {window} where" in pages["attention.md"]
+    assert f"an exact window of {window} instead" in pages["attention.md"]
     assert f"like any from {rows} rows" in pages["attention.md"]
 
     most = checkpoints.MAX_STATES

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn._generic.clusters import scores_together
+from linattn._generic.numerics import ignore_fp_warnings
 from linattn.automatic._costs import ROWS_OVER_FIRST
 from linattn.automatic._tokens import Head
 from linattn.feature_maps import LandmarkFeatures
@@ -28,7 +29,7 @@ TILE = 1 << 17
 PRODUCT_ROWS = 16
 """Keys of a short product: with 1,024 landmarks .7 ns a logit, where whole tiles take 1.2."""
 
-LEAST_LOG, SEEN = -80.0, (1e-10, 1e30)
+LEAST_LOG, SEEN = -80.0, (1e-10, 1e15)
 """Smallest log weight that counts for what it is, and what the weights of a row may sum up to: then
 it is lost in rounding, and nothing is out of range."""
 
@@ -311,13 +312,15 @@ def error_curve(
         return ErrorCurve(np.zeros(shape), np.zeros(shape), np.zeros(shape[1]))
     clusters = Clusters.of(head, landmarks, scale)
     keys = clusters.of_landmarks(head.positions, len(landmarks.b))
-    if is_promising is not None:
-        part = head.some_rows(slice(ROWS_OVER_FIRST // 2, None, ROWS_OVER_FIRST))
-        curve = _error_curve(part, clusters, scale, levels, exact_window, probability)
-        if not is_promising(curve):
-            return curve._replace(keys=keys)
-    curve = _error_curve(head, clusters, scale, levels, exact_window, probability)
-    return curve._replace(keys=keys)
+    # Weights out of range make an error that is not finite, and is not taken.
+    with ignore_fp_warnings():
+        if is_promising is not None:
+            part = head.some_rows(slice(ROWS_OVER_FIRST // 2, None, ROWS_OVER_FIRST))
+            curve = _error_curve(part, clusters, scale, levels, exact_window, probability)
+            if not is_promising(curve):
+                return curve._replace(keys=keys)
+        curve = _error_curve(head, clusters, scale, levels, exact_window, probability)
+        return curve._replace(keys=keys)
 
 
 def _error_curve(
