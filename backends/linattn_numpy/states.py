@@ -104,7 +104,10 @@ def _unshifted_sums(
         row = np.exp(row)
     for rows, weights in feature_tiles(key_spec, tokens.x, "features"):
         values = values_and_one[..., rows, :]
-        if row is not None:
+        # The weights of tokens go onto what is narrower; features just made are in cache.
+        if row is not None and prod(weights.shape[-3::2]) < values.shape[-1]:
+            weights = in_place(np.multiply, weights, row[..., None, rows, :])
+        elif row is not None:
             values = weighted(values, row[..., rows, :])
         sums = weighted_sum(weights, values[..., None, :, :], sums)
     assert sums is not None
