@@ -6,6 +6,7 @@ The row term (curvature and log weight) of unshifted features is left out: it go
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf, log, prod
 from typing import Any, TypeGuard
 
@@ -25,6 +26,7 @@ __all__ = [
     "activate",
     "are_moderate",
     "feature_tiles",
+    "in_units",
     "is_moderate",
     "log_features",
     "log_offsets",
@@ -244,6 +246,12 @@ def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     row = row_term(spec, tokens)
     assert row is not None
     return in_place(np.add, _exponents(spec, tokens.x, name), row)
+
+
+def in_units(unit: float, spec: Exponential, tokens: Tokens) -> tuple[Exponential, Tokens]:
+    """Give logs of features, but for ``col``, as multiples of a unit."""
+    weight = None if tokens.log_weight is None else tokens.log_weight / unit
+    return replace(spec, P=spec.P / unit, Q=spec.Q / unit), tokens._replace(log_weight=weight)
 
 
 def query_exponents(spec: Exponential, x: Floats, name: str) -> Floats:

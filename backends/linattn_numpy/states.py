@@ -32,8 +32,10 @@ from linattn.typing import (
 from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
+from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
     feature_tiles,
+    in_units,
     is_moderate,
     log_features,
     log_offsets,
@@ -128,14 +130,16 @@ def _add_stabilized(
     key_spec: Exponential, tokens: Tokens, values_and_one: Floats, state: State
 ) -> State | Declined:
     """Add a block by feature, each tile on the largest log of each."""
+    power, unit = power_and_unit(values_and_one.dtype)
+    spec, tokens = in_units(unit, key_spec, tokens)
     for rows in _tile_rows(key_spec, tokens.x):
-        log = log_features(key_spec, rows_of(tokens, rows), "features")
+        log = log_features(spec, rows_of(tokens, rows), "features")
         top = feature_max(log)
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= finite_shift(top)[..., None, :]
-        sums = weighted_sum(exp(log), values_and_one[..., rows, :])
-        state = add_sums(state, sums, top + key_spec.col, rows.stop - rows.start)
+        sums = weighted_sum(exp(log, None, power, unit), values_and_one[..., rows, :])
+        state = add_sums(state, sums, top * unit + key_spec.col, rows.stop - rows.start)
     return state
 
 
@@ -206,17 +210,18 @@ def _read_stabilized(
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
         return limits.UNDERFLOWED
-    kvz, offsets = state.kvz, state.log_scale + query_spec.col
+    kvz, (power, unit) = state.kvz, power_and_unit(state.kvz.dtype)
+    spec, offsets = in_units(unit, query_spec, tokens)[0], (state.log_scale + query_spec.col) / unit
     lead = broadcast_lead(kvz.shape[:-2], tokens.x.shape[:-2], offsets.shape[:-1])
     num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
     row = np.empty((*lead, tokens.x.shape[-2], 1), kvz.dtype)
     for rows in _tile_rows(query_spec, tokens.x):
-        log = query_exponents(query_spec, tokens.x[..., rows, :], "features")
+        log = query_exponents(spec, tokens.x[..., rows, :], "features")
         log = in_place(np.add, log, offsets[..., None, :])
         row[..., rows, :] = row_max(log)
         log -= finite_shift(row[..., rows, :])
-        multiply(exp(log), kvz, num_den[..., rows, :])
-    return Partial(num_den, row_log(query_spec, tokens, row, want_log))
+        multiply(exp(log, None, power, unit), kvz, num_den[..., rows, :])
+    return Partial(num_den, row_log(query_spec, tokens, row * unit, want_log))
 
 
 def divide(part: Partial, out: Floats | None = None) -> Declined | None:
