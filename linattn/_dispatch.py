@@ -106,6 +106,7 @@ class _Mode(NamedTuple):
 
 
 DEFAULT = _Mode()
+EMPTY = Declined("an axis has length 0")
 _mode: ContextVar[_Mode] = ContextVar("linattn_mode", default=DEFAULT)
 
 
@@ -226,11 +227,20 @@ def is_declined(answer: Any) -> bool:
     return answer is NotImplemented or isinstance(answer, Declined)
 
 
+def _is_empty(argument: Any) -> bool:
+    """Whether an array, or one in a tuple, has an axis of length 0."""
+    if isinstance(argument, tuple):
+        return any(map(_is_empty, argument))
+    shape = getattr(argument, "shape", ())
+    return isinstance(shape, tuple) and 0 in shape
+
+
 class BlockFunctions:
     """Functions of the block tier for one array library, each looked up at its first use.
 
     An attribute is the backend's function, with the generic one as fallback. A generic function
-    that calls others of the tier (:data:`linattn._generic.CALLS`) is given those found here.
+    that calls others of the tier (:data:`linattn._generic.CALLS`) is given those found here. No
+    backend is given an array without elements.
     """
 
     def __init__(self, xp: ModuleType) -> None:
@@ -239,7 +249,13 @@ class BlockFunctions:
 
     def backend_alone(self, name: str) -> Callable[..., Any] | None:
         """Return the backend's own function, or None: for what is done otherwise without it."""
-        return _alone(name, self._xp, self._mode, self._module)
+        return _alone(name, self._xp, self._mode, self._specific(name))
+
+    def _specific(self, name: str) -> Callable[..., Any] | None:
+        function = getattr(self._module, name, None)
+        if function is None:
+            return None
+        return lambda *args: EMPTY if _is_empty(args) else function(*args)
 
     def note(self, name: str, answer: Any) -> None:
         """Tell whoever asked for an explanation how a call was answered."""
@@ -250,7 +266,7 @@ class BlockFunctions:
         called = _generic.CALLS.get(name, ())
         if called:
             fallback = partial(fallback, **{other: getattr(self, other) for other in called})
-        specific = getattr(self._module, name, None)
+        specific = self._specific(name)
         if self._mode.report is not None:
             specific = _telling(name, self._xp, self._mode, specific)
 
@@ -274,16 +290,15 @@ def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
     served: Sequence[str] = getattr(backend, "modifiers", tuple)()
     modifiers = [name for name in problem.modifiers if name not in served]
     if not modifiers or backend is None:
-        return _alone(name, xp, mode, backend)
+        return _alone(name, xp, mode, getattr(backend, name, None))
     _tell(name, xp, mode, Declined(f"{', '.join(modifiers)} is for the driver"))
     return None
 
 
 def _alone(
-    name: str, xp: ModuleType, mode: _Mode, backend: ModuleType | None
+    name: str, xp: ModuleType, mode: _Mode, function: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:
     """Return a function without a fallback; who asked for an explanation is told of its calls."""
-    function: Callable[..., Any] | None = getattr(backend, name, None)
     if mode.report is None:
         return function
     telling = _telling(name, xp, mode, function)

@@ -524,6 +524,42 @@ def test_an_explanation_of_what_has_no_backend(fakes):
     assert {c.reason for c in report.choices} == {"inside without_backends()"}
 
 
+def _arrays_in(argument):
+    if isinstance(argument, tuple):
+        return [array for part in argument for array in _arrays_in(part)]
+    return [argument] if isinstance(argument, np.ndarray) else []
+
+
+@pytest.mark.parametrize("empty", ["queries", "keys", "heads"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_block_function_is_given_what_is_empty(empty, is_causal, monkeypatch):
+    sizes = []
+    for name in ("values_block", "reduce_block", "read_block", "scan_block", "exact_block"):
+        function = getattr(linattn_numpy, name)
+
+        def noted(*args, function=function):
+            sizes.extend(array.size for array in _arrays_in(args))
+            return function(*args)
+
+        monkeypatch.setattr(linattn_numpy, name, noted)
+    query, key, value = tokens()
+    linattn.linear_attention(query, key, value, PHI)
+    assert min(sizes) > 0
+    if empty == "heads":
+        query, key, value = query[:0], key[:1], value[:1]
+    if empty == "queries" or (is_causal and empty == "keys"):
+        query = query[:, :0]
+    if empty == "keys" or (is_causal and empty == "queries"):
+        key, value = key[:, :0], value[:, :0]
+    with linattn.explain() as report:
+        output = linattn.linear_attention(query, key, value, PHI, is_causal=is_causal)
+    assert output.shape == query.shape
+    assert not output.any()
+    assert min(sizes) > 0
+    if empty == "heads":
+        assert "an axis has length 0" in {choice.reason for choice in report.choices}
+
+
 def test_an_explanation_changes_no_bit_and_ends():
     query, key, value = tokens(300, "float32")
     for scale in (1, 40):

@@ -78,8 +78,6 @@ def read_block_vjp(
     query_spec: Spec, tokens: Tokens, state: State, grad_output: Floats, adjoint: State
 ) -> tuple[Floats, State] | Declined:
     """Gradient of queries that read a state, and the adjoint with them added."""
-    if 0 in tokens.x.shape:
-        return limits.EMPTY
     if not has_vjp(query_spec):
         return NO_VJP
     kvz, loss = state.kvz, 1.0
@@ -123,8 +121,6 @@ def reduce_block_vjp(
     key_spec: Spec, tokens: Tokens, values_and_one: Floats, adjoint: State
 ) -> tuple[Floats, Floats] | Declined:
     """Gradients of keys and of ``[v, 1]`` that an adjoint has read."""
-    if 0 in tokens.x.shape:
-        return limits.EMPTY
     if not has_vjp(key_spec):
         return NO_VJP
     kvz, factor, dtype = adjoint.kvz, None, values_and_one.dtype

@@ -68,8 +68,6 @@ def scan_block(
 
     Keys may have a decay.
     """
-    if 0 in query.x.shape or 0 in values_and_one.shape:
-        return limits.EMPTY
     if not (supports(query_spec) and supports(key_spec)):
         return unsupported(query_spec, key_spec)
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)

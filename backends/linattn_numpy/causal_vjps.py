@@ -76,8 +76,6 @@ def scan_vjp(
 
     ``state`` is the one before the block, ``adjoint`` the one after it.
     """
-    if 0 in query.x.shape:
-        return limits.EMPTY
     if not (has_vjp(query_spec) and has_vjp(key_spec)):
         return NO_VJP
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)

@@ -23,7 +23,7 @@ from linattn.typing import (
 from linattn_numpy import tuning
 from linattn_numpy.assigned import features_and_logs, sums_by_feature
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import EMPTY, all_finite, exp, finite_shift, row_max
+from linattn_numpy.limits import all_finite, exp, finite_shift, row_max
 from linattn_numpy.products import broadcast_lead, multiply
 from linattn_numpy.states import add_sums
 
@@ -42,8 +42,6 @@ def assign_block(
     key_spec: Assigned, tokens: Tokens, values_and_one: Floats, state: State
 ) -> tuple[State, NDArray[np.intp], Floats] | Declined:
     """Add a block of keys to the state; the column of each, and its squared distance to it."""
-    if 0 in tokens.x.shape or 0 in state.kvz.shape:
-        return EMPTY
     if key_spec.dense or key_spec.landmarks is None or key_spec.metric is None:
         return Declined("corrected landmarks, or none, have no clusters")
     found = features_and_logs(key_spec, tokens)
@@ -66,8 +64,6 @@ def choose_block(
 
     So many consecutive queries choose together: each counts by its weights over its largest.
     """
-    if 0 in tokens.x.shape or 0 in state.kvz.shape:
-        return EMPTY
     if not (isinstance(query_spec, Exponential) and isinstance(query_spec.Q, float)):
         return Declined("features that are not exponentials, or a curvature that is a matrix")
     if query_spec.paired or query_spec.Q != 0.0:
@@ -178,8 +174,6 @@ def clusters_block(
 
     Queries that have chosen together lie side by side, and are gathered as one row.
     """
-    if 0 in query.x.shape or 0 in clusters.key.x.shape:
-        return EMPTY
     if clusters.key.log_weight is not None:
         return Declined("keys have log weights")
     # The log of what a row has read so far as one more coordinate: weights beside it are in range.

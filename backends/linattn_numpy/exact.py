@@ -36,8 +36,6 @@ def exact_more(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, part: Partial
 ) -> Partial | Declined:
     """Add a block of keys to a partial of the same queries, on its scale."""
-    if 0 in query.x.shape or 0 in values_and_one.shape:
-        return limits.EMPTY
     if part.log.shape[:-1] != query.x.shape[:-1]:
         return Declined("queries have other leading axes than what they have read")
     # The scale as one more coordinate: a pass over the logits less.
@@ -60,8 +58,6 @@ def exact_block(
     visible: NDArray[np.bool_] | None = None,
 ) -> Partial | Declined:
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
-    if 0 in query.x.shape or 0 in values_and_one.shape:
-        return limits.EMPTY
     logits = _logits(spec, query, key)
     if _are_moderate(logits):
         weights = exp(logits)
@@ -98,8 +94,6 @@ def window_block(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
 ) -> Partial | Declined:
     """Exact part of a window: a causal block sees no key behind its own."""
-    if 0 in query.x.shape or 0 in values_and_one.shape:
-        return limits.EMPTY
     *lead, g, w, _ = query.x.shape
     windows = _Windows(0, w, (key.x.shape[-3] - g + 1) * w, g)
     weight = None if key.log_weight is None else _in_a_row(key.log_weight)
@@ -132,8 +126,6 @@ def band_block(
     Each has a few keys that only some of its rows see, fewer than a block of all rows has; but near
     the ends of a long window there are not so many keys.
     """
-    if 0 in query.x.shape or 0 in values_and_one.shape:
-        return limits.EMPTY
     (low, high), n, s = band, query.x.shape[-2], key.x.shape[-2]
     rows = tuning.BAND_ROW_BYTES // query.x.itemsize
     if s <= high - low + rows:

@@ -62,8 +62,6 @@ def sequences_block(
     want_log: bool,
 ) -> Partial | Declined:
     """Attention within each sequence, full or causal."""
-    if 0 in query.x.shape or 0 in values_and_one.shape:
-        return limits.EMPTY
     if not (supports(query_spec) and supports(key_spec)):
         return unsupported(query_spec, key_spec)
     if num_sign_halves(query_spec) != num_sign_halves(key_spec):

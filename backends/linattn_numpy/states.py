@@ -75,8 +75,6 @@ def reduce_block(
     key_spec: Spec, tokens: Tokens, values_and_one: Floats, state: State
 ) -> State | Declined:
     """Add a block of keys to the state."""
-    if 0 in (*tokens.x.shape, *values_and_one.shape):
-        return limits.EMPTY
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
     elif supports(key_spec):
@@ -177,8 +175,6 @@ def read_block(
     query_spec: Spec, tokens: Tokens, state: State, want_log: bool
 ) -> Partial | Declined:
     """Read the state with a block of queries."""
-    if 0 in tokens.x.shape or 0 in state.kvz.shape:
-        return limits.EMPTY
     if not supports(query_spec):
         return unsupported(query_spec)
     if not is_moderate(query_spec, tokens.x):

@@ -105,7 +105,10 @@ class WholeTier(Protocol):
 
 
 class BlockTier(Protocol):
-    """One block of tokens. Every function is optional: the generic one is its fallback."""
+    """One block of tokens. Every function is optional: the generic one is its fallback.
+
+    No array that a function is given has an axis of length 0.
+    """
 
     @staticmethod
     def plan(problem: Problem) -> Plan | Declined:
