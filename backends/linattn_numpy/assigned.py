@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Assigned, Declined, Tokens
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import MIN_EXP_SUM, MIN_EXPONENT, exp, finite_shift, row_max
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 
 __all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
@@ -58,7 +57,7 @@ def sums_by_feature(
     values = np.broadcast_to(values_and_one, (*lead, n, e)).reshape(-1, e)
     weighted = buffer("weighted", values.shape, values.dtype)
     values.take(order, axis=0, out=weighted, mode="clip")
-    weighted *= np.exp(log - finite_shift(top)[place])[:, None]
+    weighted *= np.exp(log - limits.finite_shift(top)[place])[:, None]
     sums = np.zeros((heads * m, e), values.dtype)
     sums[found] = np.add.reduceat(weighted, starts, axis=0)
     return sums.reshape(*lead, m, e), top.reshape(*lead, m)
@@ -73,7 +72,7 @@ def _sums_of_few(
     np.maximum.at(top.reshape(-1), places, log[..., 0])
     weights = buffer("weights", (*index.shape, m), log.dtype)
     weights.fill(0)
-    shares = np.exp(log[..., 0] - finite_shift(top).reshape(-1)[places])
+    shares = np.exp(log[..., 0] - limits.finite_shift(top).reshape(-1)[places])
     weights.reshape(-1)[np.arange(index.size) * m + index.ravel()] = shares.ravel()
     return weighted_sum(weights, values_and_one), top
 
@@ -122,12 +121,17 @@ def features_and_logs(spec: Assigned, tokens: Tokens) -> tuple[NDArray[np.intp],
 def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
     """Log of the sum of exponentials along the last axis."""
     # A few rows tell whether some may be so small that the attempt would take long.
-    if not x[..., ::8, :].min(initial=0.0) < MIN_EXPONENT[x.itemsize]:
+    if not x[..., ::8, :].min(initial=0.0) < limits.MIN_EXPONENT[x.itemsize]:
         total = np.exp(x, out=workspace) @ np.ones((x.shape[-1], 1), x.dtype)
-        if MIN_EXP_SUM[x.itemsize] < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
+        if (
+            limits.MIN_EXP_SUM[x.itemsize]
+            < total.min(initial=1.0)
+            <= total.max(initial=1.0)
+            < np.inf
+        ):
             return np.asarray(np.log(total))
-    shift = row_max(x)
+    shift = limits.row_max(x)
     if not np.isfinite(shift).all():
         return NOT_FINITE
     x -= shift
-    return np.asarray(np.log(exp(x).sum(axis=-1, keepdims=True)) + shift)
+    return np.asarray(np.log(limits.exp(x).sum(axis=-1, keepdims=True)) + shift)

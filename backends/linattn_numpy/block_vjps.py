@@ -18,18 +18,9 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
+from linattn_numpy.exact import logits_of
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import log_features, query_exponents
-from linattn_numpy.limits import (
-    all_finite,
-    exp,
-    finite_shift,
-    floor_of,
-    in_place,
-    rejected_rows,
-    row_max,
-    row_sizes,
-)
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums
 
@@ -47,7 +38,7 @@ def _max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
     allowed to small values.
     """
     least = sizes.min(where=sizes != 0, initial=1 / limits.SMALL_VALUES)
-    return log(least * limits.SMALL_VALUES) - log(floor_of(dtype) * terms)
+    return log(least * limits.SMALL_VALUES) - log(limits.floor_of(dtype) * terms)
 
 
 def _division_vjp(
@@ -64,7 +55,7 @@ def _division_vjp(
     inverse = 1 / denominator
     inner = np.vecdot(weights, cotangent)[..., None] * inverse
     inner *= inverse
-    if not all_finite(inner):
+    if not limits.all_finite(inner):
         return limits.UNDERFLOWED
     cotangent *= inverse
     cotangent -= np.multiply(z, inner, out=buffer("more", cotangent.shape, cotangent.dtype))
@@ -84,31 +75,31 @@ def read_block_vjp(
     features = unshifted_features(query_spec, tokens, "query")
     if not isinstance(features, Declined):
         c = state.log_scale + features.col
-        top = finite_shift(c.max(axis=-1, keepdims=True))
+        top = limits.finite_shift(c.max(axis=-1, keepdims=True))
         if not np.all(c == top):
             kvz = kvz * np.exp(c - top)[..., None]
         log_scale, max_weight = features.col - top, np.exp(features.max_log)
         weights = features.weights
     elif isinstance(query_spec, Exponential):
         weights = query_exponents(query_spec, tokens.x, "query")
-        weights = in_place(np.add, weights, (state.log_scale + query_spec.col)[..., None, :])
-        weights -= finite_shift(row_max(weights))
-        weights = exp(weights)
+        weights = limits.in_place(np.add, weights, (state.log_scale + query_spec.col)[..., None, :])
+        weights -= limits.finite_shift(limits.row_max(weights))
+        weights = limits.exp(weights)
         # A feature without keys has no scale, and no key to ask for one.
-        log_scale, max_weight, loss = -finite_shift(state.log_scale), 1.0, limits.EXP_LOSS
+        log_scale, max_weight, loss = -limits.finite_shift(state.log_scale), 1.0, limits.EXP_LOSS
     else:
         return features
     z = kvz[..., -1:]
     cotangent = product(grad_output, transposed(kvz[..., :-1]), "read")
     # Underflow takes at most so many smallest numbers times the largest weight or sum, once a term.
-    floor = loss * floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
+    floor = loss * limits.floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
     denominator = np.matmul(weights, z)
     rows = _division_vjp(weights, denominator, cotangent, transposed(z), floor)
     if isinstance(rows, Declined):
         return rows
     sums = kvz.sum(axis=-2, keepdims=True)
-    sizes = denominator * row_sizes(grad_output)
-    if rejected_rows(sizes, sums / sums[..., -1:], kvz, floor) is not None:
+    sizes = denominator * limits.row_sizes(grad_output)
+    if limits.rejected_rows(sizes, sums / sums[..., -1:], kvz, floor) is not None:
         return limits.UNDERFLOWED
     inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
@@ -130,7 +121,7 @@ def reduce_block_vjp(
     if not isinstance(features, Declined):
         scale = adjoint.log_scale + features.col
         if features.row is not None:
-            top = finite_shift(features.row.max(axis=-2, keepdims=True))
+            top = limits.finite_shift(features.row.max(axis=-2, keepdims=True))
             factor, scale = np.exp(features.row - top), scale + top[..., 0]
         if not scale.max() + features.max_log <= limit:
             return UNDERFLOWED_KEYS
@@ -138,10 +129,10 @@ def reduce_block_vjp(
         weights = features.weights
     elif isinstance(key_spec, Exponential):
         weights = log_features(key_spec, tokens, "key")
-        weights = in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
+        weights = limits.in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
         if not weights.max() <= limit - log(limits.EXP_LOSS):
             return UNDERFLOWED_KEYS
-        weights = exp(weights)
+        weights = limits.exp(weights)
     else:
         return features
     shape = (*broadcast_lead(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
@@ -194,14 +185,12 @@ def _softmax_weights(
     spec: Exact, query: Tokens, key: Tokens, log_row: Floats, visible: Any
 ) -> Floats:
     """Weights of visible keys on the scale of their rows; 0 for the others."""
-    logits = product(query.x * spec.scale, transposed(key.x), "logits")
-    if key.log_weight is not None:
-        logits = in_place(np.add, logits, transposed(key.log_weight))
+    logits = logits_of(spec, query, key)
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
-    return exp(in_place(np.subtract, logits, log_row))
+    return limits.exp(limits.in_place(np.subtract, logits, log_row))
 
 
 def _grad_logits(weights: Floats, values_and_one: Floats, grad_num_den: Floats) -> Floats:
     cotangent = product(grad_num_den, transposed(values_and_one), "read")
-    return in_place(np.multiply, cotangent, weights)
+    return limits.in_place(np.multiply, cotangent, weights)

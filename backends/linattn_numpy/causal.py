@@ -42,7 +42,6 @@ from linattn_numpy.features import (
     supports,
     unsupported,
 )
-from linattn_numpy.limits import all_finite, exp, finite_shift, floor_of, rejected_rows, tiny
 from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
@@ -105,7 +104,7 @@ def _scan_unshifted(
         return common
     if key.log_weight is not None and isinstance(key_spec, Pointwise) and key_spec.f == RELU:
         # Other keys of a row may have none of the features that these have.
-        vanishes = common.value_weights < floor_of(values_and_one.dtype)
+        vanishes = common.value_weights < limits.floor_of(values_and_one.dtype)
         if np.any(vanishes & (key.log_weight > -inf)):
             return limits.UNDERFLOWED
     bounds = exponent_bounds(block, common)
@@ -132,9 +131,9 @@ def _scan_unshifted(
         return sums
     (num_den, floor, least_weight), kvz = sums
     den = num_den[..., -1:]
-    rejected = rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
+    rejected = limits.rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
     is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, floor)
-    if not (is_large and all_finite(num_den)):
+    if not (is_large and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
     log = common.log_scale[..., None]
     log_row = row_log(query_spec, query, log if since is None else log + since, want_log)
@@ -171,7 +170,7 @@ def scan_tiles(
     (n, e), num_den, inspect = values_and_one.shape[-2:], None, bool((bounds == inf).any())
     max_log = 0.0 if inspect else math.log(2) + float(bounds.max())
     kvz = state.kvz * common.state_factors[..., None]
-    least = floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
+    least = limits.floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
     if key.log_decay is not None:
         least *= limits.EXP_LOSS if since is None else math.exp(-since.min())
     weights = common.value_weights
@@ -232,7 +231,7 @@ def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
     token = np.vecdot(query.x, query.x).max(axis=-1)
     bounds = np.sqrt(token * np.square(query_spec.P).sum(axis=-2).max(axis=-1))
     is_small = bounds <= limits.MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
-    return np.where((least >= tiny(query.x.dtype)) & is_small, bounds, inf)
+    return np.where((least >= limits.tiny(query.x.dtype)) & is_small, bounds, inf)
 
 
 def _scan_stabilized(
@@ -252,10 +251,10 @@ def _scan_stabilized(
             accepted = accepted and is_large
     z = state.kvz[..., -1]
     terms = float(z.shape[-1] * state.length + z.sum(axis=-1).max())
-    floor = limits.EXP_LOSS * floor_of(z.dtype) * terms
+    floor = limits.EXP_LOSS * limits.floor_of(z.dtype) * terms
     if not _is_kept(key_spec, key, before, state.kvz, floor):
         return limits.UNDERFLOWED
-    accepted = accepted and all_finite(num_den)
+    accepted = accepted and limits.all_finite(num_den)
     return Partial(num_den, row_log(query_spec, query, part.log, want_log), accepted), state
 
 
@@ -284,7 +283,7 @@ def _scan_rows(
 
     # A decay takes from denominators on any scale.
     for may_redo in (decay is None, False):
-        rejected = rejected_rows(num_den[..., -1:], v, state.kvz, found.floor)
+        rejected = limits.rejected_rows(num_den[..., -1:], v, state.kvz, found.floor)
         # A row that sees no key is 0.
         if rejected is None or not (rejected := rejected & (log_row > -inf)).any():
             return after, True
@@ -320,12 +319,12 @@ def _sum_pairs(
 
         q = take(found.query[..., rows, :], row)[:, None, :]
         pairs = q + take(found.key[..., rows, :])
-        before = q + take((c - finite_shift(found.log_scale[..., i, :]))[..., None, :])
+        before = q + take((c - limits.finite_shift(found.log_scale[..., i, :]))[..., None, :])
         pairs[np.arange(size) > row[:, None]] = -inf
         top = np.maximum(
             pairs.max(axis=(-2, -1), keepdims=True), before.max(axis=-1, keepdims=True)
         )
-        shift, least = finite_shift(top), limits.LEAST_EXPONENT[pairs.itemsize]
+        shift, least = limits.finite_shift(top), limits.LEAST_EXPONENT[pairs.itemsize]
         pairs -= shift
         weights = np.exp(np.where(pairs < least, -inf, pairs)).sum(axis=-1)[:, None, :]
         sums = weights @ take(v[..., rows, :]) + np.exp(before - shift) @ take(kvz)
@@ -339,7 +338,7 @@ def _exp_by_head(log: Floats, name: str) -> Floats:
     out = buffer(name, log.shape, log.dtype)
     shape = -1, *log.shape[-2:]
     for x, y in zip(log.reshape(shape), out.reshape(shape), strict=True):
-        exp(x, y)
+        limits.exp(x, y)
     return out
 
 

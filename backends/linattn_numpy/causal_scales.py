@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, State, Tokens
 from linattn_numpy import limits
 from linattn_numpy.features import log_features, query_exponents
-from linattn_numpy.limits import finite_shift, floor_of, row_max
 from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import Run, rows_of
 
@@ -52,13 +51,13 @@ def common_scale(
     block = key_logs + query_logs
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
-        row = row - finite_shift(top)
+        row = row - limits.finite_shift(top)
         block = block + top[..., 0]
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
     limit = limits.MAX_LOG_SPREAD[state.kvz.itemsize]
     if not (_is_near(before, g, limit) and _is_near(block, g, limit)):
         return Declined(f"log scales of features are more than {limit:g} apart")
-    g = finite_shift(g)
+    g = limits.finite_shift(g)
     block, factors = np.exp(block - g), np.exp(before - g)
     first = block[..., :1]
     is_even = (block == first).all(axis=-1)
@@ -124,11 +123,11 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     k = _add_by_run(k, key_spec.col[..., None, :] - shift, runs)
     q = query_exponents(query_spec, query.x, "query")
     q = _add_by_run(q, c + query_spec.col[..., None, :], runs)
-    row = row_max(q)
-    q -= finite_shift(row)
+    row = limits.row_max(q)
+    q -= limits.finite_shift(row)
     before = state.kvz * np.exp(state.log_scale - shift[..., 0, :])[..., None]
     terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1)
-    floor = limits.EXP_LOSS * floor_of(k.dtype) * terms[..., None, None]
+    floor = limits.EXP_LOSS * limits.floor_of(k.dtype) * terms[..., None, None]
     return StabilizedBlock(q, k, before, row, c, rises, floor)
 
 
@@ -140,7 +139,7 @@ def running_scales(log: Floats, top: Floats) -> tuple[Floats, Floats, list[Float
     c = np.maximum.accumulate(log, axis=-2)
     # What follows may be NaN, and is not for what is before it.
     c = np.where(c >= top - limits.MAX_PREFIX_LOG_LEAD, top, c)
-    shift = finite_shift(c)
+    shift = limits.finite_shift(c)
     rising = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
     rises = [
         np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None] if is_rising else None

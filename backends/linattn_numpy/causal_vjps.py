@@ -22,7 +22,6 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
-from linattn_numpy.limits import all_finite, exp, floor_of, in_place, rejected_rows, row_sizes
 from linattn_numpy.products import product, sum_products, transposed, weighted
 from linattn_numpy.tiles import Run, sub_blocks
 
@@ -102,7 +101,7 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
     g, key_factors, weights, state_factors = common
     v, k = weighted(block.values_and_one, weights), keys.weights
     if key_factors is not None:
-        k = in_place(np.multiply, k, key_factors[..., None, :])
+        k = limits.in_place(np.multiply, k, key_factors[..., None, :])
     start = state.kvz * state_factors[..., None]
     log_scale = np.broadcast_to(g - queries.col, state.log_scale.shape).astype(v.dtype)
     if not (adjoint.log_scale + log_scale).max() <= limits.MAX_LOG_LEAD:
@@ -112,7 +111,7 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
     if not (isinstance(block.key_spec, Exponential) or np.all(log_scale == log_scale[..., :1])):
         return UNEVEN
     terms = float(k.shape[-1] * (state.length + v.shape[-2]))
-    floor = floor_of(v.dtype) * terms * math.exp(queries.max_log + keys.max_log)
+    floor = limits.floor_of(v.dtype) * terms * math.exp(queries.max_log + keys.max_log)
     return _Rows(queries.weights, k, v, start, log_scale[..., None, :], None, floor)
 
 
@@ -121,7 +120,7 @@ def _pull_stabilized(
 ) -> Gradients | Declined:
     """Pull back on the largest logs so far; by fewer tokens where this takes digits from rows."""
     q, k, start, _, log_scale, rises, floor = stabilize(block, states[0], runs)
-    rows = _Rows(exp(q), exp(k), block.values_and_one, start, log_scale, rises, floor)
+    rows = _Rows(limits.exp(q), limits.exp(k), block.values_and_one, start, log_scale, rises, floor)
     answer = _pull(block, rows, runs, states, grad_output)
     if not isinstance(answer, list):
         return answer
@@ -156,8 +155,8 @@ def _pull(
         weights.append(each)
     # Cotangents and the values that their rows see must be large enough for underflow to leave
     # their products. They are divided by denominators for queries, and not for keys.
-    sizes = np.minimum(row_sizes(grad_output), 1) * np.minimum(denominators, 1)
-    rejected = rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
+    sizes = np.minimum(limits.row_sizes(grad_output), 1) * np.minimum(denominators, 1)
+    rejected = limits.rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
     if rejected is not None:
         return limits.UNDERFLOWED if rows.rises is None else _finer(runs, rejected, v.shape[-1])
     inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
@@ -165,7 +164,7 @@ def _pull(
     cotangent, pairs = buffer("read", (*lead, n, k.shape[-1]), k.dtype), []
     for run, each in zip(runs, weights, strict=True):
         pairs.append(_pairs(run, rows, each, prefixes, grad_output, inverses, g1, cotangent))
-    if not all_finite(g1[..., -1]):
+    if not limits.all_finite(g1[..., -1]):
         return limits.UNDERFLOWED
     grad_query = features_vjp(block.query_spec, block.query.x, q, cotangent, None)
     grad_query *= inverses

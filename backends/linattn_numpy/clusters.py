@@ -20,10 +20,9 @@ from linattn.typing import (
     State,
     Tokens,
 )
-from linattn_numpy import tuning
+from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import features_and_logs, sums_by_feature
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import all_finite, exp, finite_shift, row_max
 from linattn_numpy.products import broadcast_lead, multiply
 from linattn_numpy.states import add_sums
 
@@ -76,8 +75,8 @@ def choose_block(
         np.broadcast_to((a + query_spec.col)[..., None, :], (*lead, 1, m))
         for a in (bias, state.log_scale)
     )
-    gain = np.where(scale > -np.inf, bias - finite_shift(scale), -np.inf).astype(x.dtype)
-    gain = np.exp(gain - finite_shift(row_max(gain)))
+    gain = np.where(scale > -np.inf, bias - limits.finite_shift(scale), -np.inf).astype(x.dtype)
+    gain = np.exp(gain - limits.finite_shift(limits.row_max(gain)))
     chosen = np.empty((*lead, n // rows, m), bool)
     num_den, row = np.empty((*lead, n, e), x.dtype), np.empty((*lead, n, 1), x.dtype)
     for heads, tile in _tiles(lead, n // rows, m * rows):
@@ -127,9 +126,9 @@ def _choose_together(weights: Floats, gain: Floats, count: int) -> NDArray[np.bo
 
 def _to_weights(logs: Floats) -> Floats:
     """Replace logs by their exponentials over the largest of each row, and return its log."""
-    top = row_max(logs)
-    logs -= finite_shift(top)
-    exp(logs)
+    top = limits.row_max(logs)
+    logs -= limits.finite_shift(top)
+    limits.exp(logs)
     return top
 
 
@@ -192,7 +191,7 @@ def clusters_block(
         queries = _taken(x, chose, "queries").reshape(-1, width)
         shape = (len(queries), keys.stop - keys.start)
         weights = np.matmul(queries, key[:, keys], out=buffer("weights", shape, x.dtype))
-        exp(weights)
+        limits.exp(weights)
         if exact_window is not None:
             _leave_out_near(weights, query.start + chose, clusters.positions[keys], exact_window)
         sums = _taken(sums_of, chose, "sums")
@@ -200,7 +199,7 @@ def clusters_block(
         sums += np.matmul(weights, values_and_one[keys], out=added).reshape(sums.shape)
         whole_rows[chose] = _as_elements(sums)
     # What is inf or NaN is so by itself, or because the scale is too low.
-    return Partial(num_den, log) if all_finite(num_den) else Declined("sums are not finite")
+    return Partial(num_den, log) if limits.all_finite(num_den) else Declined("sums are not finite")
 
 
 def _taken(x: Floats, rows: NDArray[np.intp], name: str) -> Floats:

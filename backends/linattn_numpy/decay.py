@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import exp
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower, moveaxis, split_tiles, sub_blocks
 
@@ -89,7 +88,7 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
     is_steep = (last < -2 * limit)[..., 0, 0]
     to_middle = (last / 2 - since).clip(-limit, limit)
     factors = (np.exp(x).astype(dtype) for x in (-to_middle, transposed(to_middle)))
-    parts = (exp(x.astype(dtype)) for x in (since, last - since, last))
+    parts = (limits.exp(x.astype(dtype)) for x in (since, last - since, last))
     for sums, steep, row, key, left, until, whole in zip(
         since, is_steep, *factors, *parts, strict=True
     ):
@@ -105,4 +104,4 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
 def _steep_pairs(since: Floats, dtype: Any) -> Floats:
     """Decay of pairs of which that of some token is out of the range of a number."""
     between = np.minimum(since - transposed(since), 0).astype(dtype)
-    return exp(between) * lower(since.shape[-2], dtype)
+    return limits.exp(between) * lower(since.shape[-2], dtype)

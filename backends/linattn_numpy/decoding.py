@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exponential, Problem, State
 from linattn_numpy import limits
 from linattn_numpy.features import supports_pointwise
-from linattn_numpy.limits import floor_of
 from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebase_for
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 
@@ -213,7 +212,7 @@ class Stepper:
         sum, buffered tokens included.
         """
         most = float(self._state[..., -1, :].max()) + MAX_BUFFERED_TOKENS * exp(limits.MAX_LOG_LEAD)
-        floor = floor_of(self._state.dtype) * self._state.shape[-1] * most
+        floor = limits.floor_of(self._state.dtype) * self._state.shape[-1] * most
         self._min_denominator = max(limits.MIN_READ_DENOMINATOR[self._state.itemsize], floor)
         self._reads_unshifted = True
 

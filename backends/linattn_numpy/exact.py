@@ -12,17 +12,16 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exact, Partial, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.limits import all_finite, exp, feature_max, finite_shift, row_max
 from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
-__all__ = ["band_block", "exact_block", "exact_more", "window_block"]
+__all__ = ["band_block", "exact_block", "exact_more", "logits_of", "window_block"]
 
 Floats = NDArray[Any]
 
 NOT_FINITE = Declined("sums are not finite")
 
 
-def _logits(spec: Exact, query: Tokens, key: Tokens) -> Floats:
+def logits_of(spec: Exact, query: Tokens, key: Tokens) -> Floats:
     """Logits in a buffer, -inf for masked keys."""
     x = query.x if spec.scale == 1.0 else query.x * spec.scale
     logits = product(x, transposed(key.x), "logits")
@@ -41,13 +40,13 @@ def exact_more(
     # The scale as one more coordinate: a pass over the logits less.
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
-    logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
-    more = product(exp(logits), values_and_one, "more")
+    logits = logits_of(Exact(1.0), query._replace(x=x), key._replace(x=y))
+    more = product(limits.exp(logits), values_and_one, "more")
     if more.shape != part.num_den.shape:
         return Declined("keys have other leading axes than those before")
     num_den = more + part.num_den
     # What is inf or NaN is so by itself, or because the scale is too low for this block.
-    return Partial(num_den, part.log) if all_finite(num_den) else NOT_FINITE
+    return Partial(num_den, part.log) if limits.all_finite(num_den) else NOT_FINITE
 
 
 def exact_block(
@@ -58,22 +57,22 @@ def exact_block(
     visible: NDArray[np.bool_] | None = None,
 ) -> Partial | Declined:
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
-    logits = _logits(spec, query, key)
+    logits = logits_of(spec, query, key)
     if _are_moderate(logits):
-        weights = exp(logits)
+        weights = limits.exp(logits)
         if visible is not None:
             np.copyto(weights, 0, where=~visible)
         part = _unshifted(np.matmul(weights, values_and_one))
         if part is not None:
             return part
-        logits = _logits(spec, query, key)
+        logits = logits_of(spec, query, key)
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
-    row = row_max(logits)
+    row = limits.row_max(logits)
     if not np.isfinite(row).all():
         return Declined("a query sees no key, or its logits are not finite")
     logits -= row
-    return Partial(np.matmul(exp(logits), values_and_one), row)
+    return Partial(np.matmul(limits.exp(logits), values_and_one), row)
 
 
 def _are_moderate(logits: Floats) -> bool:
@@ -85,7 +84,7 @@ def _unshifted(num_den: Floats) -> Partial | None:
     """Take sums of unshifted exponentials; None where a row's are small, or large."""
     least, most = limits.MIN_EXACT_DENOMINATOR, limits.MAX_EXACT_DENOMINATOR[num_den.itemsize]
     sums = num_den[..., -1]
-    if not (least <= sums.min() and sums.max() <= most and all_finite(num_den)):
+    if not (least <= sums.min() and sums.max() <= most and limits.all_finite(num_den)):
         return None
     return Partial(num_den, np.zeros((*num_den.shape[:-1], 1), num_den.dtype))
 
@@ -190,22 +189,22 @@ def _read_windows(
     logits = _window_logits(spec, query, keys, windows)
     # A block a row: what is sampled are whole blocks.
     if _are_moderate(by_block := logits.reshape(*logits.shape[:-2], -1)):
-        exp(by_block)
+        limits.exp(by_block)
         _apply(np.multiply, logits, band, 1.0, 0.0)
         part = _unshifted(_window_sums(logits, values)[..., :n, :])
         if part is not None:
             return part
         logits = _window_logits(spec, query, keys, windows)
-    log = feature_max(_hide(logits, key, windows, band))
-    logits -= finite_shift(log)[..., None, :]
+    log = limits.feature_max(_hide(logits, key, windows, band))
+    logits -= limits.finite_shift(log)[..., None, :]
     log = log.reshape(*log.shape[:-2], -1, 1)[..., :n, :]
     if not np.isfinite(log).all():
-        seen = feature_max(_hide(np.zeros_like(logits), key, windows, band))
+        seen = limits.feature_max(_hide(np.zeros_like(logits), key, windows, band))
         seen = seen.reshape(*seen.shape[:-2], -1, 1)[..., :n, :]
         if not np.isfinite(log[seen == 0]).all():
             return Declined("logits are not finite")
-    num_den = _window_sums(exp(logits), values)[..., :n, :]
-    return Partial(num_den, log) if band is None or all_finite(num_den) else NOT_FINITE
+    num_den = _window_sums(limits.exp(logits), values)[..., :n, :]
+    return Partial(num_den, log) if band is None or limits.all_finite(num_den) else NOT_FINITE
 
 
 def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int] | None) -> Floats:

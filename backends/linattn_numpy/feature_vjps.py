@@ -21,7 +21,6 @@ from linattn_numpy.features import (
     row_term,
     supports_pointwise,
 )
-from linattn_numpy.limits import in_place
 from linattn_numpy.products import transposed
 
 __all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
@@ -74,7 +73,7 @@ def features_vjp(
     ``total``: sum of the products of features and cotangents over a row, None for 0.
     """
     if isinstance(spec, Exponential):
-        cotangent = in_place(np.multiply, cotangent, weights)
+        cotangent = limits.in_place(np.multiply, cotangent, weights)
         r = spec.P.shape[-1]
         if spec.paired:
             cotangent[..., :r] -= cotangent[..., r:]
@@ -82,15 +81,17 @@ def features_vjp(
         if total is None or (isinstance(spec.Q, float) and spec.Q == 0.0):
             return gradient
         if isinstance(spec.Q, float):
-            return in_place(np.subtract, gradient, total * spec.Q * x)
-        return in_place(np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2)))
+            return limits.in_place(np.subtract, gradient, total * spec.Q * x)
+        return limits.in_place(
+            np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2))
+        )
     assert isinstance(spec, Pointwise)
     if spec.f == RELU:
         # Features do not tell: a small input vanishes beside the offset.
-        cotangent = in_place(np.multiply, cotangent, preactivations(spec, x, "inputs") > 0)
+        cotangent = limits.in_place(np.multiply, cotangent, preactivations(spec, x, "inputs") > 0)
         slope: Any = spec.factor
     else:
-        cotangent = in_place(np.multiply, cotangent, np.minimum(weights, spec.factor))
+        cotangent = limits.in_place(np.multiply, cotangent, np.minimum(weights, spec.factor))
         slope = 1.0
     if isinstance(spec.P, float):
         cotangent *= slope * spec.P

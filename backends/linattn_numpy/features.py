@@ -17,7 +17,6 @@ from linattn.typing import ELU_PLUS_ONE, RELU, Declined, Exact, Exponential, Poi
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import power_and_unit
-from linattn_numpy.limits import all_finite, in_place
 from linattn_numpy.products import broadcast_lead, multiply, product
 from linattn_numpy.tiles import moveaxis, split_tiles, tiles
 
@@ -245,7 +244,7 @@ def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
     row = row_term(spec, tokens)
     assert row is not None
-    return in_place(np.add, _exponents(spec, tokens.x, name), row)
+    return limits.in_place(np.add, _exponents(spec, tokens.x, name), row)
 
 
 def in_units(unit: float, spec: Exponential, tokens: Tokens) -> tuple[Exponential, Tokens]:
@@ -261,7 +260,7 @@ def query_exponents(spec: Exponential, x: Floats, name: str) -> Floats:
     nothing.
     """
     u = _exponents(spec, x, name)
-    if not all_finite(u):
+    if not limits.all_finite(u):
         # One past range may be so by a part of its sum: it is not known to be small.
         u += u - u
     return u

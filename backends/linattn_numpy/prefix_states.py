@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import State
+from linattn_numpy import limits
 from linattn_numpy.causal_scales import running_scales
-from linattn_numpy.limits import exp, finite_shift
 
 __all__ = ["far_states"]
 
@@ -44,7 +44,7 @@ def _prefixes(first: State, kvz: Floats, log: Floats, top: Floats) -> State:
     """
     log = np.concatenate([first.log_scale[..., None, :], log], axis=-2)
     c, shift, rises = running_scales(log, top[..., None, :])
-    shares = exp(log - shift)[..., None]
+    shares = limits.exp(log - shift)[..., None]
     lead = np.broadcast_shapes(first.kvz.shape[:-2], kvz.shape[:-3])
     sums = np.empty((*lead, log.shape[-2], *kvz.shape[-2:]), kvz.dtype)
     np.multiply(first.kvz, shares[..., 0, :, :], out=sums[..., 0, :, :])
@@ -60,5 +60,5 @@ def _rescale(kvz: Floats, before: Floats, after: Floats) -> None:
     """Put states on other log scales in place; where there are no keys, there is nothing to put."""
     moved = ((before != after) & (before > -np.inf)).any(axis=-1)
     if moved.any():
-        factors = exp(before - finite_shift(after))[..., None]
+        factors = limits.exp(before - limits.finite_shift(after))[..., None]
         np.multiply(kvz, factors, out=kvz, where=moved[..., None, None])

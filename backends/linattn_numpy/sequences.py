@@ -31,7 +31,6 @@ from linattn_numpy.features import (
     supports,
     unsupported,
 )
-from linattn_numpy.limits import all_finite, finite_shift, floor_of, tiny
 from linattn_numpy.products import (
     broadcast_lead,
     multiply,
@@ -78,7 +77,7 @@ def sequences_block(
     log_row, row = common.log_scale[..., None], row_term(key_spec, key)
     if row is not None:
         top = np.repeat(np.maximum.reduceat(row, starts, axis=-2), lengths, axis=-2)
-        row = row - finite_shift(top)
+        row = row - limits.finite_shift(top)
         if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
         common, log_row = common._replace(value_weights=np.exp(row)), log_row + top
@@ -92,11 +91,11 @@ def sequences_block(
         return sums
     num_den, floor, least_weight = sums
     least = num_den[..., -1].min()
-    if not (least >= floor and all_finite(num_den)):
+    if not (least >= floor and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
     # What underflow may have taken from values. All rows of a sequence see its first ones: hardly
     # ever must others be inspected.
-    small = max(floor / least, tiny(dtype) / least_weight) / limits.SMALL_VALUES
+    small = max(floor / least, limits.tiny(dtype) / least_weight) / limits.SMALL_VALUES
     if not np.abs(values_and_one[..., starts, :]).min() >= small:
         sizes = np.abs(values_and_one)
         if ((sizes < small) & (sizes != 0)).any():
@@ -172,7 +171,7 @@ class _Apart:
                 self._read_states(rows, runs)
             if self._max_log == inf:
                 return limits.LARGE_EXPONENTS
-        floor = floor_of(dtype) * m
+        floor = limits.floor_of(dtype) * m
         floor_of_pairs = floor * min(longest, max_pairs) * exp(self._max_log)
         if self._largest_sum == 0:
             return Sums(self._num_den, floor_of_pairs, 1.0)

@@ -46,15 +46,6 @@ from linattn_numpy.features import (
     supports,
     unsupported,
 )
-from linattn_numpy.limits import (
-    all_finite,
-    exp,
-    feature_max,
-    finite_shift,
-    floor_of,
-    in_place,
-    row_max,
-)
 from linattn_numpy.products import broadcast_lead, multiply, read_halves, weighted, weighted_sum
 from linattn_numpy.tiles import rows_of
 
@@ -97,7 +88,7 @@ def _unshifted_sums(
     row, sums = row_term(key_spec, tokens), None
     top = np.zeros(1) if row is None else row.max(axis=-2)
     if row is not None:
-        row = row - finite_shift(top)[..., None]
+        row = row - limits.finite_shift(top)[..., None]
         # A row whose share underflows may have features as large as they come.
         if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
@@ -106,7 +97,7 @@ def _unshifted_sums(
         values = values_and_one[..., rows, :]
         # The weights of tokens go onto what is narrower; features just made are in cache.
         if row is not None and prod(weights.shape[-3::2]) < values.shape[-1]:
-            weights = in_place(np.multiply, weights, row[..., None, rows, :])
+            weights = limits.in_place(np.multiply, weights, row[..., None, rows, :])
         elif row is not None:
             values = weighted(values, row[..., rows, :])
         sums = weighted_sum(weights, values[..., None, :, :], sums)
@@ -119,7 +110,7 @@ def _unshifted_sums(
     nothing = (z == 0) & (is_relu | (top == -np.inf))
     if nothing.any():
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
-    if not (least <= z.min() <= z.max() <= most and all_finite(kvz)):
+    if not (least <= z.min() <= z.max() <= most and limits.all_finite(kvz)):
         return Declined(f"sums of features are not in {least:g} to {most:g}")
     return kvz, log_scale
 
@@ -132,11 +123,11 @@ def _add_stabilized(
     spec, tokens = in_units(unit, key_spec, tokens)
     for rows in _tile_rows(key_spec, tokens.x):
         log = log_features(spec, rows_of(tokens, rows), "features")
-        top = feature_max(log)
+        top = limits.feature_max(log)
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
-        log -= finite_shift(top)[..., None, :]
-        sums = weighted_sum(exp(log, None, power, unit), values_and_one[..., rows, :])
+        log -= limits.finite_shift(top)[..., None, :]
+        sums = weighted_sum(limits.exp(log, None, power, unit), values_and_one[..., rows, :])
         state = add_sums(state, sums, top * unit + key_spec.col, rows.stop - rows.start)
     return state
 
@@ -165,7 +156,7 @@ def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
         log_scale[...] = c
         return State(kvz, log_scale, state.length + n)
     after = np.maximum(state.log_scale, c)
-    shift = finite_shift(after)
+    shift = limits.finite_shift(after)
     kvz = kvz * np.exp(c - shift)[..., None]
     kvz = kvz + state.kvz * np.exp(state.log_scale - shift)[..., None]
     return State(kvz, after, state.length + n)
@@ -183,9 +174,9 @@ def read_block(
     top = c.max(axis=-1, keepdims=True)
     kvz = state.kvz
     if not (c == top).all():
-        kvz = kvz * np.exp(c - finite_shift(top))[..., None]
+        kvz = kvz * np.exp(c - limits.finite_shift(top))[..., None]
         # A feature far below the top one may still be the one that counts for a query.
-        if np.any((kvz[..., -1] < floor_of(kvz.dtype)) & (c > -np.inf)):
+        if np.any((kvz[..., -1] < limits.floor_of(kvz.dtype)) & (c > -np.inf)):
             return _read_stabilized(query_spec, tokens, state, want_log)
     num_den = np.zeros(())
     for rows, weights in feature_tiles(query_spec, tokens.x, "features"):
@@ -194,9 +185,9 @@ def read_block(
             num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
         halves = kvz.reshape(*kvz.shape[:-2], weights.shape[-3], -1, kvz.shape[-1])
         read_halves(weights, halves, num_den[..., rows, :])
-    floor = floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
+    floor = limits.floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, limits.MIN_READ_DENOMINATOR[num_den.itemsize])
-    if not (num_den[..., -1].min() >= floor and all_finite(num_den)):
+    if not (num_den[..., -1].min() >= floor and limits.all_finite(num_den)):
         return _read_stabilized(query_spec, tokens, state, want_log)
     return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
 
@@ -213,10 +204,10 @@ def _read_stabilized(
     row = np.empty((*lead, tokens.x.shape[-2], 1), kvz.dtype)
     for rows in _tile_rows(query_spec, tokens.x):
         log = query_exponents(spec, tokens.x[..., rows, :], "features")
-        log = in_place(np.add, log, offsets[..., None, :])
-        row[..., rows, :] = row_max(log)
-        log -= finite_shift(row[..., rows, :])
-        multiply(exp(log, None, power, unit), kvz, num_den[..., rows, :])
+        log = limits.in_place(np.add, log, offsets[..., None, :])
+        row[..., rows, :] = limits.row_max(log)
+        log -= limits.finite_shift(row[..., rows, :])
+        multiply(limits.exp(log, None, power, unit), kvz, num_den[..., rows, :])
     return Partial(num_den, row_log(query_spec, tokens, row * unit, want_log))
 
 
