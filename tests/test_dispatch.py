@@ -533,7 +533,7 @@ def _arrays_in(argument):
 @pytest.mark.parametrize("empty", ["queries", "keys", "heads"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_block_function_is_given_what_is_empty(empty, is_causal, monkeypatch):
-    sizes = []
+    sizes: list[int] = []
     for name in ("values_block", "reduce_block", "read_block", "scan_block", "exact_block"):
         function = getattr(linattn_numpy, name)
 
