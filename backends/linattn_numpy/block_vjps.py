@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy import limits
 from linattn_numpy.buffers import buffer
-from linattn_numpy.exact import logits_of
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
@@ -185,7 +184,9 @@ def _softmax_weights(
     spec: Exact, query: Tokens, key: Tokens, log_row: Floats, visible: Any
 ) -> Floats:
     """Weights of visible keys on the scale of their rows; 0 for the others."""
-    logits = logits_of(spec, query, key)
+    logits = product(query.x * spec.scale, transposed(key.x), "logits")
+    if key.log_weight is not None:
+        logits = limits.in_place(np.add, logits, transposed(key.log_weight))
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
     return limits.exp(limits.in_place(np.subtract, logits, log_row))

@@ -14,14 +14,14 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
-__all__ = ["band_block", "exact_block", "exact_more", "logits_of", "window_block"]
+__all__ = ["band_block", "exact_block", "exact_more", "window_block"]
 
 Floats = NDArray[Any]
 
 NOT_FINITE = Declined("sums are not finite")
 
 
-def logits_of(spec: Exact, query: Tokens, key: Tokens) -> Floats:
+def _logits(spec: Exact, query: Tokens, key: Tokens) -> Floats:
     """Logits in a buffer, -inf for masked keys."""
     x = query.x if spec.scale == 1.0 else query.x * spec.scale
     logits = product(x, transposed(key.x), "logits")
@@ -40,7 +40,7 @@ def exact_more(
     # The scale as one more coordinate: a pass over the logits less.
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
-    logits = logits_of(Exact(1.0), query._replace(x=x), key._replace(x=y))
+    logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
     more = product(limits.exp(logits), values_and_one, "more")
     if more.shape != part.num_den.shape:
         return Declined("keys have other leading axes than those before")
@@ -57,7 +57,7 @@ def exact_block(
     visible: NDArray[np.bool_] | None = None,
 ) -> Partial | Declined:
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
-    logits = logits_of(spec, query, key)
+    logits = _logits(spec, query, key)
     if _are_moderate(logits):
         weights = limits.exp(logits)
         if visible is not None:
@@ -65,7 +65,7 @@ def exact_block(
         part = _unshifted(np.matmul(weights, values_and_one))
         if part is not None:
             return part
-        logits = logits_of(spec, query, key)
+        logits = _logits(spec, query, key)
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
     row = limits.row_max(logits)
