@@ -240,8 +240,11 @@ def _fits_float32(arguments: tuple[Any, ...]) -> bool:
 def _exact_arguments(
     rng: np.random.Generator, heads: Heads, query: Tokens, key: Tokens, values: Any
 ) -> dict[str, tuple[Any, ...]]:
-    """Arguments of what softmax attention needs; a token counts or does not."""
-    spec, n = Exact(0.4), key.x.shape[-2]
+    """Arguments of what softmax attention needs; a token counts or does not.
+
+    In gradients it is weighed: a bias of keys is a coordinate of theirs only on the way forwards.
+    """
+    spec, n, weighed = Exact(0.4), key.x.shape[-2], key
     if key.log_weight is not None:
         key = key._replace(log_weight=np.where(key.log_weight > -np.inf, 0.0, -np.inf))
     visible = np.tri(n, n, int(rng.integers(3)), dtype=bool) if rng.integers(2) else None
@@ -252,7 +255,7 @@ def _exact_arguments(
     both = _generic.exact_more(spec, query, key, values, part)
     grad = rng.standard_normal(both.num_den[..., :-1].shape)
     scale = _generic.block_vjps.row_scale(both, grad)
-    pulled = (spec, query, key, values, row_cotangent(scale, grad), scale.log, visible)
+    pulled = (spec, query, weighed, values, row_cotangent(scale, grad), scale.log, visible)
     is_causal, g, w = bool(rng.integers(2)), 3, 16 if rng.integers(3) == 0 else min(n, 9)
     blocked = Tokens(rng.standard_normal((*heads.query, g, w, DIM)), None, 0)
     beside = g + (1 if is_causal else 2)
