@@ -190,7 +190,7 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
     )
     want = linattn.linear_attention(query, key, value, phi, **options)
     monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(planning, "_tasks", lambda problem, block: [()])
+    monkeypatch.setattr(planning, "head_parts", lambda lead, heads: [()])
     monkeypatch.setattr(tuning, "MIN_SEGMENTED_ROWS", 1)
     monkeypatch.setattr(tuning, "MIN_SEGMENTED_CAUSAL_ROWS", 1)
     cut = []

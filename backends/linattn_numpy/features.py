@@ -13,18 +13,29 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import ELU_PLUS_ONE, RELU, Declined, Exact, Exponential, Pointwise, Spec, Tokens
+from linattn.typing import (
+    ELU_PLUS_ONE,
+    RELU,
+    Declined,
+    Exact,
+    Exponential,
+    Index,
+    Pointwise,
+    Spec,
+    Tokens,
+)
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.products import broadcast_lead, multiply, product
-from linattn_numpy.tiles import moveaxis, split_tiles, tiles
+from linattn_numpy.tiles import head_parts, moveaxis, split_tiles, tiles
 
 __all__ = [
     "FeatureMaker",
     "activate",
     "are_moderate",
     "feature_tiles",
+    "features_shape",
     "in_units",
     "is_moderate",
     "log_features",
@@ -78,8 +89,10 @@ class FeatureMaker:
                 self.weights = buffer(name + "_scaled", whole, x.dtype)
         self._inputs, (self._power, self._unit) = name + "_inputs", power_and_unit(x.dtype)
         if isinstance(spec, Exponential):
-            out = buffer(name + "_projection", spec.P.shape, x.dtype)
-            self._P = np.multiply(spec.P, 1 / self._unit, out=out)
+            self._P = spec.P
+            if self._unit != 1.0:
+                out = buffer(name + "_projection", spec.P.shape, x.dtype)
+                self._P = np.multiply(spec.P, 1 / self._unit, out=out)
 
     def split(self, x: Floats) -> Floats:
         """Tokens of a number of tiles, one after the other along the first axis."""
@@ -110,19 +123,34 @@ class FeatureMaker:
 
 
 def feature_tiles(
-    spec: Exponential | Pointwise, x: Floats, name: str
-) -> Iterator[tuple[slice, Floats]]:
+    spec: Exponential | Pointwise, x: Floats, name: str, *leads: tuple[int, ...]
+) -> Iterator[tuple[Index, slice, Floats]]:
     """Features of a block, tile by tile: they are still in cache when they are multiplied.
 
-    They are ``(..., h, n, m / h)``, as a :class:`FeatureMaker` leaves them.
+    Yields heads, rows of them and their features, ``(..., h, n, m / h)``, as a
+    :class:`FeatureMaker` leaves them. Where all heads have features of their own, for arrays with
+    these leading axes, a tile is of whole heads or of a part of one, otherwise of a part of all.
     """
-    numbers = prod(_inputs_shape(spec, x)) * num_sign_halves(spec)
-    for group, length, _ in tiles(x.shape[-2], tuning.TILE_ELEMENTS // numbers):
-        maker = FeatureMaker(spec, x, length, name)
-        for i, part in enumerate(maker.split(x[..., group, :])):
-            maker.make(part, inspect=False)
-            start = group.start + i * length
-            yield slice(start, start + length), maker.weights
+    *lead, m = features_shape(spec, x)
+    most, (*heads, n, _) = tuning.TILE_ELEMENTS // m, x.shape
+    are_apart = all(list(other) == lead for other in (heads, *leads))
+    made, maker = None, None
+    for part in head_parts(tuple(lead), most // n) if are_apart else [()]:
+        x_part = x[part]
+        shape = x_part.shape[:-2] if are_apart else lead
+        for group, length, _ in tiles(n, most // prod(shape)):
+            if maker is None or made != (*shape, length):
+                maker, made = FeatureMaker(spec, x_part, length, name), (*shape, length)
+            for i, rows in enumerate(maker.split(x_part[..., group, :])):
+                maker.make(rows, inspect=False)
+                start = group.start + i * length
+                yield part, slice(start, start + length), maker.weights
+
+
+def features_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:
+    """Shape of the features of tokens, without the axis of tokens."""
+    *lead, j = _inputs_shape(spec, x)
+    return *lead, num_sign_halves(spec) * j
 
 
 def _inputs_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from math import inf, prod
 
 import numpy as np
 
-from linattn.typing import ColumnNormalized, Exact, Index, Plan, Pointwise, Problem, Recurrence
+from linattn.typing import ColumnNormalized, Exact, Plan, Pointwise, Problem, Recurrence
 from linattn_numpy import tuning
 from linattn_numpy.blas import controller
 from linattn_numpy.features import supports
 from linattn_numpy.threads import run
+from linattn_numpy.tiles import head_parts, part_sizes
 
 __all__ = ["num_threads", "plan"]
 
@@ -25,13 +24,13 @@ def plan(problem: Problem) -> Plan:
     threads = num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
     at_once = _longest_step(problem, block)
     heads = _heads_in_cache(problem, at_once, threads)
-    backward_tasks = _tasks(problem, heads)
+    backward_tasks = head_parts(problem.state_lead, heads)
     batched = _batched_heads(problem, at_once, threads)
     are_apart = problem.cu_seqlens is not None and not problem.is_causal
     if are_apart:
         batched = _shared(problem, tuning.PACKED_BLOCK_ROWS // tuning.MAX_TILED_BLOCK_ROWS, threads)
     heads = max(heads, batched)
-    tasks = _tasks(problem, heads)
+    tasks = head_parts(problem.state_lead, heads)
     if are_apart:
         most = tuning.PACKED_BLOCK_ROWS // min(heads, max(1, prod(problem.state_lead)))
         block = min(tuning.MAX_TILED_BLOCK_ROWS, most)
@@ -135,34 +134,11 @@ def _shared(problem: Problem, max_heads: int, threads: int) -> int:
     # Tasks of one size, as far as can be.
     batches = -(-heads // max(1, max_heads))
     for batch in range(-(-heads // max(1, batches)), 1, -1):
-        sizes = _task_sizes(problem.state_lead, batch)
+        sizes = part_sizes(problem.state_lead, batch)
         count = prod(-(-n // size) for n, size in zip(problem.state_lead, sizes, strict=True))
         if min(heads, -(-count // threads) * prod(sizes)) <= -(-heads // threads):
             return batch
     return 1
-
-
-def _tasks(problem: Problem, heads: int) -> Sequence[Index]:
-    """Cut a problem into tasks of at most so many heads."""
-    lead = problem.state_lead
-    sizes = _task_sizes(lead, heads)
-    if sizes == list(lead):
-        return [()]
-    # An axis of 1 stays whole: queries may have more along it.
-    axes = [
-        [slice(i, min(i + size, n)) for i in range(0, n, size)] if n != 1 else [slice(None)]
-        for n, size in zip(lead, sizes, strict=True)
-    ]
-    return list(product(*axes))
-
-
-def _task_sizes(lead: tuple[int, ...], heads: int) -> list[int]:
-    """Entries of each axis in a task: all of the last ones, and a part of the one before."""
-    sizes: list[int] = []
-    for n in reversed(lead):
-        sizes.insert(0, max(1, min(n, heads)))
-        heads //= max(n, 1)
-    return sizes
 
 
 def _flops(problem: Problem) -> float:

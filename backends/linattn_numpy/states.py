@@ -35,6 +35,7 @@ from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
     feature_tiles,
+    features_shape,
     in_units,
     is_moderate,
     log_features,
@@ -85,30 +86,35 @@ def _unshifted_sums(
     key_spec: Exponential | Pointwise, tokens: Tokens, values_and_one: Floats
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature: sums and their log scale."""
-    row, sums = row_term(key_spec, tokens), None
+    row = row_term(key_spec, tokens)
     top = np.zeros(1) if row is None else row.max(axis=-2)
     if row is not None:
         row = row - limits.finite_shift(top)[..., None]
         # A row whose share underflows may have features as large as they come.
-        if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
+        least = limits.MIN_EXPONENT[row.itemsize]
+        if not row.min() >= least and np.any((row < least) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
         row = np.exp(row)
-    for rows, weights in feature_tiles(key_spec, tokens.x, "features"):
-        values = values_and_one[..., rows, :]
+    *lead, _, e = values_and_one.shape
+    lead = broadcast_lead(tuple(lead), () if row is None else row.shape[:-2])
+    *features_lead, m = features_shape(key_spec, tokens.x)
+    kvz = np.zeros((*broadcast_lead(lead, tuple(features_lead)), m, e), values_and_one.dtype)
+    for heads, rows, weights in feature_tiles(key_spec, tokens.x, "features", lead):
+        values = values_and_one[heads][..., rows, :]
         # The weights of tokens go onto what is narrower; features just made are in cache.
-        if row is not None and prod(weights.shape[-3::2]) < values.shape[-1]:
-            weights = limits.in_place(np.multiply, weights, row[..., None, rows, :])
+        if row is not None and prod(weights.shape[-3::2]) < e:
+            weights = limits.in_place(np.multiply, weights, row[heads][..., None, rows, :])
         elif row is not None:
-            values = weighted(values, row[..., rows, :])
-        sums = weighted_sum(weights, values[..., None, :, :], sums)
-    assert sums is not None
-    kvz = sums.reshape(*sums.shape[:-3], -1, sums.shape[-1])
+            values = weighted(values, row[heads][..., rows, :])
+        total = kvz[heads]
+        total = total.reshape(*total.shape[:-2], weights.shape[-3], -1, e)
+        weighted_sum(weights, values[..., None, :, :], total)
     z, (least, most) = kvz[..., -1], limits.FEATURE_SUM_RANGE[kvz.itemsize]
     log_scale = log_offsets(key_spec, values_and_one.dtype) + top.astype(kvz.dtype)
-    # Without keys there is nothing to lose, and nothing that sets a scale.
-    is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
-    nothing = (z == 0) & (is_relu | (top == -np.inf))
-    if nothing.any():
+    if not z.min() > 0:
+        # Without keys there is nothing to lose, and nothing that sets a scale.
+        is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
+        nothing = (z == 0) & (is_relu | (top == -np.inf))
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
     if not (least <= z.min() <= z.max() <= most and limits.all_finite(kvz)):
         return Declined(f"sums of features are not in {least:g} to {most:g}")
@@ -178,13 +184,13 @@ def read_block(
         # A feature far below the top one may still be the one that counts for a query.
         if np.any((kvz[..., -1] < limits.floor_of(kvz.dtype)) & (c > -np.inf)):
             return _read_stabilized(query_spec, tokens, state, want_log)
-    num_den = np.zeros(())
-    for rows, weights in feature_tiles(query_spec, tokens.x, "features"):
-        if rows.start == 0:
-            lead = broadcast_lead(weights.shape[:-3], kvz.shape[:-2])
-            num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
-        halves = kvz.reshape(*kvz.shape[:-2], weights.shape[-3], -1, kvz.shape[-1])
-        read_halves(weights, halves, num_den[..., rows, :])
+    (*lead, m, e), halves = kvz.shape, num_sign_halves(query_spec)
+    *features_lead, _ = features_shape(query_spec, tokens.x)
+    shape = *broadcast_lead(tuple(features_lead), tuple(lead)), tokens.x.shape[-2], e
+    num_den = buffer("num_den", shape, kvz.dtype)
+    state_halves = kvz.reshape(*lead, halves, m // halves, e)
+    for heads, rows, weights in feature_tiles(query_spec, tokens.x, "features", tuple(lead)):
+        read_halves(weights, state_halves[heads], num_den[heads][..., rows, :])
     floor = limits.floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, limits.MIN_READ_DENOMINATOR[num_den.itemsize])
     if not (num_den[..., -1].min() >= floor and limits.all_finite(num_den)):

@@ -1,17 +1,29 @@
-"""Rows of a block in tiles of one length, and of sub-blocks that share a causal triangle."""
+"""Parts of a block: heads, tiles of one length, and sub-blocks that share a causal triangle."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.typing import Tokens
+from linattn.typing import Index, Tokens
 from linattn_numpy import tuning
 
-__all__ = ["Run", "lower", "moveaxis", "rows_of", "split_tiles", "sub_blocks", "tiles"]
+__all__ = [
+    "Run",
+    "head_parts",
+    "lower",
+    "moveaxis",
+    "part_sizes",
+    "rows_of",
+    "split_tiles",
+    "sub_blocks",
+    "tiles",
+]
 
 Floats = NDArray[Any]
 
@@ -50,6 +62,29 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
         groups.append((slice(rows.start, edge), length, size))
         groups.append((slice(edge, rows.stop), rows.stop - edge, size))
     return [group for group in groups if group[0].start < group[0].stop]
+
+
+@cache
+def head_parts(lead: tuple[int, ...], heads: int) -> Sequence[Index]:
+    """Cut leading axes into parts of at most so many heads, or of one."""
+    sizes = part_sizes(lead, heads)
+    if sizes == lead:
+        return [()]
+    # An axis of 1 stays whole: queries may have more along it.
+    axes = [
+        [slice(i, min(i + size, n)) for i in range(0, n, size)] if n != 1 else [slice(None)]
+        for n, size in zip(lead, sizes, strict=True)
+    ]
+    return list(product(*axes))
+
+
+def part_sizes(lead: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """Entries of each axis in a part: all of the last ones, and a part of the one before."""
+    sizes: list[int] = []
+    for n in reversed(lead):
+        sizes.insert(0, max(1, min(n, heads)))
+        heads //= max(n, 1)
+    return tuple(sizes)
 
 
 def split_tiles(x: Floats, *shape: int) -> Floats:
