@@ -227,12 +227,15 @@ def is_declined(answer: Any) -> bool:
     return answer is NotImplemented or isinstance(answer, Declined)
 
 
-def _is_empty(argument: Any) -> bool:
+def _is_empty(arguments: Sequence[Any]) -> bool:
     """Whether an array, or one in a tuple, has an axis of length 0."""
-    if isinstance(argument, tuple):
-        return any(map(_is_empty, argument))
-    shape = getattr(argument, "shape", ())
-    return isinstance(shape, tuple) and 0 in shape
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            if _is_empty(argument):
+                return True
+        elif isinstance(shape := getattr(argument, "shape", None), tuple) and 0 in shape:
+            return True
+    return False
 
 
 class BlockFunctions:

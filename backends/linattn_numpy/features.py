@@ -128,12 +128,16 @@ def feature_tiles(
     """Features of a block, tile by tile: they are still in cache when they are multiplied.
 
     Yields heads, rows of them and their features, ``(..., h, n, m / h)``, as a
-    :class:`FeatureMaker` leaves them. Where all heads have features of their own, for arrays with
-    these leading axes, a tile is of whole heads or of a part of one, otherwise of a part of all.
+    :class:`FeatureMaker` leaves them. Where one map makes features of each head by itself, for
+    arrays with these leading axes, a tile is of whole heads or of a part of one, otherwise of a
+    part of all.
     """
     *lead, m = features_shape(spec, x)
-    most, (*heads, n, _) = tuning.TILE_ELEMENTS // m, x.shape
-    are_apart = all(list(other) == lead for other in (heads, *leads))
+    # Where features are not computed in place, they take two arrays.
+    elements = tuning.TILE_ELEMENTS // 2 if isinstance(spec, Pointwise) else tuning.TILE_ELEMENTS
+    most, (*heads, n, _) = elements // m, x.shape
+    has_one_map = isinstance(spec.P, float) or spec.P.ndim == 2
+    are_apart = has_one_map and all(list(other) == lead for other in (heads, *leads))
     made, maker = None, None
     for part in head_parts(tuple(lead), most // n) if are_apart else [()]:
         x_part = x[part]

@@ -61,6 +61,7 @@ MAX_FEATURE = 1e10  # of a pointwise map; one feature of a block must be above t
 FEATURE_SUM_RANGE = {4: (1e-12, 1e12), 8: (1e-130, 1e130)}  # any read loses less than rounding
 MIN_EXP_SUM = {4: 1e-30, 8: 1e-290}  # sum of exponentials that are not stabilized
 MIN_READ_DENOMINATOR = {4: 1e-13, 8: 1e-130}  # below, small values may have underflowed
+MAX_READ = {4: 1e30, 8: 1e290}  # numerators that are known to be finite; products stay in range
 MAX_EXACT_DENOMINATOR = {4: 1e20, 8: 1e200}  # of unshifted ones: the range is far from used up
 MIN_EXACT_DENOMINATOR = 1e-3  # of softmax attention, where 1 is what a shifted row has at least
 

@@ -8,7 +8,7 @@ from math import inf, prod
 
 import numpy as np
 
-from linattn.typing import ColumnNormalized, Exact, Plan, Pointwise, Problem, Recurrence
+from linattn.typing import ColumnNormalized, Exact, Plan, Problem, Recurrence
 from linattn_numpy import tuning
 from linattn_numpy.blas import controller
 from linattn_numpy.features import supports
@@ -80,8 +80,6 @@ def _block_rows(problem: Problem) -> int:
         return tuning.COLUMN_NORMALIZED_BLOCK_ROWS
     if problem.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
         return _rows(problem, tuning.MAX_BLOCK_ELEMENTS // 2, tuning.MAX_BLOCK_ROWS // 2)
-    if not problem.is_causal and isinstance(problem.key_spec, Pointwise):
-        return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS)
     return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_TILED_BLOCK_ROWS)
 
 

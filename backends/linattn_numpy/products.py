@@ -150,9 +150,19 @@ def weighted_sum(weights: Floats, v: Floats, total: Floats | None = None) -> Flo
     """
     (n, m), j = weights.shape[-2:], v.shape[-1]
     size, r = _tokens_and_features(n, m, j)
+    lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
     if r == m or "read" not in small_products(v.dtype):
-        size, r = n, m
-    lead, count = broadcast_lead(weights.shape[:-2], v.shape[:-2]), max(1, n // max(1, size))
+        added = np.matmul(transposed(weights), v, out=buffer("sums", (*lead, m, j), v.dtype))
+    else:
+        added = _weighted_sum_cut(weights, v, size, r, lead)
+    return np.asarray(added.copy() if total is None else np.add(total, added, out=total))
+
+
+def _weighted_sum_cut(
+    weights: Floats, v: Floats, size: int, r: int, lead: tuple[int, ...]
+) -> Floats:
+    (n, m), j = weights.shape[-2:], v.shape[-1]
+    count = n // size
     whole = count * size
     batches = weights[..., :whole, :].reshape(*weights.shape[:-2], count, size, m // r, r)
     values = v[..., :whole, :].reshape(*v.shape[:-2], count, 1, size, j)
@@ -163,7 +173,7 @@ def weighted_sum(weights: Floats, v: Floats, total: Floats | None = None) -> Flo
         added += part
     if whole < n:
         added += np.matmul(transposed(weights[..., whole:, :]), v[..., whole:, :])
-    return np.asarray(added.copy() if total is None else np.add(total, added, out=total))
+    return np.asarray(added)
 
 
 @cache

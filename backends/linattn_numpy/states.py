@@ -95,8 +95,9 @@ def _unshifted_sums(
         if not row.min() >= least and np.any((row < least) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
         row = np.exp(row)
-    *lead, _, e = values_and_one.shape
-    lead = broadcast_lead(tuple(lead), () if row is None else row.shape[:-2])
+    e, lead = values_and_one.shape[-1], values_and_one.shape[:-2]
+    if row is not None:
+        lead = broadcast_lead(lead, row.shape[:-2])
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.zeros((*broadcast_lead(lead, tuple(features_lead)), m, e), values_and_one.dtype)
     for heads, rows, weights in feature_tiles(key_spec, tokens.x, "features", lead):
@@ -193,9 +194,24 @@ def read_block(
         read_halves(weights, state_halves[heads], num_den[heads][..., rows, :])
     floor = limits.floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, limits.MIN_READ_DENOMINATOR[num_den.itemsize])
-    if not (num_den[..., -1].min() >= floor and limits.all_finite(num_den)):
+    den = num_den[..., -1]
+    if not (
+        den.min() >= floor and (_are_bounded(query_spec, kvz, den) or limits.all_finite(num_den))
+    ):
         return _read_stabilized(query_spec, tokens, state, want_log)
     return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
+
+
+def _are_bounded(spec: Exponential | Pointwise, kvz: Floats, den: Floats) -> bool:
+    """Whether denominators tell that what is read is finite, numerators and sums on the way.
+
+    Where features are positive, a numerator is at most ``den max |kvz| / min z``.
+    """
+    if isinstance(spec, Pointwise) and not (spec.offset >= 0.0 and spec.factor > 0.0):
+        return False
+    z = kvz[..., -1].min()
+    largest = max(kvz.max(), -kvz.min())
+    return bool(den.max() * largest <= z * limits.MAX_READ[kvz.itemsize])
 
 
 def _read_stabilized(
