@@ -195,20 +195,17 @@ def read_block(
     floor = limits.floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
     floor = max(floor, limits.MIN_READ_DENOMINATOR[num_den.itemsize])
     den = num_den[..., -1]
-    if not (
-        den.min() >= floor and (_are_bounded(query_spec, kvz, den) or limits.all_finite(num_den))
-    ):
+    if not (den.min() >= floor and (_are_bounded(kvz, den) or limits.all_finite(num_den))):
         return _read_stabilized(query_spec, tokens, state, want_log)
     return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
 
 
-def _are_bounded(spec: Exponential | Pointwise, kvz: Floats, den: Floats) -> bool:
+def _are_bounded(kvz: Floats, den: Floats) -> bool:
     """Whether denominators tell that what is read is finite, numerators and sums on the way.
 
-    Where features are positive, a numerator is at most ``den max |kvz| / min z``.
+    Where features are positive, a numerator is at most ``den max |kvz| / min z``. Where they are
+    not, a denominator that such a bound would fail for has lost all of its digits.
     """
-    if isinstance(spec, Pointwise) and not (spec.offset >= 0.0 and spec.factor > 0.0):
-        return False
     z = kvz[..., -1].min()
     largest = max(kvz.max(), -kvz.min())
     return bool(den.max() * largest <= z * limits.MAX_READ[kvz.itemsize])
