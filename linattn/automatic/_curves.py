@@ -230,13 +230,12 @@ class Clusters(NamedTuple):
         tiles = (slice(start, start + size) for start in range(0, len(self.key), size))
         return np.asarray(np.max([self._logs(rows, keys).max(axis=0) for keys in tiles], axis=0))
 
-    def exact_sums(self, rows: Floats, shift: Floats) -> Floats:
-        """Exact weights over the exponential of a shift, summed with values and ones by cluster.
+    def exact_sums(self, rows: Floats, shift: Floats, sums: Floats) -> None:
+        """Sum exact weights over the exponential of a shift, with values and ones, by cluster.
 
-        By rows ``(d, h)``; (C, h, e + 1).
+        By rows ``(d, h)``, into sums (C, h, e + 1).
         """
-        h, e = rows.shape[-1], self.sums.shape[-1]
-        sums = np.empty((len(self.b), h, e), rows.dtype)
+        h = rows.shape[-1]
         for i, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             keys, width = slice(start, start + size), max(16, TILE // int(size))
             for first in range(0, h, width):
@@ -246,7 +245,6 @@ class Clusters(NamedTuple):
                 # Numbers that are not normal take ten times as long.
                 np.exp(np.maximum(weights, LEAST_LOG, out=weights), out=weights)
                 np.matmul(weights.T, self.values_and_one[keys], out=sums[i, tile])
-        return sums
 
     def _logs(self, rows: Floats, keys: slice) -> Floats:
         logs = self.key[keys] @ rows
@@ -273,23 +271,28 @@ class _Weights(NamedTuple):
     """Log of the largest weight, or about that, (h,)."""
 
     @classmethod
-    def of(cls, head: Head, clusters: Clusters, scale: float) -> _Weights:
+    def of(cls, head: Head, clusters: Clusters, scale: float, sums: Floats) -> _Weights:
+        """Work out those of some rows, the sums in place."""
         query = head.query
         logs = query @ clusters.b.T + clusters.log_scale
         rows = np.ascontiguousarray((query * query.dtype.type(scale)).T)
         # The largest by landmarks is near enough, mostly, and spares a pass over all weights.
         shift = logs.max(axis=-1)
-        sums = clusters.exact_sums(rows, shift)
+        clusters.exact_sums(rows, shift, sums)
         seen = sums[..., -1].sum(axis=0)
         if not (seen.min(initial=1.0) > SEEN[0] and seen.max(initial=1.0) < SEEN[1]):
             shift = clusters.largest_logs(rows)
-            sums = clusters.exact_sums(rows, shift)
+            clusters.exact_sums(rows, shift, sums)
         logs -= shift[:, None]
         if head.choosers is None:
             order = np.argsort(clusters.log_scale - clusters.bias - logs, axis=-1)
         else:
             order = clusters.order_together(head.choosers)
         return cls(sums, np.exp(logs, out=logs), order, shift)
+
+    def with_rows(self, more: _Weights, sums: Floats) -> _Weights:
+        """Put more rows after these; their sums are there already."""
+        return _Weights(sums, *map(np.concatenate, zip(self[1:], more[1:], strict=True)))
 
 
 def error_curve(
@@ -305,26 +308,37 @@ def error_curve(
     """Error of one head on its held-out rows for each number of exact clusters.
 
     Without the window, and with it. Of a head that is not promising by a part of its rows, where
-    that is asked, the error on these. Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
+    that is asked, the error on these; else the others are worked out too.
+    Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
     """
     if not len(head.key):
         shape = (1 if exact_window is None else 2, len(levels))
         return ErrorCurve(np.zeros(shape), np.zeros(shape), np.zeros(shape[1]))
     clusters = Clusters.of(head, landmarks, scale)
     keys = clusters.of_landmarks(head.positions, len(landmarks.b))
+    sums = np.empty((len(clusters.b), len(head.rows), clusters.sums.shape[-1]), head.key.dtype)
     # Weights out of range make an error that is not finite, and is not taken.
     with ignore_fp_warnings():
-        if is_promising is not None:
-            part = head.some_rows(slice(ROWS_OVER_FIRST // 2, None, ROWS_OVER_FIRST))
-            curve = _error_curve(part, clusters, scale, levels, exact_window, probability)
+        if is_promising is None:
+            weights = _Weights.of(head, clusters, scale, sums)
+        else:
+            # Those that judge first, from all parts of the sequence, go before the others.
+            is_first = np.arange(len(head.rows)) % ROWS_OVER_FIRST == ROWS_OVER_FIRST // 2
+            head, count = head.in_order(np.argsort(~is_first, kind="stable")), np.sum(is_first)
+            part, rest = head.some_rows(slice(count)), head.some_rows(slice(count, None))
+            weights = _Weights.of(part, clusters, scale, sums[:, :count])
+            curve = _error_curve(part, weights, clusters, scale, levels, exact_window, probability)
             if not is_promising(curve):
                 return curve._replace(keys=keys)
-        curve = _error_curve(head, clusters, scale, levels, exact_window, probability)
+            more = _Weights.of(rest, clusters, scale, sums[:, count:])
+            weights = weights.with_rows(more, sums)
+        curve = _error_curve(head, weights, clusters, scale, levels, exact_window, probability)
         return curve._replace(keys=keys)
 
 
 def _error_curve(
     head: Head,
+    weights: _Weights,
     clusters: Clusters,
     scale: float,
     levels: tuple[int, ...],
@@ -332,7 +346,6 @@ def _error_curve(
     probability: float,
 ) -> ErrorCurve:
     shape = (1 if exact_window is None else 2, len(levels))
-    weights = _Weights.of(head, clusters, scale)
     exact = weights.sums.sum(axis=0)
     parts = np.empty((*shape, *exact.shape), exact.dtype)
     parts[:] = weights.by_landmark @ clusters.sums

@@ -28,6 +28,7 @@ from linattn.automatic._order import CHOICE_ROWS, MIN_ORDERED
 from linattn.automatic._report import Answer, HeadRecord
 from linattn.automatic._search import (
     LEVELS,
+    MAX_FEATURES,
     PROBABILITY,
     Found,
     choose_landmarks,
@@ -138,7 +139,7 @@ class Search:
         given, phi = self.given, self.fit(m, chosen)
         lead = given.problem.lead if len(chosen) == given.num_heads else (len(chosen),)
         curves: list[ErrorCurve] = []
-        promising, is_safe = self._promising(m), False
+        promising = self._promising(m)
         for head, index in zip(chosen, np.ndindex(lead), strict=True):
             tokens = self.tokens.head(given.unravel(head))
             if self._orders is not None and choice_rows_of(given.problem, m) > 1:
@@ -152,10 +153,8 @@ class Search:
                 levels=tuple(count for count in LEVELS if 2 * count <= m),
                 exact_window=self.window or None,
                 probability=self._probability,
-                # Heads of a layer are mostly alike: after a good one few rows would be for nothing.
-                is_promising=None if is_safe else promising,
+                is_promising=promising,
             )
-            is_safe = promising is not None and promising(curve)
             curves.append(curve)
         return phi, curves
 
@@ -164,7 +163,8 @@ class Search:
         problem, tolerance = self.given.problem, self.given.tolerance
         if tolerance is None or self._fitted_to is not self.given:
             return None
-        return partial(is_promising, problem, m, tolerance, num_rows_of(problem))
+        most = MAX_FEATURES if m == first_features(problem, tolerance) else m
+        return partial(is_promising, problem, (m, most), tolerance, num_rows_of(problem))
 
     def output(self, found: Found) -> Array:
         """Attend to each head as was chosen for it."""

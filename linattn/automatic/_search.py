@@ -27,6 +27,7 @@ from linattn.typing import Problem
 
 __all__ = [
     "LEVELS",
+    "MAX_FEATURES",
     "MIN_FEATURES",
     "PROBABILITY",
     "Choice",
@@ -195,16 +196,29 @@ def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> i
 
 
 def is_promising(
-    problem: Problem, m: int, tolerance: float, num_rows: int, curve: ErrorCurve
+    problem: Problem,
+    limits: tuple[int, int],
+    tolerance: float,
+    num_rows: int,
+    curve: ErrorCurve,
 ) -> bool:
-    """Whether a head whose error with m landmarks is about that of the curve may get cheaper."""
-    about = curve._replace(bound=curve.error / MARGIN)
-    most = EXACT._replace(cost=MAX_PROMISED * exact_pairs(problem))
-    found = _cheapest(problem, [Trial(m, [0], None, [about])], 0, tolerance, most)
-    limits = m, MAX_FEATURES
-    return found is not most or (
-        _best_number(problem, about, MARGIN * tolerance, num_rows, most.cost, limits) is not None
-    )
+    """Whether a head is to be judged by all of its rows, by its curve on some.
+
+    Not where more landmarks than the first of the ``limits``, up to the second, are expected to
+    cost less; nor where even an error that is less by as much as it may be makes it dear.
+    """
+    m = limits[0]
+    exact = EXACT._replace(cost=exact_pairs(problem))
+
+    def cheapest(bound: Floats, dearest: Choice) -> Choice:
+        trial = Trial(m, [0], None, [curve._replace(bound=bound)])
+        return _cheapest(problem, [trial], 0, tolerance, dearest)
+
+    cost = cheapest(MARGIN * curve.error, exact).cost
+    if _best_number(problem, curve, tolerance, num_rows, cost, limits) is not None:
+        return False
+    dear = exact._replace(cost=MAX_PROMISED * exact.cost)
+    return cheapest(curve.error / MARGIN, dear) is not dear
 
 
 def _total(problem: Problem, m: int, num_rows: int) -> float:

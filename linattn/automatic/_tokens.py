@@ -63,7 +63,11 @@ class Head(NamedTuple):
     elsewhere: NDArray[np.float64] | None = None
     choosers: Floats | None = None
 
-    def some_rows(self, chosen: slice) -> Head:
+    def in_order(self, order: NDArray[np.intp]) -> Head:
+        """Return the same with the rows in an order, of a head as for :meth:`some_rows`."""
+        return self.some_rows(order)._replace(all_rows=self.all_rows)
+
+    def some_rows(self, chosen: slice | NDArray[np.intp]) -> Head:
         """Return the same for some of the rows, of a head whose rows all see the same keys."""
         weights = None if self.row_weights is None else self.row_weights[chosen]
         return self._replace(
