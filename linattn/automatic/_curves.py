@@ -8,6 +8,7 @@ probes, ``e`` value dim, ``l`` levels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +27,9 @@ Floats = NDArray[Any]
 TILE = 1 << 17
 """Logits of keys and probes, or landmarks, that are worked on at a time."""
 
-PRODUCT_ROWS = 16
-"""Keys of a short product: with 1,024 landmarks .7 ns a logit, where whole tiles take 1.2."""
+SHORT_PRODUCT = 1 << 19
+"""Multiplications of a short product: with 16 keys, dim 32 and 1,024 landmarks .7 ns a logit, where
+whole tiles take 1.2. Where BLAS has no kernels for them, fewer would take more than whole ones."""
 
 LEAST_LOG, SEEN = -80.0, (1e-10, 1e15)
 """Smallest log weight that counts for what it is, and what the weights of a row may sum up to: then
@@ -119,17 +121,18 @@ class Landmarks(NamedTuple):
     def assign(self, key: Floats) -> tuple[NDArray[np.intp], Floats]:
         """Landmark of each key, and its log weight there."""
         index, log = np.empty(len(key), np.intp), np.empty(len(key), key.dtype)
-        size = max(64, TILE // max(self.table.shape))
-        rows = np.empty((size, self.table.shape[-1]), key.dtype)
-        ones = np.ones(rows.shape[-1], key.dtype)
+        size, (m, p) = max(64, TILE // max(self.table.shape)), self.table.shape
+        of_landmarks = np.empty((size, m), key.dtype)
+        of_probes, rows = np.empty((2, size, p), key.dtype)
+        ones = np.ones(p, key.dtype)
         for start in range(0, len(key), size):
-            tile = slice(start, start + size)
-            scores = _short_products(key[tile], self.images)
+            tile, n = slice(start, start + size), min(size, len(key) - start)
+            scores = _short_products(key[tile], self.images, of_landmarks[:n])
             scores += self.bias
             index[tile] = found = np.argmax(scores, axis=-1)
-            terms = _short_products(key[tile], self.probes)
+            terms = _short_products(key[tile], self.probes, of_probes[:n])
             # "clip" spares a copy of what is taken; every index is in range.
-            terms += self.table.take(found, axis=0, out=rows[: len(found)], mode="clip")
+            terms += self.table.take(found, axis=0, out=rows[:n], mode="clip")
             # Where the largest is, is found in half the time.
             top = np.take_along_axis(terms, terms.argmax(axis=-1, keepdims=True), axis=-1)
             terms -= top
@@ -137,12 +140,12 @@ class Landmarks(NamedTuple):
         return index, log
 
 
-def _short_products(x: Floats, y: Floats) -> Floats:
-    """``x y``, few rows at a time: BLAS multiplies them without packing y."""
-    out = np.empty((len(x), y.shape[-1]), x.dtype)
-    whole = len(x) - len(x) % PRODUCT_ROWS
+def _short_products(x: Floats, y: Floats, out: Floats) -> Floats:
+    """``x y`` into ``out``, few rows at a time: BLAS multiplies them without packing y."""
+    size = max(1, SHORT_PRODUCT // y.size)
+    whole = len(x) - len(x) % size
     if whole:
-        batches = (whole // PRODUCT_ROWS, PRODUCT_ROWS, -1)
+        batches = (whole // size, size, -1)
         np.matmul(x[:whole].reshape(batches), y, out=out[:whole].reshape(batches))
     np.matmul(x[whole:], y, out=out[whole:])
     return out
@@ -235,16 +238,23 @@ class Clusters(NamedTuple):
 
         By rows ``(d, h)``, into sums (C, h, e + 1).
         """
-        h = rows.shape[-1]
-        for i, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
-            keys, width = slice(start, start + size), max(16, TILE // int(size))
-            for first in range(0, h, width):
-                tile = slice(first, first + width)
-                weights = self._logs(rows[:, tile], keys)
+        h, bounds = rows.shape[-1], [*self.starts.tolist(), len(self.key)]
+        # Clusters of about so many keys are worked on together: each has few by itself.
+        first = np.flatnonzero(np.diff(self.starts // max(16, TILE // max(1, h)), prepend=-1))
+        for begin, end in pairwise([*first.tolist(), len(self.starts)]):
+            start, stop = bounds[begin], bounds[end]
+            width = max(16, 2 * TILE // (stop - start))
+            for tile in (slice(i, i + width) for i in range(0, h, width)):
+                weights = self._logs(rows[:, tile], slice(start, stop))
                 weights -= shift[tile]
                 # Numbers that are not normal take ten times as long.
-                np.exp(np.maximum(weights, LEAST_LOG, out=weights), out=weights)
-                np.matmul(weights.T, self.values_and_one[keys], out=sums[i, tile])
+                if weights.min() < LEAST_LOG:
+                    weights.clip(LEAST_LOG, np.inf, out=weights)
+                np.exp(weights, out=weights)
+                for i in range(begin, end):
+                    of_cluster = weights[bounds[i] - start : bounds[i + 1] - start]
+                    values_and_one = self.values_and_one[bounds[i] : bounds[i + 1]]
+                    np.matmul(of_cluster.T, values_and_one, out=sums[i, tile])
 
     def _logs(self, rows: Floats, keys: slice) -> Floats:
         logs = self.key[keys] @ rows
