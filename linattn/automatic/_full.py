@@ -37,6 +37,7 @@ from linattn.automatic._search import (
 )
 from linattn.automatic._tokens import HostTokens, TokensOfHeads, query_mask_of
 from linattn.feature_maps import LandmarkFeatures
+from linattn.feature_maps._landmark_fit import take_inputs
 from linattn.functional import linear_attention
 from linattn.typing import Array, Problem, State
 
@@ -107,6 +108,7 @@ class Search:
         # With exact clusters a window is hardly ever worth the time to judge it.
         self.window = window_of(given.problem) if given.tolerance is None else 0
         self._fitted_to = given if earlier is None else earlier
+        self._known: LandmarkFeatures | None = None
         self._probability = 1 - (1 - PROBABILITY) / (MAX_FITS * (2 if self.window else 1) * parts)
 
     def fit(self, m: int, chosen: Sequence[int]) -> LandmarkFeatures:
@@ -118,19 +120,23 @@ class Search:
         if not all_heads:
             fitted = np.broadcast_to(fitted, (*problem.lead, fitted.shape[-1]))
             fitted = fitted.reshape(given.num_heads, -1)[np.asarray(chosen)]
-        return LandmarkFeatures.fit(
+        inputs = take_inputs(
             self._fitted_to.heads(chosen).query,
             heads.key,
-            num_features=m,
-            num_probes=PROBES,
-            key_mask=heads.key_mask,
-            key_bias=heads.key_bias,
-            query_mask=problem.xp.asarray(fitted, device=array_api_compat.device(problem.query)),
-            scale=given.scale,
-            # A step more lowers errors by a twentieth and takes half as long as all the rest.
-            lloyd_steps=1,
-            rng=given.generator,
+            heads.key_mask,
+            problem.xp.asarray(fitted, device=array_api_compat.device(problem.query)),
+            given.scale,
+            heads.key_bias,
         )
+        known = self._known
+        if known is not None and not all_heads:
+            known = some_heads(known, problem.lead, chosen)
+        # A step more lowers errors by a twentieth and takes half as long as all the rest.
+        options: Any = {"lloyd_steps": 1, "by_distance": True, "known": known}
+        phi = LandmarkFeatures._fit(inputs, m, PROBES, given.generator, **options)
+        if known is None:
+            self._known = phi
+        return phi
 
     def try_landmarks(
         self, m: int, chosen: Sequence[int]

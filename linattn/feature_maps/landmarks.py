@@ -15,6 +15,7 @@ from linattn.feature_maps._base import SoftmaxKernelMap, dots
 from linattn.feature_maps._clusters import LLOYD_STEPS, clusters, power_of_two
 from linattn.feature_maps._dask_rows import compute_rows
 from linattn.feature_maps._landmark_fit import (
+    Inputs,
     cycled,
     detached,
     draw_samples,
@@ -301,24 +302,45 @@ class LandmarkFeatures(SoftmaxKernelMap):
             )
             raise ValueError(message)
         given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
+        options: Any = {"corrected": corrected, "lloyd_steps": lloyd_steps}
+        return cls._fit(given, m, p, as_generator(rng), **options)
+
+    @classmethod
+    def _fit(
+        cls,
+        given: Inputs,
+        m: int,
+        p: int,
+        generator: np.random.Generator,
+        *,
+        lloyd_steps: int,
+        corrected: bool = False,
+        by_distance: bool = False,
+        known: Self | None = None,
+    ) -> Self:
+        """Fit, to keys sampled by their distance or not; ``known`` has probes of the same heads."""
         size = sample_size(m)
-        generator = as_generator(rng)
         # As many numbers for every length, so that padding changes none of them.
         key_strata, query_strata, query_order = generator.random((3, max(size, p)))
         gumbel = generator.gumbel(size=size)
         given = compute_rows(given, max(size, p), generator)
 
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            keys, queries = draw_samples(given, key_strata[:size], query_strata)
-            probes = stratified_subset(queries, p, query_order)
-            lognorm = probe_normalizers(given, probes)
-            metric = query_metric(queries)
+            keys, queries = draw_samples(
+                given, key_strata[:size], query_strata, by_distance=by_distance
+            )
+            if known is None:
+                sample = stratified_subset(queries, p, query_order)
+                lognorm, probes = probe_normalizers(given, sample), sample.x
+                metric = query_metric(queries)
+            else:
+                probes, lognorm, metric = known.probes, known.log_normalizers, known.metric
             landmarks, used = clusters(
-                given.scale * probes.x, lognorm, keys, metric, gumbel, m=m, steps=lloyd_steps
+                given.scale * probes, lognorm, keys, metric, gumbel, m=m, steps=lloyd_steps
             )
             return cls(
                 landmarks,
-                probes.x,
+                probes,
                 lognorm,
                 metric,
                 used=used,
