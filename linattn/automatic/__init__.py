@@ -139,12 +139,14 @@ def attention(
     -----
     Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
     128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`); without a tolerance
-    there are no clusters but, where L = S, an exact window of 32 tokens. From 8,192 queries on,
-    with a tolerance, queries choose of 512 and more clusters together: they are ordered so that
-    those with like logits lie side by side, and each run of 8 chooses the clusters with the largest
-    sums, over its queries, of a cluster's largest weight by its landmark over that of the query's
-    largest, times what ``exact_clusters`` ranks by but the query. Queries that are masked come
-    last. Traced arrays, at which nothing can be fitted, take exact attention.
+    there are no clusters but, where L = S, an exact window of 32 tokens. Of more than ``16 m`` keys
+    (at least 1,024) so many are sampled to find landmarks, with odds of which half go by a key's
+    squared distance to the mean key, and more landmarks of a head have the probes of the first.
+    From 8,192 queries on, with a tolerance, queries choose of 512 and more clusters together: they
+    are ordered so that those with like logits lie side by side, and each run of 8 chooses the
+    clusters with the largest sums, over its queries, of a cluster's largest weight by its landmark
+    over that of the query's largest, times what ``exact_clusters`` ranks by but the query. Queries
+    that are masked come last. Traced arrays, at which nothing can be fitted, take exact attention.
 
     *Causal attention.* The later half of the queries sees all keys of the earlier half: that square
     is full attention, by landmarks with exact clusters, fitted to keys and queries of the earlier
@@ -162,11 +164,11 @@ def attention(
     square root of m; what does not promise to be cheaper than exact attention is not tried. Heads
     of one number are worked on together. The first trial is made where it takes at most 0.15 of the
     time of exact attention (causal: 0.1 of that of a square, and so any other) even if it is in
-    vain: a head is judged by a third of its rows, and by all if these promise to save a quarter, or
-    the head before did. Shorter sequences are attended to exactly at once. More landmarks are tried
-    only where the squared error falls 2.75 times as fast with the first clusters as with as many
-    keys at random. Squares share the tolerance, of which the sum of their squared errors is; the
-    output of all is judged by other rows, twice as many.
+    vain: a head is judged by a third of its rows, and by all if these promise to save a quarter and
+    no more landmarks to save much more. Shorter sequences are attended to exactly at once. More
+    landmarks are tried only where the squared error falls 2.75 times as fast with the first
+    clusters as with as many keys at random. Squares share the tolerance, of which the sum of their
+    squared errors is; the output of all is judged by other rows, twice as many.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
     of all, at least 64 and at most 256 a head, drawn with odds ``1 / 2 + l_i / (2 mean l)``, where

@@ -60,6 +60,10 @@ SMALL_SHARE, MIN_STRUCTURE = 1 / 16, 2.75
 of so many keys, for more landmarks to be expected to help: 3.4 and more in the 81 heads of four
 kinds of text that they helped; 2.4 and less in Gaussian noise for which they were expected to."""
 
+MIN_GAIN = 0.85
+"""Cost expected of more landmarks over that which is known, for them to be tried: mostly less is
+gained than is expected, and trials take longer than is counted."""
+
 MAX_PROMISED = 0.75
 """Cost that a head is to promise, over that of exact attention, to be judged by all of its rows."""
 
@@ -268,13 +272,13 @@ def _best_number(
     cost: float,
     limits: tuple[int, int],
 ) -> int | None:
-    """Find the number of landmarks expected to cost least, if that is less than the cost.
+    """Find the number of landmarks expected to cost least, if that is much less than the cost.
 
     Between the number that was tried first and the largest, ``limits``.
     """
     if not _has_structure(curve):
         return None
-    best, (first, most) = None, limits
+    best, cost, (first, most) = None, MIN_GAIN * cost, limits
     m, largest = 2 * first, min(largest_trial(problem, tolerance, num_rows), most)
     while m <= largest:
         allowed, more = tolerance / MARGIN, m / first

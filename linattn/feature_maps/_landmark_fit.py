@@ -149,8 +149,8 @@ def _draw_by_distance(given: Inputs, noise: Floats) -> Sample | None:
     """Take one key from each of ``len(noise)`` strata of equal odds; None where they are few.
 
     Half of a key's odds are those of all, half go by its squared distance to the mean of its head:
-    those that few are like, but many queries look at, are there whatever the noise. A key of odds
-    o, 1 in the mean, stands for 1 / o keys, and is there more than once where o is large.
+    those that few are like, but to which many queries attend, are there whatever the noise. One of
+    odds o, 1 in the mean, stands for 1 / o keys, and is there more than once where o is large.
 
     References
     ----------
@@ -182,11 +182,10 @@ def _draw_by_distance(given: Inputs, noise: Floats) -> Sample | None:
 
 def _odds(x: NDArray[Any], counts: NDArray[np.bool_]) -> NDArray[Any]:
     """Odds of tokens to be drawn, 1 in the mean of those that count, 0 of others."""
-    where = counts[:, None]
-    share = counts.astype(x.dtype) / np.count_nonzero(counts)
-    apart = np.where(where, x, 0)
-    apart -= share @ apart
-    apart /= np.abs(apart).max(where=where, initial=0) or 1
+    share = (counts / np.count_nonzero(counts)).astype(x.dtype)
+    apart = x if counts.all() else np.where(counts[:, None], x, 0)
+    apart = apart - share @ apart
+    apart /= np.abs(apart).max() or 1
     square = np.vecdot(apart, apart)
     mean = share @ square
     return np.where(counts, (1 + square / mean) / 2 if mean > 0 else 1, 0).astype(x.dtype)
