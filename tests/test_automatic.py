@@ -269,7 +269,7 @@ def test_keys_that_few_are_like_are_not_missed(given):
     weights[:, 500:600] = -1 if given == "key_bias" else False
     if given == "key_mask":
         key[:, 500:600] = np.nan
-    options = {} if given is None else {given: weights}
+    options: dict[str, Any] = {} if given is None else {given: weights}
     options |= {"tolerance": None, "return_report": True}
     for seed in range(6):
         _, report = linattn.attention(query, key, value, rng=seed, **options)
