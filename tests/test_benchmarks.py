@@ -58,10 +58,8 @@ def skip_without_library(name):
 @pytest.mark.filterwarnings("ignore")  # of other people's code
 def test_peers_agree_with_their_formula(name, kind):
     skip_without_library(name)
-    # Sums that are recovered by subtraction lose a digit.
-    digits = 2 if name == "jax-backward" else 10
-    if kind in TEXT:
-        digits = 1
+    # Sums that are recovered by subtraction lose a digit, more or less by the processor.
+    digits = 1 if name == "jax-backward" or kind in TEXT else 10
     assert Worker(name, 1).check(kind) <= PEERS[name].tolerance / digits
 
 
