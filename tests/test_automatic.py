@@ -303,11 +303,11 @@ def test_more_landmarks_are_tried_only_of_keys_with_structure(eager, monkeypatch
     query, key, value = (x[None] for x in unstructured(6000))
     fitted = []
 
-    def fit(*args, **options):
-        fitted.append(options["num_features"])
-        return LandmarkFeatures.fit(*args, **options)
+    def fit(given, m, *args, **options):
+        fitted.append(m)
+        return LandmarkFeatures._fit(given, m, *args, **options)
 
-    monkeypatch.setattr(_full, "LandmarkFeatures", type("Spy", (), {"fit": staticmethod(fit)}))
+    monkeypatch.setattr(_full, "LandmarkFeatures", type("Spy", (), {"_fit": staticmethod(fit)}))
     with pytest.warns(UserWarning, match="takes exact attention"):
         linattn.attention(query / 2, key / 2, value, rng=0)
     assert fitted == [64]
@@ -319,7 +319,7 @@ def test_heads_are_judged_by_rows_that_nothing_was_fitted_to(eager, monkeypatch)
     query, fitted = 3 * query, []
 
     def fit(*args, **options):
-        fitted.append(LandmarkFeatures.fit(*args, **options))
+        fitted.append(LandmarkFeatures._fit(*args, **options))
         return fitted[-1]
 
     judged = []
@@ -329,7 +329,7 @@ def test_heads_are_judged_by_rows_that_nothing_was_fitted_to(eager, monkeypatch)
         return error_curve(head, *args, **options)
 
     error_curve = _curves.error_curve
-    monkeypatch.setattr(_full, "LandmarkFeatures", type("Spy", (), {"fit": staticmethod(fit)}))
+    monkeypatch.setattr(_full, "LandmarkFeatures", type("Spy", (), {"_fit": staticmethod(fit)}))
     monkeypatch.setattr(_full, "error_curve", curve)
     _, report = linattn.attention(query, key, value, rng=0, tolerance=1.0, return_report=True)
     wanted = 0.6 * float(report.bound.max())

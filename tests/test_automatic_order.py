@@ -118,7 +118,7 @@ def test_what_masked_queries_hold_does_not_matter_to_others(monkeypatch, garbage
     monkeypatch.setattr(_costs, "MAX_SEARCH", 4.0)
     query, key, value = of_centres(1502)
     mask = np.random.default_rng(0).random((2, 1502)) < [[0.9], [0.7]]
-    options: Any = dict(scale=0.25, key_mask=mask, tolerance=0.3)
+    options: Any = dict(scale=0.25, key_mask=mask, tolerance=0.2)
     outputs = []
     for filler in (query, garbage):
         tokens = np.where(mask[..., None], query, filler), key, value
