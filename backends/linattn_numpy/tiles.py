@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
     return [group for group in groups if group[0].start < group[0].stop]
 
 
-@cache
+@lru_cache(128)
 def head_parts(lead: tuple[int, ...], heads: int) -> Sequence[Index]:
     """Cut leading axes into parts of at most so many heads, or of one."""
     sizes = part_sizes(lead, heads)
