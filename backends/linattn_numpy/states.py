@@ -95,12 +95,12 @@ def _unshifted_sums(
         if not row.min() >= least and np.any((row < least) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
         row = np.exp(row)
-    e, lead = values_and_one.shape[-1], values_and_one.shape[:-2]
+    e, leads = values_and_one.shape[-1], [values_and_one.shape[:-2]]
     if row is not None:
-        lead = broadcast_lead(lead, row.shape[:-2])
+        leads.append(row.shape[:-2])
     *features_lead, m = features_shape(key_spec, tokens.x)
-    kvz = np.zeros((*broadcast_lead(lead, tuple(features_lead)), m, e), values_and_one.dtype)
-    for heads, rows, weights in feature_tiles(key_spec, tokens.x, "features", lead):
+    kvz = np.zeros((*broadcast_lead(tuple(features_lead), *leads), m, e), values_and_one.dtype)
+    for heads, rows, weights in feature_tiles(key_spec, tokens.x, "features", *leads):
         values = values_and_one[heads][..., rows, :]
         # The weights of tokens go onto what is narrower; features just made are in cache.
         if row is not None and prod(weights.shape[-3::2]) < e:
