@@ -67,7 +67,7 @@ def error(got, want):
     return np.max(np.abs(got - want), initial=0) / np.max(np.abs(want), initial=1)
 
 
-def assert_as_loop(arguments, rule, dtype="float64", **options):
+def assert_as_loop(arguments, rule, dtype="float64", roundings=1, **options):
     """Compare with the loop, of the backend and of the generic code."""
     arrays = {name: array.astype(dtype) for name, array in arguments.items()}
     want = recurrence(**{n: a.astype(np.float64) for n, a in arrays.items()}, update_rule=rule)
@@ -78,7 +78,7 @@ def assert_as_loop(arguments, rule, dtype="float64", **options):
     for got in results:
         for ours, theirs in zip(got, want, strict=True):
             assert ours.dtype == dtype
-            assert error(ours, theirs) < RTOL[dtype]
+            assert error(ours, theirs) < roundings * RTOL[dtype]
 
 
 # The oracle -----------------------------------------------------------------------------------
@@ -202,7 +202,8 @@ def test_beta_at_its_ends(rule, dtype):
     a = problem(rule, length=100, dim=8)
     a["beta"] = np.full_like(a["beta"], 2.0)
     a["key"] = np.broadcast_to(a["key"][..., :1, :], a["key"].shape)
-    assert_as_loop(a, rule, dtype)
+    # At 2 no rounding is forgotten: 6.4e-6 on a processor without AVX-512.
+    assert_as_loop(a, rule, dtype, roundings=2)
 
 
 @pytest.mark.parametrize("dim", [16, 64])
