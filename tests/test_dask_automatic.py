@@ -93,10 +93,11 @@ def test_a_head_may_have_more_landmarks_than_another(heads):
     """Heads of leading axes in one chunk or several, in groups of another order."""
     easy, hard = clustered(LENGTH, heads=1), clustered(LENGTH, heads=2, seed=1)
     arrays = [np.concatenate([x, y, x])[None] for x, y in zip(easy, hard, strict=True)]
-    arrays[0][:, 1:3] *= 2
+    arrays[0][:, 1:3] *= 3
     lazy = [da.from_array(x, chunks=(1, heads, ROWS, -1)) for x in arrays]
     errors = attend(lazy, tolerance=1.0)[1].error[0]
-    tolerance = float(np.sqrt(errors.min() * errors.max()))
+    # What the worst head is expected to have with twice as many, and more than the others have.
+    tolerance = 0.95 * float(errors.max())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="tolerance=")
         output, report = attend(lazy, tolerance=tolerance)
