@@ -159,7 +159,7 @@ def explain() -> Iterator[Explanation]:
     >>> phi = linattn.feature_maps.PositiveFeatures(16, num_features=32, rng=0)
     >>> with linattn.explain() as report:
     ...     output = linattn.linear_attention(query, key, value, phi)
-    >>> report.ran("read_block")
+    >>> report.ran("read_output")
     {'linattn_numpy'}
     """
     report = Explanation()

@@ -20,6 +20,7 @@ from numpy.testing import assert_array_equal
 import linattn
 import linattn_numpy
 from linattn import _dispatch, _generic, _settings
+from linattn._driver import problem
 from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.typing import Declined, Exact, Partial, Plan, Problem, State
 
@@ -460,7 +461,8 @@ def test_no_dispatch_without_backends(fakes):
 
 
 def test_the_numpy_backend_runs_by_default_and_not_without_backends():
-    defined = [n for n in [*BLOCK_TIER, *WHOLE_TIER] if hasattr(linattn_numpy, n)]
+    names = ("plan", "reduce_values", "read_output", "scan_block", "exact_block", *WHOLE_TIER)
+    defined = [name for name in names if hasattr(linattn_numpy, name)]
     assert defined, "the NumPy backend replaces nothing"
     with linattn.explain() as report:
         run_everything()
@@ -534,7 +536,7 @@ def _arrays_in(argument):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_block_function_is_given_what_is_empty(empty, is_causal, monkeypatch):
     sizes: list[int] = []
-    for name in ("values_block", "reduce_block", "read_block", "scan_block", "exact_block"):
+    for name in ("reduce_values", "read_output", "values_block", "scan_block"):
         function = getattr(linattn_numpy, name)
 
         def noted(*args, function=function):
@@ -580,7 +582,7 @@ def test_an_explanation_holds_in_threads_of_a_plan_and_not_outside():
         in_a_thread(lambda: linattn.softmax_attention(*tokens()))
         with linattn.explain() as inner:
             linattn.softmax_attention(*tokens())
-    assert report.ran("reduce_block") == report.ran("read_block") == {"linattn_numpy"}
+    assert report.ran("reduce_values") == report.ran("read_output") == {"linattn_numpy"}
     assert report.ran("exact_block") == set()
     assert inner.ran("exact_block") == {"linattn_numpy"}
 
@@ -745,3 +747,81 @@ def test_tasks_of_an_event_loop_do_not_share():
         return await asyncio.gather(one(1, second, first), one(2, first, second))
 
     assert asyncio.run(both()) == [1, 2]
+
+
+# Descriptions of calls ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """Problems that were described, and not taken from the last call."""
+    made = []
+
+    def noted(*args, describe=problem._describe):
+        made.append(describe(*args))
+        return made[-1]
+
+    monkeypatch.setattr(problem, "_describe", noted)
+    problem._last_problem.set(None)
+    return made
+
+
+def test_a_call_like_the_last_one_is_not_described_again(described):
+    for seed in range(3):
+        query, key, value = (x + seed for x in tokens())
+        output = linattn.linear_attention(query, key, value, PHI)
+        phi_q, phi_k = (np.exp(np.minimum(x, 0)) + np.maximum(x, 0) for x in (query, key))
+        weights = phi_q @ phi_k.mT
+        expected = weights @ value / weights.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(output, expected, rtol=1e-9)
+    assert len(described) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda *x: linattn.linear_attention(*(a[1:] for a in x), PHI),
+        lambda *x: linattn.linear_attention(*(a.astype(np.float32) for a in x), PHI),
+        lambda *x: linattn.linear_attention(*(a.astype(">f8") for a in x), PHI),
+        lambda *x: linattn.linear_attention(*x, EluFeatures()),
+        lambda *x: linattn.linear_attention(*x, PHI, is_causal=True),
+        lambda *x: linattn.linear_attention(*x, PHI, normalize=False),
+        lambda *x: linattn.linear_attention(*x, PHI, return_log_normalizer=True)[0],
+        lambda *x: linattn.linear_attention(*x, PHI, key_mask=np.arange(10) < 5),
+        lambda *x: linattn.linear_attention(*x, PHI, chunk_size=3),
+        lambda *x: linattn.linear_attention(
+            *x,
+            PHI,
+            initial_state=linattn.update_state(linattn.init_state(PHI, 4, like=x[1]), *x[1:], PHI),
+        ),
+    ],
+    ids=[
+        "length",
+        "dtype",
+        "bytes",
+        "map",
+        "causal",
+        "numerators",
+        "log",
+        "mask",
+        "chunks",
+        "state",
+    ],
+)
+def test_another_call_is_described_anew(described, other):
+    arrays = [x[0] for x in tokens()]
+    expected = other(*arrays)
+    first = linattn.linear_attention(*arrays, PHI)
+    count = len(described)
+    np.testing.assert_array_equal(other(*arrays), expected)
+    assert len(described) > count
+    np.testing.assert_array_equal(linattn.linear_attention(*arrays, PHI), first)
+
+
+def test_settings_are_of_this_call(described):
+    arrays = tokens(10, np.float32)
+    usual = linattn.linear_attention(*arrays, PHI, return_state=True)[1]
+    with linattn.config(precision="float64"):
+        precise = linattn.linear_attention(*arrays, PHI, return_state=True)[1]
+    assert [usual.kvz.dtype, precise.kvz.dtype] == [np.float32, np.float64]
+    assert len(described) == 2

@@ -26,7 +26,14 @@ from linattn_numpy.prefix_states import far_states
 from linattn_numpy.products import kernel_status
 from linattn_numpy.recurrences import recurrence
 from linattn_numpy.sequences import sequences_block
-from linattn_numpy.states import divide, read_block, reduce_block, values_block
+from linattn_numpy.states import (
+    divide,
+    read_block,
+    read_output,
+    reduce_block,
+    reduce_values,
+    values_block,
+)
 from linattn_numpy.threads import limited_threads
 
 __all__ = [
@@ -46,9 +53,11 @@ __all__ = [
     "plan",
     "read_block",
     "read_block_vjp",
+    "read_output",
     "recurrence",
     "reduce_block",
     "reduce_block_vjp",
+    "reduce_values",
     "scan_block",
     "scan_decayed_block",
     "scan_vjp",
@@ -76,9 +85,11 @@ if TYPE_CHECKING:
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)
     implements(Backend.read_block_vjp)(read_block_vjp)
+    implements(Backend.read_output)(read_output)
     implements(Backend.recurrence)(recurrence)
     implements(Backend.reduce_block)(reduce_block)
     implements(Backend.reduce_block_vjp)(reduce_block_vjp)
+    implements(Backend.reduce_values)(reduce_values)
     implements(Backend.scan_block)(scan_block)
     implements(Backend.scan_decayed_block)(scan_decayed_block)
     implements(Backend.scan_vjp)(scan_vjp)

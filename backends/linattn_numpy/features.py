@@ -5,7 +5,7 @@ The row term (curvature and log weight) of unshifted features is left out: it go
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, log, prod
 from typing import Any, TypeGuard
@@ -19,7 +19,6 @@ from linattn.typing import (
     Declined,
     Exact,
     Exponential,
-    Index,
     Pointwise,
     Spec,
     Tokens,
@@ -28,7 +27,7 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.products import broadcast_lead, multiply, product
-from linattn_numpy.tiles import head_parts, moveaxis, split_tiles, tiles
+from linattn_numpy.tiles import heads_of_tile, moveaxis, split_tiles, tile_rows
 
 __all__ = [
     "FeatureMaker",
@@ -60,6 +59,7 @@ class FeatureMaker:
     or 0. A paired map has its sign halves, h = 2, apart: what is done to whole arrays takes half of
     what it takes on parts of their rows. ``factors``, ``(..., m)``: what the features are
     multiplied with. ``by_rows``: ``features`` are ``(..., n, h, m / h)``, the halves side by side.
+    ``of_halves`` are the weights, of a map that is not paired without the axis of h.
     """
 
     weights: Floats
@@ -80,6 +80,7 @@ class FeatureMaker:
         self.features = buffer(name, shape, x.dtype)
         self.weights = moveaxis(self.features, -2 if by_rows else 0, -3)
         self._first, self._last = self.weights[..., 0, :, :], self.weights[..., -1, :, :]
+        self.of_halves = self.weights if self._halves == 2 else self._first
         self._scaling = None
         if factors is not None:
             factors = factors.reshape(*factors.shape[:-1], self._halves, 1, j)
@@ -124,31 +125,34 @@ class FeatureMaker:
 
 def feature_tiles(
     spec: Exponential | Pointwise, x: Floats, name: str, *leads: tuple[int, ...]
-) -> Iterator[tuple[Index, slice, Floats]]:
+) -> Iterator[tuple[Any, Sequence[slice], Callable[[slice], Floats]]]:
     """Features of a block, tile by tile: they are still in cache when they are multiplied.
 
-    Yields heads, rows of them and their features, ``(..., h, n, m / h)``, as a
-    :class:`FeatureMaker` leaves them. Where one map makes features of each head by itself, for
-    arrays with these leading axes, a tile is of whole heads or of a part of one, otherwise of a
-    part of all.
+    Yields some heads, tiles of their rows, and what makes the features of one: ``(..., n, m)``, of
+    a paired map ``(..., 2, n, m / 2)``, of which the next takes the place. Where one map makes
+    features of each head by itself, for arrays with these leading axes, a tile is of whole heads or
+    of a part of one, which has no axes then; otherwise of a part of all.
     """
     *lead, m = features_shape(spec, x)
-    # Where features are not computed in place, they take two arrays.
-    elements = tuning.TILE_ELEMENTS // 2 if isinstance(spec, Pointwise) else tuning.TILE_ELEMENTS
-    most, (*heads, n, _) = elements // m, x.shape
+    # Where features are not computed in place, they take two arrays, and half of these is faster.
+    elements = tuning.TILE_ELEMENTS // 4 if isinstance(spec, Pointwise) else tuning.TILE_ELEMENTS
+    most, n = elements // m, x.shape[-2]
     has_one_map = isinstance(spec.P, float) or spec.P.ndim == 2
-    are_apart = has_one_map and all(list(other) == lead for other in (heads, *leads))
-    made, maker = None, None
-    for part in head_parts(tuple(lead), most // n) if are_apart else [()]:
-        x_part = x[part]
-        shape = x_part.shape[:-2] if are_apart else lead
-        for group, length, _ in tiles(n, most // prod(shape)):
-            if maker is None or made != (*shape, length):
-                maker, made = FeatureMaker(spec, x_part, length, name), (*shape, length)
-            for i, rows in enumerate(maker.split(x_part[..., group, :])):
-                maker.make(rows, inspect=False)
-                start = group.start + i * length
-                yield part, slice(start, start + length), maker.weights
+    are_apart = has_one_map and all(list(other) == lead for other in (x.shape[:-2], *leads))
+    makers: dict[tuple[int, ...], FeatureMaker] = {}
+    for heads in heads_of_tile(tuple(lead), most // n) if are_apart else [()]:
+        x_part = x[heads]
+
+        def features(rows: slice, x_part: Floats = x_part) -> Floats:
+            tile = x_part[..., rows, :]
+            maker = makers.get(tile.shape)
+            if maker is None:
+                maker = makers[tile.shape] = FeatureMaker(spec, tile, tile.shape[-2], name)
+            maker.make(tile, inspect=False)
+            return maker.of_halves
+
+        num_heads = prod(x_part.shape[:-2] if are_apart else lead)
+        yield heads, tile_rows(n, most // num_heads), features
 
 
 def features_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:
@@ -238,8 +242,8 @@ def activate(spec: Pointwise, u: Floats, out: Floats) -> Floats:
         # max(u, 0) + 1 is the function on both sides, even if exp(u) is inf. It comes first,
         # because it computes while u comes from memory.
         np.exp(u, out=out)
-        linear = buffer("more", u.shape, u.dtype)
-        np.add(_positive(u, linear), 1, out=linear)
+        linear = _positive(u, buffer("more", u.shape, u.dtype))
+        np.add(linear, 1, out=linear)
         np.minimum(out, linear, out=out)
     if spec.offset != 0.0:
         out += spec.offset

@@ -70,7 +70,7 @@ def _gain(n: int, k: int, j: int, dtype: Any) -> float:
 
 def transposed(x: Floats) -> Floats:
     """Swap the last two axes."""
-    return np.swapaxes(x, -1, -2)
+    return x.swapaxes(-1, -2)
 
 
 def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int, ...]:
@@ -151,10 +151,12 @@ def weighted_sum(weights: Floats, v: Floats, total: Floats | None = None) -> Flo
     (n, m), j = weights.shape[-2:], v.shape[-1]
     size, r = _tokens_and_features(n, m, j)
     lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
-    if r == m or "read" not in small_products(v.dtype):
-        added = np.matmul(transposed(weights), v, out=buffer("sums", (*lead, m, j), v.dtype))
-    else:
+    if r < m and "read" in small_products(v.dtype):
         added = _weighted_sum_cut(weights, v, size, r, lead)
+    else:
+        # Small arrays are allocated faster than they are found.
+        out = buffer("sums", (*lead, m, j), v.dtype) if lead else None
+        added = np.matmul(transposed(weights), v, out=out)
     return np.asarray(added.copy() if total is None else np.add(total, added, out=total))
 
 

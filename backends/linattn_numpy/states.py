@@ -47,10 +47,24 @@ from linattn_numpy.features import (
     supports,
     unsupported,
 )
-from linattn_numpy.products import broadcast_lead, multiply, read_halves, weighted, weighted_sum
-from linattn_numpy.tiles import rows_of
+from linattn_numpy.products import (
+    broadcast_lead,
+    multiply,
+    product,
+    weighted,
+    weighted_sum,
+)
+from linattn_numpy.tiles import ones_column, rows_of
 
-__all__ = ["add_sums", "divide", "read_block", "reduce_block", "values_block"]
+__all__ = [
+    "add_sums",
+    "divide",
+    "read_block",
+    "read_output",
+    "reduce_block",
+    "reduce_values",
+    "values_block",
+]
 
 Floats = NDArray[Any]
 
@@ -69,23 +83,41 @@ def reduce_block(
     """Add a block of keys to the state."""
     if isinstance(key_spec, Assigned):
         sums = assigned_sums(key_spec, tokens, values_and_one)
-    elif supports(key_spec):
-        sums = limits.LARGE_EXPONENTS
-        if is_moderate(key_spec, tokens.x):
-            sums = _unshifted_sums(key_spec, tokens, values_and_one)
-        if isinstance(sums, Declined) and isinstance(key_spec, Exponential):
-            return _add_stabilized(key_spec, tokens, values_and_one, state)
-    else:
+        return sums if isinstance(sums, Declined) else add_sums(state, *sums, tokens.x.shape[-2])
+    if not supports(key_spec):
         return unsupported(key_spec)
-    if isinstance(sums, Declined):
+    ones = values_and_one[..., -1:]
+    sums = _unshifted_sums(key_spec, tokens, values_and_one[..., :-1], ones)
+    if isinstance(sums, Declined) and isinstance(key_spec, Exponential):
+        return _add_stabilized(key_spec, tokens, values_and_one, state)
+    return sums if isinstance(sums, Declined) else add_sums(state, *sums, tokens.x.shape[-2])
+
+
+def reduce_values(
+    key_spec: Spec, tokens: Tokens, value: Floats, mask: Any, state: State
+) -> State | Declined:
+    """Add a block of keys to the state, of which there may be no ``[v, 1]``."""
+    dtype = state.kvz.dtype
+    if mask is None and supports(key_spec):
+        v = value.astype(dtype, copy=False)
+        row, number = v.strides[-2:]
+        # BLAS takes matrices whose rows are there one after the other.
+        v = v if number == v.itemsize and row >= v.shape[-1] * number else v.copy()
+        sums = _unshifted_sums(key_spec, tokens, v, None)
+        if not isinstance(sums, Declined):
+            return add_sums(state, *sums, tokens.x.shape[-2])
+        if isinstance(key_spec, Exponential):
+            return _add_stabilized(key_spec, tokens, values_block(value, None, dtype), state)
         return sums
-    return add_sums(state, *sums, values_and_one.shape[-2])
+    return reduce_block(key_spec, tokens, values_block(value, mask, dtype), state)
 
 
 def _unshifted_sums(
-    key_spec: Exponential | Pointwise, tokens: Tokens, values_and_one: Floats
+    key_spec: Exponential | Pointwise, tokens: Tokens, value: Floats, ones: Floats | None
 ) -> tuple[Floats, Floats] | Declined:
-    """Sum a block by feature: sums and their log scale."""
+    """Sum a block by feature: sums and their log scale. ``ones``, ``(..., n, 1)``: None for 1."""
+    if not is_moderate(key_spec, tokens.x):
+        return limits.LARGE_EXPONENTS
     row = row_term(key_spec, tokens)
     top = np.zeros(1) if row is None else row.max(axis=-2)
     if row is not None:
@@ -95,23 +127,28 @@ def _unshifted_sums(
         if not row.min() >= least and np.any((row < least) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
         row = np.exp(row)
-    e, leads = values_and_one.shape[-1], [values_and_one.shape[:-2]]
+    e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
     if row is not None:
         leads.append(row.shape[:-2])
     *features_lead, m = features_shape(key_spec, tokens.x)
-    kvz = np.zeros((*broadcast_lead(tuple(features_lead), *leads), m, e), values_and_one.dtype)
-    for heads, rows, weights in feature_tiles(key_spec, tokens.x, "features", *leads):
-        values = values_and_one[heads][..., rows, :]
-        # The weights of tokens go onto what is narrower; features just made are in cache.
-        if row is not None and prod(weights.shape[-3::2]) < e:
-            weights = limits.in_place(np.multiply, weights, row[heads][..., None, rows, :])
-        elif row is not None:
-            values = weighted(values, row[heads][..., rows, :])
-        total = kvz[heads]
-        total = total.reshape(*total.shape[:-2], weights.shape[-3], -1, e)
-        weighted_sum(weights, values[..., None, :, :], total)
+    kvz = np.zeros((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
+    for heads, tiles, features in feature_tiles(key_spec, tokens.x, "features", *leads):
+        v_part, of_heads = value[heads], _by_halves(key_spec, kvz[heads])
+        ones_part, row_part = (None if part is None else part[heads] for part in (ones, row))
+        sums, z = of_heads[..., :-1], of_heads[..., -1:]
+        for rows in tiles:
+            weights, v = features(rows), v_part[..., rows, :]
+            one = ones_column(v.shape[-2], dtype) if ones_part is None else ones_part[..., rows, :]
+            if row_part is not None:
+                of_rows = row_part[..., rows, :]
+                v, one = weighted(v, of_rows), of_rows if ones is None else one * of_rows
+            if weights.ndim > v.ndim:
+                v, one = v[..., None, :, :], one[..., None, :, :]
+            # Ones are no column of v: BLAS is faster where vectors divide the width.
+            weighted_sum(weights, v, sums)
+            weighted_sum(weights, one, z)
     z, (least, most) = kvz[..., -1], limits.FEATURE_SUM_RANGE[kvz.itemsize]
-    log_scale = log_offsets(key_spec, values_and_one.dtype) + top.astype(kvz.dtype)
+    log_scale = log_offsets(key_spec, dtype) + top.astype(kvz.dtype)
     if not z.min() > 0:
         # Without keys there is nothing to lose, and nothing that sets a scale.
         is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
@@ -175,40 +212,79 @@ def read_block(
     """Read the state with a block of queries."""
     if not supports(query_spec):
         return unsupported(query_spec)
-    if not is_moderate(query_spec, tokens.x):
+    kvz, top = _on_one_scale(query_spec, tokens, state)
+    if kvz is None:
         return _read_stabilized(query_spec, tokens, state, want_log)
-    c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
-    top = c.max(axis=-1, keepdims=True)
-    kvz = state.kvz
-    if not (c == top).all():
-        kvz = kvz * np.exp(c - limits.finite_shift(top))[..., None]
-        # A feature far below the top one may still be the one that counts for a query.
-        if np.any((kvz[..., -1] < limits.floor_of(kvz.dtype)) & (c > -np.inf)):
-            return _read_stabilized(query_spec, tokens, state, want_log)
-    (*lead, m, e), halves = kvz.shape, num_sign_halves(query_spec)
     *features_lead, _ = features_shape(query_spec, tokens.x)
-    shape = *broadcast_lead(tuple(features_lead), tuple(lead)), tokens.x.shape[-2], e
-    num_den = buffer("num_den", shape, kvz.dtype)
-    state_halves = kvz.reshape(*lead, halves, m // halves, e)
-    for heads, rows, weights in feature_tiles(query_spec, tokens.x, "features", tuple(lead)):
-        read_halves(weights, state_halves[heads], num_den[heads][..., rows, :])
-    floor = limits.floor_of(num_den.dtype) * kvz.shape[-2] * max(1.0, kvz[..., -1].max())
-    floor = max(floor, limits.MIN_READ_DENOMINATOR[num_den.itemsize])
-    den = num_den[..., -1]
-    if not (den.min() >= floor and (_are_bounded(kvz, den) or limits.all_finite(num_den))):
+    lead = broadcast_lead(tuple(features_lead), kvz.shape[:-2])
+    num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
+    num, den = num_den[..., :-1], num_den[..., -1:]
+    if not _put_read(query_spec, tokens.x, kvz, num, den, divided=False):
         return _read_stabilized(query_spec, tokens, state, want_log)
     return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
 
 
-def _are_bounded(kvz: Floats, den: Floats) -> bool:
-    """Whether denominators tell that what is read is finite, numerators and sums on the way.
+def _on_one_scale(
+    query_spec: Exponential | Pointwise, tokens: Tokens, state: State
+) -> tuple[Floats | None, Floats]:
+    """Put features of a state on one log scale; None where queries must be max-stabilized."""
+    c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
+    top, kvz = c.max(axis=-1, keepdims=True), state.kvz
+    if not is_moderate(query_spec, tokens.x):
+        return None, top
+    if (c == top).all():
+        return kvz, top
+    kvz = kvz * np.exp(c - limits.finite_shift(top))[..., None]
+    # A feature far below the top one may still be the one that counts for a query.
+    is_lost = np.any((kvz[..., -1] < limits.floor_of(kvz.dtype)) & (c > -np.inf))
+    return None if is_lost else kvz, top
 
-    Where features are positive, a numerator is at most ``den max |kvz| / min z``. Where they are
-    not, a denominator that such a bound would fail for has lost all of its digits.
+
+def _by_halves(spec: Exponential | Pointwise, kvz: Floats) -> Floats:
+    """Give the features of a paired map an axis of their sign halves."""
+    h, (*lead, m, e) = num_sign_halves(spec), kvz.shape
+    return kvz if h == 1 else kvz.reshape(*lead, h, m // h, e)
+
+
+def _put_read(
+    query_spec: Exponential | Pointwise,
+    x: Floats,
+    kvz: Floats,
+    num: Floats,
+    den: Floats,
+    *,
+    divided: bool,
+) -> bool:
+    """Read a state on one scale into ``(..., n, e)`` and ``(..., n, 1)``; say whether it is right.
+
+    Denominators beyond a bound tell that nothing that counts was lost to underflow. Where features
+    are positive, a numerator is at most ``den max |kvz| / min z``, and finite. Where they are not,
+    a denominator that such a bound would fail for has lost all of its digits.
     """
-    z = kvz[..., -1].min()
-    largest = max(kvz.max(), -kvz.min())
-    return bool(den.max() * largest <= z * limits.MAX_READ[kvz.itemsize])
+    is_paired = num_sign_halves(query_spec) == 2
+    for heads, tiles, features in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
+        of_heads, num_part, den_part = _by_halves(query_spec, kvz[heads]), num[heads], den[heads]
+        sums, z = of_heads[..., :-1], of_heads[..., -1:]
+        for rows in tiles:
+            weights, of_rows, divisor = (
+                features(rows),
+                num_part[..., rows, :],
+                den_part[..., rows, :],
+            )
+            for part, place in ((sums, of_rows), (z, divisor)):
+                if is_paired:
+                    np.add.reduce(product(weights, part, "halves"), axis=-3, out=place)
+                else:
+                    multiply(weights, part, place)
+            if divided:
+                np.divide(of_rows, divisor, out=of_rows)
+    z, itemsize = kvz[..., -1], kvz.itemsize
+    floor = limits.floor_of(kvz.dtype) * kvz.shape[-2] * max(1.0, z.max())
+    if not den.min() >= max(floor, limits.MIN_READ_DENOMINATOR[itemsize]):
+        return False
+    most, largest = den.max(), max(kvz.max(), -kvz.min())
+    is_bounded = most * largest <= z.min() * limits.MAX_READ[itemsize]
+    return bool(is_bounded or (most < np.inf and limits.all_finite(num)))
 
 
 def _read_stabilized(
@@ -228,6 +304,26 @@ def _read_stabilized(
         log -= limits.finite_shift(row[..., rows, :])
         multiply(limits.exp(log, None, power, unit), kvz, num_den[..., rows, :])
     return Partial(num_den, row_log(query_spec, tokens, row * unit, want_log))
+
+
+def read_output(
+    query_spec: Spec, tokens: Tokens, state: State, out: Floats | None = None
+) -> Declined | None:
+    """Read the state with a block of queries and divide, each tile while it is in cache."""
+    if not supports(query_spec):
+        return unsupported(query_spec)
+    if out is None:
+        return Declined("there is no place for the output")
+    kvz, _ = _on_one_scale(query_spec, tokens, state)
+    if kvz is not None:
+        num = out if out.dtype == kvz.dtype else np.empty(out.shape, kvz.dtype)
+        den = buffer("den", (*out.shape[:-1], 1), kvz.dtype)
+        if _put_read(query_spec, tokens.x, kvz, num, den, divided=True):
+            if num is not out:
+                out[...] = num
+            return None
+    part = _read_stabilized(query_spec, tokens, state, False)
+    return part if isinstance(part, Declined) else divide(part, out)
 
 
 def divide(part: Partial, out: Floats | None = None) -> Declined | None:

@@ -16,12 +16,15 @@ from linattn_numpy import tuning
 __all__ = [
     "Run",
     "head_parts",
+    "heads_of_tile",
     "lower",
     "moveaxis",
+    "ones_column",
     "part_sizes",
     "rows_of",
     "split_tiles",
     "sub_blocks",
+    "tile_rows",
     "tiles",
 ]
 
@@ -64,6 +67,13 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
     return [group for group in groups if group[0].start < group[0].stop]
 
 
+@cache
+def tile_rows(n: int, max_rows: int) -> list[slice]:
+    """Rows of each tile of a block."""
+    groups = tiles(n, max_rows)
+    return [slice(i, i + k) for rows, k, _ in groups for i in range(rows.start, rows.stop, k)]
+
+
 @lru_cache(128)
 def head_parts(lead: tuple[int, ...], heads: int) -> Sequence[Index]:
     """Cut leading axes into parts of at most so many heads, or of one."""
@@ -76,6 +86,12 @@ def head_parts(lead: tuple[int, ...], heads: int) -> Sequence[Index]:
         for n, size in zip(lead, sizes, strict=True)
     ]
     return list(product(*axes))
+
+
+@lru_cache(128)
+def heads_of_tile(lead: tuple[int, ...], heads: int) -> Sequence[tuple[Any, ...]]:
+    """Cut leading axes likewise; a head by itself has none of them."""
+    return list(product(*map(range, lead))) if heads <= 1 else head_parts(lead, heads)
 
 
 def part_sizes(lead: tuple[int, ...], heads: int) -> tuple[int, ...]:
@@ -96,6 +112,12 @@ def split_tiles(x: Floats, *shape: int) -> Floats:
 def lower(size: int, dtype: Any, diagonal: int = 0) -> Floats:
     """Ones at and below a diagonal."""
     return np.tri(size, k=diagonal, dtype=dtype)
+
+
+@lru_cache(128)
+def ones_column(n: int, dtype: Any) -> Floats:
+    """Ones, (n, 1)."""
+    return np.ones((n, 1), dtype)
 
 
 def moveaxis(x: Floats, source: int, target: int) -> Floats:

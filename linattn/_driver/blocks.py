@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import array_api_compat
@@ -22,11 +22,13 @@ from linattn.typing import (
     Partial,
     Pointwise,
     Problem,
+    State,
     Tokens,
 )
 
 __all__ = [
     "OutputRows",
+    "add_block",
     "block_slices",
     "in_map_coordinates",
     "numerators",
@@ -99,13 +101,28 @@ def transient_values_block(problem: Problem, rows: slice, functions: BlockFuncti
 
     The next call must not be one that a feature map makes before this use is over.
     """
-    if _calls_out(problem.key_spec) or _calls_out(problem.query_spec):
+    if calls_out(problem):
         return values_and_one_block(problem, rows)
     return functions.values_block(*_values(problem, rows))
 
 
+def add_block(
+    problem: Problem, rows: slice, tokens: Tokens, state: State, functions: BlockFunctions
+) -> State:
+    """Add a block of keys, and their values, to a state."""
+    if calls_out(problem):
+        values_and_one = values_and_one_block(problem, rows)
+        return functions.reduce_block(problem.key_spec, tokens, values_and_one, state)  # type: ignore[no-any-return]
+    value, mask, _ = _values(problem, rows)
+    return functions.reduce_values(problem.key_spec, tokens, value, mask, state)  # type: ignore[no-any-return]
+
+
+def calls_out(problem: Problem) -> bool:
+    """Whether a map holds a function, which may be a caller's and use attention itself."""
+    return _calls_out(problem.key_spec) or _calls_out(problem.query_spec)
+
+
 def _calls_out(spec: Any) -> bool:
-    """Whether a spec holds a function, which may be a caller's and use attention itself."""
     spec = innermost(spec)
     return isinstance(spec, Opaque) or (
         isinstance(spec, Pointwise) and spec.f not in OWN_ACTIVATIONS
@@ -158,9 +175,23 @@ class OutputRows:
             self.write(task, rows, divide(part))
             return
         where = self._where(task, rows)
-        out = self._divide(part, self._array[where])
+        self._put(where, self._divide(part, self._array[where]))
+
+    def write_read(self, task: Index, rows: slice, read: Callable[[Array], Array | None]) -> None:
+        """Put what is read and divided, by a function that is given its place."""
+        where = self._where(task, rows)
+        assert self._array is not None
+        self._put(where, read(self._array[where]))
+
+    def _put(self, where: tuple[slice, ...], out: Array | None) -> None:
         if out is not None:
+            assert self._array is not None
             self._array[where] = self._xp.astype(out, self._dtype, copy=False)
+
+    @property
+    def divides_reads(self) -> bool:
+        """Whether rows may be read and divided at once, into their place."""
+        return not (self._counts or self._array is None or 0 in self._shape)
 
     def _where(self, task: Index, rows: slice) -> tuple[slice, ...]:
         return (*task_index(self._shape, 2, task)[:-2], rows, slice(None))

@@ -24,7 +24,7 @@ from linattn._driver.tasks import take_problem, take_rows, task_index
 from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, steps, update
 from linattn._driver.wrappers import read_spec
 from linattn._generic.states import divide, log_normalizer
-from linattn.typing import Array, Index, Partial, Problem, State
+from linattn.typing import Array, Corrected, Index, Partial, Problem, State
 
 __all__ = ["solve", "solve_in_parts", "step"]
 
@@ -158,7 +158,9 @@ def _solve_walks(
         if checkpoints is not None:
             store = partial(checkpoints.store, problem, plan.block_size, task)
         part = take_problem(problem, task)
-        return Walk(part, functions, plan.block_size, partial(results.write, task), store)
+        write_read = partial(results.output.write_read, task) if results.divides_reads else None
+        write = partial(results.write, task)
+        return Walk(part, functions, plan.block_size, write, write_read, store)
 
     def solve_task(task: Index) -> Iterator[State | None]:
         walk = walk_of(task)
@@ -192,6 +194,13 @@ class _Results:
         self.norms = None
         if problem.want_log:
             self.norms = OutputRows(problem, 1, problem.dtype, functions, norms)
+        is_read_alone = problem.normalize and not problem.want_log
+        self.divides_reads = (
+            is_read_alone
+            and self.output.divides_reads
+            and not (isinstance(problem.query_spec, Corrected))
+        )
+        """Whether rows are read and divided at once."""
 
     def write(self, task: Index, rows: slice, part: Partial) -> None:
         if self._problem.normalize:

@@ -187,13 +187,27 @@ def check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, re
 def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options: Any) -> Problem:
     """Check the arguments of linear attention and describe the computation.
 
-    ``options`` are those of :class:`~linattn._driver.options.Options`.
+    ``options`` are those of :class:`~linattn._driver.options.Options`. Where these are mere flags,
+    the description is cached for the next call of the same map with arrays of the same kinds.
     """
+    arrays = [query, key, value]
+    flags = tuple(options.items()) if all(map(_is_flag, options.values())) else None
+    if flags is not None:
+        known = _recall(_last_problem, feature_map, arrays, flags)
+        if known is not None:
+            return known.replace(query=query, key=key, value=value)
     given = Options(**options)
     want_log = _checks.check_flag("return_log_normalizer", given.want_log)
     check_feature_map(feature_map)
     xp, arrays = _checks.check_arrays(query=query, key=key, value=value)
-    return _describe(xp, arrays, feature_map, given._replace(want_log=want_log))
+    problem = _describe(xp, arrays, feature_map, given._replace(want_log=want_log))
+    if flags is not None:
+        _remember(_last_problem, problem, arrays, flags)
+    return problem
+
+
+def _is_flag(option: Any) -> bool:
+    return option is None or option is False or option is True
 
 
 def _describe(
@@ -313,17 +327,43 @@ def _leading_axes(
     return state_lead, _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
 
 
-class _Step(NamedTuple):
-    """What a decoding step was given, but for the numbers, and its description without arrays."""
+class _Known(NamedTuple):
+    """What a call was given, but for the numbers, and its description without arrays."""
 
-    feature_map: FeatureMap
     settings: _settings.Settings
     kinds: list[Any]
-    fingerprint: int | None
+    rest: Any
     problem: Problem
 
 
-_last_step: ContextVar[_Step | None] = ContextVar("last step", default=None)
+_last_step: ContextVar[_Known | None] = ContextVar("last step", default=None)
+_last_problem: ContextVar[_Known | None] = ContextVar("last problem", default=None)
+
+
+def _recall(
+    last: ContextVar[_Known | None], feature_map: Any, given: Sequence[Any], rest: Any
+) -> Problem | None:
+    """Return the description of the last call, if this one is like it."""
+    known = last.get()
+    if (
+        known is not None
+        and known.problem.feature_map is feature_map
+        and known.kinds == _arrays.kinds(given)
+        and known.settings == _settings.current_settings()
+        and known.rest == rest
+    ):
+        return known.problem
+    return None
+
+
+def _remember(
+    last: ContextVar[_Known | None], problem: Problem, given: Sequence[Any], rest: Any
+) -> None:
+    # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
+    # belong to a trace.
+    if getattr(problem.feature_map, "_caches_specs", False) and _arrays.are_ordinary(given):
+        bare = problem.replace(query=None, key=None, value=None, state=None)
+        last.set(_Known(_settings.current_settings(), _arrays.kinds(given), rest, bare))
 
 
 def step_problem(
@@ -339,22 +379,15 @@ def step_problem(
     The description is cached for the next step of the same map with arrays of the same kinds: to
     make it takes a sixth of a step.
     """
-    last = _last_step.get()
-    settings, given = _settings.current_settings(), [query, key, value]
-    if isinstance(state, State):
-        given += [state.kvz, state.log_scale]
-    kinds = _arrays.kinds(given)
+    given = [query, key, value]
     weights = {name: weight for name, weight in weights.items() if weight is not None}
-    if (
-        last is not None
-        and not weights
-        and last.feature_map is feature_map
-        and last.kinds == kinds
-        and last.settings == settings
-        and last.fingerprint == _checks.known_fingerprint(state)
-    ):
-        query, key, value = (array[..., None, :] for array in given[:3])
-        return last.problem.replace(query=query, key=key, value=value, state=state)
+    if isinstance(state, State) and not weights:
+        given += [state.kvz, state.log_scale]
+        fingerprint = _checks.known_fingerprint(state)
+        known = _recall(_last_step, feature_map, given, fingerprint)
+        if known is not None:
+            query, key, value = (array[..., None, :] for array in given[:3])
+            return known.replace(query=query, key=key, value=value, state=state)
     xp, arrays = _checks.check_arrays(1, query=query, key=key, value=value)
     query, key, value = (array[..., None, :] for array in arrays)
     if state is None:
@@ -364,13 +397,8 @@ def step_problem(
     weights = {name: of_one_token(name, weight, key) for name, weight in weights.items()}
     options = Options(is_causal=True, state=state, state_name="state", one_token=True, **weights)
     problem = _describe(xp, (query, key, value), feature_map, options)
-    # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
-    # belong to a trace.
-    caches = getattr(feature_map, "_caches_specs", False) and not weights
-    if caches and _arrays.are_ordinary(given):
-        bare = problem.replace(query=None, key=None, value=None, state=None)
-        fingerprint = _checks.known_fingerprint(state)
-        _last_step.set(_Step(feature_map, settings, kinds, fingerprint, bare))
+    if not weights:
+        _remember(_last_step, problem, given, fingerprint)
     return problem
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import array_api_compat
+import numpy as np
 
 from linattn import _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
+    add_block,
     block_slices,
     raw_tokens,
     token_block,
@@ -31,7 +34,7 @@ from linattn._driver.two_sided import RowsSoFar, rows_from_the_end
 from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
 from linattn._generic.decay import fade
-from linattn.typing import Index, Partial, Plan, Problem, State
+from linattn.typing import Array, Index, Partial, Plan, Problem, State
 
 __all__ = [
     "WALKS",
@@ -48,6 +51,10 @@ __all__ = [
 ]
 
 
+Read: TypeAlias = Callable[[Array], Array | None]
+"""Given their place, reads rows; returns them or None as :meth:`BlockTier.divide` does."""
+
+
 @dataclass(frozen=True)
 class Walk:
     """What a walk is given: a problem, the functions of its blocks, and where results go."""
@@ -57,33 +64,56 @@ class Walk:
     block_size: int
     write: Callable[[slice, Partial], None]
     """Takes finished rows."""
+    write_read: Callable[[slice, Read], None] | None = None
+    """Takes a function that reads finished rows and divides, where that may be done at once."""
     store: Callable[[int, State], None] | None = None
     """Takes the state before a row of a causal walk, as a checkpoint or not."""
 
     def segment(self, rows: slice) -> Walk:
         """Walk over some rows only, whose state is handed around beside it."""
-        store = self.store
+        store, write_read_rows = self.store, self.write_read
+
+        def here(part_rows: slice) -> slice:
+            return slice(rows.start + part_rows.start, rows.start + part_rows.stop)
 
         def write(part_rows: slice, part: Partial) -> None:
-            start = rows.start
-            self.write(slice(start + part_rows.start, start + part_rows.stop), part)
+            self.write(here(part_rows), part)
+
+        def write_read(part_rows: slice, read: Read) -> None:
+            assert write_read_rows is not None
+            write_read_rows(here(part_rows), read)
 
         def store_at(row: int, state: State) -> None:
             if store is not None:
                 store(rows.start + row, state)
 
-        return replace(self, problem=take_rows(self.problem, rows), write=write, store=store_at)
+        return replace(
+            self,
+            problem=take_rows(self.problem, rows),
+            write=write,
+            write_read=None if write_read_rows is None else write_read,
+            store=store_at,
+        )
 
 
 def initial_state(problem: Problem) -> State:
     """State before the first key of a problem, broadcast to all its leading axes."""
     xp, state, m, e = problem.xp, problem.state, problem.num_features, problem.value.shape[-1]
+    if state is None and array_api_compat.is_numpy_namespace(xp):
+        return _nothing((*problem.state_lead, m, e + 1), problem.dtype)
     if state is None:
         like = xp.empty((0,), dtype=problem.dtype, device=array_api_compat.device(problem.key))
         state = _generic.empty_state((), 1, 0, like)
     kvz = xp.broadcast_to(state.kvz, (*problem.state_lead, m, e + 1))
     log_scale = xp.broadcast_to(state.log_scale, (*problem.state_lead, m))
     return State(kvz, log_scale, state.length)
+
+
+@lru_cache(64)
+def _nothing(shape: tuple[int, ...], dtype: Any) -> State:
+    """State before the first key, of arrays that cannot be written to."""
+    zero, log = np.zeros((), dtype), np.full((), -np.inf, dtype)
+    return State(np.broadcast_to(zero, shape), np.broadcast_to(log, shape[:-1]), 0)
 
 
 def update(
@@ -131,25 +161,25 @@ def state_updates(
         # No name holds a block while the next is made, here and below.
         if problem.log_decay is not None:
             state = fade(state, total_decay(problem, rows)[..., None])
-        state = functions.reduce_block(
-            problem.key_spec,
-            key_block_at_end(problem, rows, start),
-            transient_values_block(problem, rows, functions),
-            state,
-        )
+        tokens = key_block_at_end(problem, rows, start)
+        state = add_block(problem, rows, tokens, state, functions)
+        del tokens
         yield state
 
 
 def read_blocks(walk: Walk, state: State, start: int) -> Iterator[State]:
     """Read a state with all queries of a problem: the state again after each block."""
-    problem = walk.problem
+    problem, functions = walk.problem, walk.functions
     query_spec, seen = read_spec(problem, state)
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
-        part = walk.functions.read_block(
-            query_spec, token_block(problem, "query", rows, start), seen, problem.want_log
-        )
-        walk.write(rows, select_rows(problem, part))
-        del part
+        tokens = token_block(problem, "query", rows, start)
+        if walk.write_read is not None:
+            walk.write_read(rows, partial(functions.read_output, query_spec, tokens, seen))
+        else:
+            part = functions.read_block(query_spec, tokens, seen, problem.want_log)
+            walk.write(rows, select_rows(problem, part))
+            del part
+        del tokens
         yield state
 
 
@@ -213,8 +243,7 @@ def add_keys(
     if not step.num_keys:
         return state
     key = token_block(problem, "key", step.keys, start)
-    values = transient_values_block(problem, step.keys, functions)
-    return functions.reduce_block(problem.key_spec, key, values, state)  # type: ignore[no-any-return]
+    return add_block(problem, step.keys, key, state, functions)
 
 
 def _walk_two_sided(walk: Walk) -> Iterator[State]:

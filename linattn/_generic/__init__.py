@@ -29,7 +29,9 @@ from linattn._generic.states import (
     log_normalizer,
     merge,
     read_block,
+    read_output,
     reduce_block,
+    reduce_values,
     values_block,
 )
 
@@ -58,8 +60,10 @@ __all__ = [
     "plan",
     "read_block",
     "read_block_vjp",
+    "read_output",
     "reduce_block",
     "reduce_block_vjp",
+    "reduce_values",
     "run_in_order",
     "scan_block",
     "scan_decayed_block",
@@ -74,6 +78,8 @@ __all__ = [
 
 CALLS = {
     "clusters_block": ("exact_block",),
+    "read_output": ("read_block", "divide"),
+    "reduce_values": ("values_block", "reduce_block"),
     "scan_vjp": ("scan_query_vjp", "scan_key_vjp"),
     "window_block": ("exact_block",),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat
@@ -22,7 +23,9 @@ __all__ = [
     "query_weights",
     "read",
     "read_block",
+    "read_output",
     "reduce_block",
+    "reduce_values",
     "values_block",
 ]
 
@@ -139,6 +142,34 @@ def divide(part: Partial, out: Array | None = None) -> Array:
     divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
     output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
     return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
+
+
+def reduce_values(
+    key_spec: Spec,
+    tokens: Tokens,
+    value: Array,
+    mask: Array | None,
+    state: State,
+    *,
+    values_block: Callable[..., Array] = values_block,
+    reduce_block: Callable[..., State] = reduce_block,
+) -> State:
+    """Add a block of keys and values to the state."""
+    values_and_one = values_block(value, mask, state.kvz.dtype)
+    return reduce_block(key_spec, tokens, values_and_one, state)
+
+
+def read_output(
+    query_spec: Spec,
+    tokens: Tokens,
+    state: State,
+    out: Array | None = None,
+    *,
+    read_block: Callable[..., Partial] = read_block,
+    divide: Callable[..., Array] = divide,
+) -> Array:
+    """Read the state with a block of queries and divide; ``out`` as for :func:`divide`."""
+    return divide(read_block(query_spec, tokens, state, False), out)
 
 
 def log_normalizer(part: Partial, problem: Problem) -> Array:

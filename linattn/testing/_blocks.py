@@ -219,9 +219,13 @@ def _block(
         ),
     } | _exact_arguments(rng, heads, query, key, values)
     value = values[..., :-1]
-    arguments["values_block"] = (value, None if log_weight is None else log_weight > -np.inf)
+    counts = None if log_weight is None else log_weight > -np.inf
+    arguments["values_block"] = value, counts
+    arguments["reduce_values"] = pair.key, key, value, counts, state
     part = _generic.read_block(pair.query, query, state, True)
-    arguments["divide"] = (part, None if want_log else np.empty(part.num_den[..., :-1].shape))
+    out = None if want_log else np.empty(part.num_den[..., :-1].shape)
+    arguments["divide"] = part, out
+    arguments["read_output"] = pair.query, query, state, out
     arguments["far_states"] = _far_arguments(rng, state, nothing, ahead)
     if isinstance(pair.key, Assigned):
         arguments |= _cluster_arguments(rng, pair, (query, key, values), state)
@@ -365,7 +369,9 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     name: getattr(_generic, name)
     for name in (
         "reduce_block",
+        "reduce_values",
         "read_block",
+        "read_output",
         "sequences_block",
         "exact_block",
         "exact_more",

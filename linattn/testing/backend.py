@@ -33,7 +33,9 @@ RTOL = {"float32": 1e-3, "float64": 1e-9}
 
 RESULTS = {
     "reduce_block": ("state",),
+    "reduce_values": ("state",),
     "read_block": ("partial",),
+    "read_output": ("array",),
     "scan_block": ("partial", "state"),
     "scan_decayed_block": ("partial", "state"),
     "sequences_block": ("partial",),
@@ -56,6 +58,9 @@ RESULTS = {
     "exact_key_vjp": ("key gradient", "gradient of [v, 1]"),
 }
 """What each block function returns."""
+
+PLACES = ("divide", "read_output")
+"""Those whose last argument is where the result may go."""
 
 SCANS = ("scan_block", "scan_decayed_block")
 """Those that scan causal blocks, whose rows the driver accepts or not."""
@@ -268,9 +273,9 @@ def _compare(
         arguments += (getattr(xp, dtype),)
     before = cast(arguments, to_host)
     result = function(*arguments)
-    if name == "divide" and arguments[1] is not None:
-        result = arguments[1] if result is None else result
-        arguments = arguments[:1]
+    if name in PLACES and arguments[-1] is not None:
+        result = arguments[-1] if result is None else result
+        arguments = arguments[:-1]
     for ours, theirs in zip(leaves(arguments), leaves(before), strict=False):
         same = np.array_equal(to_host(ours), theirs, equal_nan=True)
         need(same, f"changes an argument of shape {tuple(ours.shape)} in place")

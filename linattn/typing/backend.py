@@ -130,6 +130,26 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
+    def reduce_values(
+        key_spec: Spec, tokens: Tokens, value: Array, mask: Array | None, state: State
+    ) -> State | Declined:
+        """Add a block of keys and values, with their mask, to the state.
+
+        The generic one calls ``values_block`` and ``reduce_block``.
+        """
+        ...
+
+    @staticmethod
+    def read_output(
+        query_spec: Spec, tokens: Tokens, state: State, out: Array | None = None
+    ) -> Array | Declined | None:
+        """Read the state with a block of queries and divide: what ``divide`` returns.
+
+        The generic one calls ``read_block`` and ``divide``.
+        """
+        ...
+
+    @staticmethod
     def scan_block(
         query_spec: Spec,
         key_spec: Spec,
