@@ -1,5 +1,7 @@
 """Tiles of full attention on NumPy: of whole heads or of parts of one, values as they lie."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ import linattn
 from linattn_numpy import tuning
 from tests.test_numpy_backend import SEGMENTED, agree, inputs
 
-MAPS = {name: SEGMENTED[name] for name in ("elu", "positive", "hyperbolic") if name in SEGMENTED}
+MAPS: dict[str, Any] = {name: SEGMENTED[name] for name in ("elu", "positive", "hyperbolic")}
 
 
 @pytest.mark.parametrize("shape", [(300,), (1, 1, 300), (2, 1, 300), (1, 6, 300)])
