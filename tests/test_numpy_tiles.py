@@ -29,10 +29,10 @@ def test_parts_of_heads_share_weights_of_fewer_heads(name, shape, monkeypatch):
 @pytest.mark.parametrize("name", MAPS)
 def test_tiles_of_any_size(name, elements, monkeypatch):
     monkeypatch.setattr(tuning, "TILE_ELEMENTS", elements)
-    arrays = inputs(300, heads=(2, 3))
-    got = linattn.linear_attention(*arrays, MAPS[name])
+    query, key, value = inputs(300, heads=(2, 3))
+    got = linattn.linear_attention(query, key, value, MAPS[name])
     with linattn.without_backends():
-        want = linattn.linear_attention(*arrays, MAPS[name])
+        want = linattn.linear_attention(query, key, value, MAPS[name])
     agree(got, want, 1e-9)
 
 
