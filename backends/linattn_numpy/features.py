@@ -27,7 +27,7 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.products import broadcast_lead, multiply, product
-from linattn_numpy.tiles import heads_of_tile, moveaxis, split_tiles, tile_rows
+from linattn_numpy.tiles import equal_parts, heads_of_tile, moveaxis, split_tiles
 
 __all__ = [
     "FeatureMaker",
@@ -152,7 +152,7 @@ def feature_tiles(
             return maker.of_halves
 
         num_heads = prod(x_part.shape[:-2] if are_apart else lead)
-        yield heads, tile_rows(n, most // num_heads), features
+        yield heads, equal_parts(n, most // num_heads), features
 
 
 def features_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:

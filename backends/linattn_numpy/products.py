@@ -19,7 +19,7 @@ from linattn_numpy import tuning
 from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import choose, gain, power_and_unit
 from linattn_numpy.threads import limited_threads
-from linattn_numpy.tiles import moveaxis
+from linattn_numpy.tiles import equal_parts, moveaxis
 
 __all__ = [
     "KINDS",
@@ -117,10 +117,7 @@ def _rows_per_small_product(numbers: int) -> int:
 def small_parts(n: int, numbers: int) -> list[slice]:
     """Cut n rows into parts whose products with a factor of so many elements are small."""
     most = tuning.MAX_SMALL_MATMUL // max(1, numbers)
-    if most < tuning.MIN_SUM_ROWS:
-        return [slice(0, n)]
-    size = -(-n // -(-n // most))
-    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    return equal_parts(n, n if most < tuning.MIN_SUM_ROWS else most)
 
 
 def product(x: Floats, y: Floats, name: str) -> Floats:

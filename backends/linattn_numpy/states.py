@@ -50,11 +50,11 @@ from linattn_numpy.features import (
 from linattn_numpy.products import (
     broadcast_lead,
     multiply,
-    product,
+    read_halves,
     weighted,
     weighted_sum,
 )
-from linattn_numpy.tiles import ones_column, rows_of
+from linattn_numpy.tiles import equal_parts, ones_column, rows_of
 
 __all__ = [
     "add_sums",
@@ -179,8 +179,8 @@ def _add_stabilized(
 def _tile_rows(spec: Exponential, x: Floats) -> list[slice]:
     """Rows of a block whose features stay in cache."""
     numbers = prod(x.shape[:-2]) * spec.P.shape[-1] * num_sign_halves(spec)
-    n, size = x.shape[-2], max(tuning.MIN_BLOCK_ROWS, tuning.STABILIZED_TILE_ELEMENTS // numbers)
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+    most = max(tuning.MIN_BLOCK_ROWS, tuning.STABILIZED_TILE_ELEMENTS // numbers)
+    return equal_parts(x.shape[-2], most)
 
 
 def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
@@ -261,7 +261,7 @@ def _put_read(
     are positive, a numerator is at most ``den max |kvz| / min z``, and finite. Where they are not,
     a denominator that such a bound would fail for has lost all of its digits.
     """
-    is_paired = num_sign_halves(query_spec) == 2
+    read = read_halves if num_sign_halves(query_spec) == 2 else multiply
     for heads, tiles, features in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
         of_heads, num_part, den_part = _by_halves(query_spec, kvz[heads]), num[heads], den[heads]
         sums, z = of_heads[..., :-1], of_heads[..., -1:]
@@ -271,11 +271,8 @@ def _put_read(
                 num_part[..., rows, :],
                 den_part[..., rows, :],
             )
-            for part, place in ((sums, of_rows), (z, divisor)):
-                if is_paired:
-                    np.add.reduce(product(weights, part, "halves"), axis=-3, out=place)
-                else:
-                    multiply(weights, part, place)
+            read(weights, sums, of_rows)
+            read(weights, z, divisor)
             if divided:
                 np.divide(of_rows, divisor, out=of_rows)
     z, itemsize = kvz[..., -1], kvz.itemsize

@@ -15,6 +15,7 @@ from linattn_numpy import tuning
 
 __all__ = [
     "Run",
+    "equal_parts",
     "head_parts",
     "heads_of_tile",
     "lower",
@@ -24,7 +25,6 @@ __all__ = [
     "rows_of",
     "split_tiles",
     "sub_blocks",
-    "tile_rows",
     "tiles",
 ]
 
@@ -68,10 +68,10 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
 
 
 @cache
-def tile_rows(n: int, max_rows: int) -> list[slice]:
-    """Rows of each tile of a block."""
-    groups = tiles(n, max_rows)
-    return [slice(i, i + k) for rows, k, _ in groups for i in range(rows.start, rows.stop, k)]
+def equal_parts(n: int, most: int) -> list[slice]:
+    """Cut rows into as few parts as there may be of at most so many, of one length but the last."""
+    size = -(-n // -(-n // max(1, most)))
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 @lru_cache(128)
