@@ -132,6 +132,7 @@ def _unshifted_sums(
         leads.append(row.shape[:-2])
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.zeros((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
+    is_paired = num_sign_halves(key_spec) == 2
     for heads, tiles, features in feature_tiles(key_spec, tokens.x, "features", *leads):
         v_part, of_heads = value[heads], _by_halves(key_spec, kvz[heads])
         ones_part, row_part = (None if part is None else part[heads] for part in (ones, row))
@@ -142,7 +143,7 @@ def _unshifted_sums(
             if row_part is not None:
                 of_rows = row_part[..., rows, :]
                 v, one = weighted(v, of_rows), of_rows if ones is None else one * of_rows
-            if weights.ndim > v.ndim:
+            if is_paired:
                 v, one = v[..., None, :, :], one[..., None, :, :]
             # Ones are no column of v: BLAS is faster where vectors divide the width.
             weighted_sum(weights, v, sums)
