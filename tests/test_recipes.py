@@ -255,7 +255,7 @@ def add_block_function(copy: Copy) -> None:
         "\n\n" + may_decline.replace("    return", f"{declined}    return"),
     )
     file = "backends/linattn_numpy/__init__.py"
-    copy.add(file, "rescale_state, ", after="from linattn_numpy.states import ")
+    copy.add(file, "    rescale_state,\n", after="from linattn_numpy.states import (\n")
     copy.add(file, name, after=LISTED)
     declared = "    implements(Backend.rescale_state)(rescale_state)\n"
     copy.add(file, declared, before="    implements(Backend.scan_block)")

@@ -139,15 +139,15 @@ def _unshifted_sums(
         sums, z = of_heads[..., :-1], of_heads[..., -1:]
         for rows in tiles:
             weights, v = features(rows), v_part[..., rows, :]
-            one = ones_column(v.shape[-2], dtype) if ones_part is None else ones_part[..., rows, :]
+            w = ones_column(v.shape[-2], dtype) if ones_part is None else ones_part[..., rows, :]
             if row_part is not None:
                 of_rows = row_part[..., rows, :]
-                v, one = weighted(v, of_rows), of_rows if ones is None else one * of_rows
+                v, w = weighted(v, of_rows), of_rows if ones is None else w * of_rows
             if is_paired:
-                v, one = v[..., None, :, :], one[..., None, :, :]
+                v, w = v[..., None, :, :], w[..., None, :, :]
             # Ones are no column of v: BLAS is faster where vectors divide the width.
             weighted_sum(weights, v, sums)
-            weighted_sum(weights, one, z)
+            weighted_sum(weights, w, z)
     z, (least, most) = kvz[..., -1], limits.FEATURE_SUM_RANGE[kvz.itemsize]
     log_scale = log_offsets(key_spec, dtype) + top.astype(kvz.dtype)
     if not z.min() > 0:

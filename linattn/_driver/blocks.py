@@ -175,15 +175,15 @@ class OutputRows:
             self.write(task, rows, divide(part))
             return
         where = self._where(task, rows)
-        self._put(where, self._divide(part, self._array[where]))
+        self._store(where, self._divide(part, self._array[where]))
 
     def write_read(self, task: Index, rows: slice, read: Callable[[Array], Array | None]) -> None:
         """Put what is read and divided, by a function that is given its place."""
         where = self._where(task, rows)
         assert self._array is not None
-        self._put(where, read(self._array[where]))
+        self._store(where, read(self._array[where]))
 
-    def _put(self, where: tuple[slice, ...], out: Array | None) -> None:
+    def _store(self, where: tuple[slice, ...], out: Array | None) -> None:
         if out is not None:
             assert self._array is not None
             self._array[where] = self._xp.astype(out, self._dtype, copy=False)
