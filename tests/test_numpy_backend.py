@@ -601,7 +601,7 @@ def test_a_map_may_call_attention_itself(is_causal):
     query, key, value = rng.standard_normal((3, 2, 300, D))
 
     def smoothed(x):
-        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures()))
+        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures(), is_causal=True))
 
     class Smoothed:
         num_features, dim = D, D
@@ -633,7 +633,7 @@ def test_one_side_of_a_map_may_call_attention_itself(form, side, is_causal):
     query, key, value = rng.standard_normal((3, 2, 300, D))
 
     def smoothed(x):
-        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures()))
+        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures(), is_causal=True))
 
     def plain(x):
         return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
