@@ -461,11 +461,13 @@ def test_no_dispatch_without_backends(fakes):
 
 
 def test_the_numpy_backend_runs_by_default_and_not_without_backends():
-    names = ("plan", "reduce_values", "read_output", "scan_block", "exact_block", *WHOLE_TIER)
+    names = ("reduce_values", "read_output", *BLOCK_TIER, *WHOLE_TIER)
     defined = [name for name in names if hasattr(linattn_numpy, name)]
     assert defined, "the NumPy backend replaces nothing"
     with linattn.explain() as report:
         run_everything()
+        # Beside an exact window blocks are summed and read by themselves.
+        linattn.linear_attention(*tokens(), PositiveFeatures(4, 16, rng=0), exact_window=2)
     assert all("linattn_numpy" in report.ran(name) for name in defined)
     with linattn.without_backends(), linattn.explain() as report:
         run_everything()
@@ -536,7 +538,8 @@ def _arrays_in(argument):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_block_function_is_given_what_is_empty(empty, is_causal, monkeypatch):
     sizes: list[int] = []
-    for name in ("reduce_values", "read_output", "values_block", "scan_block"):
+    whole = ("reduce_values", "read_output")
+    for name in (*whole, "values_block", "reduce_block", "read_block", "scan_block", "exact_block"):
         function = getattr(linattn_numpy, name)
 
         def noted(*args, function=function):

@@ -595,13 +595,14 @@ def test_calls_from_within_tasks_do_not_wait_for_each_other():
     assert sorted(done) == [(i, j) for i in range(6) for j in range(4)]
 
 
+@pytest.mark.parametrize("inner", [False, True], ids=["full inside", "causal inside"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_map_may_call_attention_itself(is_causal):
+def test_a_map_may_call_attention_itself(is_causal, inner):
     rng = np.random.default_rng(0)
     query, key, value = rng.standard_normal((3, 2, 300, D))
 
     def smoothed(x):
-        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures(), is_causal=True))
+        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures(), is_causal=inner))
 
     class Smoothed:
         num_features, dim = D, D
@@ -626,14 +627,15 @@ def test_a_map_may_call_attention_itself(is_causal):
 
 @pytest.mark.parametrize("form", ["opaque", "activation"])
 @pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("inner", [False, True], ids=["full inside", "causal inside"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_one_side_of_a_map_may_call_attention_itself(form, side, is_causal):
+def test_one_side_of_a_map_may_call_attention_itself(form, side, is_causal, inner):
     """The inner call must not write over the values that the outer one has laid out."""
     rng = np.random.default_rng(0)
     query, key, value = rng.standard_normal((3, 2, 300, D))
 
     def smoothed(x):
-        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures(), is_causal=True))
+        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures(), is_causal=inner))
 
     def plain(x):
         return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))

@@ -47,13 +47,7 @@ from linattn_numpy.features import (
     supports,
     unsupported,
 )
-from linattn_numpy.products import (
-    broadcast_lead,
-    multiply,
-    read_halves,
-    weighted,
-    weighted_sum,
-)
+from linattn_numpy.products import broadcast_lead, multiply, read_halves, weighted, weighted_sum
 from linattn_numpy.tiles import equal_parts, ones_column, rows_of
 
 __all__ = [
