@@ -261,11 +261,8 @@ def _put_read(
         of_heads, num_part, den_part = _by_halves(query_spec, kvz[heads]), num[heads], den[heads]
         sums, z = of_heads[..., :-1], of_heads[..., -1:]
         for rows in tiles:
-            weights, of_rows, divisor = (
-                features(rows),
-                num_part[..., rows, :],
-                den_part[..., rows, :],
-            )
+            weights = features(rows)
+            of_rows, divisor = num_part[..., rows, :], den_part[..., rows, :]
             read(weights, sums, of_rows)
             read(weights, z, divisor)
             if divided:

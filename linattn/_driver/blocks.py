@@ -101,7 +101,7 @@ def transient_values_block(problem: Problem, rows: slice, functions: BlockFuncti
 
     The next call must not be one that a feature map makes before this use is over.
     """
-    if calls_out(problem):
+    if _calls_out(problem):
         return values_and_one_block(problem, rows)
     return functions.values_block(*_values(problem, rows))
 
@@ -110,19 +110,19 @@ def add_block(
     problem: Problem, rows: slice, tokens: Tokens, state: State, functions: BlockFunctions
 ) -> State:
     """Add a block of keys, and their values, to a state."""
-    if calls_out(problem):
+    if _calls_out(problem):
         values_and_one = values_and_one_block(problem, rows)
         return functions.reduce_block(problem.key_spec, tokens, values_and_one, state)  # type: ignore[no-any-return]
     value, mask, _ = _values(problem, rows)
     return functions.reduce_values(problem.key_spec, tokens, value, mask, state)  # type: ignore[no-any-return]
 
 
-def calls_out(problem: Problem) -> bool:
+def _calls_out(problem: Problem) -> bool:
     """Whether a map holds a function, which may be a caller's and use attention itself."""
-    return _calls_out(problem.key_spec) or _calls_out(problem.query_spec)
+    return _holds_function(problem.key_spec) or _holds_function(problem.query_spec)
 
 
-def _calls_out(spec: Any) -> bool:
+def _holds_function(spec: Any) -> bool:
     spec = innermost(spec)
     return isinstance(spec, Opaque) or (
         isinstance(spec, Pointwise) and spec.f not in OWN_ACTIVATIONS

@@ -194,12 +194,8 @@ class _Results:
         self.norms = None
         if problem.want_log:
             self.norms = OutputRows(problem, 1, problem.dtype, functions, norms)
-        is_read_alone = problem.normalize and not problem.want_log
-        self.divides_reads = (
-            is_read_alone
-            and self.output.divides_reads
-            and not (isinstance(problem.query_spec, Corrected))
-        )
+        needs_more = problem.want_log or isinstance(problem.query_spec, Corrected)
+        self.divides_reads = problem.normalize and not needs_more and self.output.divides_reads
         """Whether rows are read and divided at once."""
 
     def write(self, task: Index, rows: slice, part: Partial) -> None:
