@@ -183,29 +183,33 @@ def clusters_block(
     key = np.concatenate([clusters.key.x, np.ones_like(clusters.key.x[..., :1])], axis=-1)
     key, values_and_one = np.ascontiguousarray(key.T), clusters.values_and_one
     num_den = part.num_den * np.exp(part.log - log)
-    groups, (width, e) = len(chosen), (x.shape[-1], num_den.shape[-1])
+    groups = len(chosen)
     x, sums_of = x.reshape(groups, -1), num_den.reshape(groups, -1)
     # A row as one element: numbers one by one take three times as long to scatter.
     whole_rows = _as_elements(sums_of)
-    for chose, keys in _visits(chosen, clusters.bounds, len(num_den) // groups):
-        queries = _taken(x, chose, "queries").reshape(-1, width)
-        shape = (len(queries), keys.stop - keys.start)
-        weights = np.matmul(queries, key[:, keys], out=buffer("weights", shape, x.dtype))
+    visits = _visits(chosen, clusters.bounds, len(num_den) // groups)
+    most = max((len(chose) for chose, _ in visits), default=0)
+    queries, sums, added = (
+        buffer(name, (most, rows.shape[-1]), rows.dtype)
+        for name, rows in (("queries", x), ("sums", sums_of), ("added", sums_of))
+    )
+    whole_sums = _as_elements(sums)
+    for chose, keys in visits:
+        here = slice(0, len(chose))
+        # "clip" checks no index, and so copies once.
+        q = x.take(chose, axis=0, out=queries[here], mode="clip").reshape(-1, key.shape[0])
+        shape = (len(q), keys.stop - keys.start)
+        weights = np.matmul(q, key[:, keys], out=buffer("weights", shape, x.dtype))
         limits.exp(weights)
         if exact_window is not None:
             _leave_out_near(weights, query.start + chose, clusters.positions[keys], exact_window)
-        sums = _taken(sums_of, chose, "sums")
-        added = buffer("added", (len(queries), e), sums.dtype)
-        sums += np.matmul(weights, values_and_one[keys], out=added).reshape(sums.shape)
-        whole_rows[chose] = _as_elements(sums)
+        of_rows = added[here].reshape(len(q), -1)
+        np.matmul(weights, values_and_one[keys], out=of_rows)
+        whole_rows.take(chose, out=whole_sums[here], mode="clip")
+        np.add(sums[here], added[here], out=sums[here])
+        whole_rows[chose] = whole_sums[here]
     # What is inf or NaN is so by itself, or because the scale is too low.
     return Partial(num_den, log) if limits.all_finite(num_den) else Declined("sums are not finite")
-
-
-def _taken(x: Floats, rows: NDArray[np.intp], name: str) -> Floats:
-    """Copy rows into a buffer; "clip" checks no index, and so copies once."""
-    out = buffer(name, (len(rows), x.shape[-1]), x.dtype)
-    return x.take(rows, axis=0, out=out, mode="clip")
 
 
 def _as_elements(x: Floats) -> NDArray[np.void]:
@@ -215,7 +219,7 @@ def _as_elements(x: Floats) -> NDArray[np.void]:
 
 def _visits(
     chosen: NDArray[np.bool_], bounds: NDArray[np.intp], rows: int
-) -> Iterator[tuple[NDArray[np.intp], slice]]:
+) -> list[tuple[NDArray[np.intp], slice]]:
     """For each cluster its keys and the groups of so many queries that chose it, in cache."""
     places, m = np.flatnonzero(chosen), chosen.shape[-1]
     all_rows = places // m
@@ -224,12 +228,14 @@ def _visits(
     narrow = numbers.astype(np.uint16 if m <= 1 << 16 else np.intp)
     all_rows = all_rows[np.argsort(narrow, kind="stable")]
     ends = np.append(0, np.cumsum(np.bincount(numbers, minlength=m)))
+    visits = []
     for (first, end), (start, stop) in zip(pairwise(ends), pairwise(bounds), strict=True):
         if start < stop:
             elements = max(tuning.MIN_VISIT_ROWS * (stop - start), tuning.VISIT_TILE_ELEMENTS)
             size = max(1, elements // ((stop - start) * rows))
             for begin in range(first, end, size):
-                yield all_rows[begin : min(begin + size, end)], slice(start, stop)
+                visits.append((all_rows[begin : min(begin + size, end)], slice(start, stop)))
+    return visits
 
 
 def _leave_out_near(

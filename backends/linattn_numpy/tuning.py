@@ -64,8 +64,8 @@ MAX_TILED_BLOCK_ROWS, MAX_TILED_BLOCK_ELEMENTS = 4096, 1 << 20
 
 # 2026-11-23, AMD EPYC: log features among which queries choose clusters, at once; and queries of a
 # block that choose, of which each cluster gets few in shorter blocks.
-VISIT_TILE_ELEMENTS, MIN_VISIT_ROWS = 1 << 18, 64
-"""Queries times keys of a cluster that are worked on at a time: 1 MB of float32."""
+VISIT_TILE_ELEMENTS, MIN_VISIT_ROWS = 1 << 17, 64
+"""Queries times keys of a cluster that are worked on at a time: 512 KB of float32."""
 
 CHOICE_TILE_ELEMENTS, CLUSTERS_BLOCK_ROWS = 1 << 17, 16384
 
