@@ -404,6 +404,21 @@ def test_the_error_curve_is_that_of_dense_weights(monkeypatch, window, masked, i
     assert (curve.error[:, -1] < 1e-12).all()
 
 
+@pytest.mark.parametrize("shift", [-900.0, 900.0])
+def test_log_weights_of_keys_are_right_out_of_range(shift):
+    """Of some keys, or landmarks: those beside them are as they were."""
+    query, key, _ = clustered(300, heads=1)
+    phi = LandmarkFeatures.fit(query, key, num_features=12, num_probes=40, rng=0)
+    landmarks = _curves.Landmarks.of(phi, (1,), (0,), np.float64)
+    index, log = landmarks.assign(key[0])
+    added = shift * (np.arange(12) % 2)
+    moved = landmarks._replace(table=landmarks.table + added[:, None])
+    with np.errstate(over="ignore"):
+        same, there = moved.assign(key[0])
+    assert_array_equal(same, index)
+    assert_allclose(there, log + added[index], rtol=1e-12)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_error_curve_is_that_of_linear_attention(biased):
     query, key, value = clustered(300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log2, prod
+from operator import add, mul
 from typing import NamedTuple, Self
 
 from linattn.typing import Problem
@@ -111,11 +112,11 @@ class Work(NamedTuple):
     @property
     def cost(self) -> float:
         """Pairs of exact attention that take as long, on a CPU core."""
-        return sum(pairs * cost for pairs, cost in zip(self, COST, strict=True))
+        return float(sum(map(mul, self, COST)))
 
     def plus(self, other: Work) -> Self:
         """Return the sum."""
-        return type(self)(*(x + y for x, y in zip(self, other, strict=True)))
+        return type(self)(*map(add, self, other))
 
 
 COST = Work(

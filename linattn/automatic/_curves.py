@@ -35,6 +35,9 @@ LEAST_LOG, SEEN = -80.0, (1e-10, 1e15)
 """Smallest log weight that counts for what it is, and what the weights of a row may sum up to: then
 it is lost in rounding, and nothing is out of range."""
 
+MIN_TOTAL = 1e-30
+"""Smallest sum of exponentials that are taken as they are, of which underflow takes nothing."""
+
 
 class ErrorCurve(NamedTuple):
     """Errors of one head by the number of clusters that count exactly.
@@ -133,6 +136,10 @@ class Landmarks(NamedTuple):
             terms = _short_products(key[tile], self.probes, of_probes[:n])
             # "clip" spares a copy of what is taken; every index is in range.
             terms += self.table.take(found, axis=0, out=rows[:n], mode="clip")
+            total = np.exp(terms, out=rows[:n]) @ ones
+            if total.min() > MIN_TOTAL and total.max() < np.inf:
+                log[tile] = np.log(total)
+                continue
             # Where the largest is, is found in half the time.
             top = np.take_along_axis(terms, terms.argmax(axis=-1, keepdims=True), axis=-1)
             terms -= top
@@ -199,8 +206,7 @@ class Clusters(NamedTuple):
         b, key = landmarks.b[found], head.key.take(order, axis=0)
         apart = key * key.dtype.type(scale) - b.take(of_key, axis=0)
         squares = np.add.reduceat(np.vecdot(apart @ landmarks.metric, apart), starts)
-        with np.errstate(divide="ignore"):
-            bias = log_scale + np.log(sums[:, -1]) + np.log(np.maximum(squares, 0) / sizes) / 2
+        bias = log_scale + np.log(sums[:, -1]) + np.log(np.maximum(squares, 0) / sizes) / 2
         bias -= np.log(sizes)
         return cls(
             b=b,
@@ -247,8 +253,8 @@ class Clusters(NamedTuple):
             for tile in (slice(i, i + width) for i in range(0, h, width)):
                 weights = self._logs(rows[:, tile], slice(start, stop))
                 weights -= shift[tile]
-                # Numbers that are not normal take ten times as long.
-                if weights.min() < LEAST_LOG:
+                # Numbers that are not normal take ten times as long; a few keys tell.
+                if weights[::8].min() < LEAST_LOG:
                     weights.clip(LEAST_LOG, np.inf, out=weights)
                 np.exp(weights, out=weights)
                 for i in range(begin, end):
@@ -324,11 +330,11 @@ def error_curve(
     if not len(head.key):
         shape = (1 if exact_window is None else 2, len(levels))
         return ErrorCurve(np.zeros(shape), np.zeros(shape), np.zeros(shape[1]))
-    clusters = Clusters.of(head, landmarks, scale)
-    keys = clusters.of_landmarks(head.positions, len(landmarks.b))
-    sums = np.empty((len(clusters.b), len(head.rows), clusters.sums.shape[-1]), head.key.dtype)
     # Weights out of range make an error that is not finite, and is not taken.
     with ignore_fp_warnings():
+        clusters = Clusters.of(head, landmarks, scale)
+        keys = clusters.of_landmarks(head.positions, len(landmarks.b))
+        sums = np.empty((len(clusters.b), len(head.rows), clusters.sums.shape[-1]), head.key.dtype)
         if is_promising is None:
             weights = _Weights.of(head, clusters, scale, sums)
         else:

@@ -28,7 +28,6 @@ from linattn.automatic._order import CHOICE_ROWS, MIN_ORDERED
 from linattn.automatic._report import Answer, HeadRecord
 from linattn.automatic._search import (
     LEVELS,
-    MAX_FEATURES,
     PROBABILITY,
     Found,
     choose_landmarks,
@@ -169,8 +168,10 @@ class Search:
         problem, tolerance = self.given.problem, self.given.tolerance
         if tolerance is None or self._fitted_to is not self.given:
             return None
-        most = MAX_FEATURES if m == first_features(problem, tolerance) else m
-        return partial(is_promising, problem, (m, most), tolerance, num_rows_of(problem))
+        most, num_rows = m, num_rows_of(problem)
+        if m == first_features(problem, tolerance):
+            most = largest_trial(problem, tolerance, num_rows)
+        return partial(is_promising, problem, (m, most), tolerance, num_rows)
 
     def output(self, found: Found) -> Array:
         """Attend to each head as was chosen for it."""

@@ -167,9 +167,9 @@ def choose_landmarks(
     else:
         tolerances = np.broadcast_to(tolerance, (num_heads,)).tolist()
         choices = [_cheapest(problem, trials, i, tolerances[i], exact) for i in all_heads]
+        limits = first, min(largest_trial(problem, max(tolerances), num_rows), max_features)
         groups = defaultdict(list)
         for head, curve in enumerate(trials[0].curves):
-            limits = first, max_features
             m = _best_number(problem, curve, tolerances[head], num_rows, choices[head].cost, limits)
             if m is not None:
                 groups[m].append(head)
@@ -279,8 +279,8 @@ def _best_number(
     if not _has_structure(curve):
         return None
     best, cost, (first, most) = None, MIN_GAIN * cost, limits
-    m, largest = 2 * first, min(largest_trial(problem, tolerance, num_rows), most)
-    while m <= largest:
+    m = 2 * first
+    while m <= most:
         allowed, more = tolerance / MARGIN, m / first
         for way, errors in enumerate(curve.error):
             share = _expected_share(curve.share, errors, allowed * more**EXPONENT)
