@@ -186,20 +186,22 @@ def clusters_block(
     groups = len(chosen)
     x, sums_of = x.reshape(groups, -1), num_den.reshape(groups, -1)
     # A row as one element: numbers one by one take three times as long to scatter.
-    whole_rows = _as_elements(sums_of)
-    visits = _visits(chosen, clusters.bounds, len(num_den) // groups)
+    whole_rows, rows = _as_elements(sums_of), len(num_den) // groups
+    visits = _visits(chosen, clusters.bounds, rows)
     most = max((len(chose) for chose, _ in visits), default=0)
+    pairs = max((rows * len(chose) * (keys.stop - keys.start) for chose, keys in visits), default=0)
+    scores = buffer("weights", (pairs,), x.dtype)
     queries, sums, added = (
-        buffer(name, (most, rows.shape[-1]), rows.dtype)
-        for name, rows in (("queries", x), ("sums", sums_of), ("added", sums_of))
+        buffer(name, (most, of_group.shape[-1]), of_group.dtype)
+        for name, of_group in (("queries", x), ("sums", sums_of), ("added", sums_of))
     )
     whole_sums = _as_elements(sums)
     for chose, keys in visits:
-        here = slice(0, len(chose))
+        here, number = slice(0, len(chose)), keys.stop - keys.start
         # "clip" checks no index, and so copies once.
         q = x.take(chose, axis=0, out=queries[here], mode="clip").reshape(-1, key.shape[0])
-        shape = (len(q), keys.stop - keys.start)
-        weights = np.matmul(q, key[:, keys], out=buffer("weights", shape, x.dtype))
+        weights = scores[: len(q) * number].reshape(-1, number)
+        np.matmul(q, key[:, keys], out=weights)
         limits.exp(weights)
         if exact_window is not None:
             _leave_out_near(weights, query.start + chose, clusters.positions[keys], exact_window)
