@@ -5,10 +5,10 @@ The row term (curvature and log weight) of unshifted features is left out: it go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, log, prod
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 Floats = NDArray[Any]
+Place: TypeAlias = tuple[Any, ...]
 
 
 class FeatureMaker:
@@ -125,13 +126,13 @@ class FeatureMaker:
 
 def feature_tiles(
     spec: Exponential | Pointwise, x: Floats, name: str, *leads: tuple[int, ...]
-) -> Iterator[tuple[Any, Sequence[slice], Callable[[slice], Floats]]]:
+) -> Iterator[tuple[Place, Place, Floats]]:
     """Features of a block, tile by tile: they are still in cache when they are multiplied.
 
-    Yields some heads, tiles of their rows, and what makes the features of one: ``(..., n, m)``, of
-    a paired map ``(..., 2, n, m / 2)``, of which the next takes the place. Where one map makes
-    features of each head by itself, for arrays with these leading axes, a tile is of whole heads or
-    of a part of one, which has no axes then; otherwise of a part of all.
+    Yields the index of some heads, that of some of their rows, and the features of these:
+    ``(..., n, m)``, of a paired map ``(..., 2, n, m / 2)``, of which the next takes the place.
+    Where one map makes features of each head by itself, for arrays with these leading axes, a tile
+    is of whole heads or of a part of one, which has no axes then; otherwise of a part of all.
     """
     *lead, m = features_shape(spec, x)
     # Where features are not computed in place, they take two arrays, and half of these is faster.
@@ -141,18 +142,15 @@ def feature_tiles(
     are_apart = has_one_map and all(list(other) == lead for other in (x.shape[:-2], *leads))
     makers: dict[tuple[int, ...], FeatureMaker] = {}
     for heads in heads_of_tile(tuple(lead), most // n) if are_apart else [()]:
-        x_part = x[heads]
-
-        def features(rows: slice, x_part: Floats = x_part) -> Floats:
-            tile = x_part[..., rows, :]
+        num_heads = prod(x[heads].shape[:-2] if are_apart else lead)
+        for rows in equal_parts(n, most // num_heads):
+            place = (*heads, ..., rows, slice(None))
+            tile = x[place]
             maker = makers.get(tile.shape)
             if maker is None:
                 maker = makers[tile.shape] = FeatureMaker(spec, tile, tile.shape[-2], name)
             maker.make(tile, inspect=False)
-            return maker.of_halves
-
-        num_heads = prod(x_part.shape[:-2] if are_apart else lead)
-        yield heads, equal_parts(n, most // num_heads), features
+            yield heads, place, maker.of_halves
 
 
 def features_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:
@@ -199,8 +197,9 @@ def are_moderate(spec: Exponential | Pointwise, x: Floats) -> Any:
 
 def is_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
     """Find this of one head, or block: those of a window are padded at both ends."""
-    place = tuple(size // 2 for size in x.shape[:-2])
-    return isinstance(spec, Pointwise) or bool(np.all(are_moderate(spec, x[place])))
+    if isinstance(spec, Pointwise):
+        return True
+    return bool(are_moderate(spec, x[tuple(size // 2 for size in x.shape[:-2])]).all())
 
 
 def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:

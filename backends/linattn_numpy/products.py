@@ -84,12 +84,12 @@ def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int,
 def multiply(x: Floats, y: Floats, out: Floats) -> Floats:
     """``x y`` into ``out``, in batches of rows where that is faster."""
     n, k, j = *x.shape[-2:], y.shape[-1]
-    # Kernels for small matrices are slow on a transposed second factor.
-    can_cut = n * k * j > tuning.MAX_SMALL_MATMUL and y.strides[-1] == y.itemsize
     kind = "project" if k < j else "read"
-    if can_cut and _rows_per_small_product(k * j) and kind in small_products(y.dtype):
-        return _multiply_cut(x, y, out)
-    return np.matmul(x, y, out=out)
+    if n * k * j <= tuning.MAX_SMALL_MATMUL or kind not in small_products(y.dtype):
+        return np.matmul(x, y, out=out)
+    # Kernels for small matrices are slow on a transposed second factor.
+    can_cut = _rows_per_small_product(k * j) and y.strides[-1] == y.itemsize
+    return _multiply_cut(x, y, out) if can_cut else np.matmul(x, y, out=out)
 
 
 def _multiply_cut(x: Floats, y: Floats, out: Floats) -> Floats:
@@ -140,28 +140,28 @@ def sum_products(x: Floats, y: Floats, out: Floats) -> Floats:
     return np.matmul(transposed(x), y, out=out)
 
 
-def weighted_sum(weights: Floats, v: Floats, total: Floats | None = None) -> Floats:
-    """``weights^T v``, added to a total or a new array.
+def weighted_sum(
+    weights: Floats, v: Floats, out: Floats | None = None, *, add: bool = False
+) -> Floats:
+    """``weights^T v`` into ``out`` or a new array, or added to ``out``.
 
     By batches of tokens and of features where that is faster.
     """
-    (n, m), j = weights.shape[-2:], v.shape[-1]
-    size, r = _tokens_and_features(n, m, j)
-    lead = broadcast_lead(weights.shape[:-2], v.shape[:-2])
-    if r < m and "read" in small_products(v.dtype):
-        added = _weighted_sum_cut(weights, v, size, r, lead)
-    else:
-        # Small arrays are allocated faster than they are found.
-        out = buffer("sums", (*lead, m, j), v.dtype) if lead else None
-        added = np.matmul(transposed(weights), v, out=out)
-    return np.asarray(added.copy() if total is None else np.add(total, added, out=total))
+    if "read" in small_products(v.dtype):
+        size, r = _tokens_and_features(*weights.shape[-2:], v.shape[-1])
+        if r < weights.shape[-1]:
+            added = _weighted_sum_cut(weights, v, size, r)
+            if out is None:
+                return added.copy()
+            return np.add(out, added, out=out) if add else np.positive(added, out=out)
+    if add and out is not None:
+        return np.add(out, np.matmul(transposed(weights), v), out=out)
+    return np.matmul(transposed(weights), v, out=out)
 
 
-def _weighted_sum_cut(
-    weights: Floats, v: Floats, size: int, r: int, lead: tuple[int, ...]
-) -> Floats:
+def _weighted_sum_cut(weights: Floats, v: Floats, size: int, r: int) -> Floats:
     (n, m), j = weights.shape[-2:], v.shape[-1]
-    count = n // size
+    lead, count = broadcast_lead(weights.shape[:-2], v.shape[:-2]), n // size
     whole = count * size
     batches = weights[..., :whole, :].reshape(*weights.shape[:-2], count, size, m // r, r)
     values = v[..., :whole, :].reshape(*v.shape[:-2], count, 1, size, j)

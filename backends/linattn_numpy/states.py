@@ -125,24 +125,20 @@ def _unshifted_sums(
     if row is not None:
         leads.append(row.shape[:-2])
     *features_lead, m = features_shape(key_spec, tokens.x)
-    kvz = np.zeros((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
-    is_paired = num_sign_halves(key_spec) == 2
-    for heads, tiles, features in feature_tiles(key_spec, tokens.x, "features", *leads):
-        v_part, of_heads = value[heads], _by_halves(key_spec, kvz[heads])
-        ones_part, row_part = (None if part is None else part[heads] for part in (ones, row))
-        sums, z = of_heads[..., :-1], of_heads[..., -1:]
-        for rows in tiles:
-            weights, v = features(rows), v_part[..., rows, :]
-            w = ones_column(v.shape[-2], dtype) if ones_part is None else ones_part[..., rows, :]
-            if row_part is not None:
-                of_rows = row_part[..., rows, :]
-                v, w = weighted(v, of_rows), of_rows if ones is None else w * of_rows
-            if is_paired:
-                v, w = v[..., None, :, :], w[..., None, :, :]
-            # Ones are no column of v: BLAS is faster where vectors divide the width.
-            weighted_sum(weights, v, sums)
-            weighted_sum(weights, w, z)
-    z, (least, most) = kvz[..., -1], limits.FEATURE_SUM_RANGE[kvz.itemsize]
+    kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
+    halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
+    for heads, place, weights in feature_tiles(key_spec, tokens.x, "features", *leads):
+        v, sums, add = value[place], halves[heads], place[-2].start > 0
+        w = ones_column(v.shape[-2], dtype) if ones is None else ones[place]
+        if row is not None:
+            of_rows = row[place]
+            v, w = weighted(v, of_rows), of_rows if ones is None else w * of_rows
+        if is_paired:
+            v, w = v[..., None, :, :], w[..., None, :, :]
+        # Ones are no column of v: BLAS is faster where vectors divide the width.
+        weighted_sum(weights, v, sums[..., :-1], add=add)
+        weighted_sum(weights, w, sums[..., -1:], add=add)
+    z, (least, most) = kvz[..., -1].copy(), limits.FEATURE_SUM_RANGE[kvz.itemsize]
     log_scale = log_offsets(key_spec, dtype) + top.astype(kvz.dtype)
     if not z.min() > 0:
         # Without keys there is nothing to lose, and nothing that sets a scale.
@@ -184,16 +180,16 @@ def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
     Nothing in the new state is a view of the map's parameters or of the state before.
     """
     same = kvz.shape == state.kvz.shape
+    if same and state.log_scale.max() == -np.inf:
+        log_scale = np.empty_like(state.log_scale)
+        log_scale[...] = c
+        return State(kvz, log_scale, state.length + n)
     lead = c - state.log_scale
     if same and lead.max() <= limits.MAX_LOG_LEAD:
         # A little past its scale, or below it, a block joins the state as it stands.
         kvz *= np.exp(lead)[..., None]
         kvz += state.kvz
         return State(kvz, state.log_scale.copy(), state.length + n)
-    if same and state.log_scale.max() == -np.inf:
-        log_scale = np.empty_like(state.log_scale)
-        log_scale[...] = c
-        return State(kvz, log_scale, state.length + n)
     after = np.maximum(state.log_scale, c)
     shift = limits.finite_shift(after)
     kvz = kvz * np.exp(c - shift)[..., None]
@@ -235,7 +231,7 @@ def _on_one_scale(
     return None if is_lost else kvz, top
 
 
-def _by_halves(spec: Exponential | Pointwise, kvz: Floats) -> Floats:
+def _in_halves(spec: Exponential | Pointwise, kvz: Floats) -> Floats:
     """Give the features of a paired map an axis of their sign halves."""
     h, (*lead, m, e) = num_sign_halves(spec), kvz.shape
     return kvz if h == 1 else kvz.reshape(*lead, h, m // h, e)
@@ -257,21 +253,18 @@ def _put_read(
     a denominator that such a bound would fail for has lost all of its digits.
     """
     read = read_halves if num_sign_halves(query_spec) == 2 else multiply
-    for heads, tiles, features in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
-        of_heads, num_part, den_part = _by_halves(query_spec, kvz[heads]), num[heads], den[heads]
-        sums, z = of_heads[..., :-1], of_heads[..., -1:]
-        for rows in tiles:
-            weights = features(rows)
-            of_rows, divisor = num_part[..., rows, :], den_part[..., rows, :]
-            read(weights, sums, of_rows)
-            read(weights, z, divisor)
-            if divided:
-                np.divide(of_rows, divisor, out=of_rows)
-    z, itemsize = kvz[..., -1], kvz.itemsize
+    halves = _in_halves(query_spec, kvz)
+    for heads, place, weights in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
+        sums, of_rows, divisor = halves[heads], num[place], den[place]
+        read(weights, sums[..., :-1], of_rows)
+        read(weights, sums[..., -1:], divisor)
+        if divided:
+            np.divide(of_rows, divisor, out=of_rows)
+    z, itemsize = kvz[..., -1].copy(), kvz.itemsize
     floor = limits.floor_of(kvz.dtype) * kvz.shape[-2] * max(1.0, z.max())
     if not den.min() >= max(floor, limits.MIN_READ_DENOMINATOR[itemsize]):
         return False
-    most, largest = den.max(), max(kvz.max(), -kvz.min())
+    most, largest = den.max(), limits.size_bound(kvz)
     is_bounded = most * largest <= z.min() * limits.MAX_READ[itemsize]
     return bool(is_bounded or (most < np.inf and limits.all_finite(num)))
 

@@ -55,6 +55,9 @@ MIN_CLIPPED_ELEMENTS = 2048
 # blocks that a caller asked for, are allocated anew.
 CACHE_LINE_BYTES, MAX_CACHED_BYTES = 64, 1 << 22
 
+# 2026-11-26: shapes of buffers that a thread remembers; a call needs about twenty.
+MAX_CACHED_VIEWS = 256
+
 # 2026-11-22: a block, and its features of a side, where they are there at once.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS, MAX_BLOCK_ELEMENTS = 128, 2048, 1 << 18
 
