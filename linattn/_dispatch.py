@@ -22,6 +22,7 @@ __all__ = [
     "BlockFunctions",
     "Choice",
     "Explanation",
+    "block_functions",
     "explain",
     "find",
     "is_declined",
@@ -255,10 +256,10 @@ class BlockFunctions:
         return _alone(name, self._xp, self._mode, self._specific(name))
 
     def _specific(self, name: str) -> Callable[..., Any] | None:
-        function = getattr(self._module, name, None)
-        if function is None:
+        module = self._module
+        if not hasattr(module, name):
             return None
-        return lambda *args: EMPTY if _is_empty(args) else function(*args)
+        return lambda *args: EMPTY if _is_empty(args) else getattr(module, name)(*args)
 
     def note(self, name: str, answer: Any) -> None:
         """Tell whoever asked for an explanation how a call was answered."""
@@ -283,6 +284,19 @@ class BlockFunctions:
         return function
 
 
+def block_functions(xp: ModuleType) -> BlockFunctions:
+    """Return the functions of the block tier that calls like this one have looked up before."""
+    mode = _mode.get()
+    if mode.report is not None:
+        return BlockFunctions(xp)
+    return _functions_found(xp, _backend(xp, mode), mode)
+
+
+@functools.lru_cache(16)
+def _functions_found(xp: ModuleType, module: ModuleType | None, mode: _Mode) -> BlockFunctions:
+    return BlockFunctions(xp)
+
+
 def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
     """Return a function of the backend's whole tier, or None where it has none for this problem.
 
@@ -290,6 +304,8 @@ def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
     """
     mode, xp = _mode.get(), problem.xp
     backend = _backend(xp, mode)
+    if mode.report is None and not hasattr(backend, name):
+        return None
     served: Sequence[str] = getattr(backend, "modifiers", tuple)()
     modifiers = [name for name in problem.modifiers if name not in served]
     if not modifiers or backend is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf, log, prod
+from math import exp, inf, log, prod
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -126,13 +126,16 @@ class FeatureMaker:
 
 def feature_tiles(
     spec: Exponential | Pointwise, x: Floats, name: str, *leads: tuple[int, ...]
-) -> Iterator[tuple[Place, Place, Floats]]:
+) -> Iterator[tuple[Place, Place, Floats | None]]:
     """Features of a block, tile by tile: they are still in cache when they are multiplied.
 
     Yields the index of some heads, that of some of their rows, and the features of these:
     ``(..., n, m)``, of a paired map ``(..., 2, n, m / 2)``, of which the next takes the place.
     Where one map makes features of each head by itself, for arrays with these leading axes, a tile
     is of whole heads or of a part of one, which has no axes then; otherwise of a part of all.
+
+    Ends with None where features of the first tile are so far from 1 that others may leave the
+    range.
     """
     *lead, m = features_shape(spec, x)
     # Where features are not computed in place, they take two arrays, and half of these is faster.
@@ -141,6 +144,7 @@ def feature_tiles(
     has_one_map = isinstance(spec.P, float) or spec.P.ndim == 2
     are_apart = has_one_map and all(list(other) == lead for other in (x.shape[:-2], *leads))
     makers: dict[tuple[int, ...], FeatureMaker] = {}
+    are_first = True
     for heads in heads_of_tile(tuple(lead), most // n) if are_apart else [()]:
         num_heads = prod(x[heads].shape[:-2] if are_apart else lead)
         for rows in equal_parts(n, most // num_heads):
@@ -150,7 +154,26 @@ def feature_tiles(
             if maker is None:
                 maker = makers[tile.shape] = FeatureMaker(spec, tile, tile.shape[-2], name)
             maker.make(tile, inspect=False)
+            if are_first and not _are_moderate(spec, maker.of_halves):
+                yield heads, place, None
+                return
+            are_first = False
             yield heads, place, maker.of_halves
+
+
+def _are_moderate(spec: Exponential | Pointwise, weights: Floats) -> bool:
+    """Whether some features are so near to 1 that all others may be in range.
+
+    Of tokens in the middle: those of a window are padded at its ends, sequences at theirs.
+    """
+    if isinstance(spec, Pointwise):
+        return True
+    *lead, n, m = weights.shape
+    start = n // 2
+    num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // m)
+    some = weights[(*(size // 2 for size in lead), slice(start, start + num_rows))]
+    most = exp(tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[some.itemsize])
+    return bool(1 / most <= some.min() and some.max() <= most)
 
 
 def features_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:

@@ -119,7 +119,11 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block))
     # A causal block has states on the way beside the one it goes on from.
     rows += problem.num_features * (2 if problem.is_causal else 1)
-    max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
+    most = tuning.MAX_BATCHED_ELEMENTS
+    if problem.mode == "full" and problem.key_mask is None:
+        # Tiles of a head have all that they need.
+        most *= tuning.MAX_FULL_BATCH
+    max_heads = most // (rows * (problem.value.shape[-1] + 1))
     return _shared(problem, max_heads, threads)
 
 

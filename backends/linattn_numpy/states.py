@@ -37,7 +37,6 @@ from linattn_numpy.features import (
     feature_tiles,
     features_shape,
     in_units,
-    is_moderate,
     log_features,
     log_offsets,
     num_sign_halves,
@@ -110,10 +109,8 @@ def _unshifted_sums(
     key_spec: Exponential | Pointwise, tokens: Tokens, value: Floats, ones: Floats | None
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature: sums and their log scale. ``ones``, ``(..., n, 1)``: None for 1."""
-    if not is_moderate(key_spec, tokens.x):
-        return limits.LARGE_EXPONENTS
     row = row_term(key_spec, tokens)
-    top = np.zeros(1) if row is None else row.max(axis=-2)
+    top = np.zeros(1, value.dtype) if row is None else row.max(axis=-2)
     if row is not None:
         row = row - limits.finite_shift(top)[..., None]
         # A row whose share underflows may have features as large as they come.
@@ -128,6 +125,8 @@ def _unshifted_sums(
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
     for heads, place, weights in feature_tiles(key_spec, tokens.x, "features", *leads):
+        if weights is None:
+            return limits.LARGE_EXPONENTS
         v, sums, add = value[place], halves[heads], place[-2].start > 0
         w = ones_column(v.shape[-2], dtype) if ones is None else ones[place]
         if row is not None:
@@ -139,13 +138,14 @@ def _unshifted_sums(
         weighted_sum(weights, v, sums[..., :-1], add=add)
         weighted_sum(weights, w, sums[..., -1:], add=add)
     z, (least, most) = kvz[..., -1].copy(), limits.FEATURE_SUM_RANGE[kvz.itemsize]
-    log_scale = log_offsets(key_spec, dtype) + top.astype(kvz.dtype)
-    if not z.min() > 0:
+    log_scale, lowest = log_offsets(key_spec, dtype) + top, z.min()
+    if not lowest > 0:
         # Without keys there is nothing to lose, and nothing that sets a scale.
         is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
         nothing = (z == 0) & (is_relu | (top == -np.inf))
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
-    if not (least <= z.min() <= z.max() <= most and limits.all_finite(kvz)):
+        lowest = z.min()
+    if not (least <= lowest <= z.max() <= most and limits.all_finite(kvz)):
         return Declined(f"sums of features are not in {least:g} to {most:g}")
     return kvz, log_scale
 
@@ -221,8 +221,6 @@ def _on_one_scale(
     """Put features of a state on one log scale; None where queries must be max-stabilized."""
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
     top, kvz = c.max(axis=-1, keepdims=True), state.kvz
-    if not is_moderate(query_spec, tokens.x):
-        return None, top
     if (c == top).all():
         return kvz, top
     kvz = kvz * np.exp(c - limits.finite_shift(top))[..., None]
@@ -255,12 +253,14 @@ def _put_read(
     read = read_halves if num_sign_halves(query_spec) == 2 else multiply
     halves = _in_halves(query_spec, kvz)
     for heads, place, weights in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
+        if weights is None:
+            return False
         sums, of_rows, divisor = halves[heads], num[place], den[place]
         read(weights, sums[..., :-1], of_rows)
         read(weights, sums[..., -1:], divisor)
         if divided:
             np.divide(of_rows, divisor, out=of_rows)
-    z, itemsize = kvz[..., -1].copy(), kvz.itemsize
+    z, itemsize = kvz[..., -1], kvz.itemsize
     floor = limits.floor_of(kvz.dtype) * kvz.shape[-2] * max(1.0, z.max())
     if not den.min() >= max(floor, limits.MIN_READ_DENOMINATOR[itemsize]):
         return False

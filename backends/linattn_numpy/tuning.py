@@ -103,6 +103,10 @@ MAX_STABILIZED_ROWS, STABILIZED_TILE_ELEMENTS = 512, 1 << 19
 # of 1,024, in .97 of the time of seven and one.
 MAX_BATCHED_ELEMENTS, MIN_BATCHED_ROWS = 10240 * 65, 768
 
+# 2026-11-26, AMD EPYC, family 25 model 1, full attention of 8 heads of 4,096 tokens: times as many
+# heads in one task take .91 of the time with elu + 1, .93 with 256 hyperbolic features.
+MAX_FULL_BATCH = 4
+
 # 2026-11-23: keys or queries between two stops, from which on heads are batched by the longest run:
 # blocks of 64 to 256 in .37 to .95 of the time of batches as for causal attention, of 16 and 32 in
 # up to 1.12 of it.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import array_api_compat
 
 from linattn import _arrays, _dispatch, _generic
-from linattn._dispatch import BlockFunctions
+from linattn._dispatch import BlockFunctions, block_functions
 from linattn._driver.blocks import block_slices, raw_tokens, token_block, transient_values_block
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
 from linattn._driver.checkpoints import MAX_STATES, Checkpoints
@@ -41,7 +41,7 @@ from linattn._driver.stops import (
     visible_keys,
 )
 from linattn._driver.tasks import take, take_problem, take_state, task_index
-from linattn._driver.walks import add_keys, initial_state, run_tasks, state_updates, steps
+from linattn._driver.walks import add_keys, initial_state, run_tasks, state_updates
 from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
 from linattn._generic.block_vjps import row_cotangent, row_scale
 from linattn._generic.column_means import column_normalized_key_vjp, column_normalized_query_vjp
@@ -166,7 +166,7 @@ def pull(
         if not _dispatch.is_declined(answer):
             return Gradients(*answer)
 
-    functions = BlockFunctions(problem.xp)
+    functions = block_functions(problem.xp)
     # No segments: a causal one needs the adjoint of all after it, and to make that first takes
     # half of what the whole pullback takes. One head alone is done on one thread.
     plan = functions.plan(planned(problem)).for_gradients()
@@ -189,7 +189,7 @@ def pull(
             walked = _walk_full(walk, None if checkpoints is None else checkpoints.last)
         else:
             walked = {"exact": _walk_exact, "stops": _walk_stops}[problem.mode](walk)
-        for adjoint in steps(walked):
+        for adjoint in walked:
             yield adjoint
         if problem.state is not None:
             assert adjoint is not None

@@ -56,7 +56,9 @@ def raw_tokens(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     """Tokens of one block as they came, with their biases; masked keys are zeros of -inf."""
     xp = problem.xp
     source = problem.query if side == "query" else problem.key
-    x = xp.astype(source[..., rows, :], problem.dtype, copy=False)
+    x = source[..., rows, :]
+    if x.dtype != problem.dtype:
+        x = xp.astype(x, problem.dtype)
     if side == "query":
         return Tokens(x, None, start + rows.start + problem.query_start)
     bias = None if problem.key_bias is None else problem.key_bias[..., rows, :]

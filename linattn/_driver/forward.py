@@ -21,7 +21,7 @@ from linattn._driver.segments import run_segments
 from linattn._driver.sequences import solve_short
 from linattn._driver.stops import head_tasks, join_tasks, planned
 from linattn._driver.tasks import take_problem, take_rows, task_index
-from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, steps, update
+from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, update
 from linattn._driver.wrappers import read_spec
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Corrected, Index, Partial, Problem, State
@@ -92,7 +92,7 @@ def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints
     states: list[tuple[Batch, State]] = []
     negative, left = 0, None
     if not return_state and checkpoints is None:
-        functions = _dispatch.BlockFunctions(problem.xp)
+        functions = _dispatch.block_functions(problem.xp)
         results = _Results(problem, functions, output.array, None if norms is None else norms.array)
         left = solve_short(problem, functions, results.write)
     for number, batch in enumerate(batches(problem, left)):
@@ -143,7 +143,7 @@ def _solve_walks(
         if not _dispatch.is_declined(answer):
             return _Solved(*answer)
 
-    functions = _dispatch.BlockFunctions(problem.xp)
+    functions = _dispatch.block_functions(problem.xp)
     plan = functions.plan(planned(problem))
     # A state that is returned is the caller's, who may change it.
     keeps_last = checkpoints is not None and problem.mode == "full" and not return_state
@@ -165,7 +165,7 @@ def _solve_walks(
     def solve_task(task: Index) -> Iterator[State | None]:
         walk = walk_of(task)
         state = None
-        for state in steps(WALKS[problem.mode](walk)):
+        for state in WALKS[problem.mode](walk):
             yield state
         if return_state or keeps_last:
             states.append((task, initial_state(walk.problem) if state is None else state))
@@ -237,7 +237,7 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
             return answer  # type: ignore[no-any-return]
     row = slice(0, 1)
     start = state.length
-    functions = _dispatch.BlockFunctions(problem.xp)
+    functions = _dispatch.block_functions(problem.xp)
     with _generic.ignore_fp_warnings():
         state = update(problem, initial_state(problem.replace(state=state)), 1, functions)
         tokens = token_block(problem, "query", row, start)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from linattn._dispatch import BlockFunctions, find, is_declined
 from linattn._driver.blocks import token_block, transient_values_block
 from linattn._driver.tasks import take_problem
-from linattn._driver.walks import run_tasks, steps
+from linattn._driver.walks import run_tasks
 from linattn.typing import Index, Partial, Problem
 
 __all__ = ["solve_short"]
@@ -50,7 +50,7 @@ def solve_short(
     declined: list[slice] = []
     blocks = _side_by_side(lengths, plan.block_size)
     tasks: Any = list(product(plan.tasks, blocks))
-    run_tasks(plan._replace(tasks=tasks), lambda item: steps(solve_block(item)))  # type: ignore[arg-type]
+    run_tasks(plan._replace(tasks=tasks), solve_block)  # type: ignore[arg-type]
     for run in blocks:
         left[run] = False
     for run in declined:

@@ -13,7 +13,7 @@ import array_api_compat
 import numpy as np
 
 from linattn import _generic
-from linattn._dispatch import BlockFunctions
+from linattn._dispatch import BlockFunctions, block_functions
 from linattn._driver.blocks import (
     add_block,
     block_slices,
@@ -46,7 +46,6 @@ __all__ = [
     "run_walk",
     "scan_blocks",
     "state_updates",
-    "steps",
     "update",
 ]
 
@@ -120,7 +119,7 @@ def update(
     problem: Problem, state: State, block_size: int, functions: BlockFunctions | None = None
 ) -> State:
     """Add all keys and values of a problem to a state, block by block."""
-    functions = BlockFunctions(problem.xp) if functions is None else functions
+    functions = block_functions(problem.xp) if functions is None else functions
     return run_walk(state_updates(problem, state, block_size, functions), state)
 
 
@@ -129,7 +128,7 @@ def run_walk(walk: Iterator[State], state: State) -> State:
     return deque(chain([state], walk), maxlen=1).pop()
 
 
-def steps(walk: Iterator[State | None]) -> Iterator[State | None]:
+def _steps(walk: Iterator[Any]) -> Iterator[Any]:
     """Go through a walk without floating-point warnings, but not for what runs between blocks."""
     while True:
         try:
@@ -141,12 +140,16 @@ def steps(walk: Iterator[State | None]) -> Iterator[State | None]:
 
 
 def run_tasks(plan: Plan, walk_of: Callable[[Index], Iterator[Any]]) -> None:
-    """Run the walk of each task, block by block where the plan asks for resumable ones."""
+    """Run the walk of each task, block by block where the plan asks for resumable ones.
+
+    Nothing warns of floating-point errors in a walk.
+    """
 
     def work(task: Index) -> Iterator[Any] | None:
         if plan.resumable:
-            return walk_of(task)
-        deque(walk_of(task), maxlen=0)
+            return _steps(walk_of(task))
+        with _generic.ignore_fp_warnings():
+            deque(walk_of(task), maxlen=0)
         return None
 
     plan.run(work, plan.tasks)
