@@ -109,18 +109,17 @@ def _unshifted_sums(
     key_spec: Exponential | Pointwise, tokens: Tokens, value: Floats, ones: Floats | None
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature: sums and their log scale. ``ones``, ``(..., n, 1)``: None for 1."""
-    row = row_term(key_spec, tokens)
-    top = np.zeros(1, value.dtype) if row is None else row.max(axis=-2)
+    e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
+    row, top = row_term(key_spec, tokens), np.zeros(1, dtype)
     if row is not None:
+        leads.append(row.shape[:-2])
+        top = row.max(axis=-2)
         row = row - limits.finite_shift(top)[..., None]
         # A row whose share underflows may have features as large as they come.
         least = limits.MIN_EXPONENT[row.itemsize]
         if not row.min() >= least and np.any((row < least) & (row > -np.inf)):
             return limits.LARGE_EXPONENTS
         row = np.exp(row)
-    e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
-    if row is not None:
-        leads.append(row.shape[:-2])
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
@@ -220,10 +219,10 @@ def _on_one_scale(
 ) -> tuple[Floats | None, Floats]:
     """Put features of a state on one log scale; None where queries must be max-stabilized."""
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
-    top, kvz = c.max(axis=-1, keepdims=True), state.kvz
-    if (c == top).all():
-        return kvz, top
-    kvz = kvz * np.exp(c - limits.finite_shift(top))[..., None]
+    if (c == c[..., :1]).all():
+        return state.kvz, c[..., :1]
+    top = c.max(axis=-1, keepdims=True)
+    kvz = state.kvz * np.exp(c - limits.finite_shift(top))[..., None]
     # A feature far below the top one may still be the one that counts for a query.
     is_lost = np.any((kvz[..., -1] < limits.floor_of(kvz.dtype)) & (c > -np.inf))
     return None if is_lost else kvz, top

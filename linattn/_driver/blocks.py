@@ -156,8 +156,9 @@ class OutputRows:
             self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
         self._dtype = dtype
         # To inspect values on a GPU is a host synchronization.
-        inspects = not (problem.lazy or array_api_compat.is_cupy_array(problem.query))
-        self._counts = problem.signed and inspects
+        self._counts = problem.signed and not (
+            problem.lazy or array_api_compat.is_cupy_array(problem.query)
+        )
         self._negative: list[int] = []
         self._divide = functions.divide
 

@@ -24,7 +24,7 @@ from linattn._driver.tasks import take_problem, take_rows, task_index
 from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, update
 from linattn._driver.wrappers import read_spec
 from linattn._generic.states import divide, log_normalizer
-from linattn.typing import Array, Corrected, Index, Partial, Problem, State
+from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
 
 __all__ = ["solve", "solve_in_parts", "step"]
 
@@ -144,7 +144,7 @@ def _solve_walks(
             return _Solved(*answer)
 
     functions = _dispatch.block_functions(problem.xp)
-    plan = functions.plan(planned(problem))
+    plan = _plan(problem, functions)
     # A state that is returned is the caller's, who may change it.
     keeps_last = checkpoints is not None and problem.mode == "full" and not return_state
     if checkpoints is not None and problem.mode != "full":
@@ -180,6 +180,17 @@ def _solve_walks(
     output, norms = results.output, results.norms
     norm = None if norms is None else norms.result()[..., 0]
     return _Solved(output.result(), state, norm, output.count_negative())
+
+
+def _plan(problem: Problem, functions: Any) -> Plan:
+    """Plan a problem, or take the plan of the last one like it."""
+    known = problem.plans
+    if known and known[0][0] is functions:
+        return known[0][1]  # type: ignore[no-any-return]
+    plan: Plan = functions.plan(planned(problem))
+    if known is not None:
+        known[:] = [(functions, plan)]
+    return plan
 
 
 class _Results:

@@ -195,7 +195,7 @@ def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options
     if flags is not None:
         known = _recall(_last_problem, feature_map, arrays, flags)
         if known is not None:
-            return known.replace(query=query, key=key, value=value)
+            return known.replace(query=query, key=key, value=value, plans=known.plans)
     given = Options(**options)
     want_log = _checks.check_flag("return_log_normalizer", given.want_log)
     check_feature_map(feature_map)
@@ -362,7 +362,7 @@ def _remember(
     # linattn's own maps keep their specs, and never change; what other libraries' arrays make may
     # belong to a trace.
     if getattr(problem.feature_map, "_caches_specs", False) and _arrays.are_ordinary(given):
-        bare = problem.replace(query=None, key=None, value=None, state=None)
+        bare = problem.replace(query=None, key=None, value=None, state=None, plans=[])
         last.set(_Known(_settings.current_settings(), _arrays.kinds(given), rest, bare))
 
 

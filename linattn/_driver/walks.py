@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import array_api_compat
 import numpy as np
@@ -54,8 +53,7 @@ Read: TypeAlias = Callable[[Array], Array | None]
 """Given their place, reads rows; returns them or None as :meth:`BlockTier.divide` does."""
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """What a walk is given: a problem, the functions of its blocks, and where results go."""
 
     problem: Problem
@@ -86,8 +84,7 @@ class Walk:
             if store is not None:
                 store(rows.start + row, state)
 
-        return replace(
-            self,
+        return self._replace(
             problem=take_rows(self.problem, rows),
             write=write,
             write_read=None if write_read_rows is None else write_read,
@@ -255,7 +252,7 @@ def _walk_two_sided(walk: Walk) -> Iterator[State]:
     nothing = initial_state(problem.replace(state=None))
     rows_so_far = RowsSoFar(problem, walk.functions)
     from_the_start = problem.replace(is_causal=True)
-    scan = replace(walk, problem=from_the_start, write=rows_so_far.write)
+    scan = walk._replace(problem=from_the_start, write=rows_so_far.write)
     for state in scan_blocks(scan, initial_state(problem)):
         yield state
     for rows, part in rows_from_the_end(
