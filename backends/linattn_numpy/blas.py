@@ -69,8 +69,8 @@ class Blas:
         with self._lock:
             self._users[user] = threading.get_ident()
             if len(self._users) == 1 and found is not None:
-                threads = [(lib, lib.num_threads) for lib in found.lib_controllers]
-                self._before = [(library, number) for library, number in threads if number != 1]
+                all_threads = [(lib, lib.num_threads) for lib in found.lib_controllers]
+                self._before = [each for each in all_threads if each[1] != 1]
                 for library, _ in self._before:
                     library.set_num_threads(1)
 

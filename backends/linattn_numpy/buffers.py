@@ -13,36 +13,26 @@ from linattn_numpy import tuning
 
 __all__ = ["buffer"]
 
-
-class _Workspace(threading.local):
-    """Buffers of a thread by name, and what was asked for of them."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, NDArray[Any]] = {}
-        self.views: dict[tuple[str, tuple[int, ...], Any], NDArray[Any]] = {}
-
-
-_workspace = _Workspace()
+_scratch = threading.local()
 
 
 def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Return this thread's buffer of that name; what it held before is lost."""
-    view = _workspace.views.get((name, shape, dtype))
-    return _new_view(name, shape, dtype) if view is None else view
-
-
-def _new_view(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    count, (buffers, views) = prod(shape), (_workspace.buffers, _workspace.views)
+    cached: dict[Any, Any] = _scratch.__dict__
+    view: NDArray[Any] | None = cached.get((name, shape, dtype))
+    if view is not None:
+        return view
+    count = prod(shape)
     if count * np.dtype(dtype).itemsize > tuning.MAX_CACHED_BYTES:
         return np.empty(shape, dtype)
-    cached, is_full = buffers.get(name), len(views) >= tuning.MAX_CACHED_VIEWS
-    if is_full or cached is None or cached.size < count or cached.dtype != dtype:
-        # The old one goes before the new one comes.
-        cached = None
-        views.clear()
-        buffers.pop(name, None)
-        buffers[name] = cached = _aligned(count, np.dtype(dtype))
-    views[name, shape, dtype] = view = cached[:count].reshape(shape)
+    whole, is_full = cached.get(name), len(cached) >= tuning.MAX_CACHED_VIEWS
+    if whole is not None and (is_full or whole.size < count or whole.dtype != dtype):
+        # The old one, of which there are views, goes before the new one comes.
+        whole = None
+        cached.clear()
+    if whole is None:
+        whole = cached[name] = _aligned(count, np.dtype(dtype))
+    cached[name, shape, dtype] = view = whole[:count].reshape(shape)
     return view
 
 

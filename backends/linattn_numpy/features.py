@@ -31,12 +31,13 @@ from linattn_numpy.tiles import equal_parts, heads_of_tile, moveaxis, split_tile
 
 __all__ = [
     "FeatureMaker",
+    "Supported",
     "activate",
+    "are_in_range",
     "are_moderate",
     "feature_tiles",
     "features_shape",
     "in_units",
-    "is_moderate",
     "log_features",
     "log_offsets",
     "num_sign_halves",
@@ -50,7 +51,8 @@ __all__ = [
 ]
 
 Floats = NDArray[Any]
-Place: TypeAlias = tuple[Any, ...]
+Supported: TypeAlias = Exponential | Pointwise
+"""Specs whose features are made here."""
 
 
 class FeatureMaker:
@@ -67,7 +69,7 @@ class FeatureMaker:
 
     def __init__(
         self,
-        spec: Exponential | Pointwise,
+        spec: Supported,
         x: Floats,
         n: int,
         name: str,
@@ -125,17 +127,14 @@ class FeatureMaker:
 
 
 def feature_tiles(
-    spec: Exponential | Pointwise, x: Floats, name: str, *leads: tuple[int, ...]
-) -> Iterator[tuple[Place, Place, Floats | None]]:
+    spec: Supported, x: Floats, name: str, *leads: tuple[int, ...]
+) -> Iterator[tuple[Any, Any, Floats]]:
     """Features of a block, tile by tile: they are still in cache when they are multiplied.
 
     Yields the index of some heads, that of some of their rows, and the features of these:
     ``(..., n, m)``, of a paired map ``(..., 2, n, m / 2)``, of which the next takes the place.
     Where one map makes features of each head by itself, for arrays with these leading axes, a tile
     is of whole heads or of a part of one, which has no axes then; otherwise of a part of all.
-
-    Ends with None where features of the first tile are so far from 1 that others may leave the
-    range.
     """
     *lead, m = features_shape(spec, x)
     # Where features are not computed in place, they take two arrays, and half of these is faster.
@@ -144,45 +143,37 @@ def feature_tiles(
     has_one_map = isinstance(spec.P, float) or spec.P.ndim == 2
     are_apart = has_one_map and all(list(other) == lead for other in (x.shape[:-2], *leads))
     makers: dict[tuple[int, ...], FeatureMaker] = {}
-    are_first = True
     for heads in heads_of_tile(tuple(lead), most // n) if are_apart else [()]:
         num_heads = prod(x[heads].shape[:-2] if are_apart else lead)
         for rows in equal_parts(n, most // num_heads):
             place = (*heads, ..., rows, slice(None))
             tile = x[place]
-            maker = makers.get(tile.shape)
-            if maker is None:
-                maker = makers[tile.shape] = FeatureMaker(spec, tile, tile.shape[-2], name)
+            maker = makers.get(tile.shape) or FeatureMaker(spec, tile, tile.shape[-2], name)
+            makers[tile.shape] = maker
             maker.make(tile, inspect=False)
-            if are_first and not _are_moderate(spec, maker.of_halves):
-                yield heads, place, None
-                return
-            are_first = False
             yield heads, place, maker.of_halves
 
 
-def _are_moderate(spec: Exponential | Pointwise, weights: Floats) -> bool:
-    """Whether some features are so near to 1 that all others may be in range.
+def are_in_range(spec: Supported, weights: Floats) -> bool:
+    """Whether a few features of a tile are so near to 1 that all others may be in range.
 
     Of tokens in the middle: those of a window are padded at its ends, sequences at theirs.
     """
     if isinstance(spec, Pointwise):
         return True
-    *lead, n, m = weights.shape
-    start = n // 2
-    num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // m)
-    some = weights[(*(size // 2 for size in lead), slice(start, start + num_rows))]
-    most = exp(tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[some.itemsize])
-    return bool(1 / most <= some.min() and some.max() <= most)
+    n, m = weights.shape[-2:]
+    rows = slice(n // 2, n // 2 + max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // m))
+    most = exp(tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[weights.itemsize])
+    return bool(1 / most <= weights[..., rows, :].min() and weights[..., rows, :].max() <= most)
 
 
-def features_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:
+def features_shape(spec: Supported, x: Floats) -> tuple[int, ...]:
     """Shape of the features of tokens, without the axis of tokens."""
     *lead, j = _inputs_shape(spec, x)
     return *lead, num_sign_halves(spec) * j
 
 
-def _inputs_shape(spec: Exponential | Pointwise, x: Floats) -> tuple[int, ...]:
+def _inputs_shape(spec: Supported, x: Floats) -> tuple[int, ...]:
     """Shape of what the function of a map is applied to, without the axis of tokens."""
     if isinstance(spec.P, float):
         return *x.shape[:-2], x.shape[-1]
@@ -194,7 +185,7 @@ def num_sign_halves(spec: Spec | Exact) -> int:
     return 2 if isinstance(spec, Exponential) and spec.paired else 1
 
 
-def _max_log(spec: Exponential | Pointwise, u: Floats, unit: float) -> float:
+def _max_log(spec: Supported, u: Floats, unit: float) -> float:
     """Log of the largest feature by exponents or inputs, at least 0; inf for a shift."""
     low, high = float(u.min()), float(u.max())
     if isinstance(spec, Exponential):
@@ -208,7 +199,7 @@ def _max_log(spec: Exponential | Pointwise, u: Floats, unit: float) -> float:
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
-def are_moderate(spec: Exponential | Pointwise, x: Floats) -> Any:
+def are_moderate(spec: Supported, x: Floats) -> Any:
     """Whether the exponents of a few tokens of each head are so small that all others may be."""
     if isinstance(spec, Pointwise):
         return np.True_
@@ -218,14 +209,7 @@ def are_moderate(spec: Exponential | Pointwise, x: Floats) -> Any:
     return np.abs(u).max(axis=(-2, -1)) <= limit
 
 
-def is_moderate(spec: Exponential | Pointwise, x: Floats) -> bool:
-    """Find this of one head, or block: those of a window are padded at both ends."""
-    if isinstance(spec, Pointwise):
-        return True
-    return bool(are_moderate(spec, x[tuple(size // 2 for size in x.shape[:-2])]).all())
-
-
-def supports(spec: Spec | Exact) -> TypeGuard[Exponential | Pointwise]:
+def supports(spec: Spec | Exact) -> TypeGuard[Supported]:
     """Whether the features of a spec are made here."""
     return isinstance(spec, Exponential) or supports_pointwise(spec)
 
@@ -281,7 +265,7 @@ def _positive(u: Floats, out: Floats) -> Floats:
     return u.clip(0, inf, out=out)
 
 
-def log_offsets(spec: Exponential | Pointwise, dtype: Any) -> Floats:
+def log_offsets(spec: Supported, dtype: Any) -> Floats:
     """Return what the logs of features have beside those of their unshifted weights."""
     return np.asarray(spec.col) if isinstance(spec, Exponential) else np.zeros(1, dtype)
 

@@ -41,9 +41,7 @@ def plan(problem: Problem) -> Plan:
     # Other modes are not cut along the sequence.
     least = {"causal": causal, "full": full}.get(problem.mode, inf)
     segments = threads if len(tasks) == 1 and _longest(problem) >= least else 1
-    backward = None
-    if problem.num_features:
-        backward = min(block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS))
+    backward = min(block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS))
     if segments > 1 and problem.chunk_size is None:
         # A segment is of whole blocks.
         multiple = tuning.SEGMENT_MULTIPLE
@@ -84,7 +82,7 @@ def _block_rows(problem: Problem) -> int:
 
 
 def _rows(problem: Problem, max_elements: int, max_rows: int) -> int:
-    return max(tuning.MIN_BLOCK_ROWS, min(max_elements // problem.num_features, max_rows))
+    return max(tuning.MIN_BLOCK_ROWS, min(max_elements // max(1, problem.num_features), max_rows))
 
 
 def _heads_in_cache(problem: Problem, block: int, threads: int) -> int:
@@ -119,11 +117,9 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block))
     # A causal block has states on the way beside the one it goes on from.
     rows += problem.num_features * (2 if problem.is_causal else 1)
-    most = tuning.MAX_BATCHED_ELEMENTS
+    max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
     if problem.mode == "full" and problem.key_mask is None:
-        # Tiles of a head have all that they need.
-        most *= tuning.MAX_FULL_BATCH
-    max_heads = most // (rows * (problem.value.shape[-1] + 1))
+        max_heads *= tuning.FULL_BATCHES
     return _shared(problem, max_heads, threads)
 
 
@@ -147,9 +143,9 @@ def _flops(problem: Problem) -> float:
     heads = prod(problem.lead)
     queries, keys = int(problem.query.shape[-2]), int(problem.key.shape[-2])
     width = int(problem.query.shape[-1] + problem.value.shape[-1])
-    if isinstance(problem.query_spec, Exact):
-        return 2.0 * heads * queries * keys * width
-    return 2.0 * heads * (queries + keys) * problem.num_features * width
+    is_exact = isinstance(problem.query_spec, Exact)
+    pairs = queries * keys if is_exact else (queries + keys) * problem.num_features
+    return 2.0 * heads * pairs * width
 
 
 def num_threads(problem: Problem | Recurrence) -> int:

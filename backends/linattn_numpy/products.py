@@ -140,26 +140,21 @@ def sum_products(x: Floats, y: Floats, out: Floats) -> Floats:
     return np.matmul(transposed(x), y, out=out)
 
 
-def weighted_sum(
-    weights: Floats, v: Floats, out: Floats | None = None, *, add: bool = False
-) -> Floats:
+def weighted_sum(weights: Floats, v: Floats, out: Any = None, add: bool = False) -> Floats:
     """``weights^T v`` into ``out`` or a new array, or added to ``out``.
 
     By batches of tokens and of features where that is faster.
     """
+    if add:
+        return np.asarray(np.add(out, weighted_sum(weights, v), out=out))
     if "read" in small_products(v.dtype):
         size, r = _tokens_and_features(*weights.shape[-2:], v.shape[-1])
         if r < weights.shape[-1]:
-            added = _weighted_sum_cut(weights, v, size, r)
-            if out is None:
-                return added.copy()
-            return np.add(out, added, out=out) if add else np.positive(added, out=out)
-    if add and out is not None:
-        return np.add(out, np.matmul(transposed(weights), v), out=out)
-    return np.matmul(transposed(weights), v, out=out)
+            return _weighted_sum_cut(weights, v, size, r, out)
+    return np.asarray(np.matmul(transposed(weights), v, out=out))
 
 
-def _weighted_sum_cut(weights: Floats, v: Floats, size: int, r: int) -> Floats:
+def _weighted_sum_cut(weights: Floats, v: Floats, size: int, r: int, out: Floats | None) -> Floats:
     (n, m), j = weights.shape[-2:], v.shape[-1]
     lead, count = broadcast_lead(weights.shape[:-2], v.shape[:-2]), n // size
     whole = count * size
@@ -167,12 +162,13 @@ def _weighted_sum_cut(weights: Floats, v: Floats, size: int, r: int) -> Floats:
     values = v[..., :whole, :].reshape(*v.shape[:-2], count, 1, size, j)
     sums = buffer("sums", (*lead, count, m // r, r, j), v.dtype)
     np.matmul(transposed(np.swapaxes(batches, -3, -2)), values, out=sums)
-    added, *rest = moveaxis(sums, -4, 0).reshape(count, *lead, m, j)
+    first, *rest = moveaxis(sums, -4, 0).reshape(count, *lead, m, j)
+    total: Floats = np.positive(first, out=out)
     for part in rest:
-        added += part
+        total += part
     if whole < n:
-        added += np.matmul(transposed(weights[..., whole:, :]), v[..., whole:, :])
-    return np.asarray(added)
+        total += np.matmul(transposed(weights[..., whole:, :]), v[..., whole:, :])
+    return total
 
 
 @cache

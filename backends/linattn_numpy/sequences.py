@@ -23,7 +23,7 @@ from linattn_numpy.causal import Sums, exponent_bounds, scan_tiles
 from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
     FeatureMaker,
-    is_moderate,
+    are_moderate,
     log_offsets,
     num_sign_halves,
     row_log,
@@ -65,7 +65,7 @@ def sequences_block(
         return unsupported(query_spec, key_spec)
     if num_sign_halves(query_spec) != num_sign_halves(key_spec):
         return Declined("one side is paired, the other is not")
-    if not (is_moderate(query_spec, query.x) and is_moderate(key_spec, key.x)):
+    if not (are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)).all():
         return limits.LARGE_EXPONENTS
     dtype = values_and_one.dtype
     offsets = log_offsets(query_spec, dtype), log_offsets(key_spec, dtype)

@@ -13,7 +13,7 @@ or inf go to the generic code.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
+    Supported,
+    are_in_range,
     feature_tiles,
     features_shape,
     in_units,
@@ -60,6 +62,8 @@ __all__ = [
 ]
 
 Floats = NDArray[Any]
+Ones: TypeAlias = Floats | None
+"""Weights of values, ``(..., n, 1)``: 1, or 0 where masked; None where all are 1."""
 
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
@@ -79,11 +83,7 @@ def reduce_block(
         return sums if isinstance(sums, Declined) else add_sums(state, *sums, tokens.x.shape[-2])
     if not supports(key_spec):
         return unsupported(key_spec)
-    ones = values_and_one[..., -1:]
-    sums = _unshifted_sums(key_spec, tokens, values_and_one[..., :-1], ones)
-    if isinstance(sums, Declined) and isinstance(key_spec, Exponential):
-        return _add_stabilized(key_spec, tokens, values_and_one, state)
-    return sums if isinstance(sums, Declined) else add_sums(state, *sums, tokens.x.shape[-2])
+    return _add_keys(key_spec, tokens, values_and_one[..., :-1], values_and_one[..., -1:], state)
 
 
 def reduce_values(
@@ -91,24 +91,30 @@ def reduce_values(
 ) -> State | Declined:
     """Add a block of keys to the state, of which there may be no ``[v, 1]``."""
     dtype = state.kvz.dtype
-    if mask is None and supports(key_spec):
-        v = value.astype(dtype, copy=False)
-        row, number = v.strides[-2:]
-        # BLAS takes matrices whose rows are there one after the other.
-        v = v if number == v.itemsize and row >= v.shape[-1] * number else v.copy()
-        sums = _unshifted_sums(key_spec, tokens, v, None)
-        if not isinstance(sums, Declined):
-            return add_sums(state, *sums, tokens.x.shape[-2])
-        if isinstance(key_spec, Exponential):
-            return _add_stabilized(key_spec, tokens, values_block(value, None, dtype), state)
+    if mask is not None or not supports(key_spec):
+        return reduce_block(key_spec, tokens, values_block(value, mask, dtype), state)
+    v = value.astype(dtype, copy=False)
+    row, number = v.strides[-2:]
+    # BLAS takes matrices whose rows are there one after the other.
+    v = v if number == v.itemsize and row >= v.shape[-1] * number else v.copy()
+    return _add_keys(key_spec, tokens, v, None, state)
+
+
+def _add_keys(
+    key_spec: Supported, tokens: Tokens, value: Floats, ones: Ones, state: State
+) -> State | Declined:
+    sums = _unshifted_sums(key_spec, tokens, value, ones)
+    if not isinstance(sums, Declined):
+        return add_sums(state, *sums, tokens.x.shape[-2])
+    if isinstance(key_spec, Pointwise):
         return sums
-    return reduce_block(key_spec, tokens, values_block(value, mask, dtype), state)
+    return _add_stabilized(key_spec, tokens, value, ones, state)
 
 
 def _unshifted_sums(
-    key_spec: Exponential | Pointwise, tokens: Tokens, value: Floats, ones: Floats | None
+    key_spec: Supported, tokens: Tokens, value: Floats, ones: Ones
 ) -> tuple[Floats, Floats] | Declined:
-    """Sum a block by feature: sums and their log scale. ``ones``, ``(..., n, 1)``: None for 1."""
+    """Sum a block by feature: sums and their log scale."""
     e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
     row, top = row_term(key_spec, tokens), np.zeros(1, dtype)
     if row is not None:
@@ -124,9 +130,9 @@ def _unshifted_sums(
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
     for heads, place, weights in feature_tiles(key_spec, tokens.x, "features", *leads):
-        if weights is None:
-            return limits.LARGE_EXPONENTS
         v, sums, add = value[place], halves[heads], place[-2].start > 0
+        if not (add or are_in_range(key_spec, weights)):
+            return limits.LARGE_EXPONENTS
         w = ones_column(v.shape[-2], dtype) if ones is None else ones[place]
         if row is not None:
             of_rows = row[place]
@@ -134,26 +140,27 @@ def _unshifted_sums(
         if is_paired:
             v, w = v[..., None, :, :], w[..., None, :, :]
         # Ones are no column of v: BLAS is faster where vectors divide the width.
-        weighted_sum(weights, v, sums[..., :-1], add=add)
-        weighted_sum(weights, w, sums[..., -1:], add=add)
+        weighted_sum(weights, v, sums[..., :-1], add)
+        weighted_sum(weights, w, sums[..., -1:], add)
     z, (least, most) = kvz[..., -1].copy(), limits.FEATURE_SUM_RANGE[kvz.itemsize]
-    log_scale, lowest = log_offsets(key_spec, dtype) + top, z.min()
-    if not lowest > 0:
+    log_scale = log_offsets(key_spec, dtype) + top
+    if not z.min() > 0:
         # Without keys there is nothing to lose, and nothing that sets a scale.
         is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
         nothing = (z == 0) & (is_relu | (top == -np.inf))
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
-        lowest = z.min()
-    if not (least <= lowest <= z.max() <= most and limits.all_finite(kvz)):
+    if not (least <= z.min() <= z.max() <= most and limits.all_finite(kvz)):
         return Declined(f"sums of features are not in {least:g} to {most:g}")
     return kvz, log_scale
 
 
 def _add_stabilized(
-    key_spec: Exponential, tokens: Tokens, values_and_one: Floats, state: State
+    key_spec: Exponential, tokens: Tokens, value: Floats, ones: Ones, state: State
 ) -> State | Declined:
     """Add a block by feature, each tile on the largest log of each."""
-    power, unit = power_and_unit(values_and_one.dtype)
+    w = np.ones_like(value[..., :1]) if ones is None else ones
+    values_and_one = np.concatenate([value, w], axis=-1)
+    power, unit = power_and_unit(value.dtype)
     spec, tokens = in_units(unit, key_spec, tokens)
     for rows in _tile_rows(key_spec, tokens.x):
         log = log_features(spec, rows_of(tokens, rows), "features")
@@ -203,19 +210,17 @@ def read_block(
     if not supports(query_spec):
         return unsupported(query_spec)
     kvz, top = _on_one_scale(query_spec, tokens, state)
-    if kvz is None:
-        return _read_stabilized(query_spec, tokens, state, want_log)
-    *features_lead, _ = features_shape(query_spec, tokens.x)
-    lead = broadcast_lead(tuple(features_lead), kvz.shape[:-2])
-    num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
-    num, den = num_den[..., :-1], num_den[..., -1:]
-    if not _put_read(query_spec, tokens.x, kvz, num, den, divided=False):
-        return _read_stabilized(query_spec, tokens, state, want_log)
-    return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
+    if kvz is not None:
+        lead = broadcast_lead(features_shape(query_spec, tokens.x)[:-1], kvz.shape[:-2])
+        num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
+        num, den = num_den[..., :-1], num_den[..., -1:]
+        if _put_read(query_spec, tokens.x, kvz, num, den, divided=False):
+            return Partial(num_den, row_log(query_spec, tokens, top[..., None], want_log))
+    return _read_stabilized(query_spec, tokens, state, want_log)
 
 
 def _on_one_scale(
-    query_spec: Exponential | Pointwise, tokens: Tokens, state: State
+    query_spec: Supported, tokens: Tokens, state: State
 ) -> tuple[Floats | None, Floats]:
     """Put features of a state on one log scale; None where queries must be max-stabilized."""
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
@@ -228,20 +233,14 @@ def _on_one_scale(
     return None if is_lost else kvz, top
 
 
-def _in_halves(spec: Exponential | Pointwise, kvz: Floats) -> Floats:
+def _in_halves(spec: Supported, kvz: Floats) -> Floats:
     """Give the features of a paired map an axis of their sign halves."""
     h, (*lead, m, e) = num_sign_halves(spec), kvz.shape
     return kvz if h == 1 else kvz.reshape(*lead, h, m // h, e)
 
 
 def _put_read(
-    query_spec: Exponential | Pointwise,
-    x: Floats,
-    kvz: Floats,
-    num: Floats,
-    den: Floats,
-    *,
-    divided: bool,
+    query_spec: Supported, x: Floats, kvz: Floats, num: Floats, den: Floats, *, divided: bool
 ) -> bool:
     """Read a state on one scale into ``(..., n, e)`` and ``(..., n, 1)``; say whether it is right.
 
@@ -252,7 +251,7 @@ def _put_read(
     read = read_halves if num_sign_halves(query_spec) == 2 else multiply
     halves = _in_halves(query_spec, kvz)
     for heads, place, weights in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
-        if weights is None:
+        if place[-2].start == 0 and not are_in_range(query_spec, weights):
             return False
         sums, of_rows, divisor = halves[heads], num[place], den[place]
         read(weights, sums[..., :-1], of_rows)
@@ -269,7 +268,7 @@ def _put_read(
 
 
 def _read_stabilized(
-    query_spec: Exponential | Pointwise, tokens: Tokens, state: State, want_log: bool
+    query_spec: Supported, tokens: Tokens, state: State, want_log: bool
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
         return limits.UNDERFLOWED

@@ -53,10 +53,8 @@ MIN_CLIPPED_ELEMENTS = 2048
 
 # 2026-11-23: a vector across two cache lines takes two reads. 2026-11-22: larger buffers, of long
 # blocks that a caller asked for, are allocated anew.
-CACHE_LINE_BYTES, MAX_CACHED_BYTES = 64, 1 << 22
-
-# 2026-11-26: shapes of buffers that a thread remembers; a call needs about twenty.
-MAX_CACHED_VIEWS = 256
+# 2026-11-26: shapes of buffers that a thread remembers; a call needs about ten.
+CACHE_LINE_BYTES, MAX_CACHED_BYTES, MAX_CACHED_VIEWS = 64, 1 << 22, 256
 
 # 2026-11-22: a block, and its features of a side, where they are there at once.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS, MAX_BLOCK_ELEMENTS = 128, 2048, 1 << 18
@@ -101,11 +99,9 @@ MAX_STABILIZED_ROWS, STABILIZED_TILE_ELEMENTS = 512, 1 << 19
 # 2026-11-22: values and states of the heads batched into one task, and the length that those of
 # fewer tokens count as. 2026-11-23, AMD EPYC: two heads of 4,096 tokens, d = 64, m = 256, or eight
 # of 1,024, in .97 of the time of seven and one.
-MAX_BATCHED_ELEMENTS, MIN_BATCHED_ROWS = 10240 * 65, 768
-
-# 2026-11-26, AMD EPYC, family 25 model 1, full attention of 8 heads of 4,096 tokens: times as many
-# heads in one task take .91 of the time with elu + 1, .93 with 256 hyperbolic features.
-MAX_FULL_BATCH = 4
+# 2026-11-26, AMD EPYC, family 25 model 1: times as many in full attention, of which tiles have all
+# that they need: 8 heads of 4,096 tokens in .91 of the time with elu + 1.
+MAX_BATCHED_ELEMENTS, MIN_BATCHED_ROWS, FULL_BATCHES = 10240 * 65, 768, 4
 
 # 2026-11-23: keys or queries between two stops, from which on heads are batched by the longest run:
 # blocks of 64 to 256 in .37 to .95 of the time of batches as for causal attention, of 16 and 32 in
