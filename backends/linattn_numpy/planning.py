@@ -118,7 +118,7 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     # A causal block has states on the way beside the one it goes on from.
     rows += problem.num_features * (2 if problem.is_causal else 1)
     max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
-    if problem.mode == "full" and problem.key_mask is None:
+    if problem.mode == "full" and problem.key_mask is None and not problem.want_log:
         max_heads *= tuning.FULL_BATCHES
     return _shared(problem, max_heads, threads)
 
