@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,21 +92,15 @@ def window_block(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
 ) -> Partial | Declined:
     """Exact part of a window: a causal block sees no key behind its own."""
-    *lead, g, w, _ = query.x.shape
+    g, w = query.x.shape[-3:-1]
     windows = _Windows(0, w, (key.x.shape[-3] - g + 1) * w, g)
     weight = None if key.log_weight is None else _in_a_row(key.log_weight)
-    keys = Tokens(_in_a_row(key.x), weight, key.start)
-    part = _read_windows(
-        spec,
-        _in_a_row(query.x),
-        keys,
-        _in_a_row(values_and_one),
-        windows,
-        (-w, w) if is_causal else None,
-    )
+    keys, values = Tokens(_in_a_row(key.x), weight, key.start), _in_a_row(values_and_one)
+    band = (-w, w) if is_causal else None
+    part = _read_windows(spec, _in_a_row(query.x), keys, values, windows, band)
     if isinstance(part, Declined):
         return part
-    lead = list(part.log.shape[:-2])
+    lead = part.log.shape[:-2]
     return Partial(part.num_den.reshape(*lead, g, w, -1), part.log.reshape(*lead, g, w, 1))
 
 
@@ -141,36 +134,22 @@ class _Windows(NamedTuple):
     size: int
     number: int
 
-    def of(self, x: Floats) -> list[tuple[slice, Floats]]:
-        """Those of some blocks, ``(..., blocks, size, .)``, as views that overlap.
+    def of(self, x: Floats) -> Floats:
+        """Those of all blocks, ``(..., blocks, size, .)``, a view of rows that overlap.
 
         The first and the last blocks may see beyond all keys: there are zeros.
         """
+        length = (self.number - 1) * self.step + self.size
+        rows = x[..., max(self.first, 0) : max(self.first + length, 0), :]
         # BLAS takes rows only whose numbers lie side by side.
-        x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
-        begin = min(max(-(self.first // self.step), 0), self.number)
-        last = (x.shape[-2] - self.size - self.first) // self.step
-        edges = 0, begin, min(max(last + 1, begin), self.number), self.number
-        return [
-            (slice(start, stop), self._view(x, start, stop))
-            for start, stop in pairwise(edges)
-            if start < stop
-        ]
-
-    def _view(self, x: Floats, start: int, stop: int) -> Floats:
-        first = self.first + start * self.step
-        length = (stop - start - 1) * self.step + self.size
-        rows = x[..., max(first, 0) : max(first + length, 0), :]
-        if rows.shape[-2] < length:
-            front = min(max(-first, 0), length)
+        if rows.shape[-2] < length or rows.strides[-1] != rows.itemsize:
+            front = min(max(-self.first, 0), length)
             there, rows = rows, np.zeros((*x.shape[:-2], length, x.shape[-1]), x.dtype)
             rows[..., front : front + there.shape[-2], :] = there
-        *lead, _, width = rows.shape
-        shape = (*lead, stop - start, self.size, width)
-        *strides, row, item = rows.strides
-        return np.lib.stride_tricks.as_strided(
-            rows, shape, (*strides, self.step * row, row, item), writeable=False
-        )
+        *lead, row, item = rows.strides
+        shape = (*rows.shape[:-2], self.number, self.size, rows.shape[-1])
+        strides = (*lead, self.step * row, row, item)
+        return np.lib.stride_tricks.as_strided(rows, shape, strides, writeable=False)
 
 
 def _read_windows(
@@ -211,15 +190,11 @@ def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int] 
     """Put -inf in place of the logits of what is masked or outside a band."""
     _apply(np.fmin, logits, band, np.inf, -np.inf)
     weight = np.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
-    for blocks, views in windows.of(weight == 0):
-        if not views.all():
-            np.copyto(logits[..., blocks, :, :], -np.inf, where=~views)
+    np.copyto(logits, -np.inf, where=~windows.of(weight == 0))
     return logits
 
 
-def _window_logits(
-    spec: Exact, query: Floats, keys: list[tuple[slice, Floats]], windows: _Windows
-) -> Floats:
+def _window_logits(spec: Exact, query: Floats, keys: Floats, windows: _Windows) -> Floats:
     """Logits in a buffer, ``(..., blocks, keys, rows)``: small products want what is short last."""
     (*lead, n, d), (_, rows, size, count) = query.shape, windows
     # In order first: to fetch them from memory a column at a time would take twice as long.
@@ -228,28 +203,24 @@ def _window_logits(
     scaled[..., n:, :] = 0
     x = buffer("queries", (*lead, count, d, rows), query.dtype)
     np.copyto(x, transposed(scaled.reshape(*lead, count, rows, d)))
-    heads = broadcast_lead(query.shape[:-2], keys[0][1].shape[:-3])
+    heads = broadcast_lead(query.shape[:-2], keys.shape[:-3])
     logits = buffer("logits", (*heads, count, size, rows), query.dtype)
-    for blocks, views in keys:
-        for part in small_parts(size, rows * d):
-            out = logits[..., blocks, part, :]
-            np.matmul(views[..., part, :], x[..., blocks, :, :], out=out)
+    for part in small_parts(size, rows * d):
+        np.matmul(keys[..., part, :], x, out=logits[..., part, :])
     return logits
 
 
-def _window_sums(weights: Floats, values: list[tuple[slice, Floats]]) -> Floats:
+def _window_sums(weights: Floats, values: Floats) -> Floats:
     """Sum values by weights, ``(..., blocks, keys, rows)``, for all rows of all blocks."""
-    (count, size, rows), e = weights.shape[-3:], values[0][1].shape[-1]
-    lead = broadcast_lead(weights.shape[:-3], values[0][1].shape[:-3])
+    (count, size, rows), e = weights.shape[-3:], values.shape[-1]
+    lead = broadcast_lead(weights.shape[:-3], values.shape[:-3])
     num_den = np.empty((*lead, count, rows, e), weights.dtype)
-    for blocks, views in values:
-        out = num_den[..., blocks, :, :]
-        for part in small_parts(size, rows * e):
-            x = transposed(weights[..., blocks, part, :])
-            if part.start == 0:
-                np.matmul(x, views[..., part, :], out=out)
-            else:
-                out += np.matmul(x, views[..., part, :])
+    for part in small_parts(size, rows * e):
+        x = transposed(weights[..., part, :])
+        if part.start == 0:
+            np.matmul(x, values[..., part, :], out=num_den)
+        else:
+            num_den += np.matmul(x, values[..., part, :])
     return num_den.reshape(*lead, count * rows, e)
 
 
