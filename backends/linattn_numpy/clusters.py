@@ -83,12 +83,13 @@ def choose_block(
         of, groups = (*heads, slice(tile.start * rows, tile.stop * rows)), (*heads, tile)
         logs = multiply(x[of], P[heads], buffer("logs", (*x[of].shape[:-1], m), x.dtype))
         if rows == 1:
-            chosen[groups] = _choose_each(logs, bias[heads], count)
+            scores = np.add(logs, bias[heads], out=buffer("scores", logs.shape, logs.dtype))
+            chosen[groups] = _largest(scores, count)
         logs += scale[heads]
         row[of] = _to_weights(logs)
         weights = logs.reshape(*logs.shape[:-2], -1, rows, m)
         if rows > 1:
-            chosen[groups] = _choose_together(weights, gain[heads], count)
+            chosen[groups] = _largest(_scores(weights, gain[heads]), count, LEAST_SHARE)
         weights *= ~chosen[groups][..., None, :]
         multiply(logs, kvz[heads], num_den[of])
         if num_den[of][..., -1].min() < MIN_REST:
@@ -103,25 +104,13 @@ def choose_block(
     return chosen, Partial(num_den, row if tokens.log_weight is None else row + tokens.log_weight)
 
 
-def _choose_each(logs: Floats, bias: Floats, count: int) -> NDArray[np.bool_]:
-    """Choose for each query the columns of the largest log features and bias."""
-    scores = np.add(logs, bias, out=buffer("scores", logs.shape, logs.dtype))
-    ordered = buffer("ordered", scores.shape, scores.dtype)
-    np.copyto(ordered, scores)
-    chosen: NDArray[np.bool_] = scores >= _last_of_largest(ordered, count)
-    return chosen
-
-
-def _choose_together(weights: Floats, gain: Floats, count: int) -> NDArray[np.bool_]:
-    """Choose columns for queries ``(..., n, r, m)``, r of them together, by their weights."""
+def _scores(weights: Floats, gain: Floats) -> Floats:
+    """Score columns for queries ``(..., n, r, m)``, r of them together, by their weights."""
     *lead, n, _, m = weights.shape
     scores = buffer("scores", (*lead, n, m), weights.dtype)
     np.add.reduce(weights, axis=-2, out=scores)
     scores *= gain
-    ordered = buffer("ordered", scores.shape, scores.dtype)
-    np.copyto(ordered, scores)
-    chosen: NDArray[np.bool_] = scores >= np.maximum(_last_of_largest(ordered, count), LEAST_SHARE)
-    return chosen
+    return scores
 
 
 def _to_weights(logs: Floats) -> Floats:
@@ -132,23 +121,12 @@ def _to_weights(logs: Floats) -> Floats:
     return top
 
 
-def _last_of_largest(x: Floats, count: int) -> Floats:
-    """Find the last of so many largest of each row, ``(..., n, 1)``; x is put into some order.
-
-    Short rows are sorted faster than they are partitioned, and long ones are sorted in runs, of
-    each of which no more than so many can be among the largest.
-    """
-    width = tuning.MAX_SORTED_BYTES // x.itemsize
-    while x.shape[-1] > width:
-        if x.shape[-1] % width or 2 * count > width:
-            x.partition(x.shape[-1] - count, axis=-1)
-            break
-        runs = x.reshape(*x.shape[:-1], -1, width)
-        runs.sort(axis=-1)
-        x = runs[..., width - count :].reshape(*x.shape[:-1], -1)
-    else:
-        x.sort(axis=-1)
-    return x[..., x.shape[-1] - count, None]
+def _largest(scores: Floats, count: int, least: float = -np.inf) -> NDArray[np.bool_]:
+    """Find so many of the largest of each row, of those that are not less than ``least``."""
+    ordered = buffer("ordered", scores.shape, scores.dtype)
+    np.copyto(ordered, scores)
+    ordered.partition(scores.shape[-1] - count, axis=-1)
+    return np.asarray(scores >= np.maximum(ordered[..., -count, None], least))
 
 
 def _tiles(lead: tuple[int, ...], n: int, m: int) -> Iterator[tuple[tuple[Any, ...], slice]]:

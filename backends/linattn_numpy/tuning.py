@@ -74,10 +74,6 @@ CHOICE_TILE_ELEMENTS, CLUSTERS_BLOCK_ROWS = 1 << 17, 16384
 # landmarks 90, where products take 55 with 64 landmarks and 1,800 with 1,024.
 MIN_SORTED_ROWS = 256
 
-# 2026-11-23, AMD EPYC: longest rows that are sorted faster than they are partitioned, 1.2 and 1.8
-# ns a float32; rows of 1,024 take 5.9 and 4.4 ns.
-MAX_SORTED_BYTES = 2048
-
 # 2026-11-21: a block of softmax attention.
 # 2026-11-22: a causal block of column-normalized reads, whose cost is quadratic in its length.
 EXACT_BLOCK_ROWS, COLUMN_NORMALIZED_BLOCK_ROWS = 512, 256
