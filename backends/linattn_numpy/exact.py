@@ -134,8 +134,8 @@ class _Windows(NamedTuple):
     size: int
     number: int
 
-    def of(self, x: Floats) -> Floats:
-        """Those of all blocks, ``(..., blocks, size, .)``, a view of rows that overlap.
+    def of(self, x: Floats, name: str) -> Floats:
+        """Those of all blocks, ``(..., blocks, size, .)``, views that overlap.
 
         The first and the last blocks may see beyond all keys: there are zeros.
         """
@@ -144,7 +144,8 @@ class _Windows(NamedTuple):
         # BLAS takes rows only whose numbers lie side by side.
         if rows.shape[-2] < length or rows.strides[-1] != rows.itemsize:
             front = min(max(-self.first, 0), length)
-            there, rows = rows, np.zeros((*x.shape[:-2], length, x.shape[-1]), x.dtype)
+            there, rows = rows, buffer(name, (*x.shape[:-2], length, x.shape[-1]), x.dtype)
+            rows.fill(0)
             rows[..., front : front + there.shape[-2], :] = there
         *lead, row, item = rows.strides
         shape = (*rows.shape[:-2], self.number, self.size, rows.shape[-1])
@@ -164,7 +165,8 @@ def _read_windows(
 
     ``band``: which keys of its block's window a row sees, None for all.
     """
-    n, keys, values = query.shape[-2], windows.of(key.x), windows.of(values_and_one)
+    n, keys = query.shape[-2], windows.of(key.x, "window_keys")
+    values = windows.of(values_and_one, "window_values")
     logits = _window_logits(spec, query, keys, windows)
     # A block a row: what is sampled are whole blocks.
     if _are_moderate(by_block := logits.reshape(*logits.shape[:-2], -1)):
@@ -190,7 +192,7 @@ def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int] 
     """Put -inf in place of the logits of what is masked or outside a band."""
     _apply(np.fmin, logits, band, np.inf, -np.inf)
     weight = np.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
-    np.copyto(logits, -np.inf, where=~windows.of(weight == 0))
+    np.copyto(logits, -np.inf, where=~windows.of(weight == 0, "seen"))
     return logits
 
 
