@@ -123,12 +123,8 @@ def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
     # A few rows tell whether some may be so small that the attempt would take long.
     if not x[..., ::8, :].min(initial=0.0) < limits.MIN_EXPONENT[x.itemsize]:
         total = np.exp(x, out=workspace) @ np.ones((x.shape[-1], 1), x.dtype)
-        if (
-            limits.MIN_EXP_SUM[x.itemsize]
-            < total.min(initial=1.0)
-            <= total.max(initial=1.0)
-            < np.inf
-        ):
+        least = limits.MIN_EXP_SUM[x.itemsize]
+        if least < total.min(initial=1.0) <= total.max(initial=1.0) < np.inf:
             return np.asarray(np.log(total))
     shift = limits.row_max(x)
     if not np.isfinite(shift).all():

@@ -162,8 +162,9 @@ def _pull(
     inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
     np.multiply(grad_output, inverses, out=g1[..., :-1])
     cotangent, pairs = buffer("read", (*lead, n, k.shape[-1]), k.dtype), []
+    arrays = grad_output, inverses, g1, cotangent
     for run, each in zip(runs, weights, strict=True):
-        pairs.append(_pairs(run, rows, each, prefixes, grad_output, inverses, g1, cotangent))
+        pairs.append(_pairs(run, rows, each, prefixes, arrays))
     if not limits.all_finite(g1[..., -1]):
         return limits.UNDERFLOWED
     grad_query = features_vjp(block.query_spec, block.query.x, q, cotangent, None)
@@ -172,22 +173,17 @@ def _pull(
 
 
 def _pairs(
-    run: Run,
-    rows: _Rows,
-    weights: Floats,
-    prefixes: Floats,
-    grad_output: Floats,
-    inverses: Floats,
-    g1: Floats,
-    cotangent: Floats,
+    run: Run, rows: _Rows, weights: Floats, prefixes: Floats, arrays: tuple[Floats, ...]
 ) -> _Pairs:
     """Write the cotangents of ``q`` times their denominators and the last column of ``g1``.
+
+    ``arrays``: cotangents of the outputs, ``1 / den``, ``g1``, and the cotangents of ``q``.
 
     Numerators need not be formed: with the state before a row in two parts, ``g.num`` is the sum of
     ``q * (g.S)``.
     """
     qs, ks, vs = (run.split(x) for x in (rows.q, rows.k, rows.v))
-    gs, inverse, out = (run.split(x) for x in (grad_output, inverses, cotangent))
+    gs, inverse, last, out = (run.split(x) for x in arrays)
     before = prefixes[..., run.places, :, :]
     np.matmul(gs, before[..., :-1, :], out=out)
     cotangents = np.matmul(gs, transposed(vs[..., :-1]))
@@ -199,7 +195,7 @@ def _pairs(
     out -= np.multiply(before[..., -1:, :], inner, out=more)
     out += np.matmul(cotangents, ks, out=more)
     cotangents *= inverse
-    np.multiply(inner, -inverse, out=run.split(g1)[..., -1:])
+    np.multiply(inner, -inverse, out=last[..., -1:])
     return _Pairs(run, transposed(weights), transposed(cotangents))
 
 

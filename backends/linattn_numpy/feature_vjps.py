@@ -76,11 +76,9 @@ def features_vjp(
         gradient = np.asarray(np.matmul(cotangent[..., :r], transposed(spec.P)))
         if total is None or (isinstance(spec.Q, float) and spec.Q == 0.0):
             return gradient
-        if isinstance(spec.Q, float):
-            return limits.in_place(np.subtract, gradient, total * spec.Q * x)
-        return limits.in_place(
-            np.subtract, gradient, total * (x @ ((spec.Q + transposed(spec.Q)) / 2))
-        )
+        Q = spec.Q if isinstance(spec.Q, float) else (spec.Q + transposed(spec.Q)) / 2
+        curved = Q * x if isinstance(Q, float) else x @ Q
+        return limits.in_place(np.subtract, gradient, total * curved)
     assert isinstance(spec, Pointwise)
     if spec.f == RELU:
         # Features do not tell: a small input vanishes beside the offset.

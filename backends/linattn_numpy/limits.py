@@ -15,20 +15,6 @@ from numpy.typing import NDArray
 from linattn.typing import Declined
 from linattn_numpy import tuning
 
-__all__ = [
-    "all_finite",
-    "exp",
-    "feature_max",
-    "finite_shift",
-    "floor_of",
-    "in_place",
-    "rejected_rows",
-    "row_max",
-    "row_sizes",
-    "size_bound",
-    "tiny",
-]
-
 Floats = NDArray[Any]
 
 EMPTY = Declined("an axis has length 0")
