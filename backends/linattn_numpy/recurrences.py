@@ -12,7 +12,7 @@ Letters: ``h`` heads of a task, ``r`` queries that share a state, ``g`` chunks o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise, product, repeat
+from itertools import product, repeat
 from math import prod
 from typing import Any
 
@@ -95,17 +95,10 @@ def _walk(problem: Recurrence, tokens: list[Any], state: Floats, output: Floats)
     """
     length = output.shape[-2]
     most = tuning.CHUNK_ROWS if problem.beta is None else tuning.SOLVED_CHUNK_ROWS
-    c = min(most, _power_of_two(problem.chunk_size))
+    c = min(most, 1 << (min(problem.chunk_size, length) - 1).bit_length())
     size = max(c, tuning.RECURRENCE_TILE_ROWS // len(state) // c * c)
-    whole = length - length % c
-    for start, stop in pairwise([*range(0, whole, size), whole, length]):
-        if start < stop:
-            rows = c if start < whole else _power_of_two(stop - start)
-            _tile(problem, tokens, state, output, slice(start, stop), rows)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    for start in range(0, length, size):
+        _tile(problem, tokens, state, output, slice(start, min(start + size, length)), c)
 
 
 def _tile(
