@@ -89,7 +89,9 @@ def choose_block(
         row[of] = _to_weights(logs)
         weights = logs.reshape(*logs.shape[:-2], -1, rows, m)
         if rows > 1:
-            chosen[groups] = _largest(_scores(weights, gain[heads]), count, LEAST_SHARE)
+            scores = buffer("scores", (*weights.shape[:-2], m), x.dtype)
+            np.multiply(weights.sum(axis=-2, out=scores), gain[heads], out=scores)
+            chosen[groups] = _largest(scores, count, LEAST_SHARE)
         weights *= ~chosen[groups][..., None, :]
         multiply(logs, kvz[heads], num_den[of])
         if num_den[of][..., -1].min() < MIN_REST:
@@ -102,15 +104,6 @@ def choose_block(
     shape = broadcast_lead(tokens.x.shape[:-2], query_spec.P.shape[:-2], state.kvz.shape[:-2])
     chosen, num_den, row = (a.reshape(*shape, *a.shape[-2:]) for a in (chosen, num_den, row))
     return chosen, Partial(num_den, row if tokens.log_weight is None else row + tokens.log_weight)
-
-
-def _scores(weights: Floats, gain: Floats) -> Floats:
-    """Score columns for queries ``(..., n, r, m)``, r of them together, by their weights."""
-    *lead, n, _, m = weights.shape
-    scores = buffer("scores", (*lead, n, m), weights.dtype)
-    np.add.reduce(weights, axis=-2, out=scores)
-    scores *= gain
-    return scores
 
 
 def _to_weights(logs: Floats) -> Floats:
