@@ -213,7 +213,7 @@ def _window_logits(spec: Exact, query: Floats, keys: Floats, windows: _Windows) 
 def _window_sums(weights: Floats, values: Floats) -> Floats:
     """Sum values by weights, ``(..., blocks, keys, rows)``, for all rows of all blocks."""
     sums = np.matmul(transposed(weights), values)
-    return sums.reshape(*sums.shape[:-3], -1, sums.shape[-1])
+    return np.asarray(sums.reshape(*sums.shape[:-3], -1, sums.shape[-1]))
 
 
 def _apply(

@@ -29,10 +29,13 @@ def far_states(
     if after is not None:
         following = states.kvz[..., :2:-1, :, :], states.log_scale[..., :2:-1, :]
         behind = _prefixes(after, *following, top)
-        both = np.maximum(c, behind.log_scale[..., ::-1, :])
-        _rescale(kvz, c, both)
-        _rescale(behind.kvz, behind.log_scale, both[..., ::-1, :])
-        kvz += behind.kvz[..., ::-1, :, :]
+        kvz_behind, c_behind = behind.kvz[..., ::-1, :, :], behind.log_scale[..., ::-1, :]
+        both = np.maximum(c, c_behind)
+        for sums, log in ((kvz, c), (kvz_behind, c_behind)):
+            # Where there are no keys, there is nothing to put on another scale.
+            if ((log != both) & (log > -np.inf)).any():
+                sums *= limits.exp(log - limits.finite_shift(both))[..., None]
+        kvz += kvz_behind
         c = both
     return State(kvz, c, 0), last
 
@@ -54,11 +57,3 @@ def _prefixes(first: State, kvz: Floats, log: Floats, top: Floats) -> State:
         so_far = sums[..., i, :, :]
         sums[..., i + 1, :, :] += so_far if factor is None else so_far * factor
     return State(sums, c, 0)
-
-
-def _rescale(kvz: Floats, before: Floats, after: Floats) -> None:
-    """Put states on other log scales in place; where there are no keys, there is nothing to put."""
-    moved = ((before != after) & (before > -np.inf)).any(axis=-1)
-    if moved.any():
-        factors = limits.exp(before - limits.finite_shift(after))[..., None]
-        np.multiply(kvz, factors, out=kvz, where=moved[..., None, None])

@@ -115,8 +115,7 @@ def _tile(
     if output.dtype == dtype and n % c == 0:
         _scan(chunks, problem.scale, state, output.reshape(*lead, n // c, c, e))
         return
-    shape = (*lead, -(-n // c), c, e)
-    padded = buffer("output", shape, dtype)
+    padded = buffer("output", (*lead, -(-n // c), c, e), dtype)
     _scan(chunks, problem.scale, state, padded)
     output[...] = padded.reshape(*lead, -1, e)[..., :n, :]
 
@@ -124,10 +123,8 @@ def _tile(
 def _chunked(tokens: Floats, name: str, c: int, dtype: Any) -> Floats:
     """Tokens as ``(..., g, c, w)``: a view where BLAS takes it, else a copy, zeros at the end."""
     *lead, n, w = tokens.shape
-    size = tokens.itemsize
-    in_rows = tokens.strides[-1] == size and tokens.strides[-2] >= w * size
-    fits = n % c == 0 and tokens.dtype == dtype and in_rows
-    if not fits:
+    in_rows = tokens.strides[-1] == tokens.itemsize and tokens.strides[-2] >= w * tokens.itemsize
+    if n % c != 0 or tokens.dtype != dtype or not in_rows:
         copy = buffer(name, (*lead, -(-n // c) * c, w), dtype)
         copy[..., :n, :] = tokens
         copy[..., n:, :] = 0
