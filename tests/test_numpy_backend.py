@@ -41,6 +41,7 @@ from linattn.typing import (
 from linattn_numpy import causal, planning, states, threads, tuning
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
+from linattn_numpy.limits import MAX_UNINSPECTED_EXPONENT
 
 D = 8
 MAPS = {
@@ -417,6 +418,21 @@ def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, mo
         agree(np.log(state.z) + state.log_scale, want_logs, 1e-10)
         assert state.length == want_state.length
     assert calls["unshifted"] > 0
+
+
+def test_heads_of_which_only_some_need_inspection_are_done_alone(calls):
+    query, key, value = inputs(600, heads=(5,))
+    phi = PositiveFeatures(D, 256, rng=0)
+    bound = D**-0.25 * np.linalg.norm(query[0], axis=-1).max()
+    bound *= np.linalg.norm(phi.projection, axis=-1).max()
+    query[0] *= 1.01 * MAX_UNINSPECTED_EXPONENT[8] / bound
+    with linattn.config(num_threads=1):
+        linattn.linear_attention(query, key, value, phi, is_causal=True)
+    assert calls["unshifted"] == 5
+    calls["unshifted"] = 0
+    with linattn.config(num_threads=1):
+        linattn.linear_attention(query[1:], key[1:], value[1:], phi, is_causal=True)
+    assert calls["unshifted"] == 1
 
 
 def test_heads_of_which_only_some_have_even_columns_have_their_own_bits(monkeypatch):

@@ -1,11 +1,11 @@
 """Causal attention of a block in place.
 
-A block stays *unshifted* if its exponents lie within ``+-MAX_EXPONENT``: its features are made and
-used a tile at a time, on one scale with its state, and it is checked here by the rule of the
-driver, on the scale of its largest product. A block of which no head is in range is done
-*max-stabilized*, on a scale that grows from sub-block to sub-block, and what of that is rejected
-row by row. Where only some are, or a block is rejected, each head is done by itself. The generic
-twin is ``scan_block`` of ``linattn/_generic/states.py``.
+A block stays *unshifted* if its exponents lie within ``+-MAX_EXPONENT``, or if the norms of its
+queries bound theirs: its features are made and used a tile at a time, on one scale with its state,
+and it is checked here by the rule of the driver, on the scale of its largest product. A block of
+which no head is in range is done *max-stabilized*, on a scale that grows from sub-block to
+sub-block, and what of that is rejected row by row. Where only some are, or a block is rejected,
+each head is done by itself. The generic twin is ``scan_block`` of ``linattn/_generic/states.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from itertools import repeat
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
-__all__ = ["scan_block", "scan_decayed_block", "scan_tiles"]
+__all__ = ["Sums", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
 
 Floats = NDArray[Any]
 Lengths = NDArray[np.int64]
@@ -107,9 +107,15 @@ def _scan_unshifted(
         vanishes = common.value_weights < limits.floor_of(values_and_one.dtype)
         if np.any(vanishes & (key.log_weight > -inf)):
             return limits.UNDERFLOWED
-    moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
-    if not moderate.all():
-        return limits.LARGE_EXPONENTS if moderate.any() else LARGE_SAMPLE
+    bounds = exponent_bounds(block, common)
+    if (bounds == inf).any():
+        moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
+        moderate = moderate | (bounds < inf)
+        if not moderate.all():
+            return limits.LARGE_EXPONENTS if moderate.any() else LARGE_SAMPLE
+        if (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
+            # Alone, some heads are inspected and some are not.
+            return Declined("exponents of some heads only need to be inspected")
     since = None
     if key.log_decay is not None:
         since, is_weak = weak_decay(key.log_decay, values_and_one.dtype)
@@ -120,11 +126,12 @@ def _scan_unshifted(
                 return Declined("the decay of some heads only is weak")
         else:
             common = common._replace(value_weights=common.value_weights * np.exp(-since))
-    sums = scan_tiles(block, state, common, since=since)
+    sums = scan_tiles(block, state, common, bounds, since=since)
     if isinstance(sums, Declined):
         return sums
-    num_den, floor, kvz = sums
-    rejected = limits.rejected_rows(num_den[..., -1:], values_and_one, state.kvz, floor)
+    (num_den, floor, least_weight), kvz = sums
+    den = num_den[..., -1:]
+    rejected = limits.rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
     is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, floor)
     if not (is_large and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
@@ -136,20 +143,32 @@ def _scan_unshifted(
     return Partial(num_den, log_row, accepted=True), State(kvz, c, state.length + n)
 
 
+class Sums(NamedTuple):
+    """Rows of a block, and what underflow leaves of them."""
+
+    num_den: Floats
+    floor: float
+    """Least denominator that underflow leaves."""
+    least_weight: float
+    """Of a key, in the state that rows see."""
+
+
 def scan_tiles(
     block: CausalBlock,
     state: State,
     common: CommonScale,
+    bounds: Floats,
     lengths: Lengths | None = None,
     since: Floats | None = None,
-) -> tuple[Floats, float, Floats] | Declined:
-    """Scan a block tile by tile: its sums, the least denominator that underflow leaves, its state.
+) -> tuple[Sums, Floats] | Declined:
+    """Scan a block tile by tile: its sums and the state after it.
 
-    The state is the one after it. ``lengths``: of sequences that lie end to end.
+    ``bounds``: those of :func:`exponent_bounds`. ``lengths``: of sequences that lie end to end.
     ``since``: weak decay, by which value weights are divided.
     """
     query_spec, key_spec, query, key, values_and_one = block
-    (n, e), num_den, max_log = values_and_one.shape[-2:], None, 0.0
+    (n, e), num_den, inspect = values_and_one.shape[-2:], None, bool((bounds == inf).any())
+    max_log = 0.0 if inspect else math.log(2) + float(bounds.max())
     kvz = state.kvz * common.state_factors[..., None]
     least = limits.floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
     if key.log_decay is not None:
@@ -175,7 +194,7 @@ def scan_tiles(
         decays = decay_of_tiles(key.log_decay, rows, *shape, since)
         borders = iter(repeat(()) if lengths is None else borders_of_tiles(lengths, rows, *shape))
         for q, k, v, weight, out in zip(*arrays, strict=True):
-            max_log = max(max_log, queries.make(q, inspect=True) + keys.make(k, inspect=True))
+            max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))
             if max_log == inf:
                 return limits.LARGE_EXPONENTS
             sums.add(
@@ -186,7 +205,33 @@ def scan_tiles(
                 return limits.UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
-    return num_den, least * math.exp(max_log), kvz
+    # Exponents of keys that nobody has inspected may make up for small weights.
+    least_weight = 1.0 if inspect else float(common.value_weights.min())
+    return Sums(num_den, least * math.exp(max_log), least_weight), kvz
+
+
+def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
+    """Bounds on the exponents of each head's queries by norms, ``(...)``; inf: to be inspected.
+
+    A key's weight must be a normal number, and so must every feature of a query. What underflow can
+    take then is twice the smallest number for each key and feature, in itself and in what it adds
+    to the state, times the largest feature of the query; exponents of keys need no bound, since
+    what is too large for a float shows as inf.
+    """
+    query_spec, key_spec, query, key, _ = block
+    if (
+        key.log_weight is not None
+        or key.log_decay is not None
+        or not (isinstance(key_spec, Exponential) and isinstance(query_spec, Exponential))
+    ):
+        return np.asarray(inf)
+    least = common.value_weights.min(axis=(-2, -1))
+    if common.key_factors is not None:
+        least = least * common.key_factors.min(axis=-1)
+    token = np.vecdot(query.x, query.x).max(axis=-1)
+    bounds = np.sqrt(token * np.square(query_spec.P).sum(axis=-2).max(axis=-1))
+    is_small = bounds <= limits.MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
+    return np.where((least >= limits.tiny(query.x.dtype)) & is_small, bounds, inf)
 
 
 def _scan_stabilized(

@@ -27,6 +27,7 @@ LEAST_EXPONENT = {4: -86.0, 8: -707.0}  # of exp: of little less they are not no
 EXP_LOSS = 32.0  # smallest normal numbers that a product of two of exp's may have lost: 17, or less
 MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
 MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
+MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}  # of queries: below, a bound is enough
 MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic code decodes
 
 # Log scales: how far apart those may be that share one.
@@ -134,14 +135,19 @@ def row_sizes(x: Floats) -> Floats:
 
 
 def rejected_rows(
-    denominators: Floats, values_and_one: Floats, kvz: Floats, floor: float | Floats
+    denominators: Floats,
+    values_and_one: Floats,
+    kvz: Floats,
+    floor: float | Floats,
+    factor: float = 1.0,
 ) -> NDArray[np.bool_] | None:
     """Rows, ``(..., n, 1)``, that underflow of ``floor`` may change, or small values that they see.
 
     None if there are none. ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's;
-    ``kvz``: the state before it; ``floor``: of all heads, or of each.
+    ``kvz``: the state before it; ``floor``: of all heads, or of each; ``factor``: what values are
+    multiplied with at least, before all else.
     """
-    rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype)
+    rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype) / factor
     # What may be taken from values of size 1.
     loss = floor / denominators
     if not rejected.any():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from math import exp, inf
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Partial, Spec, State, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.causal import scan_tiles
+from linattn_numpy.causal import Sums, exponent_bounds, scan_tiles
 from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
     FeatureMaker,
@@ -46,9 +46,6 @@ __all__ = ["sequences_block"]
 
 Floats = NDArray[Any]
 Lengths = NDArray[np.int64]
-
-_Sums: TypeAlias = tuple[Floats, float, float]
-"""Rows, the least denominator that underflow leaves, and the least weight of a key in a state."""
 
 
 def sequences_block(
@@ -104,14 +101,14 @@ def sequences_block(
     return Partial(num_den, row_log(query_spec, query, log_row, want_log))
 
 
-def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> _Sums | Declined:
+def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums | Declined:
     """Go through sequences of any lengths as through one, of which borders leave nothing."""
     spec, key, values = block.key_spec, block.key.x, block.values_and_one
     m = (key if isinstance(spec.P, float) else spec.P).shape[-1] * num_sign_halves(spec)
     lead = broadcast_lead(key.shape[:-2], values.shape[:-2])
     nothing = State(np.zeros((*lead, m, values.shape[-1]), values.dtype), np.zeros(()), 0)
-    sums = scan_tiles(block, nothing, common, lengths)
-    return sums if isinstance(sums, Declined) else (*sums[:2], 1.0)
+    sums = scan_tiles(block, nothing, common, exponent_bounds(block, common), lengths)
+    return sums if isinstance(sums, Declined) else sums[0]
 
 
 def _tiles(lengths: list[int], least: int, max_rows: int) -> Iterator[tuple[slice, list[Run]]]:
@@ -153,7 +150,7 @@ class _Apart:
         self._num_den = buffer("rows", (*lead, *values.shape[-2:]), values.dtype)
         self._max_log, self._least_sum, self._largest_sum = 0.0, inf, 0.0
 
-    def attend(self, lengths: Lengths, is_causal: bool) -> _Sums | Declined:
+    def attend(self, lengths: Lengths, is_causal: bool) -> Sums | Declined:
         """Do all sequences; causal ones are short and of one length."""
         (h, r, e), dtype, longest = self._widths, self._values.dtype, int(lengths.max())
         m = h * r
@@ -166,7 +163,7 @@ class _Apart:
                 if self._max_log == inf:
                     return limits.LARGE_EXPONENTS
             floor = limits.floor_of(dtype) * m * longest * exp(self._max_log)
-            return self._num_den, floor, 1.0
+            return Sums(self._num_den, floor, 1.0)
         for rows, runs in _tiles(lengths.tolist(), e, self._max_rows):
             self._read_states(rows, runs)
         least, most = limits.FEATURE_SUM_RANGE[dtype.itemsize]
@@ -174,7 +171,7 @@ class _Apart:
             return limits.UNDERFLOWED
         floor = limits.floor_of(dtype) * m * max(1.0, self._largest_sum)
         floor = max(floor, limits.MIN_READ_DENOMINATOR[dtype.itemsize])
-        return self._num_den, floor, min(1.0, self._least_sum / longest)
+        return Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
 
     def _read_pairs(self, rows: slice, runs: list[Run], visible: Floats | None) -> None:
         """Read by the weights of all pairs, or of the visible ones."""
