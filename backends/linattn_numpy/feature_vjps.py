@@ -62,7 +62,11 @@ def unshifted_features(
 
 
 def features_vjp(
-    spec: Spec, x: Floats, weights: Floats, cotangent: Floats, total: Floats | None
+    spec: Spec,
+    x: Floats,
+    weights: Floats,
+    cotangent: Floats,
+    total: Floats | None,
 ) -> Floats:
     """Pull the cotangent of the features ``weights`` back to tokens; it is written over.
 

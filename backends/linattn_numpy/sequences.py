@@ -111,16 +111,21 @@ def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums
     return sums if isinstance(sums, Declined) else sums[0]
 
 
-def _tiles(lengths: list[int], least: int, max_rows: int) -> Iterator[tuple[slice, list[Run]]]:
-    """Rows and runs of sequences of at most so many tokens, or of one sequence.
+def _tiles(
+    lengths: list[int], least: int, max_rows: int, max_pairs: float
+) -> Iterator[tuple[slice, list[Run], bool]]:
+    """Rows and runs of sequences of at most so many tokens, all short or none, or of one sequence.
 
-    Each counts as ``least`` tokens or more: that many are as long as its state.
+    One that is not short counts as ``least`` tokens or more: that many are as long as its state.
     """
     start = stop = size = 0
     runs: list[Run] = []
+    was_short = False
     for n in lengths:
-        if runs and size + max(n, least) > max_rows:
-            yield slice(start, stop), runs
+        is_short = n <= max_pairs
+        added = n if is_short else max(n, least)
+        if runs and (size + added > max_rows or is_short != was_short):
+            yield slice(start, stop), runs, was_short
             runs, start, size = [], stop, 0
         first, place = stop - start, runs[-1].places.stop if runs else 0
         last = Run(slice(first, first + n), n, slice(place, place + 1))
@@ -128,8 +133,8 @@ def _tiles(lengths: list[int], least: int, max_rows: int) -> Iterator[tuple[slic
             rows, _, places = runs.pop()
             last = Run(slice(rows.start, first + n), n, slice(places.start, place + 1))
         runs.append(last)
-        stop, size = stop + n, size + max(n, least)
-    yield slice(start, stop), runs
+        stop, size, was_short = stop + n, size + added, is_short
+    yield slice(start, stop), runs, was_short
 
 
 class _Apart:
@@ -153,25 +158,27 @@ class _Apart:
     def attend(self, lengths: Lengths, is_causal: bool) -> Sums | Declined:
         """Do all sequences; causal ones are short and of one length."""
         (h, r, e), dtype, longest = self._widths, self._values.dtype, int(lengths.max())
-        m = h * r
-        # What all pairs take, beside what states take.
-        is_short = np.square(lengths).sum() * (m + e) <= 1.5 * lengths.sum() * m * e
-        if is_causal or is_short:
-            visible = lower(longest, dtype) if is_causal else None
-            for rows, runs in _tiles(lengths.tolist(), 0, self._max_rows):
+        m, visible = h * r, None
+        max_pairs = 1.5 * m * e / (m + e)
+        if is_causal:
+            visible, max_pairs = lower(longest, dtype), inf
+        for rows, runs, is_short in _tiles(lengths.tolist(), e, self._max_rows, max_pairs):
+            if is_short:
                 self._read_pairs(rows, runs, visible)
-                if self._max_log == inf:
-                    return limits.LARGE_EXPONENTS
-            floor = limits.floor_of(dtype) * m * longest * exp(self._max_log)
-            return Sums(self._num_den, floor, 1.0)
-        for rows, runs in _tiles(lengths.tolist(), e, self._max_rows):
-            self._read_states(rows, runs)
+            else:
+                self._read_states(rows, runs)
+            if self._max_log == inf:
+                return limits.LARGE_EXPONENTS
+        floor = limits.floor_of(dtype) * m
+        floor_of_pairs = floor * min(longest, max_pairs) * exp(self._max_log)
+        if self._largest_sum == 0:
+            return Sums(self._num_den, floor_of_pairs, 1.0)
         least, most = limits.FEATURE_SUM_RANGE[dtype.itemsize]
         if not (least <= self._least_sum <= self._largest_sum <= most):
             return limits.UNDERFLOWED
-        floor = limits.floor_of(dtype) * m * max(1.0, self._largest_sum)
-        floor = max(floor, limits.MIN_READ_DENOMINATOR[dtype.itemsize])
-        return Sums(self._num_den, floor, min(1.0, self._least_sum / longest))
+        floor_of_states = floor * max(1.0, self._largest_sum)
+        floors = floor_of_pairs, floor_of_states, limits.MIN_READ_DENOMINATOR[dtype.itemsize]
+        return Sums(self._num_den, max(floors), min(1.0, self._least_sum / longest))
 
     def _read_pairs(self, rows: slice, runs: list[Run], visible: Floats | None) -> None:
         """Read by the weights of all pairs, or of the visible ones."""
