@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from linattn.typing import Declined, Exact, Partial, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import buffer
-from linattn_numpy.products import broadcast_lead, product, transposed
+from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
 __all__ = ["band_block", "exact_block", "exact_more", "window_block"]
 
@@ -207,13 +207,23 @@ def _window_logits(spec: Exact, query: Floats, keys: Floats, windows: _Windows) 
     np.copyto(x, transposed(scaled.reshape(*lead, count, rows, d)))
     heads = broadcast_lead(query.shape[:-2], keys.shape[:-3])
     logits = buffer("logits", (*heads, count, size, rows), query.dtype)
-    return np.matmul(keys, x, out=logits)
+    for part in small_parts(size, rows * d):
+        np.matmul(keys[..., part, :], x, out=logits[..., part, :])
+    return logits
 
 
 def _window_sums(weights: Floats, values: Floats) -> Floats:
     """Sum values by weights, ``(..., blocks, keys, rows)``, for all rows of all blocks."""
-    sums = np.matmul(transposed(weights), values)
-    return np.asarray(sums.reshape(*sums.shape[:-3], -1, sums.shape[-1]))
+    (count, size, rows), e = weights.shape[-3:], values.shape[-1]
+    lead = broadcast_lead(weights.shape[:-3], values.shape[:-3])
+    num_den = np.empty((*lead, count, rows, e), weights.dtype)
+    for part in small_parts(size, rows * e):
+        x = transposed(weights[..., part, :])
+        if part.start == 0:
+            np.matmul(x, values[..., part, :], out=num_den)
+        else:
+            num_den += np.matmul(x, values[..., part, :])
+    return num_den.reshape(*lead, count * rows, e)
 
 
 def _apply(
