@@ -129,10 +129,11 @@ def _unshifted_sums(
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
-    for heads, place, weights in feature_tiles(key_spec, tokens.x, "features", *leads):
-        v, sums, add = value[place], halves[heads], place[-2].start > 0
-        if not (add or are_in_range(key_spec, weights)):
+    tiles = feature_tiles(key_spec, tokens.x, "features", *leads)
+    for number, (heads, place, weights) in enumerate(tiles):
+        if number == 0 and not are_in_range(key_spec, weights):
             return limits.LARGE_EXPONENTS
+        v, sums, add = value[place], halves[heads], place[-2].start > 0
         w = ones_column(v.shape[-2], dtype) if ones is None else ones[place]
         if row is not None:
             of_rows = row[place]
@@ -250,8 +251,9 @@ def _put_read(
     """
     read = read_halves if num_sign_halves(query_spec) == 2 else multiply
     halves = _in_halves(query_spec, kvz)
-    for heads, place, weights in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
-        if place[-2].start == 0 and not are_in_range(query_spec, weights):
+    tiles = feature_tiles(query_spec, x, "features", kvz.shape[:-2])
+    for number, (heads, place, weights) in enumerate(tiles):
+        if number == 0 and not are_in_range(query_spec, weights):
             return False
         sums, of_rows, divisor = halves[heads], num[place], den[place]
         read(weights, sums[..., :-1], of_rows)
