@@ -63,11 +63,12 @@ MIN_BLOCK_ROWS, MAX_BLOCK_ROWS, MAX_BLOCK_ELEMENTS = 128, 2048, 1 << 18
 # does more, and threads wait for each other meanwhile.
 MAX_TILED_BLOCK_ROWS, MAX_TILED_BLOCK_ELEMENTS = 4096, 1 << 20
 
+# 2026-11-26, AMD EPYC, family 25 model 1: queries times keys of a cluster that are worked on at a
+# time, 512 KB of float32; at least so many queries.
+VISIT_TILE_ELEMENTS, MIN_VISIT_ROWS = 1 << 17, 64
+
 # 2026-11-23, AMD EPYC: log features among which queries choose clusters, at once; and queries of a
 # block that choose, of which each cluster gets few in shorter blocks.
-VISIT_TILE_ELEMENTS, MIN_VISIT_ROWS = 1 << 17, 64
-"""Queries times keys of a cluster that are worked on at a time: 512 KB of float32."""
-
 CHOICE_TILE_ELEMENTS, CLUSTERS_BLOCK_ROWS = 1 << 17, 16384
 
 # 2026-11-23, AMD EPYC: keys that are sorted by landmark to be summed, 50 ns a key, with 1,024
@@ -113,9 +114,9 @@ MIN_APART_ELEMENTS = 1 << 14
 # are multiples of the last, of whole tiles.
 MIN_SEGMENTED_ROWS, MIN_SEGMENTED_CAUSAL_ROWS, SEGMENT_MULTIPLE = 4096, 16384, 512
 
-# 2026-11-23, AMD EPYC: with less work two threads may take longer than one, up to 1.15 times for 8
-# heads of 512 tokens with elu + 1 and 1.25 for 180 with hyperbolic features, causal.
-MIN_PARALLEL_FLOPS = 2e8
+# 2026-11-26, AMD EPYC, family 25 model 1: with less work two threads gain nothing: 8 heads of 256
+# tokens with elu + 1 in .9 (full) and 1.1 (causal) of the time of one, 512 in .75 to .95 and .8.
+MIN_PARALLEL_FLOPS = 1e8
 
 # 2026-11-22: tasks a thread that are done in round robin at the end.
 ROUND_ROBIN_TASKS = 4
