@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import exp, inf, log, prod
+from math import inf, log, prod
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -33,7 +33,6 @@ __all__ = [
     "FeatureMaker",
     "Supported",
     "activate",
-    "are_in_range",
     "are_moderate",
     "feature_tiles",
     "features_shape",
@@ -154,19 +153,6 @@ def feature_tiles(
             yield heads, place, maker.of_halves
 
 
-def are_in_range(spec: Supported, weights: Floats) -> bool:
-    """Whether a few features of a tile are so near to 1 that all others may be in range.
-
-    Of tokens in the middle: those of a window are padded at its ends, sequences at theirs.
-    """
-    if isinstance(spec, Pointwise):
-        return True
-    n, m = weights.shape[-2:]
-    rows = slice(n // 2, n // 2 + max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // m))
-    most = exp(tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[weights.itemsize])
-    return bool(1 / most <= weights[..., rows, :].min() and weights[..., rows, :].max() <= most)
-
-
 def features_shape(spec: Supported, x: Floats) -> tuple[int, ...]:
     """Shape of the features of tokens, without the axis of tokens."""
     *lead, j = _inputs_shape(spec, x)
@@ -199,12 +185,16 @@ def _max_log(spec: Supported, u: Floats, unit: float) -> float:
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
-def are_moderate(spec: Supported, x: Floats) -> Any:
-    """Whether the exponents of a few tokens of each head are so small that all others may be."""
+def are_moderate(spec: Supported, x: Floats, min_rows: int = tuning.MIN_SAMPLED_ROWS) -> Any:
+    """Whether the exponents of a few tokens of each head are so small that all others may be.
+
+    Of tokens in the middle: those of a window are padded at its ends, sequences at theirs.
+    """
     if isinstance(spec, Pointwise):
         return np.True_
-    num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // spec.P.shape[-1])
-    u = np.matmul(x[..., :num_rows, :], spec.P)
+    start = x.shape[-2] // 2
+    num_rows = max(min_rows, tuning.SAMPLED_ELEMENTS // (spec.P.shape[-1] * prod(x.shape[:-2])))
+    u = np.matmul(x[..., start : start + num_rows, :], spec.P)
     limit = tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[u.itemsize]
     return np.abs(u).max(axis=(-2, -1)) <= limit
 

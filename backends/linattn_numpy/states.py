@@ -35,7 +35,7 @@ from linattn_numpy.buffers import buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
     Supported,
-    are_in_range,
+    are_moderate,
     feature_tiles,
     features_shape,
     in_units,
@@ -69,9 +69,14 @@ Ones: TypeAlias = Floats | None
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
     """``[v, 1]`` in a buffer, 0 where masked: a fresh array may have fresh pages in each call."""
     v = value if mask is None else np.where(mask, value, 0)
-    values_and_one = buffer("values", (*v.shape[:-1], v.shape[-1] + 1), dtype)
-    values_and_one[..., :-1], values_and_one[..., -1] = v, 1 if mask is None else mask[..., 0]
-    return values_and_one
+    return _with_weights(v, mask, "values", dtype)
+
+
+def _with_weights(value: Floats, weights: Any, name: str, dtype: Any) -> Floats:
+    """``[v, w]`` in a buffer; weights None for 1."""
+    out = buffer(name, (*value.shape[:-1], value.shape[-1] + 1), dtype)
+    out[..., :-1], out[..., -1:] = value, 1 if weights is None else weights
+    return out
 
 
 def reduce_block(
@@ -115,6 +120,8 @@ def _unshifted_sums(
     key_spec: Supported, tokens: Tokens, value: Floats, ones: Ones
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature: sums and their log scale."""
+    if not are_moderate(key_spec, tokens.x, 1).all():
+        return limits.LARGE_EXPONENTS
     e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
     row, top = row_term(key_spec, tokens), np.zeros(1, dtype)
     if row is not None:
@@ -129,10 +136,7 @@ def _unshifted_sums(
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
-    tiles = feature_tiles(key_spec, tokens.x, "features", *leads)
-    for number, (heads, place, weights) in enumerate(tiles):
-        if number == 0 and not are_in_range(key_spec, weights):
-            return limits.LARGE_EXPONENTS
+    for heads, place, weights in feature_tiles(key_spec, tokens.x, "features", *leads):
         v, sums, add = value[place], halves[heads], place[-2].start > 0
         w = ones_column(v.shape[-2], dtype) if ones is None else ones[place]
         if row is not None:
@@ -159,8 +163,6 @@ def _add_stabilized(
     key_spec: Exponential, tokens: Tokens, value: Floats, ones: Ones, state: State
 ) -> State | Declined:
     """Add a block by feature, each tile on the largest log of each."""
-    w = np.ones_like(value[..., :1]) if ones is None else ones
-    values_and_one = np.concatenate([value, w], axis=-1)
     power, unit = power_and_unit(value.dtype)
     spec, tokens = in_units(unit, key_spec, tokens)
     for rows in _tile_rows(key_spec, tokens.x):
@@ -169,7 +171,9 @@ def _add_stabilized(
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= limits.finite_shift(top)[..., None, :]
-        sums = weighted_sum(limits.exp(log, None, power, unit), values_and_one[..., rows, :])
+        w = None if ones is None else ones[..., rows, :]
+        values_and_one = _with_weights(value[..., rows, :], w, "values_and_one", value.dtype)
+        sums = weighted_sum(limits.exp(log, None, power, unit), values_and_one)
         state = add_sums(state, sums, top * unit + key_spec.col, rows.stop - rows.start)
     return state
 
@@ -225,6 +229,8 @@ def _on_one_scale(
 ) -> tuple[Floats | None, Floats]:
     """Put features of a state on one log scale; None where queries must be max-stabilized."""
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
+    if not are_moderate(query_spec, tokens.x, 1).all():
+        return None, c
     if (c == c[..., :1]).all():
         return state.kvz, c[..., :1]
     top = c.max(axis=-1, keepdims=True)
@@ -251,10 +257,7 @@ def _put_read(
     """
     read = read_halves if num_sign_halves(query_spec) == 2 else multiply
     halves = _in_halves(query_spec, kvz)
-    tiles = feature_tiles(query_spec, x, "features", kvz.shape[:-2])
-    for number, (heads, place, weights) in enumerate(tiles):
-        if number == 0 and not are_in_range(query_spec, weights):
-            return False
+    for heads, place, weights in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
         sums, of_rows, divisor = halves[heads], num[place], den[place]
         read(weights, sums[..., :-1], of_rows)
         read(weights, sums[..., -1:], divisor)
