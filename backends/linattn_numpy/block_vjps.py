@@ -13,19 +13,16 @@ from math import log
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums
 
 __all__ = ["exact_key_vjp", "exact_query_vjp", "read_block_vjp", "reduce_block_vjp"]
-
-Floats = NDArray[Any]
 
 UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
 

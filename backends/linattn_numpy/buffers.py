@@ -1,4 +1,4 @@
-"""Workspaces that each thread caches, so that no block pays for fresh pages."""
+"""Types of arrays, and workspaces that each thread caches, to pay for no fresh pages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 
-__all__ = ["buffer"]
+__all__ = ["Bools", "Floats", "buffer"]
+
+Floats = NDArray[Any]
+Bools = NDArray[np.bool_]
 
 _scratch = threading.local()
 
 
-def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
     """Return this thread's buffer of that name; what it held before is lost."""
     cached: dict[Any, Any] = _scratch.__dict__
-    view: NDArray[Any] | None = cached.get((name, shape, dtype))
+    view: Floats | None = cached.get((name, shape, dtype))
     if view is not None:
         return view
     count = prod(shape)
@@ -36,7 +39,7 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return view
 
 
-def _aligned(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _aligned(count: int, dtype: np.dtype[Any]) -> Floats:
     """Return an array that begins with a cache line, so that no vector lies across two."""
     size = count * dtype.itemsize
     memory = np.empty(size + tuning.CACHE_LINE_BYTES, np.uint8)

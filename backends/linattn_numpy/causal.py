@@ -17,12 +17,11 @@ from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import RELU, Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.borders import borders_of_tiles
-from linattn_numpy.buffers import buffer
+from linattn_numpy.borders import Lengths, borders_of_tiles
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import (
     CausalBlock,
     CommonScale,
@@ -47,9 +46,6 @@ from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
 __all__ = ["Sums", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
-
-Floats = NDArray[Any]
-Lengths = NDArray[np.int64]
 
 LARGE_SAMPLE = Declined("exponents of a few tokens are out of the range of unshifted ones")
 
@@ -297,7 +293,7 @@ def _sum_pairs(
     found: StabilizedBlock,
     states: Iterable[tuple[Floats, Floats]],
     v: Floats,
-    rejected: NDArray[np.bool_],
+    rejected: Bools,
     num_den: Floats,
     log_row: Floats,
 ) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, State, Tokens
 from linattn_numpy import limits
+from linattn_numpy.buffers import Floats
 from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import Run, rows_of
@@ -21,8 +21,6 @@ __all__ = [
     "running_scales",
     "stabilize",
 ]
-
-Floats = NDArray[Any]
 
 
 class CommonScale(NamedTuple):

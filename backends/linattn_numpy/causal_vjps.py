@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from functools import cache
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Spec, State, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.products import product, sum_products, transposed, weighted
@@ -27,8 +26,6 @@ from linattn_numpy.tiles import Run, sub_blocks
 
 __all__ = ["scan_vjp"]
 
-Floats = NDArray[Any]
-Bools = NDArray[np.bool_]
 Gradients: TypeAlias = tuple[Floats, Floats, Floats, State]
 
 # Gradients of pointwise maps are taken from the features themselves.

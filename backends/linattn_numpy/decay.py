@@ -11,16 +11,13 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower, moveaxis, split_tiles, sub_blocks
 
 __all__ = ["Decay", "WeakDecay", "decay_of_tiles", "weak_decay"]
-
-Floats = NDArray[Any]
 
 
 class Decay(NamedTuple):
@@ -70,7 +67,7 @@ def decay_of_tiles(
     yield from _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
 
 
-def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, NDArray[np.bool_]]:
+def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
     """Log decay of each token since its sub-block began, and which heads' is weak everywhere."""
     runs = sub_blocks(log_decay.shape[-2])
     sums = (np.cumsum(run.split(log_decay), axis=-2) for run in runs)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import RELU, Declined, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy import limits
+from linattn_numpy.buffers import Floats
 from linattn_numpy.features import (
     FeatureMaker,
     log_offsets,
@@ -24,8 +24,6 @@ from linattn_numpy.features import (
 from linattn_numpy.products import transposed
 
 __all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
-
-Floats = NDArray[Any]
 
 NO_VJP = Declined("NumPy's own gradients are those of exponential maps, elu + 1 and ReLU")
 

@@ -15,16 +15,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower
 
 __all__ = ["Chunks", "Inside", "inside", "unit_lower_inverse"]
-
-Floats = NDArray[Any]
 
 MIN_LOG = -1e30
 """As good as -inf, of which products with 0 are NaN."""

@@ -17,19 +17,16 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Recurrence
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.planning import num_threads
 from linattn_numpy.products import transposed
 from linattn_numpy.recurrence_chunks import Chunks, inside, unit_lower_inverse
 from linattn_numpy.threads import run
 
 __all__ = ["recurrence"]
-
-Floats = NDArray[Any]
 
 
 def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from math import exp, inf
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Partial, Spec, State, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.borders import Lengths
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.causal import Sums, exponent_bounds, scan_tiles
 from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
@@ -45,9 +44,6 @@ from linattn_numpy.products import (
 from linattn_numpy.tiles import Run, lower
 
 __all__ = ["sequences_block"]
-
-Floats = NDArray[Any]
-Lengths = NDArray[np.int64]
 
 
 def sequences_block(

@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Index, Tokens
 from linattn_numpy import tuning
+from linattn_numpy.buffers import Floats
 
 __all__ = [
     "Run",
@@ -27,8 +27,6 @@ __all__ = [
     "sub_blocks",
     "tiles",
 ]
-
-Floats = NDArray[Any]
 
 
 class Run(NamedTuple):

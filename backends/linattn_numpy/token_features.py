@@ -7,19 +7,15 @@ put on a higher one first.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Pointwise
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.features import activate, preactivations
 
 __all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
-
-Floats = NDArray[Any]
 
 TOO_HIGH = Declined("a key is not finite, or its features are too large for any log scale")
 
