@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.products import product, sum_products, transposed, weighted
-from linattn_numpy.tiles import Run, sub_blocks
+from linattn_numpy.tiles import Run, runs_of, sub_blocks
 
 __all__ = ["scan_vjp"]
 
@@ -233,13 +233,7 @@ def _finer(runs: list[Run], rejected: Bools, width: int) -> list[Run]:
         for start in range(run.rows.start, run.rows.stop, run.size):
             is_cut = rejected[..., start : start + run.size, :].any()
             sizes += parts if is_cut else [run.size]
-    finer, row, place = [], 0, 0
-    for size, alike in groupby(sizes):
-        count = len(list(alike))
-        rows = slice(row, row + count * size)
-        finer.append(Run(rows, size, slice(place, place + count)))
-        row, place = rows.stop, place + count
-    return finer
+    return runs_of(sizes)
 
 
 @cache

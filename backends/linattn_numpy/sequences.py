@@ -41,7 +41,7 @@ from linattn_numpy.products import (
     weighted,
     weighted_sum,
 )
-from linattn_numpy.tiles import Run, lower
+from linattn_numpy.tiles import Run, lower, runs_of
 
 __all__ = ["sequences_block"]
 
@@ -117,22 +117,17 @@ def _tiles(
     One that is not short counts as ``least`` tokens or more: that many are as long as its state.
     """
     start = stop = size = 0
-    runs: list[Run] = []
+    sizes: list[int] = []
     was_short = False
     for n in lengths:
         is_short = n <= max_pairs
         added = n if is_short else max(n, least)
-        if runs and (size + added > max_rows or is_short != was_short):
-            yield slice(start, stop), runs, was_short
-            runs, start, size = [], stop, 0
-        first, place = stop - start, runs[-1].places.stop if runs else 0
-        last = Run(slice(first, first + n), n, slice(place, place + 1))
-        if runs and runs[-1].size == n:
-            rows, _, places = runs.pop()
-            last = Run(slice(rows.start, first + n), n, slice(places.start, place + 1))
-        runs.append(last)
+        if sizes and (size + added > max_rows or is_short != was_short):
+            yield slice(start, stop), runs_of(sizes), was_short
+            sizes, start, size = [], stop, 0
+        sizes.append(n)
         stop, size, was_short = stop + n, size + added, is_short
-    yield slice(start, stop), runs, was_short
+    yield slice(start, stop), runs_of(sizes), was_short
 
 
 class _Apart:
