@@ -53,18 +53,14 @@ def decay_of_tiles(
     ``since``: that of :func:`weak_decay`, by which the values of the block have been divided.
     """
     if log_decay is None:
-        yield from repeat(None)
-        return
+        return repeat(None)
     if since is not None:
         last = split_tiles(since[..., rows, :], count, size)[..., -1, :]
-        for left in np.exp(last):
-            yield WeakDecay(list(moveaxis(left, -2, 0)))
-        return
+        return (WeakDecay(list(moveaxis(left, -2, 0))) for left in np.exp(last))
     if log_decay.strides[-2] == 0:
         # One decay for all tokens.
-        yield from repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype)))
-        return
-    yield from _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
+        return repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype)))
+    return _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
 
 
 def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
