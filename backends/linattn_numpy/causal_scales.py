@@ -11,7 +11,7 @@ from linattn_numpy import limits
 from linattn_numpy.buffers import Floats
 from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.products import broadcast_lead
-from linattn_numpy.tiles import Run, rows_of
+from linattn_numpy.tiles import Run
 
 __all__ = [
     "CausalBlock",
@@ -81,12 +81,6 @@ class CausalBlock(NamedTuple):
     query: Tokens
     key: Tokens
     values_and_one: Floats
-
-    def take(self, rows: slice) -> CausalBlock:
-        """Return some of its rows."""
-        query, key = rows_of(self.query, rows), rows_of(self.key, rows)
-        values_and_one = self.values_and_one[..., rows, :]
-        return self._replace(query=query, key=key, values_and_one=values_and_one)
 
 
 class StabilizedBlock(NamedTuple):
