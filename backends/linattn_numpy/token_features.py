@@ -104,9 +104,10 @@ class ExponentialToken:
 class PointwiseToken:
     """Features of a token by a pointwise map, which are on the log scale 0."""
 
+    _query: Floats
+
     def __init__(self, query_spec: Pointwise, key_spec: Pointwise, log_scale: Floats) -> None:
         self._specs = query_spec, key_spec
-        self._query: Floats | None = None
         self.rebase(log_scale)
 
     def rebase(self, log_scale: Floats) -> None:
@@ -125,7 +126,6 @@ class PointwiseToken:
 
     def unshifted_query(self) -> Floats:
         """Features of the query, ``(..., m, 1)``."""
-        assert self._query is not None
         return _activated(self._specs[0], self._query)[..., None]
 
     stabilized_query = unshifted_query
