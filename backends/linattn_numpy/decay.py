@@ -76,7 +76,7 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
     """Decay of each tile; tiles are the first axis."""
     # In float64: the sums of a strong decay have no digits left for the weak ones after it.
     since = np.cumsum(log_decay, axis=-2)
-    last = since[..., -1:, :]
+    last, size = since[..., -1:, :], since.shape[-2]
     limit = limits.MAX_HALF_DECAY[dtype.itemsize]
     is_steep = (last < -2 * limit)[..., 0, 0]
     to_middle = (last / 2 - since).clip(-limit, limit)
@@ -85,16 +85,12 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
     for sums, steep, row, key, left, until, whole in zip(
         since, is_steep, *factors, *parts, strict=True
     ):
-        pairs = buffer("pairs", (*row.shape[:-1], row.shape[-2]), dtype)
-        np.multiply(row, lower(row.shape[-2], dtype), out=pairs)
+        pairs = buffer("pairs", (*row.shape[:-1], size), dtype)
+        np.multiply(row, lower(size, dtype), out=pairs)
         np.multiply(pairs, key, out=pairs)
         if steep.any():
-            pairs[steep] = _steep_pairs(sums[steep], dtype)
+            # The decay of some token is out of the range of a number.
+            between = np.minimum(sums[steep] - transposed(sums[steep]), 0).astype(dtype)
+            pairs[steep] = limits.exp(between) * lower(size, dtype)
         states = list(moveaxis(whole[..., 0], -2, 0))
         yield Decay(pairs, left, until, states * (count // len(states)))
-
-
-def _steep_pairs(since: Floats, dtype: Any) -> Floats:
-    """Decay of pairs of which that of some token is out of the range of a number."""
-    between = np.minimum(since - transposed(since), 0).astype(dtype)
-    return limits.exp(between) * lower(since.shape[-2], dtype)
