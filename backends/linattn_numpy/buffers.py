@@ -26,7 +26,8 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
     if view is not None:
         return view
     count = prod(shape)
-    if count * np.dtype(dtype).itemsize > tuning.MAX_CACHED_BYTES:
+    size = count * np.dtype(dtype).itemsize
+    if size > tuning.MAX_CACHED_BYTES:
         return np.empty(shape, dtype)
     whole, is_full = cached.get(name), len(cached) >= tuning.MAX_CACHED_VIEWS
     if whole is not None and (is_full or whole.size < count or whole.dtype != dtype):
@@ -34,14 +35,9 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
         whole = None
         cached.clear()
     if whole is None:
-        whole = cached[name] = _aligned(count, np.dtype(dtype))
+        # It begins with a cache line, so that no vector lies across two.
+        memory = np.empty(size + tuning.CACHE_LINE_BYTES, np.uint8)
+        start = -memory.ctypes.data % tuning.CACHE_LINE_BYTES
+        whole = cached[name] = memory[start : start + size].view(dtype)
     cached[name, shape, dtype] = view = whole[:count].reshape(shape)
     return view
-
-
-def _aligned(count: int, dtype: np.dtype[Any]) -> Floats:
-    """Return an array that begins with a cache line, so that no vector lies across two."""
-    size = count * dtype.itemsize
-    memory = np.empty(size + tuning.CACHE_LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % tuning.CACHE_LINE_BYTES
-    return memory[start : start + size].view(dtype)
