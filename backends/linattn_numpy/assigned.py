@@ -18,8 +18,6 @@ from linattn_numpy.products import broadcast_lead, multiply, product, transposed
 
 __all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
 
-NOT_FINITE = Declined("log weights of keys are not finite")
-
 
 def assigned_sums(
     spec: Assigned, tokens: Tokens, values_and_one: Floats
@@ -124,6 +122,6 @@ def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
             return np.asarray(np.log(total))
     shift = limits.row_max(x)
     if not np.isfinite(shift).all():
-        return NOT_FINITE
+        return Declined("log weights of keys are not finite")
     x -= shift
     return np.asarray(np.log(limits.exp(x).sum(axis=-1, keepdims=True)) + shift)

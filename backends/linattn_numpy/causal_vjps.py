@@ -28,9 +28,6 @@ __all__ = ["scan_vjp"]
 
 Gradients: TypeAlias = tuple[Floats, Floats, Floats, State]
 
-# Gradients of pointwise maps are taken from the features themselves.
-UNEVEN = Declined("features of a pointwise map are on several log scales")
-
 
 class _Rows(NamedTuple):
     """A causal block and the state before it on the scales of its sub-blocks."""
@@ -106,7 +103,8 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
             f"the adjoint is more than {limits.MAX_LOG_LEAD:g} above the scale of the block"
         )
     if not (isinstance(block.key_spec, Exponential) or np.all(log_scale == log_scale[..., :1])):
-        return UNEVEN
+        # Its gradients are taken from the features themselves.
+        return Declined("features of a pointwise map are on several log scales")
     terms = float(k.shape[-1] * (state.length + v.shape[-2]))
     floor = limits.floor_of(v.dtype) * terms * math.exp(queries.max_log + keys.max_log)
     return _Rows(queries.weights, k, v, start, log_scale[..., None, :], None, floor)
@@ -252,15 +250,13 @@ def _pull_keys(
     cotangent = buffer("read", (*lead, n, k.shape[-1]), k.dtype)
     for run, weights, cotangents in pairs:
         qs, ks, vs, gs = (run.split(x) for x in (rows.q, k, v, g1))
-        places = run.places
-        later = states[..., places.start + 1 : places.stop + 1, :, :]
-        inner = (*lead, places.stop - places.start)
+        later = states[..., run.places.start + 1 : run.places.stop + 1, :, :]
         out = run.split(grad_values_and_one)
         np.matmul(ks, later, out=out)
-        out += sum_to(np.matmul(weights, gs), inner)
+        out += sum_to(np.matmul(weights, gs), later.shape[:-2])
         out = run.split(cotangent)
         np.matmul(vs, transposed(later), out=out)
-        out += sum_to(product(cotangents, qs, "more"), inner)
+        out += sum_to(product(cotangents, qs, "more"), later.shape[:-2])
     # What v has been multiplied with.
     grad_values_and_one *= v[..., -1:]
     total = np.vecdot(block.values_and_one, grad_values_and_one)[..., None]
