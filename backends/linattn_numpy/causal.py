@@ -133,9 +133,7 @@ def _scan_unshifted(
         return limits.UNDERFLOWED
     log = common.log_scale[..., None]
     log_row = row_log(query_spec, query, log if since is None else log + since, want_log)
-    c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
-    if not (holds := kvz[..., -1] != 0).all():
-        c = np.where(holds, c, c.dtype.type(-np.inf))
+    c = np.where(kvz[..., -1] != 0, common.log_scale - offsets, -inf)
     return Partial(num_den, log_row, accepted=True), State(kvz, c, state.length + n)
 
 
