@@ -117,10 +117,8 @@ def _to_middles(x: Floats, log_decay: Floats, dtype: Any) -> dict[str, Floats]:
     enter = log_decay[..., 0, :] - x[..., 0, :]
     enter[:, 1:] += x[:, :-1, -1, :]
     leave = x[:, -1, -1, :]
-    return {
-        name: np.exp(log).astype(dtype, copy=False)[..., None]
-        for name, log in (("enter", enter), ("leave", leave))
-    }
+    factors = (np.exp(log).astype(dtype, copy=False)[..., None] for log in (enter, leave))
+    return dict(zip(("enter", "leave"), factors, strict=True))
 
 
 def _strong_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:

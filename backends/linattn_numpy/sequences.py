@@ -137,8 +137,8 @@ class _Apart:
         query_spec, key_spec, query, key, values = self._block = block
         if not (common.value_weights == 1).all():
             values = weighted(values, common.value_weights)
-        self._values, self._factors = values, common.key_factors
-        self._keys = partial(FeatureMaker, key_spec, key.x, name="key", factors=self._factors)
+        self._values, factors = values, common.key_factors
+        self._keys = partial(FeatureMaker, key_spec, key.x, name="key", factors=factors)
         self._queries = partial(FeatureMaker, query_spec, query.x, name="query")
         k, q = self._keys(n=1).weights, self._queries(n=1).weights
         self._max_rows = tuning.TILE_ELEMENTS // max(q.size, k.size)

@@ -47,12 +47,10 @@ class ExponentialToken:
         self._logs = np.empty((2, *log_scale.shape), log_scale.dtype)
         self._query_log, self._key_log = self._logs
         self._weights = np.empty_like(log_scale)
-        sides = zip(tokens, self._specs, self._logs, strict=True)
-        self._products = (
-            [_product(tokens, key_spec, self._logs)]
-            if query_spec is key_spec
-            else [_product(*side) for side in sides]
-        )
+        sides = [(tokens, key_spec, self._logs)]
+        if query_spec is not key_spec:
+            sides = list(zip(tokens, self._specs, self._logs, strict=True))
+        self._products = [_product(*side) for side in sides]
         self._offsets = np.empty_like(self._logs)
         self.rebase(log_scale)
 
