@@ -7,22 +7,16 @@ them; here the one weight is put where it belongs.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.typing import Assigned, Declined, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 
 __all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
-
-Floats = NDArray[Any]
-
-
-NOT_FINITE = Declined("log weights of keys are not finite")
 
 
 def assigned_sums(
@@ -128,6 +122,6 @@ def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
             return np.asarray(np.log(total))
     shift = limits.row_max(x)
     if not np.isfinite(shift).all():
-        return NOT_FINITE
+        return Declined("log weights of keys are not finite")
     x -= shift
     return np.asarray(np.log(limits.exp(x).sum(axis=-1, keepdims=True)) + shift)

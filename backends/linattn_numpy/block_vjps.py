@@ -13,19 +13,16 @@ from math import log
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums
 
 __all__ = ["exact_key_vjp", "exact_query_vjp", "read_block_vjp", "reduce_block_vjp"]
-
-Floats = NDArray[Any]
 
 UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
 
@@ -38,27 +35,6 @@ def _max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
     """
     least = sizes.min(where=sizes != 0, initial=1 / limits.SMALL_VALUES)
     return log(least * limits.SMALL_VALUES) - log(limits.floor_of(dtype) * terms)
-
-
-def _division_vjp(
-    weights: Floats, denominator: Floats, cotangent: Floats, z: Floats, floor: float
-) -> tuple[Floats, Floats] | Declined:
-    """``1 / den`` and ``g.out / den`` of rows, if none has lost digits or overflowed.
-
-    Numerators need not be formed: with the state S of a row and the normalizers ``z`` of its
-    features, ``g.num`` is the sum of ``weights * (g.S)``. ``cotangent``, which is ``g.S``, becomes
-    that of the weights, ``g.S / den - (g.out / den) z``.
-    """
-    if not floor <= denominator.min() <= denominator.max() < np.inf:
-        return limits.UNDERFLOWED
-    inverse = 1 / denominator
-    inner = np.vecdot(weights, cotangent)[..., None] * inverse
-    inner *= inverse
-    if not limits.all_finite(inner):
-        return limits.UNDERFLOWED
-    cotangent *= inverse
-    cotangent -= np.multiply(z, inner, out=buffer("more", cotangent.shape, cotangent.dtype))
-    return inverse, inner
 
 
 # Full attention ---------------------------------------------------------------------------------
@@ -75,8 +51,7 @@ def read_block_vjp(
     if not isinstance(features, Declined):
         c = state.log_scale + features.col
         top = limits.finite_shift(c.max(axis=-1, keepdims=True))
-        if not np.all(c == top):
-            kvz = kvz * np.exp(c - top)[..., None]
+        kvz = kvz * np.exp(c - top)[..., None]
         log_scale, max_weight = features.col - top, np.exp(features.max_log)
         weights = features.weights
     elif isinstance(query_spec, Exponential):
@@ -93,14 +68,23 @@ def read_block_vjp(
     # Underflow takes at most so many smallest numbers times the largest weight or sum, once a term.
     floor = loss * limits.floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
     denominator = np.matmul(weights, z)
-    rows = _division_vjp(weights, denominator, cotangent, transposed(z), floor)
-    if isinstance(rows, Declined):
-        return rows
+    if not floor <= denominator.min() <= denominator.max() < np.inf:
+        return limits.UNDERFLOWED
+    inverse = 1 / denominator
+    # ``g.out / den`` without numerators: with the state S of a row, which is in ``cotangent`` as
+    # ``g.S``, ``g.num`` is the sum of ``weights * (g.S)``.
+    inner = np.vecdot(weights, cotangent)[..., None] * inverse
+    inner *= inverse
+    if not limits.all_finite(inner):
+        return limits.UNDERFLOWED
+    # That of the weights: ``g.S / den - (g.out / den) z``.
+    cotangent *= inverse
+    more = buffer("more", cotangent.shape, cotangent.dtype)
+    cotangent -= np.multiply(transposed(z), inner, out=more)
     sums = kvz.sum(axis=-2, keepdims=True)
     sizes = denominator * limits.row_sizes(grad_output)
     if limits.rejected_rows(sizes, sums / sums[..., -1:], kvz, floor) is not None:
         return limits.UNDERFLOWED
-    inverse, inner = rows
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
     adjoint = add_sums(adjoint, sums, log_scale, g1.shape[-2])

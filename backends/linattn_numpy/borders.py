@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn_numpy.buffers import Floats
+
 __all__ = ["Border", "borders_of_tiles"]
 
-Floats = NDArray[Any]
 Lengths = NDArray[np.int64]
 
 

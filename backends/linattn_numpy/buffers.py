@@ -1,4 +1,4 @@
-"""Workspaces that each thread caches, so that no block pays for fresh pages."""
+"""Types of arrays, and workspaces that each thread caches, to pay for no fresh pages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 
-__all__ = ["buffer"]
+__all__ = ["Bools", "Floats", "buffer"]
+
+Floats = NDArray[Any]
+Bools = NDArray[np.bool_]
 
 _scratch = threading.local()
 
 
-def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
     """Return this thread's buffer of that name; what it held before is lost."""
     cached: dict[Any, Any] = _scratch.__dict__
-    view: NDArray[Any] | None = cached.get((name, shape, dtype))
+    view: Floats | None = cached.get((name, shape, dtype))
     if view is not None:
         return view
     count = prod(shape)
-    if count * np.dtype(dtype).itemsize > tuning.MAX_CACHED_BYTES:
+    size = count * np.dtype(dtype).itemsize
+    if size > tuning.MAX_CACHED_BYTES:
         return np.empty(shape, dtype)
     whole, is_full = cached.get(name), len(cached) >= tuning.MAX_CACHED_VIEWS
     if whole is not None and (is_full or whole.size < count or whole.dtype != dtype):
@@ -31,14 +35,9 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         whole = None
         cached.clear()
     if whole is None:
-        whole = cached[name] = _aligned(count, np.dtype(dtype))
+        # It begins with a cache line, so that no vector lies across two.
+        memory = np.empty(size + tuning.CACHE_LINE_BYTES, np.uint8)
+        start = -memory.ctypes.data % tuning.CACHE_LINE_BYTES
+        whole = cached[name] = memory[start : start + size].view(dtype)
     cached[name, shape, dtype] = view = whole[:count].reshape(shape)
     return view
-
-
-def _aligned(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array that begins with a cache line, so that no vector lies across two."""
-    size = count * dtype.itemsize
-    memory = np.empty(size + tuning.CACHE_LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % tuning.CACHE_LINE_BYTES
-    return memory[start : start + size].view(dtype)

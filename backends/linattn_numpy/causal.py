@@ -17,12 +17,11 @@ from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import RELU, Declined, Exponential, Partial, Pointwise, Spec, State, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.borders import borders_of_tiles
-from linattn_numpy.buffers import buffer
+from linattn_numpy.borders import Lengths, borders_of_tiles
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import (
     CausalBlock,
     CommonScale,
@@ -43,13 +42,10 @@ from linattn_numpy.features import (
     unsupported,
 )
 from linattn_numpy.products import broadcast_lead, weighted
-from linattn_numpy.tiles import sub_blocks, tiles
+from linattn_numpy.tiles import rows_of, sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
 __all__ = ["Sums", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
-
-Floats = NDArray[Any]
-Lengths = NDArray[np.int64]
 
 LARGE_SAMPLE = Declined("exponents of a few tokens are out of the range of unshifted ones")
 
@@ -137,9 +133,7 @@ def _scan_unshifted(
         return limits.UNDERFLOWED
     log = common.log_scale[..., None]
     log_row = row_log(query_spec, query, log if since is None else log + since, want_log)
-    c = np.zeros(kvz.shape[:-1], kvz.dtype) + (common.log_scale - offsets)
-    if not (holds := kvz[..., -1] != 0).all():
-        c = np.where(holds, c, c.dtype.type(-np.inf))
+    c = np.where(kvz[..., -1] != 0, common.log_scale - offsets, -inf)
     return Partial(num_den, log_row, accepted=True), State(kvz, c, state.length + n)
 
 
@@ -269,7 +263,8 @@ def _scan_rows(
     """Scan some rows by sub-blocks; return the state after them, and whether all are accepted."""
     n, v = rows.stop - rows.start, block.values_and_one[..., rows, :]
     num_den, log_row = out.num_den[..., rows, :], out.log[..., rows, :]
-    found = stabilize(block.take(rows), state, sub_blocks(n, size))
+    query, key = rows_of(block.query, rows), rows_of(block.key, rows)
+    found = stabilize(block._replace(query=query, key=key), state, sub_blocks(n, size))
     q, k = (
         _exp_by_head(log, name)[..., None, :, :]
         for log, name in ((found.query, "queries"), (found.key, "keys"))
@@ -297,7 +292,7 @@ def _sum_pairs(
     found: StabilizedBlock,
     states: Iterable[tuple[Floats, Floats]],
     v: Floats,
-    rejected: NDArray[np.bool_],
+    rejected: Bools,
     num_den: Floats,
     log_row: Floats,
 ) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, State, Tokens
 from linattn_numpy import limits
+from linattn_numpy.buffers import Floats
 from linattn_numpy.features import log_features, query_exponents
 from linattn_numpy.products import broadcast_lead
-from linattn_numpy.tiles import Run, rows_of
+from linattn_numpy.tiles import Run
 
 __all__ = [
     "CausalBlock",
@@ -21,8 +21,6 @@ __all__ = [
     "running_scales",
     "stabilize",
 ]
-
-Floats = NDArray[Any]
 
 
 class CommonScale(NamedTuple):
@@ -83,12 +81,6 @@ class CausalBlock(NamedTuple):
     query: Tokens
     key: Tokens
     values_and_one: Floats
-
-    def take(self, rows: slice) -> CausalBlock:
-        """Return some of its rows."""
-        query, key = rows_of(self.query, rows), rows_of(self.key, rows)
-        values_and_one = self.values_and_one[..., rows, :]
-        return self._replace(query=query, key=key, values_and_one=values_and_one)
 
 
 class StabilizedBlock(NamedTuple):

@@ -11,28 +11,22 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Spec, State, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.products import product, sum_products, transposed, weighted
-from linattn_numpy.tiles import Run, sub_blocks
+from linattn_numpy.tiles import Run, runs_of, sub_blocks
 
 __all__ = ["scan_vjp"]
 
-Floats = NDArray[Any]
-Bools = NDArray[np.bool_]
 Gradients: TypeAlias = tuple[Floats, Floats, Floats, State]
-
-# Gradients of pointwise maps are taken from the features themselves.
-UNEVEN = Declined("features of a pointwise map are on several log scales")
 
 
 class _Rows(NamedTuple):
@@ -109,7 +103,8 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
             f"the adjoint is more than {limits.MAX_LOG_LEAD:g} above the scale of the block"
         )
     if not (isinstance(block.key_spec, Exponential) or np.all(log_scale == log_scale[..., :1])):
-        return UNEVEN
+        # Its gradients are taken from the features themselves.
+        return Declined("features of a pointwise map are on several log scales")
     terms = float(k.shape[-1] * (state.length + v.shape[-2]))
     floor = limits.floor_of(v.dtype) * terms * math.exp(queries.max_log + keys.max_log)
     return _Rows(queries.weights, k, v, start, log_scale[..., None, :], None, floor)
@@ -236,13 +231,7 @@ def _finer(runs: list[Run], rejected: Bools, width: int) -> list[Run]:
         for start in range(run.rows.start, run.rows.stop, run.size):
             is_cut = rejected[..., start : start + run.size, :].any()
             sizes += parts if is_cut else [run.size]
-    finer, row, place = [], 0, 0
-    for size, alike in groupby(sizes):
-        count = len(list(alike))
-        rows = slice(row, row + count * size)
-        finer.append(Run(rows, size, slice(place, place + count)))
-        row, place = rows.stop, place + count
-    return finer
+    return runs_of(sizes)
 
 
 @cache
@@ -261,15 +250,13 @@ def _pull_keys(
     cotangent = buffer("read", (*lead, n, k.shape[-1]), k.dtype)
     for run, weights, cotangents in pairs:
         qs, ks, vs, gs = (run.split(x) for x in (rows.q, k, v, g1))
-        places = run.places
-        later = states[..., places.start + 1 : places.stop + 1, :, :]
-        inner = (*lead, places.stop - places.start)
+        later = states[..., run.places.start + 1 : run.places.stop + 1, :, :]
         out = run.split(grad_values_and_one)
         np.matmul(ks, later, out=out)
-        out += sum_to(np.matmul(weights, gs), inner)
+        out += sum_to(np.matmul(weights, gs), later.shape[:-2])
         out = run.split(cotangent)
         np.matmul(vs, transposed(later), out=out)
-        out += sum_to(product(cotangents, qs, "more"), inner)
+        out += sum_to(product(cotangents, qs, "more"), later.shape[:-2])
     # What v has been multiplied with.
     grad_values_and_one *= v[..., -1:]
     total = np.vecdot(block.values_and_one, grad_values_and_one)[..., None]

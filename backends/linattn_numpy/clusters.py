@@ -22,13 +22,11 @@ from linattn.typing import (
 )
 from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import features_and_logs, sums_by_feature
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.products import broadcast_lead, multiply
 from linattn_numpy.states import add_sums
 
 __all__ = ["assign_block", "choose_block", "clusters_block"]
-
-Floats = NDArray[Any]
 
 LEAST_SHARE = 4e-18
 """Smallest score for which queries choose a column together: beyond what floats tell."""
@@ -58,7 +56,7 @@ def assign_block(
 
 def choose_block(
     query_spec: Spec, tokens: Tokens, state: State, bias: Floats, count: int, rows: int
-) -> tuple[NDArray[np.bool_], Partial] | Declined:
+) -> tuple[Bools, Partial] | Declined:
     """Choose columns by the largest log features and bias; read the others of the state.
 
     So many consecutive queries choose together: each counts by its weights over its largest.
@@ -114,7 +112,7 @@ def _to_weights(logs: Floats) -> Floats:
     return top
 
 
-def _largest(scores: Floats, count: int, least: float = -np.inf) -> NDArray[np.bool_]:
+def _largest(scores: Floats, count: int, least: float = -np.inf) -> Bools:
     """Find so many of the largest of each row, of those that are not less than ``least``."""
     ordered = buffer("ordered", scores.shape, scores.dtype)
     np.copyto(ordered, scores)
@@ -135,7 +133,7 @@ def _tiles(lead: tuple[int, ...], n: int, m: int) -> Iterator[tuple[tuple[Any, .
 def clusters_block(
     spec: Exact,
     query: Tokens,
-    chosen: NDArray[np.bool_],
+    chosen: Bools,
     clusters: Clusters,
     exact_window: int | None,
     part: Partial,
@@ -191,7 +189,7 @@ def _as_elements(x: Floats) -> NDArray[np.void]:
 
 
 def _visits(
-    chosen: NDArray[np.bool_], bounds: NDArray[np.intp], rows: int
+    chosen: Bools, bounds: NDArray[np.intp], rows: int
 ) -> list[tuple[NDArray[np.intp], slice]]:
     """For each cluster its keys and the groups of so many queries that chose it, in cache."""
     places, m = np.flatnonzero(chosen), chosen.shape[-1]

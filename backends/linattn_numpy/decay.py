@@ -11,16 +11,13 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower, moveaxis, split_tiles, sub_blocks
 
 __all__ = ["Decay", "WeakDecay", "decay_of_tiles", "weak_decay"]
-
-Floats = NDArray[Any]
 
 
 class Decay(NamedTuple):
@@ -56,21 +53,17 @@ def decay_of_tiles(
     ``since``: that of :func:`weak_decay`, by which the values of the block have been divided.
     """
     if log_decay is None:
-        yield from repeat(None)
-        return
+        return repeat(None)
     if since is not None:
         last = split_tiles(since[..., rows, :], count, size)[..., -1, :]
-        for left in np.exp(last):
-            yield WeakDecay(list(moveaxis(left, -2, 0)))
-        return
+        return (WeakDecay(list(moveaxis(left, -2, 0))) for left in np.exp(last))
     if log_decay.strides[-2] == 0:
         # One decay for all tokens.
-        yield from repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype)))
-        return
-    yield from _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
+        return repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype)))
+    return _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
 
 
-def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, NDArray[np.bool_]]:
+def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
     """Log decay of each token since its sub-block began, and which heads' is weak everywhere."""
     runs = sub_blocks(log_decay.shape[-2])
     sums = (np.cumsum(run.split(log_decay), axis=-2) for run in runs)
@@ -83,7 +76,7 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
     """Decay of each tile; tiles are the first axis."""
     # In float64: the sums of a strong decay have no digits left for the weak ones after it.
     since = np.cumsum(log_decay, axis=-2)
-    last = since[..., -1:, :]
+    last, size = since[..., -1:, :], since.shape[-2]
     limit = limits.MAX_HALF_DECAY[dtype.itemsize]
     is_steep = (last < -2 * limit)[..., 0, 0]
     to_middle = (last / 2 - since).clip(-limit, limit)
@@ -92,16 +85,12 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
     for sums, steep, row, key, left, until, whole in zip(
         since, is_steep, *factors, *parts, strict=True
     ):
-        pairs = buffer("pairs", (*row.shape[:-1], row.shape[-2]), dtype)
-        np.multiply(row, lower(row.shape[-2], dtype), out=pairs)
+        pairs = buffer("pairs", (*row.shape[:-1], size), dtype)
+        np.multiply(row, lower(size, dtype), out=pairs)
         np.multiply(pairs, key, out=pairs)
         if steep.any():
-            pairs[steep] = _steep_pairs(sums[steep], dtype)
+            # The decay of some token is out of the range of a number.
+            between = np.minimum(sums[steep] - transposed(sums[steep]), 0).astype(dtype)
+            pairs[steep] = limits.exp(between) * lower(size, dtype)
         states = list(moveaxis(whole[..., 0], -2, 0))
         yield Decay(pairs, left, until, states * (count // len(states)))
-
-
-def _steep_pairs(since: Floats, dtype: Any) -> Floats:
-    """Decay of pairs of which that of some token is out of the range of a number."""
-    between = np.minimum(since - transposed(since), 0).astype(dtype)
-    return limits.exp(between) * lower(since.shape[-2], dtype)

@@ -12,17 +12,15 @@ from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Problem, State
 from linattn_numpy import limits
+from linattn_numpy.buffers import Floats
 from linattn_numpy.features import supports_pointwise
 from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebase_for
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 
 __all__ = ["decode", "stepper"]
-
-Floats = NDArray[Any]
 
 
 def _unsupported(problem: Problem, state: State) -> Declined | None:

@@ -6,16 +6,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exact, Partial, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
 __all__ = ["band_block", "exact_block", "exact_more", "window_block"]
-
-Floats = NDArray[Any]
 
 NOT_FINITE = Declined("sums are not finite")
 
@@ -53,7 +50,7 @@ def exact_block(
     query: Tokens,
     key: Tokens,
     values_and_one: Floats,
-    visible: NDArray[np.bool_] | None = None,
+    visible: Bools | None = None,
 ) -> Partial | Declined:
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
     logits = _logits(spec, query, key)

@@ -7,13 +7,13 @@ its cotangent.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import RELU, Declined, Exponential, Pointwise, Spec, Tokens
 from linattn_numpy import limits
+from linattn_numpy.buffers import Floats
 from linattn_numpy.features import (
     FeatureMaker,
     log_offsets,
@@ -24,8 +24,6 @@ from linattn_numpy.features import (
 from linattn_numpy.products import transposed
 
 __all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
-
-Floats = NDArray[Any]
 
 NO_VJP = Declined("NumPy's own gradients are those of exponential maps, elu + 1 and ReLU")
 
@@ -62,11 +60,7 @@ def unshifted_features(
 
 
 def features_vjp(
-    spec: Spec,
-    x: Floats,
-    weights: Floats,
-    cotangent: Floats,
-    total: Floats | None,
+    spec: Spec, x: Floats, weights: Floats, cotangent: Floats, total: Floats | None
 ) -> Floats:
     """Pull the cotangent of the features ``weights`` back to tokens; it is written over.
 
@@ -86,15 +80,14 @@ def features_vjp(
     assert isinstance(spec, Pointwise)
     if spec.f == RELU:
         # Features do not tell: a small input vanishes beside the offset.
-        cotangent = limits.in_place(np.multiply, cotangent, preactivations(spec, x, "inputs") > 0)
-        slope: Any = spec.factor
+        slopes, factor = preactivations(spec, x, "inputs") > 0, spec.factor
     else:
-        cotangent = limits.in_place(np.multiply, cotangent, np.minimum(weights, spec.factor))
-        slope = 1.0
+        slopes, factor = np.minimum(weights, spec.factor), 1.0
+    cotangent = limits.in_place(np.multiply, cotangent, slopes)
     if isinstance(spec.P, float):
-        cotangent *= slope * spec.P
+        cotangent *= factor * spec.P
         return cotangent.copy()
-    return np.asarray(np.matmul(cotangent, transposed(spec.P) * slope))
+    return np.asarray(np.matmul(cotangent, transposed(spec.P) * factor))
 
 
 def sum_to(x: Floats, lead: tuple[int, ...]) -> Floats:

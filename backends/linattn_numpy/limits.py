@@ -10,12 +10,10 @@ from math import gcd
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined
 from linattn_numpy import tuning
-
-Floats = NDArray[Any]
+from linattn_numpy.buffers import Bools, Floats
 
 EMPTY = Declined("an axis has length 0")
 LARGE_EXPONENTS = Declined("exponents or features are out of the range of unshifted ones")
@@ -140,7 +138,7 @@ def rejected_rows(
     kvz: Floats,
     floor: float | Floats,
     factor: float = 1.0,
-) -> NDArray[np.bool_] | None:
+) -> Bools | None:
     """Rows, ``(..., n, 1)``, that underflow of ``floor`` may change, or small values that they see.
 
     None if there are none. ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's;

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import State
 from linattn_numpy import limits
+from linattn_numpy.buffers import Floats
 from linattn_numpy.causal_scales import running_scales
 
 __all__ = ["far_states"]
-
-Floats = NDArray[Any]
 
 
 def far_states(

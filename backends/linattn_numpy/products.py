@@ -13,10 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn_numpy import tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.choices import choose, gain, power_and_unit
 from linattn_numpy.threads import limited_threads
 from linattn_numpy.tiles import equal_parts, moveaxis
@@ -36,7 +35,6 @@ __all__ = [
     "weighted_sum",
 ]
 
-Floats = NDArray[Any]
 
 KINDS = ("project", "read")
 """Products ``x P`` to more features than it has dimensions, and those over features or tokens."""

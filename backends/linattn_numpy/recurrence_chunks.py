@@ -15,16 +15,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower
 
 __all__ = ["Chunks", "Inside", "inside", "unit_lower_inverse"]
-
-Floats = NDArray[Any]
 
 MIN_LOG = -1e30
 """As good as -inf, of which products with 0 are NaN."""
@@ -120,10 +117,8 @@ def _to_middles(x: Floats, log_decay: Floats, dtype: Any) -> dict[str, Floats]:
     enter = log_decay[..., 0, :] - x[..., 0, :]
     enter[:, 1:] += x[:, :-1, -1, :]
     leave = x[:, -1, -1, :]
-    return {
-        name: np.exp(log).astype(dtype, copy=False)[..., None]
-        for name, log in (("enter", enter), ("leave", leave))
-    }
+    factors = (np.exp(log).astype(dtype, copy=False)[..., None] for log in (enter, leave))
+    return dict(zip(("enter", "leave"), factors, strict=True))
 
 
 def _strong_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:

@@ -17,19 +17,16 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Recurrence
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.planning import num_threads
 from linattn_numpy.products import transposed
 from linattn_numpy.recurrence_chunks import Chunks, inside, unit_lower_inverse
 from linattn_numpy.threads import run
 
 __all__ = ["recurrence"]
-
-Floats = NDArray[Any]
 
 
 def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
@@ -98,26 +95,20 @@ def _walk(problem: Recurrence, tokens: list[Any], state: Floats, output: Floats)
     c = min(most, 1 << (min(problem.chunk_size, length) - 1).bit_length())
     size = max(c, tuning.RECURRENCE_TILE_ROWS // len(state) // c * c)
     for start in range(0, length, size):
-        _tile(problem, tokens, state, output, slice(start, min(start + size, length)), c)
-
-
-def _tile(
-    problem: Recurrence, tokens: list[Any], state: Floats, output: Floats, rows: slice, c: int
-) -> None:
-    """Write the outputs of some tokens, and the state after them."""
-    dtype, output = state.dtype, output[..., rows, :]
-    *lead, n, e = output.shape
-    chunked: Iterator[Any] = (
-        None if x is None else _chunked(x[..., rows, :], name, c, dtype)
-        for name, x in zip(Chunks._fields, tokens, strict=True)
-    )
-    chunks = Chunks(*chunked)
-    if output.dtype == dtype and n % c == 0:
-        _scan(chunks, problem.scale, state, output.reshape(*lead, n // c, c, e))
-        return
-    padded = buffer("output", (*lead, -(-n // c), c, e), dtype)
-    _scan(chunks, problem.scale, state, padded)
-    output[...] = padded.reshape(*lead, -1, e)[..., :n, :]
+        rows = slice(start, min(start + size, length))
+        out = output[..., rows, :]
+        *lead, n, e = out.shape
+        chunked: Iterator[Any] = (
+            None if x is None else _chunked(x[..., rows, :], name, c, state.dtype)
+            for name, x in zip(Chunks._fields, tokens, strict=True)
+        )
+        chunks = Chunks(*chunked)
+        if out.dtype == state.dtype and n % c == 0:
+            _scan(chunks, problem.scale, state, out.reshape(*lead, n // c, c, e))
+        else:
+            padded = buffer("output", (*lead, -(-n // c), c, e), state.dtype)
+            _scan(chunks, problem.scale, state, padded)
+            out[...] = padded.reshape(*lead, -1, e)[..., :n, :]
 
 
 def _chunked(tokens: Floats, name: str, c: int, dtype: Any) -> Floats:

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from math import exp, inf
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Partial, Spec, State, Tokens
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.borders import Lengths
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.causal import Sums, exponent_bounds, scan_tiles
 from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
@@ -42,12 +41,9 @@ from linattn_numpy.products import (
     weighted,
     weighted_sum,
 )
-from linattn_numpy.tiles import Run, lower
+from linattn_numpy.tiles import Run, lower, runs_of
 
 __all__ = ["sequences_block"]
-
-Floats = NDArray[Any]
-Lengths = NDArray[np.int64]
 
 
 def sequences_block(
@@ -121,22 +117,17 @@ def _tiles(
     One that is not short counts as ``least`` tokens or more: that many are as long as its state.
     """
     start = stop = size = 0
-    runs: list[Run] = []
+    sizes: list[int] = []
     was_short = False
     for n in lengths:
         is_short = n <= max_pairs
         added = n if is_short else max(n, least)
-        if runs and (size + added > max_rows or is_short != was_short):
-            yield slice(start, stop), runs, was_short
-            runs, start, size = [], stop, 0
-        first, place = stop - start, runs[-1].places.stop if runs else 0
-        last = Run(slice(first, first + n), n, slice(place, place + 1))
-        if runs and runs[-1].size == n:
-            rows, _, places = runs.pop()
-            last = Run(slice(rows.start, first + n), n, slice(places.start, place + 1))
-        runs.append(last)
+        if sizes and (size + added > max_rows or is_short != was_short):
+            yield slice(start, stop), runs_of(sizes), was_short
+            sizes, start, size = [], stop, 0
+        sizes.append(n)
         stop, size, was_short = stop + n, size + added, is_short
-    yield slice(start, stop), runs, was_short
+    yield slice(start, stop), runs_of(sizes), was_short
 
 
 class _Apart:
@@ -146,8 +137,8 @@ class _Apart:
         query_spec, key_spec, query, key, values = self._block = block
         if not (common.value_weights == 1).all():
             values = weighted(values, common.value_weights)
-        self._values, self._factors = values, common.key_factors
-        self._keys = partial(FeatureMaker, key_spec, key.x, name="key", factors=self._factors)
+        self._values, factors = values, common.key_factors
+        self._keys = partial(FeatureMaker, key_spec, key.x, name="key", factors=factors)
         self._queries = partial(FeatureMaker, query_spec, query.x, name="query")
         k, q = self._keys(n=1).weights, self._queries(n=1).weights
         self._max_rows = tuning.TILE_ELEMENTS // max(q.size, k.size)

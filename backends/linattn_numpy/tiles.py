@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
-from itertools import product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Index, Tokens
 from linattn_numpy import tuning
+from linattn_numpy.buffers import Floats
 
 __all__ = [
     "Run",
@@ -23,12 +23,11 @@ __all__ = [
     "ones_column",
     "part_sizes",
     "rows_of",
+    "runs_of",
     "split_tiles",
     "sub_blocks",
     "tiles",
 ]
-
-Floats = NDArray[Any]
 
 
 class Run(NamedTuple):
@@ -50,6 +49,16 @@ def sub_blocks(n: int, size: int = tuning.SUB_BLOCK_ROWS) -> list[Run]:
     count, rest = divmod(n, size)
     runs = [Run(slice(0, n - rest), size, slice(0, count))] if count else []
     return [*runs, Run(slice(n - rest, n), rest, slice(count, count + 1))] if rest else runs
+
+
+def runs_of(sizes: Iterable[int]) -> list[Run]:
+    """Put sub-blocks of these sizes, one after the other, into runs."""
+    runs, row, place = [], 0, 0
+    for size, alike in groupby(sizes):
+        count = len(list(alike))
+        runs.append(Run(slice(row, row + count * size), size, slice(place, place + count)))
+        row, place = row + count * size, place + count
+    return runs
 
 
 @cache

@@ -7,19 +7,15 @@ put on a higher one first.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import Declined, Exponential, Pointwise
 from linattn_numpy import limits
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.features import activate, preactivations
 
 __all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
-
-Floats = NDArray[Any]
 
 TOO_HIGH = Declined("a key is not finite, or its features are too large for any log scale")
 
@@ -51,12 +47,10 @@ class ExponentialToken:
         self._logs = np.empty((2, *log_scale.shape), log_scale.dtype)
         self._query_log, self._key_log = self._logs
         self._weights = np.empty_like(log_scale)
-        sides = zip(tokens, self._specs, self._logs, strict=True)
-        self._products = (
-            [_product(tokens, key_spec, self._logs)]
-            if query_spec is key_spec
-            else [_product(*side) for side in sides]
-        )
+        sides = [(tokens, key_spec, self._logs)]
+        if query_spec is not key_spec:
+            sides = list(zip(tokens, self._specs, self._logs, strict=True))
+        self._products = [_product(*side) for side in sides]
         self._offsets = np.empty_like(self._logs)
         self.rebase(log_scale)
 
@@ -108,9 +102,10 @@ class ExponentialToken:
 class PointwiseToken:
     """Features of a token by a pointwise map, which are on the log scale 0."""
 
+    _query: Floats
+
     def __init__(self, query_spec: Pointwise, key_spec: Pointwise, log_scale: Floats) -> None:
         self._specs = query_spec, key_spec
-        self._query: Floats | None = None
         self.rebase(log_scale)
 
     def rebase(self, log_scale: Floats) -> None:
@@ -129,7 +124,6 @@ class PointwiseToken:
 
     def unshifted_query(self) -> Floats:
         """Features of the query, ``(..., m, 1)``."""
-        assert self._query is not None
         return _activated(self._specs[0], self._query)[..., None]
 
     stabilized_query = unshifted_query

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn_numpy.borders import Border
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.decay import Decay, WeakDecay
 from linattn_numpy.products import broadcast_lead, multiply, sum_products, transposed, weighted
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
 __all__ = ["Triangles"]
-
-Floats = NDArray[Any]
 
 
 class Triangles:
