@@ -11,7 +11,6 @@ from math import inf, log, prod
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import (
     ELU_PLUS_ONE,
@@ -24,7 +23,7 @@ from linattn.typing import (
     Tokens,
 )
 from linattn_numpy import limits, tuning
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.products import broadcast_lead, multiply, product
 from linattn_numpy.tiles import equal_parts, heads_of_tile, moveaxis, split_tiles
@@ -49,7 +48,6 @@ __all__ = [
     "unsupported",
 ]
 
-Floats = NDArray[Any]
 Supported: TypeAlias = Exponential | Pointwise
 """Specs whose features are made here."""
 

@@ -16,7 +16,6 @@ from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn.typing import (
     RELU,
@@ -31,7 +30,7 @@ from linattn.typing import (
 )
 from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import assigned_sums
-from linattn_numpy.buffers import buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
     Supported,
@@ -61,7 +60,6 @@ __all__ = [
     "values_block",
 ]
 
-Floats = NDArray[Any]
 Ones: TypeAlias = Floats | None
 """Weights of values, ``(..., n, 1)``: 1, or 0 where masked; None where all are 1."""
 
