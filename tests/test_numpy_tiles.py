@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import linattn
+from linattn.typing import Exponential
 from linattn_numpy import tuning
+from linattn_numpy.features import are_moderate
 from tests.test_numpy_backend import SEGMENTED, agree, inputs
 
 MAPS: dict[str, Any] = {name: SEGMENTED[name] for name in ("elu", "positive", "hyperbolic")}
@@ -68,3 +70,14 @@ def test_no_rounding_is_read_from_denominators_that_overflow():
     value = np.array([[1.0], [-1], [1], [-1]], np.float32) + np.float32(1e-3)
     out = linattn.linear_attention(query, key, value, phi)
     assert np.isnan(out).all() or np.allclose(out, 1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("row", [140, 150, 165])
+def test_heads_are_moderate_or_not_by_themselves(row):
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((8, 280, 4)).astype(np.float32)
+    x[5, row] = 1e3
+    spec = Exponential(rng.standard_normal((4, 64)).astype(np.float32), 1.0, np.zeros(64))
+    alone = [bool(are_moderate(spec, head)) for head in x]
+    assert alone == [head != 5 for head in range(8)]
+    assert are_moderate(spec, x).tolist() == alone

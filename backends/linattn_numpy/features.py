@@ -183,15 +183,19 @@ def _max_log(spec: Supported, u: Floats, unit: float) -> float:
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
-def are_moderate(spec: Supported, x: Floats, min_rows: int = tuning.MIN_SAMPLED_ROWS) -> Any:
+def are_moderate(spec: Supported, x: Floats, *, together: bool = False) -> Any:
     """Whether the exponents of a few tokens of each head are so small that all others may be.
 
-    Of tokens in the middle: those of a window are padded at its ends, sequences at theirs.
+    Of tokens in the middle: those of a window are padded at its ends, sequences at theirs. Where
+    heads go one way ``together``, fewer of each will do; otherwise no head's depends on the others.
     """
     if isinstance(spec, Pointwise):
         return np.True_
+    most = tuning.SAMPLED_ELEMENTS // spec.P.shape[-1]
+    num_rows = max(tuning.MIN_SAMPLED_ROWS, most)
+    if together:
+        num_rows = max(1, most // prod(x.shape[:-2]))
     start = x.shape[-2] // 2
-    num_rows = max(min_rows, tuning.SAMPLED_ELEMENTS // (spec.P.shape[-1] * prod(x.shape[:-2])))
     u = np.matmul(x[..., start : start + num_rows, :], spec.P)
     limit = tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[u.itemsize]
     return np.abs(u).max(axis=(-2, -1)) <= limit

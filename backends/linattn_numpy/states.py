@@ -118,7 +118,7 @@ def _unshifted_sums(
     key_spec: Supported, tokens: Tokens, value: Floats, ones: Ones
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block by feature: sums and their log scale."""
-    if not are_moderate(key_spec, tokens.x, 1).all():
+    if not are_moderate(key_spec, tokens.x, together=True).all():
         return limits.LARGE_EXPONENTS
     e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
     row, top = row_term(key_spec, tokens), np.zeros(1, dtype)
@@ -227,7 +227,7 @@ def _on_one_scale(
 ) -> tuple[Floats | None, Floats]:
     """Put features of a state on one log scale; None where queries must be max-stabilized."""
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
-    if not are_moderate(query_spec, tokens.x, 1).all():
+    if not are_moderate(query_spec, tokens.x, together=True).all():
         return None, c
     if (c == c[..., :1]).all():
         return state.kvz, c[..., :1]
