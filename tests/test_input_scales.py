@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import linattn
 from linattn import reference
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
+from linattn_numpy import tuning
 from linattn_numpy.limits import EXP_LOSS, exp
 
 DIM = 16
@@ -86,3 +87,22 @@ def test_rows_are_rejected_where_rounded_exponentials_would_show():
     out = linattn.linear_attention(query, key, value, phi, is_causal=True)
     want = reference.kernel_attention(query, key, value, phi, is_causal=True)
     np.testing.assert_allclose(out, want, rtol=0, atol=EPS["float32"])
+
+
+@pytest.mark.parametrize("heads_of", ["one map, one mask", "own masks", "own maps"])
+@pytest.mark.parametrize("paired", [False, True])
+def test_stabilized_heads_beside_each_other(heads_of, paired, monkeypatch):
+    """Heads that go one after the other, or together where what they need is not one a head."""
+    monkeypatch.setattr(tuning, "STABILIZED_TILE", (300 * 24, 128))
+    rng = np.random.default_rng(9)
+    query, key, value = rng.standard_normal((3, 2, 3, 700, DIM)).astype(np.float32)
+    query, key = 9 * query, 9 * key
+    shape = {"own masks": (2, 3, 700), "own maps": (2, 3, 700)}.get(heads_of, (2, 1, 700))
+    mask = rng.random(shape) < 0.8
+    rows = rng.standard_normal((3, 24, DIM) if heads_of == "own maps" else (24, DIM))
+    cls = HyperbolicFeatures if paired else PositiveFeatures
+    phi = cls.from_projection(rows)
+    out = linattn.linear_attention(query, key, value, phi, key_mask=mask)
+    want = reference.kernel_attention(query, key, value, phi, key_mask=mask)
+    largest = 1 + np.max(np.sum(key.astype(float) ** 2, axis=-1)) / 2
+    assert np.max(np.abs(out - want)) <= 40 * EPS["float32"] * largest

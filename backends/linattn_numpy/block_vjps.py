@@ -18,7 +18,7 @@ from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy import limits
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
-from linattn_numpy.features import log_features, query_exponents
+from linattn_numpy.features import exponents, log_features
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums
 
@@ -55,8 +55,8 @@ def read_block_vjp(
         log_scale, max_weight = features.col - top, np.exp(features.max_log)
         weights = features.weights
     elif isinstance(query_spec, Exponential):
-        weights = query_exponents(query_spec, tokens.x, "query")
-        weights = limits.in_place(np.add, weights, (state.log_scale + query_spec.col)[..., None, :])
+        offsets = (state.log_scale + query_spec.col)[..., None, :]
+        weights = exponents(query_spec, tokens.x, offsets, "query")
         weights -= limits.finite_shift(limits.row_max(weights))
         weights = limits.exp(weights)
         # A feature without keys has no scale, and no key to ask for one.

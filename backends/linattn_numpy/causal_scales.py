@@ -9,7 +9,7 @@ import numpy as np
 from linattn.typing import Declined, State, Tokens
 from linattn_numpy import limits
 from linattn_numpy.buffers import Floats
-from linattn_numpy.features import log_features, query_exponents
+from linattn_numpy.features import exponents, log_features
 from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import Run
 
@@ -113,7 +113,7 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     top = np.maximum(top + key_spec.col[..., None, :], state.log_scale[..., None, :])
     c, shift, rises = running_scales(top, top.max(axis=-2, keepdims=True))
     k = _add_by_run(k, key_spec.col[..., None, :] - shift, runs)
-    q = query_exponents(query_spec, query.x, "query")
+    q = exponents(query_spec, query.x, np.zeros((1, 1), k.dtype), "query")
     q = _add_by_run(q, c + query_spec.col[..., None, :], runs)
     row = limits.row_max(q)
     q -= limits.finite_shift(row)

@@ -6,7 +6,6 @@ The row term (curvature and log weight) of unshifted features is left out: it go
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import inf, log, prod
 from typing import Any, TypeAlias, TypeGuard
 
@@ -25,7 +24,7 @@ from linattn.typing import (
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.choices import power_and_unit
-from linattn_numpy.products import broadcast_lead, multiply, product
+from linattn_numpy.products import broadcast_lead, multiply, product, transposed
 from linattn_numpy.tiles import equal_parts, heads_of_tile, moveaxis, split_tiles
 
 __all__ = [
@@ -33,18 +32,18 @@ __all__ = [
     "Supported",
     "activate",
     "are_moderate",
+    "exponents",
     "feature_tiles",
     "features_shape",
-    "in_units",
     "log_features",
     "log_offsets",
     "num_sign_halves",
     "preactivations",
-    "query_exponents",
     "row_log",
     "row_term",
     "supports",
     "supports_pointwise",
+    "tiles_by_head",
     "unsupported",
 ]
 
@@ -130,25 +129,34 @@ def feature_tiles(
 
     Yields the index of some heads, that of some of their rows, and the features of these:
     ``(..., n, m)``, of a paired map ``(..., 2, n, m / 2)``, of which the next takes the place.
+    """
+    # Where features are not computed in place, they take two arrays, and half of these is faster.
+    elements = tuning.TILE_ELEMENTS // 4 if isinstance(spec, Pointwise) else tuning.TILE_ELEMENTS
+    makers: dict[tuple[int, ...], FeatureMaker] = {}
+    for heads, place in tiles_by_head(spec, x, elements, 1, *leads):
+        tile = x[place]
+        maker = makers.get(tile.shape) or FeatureMaker(spec, tile, tile.shape[-2], name)
+        makers[tile.shape] = maker
+        maker.make(tile, inspect=False)
+        yield heads, place, maker.of_halves
+
+
+def tiles_by_head(
+    spec: Supported, x: Floats, elements: int, min_rows: int, *leads: tuple[int, ...]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the indices of some heads and of some of their rows, by tiles of so many features.
+
     Where one map makes features of each head by itself, for arrays with these leading axes, a tile
     is of whole heads or of a part of one, which has no axes then; otherwise of a part of all.
     """
     *lead, m = features_shape(spec, x)
-    # Where features are not computed in place, they take two arrays, and half of these is faster.
-    elements = tuning.TILE_ELEMENTS // 4 if isinstance(spec, Pointwise) else tuning.TILE_ELEMENTS
     most, n = elements // m, x.shape[-2]
     has_one_map = isinstance(spec.P, float) or spec.P.ndim == 2
     are_apart = has_one_map and all(list(other) == lead for other in (x.shape[:-2], *leads))
-    makers: dict[tuple[int, ...], FeatureMaker] = {}
     for heads in heads_of_tile(tuple(lead), most // n) if are_apart else [()]:
         num_heads = prod(x[heads].shape[:-2] if are_apart else lead)
-        for rows in equal_parts(n, most // num_heads):
-            place = (*heads, ..., rows, slice(None))
-            tile = x[place]
-            maker = makers.get(tile.shape) or FeatureMaker(spec, tile, tile.shape[-2], name)
-            makers[tile.shape] = maker
-            maker.make(tile, inspect=False)
-            yield heads, place, maker.of_halves
+        for rows in equal_parts(n, max(min_rows, most // num_heads)):
+            yield heads, (*heads, ..., rows, slice(None))
 
 
 def features_shape(spec: Supported, x: Floats) -> tuple[int, ...]:
@@ -278,36 +286,32 @@ def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
     """Full log features of a block, but for ``col``, in a buffer."""
     row = row_term(spec, tokens)
     assert row is not None
-    return limits.in_place(np.add, _exponents(spec, tokens.x, name), row)
+    return exponents(spec, tokens.x, row, name)
 
 
-def in_units(unit: float, spec: Exponential, tokens: Tokens) -> tuple[Exponential, Tokens]:
-    """Give logs of features, but for ``col``, as multiples of a unit."""
-    weight = None if tokens.log_weight is None else tokens.log_weight / unit
-    return replace(spec, P=spec.P / unit, Q=spec.Q / unit), tokens._replace(log_weight=weight)
+def exponents(
+    spec: Exponential, x: Floats, addend: Floats, name: str, *, by_feature: bool = False
+) -> Floats:
+    """``x P``, of a paired map beside its negative, plus what rows or features have beside it.
 
-
-def query_exponents(spec: Exponential, x: Floats, name: str) -> Floats:
-    """Log features of queries but for ``col`` and the row term.
-
-    That cancels in what they read, and beside the square of a large query they would round to
-    nothing.
+    In a buffer, unless the addend has leading axes (of a state) beyond those of the product.
+    ``by_feature``: tokens lie one after the other. Where they are many, what is done with a number
+    for each of them or for each feature takes fewer and longer steps.
     """
-    u = _exponents(spec, x, name)
-    if not limits.all_finite(u):
+    r, lead, n = spec.P.shape[-1], broadcast_lead(x.shape[:-2], spec.P.shape[:-2]), x.shape[-2]
+    m = r * num_sign_halves(spec)
+    u = buffer(name, (*lead, m, n) if by_feature else (*lead, n, m), x.dtype)
+    u = transposed(u) if by_feature else u
+    last = multiply(x, spec.P, u[..., -r:])
+    if not limits.size_bound(x) * limits.size_bound(spec.P) < limits.MAX_READ[x.itemsize]:
         # One past range may be so by a part of its sum: it is not known to be small.
-        u += u - u
-    return u
-
-
-def _exponents(spec: Exponential, x: Floats, name: str) -> Floats:
-    """``x P``, and its negative for a paired map."""
-    r, lead = spec.P.shape[-1], broadcast_lead(x.shape[:-2], spec.P.shape[:-2])
-    u = buffer(name, (*lead, x.shape[-2], r * num_sign_halves(spec)), x.dtype)
-    multiply(x, spec.P, u[..., :r])
+        last += last - last
+    lead = broadcast_lead(lead, addend.shape[:-2])
+    out = u if lead == u.shape[:-2] else np.empty((*lead, n, m), u.dtype)
     if spec.paired:
-        np.negative(u[..., :r], out=u[..., r:])
-    return u
+        np.add(addend[..., :r], last, out=out[..., :r])
+    (np.subtract if spec.paired else np.add)(addend[..., -r:], last, out=out[..., -r:])
+    return out
 
 
 def row_log(spec: Spec, tokens: Tokens, log: Floats, want_log: bool) -> Floats:

@@ -12,7 +12,7 @@ or inf go to the generic code.
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,20 +35,19 @@ from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
     Supported,
     are_moderate,
+    exponents,
     feature_tiles,
     features_shape,
-    in_units,
-    log_features,
     log_offsets,
     num_sign_halves,
-    query_exponents,
     row_log,
     row_term,
     supports,
+    tiles_by_head,
     unsupported,
 )
 from linattn_numpy.products import broadcast_lead, multiply, read_halves, weighted, weighted_sum
-from linattn_numpy.tiles import equal_parts, ones_column, rows_of
+from linattn_numpy.tiles import ones_column
 
 __all__ = [
     "add_sums",
@@ -162,25 +161,26 @@ def _add_stabilized(
 ) -> State | Declined:
     """Add a block by feature, each tile on the largest log of each."""
     power, unit = power_and_unit(value.dtype)
-    spec, tokens = in_units(unit, key_spec, tokens)
-    for rows in _tile_rows(key_spec, tokens.x):
-        log = log_features(spec, rows_of(tokens, rows), "features")
-        top = limits.feature_max(log)
+    spec, x, row = replace(key_spec, P=key_spec.P / unit), tokens.x, row_term(key_spec, tokens)
+    assert row is not None
+    arrays = [each for each in (value, ones, row, state.kvz) if each is not None]
+    leads = [each.shape[:-2] for each in arrays]
+    lead = broadcast_lead(features_shape(key_spec, x)[:-1], *leads)
+    kvz = np.broadcast_to(state.kvz, (*lead, *state.kvz.shape[-2:])).copy()
+    log_scale = np.broadcast_to(state.log_scale, kvz.shape[:-1]).copy()
+    col, row = np.broadcast_to(key_spec.col, kvz.shape[:-1]), row / unit
+    for heads, place in tiles_by_head(key_spec, x, *tuning.STABILIZED_TILE, *leads):
+        log = exponents(spec, x[place], row[place], "features", by_feature=True)
+        top = log.max(axis=-2)
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= limits.finite_shift(top)[..., None, :]
-        w = None if ones is None else ones[..., rows, :]
-        values_and_one = _with_weights(value[..., rows, :], w, "values_and_one", value.dtype)
+        w = None if ones is None else ones[place]
+        values_and_one = _with_weights(value[place], w, "values_and_one", value.dtype)
         sums = weighted_sum(limits.exp(log, None, power, unit), values_and_one)
-        state = add_sums(state, sums, top * unit + key_spec.col, rows.stop - rows.start)
-    return state
-
-
-def _tile_rows(spec: Exponential, x: Floats) -> list[slice]:
-    """Rows of a block whose features stay in cache."""
-    numbers = prod(x.shape[:-2]) * spec.P.shape[-1] * num_sign_halves(spec)
-    most = max(tuning.MIN_BLOCK_ROWS, tuning.STABILIZED_TILE_ELEMENTS // numbers)
-    return equal_parts(x.shape[-2], most)
+        part = add_sums(State(kvz[heads], log_scale[heads], 0), sums, top * unit + col[heads], 0)
+        kvz[heads], log_scale[heads] = part.kvz, part.log_scale
+    return State(kvz, log_scale, state.length + x.shape[-2])
 
 
 def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
@@ -276,16 +276,17 @@ def _read_stabilized(
     if isinstance(query_spec, Pointwise):
         return limits.UNDERFLOWED
     kvz, (power, unit) = state.kvz, power_and_unit(state.kvz.dtype)
-    spec, offsets = in_units(unit, query_spec, tokens)[0], (state.log_scale + query_spec.col) / unit
-    lead = broadcast_lead(kvz.shape[:-2], tokens.x.shape[:-2], offsets.shape[:-1])
-    num_den = buffer("num_den", (*lead, tokens.x.shape[-2], kvz.shape[-1]), kvz.dtype)
-    row = np.empty((*lead, tokens.x.shape[-2], 1), kvz.dtype)
-    for rows in _tile_rows(query_spec, tokens.x):
-        log = query_exponents(spec, tokens.x[..., rows, :], "features")
-        log = limits.in_place(np.add, log, offsets[..., None, :])
-        row[..., rows, :] = limits.row_max(log)
-        log -= limits.finite_shift(row[..., rows, :])
-        multiply(limits.exp(log, None, power, unit), kvz, num_den[..., rows, :])
+    spec, x = replace(query_spec, P=query_spec.P / unit), tokens.x
+    offsets = ((state.log_scale + query_spec.col) / unit)[..., None, :]
+    lead = broadcast_lead(kvz.shape[:-2], x.shape[:-2], offsets.shape[:-2])
+    num_den = buffer("num_den", (*lead, x.shape[-2], kvz.shape[-1]), kvz.dtype)
+    row = np.empty((*lead, x.shape[-2], 1), kvz.dtype)
+    leads = kvz.shape[:-2], offsets.shape[:-2]
+    for heads, place in tiles_by_head(query_spec, x, *tuning.STABILIZED_TILE, *leads):
+        log = exponents(spec, x[place], offsets[heads], "features", by_feature=True)
+        row[place] = log.max(axis=-1, keepdims=True)
+        log -= limits.finite_shift(row[place])
+        multiply(limits.exp(log, None, power, unit), kvz[heads], num_den[place])
     return Partial(num_den, row_log(query_spec, tokens, row * unit, want_log))
 
 
