@@ -276,6 +276,7 @@ def _read_stabilized(
     if isinstance(query_spec, Pointwise):
         return limits.UNDERFLOWED
     kvz, (power, unit) = state.kvz, power_and_unit(state.kvz.dtype)
+    # The row term cancels; beside the square of a large query, offsets would round to nothing.
     spec, x = replace(query_spec, P=query_spec.P / unit), tokens.x
     offsets = ((state.log_scale + query_spec.col) / unit)[..., None, :]
     lead = broadcast_lead(kvz.shape[:-2], x.shape[:-2], offsets.shape[:-2])

@@ -91,7 +91,7 @@ SQUARE_ROWS, PACKED_BLOCK_ROWS = 64, 9216
 # 2026-11-22: rows of a max-stabilized block whose features are there at once, however many these.
 # 2026-11-23, AMD EPYC: features of full attention that are, and least rows of them; twice those of
 # unshifted tiles take .95 of the time, d = 64, m = 256, for what is done once a tile counts for
-# more than the cache. 2026-11-26, family 25 model 1: half of these 1.01 to 1.1 of the time.
+# more than the cache. 2026-11-26, family 25 model 1: half of these are no faster.
 MAX_STABILIZED_ROWS, STABILIZED_TILE = 512, (1 << 19, MIN_BLOCK_ROWS)
 
 # 2026-11-22: values and states of the heads batched into one task, and the length that those of
