@@ -5,7 +5,7 @@ The row term (curvature and log weight) of unshifted features is left out: it go
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf, log, prod
 from typing import Any, TypeAlias, TypeGuard
 
@@ -25,7 +25,7 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.products import broadcast_lead, multiply, product, transposed
-from linattn_numpy.tiles import equal_parts, heads_of_tile, moveaxis, split_tiles
+from linattn_numpy.tiles import head_tiles, moveaxis, split_tiles
 
 __all__ = [
     "FeatureMaker",
@@ -143,20 +143,16 @@ def feature_tiles(
 
 def tiles_by_head(
     spec: Supported, x: Floats, elements: int, min_rows: int, *leads: tuple[int, ...]
-) -> Iterator[tuple[Any, Any]]:
-    """Yield the indices of some heads and of some of their rows, by tiles of so many features.
+) -> Sequence[tuple[Any, Any]]:
+    """Return the indices of some heads and of some of their rows, by tiles of so many features.
 
     Where one map makes features of each head by itself, for arrays with these leading axes, a tile
     is of whole heads or of a part of one, which has no axes then; otherwise of a part of all.
     """
     *lead, m = features_shape(spec, x)
-    most, n = elements // m, x.shape[-2]
     has_one_map = isinstance(spec.P, float) or spec.P.ndim == 2
     are_apart = has_one_map and all(list(other) == lead for other in (x.shape[:-2], *leads))
-    for heads in heads_of_tile(tuple(lead), most // n) if are_apart else [()]:
-        num_heads = prod(x[heads].shape[:-2] if are_apart else lead)
-        for rows in equal_parts(n, max(min_rows, most // num_heads)):
-            yield heads, (*heads, ..., rows, slice(None))
+    return head_tiles(tuple(lead), x.shape[-2], elements // m, min_rows, are_apart)
 
 
 def features_shape(spec: Supported, x: Floats) -> tuple[int, ...]:

@@ -90,21 +90,13 @@ def run(threads: int, work: Work, tasks: Sequence[Any]) -> None:
     # One BLAS thread even for one of ours: a block is too small to share out, and two threads of
     # BLAS on busy cores wait for each other.
     threads = min(threads, len(tasks))
-    user = object()
-    try:
-        try:
-            blas.take(user)
-            if threads <= 1 or getattr(_here, "busy", False):
-                for task in tasks:
-                    for _ in _steps(work, task):
-                        pass
-            else:
-                _share(threads - 1, _TaskQueue(threads, work, tasks))
-        finally:
-            blas.give_back(user)
-    finally:
-        # An interrupt may have fallen where the other one begins.
-        blas.give_back(user)
+    with blas.one_thread():
+        if threads <= 1 or getattr(_here, "busy", False):
+            for task in tasks:
+                for _ in _steps(work, task):
+                    pass
+        else:
+            _share(threads - 1, _TaskQueue(threads, work, tasks))
 
 
 def _share(helpers: int, queue: _TaskQueue) -> None:

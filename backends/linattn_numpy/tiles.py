@@ -17,7 +17,7 @@ __all__ = [
     "Run",
     "equal_parts",
     "head_parts",
-    "heads_of_tile",
+    "head_tiles",
     "lower",
     "moveaxis",
     "ones_column",
@@ -98,9 +98,20 @@ def head_parts(lead: tuple[int, ...], heads: int) -> Sequence[Index]:
 
 
 @lru_cache(128)
-def heads_of_tile(lead: tuple[int, ...], heads: int) -> Sequence[tuple[Any, ...]]:
-    """Cut leading axes likewise; a head by itself has none of them."""
-    return list(product(*map(range, lead))) if heads <= 1 else head_parts(lead, heads)
+def head_tiles(
+    lead: tuple[int, ...], n: int, most: int, min_rows: int, are_apart: bool
+) -> Sequence[tuple[Any, Any]]:
+    """Cut heads of n rows into tiles of at most so many, or of ``min_rows`` of each: two indices.
+
+    ``are_apart``: a tile is of whole heads or of a part of one, whose index leaves no axes;
+    otherwise of a part of all.
+    """
+    tiles, parts = [], head_parts(lead, most // n) if are_apart else [()]
+    for heads in product(*map(range, lead)) if are_apart and most // n <= 1 else parts:
+        num_heads = np.broadcast_to(0, lead)[heads].size
+        for rows in equal_parts(n, max(min_rows, most // num_heads)):
+            tiles.append((heads, (*heads, ..., rows, slice(None))))
+    return tiles
 
 
 def part_sizes(lead: tuple[int, ...], heads: int) -> tuple[int, ...]:
