@@ -8,7 +8,7 @@ machine, and draws the picture of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.peers.machines import side_by_side
@@ -49,11 +49,19 @@ def _machine(record: Record) -> str:
         f"{', '.join(machine['caches'])}), {machine['system']}, Python {machine['python']}, "
         f"{versions}; commit {machine['commit']}, {machine['date']}.",
         *([f"BLAS of NumPy: {', '.join(kernels)}."] if kernels else []),
+        *_choices(machine.get("choices", {})),
         *([f"Removed from the environment: {removed}."] if removed else []),
         f"Batch {sizes.batch}, {sizes.heads} heads, d = {sizes.dim}, m = {sizes.features}, "
         f"float32, standard normal inputs; medians over {_rounds(record)} rounds.",
     ]
     return "\n".join([*lines, ""])
+
+
+def _choices(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """Say what the processes of linattn have chosen, and who where they differ."""
+    if len(found) < 2:
+        return [f"linattn: {chosen}." for chosen in found]
+    return [f"linattn: {chosen}: {', '.join(who)}." for chosen, who in found.items()]
 
 
 def _rounds(record: Record) -> str:
