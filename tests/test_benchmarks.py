@@ -206,18 +206,24 @@ def test_every_peer_begins_a_round_in_turn():
 
 def test_what_is_compared_is_timed_side_by_side():
     able = {
-        ("ours", 1): ["full", "causal", "decode"],
-        ("theirs", 1): ["causal"],
-        ("ours", 2): ["full", "causal", "decode"],
+        ("linattn-favor", 1): ["full", "causal", "decode"],
+        ("linattn-elu", 1): ["causal"],
+        ("numpy-loop", 1): ["causal"],
+        ("linattn-favor", 2): ["full", "causal", "decode"],
+        ("torch-favor", 2): ["causal"],
+        ("torch-elu", 2): ["causal"],
     }
     cells = side_by_side(able, ["causal", "full", "decode"], 64)
     assert [(cell.kind, cell.peer, cell.threads) for cell in cells] == [
-        ("causal", "ours", 1),
-        ("causal", "ours", 2),
-        ("causal", "theirs", 1),
-        ("full", "ours", 1),
-        ("full", "ours", 2),
-        ("decode", "ours", 1),
+        ("causal", "linattn-favor", 1),
+        ("causal", "numpy-loop", 1),
+        ("causal", "linattn-favor", 2),
+        ("causal", "torch-favor", 2),
+        ("causal", "linattn-elu", 1),
+        ("causal", "torch-elu", 2),
+        ("full", "linattn-favor", 1),
+        ("full", "linattn-favor", 2),
+        ("decode", "linattn-favor", 1),
     ]
 
 
@@ -430,6 +436,45 @@ def test_a_call_that_takes_too_long_is_left_out_at_its_first_length(runner, monk
     runner.time(Sizes(), 512, ATTENTION)
     assert runner.record.timings == []
     assert {item.reason for item in runner.record.left_out} == {"a call takes 200.0 of 100 s"}
+
+
+def test_a_peer_is_compared_with_turns_of_linattn_around_its_own(runner, monkeypatch):
+    asked = []
+
+    def ask(self, command, *arguments):
+        if command != "time":
+            return 1e-7
+        # A machine that grows slower from turn to turn.
+        asked.append(self.name)
+        return (1 + 0.5 * len(asked)) * (30.0 if self.name == "torch-exact" else 20.0), 1.0
+
+    monkeypatch.setattr(FakeChild, "ask", ask)
+    runner.check()
+    runner.time(Sizes(), 512, ["full"])
+    first = ["linattn-favor", "torch-exact", "linattn-favor", "performer", "linattn-favor"]
+    assert asked[:6] == [*first, "linattn-elu"]
+    record = runner.record
+    for name, wanted in (("torch-exact", 1.5), ("performer", 1.0), ("linattn-favor", 1.0)):
+        cell, ours = (Cell(peer, "full", 512, 1) for peer in (name, "linattn-favor"))
+        assert record.ratio(cell, ours) == pytest.approx(wanted)
+        assert record.ratio(ours, cell) == pytest.approx(1 / wanted)
+    assert record.timing("torch-exact", "full", 512, 1).beside[0] == 40.0
+
+
+def test_a_peer_whose_counterpart_breaks_is_timed_alone(runner, monkeypatch):
+    def ask(self, command, *arguments):
+        if command == "time" and self.name == "linattn-favor":
+            message = "it broke"
+            raise PeerError(message)
+        return (20.0, 1.0) if command == "time" else 1e-7
+
+    monkeypatch.setattr(FakeChild, "ask", ask)
+    runner.check()
+    runner.time(Sizes(), 512, ["full"])
+    assert [item.peer for item in runner.record.left_out] == ["linattn-favor"]
+    found = {timing.peer: timing for timing in runner.record.timings}
+    assert set(found) == {"linattn-elu", "torch-exact", "performer"}
+    assert {timing.beside for timing in found.values()} == {()}
 
 
 def test_a_length_that_takes_long_gets_fewer_rounds(runner, monkeypatch):

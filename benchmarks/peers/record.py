@@ -24,6 +24,7 @@ __all__ = [
     "Record",
     "Scaled",
     "Timing",
+    "reference",
 ]
 
 MIN_CORE_SHARE = 0.95
@@ -37,6 +38,12 @@ class Cell(NamedTuple):
     kind: str
     length: int
     threads: int
+
+
+def reference(cell: Cell) -> Cell:
+    """Return what a cell is compared with: linattn's, or for linattn's its own on one thread."""
+    beside = PEERS[cell.peer].beside
+    return cell._replace(threads=1) if beside == cell.peer else cell._replace(peer=beside)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ class Timing:
     """Seconds of a call: the median of each round.
 
     ``shares`` is how much processor time the child got in each round, of what its threads could
-    have had. On one thread anything below 1 went to other work of the machine.
+    have had. On one thread anything below 1 went to other work of the machine. ``beside``: seconds
+    of its :func:`reference` in each round, the mean of a turn just before and one just after; empty
+    where there were none.
     """
 
     peer: str
@@ -63,6 +72,7 @@ class Timing:
     threads: int
     rounds: tuple[float, ...]
     shares: tuple[float, ...]
+    beside: tuple[float, ...] = ()
 
     @property
     def cell(self) -> Cell:
@@ -187,12 +197,19 @@ class Record:
         return {timing.length: timing.seconds for timing in found if timing is not None}
 
     def ratio(self, cell: Cell, other: Cell) -> float | None:
-        """Return how many times the other's time a cell took: median of the rounds' ratios."""
+        """Return how many times the other's time a cell took: median of the rounds' ratios.
+
+        Where one is the reference of the other, by its turns around the other's.
+        """
         ours, theirs = self.timing(*cell), self.timing(*other)
         if ours is None or theirs is None:
             return None
-        pairs = zip(ours.rounds, theirs.rounds, strict=True)
-        return statistics.median([a / b for a, b in pairs])
+        first, second = ours.rounds, theirs.rounds
+        if ours.beside and other == reference(cell):
+            second = ours.beside
+        elif theirs.beside and cell == reference(other):
+            first = theirs.beside
+        return statistics.median([a / b for a, b in zip(first, second, strict=True)])
 
     def pullback_share(self, kind: str, length: int, threads: int) -> float | None:
         """Return how many times the forward pass linattn's pullback takes: median of the rounds."""

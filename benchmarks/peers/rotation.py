@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from benchmarks.peers.problem import Sizes
 from benchmarks.peers.processes import Child, PeerError
-from benchmarks.peers.record import MIN_CORE_SHARE, Cell, Check, LeftOut, Memory, Record, Timing
+from benchmarks.peers.record import (
+    MIN_CORE_SHARE,
+    Cell,
+    Check,
+    LeftOut,
+    Memory,
+    Record,
+    Timing,
+    reference,
+)
 from benchmarks.peers.registry import ATTENTION, DECODE, PEERS, RATES, TEXT
 
 __all__ = ["Budget", "Runner", "order", "side_by_side"]
@@ -51,20 +60,32 @@ def order(count: int, turn: int) -> list[int]:
 def side_by_side(
     able: Mapping[tuple[str, int], Sequence[str]], wanted: Sequence[str], length: int
 ) -> list[Cell]:
-    """Return what is timed, with what is compared as near as it can be: a kind, a peer, threads.
+    """Return what is timed, kind by kind, each peer of linattn with those compared with it.
 
-    The machine is another one half a minute later. Decoding a token is not work for several
-    threads, and landmarks are asked of one core: they are timed on the fewest.
+    The machine is another one a second later. Decoding a token is not work for several threads,
+    and landmarks are asked of one core: they are timed on the fewest.
     """
     fewest = min((threads for _, threads in able), default=1)
-    peers = dict.fromkeys(name for name, _ in able)
+    names = [name for name, _ in able]
+
+    def place(who: tuple[str, int]) -> tuple[int, int]:
+        name, threads = who
+        beside = PEERS[name].beside
+        return names.index(beside if (beside, threads) in able else name), threads
+
     return [
         Cell(name, kind, length, threads)
         for kind in wanted
-        for name in peers
-        for threads in sorted(t for n, t in able if n == name)
+        for name, threads in sorted(able, key=place)
         if kind in able[name, threads] and not (kind in DECODE + TEXT and threads > fewest)
     ]
+
+
+class _Turn(NamedTuple):
+    seconds: float
+    share: float
+    beside: float | None
+    """Seconds of the reference around it."""
 
 
 class Runner:
@@ -140,27 +161,51 @@ class Runner:
         cells = side_by_side(self._able, wanted, length)
         children = len({(cell.peer, cell.threads) for cell in cells})
         ready = [cell for cell in cells if self._prepare(sizes, cell, children)]
-        rounds: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in ready}
+        rounds: dict[Cell, list[_Turn]] = {cell: [] for cell in ready}
         begun = perf_counter()
         for turn in range(self._budget.rounds):
             if turn >= MIN_ROUNDS and perf_counter() - begun > self._budget.length_seconds:
                 break
-            for place in order(len(ready), turn):
-                cell = ready[place]
-                if cell not in rounds:
-                    continue
-                try:
-                    rounds[cell].append(self._turn(cell))
-                except PeerError as failure:
-                    self._leave_out(*cell, str(failure))
-                    del rounds[cell]
+            self._round([ready[place] for place in order(len(ready), turn)], rounds)
         for cell, turns in rounds.items():
-            seconds_of, shares = zip(*turns, strict=True)
-            self.record.timings.append(Timing(*cell, seconds_of, shares))
+            seconds_of, shares, beside = zip(*turns, strict=True)
+            known = () if None in beside else beside
+            self.record.timings.append(Timing(*cell, seconds_of, shares, known))
         for key in {(cell.peer, cell.threads) for cell in rounds}:
             self._children[key].ask("release")
         taken = perf_counter() - begun
         self._say(f"timed {len(rounds)} calls at {length:,} tokens in {taken:.0f} s")
+
+    def _round(self, cells: Sequence[Cell], rounds: dict[Cell, list[_Turn]]) -> None:
+        """Give each cell a turn, and its reference one before and one after, if it has another.
+
+        A turn of a reference is shared by the cells on either side of it.
+        """
+        last: tuple[Cell | None, tuple[float, float] | None] = (None, None)
+        for cell in cells:
+            other = reference(cell)
+            has_other = other != cell and other in rounds
+            before = None
+            if has_other and cell in rounds:
+                before = last[1] if last[0] == other else self._attempt(other, rounds)
+            turn = self._attempt(cell, rounds)
+            if turn is None:
+                continue
+            after = self._attempt(other, rounds) if has_other else None
+            beside = None if before is None or after is None else (before[0] + after[0]) / 2
+            rounds[cell].append(_Turn(*turn, beside))
+            last = (other, after) if has_other else (cell, turn)
+
+    def _attempt(self, cell: Cell, rounds: dict[Cell, list[_Turn]]) -> tuple[float, float] | None:
+        """Take a turn; a cell that fails is left out of all others."""
+        if cell not in rounds:
+            return None
+        try:
+            return self._turn(cell)
+        except PeerError as failure:
+            self._leave_out(*cell, str(failure))
+            del rounds[cell]
+            return None
 
     def _turn(self, cell: Cell) -> tuple[float, float]:
         """Return seconds and share of the core of a turn, the least disturbed of a few."""
