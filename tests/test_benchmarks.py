@@ -533,6 +533,8 @@ def test_the_command_runs_to_its_end(tmp_path):
     assert {record.pullback_share(kind, 64, 1) is None for kind in GRADIENT} == {False}
     assert record.limit_fraction("linattn-favor", "causal", 96) is not None
     assert {item.kind for item in record.memory} == {"full", "causal"}
+    chosen = sorted(who for each in record.machine["choices"].values() for who in each)
+    assert chosen == ["linattn-decoder (1)", "linattn-favor (1)", "linattn-pullback (1)"]
     kinds = [(item.case, item.dtype, item.path) for item in record.scaled]
     assert kinds == [(case, d, path) for d, path, case in product(DTYPES, PATHS, CASES)]
     assert {item.scales for item in record.scaled} == {(1, 0.5, 3)}
@@ -647,6 +649,16 @@ def test_the_page_of_one_machine_needs_no_other():
     text = page.render({name: record})
     assert "another" not in text
     assert text.count("### a CPU") == 1
+
+
+def test_the_page_says_what_linattn_has_chosen_and_who_where_processes_differ():
+    record = record_of({("linattn-favor", "full", 1): {64: (1.0,)}})
+    record.machine["choices"] = {"none": ["linattn-favor (1)", "linattn-elu (2)"]}
+    assert "\nlinattn: none.\n" in page.render({"a-cpu": record})
+    record.machine["choices"]["read"] = ["linattn-elu (1)"]
+    text = page.render({"a-cpu": record})
+    assert "\nlinattn: none: linattn-favor (1), linattn-elu (2).\n" in text
+    assert "\nlinattn: read: linattn-elu (1).\n" in text
 
 
 def test_each_kept_record_comes_onto_the_page(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def _measured(dtype: Any) -> tuple[str, ...]:
 
 
 small_products = partial(choose, "LINATTN_SMALL_PRODUCTS", KINDS, _measured)
-"""Kinds of products that are cut into small ones; the measurement takes 2 ms."""
+"""Kinds of products that are cut into small ones; the measurement takes 2 to 4 ms."""
 
 
 def _gain(n: int, k: int, j: int, dtype: Any) -> float:
