@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 
-__all__ = ["Bools", "Floats", "buffer"]
+__all__ = ["Bools", "Floats", "broadcast_in_place", "buffer"]
 
 Floats = NDArray[Any]
 Bools = NDArray[np.bool_]
@@ -41,3 +43,12 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
         whole = cached[name] = memory[start : start + size].view(dtype)
     cached[name, shape, dtype] = view = whole[:count].reshape(shape)
     return view
+
+
+@contextmanager
+def broadcast_in_place() -> Iterator[None]:
+    """Keep NumPy from copying what it broadcasts along long rows into buffers of its own."""
+    with np.errstate():
+        # Restored with the rest of what errstate holds.
+        np.setbufsize(tuning.UFUNC_BUFFER)
+        yield

@@ -30,7 +30,7 @@ from linattn.typing import (
 )
 from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import assigned_sums
-from linattn_numpy.buffers import Floats, buffer
+from linattn_numpy.buffers import Floats, broadcast_in_place, buffer
 from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
     Supported,
@@ -141,9 +141,7 @@ def _unshifted_sums(
             v, w = weighted(v, of_rows), of_rows if ones is None else w * of_rows
         if is_paired:
             v, w = v[..., None, :, :], w[..., None, :, :]
-        # Ones are no column of v: BLAS is faster where vectors divide the width.
-        weighted_sum(weights, v, sums[..., :-1], add)
-        weighted_sum(weights, w, sums[..., -1:], add)
+        _put_sums(weights, v, w, sums, add)
     z, (least, most) = kvz[..., -1].copy(), limits.FEATURE_SUM_RANGE[kvz.itemsize]
     log_scale = log_offsets(key_spec, dtype) + top
     if not z.min() > 0:
@@ -156,6 +154,13 @@ def _unshifted_sums(
     return kvz, log_scale
 
 
+def _put_sums(weights: Floats, v: Floats, w: Floats, out: Floats, add: bool = False) -> None:
+    """``weights^T [v, w]``; w is no column of v: BLAS is faster where vectors divide the width."""
+    weighted_sum(weights, v, out[..., :-1], add)
+    weighted_sum(weights, w, out[..., -1:], add)
+
+
+@broadcast_in_place()
 def _add_stabilized(
     key_spec: Exponential, tokens: Tokens, value: Floats, ones: Ones, state: State
 ) -> State | Declined:
@@ -175,9 +180,9 @@ def _add_stabilized(
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= limits.finite_shift(top)[..., None, :]
-        w = None if ones is None else ones[place]
-        values_and_one = _with_weights(value[place], w, "values_and_one", value.dtype)
-        sums = weighted_sum(limits.exp(log, None, power, unit), values_and_one)
+        weights, sums = limits.exp(log, None, power, unit), np.empty_like(kvz[heads])
+        w = ones_column(log.shape[-2], value.dtype) if ones is None else ones[place]
+        _put_sums(weights, value[place], w, sums)
         part = add_sums(State(kvz[heads], log_scale[heads], 0), sums, top * unit + col[heads], 0)
         kvz[heads], log_scale[heads] = part.kvz, part.log_scale
     return State(kvz, log_scale, state.length + x.shape[-2])
@@ -270,6 +275,7 @@ def _put_read(
     return bool(is_bounded or (most < np.inf and limits.all_finite(num)))
 
 
+@broadcast_in_place()
 def _read_stabilized(
     query_spec: Supported, tokens: Tokens, state: State, want_log: bool
 ) -> Partial | Declined:
