@@ -65,14 +65,9 @@ Ones: TypeAlias = Floats | None
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
     """``[v, 1]`` in a buffer, 0 where masked: a fresh array may have fresh pages in each call."""
-    v = value if mask is None else np.where(mask, value, 0)
-    return _with_weights(v, mask, "values", dtype)
-
-
-def _with_weights(value: Floats, weights: Any, name: str, dtype: Any) -> Floats:
-    """``[v, w]`` in a buffer; weights None for 1."""
-    out = buffer(name, (*value.shape[:-1], value.shape[-1] + 1), dtype)
-    out[..., :-1], out[..., -1:] = value, 1 if weights is None else weights
+    out = buffer("values", (*value.shape[:-1], value.shape[-1] + 1), dtype)
+    out[..., :-1] = value if mask is None else np.where(mask, value, 0)
+    out[..., -1:] = 1 if mask is None else mask
     return out
 
 
