@@ -10,7 +10,6 @@ adjoints on their way back are multiplied with no more than 1.
 from __future__ import annotations
 
 import math
-from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -22,7 +21,7 @@ from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.products import product, sum_products, transposed, weighted
-from linattn_numpy.tiles import Run, runs_of, sub_blocks
+from linattn_numpy.tiles import Run, lower, runs_of, sub_blocks
 
 __all__ = ["scan_vjp"]
 
@@ -144,7 +143,7 @@ def _pull(
     for run in runs:
         qs, ks, vs, out = (run.split(x) for x in (q, k, v, denominators))
         each = np.matmul(qs, transposed(ks))
-        np.copyto(each, 0, where=above_diagonal(run.size))
+        each *= lower(run.size, each.dtype)
         z = prefixes[..., run.places, -1:, :]
         np.add(np.matmul(each, vs[..., -1:]), np.matmul(qs, transposed(z)), out=out)
         weights.append(each)
@@ -185,7 +184,7 @@ def _pairs(
     inner = np.vecdot(weights, cotangents) + np.vecdot(qs, out)
     inner = inner[..., None] * inverse
     cotangents -= inner * transposed(vs[..., -1:])
-    np.copyto(cotangents, 0, where=above_diagonal(run.size))
+    cotangents *= lower(run.size, cotangents.dtype)
     more = buffer("more", out.shape, out.dtype)
     out -= np.multiply(before[..., -1:, :], inner, out=more)
     out += np.matmul(cotangents, ks, out=more)
@@ -232,12 +231,6 @@ def _finer(runs: list[Run], rejected: Bools, width: int) -> list[Run]:
             is_cut = rejected[..., start : start + run.size, :].any()
             sizes += parts if is_cut else [run.size]
     return runs_of(sizes)
-
-
-@cache
-def above_diagonal(size: int) -> Bools:
-    """Pairs of a later key and an earlier query of a sub-block."""
-    return np.triu(np.ones((size, size), dtype=bool), 1)
 
 
 def _pull_keys(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise, product
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +23,7 @@ from linattn_numpy.assigned import features_and_logs, sums_by_feature
 from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.products import broadcast_lead, multiply
 from linattn_numpy.states import add_sums
+from linattn_numpy.tiles import head_tiles
 
 __all__ = ["assign_block", "choose_block", "clusters_block"]
 
@@ -61,10 +60,8 @@ def choose_block(
 
     So many consecutive queries choose together: each counts by its weights over its largest.
     """
-    if not (isinstance(query_spec, Exponential) and isinstance(query_spec.Q, float)):
-        return Declined("features that are not exponentials, or a curvature that is a matrix")
-    if query_spec.paired or query_spec.Q != 0.0:
-        return Declined("exponential features with pairs or a curvature")
+    if not isinstance(query_spec, Exponential) or query_spec.paired or np.any(query_spec.Q != 0.0):
+        return Declined("features that are not exponentials, or have pairs or a curvature")
     x, P, kvz = tokens.x, query_spec.P, state.kvz
     lead = broadcast_lead(x.shape[:-2], P.shape[:-2], kvz.shape[:-2], bias.shape[:-1]) or (1,)
     n, m, e = x.shape[-2], P.shape[-1], kvz.shape[-1]
@@ -77,8 +74,10 @@ def choose_block(
     gain = np.exp(gain - limits.finite_shift(limits.row_max(gain)))
     chosen = np.empty((*lead, n // rows, m), bool)
     num_den, row = np.empty((*lead, n, e), x.dtype), np.empty((*lead, n, 1), x.dtype)
-    for heads, tile in _tiles(lead, n // rows, m * rows):
-        of, groups = (*heads, slice(tile.start * rows, tile.stop * rows)), (*heads, tile)
+    most = tuning.CHOICE_TILE_ELEMENTS // (m * rows)
+    for heads, groups in head_tiles(lead, n // rows, most, 1, are_apart=True):
+        tile = groups[-2]
+        of = (*heads, ..., slice(tile.start * rows, tile.stop * rows), slice(None))
         logs = multiply(x[of], P[heads], buffer("logs", (*x[of].shape[:-1], m), x.dtype))
         if rows == 1:
             scores = np.add(logs, bias[heads], out=buffer("scores", logs.shape, logs.dtype))
@@ -118,16 +117,6 @@ def _largest(scores: Floats, count: int, least: float = -np.inf) -> Bools:
     np.copyto(ordered, scores)
     ordered.partition(scores.shape[-1] - count, axis=-1)
     return np.asarray(scores >= np.maximum(ordered[..., -count, None], least))
-
-
-def _tiles(lead: tuple[int, ...], n: int, m: int) -> Iterator[tuple[tuple[Any, ...], slice]]:
-    """Heads, or blocks, and their tokens, as many as the cache holds."""
-    rows = max(1, tuning.CHOICE_TILE_ELEMENTS // m)
-    heads = max(1, rows // n)
-    last = (slice(i, i + heads) for i in range(0, lead[-1], heads))
-    for index in product(*(range(size) for size in lead[:-1]), list(last)):
-        for start in range(0, n, rows):
-            yield index, slice(start, start + rows)
 
 
 def clusters_block(

@@ -23,6 +23,7 @@ from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
     FeatureMaker,
     are_moderate,
+    features_shape,
     log_offsets,
     num_sign_halves,
     row_log,
@@ -101,9 +102,9 @@ def sequences_block(
 
 def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums | Declined:
     """Go through sequences of any lengths as through one, of which borders leave nothing."""
-    spec, key, values = block.key_spec, block.key.x, block.values_and_one
-    m = (key if isinstance(spec.P, float) else spec.P).shape[-1] * num_sign_halves(spec)
-    lead = broadcast_lead(key.shape[:-2], values.shape[:-2])
+    values = block.values_and_one
+    *heads, m = features_shape(block.key_spec, block.key.x)
+    lead = broadcast_lead(tuple(heads), values.shape[:-2])
     nothing = State(np.zeros((*lead, m, values.shape[-1]), values.dtype), np.zeros(()), 0)
     sums = scan_tiles(block, nothing, common, exponent_bounds(block, common), lengths)
     return sums if isinstance(sums, Declined) else sums[0]

@@ -115,16 +115,16 @@ def _unshifted_sums(
     if not are_moderate(key_spec, tokens.x, together=True).all():
         return limits.LARGE_EXPONENTS
     e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
-    row, top = row_term(key_spec, tokens), np.zeros(1, dtype)
+    row, top, is_split = row_term(key_spec, tokens), np.zeros(1, dtype), False
     if row is not None:
         leads.append(row.shape[:-2])
         top = row.max(axis=-2)
         row = row - limits.finite_shift(top)[..., None]
-        # A row whose share underflows may have features as large as they come.
-        least = limits.MIN_EXPONENT[row.itemsize]
-        if not row.min() >= least and np.any((row < least) & (row > -np.inf)):
-            return limits.LARGE_EXPONENTS
-        row = np.exp(row)
+        if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
+            # A row whose share underflows may have features as large as they come: a root of it
+            # goes onto these. Then no more than exp(-83) of the top row is lost, or exp(-704).
+            row, is_split = row / 2, True
+        row = limits.exp(row)
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
@@ -134,6 +134,9 @@ def _unshifted_sums(
         if row is not None:
             of_rows = row[place]
             v, w = weighted(v, of_rows), of_rows if ones is None else w * of_rows
+            if is_split:
+                of_rows = of_rows[..., None, :, :] if is_paired else of_rows
+                weights = limits.in_place(np.multiply, weights, of_rows)
         if is_paired:
             v, w = v[..., None, :, :], w[..., None, :, :]
         _put_sums(weights, v, w, sums, add)
