@@ -16,6 +16,7 @@ from linattn_numpy import limits
 from linattn_numpy.buffers import Floats
 from linattn_numpy.features import (
     FeatureMaker,
+    are_moderate,
     log_offsets,
     preactivations,
     row_term,
@@ -50,6 +51,8 @@ def unshifted_features(
     spec: Exponential | Pointwise, tokens: Tokens, name: str
 ) -> Unshifted | Declined:
     """Features in buffers of that name, of exponents up to MAX_VJP_EXPONENT."""
+    if not are_moderate(spec, tokens.x, together=True).all():
+        return limits.LARGE_EXPONENTS
     maker = FeatureMaker(spec, tokens.x, tokens.x.shape[-2], name, by_rows=True)
     highest = maker.make(tokens.x, inspect=True)
     weights = maker.features.reshape(*maker.features.shape[:-2], -1)
