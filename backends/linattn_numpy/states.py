@@ -65,9 +65,9 @@ Ones: TypeAlias = Floats | None
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
     """``[v, 1]`` in a buffer, 0 where masked: a fresh array may have fresh pages in each call."""
-    out = buffer("values", (*value.shape[:-1], value.shape[-1] + 1), dtype)
-    out[..., :-1] = value if mask is None else np.where(mask, value, 0)
-    out[..., -1:] = 1 if mask is None else mask
+    v = value if mask is None else np.where(mask, value, 0)
+    out = buffer("values", (*v.shape[:-1], v.shape[-1] + 1), dtype)
+    out[..., :-1], out[..., -1:] = v, 1 if mask is None else mask
     return out
 
 
@@ -144,7 +144,7 @@ def _unshifted_sums(
     log_scale = log_offsets(key_spec, dtype) + top
     if not z.min() > 0:
         # Without keys there is nothing to lose, and nothing that sets a scale.
-        is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
+        is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU and not is_split
         nothing = (z == 0) & (is_relu | (top == -np.inf))
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
     if not (least <= z.min() <= z.max() <= most and limits.all_finite(kvz)):

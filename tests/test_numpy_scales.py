@@ -1,0 +1,80 @@
+"""Full attention on NumPy where keys' shares, or exponents, leave the range of numbers."""
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn.feature_maps import EluFeatures, PositiveFeatures, ReluFeatures
+from linattn_numpy import states
+from tests.test_numpy_backend import MAPS, agree, inputs
+
+
+@pytest.fixture
+def stabilized(monkeypatch):
+    """Count blocks of keys that are done max-stabilized."""
+    inner, calls = states._add_stabilized, []
+
+    def outer(*args):
+        calls.append(args)
+        return inner(*args)
+
+    monkeypatch.setattr(states, "_add_stabilized", outer)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reach", "gap", "factor"), [(np.float64, 235, 720, 1e107), (np.float32, 23, 90, 1e17)]
+)
+def test_keys_whose_shares_underflow_count_without_a_shift(dtype, reach, gap, factor, stabilized):
+    """The second key's share does: by features exp(2 reach) larger and its value it counts."""
+    phi = PositiveFeatures.from_projection(np.eye(1), scale=1.0)
+    key = np.array([[-reach], [reach]], dtype)
+    value = np.array([[1], [2 * factor]], dtype)
+    bias = np.array([0, -gap], dtype)
+    out = linattn.linear_attention(0 * key[:1], key, value, phi, key_bias=bias)
+    weight = np.exp(2.0 * reach - gap)
+    assert weight * factor > 0.005
+    agree(out, np.array([[(1 + weight * 2 * factor) / (1 + weight)]]), 100 * np.finfo(dtype).eps)
+    assert stabilized == []
+
+
+@pytest.mark.parametrize("phi", [ReluFeatures(), EluFeatures()], ids=["relu", "elu"])
+@pytest.mark.parametrize(("dtype", "gap"), [("float32", 200), ("float32", 90), ("float64", 1500)])
+def test_features_of_which_all_shares_underflow_are_kept(phi, dtype, gap):
+    """Of ReLU features the second is that of one key alone, whatever it weighs."""
+    key = np.array([[1, 0], [0, 1], [1, 0]], dtype)
+    query = np.array([[0, 1], [1, 0]], dtype)
+    value = np.array([[1], [2], [4]], dtype)
+    bias = np.array([0, -gap, 0], dtype)
+    out = linattn.linear_attention(query, key, value, phi, key_bias=bias)
+    with linattn.without_backends():
+        want = linattn.linear_attention(query, key, value, phi, key_bias=bias)
+    if isinstance(phi, ReluFeatures):
+        assert want[0] == 2
+    agree(out, want, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+@pytest.mark.parametrize("scale", [8.0, 16.0, 20.0])
+def test_float64_takes_no_shift_where_exponents_are_moderate(name, scale, stabilized):
+    """Keys are up to 1,000 apart by their squares, and exponents of features less than 300."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 300, 64))
+    phi = {"positive": PositiveFeatures, "hyperbolic": linattn.feature_maps.HyperbolicFeatures}
+    arrays = scale * query, scale * key, value, phi[name](64, 64, rng=0)
+    out = linattn.linear_attention(*arrays)
+    agree(out, linattn.reference.kernel_attention(*arrays), 1e-12)
+    assert stabilized == []
+
+
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_buffers_of_numpy_are_again_as_large_after_a_stabilized_call(has_nan, stabilized):
+    query, key, value = inputs(150, 300.0)
+    key[0, 0, 0] = np.nan if has_nan else 0
+    before = np.setbufsize(4096)
+    try:
+        linattn.linear_attention(query, key, value, MAPS["positive"])
+        assert np.getbufsize() == 4096
+    finally:
+        np.setbufsize(before)
+    assert stabilized
