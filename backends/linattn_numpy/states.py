@@ -120,11 +120,11 @@ def _unshifted_sums(
         leads.append(row.shape[:-2])
         top = row.max(axis=-2)
         row = row - limits.finite_shift(top)[..., None]
-        if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
-            # A row whose share underflows may have features as large as they come: a root of it
-            # goes onto these. Then no more than exp(-83) of the top row is lost, or exp(-704).
-            row, is_split = row / 2, True
-        row = limits.exp(row)
+        least = limits.MIN_EXPONENT[row.itemsize]
+        is_split = row.min() < least and bool(np.any((row < least) & (row > -np.inf)))
+        # A row whose share underflows may have features as large as they come: a root of it goes
+        # onto these. Then no more than exp(-83) of the top row is lost, or exp(-704).
+        row = limits.exp(row / 2) if is_split else np.exp(row)
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
