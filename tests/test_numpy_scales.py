@@ -39,10 +39,20 @@ def test_keys_whose_shares_underflow_count_without_a_shift(dtype, reach, gap, fa
 
 
 @pytest.mark.parametrize("phi", [ReluFeatures(), EluFeatures()], ids=["relu", "elu"])
-@pytest.mark.parametrize(("dtype", "gap"), [("float32", 200), ("float32", 90), ("float64", 1500)])
-def test_features_of_which_all_shares_underflow_are_kept(phi, dtype, gap):
+@pytest.mark.parametrize(
+    ("dtype", "gap", "size"),
+    [
+        ("float32", 200, 1),
+        ("float32", 90, 1),
+        ("float64", 1500, 1),
+        ("float32", 79, 1e-12),
+        ("float32", 40, 1e-30),
+        ("float32", 0, 1e-30),
+    ],
+)
+def test_features_of_which_all_shares_underflow_are_kept(phi, dtype, gap, size):
     """Of ReLU features the second is that of one key alone, whatever it weighs."""
-    key = np.array([[1, 0], [0, 1], [1, 0]], dtype)
+    key = np.array([[1, 0], [0, size], [1, 0]], dtype)
     query = np.array([[0, 1], [1, 0]], dtype)
     value = np.array([[1], [2], [4]], dtype)
     bias = np.array([0, -gap, 0], dtype)

@@ -122,8 +122,9 @@ def _unshifted_sums(
         row = row - limits.finite_shift(top)[..., None]
         least = limits.MIN_EXPONENT[row.itemsize]
         is_split = row.min() < least and bool(np.any((row < least) & (row > -np.inf)))
-        # A row whose share underflows may have features as large as they come: a root of it goes
-        # onto these. Then no more than exp(-83) of the top row is lost, or exp(-704).
+        # A row whose share underflows may have features as large as they come: its square root goes
+        # onto these, the other onto values. What is lost then, whatever the features, is less than
+        # exp(-83) of the top row, in float64 exp(-704).
         row = limits.exp(row / 2) if is_split else np.exp(row)
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
@@ -144,8 +145,10 @@ def _unshifted_sums(
     log_scale = log_offsets(key_spec, dtype) + top
     if not z.min() > 0:
         # Without keys there is nothing to lose, and nothing that sets a scale.
-        is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU and not is_split
-        nothing = (z == 0) & (is_relu | (top == -np.inf))
+        is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
+        # Of keys that weigh less than others a feature may have underflowed.
+        is_even = row is None or not (is_split or np.any((row != 0) & (row != 1)))
+        nothing = (z == 0) & ((is_relu and is_even) | (top == -np.inf))
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
     if not (least <= z.min() <= z.max() <= most and limits.all_finite(kvz)):
         return Declined(f"sums of features are not in {least:g} to {most:g}")
