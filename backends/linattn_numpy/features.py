@@ -130,10 +130,8 @@ def feature_tiles(
     Yields the index of some heads, that of some of their rows, and the features of these:
     ``(..., n, m)``, of a paired map ``(..., 2, n, m / 2)``, of which the next takes the place.
     """
-    # Where features are not computed in place, they take two arrays, and half of these is faster.
-    elements = tuning.TILE_ELEMENTS // 4 if isinstance(spec, Pointwise) else tuning.TILE_ELEMENTS
     makers: dict[tuple[int, ...], FeatureMaker] = {}
-    for heads, place in tiles_by_head(spec, x, elements, 1, *leads):
+    for heads, place in tiles_by_head(spec, x, tuning.TILE_ELEMENTS, 1, *leads):
         tile = x[place]
         maker = makers.get(tile.shape) or FeatureMaker(spec, tile, tile.shape[-2], name)
         makers[tile.shape] = maker

@@ -145,7 +145,7 @@ def weighted_sum(weights: Floats, v: Floats, out: Any = None, add: bool = False)
     """
     if add:
         return np.asarray(np.add(out, weighted_sum(weights, v), out=out))
-    if "read" in small_products(v.dtype):
+    if v.shape[-1] > 1 and "read" in small_products(v.dtype):
         size, r = _tokens_and_features(*weights.shape[-2:], v.shape[-1])
         if r < weights.shape[-1]:
             return _weighted_sum_cut(weights, v, size, r, out)
