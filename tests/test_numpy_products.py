@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -83,7 +84,17 @@ def test_large_products_are_cut(cut: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert np.array_equal(products.product(x, y, "product"), x @ y)
     assert np.array_equal(products.weighted_sum(x, np.ones((100, 2))), np.full((16, 2), 100.0))
     # Too many tokens for 32 columns at once: the tokens are cut too.
-    long = np.arange(300.0)[:, None]
-    assert np.array_equal(products.weighted_sum(np.ones((300, 40)), long), np.full((40, 1), 44850))
+    long = np.arange(300.0)[:, None] * np.ones(2)
+    assert np.array_equal(products.weighted_sum(np.ones((300, 40)), long), np.full((40, 2), 44850))
     largest = max(int(np.prod(shape)) for shape in shapes)
     assert (largest <= MAX_SMALL_MATMUL) == cut
+
+
+@pytest.mark.usefixtures("cut")
+def test_a_product_with_a_column_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    column = np.arange(300.0)[:, None]
+    whole = mock.Mock(wraps=np.matmul)
+    monkeypatch.setattr(np, "matmul", whole)
+    sums = products.weighted_sum(np.ones((300, 40)), column)
+    assert np.array_equal(sums, np.full((40, 1), 44850))
+    whole.assert_called_once()
