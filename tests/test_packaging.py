@@ -60,7 +60,9 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path
     # From the unpacked sdist, as an installer without a ready wheel would: it covers both.
     unpacked = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(unpacked, filter="data")
+        # Python 3.11.4 is the first that has filters.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(unpacked)
     (source,) = unpacked.iterdir()
     return zipfile.Path(build("wheel", source, tmp_path_factory.mktemp("wheel")))
 
