@@ -1,5 +1,7 @@
 """What the tests share: every array library (`xp`) and hypothesis strategies (`draws`).
 
+`calls` counts the branches that the NumPy backend takes.
+
 For CUDA kernels, without a GPU: `emulator` runs them, `nvrtc` and `compile_kernel` compile them;
 `cupy_backend` is all of linattn_cupy on NumPy arrays; `recorded` is the log of the fake GPU, on
 which the real CuPy runs.
@@ -400,6 +402,33 @@ class Draws:
 def draws() -> type[Draws]:
     """The strategies; a fixture because test files cannot import this one."""
     return Draws
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count how often the branches of the NumPy backend finish a block."""
+    from linattn.typing import Declined
+    from linattn_numpy import causal, states
+
+    counts = {"unshifted": 0, "stabilized": 0, "generic": 0}
+
+    def counted(module: ModuleType, name: str, branch: str) -> None:
+        inner = getattr(module, name)
+
+        def outer(*args: Any) -> Any:
+            answer = inner(*args)
+            declined = isinstance(answer, Declined)
+            if not (declined and branch == "unshifted"):
+                counts["generic" if declined else branch] += 1
+            return answer
+
+        monkeypatch.setattr(module, name, outer)
+
+    counted(causal, "_scan_unshifted", "unshifted")
+    counted(causal, "_scan_stabilized", "stabilized")
+    counted(states, "_add_stabilized", "stabilized")
+    counted(states, "_read_stabilized", "stabilized")
+    return counts
 
 
 TESTS = Path(__file__).resolve().parent

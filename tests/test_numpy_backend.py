@@ -38,7 +38,7 @@ from linattn.typing import (
     State,
     Tokens,
 )
-from linattn_numpy import causal, planning, states, threads, tuning
+from linattn_numpy import causal, planning, threads, tuning
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_UNINSPECTED_EXPONENT
@@ -59,30 +59,6 @@ MAPS = {
     "elu": EluFeatures(),
     "relu": ReluFeatures(),
 }
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Count how often the branches of the backend finish a block."""
-    counts = {"unshifted": 0, "stabilized": 0, "generic": 0}
-
-    def counted(room, name, branch):
-        inner = getattr(room, name)
-
-        def outer(*args):
-            answer = inner(*args)
-            declined = isinstance(answer, Declined)
-            if not (declined and branch == "unshifted"):
-                counts["generic" if declined else branch] += 1
-            return answer
-
-        monkeypatch.setattr(room, name, outer)
-
-    counted(causal, "_scan_unshifted", "unshifted")
-    counted(causal, "_scan_stabilized", "stabilized")
-    counted(states, "_add_stabilized", "stabilized")
-    counted(states, "_read_stabilized", "stabilized")
-    return counts
 
 
 def inputs(n, scale=1.0, heads=(3,), seed=0):
