@@ -78,10 +78,11 @@ def exp(
     rounds to such multiples, and ``exp(LEAST_EXPONENT)``, about 4 times it, to 0. What is lost is 8
     times it at most, or rounding.
     """
-    out, odd = x if out is None else out, x.size // tuning.SAMPLED_ELEMENTS | 1
+    out = x if out is None else out
     least, step = LEAST_EXPONENT[x.itemsize] / unit, 16 * floor_of(x.dtype)
     # A few tell: denormal numbers so rare as to be missed take no time.
     # An odd step comes to all columns where their number is even.
+    odd = x.size // tuning.SAMPLED_ELEMENTS | 1
     few = x.ravel(order="K")[::odd] if x.flags.forc else x[..., ::8, :]
     if not few.min(initial=0.0) < least:
         return np.asarray(power(x, out=out))

@@ -147,7 +147,7 @@ def weighted_sum(weights: Floats, v: Floats, out: Any = None, add: bool = False)
     """
     if add:
         return np.asarray(np.add(out, weighted_sum(weights, v), out=out))
-    if v.shape[-1] > 1 and "read" in small_products(v.dtype):
+    if "read" in small_products(v.dtype):
         size, r = _tokens_and_features(*weights.shape[-2:], v.shape[-1])
         if r < weights.shape[-1]:
             return _weighted_sum_cut(weights, v, size, r, out)
@@ -180,7 +180,8 @@ def _tokens_and_features(n: int, m: int, j: int) -> tuple[int, int]:
     while 2 * size * features * j <= tuning.MAX_SMALL_MATMUL:
         size *= 2
     fits = tuning.MIN_PRODUCT_ROWS <= features < m and min(n, size) >= tuning.MIN_SUM_ROWS
-    return (min(size, n), features) if fits else (n, m)
+    # A product with a column is a sum of rows, which takes twice as long in parts.
+    return (min(size, n), features) if fits and j > 1 else (n, m)
 
 
 def weighted(values_and_one: Floats, weights: Floats, name: str = "values_and_one") -> Floats:

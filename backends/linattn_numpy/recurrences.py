@@ -11,7 +11,7 @@ Letters: ``h`` heads of a task, ``r`` queries that share a state, ``g`` chunks o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import product, repeat
 from math import prod
 from typing import Any
@@ -142,7 +142,8 @@ def _scan(chunks: Chunks, scale: float, state: Floats, output: Floats) -> None:
     found = buffer("found", (h, c, e), state.dtype)
     added = buffer("added", (h, d, e), state.dtype)
     arrays = (output, chunks.value, inverse, *made[:3], made.value, made.enter, made.total)
-    for step in zip(*(_by_chunk(array, g) for array in arrays), strict=True):
+    by_chunk = (repeat(None, g) if x is None else np.moveaxis(x, -3, 0) for x in arrays)
+    for step in zip(*by_chunk, strict=True):
         out, value, solve, reads, before, after, factor, enter, total = step
         if enter is not None:
             here *= enter
@@ -161,7 +162,3 @@ def _scan(chunks: Chunks, scale: float, state: Floats, output: Floats) -> None:
             here *= total
         here += np.matmul(transposed(after), stored, out=added)
     np.multiply(here, 1 if made.leave is None else made.leave, out=state)
-
-
-def _by_chunk(array: Floats | None, g: int) -> Iterable[Any]:
-    return repeat(None, g) if array is None else np.moveaxis(array, -3, 0)

@@ -65,9 +65,9 @@ Ones: TypeAlias = Floats | None
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
     """``[v, 1]`` in a buffer, 0 where masked: a fresh array may have fresh pages in each call."""
-    v = value if mask is None else np.where(mask, value, 0)
+    v, weight = (value, 1) if mask is None else (np.where(mask, value, 0), mask)
     out = buffer("values", (*v.shape[:-1], v.shape[-1] + 1), dtype)
-    out[..., :-1], out[..., -1:] = v, 1 if mask is None else mask
+    out[..., :-1], out[..., -1:] = v, weight
     return out
 
 

@@ -44,8 +44,8 @@ MAX_NARROW_STATE = 64
 
 # 2026-11-22: features of a side made at once, 1 MB of float32, if that is a sub-block or more; in a
 # causal block half of that. 2026-11-21: for assigned keys, which take two such arrays.
-# 2026-11-27, AMD EPYC, family 25 model 17: pointwise maps, which take two as well, take 1.1 to 1.35
-# times as long with a quarter of it, 8 heads, elu + 1, full: Python counts for more than the cache.
+# 2026-11-27, AMD EPYC, family 25 model 17: pointwise maps, which take two as well, take 1.1 to 1.3
+# times as long with a quarter of it, 8 heads, d = 64, full: Python counts for more than the cache.
 TILE_ELEMENTS, CAUSAL_TILE_ELEMENTS, ASSIGNED_TILE_ELEMENTS = 1 << 18, 1 << 17, 1 << 17
 
 # 2026-11-23, AMD EPYC: exponents that tell those of a block, or of more rows; the largest of all is
