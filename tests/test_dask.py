@@ -265,6 +265,26 @@ def test_a_window_through_many_blocks(is_causal):
     close(got.compute(), attend(*arrays, MAPS["positive"], key_bias=bias, **flags))
 
 
+@pytest.mark.parametrize("blocks", [5, 9, 13])
+@pytest.mark.parametrize("window", [None, 2], ids=["no window", "window"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_groups_of_groups_of_blocks(monkeypatch, is_causal, window, blocks):
+    """Chains as short as can be: every level of the scans has a rest."""
+    monkeypatch.setattr("linattn_dask.states.MAX_CHAIN", 2)
+    arrays, phi = tokens(2 * blocks, seed=blocks), MAPS["positive"]
+    options: dict[str, Any] = {"is_causal": is_causal, "exact_window": window}
+    want = attend(*arrays, phi, **options)
+    close(attend(*lazily(arrays, 2, heads=2), phi, **options).compute(), want)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_numerators(is_causal):
+    arrays, phi = tokens(30), MAPS["positive"]
+    options: dict[str, Any] = {"is_causal": is_causal, "normalize": False}
+    got = attend(*lazily(arrays, (9, 21)), phi, **options).compute()
+    close(got, attend(*arrays, phi, **options))
+
+
 def test_a_bias_that_leaves_out_the_left_alone():
     lazy = lazily(tokens(24), 8)
     bias = {"window_bias": da.zeros(5, dtype=np.float32), "far_bias": (-math.inf, 0.0)}

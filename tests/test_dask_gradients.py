@@ -163,6 +163,13 @@ def test_no_keys_in_several_chunks_beside_a_state(is_causal):
         close(gradient, wanted)
 
 
+@pytest.mark.parametrize("blocks", [5, 9, 13])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_groups_of_groups_of_blocks(monkeypatch, is_causal, blocks):
+    monkeypatch.setattr("linattn_dask.states.MAX_CHAIN", 2)
+    compare(tokens(2 * blocks, seed=blocks), 2, MAPS["positive"], {}, is_causal=is_causal)
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_numerators_and_half_precision(is_causal):
     phi = MAPS["positive"]
