@@ -97,8 +97,9 @@ def window_block(
     part = _read_windows(spec, _in_a_row(query.x), keys, values, windows, band)
     if isinstance(part, Declined):
         return part
-    lead = part.log.shape[:-2]
-    return Partial(part.num_den.reshape(*lead, g, w, -1), part.log.reshape(*lead, g, w, 1))
+    # Values may have leading axes that logits lack.
+    num_den, log = (x.reshape(*x.shape[:-2], g, w, x.shape[-1]) for x in part[:2])
+    return Partial(num_den, log)
 
 
 def _in_a_row(x: Floats) -> Floats:
