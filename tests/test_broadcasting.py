@@ -3,6 +3,8 @@
 Every way to attend, at sizes of logits for which blocks are accepted, max-stabilized and redone.
 """
 
+# mypy: disable-error-code="arg-type, call-arg, call-overload, misc"
+
 from __future__ import annotations
 
 from typing import Any
@@ -31,11 +33,11 @@ MAPS: dict[str, Any] = {
     "elu": EluFeatures(),
     "softmax": None,
 }
-WINDOW = {"exact_window": 3}
-BIAS = {"window_bias": np.array([[0.3], [-0.2], [0.5]]) * [1.0, 2.0, -1.0]}
-PACKED = {"cu_seqlens": [0, 4, 4, 7]}
-CAUSAL = {"is_causal": True}
-SOFTMAX_ONLY = {
+WINDOW: dict[str, Any] = {"exact_window": 3}
+BIAS: dict[str, Any] = {"window_bias": np.array([[0.3], [-0.2], [0.5]]) * [1.0, 2.0, -1.0]}
+PACKED: dict[str, Any] = {"cu_seqlens": [0, 4, 4, 7]}
+CAUSAL: dict[str, Any] = {"is_causal": True}
+SOFTMAX_ONLY: dict[str, dict[str, Any]] = {
     "local": {"local_window_size": 2},
     "causal local": {**CAUSAL, "local_window_size": 2},
     "biased local": {"local_window_size": (2, 1), **BIAS},
@@ -49,11 +51,11 @@ ALL: dict[str, dict[str, Any]] = {
     "packed": PACKED,
     "packed causal": {**PACKED, **CAUSAL},
 }
-DECAYED = {
+DECAYED: dict[str, dict[str, Any]] = {
     "decayed": {"log_decay": -0.3},
     "causal decayed": {**CAUSAL, "log_decay": -0.3},
 }
-WINDOWS = {
+WINDOWS: dict[str, dict[str, Any]] = {
     "window": WINDOW,
     "causal window": {**WINDOW, **CAUSAL},
     "biased window": {**WINDOW, **BIAS},
@@ -63,7 +65,7 @@ WINDOWS = {
     "packed window": {**WINDOW, **PACKED},
     "packed causal window": {**WINDOW, **PACKED, **CAUSAL},
 }
-CLUSTERS = {
+CLUSTERS: dict[str, dict[str, Any]] = {
     "clusters": {"exact_clusters": 2},
     "window and clusters": {**WINDOW, "exact_clusters": 2},
     "biased clusters": {**WINDOW, **BIAS, "exact_clusters": 2},
@@ -104,13 +106,13 @@ def everywhere(array: Any) -> Any:
     return np.broadcast_to(array, (*LEAD, *array.shape[-2:])).copy()
 
 
-def attend(name: str, arrays: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+def attend(name: str, arrays: list[Any], options: dict[str, Any]) -> Any:
     if name == "softmax":
         return linattn.softmax_attention(*arrays, return_log_normalizer=True, **options)
     return linattn.linear_attention(*arrays, MAPS[name], return_log_normalizer=True, **options)
 
 
-def gradients(name: str, arrays: list[Any], grad: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+def gradients(name: str, arrays: list[Any], grad: Any, options: dict[str, Any]) -> Any:
     if name == "softmax":
         output, pullback = linattn.softmax_attention_vjp(*arrays, **options)
     else:
