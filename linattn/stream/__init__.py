@@ -84,9 +84,9 @@ def attend(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.linear_attention`; an ``out`` of another shape or dtype, not writable, or
-        in the memory or file of an input; ``log_decay`` that is not causal. Nothing has been
-        written then.
+        As :func:`linattn.linear_attention`; an ``out`` of another shape or dtype, or not writable;
+        an ``out`` that overlaps an input in memory, in a file or in a store; a ``checkpoint`` that
+        is the file of an array; ``log_decay`` that is not causal. Nothing has been written then.
     StateFileError
         The checkpoint is damaged, or of another call; ``out`` has lost its rows.
     OSError

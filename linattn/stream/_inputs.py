@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,10 +24,6 @@ __all__ = [
     "release_pages",
     "write_rows",
 ]
-
-
-MAX_WORK = 10_000
-"""Steps in search of a number that two arrays have in common."""
 
 
 class Inputs(NamedTuple):
@@ -184,40 +180,11 @@ def prepare_output(out: Any, shape: tuple[int, ...], inputs: Inputs, block_size:
     if read_only or not hasattr(out, "__setitem__"):
         message = "out must be writable, got a read-only one; open it with mode 'r+'"
         raise ValueError(message)
-    for name in ("query", "key", "value"):
-        if _is_shared(out, getattr(inputs, name)):
-            message = (
-                f"out must not share memory with {name}, whose rows a run that goes on, or a "
-                f"window, reads again"
-            )
-            raise ValueError(message)
     _reserve(out)
     # Another block must never touch a chunk again that holds finished rows.
     chunks = getattr(out, "shards", None) or getattr(out, "chunks", None)
     rows = chunks[-2] if isinstance(chunks, tuple) and isinstance(chunks[-2], int) else 1
     return -(-block_size // rows) * rows
-
-
-def _is_shared(out: Any, array: Any) -> bool:
-    """Whether two arrays are one, overlap in memory, or are maps of one file."""
-    if not (isinstance(out, np.ndarray) and isinstance(array, np.ndarray)):
-        return out is array
-    mappings = [_mapping(each) for each in (out, array)]
-    if None not in mappings and mappings[0] is not mappings[1]:
-        return _is_one_file(out, array)
-    try:
-        return np.shares_memory(out, array, max_work=cast("Any", MAX_WORK))
-    except np.exceptions.TooHardError:
-        return np.may_share_memory(out, array)
-
-
-def _is_one_file(first: Any, second: Any) -> bool:
-    if first.offset != second.offset:
-        return False
-    try:
-        return os.path.samefile(first.filename, second.filename)
-    except (OSError, TypeError):  # A file that was removed, or has no name.
-        return False
 
 
 def _mapping(array: Any) -> mmap.mmap | None:

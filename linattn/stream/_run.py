@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from linattn._files import Path
 from linattn.stream._checkpoint import Checkpoint
 from linattn.stream._inputs import Inputs, check_inputs, prepare_output, release_pages
+from linattn.stream._storage import check_storage
 from linattn.stream._walks import Place, walk_of
 from linattn.typing import State
 
@@ -27,6 +28,8 @@ class Run(NamedTuple):
 def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> State:
     """Check a call, go on from its checkpoint if there is one, and return the state after it."""
     begin, shape = check_inputs(inputs, initial_state)
+    arrays = {name: getattr(inputs, name) for name in ("query", "key", "value")}
+    check_storage(out, {**arrays, **inputs.weights}, initial_state, how.checkpoint)
     block_size = prepare_output(out, shape, inputs, how.block_size)
     walk = walk_of(inputs, out, begin, block_size)
     place = Place(0, walk.begin)
