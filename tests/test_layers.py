@@ -85,7 +85,7 @@ def cases():
         found[f"encoder, {first}"] = ("encoder", params, [x], options)
         options = {"num_heads": HEADS, "norm_first": first, "memory_mask": mask[:, :3]}
         options["activation"] = "gelu"
-        params = layers.init_decoder(rng(), 1, DIM, HEADS, has_memory=True, final_norm=first, **f64)
+        params = layers.init_decoder(rng(), 2, DIM, HEADS, has_memory=True, final_norm=first, **f64)
         found[f"decoder, {first}"] = ("decoder", normal(params), [x, memory[:, :3]], options)
     kind = {"tied": True, "num_positions": 5, **f64}
     params = normal(layers.init_language_model(rng(), 7, 1, DIM, HEADS, **kind))

@@ -391,6 +391,8 @@ def test_variance_is_that_of_draws(sampler):
     X, _, _, _ = problem(14, n=40, d=4)
     model = RandomFeatures(num_features=16, sampler=sampler, compute_variance=True, random_state=0)
     stated = model.fit(X).variance_
+    pairs = ~np.eye(len(X), dtype=bool)
+    assert stated == pytest.approx(np.mean(model.feature_map_.variance(X, X)[pairs]), rel=1e-9)
     kernel = model.feature_map_.kernel(X, X)
     squares = []
     for seed in range(400):
