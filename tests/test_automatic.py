@@ -127,6 +127,18 @@ def test_log_weights_of_keys(eager, is_causal, heads):
     assert_allclose(report.error, error(output, exact), rtol=0.6, atol=1e-6)
 
 
+def test_landmarks_are_fitted_to_the_keys_that_weigh():
+    """Few keys lie at few points; all others, wherever they are, have next to no weight."""
+    rng, length = np.random.default_rng(0), 8000
+    weighs = np.arange(length) % 10 == 0
+    points = rng.standard_normal((8, 8))[rng.integers(8, size=length)]
+    key = np.where(weighs[:, None], points, rng.standard_normal((length, 8)))
+    query, value = rng.standard_normal((2, length, 8))
+    bias = np.where(weighs, 0.0, -25.0)
+    output = linattn.attention(query, key, value, key_bias=bias, tolerance=None, rng=0)
+    assert error(output, linattn.softmax_attention(query, key, value, key_bias=bias)) < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(2500,), (2, 2500), (1, 2500)])
 def test_every_shape_of_mask(shape):
     query, key, value = clustered(2500)
