@@ -420,3 +420,21 @@ def test_near_biases_and_landmarks_come_close_to_biased_attention_on_real_inputs
     off = [np.linalg.norm(each - exact) / np.linalg.norm(exact) for each in (out, without)]
     assert off[0] < 0.15
     assert off[1] > 0.5
+
+
+@full_and_causal
+@pytest.mark.parametrize("borders", [[0, 7, 14], [0, 3, 6, 9, 14], [0, 14]])
+@pytest.mark.parametrize("lead", [(2,), (3,)], ids=["as many heads as sequences", "three heads"])
+def test_packed_sequences_have_the_bias_of_their_head(is_causal, borders, lead):
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, *lead, 14, 4))
+    left, right = rng.standard_normal((2, *lead))
+    options = {"is_causal": is_causal, "exact_window": 2}
+    options |= {"window_bias": rng.standard_normal((*lead, 5)), "far_bias": (left, right)}
+    packed = linattn.linear_attention(
+        query, key, value, MAPS["positive"](4), cu_seqlens=borders, **options
+    )
+    for rows in map(slice, borders, borders[1:]):
+        sequence = (x[:, rows] for x in (query, key, value))
+        alone = linattn.linear_attention(*sequence, MAPS["positive"](4), **options)
+        assert_allclose(packed[:, rows], alone, rtol=1e-12, atol=1e-12)
