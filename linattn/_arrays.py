@@ -73,17 +73,20 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def on_array_device(function: _F) -> _F:
-    """Let a public function run with the device of its first CuPy array as the current one.
+    """Let a public function run where its arrays are, and without NumPy's floating-point errors.
 
-    CuPy allocates and launches on the current device, wherever the arrays are. Other libraries know
-    no current device.
+    CuPy allocates and launches on the current device: that of the first CuPy array is made the
+    current one. Other libraries know no current device. Overflow and NaN show in the result, by
+    contract; what ``np.errstate`` of the caller would raise or warn only repeats it.
     """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         cupy = sys.modules.get("cupy")
-        if cupy is None:
-            return function(*args, **kwargs)
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs) if cupy is None else on_device(cupy, *args, **kwargs)
+
+    def on_device(cupy: Any, /, *args: Any, **kwargs: Any) -> Any:
         kind: Any = getattr(cupy, "ndarray", ())  # it has none yet while it is being imported
         for argument in (*args, *kwargs.values()):
             array = argument.kvz if isinstance(argument, State) else argument

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -438,6 +439,29 @@ def layer_params(**change):
 def test_mistakes(error, message, params, options):
     with pytest.raises(error, match=message):
         layers.encoder_layer(layer_params(**params), X, **({"num_heads": HEADS} | options))
+
+
+def public_functions():
+    found = {name: getattr(layers, name) for name in layers.__all__ if name[0].islower()}
+    return {n: f for n, f in found.items() if "safetensors" not in n}
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_an_option_that_there_is_not_is_named_beside_those_that_there_are(name):
+    function = public_functions()[name]
+    wanted = inspect.signature(function).parameters
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'dropout'; it takes ") as error:
+        function(dropout=0.1)
+    listed = str(error.value).partition("it takes ")[2].split(", ")
+    assert set(wanted) - {"options"} <= set(listed)
+    if "options" in wanted:
+        assert {"activation", "norm"} <= set(listed)
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder_layer_vjp", "language_model", "generate"])
+def test_a_number_of_heads_must_be_given(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) needs num_heads="):
+        getattr(layers, name)({}, X)
 
 
 def test_mistakes_are_told_with_the_whole_name():

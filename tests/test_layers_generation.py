@@ -27,6 +27,11 @@ STREAMS = {
     "decay": DECAY,
     "bounded": layers.BoundedAttention(8, block_size=2),
 }
+# Maps that know where a token is: a decay beside them is another test's.
+PLACED = {
+    "rotated": layers.LinearAttention(feature_maps.RotatedFeatures(feature_maps.EluFeatures(2))),
+    "cosformer": layers.LinearAttention(feature_maps.CosformerFeatures(2, max_length=30)),
+}
 
 
 def rng(seed=0):
@@ -99,16 +104,38 @@ def test_streams_go_on_from_one_state_without_a_trace(name):
         assert_allclose(out[0], wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_a_memory_is_in_the_state():
-    params = layers.init_decoder(rng(), 2, DIM, HEADS, has_memory=True, dtype=np.float64)
-    x, memory = rng(1).standard_normal((2, 2, 6, DIM))
-    mask = rng(2).random((2, 6)) < 0.6
-    for attention in (ELU, layers.SoftmaxAttention(), [ELU, FAVOR]):
-        options = {"num_heads": HEADS, "attention": attention, "memory_mask": mask}
+@pytest.mark.parametrize("length", [1, 6, 9])
+@pytest.mark.parametrize("num_key_heads", [HEADS, 2])
+@pytest.mark.parametrize(
+    "attention",
+    [ELU, layers.SoftmaxAttention(), [ELU, FAVOR], layers.AutomaticAttention(), *PLACED.values()],
+    ids=str,
+)
+def test_a_memory_is_in_the_state(attention, num_key_heads, length):
+    """Whole and in parts queries are at their own positions, whatever the memory's length is."""
+    kind = {"has_memory": True, "num_key_heads": num_key_heads, "dtype": np.float64}
+    params = layers.init_decoder(rng(), 2, DIM, HEADS, **kind)
+    x, memory = rng(1).standard_normal((2, 9, DIM)), rng(2).standard_normal((2, length, DIM))
+    mask = rng(3).random((2, length)) < 0.6
+    options = {"num_heads": HEADS, "cross_attention": attention, "memory_mask": mask}
+    for own in (layers.SoftmaxAttention(), PLACED["rotated"], PLACED["cosformer"]):
+        options["attention"] = own
         whole = layers.decoder(params, x, memory, **options)
-        out, state = layers.decoder(params, x[:, :2], memory, return_state=True, **options)
-        rest = layers.decoder(params, x[:, 2:], initial_state=state, **options)
-        assert_allclose(np.concatenate([out, rest], axis=1), whole, rtol=1e-11, atol=1e-12)
+        out, state = layers.decoder(params, x[:, :4], memory, return_state=True, **options)
+        parts = [out]
+        for begin, end in ((4, 5), (5, 6), (6, 9)):
+            out, state = layers.decoder(
+                params, x[:, begin:end], initial_state=state, return_state=True, **options
+            )
+            parts.append(out)
+        assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-11, atol=1e-12)
+    first = {n.removeprefix("layers.0."): p for n, p in params.items() if n.startswith("layers.0")}
+    if isinstance(attention, list):
+        options["cross_attention"] = attention[0]
+    whole = layers.decoder_layer(first, x, memory, **options)
+    _, kept = layers.decoder_layer(first, x[:, :6], memory, return_state=True, **options)
+    rest = layers.decoder_layer(first, x[:, 6:], initial_state=kept, **options)
+    assert_allclose(rest, whole[:, 6:], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["elu", "window"])
@@ -156,7 +183,7 @@ def test_generating_with_a_memory_is_recomputing():
     params = model(has_memory=True)
     prompt, memory = rng(1).integers(0, VOCABULARY, (3, 2)), rng(2).standard_normal((3, 6, DIM))
     mask = rng(3).random((3, 6)) < 0.6
-    for attention in (ELU, layers.SoftmaxAttention()):
+    for attention in (ELU, layers.SoftmaxAttention(), *PLACED.values()):
         options = {"num_heads": HEADS, "attention": attention, "memory_mask": mask}
         found = layers.generate(params, prompt, 7, memory, **options)
         whole = np.concatenate([prompt, found], axis=1)
@@ -294,11 +321,17 @@ def test_a_state_is_of_as_many_layers():
         layers.decoder(two, x, initial_state=state, **options)
 
 
-def test_a_memory_by_distance_is_no_state():
+@pytest.mark.parametrize(
+    "attention", [DECAY, layers.SoftmaxAttention(window=1), layers.LandmarkAttention()], ids=str
+)
+def test_a_memory_that_needs_the_whole_sequence_is_no_state(attention):
+    """By distance, or by what is fitted to all queries: a part would give other numbers."""
     params = layers.init_decoder(rng(), 1, DIM, HEADS, has_memory=True)
     x = np.ones((3, DIM), np.float32)
+    options = {"num_heads": HEADS, "cross_attention": attention}
+    layers.decoder(params, x, x, **options)
     with pytest.raises(NotImplementedError, match="give cross_attention= another one"):
-        layers.decoder(params, x, x, num_heads=HEADS, attention=DECAY, return_state=True)
+        layers.decoder(params, x, x, return_state=True, **options)
 
 
 # Files -------------------------------------------------------------------------------------------
@@ -331,10 +364,14 @@ def test_names_are_mapped_and_arrays_joined(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dim_feedforward": 16}, TypeError, "got an unexpected option 'dim_feedforward'"),
+        (
+            {"dim_feedforward": 16},
+            TypeError,
+            r"\(\) got an unexpected keyword argument 'dim_feedforward'; it takes rng, ",
+        ),
         ({"norm": "batch_norm"}, ValueError, "norm must be one of layer_norm, rms_norm, got 'ba"),
         ({"activation": "tanh"}, ValueError, "activation must be one of relu, .*, got 'tanh'"),
-        ({"dtype": np.int64}, TypeError, "dtype must be float32 or float64, got int64"),
+        ({"dtype": np.int64}, TypeError, "dtype must be float16, float32 or float64, got int64"),
     ],
 )
 def test_options_of_drawn_parameters(options, error, message):
@@ -346,10 +383,37 @@ def test_options_of_drawn_parameters(options, error, message):
         layers.init_language_model(rng(), VOCABULARY, 1, DIM, HEADS, **options)
 
 
+@pytest.mark.parametrize("placed", [None, layers.Rotary(), layers.Alibi()], ids=str)
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("name", STREAMS | PLACED | {"automatic": 0, "landmarks": 0})
+def test_no_tokens_and_no_sequences(shape, name, placed):
+    automatic, landmarks = layers.AutomaticAttention(), layers.LandmarkAttention(2, rng=0)
+    others = {"automatic": automatic, "landmarks": landmarks}
+    attention = (STREAMS | PLACED | others)[name]
+    if isinstance(placed, layers.Alibi) and name in ("bounded", "rotated", *others):
+        placed = None
+    options = {"num_heads": HEADS, "attention": attention, "positions": placed}
+    x = np.ones((*shape, DIM))
+    params = layers.init_decoder(rng(), 1, DIM, HEADS, num_key_heads=2, dtype=np.float64)
+    if name != "landmarks":
+        assert layers.decoder(params, x, **options).shape == x.shape
+    if name != "bounded":
+        assert layers.encoder(params, x, **options).shape == x.shape
+    if name not in others:
+        lead, end = shape[:-1], layers.decoder(params, x, return_state=True, **options)[1]
+        more = rng(1).standard_normal((*lead, 2, DIM))
+        going_on = layers.decoder(params, more, initial_state=end, **options)
+        assert going_on.shape == more.shape
+        if not shape[-1]:
+            assert_allclose(going_on, layers.decoder(params, more, **options), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("placed", [None, layers.Rotary(), layers.Alibi()], ids=str)
 @pytest.mark.parametrize("attention", [layers.SoftmaxAttention(), ELU], ids=["softmax", "elu"])
-def test_no_tokens_and_no_sequences(shape, attention):
-    params, options = model(), {"num_heads": HEADS, "attention": attention}
+def test_no_tokens_have_gradient_zero(shape, attention, placed):
+    params = model()
+    options = {"num_heads": HEADS, "attention": attention, "positions": placed}
     tokens = np.zeros(shape, np.int64)
     out, pull = layers.language_model_vjp(params, tokens, **options)
     assert out.shape == (*shape, VOCABULARY)

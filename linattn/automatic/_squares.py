@@ -55,7 +55,7 @@ def squares_of(given: Given, num_rows: int) -> list[Square]:
     """Squares of which landmarks may be tried, from the largest down."""
     found: list[Square] = []
     length = int(given.problem.key.shape[-2])
-    ends = [(0, length)]
+    ends = [(0, length)] if length else []
     for start, stop in ends:
         square = Square(start, (start + stop) // 2, stop)
         problem = _rectangle(given, square).problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from linattn.layers import _heads
 from linattn.layers._heads import AttentionState, Heads, Positions
@@ -21,7 +21,7 @@ __all__ = [
     "LayerState",
     "Masks",
     "ModelOptions",
-    "check_init_options",
+    "check_norm",
     "for_steps",
     "layer",
     "options_of",
@@ -36,8 +36,11 @@ NORMS: dict[str, Any] = {"layer_norm": layer_norm_vjp, "rms_norm": rms_norm_vjp}
 EXACT = SoftmaxAttention()
 
 
-class _Options(TypedDict, total=False):
-    num_heads: Required[int]
+class _Needed(TypedDict):
+    num_heads: int
+
+
+class _Options(_Needed, total=False):
     attention: Attention | Sequence[Attention]
     activation: Activation
     norm_first: bool
@@ -111,20 +114,12 @@ class Options(NamedTuple):
 Sublayer: TypeAlias = Callable[[Params, Array], Result]
 
 
-def check_init_options(options: InitOptions) -> None:
-    """Check names of options, and a norm, which is only asked for its kind."""
-    unknown = sorted(options.keys() - InitOptions.__annotations__.keys())
-    if unknown:
-        names = ", ".join(InitOptions.__annotations__)
-        message = f"got an unexpected option {unknown[0]!r}; there are {names}"
-        raise TypeError(message)
-    _check_norm(options.get("norm", "layer_norm"))
-
-
-def _check_norm(norm: Norm) -> None:
+def check_norm(norm: Norm) -> Norm:
+    """Check the kind of a norm."""
     if norm not in NORMS:
         message = f"norm must be one of {', '.join(NORMS)}, got {norm!r}"
         raise ValueError(message)
+    return norm
 
 
 def options_of(
@@ -139,7 +134,7 @@ def options_of(
     eps: float = 1e-5,
 ) -> Options:
     """Give what was not chosen its default."""
-    _check_norm(norm)
+    check_norm(norm)
     cross = attention if cross_attention is None else cross_attention
     return Options(
         Heads(num_heads, attention, positions),
@@ -188,6 +183,7 @@ def stream_layer(
         )
         raise ValueError(message)
     tokens, of_memory = (None, None) if state is None else state
+    start = 0 if tokens is None else tokens.length
 
     def attend(part: Params, x: Array) -> Result:
         nonlocal tokens
@@ -198,7 +194,7 @@ def stream_layer(
         nonlocal of_memory
         if of_memory is None:
             of_memory = _heads.remember(part, memory, options.cross, masks.memory_mask)
-        return _heads.read(part, x, options.cross, of_memory), _no_pullback
+        return _heads.read(part, x, options.cross, of_memory, start), _no_pullback
 
     has_memory = memory is not None or of_memory is not None
     y, _ = _sublayers(params, x, options, attend, attend_memory if has_memory else None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from linattn import _arrays, _checks
 from linattn.layers._params import Params, Part, Pullback, Result, check_pair, join, split
 from linattn.layers.attentions import Alibi, Attention, Rotary, Scope
-from linattn.layers.dense import linear, linear_vjp
+from linattn.layers.dense import product
 from linattn.typing import Array
 
 __all__ = ["AttentionState", "Heads", "Positions", "attend", "read", "remember", "stream"]
@@ -67,7 +67,7 @@ def attend(
         out, pull_heads = heads.attention.vjp(query, key, value, scope)
     else:
         out = heads.attention(query, key, value, scope)
-    y, pull_out = linear_vjp(outer, _merge(out, shape))
+    y, pull_out = product(outer, _merge(out, shape))
 
     def pullback(grad_output: Array) -> tuple[Any, ...]:
         grads_out, grad = pull_out(grad_output)
@@ -91,23 +91,23 @@ def stream(
         query, key = (heads.positions.rotate(array, length) for array in (query, key))
     scope = _scope(Scope(is_causal=True), x, heads, shape)
     out, cache = heads.attention.extend(query, key, value, cache, scope)
-    y = linear(outer, _merge(out, shape))
+    y = product(outer, _merge(out, shape))[0]
     return y, AttentionState(cache, length + x.shape[-2])
 
 
 def remember(params: Params, memory: Array, heads: Heads, key_mask: Array | None) -> Any:
     """Return what to keep of a memory, for :func:`read`."""
     inner, _, shape = _checked(params, memory, heads)
-    key, value = _keys_and_values(linear(_halves(inner, shape)[1], memory), shape)
+    key, value = _keys_and_values(product(_halves(inner, shape)[1], memory)[0], shape)
     scope = _scope(Scope(key_mask=key_mask), memory, heads, shape)
     return heads.attention.remember(key, value, scope)
 
 
-def read(params: Params, x: Array, heads: Heads, cache: Any) -> Array:
-    """Attend to a memory that was cache."""
+def read(params: Params, x: Array, heads: Heads, cache: Any, start: int) -> Array:
+    """Attend to the memory that :func:`remember` cached; the first query is at ``start``."""
     inner, outer, shape = _checked(params, x, heads)
-    query = _split(linear(_halves(inner, shape)[0], x), shape.axes)
-    return linear(outer, _merge(heads.attention.read(query, cache), shape))
+    query = _split(product(_halves(inner, shape)[0], x)[0], shape.axes)
+    return product(outer, _merge(heads.attention.read(query, cache, start), shape))[0]
 
 
 def _checked(params: Params, x: Array, heads: Heads) -> tuple[Part, Part, _Shape]:
@@ -156,12 +156,12 @@ def _project(
     """Make queries, keys and values of heads; gradients by the projection and its inputs."""
     xp = _arrays.namespace(x)
     if memory is None:
-        projected, pull = linear_vjp(inner, x)
+        projected, pull = product(inner, x)
         query, rest = projected[..., : shape.queries], projected[..., shape.queries :]
     else:
         of_queries, of_keys = _halves(inner, shape)
-        query, pull_queries = linear_vjp(of_queries, x)
-        rest, pull_keys = linear_vjp(of_keys, memory)
+        query, pull_queries = product(of_queries, x)
+        rest, pull_keys = product(of_keys, memory)
     key, value = _keys_and_values(rest, shape)
 
     def pullback(grad_query: Array, grad_key: Array, grad_value: Array) -> tuple[Any, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +20,15 @@ __all__ = [
     "Part",
     "Pullback",
     "Result",
+    "accumulated",
     "as_part",
     "check_pair",
+    "floating",
     "join",
     "split",
     "split_layers",
+    "takes",
+    "with_pullback",
 ]
 
 Params: TypeAlias = Mapping[str, Array]
@@ -52,6 +58,84 @@ class Part(dict[str, Array]):
             f"{', '.join(repr(self.path + key) for key in self) or 'none of its parts'}"
         )
         raise ValueError(message)
+
+
+_Vjp = TypeVar("_Vjp", bound=Callable[..., Result])
+_Layer = TypeVar("_Layer", bound=Callable[..., Any])
+
+
+def takes(options: Any = None) -> Callable[[_Layer], _Layer]:
+    """Make a public function of one whose ``**options`` are those of a TypedDict."""
+
+    def decorator(function: _Layer) -> _Layer:
+        kinds = inspect.signature(function).parameters.values()
+        known = [p.name for p in kinds if p.kind is not p.VAR_KEYWORD]
+        known += [] if options is None else options.__annotations__
+        needed = frozenset() if options is None else options.__required_keys__
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            unknown = [name for name in kwargs if name not in known]
+            if unknown:
+                message = (
+                    f"{function.__name__}() got an unexpected keyword argument {unknown[0]!r}; it "
+                    f"takes {', '.join(known)}"
+                )
+                raise TypeError(message)
+            if not needed <= kwargs.keys():
+                message = f"{function.__name__}() needs {', '.join(needed - kwargs.keys())}="
+                raise TypeError(message)
+            return function(*args, **kwargs)
+
+        return _arrays.on_array_device(call)  # type: ignore[return-value]
+
+    return decorator
+
+
+def with_pullback(vjp: _Vjp) -> _Vjp:
+    """Let the pullback of a public function be public too."""
+
+    @wraps(vjp)
+    def call(*args: Any, **options: Any) -> Result:
+        out, pullback = vjp(*args, **options)
+        return out, _arrays.on_array_device(pullback)
+
+    return call  # type: ignore[return-value]
+
+
+def accumulated(vjp: _Vjp) -> _Vjp:
+    """Let a layer of tokens and its pullback compute float16 and bfloat16 in float32.
+
+    Results have the dtype of the inputs: each is rounded once.
+    """
+
+    @wraps(vjp)
+    def call(params: Params, x: Array, **options: Any) -> Result:
+        part = as_part(params)
+        if not _is_narrow(x):
+            return vjp(part, x, **options)
+        named = {f"params[{part.path + name!r}]": array for name, array in part.items()}
+        xp, (x, *arrays) = _checks.check_arrays(1, x=x, **named)
+        wide = _arrays.accumulation_dtype(xp, x.dtype, None)
+        widened = (xp.astype(array, wide) for array in arrays)
+        of_wide = Part(zip(part, widened, strict=True), part.path)
+        out, pull = vjp(of_wide, xp.astype(x, wide), **options)
+
+        def pullback(grad_output: Array) -> tuple[Any, ...]:
+            _checks.check_cotangent("grad_output", grad_output, "output", tuple(out.shape), x)
+            grads, grad = pull(xp.astype(grad_output, wide))
+            narrow = {name: xp.astype(g, x.dtype) for name, g in grads.items()}
+            return narrow, xp.astype(grad, x.dtype)
+
+        return xp.astype(out, x.dtype), pullback
+
+    return call  # type: ignore[return-value]
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether these may be numbers of which a sum needs a wider dtype."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and _arrays.dtype_bits(dtype) < 32
 
 
 def as_part(params: Any, *names: str) -> Part:
@@ -157,7 +241,13 @@ def normal_numbers(
             f"numpy.random.default_rng(seed)"
         )
         raise TypeError(message)
-    if np.dtype(dtype) not in (np.float32, np.float64):
-        message = f"dtype must be float32 or float64, got {np.dtype(dtype)}"
+    return (deviation * rng.standard_normal(shape)).astype(floating(dtype))
+
+
+def floating(dtype: Any) -> np.dtype[Any]:
+    """Check the dtype of drawn parameters."""
+    found: np.dtype[Any] = np.dtype(dtype)
+    if found not in (np.float16, np.float32, np.float64):
+        message = f"dtype must be float16, float32 or float64, got {found}"
         raise TypeError(message)
-    return (deviation * rng.standard_normal(shape)).astype(dtype)
+    return found

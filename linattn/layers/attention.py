@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from linattn import _checks
 from linattn.layers import _heads
 from linattn.layers._heads import AttentionState, Heads, Positions
-from linattn.layers._params import Params, Result, join
+from linattn.layers._params import Params, Result, join, takes, with_pullback
 from linattn.layers.attentions import Attention, Scope, SoftmaxAttention
 from linattn.layers.dense import init_linear
 from linattn.typing import Array
@@ -56,6 +56,7 @@ def multi_head_attention(
 ) -> tuple[Array, AttentionState]: ...
 
 
+@takes()
 def multi_head_attention(
     params: Params,
     x: Array,
@@ -86,7 +87,7 @@ def multi_head_attention(
         ``in_proj_bias`` and ``out_proj.bias``. H d need not be D, and with G below H a key serves
         H / G heads, one after the other: both are read off the shapes.
     x : array, (..., L, D)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     memory : array, (..., S, D), optional
         What keys and values are made of. Default x.
     num_heads : int
@@ -142,6 +143,8 @@ def multi_head_attention(
     return (out, state) if return_state else out
 
 
+@takes()
+@with_pullback
 def multi_head_attention_vjp(
     params: Params,
     x: Array,
@@ -178,6 +181,7 @@ def multi_head_attention_vjp(
     return _heads.attend(params, x, memory, heads, scope, differentiate=True)
 
 
+@takes()
 def init_multi_head_attention(
     rng: np.random.Generator,
     dim: int,

@@ -78,10 +78,17 @@ class Attention:
         """Return what to keep of a memory, which queries to come will see as a whole."""
         return key, value, scope
 
-    def read(self, query: Array, cache: Any) -> Array:
-        """Attend to what :meth:`remember` cache."""
+    def read(self, query: Array, cache: Any, start: int) -> Array:
+        """Attend to the memory that :meth:`remember` cached.
+
+        Queries and memory both count from 0: the first query is at position ``start``.
+        """
         key, value, scope = cache
         return self(query, key, value, scope)
+
+
+def _raise_by_distance(attention: Attention) -> NoReturn:
+    _raise(f"{attention!r} sees a memory by distance", "give cross_attention= another one")
 
 
 def _raise(problem: str, remedy: str) -> NoReturn:
@@ -138,6 +145,12 @@ class SoftmaxAttention(Attention):
             out = self._with_queries_before(query, cache, scope)
         return out, cache if self.window is None else cache.last(self.window)
 
+    def remember(self, key: Array, value: Array, scope: Scope) -> Any:
+        """Keep keys and values of the memory."""
+        if self.window is not None:
+            _raise_by_distance(self)
+        return super().remember(key, value, scope)
+
     def _read_one(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
         """Attend with the last query, which sees the whole cache: all heads at once."""
         xp = _arrays.namespace(query)
@@ -164,7 +177,7 @@ class SoftmaxAttention(Attention):
     def _options(self, query: Array, scope: Scope) -> dict[str, Any]:
         bias = None
         if scope.slopes is not None:
-            length = query.shape[-2]
+            length = max(1, query.shape[-2])
             bias = _like(query, -scope.slopes[..., None] * abs(np.arange(1 - length, length)))
         return {
             "scale": self.scale,
@@ -246,13 +259,14 @@ class LinearAttention(Attention):
         """Keep the state of the memory."""
         phi, lead = self.feature_map, tuple(key.shape[:-2])
         if self.exact_window is not None or self._decay(scope) is not None:
-            _raise(f"{self!r} sees a memory by distance", "give cross_attention= another one")
+            _raise_by_distance(self)
         state = init_state(phi, value.shape[-1], batch_shape=lead, like=key)
         return update_state(state, key, value, phi, key_mask=scope.key_mask)
 
-    def read(self, query: Array, cache: Any) -> Array:
+    def read(self, query: Array, cache: Any, start: int) -> Array:
         """Read the state of the memory."""
-        return read_state(query, cache, self.feature_map)
+        # Positions count from `length`: here that of the query, not of the memory.
+        return read_state(query, cache._replace(length=start), self.feature_map)
 
     def _decay(self, scope: Scope) -> NDArray[np.float64] | None:
         """Log decay of a token, for all heads or with the axes of heads."""
@@ -311,6 +325,8 @@ class LandmarkAttention(Attention):
 
     def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
         """Fit and attend."""
+        if _is_nothing(query, key):
+            return SoftmaxAttention()(query, key, value, scope)
         return linear_attention(
             query,
             key,
@@ -326,10 +342,16 @@ class LandmarkAttention(Attention):
         """Fit and attend, with a pullback."""
         if self.exact_window is not None or self.exact_clusters is not None:
             return super().vjp(query, key, value, scope)
+        if _is_nothing(query, key):
+            return SoftmaxAttention().vjp(query, key, value, scope)
         phi = self._fit(query, key, scope)
         return linear_attention_vjp(
             query, key, value, phi, is_causal=scope.is_causal, key_mask=scope.key_mask
         )
+
+    def remember(self, key: Array, value: Array, scope: Scope) -> Any:
+        """Raise: landmarks are fitted to all queries, and a stream has only those so far."""
+        _raise(f"{self!r} is fitted to all queries", "give cross_attention= another one")
 
     def _fit(self, query: Array, key: Array, scope: Scope) -> LandmarkFeatures:
         _check_no_slopes(self, scope)
@@ -441,6 +463,11 @@ class Alibi:
         return alibi_slopes(math.prod(head_axes)).reshape(head_axes)
 
 
+def _is_nothing(query: Array, key: Array) -> bool:
+    """Whether there is no pair of tokens, and so nothing to fit to."""
+    return 0 in query.shape or 0 in key.shape
+
+
 def _check_no_slopes(attention: Attention, scope: Scope) -> None:
     if scope.slopes is not None:
         message = (
@@ -465,4 +492,8 @@ def _with_axes(array: Array, ndim: int) -> Array:
 def _summed_like(grad: Array, array: Array) -> Array:
     """Sum a gradient over the heads that one key or value was broadcast to."""
     axes = tuple(i for i, (m, n) in enumerate(zip(grad.shape, array.shape, strict=True)) if m != n)
-    return _arrays.namespace(grad).sum(grad, axis=axes, keepdims=True) if axes else grad
+    if not axes:
+        return grad
+    xp = _arrays.namespace(grad)
+    wide = xp.astype(grad, _arrays.accumulation_dtype(xp, grad.dtype, None), copy=False)
+    return xp.astype(xp.sum(wide, axis=axes, keepdims=True), grad.dtype, copy=False)

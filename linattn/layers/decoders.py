@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from linattn import _checks
 from linattn.layers import _blocks
 from linattn.layers._blocks import DecoderOptions, DecoderState, InitOptions, LayerState, Masks
-from linattn.layers._params import Params, Result, join
+from linattn.layers._params import Params, Result, join, takes, with_pullback
 from linattn.layers.attention import init_multi_head_attention
 from linattn.layers.dense import init_feed_forward, init_norm
 from linattn.typing import Array
@@ -55,6 +55,7 @@ def decoder_layer(
 ) -> tuple[Array, LayerState]: ...
 
 
+@takes(DecoderOptions)
 def decoder_layer(
     params: Params,
     x: Array,
@@ -84,7 +85,7 @@ def decoder_layer(
         As those of :func:`encoder_layer`, and with a memory those of its attention after
         ``multihead_attn.`` and of a third norm.
     x : array, (..., L, D)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     memory : array, (..., S, D), optional
         What an encoder made.
     is_causal : bool, optional
@@ -111,7 +112,8 @@ def decoder_layer(
     attention, positions, activation, norm_first, norm, eps : optional
         As for :func:`encoder_layer`.
     cross_attention : Attention, optional
-        What attends to the memory. Default that of `attention`, without positions.
+        What attends to the memory. Default: `attention`, without `positions`. Query i stands at
+        position i, in a stream too, and the memory at 0, 1, ...
 
     Raises
     ------
@@ -132,6 +134,8 @@ def decoder_layer(
     return (y, state) if return_state else y
 
 
+@takes(DecoderOptions)
+@with_pullback
 def decoder_layer_vjp(
     params: Params,
     x: Array,
@@ -166,6 +170,7 @@ def decoder_layer_vjp(
     return _blocks.layer(params, x, memory, chosen, masks, differentiate=True)
 
 
+@takes(InitOptions)
 def init_decoder_layer(
     rng: np.random.Generator,
     dim: int,
@@ -188,9 +193,9 @@ def init_decoder_layer(
     dict
         NumPy arrays.
     """
-    _blocks.check_init_options(options)
     keys, hidden = options.get("num_key_heads"), options.get("hidden_dim")
-    activation, norm = options.get("activation", "relu"), options.get("norm", "layer_norm")
+    activation = options.get("activation", "relu")
+    norm = _blocks.check_norm(options.get("norm", "layer_norm"))
     kind: dict[str, Any] = {
         "bias": options.get("bias", True),
         "dtype": options.get("dtype", np.float32),
@@ -239,6 +244,7 @@ def decoder(
 ) -> tuple[Array, DecoderState]: ...
 
 
+@takes(DecoderOptions)
 def decoder(
     params: Params,
     x: Array,
@@ -259,7 +265,7 @@ def decoder(
         Those of :func:`decoder_layer` after ``layers.0.``, ``layers.1.`` and so on and, optional,
         of a last norm, ``norm.weight`` and ``norm.bias``.
     x : array, (..., L, D)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     memory : array, (..., S, D), optional
         What an encoder made. Without it this is a decoder-only model.
     is_causal, key_mask, memory_mask
@@ -299,6 +305,8 @@ def decoder(
     return (y, state) if return_state else y
 
 
+@takes(DecoderOptions)
+@with_pullback
 def decoder_vjp(
     params: Params,
     x: Array,
@@ -333,6 +341,7 @@ def decoder_vjp(
     return _blocks.stack(params, x, memory, chosen, masks, differentiate=True)
 
 
+@takes(InitOptions)
 def init_decoder(
     rng: np.random.Generator,
     num_layers: int,

@@ -13,12 +13,16 @@ from linattn.layers._params import (
     Params,
     Part,
     Result,
+    accumulated,
     all_tokens,
     as_part,
     check_pair,
+    floating,
     join,
     normal_numbers,
     split,
+    takes,
+    with_pullback,
 )
 from linattn.typing import Array
 
@@ -33,6 +37,7 @@ __all__ = [
     "layer_norm_vjp",
     "linear",
     "linear_vjp",
+    "product",
     "rms_norm",
     "rms_norm_vjp",
 ]
@@ -40,6 +45,7 @@ __all__ = [
 Activation: TypeAlias = Literal["relu", "squared_relu", "gelu", "gelu_tanh", "swiglu"]
 
 
+@takes()
 def linear(params: Params, x: Array) -> Array:
     r"""Multiply each token by a matrix and add a bias, as ``torch.nn.Linear``.
 
@@ -53,7 +59,7 @@ def linear(params: Params, x: Array) -> Array:
     params : dict
         ``weight`` (o, i) and, optional, ``bias`` (o,).
     x : array, (..., i)
-        float32 or float64, of any array-API library; the parameters are of the same.
+        Floats of any array-API library; the parameters are of the same library and dtype.
 
     Returns
     -------
@@ -78,9 +84,11 @@ def linear(params: Params, x: Array) -> Array:
     >>> layers.linear(params, np.ones((2, 5, 8), np.float32)).shape
     (2, 5, 16)
     """
-    return linear_vjp(params, x)[0]
+    return product(params, x)[0]
 
 
+@takes()
+@with_pullback
 def linear_vjp(params: Params, x: Array) -> Result:
     """Return :func:`linear` and its pullback.
 
@@ -96,6 +104,12 @@ def linear_vjp(params: Params, x: Array) -> Result:
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
     """
+    return product(params, x)
+
+
+@accumulated
+def product(params: Params, x: Array) -> Result:
+    """Return :func:`linear` and its pullback, for layers that call it."""
     part = as_part(params, "weight", "bias")
     xp, weight = check_pair(part, "weight", x)
     rows = all_tokens(x)
@@ -115,6 +129,7 @@ def linear_vjp(params: Params, x: Array) -> Result:
     return xp.reshape(out, shape), pullback
 
 
+@takes()
 def init_linear(
     rng: np.random.Generator,
     in_features: int,
@@ -134,7 +149,7 @@ def init_linear(
     bias : bool, optional
         Whether there is one. Default True.
     dtype : dtype, optional
-        float32, the default, or float64.
+        float16, float32 (the default) or float64.
 
     Returns
     -------
@@ -148,6 +163,7 @@ def init_linear(
     return params | {"bias": np.zeros(o, dtype)} if has_bias else params
 
 
+@takes()
 def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -> Array:
     r"""Two products with an activation in between, for each token.
 
@@ -164,7 +180,7 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
         ``linear1.weight`` (h, d), ``linear2.weight`` (d, h), for "swiglu" ``linear3.weight``
         (h, d), and optional biases, ``linear1.bias`` and so on.
     x : array, (..., d)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     activation : str, optional
         "relu", the default; "squared_relu", its square; "gelu", ``x Phi(x)``; "gelu_tanh", its
         approximation by tanh; "swiglu", ``x / (1 + exp(-x))`` times a third product.
@@ -193,6 +209,9 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
     return feed_forward_vjp(params, x, activation=activation)[0]
 
 
+@takes()
+@with_pullback
+@accumulated
 def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu") -> Result:
     """Return :func:`feed_forward` and its pullback.
 
@@ -213,13 +232,13 @@ def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu
     first, second, *third = split(
         params, "linear1.", "linear2.", *(["linear3."] if is_gated else [])
     )
-    inner, pull_1 = linear_vjp(first, x)
+    inner, pull_1 = product(first, x)
     active, derivative = ACTIVATIONS[activation](_arrays.namespace(x), inner)
     hidden = active
     if is_gated:
-        gate, pull_3 = linear_vjp(third[0], x)
+        gate, pull_3 = product(third[0], x)
         hidden = active * gate
-    out, pull_2 = linear_vjp(second, hidden)
+    out, pull_2 = product(second, hidden)
 
     def pullback(grad_output: Array) -> tuple[dict[str, Array], Array]:
         grads_2, grad_hidden = pull_2(grad_output)
@@ -234,6 +253,7 @@ def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu
     return out, pullback
 
 
+@takes()
 def init_feed_forward(
     rng: np.random.Generator,
     dim: int,
@@ -273,6 +293,7 @@ def init_feed_forward(
     return join(drawn)
 
 
+@takes()
 def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
     r"""Bring each token to mean 0 and variance 1, then scale and shift, as ``torch.nn.LayerNorm``.
 
@@ -286,7 +307,7 @@ def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
     params : dict
         ``weight`` (d,) and, optional, ``bias`` (d,).
     x : array, (..., d)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     eps : float, optional
         Added to the variance. Default 1e-5.
 
@@ -307,6 +328,9 @@ def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
     return layer_norm_vjp(params, x, eps=eps)[0]
 
 
+@takes()
+@with_pullback
+@accumulated
 def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
     """Return :func:`layer_norm` and its pullback.
 
@@ -334,6 +358,7 @@ def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
     return out, pullback
 
 
+@takes()
 def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
     r"""Bring each token to mean square 1, then scale, as ``torch.nn.RMSNorm``.
 
@@ -347,7 +372,7 @@ def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
     params : dict
         ``weight`` (d,).
     x : array, (..., d)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     eps : float, optional
         Added to the mean square. Default 1e-6.
 
@@ -368,6 +393,9 @@ def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
     return rms_norm_vjp(params, x, eps=eps)[0]
 
 
+@takes()
+@with_pullback
+@accumulated
 def rms_norm_vjp(params: Params, x: Array, *, eps: float = 1e-6) -> Result:
     """Return :func:`rms_norm` and its pullback.
 
@@ -410,6 +438,7 @@ def _normalized(part: Part, x: Array, eps: float) -> Result:
     return out, pullback
 
 
+@takes()
 def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:
     """Return the parameters of :func:`layer_norm`, or without bias of :func:`rms_norm`: 1 and 0.
 
@@ -426,7 +455,7 @@ def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[s
         NumPy arrays ``weight`` and ``bias``.
     """
     dim = _checks.check_positive_int("dim", dim)
-    params = {"weight": np.ones(dim, dtype)}
+    params = {"weight": np.ones(dim, floating(dtype))}
     has_bias = _checks.check_flag("bias", bias)
     return params | {"bias": np.zeros(dim, dtype)} if has_bias else params
 

@@ -18,6 +18,8 @@ from linattn.layers._params import (
     as_part,
     check_pair,
     normal_numbers,
+    takes,
+    with_pullback,
 )
 from linattn.positions import sinusoidal
 from linattn.typing import Array
@@ -28,6 +30,7 @@ _BLOCK = 1024
 """Tokens whose one-hot rows are made at once for the gradient of an embedding."""
 
 
+@takes()
 def embedding(
     params: Params,
     tokens: Array,
@@ -67,6 +70,8 @@ def embedding(
     return embedding_vjp(params, tokens, positions=positions, start=start)[0]
 
 
+@takes()
+@with_pullback
 def embedding_vjp(
     params: Params,
     tokens: Array,
@@ -99,7 +104,9 @@ def embedding_vjp(
     start = _checks.check_positive_int("start", start, least=0)
     length, dim = tokens.shape[-1], table.shape[-1]
     flat = xp.reshape(tokens, (math.prod(tokens.shape),))
-    out = xp.reshape(xp.take(table, flat, axis=0), (*tokens.shape, dim))
+    wide = _arrays.accumulation_dtype(xp, table.dtype, None)
+    rows = xp.astype(xp.take(table, flat, axis=0), wide, copy=False)
+    out = xp.reshape(rows, (*tokens.shape, dim))
     stop = start + length
     if "position.weight" in part:
         learned = check_pair(part, "position.weight", table)[1]
@@ -109,10 +116,10 @@ def embedding_vjp(
                 f"{stop} of them, got {learned.shape[0]}; give shorter inputs"
             )
             raise ValueError(message)
-        out = out + learned[start:stop, :]
+        out = out + xp.astype(learned[start:stop, :], wide, copy=False)
     if positions == "sinusoidal":
         device = array_api_compat.device(table)
-        out = out + _arrays.device_array(_sinusoids(start, length, dim), xp, table.dtype, device)
+        out = out + _arrays.device_array(_sinusoids(start, length, dim), xp, wide, device)
     elif positions is not None:
         message = (
             f"positions must be 'sinusoidal' or None, got {positions!r}; learned positions are "
@@ -122,15 +129,16 @@ def embedding_vjp(
 
     def pullback(grad_output: Array) -> tuple[dict[str, Array]]:
         _checks.check_cotangent("grad_output", grad_output, "output", tuple(out.shape), table)
-        grads = {"weight": _scattered(flat, all_tokens(grad_output), table)}
+        grad = xp.astype(grad_output, wide, copy=False)
+        grads = {"weight": _scattered(flat, all_tokens(grad), table)}
         if "position.weight" in part:
-            rows = xp.reshape(grad_output, (math.prod(tokens.shape[:-1]), length, dim))
-            summed = xp.sum(rows, axis=0)
+            rows = xp.reshape(grad, (math.prod(tokens.shape[:-1]), length, dim))
+            summed = xp.astype(xp.sum(rows, axis=0), table.dtype, copy=False)
             before, after = (xp.zeros_like(learned[rows, :]) for rows in _outside(start, stop))
             grads["position.weight"] = xp.concat([before, summed, after], axis=0)
         return (grads,)
 
-    return out, pullback
+    return xp.astype(out, table.dtype, copy=False), pullback
 
 
 def _outside(start: int, stop: int) -> tuple[slice, slice]:
@@ -165,19 +173,20 @@ def _check_tokens(part: Part, tokens: Any) -> Any:
 
 
 def _scattered(tokens: Array, rows: Array, table: Array) -> Array:
-    """Sum up rows by their token: a table of sums."""
+    """Sum up rows by their token: sums in the dtype of the table."""
     xp = _arrays.namespace(rows)
     # Small integers, which the tokens may be, would not hold all names.
     tokens = xp.astype(tokens, xp.int64, copy=False)
     names = xp.arange(table.shape[0], dtype=xp.int64, device=array_api_compat.device(tokens))
-    total = xp.zeros_like(table)
+    total = xp.zeros_like(table, dtype=rows.dtype)
     for begin in range(0, tokens.shape[0], _BLOCK):
         block = slice(begin, min(begin + _BLOCK, tokens.shape[0]))
         one_hot = xp.astype(names[:, None] == tokens[None, block], rows.dtype)
         total = total + one_hot @ rows[block, :]
-    return total
+    return xp.astype(total, table.dtype, copy=False)
 
 
+@takes()
 def init_embedding(
     rng: np.random.Generator,
     num_tokens: int,
@@ -200,7 +209,7 @@ def init_embedding(
     scale : float, optional
         Standard deviation. Default 1, as in torch.
     dtype : dtype, optional
-        float32, the default, or float64.
+        float16, float32 (the default) or float64.
 
     Returns
     -------

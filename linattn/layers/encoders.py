@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from linattn.layers import _blocks
 from linattn.layers._blocks import InitOptions, LayerOptions, Masks
-from linattn.layers._params import Params, Result
+from linattn.layers._params import Params, Result, takes, with_pullback
 from linattn.layers.decoders import init_decoder, init_decoder_layer
 from linattn.typing import Array
 
@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 
+@takes(LayerOptions)
 def encoder_layer(
     params: Params,
     x: Array,
@@ -52,7 +53,7 @@ def encoder_layer(
         of :func:`feed_forward`, and norms ``norm1.weight``, ``norm1.bias``, ``norm2.weight`` and
         ``norm2.bias``.
     x : array, (..., L, D)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     is_causal : bool, optional
         Token i sees tokens 0..i only: the layer of a decoder without a memory. Default False.
     key_mask : boolean array, (L,) or x.shape[:-1] with axes of 1, optional
@@ -93,6 +94,8 @@ def encoder_layer(
     return _blocks.layer(params, x, None, chosen, masks, differentiate=False)[0]
 
 
+@takes(LayerOptions)
+@with_pullback
 def encoder_layer_vjp(
     params: Params,
     x: Array,
@@ -125,6 +128,7 @@ def encoder_layer_vjp(
     return _blocks.layer(params, x, None, chosen, masks, differentiate=True)
 
 
+@takes(InitOptions)
 def init_encoder_layer(
     rng: np.random.Generator, dim: int, num_heads: int, **options: Unpack[InitOptions]
 ) -> dict[str, NDArray[Any]]:
@@ -156,6 +160,7 @@ def init_encoder_layer(
     return init_decoder_layer(rng, dim, num_heads, **options)
 
 
+@takes(LayerOptions)
 def encoder(
     params: Params,
     x: Array,
@@ -172,7 +177,7 @@ def encoder(
         Those of :func:`encoder_layer` after ``layers.0.``, ``layers.1.`` and so on and, optional,
         of a last norm, ``norm.weight`` and ``norm.bias``.
     x : array, (..., L, D)
-        float32 or float64, of any array-API library.
+        Floats of any array-API library.
     is_causal, key_mask, **options
         As for :func:`encoder_layer`, alike for all layers; ``attention`` may also be a list, one
         for each.
@@ -202,6 +207,8 @@ def encoder(
     return _blocks.stack(params, x, None, chosen, masks, differentiate=False)[0]
 
 
+@takes(LayerOptions)
+@with_pullback
 def encoder_vjp(
     params: Params,
     x: Array,
@@ -233,6 +240,7 @@ def encoder_vjp(
     return _blocks.stack(params, x, None, chosen, masks, differentiate=True)
 
 
+@takes(InitOptions)
 def init_encoder(
     rng: np.random.Generator,
     num_layers: int,

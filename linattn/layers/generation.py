@@ -12,9 +12,18 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn.layers import _blocks
 from linattn.layers._blocks import DecoderState, InitOptions, Masks, ModelOptions
-from linattn.layers._params import Params, Part, Result, as_part, join, split
+from linattn.layers._params import (
+    Params,
+    Part,
+    Result,
+    as_part,
+    join,
+    split,
+    takes,
+    with_pullback,
+)
 from linattn.layers.decoders import init_decoder
-from linattn.layers.dense import init_linear, linear_vjp
+from linattn.layers.dense import init_linear, product
 from linattn.layers.embeddings import embedding_vjp, init_embedding
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array
@@ -50,6 +59,7 @@ def language_model(
 ) -> tuple[Array, DecoderState]: ...
 
 
+@takes(ModelOptions)
 def language_model(
     params: Params,
     tokens: Array,
@@ -126,6 +136,8 @@ def language_model(
     return (logits, state) if return_state else logits
 
 
+@takes(ModelOptions)
+@with_pullback
 def language_model_vjp(
     params: Params,
     tokens: Array,
@@ -159,6 +171,7 @@ def language_model_vjp(
     return _model(params, tokens, memory, masks, options, differentiate=True)
 
 
+@takes(InitOptions)
 def init_language_model(
     rng: np.random.Generator,
     num_tokens: int,
@@ -214,6 +227,7 @@ def init_language_model(
     return join(parts)
 
 
+@takes(ModelOptions)
 def generate(
     params: Params,
     tokens: Array,
@@ -442,14 +456,14 @@ def _logits(params: Params, y: Array) -> tuple[Array, Any]:
     """Logits; gradients by the head, or None and by the tied embedding, and by y."""
     of_embedding, head, _ = _parts(params)
     if head:
-        logits, pull = linear_vjp(head, y)
+        logits, pull = product(head, y)
 
         def pullback(grad: Array) -> tuple[Any, ...]:
             grads, grad_y = pull(grad)
             return grads, None, grad_y
 
         return logits, pullback
-    logits, pull_tied = linear_vjp({"weight": of_embedding["weight"]}, y)
+    logits, pull_tied = product({"weight": of_embedding["weight"]}, y)
 
     def pullback_tied(grad: Array) -> tuple[Any, ...]:
         grads, grad_y = pull_tied(grad)

@@ -39,9 +39,11 @@ def load_safetensors(
     ------
     ImportError
         The package safetensors is not installed: it is in the extra ``layers``.
+    TypeError
+        A mapping that is not of names to names or lists of names.
     ValueError
-        A name that is not in the file, arrays of bfloat16 or that do not go together, or what is no
-        safetensors file.
+        A name that is not in the file, arrays of bfloat16 or that do not go
+        together, or what is no safetensors file.
     OSError
         The file cannot be read.
 
@@ -53,6 +55,8 @@ def load_safetensors(
     """
     safetensors = _package()
     name = checked_path(path)
+    if mapping is not None:
+        _check_mapping(mapping)
     with open(name, "rb"):  # an error of the system where there is no such file
         pass
     try:
@@ -73,6 +77,21 @@ def load_safetensors(
             )
             raise ValueError(message)
         return {key: _loaded(name, file, key, wanted) for key, wanted in mapping.items()}
+
+
+def _check_mapping(mapping: Any) -> None:
+    """Check that names are mapped to names, or to lists of them."""
+    wanted = "mapping must be a dictionary of names, or of lists of names, by name"
+    if not isinstance(mapping, Mapping):
+        message = f"{wanted}, got {type(mapping).__name__}; for parameters of the same names give "
+        message += "{name: name for name in names}"
+        raise TypeError(message)
+    for key, value in mapping.items():
+        listed = [value] if isinstance(value, str) else value
+        is_list = isinstance(listed, list | tuple) and all(isinstance(n, str) for n in listed)
+        if not isinstance(key, str) or not is_list:
+            message = f"{wanted}, got {key!r}: {value!r}"
+            raise TypeError(message)
 
 
 def _loaded(name: str, file: Any, key: str, wanted: str | Sequence[str]) -> NDArray[Any]:
@@ -117,7 +136,7 @@ def save_safetensors(path: Path, params: Params) -> None:
     ImportError
         The package safetensors is not installed: it is in the extra ``layers``.
     TypeError
-        Not a dictionary of arrays.
+        Not a dictionary of arrays by name, or a dtype that safetensors has not.
     OSError
         As :func:`linattn.save_state`.
     """
@@ -125,10 +144,19 @@ def save_safetensors(path: Path, params: Params) -> None:
     from safetensors.numpy import save
 
     target = checked_path(path)
-    arrays = {
-        key: np.ascontiguousarray(_arrays.to_numpy(_checks.check_array(f"params[{key!r}]", array)))
-        for key, array in as_part(params).items()
-    }
+    arrays = {}
+    for key, array in as_part(params).items():
+        if not isinstance(key, str):
+            message = f"params must be a dictionary of arrays by name, got the name {key!r}"
+            raise TypeError(message)
+        checked = _checks.check_array(f"params[{key!r}]", array)
+        arrays[key] = np.ascontiguousarray(_arrays.to_numpy(checked))
+        if arrays[key].dtype.kind not in "biuf":
+            message = (
+                f"params[{key!r}] must hold booleans, integers or floats of NumPy, got dtype "
+                f"{checked.dtype}; convert it to float32"
+            )
+            raise TypeError(message)
     write_bytes(target, save(arrays))
 
 
