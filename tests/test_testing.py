@@ -732,7 +732,7 @@ class TestCheckFeatureMap:
         lines = str(report).splitlines()
         assert max(map(len, lines)) <= 80
         assert lines[0].startswith("PositiveFeatures(dim=4")
-        assert "14 passed, 0 FAILED, 0 skipped" in str(report)
+        assert "15 passed, 0 FAILED, 0 skipped" in str(report)
         assert all(isinstance(row, Row) for row in report.rows)
 
     def test_biased_map_is_held_to_its_own_mean(self):
@@ -808,7 +808,6 @@ class TestCheckFeatureMap:
         [
             ({"num_features": 5}, "want num_features = 5 columns, got 4"),
             ({"key_features": lambda x: Features(None, np.full(x.shape, np.inf))}, "not finite"),
-            ({"positive": True, "key_features": lambda x: Features(None, x)}, "a feature is neg"),
             ({"estimate": lambda x, y: x @ np.swapaxes(y, -1, -2)}, "estimate.x, y. against"),
         ],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,15 +35,10 @@ __all__ = [
     "token_block",
     "transient_values_block",
     "values_and_one_block",
-    "warn_of_signs",
 ]
 
 OWN_ACTIVATIONS = (ELU_PLUS_ONE, RELU)
 """Activations of linattn; any other, whatever its name, may be a caller's function."""
-
-
-MAX_NEGATIVE_SHARE = 0.01
-"""Share of negative denominators that is passed over in silence."""
 
 
 def block_slices(length: int, size: int) -> Iterator[slice]:
@@ -155,11 +149,6 @@ class OutputRows:
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
         self._dtype = dtype
-        # To inspect values on a GPU is a host synchronization.
-        self._counts = problem.signed and not (
-            problem.lazy or array_api_compat.is_cupy_array(problem.query)
-        )
-        self._negative: list[int] = []
         self._divide = functions.divide
 
     def write(self, task: Index, rows: slice, block: Array) -> None:
@@ -171,9 +160,6 @@ class OutputRows:
 
     def write_divided(self, task: Index, rows: slice, part: Partial) -> None:
         """Put numerator over denominator."""
-        if self._counts:
-            negative = self._xp.astype(part.num_den[..., -1] < 0, self._xp.int64)
-            self._negative.append(int(self._xp.sum(negative)))
         if self._array is None or 0 in self._shape:
             self.write(task, rows, divide(part))
             return
@@ -194,7 +180,7 @@ class OutputRows:
     @property
     def divides_reads(self) -> bool:
         """Whether rows may be read and divided at once, into their place."""
-        return not (self._counts or self._array is None or 0 in self._shape)
+        return not (self._array is None or 0 in self._shape)
 
     def _where(self, task: Index, rows: slice) -> tuple[slice, ...]:
         return (*task_index(self._shape, 2, task)[:-2], rows, slice(None))
@@ -203,18 +189,3 @@ class OutputRows:
         if self._array is not None:
             return self._array
         return self._xp.concat([self._blocks[i] for i in sorted(self._blocks)], axis=-2)
-
-    def count_negative(self) -> int:
-        """Count the denominators that have come out negative, where values are inspected."""
-        return sum(self._negative)
-
-
-def warn_of_signs(negative: int, rows: int, stacklevel: int) -> None:
-    """Warn where many denominators have cancelled: the rows are no averages of the values."""
-    if negative > MAX_NEGATIVE_SHARE * rows:
-        message = (
-            f"{negative} of {rows} denominators are negative: the features take both signs, "
-            f"and these rows are no averages of the values; use a positive map, such as "
-            f"PositiveFeatures for the softmax or a Gaussian kernel, or more features"
-        )
-        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 from linattn import _dispatch, _generic
@@ -13,12 +12,12 @@ from linattn._driver.blocks import (
     block_slices,
     numerators,
     token_block,
-    warn_of_signs,
 )
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.packed import Batch, PackedRows, batches, join_states
 from linattn._driver.segments import run_segments
 from linattn._driver.sequences import solve_short
+from linattn._driver.signs import inspects_signs, warn_of_signs
 from linattn._driver.stops import head_tasks, join_tasks, planned
 from linattn._driver.tasks import take_problem, take_rows, task_index
 from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, update
@@ -34,8 +33,8 @@ class _Solved(NamedTuple):
     state: State | None
     """After the last key, where it is asked for."""
     log_normalizer: Array | None
-    negative: int = 0
-    """Denominators that are negative, as far as they are inspected."""
+    is_negative: Array | None = None
+    """Whether denominators are negative, ``(..., L)``; None where that is not inspected."""
 
 
 def solve(
@@ -51,7 +50,7 @@ def solve(
     elif problem.key_stop is not None and problem.key_stop.ndim > 1:
         run = _solve_heads
     solved = run(problem, return_state, checkpoints)
-    warn_of_signs(solved.negative, prod(solved.output.shape[:-1]), stacklevel=4)
+    warn_of_signs(solved.is_negative)
     return solved[:3]
 
 
@@ -79,7 +78,8 @@ def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array |
         if rows.stop - rows.start == length:
             states.append(state)
     output = xp.concat([part.output for part in parts], axis=-2)
-    warn_of_signs(sum(part.negative for part in parts), prod(output.shape[:-1]), stacklevel=5)
+    signs = [part.is_negative for part in parts if part.is_negative is not None]
+    warn_of_signs(xp.concat(signs, axis=-1) if signs else None)
     norms = [part.log_normalizer for part in parts]
     return output, state, xp.concat(norms, axis=-1) if problem.want_log else None, states
 
@@ -89,27 +89,28 @@ def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints
     shape = (*problem.lead, problem.query.shape[-2])
     output = PackedRows(problem, (*shape, problem.value.shape[-1]), problem.query.dtype)
     norms = PackedRows(problem, (*shape, 1), problem.dtype) if problem.want_log else None
+    signs = PackedRows(problem, (*shape, 1), problem.xp.bool) if inspects_signs(problem) else None
     states: list[tuple[Batch, State]] = []
-    negative, left = 0, None
+    left = None
     if not return_state and checkpoints is None:
         functions = _dispatch.block_functions(problem.xp)
-        results = _Results(problem, functions, output.array, None if norms is None else norms.array)
-        left = solve_short(problem, functions, results.write)
+        places = [None if rows is None else rows.array for rows in (output, norms, signs)]
+        left = solve_short(problem, functions, _Results(problem, functions, *places).write)
     for number, batch in enumerate(batches(problem, left)):
         part = batch.problem(problem, mask_rest=return_state or not problem.is_causal)
         store = None if checkpoints is None else checkpoints.part(number)
         place = output.place_of(batch)
         solved = _solve_walks(part, return_state, store, place)
-        negative += solved.negative
         if place is None or solved.output is not place:
             output.write(batch, solved.output)
-        if norms is not None and solved.log_normalizer is not None:
-            norms.write(batch, solved.log_normalizer[..., None])
+        for rows, of_batch in ((norms, solved.log_normalizer), (signs, solved.is_negative)):
+            if rows is not None and of_batch is not None:
+                rows.write(batch, of_batch[..., None])
         if solved.state is not None:
             states.append((batch, solved.state))
     state = join_states(problem, states) if return_state else None
-    norm = None if norms is None else norms.result()[..., 0]
-    return _Solved(output.result(), state, norm, negative)
+    norm, is_negative = (None if rows is None else rows.result()[..., 0] for rows in (norms, signs))
+    return _Solved(output.result(), state, norm, is_negative)
 
 
 def _solve_heads(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:
@@ -126,8 +127,9 @@ def _solve_heads(problem: Problem, return_state: bool, checkpoints: Checkpoints 
         kvz = join_tasks(tasks, [each.kvz for each in states], problem.state_lead)
         log_scale = join_tasks(tasks, [each.log_scale for each in states], problem.state_lead)
         state = State(kvz, log_scale, states[0].length)
-    negative = sum(part.negative for part in parts)
-    return _Solved(output, state, norm, negative)
+    signs = [part.is_negative for part in parts if part.is_negative is not None]
+    is_negative = join_tasks(tasks, signs, problem.lead) if signs else None
+    return _Solved(output, state, norm, is_negative)
 
 
 def _solve_walks(
@@ -177,9 +179,10 @@ def _solve_walks(
     state = _join(problem, states) if return_state or keeps_last else None
     if checkpoints is not None and keeps_last:
         checkpoints.last = state
-    output, norms = results.output, results.norms
-    norm = None if norms is None else norms.result()[..., 0]
-    return _Solved(output.result(), state, norm, output.count_negative())
+    norm, is_negative = (
+        None if rows is None else rows.result()[..., 0] for rows in (results.norms, results.signs)
+    )
+    return _Solved(results.output.result(), state, norm, is_negative)
 
 
 def _plan(problem: Problem, functions: Any) -> Plan:
@@ -197,7 +200,12 @@ class _Results:
     """Where the rows of a problem go, in places that may be given."""
 
     def __init__(
-        self, problem: Problem, functions: Any, place: Array | None, norms: Array | None = None
+        self,
+        problem: Problem,
+        functions: Any,
+        place: Array | None,
+        norms: Array | None = None,
+        signs: Array | None = None,
     ) -> None:
         dtype, width = problem.query.dtype, problem.value.shape[-1]
         self._problem = problem
@@ -205,7 +213,12 @@ class _Results:
         self.norms = None
         if problem.want_log:
             self.norms = OutputRows(problem, 1, problem.dtype, functions, norms)
-        needs_more = problem.want_log or isinstance(problem.query_spec, Corrected)
+        self.signs = None
+        if inspects_signs(problem):
+            self.signs = OutputRows(problem, 1, problem.xp.bool, functions, signs)
+        needs_more = (
+            problem.want_log or self.signs is not None or isinstance(problem.query_spec, Corrected)
+        )
         self.divides_reads = problem.normalize and not needs_more and self.output.divides_reads
         """Whether rows are read and divided at once."""
 
@@ -216,6 +229,8 @@ class _Results:
             self.output.write(task, rows, numerators(self._problem, part))
         if self.norms is not None:
             self.norms.write(task, rows, log_normalizer(part, self._problem))
+        if self.signs is not None:
+            self.signs.write(task, rows, part.num_den[..., -1:] < 0)
 
 
 def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
@@ -254,6 +269,8 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         tokens = token_block(problem, "query", row, start)
         query_spec, seen = read_spec(problem, state)
         part = functions.read_block(query_spec, tokens, seen, problem.want_log)
+        if inspects_signs(problem):
+            warn_of_signs(part.num_den[..., 0, -1] < 0)
         divided = divide(part) if problem.normalize else numerators(problem, part)
         output = problem.xp.astype(divided, problem.query.dtype, copy=False)
     return output[..., 0, :], state

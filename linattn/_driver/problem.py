@@ -18,6 +18,7 @@ from linattn import _arrays, _checks, _generic, _settings
 from linattn._driver.exact_keys import exact_fields
 from linattn._driver.modifiers import total_decay, weight_fields
 from linattn._driver.options import Options
+from linattn._driver.signs import may_be_signed
 from linattn._driver.visibility import Visibility, check_stop_axes, visibility
 from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
@@ -269,7 +270,7 @@ def _describe(
         num_threads=settings.num_threads,
         tf32=settings.precision == "tf32",
         **exact,
-        signed=not getattr(feature_map, "positive", True),
+        signed=may_be_signed(feature_map),
         feature_map=feature_map,
     )
 

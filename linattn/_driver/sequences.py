@@ -61,8 +61,7 @@ def solve_short(
 def _block_function(problem: Problem, functions: BlockFunctions) -> Any:
     """Return the backend's function for such blocks; None where it has none for this problem."""
     is_served = not {*problem.modifiers} - {"key_bias", "normalize"}
-    inspects = not (problem.lazy or problem.signed)
-    if not (is_served and inspects and problem.mode in ("full", "causal")):
+    if not is_served or problem.lazy or problem.mode not in ("full", "causal"):
         return None
     reasons = problem.state, problem.chunk_size, find("attention", problem.xp)
     if any(reason is not None for reason in reasons):

@@ -203,7 +203,11 @@ class BaseFeatureMap(ABC):
         make = self.query_spec if side == "query" else self.key_spec
         spec = make(xp, dtype, array_api_compat.device(x))
         with _generic.ignore_fp_warnings():
-            return _generic.evaluate(spec, Tokens(xp.astype(x, dtype, copy=False), None, 0))
+            log, values = _generic.evaluate(spec, Tokens(xp.astype(x, dtype, copy=False), None, 0))
+            if values is not None and log.shape[-1] > 1:
+                # In a state a value of 0 has a log of its own, -inf; as features it needs none.
+                log = xp.max(log, axis=-1, keepdims=True)
+            return Features(log, values)
 
     def query_features(self, x: Array) -> Features:
         """Features of queries.

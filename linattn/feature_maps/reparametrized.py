@@ -118,7 +118,7 @@ class Reparametrized(BaseFeatureMap):
             dim=d,
             num_features=feature_map.num_features,
             scale=feature_map.scale,
-            positive=feature_map.positive,
+            positive=getattr(feature_map, "positive", False),
             unbiased=feature_map.unbiased,
             causal=feature_map.causal,
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn.sampling import Seed, as_generator
 from linattn.testing._evidence import MalformedFeaturesError, UntestableError, on_host
-from linattn.typing import Array, ColumnNormalized, FeatureMap, Features
+from linattn.typing import Array, ColumnNormalized, FeatureMap, Features, SeparateDenominator
 
 __all__ = [
     "Floats",
@@ -21,6 +21,7 @@ __all__ = [
     "feature_products",
     "has_positions",
     "lead_axes",
+    "need_one_denominator",
     "need_pair_kernel",
     "standard_pairs",
     "width",
@@ -186,18 +187,36 @@ def has_positions(feature_map: Any, dim: int) -> bool:
 
 
 def need_pair_kernel(feature_map: Any) -> None:
-    """Refuse maps whose estimate of one pair depends on the other keys."""
-    make_spec = getattr(feature_map, "query_spec", None)
-    if make_spec is None:
-        return
-    x = np.zeros((1, 1))
-    xp = array_api_compat.array_namespace(x)
-    if isinstance(make_spec(xp, xp.float64, array_api_compat.device(x)), ColumnNormalized):
+    """Refuse maps of which a pair of vectors has no estimate of its own."""
+    spec, name = _query_spec(feature_map), type(feature_map).__name__
+    if isinstance(spec, ColumnNormalized):
         message = (
-            f"the weights of {type(feature_map).__name__} depend on all keys, each column being "
-            f"divided by its own normalizer: a pair has no estimate of its own"
+            f"the weights of {name} depend on all keys, each column being divided by its own "
+            f"normalizer: a pair has no estimate of its own"
         )
         raise UntestableError(message)
+    if isinstance(spec, SeparateDenominator):
+        message = (
+            f"{name} has features for numerators and others for denominators: a pair has two "
+            f"estimates"
+        )
+        raise UntestableError(message)
+
+
+def need_one_denominator(feature_map: Any) -> None:
+    """Refuse maps whose denominators are not the sums of the weights of their numerators."""
+    if isinstance(_query_spec(feature_map), SeparateDenominator):
+        message = f"{type(feature_map).__name__} divides by the sum of other weights"
+        raise UntestableError(message)
+
+
+def _query_spec(feature_map: Any) -> Any:
+    make_spec = getattr(feature_map, "query_spec", None)
+    if make_spec is None:
+        return None
+    x = np.zeros((1, 1))
+    xp = array_api_compat.array_namespace(x)
+    return make_spec(xp, xp.float64, array_api_compat.device(x))
 
 
 def standard_pairs(dim: int, scale: float, seed: int) -> tuple[Floats, Floats]:

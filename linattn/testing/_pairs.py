@@ -179,7 +179,7 @@ def check_power(pairs: Pairs, detectable: Floats, moving: NDArray[np.bool_]) -> 
     default pairs show anything.
     """
     feature_map = pairs.source.first
-    exponential = getattr(feature_map, "softmax_kernel", False) and feature_map.positive
+    exponential = all(getattr(feature_map, name, False) for name in ("softmax_kernel", "positive"))
     v = pairs.sq_norms()
     if pairs.given and exponential and np.max(v) > MAX_SQUARE_NORM:
         message = (

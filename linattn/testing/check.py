@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import linattn
+from linattn.diagnostics import denominators
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import (
     MapOrFactory,
@@ -22,6 +23,7 @@ from linattn.testing._draws import (
     feature_products,
     has_positions,
     lead_axes,
+    need_one_denominator,
     need_pair_kernel,
     width,
 )
@@ -55,6 +57,9 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 KURTOSIS = 25.0
 """Assumed where no variance is known: what one positive feature has at the default pairs."""
+
+SIZES_OF_SIGNS = (0.1, 0.5, 3.0, 10.0)
+"""Standard deviations of the tokens whose features and denominators may be negative."""
 
 MAX_BIAS_IN_SD = 0.5
 """Of a mean that counts as checked: larger biases, in standard deviations of a draw, are seen."""
@@ -202,22 +207,44 @@ def _features(subject: _Subject) -> Evidence:
     products = feature_products(subject.feature_map, x, y)
     if not np.all(np.isfinite(products)):
         fail(check, "features of moderate vectors are not finite")
-    query, key = (
-        checked_features(subject.feature_map, side, array)
-        for side, array in (("query_features", x), ("key_features", y))
-    )
-    m = width(query)
+    m = width(checked_features(subject.feature_map, "query_features", x))
     wanted = subject.feature_map.num_features
     if wanted is not None and m != wanted:
         fail(check, f"want num_features = {wanted} columns, got {m}")
-    positive = getattr(subject.feature_map, "positive", False)
-    for values in (query.values, key.values):
-        if positive and values is not None and np.any(on_host(values) < 0):
-            fail(check, "the map says positive, and a feature is negative")
     estimate = getattr(subject.feature_map, "estimate", None)
     if estimate is not None and _has_pair_kernel(subject.feature_map):
         assert_close(check, "estimate(x, y) against features", estimate(x, y), products, 1e-9)
     return Evidence(check, f"{m} columns, finite")
+
+
+def _signs(subject: _Subject) -> Evidence:
+    """Look for negative features and denominators, of small, moderate and large tokens."""
+    feature_map, check = subject.feature_map, "signs"
+    stated = getattr(feature_map, "positive", None)
+    is_signed, shares = False, []
+    for size in SIZES_OF_SIGNS:
+        query, key = (size / 0.5 * array for array in subject.tokens(2))
+        for side, x in (("query_features", query), ("key_features", key)):
+            values = checked_features(feature_map, side, x).values
+            least = 0.0 if values is None else float(np.nanmin(on_host(values), initial=0.0))
+            is_signed = is_signed or least < 0
+            if stated and least < 0:
+                message = (
+                    f"declared wrongly: positive is {stated!r}, and a feature of {side} is "
+                    f"{least:.3g} for tokens of size {size:g}; set positive = False"
+                )
+                fail(check, message)
+        shares.append(float(np.max(denominators(query, key, feature_map).negative)))
+    if stated:
+        return Evidence(check, "positive")
+    worst = max(shares)
+    may_cancel = is_signed or worst > 0
+    advice = "" if stated is not None else f"; undeclared: set positive = {not may_cancel}"
+    if not may_cancel:
+        return Evidence(check, f"no feature is negative here{advice}")
+    size = SIZES_OF_SIGNS[shares.index(worst)]
+    seen = f"{worst:.0%} are negative for tokens of size {size:g}" if worst else "here none is"
+    return Evidence(check, f"signed: denominators may cancel; {seen}{advice}")
 
 
 def _has_pair_kernel(feature_map: Any) -> bool:
@@ -322,12 +349,18 @@ def _permutation(subject: _Subject) -> Evidence:
     return assert_permutation_invariant(subject.feature_map)
 
 
+def _normalized(subject: _Subject) -> Evidence:
+    need_one_denominator(subject.feature_map)
+    return assert_normalized(subject.feature_map)
+
+
 def _inputs(subject: _Subject) -> Evidence:
     return assert_inputs_unchanged(subject.attend, *subject.tokens())
 
 
 CHECKS: dict[str, tuple[str, Callable[[_Subject], Evidence]]] = {
     "features": ("features are finite, as many as num_features", _features),
+    "signs": ("signs are the ones stated", _signs),
     "mean": ("the mean of estimates is the kernel", _mean),
     "variance": ("their variance is the one claimed", _variance),
     "redraw": ("one seed gives one map", _redraw),
@@ -337,7 +370,7 @@ CHECKS: dict[str, tuple[str, Callable[[_Subject], Evidence]]] = {
     "merge": ("states merge in any order", _merge),
     "permutation": ("the order of keys does not matter", _permutation),
     "batch": ("elements of a batch do not meet", _batch),
-    "normalized": ("weights sum to 1", lambda s: assert_normalized(s.feature_map)),
+    "normalized": ("weights sum to 1", _normalized),
     "namespace": ("library, dtype and device out as in", _namespace),
     "inputs": ("inputs are left alone", _inputs),
     "pickle": ("pickles and copies", lambda s: assert_picklable(s.feature_map)),
@@ -455,8 +488,10 @@ def _row(
         return Row(name, what, SKIPPED, "as asked")
     try:
         with warnings.catch_warnings():
-            # The inputs are made up here: no fitted map was fitted to them.
-            warnings.filterwarnings("ignore", "feature_map was fitted to other keys", UserWarning)
+            # The inputs are made up here: no fitted map was fitted to them, and the signs of
+            # denominators have a row of their own.
+            for message in ("feature_map was fitted to other keys", ".* denominators are negative"):
+                warnings.filterwarnings("ignore", message, UserWarning)
             evidence = run(subject)
     except UntestableError as error:
         return Row(name, what, SKIPPED, str(error))

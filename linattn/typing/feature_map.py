@@ -61,9 +61,9 @@ class MapAttributes(Protocol):
 
     @property
     def positive(self) -> bool:
-        """Whether no feature is negative, by default True: negative denominators are not counted.
+        """Whether no feature is negative, so that no denominator is and none is counted.
 
-        The verification kit checks it only where it is said.
+        A map without this attribute may be signed: calls warn where denominators are negative.
         """
         ...
 

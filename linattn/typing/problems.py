@@ -91,7 +91,7 @@ class Problem:
         Consecutive queries that choose clusters together; how many queries there are, and how many
         a block has, is a multiple. 1 beside a window.
     signed : bool
-        Whether features take both signs, so that a denominator may cancel.
+        Whether features may take both signs, so that a denominator may cancel.
     local_window : tuple of int or None
         Keys ``(left, right)`` of a query that softmax attention sees; None for all.
     relative_bias : RelativeBias or None
