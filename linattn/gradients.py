@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
@@ -359,7 +360,7 @@ def pullback_of(
 def _like(name: str, gradient: Array, array: Array) -> Array:
     """Sum the gradient of rows of keys, ``(..., S, 1)``, to the shape and dtype of an argument."""
     xp, gradient = _arrays.namespace(gradient), gradient[..., 0]
-    if not hasattr(array, "shape"):
+    if isinstance(array, numbers.Real):
         return xp.sum(gradient)
     shape = tuple(array.shape)
     if name == "log_decay" and len(shape) < gradient.ndim:

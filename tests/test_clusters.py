@@ -86,6 +86,26 @@ def test_every_library(xp, window):
     assert_allclose(xp.numpy(out), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+@pytest.mark.parametrize("name", ["log_decay", "window_bias"])
+def test_pairs_of_each_head_have_weights_of_its_own(xp, lead, name):
+    if xp.name in {"dask", "jax"}:
+        pytest.skip(f"{xp.name}: clusters need arrays whose values can be inspected")
+    query, key, value = inputs(lead=lead, queries=24, keys=24)
+    phi = fit(query, key, m=6)
+    weight = -np.linspace(0.1, 0.6, max(1, int(np.prod(lead)))).reshape(lead)
+    offset = np.arange(24) - np.arange(24)[:, None]
+    bias = weight[..., None, None] * abs(offset)
+    if name == "window_bias":
+        weight = np.stack([weight, 0 * weight, 2 * weight], axis=-1)
+        bias = weight[..., np.clip(offset, -1, 1) + 1]
+    arrays = (xp.array(x) for x in (query, key, value))
+    out = attend(*arrays, phi, 2, exact_window=4, **{name: xp.array(weight)})
+    options = {"exact_clusters": 2, "exact_window": 4}
+    want = clustered_attention(query, key, value, phi, bias=bias, **options)
+    assert_allclose(xp.numpy(out), want, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_narrow_dtypes_are_summed_in_float32(dtype):
     arrays = [x.astype(dtype) for x in inputs(queries=80)]

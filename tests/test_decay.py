@@ -683,6 +683,41 @@ def test_packed_states_have_the_gradients_of_each():
     assert_allclose(whole[4], total, atol=1e-12)
 
 
+@pytest.mark.parametrize("borders", [[0, 0, 7], [0, 7, 7], [0, 3, 3, 7]])
+def test_empty_sequences_have_gradients_in_every_library(xp, borders):
+    if xp.name == "dask":
+        pytest.skip("dask: gradients of packed sequences have a test of their own")
+    arrays, decay = tokens((2,), 7), decays("each token", (2,), 7)
+    options = {"is_causal": True, "cu_seqlens": borders, "return_state": True}
+    grads = [arrays[2], np.ones((len(borders) - 1, 2, PHI.num_features, arrays[2].shape[-1] + 1))]
+
+    def pulled(make):
+        _, pullback = linattn.linear_attention_vjp(
+            *map(make, arrays), PHI, log_decay=make(decay), **options
+        )
+        return pullback(*map(make, grads))
+
+    # What a state's gradient is depends on its log_scale, which a backend may choose otherwise.
+    with linattn.without_backends():
+        gradients, wanted = pulled(xp.array), pulled(np.asarray)
+    for got, want in zip(gradients, wanted, strict=True):
+        assert_allclose(xp.numpy(got), want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, float])
+def test_scalars_of_numpy_are_numbers_in_every_library(xp, number):
+    query, key, value = (xp.array(x) for x in tokens((2,), 6))
+
+    def pulled(decay):
+        output, pullback = linattn.linear_attention_vjp(
+            query, key, value, PHI, is_causal=True, log_decay=decay
+        )
+        return [xp.numpy(x) for x in (output, *pullback(output))]
+
+    for got, want in zip(pulled(number(-0.25)), pulled(-0.25), strict=True):
+        assert_array_equal(got, want)
+
+
 @pytest.mark.frameworks
 @pytest.mark.parametrize("kind", ["each token", "each head", "one for all", "full"])
 def test_frameworks_give_the_same_gradients(kind):

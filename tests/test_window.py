@@ -312,6 +312,22 @@ def test_what_lies_outside_the_sequence_has_no_say_in_its_scale(xp, length, is_c
     np.testing.assert_allclose(xp.numpy(out), exact, rtol=1e-5)
 
 
+@pytest.mark.parametrize("number", [np.float64, np.float32])
+@pytest.mark.parametrize("attend", ["linear", "softmax"])
+def test_far_biases_may_be_scalars_of_numpy(xp, number, attend):
+    arrays = [xp.array(x) for x in np.random.default_rng(0).standard_normal((3, 1, 12, 4))]
+    table, phi = xp.array(np.zeros(3)), PositiveFeatures(4, 8, rng=0)
+
+    def output(*far):
+        if attend == "softmax":
+            return linattn.softmax_attention(*arrays, window_bias=table, far_bias=far)
+        options = {"exact_window": 6, "window_bias": table, "far_bias": far}
+        return linattn.linear_attention(*arrays, phi, **options)
+
+    got, want = output(number(0.5), number(-np.inf)), output(0.5, -np.inf)
+    np.testing.assert_array_equal(xp.numpy(got), xp.numpy(want))
+
+
 @given(data=st.data())
 def test_biases_of_offsets_are_those_of_the_dense_form(xp_any_shape, draws, data):
     """Near pairs one by one, far ones with one bias a side; those within the window may be far."""

@@ -172,7 +172,7 @@ def pull(
     plan = functions.plan(planned(problem)).for_gradients()
     arguments = _arguments(problem)
     if problem.log_decay is not None and cotangent.state is not None:
-        arguments["last_state"] = arguments["log_decay"][..., :1, :]
+        arguments["last_state"] = arguments["log_decay"][..., : min(1, problem.key.shape[-2]), :]
     rows = {name: GradientRows(problem, array, plan.tasks) for name, array in arguments.items()}
     states: list[tuple[Index, Array]] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from types import ModuleType
 from typing import Any
 
@@ -57,14 +58,15 @@ def _far_ends(far_bias: Any, query: Array, lead: tuple[int, ...], dtype: Any) ->
     xp, ends = _arrays.namespace(query), []
     for i, end in enumerate(far_bias):
         name = f"far_bias[{i}]"
-        if array_api_compat.is_array_api_obj(end):
+        # A scalar of NumPy is a number beside any library.
+        if array_api_compat.is_array_api_obj(end) and not isinstance(end, numbers.Real):
             _checks.check_together("query", query, name, end)
             _checks.check_log_weights(name, end)
             _check_lead(name, tuple(end.shape), lead)
             ends.append(xp.astype(end, dtype, copy=False)[..., None])
         else:
-            left_out = isinstance(end, float) and end == -float("inf")
-            number = end if left_out else _checks.check_finite_number(name, end)
+            left_out = isinstance(end, numbers.Real) and end == -float("inf")
+            number = -float("inf") if left_out else _checks.check_finite_number(name, end)
             device = array_api_compat.device(query)
             ends.append(xp.full((1,), number, dtype=dtype, device=device))
     return ends
