@@ -102,7 +102,8 @@ class ExactClusters:
             """Log weight of keys so far from their query, all of them outside of its window."""
             if bias is None:
                 rate = xp.broadcast_to(xp.astype(decay, problem.dtype), (*problem.lead, 1, 1))
-                return xp.asarray(abs(offset), dtype=problem.dtype, device=device) * rate[(*head, ...)]
+                distance = xp.asarray(abs(offset), dtype=problem.dtype, device=device)
+                return distance * rate[(*head, ...)]
             table = xp.broadcast_to(bias.table, (*problem.lead, bias.table.shape[-1]))
             left, right = table[(*head, 0)], table[(*head, -1)]
             return xp.where(xp.asarray(offset < 0, device=device), left, right)
