@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import cases
 from linattn_cupy import device
 
 TESTS = Path(__file__).resolve().parent
@@ -169,18 +170,21 @@ def test_kernels_of_the_benchmark_are_compiled_in_threads(on_simulated_driver, t
     )
 
 
-def test_first_contact(on_simulated_driver):
+def test_first_contact_fails_where_nothing_is_computed(on_simulated_driver):
     said = on_simulated_driver(
         """
         from benchmarks.gpu import first_contact
-        sys.argv[1:] = ["environment"]
-        assert first_contact.main() == 0
-        sys.argv[1:] = ["float64"]
-        assert first_contact.main() == 0
+        assert first_contact.main(["--few"]) == 1
         """
     )
-    assert len(said) == 15
-    assert all(line.startswith("ok  ") for line in said)
+    end = next(i for i, line in enumerate(said) if line.startswith("-----"))
+    names = [line.removeprefix("begun ") for line in said[:end:2]]
+    assert len(names) == 3 + len(cases.FEW)
+    for name, line in zip(names, said[1:end:2], strict=True):
+        assert line.startswith(f"FAIL  {name}: ")
+        assert "Error" not in line
+    assert said[end].startswith(f"----- {len(names)} of {len(names)} failed")
+    assert said[end + 1 :] == said[1:end:2]
 
 
 CARDS = {

@@ -1,9 +1,10 @@
 """linattn on a GPU: is it right, does it behave as promised, how far is it from the limit.
 
-    python -m benchmarks.gpu.first_contact
+    python -m benchmarks.gpu.first_contact [--seconds S] [--few]
     python -m benchmarks.gpu.run [--out FILE] [--quick] [--only SECTION ...] [--seconds S]
 
-The first takes less than a minute. Runs of the second add to the file what it does not hold yet:
+The first compares results with formulas, and takes at most five minutes. Runs of the second add to
+the file what it does not hold yet:
 ``--only ceilings parity``, ``--only timings peers`` and ``--only behaviour`` are made to take less
 than ten minutes each, where a run of everything takes longer.
 

@@ -1,17 +1,18 @@
-"""What parity is checked on: operations, maps, dtypes, masks, states and hard inputs."""
+"""What is checked: operations, maps, dtypes, sizes, masks, states, graphs and hard inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["BOUNDS", "DTYPES", "MAPS", "Case", "cases"]
+__all__ = ["BOUNDS", "DTYPES", "FEW", "MAPS", "Case", "cases", "few", "telling_first"]
 
 BOUNDS = {"float32": 1e-5, "tf32": 5e-3, "float16": 1e-2, "bfloat16": 1e-2}
 """Largest relative error, as the norm of the difference over the norm of what is wanted."""
 
 DTYPES = tuple(BOUNDS)
 MAPS = ("favor", "hyperbolic", "elu", "relu")
+STEPS = ("decode_step", "decoder", "decoder_graph")
 
 
 @dataclass(frozen=True)
@@ -25,22 +26,31 @@ class Case:
     feature_map, dtype : str
         From ``MAPS`` and ``DTYPES``; tf32 are float32 arrays.
     operation : str
-        "attention", "decode_step", "decoder" or "gradient".
+        "attention", "gradient", "decode_step" or "decoder"; "graph" and "decoder_graph" replay a
+        captured call.
     lead : tuple of int
         Leading axes of queries.
     one_key_head : bool
         Whether the last of them is shared by all queries.
+    distinct : int
+        How many of the first axis of heads have numbers of their own, which the others repeat: what
+        is wanted is then computed for these only. 0 for all.
     queries, keys : int
         Lengths, equal for all but full attention.
+    moved_axes : bool
+        Whether arrays are views of (..., N, heads, d).
+    per_head : bool
+        Whether each head has a projection.
     masked : bool
         Whether keys are masked, with NaN where they are.
     continued : bool
         Whether a second call continues from the state of the first half of the keys.
-    everything : bool
+    all_outputs : bool
         Whether the state and the log normalizer are asked for.
     hard : str
         "jump": keys of vanishing weight, then usual ones, so that rows are computed again. "nan":
-        NaN in one key, which no earlier row may see.
+        NaN in one key, which no earlier row may see. "blind": the first keys are masked, so that
+        causal queries see none.
     """
 
     name: str
@@ -50,11 +60,14 @@ class Case:
     is_causal: bool = False
     lead: tuple[int, ...] = (2, 3)
     one_key_head: bool = False
+    distinct: int = 0
     queries: int = 700
     keys: int = 700
     dim: int = 64
     features: int = 256
     value_dim: int = 64
+    moved_axes: bool = False
+    per_head: bool = False
     masked: bool = False
     continued: bool = False
     all_outputs: bool = False
@@ -62,13 +75,18 @@ class Case:
 
     @property
     def bound(self) -> float:
-        """Largest error that passes."""
-        return BOUNDS[self.dtype]
+        """Largest error that passes; gradients round the forward pass too."""
+        return (2 if self.operation == "gradient" else 1) * BOUNDS[self.dtype]
+
+    @property
+    def row_bound(self) -> float:
+        """Largest error of a row that passes: a wrong row of many hardly moves the norm of all."""
+        return 10 * self.bound
 
     @property
     def kernel(self) -> str | None:
         """A kernel that must have run, so that no generic code takes its place unnoticed."""
-        if self.operation in ("decode_step", "decoder"):
+        if self.operation in STEPS:
             return "decode"
         if self.dtype in ("float16", "bfloat16"):
             return "causal_rows" if self.is_causal else "read_states"
@@ -87,6 +105,7 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
     for dtype in dtypes:
         for feature_map in ("favor", "elu"):
             yield from _variations(feature_map, dtype)
+            yield from _large(feature_map, dtype)
 
 
 def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
@@ -97,6 +116,7 @@ def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
             {"continued": True},
             {"one_key_head": True},
             {"all_outputs": True},
+            {"moved_axes": True},
         ):
             yield _case(feature_map, dtype, *what, is_causal=is_causal, **what)
         # Lengths below and beside those of tiles, dims that fill none, three leading axes.
@@ -108,17 +128,100 @@ def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
             features=72,
             value_dim=24,
         )
-        gradient = {"operation": "gradient", "queries": 300, "keys": 300}
-        yield _case(feature_map, dtype, "gradient", is_causal=is_causal, **gradient)
+        gradient = {"operation": "gradient", "queries": 300, "keys": 300, "is_causal": is_causal}
+        yield _case(feature_map, dtype, "gradient", **gradient)
+        yield _case(feature_map, dtype, "one_key_head gradient", one_key_head=True, **gradient)
+        hidden = {"hard": "blind", "masked": True, "all_outputs": True}
+        yield _case(feature_map, dtype, "blind", is_causal=is_causal, **hidden)
     yield _case(feature_map, dtype, "decode_step", operation="decode_step")
     yield _case(feature_map, dtype, "decoder", operation="decoder")
+    yield _case(feature_map, dtype, "decoder_graph", operation="decoder_graph")
+    if dtype in ("float16", "bfloat16"):  # cuBLAS is not captured
+        for is_causal in (False, True):
+            yield _case(feature_map, dtype, "graph", operation="graph", is_causal=is_causal)
     yield _case(feature_map, dtype, "nan", is_causal=True, hard="nan")
     if feature_map == "favor":
         yield _case(feature_map, dtype, "jump", is_causal=True, hard="jump")
+        yield _case(feature_map, dtype, "per_head", is_causal=True, per_head=True, features=48)
+
+
+def _large(feature_map: str, dtype: str) -> Iterator[Case]:
+    """Dims of 128, values wider than 64, and so many long heads that blocks walk several tiles."""
+    for is_causal in (False, True):
+        options: dict[str, object] = {"is_causal": is_causal}
+        dims = {"dim": 128, "value_dim": 128}
+        yield _case(feature_map, dtype, "d128", **options, **dims)
+        yield _case(feature_map, dtype, "wide", **options, value_dim=136)
+        long = {"lead": (64,), "distinct": 3, **options}
+        yield _case(feature_map, dtype, "long", **long, queries=4000, keys=4000)
+        options["operation"] = "gradient"
+        lengths = {"queries": 300, "keys": 300}
+        yield _case(feature_map, dtype, "d128 gradient", **options, **lengths, **dims, features=128)
+        yield _case(feature_map, dtype, "wide gradient", **options, **lengths, value_dim=72)
+        long["operation"] = "gradient"
+        yield _case(feature_map, dtype, "long gradient", **long, queries=2000, keys=2000)
 
 
 def _case(feature_map: str, dtype: str, *what: str, **options: object) -> Case:
     kind = "causal" if options.get("is_causal") else "full"
-    words = what if options.get("operation") in ("decode_step", "decoder") else (*what, kind)
+    words = what if options.get("operation") in STEPS else (*what, kind)
     name = " ".join([dtype, feature_map, *(word.replace("_", " ") for word in words)])
     return Case(name, feature_map, dtype, **options)  # type: ignore[arg-type]
+
+
+FEW = (
+    "bfloat16 favor basic causal",
+    "bfloat16 favor basic full",
+    "bfloat16 favor gradient causal",
+    "bfloat16 favor decoder",
+    "float32 favor basic causal",
+    "float16 elu all outputs causal",
+    "bfloat16 favor jump causal",
+    "bfloat16 favor graph causal",
+    "float32 favor decoder graph",
+)
+"""Cases of each kernel family that an interpreter can run, made smaller by :func:`few`."""
+
+TELLING = (
+    *FEW[:5],
+    "bfloat16 favor long causal",
+    "bfloat16 favor long gradient causal",
+    "bfloat16 favor long full",
+    "float32 favor long causal",
+    *FEW[5:],
+    "bfloat16 favor masked causal",
+    "bfloat16 favor blind causal",
+    "bfloat16 favor d128 causal",
+    "bfloat16 favor wide full",
+    "bfloat16 favor one key head causal",
+    "bfloat16 favor continued causal",
+    "bfloat16 elu long causal",
+    "float16 favor long gradient full",
+    "bfloat16 favor d128 gradient causal",
+    "bfloat16 favor wide gradient full",
+    "bfloat16 favor one key head gradient causal",
+    "float32 favor masked full",
+    "float32 favor long full",
+    "float32 favor jump causal",
+    "float32 favor decoder",
+    "bfloat16 favor decoder graph",
+    "tf32 favor basic causal",
+    "bfloat16 favor moved axes causal",
+    "bfloat16 favor odd causal",
+    "bfloat16 hyperbolic basic causal",
+    "bfloat16 relu basic causal",
+    "bfloat16 favor nan causal",
+)
+"""Cases that find most, in the order in which a first contact runs them; the rest follow."""
+
+
+def telling_first() -> list[Case]:
+    """Return every case, the most telling ones first."""
+    known = {case.name: case for case in cases()}
+    return [known.pop(name) for name in TELLING] + list(known.values())
+
+
+def few() -> list[Case]:
+    """Return a few cases of few heads and tokens."""
+    known = {case.name: case for case in cases()}
+    return [replace(known[name], lead=(1, 2), queries=150, keys=150) for name in FEW]

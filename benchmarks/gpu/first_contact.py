@@ -1,275 +1,282 @@
-"""What to run first on a GPU: ``python -m benchmarks.gpu.first_contact``, less than a minute.
+"""What to run first on a GPU: ``python -m benchmarks.gpu.first_contact``, at most five minutes.
 
-One line for each thing that can go wrong, and no item ends the rest: every group runs in a separate
-process, the most telling first. The host waits for the device after each launch, so that a kernel
-that faults is named. Nothing is written but to stdout; the exit code is 1 if anything failed.
+Compares results with dense formulas in float64 on the host, the most telling cases first. An item
+fails where an error is not within its bound, where a result differs between two runs of one call,
+or where generic code ran in the place of a kernel. The items run in another process; where a kernel
+breaks the device or never ends, the next process goes on with the next item. Kernels are compiled
+meanwhile, by a process for each core.
+
+Prints "begun NAME" and the result of each item, then what was left out for lack of time and all
+failures again. The exit code is 1 if anything failed, or nothing ran, and 2 where there is no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
 import os
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-import linattn
-from benchmarks.gpu.cases import Case, cases
-from benchmarks.gpu.compilation import build, variants
-from benchmarks.gpu.library import host_dtype, register
-from benchmarks.gpu.parity import feature_map_of
 from benchmarks.gpu.paths import ROOT, child_environment
-from benchmarks.gpu.timer import captured, kernel_seconds
+from benchmarks.gpu.run import unable
 
-__all__ = ["GROUPS", "main"]
+__all__ = ["main"]
 
-GROUP_SECONDS = 150
-CALLS = 5
-KINDS = {"full": False, "causal": True}
-Arrays = list[Any]
+ITEM_SECONDS = 100
+"""An item that takes longer ends its process."""
 
-_failed: list[str] = []
+BROKEN = 3
+"""Exit code of a process whose device no longer answers."""
+
+Found = dict[str, Any]
 
 
-def main() -> int:
-    """Run all groups, each in a separate process, or the one that is named."""
-    if len(sys.argv) > 1:
-        register()
-        GROUPS[sys.argv[1]]()
-        return bool(_failed)
-    codes = []
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.first_contact",
+        description="Compare linattn on the first GPU with dense formulas on the host.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=300.0 - ITEM_SECONDS, help="begin no item after that")
+    add("--few", action="store_true", help="small cases of each kind, for an interpreter")
+    add("--only", nargs="+", metavar="NAME", help="items to run in place of all")
+    # How this script starts itself.
+    add("--run", action="store_true", help=argparse.SUPPRESS)
+    add("--compile", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all items, or those that are named."""
+    options = _arguments(arguments)
+    reason = unable()
+    if reason is not None:
+        print(f"benchmarks.gpu: {reason}", file=sys.stderr)
+        return 2
+    items = _items(few=options.few)
+    names = options.only or list(items)
+    unknown = [name for name in names if name not in items]
+    if unknown:
+        print(f"benchmarks.gpu: no item is named {'; '.join(unknown)}", file=sys.stderr)
+        return 2
+    if options.compile:
+        return _compile(names)
+    if options.run:
+        stop = time.time() + options.seconds
+        return _run({name: items[name] for name in names}, stop, few=options.few)
+    return _watch(names, options.seconds, few=options.few)
+
+
+# In the process that watches ----------------------------------------------------------------------
+
+
+def _watch(names: list[str], seconds: float, *, few: bool) -> int:
+    """Start processes until all items are done or time is up, then print what failed."""
     begun = time.time()
-    for group in GROUPS:
-        start = time.time()
-        command = [sys.executable, "-m", "benchmarks.gpu.first_contact", group]
-        try:
-            finished = subprocess.run(
-                command, cwd=ROOT, env=child_environment(), timeout=GROUP_SECONDS
-            )
-            code: int | str = finished.returncode
-        except subprocess.TimeoutExpired:
-            code = f"none, stopped after {GROUP_SECONDS} s"
-        codes.append(code)
-        now = time.time()
-        print(f"----- {group}: exit code {code}, {now - start:.1f} s, {now - begun:.0f} s in all")
-    return int(any(codes))
+    left, failed = list(names), list[str]()
+    compilers = [] if few else _compilers(names)
+    while left and (rest := begun + seconds - time.time()) > 0:
+        before = len(left)
+        command = _command("--run", "--seconds", str(rest), *["--few"][: int(few)], "--only", *left)
+        code, running = _listen(command, left, failed)
+        if running is not None or (code and len(left) == before):
+            what = running or left[0]
+            left.remove(what)
+            failed.append(f"FAIL  {what}: its process ended with code {code}")
+            print(failed[-1], flush=True)
+            if running is None:
+                break  # others would end before their first item too
+        elif code == 0:
+            break
+    for process in compilers:
+        process.kill()
+        process.wait()
+    done = len(names) - len(left)
+    if left:
+        print(f"----- {len(left)} of {len(names)} not run: {'; '.join(left)}")
+    print(f"----- {len(failed)} of {done} failed, {time.time() - begun:.0f} s")
+    print(*failed, sep="\n", end="\n" if failed else "")
+    return int(bool(failed) or not done)
 
 
-def _item(name: str, work: Callable[[], Any]) -> None:
-    """Print what ``work`` returns, or how it fails."""
-    begun = time.time()
-    try:
-        print(f"ok    {name}: {work()}  [{time.time() - begun:.1f} s]", flush=True)
-    except Exception as error:  # of CUDA, of compilers: none may end the group
-        _failed.append(name)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {str(error)[:600]}"
-        place = f"{os.path.basename(where.filename)}:{where.lineno}"
-        print(f"FAIL  {name}: {said}  ({place})", flush=True)
+def _listen(command: list[str], left: list[str], failed: list[str]) -> tuple[int, str | None]:
+    """Print what a process says; return its exit code, and the item that it left unfinished."""
+    running = None
+    with subprocess.Popen(
+        command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            word, _, rest = line.strip().partition(" ")
+            if word == "begun" and rest in left:
+                running = rest
+            elif running and word in ("ok", "FAIL") and rest.strip().startswith(f"{running}:"):
+                left.remove(running)
+                running = None
+                if word == "FAIL":
+                    failed.append(line.strip())
+    return process.returncode, running
 
 
-def _environment() -> None:
-    """Versions, a kernel of CuPy, bfloat16, cuBLAS."""
-    import cupy
-
-    runtime = cupy.cuda.runtime
-
-    def versions() -> str:
-        cuda = f"driver {runtime.driverGetVersion()} runtime {runtime.runtimeGetVersion()}"
-        python = f"Python {sys.version.split()[0]} NumPy {np.__version__} CuPy {cupy.__version__}"
-        return f"{python} {cuda} NVRTC {cupy.cuda.nvrtc.getVersion()} linattn {linattn.__version__}"
-
-    def device() -> dict[str, Any]:
-        names = ("name", "major", "minor", "multiProcessorCount", "sharedMemPerBlockOptin")
-        found = runtime.getDeviceProperties(0)
-        return {name: found[name] for name in names}
-
-    def bfloat16() -> list[float]:
-        return list(cupy.ones(3, "float32").astype(host_dtype("bfloat16")).astype("f4").tolist())
-
-    def product() -> float:
-        ones = cupy.ones((64, 64), "float32")
-        return float((ones @ ones)[0, 0])
-
-    _item("versions", versions)
-    _item("device", device)
-    _item("a kernel of CuPy", lambda: float((cupy.ones(1000) * 2).sum()))
-    _item("bfloat16 in CuPy", bfloat16)
-    _item("cuBLAS", product)
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu.first_contact", *words]
 
 
-def _wanted(case: Case) -> bool:
-    usual = case.feature_map in ("favor", "elu") and case.dim == 64
-    return usual and (" basic " in case.name or case.operation != "attention")
-
-
-def _kernels() -> None:
-    """Compile in threads what the groups below launch, and more."""
-    import cupy
-
-    from linattn_cupy import device
-
-    def work() -> str:
-        wanted = variants(case for case in cases() if _wanted(case))
-        compiled, errors = build(wanted)
-        if errors:
-            raise RuntimeError(errors[0])
-        here = cupy.cuda.runtime.getDevice()
-        resources = set()
-        for source, function, options in wanted:
-            kernel = device._kernel(source, function, options, here)
-            if not isinstance(kernel, str):
-                resources.add(
-                    (function, kernel.function.num_regs, kernel.function.local_size_bytes)
-                )
-        return f"{compiled} of {len(wanted)}; name, registers, local bytes: {sorted(resources)}"
-
-    _item("all kernels", work)
-
-
-def _waiting() -> None:
-    """Have a kernel that faults named."""
-    import cupy
-
-    from linattn_cupy import device
-
-    launch: Any = device.launch
-
-    def launch_and_wait(source: str, function: str, *rest: Any) -> None:
-        try:
-            launch(source, function, *rest)
-            cupy.cuda.Device().synchronize()
-        except Exception as error:
-            message = f"in {function}, grid {rest[1]}, shared {rest[3]}: {error}"
-            raise RuntimeError(message) from error
-
-    device.launch = launch_and_wait  # type: ignore[assignment]
-
-
-def _maps() -> dict[str, Any]:
-    return {name: feature_map_of(name, 64, 256) for name in ("favor", "elu")}
-
-
-def _attend(arrays: Arrays, phi: Any, is_causal: bool) -> Arrays:
-    query, key, value = arrays
-    return [linattn.linear_attention(query, key, value, phi, is_causal=is_causal)]
-
-
-def _pull(arrays: Arrays, phi: Any, is_causal: bool) -> Arrays:
-    query, key, value = arrays
-    _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=is_causal)
-    return list(pullback(value)[:3])
-
-
-def _decode(arrays: Arrays, phi: Any) -> Arrays:
-    state = linattn.init_state(phi, 64, batch_shape=(2, 3), like=arrays[0])
-    state = linattn.update_state(state, arrays[1], arrays[2], phi)
-    query, key, value = (array[..., 7, :] for array in arrays)
-    return [linattn.Decoder(phi, state).step(query, key, value)]
-
-
-def _numbers(dtype: str) -> None:
-    """Compare with float64 of the generic code on the same device."""
-    import cupy
-
-    _waiting()
-    rng = np.random.default_rng(0)
-    host = [rng.standard_normal((2, 3, 300, 64)).astype(host_dtype(dtype)) for _ in range(3)]
-    narrow = [cupy.asarray(a) for a in host]
-    wide = [cupy.asarray(a.astype("float64")) for a in host]
-
-    def errors(work: Callable[..., Arrays], *more: Any) -> str:
-        got = [a.get().astype("float64") for a in work(narrow, *more)]
-        with linattn.without_backends():
-            wanted = [a.get() for a in work(wide, *more)]
-        with np.errstate(all="ignore"):
-            found = [
-                float(np.linalg.norm(g - w) / np.linalg.norm(w))
-                for g, w in zip(got, wanted, strict=True)
-            ]
-        return "relative errors " + " ".join(f"{error:.1e}" for error in found)
-
-    for name, phi in _maps().items():
-        for kind, is_causal in KINDS.items():
-            _item(f"{dtype} {name} {kind}", partial(errors, _attend, phi, is_causal))
-            _item(f"{dtype} {name} gradient {kind}", partial(errors, _pull, phi, is_causal))
-        _item(f"{dtype} {name} decode", partial(errors, _decode, phi))
-    if dtype == "float32":
-        with linattn.config(precision="tf32"):
-            _item("tf32 causal", partial(errors, _attend, _maps()["favor"], True))
-
-
-def _arrays(dtype: str, length: int) -> Arrays:
-    import cupy
-
+def _compilers(names: list[str]) -> list[subprocess.Popen[bytes]]:
+    """Start a process for each core but one, which compile the kernels of the items in turns."""
+    count = min(len(names), (os.cpu_count() or 1) - 1)
     return [
-        cupy.random.standard_normal((4, 16, length, 64), dtype="float32").astype(host_dtype(dtype))
-        for _ in range(3)
+        subprocess.Popen(
+            _command("--compile", "--only", *names[first::count]),
+            cwd=ROOT,
+            env=child_environment() | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for first in range(count)
     ]
 
 
-def _graph() -> None:
-    """Capture a call and replay it."""
+# In the other processes ---------------------------------------------------------------------------
+
+
+def _items(*, few: bool) -> dict[str, Any]:
+    """Items by name: functions, and cases of attention."""
+    # Not at the top: it needs what may be missing.
+    from benchmarks.gpu import cases
+
+    ours = cases.few() if few else cases.telling_first()
+    return {**ENVIRONMENT, **{case.name: case for case in ours}}
+
+
+def _compile(names: list[str]) -> int:
+    """Compile what items launch; CuPy's cache on disk passes it on to other processes."""
+    from benchmarks.gpu.compilation import build, variants
+    from benchmarks.gpu.library import register
+
+    register()
+    items = _items(few=False)
+    for name in names:
+        if name not in ENVIRONMENT:
+            build(variants([items[name]]))
+    return 0
+
+
+def _run(items: dict[str, Any], stop: float, *, few: bool) -> int:
+    """Run items one after another until ``stop``."""
+    from benchmarks.gpu import parity
+    from benchmarks.gpu.library import CupyLibrary, register
+    from benchmarks.gpu.record import Item, attempt
+
+    register()
+    library = CupyLibrary(2**24 if few else 2**28)
+    for name, item in items.items():
+        if time.time() > stop:
+            break
+        print(f"begun {name}", flush=True)
+        faulthandler.dump_traceback_later(ITEM_SECONDS, exit=True)
+        begun = time.time()
+        work: Callable[[], Found] = item if callable(item) else partial(parity.check, library, item)
+        found = attempt(Item(name, work))
+        faulthandler.cancel_dump_traceback_later()
+        word = "ok   " if found["passed"] else "FAIL "
+        print(f"{word} {name}: {_said(found)}  [{time.time() - begun:.1f} s]", flush=True)
+        if "exception" in found and not _answers():
+            return BROKEN
+    return 0
+
+
+def _said(found: Found) -> str:
+    if "exception" in found:
+        lines = [line.strip() for line in found["exception"].splitlines() if line.strip()]
+        return f"{lines[-1][:600]} ({next((x for x in lines[::-1] if x.startswith('File ')), '')})"
+    errors = ", ".join(f"{name} {error:.1e}" for name, error in found["errors"].items())
+    said = [f"{errors} (at most {found['bound']:.0e})"]
+    if "kernels" in found:
+        rows = max(found["row_errors"].values(), key=lambda error: (error != error, error))
+        said.append(f"a row {rows:.1e} ({found['row_bound']:.0e})")
+        said.append(f"same bits {found['deterministic']}")
+        said.append(f"{1e3 * found['seconds']:.1f} ms")
+        if not found["passed"]:
+            said.append(f"launched {', '.join(found['kernels']) or 'nothing'}")
+    return "; ".join([*said, *found.get("more", [])])
+
+
+def _answers() -> bool:
     import cupy
 
-    def work() -> str:
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            arrays, phi = _arrays("bfloat16", 1024), _maps()["favor"]
-            outputs: Arrays = []
-
-            def call() -> None:
-                outputs.extend(_attend(arrays, phi, True))
-
-            replay = captured(call)
-            replay()
-            stream.synchronize()
-            (again,) = _attend(arrays, phi, True)
-            return f"same bits {bool((again == outputs[-1]).all())}"
-
-    _item("graph of a call, bfloat16", work)
+    try:
+        cupy.ones(10).sum().get()
+    except Exception:  # a device that is gone raises errors of all kinds
+        return False
+    return True
 
 
-def _times() -> None:
-    """Time calls: on the host, until the device is done, and each kernel."""
+# What everything else needs -----------------------------------------------------------------------
+
+
+def _compared(got: Any, wanted: Any, bound: float, *more: str) -> Found:
+    import numpy as np
+
+    from benchmarks.gpu.parity import relative_error
+
+    error = relative_error(got.get().astype(np.float64), np.asarray(wanted, np.float64))
+    errors = {"result": error}
+    return {"errors": errors, "bound": bound, "more": more, "passed": bool(error <= bound)}
+
+
+def _kernel_of_cupy() -> Found:
     import cupy
+    import numpy as np
 
-    def work(arrays: Arrays, phi: Any, is_causal: bool) -> str:
-        for _ in range(3):
-            _attend(arrays, phi, is_causal)
-        cupy.cuda.Device().synchronize()
-        begun = time.perf_counter()
-        for _ in range(CALLS):
-            _attend(arrays, phi, is_causal)
-        host = time.perf_counter() - begun
-        cupy.cuda.Device().synchronize()
-        wall = time.perf_counter() - begun
-        kernels = kernel_seconds(lambda: _attend(arrays, phi, is_causal))
-        each = ", ".join(f"{name} {took * 1e6:.0f}" for name, took in kernels.items())
-        per = 1e6 / CALLS
-        return f"host {host * per:.0f} wall {wall * per:.0f} us; kernels {each}"
+    import linattn
 
-    for dtype, length in (("bfloat16", 8192), ("bfloat16", 1024), ("float32", 8192)):
-        arrays = _arrays(dtype, length)
-        for name, phi in _maps().items():
-            for kind, is_causal in KINDS.items():
-                what = f"{dtype} N={length} {name} {kind}"
-                _item(what, partial(work, arrays, phi, is_causal))
+    runtime, nvrtc = cupy.cuda.runtime, cupy.cuda.nvrtc.getVersion()
+    found = runtime.getDeviceProperties(0)
+    return _compared(
+        cupy.arange(1000, dtype="float64") * 2 + 1,
+        2 * np.arange(1000) + 1,
+        0.0,
+        f"{found['name'].decode()}, compute capability {found['major']}.{found['minor']}",
+        f"{found['multiProcessorCount']} multiprocessors",
+        f"driver {runtime.driverGetVersion()}, runtime {runtime.runtimeGetVersion()}",
+        f"NVRTC {'.'.join(map(str, nvrtc))}, CuPy {cupy.__version__}, NumPy {np.__version__}",
+        f"Python {sys.version.split()[0]}, linattn {linattn.__version__}",
+    )
 
 
-GROUPS: dict[str, Callable[[], None]] = {
-    "environment": _environment,
-    "kernels": _kernels,
-    "bfloat16": partial(_numbers, "bfloat16"),
-    "times": _times,
-    "float32": partial(_numbers, "float32"),
-    "graph": _graph,
-    "float16": partial(_numbers, "float16"),
-    "float64": partial(_numbers, "float64"),
+def _bfloat16_of_cupy() -> Found:
+    import cupy
+    import numpy as np
+
+    from benchmarks.gpu.library import host_dtype
+
+    numbers = np.linspace(-3, 5, 1000, dtype=np.float32)
+    rounded = numbers.astype(host_dtype("bfloat16")).astype(np.float32)
+    got = cupy.asarray(numbers).astype(host_dtype("bfloat16")).astype("float32")
+    return _compared(got, rounded, 0.0)
+
+
+def _product_of_cublas() -> Found:
+    import cupy
+    import numpy as np
+
+    a, b = np.random.default_rng(0).standard_normal((2, 256, 256), dtype=np.float32)
+    wanted = a.astype(np.float64) @ b.astype(np.float64)
+    return _compared(cupy.asarray(a) @ cupy.asarray(b), wanted, 1e-6)
+
+
+ENVIRONMENT: dict[str, Callable[[], Found]] = {
+    "a kernel of CuPy": _kernel_of_cupy,
+    "bfloat16 in CuPy": _bfloat16_of_cupy,
+    "a product of cuBLAS": _product_of_cublas,
 }
 
 

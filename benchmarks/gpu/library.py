@@ -16,14 +16,16 @@ from linattn import _dispatch
 
 __all__ = ["CupyLibrary", "Library", "host_dtype", "register"]
 
-POISONED_BYTES = 2**30
-"""Bytes of memory that are filled with NaN before a call."""
-
 
 class Library(Protocol):
-    """Arrays on a device; ``launches`` are the names of the kernels that were launched."""
+    """Arrays on a device.
+
+    ``launches`` are the names of the kernels that were launched; where ``waits`` is set a launch
+    waits for the device, so that the kernel that faults has a name.
+    """
 
     launches: list[str]
+    waits: bool
 
     def array(self, host: NDArray[Any], dtype: str) -> Any:
         """Copy to the device; masks stay boolean."""
@@ -31,8 +33,8 @@ class Library(Protocol):
     def numpy(self, array: Any) -> NDArray[Any]:
         """Copy to the host, as float64."""
 
-    def poison(self) -> None:
-        """Make what is allocated next hold NaN."""
+    def poison(self, byte: int) -> None:
+        """Make what is allocated next hold this byte, NaN in every dtype if 0xFF."""
 
 
 def host_dtype(name: str) -> Any:
@@ -61,20 +63,30 @@ def register() -> bool:
 
 
 class CupyLibrary:
-    """CuPy on the current device."""
+    """CuPy on the current device; so many bytes of memory are filled before a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, poisoned: int = 2**28) -> None:
         import cupy
 
         from linattn_cupy import device
 
         self._cupy: Any = cupy
+        self._poisoned = poisoned
         self.launches: list[str] = []
+        self.waits = False
         launch = device.launch
 
         def note(source: str, function: str, *args: Any) -> None:
             self.launches.append(function)
-            launch(source, function, *args)
+            stream = cupy.cuda.get_current_stream()
+            errors = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
+            try:
+                launch(source, function, *args)
+                if self.waits and not stream.is_capturing():
+                    stream.synchronize()
+            except errors as error:
+                message = f"in {function}, grid {args[1]}, block {args[2]}: {error}"
+                raise RuntimeError(message) from error
 
         device.launch = note  # type: ignore[assignment]
         # Else results of generic code would be taken for those of a kernel.
@@ -90,10 +102,10 @@ class CupyLibrary:
         """Copy to the host, as float64."""
         return np.asarray(array.get()).astype(np.float64)
 
-    def poison(self) -> None:
-        """Fill free memory with bytes 0xff, NaN in every dtype; allocations then come of it."""
+    def poison(self, byte: int) -> None:
+        """Fill free memory with a byte; allocations then come of it."""
         pool = self._cupy.get_default_memory_pool()
         pool.free_all_blocks()
-        memory = self._cupy.empty(POISONED_BYTES, dtype="uint8")
-        memory.fill(0xFF)
+        memory = self._cupy.empty(self._poisoned, dtype="uint8")
+        memory.data.memset(byte, self._poisoned)
         del memory

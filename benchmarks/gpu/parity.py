@@ -1,12 +1,13 @@
-"""Every operation against float64 on the host, on poisoned memory, several times.
+"""Every operation against dense formulas in float64 on the host, on poisoned memory, twice.
 
-What is wanted is computed by the generic code on NumPy, in float64, from the numbers that the
-inputs hold after they were rounded to their dtype.
+What is wanted is computed by :mod:`benchmarks.gpu.formulas` from the numbers that the inputs hold
+after they were rounded to their dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import linattn
-from benchmarks.gpu.cases import Case
-from benchmarks.gpu.library import Library
+from benchmarks.gpu import formulas
+from benchmarks.gpu.cases import STEPS, Case
+from benchmarks.gpu.library import Library, host_dtype
 from benchmarks.gpu.record import Item
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
 
 __all__ = [
-    "RUNS",
     "Inputs",
     "check",
     "feature_map_of",
@@ -32,16 +33,18 @@ __all__ = [
     "run",
 ]
 
-RUNS = 3
-STEPS = 20
+POISONS = (0xFF, 0)
+"""Bytes in free memory before each run: NaN in every dtype, then zeros."""
+
+NUM_STEPS = 20
 PRIMED = 100
 """Tokens in the state before steps."""
 
 LARGE_COORDINATE = 50.0
 """Coordinates of keys whose log weights are about -1e4."""
 
-JUMP, NAN_ROW = 40, 130
-"""Where usual keys begin, and where the NaN is."""
+JUMP, NAN_ROW, BLIND = 40, 130, 70
+"""Where usual keys begin, where the NaN is, and how many first keys nobody sees."""
 
 Floats = NDArray[Any]
 Results = dict[str, Any]
@@ -57,7 +60,7 @@ class Inputs(NamedTuple):
     mask: Any
 
 
-def items(library: Library, cases: Iterator[Case]) -> Iterator[Item]:
+def items(library: Library, cases: Iterable[Case]) -> Iterator[Item]:
     """Yield a check a case."""
     for case in cases:
         yield Item(case.name, partial(check, library, case))
@@ -72,6 +75,23 @@ def feature_map_of(name: str, dim: int, features: int) -> Any:
     return {"elu": EluFeatures, "relu": ReluFeatures}[name]()
 
 
+def _map_of(case: Case) -> Any:
+    if case.per_head:
+        rows = np.random.default_rng(0).standard_normal((*case.lead, case.features, case.dim))
+        return PositiveFeatures.from_projection(rows)
+    return feature_map_of(case.feature_map, case.dim, case.features)
+
+
+def _formula_of(case: Case, phi: Any) -> formulas.Formula:
+    """Return the formula of a map, its rows in the precision in which kernels have them."""
+    if case.feature_map in ("elu", "relu"):
+        return formulas.Formula(case.feature_map)
+    rows = (np.asarray(phi.projection) * case.dim**-0.25).astype(np.float32)
+    if case.operation not in STEPS:
+        rows = rows.astype(host_dtype(case.dtype))
+    return formulas.Formula(case.feature_map, rows.astype(np.float64))
+
+
 def relative_error(got: Floats, wanted: Floats) -> float:
     """Norm of the difference over the norm of what is wanted; NaN or another shape never passes."""
     if got.shape != wanted.shape:
@@ -81,41 +101,59 @@ def relative_error(got: Floats, wanted: Floats) -> float:
     return float(np.linalg.norm((got - wanted) / largest)) / size
 
 
+def row_error(got: Floats, wanted: Floats) -> float:
+    """Largest norm of a row's difference over the norm of the row, or of the mean row if larger."""
+    if got.shape != wanted.shape:
+        return float("inf")
+    norms = np.linalg.norm(wanted, axis=-1)
+    size = np.maximum(norms, np.sqrt(np.mean(norms**2)) or 1.0)
+    return float(np.max(np.linalg.norm(got - wanted, axis=-1) / size, initial=0.0))
+
+
 def check(library: Library, case: Case) -> dict[str, Any]:
-    """Run a case ``RUNS`` times and compare, with what is wanted and bitwise with each other."""
-    phi = feature_map_of(case.feature_map, case.dim, case.features)
+    """Run a case twice and compare, with what is wanted and bitwise with each other."""
+    phi = _map_of(case)
     host = host_inputs(case)
-    query, key, value, gradient = (library.array(a, case.dtype) for a in host[:4])
-    mask = None if host.mask is None else library.array(host.mask, case.dtype)
-    inputs = Inputs(query, key, value, gradient, mask)
-    runs = []
+    inputs = Inputs(*(_on_device(library, case, array) for array in host))
+    runs, seconds = [], 0.0
     library.launches.clear()
-    for _ in range(RUNS):
-        library.poison()
+    for number, byte in enumerate(POISONS):
+        library.poison(byte)
+        # A launch that waits has its kernel named if that faults; one that does not is as usual.
+        library.waits = number == 0
+        begun = time.perf_counter()
         with precision(case):
             runs.append(_fetch(library, run(case, phi, inputs)))
+        seconds = time.perf_counter() - begun
     kernels = sorted(set(library.launches))
-    rounded = Inputs(
-        library.numpy(inputs.query),
-        library.numpy(inputs.key),
-        library.numpy(inputs.value),
-        library.numpy(inputs.gradient),
-        host.mask,
-    )
-    with linattn.without_backends(), np.errstate(all="ignore"):
-        wanted = _numbers(run(case, phi, rounded))
-    errors = {name: _error(case, name, runs[0], wanted) for name in wanted}
-    deterministic = all(_same(runs[0], run) for run in runs[1:])
+    with np.errstate(all="ignore"):
+        wanted = _wanted(case, _formula_of(case, phi), host)
+        pairs = {name: _pair(case, name, runs[0], wanted) for name in wanted}
+        errors = {name: relative_error(*pair) for name, pair in pairs.items()}
+        rows = {name: row_error(*pair) for name, pair in pairs.items()}
+    same_bits = all(_same(runs[0], run) for run in runs[1:])
+    if "replayed" in wanted:
+        same_bits = same_bits and runs[0]["replayed"].tobytes() == runs[0]["output"].tobytes()
     close = all(bool(error <= case.bound) for error in errors.values())
+    close = close and all(bool(error <= case.row_bound) for error in rows.values())
     expected = case.kernel is None or case.kernel in kernels
     return {
         "dtype": case.dtype,
         "errors": errors,
         "bound": case.bound,
-        "deterministic": deterministic,
+        "row_errors": rows,
+        "row_bound": case.row_bound,
+        "deterministic": same_bits,
         "kernels": kernels,
-        "passed": close and deterministic and expected,
+        "seconds": seconds,
+        "passed": close and same_bits and expected,
     }
+
+
+def _on_device(library: Library, case: Case, array: Any) -> Any:
+    if array is None or not case.moved_axes or array.dtype == bool:
+        return None if array is None else library.array(array, case.dtype)
+    return library.array(array.swapaxes(-2, -3), case.dtype).swapaxes(-2, -3)
 
 
 def precision(case: Case) -> AbstractContextManager[Any]:
@@ -124,13 +162,14 @@ def precision(case: Case) -> AbstractContextManager[Any]:
 
 
 def host_inputs(case: Case) -> Inputs:
-    """Draw the arguments of a case, with seed 0."""
+    """Draw the arguments of a case, with seed 0, rounded to its dtype."""
     rng = np.random.default_rng(0)
-    key_lead = (*case.lead[:-1], 1) if case.one_key_head else case.lead
-    query = rng.standard_normal((*case.lead, case.queries, case.dim))
+    lead = (case.distinct, *case.lead[1:]) if case.distinct else case.lead
+    key_lead = (*lead[:-1], 1) if case.one_key_head else lead
+    query = rng.standard_normal((*lead, case.queries, case.dim))
     key = rng.standard_normal((*key_lead, case.keys, case.dim))
     value = rng.standard_normal((*key_lead, case.keys, case.value_dim))
-    gradient = rng.standard_normal((*case.lead, case.queries, case.value_dim))
+    gradient = rng.standard_normal((*lead, case.queries, case.value_dim))
     mask = None
     if case.hard == "jump":
         # One key over and over: rows of them do not depend on the rounding of its logits.
@@ -141,14 +180,19 @@ def host_inputs(case: Case) -> Inputs:
         mask = rng.random((*key_lead[:1], *(1 for _ in key_lead[1:]), case.keys)) < 0.8
         mask[..., -case.keys // 4 :] = False
         mask[..., 0] = True
+        if case.hard == "blind":
+            mask[..., :BLIND] = False
         hidden = ~np.broadcast_to(mask, key.shape[:-1])
         key[hidden], value[hidden] = np.nan, np.nan
-    return Inputs(query, key, value, gradient, mask)
+    arrays = [a.astype(host_dtype(case.dtype)) for a in (query, key, value, gradient)]
+    if case.distinct:
+        arrays = [np.resize(a, (*case.lead, *a.shape[1:])) for a in arrays]
+    return Inputs(arrays[0], arrays[1], arrays[2], arrays[3], mask)
 
 
 def run(case: Case, phi: Any, inputs: Inputs) -> Results:
     """Make the calls of a case; return all that comes out, by name."""
-    if case.operation in ("decode_step", "decoder"):
+    if case.operation in STEPS:
         return _steps(case, phi, inputs)
     query, key, value, gradient, mask = inputs
     options: dict[str, Any] = {"is_causal": case.is_causal}
@@ -156,6 +200,8 @@ def run(case: Case, phi: Any, inputs: Inputs) -> Results:
         output, pullback = linattn.linear_attention_vjp(query, key, value, phi, **options)
         names = ("grad_query", "grad_key", "grad_value")
         return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
+    if case.operation == "graph":
+        return _replayed(phi, (query, key, value), options)
     if mask is not None:
         options["key_mask"] = mask
     if case.continued:
@@ -175,51 +221,142 @@ def run(case: Case, phi: Any, inputs: Inputs) -> Results:
     return {"output": linattn.linear_attention(query, key, value, phi, **options)}
 
 
+def _replayed(phi: Any, arrays: tuple[Any, ...], options: dict[str, Any]) -> Results:
+    """Capture a call on other numbers, write those of the case into its arrays and replay it."""
+    import cupy
+
+    import linattn_cupy
+
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        own = [array[..., ::-1, :].copy() for array in arrays]
+        call = linattn_cupy.capture(linattn.linear_attention, *own, phi, **options)
+        for array, numbers in zip(own, arrays, strict=True):
+            array[...] = numbers
+        call.launch()
+        output = linattn.linear_attention(own[0], own[1], own[2], phi, **options)
+        stream.synchronize()
+    return {"output": output, "replayed": call.output}
+
+
 def _steps(case: Case, phi: Any, inputs: Inputs) -> Results:
     query, key, value = inputs[:3]
     state = linattn.init_state(phi, case.value_dim, batch_shape=case.lead, like=query)
     state = linattn.update_state(state, key[..., :PRIMED, :], value[..., :PRIMED, :], phi)
-    results: Results = {}
+    tokens: Any = [
+        tuple(array[..., PRIMED + step, :] for array in (query, key, value))
+        for step in range(NUM_STEPS)
+    ]
+    if case.operation == "decode_step":
+        outputs = []
+        for q, k, v in tokens:
+            output, state = linattn.decode_step(q, k, v, state, phi)
+            outputs.append(output)
+        return {"steps": outputs, "state": state}
     decoder = linattn.Decoder(phi, state)
-    for step in range(STEPS):
-        q, k, v = (array[..., PRIMED + step, :] for array in (query, key, value))
-        if case.operation == "decoder":
-            results[f"step {step}"] = decoder.step(q, k, v)
-        else:
-            results[f"step {step}"], state = linattn.decode_step(q, k, v, state, phi)
-    results["state"] = decoder.state if case.operation == "decoder" else state
-    return results
+    if case.operation == "decoder":
+        return {"steps": [decoder.step(*token) for token in tokens], "state": decoder.state}
+    return {"steps": _graph_of_steps(decoder, tokens), "state": decoder.state}
+
+
+def _graph_of_steps(decoder: Any, tokens: Any) -> list[Any]:
+    """Take the first step, which captures one, then replay it on the others."""
+    import cupy
+
+    import linattn_cupy
+
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        own = [array.copy() for array in tokens[0]]
+        first: list[Any] = []
+
+        def step() -> Any:
+            output = decoder.step(*own)
+            first.append(output)
+            return output
+
+        call = linattn_cupy.capture(step)
+        outputs = [first[0].copy()]
+        for token in tokens[1:]:
+            for array, numbers in zip(own, token, strict=True):
+                array[...] = numbers
+            call.launch()
+            outputs.append(call.output.copy())
+        stream.synchronize()
+    return outputs
+
+
+def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Floats]:
+    """Return what the formulas give for a case."""
+    query, key, value, grad = (a[: case.distinct or None].astype(np.float64) for a in host[:4])
+    kept = np.ones(key.shape[:-1], bool)
+    if host.mask is not None:
+        kept = np.broadcast_to(host.mask, kept.shape)
+        key, value = (np.where(kept[..., None], array, 0) for array in (key, value))
+    seen = kept[..., None, :]
+    if case.is_causal or case.operation in STEPS:
+        seen = seen & np.tri(query.shape[-2], key.shape[-2], dtype=bool)
+    if case.operation == "gradient":
+        output = formulas.attend(formula, query, key, value, seen).output
+        pulled = formulas.gradients(formula, query, key, value, seen, grad)
+        names = ("grad_query", "grad_key", "grad_value")
+        return {"output": output, **dict(zip(names, pulled, strict=True))}
+    whole = formulas.attend(formula, query, key, value, seen)
+    if case.operation in STEPS:
+        end = PRIMED + NUM_STEPS
+        kept[..., end:] = False
+        steps = np.moveaxis(whole.output[..., PRIMED:end, :], -2, 0)
+        return {"steps": steps, "state": formulas.state(formula, key, value, kept)}
+    if case.operation == "graph":
+        return {"output": whole.output, "replayed": whole.output}
+    if case.continued:
+        half = case.keys // 2
+        early = seen & (np.arange(case.keys) < half)
+        first = formulas.attend(formula, query, key, value, early).output
+        rows = (..., slice(half), slice(None)), (..., slice(half, None), slice(None))
+        state = formulas.state(formula, key, value, kept)
+        if case.is_causal:
+            return {"first": first[rows[0]], "output": whole.output[rows[1]], "state": state}
+        return {"first": first, "output": whole.output, "state": state}
+    if case.all_outputs:
+        state = formulas.state(formula, key, value, kept)
+        return {"output": whole.output, "state": state, "norm": whole.log_normalizer}
+    return {"output": whole.output}
 
 
 def _fetch(library: Library, results: Results) -> dict[str, Floats]:
-    fetched = {
-        name: x._replace(kvz=library.numpy(x.kvz), log_scale=library.numpy(x.log_scale))
-        if isinstance(x, linattn.State)
-        else library.numpy(x)
-        for name, x in results.items()
-    }
-    return _numbers(fetched)
+    """Copy to the host; states on their true scale: how they are split may differ."""
 
+    def fetched(x: Any) -> Floats:
+        if isinstance(x, linattn.State):
+            scale = np.exp(library.numpy(x.log_scale))
+            return np.asarray(library.numpy(x.kvz) * scale[..., None])
+        return np.stack([fetched(one) for one in x]) if isinstance(x, list) else library.numpy(x)
 
-def _numbers(results: Results) -> dict[str, Floats]:
-    """Put states on their true scale: how they are split into sums and scales may differ."""
     with np.errstate(all="ignore"):
-        return {
-            name: x.kvz * np.exp(x.log_scale)[..., None] if isinstance(x, linattn.State) else x
-            for name, x in results.items()
-        }
+        return {name: fetched(x) for name, x in results.items()}
 
 
 def _same(first: dict[str, Floats], second: dict[str, Floats]) -> bool:
     return all(first[name].tobytes() == second[name].tobytes() for name in first)
 
 
-def _error(case: Case, name: str, got: dict[str, Floats], wanted: dict[str, Floats]) -> float:
-    if name not in got:
-        return float("inf")
+def _pair(
+    case: Case, name: str, found: dict[str, Floats], wanted: dict[str, Floats]
+) -> tuple[Floats, Floats]:
+    """Return what a call gave and what is wanted, the numbers that are compared."""
+    got, want = found[name], wanted[name]
+    if case.distinct:
+        want = np.resize(want, (*case.lead, *want.shape[1:]))
+    if name == "norm":
+        # Of the sums themselves, each a row; that of no key is 0.
+        got, want = (
+            np.where(got == want, 1, np.exp(got - want))[..., None],
+            np.ones((*want.shape, 1)),
+        )
     if case.hard == "nan":
-        if not np.isnan(got[name][..., NAN_ROW:, :]).all():
-            return float("inf")  # a plausible number made of NaN
-        rows = (..., slice(NAN_ROW), slice(None))
-        return relative_error(got[name][rows], wanted[name][rows])
-    return relative_error(got[name], wanted[name])
+        made_of_nan = np.isnan(got[..., NAN_ROW:, :]).all()
+        got, want = got[..., :NAN_ROW, :], want[..., :NAN_ROW, :]
+        if not made_of_nan:
+            got = np.full(want.shape, np.inf)  # a plausible number made of NaN
+    return got, want

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.gpu.paths import ROOT, child_environment
 from benchmarks.gpu.record import SECTIONS, STOPPED, Record
 
-__all__ = ["main"]
+__all__ = ["main", "unable"]
 
 COMPILED = ("parity", "timings", "behaviour")
 """Sections before which all kernels are compiled."""
@@ -45,7 +45,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all sections; 1 if a check failed, 2 if nothing can run here."""
     options = _arguments(arguments)
-    reason = _unable()
+    reason = unable()
     if reason is not None:
         print(f"benchmarks.gpu: {reason}", file=sys.stderr)
         return 2
@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if record.failures() else 0
 
 
-def _unable() -> str | None:
+def unable() -> str | None:
+    """Say why nothing can run here; None if it can."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         return f"needs {', '.join(NEEDED)}; {', '.join(missing)} cannot be imported"
