@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from functools import cache, wraps
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ __all__ = [
     "_is_ordinary",
     "accumulation_dtype",
     "are_ordinary",
+    "as_autocast",
+    "autocast_dtype",
+    "cast_floats",
     "device_array",
     "dtype_bits",
     "is_lazy",
@@ -29,6 +32,8 @@ __all__ = [
 ]
 
 _namespaces: dict[type, ModuleType] = {}
+_MARK = "linattn: without autocast"
+"""In the metadata of steps of backward passes."""
 
 
 def namespace(array: Array) -> ModuleType:
@@ -73,29 +78,139 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def on_array_device(function: _F) -> _F:
-    """Let a public function run where its arrays are, and without NumPy's floating-point errors.
+    """Let a public function run in the modes of its arrays, without NumPy's floating-point errors.
 
-    CuPy allocates and launches on the current device: that of the first CuPy array is made the
-    current one. Other libraries know no current device. Overflow and NaN show in the result, by
-    contract; what ``np.errstate`` of the caller would raise or warn only repeats it.
+    CuPy allocates and launches on the current device, wherever the arrays are: the device of the
+    first CuPy array becomes the current one. ``torch.autocast`` rounds the factors of every product
+    to 16 bits: it is switched off inside the function. Other libraries have no such modes. Overflow
+    and NaN show in the result, by contract; what ``np.errstate`` of the caller would raise or warn
+    only repeats it.
     """
+    return _entered((), function)
 
+
+def as_autocast(*names: str) -> Callable[[_F], _F]:
+    """Return a decorator as :func:`on_array_device` that also casts these arguments as torch would.
+
+    Inside ``torch.autocast`` torch casts the arguments of ``scaled_dot_product_attention`` to the
+    dtype of the context, all but float64. If the function returns a pullback last, its first
+    gradients are those of these arguments, and are returned in the dtypes that the caller gave.
+    """
+    return partial(_entered, names)
+
+
+def _entered(names: tuple[str, ...], function: _F) -> _F:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        cupy = sys.modules.get("cupy")
+        # The classes are missing while the libraries are being imported.
+        cupy_array: Any = getattr(sys.modules.get("cupy"), "ndarray", ())
+        tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
         with np.errstate(all="ignore"):
-            return function(*args, **kwargs) if cupy is None else on_device(cupy, *args, **kwargs)
+            if cupy_array or tensor:
+                return in_modes(cupy_array, tensor, *args, **kwargs)
+            return function(*args, **kwargs)
 
-    def on_device(cupy: Any, /, *args: Any, **kwargs: Any) -> Any:
-        kind: Any = getattr(cupy, "ndarray", ())  # it has none yet while it is being imported
+    def in_modes(cupy_array: Any, tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
         for argument in (*args, *kwargs.values()):
             array = argument.kvz if isinstance(argument, State) else argument
-            if isinstance(array, kind):
+            if isinstance(array, cupy_array):
                 with array.device:
                     return function(*args, **kwargs)
+            if isinstance(array, tensor):
+                return _call_without_autocast(function, names, array, args, kwargs)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def autocast_dtype(array: Array) -> Any:
+    """Return the dtype that ``torch.autocast`` casts this array to, None where it does not."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return None
+    device = array.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def cast_floats(array: Any, dtype: Any) -> Any:
+    """Cast a tensor as ``torch.autocast`` does: floats but float64. Return others unchanged."""
+    torch = sys.modules["torch"]
+    if not isinstance(array, torch.Tensor) or not array.is_floating_point():
+        return array
+    return array if array.dtype == torch.float64 else array.to(dtype)
+
+
+def _call_without_autocast(
+    function: Callable[..., Any],
+    names: tuple[str, ...],
+    tensor: Array,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a function without the autocast of this tensor's device, its named arguments cast."""
+    torch = sys.modules["torch"]
+    device, dtype = tensor.device.type, autocast_dtype(tensor)
+    if dtype is None:
+        return function(*args, **kwargs)
+    at = [function.__code__.co_varnames.index(name) for name in names]
+    given = [args[i] if i < len(args) else kwargs.get(n) for n, i in zip(names, at, strict=True)]
+    args = tuple(cast_floats(a, dtype) if i in at else a for i, a in enumerate(args))
+    kwargs = {n: cast_floats(a, dtype) if n in names else a for n, a in kwargs.items()}
+    with torch.autocast(device, enabled=False):
+        result = function(*args, **kwargs)
+    if not torch.compiler.is_compiling():  # which runs backward passes as forward passes ran
+        switch_off = partial(torch.set_autocast_enabled, device, False)
+        _keep_backward_out(result, (args, *kwargs.values()), switch_off)
+    if isinstance(result, tuple) and callable(result[-1]):
+        return (*result[:-1], _uncast(result[-1], [array.dtype for array in given], dtype))
+    return result
+
+
+def _uncast(pullback: Callable[..., Any], came: list[Any], dtype: Any) -> Callable[..., Any]:
+    """Have a pullback cast its cotangent, and return its first gradients in these dtypes."""
+
+    @wraps(pullback)
+    def uncast(grad_output: Any, *rest: Any, **named: Any) -> tuple[Array, ...]:
+        gradients = pullback(cast_floats(grad_output, dtype), *rest, **named)
+        first = (gradient.to(kind) for gradient, kind in zip(gradients, came, strict=False))
+        return (*first, *gradients[len(came) :])
+
+    return uncast
+
+
+def _keep_backward_out(results: Any, given: Any, switch_off: Callable[[], None]) -> None:
+    """Have every step of the backward pass, from results to what was given, run without autocast.
+
+    torch runs the steps in the mode of whoever starts them, which inside the context rounds the
+    factors of products to 16 bits, and restores that mode after each step.
+    """
+
+    def keep_second_out(gradients: Any, cotangents: Any) -> None:
+        if sys.modules["torch"].is_grad_enabled():
+            _keep_backward_out(gradients, cotangents, switch_off)
+
+    reached = {tensor.grad_fn for tensor in _tensors(given)}
+    left = [tensor.grad_fn for tensor in _tensors(results)]
+    while left:
+        node = left.pop()
+        # What has no next function accumulates the gradient of a leaf, which outlives this call.
+        if node is None or node in reached or not node.next_functions or _MARK in node.metadata:
+            continue
+        node.metadata[_MARK] = True
+        node.register_prehook(lambda _: switch_off())
+        node.register_hook(keep_second_out)
+        left += [function for function, _ in node.next_functions]
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """All tensors in tuples, lists and records."""
+    if isinstance(value, sys.modules["torch"].Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
 
 
 def is_lazy(array: Array) -> bool:

@@ -88,7 +88,7 @@ def linear_attention(
 ) -> Any: ...
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def linear_attention(
     query: Array,
     key: Array,
@@ -363,7 +363,7 @@ def softmax_attention(
 ) -> Any: ...
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def softmax_attention(
     query: Array,
     key: Array,
@@ -469,7 +469,7 @@ def softmax_attention(
     return (output, log_normalizer) if return_log_normalizer else output
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def decode_step(
     query: ArrayT,
     key: Array,

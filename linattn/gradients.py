@@ -61,7 +61,7 @@ def linear_attention_vjp(
 ) -> tuple[Any, Pullback]: ...
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def linear_attention_vjp(
     query: Array,
     key: Array,
@@ -216,7 +216,7 @@ def linear_attention_vjp(
     return (output, state), pullback_of(problem, weights, state.log_scale, checkpoints)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def softmax_attention_vjp(
     query: ArrayT,
     key: Array,

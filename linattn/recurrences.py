@@ -62,7 +62,7 @@ def linear_recurrence(
 ) -> Any: ...
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def linear_recurrence(
     query: Array,
     key: Array,
@@ -221,7 +221,7 @@ def linear_recurrence_vjp(
 ) -> tuple[Any, Pullback]: ...
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def linear_recurrence_vjp(
     query: Array,
     key: Array,
@@ -347,7 +347,7 @@ def _like_argument(gradient: Array, argument: Array) -> Array:
     return xp.astype(sum_to(gradient, shape, 0), argument.dtype, copy=False)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def recurrence_step(
     query: ArrayT,
     key: Array,

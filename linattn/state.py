@@ -89,7 +89,7 @@ def _check_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     return tuple(batch_shape)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("key", "value")
 def update_state(
     state: State,
     key: Array,
@@ -156,7 +156,7 @@ def update_state(
     return stamped(after, state, feature_map, problem)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query")
 def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     """Attend to everything a state has seen.
 
@@ -343,7 +343,7 @@ class Decoder:
             kvz, log_scale, length, *_ = _copied(self._state) if stepper is None else stepper.state
         return self._state._replace(kvz=kvz, log_scale=log_scale, length=length)
 
-    @_arrays.on_array_device
+    @_arrays.as_autocast("query", "key", "value")
     def step(
         self,
         query: Array,

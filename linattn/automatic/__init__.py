@@ -65,7 +65,7 @@ def attention(
 ) -> Any: ...
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def attention(
     query: Array,
     key: Array,

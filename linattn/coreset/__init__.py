@@ -160,7 +160,7 @@ class CoresetAttention:
         """Tokens seen so far, masked ones included."""
         return 0 if self._stream is None else self._stream.length
 
-    @_arrays.on_array_device
+    @_arrays.as_autocast("query", "key", "value")
     def extend(
         self,
         query: Array,
@@ -221,7 +221,7 @@ class CoresetAttention:
         self._stream = stream
         return result
 
-    @_arrays.on_array_device
+    @_arrays.as_autocast("query", "key", "value")
     def step(
         self, query: Array, key: Array, value: Array, *, key_bias: Array | float | None = None
     ) -> Array:

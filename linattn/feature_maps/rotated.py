@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn._driver.problem import check_feature_map, map_specs
 from linattn._generic import evaluate, finite_shift, spec_lead
 from linattn.feature_maps._base import BaseFeatureMap
@@ -163,6 +163,7 @@ class RotatedFeatures(BaseFeatureMap):
         """
         return self.estimate(x, y)
 
+    @_arrays.on_array_device
     def estimate(self, x: Array, y: Array) -> Array:
         """Return the weights of numerators; see :meth:`kernel`."""
         xp, (x, y) = self._check(x=x, y=y)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 import torch
 
-from linattn import _checks, _settings
+from linattn import _arrays, _checks, _settings
 from linattn._driver import forward
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import InteropOptions
@@ -54,6 +54,7 @@ def linear_attention(
 ) -> Any: ...
 
 
+@_arrays.as_autocast("query", "key", "value")
 def linear_attention(
     query: Array,
     key: Array,
@@ -144,6 +145,7 @@ def linear_attention(
     return output, stamped(after, initial_state, feature_map, problem)
 
 
+@_arrays.as_autocast("query", "key", "value")
 def softmax_attention(
     query: Array,
     key: Array,
@@ -237,6 +239,7 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         return output, new_kvz, new_scale
 
     @staticmethod
+    @_arrays.on_array_device
     def backward(ctx: Any, grad_output: Array, grad_kvz: Array, _: Array) -> tuple[Array, ...]:
         *arrays, new_scale = ctx.saved_tensors
         with torch.no_grad(), _settings.use_settings(ctx.policy):
@@ -276,6 +279,7 @@ class _SoftmaxAttention(torch.autograd.Function):  # type: ignore[misc]
         return forward.solve(problem, return_state=False)[0]
 
     @staticmethod
+    @_arrays.on_array_device
     def backward(ctx: Any, grad_output: Array) -> tuple[Array, ...]:
         query, key, value, key_bias, key_mask = ctx.saved_tensors
         with torch.no_grad(), _settings.use_settings(ctx.policy):
