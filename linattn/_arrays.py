@@ -155,7 +155,9 @@ def _call_without_autocast(
     if dtype is None:
         return function(*args, **kwargs)
     at = [function.__code__.co_varnames.index(name) for name in names]
-    given = [args[i] if i < len(args) else kwargs.get(n) for n, i in zip(names, at, strict=True)]
+    given: list[Any] = [
+        args[i] if i < len(args) else kwargs.get(name) for name, i in zip(names, at, strict=True)
+    ]
     args = tuple(cast_floats(a, dtype) if i in at else a for i, a in enumerate(args))
     kwargs = {n: cast_floats(a, dtype) if n in names else a for n, a in kwargs.items()}
     with torch.autocast(device, enabled=False):
