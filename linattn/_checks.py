@@ -44,7 +44,7 @@ __all__ = [
     "check_state_record",
     "check_together",
     "check_token_numbers",
-    "known_fingerprint",
+    "known_integer",
 ]
 
 
@@ -476,16 +476,15 @@ def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
     return xp, state._replace(kvz=kvz, log_scale=log_scale)
 
 
-def known_fingerprint(state: State) -> int | None:
-    """Return the fingerprint that a state carries, None for none or one that cannot be read.
+def known_integer(value: Any) -> int | None:
+    """Return an integer that a state carries, None for none or one that cannot be read.
 
     JAX makes arrays of integers, and within a trace they have no value.
     """
-    fingerprint: Any = state.fingerprint
-    if fingerprint is None or type(fingerprint) is int:
-        return fingerprint
+    if value is None or type(value) is int:
+        return value
     try:
-        return operator.index(fingerprint)
+        return operator.index(value)
     except TypeError:
         return None
 

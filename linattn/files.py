@@ -8,7 +8,8 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks
-from linattn._driver.problem import check_feature_map, check_map_of_state, short_fingerprint
+from linattn._driver.problem import check_feature_map
+from linattn._driver.stamps import check_map_of_state, short_fingerprint
 from linattn._files import Arrays, Format, Path, StateFileError, checked_path
 from linattn.typing import Array, FeatureMap, State
 
@@ -27,7 +28,7 @@ STATE_FORMAT = Format(
         "log_scale": ("f", None),
         "length": ("i", 0),
     },
-    {"log_decay": ("f", None)},
+    {"log_decay": ("f", None), "num_sequences": ("i", 0)},
 )
 
 
@@ -81,7 +82,7 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
         fingerprint = _fingerprint(feature_map)
         check_map_of_state("state", state, feature_map)
     else:
-        known = _checks.known_fingerprint(state)
+        known = _checks.known_integer(state.fingerprint)
         fingerprint = "" if known is None else f"{SHORT}{known}"
     arrays = {
         "fingerprint": np.str_(fingerprint),
@@ -91,6 +92,9 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     }
     if state.log_decay is not None:
         arrays["log_decay"] = _arrays.to_numpy(state.log_decay)
+    number = _checks.known_integer(state.num_sequences)
+    if number is not None:
+        arrays["num_sequences"] = np.int64(number)
     STATE_FORMAT.write(path, arrays)
 
 
@@ -177,8 +181,12 @@ def _build_state(arrays: Arrays) -> tuple[str, State]:
     if length < 0:
         message = f"length must not be negative, got {length}"
         raise ValueError(message)
+    number = None if "num_sequences" not in arrays else int(arrays["num_sequences"])
+    if number and (kvz.ndim < 3 or kvz.shape[0] != number):
+        message = f"kvz and num_sequences do not fit: {kvz.shape} and {number}"
+        raise ValueError(message)
     saved = str(arrays["fingerprint"])
-    return saved, State(kvz, log_scale, length, _short(saved), decay)
+    return saved, State(kvz, log_scale, length, _short(saved), decay, number)
 
 
 def _short(saved: str) -> int | None:

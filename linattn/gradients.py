@@ -11,7 +11,8 @@ from linattn._driver import backward, forward
 from linattn._driver.checkpoints import Checkpoints
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import GradientOptions
-from linattn._driver.problem import linear_problem, stamped
+from linattn._driver.problem import linear_problem
+from linattn._driver.stamps import stamped
 from linattn._generic.feature_vjps import check_differentiable, sum_to
 from linattn.typing import Array, ArrayT, ColumnNormalized, Cotangent, FeatureMap, Problem, State
 

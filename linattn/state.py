@@ -12,12 +12,18 @@ from linattn import _arrays, _checks, _dispatch, _generic, _settings
 from linattn._driver import forward
 from linattn._driver.problem import (
     check_feature_map,
-    check_map_of_state,
     linear_problem,
     map_specs,
     num_features_of,
-    stamped,
     step_problem,
+)
+from linattn._driver.stamps import (
+    axes_behind_first,
+    broadcast_decay,
+    check_map_of_state,
+    check_sequences,
+    known_sequences,
+    stamped,
 )
 from linattn._generic.decay import fade
 from linattn.typing import Array, ArrayT, Declined, FeatureMap, Problem, State
@@ -190,6 +196,7 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     """
     xp, (queries,) = _checks.check_arrays(query=query)
     _checks.check_state_record("state", state)
+    check_sequences("state", state, None, query=queries)
     e = state.kvz.shape[-1] - 1
     lead = tuple(state.kvz.shape[:-2])
     device = array_api_compat.device(queries)
@@ -221,7 +228,7 @@ def merge_states(first: State, second: State) -> State:
     Raises
     ------
     TypeError, ValueError
-        Not states, or of different shape, dtype, library or feature map.
+        Not states, or of different shape, dtype, library, feature map or packed sequences.
 
     Notes
     -----
@@ -233,11 +240,12 @@ def merge_states(first: State, second: State) -> State:
     second = _checks.check_state(
         "second", second, m=m, e=width - 1, dtype=first.kvz.dtype, like=first.kvz
     )
+    first, second = _with_sequences_in_front(first, second)
     _checks.check_leading_axes(
         first=tuple(first.kvz.shape[:-2]), second=tuple(second.kvz.shape[:-2])
     )
     known = [state.fingerprint for state in (first, second) if state.fingerprint is not None]
-    came = [_checks.known_fingerprint(state) for state in (first, second)]
+    came = [_checks.known_integer(state.fingerprint) for state in (first, second)]
     if None not in came and came[0] != came[1]:
         message = (
             f"first and second must be states of one feature map, got the fingerprints {came[0]} "
@@ -252,8 +260,34 @@ def merge_states(first: State, second: State) -> State:
             earlier = first if decay is None else fade(first, decay[..., None])
             merged = _generic.merge(earlier, second)
     decays = [state.log_decay for state in (first, second) if state.log_decay is not None]
-    total = sum(decays[1:], decays[0]) if decays else None
-    return merged._replace(fingerprint=known[0] if known else None, log_decay=total)
+    numbers = [s.num_sequences for s in (first, second) if s.num_sequences is not None]
+    return merged._replace(
+        fingerprint=known[0] if known else None,
+        log_decay=broadcast_decay(decays, merged),
+        # Of two that differ one is 0, of a state that has seen nothing; traced ones have no value.
+        num_sequences=numbers[0] | numbers[-1] if numbers else None,
+    )
+
+
+def _with_sequences_in_front(first: State, second: State) -> tuple[State, State]:
+    """Check that two states are of as many packed sequences; align the axes of these."""
+    states = [first, second]
+    numbers = [known_sequences(state) for state in states]
+    if None not in numbers and numbers[0] != numbers[1]:
+        message = (
+            f"first and second must be states of the same packed sequences, or of none, got "
+            f"num_sequences {numbers[0]} and {numbers[1]}; merge the state of one sequence, "
+            f"State(state.kvz[i], state.log_scale[i], state.length), with that of no other"
+        )
+        raise ValueError(message)
+    ndim = max(state.kvz.ndim for state in states)
+    for i, number in enumerate(numbers):
+        if number and states[i].kvz.ndim < ndim:
+            index = axes_behind_first(ndim - states[i].kvz.ndim)
+            arrays = {name: getattr(states[i], name) for name in ("kvz", "log_scale", "log_decay")}
+            given = {name: array[index] for name, array in arrays.items() if array is not None}
+            states[i] = states[i]._replace(**given)
+    return states[0], states[1]
 
 
 class Decoder:

@@ -63,7 +63,7 @@ SIGNATURES = {
     "recurrence_step": (
         "(query, key, value, state, *, update_rule, log_decay=None, beta=None, scale=None)"
     ),
-    "State": "(kvz, log_scale, length, fingerprint=None, log_decay=None)",
+    "State": "(kvz, log_scale, length, fingerprint=None, log_decay=None, num_sequences=None)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
     "update_state": (
         "(state, key, value, feature_map, *, key_mask=None, key_bias=None, key_lengths=None, "
@@ -474,7 +474,8 @@ def test_samplers_are_found_by_name():
 
 
 def test_state_fields_keep_their_order():
-    assert linattn.State._fields == (*("kvz", "log_scale", "length", "fingerprint", "log_decay"),)
-    assert linattn.State(None, None, 0) == (None, None, 0, None, None)
+    names = ("kvz", "log_scale", "length", "fingerprint", "log_decay", "num_sequences")
+    assert linattn.State._fields == (*names,)
+    assert linattn.State(None, None, 0) == (None, None, 0, None, None, None)
     assert isinstance(linattn.State.kv, property)
     assert isinstance(linattn.State.z, property)

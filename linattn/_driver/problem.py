@@ -6,19 +6,18 @@ import numbers
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _generic, _settings
 from linattn._driver.exact_keys import exact_fields
-from linattn._driver.modifiers import total_decay, weight_fields
+from linattn._driver.modifiers import weight_fields
 from linattn._driver.options import Options
 from linattn._driver.signs import may_be_signed
+from linattn._driver.stamps import check_map_of_state, check_sequences
 from linattn._driver.visibility import Visibility, check_stop_axes, visibility
 from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
@@ -37,15 +36,11 @@ from linattn.typing import (
 
 __all__ = [
     "check_feature_map",
-    "check_map_of_state",
     "check_pairing",
     "linear_problem",
-    "map_fingerprint",
     "map_specs",
     "num_features_of",
     "of_one_token",
-    "short_fingerprint",
-    "stamped",
     "step_problem",
 ]
 
@@ -62,70 +57,6 @@ def check_feature_map(feature_map: Any) -> None:
             f"linattn.feature_maps.PositiveFeatures(dim), got {came}"
         )
         raise TypeError(message)
-
-
-def short_fingerprint(fingerprint: str) -> int:
-    """Return 31 bits of a fingerprint: with 32 JAX could not hold it in its default integer."""
-    return crc32(fingerprint.encode()) >> 1
-
-
-def map_fingerprint(feature_map: FeatureMap) -> int | None:
-    """Return the short fingerprint of a map, None for a map that has none."""
-    fingerprint = getattr(feature_map, "fingerprint", None)
-    if not callable(fingerprint):
-        return None
-    try:
-        return short_fingerprint(str(fingerprint()))
-    except ValueError:
-        # A parameter is a function without a name of its own.
-        return None
-
-
-def check_map_of_state(name: str, state: State, feature_map: FeatureMap) -> None:
-    """Check that a state is of this map, as far as both are known."""
-    came = _checks.known_fingerprint(state)
-    wanted = None if came is None else map_fingerprint(feature_map)
-    if wanted is not None and came != wanted:
-        message = (
-            f"{name} must be a state of feature_map, {feature_map!r} with the fingerprint "
-            f"{wanted}, got one of another map, with the fingerprint {came}; use the map that "
-            f"made the state"
-        )
-        raise ValueError(message)
-
-
-def stamped(
-    state: State, before: State | None, feature_map: FeatureMap, problem: Problem | None = None
-) -> State:
-    """Return a state with the fingerprint of the state before it, or else that of its map.
-
-    A state of unknown origin stays one: what it was made of does not become known. With the
-    problem that made it, it also has the sum of its log decays and those of the state before.
-    """
-    fingerprint = map_fingerprint(feature_map) if before is None else before.fingerprint
-    total = None if before is None else before.log_decay
-    if problem is not None and problem.log_decay is not None:
-        here = _total_decay(problem)
-        total = here if total is None else here + total
-    if total is not None:
-        xp = _arrays.namespace(state.kvz)
-        total = xp.astype(total, state.kvz.dtype, copy=False)
-        lead = tuple(state.log_scale.shape[:-1])
-        if tuple(total.shape) != lead:
-            total = total + xp.zeros(lead, dtype=total.dtype, device=array_api_compat.device(total))
-    return State(state.kvz, state.log_scale, state.length, fingerprint, total)
-
-
-def _total_decay(problem: Problem) -> Array:
-    """Log decay of all tokens; of packed sequences each, along a first axis."""
-    if problem.cu_seqlens is None:
-        length = problem.key.shape[-2]
-        if problem.log_decay.shape[-2] == 1:  # type: ignore[union-attr]
-            return problem.log_decay[..., 0, 0] * length  # type: ignore[index]
-        return total_decay(problem, slice(0, length))
-    borders = pairwise(problem.cu_seqlens.tolist())
-    totals = [total_decay(problem, slice(*ends)) for ends in borders]
-    return problem.xp.stack(totals, axis=0)
 
 
 def num_features_of(feature_map: FeatureMap, name: str, dim: int) -> int:
@@ -240,8 +171,8 @@ def _describe(
         check_map_of_state(name, state, feature_map)
         if options.one_token:
             _check_one_token(tuple(state.kvz.shape[:-2]), key, value)
-        if sees.cu_seqlens is not None:
-            _check_one_state_each(state, len(sees.cu_seqlens) - 1)
+        count = None if sees.cu_seqlens is None else len(sees.cu_seqlens) - 1
+        check_sequences(name, state, count, key=key, value=value)
     state_lead, lead = _leading_axes(arrays, specs, state, options.state_name, sees.is_packed)
     check_stop_axes(sees.key_stop, state_lead)
     size = options.chunk_size
@@ -295,15 +226,6 @@ def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visibility) -> N
         message = (
             f"log_decay needs a feature map whose state is read as it is, got {feature_map!r}, "
             f"which divides or corrects it first; use another map"
-        )
-        raise ValueError(message)
-
-
-def _check_one_state_each(state: State, count: int) -> None:
-    if state.kvz.ndim < 3 or state.kvz.shape[0] != count:
-        message = (
-            f"initial_state must have a first axis of {count} beside cu_seqlens, one state for "
-            f"each sequence, got kvz of shape {tuple(state.kvz.shape)}"
         )
         raise ValueError(message)
 
@@ -384,8 +306,8 @@ def step_problem(
     weights = {name: weight for name, weight in weights.items() if weight is not None}
     if isinstance(state, State) and not weights:
         given += [state.kvz, state.log_scale]
-        fingerprint = _checks.known_fingerprint(state)
-        known = _recall(_last_step, feature_map, given, fingerprint)
+        stamps = [_checks.known_integer(n) for n in (state.fingerprint, state.num_sequences)]
+        known = _recall(_last_step, feature_map, given, stamps)
         if known is not None:
             query, key, value = (array[..., None, :] for array in given[:3])
             return known.replace(query=query, key=key, value=value, state=state)
@@ -399,7 +321,7 @@ def step_problem(
     options = Options(is_causal=True, state=state, state_name="state", one_token=True, **weights)
     problem = _describe(xp, (query, key, value), feature_map, options)
     if not weights:
-        _remember(_last_step, problem, given, fingerprint)
+        _remember(_last_step, problem, given, stamps)
     return problem
 
 

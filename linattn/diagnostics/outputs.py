@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks, _generic
 from linattn._driver import forward
 from linattn._driver.problem import check_feature_map, linear_problem, num_features_of
+from linattn._driver.stamps import check_map_of_state, check_sequences
 from linattn.diagnostics._shared import (
     Floats,
     check_inputs,
@@ -369,6 +370,8 @@ def _read_inputs(
     check_feature_map(feature_map)
     xp, (query,) = _checks.check_arrays(query=query)
     state_xp, state = _checks.check_state_record("state", state)
+    check_map_of_state("state", state, feature_map)
+    check_sequences("state", state, None, query=query)
     m = num_features_of(feature_map, "query", query.shape[-1])
     if state.kvz.shape[-2] != m:
         message = (

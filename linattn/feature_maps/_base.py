@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks, _generic
-from linattn._driver.problem import map_fingerprint
+from linattn._driver.stamps import map_fingerprint
 from linattn.typing import Array, Features, MapSpec, Tokens
 
 __all__ = [

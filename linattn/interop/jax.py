@@ -12,7 +12,7 @@ from linattn import _checks, _settings
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.forward import solve
 from linattn._driver.options import InteropOptions
-from linattn._driver.problem import check_map_of_state, stamped
+from linattn._driver.stamps import stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
@@ -121,8 +121,8 @@ def linear_attention(
     stops = {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
 
     def problem_of(arrays: Any) -> Any:
-        query, key, value, *rest = jax.tree.map(_as_jax, arrays)
-        state, weights, key_mask, key_lengths = rest
+        query, key, value, state, weights, key_mask, key_lengths = jax.tree.map(_as_jax, arrays)
+        state = None if state is None else state._replace(**known)
         with _settings.use_settings(policy):
             masks = {"key_mask": key_mask, "key_lengths": key_lengths, "normalize": normalize}
             return differentiable_problem(
@@ -151,7 +151,7 @@ def linear_attention(
         return ((*qkv, state, dict(zip(weights, given, strict=True)), None, None),)
 
     attend.defvjp(forward, backward)
-    before = None if initial_state is None else _as_jax_state(initial_state, feature_map)
+    before, known = _as_jax_state(initial_state)
     lengths = None if key_lengths is None else jnp.asarray(key_lengths)
     qkv = _taken(query=query, key=key, value=value)
     everything = (*qkv, before, weights, *_taken(key_mask=key_mask), lengths)
@@ -262,13 +262,15 @@ def _taken(**named: Any) -> tuple[Any, ...]:
     )
 
 
-def _as_jax_state(state: Any, feature_map: FeatureMap) -> State:
-    """Check an initial state and bring its arrays to JAX."""
+def _as_jax_state(state: Any) -> tuple[Any, dict[str, Any]]:
+    """Check an initial state and bring its arrays to JAX; return also what is no number of it."""
+    if state is None:
+        return None, {}
     _checks.check_state_record("initial_state", state)
-    check_map_of_state("initial_state", state, feature_map)
     native = {name: _as_jax(getattr(state, name)) for name in ("kvz", "log_scale")}
-    # A trace would take the fingerprint for a number.
-    return state._replace(**native, fingerprint=None)  # type: ignore[no-any-return]
+    # A trace would take these for numbers.
+    known = {name: getattr(state, name) for name in ("fingerprint", "num_sequences")}
+    return state._replace(**native, **dict.fromkeys(known)), known
 
 
 def _as_jax(array: Any) -> Any:

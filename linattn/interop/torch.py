@@ -11,7 +11,7 @@ from linattn import _arrays, _checks, _settings
 from linattn._driver import forward
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import InteropOptions
-from linattn._driver.problem import check_map_of_state, stamped
+from linattn._driver.stamps import stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
@@ -128,20 +128,22 @@ def linear_attention(
     if not isinstance(log_decay, torch.Tensor):
         # A number, which has no gradient.
         settings["log_decay"], decays = log_decay, None
-    kvz, log_scale, length = None, None, 0
+    kvz, log_scale, before = None, None, None
     if initial_state is not None:
         _checks.check_state_record("initial_state", initial_state)
-        check_map_of_state("initial_state", initial_state, feature_map)
-        kvz, log_scale, length, *_ = initial_state
+        kvz, log_scale, *_ = initial_state
+        before = initial_state._replace(kvz=None, log_scale=None, log_decay=None)
     arrays = (query, key, value, kvz, key_bias, decays, log_scale, key_mask)
     output, kvz, log_scale = _LinearAttention.apply(
-        *arrays, length, feature_map, settings, return_state
+        *arrays, before, feature_map, settings, return_state
     )
     if not return_state:
         return output
     added = key.shape[-2] if cu_seqlens is None else int(np.diff(np.asarray(cu_seqlens)).max())
-    after = State(kvz, log_scale, length + added)
-    problem = None if log_decay is None else _problem(arrays, length, feature_map, settings)
+    after = State(kvz, log_scale, added if before is None else before.length + added)
+    problem = None
+    if log_decay is not None or cu_seqlens is not None:
+        problem = _problem(arrays, before, feature_map, settings)
     return output, stamped(after, initial_state, feature_map, problem)
 
 
@@ -222,17 +224,17 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         log_decay: Array,
         log_scale: Array,
         key_mask: Array,
-        length: int,
+        before: State | None,
         feature_map: FeatureMap,
         settings: dict[str, Any],
         return_state: bool,
     ) -> tuple[Array, Array, Array]:
         arrays = (query, key, value, kvz, key_bias, log_decay, log_scale, key_mask)
-        problem = _problem(arrays, length, feature_map, settings)
+        problem = _problem(arrays, before, feature_map, settings)
         output, state, _ = forward.solve(problem, return_state=return_state)
         new_kvz, new_scale = (None, None) if state is None else (state.kvz, state.log_scale)
         ctx.save_for_backward(*arrays, new_scale)
-        ctx.rest = (length, feature_map, settings)
+        ctx.rest = (before, feature_map, settings)
         ctx.policy = _settings.current_settings()
         if new_scale is not None:
             ctx.mark_non_differentiable(new_scale)
@@ -252,9 +254,11 @@ class _LinearAttention(torch.autograd.Function):  # type: ignore[misc]
         return (*found, *[None] * 6)
 
 
-def _problem(arrays: Any, length: int, feature_map: FeatureMap, settings: dict[str, Any]) -> Any:
+def _problem(
+    arrays: Any, before: State | None, feature_map: FeatureMap, settings: dict[str, Any]
+) -> Any:
     query, key, value, kvz, key_bias, log_decay, log_scale, key_mask = arrays
-    state = None if kvz is None else State(kvz, log_scale, length)
+    state = None if before is None else before._replace(kvz=kvz, log_scale=log_scale)
     settings = {**settings, "key_mask": key_mask, "key_bias": key_bias, "state": state}
     if log_decay is not None:
         settings["log_decay"] = log_decay

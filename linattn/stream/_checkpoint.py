@@ -13,7 +13,7 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _dispatch, _settings
-from linattn._driver.problem import map_fingerprint
+from linattn._driver.stamps import map_fingerprint
 from linattn._files import Arrays, Format, Path, StateFileError, checked_path
 from linattn.stream._inputs import Inputs, dtype_name, read
 from linattn.stream._walks import Place, Walk
@@ -129,7 +129,10 @@ class Checkpoint:
                 None if array is None else xp.asarray(array, device=device)
                 for array in (kvz, log_scale, log_decay)
             ]
-            return State(numbers[0], numbers[1], int(length), begin.fingerprint, numbers[2])
+            kvz, log_scale, log_decay = numbers
+            return begin._replace(
+                kvz=kvz, log_scale=log_scale, length=int(length), log_decay=log_decay
+            )
 
         here = (arrays["kvz"], arrays["log_scale"], arrays["length"], arrays.get("log_decay"))
         later = []

@@ -126,6 +126,9 @@ class State(NamedTuple):
         maps; None where that is not known, and then nothing is rejected.
     log_decay : Array or None
         ``(...)``: the sum of all log decays since this state began; None where there were none.
+    num_sequences : int or None
+        n for a state of n packed sequences, one along the first axis; 0 for a state of none. None
+        where that is not known, and then nothing is rejected.
     """
 
     kvz: Array
@@ -133,10 +136,15 @@ class State(NamedTuple):
     length: int
     fingerprint: int | None = None
     log_decay: Array | None = None
+    num_sequences: int | None = None
 
     def __repr__(self) -> str:
-        """Show shapes and dtypes in place of the numbers, and decay where there was some."""
-        fields = {k: v for k, v in self._asdict().items() if k != "log_decay" or v is not None}
+        """Show shapes and dtypes in place of the numbers, and what applies only to some states."""
+        fields = self._asdict()
+        if self.log_decay is None:
+            del fields["log_decay"]
+        if type(self.num_sequences) is not int or not self.num_sequences:
+            del fields["num_sequences"]
         shown = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items())
         return f"State({shown})"
 
