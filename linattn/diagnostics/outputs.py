@@ -370,8 +370,6 @@ def _read_inputs(
     check_feature_map(feature_map)
     xp, (query,) = _checks.check_arrays(query=query)
     state_xp, state = _checks.check_state_record("state", state)
-    check_map_of_state("state", state, feature_map)
-    check_sequences("state", state, None, query=query)
     m = num_features_of(feature_map, "query", query.shape[-1])
     if state.kvz.shape[-2] != m:
         message = (
@@ -379,6 +377,8 @@ def _read_inputs(
             f"{tuple(state.kvz.shape)}"
         )
         raise ValueError(message)
+    check_map_of_state("state", state, feature_map)
+    check_sequences("state", state, None, query=query)
     _checks.check_leading_axes(query=tuple(query.shape[:-2]), state=tuple(state.kvz.shape[:-2]))
     return to_host(query, xp), to_host(state.kvz, state_xp), to_host(state.log_scale, state_xp)
 
