@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +17,7 @@ from linattn.typing import Array, ArrayT
 
 __all__ = [
     "Inputs",
+    "alike",
     "attend",
     "attend_to",
     "causal_only",
@@ -212,6 +214,14 @@ def heads(*arrays: Array) -> list[tuple[NDArray[np.float64], ...]]:
     """Return the heads of some arrays on the host, in float64, an entry for each head."""
     host = [_arrays.to_numpy(a).astype(np.float64) for a in arrays]
     return list(zip(*(a.reshape(-1, *a.shape[-2:]) for a in host), strict=True))
+
+
+def alike(generator: np.random.Generator) -> Iterator[np.random.Generator]:
+    """Yield the generator again and again, in the state that it has now: one for each head."""
+    state = generator.bit_generator.state
+    while True:
+        generator.bit_generator.state = state
+        yield generator
 
 
 def one_hot(labels: NDArray[np.int64], num: int) -> NDArray[np.float64]:

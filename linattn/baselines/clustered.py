@@ -15,6 +15,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["clustered", "improved_clustered"]
 
 
+@_arrays.on_array_device
 def clustered(
     query: ArrayT,
     key: Array,
@@ -77,6 +78,7 @@ def clustered(
     return inputs.output(query, _to_queries(inputs, outputs, labels))
 
 
+@_arrays.on_array_device
 def improved_clustered(
     query: ArrayT,
     key: Array,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.baselines import _shared
 from linattn.sampling._seeds import Seed, as_generator
 from linattn.typing import Array, ArrayT
@@ -15,6 +15,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["linformer"]
 
 
+@_arrays.on_array_device
 def linformer(
     query: ArrayT,
     key: Array,

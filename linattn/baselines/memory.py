@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.baselines import _shared
 from linattn.typing import Array, ArrayT
 
 __all__ = ["compressive", "external"]
 
 
+@_arrays.on_array_device
 def compressive(
     query: ArrayT,
     key: Array,
@@ -91,6 +92,7 @@ def compressive(
     return inputs.output(query, _shared.attend_to(inputs._replace(key=key, value=value), index))
 
 
+@_arrays.on_array_device
 def external(
     query: ArrayT, *, key_memory: Array, value_memory: Array, is_causal: bool = False
 ) -> ArrayT:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.baselines import _shared
 from linattn.typing import Array, ArrayT
 
 __all__ = ["nystromformer"]
 
 
+@_arrays.on_array_device
 def nystromformer(
     query: ArrayT,
     key: Array,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.baselines import _shared
 from linattn.sampling._seeds import Seed, as_generator
 from linattn.typing import Array, ArrayT
@@ -15,6 +15,7 @@ __all__ = ["bigbird", "fixed", "local_window", "longformer", "strided"]
 Index = NDArray[np.int64]
 
 
+@_arrays.on_array_device
 def local_window(
     query: ArrayT,
     key: Array,
@@ -76,6 +77,7 @@ def local_window(
     return inputs.output(query, _shared.attend_to(inputs, index))
 
 
+@_arrays.on_array_device
 def strided(
     query: ArrayT,
     key: Array,
@@ -129,6 +131,7 @@ def strided(
     return inputs.output(query, _shared.attend_to(inputs, index))
 
 
+@_arrays.on_array_device
 def fixed(
     query: ArrayT,
     key: Array,
@@ -191,6 +194,7 @@ def fixed(
     return inputs.output(query, _shared.attend_to(inputs, index))
 
 
+@_arrays.on_array_device
 def longformer(
     query: ArrayT,
     key: Array,
@@ -251,6 +255,7 @@ def longformer(
     return _with_global_rows(query, inputs, index, g)
 
 
+@_arrays.on_array_device
 def bigbird(
     query: ArrayT,
     key: Array,

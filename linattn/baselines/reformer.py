@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.baselines import _shared
 from linattn.sampling._seeds import Seed, as_generator
 from linattn.typing import Array, ArrayT
@@ -15,6 +15,7 @@ __all__ = ["reformer"]
 Index = NDArray[np.int64]
 
 
+@_arrays.on_array_device
 def reformer(
     query: ArrayT,
     key: Array | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.baselines import _shared
 from linattn.sampling._seeds import Seed, as_generator
 from linattn.typing import Array, ArrayT
@@ -15,6 +15,7 @@ __all__ = ["routing"]
 Float64 = NDArray[np.float64]
 
 
+@_arrays.on_array_device
 def routing(
     query: ArrayT,
     key: Array,
@@ -56,7 +57,8 @@ def routing(
     Returns
     -------
     array, (..., L, e)
-        In the library, dtype and device of the query; 0 for a query that no centroid takes.
+        In the library, dtype and device of the query; 0 for a query that no centroid takes, or
+        that sees no key in any of its clusters. Causal means are over clusters where it sees one.
 
     Raises
     ------
@@ -100,11 +102,12 @@ def routing(
 
     q = rows(inputs.query, queries, d)
     logits = xp.matmul(q, xp.matrix_transpose(rows(inputs.key, keys, d)))
+    seen = np.ones((num_heads, k, w, w), dtype=bool)
     if causal:
-        seen = inputs.array(keys[..., None, :] <= queries[..., None])
-        logits = xp.where(seen, logits, xp.full_like(logits, -xp.inf))
+        seen = keys[..., None, :] <= queries[..., None]
+        logits = xp.where(inputs.array(seen), logits, xp.full_like(logits, -xp.inf))
     outputs = xp.matmul(_shared.softmax(logits, xp), rows(inputs.value, keys, e))
-    slots = _slots(queries, length)
+    slots = _slots(queries, np.any(seen, axis=-1), length)
     return inputs.output(query, _mean_of_slots(inputs, outputs, slots))
 
 
@@ -131,15 +134,21 @@ def _largest(scores: Float64, num: int) -> NDArray[np.int64]:
     return np.asarray(np.sort(order, axis=-1))
 
 
-def _slots(queries: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Rows of the clusters' outputs that belong to each query, ``(H, L, most)``; -1 for none."""
+def _slots(queries: NDArray[np.int64], sees: NDArray[np.bool_], length: int) -> NDArray[np.int64]:
+    """Rows of the clusters' outputs that belong to each query, ``(H, L, most)``; -1 for none.
+
+    A cluster in which a query sees no key has none for it.
+    """
     num_heads = len(queries)
-    flat = queries.reshape(num_heads, -1)
-    most = max(int(np.bincount(head, minlength=length).max()) for head in flat)
-    slots = np.full((num_heads, length, most), -1)
+    flat, seeing = (x.reshape(num_heads, -1) for x in (queries, sees))
+    most = max(
+        int(np.bincount(i[s], minlength=length).max()) for i, s in zip(flat, seeing, strict=True)
+    )
+    slots = np.full((num_heads, length, max(most, 1)), -1)
     filled = np.zeros((num_heads, length), dtype=int)
     for head, members in enumerate(flat):
-        for slot, i in enumerate(members):
+        for slot in np.flatnonzero(seeing[head]):
+            i = members[slot]
             slots[head, i, filled[head, i]] = slot + head * flat.shape[-1]
             filled[head, i] += 1
     return slots

@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 
+@_arrays.on_array_device
 def dense_synthesizer(
     query: ArrayT,
     value: Array,
@@ -81,6 +82,7 @@ def dense_synthesizer(
     return _mixed(query, inputs, logits, is_causal)
 
 
+@_arrays.on_array_device
 def factorized_dense_synthesizer(
     query: ArrayT,
     value: Array,
@@ -138,6 +140,7 @@ def factorized_dense_synthesizer(
     return _mixed(query, inputs, xp.reshape(logits, (*logits.shape[:-2], S)), is_causal)
 
 
+@_arrays.on_array_device
 def random_synthesizer(value: ArrayT, *, logits: Array, is_causal: bool = False) -> ArrayT:
     r"""Weights that do not depend on the inputs at all.
 
@@ -177,6 +180,7 @@ def random_synthesizer(value: ArrayT, *, logits: Array, is_causal: bool = False)
     return _mixed(value, inputs, R, is_causal)
 
 
+@_arrays.on_array_device
 def factorized_random_synthesizer(
     value: ArrayT, *, left: Array, right: Array, is_causal: bool = False
 ) -> ArrayT:

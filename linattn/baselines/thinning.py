@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn._generic.numerics import ignore_fp_warnings
 from linattn.baselines import _shared
 from linattn.sampling._seeds import Seed, as_generator
@@ -24,6 +24,7 @@ DELTA = 0.5
 """Probability with which Thinformer's halving may fail, as its authors have it."""
 
 
+@_arrays.on_array_device
 def wildcat(
     query: ArrayT,
     key: Array,
@@ -57,7 +58,7 @@ def wildcat(
     is_causal : bool, optional
         Published for full attention: True is rejected, since weights gather later keys.
     rng : int, numpy.random.Generator or None, optional
-        Draws the keys.
+        Draws the keys, alike for all leading axes.
 
     Returns
     -------
@@ -89,13 +90,13 @@ def wildcat(
     r = _checks.check_positive_int("num_keys", num_keys, most=S)
     if temperature is not None:
         temperature = _checks.check_finite_number("temperature", temperature, positive=True)
-    generator = as_generator(rng)
+    generators = _shared.alike(as_generator(rng))
     centred = inputs.key - xp.mean(inputs.key, axis=-2, keepdims=True)
     index, weights, log_scales = [], [], []
     for q, k in _shared.heads(inputs.query, centred):
         tau = temperature or math.sqrt(RHO * inputs.scale * _longest(k) / _longest(q))
         x = k * math.sqrt(inputs.scale) / tau
-        drawn, W, log_scale = _pivoted_cholesky(x, r, generator)
+        drawn, W, log_scale = _pivoted_cholesky(x, r, next(generators))
         index.append(drawn)
         weights.append(W)
         log_scales.append(log_scale)
@@ -114,6 +115,7 @@ def wildcat(
     return inputs.output(query, xp.minimum(xp.maximum(output, least), most))
 
 
+@_arrays.on_array_device
 def thinformer(
     query: ArrayT,
     key: Array,
@@ -144,7 +146,7 @@ def thinformer(
     is_causal : bool, optional
         Published for full attention: True is rejected, since the choice sees the whole sequence.
     rng : int, numpy.random.Generator or None, optional
-        Of the walks.
+        Draws the walks, alike for all leading axes.
 
     Returns
     -------
@@ -174,9 +176,9 @@ def thinformer(
     inputs = _shared.prepare(query, key, value, scale)
     xp, S = inputs.xp, inputs.lengths[1]
     g = _checks.check_positive_int("oversampling", oversampling, least=0)
-    generator = as_generator(rng)
+    generators = _shared.alike(as_generator(rng))
     index = [
-        _compress(k * math.sqrt(inputs.scale), v, g, generator)
+        _compress(k * math.sqrt(inputs.scale), v, g, next(generators))
         for k, v in _shared.heads(inputs.key, inputs.value)
     ]
     picks = _shared.one_hot(np.reshape(index, (*inputs.query.shape[:-2], -1)), S)
