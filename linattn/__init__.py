@@ -1,24 +1,33 @@
-"""Attention in linear time for any array."""
+"""Attention in linear time for any array.
+
+Start with one of three functions, on arrays ``(..., length, dim)`` of NumPy, torch, JAX, CuPy or
+Dask:
+
+* :func:`attention` approximates softmax attention and chooses how, for a tolerance;
+* :func:`linear_attention` takes a feature map and can be causal, with a state to go on from;
+* :func:`softmax_attention` is exact and needs little memory.
+
+>>> import numpy as np
+>>> import linattn
+>>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 1024, 64))
+>>> phi = linattn.feature_maps.EluFeatures()
+>>> linattn.linear_attention(query, key, value, phi, is_causal=True).shape
+(8, 1024, 64)
+
+Modules: ``feature_maps`` and their ``sampling``, ``diagnostics`` of errors, ``gradients`` without a
+framework, ``interop`` with torch and JAX, ``layers`` of transformers, ``stream`` for files,
+``positions``, ``sklearn``, ``baselines`` and ``reference`` to compare with, ``testing`` to verify a
+feature map, ``datasets``, ``typing``. Each is loaded by its first use. The command
+``linattn --help`` does the same on files.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from linattn._dispatch import Explanation, explain, registered_backends, without_backends
-from linattn._settings import config
-from linattn.files import StateFileError, load_state, save_state
-from linattn.functional import decode_step, linear_attention, softmax_attention
-from linattn.state import (
-    Decoder,
-    State,
-    init_state,
-    merge_states,
-    read_state,
-    update_state,
-)
-
 if TYPE_CHECKING:
+    from linattn import baselines as baselines
     from linattn import (
         datasets,
         diagnostics,
@@ -29,11 +38,28 @@ if TYPE_CHECKING:
         sampling,
         stream,
     )
+    from linattn import gradients as gradients
+    from linattn import interop as interop
+    from linattn import sklearn as sklearn
+    from linattn import testing as testing
+    from linattn import typing as typing
+    from linattn._dispatch import Explanation, explain, registered_backends, without_backends
+    from linattn._settings import config
     from linattn.automatic import AttentionReport, attention
     from linattn.coreset import CoresetAttention
+    from linattn.files import StateFileError, load_state, save_state
+    from linattn.functional import decode_step, linear_attention, softmax_attention
     from linattn.gradients import linear_attention_vjp, softmax_attention_vjp
     from linattn.merging import merge_outputs
     from linattn.recurrences import linear_recurrence, linear_recurrence_vjp, recurrence_step
+    from linattn.state import (
+        Decoder,
+        State,
+        init_state,
+        merge_states,
+        read_state,
+        update_state,
+    )
 
 __all__ = [
     "AttentionReport",
@@ -75,39 +101,56 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Loaded by their first use, as SciPy's are: together they cost as much as all the rest.
+# Loaded by their first use, as SciPy's are: the import of linattn adds little to that of NumPy.
 _SUBMODULES = (
+    "baselines",
     "datasets",
     "diagnostics",
     "feature_maps",
+    "gradients",
+    "interop",
     "layers",
     "positions",
     "reference",
     "sampling",
+    "sklearn",
     "stream",
+    "testing",
+    "typing",
 )
-_FROM = {
-    "AttentionReport": "automatic",
-    "CoresetAttention": "coreset",
-    "attention": "automatic",
-    "linear_attention_vjp": "gradients",
-    "merge_outputs": "merging",
-    "linear_recurrence": "recurrences",
-    "linear_recurrence_vjp": "recurrences",
-    "recurrence_step": "recurrences",
-    "softmax_attention_vjp": "gradients",
+_NAMES = {
+    "_dispatch": ("Explanation", "explain", "registered_backends", "without_backends"),
+    "_settings": ("config",),
+    "automatic": ("AttentionReport", "attention"),
+    "coreset": ("CoresetAttention",),
+    "files": ("StateFileError", "load_state", "save_state"),
+    "functional": ("decode_step", "linear_attention", "softmax_attention"),
+    "gradients": ("linear_attention_vjp", "softmax_attention_vjp"),
+    "merging": ("merge_outputs",),
+    "recurrences": ("linear_recurrence", "linear_recurrence_vjp", "recurrence_step"),
+    "state": (
+        "Decoder",
+        "State",
+        "init_state",
+        "merge_states",
+        "read_state",
+        "update_state",
+    ),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"linattn.{name}")
-    if name in _FROM:
-        return getattr(importlib.import_module(f"linattn.{_FROM[name]}"), name)
+    if name in _MODULE_OF:
+        found = getattr(importlib.import_module(f"linattn.{_MODULE_OF[name]}"), name)
+        globals()[name] = found
+        return found
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message)
 
 
 def __dir__() -> list[str]:
-    hidden = {"Any", "TYPE_CHECKING", "annotations", "importlib"}
-    return sorted({*globals(), *_SUBMODULES, *_FROM} - hidden)
+    own = (name for name in globals() if name.startswith("__"))
+    return sorted({*own, *__all__, *_SUBMODULES})

@@ -60,6 +60,8 @@ def check(query: Floats, key: Floats, value: Floats, flag: bool) -> None:
     decoder = linattn.Decoder(phi, state)
     assert isinstance(decoder.step(query[0], key[0], value[0]), np.ndarray)
     assert_type(decoder.state, State)
+    assert_type(linattn.testing.assert_causal(phi), linattn.testing.Evidence)
+    assert linattn.gradients.Pullback is Pullback
 
 
 def refused(query: Floats, key: Floats, value: Floats) -> None:

@@ -3,9 +3,31 @@
 On arrays of torch and JAX :func:`linattn.linear_attention` is differentiated by the framework,
 which keeps every block for the backward pass. The functions here are the same functions with
 linattn's pullback in its place: nothing but the arguments is stored. Neither framework is imported
-before its module, :mod:`linattn.interop.torch` or :mod:`linattn.interop.jax`, is.
+before its module, :mod:`linattn.interop.torch` or :mod:`linattn.interop.jax`, is used.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linattn.interop import jax as jax
+    from linattn.interop import torch as torch
+
+# Without its modules: a star must not import the frameworks.
 __all__: list[str] = []
+
+_SUBMODULES = ("jax", "torch")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"linattn.interop.{name}")
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    own = (name for name in globals() if name.startswith("__"))
+    return sorted({*own, *_SUBMODULES})

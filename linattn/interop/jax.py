@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    message = "linattn.interop.jax needs jax, which is not installed: pip install jax"
+    raise ImportError(message) from error
 
 from linattn import _checks, _settings
 from linattn._driver.exact_problem import exact_problem

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    message = "linattn.interop.torch needs torch, which is not installed: pip install torch"
+    raise ImportError(message) from error
 
 from linattn import _arrays, _checks, _settings
 from linattn._driver import forward
