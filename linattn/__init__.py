@@ -152,5 +152,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    own = (name for name in globals() if name.startswith("__"))
-    return sorted({*own, *__all__, *_SUBMODULES})
+    dunders = (name for name in globals() if name.startswith("__"))
+    return sorted({*dunders, *__all__, *_SUBMODULES})

@@ -29,5 +29,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    own = (name for name in globals() if name.startswith("__"))
-    return sorted({*own, *_SUBMODULES})
+    dunders = (name for name in globals() if name.startswith("__"))
+    return sorted({*dunders, *_SUBMODULES})
