@@ -50,6 +50,8 @@ class Format(NamedTuple):
     """Name of each array -> (dtype kind, number of axes or None)."""
     optional: Mapping[str, tuple[str, int | None]] = MappingProxyType({})
     """Likewise, of those that a file may do without."""
+    remedy: str = "name another file, or save it again"
+    """What to do about a file that is none."""
 
     def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
         """Write arrays to a file, which replaces an existing one in one step."""
@@ -85,7 +87,7 @@ class Format(NamedTuple):
                 return build(arrays)
             # A hostile file makes the parsers below raise nearly anything.
             except Exception as error:
-                message = f"{path} is not a linattn {self.kind} file: {error}"
+                message = f"{path} is not a linattn {self.kind} file: {error}; {self.remedy}"
                 raise StateFileError(message) from error
 
 
@@ -145,9 +147,12 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.filename == name:
+            # The name that the caller knows.
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -317,7 +318,9 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         ("named", "change"),
         [
-            ("key", {"seed": 2}),
+            ("key", {"key": tokens(LENGTH - 1)[1], "value": tokens(LENGTH - 1)[2]}),
+            ("value", {"key": tokens(LENGTH + 1)[1], "value": tokens(LENGTH + 1)[2]}),
+            ("query", {"dtype": np.float32, "feature_map": fm.EluFeatures()}),
             ("block_size", {"block_size": 30}),
             ("feature_map", {"feature_map": fm.PositiveFeatures(DIM, num_features=16, rng=1)}),
             ("is_causal", {"is_causal": True}),
@@ -329,41 +332,159 @@ class TestCheckpoints:
         q, k, v = self._stopped(tmp_path / "run")
         before = (tmp_path / "run").read_bytes()
         change = dict(change)
-        if "seed" in change:
-            q, k, v = tokens(seed=change.pop("seed"))
-        options = {"block_size": 20, "feature_map": PHI, "checkpoint": tmp_path / "run", **change}
+        if "dtype" in change:
+            # The same bytes, twice the numbers.
+            dtype = change.pop("dtype")
+            q, k, v = (a.view(dtype) for a in (q, k, v))
+        arguments = {"query": q, "key": k, "value": v, "out": np.empty_like(v)}
+        arguments |= {"block_size": 20, "feature_map": PHI, "checkpoint": tmp_path / "run"}
         with pytest.raises(linattn.StateFileError, match=f"differs in .*{named}"):
-            attend(q, k, v, np.empty_like(v), **options)
+            attend(**{**arguments, **change})
         assert (tmp_path / "run").read_bytes() == before
 
-    @pytest.mark.parametrize("change", ["mask", "bias", "decay", "decay of heads", "state"])
-    def test_of_other_numbers_is_refused(self, tmp_path, change):
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("steps", [2, 5, 8])
+    @pytest.mark.parametrize("name", ["query", "key", "value", "out"])
+    def test_of_other_rows_is_refused(self, tmp_path, mode, steps, name):
+        """One number in the middle, in rows that were read or written; later rows may differ."""
+        q, k, v = tokens()
+        arguments = {"query": q, "key": k, "value": v, "out": np.zeros_like(v)}
+        options = {"block_size": 20, **MODES[mode], "checkpoint": tmp_path / "run"}
+        read: dict[str, set[int]] = {"out": set(), "query": set(), "key": set(), "value": set()}
+
+        class Watched:
+            def __init__(self, name):
+                self.name, self.array = name, arguments[name]
+                self.shape, self.dtype = self.array.shape, self.array.dtype
+
+            def __getitem__(self, index):
+                read[self.name] |= set(range(*index[-2].indices(LENGTH)))
+                return self.array[index]
+
+            def __setitem__(self, index, rows):
+                self.array[index] = rows
+
+        watched = {each: Watched(each) for each in arguments}
+        try:
+            attend(**watched, feature_map=PHI, progress=stop_after(steps), **options)
+        except Stop:
+            pass
+        else:
+            return
+        before = (tmp_path / "run").read_bytes()
+        for row in (0, 10, 30, 50, 70, 99, LENGTH - 1):
+            changed = arguments[name].copy()
+            changed[1, row, 2] += 1
+            call = {**arguments, name: changed, "feature_map": PHI, **options}
+            if row in read[name]:
+                what = "out does not hold the rows" if name == "out" else f"{name} has changed in"
+                with pytest.raises(linattn.StateFileError, match=what):
+                    attend(**call)
+                assert (tmp_path / "run").read_bytes() == before
+            else:
+                attend(**call)
+                (tmp_path / "run").write_bytes(before)
+
+    @pytest.mark.parametrize("order", ["C", "F", "reversed"])
+    def test_of_other_bytes_with_the_same_numbers_goes_on(self, tmp_path, order):
+        q, k, v = tokens()
+        out = np.zeros_like(v)
+        with pytest.raises(Stop):
+            attend(q, k, v, out, PHI, checkpoint=tmp_path / "run", progress=stop_after(3), **CAUSAL)
+        if order == "reversed":
+            q, k, v = (a.byteswap().view(a.dtype.newbyteorder()) for a in (q, k, v))
+        else:
+            q, k, v = (np.array(a, order=order) for a in (q, k, v))
+        attend(q, k, v, out, PHI, checkpoint=tmp_path / "run", **CAUSAL)
+        wanted = linattn.linear_attention(q, k, v, PHI, is_causal=True)
+        np.testing.assert_allclose(out, wanted, rtol=1e-10)
+
+    def test_of_the_same_bytes_in_another_order_is_refused(self, tmp_path):
+        q, k, v = self._stopped(tmp_path / "run", is_causal=True, key_bias=np.full(LENGTH, -0.5))
+        options = {"checkpoint": tmp_path / "run", **CAUSAL}
+        small = np.full(LENGTH, -0.5).view(">f8")
+        with pytest.raises(linattn.StateFileError, match="differs in weights of keys"):
+            attend(q, k, v, np.empty_like(v), PHI, key_bias=small, **options)
+
+    @pytest.mark.frameworks
+    def test_of_other_rows_of_torch_is_refused(self, tmp_path):
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        q, k, v = map(torch.from_numpy, tokens())
+        out = torch.zeros_like(v)
+        options = {"checkpoint": tmp_path / "run", **CAUSAL}
+        with pytest.raises(Stop):
+            attend(q, k, v, out, PHI, progress=stop_after(2), **options)
+        changed = v.clone()
+        changed[0, 9, 1] += 1
+        with pytest.raises(linattn.StateFileError, match="value has changed in rows 0 to 20"):
+            attend(q, k, changed, out, PHI, **options)
+        attend(q, k, v, out, PHI, **options)
+        wanted = linattn.linear_attention(q, k, v, PHI, is_causal=True)
+        np.testing.assert_allclose(out, wanted, rtol=1e-10)
+
+    def test_rows_of_a_step_that_failed_may_change(self, tmp_path):
+        """They were read, but no state holds them."""
+        q, k, v = tokens()
+        out = np.zeros_like(v)
+
+        class Broken:
+            shape, dtype = v.shape, v.dtype
+
+            def __getitem__(self, index):
+                if index[-2].start >= 40:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return v[index]
+
+        options = {"checkpoint": tmp_path / "run", **CAUSAL}
+        with pytest.raises(OSError, match="Input/output"):
+            attend(q, k, Broken(), out, PHI, **options)
+        q[:, 50], k[:, 50] = 1, 1
+        attend(q, k, v, out, PHI, **options)
+        wanted = linattn.linear_attention(q, k, v, PHI, is_causal=True)
+        np.testing.assert_allclose(out, wanted, rtol=1e-10)
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(
+        "change", ["mask", "bias", "decay", "decays", "keys", "values", "scale", "length", "none"]
+    )
+    def test_of_other_numbers_is_refused(self, tmp_path, mode, change):
         """Weights of keys and states of the same shapes, whose ends are alike."""
         rng = np.random.default_rng(4)
-        bias = rng.standard_normal(LENGTH)
-        mask = np.ones((2, LENGTH), dtype=bool)
-        state = linattn.update_state(
-            linattn.init_state(PHI, WIDTH, like=bias), *tokens(seed=5)[1:], PHI
-        )
+        bias, mask, decay = rng.standard_normal(LENGTH), np.ones((2, LENGTH), bool), -rng.random(2)
+        _, k0, v0 = tokens(seed=5)
+
+        def state(key=k0, value=v0, **fields):
+            nothing = linattn.init_state(PHI, WIDTH, batch_shape=(2,), like=bias)
+            return linattn.update_state(nothing, key, value, PHI)._replace(**fields)
+
+        def other(array, row):
+            array = array.copy()
+            array[..., row, :] += 1
+            return array
+
         bias_2, mask_2 = bias.copy(), mask.copy()
         bias_2[50], mask_2[1, 50] = 0, False
-        first, second = {
+        before = state()
+        pairs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "mask": ({"key_mask": mask}, {"key_mask": mask_2}),
             "bias": ({"key_bias": bias}, {"key_bias": bias_2}),
             "decay": ({"log_decay": np.float64(-0.1)}, {"log_decay": np.float64(-0.2)}),
-            "decay of heads": (
-                {"log_decay": np.array([-0.1, -0.3])},
-                {"log_decay": np.array([-0.2, -0.3])},
-            ),
-            "state": (
-                {"initial_state": state},
-                {"initial_state": state._replace(log_scale=state.log_scale + 1)},
-            ),
-        }[change]
-        options = {**CAUSAL, "checkpoint": tmp_path / "run"}
-        q, k, v = self._stopped(tmp_path / "run", is_causal=True, **first)
+            "decays": ({"log_decay": decay}, {"log_decay": decay * [1, 2]}),
+            "keys": ({}, {"initial_state": state(other(k0, 50))}),
+            "values": ({}, {"initial_state": state(value=other(v0, 50))}),
+            "scale": ({}, {"initial_state": state(log_scale=before.log_scale + 1)}),
+            "length": ({}, {"initial_state": state(length=before.length + 1)}),
+            "none": ({}, {"initial_state": None}),
+        }
+        first, second = ({**MODES[mode], "initial_state": before, **each} for each in pairs[change])
+        if "log_decay" in pairs[change][0] and "is_causal" not in MODES[mode]:
+            return
+        q, k, v = self._stopped(tmp_path / "run", **first)
         with pytest.raises(linattn.StateFileError, match=r"differs in (weights|initial_state)"):
-            attend(q, k, v, np.empty_like(v), PHI, **second, **options)
+            attend(
+                *(q, k, v, np.empty_like(v), PHI),
+                **{"block_size": 20, "checkpoint": tmp_path / "run", **second},
+            )
 
     @pytest.mark.parametrize("mode", MODES)
     def test_an_output_that_lost_its_rows_is_refused(self, tmp_path, mode):
@@ -386,10 +507,55 @@ class TestCheckpoints:
     def test_damaged_is_refused(self, tmp_path):
         q, k, v = self._stopped(tmp_path / "run")
         content = (tmp_path / "run").read_bytes()
-        for bad in (content[:-30], b"", b"hello", content[:300] + bytes(40) + content[340:]):
+        cut = [content[:length] for length in range(0, len(content), 97)]
+        for bad in (*cut, b"hello", content[:300] + bytes(40) + content[340:]):
             (tmp_path / "run").write_bytes(bad)
-            with pytest.raises(linattn.StateFileError):
+            with pytest.raises(linattn.StateFileError, match=r"run is not a .*; name another file"):
                 attend(q, k, v, np.empty_like(v), PHI, block_size=20, checkpoint=tmp_path / "run")
+
+    @pytest.mark.parametrize("mode", ["causal", "window", "decay"])
+    @pytest.mark.parametrize(
+        ("field", "forged"),
+        [
+            *(("step", n) for n in (-1, 13, 10**9, -(2**63), np.float64(np.nan), [1], "two")),
+            *(("length", n) for n in (-1, -(2**63), 10**9, np.float64(np.nan), [1])),
+            *(("call", text) for text in ("", "[]", "null", "1", '"a"', "{}", "[" * 99999, 5)),
+            *(("numerics", n) for n in (1, ["a"])),
+            *(("kvz", a) for a in (0.5, np.zeros(3), np.zeros((2, 16, 6), "f4"), "a")),
+            *(("kvz", a) for a in (np.zeros((2, 17, 6)), np.zeros((2, 16, 6), complex))),
+            *(("log_scale", a) for a in (0.5, np.zeros((2, 17)), np.zeros((2, 16), "f4"))),
+            *(("log_decay", a) for a in (0.5, np.zeros(3), np.zeros((2, 16)))),
+            *(("later_kvz", a) for a in (0.5, np.zeros((9, 2, 16, 6)))),
+            *(("later_log_scale", a) for a in (0.5, np.zeros((9, 2, 16)))),
+            *(("later_length", a) for a in (1, [1] * 9, [-1, -1], [])),
+            *(("checksums", a) for a in (1, [[1]], [[9, 0, 20, 1]], [[-1, 0, 20, 1]])),
+            *(("checksums", a) for a in ([[3, 0, 20, -1]], [[3, 20, 0, 1]], [[3, 0, 999, 1]])),
+            ("checksums", np.zeros((0, 4), int)),
+            *(("format_version", n) for n in (0, 2, 99, [1])),
+            *((name, None) for name in ("step", "length", "call", "numerics", "kvz", "checksums")),
+            ("another", 1),
+        ],
+        ids=lambda value: str(value)[:20].replace("\n", ""),
+    )
+    def test_forged_is_refused(self, tmp_path, mode, field, forged):
+        """Whatever the fields say: one error, which names the file and says what to do."""
+        path = tmp_path / "run"
+        options = {"block_size": 20, **MODES[mode], "checkpoint": path}
+        q, k, v = self._stopped(path, progress=stop_after(8 if mode == "window" else 2), **options)
+        with np.load(path) as archive:
+            fields = dict(archive)
+        if forged is None:
+            del fields[field]
+        else:
+            fields[field] = np.asarray(forged)
+        with path.open("wb") as file:
+            np.savez(file, **fields)
+        out = np.full_like(v, np.nan)
+        with pytest.raises(linattn.StateFileError) as refused:
+            attend(q, k, v, out, PHI, **options)
+        assert str(refused.value).startswith(str(path))
+        assert re.search(r"; (name another file, or )?remove it to begin anew$", str(refused.value))
+        assert np.isnan(out).all()
 
     def test_other_threads_are_warned_of(self, tmp_path):
         q, k, v = self._stopped(tmp_path / "run")
@@ -402,8 +568,9 @@ class TestCheckpoints:
     def test_a_folder_that_is_not_there_is_an_error_before_any_work(self, tmp_path):
         q, k, v = tokens()
         out = np.full_like(v, np.nan)
-        with pytest.raises(FileNotFoundError):
-            attend(q, k, v, out, PHI, checkpoint=tmp_path / "none" / "run")
+        name = tmp_path / "none" / "run"
+        with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{name}'$"):
+            attend(q, k, v, out, PHI, checkpoint=name)
         assert np.isnan(out).all()
 
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import linattn
 from linattn._extras import remedy
 from linattn.cli.errors import CommandError
 from linattn.cli.text import reason
+from linattn.stream._checksums import Record, checksum
 from linattn.stream._inputs import Inputs
-from linattn.typing import Array, State
+from linattn.typing import State
 
 __all__ = ["BLOCKS_AT_ONCE", "ClusterInputs", "connected"]
 
@@ -80,15 +82,20 @@ class Rows:
 class ClusterInputs(Inputs):
     """The arguments of a call, whose blocks are attended to by tasks of Dask."""
 
-    def attend(self, out: Any, rows: slice, read: slice, keys: slice, state: State) -> State:
+    @property
+    def on_cluster(self) -> bool:
+        """Other processes read and write the rows."""
+        return True
+
+    def attend(self, out: Any, rows: slice, queries: slice, keys: slice, state: State) -> State:
         """Attend with queries that are read, write them; the state after the keys."""
         da = importlib.import_module("dask.array")
         size = _rows_of_task(rows, out)
         weights: Any = self._lazy_weights(keys, size)
         block, after = linattn.linear_attention(
-            self._lazy("query", read, size),
-            self._lazy("key", keys, size),
-            self._lazy("value", keys, size),
+            _lazy(self.query, queries, size),
+            _lazy(self.key, keys, size),
+            _lazy(self.value, keys, size),
             self.feature_map,
             is_causal=self.is_causal,
             initial_state=_lazy_state(state),
@@ -97,25 +104,37 @@ class ClusterInputs(Inputs):
         )
         region = (*(slice(0, n) for n in block.shape[:-2]), rows, slice(0, block.shape[-1]))
         stored = da.store(block, _portable(out), regions=region, lock=False, compute=False)
-        return _computed(after, state, stored)
+        computed = _computed(after, state, stored)
+        self._record(query=(self.query, queries), key=(self.key, keys), value=(self.value, keys))
+        self._record(out=(out, rows))
+        return computed
 
     def add(self, state: State, rows: slice) -> State:
         """Add keys and values to a state."""
         size = _rows_of_task(rows, None)
-        key, value = self._lazy("key", rows, size), self._lazy("value", rows, size)
+        key, value = _lazy(self.key, rows, size), _lazy(self.value, rows, size)
         weights: Any = self._lazy_weights(rows, size)
         after = linattn.update_state(_lazy_state(state), key, value, self.feature_map, **weights)
-        return _computed(after, state)
+        computed = _computed(after, state)
+        self._record(key=(self.key, rows), value=(self.value, rows))
+        return computed
 
-    def _lazy(self, name: str, rows: slice, size: int) -> Array:
-        """Make a Dask array of some rows, a task for so many of each head."""
-        da = importlib.import_module("dask.array")
-        array = _portable(getattr(self, name))
-        shape = (*array.shape[:-2], rows.stop - rows.start, array.shape[-1])
-        chunks = (*(1 for _ in shape[:-2]), size, shape[-1])
-        meta = np.empty((0,) * len(shape), array.dtype)
-        part = Rows(array, rows.start, shape, array.dtype)
-        return da.from_array(part, chunks=chunks, name=False, meta=meta)
+    def checksum(self, array: Any, rows: slice) -> int:
+        """Return the checksum of some rows, of which each task reads a part."""
+        lazy = _lazy(array, rows, _rows_of_task(rows, None))
+        sums = lazy.map_blocks(
+            _chunk_sum,
+            dtype=np.int64,
+            chunks=tuple((1,) * count for count in lazy.numblocks),
+            meta=np.empty((0,) * lazy.ndim, np.int64),
+        )
+        return checksum(np.asarray(sums))
+
+    def _record(self, **read: tuple[Any, slice]) -> None:
+        for name, (array, rows) in read.items():
+            if self.checksums is not None and rows.start < rows.stop:
+                crc = self.checksum(array, rows)
+                self.checksums.append(Record(name, rows.start, rows.stop, crc))
 
     def _lazy_weights(self, rows: slice, size: int) -> dict[str, Any]:
         da = importlib.import_module("dask.array")
@@ -123,6 +142,21 @@ class ClusterInputs(Inputs):
             name: da.from_array(np.array(weight), chunks=(*weight.shape[:-1], size))
             for name, weight in self.weights_of(rows).items()
         }
+
+
+def _lazy(array: Any, rows: slice, size: int) -> Any:
+    """Make a Dask array of some rows, a task for so many of each head."""
+    da = importlib.import_module("dask.array")
+    array = _portable(array)
+    shape = (*array.shape[:-2], rows.stop - rows.start, array.shape[-1])
+    chunks = (*(1 for _ in shape[:-2]), size, shape[-1])
+    meta = np.empty((0,) * len(shape), array.dtype)
+    part = Rows(array, rows.start, shape, array.dtype)
+    return da.from_array(part, chunks=chunks, name=False, meta=meta)
+
+
+def _chunk_sum(chunk: NDArray[Any]) -> NDArray[Any]:
+    return np.full((1,) * chunk.ndim, checksum(chunk), np.int64)
 
 
 def _rows_of_task(rows: slice, out: Any) -> int:

@@ -56,10 +56,11 @@ def attend(
     block_size : int, optional
         c, rows read at once; rounded up to whole chunks of ``out``. Default 65536.
     checkpoint : str, bytes or path-like, optional
-        File that holds state and position while the run goes on. A run that finds it goes on from
-        there, with ``out`` as it was left (mode "r+"). It is replaced in one step every
-        ``checkpoint_seconds`` and after an error or an interrupt, and removed at the end. Default:
-        none.
+        File that holds state, position and checksums while the run goes on. A run that finds it
+        goes on from there, with ``out`` as it was left (mode "r+"), after it has read again all
+        rows that were read and written before and found them unchanged. The file is replaced in
+        one step every ``checkpoint_seconds`` and after an error or an interrupt, and removed at
+        the end. Default: none.
     checkpoint_seconds : float, optional
         Default 60.
     progress : callable, optional
@@ -88,7 +89,8 @@ def attend(
         an ``out`` that overlaps an input in memory, in a file or in a store; a ``checkpoint`` that
         is the file of an array; ``log_decay`` that is not causal. Nothing has been written then.
     StateFileError
-        The checkpoint is damaged, or of another call; ``out`` has lost its rows.
+        The checkpoint is damaged, or of another call; an input has changed in rows that were read
+        before; ``out`` has lost its rows.
     OSError
         A file cannot be read or written, or the disk is full. Space for a memory-mapped ``out`` is
         reserved first.
@@ -110,7 +112,9 @@ def attend(
     of threads and kernels. Options of :func:`linattn.linear_attention` that are not here cannot be
     served a block at a time, or are shapes of a mask.
 
-    Time as in memory; a window reads keys twice when causal and up to four times else. Memory: a
+    Time as in memory. With a checkpoint each row has a CRC-32 as well, one pass over all bytes that
+    are read and written: about a sixth of the time of one thread for 256 features, less for more.
+    To go on takes one more pass over the rows of the earlier runs. A window reads keys twice when causal and up to four times else. Memory: a
     block of each array, ``(2 d + 2 e) c`` numbers a head, the state, and with a window that is not
     causal ``64 + n / 64`` states. Pages of memory maps are released after each block; the operating
     system caches them as long as it likes.

@@ -7,14 +7,15 @@ import os
 from contextlib import suppress
 from typing import Any
 from warnings import warn
-from zlib import crc32
 
 import array_api_compat
 import numpy as np
+from numpy.typing import NDArray
 
 from linattn import _arrays, _dispatch, _settings
 from linattn._driver.stamps import map_fingerprint
 from linattn._files import Arrays, Format, Path, StateFileError, checked_path
+from linattn.stream._checksums import Checksums, Record, checksum
 from linattn.stream._inputs import Inputs, dtype_name, read
 from linattn.stream._walks import Place, Walk
 from linattn.typing import State
@@ -23,11 +24,11 @@ __all__ = ["Checkpoint"]
 
 CHECKPOINT_FORMAT = Format(
     "checkpoint",
-    2,
+    3,
     {
         "call": ("U", 0),
         "numerics": ("U", 0),
-        "output": ("U", 0),
+        "checksums": ("i", 2),
         "step": ("i", 0),
         "kvz": ("f", None),
         "log_scale": ("f", None),
@@ -39,24 +40,29 @@ CHECKPOINT_FORMAT = Format(
         "later_log_scale": ("f", None),
         "later_length": ("i", 1),
     },
+    remedy="name another file, or remove it to begin anew",
 )
+
+NAMES = ("query", "key", "value", "out")
+"""What checksums are of, by the first number of a row of the array of that name."""
 
 
 class Checkpoint:
     """The file of one run, which goes on from it only with the same call."""
 
-    def __init__(self, path: Path, walk: Walk, block_size: int) -> None:
+    def __init__(self, path: Path, walk: Walk, block_size: int, checksums: Checksums) -> None:
         self.path = checked_path(path)
         self.call = _describe(walk.inputs, block_size, walk.begin)
         self.numerics = _numerics(walk.begin)
         self.walk = walk
+        self.checksums = checksums
 
     def load_or_begin(self, place: Place) -> Place:
         """Return the place of an earlier run; without one save this place, before any work."""
         if not os.path.lexists(self.path):
             self.save(place)
             return place
-        call, numerics, output, found = CHECKPOINT_FORMAT.read(self.path, self._build)
+        call = CHECKPOINT_FORMAT.read(self.path, _call)
         differ = [name for name, text in self.call.items() if call.get(name) != text]
         if differ:
             message = (
@@ -64,19 +70,34 @@ class Checkpoint:
                 f"{', '.join(differ)}; remove it to begin anew"
             )
             raise StateFileError(message)
-        if output != self._output(found):
-            message = (
-                f"out does not hold the rows that were written before {self.path}; open it as it "
-                f"was left (mode 'r+'), or remove the checkpoint to begin anew"
-            )
-            raise StateFileError(message)
+        numerics, records, place = CHECKPOINT_FORMAT.read(self.path, self._build)
+        for record in records:
+            self._check(record)
+            self.checksums.append(record)
         if numerics != self.numerics:
             message = (
                 f"the run was begun with {numerics} and goes on with {self.numerics}: last bits "
                 f"may differ from those of an undisturbed run"
             )
             warn(message, UserWarning, stacklevel=5)
-        return found
+        return place
+
+    def _check(self, record: Record) -> None:
+        """Read again what a record is about."""
+        inputs, rows = self.walk.inputs, slice(record.start, record.stop)
+        if inputs.checksum(self._array(record.name), rows) == record.crc:
+            return
+        where = f"in rows {record.start} to {record.stop}"
+        message = (
+            f"{record.name} has changed {where} since {self.path} was saved; restore it, or "
+            f"remove the checkpoint to begin anew"
+        )
+        if record.name == "out":
+            message = (
+                f"out does not hold the rows that were written before {self.path}, {where}; open "
+                f"it as it was left (mode 'r+'), or remove the checkpoint to begin anew"
+            )
+        raise StateFileError(message)
 
     def save(self, place: Place) -> None:
         """Save a place, after the rows that were written before it."""
@@ -87,7 +108,13 @@ class Checkpoint:
         arrays = {
             "call": np.str_(json.dumps(self.call)),
             "numerics": np.str_(self.numerics),
-            "output": np.str_(self._output(place)),
+            "checksums": np.array(
+                [
+                    (NAMES.index(name), *numbers)
+                    for name, *numbers in self.checksums.records[: place.num_records]
+                ],
+                dtype=np.int64,
+            ).reshape(-1, 4),
             "step": np.int64(place.step),
             "kvz": _arrays.to_numpy(state.kvz),
             "log_scale": _arrays.to_numpy(state.log_scale),
@@ -112,55 +139,87 @@ class Checkpoint:
         with suppress(FileNotFoundError):
             os.unlink(self.path)
 
-    def _output(self, place: Place) -> str:
-        """Sum of the first and the last finished row."""
-        return _ends(self.walk.out, self.walk.num_written(place))
+    def _build(self, arrays: Arrays) -> tuple[str, list[Record], Place]:
+        """Check that the file holds a place of this walk, and return it."""
+        step, walk = int(arrays["step"]), self.walk
+        if not 0 <= step <= len(walk.rows):
+            message = f"step must be 0 to {len(walk.rows)}, got {step}"
+            raise ValueError(message)
+        state = self._state(*(arrays.get(n) for n in ("kvz", "log_scale", "length", "log_decay")))
+        later = [arrays.get(n) for n in ("later_kvz", "later_log_scale", "later_length")]
+        counts = [0 if array is None else len(array) for array in later]
+        if counts != [walk.num_later(step)] * 3:
+            message = f"it must hold {walk.num_later(step)} states of later keys, got {counts}"
+            raise ValueError(message)
+        given = [array for array in later if array is not None]
+        states = tuple(self._state(*each) for each in zip(*given, strict=True))
+        records = self._records(arrays["checksums"])
+        place = Place(step, state, states, len(records))
+        written = [(r.start, r.stop) for r in records if r.name == "out"]
+        ends = [0, *(stop for _, stop in written)]
+        if [start for start, _ in written] != ends[:-1] or ends[-1] != walk.num_written(place):
+            message = f"checksums must be of the {walk.num_written(place)} rows that were written"
+            raise ValueError(message)
+        return str(arrays["numerics"]), records, place
 
-    def _build(self, arrays: Arrays) -> tuple[dict[str, Any], str, str, Place]:
+    def _state(self, kvz: Any, log_scale: Any, length: Any, log_decay: Any = None) -> State:
         begin = self.walk.begin
-        xp, device = _arrays.namespace(begin.kvz), array_api_compat.device(begin.kvz)
-
-        def state(kvz: Any, log_scale: Any, length: Any, log_decay: Any = None) -> State:
-            fits = kvz.shape == tuple(begin.kvz.shape) and log_scale.shape == kvz.shape[:-1]
-            if not fits or str(kvz.dtype) != dtype_name(begin.kvz.dtype):
-                message = f"its state has {kvz.dtype} {kvz.shape}, wanted {begin!r}"
+        found = (kvz, log_scale, log_decay)
+        for array, wanted in zip(found, (begin.kvz, begin.log_scale, begin.log_decay), strict=True):
+            brief = [None if each is None else _brief(each) for each in (array, wanted)]
+            if brief[0] != brief[1]:
+                message = f"its state must have {brief[1]}, got {brief[0]}"
                 raise ValueError(message)
-            numbers = [
-                None if array is None else xp.asarray(array, device=device)
-                for array in (kvz, log_scale, log_decay)
-            ]
-            kvz, log_scale, log_decay = numbers
-            return begin._replace(
-                kvz=kvz, log_scale=log_scale, length=int(length), log_decay=log_decay
-            )
+        # A step adds at most all keys.
+        least, walk = int(begin.length), self.walk
+        most = least + walk.inputs.key.shape[-2] * (1 + len(walk.rows))
+        if not least <= length <= most:
+            message = f"length must be {least} to {most}, got {length}"
+            raise ValueError(message)
+        xp, device = _arrays.namespace(begin.kvz), array_api_compat.device(begin.kvz)
+        numbers = [None if a is None else xp.asarray(a, device=device) for a in found]
+        kvz, log_scale, log_decay = numbers
+        return begin._replace(kvz=kvz, log_scale=log_scale, length=int(length), log_decay=log_decay)
 
-        here = (arrays["kvz"], arrays["log_scale"], arrays["length"], arrays.get("log_decay"))
-        later = []
-        if "later_kvz" in arrays:
-            names = ("later_kvz", "later_log_scale", "later_length")
-            later = [state(*each) for each in zip(*(arrays[n] for n in names), strict=True)]
-        place = Place(int(arrays["step"]), state(*here), tuple(later))
-        call = json.loads(str(arrays["call"]))
-        return call, str(arrays["numerics"]), str(arrays["output"]), place
+    def _records(self, rows: NDArray[Any]) -> list[Record]:
+        records = []
+        for number, start, stop, crc in rows.tolist():
+            name = dict(enumerate(NAMES)).get(number)
+            length = 0 if name is None else self._array(name).shape[-2]
+            if name is None or not (0 <= start < stop <= length and 0 <= crc < 2**32):
+                message = f"checksums must be of rows of an array, got {(number, start, stop, crc)}"
+                raise ValueError(message)
+            records.append(Record(name, start, stop, crc))
+        return records
+
+    def _array(self, name: str) -> Any:
+        return self.walk.out if name == "out" else getattr(self.walk.inputs, name)
+
+
+def _call(arrays: Arrays) -> dict[str, Any]:
+    call = json.loads(str(arrays["call"]))
+    if not isinstance(call, dict):
+        message = f"call must be a JSON object, got {type(call).__name__}"
+        raise TypeError(message)
+    return call
 
 
 def _describe(inputs: Inputs, block_size: int, begin: State) -> dict[str, Any]:
     """Return what two calls must share for one to go on where the other stopped."""
-    weights = {name: _weight(weight, block_size) for name, weight in sorted(inputs.weights.items())}
-    arrays = {name: getattr(inputs, name) for name in ("query", "key", "value")}
+    state = (begin.kvz, begin.log_scale, begin.log_decay)
     return {
-        **{name: f"{_brief(a)} {_ends(a, a.shape[-2])}" for name, a in arrays.items()},
+        **{name: _brief(getattr(inputs, name)) for name in ("query", "key", "value")},
         "feature_map": map_fingerprint(inputs.feature_map),
-        "weights of keys": weights,
+        "weights of keys": {
+            name: _weight(weight, block_size) for name, weight in sorted(inputs.weights.items())
+        },
         "is_causal": inputs.is_causal,
         "exact_window": None if inputs.exact_window is None else int(inputs.exact_window),
         "block_size": block_size,
+        "cluster": inputs.on_cluster,
         "initial_state": [
             int(begin.length),
-            *(
-                None if a is None else _sum(a)
-                for a in (begin.kvz, begin.log_scale, begin.log_decay)
-            ),
+            *(None if array is None else checksum(array) for array in state),
         ],
     }
 
@@ -174,22 +233,9 @@ def _weight(weight: Any, block_size: int) -> str:
     shape = getattr(weight, "shape", ())
     if not shape:
         return repr(float(weight))
-    total = 0
-    for start in range(0, shape[-1], block_size):
-        total = _sum(weight[..., start : min(start + block_size, shape[-1])], total)
-    return f"{_brief(weight)} {total}"
-
-
-def _ends(array: Any, length: int) -> str:
-    """Sum of the first and the last row: mostly enough to tell other numbers of one shape."""
-    total = 0
-    for start in (0, max(0, length - 1)):
-        total = _sum(array[..., start : min(start + 1, length), :], total)
-    return str(total)
-
-
-def _sum(array: Any, before: int = 0) -> int:
-    return crc32(_arrays.to_numpy(read(array)).tobytes(), before)
+    starts = range(0, shape[-1], block_size)
+    sums = [checksum(read(weight[..., n : min(n + block_size, shape[-1])])) for n in starts]
+    return f"{_brief(weight)} {checksum(np.array(sums))}"
 
 
 def _numerics(begin: State) -> str:

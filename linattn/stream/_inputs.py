@@ -13,6 +13,7 @@ from linattn import _arrays, _checks
 from linattn._driver.problem import check_pairing
 from linattn.functional import linear_attention
 from linattn.state import update_state
+from linattn.stream._checksums import Checksums, checksum
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = [
@@ -37,10 +38,24 @@ class Inputs(NamedTuple):
     """Mask, bias and decay of keys, those that were given, by their names."""
     is_causal: bool
     exact_window: Any
+    checksums: Checksums | None = None
+    """Of the rows that are read and written; None where no checkpoint needs them."""
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether other processes read and write the rows."""
+        return False
 
     def rows(self, name: str, rows: slice) -> Array:
         """Read rows of query, key or value."""
-        return read(getattr(self, name)[..., rows, :])
+        block = read(getattr(self, name)[..., rows, :])
+        if self.checksums is not None:
+            self.checksums.add(name, rows.start, block)
+        return block
+
+    def checksum(self, array: Any, rows: slice) -> int:
+        """Return the checksum of some rows as they are now."""
+        return checksum(read(array[..., rows, :]))
 
     def weights_of(self, rows: slice) -> dict[str, Any]:
         """Mask, bias and decay of some keys."""
@@ -68,11 +83,14 @@ class Inputs(NamedTuple):
         )
         return result
 
-    def attend(self, out: Any, rows: slice, read: slice, keys: slice, state: State) -> State:
+    def attend(self, out: Any, rows: slice, queries: slice, keys: slice, state: State) -> State:
         """Attend with queries that are read, write some rows of them; the state after the keys."""
-        block, after = self.attention(read, keys, state)
-        inside = slice(rows.start - read.start, rows.stop - read.start)
+        block, after = self.attention(queries, keys, state)
+        inside = slice(rows.start - queries.start, rows.stop - queries.start)
         write_rows(out, rows, block[..., inside, :])
+        if self.checksums is not None:
+            # As it is stored: a codec may round.
+            self.checksums.add("out", rows.start, read(out[..., rows, :]))
         return after
 
     def add(self, state: State, rows: slice) -> State:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from linattn._files import Path
 from linattn.stream._checkpoint import Checkpoint
+from linattn.stream._checksums import Checksums
 from linattn.stream._inputs import Inputs, check_inputs, prepare_output, release_pages
 from linattn.stream._storage import check_storage
 from linattn.stream._walks import Place, walk_of
@@ -31,11 +32,12 @@ def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> Stat
     arrays = {name: getattr(inputs, name) for name in ("query", "key", "value")}
     check_storage(out, {**arrays, **inputs.weights}, initial_state, how.checkpoint)
     block_size = prepare_output(out, shape, inputs, how.block_size)
-    walk = walk_of(inputs, out, begin, block_size)
+    checksums = None if how.checkpoint is None else Checksums()
+    walk = walk_of(inputs._replace(checksums=checksums), out, begin, block_size)
     place = Place(0, walk.begin)
     saved = None
-    if how.checkpoint is not None:
-        saved = Checkpoint(how.checkpoint, walk, block_size)
+    if how.checkpoint is not None and checksums is not None:
+        saved = Checkpoint(how.checkpoint, walk, block_size, checksums)
         place = saved.load_or_begin(place)
     rows = [stop - start for start, stop in walk.rows]
     done, total = sum(rows[: place.step]), sum(rows)
@@ -43,6 +45,8 @@ def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> Stat
     try:
         while place.step < len(rows):
             place = walk.step(place)
+            if checksums is not None:
+                place = place._replace(num_records=len(checksums.records))
             done += rows[place.step - 1]
             release_pages(inputs.query, inputs.key, inputs.value, out, *inputs.weights.values())
             if saved is not None and time.monotonic() - last >= how.seconds:

@@ -28,6 +28,8 @@ class Place(NamedTuple):
     state: State
     later: tuple[State, ...] = ()
     """States of all keys far behind a group of blocks, from the last group to the first."""
+    num_records: int = 0
+    """Checksums of what was read and written in these steps."""
 
 
 class Walk:
@@ -52,6 +54,10 @@ class Walk:
         """Rows of the output that are finished, all of them before the others."""
         blocks = place.step - (len(self.rows) - len(self.queries))
         return self.queries[blocks - 1][1] if blocks > 0 else 0
+
+    def num_later(self, step: int) -> int:
+        """How many states of later keys a place has after some steps."""
+        return 0
 
     def last(self, place: Place) -> State:
         """State after all keys, at the end."""
@@ -136,8 +142,7 @@ class _FullWindowWalk(_WindowWalk):
         if place.step < len(self.backward):
             block = self.backward[place.step]
             state = self.state_behind(block, place.state)
-            ends = block % self.group == self.group - 1 or block == len(self.queries) - 1
-            later = (*place.later, state) if ends else place.later
+            later = (*place.later, state) if self.is_last_of_group(block) else place.later
             done = place.step + 1 == len(self.backward)
             return Place(place.step + 1, self.begin if done else state, later)
         block = place.step - len(self.backward)
@@ -147,6 +152,14 @@ class _FullWindowWalk(_WindowWalk):
         return place._replace(
             step=place.step + 1, state=self.window_step(block, place.state, far_state)
         )
+
+    def is_last_of_group(self, block: int) -> bool:
+        """Whether the state of later keys of a block is stored."""
+        return block % self.group == self.group - 1 or block == len(self.queries) - 1
+
+    def num_later(self, step: int) -> int:
+        """How many states of later keys a place has after some steps."""
+        return sum(map(self.is_last_of_group, self.backward[:step]))
 
     def state_behind(self, block: int, next_behind: State) -> State:
         """State of all keys far behind a block, from that of the next one."""
