@@ -152,7 +152,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
             os.unlink(name)
         if isinstance(error, OSError) and error.filename == name:
             # The name that the caller knows.
-            error.filename, error.filename2 = os.fspath(path), None
+            error.filename = os.fspath(path)
         raise
 
 
