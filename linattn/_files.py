@@ -151,7 +151,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         with suppress(OSError):
             os.unlink(name)
         if isinstance(error, OSError) and error.filename == name:
-            # The name that the caller knows.
+            # The name that the caller gave.
             error.filename = os.fspath(path)
         raise
 

@@ -115,9 +115,9 @@ def attend(
     Time as in memory. With a checkpoint each row has a CRC-32 as well, one pass over all bytes that
     are read and written: about a sixth of the time of one thread for 256 features, less for more.
     To go on takes one more pass over the rows of the earlier runs. A window reads keys twice when
-    causal and up to four times else. Memory: a block of each array, ``(2 d + 2 e) c`` numbers a head, the state, and with a window that is not
-    causal ``64 + n / 64`` states. Pages of memory maps are released after each block; the operating
-    system caches them as long as it likes.
+    causal and up to four times else. Memory: a block of each array, ``(2 d + 2 e) c`` numbers a
+    head, the state, and with a window that is not causal ``64 + n / 64`` states. Pages of memory
+    maps are released after each block; the operating system caches them as long as it likes.
 
     Examples
     --------
