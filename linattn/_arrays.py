@@ -29,6 +29,7 @@ __all__ = [
     "namespace",
     "on_array_device",
     "to_numpy",
+    "with_autocast",
 ]
 
 _namespaces: dict[type, ModuleType] = {}
@@ -99,7 +100,12 @@ def as_autocast(*names: str) -> Callable[[_F], _F]:
     return partial(_entered, names)
 
 
-def _entered(names: tuple[str, ...], function: _F) -> _F:
+def with_autocast(function: _F) -> _F:
+    """As :func:`on_array_device`, for functions whose parts know what to do with autocast."""
+    return _entered(None, function)
+
+
+def _entered(names: tuple[str, ...] | None, function: _F) -> _F:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # The classes are missing while the libraries are being imported.
@@ -116,7 +122,7 @@ def _entered(names: tuple[str, ...], function: _F) -> _F:
             if isinstance(array, cupy_array):
                 with array.device:
                     return function(*args, **kwargs)
-            if isinstance(array, tensor):
+            if isinstance(array, tensor) and names is not None:
                 return _call_without_autocast(function, names, array, args, kwargs)
         return function(*args, **kwargs)
 
@@ -165,7 +171,7 @@ def _call_without_autocast(
     if not torch.compiler.is_compiling():  # which runs backward passes as forward passes ran
         switch_off = partial(torch.set_autocast_enabled, device, False)
         _keep_backward_out(result, (args, *kwargs.values()), switch_off)
-    if isinstance(result, tuple) and callable(result[-1]):
+    if names and isinstance(result, tuple) and callable(result[-1]):
         return (*result[:-1], _uncast(result[-1], [array.dtype for array in given], dtype))
     return result
 
@@ -207,11 +213,11 @@ def _keep_backward_out(results: Any, given: Any, switch_off: Callable[[], None])
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """All tensors in tuples, lists and records."""
+    """All tensors in tuples, lists, dictionaries and records."""
     if isinstance(value, sys.modules["torch"].Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import diagnostics, feature_maps, positions
+from linattn import diagnostics, feature_maps, layers, positions
 
 pytestmark = pytest.mark.frameworks
 
@@ -418,3 +418,148 @@ def test_fits_positions_and_diagnostics_compute_as_outside():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = computed()
     same([torch.as_tensor(a) for a in got], [torch.as_tensor(a) for a in computed()])
+
+
+# Layers follow torch's: products give the dtype of the context, norms and sums float32.
+
+WIDTH_OF_MODEL, HEADS, VOCABULARY = 16, 4, 11
+ATTENTIONS = {
+    "linear": layers.LinearAttention(PHI),
+    "softmax": layers.SoftmaxAttention(),
+}
+
+
+def parameters(init: Any, *sizes: int, **options: Any) -> dict[str, Any]:
+    drawn = init(np.random.default_rng(3), *sizes, **options)
+    return {name: torch.asarray(array) for name, array in drawn.items()}
+
+
+def activations() -> Any:
+    rng = np.random.default_rng(4)
+    return torch.asarray(rng.standard_normal((2, 12, WIDTH_OF_MODEL)).astype(np.float32))
+
+
+def words() -> Any:
+    return torch.asarray(np.random.default_rng(5).integers(0, VOCABULARY, (2, 12)))
+
+
+@every_dtype
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["float32", "narrow"])
+def test_a_linear_layer_is_that_of_torch(dtype, is_narrow):
+    params = parameters(layers.init_linear, WIDTH_OF_MODEL, 8)
+    x = activations().to(dtype) if is_narrow else activations()
+    with torch.autocast("cpu", dtype=dtype):
+        got = layers.linear(params, x)
+        want = torch.nn.functional.linear(x, params["weight"], params["bias"])
+    same(got, want)
+
+
+@every_dtype
+@pytest.mark.parametrize("norm", [layers.layer_norm, layers.rms_norm])
+def test_norms_give_float32(norm, dtype):
+    params = {"weight": torch.linspace(0.5, 2, WIDTH_OF_MODEL)}
+    x = activations().to(dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        got = norm(params, x)
+    same(got, norm(params, x.float()))
+
+
+@every_dtype
+def test_a_feed_forward_layer_gives_the_dtype_of_the_context(dtype):
+    params = parameters(layers.init_feed_forward, WIDTH_OF_MODEL)
+    with torch.autocast("cpu", dtype=dtype):
+        got = layers.feed_forward(params, activations(), activation="gelu")
+    narrow = {name: array.to(dtype) for name, array in params.items()}
+    same(got, layers.feed_forward(narrow, activations().to(dtype), activation="gelu"))
+
+
+@every_dtype
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["float32", "narrow"])
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_an_encoder_is_near_its_float32_self(attention, dtype, is_narrow):
+    options = {"num_heads": HEADS, "attention": attention, "positions": layers.Rotary()}
+    params = parameters(layers.init_encoder, 2, WIDTH_OF_MODEL, HEADS)
+    x = activations().to(dtype) if is_narrow else activations()
+    with torch.autocast("cpu", dtype=dtype):
+        got = layers.encoder(params, x, **options)
+    assert got.dtype == torch.float32
+    want = layers.encoder(params, activations(), **options)
+    np.testing.assert_allclose(got, want, atol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["pullback-outside", "pullback-inside"])
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_gradients_of_an_encoder_have_the_dtypes_of_its_parameters(attention, is_inside):
+    options: dict[str, Any] = {"num_heads": HEADS, "attention": attention, "is_causal": True}
+    params = parameters(layers.init_encoder, 2, WIDTH_OF_MODEL, HEADS, norm="rms_norm")
+    options["norm"] = "rms_norm"
+    leaves = {name: array.clone().requires_grad_() for name, array in params.items()}
+    on = {"dtype": torch.bfloat16, "enabled": is_inside}
+    grad = torch.ones(2, 12, WIDTH_OF_MODEL) * torch.linspace(-1, 1, WIDTH_OF_MODEL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, pullback = layers.encoder_vjp(params, activations(), **options)
+        by_torch = layers.encoder(leaves, activations(), **options)
+    with torch.autocast("cpu", **on):
+        got, by_x = pullback(grad)
+        found = dict(zip(leaves, torch.autograd.grad(by_torch, leaves.values(), grad), strict=True))
+    want, want_by_x = layers.encoder_vjp(params, activations(), **options)[1](grad)
+    same(output, by_torch)
+    for a, b, c in [(by_x, want_by_x, by_x), *((got[n], want[n], found[n]) for n in want)]:
+        assert a.dtype == torch.float32
+        scale = float(b.abs().max()) + 1e-3
+        np.testing.assert_allclose(a / scale, b / scale, atol=0.1)
+        np.testing.assert_allclose(c / scale, b / scale, atol=0.1)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_a_language_model_streams_as_it_computes_whole(attention):
+    options: dict[str, Any] = {"num_heads": HEADS, "attention": attention}
+    params = parameters(layers.init_language_model, VOCABULARY, 2, WIDTH_OF_MODEL, HEADS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = layers.language_model(params, words(), **options)
+        _, state = layers.language_model(params, words()[:, :10], return_state=True, **options)
+        parts = []
+        for i in (10, 11):
+            one = words()[:, i : i + 1]
+            part, state = layers.language_model(
+                params, one, initial_state=state, return_state=True, **options
+            )
+            parts.append(part)
+        made = layers.generate(params, words(), 3, temperature=0, **options)
+    assert whole.dtype == torch.bfloat16
+    assert made.shape == (2, 3)
+    np.testing.assert_allclose(torch.cat(parts, dim=1).float(), whole[:, 10:].float(), atol=0.1)
+
+
+# Baselines.
+
+BASELINES: dict[str, Any] = {
+    "aft-full": lambda *a: base().aft_full(
+        a[0][..., :WIDTH], a[1][..., :WIDTH], a[2], position_bias=bias()[0, :, None] + bias()[1]
+    ),
+    "compressive": lambda *a: base().compressive(*a, is_causal=True, window=8, rate=2),
+    "external": lambda q, k, v: base().external(q, key_memory=k[0, :5], value_memory=v[0, :5]),
+    "linformer": lambda *a: base().linformer(*a, num_features=4),
+    "local": lambda *a: base().local_window(*a, window=4),
+    "nystromformer": lambda *a: base().nystromformer(*a, num_landmarks=4),
+    "top-k": lambda *a: base().top_k(*a, num_keys=4),
+    "routing": lambda *a: base().routing(*a, num_clusters=2, rng=0),
+    "wildcat": lambda *a: base().wildcat(*a, num_keys=4, rng=0),
+    "random-synthesizer": lambda q, k, v: base().random_synthesizer(
+        v, logits=bias()[0, :, None] + bias()[1]
+    ),
+}
+
+
+def base() -> Any:
+    return importlib.import_module("linattn.baselines")
+
+
+@every_dtype
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_are_those_of_inputs_that_were_cast_before(name, dtype):
+    inputs = tensors()
+    narrow = [array.to(dtype) for array in inputs]
+    with torch.autocast("cpu", dtype=dtype):
+        got = BASELINES[name](*inputs[:2], narrow[2])
+    same(got, BASELINES[name](*narrow))

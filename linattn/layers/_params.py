@@ -87,7 +87,7 @@ def takes(options: Any = None) -> Callable[[_Layer], _Layer]:
                 raise TypeError(message)
             return function(*args, **kwargs)
 
-        return _arrays.on_array_device(call)  # type: ignore[return-value]
+        return _arrays.with_autocast(call)  # type: ignore[return-value]
 
     return decorator
 
@@ -103,33 +103,67 @@ def with_pullback(vjp: _Vjp) -> _Vjp:
     return call  # type: ignore[return-value]
 
 
-def accumulated(vjp: _Vjp) -> _Vjp:
+def accumulated(*, narrows: bool) -> Callable[[_Vjp], _Vjp]:
     """Let a layer of tokens and its pullback compute float16 and bfloat16 in float32.
 
-    Results have the dtype of the inputs: each is rounded once.
+    Results have the dtype of the inputs: each is rounded once. Inside ``torch.autocast`` inputs and
+    parameters are cast as torch casts them: to the dtype of the context for a layer that
+    ``narrows``, such as a product, else to float32. Gradients have the dtypes that came.
     """
 
-    @wraps(vjp)
-    def call(params: Params, x: Array, **options: Any) -> Result:
-        part = as_part(params)
-        if not _is_narrow(x):
-            return vjp(part, x, **options)
-        named = {f"params[{part.path + name!r}]": array for name, array in part.items()}
-        xp, (x, *arrays) = _checks.check_arrays(1, x=x, **named)
-        wide = _arrays.accumulation_dtype(xp, x.dtype, None)
-        widened = (xp.astype(array, wide) for array in arrays)
-        of_wide = Part(zip(part, widened, strict=True), part.path)
-        out, pull = vjp(of_wide, xp.astype(x, wide), **options)
+    def decorator(vjp: _Vjp) -> _Vjp:
+        @wraps(vjp)
+        def call(params: Params, x: Array, **options: Any) -> Result:
+            part, autocast = as_part(params), _arrays.autocast_dtype(x)
+            if autocast is not None:
+                dtype = autocast if narrows else _arrays.namespace(x).float32
+                return _as_autocast(_arrays.on_array_device(widened), part, x, dtype, options)
+            return widened(part, x, **options) if _is_narrow(x) else vjp(part, x, **options)
 
-        def pullback(grad_output: Array) -> tuple[Any, ...]:
-            _checks.check_cotangent("grad_output", grad_output, "output", tuple(out.shape), x)
-            grads, grad = pull(xp.astype(grad_output, wide))
-            narrow = {name: xp.astype(g, x.dtype) for name, g in grads.items()}
-            return narrow, xp.astype(grad, x.dtype)
+        def widened(part: Part, x: Array, **options: Any) -> Result:
+            return _accumulated(vjp, part, x, options)
 
-        return xp.astype(out, x.dtype), pullback
+        return call  # type: ignore[return-value]
 
-    return call  # type: ignore[return-value]
+    return decorator
+
+
+def _accumulated(
+    vjp: Callable[..., Result], part: Part, x: Array, options: dict[str, Any]
+) -> Result:
+    """Compute in the accumulation dtype; round what is returned."""
+    named = {f"params[{part.path + name!r}]": array for name, array in part.items()}
+    xp, (x, *arrays) = _checks.check_arrays(1, x=x, **named)
+    wide = _arrays.accumulation_dtype(xp, x.dtype, None)
+    widened = (xp.astype(array, wide, copy=False) for array in arrays)
+    of_wide = Part(zip(part, widened, strict=True), part.path)
+    out, pull = vjp(of_wide, xp.astype(x, wide, copy=False), **options)
+
+    def pullback(grad_output: Array) -> tuple[Any, ...]:
+        _checks.check_cotangent("grad_output", grad_output, "output", tuple(out.shape), x)
+        grads, grad = pull(xp.astype(grad_output, wide, copy=False))
+        narrow = {name: xp.astype(g, x.dtype, copy=False) for name, g in grads.items()}
+        return narrow, xp.astype(grad, x.dtype, copy=False)
+
+    return xp.astype(out, x.dtype, copy=False), pullback
+
+
+def _as_autocast(
+    vjp: Callable[..., Result], part: Part, x: Array, dtype: Any, options: dict[str, Any]
+) -> Result:
+    """Compute with all arguments cast to a dtype; return gradients in the dtypes that came."""
+    xp = _arrays.namespace(x)
+    cast = Part(
+        {name: _arrays.cast_floats(array, dtype) for name, array in part.items()}, part.path
+    )
+    out, pull = vjp(cast, _arrays.cast_floats(x, dtype), **options)
+
+    def pullback(grad_output: Array) -> tuple[Any, ...]:
+        grads, grad = pull(_arrays.cast_floats(grad_output, dtype))
+        as_came = {name: xp.astype(g, part[name].dtype) for name, g in grads.items()}
+        return as_came, xp.astype(grad, x.dtype)
+
+    return out, pullback
 
 
 def _is_narrow(x: Any) -> bool:
@@ -212,6 +246,9 @@ def check_pair(part: Part, name: str, x: Array, last: int | None = None) -> tupl
     if kind in part.checked:
         return part.checked[kind], array
     named = {"x": x, f"params[{part.path + name!r}]": array}
+    autocast = _arrays.autocast_dtype(x)
+    if autocast is not None:
+        named = {of: _arrays.cast_floats(given, autocast) for of, given in named.items()}
     xp, (_, array) = _checks.check_arrays(1, **named)
     wanted = x.shape[-1] if last is None else last
     if array.shape[-1] != wanted:

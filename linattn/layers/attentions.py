@@ -151,6 +151,7 @@ class SoftmaxAttention(Attention):
             _raise_by_distance(self)
         return super().remember(key, value, scope)
 
+    @_arrays.on_array_device
     def _read_one(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
         """Attend with the last query, which sees the whole cache: all heads at once."""
         xp = _arrays.namespace(query)

@@ -107,7 +107,7 @@ def linear_vjp(params: Params, x: Array) -> Result:
     return product(params, x)
 
 
-@accumulated
+@accumulated(narrows=True)
 def product(params: Params, x: Array) -> Result:
     """Return :func:`linear` and its pullback, for layers that call it."""
     part = as_part(params, "weight", "bias")
@@ -211,7 +211,7 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
 
 @takes()
 @with_pullback
-@accumulated
+@accumulated(narrows=True)
 def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu") -> Result:
     """Return :func:`feed_forward` and its pullback.
 
@@ -330,7 +330,7 @@ def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
 
 @takes()
 @with_pullback
-@accumulated
+@accumulated(narrows=False)
 def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
     """Return :func:`layer_norm` and its pullback.
 
@@ -395,7 +395,7 @@ def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
 
 @takes()
 @with_pullback
-@accumulated
+@accumulated(narrows=False)
 def rms_norm_vjp(params: Params, x: Array, *, eps: float = 1e-6) -> Result:
     """Return :func:`rms_norm` and its pullback.
 
