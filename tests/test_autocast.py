@@ -537,13 +537,15 @@ BASELINES: dict[str, Any] = {
     "aft-full": lambda *a: base().aft_full(
         a[0][..., :WIDTH], a[1][..., :WIDTH], a[2], position_bias=bias()[0, :, None] + bias()[1]
     ),
-    "compressive": lambda *a: base().compressive(*a, is_causal=True, window=8, rate=2),
+    "compressive": lambda *a: base().compressive(
+        *a, is_causal=True, block_size=8, memory_size=8, compressed_size=4, rate=2
+    ),
     "external": lambda q, k, v: base().external(q, key_memory=k[0, :5], value_memory=v[0, :5]),
-    "linformer": lambda *a: base().linformer(*a, num_features=4),
-    "local": lambda *a: base().local_window(*a, window=4),
+    "linformer": lambda *a: base().linformer(*a, num_landmarks=4),
+    "local": lambda *a: base().local_window(*a, window_size=4),
     "nystromformer": lambda *a: base().nystromformer(*a, num_landmarks=4),
     "top-k": lambda *a: base().top_k(*a, num_keys=4),
-    "routing": lambda *a: base().routing(*a, num_clusters=2, rng=0),
+    "routing": lambda *a: base().routing(*a, num_clusters=2, cluster_size=8, rng=0),
     "wildcat": lambda *a: base().wildcat(*a, num_keys=4, rng=0),
     "random-synthesizer": lambda q, k, v: base().random_synthesizer(
         v, logits=bias()[0, :, None] + bias()[1]

@@ -15,7 +15,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["aft_full", "aft_local", "aft_simple"]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def aft_full(
     query: ArrayT, key: Array, value: Array, *, position_bias: Array, is_causal: bool = False
 ) -> ArrayT:
@@ -63,7 +63,7 @@ def aft_full(
     return _gated(query, inputs, bias, is_causal)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def aft_local(
     query: ArrayT,
     key: Array,
@@ -114,7 +114,7 @@ def aft_local(
     return _gated(query, inputs, inputs.xp.where(near, bias, inputs.xp.zeros_like(bias)), is_causal)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def aft_simple(query: ArrayT, key: Array, value: Array, *, is_causal: bool = False) -> ArrayT:
     r""":func:`aft_full` without position biases: one average for all queries.
 

@@ -11,7 +11,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["top_k", "truncated_svd"]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def truncated_svd(
     query: ArrayT,
     key: Array,
@@ -69,7 +69,7 @@ def truncated_svd(
     return inputs.output(query, inputs.xp.matmul(left, right))
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def top_k(
     query: ArrayT,
     key: Array,

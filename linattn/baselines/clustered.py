@@ -15,7 +15,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["clustered", "improved_clustered"]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def clustered(
     query: ArrayT,
     key: Array,
@@ -78,7 +78,7 @@ def clustered(
     return inputs.output(query, _to_queries(inputs, outputs, labels))
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def improved_clustered(
     query: ArrayT,
     key: Array,

@@ -15,7 +15,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["linformer"]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def linformer(
     query: ArrayT,
     key: Array,

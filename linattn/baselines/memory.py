@@ -11,7 +11,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["compressive", "external"]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def compressive(
     query: ArrayT,
     key: Array,
@@ -92,7 +92,7 @@ def compressive(
     return inputs.output(query, _shared.attend_to(inputs._replace(key=key, value=value), index))
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key_memory", "value_memory")
 def external(
     query: ArrayT, *, key_memory: Array, value_memory: Array, is_causal: bool = False
 ) -> ArrayT:

@@ -9,7 +9,7 @@ from linattn.typing import Array, ArrayT
 __all__ = ["nystromformer"]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def nystromformer(
     query: ArrayT,
     key: Array,

@@ -15,7 +15,7 @@ __all__ = ["bigbird", "fixed", "local_window", "longformer", "strided"]
 Index = NDArray[np.int64]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def local_window(
     query: ArrayT,
     key: Array,
@@ -77,7 +77,7 @@ def local_window(
     return inputs.output(query, _shared.attend_to(inputs, index))
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def strided(
     query: ArrayT,
     key: Array,
@@ -131,7 +131,7 @@ def strided(
     return inputs.output(query, _shared.attend_to(inputs, index))
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def fixed(
     query: ArrayT,
     key: Array,
@@ -194,7 +194,7 @@ def fixed(
     return inputs.output(query, _shared.attend_to(inputs, index))
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def longformer(
     query: ArrayT,
     key: Array,
@@ -255,7 +255,7 @@ def longformer(
     return _with_global_rows(query, inputs, index, g)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def bigbird(
     query: ArrayT,
     key: Array,

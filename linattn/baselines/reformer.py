@@ -15,7 +15,7 @@ __all__ = ["reformer"]
 Index = NDArray[np.int64]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def reformer(
     query: ArrayT,
     key: Array | None,

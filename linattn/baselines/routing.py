@@ -15,7 +15,7 @@ __all__ = ["routing"]
 Float64 = NDArray[np.float64]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def routing(
     query: ArrayT,
     key: Array,

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "value")
 def dense_synthesizer(
     query: ArrayT,
     value: Array,
@@ -82,7 +82,7 @@ def dense_synthesizer(
     return _mixed(query, inputs, logits, is_causal)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "value")
 def factorized_dense_synthesizer(
     query: ArrayT,
     value: Array,
@@ -140,7 +140,7 @@ def factorized_dense_synthesizer(
     return _mixed(query, inputs, xp.reshape(logits, (*logits.shape[:-2], S)), is_causal)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("value")
 def random_synthesizer(value: ArrayT, *, logits: Array, is_causal: bool = False) -> ArrayT:
     r"""Weights that do not depend on the inputs at all.
 
@@ -180,7 +180,7 @@ def random_synthesizer(value: ArrayT, *, logits: Array, is_causal: bool = False)
     return _mixed(value, inputs, R, is_causal)
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("value")
 def factorized_random_synthesizer(
     value: ArrayT, *, left: Array, right: Array, is_causal: bool = False
 ) -> ArrayT:

@@ -24,7 +24,7 @@ DELTA = 0.5
 """Probability with which Thinformer's halving may fail, as its authors have it."""
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def wildcat(
     query: ArrayT,
     key: Array,
@@ -115,7 +115,7 @@ def wildcat(
     return inputs.output(query, xp.minimum(xp.maximum(output, least), most))
 
 
-@_arrays.on_array_device
+@_arrays.as_autocast("query", "key", "value")
 def thinformer(
     query: ArrayT,
     key: Array,
