@@ -22,6 +22,7 @@ import pytest
 
 import linattn
 import linattn_cupy.device
+import linattn_cupy.gradients
 from benchmarks.gpu import (
     behaviour,
     cases,
@@ -46,6 +47,7 @@ from benchmarks.gpu.record import Item, LeftOut, Record
 from benchmarks.gpu.section import BROKEN, run_section
 from benchmarks.gpu.timer import input_sets, measure
 from linattn import _dispatch
+from linattn.typing import Declined
 from linattn_cupy import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,6 +142,22 @@ def test_generic_code_does_not_pass_for_a_kernel():
     found = parity.check(EmulatedLibrary([]), case)
     assert found["errors"]["output"] < case.bound
     assert found["kernels"] == []
+    assert not found["passed"]
+
+
+def test_generic_code_does_not_pass_for_kernels_that_gave_up(fake_cupy, cupy_backend, monkeypatch):
+    # The library replaces both; they are restored.
+    monkeypatch.setattr(linattn_cupy.device, "launch", linattn_cupy.device.launch)
+    monkeypatch.setattr(linattn_cupy.gradients, "Declined", Declined)
+    noted = library.CupyLibrary()
+    emulated = EmulatedLibrary(noted.launches)
+    case = small("bfloat16 elu gradient full")
+    assert parity.check(emulated, case)["passed"]
+    inputs = parity.host_inputs(case)
+    inputs.gradient[..., 0, 0] = 3e38  # its products overflow
+    monkeypatch.setattr(parity, "host_inputs", lambda case: inputs)
+    found = parity.check(emulated, case)
+    assert library.GENERIC in found["kernels"]
     assert not found["passed"]
 
 

@@ -13,15 +13,19 @@ from numpy.typing import NDArray
 import linattn
 from benchmarks.gpu.paths import ROOT
 from linattn import _dispatch
+from linattn.typing import Declined
 
-__all__ = ["CupyLibrary", "Library", "host_dtype", "register"]
+__all__ = ["GENERIC", "CupyLibrary", "Library", "host_dtype", "register"]
+
+GENERIC = "generic code after kernels"
+"""Stands among launches where kernels ran and left the result to generic code."""
 
 
 class Library(Protocol):
     """Arrays on a device.
 
-    ``launches`` are the names of the kernels that were launched; where ``waits`` is set a launch
-    waits for the device, so that the kernel that faults has a name.
+    ``launches`` are the names of the kernels that were launched, and ``GENERIC``; where ``waits``
+    is set a launch waits for the device, so that the kernel that faults has a name.
     """
 
     launches: list[str]
@@ -68,7 +72,7 @@ class CupyLibrary:
     def __init__(self, poisoned: int = 2**28) -> None:
         import cupy
 
-        from linattn_cupy import device
+        from linattn_cupy import device, gradients
 
         self._cupy: Any = cupy
         self._poisoned = poisoned
@@ -78,17 +82,23 @@ class CupyLibrary:
 
         def note(source: str, function: str, *args: Any) -> None:
             self.launches.append(function)
-            stream = cupy.cuda.get_current_stream()
-            errors = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
             try:
                 launch(source, function, *args)
+                stream = cupy.cuda.get_current_stream()
                 if self.waits and not stream.is_capturing():
                     stream.synchronize()
-            except errors as error:
+            except Exception as error:
+                if not type(error).__module__.startswith("cupy_backends.cuda"):
+                    raise
                 message = f"in {function}, grid {args[1]}, block {args[2]}: {error}"
                 raise RuntimeError(message) from error
 
+        def note_declined(reason: str) -> Declined:
+            self.launches.append(GENERIC)
+            return Declined(reason)
+
         device.launch = note  # type: ignore[assignment]
+        gradients.Declined = note_declined  # type: ignore[assignment, attr-defined]
         # Else results of generic code would be taken for those of a kernel.
         warnings.filterwarnings("error", message="linattn's CUDA kernels are not used")
 
