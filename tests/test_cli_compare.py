@@ -8,6 +8,7 @@ import re
 import shlex
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +103,52 @@ class TestCompare:
         assert median["elu+1", None] == pytest.approx(0.86, abs=0.01)
         assert median["favor+", 64] > median["uniform", None]
         assert median["trigonometric", 64] > 5
+
+    @pytest.mark.parametrize("kind", ["npy", "npz", "compressed", "zarr", "option"])
+    def test_files_of_every_kind_that_attend_takes(self, tmp_path, monkeypatch, kind):
+        monkeypatch.chdir(tmp_path)
+        rng = np.random.default_rng(5)
+        arrays = {name: rng.standard_normal((2, 20, 8), np.float32) for name in inputs.NAMES}
+        files = [f"{name}.npy" for name in arrays] if kind == "npy" else ["mine.npz"]
+        for file, array in zip(files, arrays.values(), strict=False):
+            if kind == "npy":
+                np.save(file, array)
+        if kind == "zarr":
+            zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+            files = ["mine.zarr"]
+            for name, array in arrays.items():
+                zarr.open_group("mine.zarr").create_array(name, data=array)
+        elif kind != "npy":
+            (np.savez_compressed if kind == "compressed" else np.savez)("mine.npz", **arrays)
+        words = ["--input", *files] if kind == "option" else files
+        result = call("compare", *words, "--maps", "relu", *SMALL, "--out", "out")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith(f"Input: {' '.join(files)}\n")
+        assert re.search(r"^Verdict: [A-Z].*\.$", result.stdout, re.MULTILINE)
+        record = json.loads((tmp_path / "out" / "compare.json").read_text())
+        assert record["input"]["heads"] == 2
+        assert shlex.split(record["command"])[2 : 2 + len(files)] == files
+        loaded = inputs.load(*map(Path, files))
+        for found, array in zip(loaded.arrays, arrays.values(), strict=True):
+            np.testing.assert_array_equal(found, array)
+
+    def test_other_files_are_refused_as_attend_refuses_them(self, file, tmp_path):
+        """In the same words, and before anything is written."""
+        np.save(tmp_path / "q.npy", np.ones((3, 2)))
+        one, out = tmp_path / "q.npy", tmp_path / "out"
+        for words in (
+            [one, one],
+            [one] * 4,
+            [one, one, tmp_path / "v.txt"],
+            [tmp_path / "no.zarr"],
+        ):
+            ours = call("compare", *words, "--out", out)
+            assert_refused(ours, "")
+            theirs = call("attend", *words, "--out", tmp_path / "o.npy")
+            assert ours.stderr == theirs.stderr
+        assert_refused(call("compare", one, "--out", out), "or three .npy files")
+        assert_refused(call("compare", file, "--input", file, "--out", out), "not with FILES")
+        assert not out.exists()
 
     def test_command_in_the_record_repeats_the_run(self, file, tmp_path):
         first, second = tmp_path / "a b", tmp_path / "second"

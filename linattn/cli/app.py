@@ -99,9 +99,17 @@ _InputFile = Annotated[
     Path | None,
     typer.Option(
         "--input",
-        metavar="FILE.npz",
-        help="Arrays query, key and value, each (..., length, dim); leading axes are heads. "
-        "Without it: the real sample that linattn ships.",
+        metavar="FILE",
+        help="The same as FILES, for one file.",
+    ),
+]
+_CompareFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[FILES]",
+        help="Three .npy files, query, key and value, each (..., length, dim); or one .npz file or "
+        ".zarr store with arrays of these names. Leading axes are heads. Without files: the real "
+        "sample that linattn ships.",
     ),
 ]
 _Maps = Annotated[
@@ -172,6 +180,7 @@ _Out = Annotated[
 
 @app.command(short_help="Is a feature map good enough, and faster?")
 def compare(
+    files: _CompareFiles = None,
     input_file: _InputFile = None,
     maps: _Maps = None,
     list_maps: _ListMaps = False,
@@ -202,9 +211,12 @@ def compare(
             minimum=1,
             maximum=settings.MAX_FEATURES,
         )
+        if files and input_file is not None:
+            message = f"--input {input_file}: not with FILES, which are inputs too"
+            raise CommandError(message)
         _compare(
             settings.Settings(
-                input=input_file,
+                files=tuple(files or ([] if input_file is None else [input_file])),
                 maps=tuple(method.name for method in chosen),
                 baselines=baselines,
                 num_features=counts,
@@ -417,7 +429,7 @@ def _compare(settings: Settings) -> None:
     from linattn.cli.published import NEED_TRAINING
     from linattn.cli.run import ALL, run, steps
 
-    given = inputs.sample() if settings.input is None else inputs.load(settings.input)
+    given = inputs.load(*settings.files) if settings.files else inputs.sample()
     by_cost = settings.baselines or not set(settings.maps) <= ALL
     names = (*report.FILES, *([report.FRONTIER] if by_cost else []))
     report.prepare_folder(settings.out, names)

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from linattn import datasets
 from linattn.cli.errors import CommandError
+from linattn.cli.stores import NAMES, open_inputs
 from linattn.cli.text import count, reason
 
 __all__ = ["BIAS", "NAMES", "NOISE", "Inputs", "continued", "limited", "load", "sample"]
-
-NAMES = ("query", "key", "value")
 
 BIAS = "key_bias"
 """An array that a file may have."""
@@ -104,18 +103,23 @@ def sample() -> Inputs:
     return Inputs("linattn.datasets.pretrained_qkv()", query, key, value, longer=longer)
 
 
-def load(path: Path) -> Inputs:
-    """Read query, key and value from an .npz file and check them.
+def load(*paths: Path) -> Inputs:
+    """Read query, key and value and check them: three .npy files, an .npz file or a zarr store.
 
     Leading axes broadcast and become heads. float16 is computed in float32; nothing is ever
-    unpickled. A fourth array, key_bias, may hold log weights of keys.
+    unpickled. A fourth array of an .npz file, key_bias, may hold log weights of keys.
 
     Raises
     ------
     CommandError
         The file cannot be read, or holds no such arrays.
     """
-    found = _read(path)
+    if len(paths) == 1 and paths[0].suffix != ".zarr":
+        found = _read(paths[0])
+    else:
+        opened = zip(NAMES, open_inputs(paths), strict=True)
+        found = {name: np.asarray(array[...]) for name, array in opened}
+    path = " ".join(map(str, paths))
     query, key, value = (_checked(path, name, found[name]) for name in NAMES)
     key_bias = _checked_bias(path, found[BIAS], key) if BIAS in found else None
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
@@ -142,7 +146,7 @@ def load(path: Path) -> Inputs:
     if key_bias is not None:
         whole = np.broadcast_to(key_bias, (*batch, key_bias.shape[-1]))
         key_bias = whole.reshape(-1, key_bias.shape[-1]).astype(dtype, copy=False)
-    return Inputs(str(path), query, key, value, question=question, key_bias=key_bias)
+    return Inputs(path, query, key, value, question=question, key_bias=key_bias)
 
 
 def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool) -> Inputs:
@@ -251,7 +255,10 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
         message = f"{path}: want an .npz file of NumPy arrays (numpy.savez), got {found}"
         raise CommandError(message) from None
     if not isinstance(archive, np.lib.npyio.NpzFile):
-        message = f"{path}: want an .npz file with {', '.join(NAMES)}, got a single .npy array"
+        message = (
+            f"{path}: want an .npz file with {', '.join(NAMES)}, or three .npy files, got a single "
+            f".npy array"
+        )
         raise CommandError(message)
     missing = [name for name in NAMES if name not in archive.files]
     if missing:
@@ -271,7 +278,7 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
     return arrays
 
 
-def _checked_bias(path: Path, array: npt.NDArray[np.generic], key: FloatArray) -> FloatArray:
+def _checked_bias(path: str, array: npt.NDArray[np.generic], key: FloatArray) -> FloatArray:
     """Check log weights of keys: one for each, -inf for a key that is left out."""
     if array.ndim == 0 or array.shape[-1] != key.shape[-2]:
         message = (
@@ -287,7 +294,7 @@ def _checked_bias(path: Path, array: npt.NDArray[np.generic], key: FloatArray) -
     return np.where(hidden, finite.dtype.type(-np.inf), finite.reshape(array.shape))
 
 
-def _checked(path: Path, name: str, array: npt.NDArray[np.generic]) -> FloatArray:
+def _checked(path: str, name: str, array: npt.NDArray[np.generic]) -> FloatArray:
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         message = f"{path}: {name}: want float16, float32 or float64, got {array.dtype}"
         raise CommandError(message)

@@ -33,8 +33,8 @@ class Settings:
 
     Attributes
     ----------
-    input : Path or None
-        The user's file; None for the shipped sample.
+    files : tuple of Path
+        The user's: three .npy files, or one with all arrays; none for the shipped sample.
     maps : tuple of str
         Names of the methods measured, at least one.
     baselines : bool
@@ -55,7 +55,7 @@ class Settings:
         Folder of the results.
     """
 
-    input: Path | None
+    files: tuple[Path, ...]
     maps: tuple[str, ...]
     baselines: bool
     num_features: tuple[int, ...]
@@ -88,8 +88,7 @@ class Settings:
     def command(self) -> str:
         """Return the command line that repeats this run, every option spelled out."""
         line = ["linattn", "compare"]
-        if self.input is not None:
-            line += ["--input", str(self.input)]
+        line += map(str, self.files)
         line += ["--maps", ",".join(self.maps)]
         if self.baselines:
             line.append("--baselines")

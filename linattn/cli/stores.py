@@ -15,10 +15,11 @@ import numpy as np
 
 from linattn._extras import remedy
 from linattn.cli.errors import CommandError
-from linattn.cli.inputs import NAMES
 from linattn.cli.text import reason
 
-__all__ = ["OUTPUT", "Output", "open_array", "open_inputs"]
+__all__ = ["NAMES", "OUTPUT", "Output", "open_array", "open_inputs"]
+
+NAMES = ("query", "key", "value")
 
 OUTPUT = "output"
 """Name of the array in a zarr store that is written."""
