@@ -160,7 +160,8 @@ def linear_attention(
         The axis of the tokens holds n sequences end to end, the i-th from ``cu_seqlens[i]`` to
         ``cu_seqlens[i + 1]``: each is attended to by itself, full or causal, from the state
         ``kvz[i]`` of `initial_state`, whose arrays, as those of the returned state, have a first
-        axis of n. Their length is that of the longest.
+        axis of n. Their length is that of the longest. Not beside `key_lengths`, whose part the
+        borders have.
     log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
         At most 0: one for all, one a head, or one a token. The state decays by it before a token
         is added, ``S_t = exp(g_t) S_{t-1} + psi(k_t) [v_t, 1]``, so that the weight of key j for

@@ -421,3 +421,18 @@ def test_torch_carries_it():
                 attend(*arrays, PHI, **options, initial_state=state)
         output, after = attend(*arrays, PHI, cu_seqlens=[0, 3, 7], **call, initial_state=packed)
         (output.sum() + after.kvz.sum()).backward()
+
+
+@pytest.mark.parametrize("lengths", [3, [3, 4], np.array([3])])
+def test_lengths_of_packed_sequences_are_their_borders(lengths):
+    """They would count along the packed axis, through borders."""
+    arrays, options = tokens(LEADS["all have heads"]), {"cu_seqlens": [0, 3, 7]}
+    for call in (
+        lambda **o: linattn.linear_attention(*arrays, PHI, **o),
+        lambda **o: linattn.linear_attention_vjp(*arrays, PHI, **o),
+        lambda **o: linattn.softmax_attention(*arrays, **o),
+        lambda **o: linattn.softmax_attention_vjp(*arrays, **o),
+    ):
+        call(**options)
+        with pytest.raises(ValueError, match=saying("key_lengths must be None", "key_mask")):
+            call(**options, key_lengths=lengths)

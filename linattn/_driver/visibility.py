@@ -75,6 +75,12 @@ def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibi
             )
             raise ValueError(message)
         borders = _checks.check_cu_seqlens(options.cu_seqlens, num_keys)
+        if options.key_lengths is not None:
+            message = (
+                "key_lengths must be None with cu_seqlens, whose borders are the lengths of the "
+                "sequences; leave keys at their ends out by key_mask"
+            )
+            raise ValueError(message)
         if windows.get("exact_clusters") is not None:
             message = (
                 "exact_clusters must be None with cu_seqlens: keys are sorted by cluster along one "
