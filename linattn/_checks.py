@@ -44,7 +44,6 @@ __all__ = [
     "check_state_record",
     "check_together",
     "check_token_numbers",
-    "known_integer",
 ]
 
 
@@ -244,8 +243,23 @@ def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
         came = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        message = f"leading axes must broadcast against each other, got {came}"
+        message = f"leading axes must broadcast against each other, got {came}{_grouping(shapes)}"
         raise ValueError(message) from None
+
+
+def _grouping(shapes: dict[str, tuple[int, ...]]) -> str:
+    """Say how several queries share a key, where that is what leading axes look like."""
+    first, second = ("x", "y") if "x" in shapes else ("query", "key")
+    query, key = shapes.get(first, ()), shapes.get(second, shapes.get("state", ()))
+    for axis in range(1, min(len(query), len(key)) + 1):
+        few, shared = key[-axis], query[-axis] // max(1, key[-axis])
+        if few > 1 and shared > 1 and query[-axis] == few * shared:
+            lead = (*query[:-axis], few, shared, *query[len(query) - axis + 1 :])
+            grouped, places = ", ".join(map(str, lead)), ":, " * (len(key) - axis + 1)
+            sides = "y" if first == "x" else "key, value and any state"
+            reshaped = f"for {shared} queries to each key reshape {first} to ({grouped}, ...)"
+            return f"; {reshaped}, and give {sides} an axis of 1, {second}[{places}None]"
+    return ""
 
 
 def check_key_mask(
@@ -474,19 +488,6 @@ def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
     if kvz is state.kvz and log_scale is state.log_scale:
         return xp, state
     return xp, state._replace(kvz=kvz, log_scale=log_scale)
-
-
-def known_integer(value: Any) -> int | None:
-    """Return an integer that a state carries, None for none or one that cannot be read.
-
-    JAX makes arrays of integers, and within a trace they have no value.
-    """
-    if value is None or type(value) is int:
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Array) -> State:

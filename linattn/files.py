@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import array_api_compat
@@ -9,7 +10,7 @@ import numpy as np
 
 from linattn import _arrays, _checks
 from linattn._driver.problem import check_feature_map
-from linattn._driver.stamps import check_map_of_state, short_fingerprint
+from linattn._driver.stamps import check_map_of_state, known_integer, short_fingerprint
 from linattn._files import Arrays, Format, Path, StateFileError, checked_path
 from linattn.typing import Array, FeatureMap, State
 
@@ -57,8 +58,7 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     feature_map : FeatureMap, optional
         The map of the state; its fingerprint is saved, and :func:`load_state` checks it. Without
         it the 31 bits are that the state carries. The map itself is not saved: make it again with
-        the same arguments and the same integer as ``rng``, or pickle it. One drawn with
-        ``rng=None`` cannot be drawn again.
+        the same arguments and the same integer as ``rng``, or pickle it.
 
     Raises
     ------
@@ -69,6 +69,11 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     OSError
         The file cannot be written, or the path is that of something else than a regular file: a
         folder, a symbolic link, a device.
+
+    Warns
+    -----
+    UserWarning
+        The map was made with ``rng=None`` and cannot be made again; nothing is written before.
 
     Notes
     -----
@@ -81,8 +86,9 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     if feature_map is not None:
         fingerprint = _fingerprint(feature_map)
         check_map_of_state("state", state, feature_map)
+        _warn_of_lost_map(feature_map)
     else:
-        known = _checks.known_integer(state.fingerprint)
+        known = known_integer(state.fingerprint)
         fingerprint = "" if known is None else f"{SHORT}{known}"
     arrays = {
         "fingerprint": np.str_(fingerprint),
@@ -92,7 +98,7 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     }
     if state.log_decay is not None:
         arrays["log_decay"] = _arrays.to_numpy(state.log_decay)
-    number = _checks.known_integer(state.num_sequences)
+    number = known_integer(state.num_sequences)
     if number is not None:
         arrays["num_sequences"] = np.int64(number)
     STATE_FORMAT.write(path, arrays)
@@ -146,6 +152,19 @@ def load_state(
         if (array := getattr(state, name)) is not None
     }
     return state._replace(**arrays)
+
+
+def _warn_of_lost_map(feature_map: Any) -> None:
+    """Warn of a map that nobody can make again, inside others or not."""
+    while feature_map is not None:
+        if getattr(feature_map, "_unseeded", False):
+            message = (
+                f"{feature_map!r} was made with rng=None and cannot be made again: without it the "
+                f"state is of no use. Make it with an integer as rng, or pickle it too"
+            )
+            warnings.warn(message, stacklevel=4)
+            return
+        feature_map = getattr(feature_map, "feature_map", None)
 
 
 def _check_fingerprint(saved: str, wanted: str | None, path: Any) -> None:

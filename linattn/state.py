@@ -22,6 +22,7 @@ from linattn._driver.stamps import (
     broadcast_decay,
     check_map_of_state,
     check_sequences,
+    known_integer,
     known_sequences,
     stamped,
 )
@@ -245,7 +246,7 @@ def merge_states(first: State, second: State) -> State:
         first=tuple(first.kvz.shape[:-2]), second=tuple(second.kvz.shape[:-2])
     )
     known = [state.fingerprint for state in (first, second) if state.fingerprint is not None]
-    came = [_checks.known_integer(state.fingerprint) for state in (first, second)]
+    came = [known_integer(state.fingerprint) for state in (first, second)]
     if None not in came and came[0] != came[1]:
         message = (
             f"first and second must be states of one feature map, got the fingerprints {came[0]} "

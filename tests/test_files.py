@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import pickle
 import struct
 import sys
 import tracemalloc
+import warnings
 import zipfile
 
 import numpy as np
@@ -18,13 +20,25 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
-from linattn import StateFileError, init_state, load_state, save_state, update_state
+from linattn import (
+    CoresetAttention,
+    StateFileError,
+    init_state,
+    load_state,
+    save_state,
+    update_state,
+)
 from linattn.feature_maps import (
     ActivationFeatures,
+    CalibratedFeatures,
+    DenseExponentialFeatures,
     EluFeatures,
     HyperbolicFeatures,
+    LandmarkFeatures,
     PositiveFeatures,
+    RandomFourierFeatures,
     ReluFeatures,
+    RotatedFeatures,
 )
 from linattn.typing import Features
 
@@ -156,6 +170,63 @@ def test_fortran_order_and_big_endian_become_native(path):
     assert loaded.kvz.dtype.isnative
     assert loaded.kvz.flags.c_contiguous
     assert_same_bits(loaded, state)
+
+
+UNSEEDED = {
+    "positive": lambda rng: PositiveFeatures(DIM, 2 * DIM, rng=rng),
+    "redrawn": lambda rng: PositiveFeatures(DIM, 2 * DIM, rng=0).redraw(rng),
+    "inside another": lambda rng: RotatedFeatures(PositiveFeatures(DIM, 2 * DIM, rng=rng)),
+    "calibrated": lambda rng: DenseExponentialFeatures.calibrate(
+        [tokens(40, 2)[:2]], num_features=2 * DIM, rng=rng
+    ),
+    "learned": lambda rng: CalibratedFeatures.calibrate(
+        [tokens(40), tokens(30)], num_features=8, learn=True, num_steps=2, rng=rng
+    ),
+    "fitted": lambda rng: LandmarkFeatures.fit(*tokens(40)[:2], num_features=4, rng=rng),
+    "Fourier": lambda rng: RandomFourierFeatures(DIM, 2 * DIM, rng=rng),
+    "Matern": lambda rng: RandomFourierFeatures(DIM, 2 * DIM, kernel="matern32", rng=rng),
+    "activation": lambda rng: ActivationFeatures(DIM, 2 * DIM, rng=rng),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEDED)
+def test_a_map_that_nobody_can_make_again_warns(path, name):
+    phi = UNSEEDED[name](None)
+    state = linattn.init_state(phi, 3, like=np.ones(DIM))
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(UserWarning, match="made with rng=None and cannot be made again"),
+    ):
+        save_state(path, state, phi)
+    assert not path.exists()
+    with pytest.warns(UserWarning, match="integer as rng, or pickle it"):
+        save_state(path, state, phi)
+    assert_same_bits(load_state(path, phi), state)
+    kept = pickle.loads(pickle.dumps(phi))
+    for repeatable in (kept, UNSEEDED[name](0)):
+        state = linattn.init_state(repeatable, 3, like=np.ones(DIM))
+        save_state(path, state, repeatable)
+        assert_same_bits(load_state(path, repeatable), state)
+
+
+def test_a_missing_folder_is_named_as_it_was_given(tmp_path):
+    def stream():
+        memory = CoresetAttention(4, block_size=4, rng=0)
+        memory.extend(*(np.ones((1, 3, 2)) for _ in range(3)))
+        return memory
+
+    path = os.path.join(tmp_path, "none", "state.npz")
+    savers = {
+        "save_state": lambda: save_state(path, some_state()),
+        "CoresetAttention.save": lambda: stream().save(path),
+    }
+    if importlib.util.find_spec("safetensors") is not None:
+        savers["layers"] = lambda: linattn.layers.save_safetensors(path, {"a": np.ones(2)})
+    for save in savers.values():
+        with pytest.raises(FileNotFoundError) as caught:
+            save()
+        assert caught.value.filename == path
+        assert str(caught.value) == f"[Errno 2] No such file or directory: {path!r}"
 
 
 def test_paths_may_be_strings_and_are_used_as_they_are(tmp_path):

@@ -17,7 +17,7 @@ from linattn._driver.exact_keys import exact_fields
 from linattn._driver.modifiers import weight_fields
 from linattn._driver.options import Options
 from linattn._driver.signs import may_be_signed
-from linattn._driver.stamps import check_map_of_state, check_sequences
+from linattn._driver.stamps import check_map_of_state, check_sequences, known_integer
 from linattn._driver.visibility import Visibility, check_stop_axes, visibility
 from linattn._driver.wrappers import peel_affine
 from linattn.typing import (
@@ -306,7 +306,7 @@ def step_problem(
     weights = {name: weight for name, weight in weights.items() if weight is not None}
     if isinstance(state, State) and not weights:
         given += [state.kvz, state.log_scale]
-        stamps = [_checks.known_integer(n) for n in (state.fingerprint, state.num_sequences)]
+        stamps = [known_integer(n) for n in (state.fingerprint, state.num_sequences)]
         known = _recall(_last_step, feature_map, given, stamps)
         if known is not None:
             query, key, value = (array[..., None, :] for array in given[:3])

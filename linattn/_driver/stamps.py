@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
 import array_api_compat
 
-from linattn import _arrays, _checks
+from linattn import _arrays
 from linattn._driver.modifiers import total_decay
 from linattn.typing import Array, FeatureMap, Problem, State
 
@@ -17,11 +18,25 @@ __all__ = [
     "broadcast_decay",
     "check_map_of_state",
     "check_sequences",
+    "known_integer",
     "known_sequences",
     "map_fingerprint",
     "short_fingerprint",
     "stamped",
 ]
+
+
+def known_integer(value: Any) -> int | None:
+    """Return an integer that a state carries, None for none or one that cannot be read.
+
+    JAX makes arrays of integers, and within a trace they have no value.
+    """
+    if value is None or type(value) is int:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def short_fingerprint(fingerprint: str) -> int:
@@ -43,7 +58,7 @@ def map_fingerprint(feature_map: FeatureMap) -> int | None:
 
 def check_map_of_state(name: str, state: State, feature_map: FeatureMap) -> None:
     """Check that a state is of this map, as far as both are known."""
-    came = _checks.known_integer(state.fingerprint)
+    came = known_integer(state.fingerprint)
     wanted = None if came is None else map_fingerprint(feature_map)
     if wanted is not None and came != wanted:
         message = (
@@ -60,9 +75,9 @@ def known_sequences(state: State) -> int | None:
     A state that has seen nothing goes with any call. A number that the shape does not have comes
     from a state that was cut by hand.
     """
-    number, shape = _checks.known_integer(state.num_sequences), tuple(state.kvz.shape)
+    number, shape = known_integer(state.num_sequences), tuple(state.kvz.shape)
     if number == 0:
-        return None if _checks.known_integer(state.length) == 0 else 0
+        return None if known_integer(state.length) == 0 else 0
     return number if len(shape) > 2 and shape[0] == number else None
 
 

@@ -88,7 +88,7 @@ def recurrence_problem(
             _check_packed_state(initial_state, len(borders) - 1)
             leads["initial_state"] = leads["initial_state"][1:]
     state_lead = _checks.check_leading_axes(**leads)
-    lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), states=state_lead)
+    lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **leads)
     scale = dim**-0.5 if scale is None else _checks.check_finite_number("scale", scale)
     if chunk_size is None:
         chunk_size = MAX_CHUNK if beta is None else min(max(dim // 2, MIN_SOLVED), MAX_SOLVED)

@@ -25,8 +25,8 @@ __all__ = [
     "square_norms",
 ]
 
-CACHED = ("_cached_specs", "_cached_fingerprint")
-"""Attributes that hold what was made from the others."""
+NOT_PICKLED = ("_cached_specs", "_cached_fingerprint", "_unseeded")
+"""Attributes that hold what was made from the others, or that a pickled map has no use for."""
 
 PairFunction: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 
@@ -46,6 +46,8 @@ class BaseFeatureMap(ABC):
     """Whether the kernel is ``exp(scale x.y)``."""
     causal: bool = True
     """Whether the map may be used causally: it has not seen the sequence."""
+    _unseeded: bool = False
+    """Whether numbers were drawn with ``rng=None``, so that only a pickle brings the map back."""
     _parameters: ClassVar[tuple[str, ...]]
     """Names of the attributes that determine the features, in the order of ``repr``."""
     _caches_specs: ClassVar[bool] = True
@@ -81,7 +83,7 @@ class BaseFeatureMap(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made anew when it is needed."""
-        return {name: value for name, value in self.__dict__.items() if name not in CACHED}
+        return {name: value for name, value in self.__dict__.items() if name not in NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled map, read-only as it was."""
@@ -194,6 +196,7 @@ class BaseFeatureMap(ABC):
         if len({array.shape[-1] for array in arrays}) > 1:
             message = f"x and y must have one dim, got {[tuple(a.shape) for a in arrays]}"
             raise ValueError(message)
+        _checks.check_leading_axes(**{n: tuple(named[n].shape[:-2]) for n in named})
         return xp, arrays
 
     @_arrays.on_array_device

@@ -61,6 +61,7 @@ class ProjectedFeatureMap(BaseFeatureMap):
         if projection.shape != (m // per_row, dim):
             message = f"sampler must return shape {(m // per_row, dim)}, got {projection.shape}"
             raise ValueError(message)
+        self._set(_unseeded=rng is None)
         return projection
 
     @staticmethod

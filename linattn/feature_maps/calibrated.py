@@ -255,13 +255,13 @@ class CalibratedFeatures(SoftmaxKernelMap):
             exact_window = _checks.check_positive_int("exact_window", exact_window)
         is_causal = _checks.check_flag("is_causal", is_causal)
         learn = _checks.check_flag("learn", learn)
-        if bandwidth is None:
-            bandwidth = 0.5 if learn else 0.05
-        h = _checks.check_finite_number("bandwidth", bandwidth, positive=True)
+        h = (0.5 if learn else 0.05) if bandwidth is None else bandwidth
+        h = _checks.check_finite_number("bandwidth", h, positive=True)
         steps = _checks.check_positive_int("num_steps", num_steps)
         batch_size = _checks.check_positive_int("batch_size", batch_size)
         rate = _checks.check_finite_number("learning_rate", learning_rate, positive=True)
         generator = as_generator(rng)
+        unused = generator.bit_generator.state
         sequences, heads, _, scale = check_samples(samples, scale, generator, with_value=learn)
         _check_sequences(sequences, m, is_causal=is_causal)
         x = np.concatenate([pool_heads(sample.x, heads) for sample in sequences], axis=-2)
@@ -283,16 +283,15 @@ class CalibratedFeatures(SoftmaxKernelMap):
             if not all(np.isfinite(p).all() for p in found):
                 message = f"learning_rate must be small enough to converge, {learning_rate} is not"
                 raise ValueError(message)
-        root = sqrt(scale)
-        return cls(
-            found.b / root,
-            found.beta,
-            found.a * root,
-            found.alpha,
+        root, drew = sqrt(scale), generator.bit_generator.state != unused
+        fitted = cls(
+            *(found.b / root, found.beta, found.a * root, found.alpha),
             tilt=found.t * root,
             power=found.eta[..., 0],
             scale=scale,
         )
+        fitted._set(_unseeded=rng is None and drew)
+        return fitted
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential:
         """Spec of the query side: ``P = s b^T``, no curvature, ``col = beta``."""

@@ -567,5 +567,6 @@ class DenseExponentialFeatures(ExponentialFeatures):
             sampler=sampler,
             rng=generator,
         )
+        inside._set(_unseeded=rng is None)
         root = sqrt(scale)
         return Reparametrized(inside, c / root, b / root, balance @ axes)

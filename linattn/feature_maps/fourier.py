@@ -259,6 +259,7 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         rows = self._draw(dim, num_features, sampler, generator)
         if isinstance(kernel, str) and kernel in SPECTRA:
             rows = SPECTRA[kernel].mix(rows, generator)
+        self._set(_unseeded=rng is None)
         self._finish(rows, kernel, bandwidth, normalize, sampler, None)
 
     def _finish(

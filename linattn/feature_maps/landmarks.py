@@ -303,7 +303,9 @@ class LandmarkFeatures(SoftmaxKernelMap):
             raise ValueError(message)
         given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
         options: Any = {"corrected": corrected, "lloyd_steps": lloyd_steps}
-        return cls._fit(given, m, p, as_generator(rng), **options)
+        fitted = cls._fit(given, m, p, as_generator(rng), **options)
+        fitted._set(_unseeded=rng is None)
+        return fitted
 
     @classmethod
     def _fit(
@@ -433,7 +435,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         feature_map = PositiveFeatures.from_projection(
             omega, log_weights=log_weights, scale=given.scale
         )
-        feature_map._set(causal=False, unbiased=True)
+        feature_map._set(causal=False, unbiased=True, _unseeded=rng is None)
         return feature_map
 
     def _check_keys(self, problem: Problem) -> None:
