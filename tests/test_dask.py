@@ -332,6 +332,35 @@ def test_heads_broadcast():
     close(got.compute(), want)
 
 
+@pytest.mark.parametrize("decays", [(None, -0.4), (-0.3, None), (-0.3, -0.4), (None, None)])
+@pytest.mark.parametrize("borders", [None, [0, 20, 32]])
+def test_merged_states_are_numpys(decays, borders):
+    """What came first fades by the decay of what came second; fingerprints and order count."""
+    phi, arrays = MAPS["positive"], tokens(64, dtype=np.float64)
+    call: dict[str, Any] = {"is_causal": True, "return_state": True, "cu_seqlens": borders}
+    wanted, lazy = [], []
+    for rows, decay in zip((slice(32), slice(32, None)), decays, strict=True):
+        half = [a[:, rows] for a in arrays]
+        wanted.append(attend(*half, phi, log_decay=decay, **call)[1])
+        lazy.append(attend(*lazily(half, 10), phi, log_decay=decay, **call)[1])
+    for order in (slice(None), slice(None, None, -1)):
+        host, got = linattn.merge_states(*wanted[order]), linattn.merge_states(*lazy[order])
+        assert (got.length, got.fingerprint) == (host.length, host.fingerprint)
+        assert got.num_sequences == host.num_sequences
+        kvz, log_scale, decay = dask.compute(got.kvz, got.log_scale, got.log_decay)
+        wanted_sums = host.kvz * np.exp(host.log_scale)[..., None]
+        assert_allclose(kvz * np.exp(log_scale)[..., None], wanted_sums, rtol=1e-10)
+        if host.log_decay is None:
+            assert decay is None
+        else:
+            assert_allclose(decay, host.log_decay)
+    other = PositiveFeatures(D, 24, rng=99)
+    state = attend(*lazily([a[:, :32] for a in arrays], 10), other, **call)[1]
+    state = state._replace(kvz=lazy[0].kvz, log_scale=lazy[0].log_scale)
+    with pytest.raises(ValueError, match="first and second must be states of one feature map"):
+        linattn.merge_states(lazy[0], state)
+
+
 def test_update_read_and_merge_states_lazily():
     phi, (query, key, value) = MAPS["positive"], tokens(60)
     lazy_query, lazy_key, lazy_value = lazily((query, key, value), 16)
