@@ -117,6 +117,10 @@ def linear_attention(
     -----
     Extra memory as of :func:`linattn.linear_attention_vjp`. The gradient cannot be differentiated
     again; :func:`linattn.linear_attention` itself can.
+
+    Inside ``torch.autocast`` query, key and value are cast to the dtype of the context, as torch
+    casts those of ``scaled_dot_product_attention``; nothing else is. States are float32, gradients
+    have the dtypes of the inputs, and ``backward()`` may be called inside or outside.
     """
     return_state = _checks.check_flag("return_state", return_state)
     settings = {
@@ -201,6 +205,8 @@ def softmax_attention(
     Notes
     -----
     The gradient cannot be differentiated again; :func:`linattn.softmax_attention` itself can.
+
+    Inside ``torch.autocast`` as :func:`linear_attention`.
     """
     settings = {
         "scale": scale,
