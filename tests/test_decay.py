@@ -26,6 +26,7 @@ from linattn.feature_maps import (
 )
 from linattn.testing import assert_gradient
 from tests import pairs
+from tests.attentions import fetched
 from tests.pairs import DIM, LENGTH, PHI, decays, dense_decay, every_dtype, tokens
 
 MAPS = {**pairs.MAPS, "activation": ActivationFeatures(DIM, 16, rng=1)}
@@ -452,6 +453,70 @@ def test_numerators_of_nothing_are_zero_and_overflow_as_the_dense_formula_does()
         query, key, value, PHI, normalize=False, key_bias=np.full(LENGTH, 800.0)
     )
     assert np.all(np.isinf(large))
+
+
+LATE = np.arange(LENGTH) >= 7
+"""Keys that count: causal queries before them see none."""
+
+UNSEEN = {
+    "causal": {"is_causal": True},
+    "blocks": {"is_causal": True, "chunk_size": 5},
+    "decayed": {"is_causal": True, "log_decay": -0.3},
+    "decayed strongly": {"is_causal": True, "log_decay": -1e4},
+    "packed": {"is_causal": True, "cu_seqlens": [0, 10, 10, LENGTH]},
+    "packed and decayed": {
+        "is_causal": True,
+        "cu_seqlens": [0, 10, 10, LENGTH],
+        "log_decay": -0.3,
+    },
+    "prefix": {"prefix_length": 5},
+    "token blocks": {"causal_block": 7},
+    "stops": {"key_stop": np.minimum(np.arange(LENGTH), 12)},
+    "window": {"is_causal": True, "exact_window": 2},
+    "decayed window": {"is_causal": True, "exact_window": 2, "log_decay": -0.3},
+    "biased window": {"is_causal": True, "exact_window": 2, "window_bias": np.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numerators_of_nothing_are_zero_where_those_of_other_rows_overflow(xp, dtype, kind):
+    query, key, value = (xp.array(a.astype(dtype)) for a in tokens())
+    bias = xp.array(np.where(LATE, 800.0, -np.inf).astype(dtype))
+    options = dict(UNSEEN[kind], normalize=False, key_bias=bias)
+    if "window_bias" in options:
+        options["window_bias"] = xp.array(options["window_bias"].astype(dtype))
+    out = fetched(xp, linattn.linear_attention(query, key, value, PHI, **options))
+    assert_array_equal(out[:, :7], 0)
+    assert np.all(np.isinf(out[:, 12:14]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNSEEN if "window" not in kind])
+def test_what_rows_without_keys_add_to_gradients_is_zero_where_others_overflow(xp, kind):
+    arrays = [xp.array(a) for a in tokens()]
+    bias = xp.array(np.where(LATE, 800.0, -np.inf))
+    options = dict(UNSEEN[kind], normalize=False, key_bias=bias)
+    _, pullback = linattn.linear_attention_vjp(*arrays, PHI, **options)
+    grad = np.where(np.arange(LENGTH) < 7, 1.0, 0.0)[:, None] * np.ones((2, LENGTH, DIM))
+    for gradient in pullback(xp.array(grad))[:3]:
+        assert_array_equal(fetched(xp, gradient), 0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("bias", "size"), [(120.0, 1e-30), (-120.0, 1e30)])
+def test_numerators_overflow_only_where_the_result_does(xp, is_causal, bias, size):
+    arrays = [a.astype("float32") for a in tokens()]
+    arrays[2] = np.abs(arrays[2]) * np.float32(size)
+    out = linattn.linear_attention(
+        *map(xp.array, arrays),
+        PHI,
+        is_causal=is_causal,
+        normalize=False,
+        key_bias=xp.array(np.full(LENGTH, bias, "float32")),
+    )
+    sums = reference.kernel_sums(*arrays, PHI, is_causal=is_causal)
+    expected = sums.numerator * np.exp(sums.log_scale + bias)
+    assert_allclose(xp.numpy(out), expected, rtol=1e-4)
 
 
 def test_a_long_sequence_does_not_drift():

@@ -86,10 +86,11 @@ def values_and_one_block(problem: Problem, rows: slice) -> Array:
 
 
 def numerators(problem: Problem, part: Partial) -> Array:
-    """Numerators on the true scale."""
-    zero = problem.xp.zeros_like(part.log)
-    log = problem.xp.where(part.log == -problem.xp.inf, zero, part.log)
-    return part.num_den[..., :-1] * problem.xp.exp(log)
+    """Numerators on the true scale; 0 is 0 on any, one that overflows included."""
+    # In two steps, of which neither overflows or underflows where the result does not.
+    numerator, factor = part.num_den[..., :-1], problem.xp.exp(part.log / 2)
+    scaled = numerator * factor * factor
+    return problem.xp.where(numerator == 0, problem.xp.zeros_like(scaled), scaled)
 
 
 def transient_values_block(problem: Problem, rows: slice, functions: BlockFunctions) -> Array:

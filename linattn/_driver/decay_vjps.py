@@ -76,9 +76,13 @@ def _rows(walk: Any, numbers: Array, rows: slice) -> Rows:
 
 
 def numerator_rows(problem: Problem, grad_output: Array) -> Rows:
-    """Cotangents of rows that are not divided: numerators are on the true scale."""
-    zero = problem.xp.zeros_like(grad_output[..., :1])
-    return Rows(problem.xp.concat([grad_output, zero], axis=-1), zero)
+    """Cotangents of rows that are not divided: numerators are on the true scale.
+
+    A cotangent of 0 stays 0, also where weights overflow: on the scale inf all weights are 0.
+    """
+    xp, zero = problem.xp, problem.xp.zeros_like(grad_output[..., :1])
+    is_zero = xp.all(grad_output == 0, axis=-1, keepdims=True)
+    return Rows(xp.concat([grad_output, zero], axis=-1), xp.where(is_zero, zero + xp.inf, zero))
 
 
 def _walk_direction(walk: Any, numbers: Array, sums: _Sums, from_the_end: bool) -> Iterator[State]:
