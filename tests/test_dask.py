@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from numpy.testing import assert_allclose
 
 import linattn
-from linattn.feature_maps import CosformerFeatures, EluFeatures, PositiveFeatures, SoftmaxFeatures
+from linattn.feature_maps import (
+    CosformerFeatures,
+    EluFeatures,
+    LandmarkFeatures,
+    PositiveFeatures,
+    SoftmaxFeatures,
+)
 
 dask: Any = pytest.importorskip("dask")
 da: Any = pytest.importorskip("dask.array")
@@ -502,6 +508,82 @@ def test_inside_a_task_threads_are_one(monkeypatch):
     assert {(s.num_threads, s.precision) for s in seen} == {(1, "float64")}
 
 
+# Chunks that do not fit the work ------------------------------------------------------------------
+
+HEADS: dict[str, Any] = {
+    "projections": PositiveFeatures.from_projection(
+        np.random.default_rng(1).standard_normal((3, 16, D))
+    ),
+    "landmarks": LandmarkFeatures.fit(
+        *np.random.default_rng(2).standard_normal((2, 3, 30, D)), num_features=6, rng=0
+    ),
+}
+
+
+@pytest.mark.parametrize("window", [{}, {"exact_window": 8}], ids=["no window", "window"])
+@pytest.mark.parametrize("rows", [7, (3, 0, 17, 20), 40])
+@pytest.mark.parametrize("name", ["positive", *HEADS])
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+def test_windows_across_chunks_and_heads_apart(name, rows, window):
+    phi, arrays = (MAPS | HEADS)[name], tokens(40, heads=3)
+    lazy, options = lazily(arrays, rows), {"return_log_normalizer": True, **window}
+    got, got_log = attend(*lazy, phi, key_bias=lazy[2][..., 0], **options)
+    want, want_log = attend(*arrays, phi, key_bias=arrays[2][..., 0], **options)
+    sizes = lazy[0].chunks[:-1]
+    assert (got.chunks[:-1], got_log.chunks) == (sizes, sizes)
+    close(got.compute(), want)
+    close(got_log.compute(), want_log)
+
+
+@pytest.mark.parametrize("borders", [[0, 0, 0, 12], [0, 4, 4, 4, 8, 12, 12], [0, 12]])
+@pytest.mark.parametrize("chunks", [(1, 3), (2, 12)])
+@pytest.mark.parametrize("options", [{}, {"log_decay": -0.1}], ids=["", "decay"])
+@pytest.mark.parametrize("name", ["positive", "projections", None])
+def test_packed_sequences_of_several_heads(name, options, chunks, borders):
+    if name is None and options:
+        pytest.skip("softmax attention has no decay")
+    arrays = tokens(12, heads=3)
+    options = {"is_causal": True, "cu_seqlens": borders, **options}
+    lazy = lazily(arrays, chunks[1], heads=chunks[0])
+    close(call(name, lazy, options).compute(), call(name, arrays, options))
+    lazy_output, pullback = call(name, lazy, options, vjp=True)
+    output, of_numpy = call(name, arrays, options, vjp=True)
+    grad_output = da.from_array(output, chunks=lazy_output.chunks)
+    got = dask.compute(*pullback(grad_output))
+    for one, other in zip(got, of_numpy(output), strict=True):
+        close(one, other, tol=1e-5)
+
+
+def test_as_many_packed_sequences_as_heads_of_a_map():
+    """Their axis is no axis of heads."""
+    arrays, phi = tokens(12, heads=3), HEADS["projections"]
+    lazy = [a[:, None] for a in lazily(arrays, 12, heads=3)]
+    borders = [0, 4, 8, 12]
+    got = attend(*lazy, phi, cu_seqlens=borders)
+    close(got.compute(), attend(*(a[:, None] for a in arrays), phi, cu_seqlens=borders))
+
+
+def call(name, arrays, options, *, vjp=False):
+    phi: list[Any] = [] if name is None else [(MAPS | HEADS)[name]]
+    kind = "softmax_attention" if name is None else "linear_attention"
+    return getattr(linattn, f"{kind}_vjp" if vjp else kind)(*arrays, *phi, **options)
+
+
+@pytest.mark.parametrize("rows", [10, 3])
+def test_a_state_of_heads_that_tokens_lack(rows):
+    phi, (query, key, value) = MAPS["elu"], tokens(30, heads=1)
+    like = tokens(4, heads=3, seed=1)
+    empty = linattn.init_state(phi, E, batch_shape=(2, 3), like=query)
+    state = linattn.update_state(empty, like[1], like[2], phi)
+    lazy_state = state._replace(
+        kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale)
+    )
+    lazy = [a[0] for a in lazily((query, key, value), rows)]
+    got = attend(*lazy, phi, is_causal=True, initial_state=lazy_state)
+    want = attend(query[0], key[0], value[0], phi, is_causal=True, initial_state=state)
+    close(got.compute(), want)
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 
@@ -522,12 +604,6 @@ def test_chunks_that_do_not_fit(chunks, message):
     ]
     with pytest.raises(ValueError, match=message):
         attend(*arrays, MAPS["positive"], is_causal=True)
-
-
-def test_a_window_that_crosses_chunks():
-    lazy = lazily(tokens(100), 50)
-    with pytest.raises(ValueError, match=r"in chunks of whole blocks of exact_window, 8 .*rechunk"):
-        attend(*lazy, MAPS["positive"], exact_window=8)
 
 
 def pull_in_a_window(query, key, value, phi):

@@ -19,7 +19,8 @@ from linattn_dask.block_gradients import (
     state_gradient,
 )
 from linattn_dask.blocks import pack_block
-from linattn_dask.layout import Layout, Part, depends_on_position, differing, state_parts
+from linattn_dask.fitted import fitted
+from linattn_dask.layout import Layout, Part, depends_on_position, state_parts
 from linattn_dask.short import declined_gradients
 from linattn_dask.softmax_gradients import pull_softmax
 from linattn_dask.states import (
@@ -53,10 +54,20 @@ def attention_vjp(problem: Problem, cotangent: Cotangent) -> Gradients | Decline
     by_position = problem.mode == "stops" and depends_on_position(problem)
     if by_position or not (exact or problem.mode in WALKS):
         return declined_gradients(problem)
-    pullback = _Pullback(problem, cotangent)
+    pullback = _Pullback(fitted(problem), cotangent)
     if exact:
-        return pull_softmax(pullback.layout, cotangent)
-    return WALKS[problem.mode](pullback)
+        gradients = pull_softmax(pullback.layout, pullback.cotangent)
+    else:
+        gradients = WALKS[problem.mode](pullback)
+    arrays = (problem.query, problem.key, problem.value, None, *_weights(problem))
+    return tuple(
+        each if each is None or array is None else each.rechunk(array.chunks, method="tasks")
+        for each, array in zip(gradients, arrays, strict=True)
+    )
+
+
+def _weights(problem: Problem) -> list[Array | None]:
+    return [getattr(problem, name) for name in WEIGHTS]
 
 
 class _Pulled(NamedTuple):
@@ -71,13 +82,10 @@ class _Pullback:
     """A problem with the derivatives of a loss by its outputs, and the tasks made of them."""
 
     def __init__(self, problem: Problem, cotangent: Cotangent) -> None:
-        self.problem, self.cotangent = problem, cotangent
-        self.layout = Layout(problem)
+        self.problem, self.layout = problem, Layout(problem)
         chunks = (*self.layout.lead, self.layout.query_chunks, (problem.value.shape[-1],))
-        for axis, (expected, got) in enumerate(zip(chunks, cotangent.output.chunks, strict=True)):
-            if got != expected:
-                names = ("output", "grad_output")
-                raise differing(names, axis - len(chunks), expected, got)
+        output = cotangent.output.rechunk(chunks, method="tasks")
+        self.cotangent = cotangent._replace(output=output)
 
     def last_adjoint(self) -> Array:
         """Adjoint after the last key, ``(..., 1, m, packed)``: of the state that was returned."""
@@ -209,18 +217,8 @@ def _causal(pullback: _Pullback, key_stop: Part | None = None) -> Gradients:
 
 
 def _stops(pullback: _Pullback) -> Gradients:
-    problem, cotangent, along = pullback.problem, pullback.cotangent, aligned(pullback.problem)
-    output = cotangent.output.rechunk({-2: along.queries}, method="tasks")
-    moved = _Pullback(along.layout.problem, Cotangent(output, cotangent.state))
-    gradients = _causal(moved, along.key_stop)
-    names = ("query", "key", "value", None, *WEIGHTS)
-    arrays = [None if name is None else getattr(problem, name) for name in names]
-    return tuple(
-        each
-        if each is None or array is None
-        else each.rechunk({-2: array.chunks[-2]}, method="tasks")
-        for each, array in zip(gradients, arrays, strict=True)
-    )
+    along = aligned(pullback.problem)
+    return _causal(_Pullback(along.layout.problem, pullback.cotangent), along.key_stop)
 
 
 WALKS: dict[str, Callable[[_Pullback], Gradients]] = {

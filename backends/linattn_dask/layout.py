@@ -36,6 +36,7 @@ __all__ = [
     "differing",
     "innermost",
     "lead_axes",
+    "map_lead",
     "merge_along",
     "read_again",
     "state_parts",
@@ -114,23 +115,23 @@ class Layout:
             array = getattr(problem, name)
             if array is not None:
                 self._parts[name] = self._beside_keys(array)
-        map_lead = () if problem.feature_map is None else _map_lead(problem)
+        lead_of_map = () if problem.feature_map is None else map_lead(problem)
         keys = [self._parts["key"], self._parts["value"]]
         if problem.state is not None:
             # Axes of no tokens have chunks that mean nothing.
             keys = keys if problem.key.shape[-2] else []
-            lead = common_chunks([*keys, self._parts["query"]], map_lead)
+            lead = common_chunks([*keys, self._parts["query"]], lead_of_map)
             self._parts |= state_parts(problem.state, lead)
             keys.append(self._parts["kvz"])
-        self.state_lead = common_chunks(keys, map_lead)
-        self.lead = common_chunks([*keys, self._parts["query"]], map_lead)
+        self.state_lead = common_chunks(keys, lead_of_map)
+        self.lead = common_chunks([*keys, self._parts["query"]], lead_of_map)
         if problem.state is not None and not problem.key.shape[-2]:
             for name, part in self._parts.items():
                 if "keys" in part.axes:
                     chunks = matching_chunks(part, self.lead)
                     rows = part.array.chunks[-2]
                     self._parts[name] = Part(part.array.rechunk((*chunks, rows, -1)), part.axes)
-        self.key_lead = common_chunks([self._parts["key"], self._parts["value"]], map_lead)
+        self.key_lead = common_chunks([self._parts["key"], self._parts["value"]], lead_of_map)
         if problem.relative_bias is not None:
             table = Part(problem.relative_bias.table, ("offsets",))
             chunks = matching_chunks(table, self.lead)
@@ -390,7 +391,7 @@ def _brief(chunks: Chunks) -> str:
     return str(chunks) if len(chunks) <= 6 else f"({', '.join(map(str, chunks[:5]))}, ...)"
 
 
-def _map_lead(problem: Problem) -> tuple[int, ...]:
+def map_lead(problem: Problem) -> tuple[int, ...]:
     """Leading axes of the parameters of the map, those of heads."""
     like = np.empty(problem.key.shape[-1], dtype=np.float32)
     state = linattn.init_state(problem.feature_map, 1, like=like)
@@ -413,13 +414,7 @@ def common_chunks(parts: list[Part], map_lead: tuple[int, ...]) -> list[Chunks]:
             found = chunks
         heads = map_lead[-axis] if len(map_lead) >= axis else 1
         if heads > 1:
-            if len(found) > 1:
-                message = (
-                    f"query, key and value must be in one chunk along axis {-2 - axis}, along "
-                    f"which feature_map has parameters for {heads} heads, got chunks "
-                    f"{_brief(found)}; use rechunk({{{-2 - axis}: -1}})"
-                )
-                raise ValueError(message)
+            # :func:`linattn_dask.fitted.fitted` has put arrays into one chunk.
             found = (heads,)
         common.append(found)
     return common

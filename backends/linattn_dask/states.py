@@ -125,7 +125,7 @@ def prefix_scan(
     many blocks the states of groups are merged first, so that ``sqrt(n)`` merges follow each other,
     and as many operations of Dask are made.
     """
-    axis, count = states.ndim - 3, states.shape[-3]
+    count = states.shape[-3]
     if count <= MAX_CHAIN:
         return _chain(merge, states, first, from_the_end)
     size = isqrt(count - 1) + 1
@@ -142,12 +142,12 @@ def prefix_scan(
     rows = [before]
     for place in places[:-1]:
         rows.append(merge(rows[-1], place))
-    grid = da.stack(_in_order(rows, from_the_end), axis=axis + 1)
+    grid = da.stack(_in_order(rows, from_the_end), axis=-3)
     parts = [grid[..., i, :, :, :] for i in range(groups)]
     if not from_the_end and rest.shape[-3]:
         before, last = _chain(merge, rest, last, from_the_end)
         of_rest.append(before)
-    return da.concatenate([*parts, *of_rest], axis=axis), last
+    return da.concatenate([*parts, *of_rest], axis=-3), last
 
 
 def grouped_scan(
@@ -167,7 +167,7 @@ def grouped_scan(
     grouped = states.rechunk({axis: size}, method="tasks")
     of_groups = merge(grouped, of_blocks=True, from_the_end=from_the_end)
     beside, merged = prefix_scan(merge, of_groups, first, from_the_end=from_the_end)
-    return scan(grouped, beside).rechunk({axis: 1}, method="tasks"), merged
+    return scan(grouped, beside).rechunk({-3: 1}, method="tasks"), merged
 
 
 def _chain(
@@ -176,7 +176,8 @@ def _chain(
     merged = [first]
     for i in _in_order(list(range(states.shape[-3])), from_the_end):
         merged.append(merge(merged[-1], states[..., i : i + 1, :, :]))
-    return da.concatenate(_in_order(merged[:-1], from_the_end), axis=states.ndim - 3), merged[-1]
+    # The first state may have leading axes that keys lack.
+    return da.concatenate(_in_order(merged[:-1], from_the_end), axis=-3), merged[-1]
 
 
 def _in_order(blocks: list[Any], from_the_end: bool) -> list[Any]:

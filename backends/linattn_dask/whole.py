@@ -8,6 +8,7 @@ from typing import TypeAlias
 from linattn.typing import Array, Declined, Problem, State
 from linattn_dask.blocks import causal_block, read_block
 from linattn_dask.exact import softmax_attention
+from linattn_dask.fitted import chunked_as_before, fitted
 from linattn_dask.layout import Layout, Part, depends_on_position
 from linattn_dask.short import declined
 from linattn_dask.states import (
@@ -37,11 +38,12 @@ def attention(problem: Problem) -> Result | Declined:
         "exact": of_offsets or problem.key_stop is not None,
         "window": decays_to_both_sides or problem.exact_clusters is not None,
     }
-    if mode == "stops" and not depends_on_position(problem):
-        return _stops(problem)
-    if mode not in WALKS or unsupported.get(mode, False):
+    by_stops = mode == "stops" and not depends_on_position(problem)
+    if not by_stops and (mode not in WALKS or unsupported.get(mode, False)):
         return declined(problem)
-    return WALKS[mode](Layout(problem))
+    fit = fitted(problem)
+    output, state, norm = _stops(fit) if by_stops else WALKS[mode](Layout(fit))
+    return chunked_as_before(output, problem), state, chunked_as_before(norm, problem, 0)
 
 
 def _full(layout: Layout) -> Result:
@@ -69,10 +71,7 @@ def _causal(layout: Layout, key_stop: Part | None = None) -> Result:
 
 def _stops(problem: Problem) -> Result:
     along = aligned(problem)
-    output, state, norm = _causal(along.layout, along.key_stop)
-    chunks = problem.query.chunks[-2]
-    output = output.rechunk({-2: chunks}, method="tasks")
-    return output, state, norm if norm is None else norm.rechunk({-1: chunks}, method="tasks")
+    return _causal(along.layout, along.key_stop)
 
 
 WALKS: dict[str, Callable[[Layout], Result]] = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from linattn.typing import Array, State
 from linattn_dask.block_windows import (
     EdgeShape,
@@ -36,7 +34,6 @@ def window_attention(layout: Layout) -> tuple[Array, State, Array | None]:
     """Attend to near keys exactly: blocks of the window begin at the first token."""
     problem = layout.problem
     layout.check_rows()
-    _check_window(layout)
     shape = _edge_shape(layout)
     of_blocks = ("keys", *AXES[1:])
     parts = layout.parts(*ROWS, "feature_map", "relative_bias")
@@ -49,16 +46,6 @@ def window_attention(layout: Layout) -> tuple[Array, State, Array | None]:
     )
     last = all_states(layout.reading_again("states"))
     return output, lazy_state(layout, last), norm
-
-
-def _check_window(layout: Layout) -> None:
-    window, chunks = layout.window, layout.key_chunks
-    if (np.cumsum(chunks)[:-1] % window).any() or (len(chunks) > 1 and 0 in chunks):
-        message = (
-            f"query, key and value must be in chunks of whole blocks of exact_window, {window} "
-            f"rows, got chunks {chunks[:6]}; use rechunk({{-2: n * {window}}})"
-        )
-        raise ValueError(message)
 
 
 def _edge_shape(layout: Layout) -> EdgeShape:

@@ -46,6 +46,7 @@ from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_
 from linattn._generic.block_vjps import row_cotangent, row_scale
 from linattn._generic.column_means import column_normalized_key_vjp, column_normalized_query_vjp
 from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
+from linattn._generic.hierarchical import pad
 from linattn._generic.row_vjps import RowBlock, row_keys_vjp, row_queries_vjp, row_read_vjp
 from linattn.typing import (
     Array,
@@ -235,7 +236,8 @@ def _pull_packed(
         store = None if checkpoints is None else checkpoints.part(number)
         gradients = pull(part, batch.cotangent(cotangent), store)
         for name, each in rows.items():
-            each.write(batch, getattr(gradients, name))
+            # A backend's may be one number for all tokens: of what is summed in the end.
+            each.write(batch, pad(getattr(gradients, name), batch.longest))
         states.append((batch, gradients.state))
     state = None if problem.state is None else join_sequences(problem, states, 2)
     return Gradients(state=state, **{name: each.result() for name, each in rows.items()})

@@ -15,6 +15,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn import _generic
 from linattn._driver.tasks import ROWS_OF_KEYS, rows_at, with_block_axis
 from linattn.typing import Array, Cotangent, Problem, RelativeBias, State
 
@@ -65,7 +66,11 @@ class Batch:
             taken = rows_at(rows, index.ravel())
         if len(self) == 1:
             return taken
-        return xp.reshape(taken, (*rows.shape[:-2], len(self), self.longest, rows.shape[-1]))
+        shape = (*rows.shape[:-2], len(self), self.longest, rows.shape[-1])
+        if not self.longest:
+            # Dask cannot reshape what is empty.
+            return xp.broadcast_to(taken[..., None, :, :], shape)
+        return xp.reshape(taken, shape)
 
     def rows(self, like: Array) -> Array:
         """Which rows are tokens, ``(g, n, 1)``, and not filled up."""
@@ -141,6 +146,8 @@ def batches(problem: Problem, sequences: NDArray[np.int64] | None = None) -> Ite
         order = order[np.isin(order, sequences)]
     width = 2 * problem.query.shape[-1] + problem.value.shape[-1]
     most = MAX_BATCH_ELEMENTS // max(1, width * prod(problem.lead))
+    # Dask's tasks call the map, whose heads must be the last axis before that of the tokens.
+    one_by_one = array_api_compat.is_dask_array(problem.query) and _has_heads(problem)
     first = tokens = 0
     is_slice = True
     ordered = lengths[order].tolist()
@@ -150,13 +157,23 @@ def batches(problem: Problem, sequences: NDArray[np.int64] | None = None) -> Ite
         # What is one slice is not copied.
         goes_on = i == first or (is_slice and order[i] == order[i - 1] + 1 and padded == 0)
         is_full = n * (i + 1 - first) > most and not goes_on
-        if i > first and (is_full or padded > allowed or (n > 0) != (ordered[first] > 0)):
+        ends = is_full or padded > allowed or (n > 0) != (ordered[first] > 0)
+        if i > first and (one_by_one or ends):
             yield Batch(order[first:i], borders)
             first, tokens, goes_on = i, 0, True
         is_slice = goes_on
         tokens += n
     if len(order) > first:
         yield Batch(order[first:], borders)
+
+
+def _has_heads(problem: Problem) -> bool:
+    """Whether parameters of the map have leading axes."""
+    names = ("query_spec", "key_spec", "query_change", "key_change")
+    specs = [getattr(problem, name) for name in names]
+    return problem.feature_map is not None and any(
+        _generic.spec_lead(spec) for spec in specs if spec is not None
+    )
 
 
 class PackedRows:
@@ -188,7 +205,7 @@ class PackedRows:
 
     def write(self, batch: Batch, rows: Array) -> None:
         """Put rows ``(..., g, n, w)`` of a batch where its sequences are."""
-        if 0 in self._shape:
+        if 0 in self._shape or not batch.longest:
             return
         ends = (batch.starts + batch.lengths).tolist()
         places = list(map(slice, batch.starts.tolist(), ends))
