@@ -409,6 +409,23 @@ class TestCluster:
         assert attend(*FILES, "--out", "here.npy", *options).exit_code == 0
         np.testing.assert_allclose(np.load("o.npy"), np.load("here.npy"), rtol=1e-4, atol=2e-6)
 
+    @pytest.mark.parametrize("flag", [[], ["--causal"]], ids=["full", "causal"])
+    def test_a_state_keeps_all_that_it_carries(self, folder, flag):
+        pytest.importorskip("distributed", reason="distributed is not installed")
+        _, before = linattn.linear_attention(
+            *arrays(20), PHI, is_causal=True, log_decay=-0.1, return_state=True
+        )
+        linattn.save_state("before.npz", before, PHI)
+        words = (*FILES, *OPTIONS, *flag, "--start-state", "before.npz")
+        assert attend(*words, "--out", "a.npy", "--save-state", "a.npz").exit_code == 0
+        words = (*words, "--workers", "1")
+        assert attend(*words, "--out", "b.npy", "--save-state", "b.npz").exit_code == 0
+        here, there = (linattn.load_state(name, PHI) for name in ("a.npz", "b.npz"))
+        np.testing.assert_allclose(np.load("b.npy"), np.load("a.npy"), rtol=1e-4, atol=2e-6)
+        np.testing.assert_allclose(there.log_decay, before.log_decay, rtol=1e-6)
+        np.testing.assert_allclose(here.log_decay, before.log_decay, rtol=1e-6)
+        assert there[2:4] + there[5:] == here[2:4] + here[5:]
+
     def test_errors(self, folder, monkeypatch):
         pytest.importorskip("distributed", reason="distributed is not installed")
         monkeypatch.setattr(cluster, "PATIENCE", "0.2s")

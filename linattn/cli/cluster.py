@@ -104,7 +104,7 @@ class ClusterInputs(Inputs):
         )
         region = (*(slice(0, n) for n in block.shape[:-2]), rows, slice(0, block.shape[-1]))
         stored = da.store(block, _portable(out), regions=region, lock=False, compute=False)
-        computed = _computed(after, state, stored)
+        computed = _computed(after, stored)
         self._record(query=(self.query, queries), key=(self.key, keys), value=(self.value, keys))
         self._record(out=(out, rows))
         return computed
@@ -115,7 +115,7 @@ class ClusterInputs(Inputs):
         key, value = _lazy(self.key, rows, size), _lazy(self.value, rows, size)
         weights: Any = self._lazy_weights(rows, size)
         after = linattn.update_state(_lazy_state(state), key, value, self.feature_map, **weights)
-        computed = _computed(after, state)
+        computed = _computed(after)
         self._record(key=(self.key, rows), value=(self.value, rows))
         return computed
 
@@ -169,21 +169,27 @@ def _rows_of_task(rows: slice, out: Any) -> int:
 
 def _lazy_state(state: State) -> State:
     da = importlib.import_module("dask.array")
-    kvz, log_scale = (da.from_array(np.asarray(array), chunks=-1) for array in state[:2])
-    return State(kvz, log_scale, state.length, state.fingerprint)
+    arrays = {name: getattr(state, name) for name in ("kvz", "log_scale", "log_decay")}
+    lazy = {
+        name: None if array is None else da.from_array(np.asarray(array), chunks=-1)
+        for name, array in arrays.items()
+    }
+    return state._replace(**lazy)
 
 
-def _computed(after: State, before: State, *along: Any) -> State:
+def _computed(after: State, *along: Any) -> State:
     """Compute a state and what else its graph is for, on the workers."""
     dask = importlib.import_module("dask")
     try:
-        kvz, log_scale, *_ = dask.compute(after.kvz, after.log_scale, *along)
+        kvz, log_scale, decay, *_ = dask.compute(
+            after.kvz, after.log_scale, after.log_decay, *along
+        )
     except (OSError, MemoryError):
         raise
     except Exception as error:  # what a cluster raises is no class of one kind
         message = f"the cluster failed: {type(error).__name__}: {reason(error)}"
         raise OSError(message) from None
-    return State(kvz, log_scale, after.length, before.fingerprint)
+    return after._replace(kvz=kvz, log_scale=log_scale, log_decay=decay)
 
 
 @contextmanager
