@@ -160,6 +160,7 @@ class CalibratedFeatures(SoftmaxKernelMap):
         return {"dim": self.dim, "num_features": self.num_features, **heads, "scale": self.scale}
 
     @classmethod
+    @_arrays.on_array_device
     def calibrate(
         cls,
         samples: Any,

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.feature_maps import _tilts
 from linattn.feature_maps._exponential import ExponentialFeatures
 from linattn.feature_maps._samples import check_samples, pool_heads
@@ -247,6 +247,7 @@ class GeneralizedExponentialFeatures(ExponentialFeatures):
         return cls._from_rows(projection, scale, log_weights, A=A, antithetic=antithetic)
 
     @classmethod
+    @_arrays.on_array_device
     def fit(
         cls,
         query: Array,
@@ -421,6 +422,7 @@ class DenseExponentialFeatures(ExponentialFeatures):
         )
 
     @classmethod
+    @_arrays.on_array_device
     def fit(
         cls,
         query: Array,
@@ -484,6 +486,7 @@ class DenseExponentialFeatures(ExponentialFeatures):
         return new
 
     @classmethod
+    @_arrays.on_array_device
     def calibrate(
         cls,
         samples: Any,

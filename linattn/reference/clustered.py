@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["clustered_attention"]
 
 
+@np.errstate(all="ignore")
 def clustered_attention(
     query: npt.ArrayLike,
     key: npt.ArrayLike,

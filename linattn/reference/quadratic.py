@@ -53,6 +53,7 @@ class KernelSums(NamedTuple):
     log_scale: Float64
 
 
+@np.errstate(all="ignore")
 def kernel_attention(
     query: npt.ArrayLike,
     key: npt.ArrayLike,
@@ -123,6 +124,7 @@ def kernel_attention(
         return np.where(empty, 0.0, sums.numerator / sums.denominator)
 
 
+@np.errstate(all="ignore")
 def kernel_sums(
     query: npt.ArrayLike,
     key: npt.ArrayLike,
@@ -163,6 +165,7 @@ def kernel_sums(
     return KernelSums(numerator, denominator, absolute_numerator, absolute_denominator, log_scale)
 
 
+@np.errstate(all="ignore")
 def softmax_attention(
     query: npt.ArrayLike,
     key: npt.ArrayLike,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["recurrence"]
 
 
+@np.errstate(all="ignore")
 def recurrence(
     query: npt.ArrayLike,
     key: npt.ArrayLike,

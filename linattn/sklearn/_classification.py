@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
+from linattn import _arrays
 from linattn.sklearn._attention import Rows
 from linattn.sklearn._smoother import KernelSmoother
 
@@ -64,6 +65,7 @@ class KernelClassifier(ClassifierMixin, KernelSmoother):  # type: ignore[misc]
 
     classes_: NDArray[Any]
 
+    @_arrays.on_array_device
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Store rows and choose what is to be chosen.
 
@@ -86,6 +88,7 @@ class KernelClassifier(ClassifierMixin, KernelSmoother):  # type: ignore[misc]
         self._chosen()
         return self
 
+    @_arrays.on_array_device
     def partial_fit(
         self, X: Any, y: Any, classes: ArrayLike | None = None, sample_weight: Any = None
     ) -> Self:
@@ -116,6 +119,7 @@ class KernelClassifier(ClassifierMixin, KernelSmoother):  # type: ignore[misc]
         self._add(Rows(X, np.searchsorted(known, y), weight))
         return self
 
+    @_arrays.on_array_device
     def predict_proba(self, X: Any) -> NDArray[Any]:
         """Return the share of each class in the weights of the rows.
 
@@ -132,6 +136,7 @@ class KernelClassifier(ClassifierMixin, KernelSmoother):  # type: ignore[misc]
         means = self._means(X)
         return np.asarray(means / np.sum(means, axis=1, keepdims=True))
 
+    @_arrays.on_array_device
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the most probable classes.
 

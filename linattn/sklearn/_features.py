@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.feature_maps import RandomFourierFeatures
 from linattn.sklearn._smoother import DTYPES, make_generator
 
@@ -120,6 +120,7 @@ class RandomFeatures(
         self.compute_variance = compute_variance
         self.random_state = random_state
 
+    @_arrays.on_array_device
     def fit(self, X: Any, y: Any = None) -> Self:
         """Draw features for rows of this many coordinates.
 
@@ -155,6 +156,7 @@ class RandomFeatures(
             self.variance_ = float(np.mean(variance[different])) if len(x) > 1 else 0.0
         return self
 
+    @_arrays.on_array_device
     def transform(self, X: Any) -> NDArray[Any]:
         """Return the features of rows.
 

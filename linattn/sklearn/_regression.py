@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import RegressorMixin
 
+from linattn import _arrays
 from linattn.sklearn._attention import Rows
 from linattn.sklearn._smoother import KernelSmoother
 
@@ -112,6 +113,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
 
     _num_outputs: int | None
 
+    @_arrays.on_array_device
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Store rows and choose what is to be chosen.
 
@@ -134,6 +136,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
         self._chosen()
         return self
 
+    @_arrays.on_array_device
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Add rows to those that were fitted to, as if all had come at once.
 
@@ -160,6 +163,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
         self._add(Rows(X, target, weight))
         return self
 
+    @_arrays.on_array_device
     def predict(self, X: Any) -> NDArray[Any]:
         """Return weighted means of the targets.
 

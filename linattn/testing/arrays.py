@@ -26,6 +26,7 @@ def _arrays_in(result: Any) -> Iterator[Array]:
         yield result
 
 
+@_arrays.on_array_device
 def assert_namespace_preserved(function: Callable[..., Any], *arrays: Array) -> Evidence:
     """Assert that a function returns arrays of the library, type, dtype and device of its inputs.
 
@@ -64,6 +65,7 @@ def assert_namespace_preserved(function: Callable[..., Any], *arrays: Array) -> 
     return Evidence(check, f"{_arrays.library_name(xp)} {given.dtype}: {len(results)} arrays")
 
 
+@_arrays.on_array_device
 def assert_inputs_unchanged(function: Callable[..., Any], *arrays: Array) -> Evidence:
     """Assert that a function changes none of its inputs.
 
@@ -95,6 +97,7 @@ def assert_inputs_unchanged(function: Callable[..., Any], *arrays: Array) -> Evi
     return Evidence(check, f"{len(arrays)} inputs")
 
 
+@_arrays.on_array_device
 def assert_picklable(feature_map: FeatureMap, *, rng: Seed = 0) -> Evidence:
     """Assert that pickled and deep-copied maps give the same features, bit for bit.
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import linattn
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import feature_products, has_positions, lead_axes
 from linattn.testing._evidence import Evidence, assert_close, check_not_empty, on_host
@@ -82,6 +82,7 @@ class _Case:
         return self.feature_map is not None and has_positions(self.feature_map, self.dim)
 
 
+@_arrays.on_array_device
 def assert_causal(
     feature_map: FeatureMap | None = None,
     *,
@@ -143,6 +144,7 @@ def assert_causal(
     return Evidence(check, f"tokens from {cuts} on replaced, sizes {[*magnitudes]}", 0.0, rtol)
 
 
+@_arrays.on_array_device
 def assert_streaming(
     feature_map: FeatureMap | None = None,
     *,
@@ -222,6 +224,7 @@ def _assert_joined(check: str, case: _Case, whole: Floats, rtol: float) -> None:
     assert_close(check, "two calls joined by a state against the whole", joined, whole, rtol)
 
 
+@_arrays.on_array_device
 def assert_mask_is_slice(
     feature_map: FeatureMap | None = None,
     *,
@@ -280,6 +283,7 @@ def assert_mask_is_slice(
     return Evidence(check, f"{int((~keep).sum())} of {length} keys masked", 0.0, rtol)
 
 
+@_arrays.on_array_device
 def assert_merge_associative(
     feature_map: FeatureMap | None = None,
     *,
@@ -356,6 +360,7 @@ def assert_merge_associative(
     return Evidence(check, "(a b) c, a (b c), c (b a) and the whole agree", 0.0, rtol)
 
 
+@_arrays.on_array_device
 def assert_permutation_invariant(
     feature_map: FeatureMap | None = None,
     *,
@@ -399,6 +404,7 @@ def assert_permutation_invariant(
     return Evidence(check, f"{length} keys and queries in another order", 0.0, rtol)
 
 
+@_arrays.on_array_device
 def assert_batch_independent(
     feature_map: FeatureMap | None = None,
     *,
@@ -456,6 +462,7 @@ def assert_batch_independent(
     return Evidence(check, "alone, in a batch, beside large numbers and NaN", 0.0, rtol)
 
 
+@_arrays.on_array_device
 def assert_normalized(
     feature_map: FeatureMap | None = None,
     *,

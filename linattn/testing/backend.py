@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _dispatch, _generic
+from linattn import _arrays, _dispatch, _generic
 from linattn._checks import check_positive_int
 from linattn._driver.causal_blocks import rejected_rows
 from linattn.sampling import Seed, as_generator
@@ -122,6 +122,7 @@ class _Tally:
         return Row(name, what, PASSED if self.compared else SKIPPED, detail)
 
 
+@_arrays.on_array_device
 def check_backend(
     module: ModuleType,
     *,

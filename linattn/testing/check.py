@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import linattn
+from linattn import _arrays
 from linattn.diagnostics import denominators
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import (
@@ -378,6 +379,7 @@ CHECKS: dict[str, tuple[str, Callable[[_Subject], Evidence]]] = {
 """The checks by name: what each shows, and how."""
 
 
+@_arrays.on_array_device
 def check_feature_map(
     map_or_factory: MapOrFactory,
     *,

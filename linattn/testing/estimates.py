@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
 from linattn.sampling import Seed
 from linattn.testing._draws import Floats, MapOrFactory, MapSource, need_pair_kernel
@@ -41,6 +41,7 @@ CUT_OFF_VARIANCES = 20.0
 """Where squares are cut off, in variances, when their own variance is not known."""
 
 
+@_arrays.on_array_device
 def assert_unbiased(
     map_or_factory: MapOrFactory,
     x: Array | None = None,
@@ -112,6 +113,7 @@ def assert_unbiased(
     return _assert_mean(claim, map_or_factory, x, y, num_draws, false_alarm_rate, rng)
 
 
+@_arrays.on_array_device
 def assert_mean(
     map_or_factory: MapOrFactory,
     x: Array | None = None,
@@ -297,6 +299,7 @@ def _assert_equal_features(claim: _MeanClaim, pairs: Pairs, mean: Any) -> Eviden
     return Evidence(claim.check, detail, 0.0, pairs.rounding)
 
 
+@_arrays.on_array_device
 def assert_variance(
     map_or_factory: MapOrFactory,
     x: Array | None = None,

@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
 from linattn.testing._evidence import Evidence, check_not_empty, fail, on_host
 from linattn.typing import Array
@@ -17,6 +17,7 @@ from linattn.typing import Array
 __all__ = ["assert_gradient"]
 
 
+@_arrays.on_array_device
 def assert_gradient(
     function: Callable[..., Array],
     vjp: Callable[..., Any],

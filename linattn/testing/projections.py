@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.sampling import Sampler, Seed, as_generator
 from linattn.testing._draws import Floats, standard_pairs
 from linattn.testing._evidence import Evidence, fail
@@ -16,6 +16,7 @@ from linattn.testing.statistics import betting_test, detectable_shift, score_tes
 __all__ = ["assert_gaussian_rows"]
 
 
+@_arrays.on_array_device
 def assert_gaussian_rows(
     sampler: Callable[..., Any],
     num: int = 8,

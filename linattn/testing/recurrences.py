@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.recurrences import linear_recurrence_vjp
 from linattn.reference import recurrence
 from linattn.testing._evidence import UntestableError, fail, largest, on_host
@@ -365,6 +365,7 @@ CHECKS: dict[str, tuple[str, Callable[[_Kernel], str]]] = {
 """The checks by name: what each shows, and how."""
 
 
+@_arrays.on_array_device
 def check_recurrence(
     function: Callable[..., Any],
     *,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import linattn
-from linattn import _checks
+from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import lead_axes
 from linattn.testing._evidence import Evidence, fail, on_host
@@ -20,6 +20,7 @@ MAX_DRAFT = 8
 """Tokens of a draft, at most."""
 
 
+@_arrays.on_array_device
 def assert_rollback(
     feature_map: FeatureMap | None = None,
     *,
