@@ -9,6 +9,7 @@ import shlex
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,7 +120,8 @@ class TestCompare:
             for name, array in arrays.items():
                 zarr.open_group("mine.zarr").create_array(name, data=array)
         elif kind != "npy":
-            (np.savez_compressed if kind == "compressed" else np.savez)("mine.npz", **arrays)
+            write: Any = np.savez_compressed if kind == "compressed" else np.savez
+            write("mine.npz", **arrays)
         words = ["--input", *files] if kind == "option" else files
         result = call("compare", *words, "--maps", "relu", *SMALL, "--out", "out")
         assert result.exit_code == 0, result.output

@@ -56,6 +56,15 @@ class AttentionReport(NamedTuple):
     head_pairs: NDArray[np.float64]
     head_windows: NDArray[np.int64]
 
+    def __repr__(self) -> str:
+        """Show what was done in one line."""
+        exact = int((self.head_methods == "exact").sum())
+        error, bound = (np.max(array, initial=0.0) for array in (self.error, self.bound))
+        return (
+            f"AttentionReport({exact} of {self.head_methods.size} heads exact, error {error:.2g} "
+            f"<= bound {bound:.2g}, cost {self.cost:.2g}, method {self.method!r})"
+        )
+
 
 class HeadRecord(NamedTuple):
     """What was done for one head.

@@ -114,8 +114,8 @@ def load(*paths: Path) -> Inputs:
     CommandError
         The file cannot be read, or holds no such arrays.
     """
-    if len(paths) == 1 and paths[0].suffix != ".zarr":
-        found = _read(paths[0])
+    if len(paths) == 1 and all(path.suffix != ".zarr" for path in paths):
+        found = _read(*paths)
     else:
         opened = zip(NAMES, open_inputs(paths), strict=True)
         found = {name: np.asarray(array[...]) for name, array in opened}

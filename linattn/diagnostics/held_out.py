@@ -16,6 +16,7 @@ from linattn._generic.states import divide
 from linattn.diagnostics._shared import Floats, error_and_bound
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Partial, Problem, Tokens
+from linattn.typing.records import one_line
 
 __all__ = ["HeldOutError", "held_out_error", "held_out_rows"]
 
@@ -46,6 +47,10 @@ class HeldOutError(NamedTuple):
     mean_square: Floats
     rows: NDArray[np.intp]
     bound: Floats
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 def held_out_rows(

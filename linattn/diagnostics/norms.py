@@ -17,6 +17,7 @@ from linattn.diagnostics._shared import (
 )
 from linattn.diagnostics.variance import PERCENTILES
 from linattn.typing import Array
+from linattn.typing.records import one_line
 
 __all__ = ["AttendedNorms", "attended_norms"]
 
@@ -38,6 +39,10 @@ class AttendedNorms(NamedTuple):
     percentiles: Floats
     logit_range: Floats
     num_features: Floats
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 @_arrays.on_array_device

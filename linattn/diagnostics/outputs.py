@@ -26,6 +26,7 @@ from linattn.diagnostics._shared import (
     worst,
 )
 from linattn.typing import Array, FeatureMap, State
+from linattn.typing.records import one_line
 
 __all__ = ["Denominators", "OutputError", "denominators", "effective_features", "output_error"]
 
@@ -99,6 +100,10 @@ class OutputError(NamedTuple):
         half = _student_quantile(level, self.num_blocks - 1) * np.sqrt(self.jackknife)
         return self.corrected - half, self.corrected + half
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 class Denominators(NamedTuple):
     """How often the denominator of attention is not positive.
@@ -116,6 +121,10 @@ class Denominators(NamedTuple):
     negative: Floats
     zero: Floats
     verdict: str
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 @_arrays.on_array_device

@@ -25,6 +25,7 @@ from linattn.diagnostics._shared import (
 )
 from linattn.diagnostics.costs import crossover_length
 from linattn.typing import Array
+from linattn.typing.records import one_line
 
 __all__ = [
     "PERCENTILES",
@@ -62,6 +63,10 @@ class RelativeVariance(NamedTuple):
     bias: Floats
     verdict: str
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 class Recommendation(NamedTuple):
     """How many columns a tolerance takes.
@@ -83,6 +88,10 @@ class Recommendation(NamedTuple):
     per_head: Floats
     hopeless: NDArray[np.bool_]
     verdict: str
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 @_arrays.on_array_device

@@ -12,6 +12,7 @@ from linattn.layers._params import Params, Part, Result, join, split, split_laye
 from linattn.layers.attentions import Attention, Scope, SoftmaxAttention
 from linattn.layers.dense import Activation, feed_forward_vjp, layer_norm_vjp, rms_norm_vjp
 from linattn.typing import Array
+from linattn.typing.records import one_line
 
 __all__ = [
     "DecoderOptions",
@@ -84,6 +85,10 @@ class LayerState(NamedTuple):
     tokens: AttentionState
     memory: Any
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 class DecoderState(NamedTuple):
     """What a decoder keeps of a stream."""
@@ -91,6 +96,10 @@ class DecoderState(NamedTuple):
     layers: tuple[LayerState, ...]
     length: int
     """Tokens seen."""
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 class Masks(NamedTuple):

@@ -8,6 +8,7 @@ import array_api_compat
 
 from linattn import _arrays
 from linattn.typing import Array
+from linattn.typing.records import one_line
 
 __all__ = ["KeyValueCache"]
 
@@ -61,6 +62,10 @@ class KeyValueCache(NamedTuple):
     def last(self, number: int) -> KeyValueCache:
         """Return the last rows, so many of them."""
         return self._replace(start=max(self.start, self.stop - number))
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 def _is_writable(array: Array) -> bool:

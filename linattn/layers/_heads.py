@@ -10,6 +10,7 @@ from linattn.layers._params import Params, Part, Pullback, Result, check_pair, j
 from linattn.layers.attentions import Alibi, Attention, Rotary, Scope
 from linattn.layers.dense import product
 from linattn.typing import Array
+from linattn.typing.records import one_line
 
 __all__ = ["AttentionState", "Heads", "Positions", "attend", "read", "remember", "stream"]
 
@@ -23,6 +24,10 @@ class AttentionState(NamedTuple):
     """By the attention: a :class:`linattn.State`, keys and values, or a stream."""
     length: int
     """Tokens seen."""
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 class Heads(NamedTuple):

@@ -23,6 +23,7 @@ from linattn.positions import alibi_slopes, rotary
 from linattn.sampling import Seed
 from linattn.state import Decoder, init_state, read_state, update_state
 from linattn.typing import Array, FeatureMap
+from linattn.typing.records import one_line
 
 __all__ = [
     "Alibi",
@@ -47,6 +48,10 @@ class Scope(NamedTuple):
     """Heads (H,); or, where queries are grouped, keys and queries of each (G, H / G)."""
     slopes: NDArray[np.float64] | None = None
     """Of ALiBi, with the axes of heads."""
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 class Attention:

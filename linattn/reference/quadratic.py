@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Float64 = npt.NDArray[np.float64]
     Kernel = Callable[[Float64, Float64], npt.ArrayLike]
     Visible = npt.NDArray[np.bool_]
+from linattn.typing.records import one_line
 
 __all__ = ["KernelSums", "kernel_attention", "kernel_sums", "softmax_attention"]
 
@@ -51,6 +52,10 @@ class KernelSums(NamedTuple):
     absolute_numerator: Float64
     absolute_denominator: Float64
     log_scale: Float64
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 @np.errstate(all="ignore")

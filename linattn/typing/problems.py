@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from linattn.typing.records import Array, Index, State
+from linattn.typing.records import Array, Index, State, one_line
 from linattn.typing.specs import Affine, Exact
 
 __all__ = ["MODIFIERS", "Plan", "Problem", "Recurrence", "RelativeBias"]
@@ -41,6 +41,10 @@ class RelativeBias(NamedTuple):
     def reach(self) -> int:
         """The largest offset r that has a log weight of its own."""
         return (int(self.table.shape[-1]) - 3) // 2
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ class Problem:
         Where the driver keeps its plan for calls that differ from this one in numbers alone. A copy
         has none.
     """
+
+    __repr__ = one_line
 
     xp: ModuleType
     dtype: Any
@@ -223,6 +229,10 @@ class Plan(NamedTuple):
             tasks=self.tasks if self.backward_tasks is None else self.backward_tasks,
         )
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 @dataclass(frozen=True)
 class Recurrence:
@@ -254,6 +264,8 @@ class Recurrence:
         Where packed sequences begin and end; states then have an axis for them in front. Backends
         are given the sequences as problems of their own.
     """
+
+    __repr__ = one_line
 
     xp: ModuleType
     query: Array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "RowScale",
     "State",
     "Tokens",
+    "one_line",
 ]
 
 Array: TypeAlias = Any
@@ -29,6 +31,32 @@ ArrayT = TypeVar("ArrayT")
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice for each leading axis of a problem's state, aligned to the right."""
+
+
+def one_line(record: Any) -> str:
+    """Show a record in one line: its verdict first, arrays by dtype and shape."""
+    names = getattr(record, "_fields", None) or tuple(record.__dataclass_fields__)
+    fields = {name: getattr(record, name) for name in names}
+    verdict = fields.pop("verdict", None)
+    shown = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items())
+    start = "" if verdict is None else f"{verdict}; "
+    return f"{type(record).__name__}({start}{shown})"
+
+
+def _brief(value: Any) -> str:
+    shape = tuple(getattr(value, "shape", ()))
+    if shape:
+        return f"<{value.dtype} {shape}>"
+    if type(value) is float:
+        return f"{value:.4g}"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if type(value) in (tuple, list, dict) and len(value) > 4:
+        return f"<{type(value).__name__} of {len(value)}>"
+    if type(value) in (tuple, list):
+        inside = ", ".join(map(_brief, value))
+        return f"({inside})" if type(value) is tuple else f"[{inside}]"
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +97,10 @@ class Tokens(NamedTuple):
     start: int
     log_decay: Array | None = None
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 class Clusters(NamedTuple):
     """Keys of one head, ordered by the column that they are assigned to: a cluster each.
@@ -90,6 +122,10 @@ class Clusters(NamedTuple):
     bounds: Any
     positions: Any
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 class Features(NamedTuple):
     """Features kept in the log domain: ``phi = values * exp(log)``.
@@ -104,6 +140,10 @@ class Features(NamedTuple):
 
     log: Array
     values: Array
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 class State(NamedTuple):
@@ -159,11 +199,6 @@ class State(NamedTuple):
         return self.kvz[..., -1]
 
 
-def _brief(value: Any) -> str:
-    shape = getattr(value, "shape", ())
-    return f"<{value.dtype} {tuple(shape)}>" if len(shape) else str(value)
-
-
 class Partial(NamedTuple):
     """An attention numerator and denominator on an explicit scale.
 
@@ -180,6 +215,10 @@ class Partial(NamedTuple):
     num_den: Array
     log: Array
     accepted: bool = False
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 class RowScale(NamedTuple):
@@ -202,6 +241,10 @@ class RowScale(NamedTuple):
     inverse: Array
     inner: Array
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 class Cotangent(NamedTuple):
     """Cotangents of what attention returned.
@@ -216,3 +259,7 @@ class Cotangent(NamedTuple):
 
     output: Array
     state: State | None
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias
 
-from linattn.typing.records import Array, Features, Tokens
+from linattn.typing.records import Array, Features, Tokens, one_line
 
 __all__ = [
     "ELU_PLUS_ONE",
@@ -48,6 +48,8 @@ class Activation:
         ``vjp(u, g, xp) -> grad_u``: the cotangent of ``f(u)``, given as ``g * exp(-log)``, pulled
         back to u. None where f has no derivative to use.
     """
+
+    __repr__ = one_line
 
     name: str
     apply: Callable[[Array, ModuleType], tuple[Array, Array | None]]
@@ -123,6 +125,8 @@ class Exponential:
         Whether the second half of the columns uses ``-P``.
     """
 
+    __repr__ = one_line
+
     P: Array
     Q: Array | float
     col: Array
@@ -149,6 +153,8 @@ class Pointwise:
         Multiplies every feature, or each column, ``(..., m)``.
     """
 
+    __repr__ = one_line
+
     f: Activation
     P: Array | float
     bias: Array | None = None
@@ -171,6 +177,8 @@ class Opaque:
         ``Features``, pulled back to ``tokens.x``. ``cotangent.values`` is None where the values
         are; ``cotangent.log`` is None where it is zero. None: the map has no gradient.
     """
+
+    __repr__ = one_line
 
     fn: Callable[[Tokens], Features]
     vjp: Callable[[Tokens, Features], Array] | None = None
@@ -204,6 +212,8 @@ class Assigned:
         ``(..., d, d)``: of the distances to them, symmetric.
     """
 
+    __repr__ = one_line
+
     P: Array
     bias: Array
     probes: Array
@@ -232,6 +242,8 @@ class Normalized:
         ``(..., d, 1)``.
     """
 
+    __repr__ = one_line
+
     P: Array
     col: Array
     power: Array
@@ -258,6 +270,8 @@ class Affine:
         ``(..., 1, 1)``.
     """
 
+    __repr__ = one_line
+
     spec: Spec
     shift: Array
     transform: Array
@@ -278,6 +292,8 @@ class ColumnNormalized:
     spec : Spec
         What the queries are evaluated by; exponential (``values`` None), as the key side is.
     """
+
+    __repr__ = one_line
 
     spec: Spec
 
@@ -301,6 +317,8 @@ class Corrected:
         ``(..., m, m + p)``.
     """
 
+    __repr__ = one_line
+
     spec: Spec
     half_log: Array
     matrix: Array
@@ -318,6 +336,8 @@ class SeparateDenominator:
     spec : Spec
         What the queries are evaluated by, both halves.
     """
+
+    __repr__ = one_line
 
     spec: Spec
 
