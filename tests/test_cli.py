@@ -99,7 +99,9 @@ class TestErrors:
     def test_single_array(self, tmp_path):
         np.save(tmp_path / "one.npy", np.ones((4, 4)))
         result = call("compare", "--input", tmp_path / "one.npy", "--out", tmp_path)
-        assert_refused(result, "want an .npz file with query, key, value, got a single .npy array")
+        assert_refused(
+            result, "want an .npz file with query, key, value, or three .npy files, got a"
+        )
 
     @pytest.mark.parametrize(
         ("options", "text"),
@@ -166,7 +168,7 @@ class TestErrors:
         result = call("compare", "--input", file, *SMALL, "--out", tmp_path)
         assert_refused(result, "not enough memory")
 
-    @pytest.mark.parametrize("words", [["--nonsense"], ["--time-budget", "soon"], ["extra"]])
+    @pytest.mark.parametrize("words", [["--nonsense"], ["--time-budget", "soon"]])
     def test_usage(self, words):
         result = call("compare", *words)
         assert result.exit_code == 2
