@@ -362,6 +362,51 @@ def test_names_are_mapped_and_arrays_joined(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("mapping", "error"),
+    [
+        (["q"], TypeError),
+        ("q", TypeError),
+        (3, TypeError),
+        ({"q"}, TypeError),
+        ({"first": 3}, TypeError),
+        ({"first": None}, TypeError),
+        ({"first": {"q"}}, TypeError),
+        ({"first": ["q", 3]}, TypeError),
+        ({"first": ["q", ["k"]]}, TypeError),
+        ({"first": b"q"}, TypeError),
+        ({1: "q"}, TypeError),
+        ({"first": []}, ValueError),
+        ({"first": ["q", "x"]}, ValueError),
+    ],
+    ids=str,
+)
+def test_a_mapping_is_of_names(tmp_path, mapping, error):
+    path = tmp_path / "model.safetensors"
+    layers.save_safetensors(path, {"q": np.ones(2), "k": np.ones(2)})
+    with pytest.raises(error, match=r"^mapping.* must "):
+        layers.load_safetensors(path, mapping)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [np.ones(2)],
+        {1: np.ones(2)},
+        {"q": [1.0]},
+        {"q": np.ones(2, complex)},
+        {"q": np.array(["a"])},
+        {"q": np.array([None])},
+    ],
+    ids=str,
+)
+def test_only_arrays_by_name_are_saved(tmp_path, params):
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(TypeError, match=r"^params.* must "):
+        layers.save_safetensors(path, params)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         (
