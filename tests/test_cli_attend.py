@@ -472,3 +472,13 @@ def test_the_command_that_goes_on_has_every_option():
     )
     with pytest.raises(CommandError, match="--window: want a whole number >= 1, got 0"):
         files_to_file.Settings(files=(), out="o.npy", map="favor+", window=0)
+
+
+@pytest.mark.parametrize("name", [*FILES, "m.npy", "o.npy", "o.npy.checkpoint", "link.npy"])
+def test_a_state_replaces_no_other_file(folder, name):
+    np.save("m.npy", np.ones(LENGTH, bool))
+    os.link("q.npy", "link.npy")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    words = ("--out", "o.npy", *OPTIONS, "--mask", "m.npy", "--save-state", folder / name)
+    assert_refused(attend(*FILES, *words), "is the file of")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -156,6 +156,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
     query, key, value = stores.open_inputs(settings.files)
     mask = None if settings.mask is None else stores.open_array(settings.mask)
     if settings.save_state is not None:
+        _check_own_file(settings.save_state, settings, out)
         report.check_file("--save-state", settings.save_state)
     start = time.perf_counter()
     with _as_command_errors():
@@ -182,6 +183,18 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
         rows = diagnostics.held_out_rows(shape[-2], settings.check, settings.seed)
         errors, num_rows = _errors(inputs, array, rows), len(rows)
     return Summary(shape[-2], seconds, _peak_bytes(), errors, num_rows)
+
+
+def _check_own_file(path: Path, settings: Settings, out: stores.Output) -> None:
+    """Check that saving the state replaces no other file; that of --start-state it may."""
+    others = [*settings.files, settings.mask, settings.out, out.checkpoint]
+    for other in others:
+        if other is None:
+            continue
+        is_one = path.resolve() == other.resolve()
+        if is_one or (path.exists() and other.exists() and path.samefile(other)):
+            message = f"--save-state {path}: is the file of {other} too; name another"
+            raise CommandError(message)
 
 
 def _solve(
