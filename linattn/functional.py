@@ -255,7 +255,8 @@ def linear_attention(
 
     Clusters are the keys of one landmark, b_c. Query i chooses the c with the largest
     ``s q_i.b_c + log mean_j g_j + log(mean_j |k_j - b_c|^2) / 2``, means over the keys of a
-    cluster outside of masks: to first order, where a key's weight is most wrong. Numerator and
+    cluster outside of masks: to first order, where a key's weight is most wrong. `key_bias` has no
+    say in what is chosen. Numerator and
     denominator of its keys are added to those of the landmarks that it has not chosen; all
     weights stay positive, and with c = m attention is exact. They add O(L c S / m (d + e)) time
     for clusters of equal size and O(S (d + e)) memory, a sorted copy of keys and values. What is

@@ -147,6 +147,35 @@ def test_keys_have_log_weights(window):
     assert_allclose(out, attend(q, k, v, phi, 3, exact_window=window), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("lead", [(), (2, 1), (2, 3)])
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("masked", [False, True])
+def test_log_weights_have_no_say_in_what_is_chosen(xp, masked, window, lead):
+    if xp.name in {"dask", "jax"}:
+        pytest.skip(f"{xp.name}: clusters need arrays whose values can be inspected")
+    query, key, value = inputs(lead=lead, queries=40, keys=40)
+    phi = fit(query, key, m=12)
+    rng = np.random.default_rng(1)
+    bias, key_mask = 3 * rng.standard_normal(key.shape[:-1]), np.ones(key.shape[:-1], bool)
+    if masked:
+        bias[..., ::7], key_mask[..., 1::5] = -np.inf, False
+    arrays = (xp.array(x) for x in (query, key, value))
+    weights = {"key_bias": xp.array(bias), "key_mask": xp.array(key_mask)}
+    out = attend(*arrays, phi, 3, exact_window=window, chunk_size=16, **weights)
+    seen = key_mask & (bias > -np.inf)
+    want = clustered_attention(
+        query,
+        key,
+        value,
+        phi,
+        exact_clusters=3,
+        exact_window=window,
+        key_mask=seen,
+        bias=np.where(seen, bias, 0.0)[..., None, :],
+    )
+    assert_allclose(xp.numpy(out), want, rtol=0, atol=1e-11)
+
+
 def test_a_window_over_everything_leaves_nothing_to_choose():
     q, k, v = inputs()
     out = attend(q, k, v, fit(q, k), 3, exact_window=60)

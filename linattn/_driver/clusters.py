@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
+    add_block,
     block_slices,
     in_map_coordinates,
     raw_tokens,
+    token_block,
     values_and_one_block,
 )
 from linattn._driver.exact import no_keys_seen
@@ -163,6 +165,14 @@ def _assign_keys(
     block_size: int,
     functions: BlockFunctions,
 ) -> AssignedKeys:
+    if problem.key_bias is not None:
+        # Biases have no say in what is chosen, unless they mask.
+        plain = problem.replace(key_bias=None)
+        assigned = _assign_keys(plain, log_weight, state, block_size, functions)
+        for rows in block_slices(problem.key.shape[-2], block_size):
+            tokens = token_block(problem, "key", rows, 0)
+            state = add_block(problem, rows, tokens, state, functions)
+        return assigned._replace(state=state)
     lead, m, device = problem.state_lead, problem.num_features, array_api_compat.device(problem.key)
     indices, distances = [np.zeros((*lead, 0), np.intp)], [np.zeros((*lead, 0))]
     for rows in block_slices(problem.key.shape[-2], block_size):
