@@ -140,12 +140,13 @@ def linear_attention(
         Query i sees keys 0..i only; needs L = S. With "lower_right" the queries stand at the last
         L positions of the keys: query i sees keys 0..i + S - L. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend. What a masked key and value hold does not matter, NaN included.
+        True = attend. What a masked key and value hold does not matter, NaN included. Masked keys
+        keep their positions: `log_decay` acts there too.
     key_bias : floating array, of the shapes that a mask may have, optional
         Log weight of each key: its weights are multiplied by ``exp(key_bias)``. A key of -inf is
         masked. Default 0.
     key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
-        How many keys count, the first ones; the others are masked.
+        How many keys count, the first ones; the others are masked, and `log_decay` acts there too.
     key_stop : integers, (L,) or (..., L), optional
         Query i sees the keys before ``key_stop[i]``, which does not decrease with i. Leading axes
         broadcast to those of key and value. The integers are needed: no traced arrays. At most one
@@ -167,7 +168,8 @@ def linear_attention(
         is added, ``S_t = exp(g_t) S_{t-1} + psi(k_t) [v_t, 1]``, so that the weight of key j for
         query i is multiplied by ``exp(g_{j+1} + ... + g_i)``. Full attention takes one for all or
         one a head, and decays with distance in both directions: ``exp(g |i - j|)``, as ALiBi. Exact
-        keys, of a window and of clusters beside it, decay too.
+        keys, of a window and of clusters beside it, decay too. A padded batch: positions behind a
+        mask still decay the state. Use ``log_decay=np.where(mask, g, 0)`` to leave it unchanged.
     normalize : bool, optional
         False: the output is the numerator alone, on its true scale, which may overflow. Default
         True.

@@ -103,7 +103,8 @@ def linear_recurrence(
     log_decay : array, (..., L) or (..., L, d), optional
         g, at most 0, of any floating dtype; the gated rules need it. One number a token (with fewer
         axes than ``key``) or one a key channel (with as many); axes of 1 broadcast. It acts before
-        the token is written. -inf forgets everything.
+        the token is written. -inf forgets everything. A padded batch: set key, value, ``log_decay``
+        and ``beta`` of padding to 0, which leaves the state unchanged.
     beta : array, (..., L), optional
         The delta rules need it; in [0, 2] by convention. Shaped as ``log_decay`` a token.
     scale : float, optional

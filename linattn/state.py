@@ -121,13 +121,15 @@ def update_state(
     feature_map : FeatureMap
         The map of the state.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend.
+        True = attend. Masked keys keep their positions: `log_decay` acts there too.
     key_bias : floating array, of the shapes that a mask may have, optional
         Log weight of each key. Default 0.
     key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
-        How many keys count, the first ones; the others are masked.
+        How many keys count, the first ones; the others are masked, and `log_decay` acts there too.
     log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
-        What the state decays by before each token, at most 0. Default 0.
+        What the state decays by before each token, at most 0. Default 0. A padded batch: positions
+        behind a mask still decay the state. Use ``log_decay=np.where(mask, g, 0)`` to leave it
+        unchanged.
 
     Returns
     -------

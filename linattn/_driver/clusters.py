@@ -167,8 +167,8 @@ def _assign_keys(
 ) -> AssignedKeys:
     if problem.key_bias is not None:
         # Biases have no say in what is chosen, unless they mask.
-        plain = problem.replace(key_bias=None)
-        assigned = _assign_keys(plain, log_weight, state, block_size, functions)
+        alike = problem.replace(key_bias=None)
+        assigned = _assign_keys(alike, log_weight, state, block_size, functions)
         for rows in block_slices(problem.key.shape[-2], block_size):
             tokens = token_block(problem, "key", rows, 0)
             state = add_block(problem, rows, tokens, state, functions)

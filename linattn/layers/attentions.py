@@ -204,7 +204,7 @@ class LinearAttention(Attention):
         From :mod:`linattn.feature_maps`, for heads of dim d.
     log_decay : float or sequence of floats, one a head, optional
         What weights are multiplied by for each token of distance, as a logarithm, at most 0.
-        Default 0.
+        Masked tokens count as distance. Default 0.
     exact_window : int, optional
         Near keys exactly, far ones by the map. Has no gradient and no stream. Default: none.
 

@@ -67,11 +67,13 @@ def attend(
         ``progress(done, total)`` is called after every block, with rows read: of keys, and in
         full attention of queries too. Default: none.
     key_mask : boolean, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend; an array or sliceable along its last axis, as is the next.
+        True = attend; an array or sliceable along its last axis, as is the next. Masked keys keep
+        their positions: `log_decay` acts there too.
     key_bias : floating, of the shapes that a mask may have, optional
         Log weight of each key. Default 0.
     log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
-        What the state decays by before each token, at most 0; causal only. Default 0.
+        What the state decays by before each token, at most 0; causal only. Default 0. Positions
+        behind a mask still decay the state: ``np.where(mask, g, 0)`` leaves it unchanged.
     initial_state : State, optional
         Keys seen before these. Default: none.
     exact_window : int, optional
