@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from math import comb, exp, expm1, sqrt
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -532,7 +533,7 @@ class TestEstimates:
         v = 0.25 * np.sum((x + y) ** 2, axis=-1)
         assert v.max() <= 0.5 + 1e-12
         assert np.array_equal(x, testing.standard_pairs(dim, 0.25, seed)[0])
-        with pytest.raises(ValueError, match="dim must be at least 1 and scale positive"):
+        with pytest.raises(ValueError, match="scale must be a positive finite number"):
             testing.standard_pairs(dim, 0.0, seed)
 
     def test_given_projection_is_refused(self):
@@ -863,7 +864,7 @@ class TestCheckFeatureMap:
         assert steps == [row.what for row in report.rows]
 
     def test_arguments_are_checked(self):
-        with pytest.raises(ValueError, match="skip must name checks out of features, mean"):
+        with pytest.raises(ValueError, match="skip must name checks out of features, signs"):
             testing.check_feature_map(EluFeatures(), skip=("speed",))
         with pytest.raises(ValueError, match="on_fail must be"):
             testing.check_feature_map(EluFeatures(), on_fail="warn")
@@ -931,7 +932,7 @@ class TestEveryRowCanFail:
             ("permutation", by_position("query")),
             ("batch", to_mean(0)),
             ("normalized", lambda x, side: 1e3 * x),
-            ("namespace", lambda x, side: np.asarray(x)),
+            ("namespace", lambda x, side: x.view(np.float64)),
             ("inputs", in_place),
             ("pickle", lambda x, side: x),
         ],
@@ -945,11 +946,17 @@ class TestEveryRowCanFail:
         factory = lambda rng: fixed  # noqa: E731
         assert self.failed(factory) == {"redraw"}
 
+    def test_signs(self):
+        signed: Any = Whole(unchanged)
+        signed.positive = True
+        signed.key_features = lambda x: Features(None, -Whole(unchanged).key_features(x).values)
+        assert self.failed(signed) >= {"signs"}
+
     def test_every_row_is_here(self):
         (rows,) = (
             mark.args[1] for mark in self.test_row_fails.pytestmark if mark.name == "parametrize"
         )
-        covered = {row for row, _ in rows} | {"redraw", "mean", "variance"}
+        covered = {row for row, _ in rows} | {"redraw", "mean", "variance", "signs"}
         assert covered == set(CHECKS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,22 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn import _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._evidence import MalformedFeaturesError, UntestableError, on_host
+from linattn.testing._evidence import (
+    MalformedFeaturesError,
+    UntestableError,
+    check_function,
+    name_of,
+    on_host,
+)
 from linattn.typing import Array, ColumnNormalized, FeatureMap, Features, SeparateDenominator
 
 __all__ = [
     "Floats",
     "MapOrFactory",
     "MapSource",
+    "check_map_or",
     "checked_features",
     "feature_products",
     "has_positions",
@@ -52,7 +61,7 @@ class MapSource:
                 raise UntestableError(message)
         elif callable(map_or_factory):
             self.factory = map_or_factory
-            self.first = map_or_factory(self.rng)
+            self.first = _first_of(map_or_factory, self.rng)
             if not _is_map(self.first):
                 message = (
                     f"map_or_factory must be a feature map or factory(rng) that returns one, got "
@@ -62,7 +71,7 @@ class MapSource:
         else:
             message = (
                 f"map_or_factory must be a feature map, with num_features, query_features and "
-                f"key_features, or factory(rng) that makes one, got {map_or_factory!r}"
+                f"key_features, or factory(rng) that makes one, got {name_of(map_or_factory)}"
             )
             raise TypeError(message)
 
@@ -87,6 +96,45 @@ def _is_map(candidate: Any) -> bool:
     return callable(getattr(candidate, "query_features", None)) and callable(
         getattr(candidate, "key_features", None)
     )
+
+
+def _first_of(factory: Any, rng: np.random.Generator) -> Any:
+    """Call a factory; one that does not take an rng is no factory."""
+    name = getattr(factory, "__name__", name_of(factory))
+    wanted = "map_or_factory must be a feature map or factory(rng) that makes one"
+    try:
+        inspect.signature(factory).bind(rng)
+    except TypeError as error:
+        message = f"{wanted}, got {name}, which does not take one argument: {error}"
+        raise TypeError(message) from None
+    except ValueError:  # some built-in functions have no signature
+        pass
+    try:
+        return factory(rng)
+    except (TypeError, ValueError) as error:
+        if not isinstance(factory, type):
+            raise
+        message = f"{wanted}, got the class {name}; make one, {name}(...): {error}"
+        raise TypeError(message) from error
+
+
+def check_map_or(
+    feature_map: Any, argument: str, function: Any = None, call: str = "(query, key, value)"
+) -> None:
+    """Check a map, and the function that may take its place; None stands for not given."""
+    if function is not None:
+        check_function(argument, function, call)
+    if feature_map is None or _is_map(feature_map):
+        return
+    message = (
+        f"feature_map must be a feature map, with num_features, query_features and key_features, "
+        f"got {name_of(feature_map)}"
+    )
+    if isinstance(feature_map, type):
+        message += f"; make one, {feature_map.__name__}(...)"
+    elif callable(feature_map) and argument:
+        message += f"; give a function as {argument}="
+    raise TypeError(message)
 
 
 def _redraws(feature_map: Any, rng: np.random.Generator) -> bool:
@@ -238,8 +286,8 @@ def standard_pairs(dim: int, scale: float, seed: int) -> tuple[Floats, Floats]:
 
     Raises
     ------
-    ValueError
-        A dim below 1, a scale that is not positive.
+    TypeError, ValueError
+        A dim that is not a positive integer, a scale that is not positive.
 
     Notes
     -----
@@ -255,9 +303,8 @@ def standard_pairs(dim: int, scale: float, seed: int) -> tuple[Floats, Floats]:
     >>> x.shape
     (9, 4)
     """
-    if dim < 1 or not scale > 0:
-        message = f"dim must be at least 1 and scale positive, got {dim} and {scale}"
-        raise ValueError(message)
+    _checks.check_positive_int("dim", dim)
+    _checks.check_finite_number("scale", scale, positive=True)
     r = np.sqrt(0.5 / scale) / 2
     counts = [2**k for k in range(1, dim.bit_length()) if 2**k < dim]
     diagonals = [np.where(np.arange(dim) < k, 1 / np.sqrt(k), 0.0) for k in (*counts, dim)]

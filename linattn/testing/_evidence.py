@@ -16,9 +16,11 @@ __all__ = [
     "MalformedFeaturesError",
     "UntestableError",
     "assert_close",
+    "check_function",
     "check_not_empty",
     "fail",
     "largest",
+    "name_of",
     "on_host",
 ]
 
@@ -80,6 +82,18 @@ def assert_close(check: str, what: str, actual: Any, expected: Any, rtol: float)
     allowed = rtol * max(1.0, largest(want))
     if not error <= allowed:
         fail(check, f"{what}: largest difference {error:.3g}, want at most {allowed:.3g}")
+
+
+def name_of(given: Any) -> str:
+    """Name what was given in the place of something else."""
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
+def check_function(name: str, function: Any, call: str) -> None:
+    """Reject what cannot be called as ``call`` says: a class makes an object, not a result."""
+    if isinstance(function, type) or not callable(function):
+        message = f"{name} must be a function {call}, got {name_of(function)}"
+        raise TypeError(message)
 
 
 def check_not_empty(name: str, values: Sized) -> None:

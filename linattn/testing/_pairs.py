@@ -67,13 +67,20 @@ class Pairs:
         self.x, self.y = (xp.broadcast_to(xp.reshape(a, flat), full) for a in (x, y))
         self.rounding = 1e-9 if x.dtype == xp.float64 else 1e-4
 
-    def claim(self, claim: Any) -> Floats:
-        """Evaluate a claim to ``(P, ...)``."""
-        if callable(claim):
-            return on_host(claim(self.x, self.y))[..., 0, 0]
-        heads = (1,) * (self.x.ndim - 3)
-        flat = np.broadcast_to(np.asarray(claim, dtype=np.float64), (self.x.shape[0],))
-        return flat.reshape(-1, *heads)
+    def claim(self, claim: Any, name: str) -> Floats:
+        """Evaluate a claim to ``(P, ...)``: a number for each pair, of any of its shapes."""
+        made = on_host(claim(self.x, self.y)) if callable(claim) else _numbers(name, claim)
+        lead = tuple(self.x.shape[:-2])
+        num, *heads = lead
+        if made.shape in ((), (num,)):
+            return np.broadcast_to(made, (num,)).reshape(num, *(1 for _ in heads))
+        if made.shape in (lead, (*lead, 1), (*lead, 1, 1)):
+            return made.reshape(lead)
+        message = (
+            f"{name} must be a number for each of {num} pairs, ({num},) or {(*lead, 1, 1)}, got "
+            f"shape {made.shape}"
+        )
+        raise ValueError(message)
 
     def keep(self, wanted: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Keep the pairs (first axis) that are wanted for every head; return their indices."""
@@ -97,6 +104,17 @@ class Pairs:
         """``scale |x + y|^2`` of each pair."""
         scale = float(getattr(self.source.first, "scale", 1.0))
         return np.asarray(scale * np.sum((on_host(self.x) + on_host(self.y)) ** 2, axis=-1))
+
+
+def _numbers(name: str, claim: Any) -> Floats:
+    try:
+        return on_host(claim) if hasattr(claim, "shape") else np.array(claim, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        message = (
+            f"{name} must be a callable (x, y), or a number for each pair, got "
+            f"{type(claim).__name__}"
+        )
+        raise TypeError(message) from error
 
 
 def claim_or_method(feature_map: Any, name: str, claim: Any, argument: str) -> Any:
@@ -126,7 +144,7 @@ def variance_or_bound(pairs: Pairs, claim: Any, kurtosis: float | None) -> tuple
         return None, measured
     claim = claim_or_method(feature_map, "variance", claim, "variance= or kurtosis=")
     try:
-        pairs.claim(claim)
+        pairs.claim(claim, "variance")
     except NotImplementedError:
         if kurtosis is not None:
             return None, measured
@@ -157,10 +175,14 @@ def _independent_rows(feature_map: Any) -> tuple[Any, int] | None:
 def evaluate(pairs: Pairs, name: str, claim: Any) -> Floats:
     """Evaluate a claim at the pairs, ``(P, ...)``, or say that it must be given."""
     try:
-        return pairs.claim(claim)
+        claimed = pairs.claim(claim, name)
     except NotImplementedError as error:
         message = f"{name}= must be given: {error}"
         raise UntestableError(message) from error
+    if np.any(np.isnan(claimed)):
+        message = f"{name} must not be NaN, got NaN for {int(np.sum(np.isnan(claimed)))} pairs"
+        raise ValueError(message)
+    return claimed
 
 
 def checked_variance(pairs: Pairs, claim: Any, expected: Floats) -> Floats:

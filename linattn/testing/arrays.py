@@ -12,7 +12,15 @@ import numpy as np
 
 from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._evidence import Evidence, check_not_empty, fail, on_host
+from linattn.testing._draws import check_map_or
+from linattn.testing._evidence import (
+    Evidence,
+    check_function,
+    check_not_empty,
+    fail,
+    name_of,
+    on_host,
+)
 from linattn.typing import Array, FeatureMap
 
 __all__ = ["assert_inputs_unchanged", "assert_namespace_preserved", "assert_picklable"]
@@ -49,6 +57,7 @@ def assert_namespace_preserved(function: Callable[..., Any], *arrays: Array) -> 
         Inputs that are not of one library, dtype and device, or none.
     """
     check = "assert_namespace_preserved"
+    check_function("function", function, "(*arrays)")
     check_not_empty("arrays", arrays)
     named = {f"arrays[{index}]": array for index, array in enumerate(arrays)}
     xp, _ = _checks.check_arrays(1, **named)
@@ -84,11 +93,16 @@ def assert_inputs_unchanged(function: Callable[..., Any], *arrays: Array) -> Evi
     ------
     AssertionError
         An input holds other numbers afterwards.
-    ValueError
-        No arrays.
+    TypeError, ValueError
+        Not a function, not arrays, or none.
     """
     check = "assert_inputs_unchanged"
+    check_function("function", function, "(*arrays)")
     check_not_empty("arrays", arrays)
+    for index, array in enumerate(arrays):
+        if not array_api_compat.is_array_api_obj(array):
+            message = f"arrays[{index}] must be an array, got {name_of(array)}"
+            raise TypeError(message)
     before = [on_host(array) for array in arrays]
     function(*arrays)
     for index, (array, old) in enumerate(zip(arrays, before, strict=True)):
@@ -118,6 +132,10 @@ def assert_picklable(feature_map: FeatureMap, *, rng: Seed = 0) -> Evidence:
         Pickling or copying fails, or gives other features.
     """
     check = "assert_picklable"
+    if feature_map is None:
+        message = "feature_map must be a feature map, got None"
+        raise TypeError(message)
+    check_map_or(feature_map, "")
     dim = getattr(feature_map, "dim", None) or 4
     x = as_generator(rng).standard_normal((5, dim))
     ways: dict[str, Callable[[Any], Any]] = {

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import linattn
 from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._draws import feature_products, has_positions, lead_axes
+from linattn.testing._draws import check_map_or, feature_products, has_positions, lead_axes
 from linattn.testing._evidence import Evidence, assert_close, check_not_empty, on_host
 from linattn.typing import Array, FeatureMap
 
@@ -54,9 +54,11 @@ class _Case:
         if feature_map is None and attention is None:
             message = "want a feature_map, or attention= (query, key, value, **options)"
             raise TypeError(message)
-        if length < 2:
+        check_map_or(feature_map, "attention", attention, "(query, key, value, **options)")
+        if isinstance(length, int) and length < 2:
             message = f"length must be at least 2 tokens, got {length}"
             raise ValueError(message)
+        _checks.check_positive_int("length", length)
         self.feature_map = feature_map
         self.attention = attention
         self.rng = as_generator(rng)
@@ -410,6 +412,7 @@ def assert_batch_independent(
     *,
     attention: Attention | None = None,
     is_causal: bool = False,
+    garbage: tuple[float, ...] = (30.0, np.nan),
     length: int = 33,
     rtol: float = 1e-9,
     rng: Seed = 0,
@@ -425,6 +428,8 @@ def assert_batch_independent(
         ``(1, L, d)``.
     is_causal : bool, optional
         Default False.
+    garbage : tuple of float, optional
+        Size of what the other element holds. Default (30, NaN).
     length, rtol, rng
         As :func:`assert_causal`.
 
@@ -435,7 +440,7 @@ def assert_batch_independent(
     Raises
     ------
     AssertionError
-        Elements differ from themselves alone, or from themselves beside one of size 30 or NaN.
+        Elements differ from themselves alone, or from themselves beside garbage.
     TypeError
         Neither a map nor an attention.
     ValueError
@@ -443,6 +448,7 @@ def assert_batch_independent(
     """
     is_causal = _checks.check_flag("is_causal", is_causal)
     check = "assert_batch_independent"
+    check_not_empty("garbage", garbage)
     case = _Case(feature_map, attention, rng, length)
     options = {"is_causal": True} if is_causal else {}
     arrays = (case.query, case.key, case.value)
@@ -451,7 +457,7 @@ def assert_batch_independent(
         alone = on_host(case.attend(*(a[index : index + 1] for a in arrays), **options))
         what = f"element {index} alone against in the batch"
         assert_close(check, what, alone[0], together[index], rtol)
-    for content in (30.0, np.nan):
+    for content in garbage:
         replaced = []
         for array in arrays:
             other = content * case.normal(length, 1.0, array.shape[-1])
@@ -459,7 +465,8 @@ def assert_batch_independent(
         output = on_host(case.attend(*replaced, **options))
         what = f"element 0 beside an element of size {content:g}"
         assert_close(check, what, output[0], together[0], rtol)
-    return Evidence(check, "alone, in a batch, beside large numbers and NaN", 0.0, rtol)
+    beside = ", ".join(f"{content:g}" for content in garbage)
+    return Evidence(check, f"alone, in a batch, beside others of size {beside}", 0.0, rtol)
 
 
 @_arrays.on_array_device

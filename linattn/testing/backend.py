@@ -22,6 +22,7 @@ from linattn._driver.causal_blocks import rejected_rows
 from linattn.sampling import Seed, as_generator
 from linattn.testing._blocks import REFERENCES, Block, blocks, cast, leaves
 from linattn.testing._compared import KINDS, WrongResultError, need, to_host
+from linattn.testing._evidence import check_not_empty, name_of
 from linattn.testing._problems import WHOLE_CHECKS, Subject, wholes
 from linattn.testing.check import FAILED, PASSED, SKIPPED, Report, Row
 from linattn.typing import Array, Backend, BlockTier, Declined, Partial, Services, Tokens, WholeTier
@@ -168,7 +169,7 @@ def check_backend(
     Raises
     ------
     TypeError, ValueError
-        ``num_problems`` is not a positive integer; another dtype.
+        Not a module; ``num_problems`` is not a positive integer; another dtype.
 
     Notes
     -----
@@ -183,7 +184,11 @@ def check_backend(
     >>> check_backend(linattn_numpy, num_problems=3, extras=["limited_threads"]).passed
     True
     """
+    if not isinstance(module, ModuleType):
+        message = f"module must be a module, got {name_of(module)}"
+        raise TypeError(message)
     count = check_positive_int("num_problems", num_problems)
+    check_not_empty("dtypes", dtypes)
     for dtype in dtypes:
         if dtype not in RTOL:
             message = f"dtypes must be of 'float32' and 'float64', got {dtype!r}"
@@ -202,7 +207,8 @@ def check_backend(
             if name in tallies:
                 check = partial(WHOLE_CHECKS[name], functions[name], Subject(whole, dtype, xp))
                 tallies[name].take(f"{whole.name}, {dtype}", check)
-    rows = [_names(functions, extras), *(tally.row(name) for name, tally in tallies.items())]
+    rows = [tally.row(name) for name, tally in tallies.items()]
+    rows.insert(0, _names(module, functions, extras))
     return BackendReport(module.__name__, tuple(rows))
 
 
@@ -230,9 +236,17 @@ def _public_functions(module: ModuleType) -> Iterator[tuple[str, Callable[..., A
             yield name, function
 
 
-def _names(functions: dict[str, Any], extras: Collection[str]) -> Row:
+def _names(module: ModuleType, functions: dict[str, Any], extras: Collection[str]) -> Row:
     what, known = "every public function is one of the contract", _contract()
     unknown = [name for name in functions if name not in known and name not in extras]
+    if not unknown and not any(name in known for name in functions):
+        where = "__all__"
+        if not hasattr(module, "__all__"):
+            package = module.__name__.partition(".")[0]
+            where = f"what is made in {package!r}; name functions made elsewhere in __all__"
+        wanted = ", ".join(list(known)[:3])
+        detail = f"no function of linattn.typing.Backend, such as {wanted}, is in {where}"
+        return Row("names", what, FAILED, detail)
     if not unknown:
         return Row("names", what, PASSED, f"{len(functions)} functions of {len(known)}")
     lines = []

@@ -16,6 +16,7 @@ import numpy as np
 import linattn
 from linattn import _arrays
 from linattn.diagnostics import denominators
+from linattn.feature_maps import BaseFeatureMap
 from linattn.sampling import Seed, as_generator
 from linattn.testing._draws import (
     MapOrFactory,
@@ -135,9 +136,10 @@ class Report:
 
     @property
     def reservation(self) -> str:
-        """What a report without failures leaves open, as a sentence; empty for none."""
+        """What failures say nothing of, or no failures leave open: a sentence, empty for none."""
         if self.mean_checked:
-            return ""
+            passed = any(row.check == "mean" and row.result == PASSED for row in self.rows)
+            return "The mean passed: no bias was found." if passed and not self.passed else ""
         return "The mean was not checked: whether the map is biased is not known."
 
     def __str__(self) -> str:
@@ -180,6 +182,16 @@ class _Subject:
 
     def attend(self, query: Any, key: Any, value: Any, **options: Any) -> Any:
         return linattn.linear_attention(query, key, value, self.feature_map, **options)
+
+    def rejection_of_nan(self) -> str:
+        """Say that the map raises an error for NaN, which is an answer; empty if it does not."""
+        x = np.full_like(self.tokens(1)[0], np.nan)
+        try:
+            self.feature_map.query_features(x)
+            self.feature_map.key_features(x)
+        except Exception as error:  # whatever a user's map raises
+            return f"; the map rejects NaN: {type(error).__name__}"
+        return ""
 
     def need_source(self) -> None:
         if self.source is None:
@@ -312,22 +324,37 @@ def _namespace(subject: _Subject) -> Evidence:
     for dtype in (np.float64, np.float32, np.float16):
         arrays = [array.astype(dtype) for array in tokens]
         assert_namespace_preserved(subject.attend, *arrays)
-        if dtype is not np.float16:
+        if dtype is not np.float16 and _is_ours(subject.feature_map):
             assert_namespace_preserved(subject.feature_map.query_features, arrays[0])
             assert_namespace_preserved(subject.feature_map.key_features, arrays[1])
         names.append(f"{np.dtype(dtype)}")
     if find_spec("array_api_strict") is not None:
         strict = import_module("array_api_strict")
-        assert_namespace_preserved(subject.attend, *(strict.asarray(a) for a in tokens))
+        try:
+            assert_namespace_preserved(subject.attend, *(strict.asarray(a) for a in tokens))
+        except Exception as error:
+            if isinstance(error, AssertionError) or _is_ours(subject.feature_map):
+                raise
+            message = (
+                f"out as in: NumPy's {', '.join(names)}; the map does not take arrays of "
+                f"array-api-strict: {type(error).__name__}: {error}"
+            )
+            raise UntestableError(message) from error
         names.append("array-api-strict")
     return Evidence("namespace", f"out as in: {', '.join(names)}")
 
 
+def _is_ours(feature_map: Any) -> bool:
+    return isinstance(feature_map, BaseFeatureMap)
+
+
 def _batch(subject: _Subject) -> Evidence:
-    evidence = assert_batch_independent(subject.feature_map)
+    rejection = subject.rejection_of_nan()
+    garbage = (30.0,) if rejection else (30.0, np.nan)
+    evidence = assert_batch_independent(subject.feature_map, garbage=garbage)
     if getattr(subject.feature_map, "causal", True):
-        assert_batch_independent(subject.feature_map, is_causal=True)
-    return evidence
+        assert_batch_independent(subject.feature_map, is_causal=True, garbage=garbage)
+    return replace(evidence, detail=f"{evidence.detail}{rejection}")
 
 
 def _causal(subject: _Subject) -> Evidence:
@@ -359,6 +386,13 @@ def _inputs(subject: _Subject) -> Evidence:
     return assert_inputs_unchanged(subject.attend, *subject.tokens())
 
 
+def _pickle(subject: _Subject) -> Evidence:
+    if "<locals>" in type(subject.feature_map).__qualname__:
+        message = "the class of the map is made inside a function, where pickle finds none"
+        raise UntestableError(message)
+    return assert_picklable(subject.feature_map)
+
+
 CHECKS: dict[str, tuple[str, Callable[[_Subject], Evidence]]] = {
     "features": ("features are finite, as many as num_features", _features),
     "signs": ("signs are the ones stated", _signs),
@@ -374,7 +408,7 @@ CHECKS: dict[str, tuple[str, Callable[[_Subject], Evidence]]] = {
     "normalized": ("weights sum to 1", _normalized),
     "namespace": ("library, dtype and device out as in", _namespace),
     "inputs": ("inputs are left alone", _inputs),
-    "pickle": ("pickles and copies", lambda s: assert_picklable(s.feature_map)),
+    "pickle": ("pickles and copies", _pickle),
 }
 """The checks by name: what each shows, and how."""
 

@@ -37,6 +37,9 @@ Claim: TypeAlias = "Callable[[Array, Array], Array] | ArrayLike"
 MIN_RELATIVE_VARIANCE = 1e-12
 """Below it, relative to the square of the mean, only rounding moves an estimate."""
 
+NEAR_ZERO = 0.1
+"""Mean below which a bias is absolute, in the largest mean or one draw's standard deviation."""
+
 CUT_OFF_VARIANCES = 20.0
 """Where squares are cut off, in variances, when their own variance is not known."""
 
@@ -85,8 +88,10 @@ def assert_unbiased(
     -------
     Evidence
         ``detectable`` is the relative bias that is found with 99 %, at the pair where it is
-        largest; ``detectable_sd`` the bias in standard deviations of one draw, as measured, at the
-        pair where it is smallest. Pairs whose draws do not differ do not count for either.
+        largest. Where the kernel at a pair that was given is near 0, below a tenth of the largest
+        kernel or of a draw's standard deviation, it is a share of the larger of these.
+        ``detectable_sd`` is the bias in standard deviations of one draw, as measured, at the pair
+        where it is smallest. Pairs whose draws do not differ do not count for either.
 
     Raises
     ------
@@ -188,7 +193,7 @@ def _assert_mean(
     mean = claim_or_method(source.first, claim.word, claim.mean, f"{claim.word}=")
     if not source.is_random:
         return _assert_equal_features(claim, pairs, mean)
-    expected = evaluate(pairs, "mean", mean)
+    expected = evaluate(pairs, claim.word, mean)
     known, origin = variance_or_bound(pairs, claim.variance, claim.kurtosis)
     tested, rate = num_draws, false_alarm_rate
     if known is None:
@@ -197,11 +202,13 @@ def _assert_mean(
         variance = variance_bound(pilot, float(claim.kurtosis or 0), false_alarm_rate=rate)
     else:
         variance = checked_variance(pairs, known, expected)
-    detectable = _detectable(expected, variance, tested, rate)
+    # Of the default pairs those that show nothing are left out.
+    scale = _scale(expected, variance) if pairs.given else np.abs(expected)
+    detectable = _detectable(scale, variance, tested, rate)
     check_power(pairs, detectable, _moves(variance, expected))
     index = pairs.keep(detectable < pairs.blind)
-    expected, variance = expected[index], variance[index]
-    detectable = _detectable(expected, variance, tested, rate)
+    expected, variance, scale = expected[index], variance[index], scale[index]
+    detectable = _detectable(scale, variance, tested, rate)
     draws = _Draws(source.products(pairs.x, pairs.y, tested), expected, variance)
     rounding = pairs.rounding * (np.abs(expected) + 1e-3 * np.max(np.abs(draws.products), axis=0))
     deviations = draws.products - expected
@@ -211,7 +218,7 @@ def _assert_mean(
     smallest = float(np.max(detectable))
     note = f" ({origin})" if origin != STATED else ""
     detail = f"{num_draws} draws, {index.size} pairs; sees a bias of {smallest:.1%}{note}"
-    in_sd = _in_standard_deviations(detectable, draws)
+    in_sd = _in_standard_deviations(detectable * scale, draws)
     return Evidence(claim.check, detail, false_alarm_rate, smallest, in_sd)
 
 
@@ -254,13 +261,12 @@ def _percent(got: float, want: float) -> str:
     return f"{100 * (got / want - 1):+.3g} %" if want else "no ratio"
 
 
-def _in_standard_deviations(detectable: Floats, draws: _Draws) -> float:
+def _in_standard_deviations(shift: Floats, draws: _Draws) -> float:
     """Smallest bias that is found, in the measured standard deviations of one draw."""
     if not np.any(_moves(draws.variance, draws.mean)):
         return 0.0
     deviation = np.std(draws.products, axis=0)
     moving = _moves(deviation**2, draws.mean)
-    shift = detectable * np.abs(draws.mean)
     return float(np.min(shift[moving] / deviation[moving], initial=np.inf))
 
 
@@ -269,17 +275,23 @@ def _worst(score: Floats) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(flat, score.shape))
 
 
-def _detectable(
-    expected: Floats, variance: Floats, num_draws: int, false_alarm_rate: float
-) -> Floats:
+def _scale(expected: Floats, variance: Floats) -> Floats:
+    """Return what a bias is measured in: the mean, or where it is near 0 what is large beside."""
+    size = np.abs(np.broadcast_to(expected, np.broadcast_shapes(expected.shape, variance.shape)))
+    beside = np.maximum(np.max(size, initial=0.0), np.sqrt(variance))
+    return np.where(size < NEAR_ZERO * beside, beside, size)
+
+
+def _detectable(scale: Floats, variance: Floats, num_draws: int, false_alarm_rate: float) -> Floats:
     shift = detectable_shift(
         variance,
         num_draws,
         false_alarm_rate=false_alarm_rate,
-        num_tests=max(1, np.broadcast(expected, variance).size),
+        num_tests=max(1, np.broadcast(scale, variance).size),
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(shift > 0, shift / np.abs(expected), 0.0)
+        share = np.where(np.isfinite(shift), shift / scale, np.inf)
+        return np.where(shift > 0, share, 0.0)
 
 
 def _assert_equal_features(claim: _MeanClaim, pairs: Pairs, mean: Any) -> Evidence:
@@ -369,8 +381,9 @@ def assert_variance(
         raise UntestableError(message)
     pairs = Pairs(source, x, y)
     mean, variance = _claimed_moments(pairs, mean, variance)
+    given = kurtosis is not None
+    tails = pairs.claim(kurtosis, "kurtosis") if given else _known_kurtosis(pairs)
     squares = (source.products(pairs.x, pairs.y, num_draws) - mean) ** 2
-    tails = pairs.claim(kurtosis) if kurtosis is not None else _known_kurtosis(pairs)
     if tails is None and relation == "at_most":
         return _assert_at_most(check, pairs, squares, variance, false_alarm_rate)
     note = "" if tails is not None else " (approximate rate)"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._evidence import Evidence, check_not_empty, fail, on_host
+from linattn.testing._evidence import Evidence, check_function, check_not_empty, fail, on_host
 from linattn.typing import Array
 
 __all__ = ["assert_gradient"]
@@ -70,6 +70,8 @@ def assert_gradient(
     ``4 num_directions`` calls an array.
     """
     check = "assert_gradient"
+    check_function("function", function, "(*arrays) -> output")
+    check_function("vjp", vjp, "(*arrays) -> (output, pullback)")
     check_not_empty("arrays", arrays)
     _checks.check_positive_int("num_directions", num_directions)
     named = {f"arrays[{index}]": array for index, array in enumerate(arrays)}

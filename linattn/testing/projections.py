@@ -10,7 +10,7 @@ import numpy as np
 from linattn import _arrays, _checks
 from linattn.sampling import Sampler, Seed, as_generator
 from linattn.testing._draws import Floats, standard_pairs
-from linattn.testing._evidence import Evidence, fail
+from linattn.testing._evidence import Evidence, check_function, fail
 from linattn.testing.statistics import betting_test, detectable_shift, score_test
 
 __all__ = ["assert_gaussian_rows"]
@@ -73,6 +73,7 @@ def assert_gaussian_rows(
     draw that each have a distribution of their own (strata) pass.
     """
     check = "assert_gaussian_rows"
+    check_function("sampler", sampler, "(num, dim, rng) -> (num, dim)")
     for name, number in (("num", num), ("dim", dim), ("num_draws", num_draws)):
         _checks.check_positive_int(name, number)
     generator = as_generator(rng)

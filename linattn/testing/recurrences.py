@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn.recurrences import linear_recurrence_vjp
 from linattn.reference import recurrence
-from linattn.testing._evidence import UntestableError, fail, largest, on_host
+from linattn.testing._evidence import UntestableError, check_function, fail, largest, on_host
 from linattn.testing.backend import BackendReport
 from linattn.testing.check import FAILED, PASSED, SKIPPED, Row
 
@@ -420,8 +420,8 @@ def check_recurrence(
 
     Raises
     ------
-    ValueError
-        An unknown rule, layout, dtype or check.
+    TypeError, ValueError
+        Not a function, an unknown rule, layout, dtype or check.
 
     Examples
     --------
@@ -432,6 +432,10 @@ def check_recurrence(
     >>> check_recurrence(kernel, update_rule="delta").passed
     True
     """
+    check_function("function", function, "(query, key, value, ...) -> (output, state)")
+    check_function("asarray", asarray, "(array) -> array")
+    if vjp is not None:
+        check_function("vjp", vjp, "(query, key, value, ...) -> (output, pullback)")
     _checks.check_flag("by_channel", by_channel)
     for name, value, known in (
         ("update_rule", update_rule, RULES),

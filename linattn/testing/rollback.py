@@ -10,8 +10,8 @@ import numpy as np
 import linattn
 from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._draws import lead_axes
-from linattn.testing._evidence import Evidence, fail, on_host
+from linattn.testing._draws import check_map_or, lead_axes
+from linattn.testing._evidence import Evidence, check_function, fail, on_host
 from linattn.typing import FeatureMap
 
 __all__ = ["assert_rollback"]
@@ -74,6 +74,7 @@ def assert_rollback(
     """
     check = "assert_rollback"
     _checks.check_positive_int("num_drafts", num_drafts)
+    check_map_or(feature_map, "")
     dim = getattr(feature_map, "dim", None) or 4
     lead: tuple[int, ...] = (2,)
     if feature_map is not None:
@@ -82,6 +83,9 @@ def assert_rollback(
     if begin is None or step is None or snapshot is None:
         message = "want a feature_map, or begin=, step= and snapshot="
         raise TypeError(message)
+    check_function("begin", begin, "() -> stream")
+    check_function("step", step, "(stream, query, key, value) -> output")
+    check_function("snapshot", snapshot, "(stream) -> stream")
     generator = as_generator(rng)
 
     def token() -> list[Any]:
