@@ -81,7 +81,7 @@ QUICK_FILES = {
 
 
 # Subsets that are whole files: `-m` with one of these reads no other.
-SUBSETS = {"quick": QUICK_FILES, "fuzz": {"test_fuzz.py"}}
+SUBSETS = {"quick": QUICK_FILES, "fuzz": {"test_fuzz.py", "test_fuzz_options.py"}}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
