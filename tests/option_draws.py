@@ -488,8 +488,8 @@ def _refused_rules(case: Case) -> list[str]:
     equal += [name for name in case.options if name in ("local_window_size", "window_bias")]
     if L != S and equal:
         why.append("lengths differ")
-    if case.is_packed and has_stops(case):
-        why.append("packed sequences with stops")
+    if case.is_packed and (has_stops(case) or "key_lengths" in case.options):
+        why.append("packed sequences with stops or lengths")
     if given and type(case.feature_map).__name__ == "LandmarkFeatures":
         why.append("a map that has seen the whole sequence")
     return why

@@ -306,8 +306,7 @@ FOR_UPDATES = ("key_mask", "key_bias", "key_lengths", "log_decay")
 def check_stream(case: Case) -> None:
     """Cut sequences: what states continue and merge to is the dense formula of the whole."""
     options, rng = case.options, np.random.default_rng([case.seed, 1])
-    lengths = case.is_packed and "key_lengths" in options
-    if {"exact_window", "exact_clusters"} & set(options) or option_draws.has_stops(case) or lengths:
+    if {"exact_window", "exact_clusters"} & set(options) or option_draws.has_stops(case):
         return
     moves = type(case.feature_map).__name__ in MOVING
     kinds = ["merge"] * (not moves) + ["update"] * (not case.is_packed)

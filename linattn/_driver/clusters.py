@@ -107,8 +107,8 @@ class ExactClusters:
                 distance = xp.asarray(abs(offset), dtype=problem.dtype, device=device)
                 return distance * rate[(*head, ...)]
             table = xp.broadcast_to(bias.table, (*problem.lead, bias.table.shape[-1]))
-            left, right = table[(*head, 0)], table[(*head, -1)]
-            return xp.where(xp.asarray(offset < 0, device=device), left, right)
+            table = table[(*head, ...)]
+            return xp.where(xp.asarray(offset < 0, device=device), table[0], table[-1])
 
         return partial(_generic.clusters_block, bias_of=bias_of)
 
