@@ -264,6 +264,15 @@ def test_landmarks_are_near_exact_where_the_bandwidth_is_wide():
     assert difference < 2 * model.error_
 
 
+@pytest.mark.parametrize(("shift", "unit"), [(0, 8), (1024, 1), (-3, 0.25)])
+def test_the_error_of_landmarks_is_in_deviations_of_exact(shift, unit):
+    X, y = surface(1000)
+    model = KernelRegressor(0.5, method="landmarks", num_landmarks=32, random_state=0)
+    error = model.fit(X, y).error_
+    assert error > 0
+    assert_allclose(model.fit(X, unit * y + shift).error_, error, rtol=1e-6)
+
+
 def test_auto_is_exact_where_the_bandwidth_is_narrow():
     X, y = surface(4000)
     model = KernelRegressor(0.01, num_landmarks=64, random_state=0).fit(X, y)
