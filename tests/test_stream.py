@@ -129,6 +129,18 @@ class TestBlocks:
         if mode == "decay":
             np.testing.assert_allclose(after.log_decay, state.log_decay)
 
+    @pytest.mark.parametrize("options", [{}, {"exact_window": WINDOW}], ids=str)
+    @pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1)])
+    def test_as_many_heads_as_tokens(self, options, shape):
+        """A decay for each head and one for each token differ in their axes alone."""
+        q, k, v = (np.stack([a[0, :6]] * 6) for a in tokens())
+        options = {**options, "is_causal": True, "log_decay": -np.arange(6.0).reshape(shape) / 5}
+        wanted, state = whole(q, k, v, PHI, **options)
+        out = np.empty_like(v)
+        after = attend(q, k, v, out, PHI, block_size=4, **options)
+        np.testing.assert_allclose(out, wanted, rtol=1e-9)
+        assert_states_agree(after, state)
+
     def test_queries_of_another_number(self):
         q, k, v = tokens()
         out = np.empty((2, 40, WIDTH))
