@@ -187,8 +187,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
 
 def _check_own_file(path: Path, settings: Settings, out: stores.Output) -> None:
     """Check that saving the state replaces no other file; that of --start-state it may."""
-    others = [*settings.files, settings.mask, settings.out, out.checkpoint]
-    for other in others:
+    for other in (*settings.files, settings.mask, settings.out, out.checkpoint):
         if other is None:
             continue
         is_one = path.resolve() == other.resolve()

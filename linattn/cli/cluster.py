@@ -170,7 +170,7 @@ def _rows_of_task(rows: slice, out: Any) -> int:
 def _lazy_state(state: State) -> State:
     da = importlib.import_module("dask.array")
     arrays = {name: getattr(state, name) for name in ("kvz", "log_scale", "log_decay")}
-    lazy = {
+    lazy: dict[str, Any] = {
         name: None if array is None else da.from_array(np.asarray(array), chunks=-1)
         for name, array in arrays.items()
     }
