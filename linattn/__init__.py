@@ -118,6 +118,7 @@ _SUBMODULES = (
     "testing",
     "typing",
 )
+_NEEDS = {"sklearn": "sklearn", "testing": "hypothesis"}
 _NAMES = {
     "_dispatch": ("Explanation", "explain", "registered_backends", "without_backends"),
     "_settings": ("config",),
@@ -152,5 +153,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    from importlib.util import find_spec
+
     dunders = (name for name in globals() if name.startswith("__"))
-    return sorted({*dunders, *__all__, *_SUBMODULES})
+    # help() looks at all of them: what cannot be imported is left out.
+    missing = {name for name, library in _NEEDS.items() if find_spec(library) is None}
+    return sorted({*dunders, *__all__, *_SUBMODULES} - missing)

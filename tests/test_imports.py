@@ -154,6 +154,19 @@ def test_dir_lists_what_is_for_users():
     assert set(dir(linattn.interop)) >= {"torch", "jax"}
 
 
+def test_help_needs_no_optional_library():
+    program = (
+        "import sys\n"
+        "for name in ('hypothesis', 'jax', 'sklearn', 'torch'):\n    sys.modules[name] = None\n"
+        "import linattn, pydoc\n"
+        "assert 'linear_attention' in pydoc.render_doc(linattn)\n"
+        "assert pydoc.render_doc(linattn.interop)\n"
+        "assert not {'sklearn', 'testing'} & set(dir(linattn))\n"
+        "assert not {'torch', 'jax'} & set(dir(linattn.interop))"
+    )
+    modules_after(program)
+
+
 def test_a_star_imports_every_public_name_once():
     program = (
         "from linattn import *\nimport linattn, pickle, sys\n"

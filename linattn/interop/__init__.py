@@ -29,5 +29,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    from importlib.util import find_spec
+
     dunders = (name for name in globals() if name.startswith("__"))
-    return sorted({*dunders, *_SUBMODULES})
+    return sorted({*dunders, *filter(find_spec, _SUBMODULES)})
