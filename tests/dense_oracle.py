@@ -398,10 +398,6 @@ def _sums(scene: Scene, seen: Array, q: Side, k: Side) -> Result:
     near, tie = near_pairs(scene), np.inf
     if scene.clusters is not None:
         chosen, tie = chosen_pairs(scene, k.log)
-        if scene.bias is not None:
-            # Whether biases have a say in the choice is left open: compared where it makes none.
-            biased = k.log + np.where(real(scene.bias) > -np.inf, scene.bias, 0)[..., None]
-            tie = 0.0 if (chosen_pairs(scene, biased)[0] != chosen).any() else tie
         near = near | chosen
     m, e = q.log.shape[-1], scene.value.shape[-1]
     memory = scene.memory or Memory(np.zeros((m, e + 1)), np.full(m, -np.inf))
