@@ -179,6 +179,22 @@ def test_generating_by_state_is_generating_by_recomputing(name, placed):
     assert_array_equal(alone, found[1])
 
 
+@pytest.mark.parametrize("placed", [None, "sinusoidal"])
+@pytest.mark.parametrize("parts", [[5], [1, 2], [8]], ids=str)
+def test_logits_of_a_stream_are_those_of_the_whole(placed, parts):
+    params = model(num_positions=20 if placed is None else None)
+    options = {"num_heads": HEADS, "attention": ELU, "positions": placed}
+    tokens = rng(1).integers(0, VOCABULARY, (3, 9))
+    state, found = None, []
+    for part in np.split(tokens, parts, axis=1):
+        logits, state = layers.language_model(
+            params, part, initial_state=state, return_state=True, **options
+        )
+        found.append(logits)
+    whole = layers.language_model(params, tokens, **options)
+    assert_allclose(np.concatenate(found, axis=1), whole, rtol=1e-10, atol=1e-12)
+
+
 def test_generating_with_a_memory_is_recomputing():
     params = model(has_memory=True)
     prompt, memory = rng(1).integers(0, VOCABULARY, (3, 2)), rng(2).standard_normal((3, 6, DIM))

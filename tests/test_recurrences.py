@@ -447,16 +447,17 @@ def test_gradients_have_the_form_of_their_arguments(xp_any_shape):
     """Axes along which an argument was broadcast are summed over."""
     xp = xp_any_shape
     a = problem("gated_delta", length=20)
-    del a["initial_state"]
     a |= {
         "log_decay": np.full((1, 3, 1), -0.1),
         "beta": np.linspace(0, 1, 20),
         "value": a["value"][:, :1],
+        "initial_state": a["initial_state"][0, 0],
     }
     full = {
         "log_decay": np.broadcast_to(a["log_decay"], (2, 3, 20)),
         "beta": np.broadcast_to(a["beta"], (2, 3, 20)),
         "value": np.broadcast_to(a["value"], (2, 3, 20, 4)),
+        "initial_state": np.broadcast_to(a["initial_state"], (2, 3, 5, 4)),
     }
     arrays = {name: xp.array(array, "float32") for name, array in a.items()}
     _, pullback = linattn.linear_recurrence_vjp(**arrays, update_rule="gated_delta")
@@ -467,8 +468,9 @@ def test_gradients_have_the_form_of_their_arguments(xp_any_shape):
         lambda x: x.sum(axis=1, keepdims=True),
         lambda x: x.sum(axis=(0, 2), keepdims=True),
         lambda x: x.sum(axis=(0, 1)),
+        lambda x: x.sum(axis=(0, 1)),
     ]
-    names = ("query", "key", "value", "log_decay", "beta")
+    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
     for name, ours, theirs, total in zip(names, got, want, sums, strict=True):
         xp.assert_like(ours, arrays[name])
         assert error(xp.numpy(ours), total(theirs)) < 1e-5
