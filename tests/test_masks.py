@@ -55,10 +55,9 @@ def padded(xp, side, dtype="float32"):
     return in_library(xp, short), in_library(xp, long), mask
 
 
-def decayed(arrays, **options):
-    return linattn.linear_attention(
-        *arrays, PHI, is_causal=True, return_state=True, chunk_size=CHUNK, **options
-    )
+def decayed(arrays, **options) -> Any:
+    attend: Any = linattn.linear_attention
+    return attend(*arrays, PHI, is_causal=True, return_state=True, chunk_size=CHUNK, **options)
 
 
 def dense_state(xp, state):
@@ -89,15 +88,17 @@ def test_no_decay_behind_a_mask_is_the_sequence_without_padding(xp, side, throug
         options["key_lengths"] = 4
     if through == "update_state":
         empty = state_of(PHI, like=short[1], batch_shape=(HEADS,))
-        seen = linattn.update_state(empty, *short[1:], PHI, log_decay=DECAY)
-        state = linattn.update_state(empty, *long[1:], PHI, **options)
+        update: Any = linattn.update_state
+        seen = update(empty, *short[1:], PHI, log_decay=DECAY)
+        state = update(empty, *long[1:], PHI, **options)
     else:
         out, state = decayed(long, **options)
         wanted, _ = decayed(short, log_decay=DECAY)
         # To the last bit where blocks begin at one token, and sums have one order.
         exact = side == "right" and xp.name.startswith("numpy")
-        tolerance = {"rtol": 0 if exact else 2e-6, "atol": 0 if exact else 1e-6}
-        np.testing.assert_allclose(xp.numpy(out)[..., mask, :], xp.numpy(wanted), **tolerance)
+        rtol, atol = (0.0, 0.0) if exact else (2e-6, 1e-6)
+        found = xp.numpy(out)[..., mask, :]
+        np.testing.assert_allclose(found, xp.numpy(wanted), rtol=rtol, atol=atol)
     np.testing.assert_allclose(dense_state(xp, state), dense_state(xp, seen), rtol=1e-5, atol=2e-6)
 
 
@@ -115,8 +116,8 @@ def test_no_decay_behind_a_mask_of_packed_sequences(xp):
 @pytest.mark.parametrize("side", PADDING)
 def test_recurrences_pass_over_padding_of_zeros(xp, side, update_rule):
     mask, short = PADDING[side], tokens(length=4, dtype="float64")
-    gates = np.random.default_rng(3).random((2, HEADS, 4))
-    gates = {"log_decay": -gates[0]} | ({"beta": gates[1]} if "delta" in update_rule else {})
+    decay, beta = np.random.default_rng(3).random((2, HEADS, 4))
+    gates = {"log_decay": -decay} | ({"beta": beta} if "delta" in update_rule else {})
 
     def solve(arrays, gates):
         return linattn.linear_recurrence(
