@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -153,6 +155,46 @@ def test_a_key_of_minus_infinity_is_masked(xp):
     )
     assert_allclose(xp.numpy(out), expected, atol=1e-12)
     assert_array_equal(xp.numpy(out)[:, :3], 0)
+
+
+@full_and_causal
+@pytest.mark.parametrize("name", [*MAPS, "softmax"])
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+def test_a_mask_and_a_bias_each_hide_their_keys(xp, name, is_causal):
+    if name == "landmarks" and is_causal:
+        return
+    mask, bias = np.arange(12) % 4 != 1, np.where(np.arange(12) % 4 == 2, -np.inf, 0.5)
+    seen = mask & (bias > -np.inf)
+    query, key, value = tokens(length=12)
+    key[:, ~seen], value[:, ~seen] = np.nan, np.nan
+    clean = [np.where(seen[:, None], a, 0.0) for a in (key, value)]
+    maps: list[Any] = [] if name == "softmax" else [MAPS[name]]
+    kind = "softmax_attention" if name == "softmax" else "linear_attention"
+    attend, attend_vjp = (getattr(linattn, f"{kind}{end}") for end in ("", "_vjp"))
+    arrays = [xp.array(a) for a in (query, key, value)]
+    given = {"key_mask": xp.array(mask), "key_bias": xp.array(bias), "is_causal": is_causal}
+    wanted = {"key_mask": seen, "key_bias": np.full(12, 0.5), "is_causal": is_causal}
+    expected, pullback = attend_vjp(query, *clean, *maps, **wanted)
+    assert_allclose(xp.numpy(attend(*arrays, *maps, **given)), expected, atol=1e-10)
+    output, pulled = attend_vjp(*arrays, *maps, **given)
+    for found, want in zip(pulled(output), pullback(expected), strict=True):
+        assert_allclose(xp.numpy(found), want, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_state_has_no_key_that_a_mask_or_a_bias_hides(xp, name):
+    mask, bias = np.arange(12) % 4 != 1, np.where(np.arange(12) % 4 == 2, -np.inf, 0.5)
+    seen, (query, key, value) = mask & (bias > -np.inf), tokens(length=12)
+    empty = linattn.init_state(MAPS[name], DIM, batch_shape=(2,), like=xp.array(key))
+    wanted = linattn.init_state(MAPS[name], DIM, batch_shape=(2,), like=key)
+    wanted = linattn.update_state(wanted, key[:, seen], value[:, seen], MAPS[name])
+    key[:, ~seen], value[:, ~seen] = np.nan, np.nan
+    weights = {"key_mask": xp.array(mask), "key_bias": xp.array(bias)}
+    state = linattn.update_state(empty, xp.array(key), xp.array(value), MAPS[name], **weights)
+    out = linattn.read_state(xp.array(query), state, MAPS[name])
+    assert_allclose(
+        xp.numpy(out), linattn.read_state(query, wanted, MAPS[name]), rtol=1e-9, atol=1e-11
+    )
 
 
 @full_and_causal

@@ -67,6 +67,18 @@ def test_rotary_of_every_library(xp, dtype):
     assert_array_equal(xp.numpy(rotary(array, range(7))), xp.numpy(out))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint32", "float64", None])
+@pytest.mark.parametrize("position", [2**24 + 1, 2**25 + 1, 10**8 + 3])
+def test_positions_beyond_the_integers_of_float32(xp, position, dtype):
+    at = np.array([position, position + 1], dtype=dtype)
+    positions = [position, position + 1] if dtype is None else at
+    if dtype in {"int64", "float64"}:
+        positions = xp.array(at)
+    out = rotary(xp.array(np.ones((2, 2))), positions)
+    cos, sin = np.cos(at.astype(np.float64)), np.sin(at.astype(np.float64))
+    assert_allclose(xp.numpy(out), np.stack([cos - sin, cos + sin], axis=-1), rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_products_see_differences_of_positions_only(interleaved):
     query, key = np.random.default_rng(1).standard_normal((2, 40, 16))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -79,6 +80,62 @@ def assert_as_loop(arguments, rule, dtype="float64", roundings=1, **options):
         for ours, theirs in zip(got, want, strict=True):
             assert ours.dtype == dtype
             assert error(ours, theirs) < roundings * RTOL[dtype]
+
+
+AXES = [
+    ((2, 3, 4), (1, 3, 4), (1, 3, 4)),
+    ((2, 3, 4), (2, 1, 4), (2, 1, 4)),
+    ((2, 3, 4), (3, 4), (4,)),
+    ((2, 3, 4), (1, 1, 4), (3, 1)),
+    ((2, 3, 4), (1, 3, 1), (2, 1, 1)),
+    ((2, 3, 4), (), (1, 1, 1)),
+    ((4,), (2, 1, 1), (3, 1)),
+    ((2, 3, 4, 2), (3, 1, 2), (1, 3, 1, 2)),
+]
+
+
+@kinds
+@pytest.mark.parametrize("leads", AXES)
+@pytest.mark.parametrize("backends", [True, False], ids=["backends", "generic"])
+def test_leading_axes_that_only_some_arguments_have(rule, by_channel, leads, backends):
+    """Outputs, states, gradients and steps are those of arguments that all have all axes."""
+    of_query, of_key, of_value = leads
+    a = problem(rule, by_channel, length=6, lead=of_key, dim=4)
+    rng = np.random.default_rng(1)
+    a["query"] = rng.standard_normal((*of_query, 6, 4))
+    a["value"] = rng.standard_normal((*of_value, 6, 3))
+    lead = np.broadcast_shapes(*leads)
+    of_state = np.broadcast_shapes(of_key, of_value)
+    a["initial_state"] = rng.standard_normal((*of_state, 4, 3))
+    axes = {name: 2 for name in a} | {"beta": 1, "log_decay": 1 + by_channel}
+    wide = {name: np.broadcast_to(x, (*lead, *x.shape[-axes[name] :])) for name, x in a.items()}
+    with nullcontext() if backends else linattn.without_backends():
+        options = {"update_rule": rule, "return_state": True}
+        (output, state), pullback = linattn.linear_recurrence_vjp(**a, **options)
+        (want, want_state), want_pullback = linattn.linear_recurrence_vjp(**wide, **options)
+        for found, last in ((output, state), linattn.linear_recurrence(**a, **options)):
+            assert error(found, want) < 1e-12
+            assert last.shape[:-2] == of_state
+            assert error(np.broadcast_to(last, want_state.shape), want_state) < 1e-12
+        grad = rng.standard_normal(want.shape)
+        gradients, wanted = pullback(grad), want_pullback(grad)
+        for name, found, whole in zip(order_of(a), gradients, wanted, strict=True):
+            assert error(found, sum_to(whole, a[name].shape)) < 1e-11
+        step_state = a["initial_state"]
+        for i in range(6):
+            one = rows(a, i, i + 1, by_channel)
+            del one["initial_state"]
+            token = {name: x.squeeze(-axes[name]) for name, x in one.items()}
+            out, step_state = linattn.recurrence_step(state=step_state, update_rule=rule, **token)
+            assert error(out, want[..., i, :]) < 1e-12
+        assert error(step_state, state) < 1e-12
+
+
+def sum_to(array, shape):
+    """Sum over the leading axes that a shape lacks."""
+    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
+    axes = tuple(i for i, n in enumerate(shape) if n == 1)
+    return array.sum(axis=axes, keepdims=True).reshape(shape)
 
 
 # The oracle -----------------------------------------------------------------------------------

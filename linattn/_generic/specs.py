@@ -157,7 +157,8 @@ def _assigned_vjp(spec: Assigned, tokens: Tokens, cotangent: Features, xp: Modul
     x, g = tokens.x, cotangent.log
     scores = xp.matmul(x, spec.P) + spec.bias[..., None, :]
     m = spec.P.shape[-1]
-    chosen = xp.astype(xp.argmax(scores, axis=-1, keepdims=True) == xp.arange(m), x.dtype)
+    index = xp.arange(m, device=array_api_compat.device(scores))
+    chosen = xp.astype(xp.argmax(scores, axis=-1, keepdims=True) == index, x.dtype)
     terms = xp.matmul(x, spec.probes) + spec.offset[..., None, :]
     terms = terms + xp.matmul(chosen, xp.matrix_transpose(spec.table))
     dlog = xp.sum(chosen * g[..., :m], axis=-1, keepdims=True)
