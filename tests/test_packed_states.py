@@ -93,6 +93,26 @@ every_kind = pytest.mark.parametrize("kind", ["a number", "()", "each head", "ea
 every_border = pytest.mark.parametrize("borders", BORDERS.values(), ids=BORDERS)
 
 
+@pytest.mark.parametrize("return_state", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@every_lead
+@every_border
+def test_sequences_go_on_from_their_states(numpy_path, borders, lead, is_causal, return_state):
+    arrays, before = tokens(LEADS[lead]), tokens(LEADS[lead], seed=1)
+    call: dict[str, Any] = {"is_causal": is_causal}
+    _, first = linattn.linear_attention(*before, PHI, cu_seqlens=borders, return_state=True)
+    given = {"cu_seqlens": borders, "initial_state": first, "return_state": return_state}
+    found = linattn.linear_attention(*arrays, PHI, **call, **given)
+    wanted = [
+        linattn.linear_attention(
+            *rows_of(arrays, None, slice(*ends))[0], PHI, **call, initial_state=at(first, i)
+        )
+        for i, ends in enumerate(pairwise(borders))
+    ]
+    output = found[0] if return_state else found
+    assert_allclose(output, np.concatenate(wanted, axis=-2), atol=1e-12)
+
+
 @every_border
 @every_kind
 @every_lead
