@@ -156,6 +156,6 @@ def __dir__() -> list[str]:
     from importlib.util import find_spec
 
     dunders = (name for name in globals() if name.startswith("__"))
-    # help() looks at all of them: what cannot be imported is left out.
+    # help() reads each of them: those that cannot be imported are left out.
     missing = {name for name, library in _NEEDS.items() if find_spec(library) is None}
     return sorted({*dunders, *__all__, *_SUBMODULES} - missing)
