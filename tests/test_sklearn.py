@@ -307,6 +307,16 @@ def test_classes_may_be_named_before_they_come():
     assert_array_equal(model.predict_proba(queries), np.tile([0.0, 1.0, 0.0], (17, 1)))
 
 
+def test_classes_that_come_later_may_stand_before_others():
+    X, y, _, queries = problem(12)
+    labels = np.where(y[:, 0] > 0, "b", "d")
+    labels[40:] = np.where(y[40:, 0] > 0, "a", "c")
+    parts = KernelClassifier(0.5).partial_fit(X[:40], labels[:40]).partial_fit(X[40:], labels[40:])
+    whole = KernelClassifier(0.5).fit(X, labels)
+    assert_array_equal(parts.classes_, ["a", "b", "c", "d"])
+    assert_array_equal(parts.predict_proba(queries), whole.predict_proba(queries))
+
+
 def test_digits_are_recognized():
     X, y = load_digits(return_X_y=True)
     model = KernelClassifier().fit(X[:900], y[:900])
