@@ -16,7 +16,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import automatic
+from linattn._driver import forward
 from linattn._driver.exact_problem import exact_problem
+from linattn._driver.problem import linear_problem
 from linattn.automatic import _causal, _costs, _curves, _full, _heads, _search, _squares, _tokens
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
@@ -438,6 +440,7 @@ def test_the_error_curve_is_that_of_linear_attention(biased):
     options: Any = dict(key_bias=bias)
     phi = LandmarkFeatures.fit(query, key, num_features=12, num_probes=40, **options, rng=0)
     exact = linattn.softmax_attention(query, key, value, **options)
+    curves = []
     for h in range(2):
         one = np.ones((300, 1))
         rows = np.arange(300)
@@ -451,12 +454,18 @@ def test_the_error_curve_is_that_of_linear_attention(biased):
             exact_window=8,
             probability=0.95,
         )
-        for errors, window in zip(curve.error, (None, 8), strict=True):
-            for i, clusters in enumerate((None, 1, 3)):
-                output = linattn.linear_attention(
-                    query, key, value, phi, exact_window=window, exact_clusters=clusters, **options
-                )
-                assert_allclose(errors[i], error(output, exact)[h], rtol=1e-6)
+        curves.append(curve)
+    for way, window in enumerate((None, 8)):
+        for level, clusters in enumerate((None, 1, 3)):
+            given = linear_problem(
+                query, key, value, phi, exact_window=window, exact_clusters=clusters, **options
+            )
+            if clusters is not None:
+                keys = [curve.keys for curve in curves]
+                given = given.replace(assigned_keys=_full._assigned_keys(given, keys))
+            output, *_ = forward.solve(given, return_state=False)
+            found = [curve.error[way, level] for curve in curves]
+            assert_allclose(found, error(output, exact), rtol=1e-6)
 
 
 def test_clusters_are_taken_where_landmarks_would_not_do(eager):

@@ -13,7 +13,13 @@ from numpy.testing import assert_allclose
 import linattn
 import linattn_numpy
 from linattn import reference
-from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
+from linattn.feature_maps import (
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+)
+from linattn.typing import Features, Opaque, Tokens
 from linattn_numpy import tuning
 
 D = 8
@@ -163,3 +169,50 @@ def test_states_chunks_and_decay_go_by_batches():
         with linattn.explain() as report:
             attend(arrays, "positive", borders, **options)
         assert not report.ran("sequences_block")
+
+
+class PerHead:
+    """A map of one's own: parameters for each head, and features that know their position."""
+
+    num_features = 6
+    positive = True
+
+    def __init__(self, heads: int) -> None:
+        self.P: Any = np.random.default_rng(5).standard_normal((heads, D, 6)) / 4
+
+    def query_spec(self, xp: Any, dtype: Any, device: Any) -> Opaque:
+        return Opaque(self.features, self.pull_back)
+
+    key_spec = query_spec
+
+    def query_features(self, x: Any) -> Features:
+        return self.features(Tokens(x, None, 0))
+
+    key_features = query_features
+
+    def features(self, tokens: Tokens) -> Features:
+        at = tokens.start + np.arange(tokens.x.shape[-2])
+        return Features(None, np.exp(tokens.x @ self.P + np.cos(at)[:, None]))
+
+    def pull_back(self, tokens: Tokens, cotangent: Features) -> Any:
+        return (cotangent.values * self.features(tokens).values) @ self.P.swapaxes(-2, -1)
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("borders", [[0, 4, 8, 12], [0, 3, 12], [0, 1, 1, 5, 9, 12]])
+def test_parameters_of_heads_do_not_meet_sequences(borders, is_causal, heads):
+    phi, (query, key, value) = PerHead(heads), inputs(12, lead=(heads,))
+    key, grad = key[:1], value[::-1].copy()
+    options: Any = {"is_causal": is_causal, "return_state": True}
+    (out, states), pull = linattn.linear_attention_vjp(
+        query, key, value, phi, cu_seqlens=borders, **options
+    )
+    gradients = pull(grad)
+    for number, rows in enumerate(map(slice, borders, borders[1:])):
+        alone: Any = (x[:, rows] for x in (query, key, value))
+        (wanted, state), pull_alone = linattn.linear_attention_vjp(*alone, phi, **options)
+        assert_allclose(out[:, rows], wanted, rtol=1e-12)
+        assert_allclose(states.kvz[number], state.kvz, rtol=1e-12)
+        for found, one in zip(gradients, pull_alone(grad[:, rows]), strict=True):
+            assert_allclose(found[:, rows], one, rtol=1e-10, atol=1e-12)

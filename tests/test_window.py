@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import linattn
 from linattn._driver import window
 from linattn._generic import prefix_states
 from linattn.feature_maps import (
+    CosformerFeatures,
     EluFeatures,
     HyperbolicFeatures,
     LandmarkFeatures,
@@ -454,3 +456,27 @@ def test_packed_sequences_have_the_bias_of_their_head(is_causal, borders, lead):
         sequence = (x[:, rows] for x in (query, key, value))
         alone = linattn.linear_attention(*sequence, MAPS["positive"](4), **options)
         assert_allclose(packed[:, rows], alone, rtol=1e-12, atol=1e-12)
+
+
+class Positioned(CosformerFeatures):
+    """A map of one's own that weighs far keys by their positions."""
+
+    softmax_kernel = True
+
+
+@full_and_causal
+@pytest.mark.parametrize("with_backends", [True, False], ids=["backends", "generic"])
+@pytest.mark.parametrize("chunk_size", [None, 4, 12])
+def test_far_keys_have_their_positions(is_causal, with_backends, chunk_size):
+    rng, window = np.random.default_rng(0), 4
+    query, key, value = rng.standard_normal((3, 2, 41, 4))
+    phi = Positioned(4, max_length=100)
+    i, j = np.ogrid[:41, :41]
+    exact = np.exp(phi.scale * query @ np.swapaxes(key, -2, -1))
+    weights = np.where(abs(i // window - j // window) <= 1, exact, phi.kernel(query, key))
+    weights = np.where(j <= i, weights, 0) if is_causal else weights
+    with nullcontext() if with_backends else linattn.without_backends():
+        out = linattn.linear_attention(
+            query, key, value, phi, is_causal=is_causal, exact_window=4, chunk_size=chunk_size
+        )
+    assert_allclose(out, weights @ value / weights.sum(-1, keepdims=True), rtol=1e-11, atol=1e-11)

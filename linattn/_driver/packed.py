@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _generic
-from linattn._driver.tasks import ROWS_OF_KEYS, rows_at, with_block_axis
+from linattn._driver.block_axis import for_sequences
+from linattn._driver.tasks import ROWS_OF_KEYS, rows_at
 from linattn.typing import Array, Cotangent, Problem, RelativeBias, State
 
 __all__ = ["Batch", "PackedRows", "batches", "join_sequences", "join_states"]
@@ -104,7 +105,8 @@ class Batch:
         more: dict[str, Any] = {}
         if len(self) > 1:
             names = ("query_spec", "key_spec", "query_change", "key_change")
-            more = {name: with_block_axis(getattr(problem, name)) for name in names}
+            ndim = len(problem.lead)
+            more = {name: for_sequences(getattr(problem, name), ndim) for name in names}
             more["state_lead"] = (*problem.state_lead, len(self))
             more["lead"] = (*problem.lead, len(self))
             if bias is not None:

@@ -33,7 +33,6 @@ __all__ = [
     "take_state",
     "task_index",
     "task_name",
-    "with_block_axis",
 ]
 
 Name = tuple[tuple[int | None, int | None], ...]
@@ -79,20 +78,6 @@ def _take_spec(spec: Any, task: Index) -> Any:
             changes[name] = part
     if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
         changes["spec"] = _take_spec(spec.spec, task)
-    return replace(spec, **changes) if changes else spec
-
-
-def with_block_axis(spec: Any) -> Any:
-    """Give the parameters of heads an axis for blocks of tokens, behind theirs."""
-    if spec is None or isinstance(spec, Exact):
-        return spec
-    changes: dict[str, Any] = {}
-    for name, axes in spec_axes(spec).items():
-        array = getattr(spec, name)
-        if array is not None and not isinstance(array, float) and array.ndim > axes:
-            changes[name] = namespace(array).expand_dims(array, axis=-axes - 1)
-    if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
-        changes["spec"] = with_block_axis(spec.spec)
     return replace(spec, **changes) if changes else spec
 
 

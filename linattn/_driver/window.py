@@ -16,11 +16,11 @@ import array_api_compat
 
 from linattn import _generic
 from linattn._dispatch import BlockFunctions
+from linattn._driver.block_axis import for_blocks
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
 from linattn._driver.clusters import ExactClusters
 from linattn._driver.local import visible_pairs
 from linattn._driver.relative_bias import bias_block
-from linattn._driver.tasks import with_block_axis
 from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
 from linattn._generic.exact import beside, exact_pairs
 from linattn._generic.prefix_states import state_at
@@ -85,7 +85,7 @@ def in_groups(problem: Problem, block_size: int) -> tuple[Problem, Problem, list
     # The near part needs far logs on the true scale, the query's own term included.
     problem = problem.replace(want_log=True)
     names = ("query_spec", "key_spec", "query_change", "key_change")
-    blocked = problem.replace(**{name: with_block_axis(getattr(problem, name)) for name in names})
+    blocked = problem.replace(**{name: for_blocks(getattr(problem, name)) for name in names})
     groups = [(first, min(size, count - first)) for first in range(0, count, size)]
     return problem, blocked, groups
 

@@ -83,9 +83,14 @@ def assert_rollback(
     if begin is None or step is None or snapshot is None:
         message = "want a feature_map, or begin=, step= and snapshot="
         raise TypeError(message)
-    check_function("begin", begin, "() -> stream")
     check_function("step", step, "(stream, query, key, value) -> output")
-    check_function("snapshot", snapshot, "(stream) -> stream")
+    # A class makes a stream as well as a function does.
+    for name, makes, call in (
+        ("begin", begin, "() -> stream"),
+        ("snapshot", snapshot, "(stream) -> stream"),
+    ):
+        if not callable(makes):
+            check_function(name, makes, call)
     generator = as_generator(rng)
 
     def token() -> list[Any]:

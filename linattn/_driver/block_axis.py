@@ -1,0 +1,91 @@
+"""Specs for tokens that have an axis of blocks, or of packed sequences, behind that of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from linattn._arrays import namespace
+from linattn._generic.specs import spec_axes
+from linattn.typing import (
+    Array,
+    ColumnNormalized,
+    Corrected,
+    Exact,
+    Features,
+    Opaque,
+    SeparateDenominator,
+    Tokens,
+)
+
+__all__ = ["for_blocks", "for_sequences"]
+
+Change = Callable[[Array], Array]
+"""Of an array ``(..., blocks, n, width)`` or back; of no array it makes none."""
+
+
+def for_blocks(spec: Any) -> Any:
+    """Return the spec of blocks that follow each other: the map sees them as one run of tokens."""
+
+    def joined(x: Array) -> Array:
+        *lead, blocks, n, width = x.shape
+        return namespace(x).reshape(x, (*lead, blocks * n, width))
+
+    def apart(like: Array) -> Change:
+        blocks, n = like.shape[-3:-1]
+        return lambda x: namespace(x).reshape(x, (*x.shape[:-2], blocks, n, x.shape[-1]))
+
+    return _with_axis(spec, joined, apart)
+
+
+def for_sequences(spec: Any, ndim: int) -> Any:
+    """Return the spec of sequences that all begin at one position, for ``ndim`` leading axes.
+
+    The map sees their axis in front of all others, where it meets no parameters of heads.
+    """
+
+    def in_front(x: Array) -> Array:
+        xp, lead = namespace(x), tuple(x.shape[:-3])
+        x = xp.moveaxis(x, -3, 0)
+        return xp.reshape(x, (x.shape[0], *(1,) * (ndim - len(lead)), *lead, *x.shape[-2:]))
+
+    def behind(_: Array) -> Change:
+        return lambda x: namespace(x).moveaxis(x, 0, -3)
+
+    return _with_axis(spec, in_front, behind)
+
+
+def _with_axis(spec: Any, change: Change, back: Callable[[Array], Change]) -> Any:
+    """Give the parameters of heads one more axis, or change the tokens that a function is given."""
+    if spec is None or isinstance(spec, Exact):
+        return spec
+    if isinstance(spec, Opaque):
+        return _opaque(spec, change, back)
+    changes: dict[str, Any] = {}
+    for name, axes in spec_axes(spec).items():
+        array = getattr(spec, name)
+        if array is not None and not isinstance(array, float) and array.ndim > axes:
+            changes[name] = namespace(array).expand_dims(array, axis=-axes - 1)
+    if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
+        changes["spec"] = _with_axis(spec.spec, change, back)
+    return replace(spec, **changes) if changes else spec
+
+
+def _opaque(spec: Opaque, change: Change, back: Callable[[Array], Change]) -> Opaque:
+    def each(function: Change, *arrays: Array) -> list[Array]:
+        return [None if x is None else function(x) for x in arrays]
+
+    def tokens_of(tokens: Tokens) -> Tokens:
+        x, log_weight = each(change, tokens.x, tokens.log_weight)
+        return tokens._replace(x=x, log_weight=log_weight)
+
+    def fn(tokens: Tokens) -> Features:
+        return Features(*each(back(tokens.x), *spec.fn(tokens_of(tokens))))
+
+    def vjp(tokens: Tokens, cotangent: Features) -> Array:
+        assert spec.vjp is not None
+        changed = Features(*each(change, *cotangent))
+        return back(tokens.x)(spec.vjp(tokens_of(tokens), changed))
+
+    return Opaque(fn, None if spec.vjp is None else vjp)
