@@ -205,13 +205,12 @@ def test_parameters_of_heads_do_not_meet_sequences(borders, is_causal, heads):
     phi, (query, key, value) = PerHead(heads), inputs(12, lead=(heads,))
     key, grad = key[:1], value[::-1].copy()
     options: Any = {"is_causal": is_causal, "return_state": True}
-    (out, states), pull = linattn.linear_attention_vjp(
-        query, key, value, phi, cu_seqlens=borders, **options
-    )
+    vjp: Any = linattn.linear_attention_vjp
+    (out, states), pull = vjp(query, key, value, phi, cu_seqlens=borders, **options)
     gradients = pull(grad)
     for number, rows in enumerate(map(slice, borders, borders[1:])):
-        alone: Any = (x[:, rows] for x in (query, key, value))
-        (wanted, state), pull_alone = linattn.linear_attention_vjp(*alone, phi, **options)
+        alone = (x[:, rows] for x in (query, key, value))
+        (wanted, state), pull_alone = vjp(*alone, phi, **options)
         assert_allclose(out[:, rows], wanted, rtol=1e-12)
         assert_allclose(states.kvz[number], state.kvz, rtol=1e-12)
         for found, one in zip(gradients, pull_alone(grad[:, rows]), strict=True):

@@ -145,8 +145,9 @@ def attention(
     From 8,192 queries on, with a tolerance, queries choose of 512 and more clusters together: they
     are ordered so that those with like logits lie side by side, and each run of 8 chooses the
     clusters with the largest sums, over its queries, of a cluster's largest weight by its landmark
-    over that of the query's largest, times what ``exact_clusters`` ranks by but the query, biases of
-    keys included. Queries that are masked come last. Traced arrays, at which nothing can be fitted, take exact attention.
+    over that of the query's largest, times what ``exact_clusters`` ranks by but the query, biases
+    of keys included. Queries that are masked come last. Traced arrays, at which nothing can be
+    fitted, take exact attention.
 
     *Causal attention.* The later half of the queries sees all keys of the earlier half: that square
     is full attention, by landmarks with exact clusters, fitted to keys and queries of the earlier
