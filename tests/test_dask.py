@@ -291,6 +291,15 @@ def test_numerators(is_causal):
     close(got, attend(*arrays, phi, **options))
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_positions_go_on_after_a_state(is_causal):
+    phi, arrays = MAPS["cosformer"], tokens(30)
+    state = attend(*tokens(20, seed=1), phi, return_state=True)[1]
+    lazy = state._replace(kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale))
+    got = attend(*lazily(arrays, 10), phi, is_causal=is_causal, initial_state=lazy)
+    close(got.compute(), attend(*arrays, phi, is_causal=is_causal, initial_state=state))
+
+
 def test_a_bias_that_leaves_out_the_left_alone():
     lazy = lazily(tokens(24), 8)
     bias = {"window_bias": da.zeros(5, dtype=np.float32), "far_bias": (-math.inf, 0.0)}

@@ -25,6 +25,7 @@ from linattn.feature_maps import (
     SoftmaxFeatures,
 )
 from linattn.testing import assert_gradient
+from linattn.typing import Features, Opaque, Tokens
 from tests import pairs
 from tests.attentions import fetched
 from tests.pairs import DIM, LENGTH, PHI, decays, dense_decay, every_dtype, tokens
@@ -803,3 +804,41 @@ def test_torch_returns_the_decay_of_a_state():
     for attend in (linear_attention, linattn.linear_attention):
         _, state = attend(*tensors, PHI, is_causal=True, log_decay=step, return_state=True)
         assert_allclose(state.log_decay.detach().numpy(), decay.sum(axis=-1))
+
+
+class Placed:
+    """Features that depend on where a token stands, and not on differences of positions alone."""
+
+    num_features = 5
+    positive = True
+
+    def query_spec(self, xp: Any, dtype: Any, device: Any) -> Opaque:
+        return Opaque(self.features)
+
+    key_spec = query_spec
+
+    def features(self, given: Tokens) -> Features:
+        at = given.start + np.arange(given.x.shape[-2])
+        return Features(None, np.exp(given.x + np.sin(np.outer(at, np.arange(1, 6)))))
+
+    def query_features(self, x: Any) -> Features:
+        return self.features(Tokens(x, None, 0))
+
+    key_features = query_features
+
+
+@pytest.mark.parametrize("before", [0, 6])
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 32])
+def test_full_decay_has_the_positions_of_both_sides(chunk_size, before):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 27, 5))
+    phi, given = Placed(), {}
+    if before:
+        state = linattn.init_state(phi, 5, batch_shape=(2,), like=key)
+        given["initial_state"] = state._replace(length=before)
+    out = linattn.linear_attention(
+        query, key, value, phi, log_decay=-0.3, chunk_size=chunk_size, **given
+    )
+    features = (phi.features(Tokens(x, None, before)).values for x in (query, key))
+    i, j = np.ogrid[:27, :27]
+    weights = np.exp(-0.3 * abs(i - j)) * np.einsum("hic,hjc->hij", *features)
+    assert_allclose(out, weights @ value / weights.sum(-1, keepdims=True), rtol=1e-12)

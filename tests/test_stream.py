@@ -85,6 +85,24 @@ class TestBlocks:
         xp.assert_like(after.kvz, state.kvz)
         assert_states_agree(after, state, xp.numpy)
 
+    @pytest.mark.parametrize("mode", [mode for mode in MODES if "window" in mode])
+    def test_positions_beside_a_window(self, mode):
+        """A map of the caller's whose far features depend on where a token stands."""
+
+        class Positioned(fm.CosformerFeatures):
+            softmax_kernel = True
+
+        (q, k, v), phi = tokens(), Positioned(DIM, max_length=200)
+        before = linattn.update_state(
+            linattn.init_state(phi, WIDTH, batch_shape=(2,), like=k), k[:, :9], v[:, :9], phi
+        )
+        options = {**MODES[mode], "initial_state": before}
+        wanted, state = whole(q, k, v, phi, **options)
+        out = np.empty_like(v)
+        after = attend(q, k, v, out, phi, block_size=30, **options)
+        np.testing.assert_allclose(out, wanted, rtol=1e-9)
+        assert_states_agree(after, state)
+
     @pytest.mark.parametrize("name", ["landmarks", "cosformer", "rotated", "elu"])
     @pytest.mark.parametrize("mode", MODES)
     def test_of_other_maps(self, name, mode):
