@@ -20,6 +20,7 @@ __all__ = [
     "are_ordinary",
     "as_autocast",
     "autocast_dtype",
+    "caller_level",
     "cast_floats",
     "device_array",
     "dtype_bits",
@@ -112,21 +113,28 @@ def _entered(names: tuple[str, ...] | None, function: _F) -> _F:
         cupy_array: Any = getattr(sys.modules.get("cupy"), "ndarray", ())
         tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
         with np.errstate(all="ignore"):
-            if cupy_array or tensor:
-                return in_modes(cupy_array, tensor, *args, **kwargs)
+            for argument in (*args, *kwargs.values()) if cupy_array or tensor else ():
+                array = argument.kvz if isinstance(argument, State) else argument
+                if isinstance(array, cupy_array):
+                    with array.device:
+                        return function(*args, **kwargs)
+                if isinstance(array, tensor) and names is not None:
+                    return _call_without_autocast(function, names, array, args, kwargs)
             return function(*args, **kwargs)
 
-    def in_modes(cupy_array: Any, tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
-        for argument in (*args, *kwargs.values()):
-            array = argument.kvz if isinstance(argument, State) else argument
-            if isinstance(array, cupy_array):
-                with array.device:
-                    return function(*args, **kwargs)
-            if isinstance(array, tensor) and names is not None:
-                return _call_without_autocast(function, names, array, args, kwargs)
-        return function(*args, **kwargs)
-
     return call  # type: ignore[return-value]
+
+
+def caller_level() -> int:
+    """Return the ``stacklevel`` of a warning: that of the first caller outside of linattn."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "linattn"
 
 
 def autocast_dtype(array: Array) -> Any:

@@ -162,7 +162,7 @@ def _warn_of_lost_map(feature_map: Any) -> None:
                 f"{feature_map!r} was made with rng=None and cannot be made again: without it the "
                 f"state is of no use. Make it with an integer as rng, or pickle it too"
             )
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=_arrays.caller_level())
             return
         feature_map = getattr(feature_map, "feature_map", None)
 

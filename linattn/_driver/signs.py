@@ -45,7 +45,7 @@ def warn_of_signs(is_negative: Array | None) -> None:
             f"and these rows are no averages of the values; use a positive map, such as "
             f"PositiveFeatures for the softmax or a Gaussian kernel, or more features"
         )
-        warnings.warn(message, UserWarning, stacklevel=_caller_level())
+        warnings.warn(message, UserWarning, stacklevel=_arrays.caller_level())
 
 
 def _count(flags: Array) -> int:
@@ -58,15 +58,3 @@ def _count(flags: Array) -> int:
         return int(xp.sum(xp.astype(flags, xp.int32)))
     except (RuntimeError, TypeError):  # of torch and of JAX
         return 0
-
-
-def _caller_level() -> int:
-    """Stack level of the first caller outside linattn, for the function that calls this one."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "linattn"

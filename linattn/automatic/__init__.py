@@ -231,7 +231,7 @@ def attention(
             output, heads = way.attend(given)
         message = _warning(given, heads)
         if message:
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warnings.warn(message, UserWarning, stacklevel=_arrays.caller_level())
     return (output, make_report(problem, heads)) if return_report else output
 
 

@@ -467,7 +467,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
                 f"to exp({largest:.2g}); fit it to this sequence, with its key_bias if it has one, "
                 f"or ignore this warning where its landmarks are meant for other keys"
             )
-            warnings.warn(message, UserWarning, stacklevel=4)
+            warnings.warn(message, UserWarning, stacklevel=_arrays.caller_level())
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential | Corrected:
         """Spec of the query side: ``exp(s q.b_c)``."""

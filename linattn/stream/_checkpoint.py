@@ -79,7 +79,7 @@ class Checkpoint:
                 f"the run was begun with {numerics} and goes on with {self.numerics}: last bits "
                 f"may differ from those of an undisturbed run"
             )
-            warn(message, UserWarning, stacklevel=5)
+            warn(message, UserWarning, stacklevel=_arrays.caller_level())
         return place
 
     def _check(self, record: Record) -> None:
