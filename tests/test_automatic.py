@@ -129,6 +129,16 @@ def test_log_weights_of_keys(eager, is_causal, heads):
     assert_allclose(report.error, error(output, exact), rtol=0.6, atol=1e-6)
 
 
+def test_heads_that_share_keys_are_judged_by_their_own(eager):
+    """Two sequences of queries, the heads of the second in another order."""
+    query, key, value = clustered(2500, heads=3)
+    query = np.stack([query, query[:, ::-1]])
+    output, report = linattn.attention(query, key, value, rng=0, return_report=True)
+    assert (report.head_methods == "landmarks").all()
+    found = error(output, linattn.softmax_attention(query, key, value))
+    assert_allclose(report.error, found, rtol=0.5)
+
+
 def test_landmarks_are_fitted_to_the_keys_that_weigh():
     """Few keys lie at few points; all others, wherever they are, have next to no weight."""
     rng, length = np.random.default_rng(0), 8000
