@@ -104,9 +104,12 @@ class Batch:
         window, bias = problem.exact_window, problem.relative_bias
         more: dict[str, Any] = {}
         if len(self) > 1:
-            names = ("query_spec", "key_spec", "query_change", "key_change")
-            ndim = len(problem.lead)
-            more = {name: for_sequences(getattr(problem, name), ndim) for name in names}
+            axes = {"query": len(problem.lead), "key": len(problem.state_lead)}
+            more = {
+                f"{side}_{part}": for_sequences(getattr(problem, f"{side}_{part}"), ndim)
+                for side, ndim in axes.items()
+                for part in ("spec", "change")
+            }
             more["state_lead"] = (*problem.state_lead, len(self))
             more["lead"] = (*problem.lead, len(self))
             if bias is not None:
