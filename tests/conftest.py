@@ -44,7 +44,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import mutually_broadcastable_shapes
 
 # Assertions in modules that tests import say as much as those of the tests.
-pytest.register_assert_rewrite("tests.attentions", "tests.command")
+pytest.register_assert_rewrite("tests.attentions", "tests.command", "tests.dask_arrays")
 
 # The libraries of `xp` hold nothing that one example could change for the next.
 _shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

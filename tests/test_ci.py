@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,24 @@ def test_every_planted_defect_has_its_place():
     lost = [d["name"] for d in defects if texts[d["file"]].count(d["old"]) != 1]
     assert len(lists) == 2
     assert not lost
+
+
+def test_no_test_file_lends_to_another_what_a_missing_library_takes_from_both():
+    """A file that pytest skips while it reads it stays half read, and lends nothing after that."""
+    texts = {path.stem: path.read_text("utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+    skipped = [
+        name
+        for name, text in texts.items()
+        if re.search(r"^\w+: Any = pytest\.importorskip", text, re.M)
+    ]
+    lent = [
+        (one, name) for one, text in texts.items() for name in skipped if f"tests.{name} " in text
+    ]
+    assert "test_dask" in skipped
+    assert not lent
+
+
+def test_a_plugin_for_benchmarks_beside_xdist_ends_nothing():
+    warnings.warn(
+        "Benchmarks are automatically disabled because xdist plugin is active.", stacklevel=1
+    )

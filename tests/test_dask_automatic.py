@@ -14,8 +14,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn.automatic import _costs, _dask
 from linattn.feature_maps import _dask_rows
+from tests.dask_arrays import Recorded, chunkings, close, lazily, one_thread, refuse
 from tests.test_automatic import clustered, error, one_hard_head
-from tests.test_dask import Recorded, chunkings, close, lazily, one_thread, refuse
 
 dask: Any = pytest.importorskip("dask")
 da: Any = pytest.importorskip("dask.array")

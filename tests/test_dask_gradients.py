@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 
 import linattn
 from linattn.feature_maps import EluFeatures, PositiveFeatures, SoftmaxFeatures
-from tests.test_dask import (
+from tests.dask_arrays import (
     D,
     E,
     assert_reads_are_fused,

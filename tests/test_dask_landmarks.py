@@ -15,7 +15,7 @@ from linattn.feature_maps import (
     LandmarkFeatures,
     _dask_rows,
 )
-from tests.test_dask import D, chunkings, close, lazily, one_thread, refuse, tokens
+from tests.dask_arrays import D, chunkings, close, lazily, one_thread, refuse, tokens
 
 dask: Any = pytest.importorskip("dask")
 da: Any = pytest.importorskip("dask.array")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import linattn
-from tests.test_dask import D, E, chunkings, close, one_thread, refuse
+from tests.dask_arrays import D, E, chunkings, close, one_thread, refuse
 
 dask: Any = pytest.importorskip("dask")
 da: Any = pytest.importorskip("dask.array")

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 
 import linattn
-from tests.test_dask import MAPS, chunkings, close, lazily, one_thread, refuse, states_agree, tokens
+from tests.dask_arrays import (
+    MAPS,
+    chunkings,
+    close,
+    lazily,
+    one_thread,
+    refuse,
+    states_agree,
+    tokens,
+)
 
 dask: Any = pytest.importorskip("dask")
 da: Any = pytest.importorskip("dask.array")

@@ -1,0 +1,100 @@
+"""Dask arrays for tests: made in any chunks, read by counting sources, compared with NumPy's.
+
+Importing this skips the test file where Dask is not installed.
+"""
+
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from linattn.feature_maps import (
+    CosformerFeatures,
+    EluFeatures,
+    PositiveFeatures,
+    SoftmaxFeatures,
+)
+
+dask: Any = pytest.importorskip("dask")
+da: Any = pytest.importorskip("dask.array")
+
+D, E = 8, 5
+MAPS = {
+    "positive": PositiveFeatures(D, 16, rng=0),
+    "elu": EluFeatures(D),
+    "softmax": SoftmaxFeatures(D),
+    "cosformer": CosformerFeatures(D, max_length=400),
+}
+
+
+def tokens(length, *, heads=2, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal((heads, length, n)).astype(dtype) for n in (D, D, E))
+
+
+def lazily(arrays, rows, heads=1):
+    """Dask arrays of NumPy's, in chunks of these rows and so many heads."""
+    return tuple(da.from_array(a, chunks=(min(heads, len(a)), rows, a.shape[-1])) for a in arrays)
+
+
+@st.composite
+def chunkings(draw, length):
+    """Any way to cut a length, empty chunks included."""
+    cuts = draw(st.lists(st.integers(0, length), max_size=5))
+    ends = [0, *sorted(cuts), length]
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def refuse(*args, **kwargs):
+    message = "computed while the graph was built"
+    raise AssertionError(message)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with dask.config.set(scheduler="synchronous"):
+        yield
+
+
+def close(got, want, *, tol=2e-6):
+    scale = max(1.0, float(np.abs(want[np.isfinite(want)]).max(initial=0)))
+    assert_allclose(got, want, rtol=tol, atol=tol * scale)
+
+
+def states_agree(got, want):
+    """What two states stand for, whatever their scales."""
+    finite = np.isfinite(want.log_scale)
+    assert (np.isfinite(got.log_scale) == finite).all()
+    shift = np.where(finite, got.log_scale, 0) - np.where(finite, want.log_scale, 0)
+    close(got.kvz * np.exp(shift)[..., None], want.kvz, tol=4e-6)
+
+
+class Recorded:
+    """An array whose reads are noted."""
+
+    def __init__(self, array, reads):
+        self.array, self.reads = array, reads
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+
+    def __getitem__(self, index):
+        self.reads.append(index[-2].start)
+        return self.array[index]
+
+
+def recorded(reads):
+    """Forty tokens in chunks of ten, whose reads are noted."""
+    arrays = zip(tokens(40), reads, "qkv", strict=True)
+    return [
+        da.from_array(Recorded(a, r), chunks=(2, 10, -1), name=name, meta=a[:0, :0, :0])
+        for a, r, name in arrays
+    ]
+
+
+def assert_reads_are_fused(arrays):
+    """Nothing that is read is a task of its own, which would wait in a worker's memory."""
+    keys = {key for x in arrays for key in x.__dask_graph__() if isinstance(key, tuple)}
+    assert not [key for key in keys if key[0].startswith(("q", "k", "v"))]
+    return keys
