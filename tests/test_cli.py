@@ -370,10 +370,9 @@ class TestInfo:
 
     @pytest.mark.parametrize("failures", [[], ["parity: one"]])
     def test_kernels_that_ran(self, measured, failures):
-        run = {"device": "NVIDIA X", "date": "2026-01-02", "failures": failures}
-        failed = ", 1 checks failed" if failures else ""
+        run = {"device": "NVIDIA X", "date": "2026-01-02", "checks": 9, "failures": failures}
         assert measured(run | {"kernels": hardware.kernel_hashes()}) == (
-            f"run on NVIDIA X on 2026-01-02{failed}"
+            f"run on NVIDIA X on 2026-01-02, {len(failures)} of 9 checks failed"
         )
 
     @pytest.mark.parametrize("how", ["changed", "added"])
@@ -383,8 +382,9 @@ class TestInfo:
             kernels["fused.cu"] = "0" * 64
         else:
             del kernels["device.cuh"]
-        run = {"device": "NVIDIA X", "date": "2026-01-02", "failures": [], "kernels": kernels}
-        assert measured(run) == "run on NVIDIA X on 2026-01-02, kernels changed since"
+        run = {"device": "NVIDIA X", "date": "2026-01-02", "checks": 9, "failures": []}
+        said = "run on NVIDIA X on 2026-01-02, 0 of 9 checks failed, kernels changed since"
+        assert measured(run | {"kernels": kernels}) == said
 
     @pytest.mark.parametrize("text", ["{", "{}", "[]"])
     def test_a_file_that_says_nothing(self, measured, text):

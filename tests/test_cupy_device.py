@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -59,7 +58,6 @@ class FakeCupy:
 def cupy(monkeypatch):
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(device, "_pid", [])
     kept = (device._kernel, device._attribute, device.open_compiler, device._warn_once)
     for function in kept:
         function.cache_clear()
@@ -172,14 +170,6 @@ def test_the_first_call_of_a_process_compiles_alone(cupy, monkeypatch):
     before = len(cupy.built)
     device.or_generic(lambda: None)()
     assert len(cupy.built) == before
-
-
-def test_a_forked_process_is_told(cupy, monkeypatch):
-    launch(WARPS=8)
-    parent = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    with pytest.raises(RuntimeError, match=r"forked from one that has used it; start processes"):
-        launch(WARPS=8)
 
 
 def test_the_size_of_the_device(cupy):

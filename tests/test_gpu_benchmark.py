@@ -35,7 +35,6 @@ from benchmarks.gpu import (
     limits,
     machine,
     machine_code,
-    page,
     parity,
     peers,
     run,
@@ -51,6 +50,7 @@ from linattn.typing import Declined
 from linattn_cupy import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "h100"
 ALL = {case.name: case for case in cases.cases()}
 
 
@@ -588,49 +588,14 @@ def test_nan_is_the_worst_error(whole):
     assert "nan" in tables.report(whole)
 
 
-def test_a_run_is_published(whole, tmp_path, monkeypatch):
-    whole.store("behaviour", "forked process", {"passed": False})
-    path = tmp_path / "page.md"
-    path.write_text(f"before\n{page.START}old{page.END}after\n")
-    measured = tmp_path / "measured.json"
-    published = page.publish(whole, results=tmp_path, page=path, measured=measured)
-    assert published.name == "nvidia-x100-80gb.json"
-    assert Record.read(published).sections == whole.sections
-    text = path.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "### 8,192 tokens" in text
-    monkeypatch.setattr(hardware, "MEASURED", measured)
-    said = "run on NVIDIA X100 80GB on 2026-01-02, 1 checks failed, kernels changed since"
-    assert hardware.kernel_status() == said
-
-
-@pytest.mark.parametrize("how", ["quick", "part"])
-def test_part_of_a_run_is_not_published(whole, tmp_path, how):
-    if how == "quick":
-        whole.machine["quick"] = True
-    else:
-        del whole.sections["parity"]
-    with pytest.raises(
-        ValueError, match=r"record must be of a whole run, got one with (--quick|no parity)"
-    ):
-        page.publish(whole, results=tmp_path, page=tmp_path / "a", measured=tmp_path / "b")
-    assert not (tmp_path / "b").exists()
-
-
-def test_the_page_has_the_marks():
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert text.count(page.START) == text.count(page.END) == 1
-
-
-def test_what_the_repository_says_of_hardware_is_what_the_results_say():
-    if not hardware.MEASURED.exists():
-        assert not list(page.RESULTS.glob("*.json"))
-        return
+def test_what_the_backend_says_of_hardware_is_what_the_results_say():
     run = json.loads(hardware.MEASURED.read_text(encoding="utf-8"))
-    records = [Record.read(path) for path in page.RESULTS.glob("*.json")]
-    assert run["kernels"] in [record.machine["kernels"] for record in records]
+    said = (RESULTS / "first_contact.log").read_text(encoding="utf-8")
+    assert f"----- {len(run['failures'])} of {run['checks']} failed" in said
+    found = json.loads((RESULTS / "run.json").read_text(encoding="utf-8"))["machine"]
+    for name in ("commit", "date", "kernels"):
+        assert run[name] == found[name]
+    assert run["device"] == found["device"]["name"]
 
 
 # Running ----------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ for one flag at the end of gradients. :func:`capture` makes a CUDA graph of a ca
 
 The core calls these functions with the device of the arrays as the current one.
 
-The kernels are compiled for real GPUs and executed on the CPU by the tests; whether they have run
-on a GPU is what :func:`.hardware.kernel_status` says.
+The tests compile the kernels for GPUs and execute them on the CPU. :func:`.hardware.kernel_status`
+says on which GPU they were last checked.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Kernels are compiled when they are first used, for the device at hand, and cache
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -129,9 +128,6 @@ def _kernel(
     return _Kernel(kernel, dynamic_bytes)
 
 
-_pid: list[int] = []
-
-
 def launch(
     source: str,
     function: str,
@@ -147,19 +143,9 @@ def launch(
     ------
     KernelUnavailableError
         It cannot be built for this device, or not now, or needs more shared memory than that has.
-    RuntimeError
-        This process was forked from one that has used the GPU.
     """
     import cupy
 
-    if not _pid:
-        _pid.append(os.getpid())
-    if _pid[0] != os.getpid():
-        message = (
-            "CUDA cannot be used in a process that was forked from one that has used it; start "
-            "processes with multiprocessing.get_context('spawn'), or fork before the first call"
-        )
-        raise RuntimeError(message)
     device = cupy.cuda.runtime.getDevice()
     kernel = _kernel(source, function, tuple(options.items()), device)
     if isinstance(kernel, str):

@@ -1,7 +1,6 @@
-"""Whether these kernels have run on a GPU, as far as the files of the package tell.
+"""Where these kernels were last checked, as far as the files of the package tell.
 
-``measured.json`` is stored here by a benchmark that ran on one (``benchmarks/gpu`` of the project's
-repository); there is none before the first run.
+``measured.json`` is what ``python -m benchmarks.gpu.first_contact --out FILE`` wrote on a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def kernel_hashes() -> dict[str, str]:
 
 
 def kernel_status() -> str:
-    """Say where and when these kernels last ran, and whether they are still the same."""
+    """Say where and when these kernels were last checked, and whether they changed since."""
     if not MEASURED.exists():
         return "never run on hardware"
     run = json.loads(MEASURED.read_text(encoding="utf-8"))
-    failed = f", {len(run['failures'])} checks failed" if run["failures"] else ""
+    failed = f"{len(run['failures'])} of {run['checks']} checks failed"
     changed = ", kernels changed since" if run["kernels"] != kernel_hashes() else ""
-    return f"run on {run['device']} on {run['date']}{failed}{changed}"
+    return f"run on {run['device']} on {run['date']}, {failed}{changed}"

@@ -11,6 +11,5 @@ than ten minutes each, where a run of everything takes longer.
 Runs from a checkout, installed or not, and needs numpy, cupy, array-api-compat and ml_dtypes;
 torch and flash-linear-attention are measured where they are installed. A section runs in a separate
 process, so that a kernel that breaks the device, or never ends, costs one item and not the run;
-every item is saved as it is done. ``python -m benchmarks.gpu.page FILE`` publishes a run's results:
-under ``benchmarks/results/gpu``, in docs/performance.md, and in the backend for ``linattn info``.
+every item is saved as it is done.
 """

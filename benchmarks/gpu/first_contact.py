@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.machine import describe
 from benchmarks.gpu.paths import ROOT, child_environment
 from benchmarks.gpu.run import unable
 
@@ -46,6 +49,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=300.0 - ITEM_SECONDS, help="begin no item after that")
     add("--few", action="store_true", help="small cases of each kind, for an interpreter")
     add("--only", nargs="+", metavar="NAME", help="items to run in place of all")
+    add("--out", type=Path, help="file for what was found, as `linattn info` reads it")
     # How this script starts itself.
     add("--run", action="store_true", help=argparse.SUPPRESS)
     add("--compile", action="store_true", help=argparse.SUPPRESS)
@@ -70,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run:
         stop = time.time() + options.seconds
         return _run({name: items[name] for name in names}, stop, few=options.few)
-    return _watch(names, options.seconds, few=options.few)
+    return _watch(names, options.seconds, few=options.few, out=options.out)
 
 
 # In the process that watches ----------------------------------------------------------------------
 
 
-def _watch(names: list[str], seconds: float, *, few: bool) -> int:
+def _watch(names: list[str], seconds: float, *, few: bool, out: Path | None = None) -> int:
     """Start processes until all items are done or time is up, then print what failed."""
     begun = time.time()
     left, failed = list(names), list[str]()
@@ -102,6 +106,14 @@ def _watch(names: list[str], seconds: float, *, few: bool) -> int:
         print(f"----- {len(left)} of {len(names)} not run: {'; '.join(left)}")
     print(f"----- {len(failed)} of {done} failed, {time.time() - begun:.0f} s")
     print(*failed, sep="\n", end="\n" if failed else "")
+    if out is not None:
+        from benchmarks.gpu.library import register  # needs what may be missing
+
+        register()
+        machine = describe()
+        found = {"device": machine["device"]["name"], "checks": done, "failures": failed}
+        found |= {key: machine[key] for key in ("date", "commit", "kernels")}
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(bool(failed) or not done)
 
 
