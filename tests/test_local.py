@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
-from linattn._driver import local
+from linattn._driver import softmax
 from linattn.reference import softmax_attention
 from tests.pairs import dense_window_bias, offsets
 
@@ -28,8 +28,8 @@ def in_window(length, size):
 
 def read_in_runs(monkeypatch, max_pairs):
     """Let windows be long ones, whose keys are read run by run."""
-    monkeypatch.setattr(local, "MAX_PAIRS", max_pairs)
-    monkeypatch.setattr(local, "LONG_ROWS", 32)
+    monkeypatch.setattr(softmax, "MAX_PAIRS", max_pairs)
+    monkeypatch.setattr(softmax, "LONG_ROWS", 32)
 
 
 def log_normalizers(query, key, bias, visible):
@@ -118,8 +118,8 @@ def test_every_library(xp, dtype, monkeypatch):
 @pytest.mark.parametrize("max_pairs", [2**12, 2**14])
 def test_groups_of_short_windows(backend, window, max_pairs, monkeypatch):
     """Several groups of blocks, whose keys are made ready in several steps."""
-    monkeypatch.setattr(local, "MAX_PAIRS", max_pairs)
-    monkeypatch.setattr(local, "MAX_TOKENS", 128)
+    monkeypatch.setattr(softmax, "MAX_PAIRS", max_pairs)
+    monkeypatch.setattr(softmax, "MAX_TOKENS", 128)
     query, key, value = np.random.default_rng(12).standard_normal((3, 2, 450, 6))
     key_mask = np.random.default_rng(13).random(450) < 0.9
     with linattn.config() if backend else linattn.without_backends():
@@ -146,7 +146,7 @@ def test_windows_of_a_backend(draws, data):
     query, value = query * dtype(scale), rng.standard_normal((2, 3, length, 4)).astype(dtype)
     key_mask = rng.random((2, 1, length)) < (0.7 if is_masked else 2.0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(local, "MAX_TOKENS", 64)
+        patched.setattr(softmax, "MAX_TOKENS", 64)
         out = linattn.softmax_attention(
             query, key, value, is_causal=is_causal, key_mask=key_mask, local_window_size=size
         )

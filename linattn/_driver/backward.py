@@ -18,19 +18,17 @@ from linattn._driver.blocks import block_slices, raw_tokens, token_block, transi
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
 from linattn._driver.checkpoints import MAX_STATES, Checkpoints
 from linattn._driver.decay_vjps import decay_gradient, numerator_rows, walk_rows
-from linattn._driver.exact import exact_parts
 from linattn._driver.gradient_rows import GradientRows
-from linattn._driver.local import (
-    is_banded,
-    keys_of_rows,
-    local_rows,
-    rows_of_keys,
-    short_rows,
-    visible_pairs,
-)
 from linattn._driver.modifiers import decay_of_rows
 from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
-from linattn._driver.relative_bias import bias_block
+from linattn._driver.pairs import (
+    is_banded,
+    keys_of_rows,
+    offset_bias,
+    rows_of_keys,
+    visible_pairs,
+)
+from linattn._driver.softmax import short_rows, softmax_rows
 from linattn._driver.stops import (
     Step,
     head_tasks,
@@ -38,7 +36,6 @@ from linattn._driver.stops import (
     planned,
     states_before,
     steps_of,
-    visible_keys,
 )
 from linattn._driver.tasks import take, take_problem, take_state, task_index
 from linattn._driver.walks import add_keys, initial_state, run_tasks, state_updates
@@ -494,7 +491,7 @@ def _walk_exact(walk: _Walk) -> Iterator[None]:
     problem, functions = walk.problem, walk.functions
     xp, spec, lead = problem.xp, problem.query_spec, problem.state_lead
     walk = walk._replace(block_size=short_rows(problem, walk.block_size))
-    all_rows = _exact_slices(walk)
+    all_rows = walk.query_slices()
     scales = yield from _row_scales(walk, all_rows)
     for rows, scale in zip(all_rows, scales, strict=True):
         query = raw_tokens(problem, "query", rows, 0)
@@ -524,26 +521,14 @@ def _walk_exact(walk: _Walk) -> Iterator[None]:
         yield
 
 
-def _exact_slices(walk: _Walk) -> list[slice]:
-    """Blocks of queries as :func:`exact_parts` has them."""
-    problem = walk.problem
-    if problem.key_stop is None:
-        return walk.query_slices()
-    return [step.queries for step in steps_of(problem, walk.block_size) if step.num_queries]
-
-
 def _row_scales(walk: _Walk, all_rows: list[slice]) -> Generator[None, None, list[RowScale]]:
     """Scales of all rows of softmax attention, block by block."""
     problem, functions, scales = walk.problem, walk.functions, []
-    if not is_banded(problem):
-        parts = exact_parts(problem, walk.block_size, functions)
-        for rows, (_, part) in zip(all_rows, parts, strict=False):
-            scales.append(row_scale(part, walk.grad_output(rows)))
-            yield
-        return scales
-    for rows, part in local_rows(problem, functions):
+    for rows, part in softmax_rows(problem, walk.block_size, functions):
         scales.append(row_scale(part, walk.grad_output(rows)))
         yield
+    if not is_banded(problem):
+        return scales
     numbers = [problem.xp.concat(list(each), axis=-2) for each in zip(*scales, strict=True)]
     return [RowScale(*(each[..., rows, :] for each in numbers)) for rows in all_rows]
 
@@ -555,13 +540,9 @@ def _raw_keys(walk: _Walk, rows: slice) -> tuple[Tokens, Array]:
 
 def _pair_logs(problem: Problem, rows: slice, keys: slice, scale: RowScale) -> tuple[Array, Array]:
     """Log scale of a block's pairs, their bias taken off, and which of them count, None for all."""
-    first, n, s = keys.start - rows.start, rows.stop - rows.start, keys.stop - keys.start
-    log = scale.log
-    if problem.relative_bias is not None:
-        log = log - bias_block(problem.relative_bias, first, n, s)
-    if problem.key_stop is not None:
-        return log, visible_keys(problem, rows, keys)
-    return log, visible_pairs(problem, first, n, s)
+    log, bias = scale.log, offset_bias(problem, rows, keys)
+    log = log if bias is None else log - bias
+    return log, visible_pairs(problem, rows, keys)
 
 
 # States -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from linattn._driver.blocks import (
     token_block,
     values_and_one_block,
 )
-from linattn._driver.exact import no_keys_seen
+from linattn._driver.pairs import no_keys_seen
 from linattn._driver.tasks import take, take_state
 from linattn._driver.token_blocks import flat_rows
 from linattn.typing import Array, Clusters, Index, Partial, Problem, State, Tokens

@@ -15,12 +15,11 @@ from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import raw_tokens, token_block, values_and_one_block
 from linattn._driver.clusters import ExactClusters
-from linattn._driver.local import visible_pairs
 from linattn._driver.modifiers import decay_of_rows
 from linattn._driver.token_blocks import decay_blocks, in_blocks, key_blocks
 from linattn._driver.window import FarKeys, block_states, in_groups, no_keys, read_rows, window_of
 from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
-from linattn._generic.exact import beside, exact_pairs
+from linattn._generic.exact import beside, exact_pairs, in_band
 from linattn._generic.prefix_states import stack_states, state_at, with_block_axis
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
@@ -85,7 +84,7 @@ def _near(problem: Problem, query: Tokens, group: _Group) -> Partial:
     since = decay_since(beside(group.log_decay, g))
     between = -xp.abs(since[..., w : 2 * w, :] - xp.matrix_transpose(since))
     bias = xp.astype(between, problem.dtype, copy=False)
-    visible = visible_pairs(problem, -w, w, key.x.shape[-2]) if problem.is_causal else None
+    visible = in_band(query.x, w, key.x.shape[-2], (-w, w)) if problem.is_causal else None
     values_and_one = beside(group.values_and_one, g)
     assert problem.near_spec is not None
     return exact_pairs(problem.near_spec, query, key, values_and_one, visible, bias, problem.lazy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-from types import ModuleType
 from typing import Any
 
 import array_api_compat
@@ -11,7 +10,7 @@ import array_api_compat
 from linattn import _arrays, _checks
 from linattn.typing import Array, RelativeBias
 
-__all__ = ["bias_block", "check_relative_bias"]
+__all__ = ["check_relative_bias"]
 
 
 def check_relative_bias(
@@ -81,35 +80,3 @@ def _check_lead(name: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> Non
             f"leading axes of {name} must broadcast to those of the output, {lead}, got {shape}"
         )
         raise ValueError(message)
-
-
-def bias_block(bias: RelativeBias, first: int, n: int, s: int) -> Array:
-    """Bias of n queries in a row to s keys in a row, ``(..., n, s)``, or ``(..., 1, 1)`` if one.
-
-    ``first`` is how far the first key stands behind the first query.
-    """
-    table = bias.table
-    xp, reach = _arrays.namespace(table), bias.reach
-    low, high = first - (n - 1), first + s - 1
-    if high < -reach:
-        return table[..., None, :1]
-    if low > reach:
-        return table[..., None, -1:]
-    strip = _strip(table, reach, low, high, xp)
-    # Row i is the strip moved by i: rows that are one element longer than they are taken to be.
-    size = n + s
-    rows = xp.broadcast_to(strip[..., None, :], (*strip.shape[:-1], n, size))
-    rows = xp.reshape(rows, (*strip.shape[:-1], n * size))[..., : n * (size - 1)]
-    return xp.reshape(rows, (*strip.shape[:-1], n, size - 1))[..., n - 1 :]
-
-
-def _strip(table: Array, reach: int, low: int, high: int, xp: ModuleType) -> Array:
-    """Biases of offsets from low to high, and one more element."""
-    front, back = max(-reach - low, 0), max(high - reach, 0)
-    inside = table[..., max(low, -reach) + reach + 1 : min(high, reach) + reach + 2]
-
-    def ends(end: Array, count: int) -> Array:
-        return xp.broadcast_to(end, (*table.shape[:-1], count))
-
-    parts = [ends(table[..., :1], front), inside, ends(table[..., -1:], back + 1)]
-    return xp.concat(parts, axis=-1)

@@ -30,7 +30,6 @@ __all__ = [
     "planned",
     "states_before",
     "steps_of",
-    "visible_keys",
 ]
 
 MIN_RUN = 64
@@ -161,15 +160,6 @@ def steps_of(problem: Problem, block_size: int) -> Iterator[Step]:
             run = i + 1
     yield from together(len(firsts))
     yield from alone(num_keys - key, 0)
-
-
-def visible_keys(problem: Problem, rows: slice, keys: slice) -> Array:
-    """Which keys of a block which of some queries see, ``(n, s)``; None for all."""
-    stops = problem.key_stop[rows]
-    if keys.stop <= stops[0]:
-        return None
-    xp, device = problem.xp, array_api_compat.device(problem.key)
-    return xp.asarray(np.arange(keys.start, keys.stop) < stops[:, None], device=device)
 
 
 def _together(added: Places, readers: Places, block_size: int) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""Tokens as exact attention takes them: biases as a coordinate, blocks on an axis of their own."""
+"""Tokens in blocks on an axis of their own."""
 
 from __future__ import annotations
 
@@ -6,37 +6,9 @@ from linattn import _arrays
 from linattn._driver.blocks import raw_tokens, values_and_one_block
 from linattn._driver.modifiers import decay_of_rows
 from linattn._generic.hierarchical import pad
-from linattn.typing import Array, Exact, Partial, Problem, Tokens
+from linattn.typing import Array, Partial, Problem, Tokens
 
-__all__ = ["biased_keys", "biased_queries", "decay_blocks", "flat_rows", "in_blocks", "key_blocks"]
-
-
-def biased_queries(problem: Problem, tokens: Tokens) -> tuple[Exact, Tokens]:
-    """Spec and queries of softmax attention: where keys have a bias, 1 as one more coordinate.
-
-    Exact block functions take log weights of 0 and -inf only, and a product adds the bias anyway.
-    """
-    spec: Exact = problem.query_spec
-    if problem.key_bias is None:
-        return spec, tokens
-    x = problem.xp.concat([tokens.x * spec.scale, problem.xp.ones_like(tokens.x[..., :1])], axis=-1)
-    return Exact(1.0), tokens._replace(x=x)
-
-
-def biased_keys(problem: Problem, tokens: Tokens, *, padded: bool = False) -> Tokens:
-    """Keys with their bias as the coordinate that :func:`biased_queries` have for it.
-
-    ``padded``: there are masked ones beside those of the problem's mask.
-    """
-    xp, log = problem.xp, tokens.log_weight
-    if problem.key_bias is None:
-        return tokens
-    zero = xp.zeros_like(log)
-    # A bias has no leading axis that its keys lack, but may have fewer.
-    bias = xp.broadcast_to(xp.where(log == -xp.inf, zero, log), tuple(tokens.x[..., :1].shape))
-    masked = padded or problem.key_mask is not None
-    weight = xp.where(log == -xp.inf, log, zero) if masked else None
-    return Tokens(xp.concat([tokens.x, bias], axis=-1), weight, tokens.start)
+__all__ = ["decay_blocks", "flat_rows", "in_blocks", "key_blocks", "split"]
 
 
 def key_blocks(
@@ -57,14 +29,14 @@ def key_blocks(
     x = _padded(tokens.x, front, total)
     log_weight = _padded(log_weight, front, total, -float("inf"))
     tokens = in_blocks(Tokens(x, log_weight, first * size + start), total, size)
-    return tokens, _split(_padded(values_and_one, front, total), size)
+    return tokens, split(_padded(values_and_one, front, total), size)
 
 
 def decay_blocks(problem: Problem, first: int, stop: int, size: int) -> Array:
     """Log decay of the keys of some blocks, ``(..., blocks, size, 1)``; 0 outside the sequence."""
     rows = slice(max(first, 0) * size, min(stop * size, problem.key.shape[-2]))
     decay = decay_of_rows(problem, rows)
-    return _split(_padded(decay, rows.start - first * size, (stop - first) * size), size)
+    return split(_padded(decay, rows.start - first * size, (stop - first) * size), size)
 
 
 def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
@@ -82,11 +54,12 @@ def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
 
 def in_blocks(tokens: Tokens, total: int, size: int) -> Tokens:
     """Cut tokens, padded to a total, into blocks of one size."""
-    x, log_weight = _split(pad(tokens.x, total), size), _split(tokens.log_weight, size)
+    x, log_weight = split(pad(tokens.x, total), size), split(tokens.log_weight, size)
     return Tokens(x, log_weight, tokens.start)
 
 
-def _split(x: Array, size: int) -> Array:
+def split(x: Array, size: int) -> Array:
+    """Cut rows into blocks of one size; None stays None."""
     if x is None:
         return None
     # The number of blocks in full: -1 for it would be a guess where there are no heads.

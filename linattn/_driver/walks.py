@@ -24,9 +24,8 @@ from linattn._driver.causal_blocks import causal_block
 from linattn._driver.clusters import sort_keys
 from linattn._driver.decay import key_block, key_block_at_end
 from linattn._driver.decayed_window import decayed_window_rows
-from linattn._driver.exact import exact_parts
-from linattn._driver.local import is_banded, local_rows
 from linattn._driver.modifiers import total_decay
+from linattn._driver.softmax import softmax_rows
 from linattn._driver.stops import Step, steps_of
 from linattn._driver.tasks import take_rows
 from linattn._driver.two_sided import RowsSoFar, rows_from_the_end
@@ -263,11 +262,7 @@ def _walk_two_sided(walk: Walk) -> Iterator[State]:
 
 
 def _walk_exact(walk: Walk) -> Iterator[None]:
-    problem, functions = walk.problem, walk.functions
-    if is_banded(problem):
-        parts = local_rows(problem, functions)
-    else:
-        parts = exact_parts(problem, walk.block_size, functions)
+    parts = softmax_rows(walk.problem, walk.block_size, walk.functions)
     for rows, part in parts:
         walk.write(rows, part)
         yield

@@ -19,10 +19,9 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.block_axis import for_blocks
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
 from linattn._driver.clusters import ExactClusters
-from linattn._driver.local import visible_pairs
-from linattn._driver.relative_bias import bias_block
+from linattn._driver.pairs import bias_block
 from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
-from linattn._generic.exact import beside, exact_pairs
+from linattn._generic.exact import beside, exact_pairs, in_band
 from linattn._generic.prefix_states import state_at
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
@@ -141,7 +140,7 @@ def _near(
     keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
     s = keys.x.shape[-2]
     biases = bias_block(bias, -w, w, s)[..., None, :, :]
-    visible = visible_pairs(problem, -w, w, s) if problem.is_causal else None
+    visible = in_band(query.x, w, s, (-w, w)) if problem.is_causal else None
     return exact_pairs(spec, query, keys, beside(values_and_one, g), visible, biases, problem.lazy)
 
 

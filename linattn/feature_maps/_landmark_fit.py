@@ -19,7 +19,7 @@ from linattn import _arrays, _checks, _dispatch
 from linattn._driver.blocks import block_slices, raw_tokens
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.modifiers import mask_and_bias
-from linattn._driver.token_blocks import biased_keys, biased_queries
+from linattn._driver.pairs import biased_keys, biased_queries
 from linattn.typing import Array, Tokens
 
 __all__ = [

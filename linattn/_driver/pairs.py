@@ -1,0 +1,209 @@
+"""Exact pairs of a block of queries and some keys: which of them count, and what they weigh.
+
+Query i stands at the position ``query_start + i`` and key j at j. A query sees the keys before its
+stop, and of those the keys within its window; the bias of a pair depends on its offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from linattn import _arrays, _generic
+from linattn._dispatch import BlockFunctions
+from linattn._driver.blocks import raw_tokens, transient_values_block
+from linattn._generic.exact import exact_pairs, in_band
+from linattn.typing import Array, Exact, Partial, Problem, RelativeBias, Tokens
+
+__all__ = [
+    "Pairs",
+    "band",
+    "bias_block",
+    "biased_keys",
+    "biased_queries",
+    "exact_keys",
+    "is_banded",
+    "keys_of_rows",
+    "no_keys_seen",
+    "offset",
+    "offset_bias",
+    "pairs_of",
+    "rows_of_keys",
+    "seen_by_all",
+    "visible_pairs",
+]
+
+
+class Pairs(NamedTuple):
+    """A source: keys that a block of queries weighs exactly."""
+
+    spec: Exact
+    key: Tokens
+    values_and_one: Array
+    visible: Array | None = None
+    """``(n, s)``: which pairs count; None for all."""
+    bias: Array | None = None
+    """``(..., n, s)``: what is added to the logits."""
+
+    def read(
+        self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
+    ) -> Partial:
+        """Add these keys to what queries have seen so far."""
+        block = self.spec, query, self.key, self.values_and_one
+        if so_far is not None and self.visible is None and self.bias is None:
+            return functions.exact_more(*block, so_far)  # type: ignore[no-any-return]
+        pairs = self.visible, self.bias, problem.lazy
+        more = exact_pairs(*block, *pairs, functions.exact_block)
+        return more if so_far is None else _generic.combine(so_far, more)
+
+
+def pairs_of(
+    problem: Problem, functions: BlockFunctions, spec: Exact, rows: slice, keys: slice
+) -> Pairs:
+    """Pairs of some queries and some keys of softmax attention."""
+    weights = visible_pairs(problem, rows, keys), offset_bias(problem, rows, keys)
+    return Pairs(spec, *exact_keys(problem, functions, keys), *weights)
+
+
+def exact_keys(problem: Problem, functions: BlockFunctions, keys: slice) -> tuple[Tokens, Array]:
+    """Keys of softmax attention and their ``[v, 1]``, for one use."""
+    key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
+    return key, transient_values_block(problem, keys, functions)
+
+
+# Which pairs count ------------------------------------------------------------------------------
+
+
+def is_banded(problem: Problem) -> bool:
+    """Whether softmax attention depends on how far apart query and key stand."""
+    return problem.local_window is not None or problem.relative_bias is not None
+
+
+def band(problem: Problem) -> tuple[int, int]:
+    """How many keys a query sees to its left and to its right."""
+    most = max(problem.query.shape[-2], problem.key.shape[-2])
+    left, right = (most, most) if problem.local_window is None else problem.local_window
+    return left, 0 if problem.is_causal else right
+
+
+def offset(problem: Problem, rows: slice, keys: slice) -> int:
+    """Position of the first of some keys less that of the first of some queries."""
+    return int(keys.start - rows.start - problem.query_start)
+
+
+def keys_of_rows(problem: Problem, rows: slice) -> slice:
+    """Keys that any of some consecutive queries sees."""
+    (left, right), first, stop = band(problem), rows.start, rows.stop
+    last = problem.key.shape[-2] if problem.key_stop is None else int(problem.key_stop[stop - 1])
+    last = max(min(stop + problem.query_start + right, last), 0)
+    return slice(min(max(first + problem.query_start - left, 0), last), last)
+
+
+def seen_by_all(problem: Problem, rows: slice) -> slice:
+    """Keys that all of some consecutive queries see."""
+    (left, right), keys = band(problem), keys_of_rows(problem, rows)
+    last = problem.key.shape[-2] if problem.key_stop is None else int(problem.key_stop[rows.start])
+    stop = min(rows.start + problem.query_start + right + 1, last)
+    first = max(rows.stop - 1 + problem.query_start - left, keys.start)
+    return slice(first, stop) if first < stop else slice(keys.start, keys.start)
+
+
+def rows_of_keys(problem: Problem, keys: slice) -> slice:
+    """Return the queries from the first to the last one that see any of some consecutive keys."""
+    (left, right), length, start = band(problem), problem.query.shape[-2], problem.query_start
+    first = max(keys.start - right - start, 0)
+    if problem.key_stop is not None:
+        first = max(first, int(np.searchsorted(problem.key_stop, keys.start, side="right")))
+    return slice(first, min(keys.stop + left - start, length))
+
+
+def visible_pairs(problem: Problem, rows: slice, keys: slice) -> Array:
+    """Which of some keys some queries see, ``(n, s)``; None for all."""
+    whole = seen_by_all(problem, rows)
+    if whole.start <= keys.start and keys.stop <= whole.stop:
+        return None
+    xp, device = problem.xp, array_api_compat.device(problem.key)
+    (left, right), first = band(problem), offset(problem, rows, keys)
+    n, s = rows.stop - rows.start, keys.stop - keys.start
+    seen = in_band(problem.key, n, s, (-left - first, right - first))
+    if problem.key_stop is None:
+        return seen
+    stops = problem.key_stop[rows]
+    return seen & xp.asarray(np.arange(keys.start, keys.stop) < stops[:, None], device=device)
+
+
+def no_keys_seen(problem: Problem, query: Tokens) -> Partial:
+    """Partial of queries that see no key, with all leading axes of the output."""
+    shape = (*problem.lead, query.x.shape[-2], problem.value.shape[-1] + 1)
+    device = array_api_compat.device(query.x)
+    num_den = problem.xp.zeros(shape, dtype=problem.dtype, device=device)
+    return Partial(num_den, num_den[..., -1:] - problem.xp.inf)
+
+
+# What they weigh --------------------------------------------------------------------------------
+
+
+def biased_queries(problem: Problem, tokens: Tokens) -> tuple[Exact, Tokens]:
+    """Spec and queries of softmax attention: where keys have a bias, 1 as one more coordinate.
+
+    Exact block functions take log weights of 0 and -inf only, and a product adds the bias anyway.
+    """
+    spec: Exact = problem.query_spec
+    if problem.key_bias is None:
+        return spec, tokens
+    x = problem.xp.concat([tokens.x * spec.scale, problem.xp.ones_like(tokens.x[..., :1])], axis=-1)
+    return Exact(1.0), tokens._replace(x=x)
+
+
+def biased_keys(problem: Problem, tokens: Tokens) -> Tokens:
+    """Keys with their bias as the coordinate that :func:`biased_queries` have for it."""
+    xp, log = problem.xp, tokens.log_weight
+    if problem.key_bias is None:
+        return tokens
+    zero = xp.zeros_like(log)
+    # A bias has no leading axis that its keys lack, but may have fewer.
+    bias = xp.broadcast_to(xp.where(log == -xp.inf, zero, log), tuple(tokens.x[..., :1].shape))
+    weight = xp.where(log == -xp.inf, log, zero) if problem.key_mask is not None else None
+    return Tokens(xp.concat([tokens.x, bias], axis=-1), weight, tokens.start)
+
+
+def offset_bias(problem: Problem, rows: slice, keys: slice) -> Array:
+    """Bias of some pairs by their offset; None without one."""
+    if problem.relative_bias is None:
+        return None
+    n, s = rows.stop - rows.start, keys.stop - keys.start
+    return bias_block(problem.relative_bias, offset(problem, rows, keys), n, s)
+
+
+def bias_block(bias: RelativeBias, first: int, n: int, s: int) -> Array:
+    """Bias of n queries in a row to s keys in a row, ``(..., n, s)``, or ``(..., 1, 1)`` if one.
+
+    ``first``: position of the first key less that of the first query.
+    """
+    table = bias.table
+    xp, reach = _arrays.namespace(table), bias.reach
+    low, high = first - (n - 1), first + s - 1
+    if high < -reach:
+        return table[..., None, :1]
+    if low > reach:
+        return table[..., None, -1:]
+    strip = _strip(table, reach, low, high, xp)
+    # Row i is the strip moved by i: rows that are one element longer than they are taken to be.
+    size = n + s
+    rows = xp.broadcast_to(strip[..., None, :], (*strip.shape[:-1], n, size))
+    rows = xp.reshape(rows, (*strip.shape[:-1], n * size))[..., : n * (size - 1)]
+    return xp.reshape(rows, (*strip.shape[:-1], n, size - 1))[..., n - 1 :]
+
+
+def _strip(table: Array, reach: int, low: int, high: int, xp: Any) -> Array:
+    """Biases of offsets from low to high, and one more element."""
+    front, back = max(-reach - low, 0), max(high - reach, 0)
+    inside = table[..., max(low, -reach) + reach + 1 : min(high, reach) + reach + 2]
+
+    def ends(end: Array, count: int) -> Array:
+        return xp.broadcast_to(end, (*table.shape[:-1], count))
+
+    parts = [ends(table[..., :1], front), inside, ends(table[..., -1:], back + 1)]
+    return xp.concat(parts, axis=-1)

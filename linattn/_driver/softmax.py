@@ -1,0 +1,252 @@
+"""Softmax attention: a block of queries reads runs of keys, one after the other.
+
+Keys that a block sees as a whole need no mask and set its scale; what only some of its rows see, at
+either end of a window or before a stop, does. Short windows are cut into shorter blocks, and those
+of a group are read together, or a backend reads them without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from linattn._dispatch import BlockFunctions, is_declined
+from linattn._driver.blocks import (
+    block_slices,
+    raw_tokens,
+    values_and_one_block,
+)
+from linattn._driver.pairs import (
+    Pairs,
+    band,
+    biased_keys,
+    biased_queries,
+    exact_keys,
+    is_banded,
+    keys_of_rows,
+    no_keys_seen,
+    offset,
+    offset_bias,
+    pairs_of,
+    seen_by_all,
+    visible_pairs,
+)
+from linattn._driver.sources import Source, join
+from linattn._driver.token_blocks import flat_rows, in_blocks, split
+from linattn._generic.exact import beside
+from linattn._generic.hierarchical import exact_causal_block
+from linattn.typing import Array, Exact, Partial, Problem, Tokens
+
+__all__ = ["short_rows", "softmax_rows"]
+
+MAX_PAIRS = 2**19
+"""Pairs of one step, on which the memory of it depends."""
+
+MAX_TOKENS = 2**12
+"""Tokens that are made ready at once for short windows, which overlap."""
+
+MIN_ROWS, MAX_ROWS, LONG_ROWS = 32, 128, 256
+"""Tokens of a short block, the last that of a long window or of one near an end.
+
+Fewer make small products, more see more that only some rows need.
+"""
+
+ROWS_PER_WINDOW = 8
+"""Short blocks in a window of middling length."""
+
+
+def softmax_rows(
+    problem: Problem, block_size: int, functions: BlockFunctions
+) -> Iterator[tuple[slice, Partial]]:
+    """Softmax attention of all queries, in order: some rows, and their sums over the keys.
+
+    O(L w (d + e)) time for queries that see w keys each.
+    """
+    rows = slice(0, problem.query.shape[-2])
+    if not is_banded(problem):
+        return _rows(problem, functions, rows, block_size, block_size)
+    if problem.key_stop is not None or not rows.stop:
+        return _windows(problem, functions, rows)
+    n = _block_rows(sum(band(problem)) + 1)
+    while _Short.cut(problem, n).num_pairs > MAX_PAIRS and n > MIN_ROWS:
+        n //= 2
+    short = _Short.cut(problem, n)
+    if short.num_pairs > MAX_PAIRS:
+        return _windows(problem, functions, rows)
+    band_block = functions.backend_alone("band_block")
+    if band_block is not None and problem.relative_bias is None:
+        return _rows_of_backend(problem, functions, band_block)
+    return _short_windows(problem, functions, short)
+
+
+def short_rows(problem: Problem, block_size: int) -> int:
+    """Rows of a block that sees few more keys than each of its rows does."""
+    if problem.local_window is None:
+        return block_size
+    return min(block_size, max(sum(problem.local_window) + 1, MIN_ROWS))
+
+
+# One block of queries at a time -----------------------------------------------------------------
+
+
+def _rows(
+    problem: Problem, functions: BlockFunctions, all_rows: slice, num_rows: int, num_keys: int
+) -> Iterator[tuple[slice, Partial]]:
+    """Read blocks of queries, each as many keys at a time."""
+    for start in range(all_rows.start, all_rows.stop, num_rows):
+        rows = slice(start, min(start + num_rows, all_rows.stop))
+        spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+        sources = _sources(problem, functions, spec, rows, num_keys)
+        part = join(problem, functions, query, sources)
+        yield rows, no_keys_seen(problem, query) if part is None else part
+
+
+def _windows(
+    problem: Problem, functions: BlockFunctions, rows: slice
+) -> Iterator[tuple[slice, Partial]]:
+    return _rows(problem, functions, rows, LONG_ROWS, MAX_PAIRS // LONG_ROWS)
+
+
+def _sources(
+    problem: Problem, functions: BlockFunctions, spec: Exact, rows: slice, num_keys: int
+) -> Iterator[Source]:
+    """Keys of a block of queries, a source for each run of them."""
+    whole, keys = seen_by_all(problem, rows), keys_of_rows(problem, rows)
+    runs = [whole, slice(keys.start, whole.start), slice(whole.stop, keys.stop)]
+    if problem.is_causal and not is_banded(problem):
+        yield _Triangle(spec, *exact_keys(problem, functions, rows))
+        runs = [slice(0, rows.start)]
+    elif is_banded(problem) and keys.stop - keys.start <= num_keys:
+        runs = [keys]
+    for run in runs:
+        for part in block_slices(run.stop - run.start, num_keys):
+            keys = slice(run.start + part.start, run.start + part.stop)
+            yield pairs_of(problem, functions, spec, rows, keys)
+
+
+class _Triangle(NamedTuple):
+    """A source: the keys of a causal block itself."""
+
+    spec: Exact
+    key: Tokens
+    values_and_one: Array
+
+    def read(
+        self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
+    ) -> Partial:
+        """Read by a backend as a band, else hierarchically."""
+        assert so_far is None
+        block = self.spec, query, self.key, self.values_and_one
+        band_block, n = functions.backend_alone("band_block"), query.x.shape[-2]
+        part = None if band_block is None else band_block(*block, (1 - n, 0))
+        if part is None or is_declined(part):
+            return exact_causal_block(*block, functions.exact_block)
+        return part  # type: ignore[no-any-return]
+
+
+# Short windows ----------------------------------------------------------------------------------
+
+
+def _rows_of_backend(
+    problem: Problem, functions: BlockFunctions, band_block: Callable[..., Any]
+) -> Iterator[tuple[slice, Partial]]:
+    """Windows that the backend's ``band_block`` reads without copying, in equal groups."""
+    (left, right), length = band(problem), problem.query.shape[-2]
+    # Where most windows reach beyond an end, few rows at a time share the keys that there are.
+    max_rows = MAX_TOKENS if 2 * max(left, right) <= length else LONG_ROWS
+    max_rows = min(max(MAX_PAIRS // min(left + right + 1, length), MIN_ROWS), max_rows)
+    size = -(-length // -(-length // max_rows) // MIN_ROWS) * MIN_ROWS
+    for rows in block_slices(length, size):
+        keys = keys_of_rows(problem, rows)
+        spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+        first = offset(problem, rows, keys)
+        part = band_block(
+            spec, query, *exact_keys(problem, functions, keys), (-left - first, right - first)
+        )
+        if is_declined(part):
+            yield from _windows(problem, functions, rows)
+        else:
+            yield rows, part
+
+
+class _Short(NamedTuple):
+    """Short blocks of queries whose windows lie within the keys, and the blocks of keys beside."""
+
+    size: int
+    before: int
+    """Blocks that the window of a block reaches into before it."""
+    width: int
+    """Blocks of keys that a block of queries sees, all in all."""
+    rows: slice
+    """All queries of such blocks."""
+
+    @classmethod
+    def cut(cls, problem: Problem, n: int) -> _Short:
+        """Cut the queries into blocks of n."""
+        before, behind = (-(-side // n) for side in band(problem))
+        start = max(before * n - problem.query_start, 0)
+        stop = problem.key.shape[-2] - problem.query_start - behind * n
+        count = (min(stop, problem.query.shape[-2]) - start) // n
+        if count <= 0:
+            start, count = problem.query.shape[-2], 0
+        return cls(n, before, before + 1 + behind, slice(start, start + count * n))
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of one block."""
+        return self.size**2 * self.width
+
+
+def _short_windows(
+    problem: Problem, functions: BlockFunctions, short: _Short
+) -> Iterator[tuple[slice, Partial]]:
+    """Windows of short blocks, those of a group together; others, near an end, as long blocks."""
+    n, before, width, all_rows = short
+    yield from _windows(problem, functions, slice(0, all_rows.start))
+    group = min(MAX_PAIRS // short.num_pairs, MAX_TOKENS // n)
+    step = group * (MAX_TOKENS // (group * n)) * n
+    for start in range(all_rows.start, all_rows.stop, step):
+        first = start + problem.query_start - before * n
+        stop = min(start + step, all_rows.stop)
+        keys = slice(first, first + stop - start + (width - 1) * n)
+        key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
+        values_and_one = values_and_one_block(problem, keys)
+        for rows in (slice(r, min(r + group * n, stop)) for r in range(start, stop, group * n)):
+            spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+            query = in_blocks(query, rows.stop - rows.start, n)
+            pairs = _of_group(problem, spec, short, rows, (rows.start - start, key, values_and_one))
+            yield (
+                rows,
+                flat_rows(pairs.read(problem, functions, query, None), rows.stop - rows.start),
+            )
+    yield from _windows(problem, functions, slice(all_rows.stop, problem.query.shape[-2]))
+
+
+def _of_group(
+    problem: Problem, spec: Exact, short: _Short, rows: slice, keys: tuple[int, Tokens, Array]
+) -> Pairs:
+    """Pairs of some blocks of queries: the keys of each block side by side on one more axis."""
+    start, key, values_and_one = keys
+    n, g = short.size, (rows.stop - rows.start) // short.size
+    own = slice(start, start + (g + short.width - 1) * n)
+
+    def each(x: Array) -> Array:
+        return None if x is None else beside(split(x[..., own, :], n), g)
+
+    # What the first block of queries sees holds for each.
+    first = rows.start + problem.query_start - short.before * n
+    block = slice(rows.start, rows.start + n), slice(first, first + short.width * n)
+    bias = offset_bias(problem, *block)
+    tokens = Tokens(each(key.x), each(key.log_weight), 0)
+    return Pairs(
+        spec,
+        tokens,
+        each(values_and_one),
+        visible_pairs(problem, *block),
+        None if bias is None else bias[..., None, :, :],
+    )
+
+
+def _block_rows(window: int) -> int:
+    rows = 1 << max(window // ROWS_PER_WINDOW - 1, 0).bit_length()
+    return min(max(rows, MIN_ROWS), MAX_ROWS)
