@@ -20,6 +20,7 @@ from linattn._driver import forward
 from linattn._driver.exact_problem import exact_problem
 from linattn._driver.problem import linear_problem
 from linattn.automatic import _causal, _costs, _curves, _full, _heads, _search, _squares, _tokens
+from linattn.diagnostics import _shared as shared
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
 
@@ -558,6 +559,26 @@ def test_a_tolerance_is_kept(eager):
             assert report.bound <= factor * usual
         assert exceeded < 9
         assert taken >= least
+
+
+@full_and_causal
+@pytest.mark.parametrize("tolerance", [0.1, None])
+def test_trials_share_the_probability_to_fail(eager, monkeypatch, is_causal, tolerance):
+    """Fits of a head, without and with a window; its coreset, and its squares together."""
+    told, bound = [], shared.error_and_bound
+
+    def error_and_bound(squares, units, probability):
+        told.append(probability)
+        return bound(squares, units, probability)
+
+    monkeypatch.setattr(_tokens, "error_and_bound", error_and_bound)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"tolerance=|feature_map was fitted|.* estimated")
+        arrays = one_hard_head(6000 if is_causal else 2500)
+        linattn.attention(*arrays, is_causal=is_causal, tolerance=tolerance, rng=0)
+    trials = 2 if is_causal or tolerance is not None else 4
+    assert len(told) >= 2
+    assert_allclose(told, 1 - 0.05 / trials, rtol=1e-12)
 
 
 def test_a_batch_with_masks_on_strict_arrays(eager, xp_any_shape):

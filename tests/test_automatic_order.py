@@ -128,6 +128,26 @@ def test_what_masked_queries_hold_does_not_matter_to_others(monkeypatch, garbage
     assert_allclose(outputs[1], outputs[0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_that_are_chosen_alike_get_their_own_rows_back(monkeypatch, masked):
+    """Both in one group, in an order that is longer than the sequence, its runs filled up."""
+    monkeypatch.setattr(_full, "MIN_ORDERED", 1000)
+    monkeypatch.setattr(_costs, "MIN_SHARED", 64)
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 4.0)
+    query, key, value = of_centres(1502, heads=1)
+    value = np.concatenate([value, -value])
+    mask = np.random.default_rng(0).random(1502) < 0.9 if masked else None
+    options: Any = dict(scale=0.25, key_mask=mask)
+    output, report = linattn.attention(
+        query, key, value, **options, tolerance=0.2, rng=2, return_report=True
+    )
+    assert (report.head_clusters > 0).all()
+    assert_allclose(output[1], -output[0], rtol=1e-12)
+    exact = linattn.softmax_attention(query, key, value, **options)
+    seen = np.ones(1502, bool) if mask is None else mask
+    assert np.linalg.norm((output - exact)[:, seen]) < 0.2 * np.linalg.norm(exact[:, seen])
+
+
 def test_like_queries_follow_each_other():
     rng = np.random.default_rng(0)
     of_query = rng.permutation(np.repeat(np.arange(500), CHOICE_ROWS))
