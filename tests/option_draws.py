@@ -519,8 +519,7 @@ def _refused_weights(case: Case) -> list[str]:
     L, S = case.query.shape[-2], case.key.shape[-2]
     decay, causal = options.get("log_decay"), is_causal(case)
     if decay is not None:
-        stops = case.option and not causal
-        if stops or "window_bias" in options or (L != S and not causal):
+        if has_stops(case) or "window_bias" in options or (L != S and not causal):
             why.append("decay without time")
         by_token = getattr(decay, "ndim", 0) == case.key.ndim - 1 and decay.shape[-1] != 1
         if not causal and by_token:

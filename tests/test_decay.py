@@ -571,7 +571,10 @@ def test_what_has_no_meaning_is_refused():
         attend(query[:, :5], key, value, PHI, log_decay=-0.1)
     with pytest.raises(ValueError, match="log_decay needs a feature map whose state is read as"):
         attend(query, key, value, SoftmaxFeatures(), is_causal=True, log_decay=-0.1)
-    for name, option in (("prefix_length", 5), ("causal_block", 8)):
+    # Causal stops too: what is refused does not depend on the numbers of an option.
+    stops: Any = (np.arange(LENGTH) + 1, np.full(LENGTH, LENGTH))
+    options = [("prefix_length", 0), ("prefix_length", 5), ("causal_block", 1), ("causal_block", 8)]
+    for name, option in options + [("key_stop", stop) for stop in stops]:
         with pytest.raises(ValueError, match=f"log_decay must be None with {name}"):
             attend(query, key, value, PHI, log_decay=-0.1, **{name: option})
     landmarks = LandmarkFeatures.fit(query, key, num_features=4, rng=0)

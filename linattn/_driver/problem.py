@@ -216,7 +216,7 @@ def _check_sees_no_later_keys(feature_map: FeatureMap, option: str) -> None:
 
 
 def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visibility) -> None:
-    if sees.option and not sees.is_causal:
+    if sees.option not in ("", "is_causal"):
         message = (
             f"log_decay must be None with {sees.option}: queries have no time of their own there; "
             f"use is_causal=True"
