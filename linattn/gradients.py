@@ -149,13 +149,13 @@ def linear_attention_vjp(
     Notes
     -----
     Time O((L + S) m (d + e)), 2 to 2.8 times the products of the forward pass. Extra memory
-    O(c m + m e) for each head worked on at once, with blocks of c tokens, and causal three numbers
-    a row (`SoftmaxFeatures`: a state a block). Beside the arguments nothing is stored for
-    the pullback but, with NumPy, the state of full attention unless it is returned, and of causal
-    attention at most 64 states a head: 32 checkpoints, which save a second evaluation of the
-    features, and while the pullback runs as many made again, twice as many beyond 1,024 blocks. Do
-    not change the arguments in between. States are made by adding up from either end, never by
-    subtraction.
+    O(c m + m e) for each head worked on at once, with blocks of c tokens, and three numbers a row
+    for full attention with a decay. Causal attention needs
+    at most 64 states a head: 32 checkpoints, and while the pullback runs as many made again, twice
+    as many beyond 1,024 blocks.
+    With NumPy the forward pass stores the checkpoints, or the state of full attention unless it is
+    returned; beside the arguments nothing else is stored for the pullback. Do not change the
+    arguments in between. States are made by adding up from either end, never by subtraction.
 
     ``log_scale`` of a state is a gauge, and held constant: states that are the same up to it have
     the same gradients up to it.

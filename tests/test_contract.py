@@ -37,7 +37,7 @@ from linattn.typing import (
 ROOT = Path(__file__).resolve().parents[1]
 GENERIC = [
     *("plan", "reduce_block", "read_block", "scan_block", "exact_block", "far_states"),
-    *("read_block_vjp", "reduce_block_vjp", "scan_query_vjp", "scan_key_vjp"),
+    *("read_block_vjp", "reduce_block_vjp", "scan_vjp"),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import linattn
 import linattn_numpy
-from linattn._driver import backward, checkpoints
+from linattn._driver import checkpoints
 from linattn.feature_maps import (
     ActivationFeatures,
     DenseExponentialFeatures,
@@ -310,8 +310,7 @@ def test_shared_keys_are_done_at_once(at_once):
 @pytest.mark.parametrize("most", [32, 4, 3, 2])
 def test_states_between_checkpoints_are_recomputed(most, at_once, monkeypatch):
     """At most so many are stored, and at most so many recomputed, of a few of which others are."""
-    for module in (checkpoints, backward):
-        monkeypatch.setattr(module, "MAX_STATES", most)
+    monkeypatch.setattr(checkpoints, "MAX_STATES", most)
     monkeypatch.setattr(checkpoints, "MAX_SHARE", 100.0)
     both(inputs(310, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert len(at_once) == 10
@@ -343,8 +342,7 @@ def test_pullback_without_checkpoints_of_the_forward_pass(at_once):
         )
         wanted = pullback(output)
     agree(pullback(output), wanted)
-    # The forward pass saw no backend that does both sides of a block at once.
-    assert not at_once
+    assert at_once == 3 * 5 * [True] or at_once == 5 * [True]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -361,7 +359,7 @@ def test_a_full_pullback_reads_the_state_of_its_forward_pass(threads, monkeypatc
         wanted = linear_vjp(*arrays, feature_map, **options)[1](query)
     with linattn.config(num_threads=threads):
         _, pullback = linear_vjp(*arrays, feature_map, **options)
-        monkeypatch.delattr("linattn._driver.backward.state_updates")
+        monkeypatch.delattr("linattn._driver.linear_vjps.add_block")
         agree(pullback(query), wanted)
 
 

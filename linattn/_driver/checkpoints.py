@@ -8,15 +8,16 @@ states is stored that grows with the length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from linattn._driver.tasks import Name, task_name
+from linattn._driver.stops import Step
+from linattn._driver.tasks import Name, take_state, task_name
 from linattn.typing import Index, Problem, State
 
-__all__ = ["MAX_STATES", "Checkpoints"]
+__all__ = ["MAX_STATES", "Checkpoints", "states_before"]
 
 MAX_STATES = 32
-"""Checkpoints, and states made again between two of them, or two of those: a head's, each."""
+"""Checkpoints, and states made again between two of them, or two of these: a head's, each."""
 
 MAX_SHARE = 0.25
 """What states may take, relative to the arguments they are made of."""
@@ -42,16 +43,47 @@ class Checkpoints:
             self._states.setdefault(task_name(task), {})[row] = state
 
     def segments(
-        self, task: Index, all_rows: Sequence[slice], first: State
-    ) -> list[tuple[State, list[slice]]]:
-        """Blocks in segments, each with the state before it: the first alone where none is kept."""
-        states = {**self._states.get(task_name(task), {}), 0: first}
-        segments: list[tuple[State, list[slice]]] = []
-        for rows in all_rows:
-            if rows.start in states:
-                segments.append((states[rows.start], []))
-            segments[-1][1].append(rows)
+        self, task: Index, steps: Sequence[Step], first: State
+    ) -> list[tuple[State, list[Step]]]:
+        """Cut steps into segments, each with the state before it: one where none is kept."""
+        if self.last is not None:
+            readers = [step for step in steps if not step.num_keys]
+            last = take_state(self.last, task)
+            return [(first, [step for step in steps if step.num_keys]), (last, readers)]
+        states = self._states.get(task_name(task), {})
+        segments: list[tuple[State, list[Step]]] = [(first, [])]
+        for step in steps:
+            if step.num_keys and step.keys.start in states:
+                segments.append((states[step.keys.start], []))
+            segments[-1][1].append(step)
         return segments
+
+
+def states_before(
+    steps: Sequence[Step], state: State, add_keys: Callable[[Step, State], State]
+) -> Iterator[tuple[Step, State]]:
+    """Go through steps from the last to the first, each with the state before it.
+
+    They are divided into runs, before each of which a state is held, and each run in the same way:
+    keys are added to states once for each level. Steps without queries ask for no state, and
+    are given any.
+    """
+    size = -(-len(steps) // MAX_STATES)
+    if not any(step.num_queries for step in steps):
+        yield from ((step, state) for step in reversed(steps))
+        return
+    runs = [steps[i : i + size] for i in range(0, len(steps), size)]
+    states = [state]
+    for run in runs[:-1]:
+        for step in run:
+            state = add_keys(step, state)
+        states.append(state)
+    for run in reversed(runs):
+        state = states.pop()
+        if len(run) == 1:
+            yield run[0], state
+        else:
+            yield from states_before(run, state, add_keys)
 
 
 def _stride(problem: Problem, block_size: int) -> int:

@@ -1,19 +1,22 @@
-"""Rows of gradients: summed over the axes along which an argument was broadcast."""
+"""Rows of gradients, and the walk that writes them: one task's share of a pullback."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat
 
+from linattn import _arrays, _generic
+from linattn._dispatch import BlockFunctions
+from linattn._driver.blocks import block_slices
 from linattn._driver.tasks import Name, task_index, task_name
-from linattn._generic.feature_vjps import sum_to
-from linattn.typing import Array, Index, Problem
+from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
+from linattn.typing import Array, Cotangent, Index, Problem, State
 
-__all__ = ["GradientRows"]
+__all__ = ["GradientRows", "GradientWalk", "empty_adjoint"]
 
 
 class _OrderedSum:
@@ -38,26 +41,30 @@ class _OrderedSum:
 class GradientRows:
     """Where rows of one gradient go: summed over the axes along which its argument was broadcast.
 
-    Where several tasks add to one row, they do it one at a time in the accumulation dtype and in
-    the order of the tasks, whichever is done first: sums are the same in every bit from run to run.
+    Each row is written ``shares`` times by each task that it belongs to. Where that is more than
+    once in all, they add to it one at a time in the accumulation dtype, in the order of the tasks
+    and of their shares, whichever is done first: sums are the same in every bit from run to run.
     A share that comes early is held until it is next, so that no task waits: of tasks that run
     side by side, a part of a head's gradient each.
     """
 
-    def __init__(self, problem: Problem, like: Array, tasks: Sequence[Index]) -> None:
-        self._xp, self._dtype = problem.xp, like.dtype
+    def __init__(
+        self, problem: Problem, like: Array, tasks: Sequence[Index], shares: int = 1
+    ) -> None:
+        self._xp, self._dtype, self._shares = problem.xp, like.dtype, shares
         self._shape = tuple(like.shape)
         self._blocks: dict[int, Array] = {}
         self._array = None
         self._lock = Lock()
         lead = self._shape[:-2]
-        self._shared = len(tasks) > 1 and any(
+        several = len(tasks) > 1 and any(
             n > 1 and (back > len(lead) or lead[-back] == 1)
             for back, n in enumerate(reversed(problem.state_lead), start=1)
         )
+        self._adds = several or shares > 1
         self._order: dict[Name, int] = {}
         self._sums: dict[tuple[Name, int], _OrderedSum] = {}
-        if self._shared:
+        if self._adds:
             count: Counter[Name] = Counter()
             for task in tasks:
                 place = task_name(task_index(lead, 0, task))
@@ -65,30 +72,111 @@ class GradientRows:
                 count[place] += 1
         if not problem.lazy or 0 in self._shape:
             device = array_api_compat.device(like)
-            dtype = problem.dtype if self._shared else like.dtype
+            dtype = problem.dtype if self._adds else like.dtype
             self._array = problem.xp.zeros(self._shape, dtype=dtype, device=device)
 
-    def write(self, task: Index, rows: slice, block: Array) -> None:
+    def write(self, task: Index, rows: slice, block: Array, share: int = 0) -> None:
+        """Write rows of a task, or add them to its earlier shares."""
         xp = self._xp
         if self._array is None:
-            block = sum_to(block, self._shape[:-2], 2)
-            self._blocks[rows.start] = xp.astype(block, self._dtype, copy=False)
+            block, before = sum_to(block, self._shape[:-2], 2), self._blocks.get(rows.start)
+            self._blocks[rows.start] = block if before is None else before + block
             return
         if 0 in self._shape:
             return
         index = (*task_index(self._shape, 2, task)[:-2], rows, slice(None))
         block = sum_to(block, tuple(self._array[index].shape[:-2]), 2)
-        if self._shared:
+        if self._adds:
             place = task_name(index[: len(self._shape) - 2]), rows.start
+            order = self._order[task_name(task)] * self._shares + share
             with self._lock:
                 sums = self._sums.setdefault(place, _OrderedSum())
-                for share in sums.shares(self._order[task_name(task)], block, xp):
-                    self._array[index] += share
+                for each in sums.shares(order, block, xp):
+                    self._array[index] += each
         else:
             self._array[index] = xp.astype(block, self._dtype, copy=False)
 
     def result(self) -> Array:
-        if self._array is None:
+        """Return the whole gradient."""
+        whole = self._array
+        if whole is None:
             ordered = [self._blocks[start] for start in sorted(self._blocks)]
-            return self._xp.concat(ordered, axis=-2)
-        return self._xp.astype(self._array, self._dtype, copy=False)
+            whole = self._xp.concat(ordered, axis=-2)
+        return self._xp.astype(whole, self._dtype, copy=False)
+
+
+class GradientWalk(NamedTuple):
+    """What a pullback is given: a task's share of the problem, and where its gradients go."""
+
+    problem: Problem
+    cotangent: Cotangent
+    functions: BlockFunctions
+    block_size: int
+    task: Index
+    rows: dict[str, GradientRows]
+    """By the names that their arguments have in a problem."""
+    share: int = 0
+    """Which of several gradients of the same rows is written; they are added."""
+
+    def query_slices(self) -> list[slice]:
+        """Blocks of queries."""
+        return list(block_slices(self.problem.query.shape[-2], self.block_size))
+
+    def key_slices(self, keys: slice) -> list[slice]:
+        """Blocks of some keys."""
+        blocks = block_slices(keys.stop - keys.start, self.block_size)
+        return [slice(keys.start + rows.start, keys.start + rows.stop) for rows in blocks]
+
+    def grad_output(self, rows: slice) -> Array:
+        """Cotangents of some rows of the output."""
+        grad = self.cotangent.output[..., rows, :]
+        return self.problem.xp.astype(grad, self.problem.dtype, copy=False)
+
+    def write_query(self, rows: slice, gradient: Array, term: Array = None) -> None:
+        """Pull gradients of queries back to the caller's; ``term``: of a factor on a whole row."""
+        affine = self.problem.query_change
+        if affine is not None:
+            gradient = change_coordinates_vjp(affine, gradient, term)
+        self.write("query", rows, gradient)
+
+    def write_key(
+        self, rows: slice, values_and_one: Array, grad_key: Array, grad_values_and_one: Array
+    ) -> None:
+        """Pull gradients of keys back to the caller's; those of masked keys are exactly 0."""
+        problem, xp = self.problem, self.problem.xp
+        gradients = {"key": grad_key, "value": grad_values_and_one[..., :-1]}
+        if problem.key_change is not None or problem.key_bias is not None:
+            weight = xp.sum(values_and_one * grad_values_and_one, axis=-1, keepdims=True)
+            if problem.key_bias is not None:
+                gradients["key_bias"] = weight
+            if problem.key_change is not None:
+                moved = change_coordinates_vjp(problem.key_change, grad_key, weight)
+                gradients["key"] = moved
+        for name, gradient in gradients.items():
+            if problem.key_mask is not None:
+                mask = problem.key_mask[..., rows, :]
+                gradient = xp.where(mask, gradient, xp.zeros_like(gradient))
+            self.write(name, rows, gradient)
+
+    def write(self, name: str, rows: slice, gradient: Array) -> None:
+        """Write rows of the gradient of an argument."""
+        self.rows[name].write(self.task, rows, gradient, self.share)
+
+    def last_adjoint(self, like: State) -> State:
+        """Adjoint after the last token: what a returned state adds."""
+        grad_state, nothing = self.cotangent.state, empty_adjoint(self.problem, like)
+        if grad_state is None:
+            return nothing
+        return _generic.merge(nothing, _broadcast(grad_state, nothing))
+
+
+def empty_adjoint(problem: Problem, like: State) -> State:
+    """Adjoint of no queries."""
+    m, e = problem.num_features, problem.value.shape[-1]
+    return _generic.empty_state(problem.state_lead, m, e, like.kvz)
+
+
+def _broadcast(state: State, like: State) -> State:
+    xp = _arrays.namespace(like.kvz)
+    kvz = xp.broadcast_to(state.kvz, tuple(like.kvz.shape))
+    return State(kvz, xp.broadcast_to(state.log_scale, tuple(like.log_scale.shape)), 0)

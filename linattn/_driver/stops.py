@@ -9,7 +9,7 @@ position is masked or left out: such a block is a causal block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from linattn._driver.blocks import block_slices
 from linattn._driver.tasks import ROWS_OF_KEYS, rows_at
 from linattn._driver.wrappers import innermost
-from linattn.typing import Array, Index, Opaque, Partial, Problem, State
+from linattn.typing import Array, Index, Opaque, Partial, Problem
 
 __all__ = [
     "Positions",
@@ -28,15 +28,11 @@ __all__ = [
     "head_tasks",
     "join_tasks",
     "planned",
-    "states_before",
     "steps_of",
 ]
 
 MIN_RUN = 64
 """Keys or queries in a row that are a step of their own, and are not put on positions."""
-
-FAN_OUT = 32
-"""Runs of steps whose states are held at once, at each level of a division of all steps."""
 
 Places = NDArray[np.int64]
 
@@ -193,29 +189,6 @@ def _moved(step: Step, key: int, query: int) -> Step:
         slice(queries.start + query, queries.stop + query),
         positions,
     )
-
-
-def states_before(
-    steps: list[Step], state: State, add_keys: Callable[[Step, State], State]
-) -> Iterator[tuple[Step, State]]:
-    """Go through steps from the last to the first, each with the state before it.
-
-    They are divided into runs, before each of which a state is held, and each run in the same way:
-    keys are added to states once for each level.
-    """
-    size = -(-len(steps) // FAN_OUT)
-    runs = [steps[i : i + size] for i in range(0, len(steps), max(size, 1))]
-    states = [state]
-    for run in runs[:-1]:
-        for step in run:
-            state = add_keys(step, state)
-        states.append(state)
-    for run in reversed(runs):
-        state = states.pop()
-        if len(run) == 1:
-            yield run[0], state
-        else:
-            yield from states_before(run, state, add_keys)
 
 
 # Heads of their own stops -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from linattn._generic.block_vjps import (
     reduce_block_vjp,
 )
 from linattn._generic.causal import scan_block, scan_decayed_block
-from linattn._generic.causal_vjps import scan_key_vjp, scan_query_vjp, scan_vjp
+from linattn._generic.causal_vjps import scan_vjp
 from linattn._generic.clusters import assign_block, choose_block, clusters_block
 from linattn._generic.column_means import normalize_state
 from linattn._generic.exact import band_block, exact_block, exact_more, window_block
@@ -67,8 +67,6 @@ __all__ = [
     "run_in_order",
     "scan_block",
     "scan_decayed_block",
-    "scan_key_vjp",
-    "scan_query_vjp",
     "scan_vjp",
     "sequences_block",
     "spec_lead",
@@ -80,7 +78,6 @@ CALLS = {
     "clusters_block": ("exact_block",),
     "read_output": ("read_block", "divide"),
     "reduce_values": ("values_block", "reduce_block"),
-    "scan_vjp": ("scan_query_vjp", "scan_key_vjp"),
     "window_block": ("exact_block",),
 }
 """What a generic function calls of the block tier, by the names of its parameters."""

@@ -8,6 +8,8 @@ features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. ``n`` tokens, ``m
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from linattn._arrays import namespace
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import scaled_features
@@ -16,22 +18,53 @@ from linattn._generic.states import read
 from linattn.typing import Array, Exact, Features, Partial, RowScale, Spec, State, Tokens
 
 __all__ = [
+    "Rows",
+    "Side",
     "absorb_rows",
     "adjoint_cotangent",
+    "divided_rows",
     "exact_key_vjp",
     "exact_query_vjp",
-    "key_gradient",
-    "query_cotangent",
+    "inner_products",
+    "numerator_rows",
     "read_block_vjp",
     "read_by",
+    "read_rows_vjp",
     "reduce_block_vjp",
     "row_cotangent",
     "row_scale",
+    "row_sum",
     "times_values",
 ]
 
 
 # Rows -------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Cotangents of rows, ``(..., n, e + 1)`` on the scales ``exp(log)``, ``(..., n, 1)``."""
+
+    g1: Array
+    log: Array
+    divided: bool = True
+    """Whether rows are divided: a factor on all that one reads then changes nothing."""
+
+
+def divided_rows(part: Partial, grad_output: Array) -> Rows:
+    """Cotangents of rows that have read a partial and are divided."""
+    scale = row_scale(part, grad_output)
+    return Rows(row_cotangent(scale, grad_output), scale.log)
+
+
+def numerator_rows(grad_output: Array) -> Rows:
+    """Cotangents of rows that are not divided: numerators are on the true scale.
+
+    A cotangent of 0 stays 0, also where weights overflow: on the scale inf all weights are 0.
+    """
+    xp, zero = namespace(grad_output), namespace(grad_output).zeros_like(grad_output[..., :1])
+    is_zero = xp.all(grad_output == 0, axis=-1, keepdims=True)
+    g1, log = xp.concat([grad_output, zero], axis=-1), xp.where(is_zero, zero + xp.inf, zero)
+    return Rows(g1, log, divided=False)
 
 
 def row_scale(part: Partial, grad_output: Array) -> RowScale:
@@ -90,20 +123,36 @@ def _max_to(x: Array, lead: tuple[int, ...]) -> Array:
     return xp.max(x, axis=axes, keepdims=True) if axes else x
 
 
-# Full attention ---------------------------------------------------------------------------------
+# One side of a block ----------------------------------------------------------------------------
 
 
-def read_block_vjp(
-    query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, adjoint: State
-) -> tuple[Array, State]:
-    """Gradient of queries that read a state, and the adjoint with them. O(n m (d + e)) time."""
-    queries, largest = scaled_features(query_spec, tokens)
-    part = read(queries, state)
-    scale = row_scale(part, grad_output)
-    g1 = row_cotangent(scale, grad_output)
-    cotangent = read_by(queries, state, g1, scale.log)
-    gradient = features_vjp(query_spec, tokens, query_cotangent(queries, cotangent, largest))
-    return gradient, absorb_rows(queries, g1, scale.log, adjoint)
+class Side:
+    """Queries or keys of a block, evaluated, and the rule that pulls back to their tokens."""
+
+    def __init__(self, spec: Spec, tokens: Tokens) -> None:
+        self._spec, self._tokens = spec, tokens
+        self.features, self._largest = scaled_features(spec, tokens)
+
+    def query_gradient(self, cotangent: Array, *, divided: bool) -> tuple[Array, Array]:
+        """Gradient of queries, and of a log added to all features of one: None if divided.
+
+        The output of a divided row is the same for a query multiplied by any factor.
+        """
+        term = None if divided else row_sum(cotangent, self.features)
+        return self._pulled(cotangent, term), term
+
+    def key_gradient(
+        self, values_and_one: Array, cotangent: Array, grad_values_and_one: Array
+    ) -> Array:
+        """Gradient of keys."""
+        # A factor on all features of a key is a factor on its [v, 1].
+        return self._pulled(cotangent, inner_products(values_and_one, grad_values_and_one))
+
+    def _pulled(self, cotangent: Array, term: Array) -> Array:
+        found = Features(cotangent, None)
+        if self.features.values is not None:
+            found = Features(term, cotangent / self._largest)
+        return features_vjp(self._spec, self._tokens, found)
 
 
 def read_by(queries: Features, state: State, g1: Array, log: Array) -> Array:
@@ -113,51 +162,62 @@ def read_by(queries: Features, state: State, g1: Array, log: Array) -> Array:
     return weights * xp.matmul(g1, xp.matrix_transpose(state.kvz))
 
 
-def query_cotangent(queries: Features, cotangent: Array, largest: Array) -> Features:
-    """Cotangent as a feature rule wants it; that of a query's row sums to zero."""
-    if queries.values is None:
-        return Features(cotangent, None)
-    return Features(None, cotangent / largest)
-
-
-def _of_keys(keys: Features, cotangent: Array, largest: Array, weight: Array) -> Features:
-    if keys.values is None:
-        return Features(cotangent, None)
-    return Features(weight, cotangent / largest)
-
-
-def reduce_block_vjp(
-    key_spec: Spec, tokens: Tokens, values_and_one: Array, adjoint: State
-) -> tuple[Array, Array]:
-    """Gradients of keys and of ``[v, 1]`` that an adjoint has read. O(n m (d + e)) time."""
-    keys, largest = scaled_features(key_spec, tokens)
-    cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
-    return key_gradient(
-        key_spec, tokens, keys, largest, values_and_one, cotangent, grad_values_and_one
-    ), grad_values_and_one
-
-
 def adjoint_cotangent(keys: Features, values_and_one: Array, adjoint: State) -> tuple[Array, Array]:
+    """Cotangents that an adjoint gives keys, as above, and their ``[v, 1]``."""
     xp = namespace(values_and_one)
     weights = xp.exp(keys.log + adjoint.log_scale[..., None, :])
     cotangent = weights * xp.matmul(values_and_one, xp.matrix_transpose(adjoint.kvz))
     return cotangent, xp.matmul(times_values(weights, keys.values), adjoint.kvz)
 
 
-def key_gradient(
-    key_spec: Spec,
-    tokens: Tokens,
-    keys: Features,
-    largest: Array,
-    values_and_one: Array,
-    cotangent: Array,
-    grad_values_and_one: Array,
-) -> Array:
-    # A factor on all features of a key is a factor on its [v, 1].
-    weight = namespace(values_and_one).sum(
-        values_and_one * grad_values_and_one, axis=-1, keepdims=True
+def row_sum(cotangent: Array, features: Features) -> Array:
+    """Cotangent of a log that would be added to all features of a token."""
+    return namespace(cotangent).sum(
+        times_values(cotangent, features.values), axis=-1, keepdims=True
     )
-    return features_vjp(key_spec, tokens, _of_keys(keys, cotangent, largest, weight))
+
+
+def inner_products(first: Array, second: Array) -> Array:
+    """Inner products of rows, ``(..., n, 1)``."""
+    return namespace(first).sum(first * second, axis=-1, keepdims=True)
+
+
+# States -----------------------------------------------------------------------------------------
+
+
+def read_block_vjp(
+    query_spec: Spec, tokens: Tokens, state: State, grad_output: Array, adjoint: State
+) -> tuple[Array, State]:
+    """Gradient of queries that read a state, and the adjoint with them. O(n m (d + e)) time."""
+    queries = Side(query_spec, tokens)
+    rows = divided_rows(read(queries.features, state), grad_output)
+    gradient, _, adjoint = _read_vjp(queries, rows, state, adjoint)
+    return gradient, adjoint
+
+
+def read_rows_vjp(
+    query_spec: Spec, tokens: Tokens, rows: Rows, state: State, adjoint: State
+) -> tuple[Array, Array, State]:
+    """Gradient of queries whose rows read a state, their row terms, and the adjoint with them."""
+    return _read_vjp(Side(query_spec, tokens), rows, state, adjoint)
+
+
+def _read_vjp(
+    queries: Side, rows: Rows, state: State, adjoint: State
+) -> tuple[Array, Array, State]:
+    cotangent = read_by(queries.features, state, rows.g1, rows.log)
+    gradient, term = queries.query_gradient(cotangent, divided=rows.divided)
+    return gradient, term, absorb_rows(queries.features, rows.g1, rows.log, adjoint)
+
+
+def reduce_block_vjp(
+    key_spec: Spec, tokens: Tokens, values_and_one: Array, adjoint: State
+) -> tuple[Array, Array]:
+    """Gradients of keys and of ``[v, 1]`` that an adjoint has read. O(n m (d + e)) time."""
+    keys = Side(key_spec, tokens)
+    cotangent, grad_values_and_one = adjoint_cotangent(keys.features, values_and_one, adjoint)
+    gradient = keys.key_gradient(values_and_one, cotangent, grad_values_and_one)
+    return gradient, grad_values_and_one
 
 
 # Softmax attention ------------------------------------------------------------------------------

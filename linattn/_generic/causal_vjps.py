@@ -1,4 +1,4 @@
-"""Gradients of one causal block in array-API code.
+"""Gradients of one causal block in array-API code, for rows whose cotangents are given.
 
 Blocks are divided, so that every scale holds visible tokens only: no weight exceeds 1 for positive
 maps, and no branch depends on data. ``n`` tokens, ``m`` features, ``e`` value dim.
@@ -6,86 +6,33 @@ maps, and no branch depends on data. ``n`` tokens, ``m`` features, ``e`` value d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from linattn._arrays import namespace
 from linattn._generic.block_vjps import (
+    Rows,
+    Side,
     absorb_rows,
     adjoint_cotangent,
-    key_gradient,
-    query_cotangent,
+    divided_rows,
+    inner_products,
     read_by,
-    row_cotangent,
-    row_scale,
+    row_sum,
     times_values,
 )
-from linattn._generic.decay import faded_keys, faded_rows
-from linattn._generic.feature_vjps import features_vjp, sum_to
-from linattn._generic.features import scaled_features
+from linattn._generic.decay import fade, faded_keys, faded_rows
+from linattn._generic.feature_vjps import sum_to
 from linattn._generic.hierarchical import (
     left_or_right,
     level_sizes,
     pad,
     pad_features,
-    scan_features_hierarchical,
+    read_features_hierarchical,
 )
 from linattn._generic.numerics import finite_shift
-from linattn.typing import Array, Features, RowScale, Spec, State, Tokens
+from linattn.typing import Array, Features, Spec, State, Tokens
 
-__all__ = ["key_triangle", "query_triangle", "scan_key_vjp", "scan_query_vjp", "scan_vjp"]
-
-
-def scan_query_vjp(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    state: State,
-    grad_output: Array,
-) -> tuple[Array, RowScale, State]:
-    """Gradient of a causal block of queries, their scales, and the state after the block.
-
-    O(n m (d + e log n) + n^2 (m + e)) time, O(n m) memory.
-    """
-    queries, largest = scaled_features(query_spec, query)
-    keys, _ = scaled_features(key_spec, key)
-    part, after = scan_features_hierarchical(queries, keys, values_and_one, state)
-    scale = row_scale(part, grad_output)
-    g1 = row_cotangent(scale, grad_output)
-    cotangent = read_by(queries, state, g1, scale.log)
-    cotangent = cotangent + query_triangle(queries, keys, values_and_one, g1, scale.log)
-    gradient = features_vjp(query_spec, query, query_cotangent(queries, cotangent, largest))
-    return gradient, scale, after
-
-
-def scan_key_vjp(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    adjoint: State,
-    grad_num_den: Array,
-    log: Array,
-) -> tuple[Array, Array, State]:
-    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block.
-
-    O(n m (d + e) + n^2 (m + e)) time, O(n m) memory.
-    """
-    queries, _ = scaled_features(query_spec, query)
-    keys, largest = scaled_features(key_spec, key)
-    cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
-    lead = tuple(adjoint.log_scale.shape[:-1])
-    inner_key, inner_values_and_one = key_triangle(queries, keys, values_and_one, grad_num_den, log)
-    cotangent, grad_values_and_one = (
-        cotangent + sum_to(inner_key, lead, 2),
-        grad_values_and_one + sum_to(inner_values_and_one, lead, 2),
-    )
-    gradient = key_gradient(
-        key_spec, key, keys, largest, values_and_one, cotangent, grad_values_and_one
-    )
-    return gradient, grad_values_and_one, absorb_rows(queries, grad_num_den, log, adjoint)
+__all__ = ["BlockGradients", "CausalBlock", "Triangle", "scan_vjp"]
 
 
 def scan_vjp(
@@ -97,18 +44,106 @@ def scan_vjp(
     state: State,
     adjoint: State,
     grad_output: Array,
-    scan_query_vjp: Any = scan_query_vjp,
-    scan_key_vjp: Any = scan_key_vjp,
 ) -> tuple[Array, Array, Array, State]:
-    """Gradients of a causal block by both sides, one after the other. Cost as these two."""
-    block = (query_spec, key_spec, query, key, values_and_one)
-    gradient, scale, _ = scan_query_vjp(*block, state, grad_output)
-    grad_num_den = row_cotangent(scale, grad_output)
-    return gradient, *scan_key_vjp(*block, adjoint, grad_num_den, scale.log)
+    """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it.
+
+    O(n m (d + e log n) + n^2 (m + e)) time, O(n m) memory.
+    """
+    block = CausalBlock((query_spec, key_spec), query, key, values_and_one)
+    found = block.pull(block.divided_rows(state, grad_output), state, adjoint)
+    return found.query, found.key, found.values_and_one, found.adjoint
 
 
-class _Padded:
-    """A causal block with a power of two of rows, in the end rows that neither see nor are seen."""
+class BlockGradients(NamedTuple):
+    """Gradients of a causal block, and the adjoint before it."""
+
+    query: Array
+    term: Array
+    """Of a factor on a whole row, ``(..., n, 1)``; None for divided rows, where it is 0."""
+    key: Array
+    values_and_one: Array
+    decayed: tuple[Array, Array]
+    """Of a factor on each row, and on each key, in pairs of two tokens."""
+    adjoint: State
+
+
+class CausalBlock:
+    """A causal block, evaluated in the order in which it is scanned.
+
+    ``from_the_end``: rows read the tokens after them, and not themselves.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[Spec, Spec],
+        query: Tokens,
+        key: Tokens,
+        values_and_one: Array,
+        *,
+        from_the_end: bool = False,
+    ) -> None:
+        self._flipped, self._values_and_one = from_the_end, values_and_one
+        self._sides = Side(specs[0], query), Side(specs[1], key)
+        self._queries, self._keys = (
+            Features(*map(self._turned, side.features)) for side in self._sides
+        )
+        self._values, self._log_decay = map(self._turned, (values_and_one, key.log_decay))
+
+    def _turned(self, x: Array) -> Array:
+        """Tokens in the order of the scan, or back; None stays None."""
+        return x if x is None or not self._flipped else namespace(x).flip(x, axis=-2)
+
+    def divided_rows(self, state: State, grad_output: Array) -> Rows:
+        """Cotangents of rows that are divided, found from what they read."""
+        part = read_features_hierarchical(
+            self._queries, self._keys, self._values, state, self._log_decay
+        )
+        return divided_rows(part, grad_output)
+
+    def pull(self, rows: Rows, state: State, adjoint: State) -> BlockGradients:
+        """Pull back through rows, with the state before the block and the adjoint after it."""
+        g1, log, decay = self._turned(rows.g1), self._turned(rows.log), self._log_decay
+        pairs = Triangle(self._queries, self._keys, self._values, g1, log, decay)
+        at_start = self._queries._replace(log=faded_rows(self._queries.log, decay))
+        of_query = read_by(at_start, state, g1, log) + pairs.of_queries()
+        at_end, lead = faded_keys(self._keys, decay), tuple(adjoint.log_scale.shape[:-1])
+        read_key, read_values = adjoint_cotangent(at_end, self._values, adjoint)
+        in_key, in_values = pairs.of_keys()
+        of_key = read_key + sum_to(in_key, lead, 2)
+        of_values = read_values + sum_to(in_values, lead, 2)
+        decayed = row_sum(of_query, self._queries), inner_products(self._values, of_values)
+        if not self._flipped:
+            in_query, in_key, in_values = pairs.diagonal()
+            of_query, of_key = of_query + in_query, of_key + sum_to(in_key, lead, 2)
+            of_values = of_values + sum_to(in_values, lead, 2)
+        if decay is not None:
+            adjoint = fade(adjoint, namespace(decay).sum(decay, axis=-2))
+        before = absorb_rows(at_start, g1, log, adjoint)
+        of_query, of_key, of_values = map(self._turned, (of_query, of_key, of_values))
+        query, key = self._sides
+        gradient, term = query.query_gradient(of_query, divided=rows.divided)
+        of_key = key.key_gradient(self._values_and_one, of_key, of_values)
+        of_rows, of_keys = map(self._turned, decayed)
+        return BlockGradients(gradient, term, of_key, of_values, (of_rows, of_keys), before)
+
+
+class _Level(NamedTuple):
+    """Left halves of all runs of ``2 half`` tokens, and the right halves that read them."""
+
+    half: int
+    left: Features
+    right: Features
+    g1: Array
+    row: Array
+    products: Array
+    """Of the rows of ``g1`` and the ``[v, 1]`` of the left."""
+
+
+class Triangle:
+    """Pairs of two tokens of a causal block, level by level; ``g1`` and ``log`` as in :class:`Rows`.
+
+    The block is filled up to a power of two, with rows that neither see nor are seen.
+    """
 
     def __init__(
         self,
@@ -117,102 +152,75 @@ class _Padded:
         values_and_one: Array,
         g1: Array,
         log: Array,
-        log_decay: Array,
+        log_decay: Array = None,
     ) -> None:
-        self.n = values_and_one.shape[-2]
-        self.size = 1 << (self.n - 1).bit_length()
-        self.queries = pad_features(queries, self.size, 0.0)
-        self.keys = pad_features(keys, self.size, -float("inf"))
-        self.values_and_one, self.g1 = pad(values_and_one, self.size), pad(g1, self.size)
-        self.log = pad(log, self.size, float("inf"))
-        self.log_decay = pad(log_decay, self.size)
+        self._n = values_and_one.shape[-2]
+        self._size = 1 << (self._n - 1).bit_length()
+        self._queries = pad_features(queries, self._size, 0.0)
+        self._keys = pad_features(keys, self._size, -float("inf"))
+        self._values_and_one, self._g1 = pad(values_and_one, self._size), pad(g1, self._size)
+        self._log = pad(log, self._size, float("inf"))
+        self._log_decay = pad(log_decay, self._size)
+        e = self._queries.log + self._keys.log - self._log
+        self._weights = namespace(e).exp(e)
+        """Of each token for itself, without values."""
 
-    def diagonal(self) -> tuple[Array, Array]:
-        """Each token with itself: its weights without values, and ``g1.[v, 1]``."""
-        xp = namespace(self.values_and_one)
-        weights = xp.exp(self.queries.log + self.keys.log - self.log)
-        return weights, xp.sum(self.g1 * self.values_and_one, axis=-1, keepdims=True)
+        self._levels = [self._level(half) for half in level_sizes(self._size)]
 
-    def left(self, half: int) -> tuple[Features, Array]:
-        keys = Features(*(left_or_right(x, half, 0) for x in self.keys))
-        keys = faded_keys(keys, left_or_right(self.log_decay, half, 0))
-        return keys, left_or_right(self.values_and_one, half, 0)
+    def _level(self, half: int) -> _Level:
+        keys = Features(*(left_or_right(x, half, 0) for x in self._keys))
+        keys = faded_keys(keys, left_or_right(self._log_decay, half, 0))
+        queries = Features(*(left_or_right(x, half, 1) for x in self._queries))
+        log = faded_rows(queries.log, left_or_right(self._log_decay, half, 1))
+        values = left_or_right(self._values_and_one, half, 0)
+        g1, xp = left_or_right(self._g1, half, 1), namespace(self._g1)
+        products = xp.matmul(g1, xp.matrix_transpose(values))
+        row = left_or_right(self._log, half, 1)
+        return _Level(half, keys, queries._replace(log=log), g1, row, products)
 
-    def right(self, half: int) -> tuple[Features, Array, Array]:
-        queries = Features(*(left_or_right(x, half, 1) for x in self.queries))
-        log = faded_rows(queries.log, left_or_right(self.log_decay, half, 1))
-        queries = queries._replace(log=log)
-        return queries, left_or_right(self.g1, half, 1), left_or_right(self.log, half, 1)
+    def of_queries(self) -> Array:
+        """Cotangents of queries by the keys before them."""
+        xp = namespace(self._g1)
+        total = xp.zeros_like(times_values(self._weights, self._keys.values))
+        for _, left, right, _, row, products in self._levels:
+            # Where nothing is to the left the factor is 0, and not infinite times 0.
+            top = xp.max(left.log, axis=-2, keepdims=True)
+            k = times_values(xp.exp(left.log - finite_shift(top, xp)), left.values)
+            part = xp.exp(right.log + top - row) * xp.matmul(products, k)
+            total = total + _scatter(part, self._size, 1)
+        return total[..., : self._n, :]
 
+    def of_keys(self, inner: Array = None) -> tuple[Array, Array]:
+        """Cotangents of keys and of ``[v, 1]`` by the queries after them.
 
-def query_triangle(
-    queries: Features,
-    keys: Features,
-    values_and_one: Array,
-    g1: Array,
-    log: Array,
-    log_decay: Array = None,
-    *,
-    sees_itself: bool = True,
-) -> Array:
-    """Cotangent of queries by the keys of their own block, themselves included or not."""
-    xp = namespace(values_and_one)
-    block = _Padded(queries, keys, values_and_one, g1, log, log_decay)
-    weights, products = block.diagonal()
-    total = times_values(weights * products, block.keys.values)
-    if not sees_itself:
-        total = xp.zeros_like(total)
-    for half in level_sizes(block.size):
-        left, v = block.left(half)
-        right, g, row = block.right(half)
-        # Where nothing is to the left the factor is 0, and not infinite times 0.
-        top = xp.max(left.log, axis=-2, keepdims=True)
-        k = times_values(xp.exp(left.log - finite_shift(top, xp)), left.values)
-        products = xp.matmul(g, xp.matrix_transpose(v))
-        part = xp.exp(right.log + top - row) * xp.matmul(products, k)
-        total = total + _scatter(part, block.size, 1)
-    return total[..., : block.n, :]
+        ``inner`` as in :func:`absorb_rows`.
+        """
+        xp, inner = namespace(self._g1), pad(inner, self._size)
+        total = xp.zeros_like(times_values(self._weights, self._queries.values))
+        of_values = xp.zeros_like(self._weights[..., :1] * self._g1)
+        for half, left, right, g1, row, products in self._levels:
+            e = right.log - row
+            top = xp.max(e, axis=-2, keepdims=True)
+            q = times_values(xp.exp(e - finite_shift(top, xp)), right.values)
+            k = xp.exp(left.log + top)
+            read = xp.matmul(xp.matrix_transpose(products), q)
+            if inner is not None:
+                read = read - xp.sum(q * left_or_right(inner, half, 1), axis=-2, keepdims=True)
+            scores = xp.matmul(times_values(k, left.values), xp.matrix_transpose(q))
+            total = total + _scatter(k * read, self._size, 0)
+            of_values = of_values + _scatter(xp.matmul(scores, g1), self._size, 0)
+        return total[..., : self._n, :], of_values[..., : self._n, :]
 
-
-def key_triangle(
-    queries: Features,
-    keys: Features,
-    values_and_one: Array,
-    g1: Array,
-    log: Array,
-    inner: Array = None,
-    *,
-    log_decay: Array = None,
-    sees_itself: bool = True,
-) -> tuple[Array, Array]:
-    """Cotangents of keys and of ``[v, 1]`` by the queries of their own block.
-
-    ``inner`` as in :func:`absorb_rows`.
-    """
-    xp = namespace(values_and_one)
-    block = _Padded(queries, keys, values_and_one, g1, log, log_decay)
-    inner = pad(inner, block.size)
-    weights, products = block.diagonal()
-    weights = times_values(weights, block.queries.values)
-    total = weights * (products if inner is None else products - inner)
-    whole = xp.sum(times_values(weights, block.keys.values), axis=-1, keepdims=True)
-    total_values_and_one = whole * block.g1
-    if not sees_itself:
-        total, total_values_and_one = xp.zeros_like(total), xp.zeros_like(total_values_and_one)
-    for half in level_sizes(block.size):
-        left, v = block.left(half)
-        right, g, row = block.right(half)
-        e = right.log - row
-        top = xp.max(e, axis=-2, keepdims=True)
-        q = times_values(xp.exp(e - finite_shift(top, xp)), right.values)
-        k = xp.exp(left.log + top)
-        read = xp.matmul(xp.matmul(v, xp.matrix_transpose(g)), q)
+    def diagonal(self, inner: Array = None) -> tuple[Array, Array, Array]:
+        """Cotangents of queries, keys and ``[v, 1]`` by each token itself; ``inner`` as above."""
+        products = inner_products(self._g1, self._values_and_one)
+        of_query = times_values(self._weights * products, self._keys.values)
         if inner is not None:
-            read = read - xp.sum(q * left_or_right(inner, half, 1), axis=-2, keepdims=True)
-        scores = xp.matmul(times_values(k, left.values), xp.matrix_transpose(q))
-        total = total + _scatter(k * read, block.size, 0)
-        total_values_and_one = total_values_and_one + _scatter(xp.matmul(scores, g), block.size, 0)
-    return total[..., : block.n, :], total_values_and_one[..., : block.n, :]
+            products = products - pad(inner, self._size)
+        weights = times_values(self._weights, self._queries.values)
+        whole = row_sum(weights, self._keys)
+        found = of_query, weights * products, whole * self._g1
+        return found[0][..., : self._n, :], found[1][..., : self._n, :], found[2][..., : self._n, :]
 
 
 def _scatter(x: Array, n: int, side: int) -> Array:

@@ -11,8 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from linattn._arrays import namespace
-from linattn._generic.block_vjps import absorb_rows, adjoint_cotangent, read_by
-from linattn._generic.causal_vjps import key_triangle, query_triangle
+from linattn._generic.block_vjps import (
+    absorb_rows,
+    adjoint_cotangent,
+    inner_products,
+    read_by,
+)
+from linattn._generic.causal_vjps import Triangle
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import evaluate
 from linattn._generic.hierarchical import (
@@ -28,8 +33,7 @@ from linattn._generic.states import absorb, combine, merge, read
 from linattn.typing import Array, ColumnNormalized, Features, Partial, Problem, Spec, State, Tokens
 
 __all__ = [
-    "column_normalized_key_vjp",
-    "column_normalized_query_vjp",
+    "column_normalized_vjp",
     "normalize_state",
     "normalize_state_vjp",
     "scan_column_normalized",
@@ -173,29 +177,12 @@ def _reads(
     g1 = xp.concat([grad_output, xp.zeros_like(grad_output[..., :1])], axis=-1)
     each_mean = Features(-log_z, None)
     zero = xp.zeros_like(total)
-    inner = read_by(each_mean, state, g1, zero)
-    inner = inner + query_triangle(each_mean, Features(log_k, None), values_and_one, g1, zero)
+    pairs = Triangle(each_mean, Features(log_k, None), values_and_one, g1, zero)
+    inner = read_by(each_mean, state, g1, zero) + pairs.of_queries() + pairs.diagonal()[0]
     return _Reads(share / total, log_q - row - xp.log(total) - log_z, inner, g1)
 
 
-def column_normalized_query_vjp(
-    query_spec: ColumnNormalized,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    state: State,
-    grad_output: Array,
-) -> Array:
-    """Gradient of a causal block of queries."""
-    xp = namespace(values_and_one)
-    log_q, log_k = evaluate(query_spec, query).log, evaluate(key_spec, key).log
-    share, _, inner, _ = _reads(log_q, log_k, values_and_one, state, grad_output)
-    mean = xp.sum(share * inner, axis=-1, keepdims=True)
-    return features_vjp(query_spec.spec, query, Features(share * (inner - mean), None))
-
-
-def column_normalized_key_vjp(
+def column_normalized_vjp(
     query_spec: ColumnNormalized,
     key_spec: Spec,
     query: Tokens,
@@ -204,25 +191,31 @@ def column_normalized_key_vjp(
     state: State,
     adjoint: State,
     grad_output: Array,
-) -> tuple[Array, Array, State]:
-    """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block."""
+) -> tuple[Array, Array, Array, State]:
+    """:func:`linattn._generic.scan_vjp` of column-normalized reads."""
     xp = namespace(values_and_one)
     log_q, keys = evaluate(query_spec, query).log, evaluate(key_spec, key)
     reads = _reads(log_q, keys.log, values_and_one, state, grad_output)
+    mean = xp.sum(reads.share * reads.inner, axis=-1, keepdims=True)
+    of_query = Features(reads.share * (reads.inner - mean), None)
     queries, zero = Features(reads.log_weight, None), reads.share[..., :1] * 0
-    cotangent, grad_values_and_one = adjoint_cotangent(keys, values_and_one, adjoint)
+    pairs = Triangle(queries, keys, values_and_one, reads.g1, zero)
     lead = tuple(adjoint.log_scale.shape[:-1])
-    inner_key, inner_values_and_one = key_triangle(
-        queries, keys, values_and_one, reads.g1, zero, reads.inner
+    of_key, of_values = (
+        outside + sum_to(before + itself, lead, 2)
+        for outside, before, itself in zip(
+            adjoint_cotangent(keys, values_and_one, adjoint),
+            pairs.of_keys(reads.inner),
+            pairs.diagonal(reads.inner)[1:],
+            strict=True,
+        )
     )
-    cotangent, grad_values_and_one = (
-        cotangent + sum_to(inner_key, lead, 2),
-        grad_values_and_one + sum_to(inner_values_and_one, lead, 2),
-    )
-    gradient = features_vjp(key_spec, key, Features(cotangent, None))
     # A factor on all features of a key is a factor on its [v, 1], in normalizers too.
-    grad_value = grad_values_and_one[..., :-1]
-    weight = xp.sum(cotangent, axis=-1, keepdims=True)
-    inner = xp.sum(grad_value * values_and_one[..., :-1], axis=-1, keepdims=True)
-    grad_values_and_one = xp.concat([grad_value, weight - inner], axis=-1)
-    return gradient, grad_values_and_one, absorb_rows(queries, reads.g1, zero, adjoint, reads.inner)
+    weight = xp.sum(of_key, axis=-1, keepdims=True)
+    inner = inner_products(of_values[..., :-1], values_and_one[..., :-1])
+    return (
+        features_vjp(query_spec.spec, query, of_query),
+        features_vjp(key_spec, key, Features(of_key, None)),
+        xp.concat([of_values[..., :-1], weight - inner], axis=-1),
+        absorb_rows(queries, reads.g1, zero, adjoint, reads.inner),
+    )

@@ -23,6 +23,7 @@ __all__ = [
     "pad",
     "pad_features",
     "read_diagonal",
+    "read_features_hierarchical",
     "scan_features_hierarchical",
     "scan_hierarchical",
     "scatter_right",
@@ -99,11 +100,26 @@ def scan_features_hierarchical(
     state: State,
     log_decay: Array | None = None,
 ) -> tuple[Partial, State]:
-    """:func:`scan_hierarchical` of a block that has been evaluated.
+    """:func:`scan_hierarchical` of a block that has been evaluated."""
+    part = read_features_hierarchical(queries, keys, values_and_one, state, log_decay)
+    if log_decay is not None:
+        total = namespace(log_decay).sum(log_decay, axis=-2)
+        keys, state = faded_keys(keys, log_decay), fade(state, total)
+    return part, absorb(keys, values_and_one, state)
+
+
+def read_features_hierarchical(
+    queries: Features,
+    keys: Features,
+    values_and_one: Array,
+    state: State,
+    log_decay: Array | None = None,
+) -> Partial:
+    """Read the rows of a block that has been evaluated.
 
     A half decays to the border between the two, so that no exponent is a difference of long sums.
     """
-    xp, n = namespace(values_and_one), values_and_one.shape[-2]
+    n = values_and_one.shape[-2]
     size = 1 << (n - 1).bit_length()
     queries, keys = pad_features(queries, size, 0.0), pad_features(keys, size, -float("inf"))
     values_and_one, log_decay = pad(values_and_one, size), pad(log_decay, size)
@@ -127,11 +143,7 @@ def scan_features_hierarchical(
         )
         log = faded_rows(found.log, left_or_right(log_decay, half, 1))
         part = combine(part, scatter_right(found._replace(log=log), size))
-    if log_decay is not None:
-        keys, state = faded_keys(keys, log_decay), fade(state, xp.sum(log_decay, axis=-2))
-    after = absorb(keys, values_and_one, state)
-    after = State(after.kvz, after.log_scale, state.length + n)
-    return Partial(part.num_den[..., :n, :], part.log[..., :n, :]), after
+    return Partial(part.num_den[..., :n, :], part.log[..., :n, :])
 
 
 def read_diagonal(queries: Features, keys: Features, values_and_one: Array) -> Partial:

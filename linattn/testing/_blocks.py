@@ -342,15 +342,10 @@ def _gradient_arguments(
     later_grad = rng.standard_normal((*lead, 11, VALUE_DIM))
     seen = _generic.reduce_block(pair.key, key, values, state)
     _, adjoint = _generic.read_block_vjp(pair.query, later, seen, later_grad, nothing)
-    specs = (pair.query, pair.key)
-    _, scale, _ = _generic.scan_query_vjp(*specs, *block, state, grad)
-    rows = (row_cotangent(scale, grad), scale.log)
     return {
         "read_block_vjp": (pair.query, query, state, grad, adjoint),
         "reduce_block_vjp": (pair.key, key, values, adjoint),
-        "scan_query_vjp": (*specs, *block, state, grad),
-        "scan_key_vjp": (*specs, *block, adjoint, *rows),
-        "scan_vjp": (*specs, *block, state, adjoint, grad),
+        "scan_vjp": (pair.query, pair.key, *block, state, adjoint, grad),
     }
 
 
@@ -385,8 +380,6 @@ REFERENCES: dict[str, Callable[..., Any]] = {
         "clusters_block",
         "read_block_vjp",
         "reduce_block_vjp",
-        "scan_query_vjp",
-        "scan_key_vjp",
         "scan_vjp",
         "exact_query_vjp",
         "exact_key_vjp",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from linattn import _arrays
 from linattn._generic.feature_vjps import sum_to
-from linattn.typing import Partial, RowScale, State
+from linattn.typing import Partial, State
 
 __all__ = ["KINDS", "WrongResultError", "need", "to_host"]
 
@@ -101,24 +101,6 @@ def compare_partial(what: str, got: Any, want: Partial, rtol: float, want_log: b
     )
 
 
-def compare_row_scale(what: str, got: Any, want: RowScale, rtol: float) -> None:
-    """Compare what the cotangents of rows are made of, on one scale."""
-    _record(what, got, RowScale)
-    dead = want.log == np.inf
-    need(
-        np.all(np.broadcast_to(got.log, dead.shape)[dead] == np.inf),
-        f"{what}.log is not inf in a row without gradient",
-    )
-    factor = np.where(dead, 0.0, np.exp(np.where(dead, 0.0, want.log - np.where(dead, 0, got.log))))
-    inverse = np.where(dead, 0.0, want.inverse)
-    _close(
-        f"{what}.inverse exp(-log)", got.inverse * factor, inverse, rtol * np.abs(inverse) + 1e-30
-    )
-    inner = np.where(dead, 0.0, want.inner)
-    allowed = rtol * (np.abs(inner) + 3 * np.abs(inverse)) + 1e-30
-    _close(f"{what}.inner exp(-log)", got.inner * factor, inner, allowed)
-
-
 def compare_array(what: str, got: Any, want: Floats, rtol: float) -> None:
     """Compare by rows."""
     _close(what, got, want, _rows(want, rtol))
@@ -142,7 +124,6 @@ KINDS: dict[str, Callable[..., None]] = {
     "states": compare_states,
     "adjoint": compare_states,
     "partial": compare_partial,
-    "row scale": compare_row_scale,
     "array": compare_array,
     "choice": compare_choice,
     "query gradient": compare_gradient,

@@ -52,8 +52,6 @@ RESULTS = {
     "clusters_block": ("partial",),
     "read_block_vjp": ("query gradient", "adjoint"),
     "reduce_block_vjp": ("key gradient", "gradient of [v, 1]"),
-    "scan_query_vjp": ("query gradient", "row scale", "state"),
-    "scan_key_vjp": ("key gradient", "gradient of [v, 1]", "adjoint"),
     "scan_vjp": ("query gradient", "key gradient", "gradient of [v, 1]", "adjoint"),
     "exact_query_vjp": ("query gradient",),
     "exact_key_vjp": ("key gradient", "gradient of [v, 1]"),

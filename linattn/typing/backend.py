@@ -13,7 +13,6 @@ from linattn.typing.records import (
     Cotangent,
     Declined,
     Partial,
-    RowScale,
     State,
     Tokens,
 )
@@ -310,37 +309,6 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
-    def scan_query_vjp(
-        query_spec: Spec,
-        key_spec: Spec,
-        query: Tokens,
-        key: Tokens,
-        values_and_one: Array,
-        state: State,
-        grad_output: Array,
-    ) -> tuple[Array, RowScale, State] | Declined:
-        """Gradient of a causal block of queries, their scales, and the state after the block."""
-        ...
-
-    @staticmethod
-    def scan_key_vjp(
-        query_spec: Spec,
-        key_spec: Spec,
-        query: Tokens,
-        key: Tokens,
-        values_and_one: Array,
-        adjoint: State,
-        grad_num_den: Array,
-        log: Array,
-    ) -> tuple[Array, Array, State] | Declined:
-        """Gradients of a causal block of keys and of ``[v, 1]``, and the adjoint before the block.
-
-        ``grad_num_den``, ``(..., n, e + 1)``, is the cotangent of the rows on the scale
-        ``exp(log)``.
-        """
-        ...
-
-    @staticmethod
     def scan_vjp(
         query_spec: Spec,
         key_spec: Spec,
@@ -353,8 +321,8 @@ class BlockTier(Protocol):
     ) -> tuple[Array, Array, Array, State] | Declined:
         """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
-        What the two functions above do, at once, from the state before the block and the adjoint
-        after it. Where a backend has it, the forward pass stores checkpoints for it.
+        ``state`` is the one before the block, ``adjoint`` the one after it. Where a backend has
+        this function, the forward pass stores checkpoints for it.
         """
         ...
 
