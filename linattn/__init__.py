@@ -15,10 +15,10 @@ Dask:
 (8, 1024, 64)
 
 Modules: ``feature_maps`` and their ``sampling``, ``diagnostics`` of errors, ``gradients`` without a
-framework, ``interop`` with torch and JAX, ``layers`` of transformers, ``stream`` for files,
-``positions``, ``sklearn``, ``baselines`` and ``reference`` to compare with, ``testing`` to verify a
-feature map, ``datasets``, ``typing``. Each is loaded by its first use. The command
-``linattn --help`` does the same on files.
+framework, ``interop`` with torch and JAX, ``kernels`` (densities, regression, transport),
+``layers`` of transformers, ``stream`` for files, ``positions``, ``sklearn``, ``baselines`` and
+``reference`` to compare with, ``testing`` to verify a feature map, ``datasets``, ``typing``. Each
+is loaded by its first use. The command ``linattn --help`` does the same on files.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from linattn import gradients as gradients
     from linattn import interop as interop
+    from linattn import kernels as kernels
     from linattn import sklearn as sklearn
     from linattn import testing as testing
     from linattn import typing as typing
@@ -109,6 +110,7 @@ _SUBMODULES = (
     "feature_maps",
     "gradients",
     "interop",
+    "kernels",
     "layers",
     "positions",
     "reference",

@@ -94,7 +94,8 @@ def test_gradients_are_loaded_by_their_first_use():
 
 
 SUBMODULES = [
-    *("baselines", "datasets", "diagnostics", "feature_maps", "gradients", "interop", "layers"),
+    *("baselines", "datasets", "diagnostics", "feature_maps", "gradients", "interop", "kernels"),
+    "layers",
     *("positions", "reference", "sampling", "sklearn", "stream", "testing", "typing"),
 ]
 

@@ -234,9 +234,26 @@ SIGNATURES = {
     "baselines.wildcat": (
         "(query, key, value, *, num_keys, temperature=None, is_causal=False, rng=None, scale=None)"
     ),
+    "kernels.log_sum_exp": (
+        "(query, key, *, scale=None, bandwidth=None, weights=None, key_mask=None)"
+    ),
+    "kernels.kernel_density": "(dataset, bw_method=None, weights=None, *, layout='rows')",
+    "kernels.kernel_density.resample": "(self, size=None, rng=None)",
+    "kernels.kernel_density.integrate_gaussian": "(self, mean, cov)",
+    "kernels.local_regression": (
+        "(query, x, y, *, bandwidth, degree=1, weights=None, key_mask=None, ridge=0.001)"
+    ),
+    "kernels.mean_shift": (
+        "(points, data, *, bandwidth, weights=None, key_mask=None, max_iterations=300, "
+        "tolerance=0.001)"
+    ),
+    "kernels.mmd": "(x, y, *, bandwidth, x_weights=None, y_weights=None, unbiased=False)",
+    "kernels.sinkhorn": "(x, y, *, reg, a=None, b=None, max_iterations=1000, tolerance=1e-09)",
+    "sklearn.KernelDensity": "(bandwidth=1.0, *, loo_samples=1000, random_state=None)",
+    "sklearn.KernelDensity.sample": "(self, n_samples=1, random_state=None)",
     "sklearn.KernelRegressor": (
-        "(bandwidth='loo', *, method='auto', num_landmarks=256, tolerance=0.05, loo_samples=1000, "
-        "random_state=None)"
+        "(bandwidth='loo', *, degree=0, method='auto', num_landmarks=256, tolerance=0.05, "
+        "loo_samples=1000, ridge=0.001, random_state=None)"
     ),
     "sklearn.KernelClassifier": (
         "(bandwidth='loo', *, method='auto', num_landmarks=256, tolerance=0.05, loo_samples=1000, "
@@ -366,6 +383,7 @@ def test_public_modules_are_the_designed_ones():
         "linattn.feature_maps.elementwise",
         "linattn.feature_maps.exponential",
         "linattn.feature_maps.trigonometric",
+        "linattn.kernels",
         "linattn.layers",
         "linattn.positions",
         "linattn.reference",

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
+from scipy.special import logsumexp
+from sklearn import neighbors
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.kernel_approximation import RBFSampler
@@ -20,11 +22,14 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from linattn.sklearn import KernelClassifier, KernelRegressor, RandomFeatures
+from linattn.sklearn import KernelClassifier, KernelDensity, KernelRegressor, RandomFeatures
 
 # Landmarks of so few rows are exact, so that what a check wants of a fit it gets.
 ESTIMATORS = [
     KernelRegressor(),
+    KernelRegressor(degree=1),
+    KernelDensity(),
+    KernelDensity(bandwidth="loo"),
     KernelRegressor(bandwidth=0.5, method="landmarks"),
     KernelClassifier(),
     KernelClassifier(bandwidth=0.5, method="landmarks"),
@@ -243,6 +248,137 @@ def test_batches_take_the_dtype_and_the_outputs_of_the_first():
         model.partial_fit(X, y[:, 0])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_leave_one_out_of_lines_is_that_of_one_fit_a_row(weighted):
+    X, y, weight, _ = problem(5, n=25, scale=1e3)
+    weight = np.ceil(2 * weight) if weighted else np.ones(len(X))
+    weight[7] = 0.3 if weighted else 1
+    model = KernelRegressor(degree=1).fit(X, y, weight)
+    errors = []
+    for h in model.loo_bandwidths_:
+        errors.append(0.0)
+        for i in range(len(X)):
+            less = weight.copy()
+            less[i] = max(weight[i] - 1, 0)
+            there = less > 0
+            mean = dense_line(X[i : i + 1], X[there], y[there], h, less[there])
+            errors[-1] += weight[i] * np.mean((mean[0] - y[i]) ** 2) / np.sum(weight)
+    assert_allclose(model.loo_errors_, errors, rtol=1e-6)
+    assert model.bandwidth_ == model.loo_bandwidths_[np.argmin(errors)]
+    assert 0 < np.argmin(errors) < len(errors) - 1
+    assert model.bandwidth_ > KernelRegressor().fit(X, y, weight).bandwidth_
+
+
+# Lines --------------------------------------------------------------------------------------------
+
+
+def dense_line(queries, rows, y, bandwidth, weight, ridge=1e-3):
+    """Weighted least squares around each query, from differences to the query."""
+    found = []
+    for q in queries:
+        log = log_kernel(q[None], rows, bandwidth) + np.log(weight)
+        w = weighted_means(log, np.eye(len(rows)))[0]
+        u = np.concatenate([np.ones((len(rows), 1)), (rows - q) / bandwidth], axis=1)
+        penalty = np.diag([0.0, *[ridge] * rows.shape[1]])
+        found.append(np.linalg.solve(u.T @ (w[:, None] * u) + penalty, u.T @ (w[:, None] * y))[0])
+    return np.array(found)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-10), (np.float32, 1e-5)])
+def test_lines_are_weighted_least_squares(dtype, tolerance):
+    X, y, weight, queries = problem(13, dtype=dtype)
+    bandwidth = np.array([0.7, 0.9, 1.2])
+    model = KernelRegressor(bandwidth, degree=1, ridge=1e-2).fit(X, y, weight)
+    found = model.predict(queries)
+    assert found.dtype == dtype
+    expected = dense_line(queries, X, y, bandwidth, weight, ridge=1e-2)
+    assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_lines_by_landmarks_are_near_exact_ones():
+    X, y = surface(2000)
+    exact = KernelRegressor(0.5, degree=1, method="exact").fit(X, y)
+    model = KernelRegressor(0.5, degree=1, method="landmarks", random_state=0).fit(X, y)
+    queries, _ = surface(300)
+    difference = np.sqrt(np.mean((model.predict(queries) - exact.predict(queries)) ** 2))
+    assert 0 < difference < 0.05 * np.std(y)
+    assert difference < 2 * model.error_ * np.std(y)
+
+
+# Densities ----------------------------------------------------------------------------------------
+
+
+def brute_force_density(queries, rows, bandwidth, weight):
+    log = log_kernel(queries, rows, bandwidth) + np.log(weight / np.sum(weight))
+    volume = rows.shape[1] * np.log(bandwidth * np.sqrt(2 * np.pi))
+    return logsumexp(log, axis=1) - volume
+
+
+@pytest.mark.parametrize("bandwidth", [0.05, 0.3, 2.0, "scott", "silverman"])
+def test_densities_are_those_of_scikit_learn(bandwidth):
+    X, _, weight, queries = problem(14, d=2)
+    ours = KernelDensity(bandwidth).fit(X, sample_weight=weight)
+    # Where it is right: the algorithm that takes every row.
+    theirs = neighbors.KernelDensity(bandwidth=bandwidth, algorithm="ball_tree", leaf_size=10_000)
+    theirs.fit(X, sample_weight=weight)
+    assert_allclose(ours.bandwidth_, theirs.bandwidth_, rtol=1e-15)
+    assert_allclose(ours.score_samples(queries), theirs.score_samples(queries), rtol=1e-12)
+    assert_allclose(ours.score(queries), theirs.score(queries), rtol=1e-12)
+    expected = brute_force_density(queries, X, ours.bandwidth_, weight)
+    assert_allclose(ours.score_samples(queries), expected, rtol=1e-12)
+    X32, queries = X.astype(np.float32), queries.astype(np.float32)
+    found = ours.fit(X32, sample_weight=weight).score_samples(queries)
+    assert found.dtype == np.float32
+    expected = brute_force_density(queries, X32, ours.bandwidth_, weight)
+    assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_densities_of_eight_coordinates_are_right():
+    rng = np.random.default_rng(0)
+    X, queries = rng.standard_normal((1000, 8)), rng.standard_normal((200, 8))
+    found = KernelDensity(0.3).fit(X).score_samples(queries)
+    # scikit-learn 1.9.1 is off by up to 10 here: its row 140 is -36.037.
+    assert_allclose(found[140], -39.394, atol=1e-3)
+    assert_allclose(found, brute_force_density(queries, X, 0.3, np.ones(1000)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("scale", [1e-3, 1e6])
+def test_leave_one_out_of_densities_is_that_of_one_fit_a_row(weighted, scale):
+    X, _, weight, _ = problem(15, n=25, scale=scale)
+    weight = np.ceil(2 * weight) if weighted else np.ones(len(X))
+    weight[7] = 0.3 if weighted else 1
+    model = KernelDensity("loo").fit(X, sample_weight=weight)
+    errors = []
+    for h in model.loo_bandwidths_:
+        errors.append(0.0)
+        for i in range(len(X)):
+            less = weight.copy()
+            less[i] = max(weight[i] - 1, 0)
+            there = less > 0
+            log = brute_force_density(X[i : i + 1], X[there], h, less[there])[0]
+            errors[-1] -= weight[i] * log / np.sum(weight)
+    assert_allclose(model.loo_errors_, errors, rtol=1e-9)
+    assert model.bandwidth_ == model.loo_bandwidths_[np.argmin(errors)]
+    assert 0 < np.argmin(errors) < len(errors) - 1
+    assert not hasattr(model.set_params(bandwidth=1.0).fit(X), "loo_errors_")
+
+
+def test_samples_have_the_moments_of_the_density():
+    # A mean of 40,000 draws is beyond 5 standard errors once in 1.7 million; six of them here.
+    X, _, weight, _ = problem(16, n=30, d=2)
+    weight[:3] = [0, 10, 5]
+    model = KernelDensity(0.5).fit(X, sample_weight=weight)
+    drawn, w = model.sample(40_000, random_state=0), weight / np.sum(weight)
+    mean = w @ X
+    cov = (X - mean).T @ (w[:, None] * (X - mean)) + 0.25 * np.eye(2)
+    products = (drawn - mean)[:, :, None] * (drawn - mean)[:, None, :]
+    for values, expected in ((drawn, mean), (products.reshape(-1, 4), cov.ravel())):
+        error = (np.mean(values, axis=0) - expected) / (np.std(values, axis=0) / 200)
+        assert np.max(np.abs(error)) < 5
+    assert_array_equal(model.sample(3, random_state=1), model.sample(3, random_state=1))
+
+
 # Landmarks ----------------------------------------------------------------------------------------
 
 
@@ -353,6 +489,8 @@ def test_frames_of_pandas():
 @pytest.mark.parametrize(
     ("parameters", "error", "said"),
     [
+        ({"degree": 2}, ValueError, "degree must be 0 or 1, got 2"),
+        ({"ridge": 0.0}, ValueError, "ridge must be a positive finite number"),
         ({"bandwidth": 0}, ValueError, "bandwidth must be a positive finite number, got 0"),
         ({"bandwidth": "scott"}, ValueError, "bandwidth must be 'loo', .*, got 'scott'"),
         ({"bandwidth": [1.0, 2.0]}, ValueError, r"each of 3 coordinates, got shape \(2,\)"),

@@ -1,4 +1,4 @@
-"""Attention for scikit-learn: kernel regression, kernel classification and random features.
+"""Attention for scikit-learn: densities, kernel regression and classification, features.
 
 Softmax attention of rows by their distance is the Nadaraya-Watson estimator, and random features of
 a kernel are what linear models need of one. The estimators here are scikit-learn's in all that a
@@ -16,7 +16,8 @@ except ImportError as error:
     raise ImportError(message) from error
 
 from linattn.sklearn._classification import KernelClassifier
+from linattn.sklearn._density import KernelDensity
 from linattn.sklearn._features import RandomFeatures
 from linattn.sklearn._regression import KernelRegressor
 
-__all__ = ["KernelClassifier", "KernelRegressor", "RandomFeatures"]
+__all__ = ["KernelClassifier", "KernelDensity", "KernelRegressor", "RandomFeatures"]

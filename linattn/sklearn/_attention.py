@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from linattn import functional, state
 from linattn.feature_maps import LandmarkFeatures
+from linattn.kernels._regression import local_fit, moments
 from linattn.typing import State
 
 __all__ = ["Coordinates", "Method", "Rows", "Smoother", "make_smoother"]
@@ -81,11 +82,15 @@ class Coordinates(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How means are computed: ``name`` is "exact", "landmarks" or "auto"."""
+    """How means are computed: ``name`` is "exact", "landmarks" or "auto".
+
+    With a ``ridge`` they are the constants of lines that are fitted around each query.
+    """
 
     name: str
     num_landmarks: int
     tolerance: float
+    ridge: float | None = None
 
     def trials(self, num_rows: int) -> list[int]:
         """Return the numbers of landmarks to try before every row is counted."""
@@ -111,6 +116,8 @@ class Smoother:
         None where every row counts.
     error : float
         Root mean square difference from exact, over the deviation of exact from the offset.
+    ridge : float or None
+        Penalty of the slopes of lines; None for weighted means.
     """
 
     coordinates: Coordinates
@@ -118,6 +125,7 @@ class Smoother:
     memory: tuple[Any, Any]
     num_landmarks: int | None = None
     error: float = 0.0
+    ridge: float | None = None
 
     def __call__(self, X: NDArray[Any]) -> NDArray[Any]:
         """Return means, (n, k)."""
@@ -128,7 +136,9 @@ class Smoother:
         else:
             feature_map, after = self.memory
             means = state.read_state(query, after, feature_map)
-        return np.asarray(means + self.offset)
+        if self.ridge is not None:
+            means = local_fit(query[:, :-1], means, self.ridge)
+        return np.asarray(means + self.offset, dtype=self.offset.dtype)
 
 
 def make_smoother(
@@ -143,7 +153,9 @@ def make_smoother(
     Landmarks are compared with exact attention at training rows that they are not fitted to.
     """
     key, value = coordinates.key(rows), rows.target - offset
-    exact = Smoother(coordinates, offset, (key, value))
+    if method.ridge is not None:
+        value = moments(key[:, :-1], value.astype(key.dtype))
+    exact = Smoother(coordinates, offset, (key, value), ridge=method.ridge)
     trials = method.trials(len(key))
     if not trials:
         return exact
@@ -155,7 +167,8 @@ def make_smoother(
     for m in trials:
         size = min(len(fitted_to), ROWS_A_LANDMARK * m)
         query = coordinates.query(rows.X[np.sort(fitted_to[:size])])
-        found = Smoother(coordinates, offset, _summed_up(query, key, value, m, generator), m)
+        memory = _summed_up(query, key, value, m, generator)
+        found = replace(exact, memory=memory, num_landmarks=m)
         distance = _root_mean_square(found(held_out) - wanted)
         error = distance / deviation if deviation > 0 else 0.0
         if method.name == "landmarks" or error <= method.tolerance:

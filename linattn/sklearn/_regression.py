@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from sklearn.base import RegressorMixin
 
-from linattn import _arrays
+from linattn import _arrays, _checks
+from linattn.kernels._regression import RIDGE
 from linattn.sklearn._attention import Rows
 from linattn.sklearn._smoother import KernelSmoother
 
@@ -22,8 +23,11 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
         f(x) = \frac{\sum_i w_i K_h(x - x_i) \, y_i}{\sum_i w_i K_h(x - x_i)}, \qquad
         K_h(t) = \exp\left(-\tfrac12 \sum_c (t_c / h_c)^2\right)
 
-    over the training rows: softmax attention to rows by their distance. Letters: ``n`` training
-    rows, ``d`` coordinates, ``k`` outputs, ``m`` landmarks, ``h`` bandwidth, ``w`` sample weight.
+    over the training rows: softmax attention to rows by their distance. With ``degree=1``, f(x) is
+    the constant of a line that is fitted around x with these weights: local linear regression,
+    right to first order at the borders of the data and where these are uneven. Letters: ``n``
+    training rows, ``d`` coordinates, ``k`` outputs, ``m`` landmarks, ``h`` bandwidth, ``w`` sample
+    weight.
 
     Parameters
     ----------
@@ -38,6 +42,11 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
     tolerance : float, optional
         What "auto" allows: the root mean square difference from exact over the standard deviation
         of exact. Default 0.05.
+    degree : {0, 1}, optional
+        Weighted means, or lines. Default 0.
+    ridge : float, optional
+        With degree 1: penalty of slopes in units of the bandwidth, as for
+        :func:`linattn.kernels.local_regression`. Default 1e-3.
     loo_samples : int, optional
         Rows that "loo" leaves out, each predicted from all others; drawn at random where there are
         more. Default 1000.
@@ -71,6 +80,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
     See Also
     --------
     KernelClassifier : the same for classes.
+    linattn.kernels.local_regression : the same on any array library.
     linattn.softmax_attention, linattn.feature_maps.LandmarkFeatures : what it computes by.
 
     Notes
@@ -93,6 +103,9 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
     Landmarks are biased. They fail where a bandwidth is narrow: a mean over a few near rows is not
     seen by m points for all rows. ``error_`` says so, and "auto" then takes exact.
 
+    Lines are computed in float64, by weighted means of ``d^2 + d k`` more numbers than the targets.
+    Their bandwidth may be wider, and is chosen anew by "loo".
+
     Time O(N n (d + k)) for N queries exactly and O(N m (d + k)) by landmarks; fitting these takes
     O(n m d), "loo" ``19 n (d + k)`` for each row left out. Memory O(n (d + k)), nothing that grows
     with N n.
@@ -112,6 +125,39 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
     """
 
     _num_outputs: int | None
+
+    def __init__(
+        self,
+        bandwidth: float | ArrayLike | str = "loo",
+        *,
+        degree: int = 0,
+        method: str = "auto",
+        num_landmarks: int = 256,
+        tolerance: float = 0.05,
+        loo_samples: int = 1000,
+        ridge: float = RIDGE,
+        random_state: Any = None,
+    ) -> None:
+        self.degree = degree
+        self.ridge = ridge
+        super().__init__(
+            bandwidth,
+            method=method,
+            num_landmarks=num_landmarks,
+            tolerance=tolerance,
+            loo_samples=loo_samples,
+            random_state=random_state,
+        )
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        if self.degree not in (0, 1) or isinstance(self.degree, bool):
+            message = f"degree must be 0 or 1, got {self.degree!r}"
+            raise ValueError(message)
+        _checks.check_finite_number("ridge", self.ridge, positive=True)
+
+    def _ridge(self) -> float | None:
+        return float(self.ridge) if self.degree == 1 else None
 
     @_arrays.on_array_device
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:

@@ -68,6 +68,10 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
         """Return what is subtracted from the targets, (k,)."""
         raise NotImplementedError
 
+    def _ridge(self) -> float | None:
+        """Return the penalty of the slopes of lines; None for weighted means."""
+        return None
+
     def _has_rows(self) -> bool:
         return "_rows" in vars(self)
 
@@ -117,10 +121,12 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
         generator, tried = make_generator(self.random_state), None
         if isinstance(self.bandwidth, str) and self.bandwidth == "loo":
             order = generator.permutation(len(rows.X))
-            tried = leave_one_out(*rows, np.sort(order[: self.loo_samples]))
+            tried = leave_one_out(*rows, np.sort(order[: self.loo_samples]), self._ridge())
         bandwidth = self._given_bandwidth() if tried is None else tried.best
-        coordinates = Coordinates(np.mean(rows.X, axis=0, dtype=float), bandwidth, rows.X.dtype)
-        method = Method(self.method, self.num_landmarks, self.tolerance)
+        # Moments of lines are subtracted, which costs digits.
+        dtype = rows.X.dtype if self._ridge() is None else np.float64
+        coordinates = Coordinates(np.mean(rows.X, axis=0, dtype=float), bandwidth, dtype)
+        method = Method(self.method, self.num_landmarks, self.tolerance, self._ridge())
         smoother = make_smoother(rows, coordinates, self._offset(rows), method, generator)
         return Choice(smoother, bandwidth, tried)
 

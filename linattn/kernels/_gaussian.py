@@ -1,0 +1,203 @@
+"""The Gaussian kernel as softmax attention, with logits that lose no digits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from linattn import _arrays, _checks
+from linattn.functional import softmax_attention
+from linattn.typing import Array
+
+__all__ = [
+    "Gaussian",
+    "check_points",
+    "joined",
+    "log_weights",
+    "matching",
+    "persisted",
+    "with_mean_zero",
+]
+
+
+def check_points(**named: Any) -> tuple[ModuleType, list[Array], Any]:
+    """Check arrays of points, and return them as they are computed with, and their dtype.
+
+    That is float64, or float32 where the library has no float64 (JAX, unless it is switched on).
+    """
+    xp, arrays = _checks.check_arrays(**named)
+    dtype = arrays[0].dtype
+    floats = xp.__array_namespace_info__().dtypes(kind="real floating")
+    wide = xp.float64 if "float64" in floats else xp.float32
+    shapes = {name: array.shape for name, array in zip(named, arrays, strict=True)}
+    (first, (*_, d)), *rest = shapes.items()
+    for name, shape in rest[:1]:
+        if shape[-1] != d:
+            message = f"{name} must have the {d} coordinates of {first}, got shape {tuple(shape)}"
+            raise ValueError(message)
+    return xp, [xp.astype(array, wide, copy=False) for array in arrays], dtype
+
+
+def joined(parts: list[Array]) -> Array:
+    """Join arrays along their last axis, in one chunk there."""
+    together: Any = _arrays.namespace(parts[0]).concat(parts, axis=-1)
+    return together.rechunk({-1: -1}) if hasattr(together, "rechunk") else together
+
+
+def persisted(array: Any) -> Array:
+    """Compute an array of Dask, else each step of a loop would be computed anew by the next."""
+    return array.persist() if hasattr(array, "persist") else array
+
+
+def matching(name: str, array: Any, points: Array) -> Array:
+    """Bring numbers to the library, dtype and device of the points: they may be Python's."""
+    xp = _arrays.namespace(points)
+    if isinstance(array, float | int | list | tuple | np.ndarray | np.generic):
+        host, device = np.asarray(array, dtype=np.float64), array_api_compat.device(points)
+        return _arrays.device_array(host, xp, points.dtype, device)
+    _checks.check_together("points", points, name, array)
+    return xp.astype(array, points.dtype, copy=False)
+
+
+def log_weights(
+    name: str, weights: Any, points: Array, key_mask: Array | None = None, *, total_one: bool
+) -> Array:
+    """Return log weights of points, ``(..., n)``: -inf where the weight is 0 or the mask False."""
+    xp = _arrays.namespace(points)
+    if weights is None:
+        weights = xp.ones_like(points[..., 0])
+    else:
+        weights = matching(name, weights, points)
+        if weights.ndim == 0 or weights.shape[-1] != points.shape[-2]:
+            message = (
+                f"{name} must have one number for each of {points.shape[-2]} points, got shape "
+                f"{tuple(weights.shape)}"
+            )
+            raise ValueError(message)
+        if not _arrays.is_lazy(weights) and not bool(xp.all((weights >= 0) & (weights < xp.inf))):
+            message = f"{name} must be finite and not negative, got others; mend them first"
+            raise ValueError(message)
+    if key_mask is not None:
+        mask = _checks.check_key_mask(key_mask, points, xp, query_len=None)[..., 0]
+        weights = xp.where(mask, weights, xp.zeros_like(weights))
+    if total_one:
+        weights = weights / xp.sum(weights, axis=-1, keepdims=True)
+    there = weights > 0
+    logs = xp.log(xp.where(there, weights, xp.ones_like(weights)))
+    return xp.where(there, logs, xp.full_like(logs, -float("inf")))
+
+
+def with_mean_zero(points: Array, log_weight: Array) -> tuple[Array, Array]:
+    """Return points less their mean, 0 where the weight is 0, and the mean, ``(..., 1, d)``."""
+    xp = _arrays.namespace(points)
+    there = (log_weight > -float("inf"))[..., None]
+    points = xp.where(there, points, xp.zeros_like(points))
+    count = xp.sum(xp.astype(there, points.dtype), axis=-2, keepdims=True)
+    # A sum would overflow before the points do.
+    centre = xp.sum(points / xp.maximum(count, xp.ones_like(count)), axis=-2, keepdims=True)
+    return xp.where(there, points - centre, xp.zeros_like(points)), centre
+
+
+def _positive(bandwidth: Any, points: Array) -> Array:
+    """Check a bandwidth: one number, or one for each coordinate."""
+    if isinstance(bandwidth, float | int | np.floating | np.integer):
+        _checks.check_finite_number("bandwidth", bandwidth, positive=True)
+    h = matching("bandwidth", bandwidth, points)
+    if h.ndim > 1 or (h.ndim == 1 and h.shape[0] not in (1, points.shape[-1])):
+        message = (
+            f"bandwidth must be a number or one for each of {points.shape[-1]} coordinates, got "
+            f"shape {tuple(h.shape)}"
+        )
+        raise ValueError(message)
+    xp = _arrays.namespace(points)
+    if not _arrays.is_lazy(h) and not bool(xp.all((h > 0) & (h < xp.inf))):
+        message = "bandwidth must be positive and finite, got other numbers"
+        raise ValueError(message)
+    return h
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Keys y of the kernel ``exp(-|x - y|^2 / 2)`` over the bandwidth, prepared for many queries.
+
+    Attributes
+    ----------
+    centre : array, (..., 1, d)
+        Subtracted from all points.
+    bandwidth : array, () or (d,)
+        Divides what remains.
+    coordinates : array, (..., n, d)
+        Keys less the centre, over the bandwidth.
+    log_weight : array, (..., n)
+        Added to the logarithm of the kernel.
+    """
+
+    centre: Array
+    bandwidth: Array
+    coordinates: Array
+    log_weight: Array
+
+    @classmethod
+    def of(cls, key: Array, bandwidth: Any, log_weight: Array) -> Gaussian:
+        """Prepare keys."""
+        h = _positive(bandwidth, key)
+        centred, centre = with_mean_zero(key, log_weight)
+        return cls(centre, h, _clipped(centred / h), log_weight)
+
+    def of_query(self, query: Array) -> Array:
+        """Return coordinates of queries, as those of the keys."""
+        return _clipped((query - self.centre) / self.bandwidth)
+
+    def read(
+        self, coordinates: Array, value: Array | None = None, bias: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Return weighted means of the values, (..., N, e), and log sums of weights, (..., N).
+
+        ``bias``, (..., n), is added to the log weights.
+        """
+        if value is None:
+            value = self.coordinates[..., :1] * 0
+        return softmax_attention(
+            _factors(coordinates, is_key=False),
+            _factors(self.coordinates, is_key=True),
+            value,
+            scale=1.0,
+            key_bias=self.log_weight if bias is None else self.log_weight + bias,
+            return_log_normalizer=True,
+        )
+
+
+def _clipped(u: Array) -> Array:
+    """Keep squares finite: whatever lies so far out has density 0."""
+    xp = _arrays.namespace(u)
+    most = math.sqrt(xp.finfo(u.dtype).max) / (8 * u.shape[-1])
+    return xp.clip(u, -most, most)
+
+
+def _factors(u: Array, *, is_key: bool) -> Array:
+    r"""Return rows whose inner products are ``-|u - v|^2 / 2``, (..., n, 3 d + 4).
+
+    ``u.v - |u|^2 / 2 - |v|^2 / 2`` loses digits where u and v are long and near. So each
+    coordinate is split into a few leading bits a and the rest r, ``u = a + r``. Products of leading
+    bits are exact and come first, so that ``a.b - |a|^2 / 2 - |b|^2 / 2`` is rounded nowhere; what
+    is added is small. Rump, Ogita and Oishi, "Accurate Floating-Point Summation Part I" (2008),
+    algorithm 3.2, is the split.
+    """
+    xp = _arrays.namespace(u)
+    bits = 53 if u.dtype == xp.float64 else 24
+    leading = (bits - 2) // 2
+    # Not the largest: JAX's gradient of a maximum may divide 0 by 0 inside jit.
+    sigma = xp.sum(xp.abs(u), axis=-1, keepdims=True) * (3.0 * 2.0 ** (bits - leading - 1))
+    a = (u + sigma) - sigma
+    r = u - a
+    unit = xp.ones_like(u[..., :1])
+    exact = -xp.sum(a * a, axis=-1, keepdims=True) / 2
+    small = -xp.sum(a * r + r * r / 2, axis=-1, keepdims=True)
+    if is_key:
+        return joined([a, exact, unit, r, u, small, unit])
+    return joined([a, unit, exact, a, r, unit, small])
