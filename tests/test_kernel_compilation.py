@@ -87,7 +87,7 @@ SHIPPED = [
     ("steps.cu", {"INPUT": 1, "MAP": 0, "WARPS": 8, "COLUMNS": 4}, 128),
     ("steps.cu", {"INPUT": 1, "MAP": 1, "WARPS": 8, "COLUMNS": 16}, 128),
     ("steps.cu", {"INPUT": 2, "MAP": 2, "WARPS": 8, "COLUMNS": 5}, 128),
-    ("features.cu", {"WARPS": 8}, 64),
+    ("features.cu", {"WARPS": 8}, 80),
 ]
 
 

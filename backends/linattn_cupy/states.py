@@ -38,6 +38,9 @@ __all__ = ["divide", "float32_attention", "read_block", "reduce_block"]
 
 WARPS = 8
 THREADS = 32 * WARPS
+COPIES_AT_ONCE = 8
+"""As in features.cu: elements that a thread of a copy takes."""
+
 QUERIES_SHARE = "heads of queries share a state"
 
 _State = tuple[Array, Array]
@@ -50,14 +53,14 @@ def _launch(function: str, blocks: int, args: list[Any]) -> None:
     )
 
 
-def _elements(count: int) -> int:
-    """Blocks of threads that take an element each."""
-    return -(-count // THREADS)
+def _elements(heads: int, count: int, each: int = 1) -> int:
+    """Blocks of threads that take so many elements each of the `count` elements of a head."""
+    return heads * -(-count // (THREADS * each))
 
 
-def _rows(count: int) -> int:
-    """Blocks of threads whose warps take a row each."""
-    return -(-count // WARPS)
+def _rows(heads: int, count: int) -> int:
+    """Blocks of threads whose warps take one of the `count` rows of a head each."""
+    return heads * -(-count // WARPS)
 
 
 def _int32(*sizes: int) -> list[np.int32]:
@@ -96,8 +99,8 @@ class _Tokens:
         n, width = self._array[..., rows, :].shape[-2:]
         packed = device.empty((self.heads.total, n, width), "float32")
         args = [*self.view(rows), *self.heads.args, *log_weights]
-        args += [np.int64(packed.size), *_int32(n, width), packed]
-        _launch("pack_rows", _elements(packed.size), args)
+        args += [*_int32(n, width), packed]
+        _launch("pack_rows", _elements(self.heads.total, n * width, COPIES_AT_ONCE), args)
         return packed
 
 
@@ -114,8 +117,8 @@ class _Side:
         heads, n, d = x.shape
         u = device.empty((heads, n, self.features), "float32")
         if self.map.projection is None:
-            sizes = [np.int64(x.size), *_int32(n, d, FAMILIES[self.family])]
-            _launch("log_activations", _elements(x.size), [*_steps(x, 2), *sizes, u])
+            args = [*_steps(x, 2), *_int32(n, d, FAMILIES[self.family]), u]
+            _launch("log_activations", _elements(heads, n * d, COPIES_AT_ONCE), args)
         else:
             multiply(x, self.map.projection, u)
         return u
@@ -238,8 +241,8 @@ def _add_block(
             device.empty((heads, tiles, m), "float32"),
         )
     after = device.empty(kvz.shape, "float32"), device.empty(shifts.shape, "float32")
-    args = [kvz, shifts, scales, np.int64(kvz.size), *_int32(tiles, m, columns)]
-    _launch("scan_tiles", _elements(kvz.size), [*args, kv, z, *before, *after])
+    args = [kvz, shifts, scales, *_int32(tiles, m, columns), kv, z, *before, *after]
+    _launch("scan_tiles", _elements(heads, m * columns), args)
     return after, _Tiles(u, values, scales, kv, z, before) if is_causal else None
 
 
@@ -253,9 +256,9 @@ def _query_weights(
     side, x = queries.side, queries.tokens.part(block.rows)
     u = side.logits(x)
     heads, n, m = u.shape
-    args = [u, *_steps(x, 2), *side.offsets, *read, np.int64(heads * n)]
+    args = [u, *_steps(x, 2), *side.offsets, *read]
     args += [*_int32(n, block.tile, x.shape[-1], m), side.curvature, np.int32(out.divides)]
-    _launch("query_weights", _rows(heads * n), [*args, *_steps(dens, 2), *_steps(out.norms, 1)])
+    _launch("query_weights", _rows(heads, n), [*args, *_steps(dens, 2), *_steps(out.norms, 1)])
     return u
 
 
@@ -292,8 +295,7 @@ def _scan_block(
 
     scores = device.empty((heads * n // tile, tile, tile), "float32")
     multiply(u, seen.weights.reshape(-1, tile, m), scores, transpose_b=True)
-    args = [scores, np.int64(heads * n), np.int32(tile), dens]
-    _launch("causal_scores", _rows(heads * n), args)
+    _launch("causal_scores", _rows(len(scores), tile), [scores, np.int32(tile), dens])
     multiply(scores, seen.values.reshape(-1, tile, e), nums)
     multiply(u, seen.kv, nums, add=True)
 
@@ -499,6 +501,6 @@ def divide(part: Partial, out: Array | None = None) -> Any:
     device.require(same and is_dense, "rows are converted or copied")
     heads = heads_of(tuple(lead))
     args = [*view(heads, num_den), *view(heads, to), *heads.args]
-    args += [np.int64(to.size), *_int32(n, columns - 1)]
-    _launch(f"divide_rows_{dtype}", _elements(to.size), args)
+    args += _int32(n, columns - 1)
+    _launch(f"divide_rows_{dtype}", _elements(heads.total, n * (columns - 1)), args)
     return to if out is None else None

@@ -16,23 +16,47 @@
 namespace {
 
 constexpr int THREADS = WARPS * WARP;
+// Loads that a lane has in flight: logits that are read, or replaced, rows whose squares are summed, elements
+// that are copied. A multiprocessor must have about 20 KB under way, and may have two blocks only.
+constexpr int ROWS_AT_ONCE = 16, WEIGHTS_AT_ONCE = 8, SQUARES_AT_ONCE = 8, COPIES_AT_ONCE = 8;
 
-// The warp of a row of all heads, a warp each.
-__device__ __forceinline__ i64 row_of_warp() {
-    return static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
-}
+// Elements of the rows of one head, (n, width), that a block takes. Divisions of 64 bits are many
+// instructions: a thread makes them once.
+struct Elements {
+    i64 head;
+    i64 first;  // the block's first element in its head
+    i64 token;  // its row
+    u32 column;
+    int count;
 
-__device__ __forceinline__ i64 thread_of_grid() { return static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; }
+    __device__ __forceinline__ Elements(int n, int width, int most) {
+        const i64 size = static_cast<i64>(n) * width;
+        const u32 blocks = static_cast<u32>((size + most - 1) / most);
+        head = blockIdx.x / blocks;
+        first = static_cast<i64>(blockIdx.x % blocks) * most;
+        token = first / width;
+        column = static_cast<u32>(first - token * width);
+        count = static_cast<int>(min(size - first, static_cast<i64>(most)));
+    }
+};
 
-// -curvature |x|^2 / 2, by all lanes of a warp. A square that overflows becomes NaN: its features are not
-// known to be zero.
-__device__ __forceinline__ float square_term(const float* x, int d, float curvature) {
+// The row of a head that a warp takes, where a head has n of them.
+struct WarpRow {
+    i64 head;
+    int row;
+
+    __device__ __forceinline__ explicit WarpRow(int n) {
+        const u32 blocks = (static_cast<u32>(n) + WARPS - 1) / WARPS;
+        head = blockIdx.x / blocks;
+        row = static_cast<int>(blockIdx.x % blocks * WARPS + threadIdx.x / WARP);
+    }
+};
+
+// -curvature |x|^2 / 2 from the sums of squares of the lanes of a warp. A square that overflows becomes NaN: its
+// features are not known to be zero.
+__device__ __forceinline__ float square_term(float sum, float curvature) {
     if (curvature == 0.0f) {
         return 0.0f;
-    }
-    float sum = 0.0f;
-    for (int i = threadIdx.x % WARP; i < d; i += WARP) {
-        sum = fmaf(x[i], x[i], sum);
     }
     sum = warp_sum(sum) * -0.5f * curvature;
     return sum + (sum - sum);
@@ -57,28 +81,42 @@ __device__ __forceinline__ float over_warps(float x, float (&numbers)[WARPS][WAR
 // Rows (heads, n, width) put one behind the other, those of log weight -inf (`weights`, (heads, n), or null) as zeros.
 KERNEL __launch_bounds__(THREADS)
     pack_rows(const float* __restrict__ x, i64 x_0, i64 x_1, i64 x_2, i64 x_row, i64 n1, i64 n2,
-              const float* __restrict__ weights, i64 weights_head, i64 count, int n, int width,
-              float* __restrict__ packed) {
-    const i64 i = thread_of_grid();
-    if (i >= count) {
-        return;
+              const float* __restrict__ weights, i64 weights_head, int n, int width, float* __restrict__ packed) {
+    const Elements part(n, width, COPIES_AT_ONCE * THREADS);
+    const i64 head = part.head;
+    x += OFFSET(x) + part.token * x_row;
+    weights = weights == nullptr ? weights : weights + head * weights_head + part.token;
+    packed += head * n * width + part.first;
+    float entries[COPIES_AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
+        const int i = k * THREADS + threadIdx.x;
+        const u32 place = part.column + i, token = place / width;
+        const bool seen = i < part.count && (weights == nullptr || weights[token] != -INFINITE);
+        entries[k] = seen ? x[token * x_row + place % width] : 0.0f;
     }
-    const i64 row = i / width, head = row / n, token = row % n;
-    const bool seen = weights == nullptr || weights[head * weights_head + token] != -INFINITE;
-    packed[i] = seen ? x[OFFSET(x) + token * x_row + i % width] : 0.0f;
+#pragma unroll
+    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
+        const int i = k * THREADS + threadIdx.x;
+        if (i < part.count) {
+            packed[i] = entries[k];
+        }
+    }
 }
 
-#define DIVIDE_ROWS(name, Real)                                                                                 \
-    KERNEL __launch_bounds__(THREADS)                                                                           \
-        name(const Real* __restrict__ num_den, i64 num_den_0, i64 num_den_1, i64 num_den_2, i64 num_den_row,   \
-             Real* __restrict__ output, i64 output_0, i64 output_1, i64 output_2, i64 output_row, i64 n1,      \
-             i64 n2, i64 count, int n, int e) {                                                                 \
-        const i64 i = thread_of_grid();                                                                         \
-        if (i < count) {                                                                                        \
-            const i64 row = i / e, head = row / n, token = row % n;                                             \
-            const Real* from = num_den + OFFSET(num_den) + token * num_den_row;                                 \
-            output[OFFSET(output) + token * output_row + i % e] = divide(from[i % e], from[e]);                 \
-        }                                                                                                       \
+#define DIVIDE_ROWS(name, Real)                                                                               \
+    KERNEL __launch_bounds__(THREADS)                                                                         \
+        name(const Real* __restrict__ num_den, i64 num_den_0, i64 num_den_1, i64 num_den_2, i64 num_den_row, \
+             Real* __restrict__ output, i64 output_0, i64 output_1, i64 output_2, i64 output_row, i64 n1,    \
+             i64 n2, int n, int e) {                                                                          \
+        const Elements part(n, e, THREADS);                                                                   \
+        const i64 head = part.head;                                                                           \
+        if (static_cast<int>(threadIdx.x) < part.count) {                                                     \
+            const u32 place = part.column + threadIdx.x, x = place % e;                                       \
+            const i64 token = part.token + place / e;                                                         \
+            const Real* from = num_den + OFFSET(num_den) + token * num_den_row;                               \
+            output[OFFSET(output) + token * output_row + x] = divide(from[x], from[e]);                       \
+        }                                                                                                     \
     }
 
 // Numerators over denominators, (heads, n, e + 1) to (heads, n, e), for blocks of the generic code.
@@ -87,11 +125,23 @@ DIVIDE_ROWS(divide_rows_float64, double)
 
 // Logits of maps of coordinates, (heads, n, d): u = log f(x), f = elu + 1 (map 1) or relu (map 2).
 KERNEL __launch_bounds__(THREADS)
-    log_activations(const float* __restrict__ x, ROWS(x), i64 count, int n, int d, int map, float* __restrict__ u) {
-    const i64 i = thread_of_grid();
-    if (i < count) {
-        const i64 row = i / d;
-        u[i] = log_activation(map, x[row / n * x_head + row % n * x_row + i % d]);
+    log_activations(const float* __restrict__ x, ROWS(x), int n, int d, int map, float* __restrict__ u) {
+    const Elements part(n, d, COPIES_AT_ONCE * THREADS);
+    x += part.head * x_head + part.token * x_row;
+    u += part.head * n * d + part.first;
+    float entries[COPIES_AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
+        const int i = k * THREADS + threadIdx.x;
+        const u32 place = part.column + i, token = place / d;
+        entries[k] = i < part.count ? x[token * x_row + place % d] : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
+        const int i = k * THREADS + threadIdx.x;
+        if (i < part.count) {
+            u[i] = log_activation(map, entries[k]);
+        }
     }
 }
 
@@ -108,21 +158,41 @@ KERNEL __launch_bounds__(THREADS)
     weights = weights == nullptr ? weights : weights + head * weights_head + first;
     col += (spec_heads == 1 ? 0 : head) * m;
     terms += head * n + first;
-    for (int j = warp; j < tile; j += WARPS) {
-        float term = weights == nullptr ? 0.0f : weights[j];
-        if (term != -INFINITE) {
-            term += square_term(x + j * x_row, d, curvature);
+    for (int row = warp; row < tile; row += WARPS * SQUARES_AT_ONCE) {
+        float squares[SQUARES_AT_ONCE] = {};
+        for (int i = lane; curvature != 0.0f && i < d; i += WARP) {
+#pragma unroll
+            for (int k = 0; k < SQUARES_AT_ONCE; ++k) {
+                const int j = row + k * WARPS;
+                const float entry = j < tile ? x[j * x_row + i] : 0.0f;
+                squares[k] = fmaf(entry, entry, squares[k]);
+            }
         }
-        if (lane == 0) {
-            terms[j] = term;
+#pragma unroll
+        for (int k = 0; k < SQUARES_AT_ONCE; ++k) {
+            const int j = row + k * WARPS;
+            const float term = square_term(squares[k], curvature);
+            if (lane == 0 && j < tile) {
+                const float weight = weights == nullptr ? 0.0f : weights[j];
+                terms[j] = weight == -INFINITE ? weight : weight + term;
+            }
         }
     }
     block_sync();
     for (int r = lane; r - lane < m; r += WARP) {
+        const float offset = r < m ? col[r] : 0.0f;
         float top = -INFINITE;
-        for (int j = warp; r < m && j < tile; j += WARPS) {
-            if (terms[j] != -INFINITE) {
-                top = fmaxf(top, u[static_cast<i64>(j) * m + r] + col[r] + terms[j]);
+        for (int row = warp; r < m && row < tile; row += WARPS * ROWS_AT_ONCE) {
+            const float* from = u + static_cast<i64>(row) * m + r;
+            float entries[ROWS_AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < ROWS_AT_ONCE; ++k) {
+                entries[k] = row + k * WARPS < tile ? from[k * WARPS * m] : 0.0f;
+            }
+#pragma unroll
+            for (int k = 0; k < ROWS_AT_ONCE; ++k) {
+                const float term = row + k * WARPS < tile ? terms[row + k * WARPS] : -INFINITE;
+                top = term == -INFINITE ? top : fmaxf(top, entries[k] + offset + term);
             }
         }
         top = over_warps<true>(top, numbers);
@@ -134,10 +204,10 @@ KERNEL __launch_bounds__(THREADS)
 
 // Weights of keys, and of each tile the scale c_k and the sum of its weights, both (heads, tiles, m).
 // `shifts`, (heads, m): those of the state before the block. A block takes a tile.
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 4)
     key_weights(float* __restrict__ u, const float* __restrict__ terms, const float* __restrict__ col, i64 spec_heads,
                 const float* __restrict__ tops, const float* __restrict__ shifts, int n, int tile, int m,
-                int is_causal, float* __restrict__ scales, float* __restrict__ sums) {
+                int is_causal, float* scales, float* __restrict__ sums) {
     __shared__ float numbers[WARPS][WARP];
     const int tiles = n / tile, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i64 head = blockIdx.x / tiles;
@@ -146,22 +216,39 @@ KERNEL __launch_bounds__(THREADS)
     terms += head * n + static_cast<i64>(number) * tile;
     col += (spec_heads == 1 ? 0 : head) * m;
     tops += head * tiles * m;
-    for (int r = lane; r - lane < m; r += WARP) {
-        float top = r < m ? shifts[head * m + r] : -INFINITE;
-        for (int k = warp; r < m && k <= last; k += WARPS) {
+    scales += static_cast<i64>(blockIdx.x) * m;
+    for (int r = threadIdx.x; r < m; r += THREADS) {
+        float top = shifts[head * m + r];
+#pragma unroll 4
+        for (int k = 0; k <= last; ++k) {
             top = fmaxf(top, tops[static_cast<i64>(k) * m + r]);
         }
-        top = over_warps<true>(top, numbers);
-        const float shift = finite_shift(top);
+        scales[r] = top;
+    }
+    block_sync();
+    for (int r = lane; r - lane < m; r += WARP) {
+        const float offset = r < m ? col[r] : 0.0f, shift = r < m ? finite_shift(scales[r]) : 0.0f;
         float sum = 0.0f;
-        for (int j = warp; r < m && j < tile; j += WARPS) {
-            float* entry = u + static_cast<i64>(j) * m + r;
-            *entry = terms[j] == -INFINITE ? 0.0f : expf(*entry + col[r] + terms[j] - shift);
-            sum += *entry;
+        for (int row = warp; r < m && row < tile; row += WARPS * WEIGHTS_AT_ONCE) {
+            float* place = u + static_cast<i64>(row) * m + r;
+            float entries[WEIGHTS_AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < WEIGHTS_AT_ONCE; ++k) {
+                entries[k] = row + k * WARPS < tile ? place[k * WARPS * m] : 0.0f;
+            }
+#pragma unroll
+            for (int k = 0; k < WEIGHTS_AT_ONCE; ++k) {
+                if (row + k * WARPS >= tile) {
+                    break;
+                }
+                const float term = terms[row + k * WARPS];
+                const float weight = term == -INFINITE ? 0.0f : expf(entries[k] + offset + term - shift);
+                place[k * WARPS * m] = weight;
+                sum += weight;
+            }
         }
         sum = over_warps<false>(sum, numbers);
         if (warp == 0 && r < m) {
-            scales[static_cast<i64>(blockIdx.x) * m + r] = top;
             sums[static_cast<i64>(blockIdx.x) * m + r] = sum;
         }
     }
@@ -173,33 +260,48 @@ KERNEL __launch_bounds__(THREADS)
 // A thread takes an entry.
 KERNEL __launch_bounds__(THREADS)
     scan_tiles(const float* __restrict__ state, const float* __restrict__ shifts, const float* __restrict__ scales,
-               i64 count, int tiles, int m, int columns, float* __restrict__ kv, float* __restrict__ z,
+               int tiles, int m, int columns, float* __restrict__ kv, float* __restrict__ z,
                float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
                float* __restrict__ after_shifts) {
-    const i64 i = thread_of_grid();
-    if (i >= count) {
+    constexpr int AT_ONCE = 4;
+    const Elements part(m, columns, THREADS);
+    if (static_cast<int>(threadIdx.x) >= part.count) {
         return;
     }
-    const int x = i % columns;
-    const i64 row = i / columns, head = row / m, r = row % m;
+    const u32 place = part.column + threadIdx.x, x = place % columns;
+    const i64 head = part.head, r = part.token + place / columns, row = head * m + r, i = row * columns + x;
+    // Entry and step of the sums of this column.
+    const bool is_last = x + 1 == columns;
+    float* sums = is_last ? z : kv + x;
+    const int step = is_last ? 1 : columns - 1;
     float entry = state[i], shift = shifts[row];
-#pragma unroll 2  // more take registers
-    for (int k = 0; k < tiles; ++k) {
-        const i64 in_tile = (head * tiles + k) * m + r;
-        float* sum = x + 1 == columns ? z + in_tile : kv + in_tile * (columns - 1) + x;
-        if (before != nullptr) {
-            before[in_tile * columns + x] = entry;
-            if (x == 0) {
-                before_shifts[in_tile] = shift;
+    for (int first = 0; first < tiles; first += AT_ONCE) {
+        float scale[AT_ONCE], added[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const i64 in_tile = (head * tiles + min(first + k, tiles - 1)) * m + r;
+            scale[k] = scales[in_tile];
+            added[k] = sums[in_tile * step];
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            if (first + k == tiles) {
+                break;
             }
+            const i64 in_tile = (head * tiles + first + k) * m + r;
+            if (before != nullptr) {
+                before[in_tile * columns + x] = entry;
+                if (x == 0) {
+                    before_shifts[in_tile] = shift;
+                }
+            }
+            entry *= expf(shift - finite_shift(scale[k]));
+            if (before != nullptr) {
+                sums[in_tile * step] = entry;
+            }
+            entry += added[k];
+            shift = scale[k];
         }
-        const float scale = scales[in_tile], added = *sum;
-        entry *= expf(shift - finite_shift(scale));
-        if (before != nullptr) {
-            *sum = entry;
-        }
-        entry += added;
-        shift = scale;
     }
     after[i] = entry;
     if (x == 0) {
@@ -211,18 +313,18 @@ KERNEL __launch_bounds__(THREADS)
 // the normalizers `z` (an element of a row of `z_step`), `norms` (heads, n) the log of each row. With `divides`
 // the weights are divided by it, so that their product with the state is the output, and `norms` get its log too;
 // `dens` and `norms` may be null.
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 6)
     query_weights(float* __restrict__ u, const float* __restrict__ x, ROWS(x), const float* __restrict__ col,
-                  i64 spec_heads, const float* __restrict__ scales, const float* __restrict__ z, i64 z_step, i64 rows,
+                  i64 spec_heads, const float* __restrict__ scales, const float* __restrict__ z, i64 z_step,
                   int n, int tile, int d, int m, float curvature, int divides, float* __restrict__ dens, ROWS(dens),
                   float* __restrict__ norms, i64 norms_head) {
-    const i64 row = row_of_warp();
-    if (row >= rows) {
+    const WarpRow own(n);
+    const int lane = threadIdx.x % WARP, token = own.row;
+    if (token >= n) {
         return;
     }
-    const int lane = threadIdx.x % WARP;
-    const i64 head = row / n, token = row % n, first = (head * (n / tile) + token / tile) * m;
-    u += row * m;
+    const i64 head = own.head, first = (head * (n / tile) + token / tile) * m;
+    u += (head * n + token) * m;
     scales += first;
     z += first * z_step;
     col += (spec_heads == 1 ? 0 : head) * m;
@@ -241,7 +343,12 @@ KERNEL __launch_bounds__(THREADS)
     for (int r = lane; divides && r < m; r += WARP) {
         u[r] = divide(u[r], den);
     }
-    const float term = norms == nullptr ? 0.0f : square_term(x + head * x_head + token * x_row, d, curvature);
+    float square = 0.0f;
+    x += head * x_head + token * x_row;
+    for (int i = lane; norms != nullptr && curvature != 0.0f && i < d; i += WARP) {
+        square = fmaf(x[i], x[i], square);
+    }
+    const float term = norms == nullptr ? 0.0f : square_term(square, curvature);
     if (lane == 0 && dens != nullptr) {
         dens[head * dens_head + token * dens_row] = den;
     }
@@ -250,26 +357,37 @@ KERNEL __launch_bounds__(THREADS)
     }
 }
 
-// Scores (rows, tile): 0 above the diagonal of each tile; the rest of a row is added to its denominator. A warp a row.
-KERNEL __launch_bounds__(THREADS)
-    causal_scores(float* __restrict__ scores, i64 rows, int tile, float* __restrict__ dens) {
-    const i64 row = row_of_warp();
-    if (row >= rows) {
+// Scores (tiles, tile, tile): 0 above each diagonal; the rest of a row is added to its denominator. A warp a row.
+KERNEL __launch_bounds__(THREADS) causal_scores(float* __restrict__ scores, int tile, float* __restrict__ dens) {
+    constexpr int AT_ONCE = 4;
+    const WarpRow own(tile);
+    const int lane = threadIdx.x % WARP;
+    if (own.row >= tile) {
         return;
     }
-    const int own = row % tile;
+    const i64 row = own.head * tile + own.row;
     scores += row * tile;
+    const float den = dens[row];
     float sum = 0.0f;
-    for (int j = threadIdx.x % WARP; j < tile; j += WARP) {
-        if (j > own) {
-            scores[j] = 0.0f;
-        } else {
-            sum += scores[j];
+    for (int first = lane; first < tile; first += AT_ONCE * WARP) {
+        float entries[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int j = first + k * WARP;
+            entries[k] = j <= own.row ? scores[j] : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int j = first + k * WARP;
+            sum += entries[k];
+            if (j > own.row && j < tile) {
+                scores[j] = 0.0f;
+            }
         }
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % WARP == 0) {
-        dens[row] += sum;
+    if (lane == 0) {
+        dens[row] = den + sum;
     }
 }
 
@@ -278,7 +396,7 @@ KERNEL __launch_bounds__(THREADS)
 // or has a denominator below (tiny / eps) (m N + z) although it sees a key: that may have underflowed on the scale
 // that the tile shares. `length`: tokens before the block; `before`, `before_shifts`: the state before each tile,
 // (heads, tiles, m, columns). A block takes a tile.
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 3)
     finish_rows(const float* __restrict__ nums, const float* __restrict__ dens, const float* __restrict__ logs,
                 const float* __restrict__ weights, i64 weights_head, const float* __restrict__ before,
                 const float* __restrict__ before_shifts, i64 length, int n, int tile, int m, int columns,
@@ -313,20 +431,48 @@ KERNEL __launch_bounds__(THREADS)
     for (int w = 0; w < WARPS; ++w) {
         terms += warp_terms[w];
     }
+    constexpr int AT_ONCE = 4;
     bool rejected = false;
-    for (int i = warp; i < tile; i += WARPS) {
-        const i64 row = head * n + first + i;
-        const float den = dens[row], *num = nums + row * (columns - 1);
-        float* to = output + head * output_head + (first + i) * output_row;
-        bool accepted = isfinite(den) && fabsf(den) >= TINY_OVER_EPS * terms;
+    nums += (head * n + first) * (columns - 1);
+    dens += head * n + first;
+    logs += head * n + first;
+    output += head * output_head + first * output_row;
+    for (int row = warp; row < tile; row += WARPS * AT_ONCE) {
+        float den[AT_ONCE];
+        bool accepted[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int i = min(row + k * WARPS, tile - 1);
+            den[k] = dens[i];
+            accepted[k] = isfinite(den[k]) && fabsf(den[k]) >= TINY_OVER_EPS * terms;
+            // All weights of the row are exactly 0, as those of zeros under relu are.
+            accepted[k] = accepted[k] || (den[k] == 0.0f && logs[i] == -INFINITE);
+        }
         for (int x = lane; x + 1 < columns; x += WARP) {
-            accepted = accepted && isfinite(num[x]);
-            to[x] = divide(num[x], den);
+            float num[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) {
+                num[k] = nums[static_cast<i64>(min(row + k * WARPS, tile - 1)) * (columns - 1) + x];
+            }
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) {
+                if (row + k * WARPS < tile) {
+                    accepted[k] = accepted[k] && isfinite(num[k]);
+                    output[(row + k * WARPS) * output_row + x] = divide(num[k], den[k]);
+                }
+            }
         }
-        if (lane == 0 && norms != nullptr) {
-            norms[head * norms_head + first + i] = logs[row] + logf(den);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int i = row + k * WARPS;
+            if (i >= tile) {
+                break;
+            }
+            if (lane == 0 && norms != nullptr) {
+                norms[head * norms_head + first + i] = logs[i] + logf(den[k]);
+            }
+            rejected = rejected || (!accepted[k] && i >= first_seen);
         }
-        rejected = rejected || (!accepted && i >= first_seen);
     }
     rejected = block_any(rejected);
     if (threadIdx.x == 0) {

@@ -362,6 +362,15 @@ __device__ __forceinline__ void merge_parts(Read& read, float* buffer, int strip
     }
 }
 
+// Whether relu is exactly 0 at all coordinates, as at those of padding: the row is then exactly 0 too.
+__device__ __forceinline__ bool has_no_feature(const u16* query) {
+    bool none = true;
+    for (int x = 0; x < D; ++x) {
+        none = none && input_to_float(query[x]) <= 0.0f;
+    }
+    return none;
+}
+
 // Write the rows of a strip. Returns whether this thread rejects one: it is not finite, or its
 // denominator is below `floor` although it sees a key.
 __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries, int strip, u16* output,
@@ -377,7 +386,7 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
             continue;
         }
         const float den = read.den[half];
-        bool accepted = fabsf(den) >= floor;
+        bool accepted = fabsf(den) >= floor || (MAP == 2 && den == 0.0f && has_no_feature(queries + row * DS));
         // As `divide` does, with one division a row: one an element takes as long as the products. A large
         // denominator is scaled down, as its inverse would be subnormal, which is 0 here.
         const float scale = fabsf(den) > 1e30f ? 0x1p-64f : 1.0f;
@@ -444,12 +453,13 @@ KERNEL __launch_bounds__(THREADS, 1)
         buffer ^= 1;
         copies_done();
         block_sync();
-        start_tile<T, D>(s.keys + buffer * T * DS, keys, key_row, first + T, end, head_dim, mask, mask_row);
-        start_tile<T, E>(s.values + buffer * T * ES, values, value_row, first + T, end, width, mask, mask_row);
+        if (first + T < end) {
+            start_tile<T, D>(s.keys + buffer * T * DS, keys, key_row, first + T, end, head_dim, mask, mask_row);
+            start_tile<T, E>(s.values + buffer * T * ES, values, value_row, first + T, end, width, mask, mask_row);
+        }
         prepare_keys(s, current_keys, current_values, curvature, first, end, mask, mask_row);
         block_sync();
         add_tokens<false, false, STRIPS>(state, s, current_keys, current_values, nullptr);
-        block_sync();
     }
     const i64 first_row = static_cast<i64>(blockIdx.x) * features;
     store_state(state, s, kvz + first_row * (value_dim + 1), shifts + first_row, features, value_dim, first_value);
@@ -539,14 +549,15 @@ KERNEL __launch_bounds__(THREADS, 1)
         buffer ^= 1;
         copies_done();
         block_sync();
-        start_tile<T, D>(s.queries + buffer * T * DS, queries, query_row, first + T, end, head_dim, nullptr, 0);
+        if (first + T < end) {
+            start_tile<T, D>(s.queries + buffer * T * DS, queries, query_row, first + T, end, head_dim, nullptr, 0);
+        }
         for (int strip = threadIdx.x / WARP; strip < T / 16; strip += WARPS) {
             Read read;
             read_strip<false>(read, s, current, nullptr, strip, 0, M, head_dim);
             write_strip(read, current, strip, output, norms, first, end, value_dim, first_value, curvature, 0.0f,
                         T);
         }
-        block_sync();
     }
 }
 
@@ -593,7 +604,7 @@ KERNEL __launch_bounds__(THREADS, 1)
         seen = seen || s.shifts[r] > -INFINITE;
         terms += fabsf(s.sums[r]);
     }
-    seen = block_any(seen);
+    seen = warp_any(seen);
     terms = warp_sum(terms);
     bool rejected = false;
     int buffer = 0;
@@ -634,12 +645,15 @@ KERNEL __launch_bounds__(THREADS, 1)
             }
         }
         seen = seen || first_seen < T;
-        block_sync();
     }
     if (rejected) {
         flags[blockIdx.x] = 1;
     }
-    if (segment + 1 == segments) {  // heads that share a state write the same
+    // Of heads that share a state the first one writes it.
+    const i64 rest = head / n2;
+    const bool writes = (state_0 != 0 || rest / n1 == 0) && (state_1 != 0 || rest % n1 == 0) &&
+                        (state_2 != 0 || head % n2 == 0);
+    if (segment + 1 == segments && writes) {
         const i64 last = OFFSET(state) * features;
         store_state(state, s, after + last * (value_dim + 1), after_shift + last, features, value_dim, first_value);
     }

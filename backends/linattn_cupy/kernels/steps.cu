@@ -82,10 +82,9 @@ __device__ __forceinline__ float row_term(const float* x, int d, float curvature
     return sum + (sum - sum);
 }
 
-// Largest over the block, in all its threads.
+// Largest over the block, in all its threads; a barrier stands between two calls.
 __device__ __forceinline__ float block_max(float x, float* warp_tops) {
     x = warp_max(x);
-    block_sync();
     if (threadIdx.x % WARP == 0) {
         warp_tops[threadIdx.x / WARP] = x;
     }
@@ -234,7 +233,6 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
     if (results.norm != nullptr && threadIdx.x == 0) {
         *results.norm = top + query_row + (results.num_den != nullptr ? 0.0f : logf(den));
     }
-    block_sync();
 }
 
 }  // namespace
