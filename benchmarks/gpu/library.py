@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
+import subprocess
 import sys
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,30 +17,17 @@ from benchmarks.gpu.paths import ROOT
 from linattn import _dispatch
 from linattn.typing import Declined
 
-__all__ = ["GENERIC", "CupyLibrary", "Library", "host_dtype", "register"]
+__all__ = [
+    "GENERIC",
+    "CupyLibrary",
+    "describe",
+    "host_dtype",
+    "register",
+]
+
 
 GENERIC = "generic code after kernels"
 """Stands among launches where kernels ran and left the result to generic code."""
-
-
-class Library(Protocol):
-    """Arrays on a device.
-
-    ``launches`` are the names of the kernels that were launched, and ``GENERIC``; where ``waits``
-    is set a launch waits for the device, so that the kernel that faults has a name.
-    """
-
-    launches: list[str]
-    waits: bool
-
-    def array(self, host: NDArray[Any], dtype: str) -> Any:
-        """Copy to the device; masks stay boolean."""
-
-    def numpy(self, array: Any) -> NDArray[Any]:
-        """Copy to the host, as float64."""
-
-    def poison(self, byte: int) -> None:
-        """Make what is allocated next hold this byte, NaN in every dtype if 0xFF."""
 
 
 def host_dtype(name: str) -> Any:
@@ -66,8 +55,36 @@ def register() -> bool:
     return True
 
 
+def describe() -> dict[str, Any]:
+    """Describe the first device, its software, and the kernels by their hashes."""
+    import cupy
+
+    from linattn_cupy.hardware import kernel_hashes
+
+    runtime = cupy.cuda.runtime
+    described = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
+    try:
+        commit = subprocess.run(described, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "kernels": kernel_hashes(),
+        "python": sys.version.split()[0],
+        "cupy": cupy.__version__,
+        "device": runtime.getDeviceProperties(0)["name"].decode(),
+        "cuda_driver": runtime.driverGetVersion(),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+    }
+
+
 class CupyLibrary:
-    """CuPy on the current device; so many bytes of memory are filled before a call."""
+    """CuPy on the current device; so many bytes of memory are filled before a call.
+
+    ``launches`` are the names of the kernels that were launched, and ``GENERIC``; where ``waits``
+    is set a launch waits for the device, so that the kernel that faults has a name.
+    """
 
     def __init__(self, poisoned: int = 2**28) -> None:
         import cupy

@@ -7,9 +7,7 @@ after they were rounded to their dtype.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +16,7 @@ from numpy.typing import NDArray
 import linattn
 from benchmarks.gpu import formulas
 from benchmarks.gpu.cases import STEPS, Case
-from benchmarks.gpu.library import GENERIC, Library, host_dtype
-from benchmarks.gpu.record import Item
+from benchmarks.gpu.library import GENERIC, CupyLibrary, host_dtype
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
 
 __all__ = [
@@ -27,10 +24,10 @@ __all__ = [
     "check",
     "feature_map_of",
     "host_inputs",
-    "items",
     "precision",
     "relative_error",
     "run",
+    "run_on",
 ]
 
 POISONS = (0xFF, 0)
@@ -58,12 +55,6 @@ class Inputs(NamedTuple):
     value: Any
     gradient: Any
     mask: Any
-
-
-def items(library: Library, cases: Iterable[Case]) -> Iterator[Item]:
-    """Yield a check a case."""
-    for case in cases:
-        yield Item(case.name, partial(check, library, case))
 
 
 def feature_map_of(name: str, dim: int, features: int) -> Any:
@@ -110,10 +101,9 @@ def row_error(got: Floats, wanted: Floats) -> float:
     return float(np.max(np.linalg.norm(got - wanted, axis=-1) / size, initial=0.0))
 
 
-def check(library: Library, case: Case) -> dict[str, Any]:
+def check(library: CupyLibrary, case: Case) -> dict[str, Any]:
     """Run a case twice and compare, with what is wanted and bitwise with each other."""
-    phi = _map_of(case)
-    host = host_inputs(case)
+    phi, host = _map_of(case), host_inputs(case)
     inputs = Inputs(*(_on_device(library, case, array) for array in host))
     runs, seconds = [], 0.0
     library.launches.clear()
@@ -150,7 +140,14 @@ def check(library: Library, case: Case) -> dict[str, Any]:
     }
 
 
-def _on_device(library: Library, case: Case, array: Any) -> Any:
+def run_on(library: CupyLibrary, case: Case) -> Results:
+    """Make the calls of a case; return all that comes out, by name."""
+    inputs = Inputs(*(_on_device(library, case, array) for array in host_inputs(case)))
+    with precision(case):
+        return run(case, _map_of(case), inputs)
+
+
+def _on_device(library: CupyLibrary, case: Case, array: Any) -> Any:
     if array is None or not case.moved_axes or array.dtype == bool:
         return None if array is None else library.array(array, case.dtype)
     return library.array(array.swapaxes(-2, -3), case.dtype).swapaxes(-2, -3)
@@ -324,7 +321,7 @@ def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Fl
     return {"output": whole.output}
 
 
-def _fetch(library: Library, results: Results) -> dict[str, Floats]:
+def _fetch(library: CupyLibrary, results: Results) -> dict[str, Floats]:
     """Copy to the host; states on their true scale: how they are split may differ."""
 
     def fetched(x: Any) -> Floats:
