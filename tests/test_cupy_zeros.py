@@ -31,8 +31,8 @@ def inputs(width: int = 24) -> list[np.ndarray]:
 def narrowed(arrays, **settings):
     """Return a causal problem of arrays that NumPy's own door does not let in."""
     query, key, value = arrays
-    wide = (x.astype(np.float32) for x in arrays)
-    problem = linear_problem(*wide, RELU, is_causal=True, **settings)
+    q, k, v = (x.astype(np.float32) for x in arrays)
+    problem = linear_problem(q, k, v, RELU, is_causal=True, **settings)
     return replace(problem, query=query, key=key, value=value)
 
 
@@ -44,8 +44,9 @@ def test_queries_without_features_are_not_computed_again(cupy_backend, dtype):
     )
     arrays = [x.astype(DTYPES[dtype]) for x in (query, key, value)]
     if dtype == "float32":
+        q, k, v = arrays
         out, log = linattn.linear_attention(
-            *arrays, RELU, is_causal=True, return_log_normalizer=True
+            q, k, v, RELU, is_causal=True, return_log_normalizer=True
         )
     else:
         out, _, log = fused.attention(narrowed(arrays, want_log=True))

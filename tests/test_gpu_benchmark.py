@@ -33,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "h100"
 ALL = {case.name: case for case in cases.cases()}
 
 
-class EmulatedLibrary:
+class EmulatedLibrary(library.CupyLibrary):
     """NumPy arrays in the place of CuPy's; kernels run by the emulator."""
 
     def __init__(self, launches):

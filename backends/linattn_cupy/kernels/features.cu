@@ -256,7 +256,7 @@ KERNEL __launch_bounds__(THREADS, 4)
 
 // From the state before a block, (heads, m, columns), to the one after it. `kv`, (heads, tiles, m, columns - 1),
 // and `z`, (heads, tiles, m), are sums over the tiles. With `before` they become what the queries of each tile
-// read, the state before it on the tile's scale, and `before` and `before_shifts` get that state on its own.
+// read, the state before it on the tile's scale, and `before` and `before_shifts` get that state on its place.
 // A thread takes an entry.
 KERNEL __launch_bounds__(THREADS)
     scan_tiles(const float* __restrict__ state, const float* __restrict__ shifts, const float* __restrict__ scales,
@@ -318,12 +318,12 @@ KERNEL __launch_bounds__(THREADS, 6)
                   i64 spec_heads, const float* __restrict__ scales, const float* __restrict__ z, i64 z_step,
                   int n, int tile, int d, int m, float curvature, int divides, float* __restrict__ dens, ROWS(dens),
                   float* __restrict__ norms, i64 norms_head) {
-    const WarpRow own(n);
-    const int lane = threadIdx.x % WARP, token = own.row;
+    const WarpRow place(n);
+    const int lane = threadIdx.x % WARP, token = place.row;
     if (token >= n) {
         return;
     }
-    const i64 head = own.head, first = (head * (n / tile) + token / tile) * m;
+    const i64 head = place.head, first = (head * (n / tile) + token / tile) * m;
     u += (head * n + token) * m;
     scales += first;
     z += first * z_step;
@@ -360,12 +360,12 @@ KERNEL __launch_bounds__(THREADS, 6)
 // Scores (tiles, tile, tile): 0 above each diagonal; the rest of a row is added to its denominator. A warp a row.
 KERNEL __launch_bounds__(THREADS) causal_scores(float* __restrict__ scores, int tile, float* __restrict__ dens) {
     constexpr int AT_ONCE = 4;
-    const WarpRow own(tile);
+    const WarpRow place(tile);
     const int lane = threadIdx.x % WARP;
-    if (own.row >= tile) {
+    if (place.row >= tile) {
         return;
     }
-    const i64 row = own.head * tile + own.row;
+    const i64 row = place.head * tile + place.row;
     scores += row * tile;
     const float den = dens[row];
     float sum = 0.0f;
@@ -374,13 +374,13 @@ KERNEL __launch_bounds__(THREADS) causal_scores(float* __restrict__ scores, int 
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const int j = first + k * WARP;
-            entries[k] = j <= own.row ? scores[j] : 0.0f;
+            entries[k] = j <= place.row ? scores[j] : 0.0f;
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const int j = first + k * WARP;
             sum += entries[k];
-            if (j > own.row && j < tile) {
+            if (j > place.row && j < tile) {
                 scores[j] = 0.0f;
             }
         }
