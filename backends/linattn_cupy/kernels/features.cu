@@ -256,7 +256,7 @@ KERNEL __launch_bounds__(THREADS, 4)
 
 // From the state before a block, (heads, m, columns), to the one after it. `kv`, (heads, tiles, m, columns - 1),
 // and `z`, (heads, tiles, m), are sums over the tiles. With `before` they become what the queries of each tile
-// read, the state before it on the tile's scale, and `before` and `before_shifts` get that state on its place.
+// read, the state before it on the tile's scale, and `before` and `before_shifts` get that state on its own.
 // A thread takes an entry.
 KERNEL __launch_bounds__(THREADS)
     scan_tiles(const float* __restrict__ state, const float* __restrict__ shifts, const float* __restrict__ scales,
