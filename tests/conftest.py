@@ -484,6 +484,33 @@ def recorded() -> Callable[..., Any]:
     return recorder
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `Device`: the launches of linattn_cupy on the fake GPU, and limits to set."""
+    from linattn_cupy import device
+    from tests.fake_gpu.device import Device
+
+    made = Device()
+    made.install(monkeypatch)
+    yield made
+    device._kernel.cache_clear()  # what a launch may have depends on the limits
+
+
+@pytest.fixture(autouse=True)
+def nothing_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the fake GPU: each array has memory of its own, and the interpreter finds no fault."""
+    if request.node.get_closest_marker("fake_gpu") is None:
+        yield
+        return
+    import cupy
+
+    findings = _load(TESTS / "fake_gpu" / "log.py").findings
+    findings()
+    with cupy.cuda.using_allocator(None):
+        yield
+    assert findings() == []
+
+
 @pytest.fixture(scope="session")
 def nvrtc() -> ModuleType:
     """The module `tests/nvrtc.py`: compile_kernel, Resources and CompilationError."""

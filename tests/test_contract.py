@@ -57,13 +57,6 @@ def test_numpy_keeps_it():
     assert report.reservation == ""
 
 
-def test_cupy_keeps_it(cupy_backend):
-    report = check_backend(
-        importlib.import_module("linattn_cupy"), num_problems=12, extras=["capture"]
-    )
-    assert report.passed, str(report)
-
-
 def test_a_third_party_keeps_it():
     module = backend(**{name: getattr(_generic, name) for name in GENERIC})
     report = check_backend(module, num_problems=30)

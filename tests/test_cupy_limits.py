@@ -1,7 +1,7 @@
 """Limits of devices, and first calls of threads: the real CuPy on the simulated driver.
 
-The driver checks launches and computes nothing, so each test asks which kernels were launched and
-what was raised or warned of, in a process of its own.
+Nothing is computed unless a test says so: each asks which kernels were launched and what was raised
+or warned of, in a process of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def on_simulated_driver(tmp_path):
 
     def run(program: str, **settings: str) -> list[str]:
         path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-        environment = {"PYTHONPATH": path, "FAKE_GPU_ENV": str(BUILT), **settings}
+        environment = {"PYTHONPATH": path, "FAKE_GPU_ENV": str(BUILT), "FAKE_GPU_COMPUTE": "0"}
+        environment |= settings
         finished = subprocess.run(
             [
                 str(RUN),

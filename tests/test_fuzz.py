@@ -315,11 +315,3 @@ def test_float32_gradients_in_other_libraries(library, name, data):
     case = data.draw(cases(name, 40))
     got = case.gradients("float32", xp.asarray)
     assert_right(case, [np.asarray(gradient) for gradient in got])
-
-
-@pytest.mark.parametrize("name", ["positive", "hyperbolic", "elu", "relu"])
-@settings(max_examples=2)
-@given(data=st.data())
-def test_float32_gradients_by_emulated_kernels(cupy_backend, name, data):
-    case = data.draw(cases(name, 40))
-    assert_right(case, case.gradients("float32"))

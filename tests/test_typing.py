@@ -101,11 +101,6 @@ def test_an_activation_of_ones_own_may_have_any_name(name, projected):
     assert_own_function(name, P, 16)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "exponential"])
-def test_an_activation_of_ones_own_is_known_to_no_kernel(cupy_backend, name):
-    assert_own_function(name, 1.0, 16)
-
-
 def test_a_function_called_heaviside_has_its_gradient():
     phi = Mapped(Activation("heaviside", softplus, softplus_vjp))
     query, key, value = tokens("float64")

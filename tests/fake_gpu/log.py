@@ -12,6 +12,23 @@ from typing import Any
 # Loaded before all else (run.sh), so that its functions are those of the process.
 _process = ctypes.CDLL(None)
 _process.fake_gpu_recorded.restype = ctypes.c_char_p
+_process.fake_gpu_findings.restype = ctypes.c_char_p
+_process.fake_gpu_counts.restype = ctypes.c_char_p
+
+HARMLESS = ("ends before its asynchronous copies",)
+"""What the instruction set leaves open, and no hardware is known to punish."""
+
+
+def findings() -> list[str]:
+    """Return what the interpreter found since the last call: how often, what and where."""
+    lines = _process.fake_gpu_findings().decode().splitlines()
+    return [line for line in lines if not any(words in line for words in HARMLESS)]
+
+
+def counts() -> str:
+    """Return a line a kernel: instructions of warps since the beginning, and those of mma."""
+    text: bytes = _process.fake_gpu_counts()
+    return text.decode()
 
 
 @dataclass

@@ -3,6 +3,7 @@
     python tests/mutants/run.py                         every defect of the two lists
     python tests/mutants/run.py checks                  linters, docs, CI: can each of them fail?
     python tests/mutants/run.py code --only landmarks   those whose name holds a word
+    tests/fake_gpu/run.sh python tests/mutants/run.py   those of the marker fake_gpu, and no other
 
 `code.toml` holds careless one-line changes of the library, each with the tests that must turn red,
 and with their `marker` where other runs leave them out;
@@ -29,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OPTIONS = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
 PYTEST = [sys.executable, "-m", "pytest", *OPTIONS]
+ON_FAKE_GPU = "libfake_cuda" in os.environ.get("LD_PRELOAD", "")
 FAILED, NOTHING_RUN = 1, {2, 3, 4, 5}
 
 
@@ -53,7 +55,7 @@ class Tree:
         """Run a shell command in the copy, whose packages come before the installed ones."""
         paths = [self.folder, self.folder / "backends"]
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "NO_MKDOCS_2_WARNING": "1",
@@ -109,6 +111,7 @@ def main() -> int:
         for name in arguments.lists
         for defect in tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8"))["defect"]
         if re.search(arguments.only, defect["name"])
+        and (defect.get("marker") == "fake_gpu") is ON_FAKE_GPU
     ]
     survivors = []
     with tempfile.TemporaryDirectory() as folder:

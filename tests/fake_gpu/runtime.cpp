@@ -1,12 +1,12 @@
 // A fake GPU: CUDA's runtime and driver and cuBLAS, as far as CuPy 14.2 (CUDA 13) asks for them, on a
-// machine with neither GPU nor driver. It is loaded before all else (run.sh: LD_PRELOAD).
+// machine with neither GPU nor driver. It is loaded before all else (run.sh: LD_PRELOAD). NVRTC is the real one; the PTX
+// that it makes is interpreted (tests/ptx), CuPy's own kernels too.
 //
-// Simulated: devices (number, compute capability, limits), memory (it is memory of the host: copies and
-//   fills are real), streams, events (they measure time of the host), capture and graphs, modules
-//   and their functions, cuBLAS handles. NVRTC is the real one, so kernels are compiled for real.
+// Here: devices (number, compute capability, limits), memory (it is memory of the host), streams, events (they measure
+// time of the host), capture and graphs, which are replayed. driver.cpp: modules and launches. cublas.cpp: products.
 //
 // Checked, and refused with CUDA's error and a reason in its text (and "ERROR" in the log):
-//   launches: a function that the module lacks, limits of grid and block, launch bounds, registers,
+//   launches: a function that the module lacks, limits of grid and block, launch bounds,
 //     dynamic shared memory beyond what the function was set to, static and dynamic beyond the device's,
 //     a number of arguments other than the kernel's;
 //   memory: frees of what was not allocated, copies and fills that leave their allocation, out of memory,
@@ -17,62 +17,58 @@
 //     freeing and synchronous copies meanwhile (not in relaxed mode, which is CuPy's default); use of the
 //     legacy stream while a blocking stream captures; ends of a capture that never began;
 //   forked processes: none may use what their parent began to use.
+// Found (fake_gpu_findings): what the interpreter finds in kernels, and values that nobody wrote where they are copied to
+//   the host or multiplied.
 // Noted in the log only: kernels that get memory of another device than theirs ("NOTE").
-//
-// Not done: NOTHING IS COMPUTED. Kernels, graphs and cuBLAS leave memory as it is, the first MiB of fresh
-//   memory is bytes of 1, the rest 0; no number that comes out means anything. Races, alignment, out-of-range accesses in kernels are not
-//   seen. CUDA arrays, textures, IPC, managed memory's advice, links of PTX: "not supported" (801).
+// Not done: CUDA arrays, textures, IPC, managed memory's advice, links of PTX: "not supported" (801); registers.
 //
 // The log goes to the file FAKE_GPU_LOG, or to a test that asks for it (fake_gpu_record).
 // Environment: FAKE_GPU_DEVICES (2), FAKE_GPU_LOG (file to append to), FAKE_GPU_CC (90), FAKE_GPU_SMS (132),
 //   FAKE_GPU_SHARED (bytes a block may opt in to; 232448), FAKE_GPU_MEMORY (GiB a device; 139),
-//   FAKE_GPU_FAST (1: device-to-device copies and fills are skipped, to time the host).
-#include <cuda_runtime.h>
+//   FAKE_GPU_COMPUTE (0: nothing is computed, launches are checked and logged, for large sizes and to time the host; memory
+//   then holds bytes of 1 in its first MiB, which read as true and as small positive numbers).
 #include <stdarg.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <set>
-#include <string>
-#include <vector>
-#undef cudaGetDeviceProperties
+
+#include "state.h"
+
+std::recursive_mutex mutex;
+Memory memory;
+std::map<void*, Stream> streams;
+thread_local int current = 0;
 
 namespace {
 
-// ---- State ------------------------------------------------------------------------------------------
-
-struct Allocation { size_t bytes; int device; };  // device -1: pinned memory of the host
-struct Stream { int device; bool blocking, capturing; cudaStreamCaptureMode mode; pthread_t owner; };
 struct Event { bool recorded, captured; double at; };
 
-std::recursive_mutex mutex;
-std::map<uintptr_t, Allocation> memory;
-std::map<void*, Stream> streams;
 std::map<void*, Event> events;
-std::set<void*> graphs;
+std::map<void*, Work> graphs;
 std::map<int, size_t> used;
 uintptr_t last_handle = 0x1000;
-thread_local int current = 0;
 thread_local char reason[400] = "";
+
+}  // namespace
 
 long setting(const char* name, long otherwise) {
     const char* text = getenv(name);
     return text && *text ? atol(text) : otherwise;
 }
-int device_count() { static int n = setting("FAKE_GPU_DEVICES", 2); return n; }
 int capability() { static int n = setting("FAKE_GPU_CC", 90); return n; }
 int processors() { static int n = setting("FAKE_GPU_SMS", 132); return n; }
 int most_shared() { static int n = setting("FAKE_GPU_SHARED", 232448); return n; }
+
+namespace {
+
+bool is_computed = setting("FAKE_GPU_COMPUTE", 1) != 0;
+int device_count() { static int n = setting("FAKE_GPU_DEVICES", 2); return n; }
 size_t total() { static size_t n = (size_t)setting("FAKE_GPU_MEMORY", 139) << 30; return n; }
-bool fast() { static bool is = setting("FAKE_GPU_FAST", 0) != 0; return is; }
 
 std::string recorded;
 bool recording = false;
@@ -90,13 +86,17 @@ void write_log(const char* kind, const char* format, va_list args) {
     }
     if (recording) recorded = recorded + kind + line + '\n';
 }
-__attribute__((format(printf, 1, 2))) void note(const char* format, ...) {
+
+}  // namespace
+
+bool computes() { return is_computed; }
+void note(const char* format, ...) {
     va_list args;
     va_start(args, format);
     write_log("", format, args);
     va_end(args);
 }
-__attribute__((format(printf, 2, 3))) cudaError_t refuse(int code, const char* format, ...) {
+cudaError_t refuse(int code, const char* format, ...) {
     va_list args, again;
     va_start(args, format);
     va_copy(again, args);
@@ -106,10 +106,6 @@ __attribute__((format(printf, 2, 3))) cudaError_t refuse(int code, const char* f
     va_end(args);
     return (cudaError_t)code;
 }
-
-using Guard = std::lock_guard<std::recursive_mutex>;
-#define TRY(check) do { if (int bad_ = (check)) return (decltype(here()))bad_; } while (0)
-cudaError_t here() { return cudaSuccess; }  // type of what most functions return
 
 void* new_handle() { return (void*)(last_handle += 16); }
 
@@ -121,8 +117,8 @@ cudaError_t alive() {
 
 // ---- Capture and handles ----------------------------------------------------------------------------
 
-bool is_legacy(void* s) { return s == nullptr || s == (void*)cudaStreamLegacy; }
-bool is_built_in(void* s) { return is_legacy(s) || s == (void*)cudaStreamPerThread; }
+static bool is_legacy(void* s) { return s == nullptr || s == (void*)cudaStreamLegacy; }
+static bool is_built_in(void* s) { return is_legacy(s) || s == (void*)cudaStreamPerThread; }
 bool captures(void* s) { auto it = streams.find(s); return it != streams.end() && it->second.capturing; }
 
 cudaError_t unsafe_in_capture(const char* what) {
@@ -148,6 +144,14 @@ cudaError_t check_stream(void* s, const char* what) {
     return cudaSuccess;
 }
 
+int now_or_later(void* s, std::function<int()> work) {
+    if (!captures(s)) return work();
+    streams[s].captured.push_back(work);
+    return 0;
+}
+
+namespace {
+
 cudaError_t find_event(void* e, Event** found, const char* what) {
     auto it = events.find(e);
     if (it == events.end()) return refuse(cudaErrorInvalidResourceHandle, "%s of an unknown or destroyed event", what);
@@ -160,13 +164,6 @@ cudaError_t find_event(void* e, Event** found, const char* what) {
 // What nobody computes then reads as true, and as small positive numbers: calls go on as with valid data.
 const size_t marked = 1 << 20;
 
-const Allocation* allocation_of(const void* p, size_t bytes) {
-    auto it = memory.upper_bound((uintptr_t)p);
-    if (it == memory.begin()) return nullptr;
-    --it;
-    return (uintptr_t)p + bytes <= it->first + it->second.bytes ? &it->second : nullptr;
-}
-
 cudaError_t allocate(void** p, size_t bytes, int device) {
     TRY(alive());
     *p = nullptr;
@@ -178,8 +175,8 @@ cudaError_t allocate(void** p, size_t bytes, int device) {
     if (bytes == 0) return cudaSuccess;
     void* made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (made == MAP_FAILED) return refuse(cudaErrorMemoryAllocation, "the host has no %zu bytes left", bytes);
-    if (device >= 0) memset(made, 1, std::min(bytes, marked));
-    memory[(uintptr_t)made] = {bytes, device};
+    if (device >= 0) computes() ? memset(made, 0xff, bytes) : memset(made, 1, std::min(bytes, marked));  // 0xff: NaN
+    memory.add(made, bytes, device, device < 0 || !computes());
     used[device] += bytes;
     *p = made;
     note("ALLOC %zu on %d", bytes, device);
@@ -188,115 +185,44 @@ cudaError_t allocate(void** p, size_t bytes, int device) {
 
 cudaError_t release(void* p, bool pinned) {
     if (!p) return cudaSuccess;
-    auto it = memory.find((uintptr_t)p);
-    if (it == memory.end() || (it->second.device < 0) != pinned)
+    const Allocation* a = memory.find((u64)p);
+    if (!a || a->start != (u64)p || (a->device < 0) != pinned)
         return refuse(cudaErrorInvalidValue, "free of %p, which was not allocated or is freed already", p);
-    note("FREE %zu", it->second.bytes);
-    used[it->second.device] -= it->second.bytes;
-    munmap(p, it->second.bytes);
-    memory.erase(it);
+    note("FREE %zu", (size_t)a->bytes);
+    used[a->device] -= a->bytes;
+    munmap(p, a->bytes);
+    memory.remove(p);
     return cudaSuccess;
 }
 
-cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, void* stream = nullptr) {
     TRY(alive());
     bool target = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     bool source = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
-    if (bytes && target && !allocation_of(to, bytes)) return refuse(cudaErrorInvalidValue, "copy of %zu bytes to outside of an allocation", bytes);
-    if (bytes && source && !allocation_of(from, bytes)) return refuse(cudaErrorInvalidValue, "copy of %zu bytes from outside of an allocation", bytes);
-    if (!(fast() && kind == cudaMemcpyDeviceToDevice)) memmove(to, from, bytes);
-    return cudaSuccess;
+    if (bytes && target && !memory.find((u64)to, bytes)) return refuse(cudaErrorInvalidValue, "copy of %zu bytes to outside of an allocation", bytes);
+    if (bytes && source && !memory.find((u64)from, bytes)) return refuse(cudaErrorInvalidValue, "copy of %zu bytes from outside of an allocation", bytes);
+    if (!computes() && kind == cudaMemcpyDeviceToDevice) return cudaSuccess;
+    return (cudaError_t)now_or_later(stream, [=] {
+        if (kind == cudaMemcpyDeviceToHost && memory.undefined(from, bytes))
+            found("copy of " + std::to_string(bytes) + " bytes to the host", "undefined values reach the host");
+        memmove(to, from, bytes);
+        memory.copy(to, from, bytes);
+        return 0;
+    });
 }
 
-cudaError_t fill(void* to, int value, size_t bytes) {
+cudaError_t fill(void* to, int value, size_t bytes, void* stream = nullptr) {
     TRY(alive());
-    if (bytes && !allocation_of(to, bytes)) return refuse(cudaErrorInvalidValue, "fill of %zu bytes outside of an allocation", bytes);
-    if (!fast()) memset(to, value, bytes);
-    return cudaSuccess;
-}
-
-// ---- Modules: what a cubin says of its kernels --------------------------------------------------------
-
-struct Function {
-    std::string name;
-    int registers = 0, local = 0, shared = 0, most_threads = 1024, dynamic = 0;
-    std::map<int, int> parameters;  // index: bytes
-};
-struct Module { std::map<std::string, Function> functions; };
-
-template <class T> T at(const char* p, size_t offset) { T value; memcpy(&value, p + offset, sizeof value); return value; }
-
-bool read_cubin(const char* elf, Module* module) {
-    if (memcmp(elf, "\177ELF", 4)) return false;
-    struct Section { std::string name; const char* data; size_t bytes; uint32_t type; };
-    const size_t table = at<uint64_t>(elf, 40), step = at<uint16_t>(elf, 58), count = at<uint16_t>(elf, 60);
-    auto header = [&](size_t i) { return elf + table + i * step; };
-    const char* names = elf + at<uint64_t>(header(at<uint16_t>(elf, 62)), 24);
-    std::vector<Section> sections;
-    const char *symbols = nullptr, *strings = nullptr;
-    for (size_t i = 0; i < count; ++i) {
-        const char* h = header(i);
-        sections.push_back({names + at<uint32_t>(h, 0), elf + at<uint64_t>(h, 24), at<uint64_t>(h, 32), at<uint32_t>(h, 4)});
-        if (sections.back().type == 2) {
-            symbols = sections.back().data;
-            strings = elf + at<uint64_t>(header(at<uint32_t>(h, 40)), 24);
-        }
-    }
-    auto after = [](const std::string& text, const char* prefix) {
-        return text.rfind(prefix, 0) == 0 ? text.substr(strlen(prefix)) : std::string();
-    };
-    for (auto& s : sections)
-        if (auto name = after(s.name, ".text."); !name.empty()) module->functions[name].name = name;
-    // From sm_90 on, a kernel's section of shared memory has the 1 KiB in it that the device keeps for itself.
-    size_t reserved = 0;
-    for (auto& s : sections) if (s.name == ".nv.shared.reserved.0") reserved = 1024;
-    for (auto& s : sections) {
-        if (auto name = after(s.name, ".nv.shared."); module->functions.count(name))
-            module->functions[name].shared = s.bytes - std::min(s.bytes, reserved);
-        auto name = after(s.name, ".nv.info.");
-        if (s.name != ".nv.info" && !module->functions.count(name)) continue;
-        for (size_t i = 0; i + 4 <= s.bytes;) {  // format, attribute, bytes or value
-            const unsigned char format = s.data[i], attribute = s.data[i + 1];
-            const size_t bytes = format == 4 ? at<uint16_t>(s.data, i + 2) : 0;
-            const char* data = s.data + i + 4;
-            i += 4 + bytes;
-            if (name.empty()) {
-                if (bytes != 8 || (attribute != 0x2f && attribute != 0x11) || !symbols) continue;
-                auto of = module->functions.find(strings + at<uint32_t>(symbols, 24 * at<uint32_t>(data, 0)));
-                if (of != module->functions.end()) (attribute == 0x2f ? of->second.registers : of->second.local) = at<uint32_t>(data, 4);
-            } else if (attribute == 0x17 && bytes == 12) {
-                module->functions[name].parameters[at<uint16_t>(data, 4)] = at<uint32_t>(data, 8) >> 18 & 0x3fff;
-            } else if (attribute == 0x05 && bytes == 12) {
-                module->functions[name].most_threads = at<uint32_t>(data, 0) * at<uint32_t>(data, 4) * at<uint32_t>(data, 8);
-            }
-        }
-    }
-    for (auto& [name, f] : module->functions) f.dynamic = 49152 - f.shared;
-    return true;
-}
-
-// CuPy keeps a launch's arguments in a vector of that length, made just before: its allocation tells how
-// many there are, which CUDA itself cannot know.
-thread_local struct { void* p; size_t bytes; } recent[64];
-thread_local unsigned newest;
-
-long arguments_given(void** arguments) {
-    if (!arguments) return 0;
-    for (unsigned i = 0; i < 64; ++i) {
-        auto& r = recent[(newest - i) % 64];
-        if (r.p == arguments) return r.bytes / sizeof(void*);
-    }
-    return -1;
+    if (bytes && !memory.find((u64)to, bytes)) return refuse(cudaErrorInvalidValue, "fill of %zu bytes outside of an allocation", bytes);
+    if (!computes()) return cudaSuccess;
+    return (cudaError_t)now_or_later(stream, [=] {
+        memset(to, value, bytes);
+        memory.define(to, bytes);
+        return 0;
+    });
 }
 
 }  // namespace
-
-void* operator new(size_t bytes) {
-    void* p = malloc(bytes ? bytes : 1);
-    if (!p) abort();
-    recent[++newest % 64] = {p, bytes};
-    return p;
-}
 
 extern "C" {
 
@@ -433,10 +359,10 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind kind
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, cudaStream_t s) {
     Guard guard(mutex);
-    const char* pageable = (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDefault) && !allocation_of(from, n) ? " pageable" : "";
+    const char* pageable = (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDefault) && !memory.find((u64)from, n) ? " pageable" : "";
     note("COPY kind %d bytes %zu stream %p%s%s", (int)kind, n, (void*)s, pageable, captures(s) ? " captured" : "");
     TRY(check_stream(s, "a copy"));
-    return copy(to, from, n, kind);
+    return copy(to, from, n, kind, s);
 }
 cudaError_t cudaMemcpyPeer(void* to, int, const void* from, int, size_t n) {
     Guard guard(mutex);
@@ -447,7 +373,7 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t n, 
     Guard guard(mutex);
     note("COPY peer bytes %zu stream %p", n, (void*)s);
     TRY(check_stream(s, "a copy between devices"));
-    return copy(to, from, n, cudaMemcpyDeviceToDevice);
+    return copy(to, from, n, cudaMemcpyDeviceToDevice, s);
 }
 cudaError_t cudaMemset(void* to, int value, size_t n) {
     Guard guard(mutex);
@@ -459,12 +385,12 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t n, cudaStream_t s) {
     Guard guard(mutex);
     note("FILL %zu stream %p%s", n, (void*)s, captures(s) ? " captured" : "");
     TRY(check_stream(s, "a fill"));
-    return fill(to, value, n);
+    return fill(to, value, n, s);
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
     Guard guard(mutex);
     memset(a, 0, sizeof *a);
-    const Allocation* found = allocation_of(p, 1);
+    const Allocation* found = memory.find((u64)p);
     a->type = !found ? cudaMemoryTypeUnregistered : found->device < 0 ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
     a->device = found && found->device >= 0 ? found->device : 0;
     a->devicePointer = found ? (void*)p : nullptr;
@@ -482,7 +408,7 @@ cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) {
     Guard guard(mutex);
     *s = (cudaStream_t)new_handle();
-    streams[*s] = {current, !(flags & cudaStreamNonBlocking), false, cudaStreamCaptureModeGlobal, pthread_self()};
+    streams[*s] = {current, !(flags & cudaStreamNonBlocking), false, cudaStreamCaptureModeGlobal, pthread_self(), {}};
     note("STREAM %p on %d", (void*)*s, current);
     return cudaSuccess;
 }
@@ -519,6 +445,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) {
     stream.capturing = true;
     stream.mode = mode;
     stream.owner = pthread_self();
+    stream.captured.clear();
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
@@ -527,7 +454,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
     if (!captures(s)) return refuse(cudaErrorIllegalState, "the end of a capture that was not begun");
     streams[s].capturing = false;
     *g = (cudaGraph_t)new_handle();
-    graphs.insert(*g);
+    graphs[*g] = streams[s].captured;
     return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* status) {
@@ -539,14 +466,16 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t g, unsigned 
     Guard guard(mutex);
     if (!graphs.count(g)) return refuse(cudaErrorInvalidValue, "an unknown graph instantiated");
     *made = (cudaGraphExec_t)new_handle();
-    graphs.insert(*made);
+    graphs[*made] = graphs[g];
     return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t g, cudaStream_t s) {
     Guard guard(mutex);
     note("GRAPH launched in stream %p", (void*)s);
     if (!graphs.count(g)) return refuse(cudaErrorInvalidValue, "an unknown graph launched");
-    return check_stream(s, "a launch of a graph");
+    TRY(check_stream(s, "a launch of a graph"));
+    for (auto& work : graphs[g]) TRY(work());
+    return cudaSuccess;
 }
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t s) { Guard guard(mutex); return check_stream(s, "an upload of a graph"); }
 cudaError_t cudaGraphDestroy(cudaGraph_t g) { Guard guard(mutex); graphs.erase(g); return cudaSuccess; }
@@ -604,143 +533,6 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
     return cudaSuccess;
 }
 
-// ---- Driver: contexts, modules, launches -------------------------------------------------------------
-
-int cuGetErrorName(int e, const char** text) {
-    static thread_local char name[40];
-    const char* known = e == 1 ? "CUDA_ERROR_INVALID_VALUE" : e == 200 ? "CUDA_ERROR_INVALID_IMAGE" : e == 500 ? "CUDA_ERROR_NOT_FOUND"
-        : e == 701 ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" : e == 801 ? "CUDA_ERROR_NOT_SUPPORTED" : nullptr;
-    snprintf(name, sizeof name, "CUDA_ERROR_%d", e);
-    *text = known ? known : name;
-    return 0;
-}
-int cuGetErrorString(int, const char** text) { *text = cudaGetErrorString(cudaSuccess); return 0; }
-int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-int cuCtxGetCurrent(void** c) { *c = (void*)(uintptr_t)(1 + current); return 0; }
-int cuCtxSetCurrent(void*) { return 0; }
-int cuCtxCreate_v2(void** c, unsigned, int) { *c = (void*)1; return 0; }
-int cuCtxDestroy_v2(void*) { return 0; }
-int cuCtxGetDevice(int* d) { *d = current; return 0; }
-int cuStreamGetCtx(void*, void** c) { return cuCtxGetCurrent(c); }
-
-int cuModuleLoadData(void** made, const void* image) {
-    Guard guard(mutex);
-    auto* module = new Module;
-    if (!read_cubin((const char*)image, module)) return refuse(200, "a module that is no cubin");
-    std::string names;
-    for (auto& [name, f] : module->functions) names += " " + name;
-    note("MODULE%s", names.c_str());
-    *made = module;
-    return 0;
-}
-int cuModuleUnload(void*) { return 0; }
-int cuModuleGetFunction(void** f, void* m, const char* name) {
-    Guard guard(mutex);
-    auto& functions = ((Module*)m)->functions;
-    auto it = functions.find(name);
-    if (it == functions.end()) return refuse(500, "the module has no kernel %s", name);
-    *f = &it->second;
-    return 0;
-}
-int cuFuncGetAttribute(int* v, int which, void* f) {
-    auto* q = (Function*)f;
-    const int known[] = {q->most_threads, q->shared, 0, q->local, q->registers, capability(), capability(), 0, q->dynamic};
-    *v = which >= 0 && which < 9 ? known[which] : 0;
-    return 0;
-}
-int cuFuncSetAttribute(void* f, int which, int v) {
-    Guard guard(mutex);
-    auto* q = (Function*)f;
-    note("SET %s attribute %d = %d", q->name.c_str(), which, v);
-    if (which != 8) return 0;
-    if (v < 0 || v + q->shared > most_shared())
-        return refuse(1, "%s: %d B of dynamic and %d of static shared memory; the device has %d", q->name.c_str(), v, q->shared, most_shared());
-    q->dynamic = v;
-    return 0;
-}
-int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-                   void* stream, void** arguments, void** extra) {
-    Guard guard(mutex);
-    auto* q = (Function*)f;
-    const char* name = q->name.c_str();
-    const long given = arguments_given(arguments), wanted = q->parameters.size();
-    std::string arrays;
-    std::vector<std::string> strays;
-    if (given == wanted)
-        for (auto& [i, bytes] : q->parameters) {  // a pointer, or a structure of CuPy that begins with one
-            if (bytes < 8) continue;
-            void* p = at<void*>((const char*)arguments[i], 0);
-            const Allocation* found = allocation_of(p, 1);
-            if (!found || found->device < 0) continue;
-            char text[200];
-            snprintf(text, sizeof text, " %p", p);
-            arrays += text;
-            snprintf(text, sizeof text, "NOTE %s on device %d: argument %d is memory of device %d", name, current, i, found->device);
-            if (found->device != current) strays.push_back(text);
-        }
-    note("LAUNCH %s grid %u %u %u block %u %u %u shared %u stream %p device %d%s arrays%s", name, gx, gy, gz, bx, by, bz, shared, stream,
-         current, captures(stream) ? " captured" : "", arrays.c_str());
-    for (auto& text : strays) note("%s", text.c_str());
-    TRY(alive());
-    TRY(check_stream(stream, name));
-    const uint64_t threads = (uint64_t)bx * by * bz;
-    if (!gx || !gy || !gz || gx > 2147483647u || gy > 65535 || gz > 65535) return refuse(1, "%s: grid %u x %u x %u", name, gx, gy, gz);
-    if (!threads || bx > 1024 || by > 1024 || bz > 64 || threads > (uint64_t)q->most_threads)
-        return refuse(1, "%s: block %u x %u x %u; %d threads are its bound", name, bx, by, bz, q->most_threads);
-    if ((threads + 31) / 32 * 32 * ((q->registers + 7) / 8 * 8) > 65536) return refuse(701, "%s: %lu threads of %d registers", name, (unsigned long)threads, q->registers);
-    if ((int64_t)shared > q->dynamic) return refuse(1, "%s: %u B of dynamic shared memory, set to %d", name, shared, q->dynamic);
-    if (!extra && given >= 0 && given != wanted) return refuse(1, "%s: %ld arguments, it takes %ld", name, given, wanted);
-    return 0;
-}
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { *n = 1; return 0; }
-int cuOccupancyMaxPotentialBlockSize(int* grid, int* block, void*, void*, size_t, int) { *grid = processors(); *block = 256; return 0; }
-#define UNSUPPORTED(name) int name() { return refuse(801, #name); }
-UNSUPPORTED(cuLinkCreate_v2) UNSUPPORTED(cuLinkAddData_v2) UNSUPPORTED(cuLinkAddFile_v2) UNSUPPORTED(cuLinkComplete)
-UNSUPPORTED(cuLinkDestroy) UNSUPPORTED(cuModuleLoad) UNSUPPORTED(cuModuleGetGlobal_v2) UNSUPPORTED(cuLaunchCooperativeKernel)
-
-// ---- cuBLAS -----------------------------------------------------------------------------------------
-
-static thread_local int pointer_mode = 0, math_mode = 0;
-static thread_local void* blas_stream = nullptr;
-int cublasCreate_v2(void** h) {
-    Guard guard(mutex);
-    note("CUBLAS create");
-    if (unsafe_in_capture("cublasCreate")) return 1;
-    *h = new_handle();
-    return 0;
-}
-int cublasDestroy_v2(void*) { return 0; }
-int cublasGetVersion_v2(void*, int* v) { *v = 130000; return 0; }
-int cublasGetPointerMode_v2(void*, int* m) { *m = pointer_mode; return 0; }
-int cublasSetPointerMode_v2(void*, int m) { pointer_mode = m; return 0; }
-int cublasGetMathMode(void*, int* m) { *m = math_mode; return 0; }
-int cublasSetMathMode(void*, int m) { math_mode = m; return 0; }
-int cublasGetStream_v2(void*, void** s) { *s = blas_stream; return 0; }
-int cublasSetStream_v2(void*, void* s) { Guard guard(mutex); blas_stream = s; return check_stream(s, "cuBLAS") ? 7 : 0; }
-
-static bool operand(const char* name, const void* p, int type, long long rows, long long columns, long long ld, long long stride, long long batch) {
-    const int bytes = type == 0 ? 4 : type == 1 || type == 4 ? 8 : type == 5 ? 16 : type == 2 || type == 14 ? 2 : 1;
-    if (rows <= 0 || columns <= 0 || batch <= 0) return true;
-    if (ld < rows) { refuse(7, "cuBLAS: leading dimension %lld of %s, which has %lld rows", ld, name, rows); return false; }
-    const size_t extent = ((columns - 1) * ld + rows + (batch - 1) * stride) * bytes;
-    if (!allocation_of(p, extent)) { refuse(7, "cuBLAS: %s leaves its allocation", name); return false; }
-    return true;
-}
-int cublasGemmStridedBatchedEx(void*, int ta, int tb, int m, int n, int k, const void*, const void* a, int at_, int lda, long long sa,
-                               const void* b, int bt, int ldb, long long sb, const void*, void* c, int ct, int ldc, long long sc, int batch,
-                               int compute, int) {
-    Guard guard(mutex);
-    note("GEMM %c%c m %d n %d k %d types %d %d %d ld %d %d %d strides %lld %lld %lld batch %d compute %d stream %p", ta ? 'T' : 'N', tb ? 'T' : 'N',
-         m, n, k, at_, bt, ct, lda, ldb, ldc, sa, sb, sc, batch, compute, blas_stream);
-    const bool good = operand("A", a, at_, ta ? k : m, ta ? m : k, lda, sa, batch) && operand("B", b, bt, tb ? n : k, tb ? k : n, ldb, sb, batch) &&
-                      operand("C", c, ct, m, n, ldc, sc, batch);
-    return good ? 0 : 7;
-}
-int cublasGemmEx(void* h, int ta, int tb, int m, int n, int k, const void* alpha, const void* a, int at_, int lda, const void* b, int bt, int ldb,
-                 const void* beta, void* c, int ct, int ldc, int compute, int algorithm) {
-    return cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, alpha, a, at_, lda, 0, b, bt, ldb, 0, beta, c, ct, ldc, 0, 1, compute, algorithm);
-}
-
 // ---- For the tests ------------------------------------------------------------------------------------
 
 // Keep the log in memory from here on; what it says ends the record, and holds until the next one ends.
@@ -757,11 +549,30 @@ const char* fake_gpu_recorded() {
     return text.c_str();
 }
 
-// All else that CuPy's modules link to (build.sh writes these functions): cuBLAS does nothing and says so
-// in the log, CUDA is not supported.
+// What the interpreter found since the last call, and what kernels did since the beginning.
+const char* fake_gpu_findings() {
+    static std::string text;
+    Guard guard(mutex);
+    text = findings();
+    return text.c_str();
+}
+const char* fake_gpu_counts() {
+    static std::string text;
+    Guard guard(mutex);
+    text = counts();
+    return text.c_str();
+}
+// Compute from here on, or do not; returns what it was.
+int fake_gpu_compute(int does) {
+    Guard guard(mutex);
+    const int before = is_computed;
+    is_computed = does;
+    return before;
+}
+
+// All else that CuPy's modules link to (build.sh writes these functions).
 int fake_gpu_rest(const char* name) {
-    if (strncmp(name, "cublas", 6)) return refuse(801, "%s", name);
-    note("CUBLAS %s, unchecked", name);
-    return 0;
+    found(name, "a library function that is not there");
+    return refuse(strncmp(name, "cublas", 6) ? 801 : 15, "%s", name);
 }
 }

@@ -1,0 +1,129 @@
+"""Take barriers and waits out of the kernels one at a time, and swap fragments: is it noticed?
+
+    tests/fake_gpu/run.sh python -m tests.ptx.mutants [FIRST LAST]
+
+Runs a case of `tests/ptx/check.py` on one multiprocessor, so that a block walks several tiles. The
+exit code is 1 if a mutant that is not in `REDUNDANT` passed. On demand: about ten minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = "backends/linattn_cupy/kernels"
+FULL, CAUSAL = "bfloat16 favor long full", "bfloat16 favor long causal"
+JUMP, FLOAT32 = "bfloat16 favor jump causal", "float32 favor blind causal"
+CASES = {
+    "segment_states": FULL,
+    "read_states": FULL,
+    "causal_rows": CAUSAL,
+    "segment_adjoints": "float16 favor long gradient full",
+    "read_gradients": "float16 favor long gradient full",
+    "causal_gradients": "float16 favor long gradient causal",
+    "decode": "bfloat16 favor decoder",
+    "redo_rows": JUMP,
+}
+"""What shows a defect of a kernel; what stands before all kernels is the last one's."""
+
+LAST = {"fused.cu": "causal_rows", "gradients.cu": "causal_gradients", "steps.cu": "redo_rows"}
+SWAPS = [
+    (
+        "tiles.cuh",
+        "column + lane / 16 * 8 + lane % 8) * stride + row + lane / 8 % 2 * 8",
+        "column + lane / 8 % 2 * 8 + lane % 8) * stride + row + lane / 16 * 8",
+        "float16 elu long causal",
+    ),
+    (
+        "tiles.cuh",
+        "(row + lane / 16 * 8 + lane % 8) * stride + column + lane / 8 % 2 * 8",
+        "(row + lane / 8 % 2 * 8 + lane % 8) * stride + column + lane / 16 * 8",
+        CAUSAL,
+    ),
+    ("tiles.cuh", "constexpr int DS = D + 8,", "constexpr int DS = D + 4,", CAUSAL),
+    (
+        "device.cuh",
+        '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));',
+        '"r"(a[0]), "r"(a[2]), "r"(a[1]), "r"(a[3]), "r"(b0), "r"(b1));',
+        FULL,
+    ),
+    (
+        "device.cuh",
+        ': "=r"(word) : "f"(high), "f"(low));',
+        ': "=r"(word) : "f"(low), "f"(high));',
+        FULL,
+    ),
+    ("device.cuh", "int bytes = valid ? 16 : 0;", "int bytes = 16;", FULL),
+    ("fused.cu", "p += has_queries ? M * ES * 2 : 0;", "p += has_queries ? M * E * 2 : 0;", CAUSAL),
+]
+REDUNDANT: set[str] = set()
+"""Mutants that change nothing that a GPU could show, with the reason beside each."""
+
+
+def mutants() -> Iterator[tuple[str, str, str, str]]:
+    """Yield what is changed, the file, its changed text, and the case that should notice."""
+    for name in ("fused.cu", "gradients.cu", "steps.cu", "features.cu", "tiles.cuh"):
+        lines = (ROOT / KERNELS / name).read_text().splitlines(keepends=True)
+        kernel = LAST.get(name, "causal_rows")
+        for i, line in enumerate(lines):
+            begun = (k for k in CASES if line.strip().startswith((f"{k}(", f"KERNEL {k}(")))
+            kernel = next(begun, kernel)
+            case = FLOAT32 if name == "features.cu" else CASES[kernel]
+            word = line.strip().split(";")[0]
+            if word in ("block_sync()", "copies_done()", "warp_sync()"):
+                changed = ";\n"
+            elif "= block_any(" in line:
+                changed, word = line.replace("block_any(", "warp_any("), "block_any of the block"
+            else:
+                continue
+            text = "".join([*lines[:i], changed, *lines[i + 1 :]])
+            yield f"{name}:{i + 1} in {kernel} without {word}", name, text, case
+    for name, old, new, case in SWAPS:
+        text = (ROOT / KERNELS / name).read_text()
+        if text.count(old) != 1:
+            message = f"{old!r} stands {text.count(old)} times in {name}"
+            raise SystemExit(message)
+        yield f"{name} with {new}", name, text.replace(old, new), case
+
+
+def noticed(folder: Path, name: str, text: str, case: str) -> str:
+    """Return what the check says of a copy with this text, "" if it passes."""
+    shutil.rmtree(folder / "backends", ignore_errors=True)
+    shutil.copytree(ROOT / "backends", folder / "backends")
+    (folder / KERNELS / name).write_text(text)
+    paths = [str(folder / "backends"), os.environ.get("PYTHONPATH", ""), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FAKE_GPU_SMS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ptx.check", "--exactly", *case.split()],
+        cwd=folder,
+        env=environment | {"CUPY_CACHE_DIR": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    return "" if not done.returncode else (lines or done.stderr.splitlines()[-1:])[0]
+
+
+def main() -> int:
+    """Try the mutants with these numbers, or all."""
+    first, last = (int(word) for word in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 10**9)
+    missed, tried = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (what, name, text, case) in enumerate(mutants()):
+            if not first <= number <= last:
+                continue
+            seen, tried = noticed(Path(folder), name, text, case), tried + 1
+            missed += [] if seen else [what]
+            print(f"{number} {'noticed' if seen else 'MISSED '} {what}: {seen[:160]}", flush=True)
+    print(f"{tried - len(missed)} of {tried} noticed; not: {missed}")
+    return int(bool(set(missed) - REDUNDANT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
