@@ -2,9 +2,8 @@
 
 `calls` counts the branches that the NumPy backend takes.
 
-For CUDA kernels, without a GPU: `emulator` runs them, `nvrtc` and `compile_kernel` compile them;
-`cupy_backend` is all of linattn_cupy on NumPy arrays; `recorded` is the log of the fake GPU, on
-which the real CuPy runs.
+For CUDA kernels, without a GPU: `gpu` and `recorded` say what the real CuPy launches on the fake
+GPU, which interprets them; `nvrtc` and `compile_kernel` compile them.
 
 A test that takes `xp` runs once per array library. A test that draws its shapes takes
 `xp_any_shape` instead: NumPy with its backend and without, and array-api-strict; the others would
@@ -25,7 +24,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -100,8 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in QUICK_FILES and not {"torch", "jax", "dask"} & _libraries(item):
             item.add_marker("quick")
-        if "emulator" in getattr(item, "fixturenames", ()):
-            item.add_marker("emulator")
     if "fuzz" not in config.option.markexpr:
         fuzz = [item for item in items if item.get_closest_marker("fuzz")]
         config.hook.pytest_deselected(items=fuzz)
@@ -445,36 +441,6 @@ def _load(path: Path) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="session")
-def emulation() -> ModuleType:
-    """The module `tests/emulator/launching.py`: EmulationError and the names of the orders."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++, which compiles kernels for the CPU, is not installed")
-    return _load(TESTS / "emulator" / "launching.py")
-
-
-@pytest.fixture(scope="session")
-def emulator_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers of xdist and all sessions; `--cache-clear` empties it."""
-    if hasattr(pytestconfig, "cache"):
-        return Path(pytestconfig.cache.mkdir("emulated-kernels"))
-    return tmp_path_factory.mktemp("emulated-kernels")
-
-
-@pytest.fixture
-def emulator(emulation: ModuleType, emulator_cache: Path) -> Any:
-    """An `Emulator` of the kernels of linattn_cupy; its `launch` runs them on NumPy arrays."""
-    return emulation.Emulator(emulator_cache, KERNELS)
-
-
-@pytest.fixture
-def cupy_backend(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """linattn_cupy in the place of NumPy's backend: its kernels run by the emulator."""
-    device = _load(TESTS / "emulator" / "numpy_device.py").NumpyDevice(emulator)
-    device.install(monkeypatch)
-    return device
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ def gpu(monkeypatch):
     given = SimpleNamespace(processors=4, shared_bytes=227 * 1024, memory_bytes=80 * 2**30)
     for name in vars(given):
         monkeypatch.setattr(device, name, lambda name=name: getattr(given, name))
-    numpys = {"contiguous": np.ascontiguousarray, "broadcast": np.broadcast_to}
+    numpys: dict[str, Any] = {"contiguous": np.ascontiguousarray, "broadcast": np.broadcast_to}
     numpys |= {"empty": np.empty, "full": np.full, "zeros": np.zeros}
     numpys["address"] = lambda array: array.ctypes.data
     for name, function in numpys.items():

@@ -5,7 +5,7 @@ and no value that nobody wrote; devices, streams, waits and memory are those tha
 """
 
 # Inputs are unpacked, and mypy does not know how many there are.
-# mypy: disable-error-code="arg-type, call-arg, call-overload, misc"
+# mypy: disable-error-code="arg-type, call-arg, call-overload, misc, operator"
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class Inputs:
     make: Callable[[Any], Any]
     dtype: str
 
-    def array(self, *shape: int) -> Any:
+    def array(self, *shape: int, scale: float = 0.5) -> Any:
         rng = np.random.default_rng(len(shape))
-        return self.make((0.5 * rng.standard_normal(shape)).astype(DTYPES[self.dtype]))
+        return self.make((scale * rng.standard_normal(shape)).astype(DTYPES[self.dtype]))
 
     @property
     def qkv(self) -> tuple[Any, Any, Any]:
@@ -264,10 +264,11 @@ def softmax_attention_vjp(x):
 
 @call
 def recurrence(x):
-    query, key, value = x.qkv
-    key = key / 4
-    gates = {"log_decay": -abs(query[..., 0]), "beta": abs(value[..., 0])}
-    gated = linattn.linear_recurrence(query, key, value, update_rule="gated", log_decay=-0.1)
+    query, _, value = x.qkv
+    key, beta = x.array(*LEAD, LENGTH, DIM, scale=0.2), x.make(np.full((*LEAD, LENGTH), 0.5, "f4"))
+    gates = {"log_decay": x.make(np.full((*LEAD, LENGTH), -0.1, "f4"))}
+    gated = linattn.linear_recurrence(query, key, value, update_rule="gated", **gates)
+    gates["beta"] = beta
     return gated, linattn.linear_recurrence(query, key, value, update_rule="gated_delta", **gates)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the fake GPU: build.sh [FOLDER], .venv-fake-gpu unless told; about 1 minute, 0.6 GB. Needs x86_64 Linux, Python 3.11 or
+# Build the fake GPU: [NVRTC=13.5] build.sh [FOLDER], .venv-fake-gpu unless told; about 1 minute, 0.6 GB. Needs x86_64 Linux, Python 3.11 or
 # later with its headers and venv, pip, gcc, g++, binutils, and PyPI. What is there already is not made again; remove the folder
 # to start anew.
 #
@@ -9,6 +9,7 @@
 set -Eeuo pipefail
 
 VERSION=14.2.0  # of CuPy
+NVRTC=${NVRTC:-13.0}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 PYTHON=${PYTHON:-python3}
 fail() { echo "build.sh: $*" >&2; exit 1; }
@@ -38,7 +39,7 @@ SITE=$("$ENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib
 if [ ! -e "$ENV/installed-$VERSION" ]; then
     say "wheels (170 MB)"
     # No [ctk]: its cuBLAS, cuFFT, cuSOLVER ... (2 GB) are not called. NVRTC and the headers are.
-    pip install "cupy-cuda13x==$VERSION" "nvidia-cuda-nvrtc==13.0.*" "nvidia-cuda-runtime==13.0.*" "ml_dtypes>=0.5" \
+    pip install "cupy-cuda13x==$VERSION" "nvidia-cuda-nvrtc==$NVRTC.*" "nvidia-cuda-runtime==13.0.*" "ml_dtypes>=0.5" \
         "numpy>=2.1.2" "array-api-compat>=1.15" "Cython>=3.2,<3.3" "setuptools>=77,<81" wheel >>"$LOG" 2>&1
     # For the compiler of the host only; apart, so that CuPy's kernels see what they would see elsewhere.
     pip install --no-deps --upgrade --target "$ENV/headers" "nvidia-cuda-crt==13.0.*" "nvidia-cuda-profiler-api==13.0.*" >>"$LOG" 2>&1

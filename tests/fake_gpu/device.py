@@ -16,6 +16,8 @@ import cupy
 
 import linattn_cupy.device
 
+__all__ = ["Device", "cupy", "moved"]
+
 
 def moved(move: Callable[[Any], Any], value: Any) -> Any:
     """Return tuples, lists and dicts with their arrays moved."""

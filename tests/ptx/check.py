@@ -10,6 +10,8 @@ error is above its bound, two runs differ, generic code ran in the place of a ke
 interpreter found a race, a wrong address or a value that nobody wrote. The exit code is then 1.
 """
 
+# mypy: disable-error-code="arg-type"
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,7 @@
 // Bits (PTX ISA, "Logic and Shift Instructions", bit fields of "Integer Arithmetic Instructions") and moves between
 // registers ("Data Movement and Conversion Instructions": mov, prmt, cvta; selp), and which instruction is whose.
+#include <time.h>
+
 #include <algorithm>
 
 #include "block.h"
@@ -162,6 +164,13 @@ void Block::select(Warp& w, const Ins& i, u32 mask) {
 }
 
 void Block::move(Warp& w, const Ins& i, u32 mask) {
+    if (i.mode == TIME) {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        u64 t[32];
+        LANES t[l] = now.tv_sec * 1000000000ull + now.tv_nsec;
+        return out64(w, i.d[0], t, mask, ALL);
+    }
     if (i.type == PRED) outp(w, i.d[0], inp(w, i.s[0]), mask, validp(w, i.s[0]));
     else if (i.d.size() > 1) {  // unpack
         const u64* a = in64(w, i.s[0]);

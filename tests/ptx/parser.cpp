@@ -374,6 +374,7 @@ class Parser {
         if (i.base == BAR && !(opcode == "bar.sync" || opcode == "barrier.sync.aligned" || opcode == "bar.red.or.pred" || opcode == "bar.red.and.pred")) fail("kind of barrier");
         if (i.base == MMA && !(opcode == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" || opcode == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")) fail("kind of mma");
         if (i.base == LDMATRIX && !(begins(opcode, "ldmatrix.sync.aligned.m8n8.x4"))) fail("kind of ldmatrix");
+        auto given = rest.empty() ? std::vector<std::string>() : split(rest, ',');
         static const std::map<std::string, int> comparisons = {{"eq", 1}, {"ne", 2}, {"lt", 3}, {"le", 4}, {"gt", 5}, {"ge", 6}, {"lo", 3}, {"ls", 4},
             {"hi", 5}, {"hs", 6}, {"equ", 11}, {"neu", 12}, {"ltu", 13}, {"leu", 14}, {"gtu", 15}, {"geu", 16}, {"num", 17}, {"nan", 18}};
         std::vector<Type> types;
@@ -409,11 +410,14 @@ class Parser {
             else if (i.base == CVTA && p == "to") i.mode = 1;
             else if (i.base == ATOM || i.base == RED) { if (p == "add") i.mode = 1; else if (p == "max") i.mode = 2; else if (p == "min") i.mode = 3; else if (p == "or") i.mode = 4; else if (p == "and") i.mode = 5; else if (p == "exch") i.mode = 6; else if (p == "cas") i.mode = 7; }
         }
+        if (rest.find("%globaltimer") != std::string::npos) {  // "Special Registers": nanoseconds
+            i.mode = TIME;
+            given = {given.at(0), "0"};
+        }
         if (i.base == BRA && std::find(parts.begin(), parts.end(), "uni") != parts.end()) i.uni = true;
         if (!types.empty()) i.type = types[0];
         if (types.size() > 1) i.from = types[1];
         if (i.base == MMA) i.from = types[1];
-        auto given = rest.empty() ? std::vector<std::string>() : split(rest, ',');
         if (i.base == BRA) {
             jumps_.emplace_back(function_->code.size(), given.at(0));
             function_->code.push_back(i);

@@ -30,6 +30,8 @@ enum Base : u8 { ABS, ADD, ADDC, AND, ATOM, BAR, BARWARP, BFE, BFI, BFIND, BRA, 
     SETP, SHF, SHFL, SHL, SHR, SIN, SQRT, ST, SUB, SUBC, TANH, TESTP, VOTE, XOR, FENCE, BFLYNONE, UNKNOWN };
 
 enum Space : u8 { GENERIC, GLOBAL, SHARED, LOCAL, PARAM, CONST };
+constexpr u8 TIME = 9;  // the mode of a mov from %globaltimer
+
 struct Operand {
     enum Kind : u8 { NONE, REG, PREG, IMM, SINK, LABEL } kind = NONE;
     bool wide = false, negated = false;  // of a register: 64 bits; of a predicate

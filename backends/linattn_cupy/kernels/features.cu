@@ -367,7 +367,7 @@ KERNEL __launch_bounds__(THREADS) causal_scores(float* __restrict__ scores, int 
     }
     const i64 row = place.head * tile + place.row;
     scores += row * tile;
-    const float den = dens[row];
+    const float den = lane == 0 ? dens[row] : 0.0f;  // which writes it again
     float sum = 0.0f;
     for (int first = lane; first < tile; first += AT_ONCE * WARP) {
         float entries[AT_ONCE];
