@@ -243,7 +243,8 @@ def _memory_part(layout: Layout, maps: list[FileMap]) -> Part:
     """Return the part of memory, or of the file that is mapped there."""
     for file in maps:
         if file.start <= layout.start < file.stop:
-            offset = layout.start - file.start + file.offset
+            # Only of this one: a process maps hundreds of files, most of them libraries.
+            file, offset = _identified(file), layout.start - file.start + file.offset
             return Part(file.storage, file.path, layout._replace(start=offset))
     return Part("memory", "memory", layout)
 
@@ -261,7 +262,7 @@ def _file_maps(arrays: list[Any]) -> list[FileMap]:
             start, stop = (int(number, 16) for number in addresses.split("-"))
             storage = ("mapped", device, inode)
             found.append(FileMap(start, stop, int(offset, 16), storage, path[0] if path else ""))
-    return [_identified(each) for each in found]
+    return found
 
 
 def _identified(file: FileMap) -> FileMap:
@@ -281,7 +282,6 @@ def _numpy_map(array: Any) -> FileMap | None:
     if name is None:
         return None
     start = array.__array_interface__["data"][0]
-    file = FileMap(
+    return FileMap(
         start, start + max(1, prod(array.shape) * array.itemsize), array.offset, id(base), str(name)
     )
-    return _identified(file)
