@@ -42,6 +42,19 @@ __all__ = ["one_thread"]
 
 attend: Any = linattn.linear_attention
 
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("tolerance", [None, 0.3])
+def test_attention_that_chooses_is_exact_and_lazy(is_causal, tolerance):
+    arrays = tokens(2560)
+    options: dict[str, Any] = {"is_causal": is_causal, "tolerance": tolerance, "rng": 0}
+    with dask.config.set(scheduler=refuse):
+        output, report = linattn.attention(*lazily(arrays, 640), return_report=True, **options)
+    assert report.method == "exact"
+    want = linattn.softmax_attention(*arrays, is_causal=is_causal)
+    close(output.compute(), want, tol=1e-5)
+
+
 # Right for any chunks -----------------------------------------------------------------------------
 
 
@@ -489,6 +502,8 @@ def test_packed_sequences_of_several_heads(name, options, chunks, borders):
     options = {"is_causal": True, "cu_seqlens": borders, **options}
     lazy = lazily(arrays, chunks[1], heads=chunks[0])
     close(call(name, lazy, options).compute(), call(name, arrays, options))
+    if name is None:
+        return
     lazy_output, pullback = call(name, lazy, options, vjp=True)
     output, of_numpy = call(name, arrays, options, vjp=True)
     grad_output = da.from_array(output, chunks=lazy_output.chunks)
@@ -549,9 +564,12 @@ def test_chunks_that_do_not_fit(chunks, message):
         attend(*arrays, MAPS["positive"], is_causal=True)
 
 
-def pull_in_a_window(query, key, value, phi):
-    _, pullback = linattn.softmax_attention_vjp(query, key, value, local_window_size=(3, 3))
-    return pullback(value)
+def pull_exact(query, key, value, phi):
+    return linattn.softmax_attention_vjp(query, key, value)[1](value)
+
+
+def pull_by_stops(query, key, value, phi):
+    return linattn.linear_attention_vjp(query, key, value, phi, prefix_length=9)[1](value)
 
 
 REFUSED: dict[str, Any] = {
@@ -565,7 +583,8 @@ REFUSED: dict[str, Any] = {
     ".* features that depend on the position": lambda q, k, v, phi: attend(
         q, k, v, MAPS["cosformer"], prefix_length=9
     ),
-    "local_window_size, a bias of offsets": pull_in_a_window,
+    "gradients of softmax attention": pull_exact,
+    "gradients of key_stop, prefix_length": pull_by_stops,
 }
 
 
@@ -621,11 +640,11 @@ dask.config.set({"array.query-planning": sys.argv[1] == "True", "scheduler": "sy
 import pytest
 sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
-    chosen = "decay or broadcast or lazily or tasks or names or slice or softmax or whole_blocks"
-    chosen += " or states or stops or go_along or another"
     # Such arrays have no take, which gathers packed sequences.
-    chosen = f"({chosen}) and not packed and not borders1"
-    others = ("dask_automatic.py", "dask_gradients.py", "dask_landmarks.py", "dask_stops.py")
+    chosen = "decay or broadcast or lazily or names or slice or softmax or whole_blocks or stops"
+    chosen += " or another"
+    chosen = f"({chosen}) and not packed and not borders1 and not dtype and not full"
+    others = ("dask_gradients.py", "dask_landmarks.py", "dask_stops.py")
     files = (__file__, *(__file__.replace("dask.py", other) for other in others))
     done = subprocess.run(
         [sys.executable, "-c", program, "True", *files, "-k", chosen],

@@ -25,7 +25,6 @@ da: Any = pytest.importorskip("dask.array")
 __all__ = ["one_thread"]
 
 attend: Any = linattn.linear_attention
-vjp: Any = linattn.linear_attention_vjp
 
 
 def stops_of(data, length, num_keys):
@@ -42,7 +41,6 @@ def stops_of(data, length, num_keys):
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), masked=st.booleans(), streamed=st.booleans())
 def test_stops_in_any_chunks(data, seed, masked, streamed):
-    """Outputs, states and gradients."""
     num_keys = data.draw(st.integers(1, 40), "keys")
     length = data.draw(st.sampled_from([num_keys, 7, 30]), "queries")
     rows, keys = data.draw(chunkings(length), "rows"), data.draw(chunkings(num_keys), "of keys")
@@ -72,13 +70,6 @@ def test_stops_in_any_chunks(data, seed, masked, streamed):
     close(output, want[0])
     close(norm, want[2])
     states_agree(after, want[1])
-    grad_output = np.sin(output)
-    (lazy_cotangent,) = lazily((grad_output,), rows)
-    wanted = vjp(*arrays, phi, **options)[1](grad_output)
-    with dask.config.set(scheduler=refuse):
-        gradients = vjp(*chunked, phi, **lazy)[1](lazy_cotangent)
-    for gradient, each in zip(dask.compute(*gradients), wanted, strict=True):
-        close(gradient, each, tol=4e-6)
 
 
 @pytest.mark.parametrize(

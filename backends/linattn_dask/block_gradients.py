@@ -24,7 +24,6 @@ __all__ = [
     "pull_keys",
     "pull_queries",
     "state_gradient",
-    "sum_heads",
     "tokens_of",
     "zeros",
 ]
@@ -164,11 +163,3 @@ def state_gradient(block: Block) -> Array:
     """Gradient by the ``kvz`` of a state, its log scale held constant, of the adjoint after it."""
     adjoint, xp = block.state("adjoint"), array_api_compat.array_namespace(block["log_scale"])
     return adjoint.kvz * xp.exp(adjoint.log_scale + block["log_scale"])[..., None]
-
-
-def sum_heads(matrix: Array, lead: tuple[int, ...]) -> Array:
-    """Sum over heads of queries that share a state."""
-    xp, extra = array_api_compat.array_namespace(matrix), matrix.ndim - 2 - len(lead)
-    shared = [i + extra for i, n in enumerate(lead) if n == 1 and matrix.shape[i + extra] != 1]
-    summed = xp.sum(matrix, axis=(*range(extra), *shared), keepdims=True)
-    return summed[(0,) * extra]

@@ -14,16 +14,12 @@ import numpy as np
 
 import linattn
 from linattn.typing import Array
-from linattn_dask.block_gradients import BlockGradients, sum_heads
-from linattn_dask.blocks import Block, along_blocks, scan
+from linattn_dask.blocks import Block, along_blocks
 
 __all__ = [
-    "adjoint_transition",
     "merge_transitions",
     "pack_matrix",
-    "pull_recurrence",
     "recur",
-    "scan_transitions",
     "transition",
 ]
 
@@ -35,21 +31,6 @@ def recur(block: Block, scale: float) -> Array:
     tokens = (block[name] for name in ("query", "key", "value"))
     output: Array = linattn.linear_recurrence(*tokens, **_options(block, scale))
     return output
-
-
-def pull_recurrence(block: Block, scale: float) -> BlockGradients:
-    """Pull back a block, with the adjoint of the state after it."""
-    tokens = (block[name] for name in ("query", "key", "value"))
-    options = _options(block, scale)
-    _, pullback = linattn.linear_recurrence_vjp(*tokens, return_state=True, **options)
-    gradients = pullback(block["grad_output"], _matrix(block, "adjoint"))
-    names = ["query", "key", "value"]
-    names += [name for name in ("log_decay", "beta") if block[name] is not None]
-    named = dict(zip(names, gradients, strict=False))
-    for name in names[3:]:
-        if named[name].ndim < block[name].ndim:
-            named[name] = named[name][..., None]
-    return BlockGradients(**named)
 
 
 def transition(block: Block) -> Array:
@@ -64,35 +45,10 @@ def transition(block: Block) -> Array:
     return state[..., None, :, :]
 
 
-def adjoint_transition(block: Block, scale: float) -> Array:
-    """Map of a block for adjoints, ``[A, T^T]``: that of the state before it, of that after it.
-
-    ``A``: what the queries of the block read of the state before it.
-    """
-    xp = array_api_compat.array_namespace(block["key"])
-    query, key, grad_output = _tokens(block, "query", "key", "grad_output")
-    lead = tuple(block["state"].shape[:-3])
-    if block["beta"] is None:
-        before, _, total = _remaining(block)
-        read = query if before is None else query * before
-        carried = _diagonal(key, total)
-    else:
-        no_values = _zeros(key, (*key.shape[:-1], 0))
-        read, carried = _recur_from_identity(block, key, no_values, lead, query)
-    adjoint = sum_heads(scale * _product(read, grad_output), lead)
-    carried = xp.broadcast_to(xp.matrix_transpose(carried), (*lead, *carried.shape[-2:]))
-    return _pack(adjoint, carried)
-
-
 def merge_transitions(block: Block, from_the_end: bool) -> Array:
     """``[B, T]`` of consecutive blocks, in their order."""
     merge = partial(_merge, value_dim=block.call.value_dim)
     return reduce(merge, along_blocks(block, from_the_end))
-
-
-def scan_transitions(block: Block) -> Array:
-    """``[B, T]`` of all blocks after each of a group."""
-    return scan(block, partial(_merge, value_dim=block.call.value_dim), from_the_end=True)
 
 
 def _merge(first: Array, later: Array, value_dim: int) -> Array:

@@ -20,9 +20,8 @@ from linattn_dask.block_gradients import (
 )
 from linattn_dask.blocks import pack_block
 from linattn_dask.fitted import fitted
-from linattn_dask.layout import Layout, Part, depends_on_position, state_parts
+from linattn_dask.layout import Layout, Part, state_parts
 from linattn_dask.short import declined_gradients
-from linattn_dask.softmax_gradients import pull_softmax
 from linattn_dask.states import (
     AXES,
     all_states,
@@ -35,7 +34,6 @@ from linattn_dask.states import (
     states_after,
     states_before,
 )
-from linattn_dask.stops import aligned
 from linattn_dask.sums import sum_to, with_ones
 
 __all__ = ["attention_vjp"]
@@ -49,16 +47,9 @@ KEYS = ("key", "value", "key_mask", *WEIGHTS)
 
 def attention_vjp(problem: Problem, cotangent: Cotangent) -> Gradients | Declined:
     """Pull back lazily, block by block of the caller's chunks."""
-    of_offsets = problem.local_window is not None or problem.relative_bias is not None
-    exact = problem.mode == "exact" and not of_offsets and problem.key_stop is None
-    by_position = problem.mode == "stops" and depends_on_position(problem)
-    if by_position or not (exact or problem.mode in WALKS):
+    if problem.mode not in WALKS:
         return declined_gradients(problem)
-    pullback = _Pullback(fitted(problem), cotangent)
-    if exact:
-        gradients = pull_softmax(pullback.layout, pullback.cotangent)
-    else:
-        gradients = WALKS[problem.mode](pullback)
+    gradients = WALKS[problem.mode](_Pullback(fitted(problem), cotangent))
     arrays = (problem.query, problem.key, problem.value, None, *_weights(problem))
     return tuple(
         each if each is None or array is None else each.rechunk(array.chunks, method="tasks")
@@ -185,10 +176,9 @@ def _full(pullback: _Pullback) -> Gradients:
     )
 
 
-def _causal(pullback: _Pullback, key_stop: Part | None = None) -> Gradients:
+def _causal(pullback: _Pullback) -> Gradients:
     layout = pullback.layout
-    if key_stop is None:
-        layout.check_rows()
+    layout.check_rows()
     of_blocks = ("keys", *AXES[1:])
     states = block_states(layout.reading_again())
     before, _ = states_before(layout, states, first_state(layout))
@@ -197,8 +187,6 @@ def _causal(pullback: _Pullback, key_stop: Part | None = None) -> Gradients:
         "query": layout.part("query", ("keys", "dim")),
         "grad_output": Part(pullback.cotangent.output, ("keys", "outputs")),
     }
-    if key_stop is not None:
-        rows["key_stop"] = key_stop
     keys = layout.reading_again("gradients").parts(*KEYS)
     if layout.problem.log_decay is not None:
         keys["state"] = rows["state"]
@@ -216,14 +204,5 @@ def _causal(pullback: _Pullback, key_stop: Part | None = None) -> Gradients:
     )
 
 
-def _stops(pullback: _Pullback) -> Gradients:
-    along = aligned(pullback.problem)
-    return _causal(_Pullback(along.layout.problem, pullback.cotangent), along.key_stop)
-
-
-WALKS: dict[str, Callable[[_Pullback], Gradients]] = {
-    "full": _full,
-    "causal": _causal,
-    "stops": _stops,
-}
+WALKS: dict[str, Callable[[_Pullback], Gradients]] = {"full": _full, "causal": _causal}
 """By the mode of the problem."""

@@ -1,7 +1,7 @@
 """Recurrences block by block: a block maps the state before it to that after it.
 
 The maps of all blocks are made side by side and merged in their order; then each block is done
-again from the state before it, as causal attention is. From the end adjoints go the same way.
+again from the state before it, as causal attention is.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from dask.array.utils import meta_from_array
 
-from linattn.typing import Array, Recurrence
-from linattn_dask.block_gradients import gradient_of_block
+from linattn.typing import Array, Declined, Recurrence
 from linattn_dask.block_recurrences import (
-    adjoint_transition,
     merge_transitions,
     pack_matrix,
-    pull_recurrence,
     recur,
-    scan_transitions,
     transition,
 )
 from linattn_dask.blocks import Call
@@ -33,8 +29,8 @@ from linattn_dask.layout import (
     read_again,
     tasks,
 )
-from linattn_dask.states import AXES, grouped_scan, ones, prefix_scan
-from linattn_dask.sums import sum_to, with_ones
+from linattn_dask.short import short
+from linattn_dask.states import AXES, ones, prefix_scan
 
 __all__ = ["recurrence", "recurrence_vjp"]
 
@@ -57,35 +53,9 @@ def recurrence(problem: Recurrence) -> tuple[Array, Array]:
     return output, last[..., 0, :, : blocks.value_dim]
 
 
-def recurrence_vjp(
-    problem: Recurrence, grad_output: Array, grad_state: Array | None
-) -> list[Array | None]:
-    """Gradients of all that was given, lazily."""
-    blocks = _Blocks(problem)
-    blocks.check_cotangent(grad_output)
-    before, _ = blocks.states()
-    parts = read_again(blocks.parts, "adjoints") | {
-        "grad_output": Part(grad_output, ("tokens", "outputs")),
-        "state": Part(before, OF_BLOCKS),
-    }
-    axes = {"tokens": ones(blocks.chunks), **blocks.state_axes}
-    lead = blocks.state_lead
-    adjoints = blocks.make(adjoint_transition, axes, lead, parts, scale=problem.scale)
-    last = blocks.map_of_nothing() if grad_state is None else blocks.pack(grad_state)
-    after, adjoint = grouped_scan(blocks.merge, blocks.scan, adjoints, last, from_the_end=True)
-    parts |= read_again(blocks.parts, "gradients") | {"adjoint": Part(after, OF_BLOCKS)}
-    meta = np.empty((0,) * (len(blocks.lead) + 1), dtype=object)
-    axes = {"tokens": ones(blocks.chunks)}
-    one_each = [*map(ones, blocks.lead)]
-    pulled = blocks.make(pull_recurrence, axes, one_each, parts, meta=meta, scale=problem.scale)
-    found = [
-        blocks.gradient(name, pulled) if name in blocks.parts else None
-        for name in (*TOKENS, *NUMBERS)
-    ]
-    if problem.initial_state is None:
-        return [*found, None]
-    of_state = adjoint[..., 0, :, : blocks.value_dim]
-    return [*found, sum_to(of_state, problem.initial_state.shape)]
+def recurrence_vjp(problem: Recurrence, grad_output: Array, grad_state: Array | None) -> Declined:
+    """Leave the gradients of short sequences to the core; those of others are an error."""
+    return short("gradients of a recurrence", problem)
 
 
 class _Blocks:
@@ -165,12 +135,6 @@ class _Blocks:
         parts = {str(i): Part(state, AXES) for i, state in enumerate(states)}
         return self.make(merge_transitions, axes, lead, parts, from_the_end=from_the_end)
 
-    def scan(self, maps: Array, last: Array) -> Array:
-        """Merge maps of the blocks after each of a group."""
-        axes = {"block": maps.chunks[-3], **self.state_axes}
-        parts = {"states": Part(maps, AXES), "first": Part(last, AXES)}
-        return self.make(scan_transitions, axes, self.state_lead, parts)
-
     def pack(self, matrix: Array) -> Array:
         """Make a map of a state or an adjoint, with all leading axes."""
         matrix = self._beside(matrix, -1, [Part(self.map_of_nothing(), AXES)])
@@ -196,30 +160,3 @@ class _Blocks:
         nothing = self.map_of_nothing()
         first = nothing if self._state is None else self.pack(self._state)
         return prefix_scan(self.merge, maps, first)
-
-    def check_cotangent(self, grad_output: Array) -> None:
-        """Check that a cotangent fits the output, and that states are not of several chunks."""
-        wanted = (*self.lead, self.chunks, (self.value_dim,))
-        for axis, (expected, got) in enumerate(zip(wanted, grad_output.chunks, strict=True)):
-            if got != expected:
-                raise differing(("output", "grad_output"), axis - len(wanted), expected, got)
-        extra = len(self.lead) - len(self.state_lead)
-        for i, chunks in enumerate(self.lead):
-            shared = i < extra or len(self.state_lead[i - extra]) < len(chunks)
-            if shared and len(chunks) > 1:
-                axis = i - len(self.lead) - 2
-                message = (
-                    f"query must be in one chunk along axis {axis}, along which it shares states, "
-                    f"got chunks {chunks}; use query.rechunk({{{axis}: -1}})"
-                )
-                raise ValueError(message)
-
-    def gradient(self, name: str, pulled: Array) -> Array:
-        """Gradient by an array: summed over axes along which it was broadcast."""
-        array = self.parts[name].array
-        axes = {"tokens": self.chunks, "numbers": (array.shape[-1],)}
-        lead = with_ones(self.lead, array.shape[:-2])
-        ndim = len(lead) + 2
-        parts = {"pulled": Part(pulled, ("tokens",))}
-        gradient = self.make(gradient_of_block, axes, lead, parts, argument=name, ndim=ndim)
-        return sum_to(gradient, array.shape)

@@ -6,7 +6,7 @@ from typing import Any
 
 from linattn.typing import Array, Declined, Problem
 
-__all__ = ["declined", "declined_gradients"]
+__all__ = ["declined", "declined_gradients", "short"]
 
 MAX_ROWS = 1024
 """Rows of a sequence whose operations, one by one, make a graph of some thousand tasks at most."""
@@ -21,18 +21,28 @@ NAMES = {
 }
 """What a caller has asked for, by the mode of the problem."""
 
+GRADIENTS = {
+    "clusters": "exact_clusters",
+    "stops": "key_stop, prefix_length, causal_block or is_causal='lower_right'",
+    "two-sided": "log_decay without is_causal",
+    "exact": "softmax attention",
+    "window": "an exact window",
+}
+"""The same of gradients."""
+
 
 def declined(problem: Problem) -> Declined:
     """Leave a problem of attention to the core if it is short."""
-    return _short(NAMES.get(problem.mode, problem.mode), problem)
+    return short(NAMES.get(problem.mode, problem.mode), problem)
 
 
 def declined_gradients(problem: Problem) -> Declined:
     """Leave gradients to the core if sequences are short."""
-    return _short(f"gradients with {NAMES[problem.mode]}", problem)
+    return short(f"gradients of {GRADIENTS.get(problem.mode, problem.mode)}", problem)
 
 
-def _short(what: str, problem: Any) -> Declined:
+def short(what: str, problem: Any) -> Declined:
+    """Leave a problem to the core if it is short."""
     arrays: dict[str, Array] = {name: getattr(problem, name) for name in ("query", "key")}
     for name, array in arrays.items():
         chunks = array.chunks[-2]

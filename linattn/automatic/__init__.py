@@ -6,12 +6,11 @@ import warnings
 from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._driver.exact_problem import exact_problem
-from linattn.automatic import _causal, _dask, _full
+from linattn.automatic import _causal, _full
 from linattn.automatic._heads import Given
 from linattn.automatic._report import AttentionReport, HeadRecord, make_report
 from linattn.sampling import Seed, as_generator
@@ -181,15 +180,6 @@ def attention(
     thousands, with queries like others, it may miss them. In full attention it may miss more: the
     same rows choose how many clusters are exact, and judge.
 
-    *Dask arrays.* The output is lazy, what is chosen by is computed here: a sample of rows, as by
-    :meth:`linattn.feature_maps.LandmarkFeatures.fit`, to which landmarks are fitted, and of which
-    the rows held out are; and for each number of landmarks that is tried one pass over key and
-    value by blocks, for their states and, in the first pass, for the exact outputs of rows held
-    out. So the error is that on all keys. The states go into the output: no key is read for it
-    again, but for a window. There are no exact clusters, but an exact window where that is the
-    cheaper way, L = S, and chunks of query and key are equal and of whole windows. NaN and inf
-    outside of the sample are not noticed. Causal attention is exact.
-
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every
     linear method.
@@ -237,11 +227,9 @@ def attention(
 
 def _way_to_choose(problem: Problem) -> ModuleType | None:
     """Return what finds a way for each head; None where nothing can be fitted."""
-    if not problem.lazy:
-        return _causal if problem.is_causal else _full
-    # A coreset goes from token to token, which is no graph of blocks.
-    is_dask = array_api_compat.is_dask_array(problem.query)
-    return _dask if is_dask and not problem.is_causal else None
+    if problem.lazy:
+        return None
+    return _causal if problem.is_causal else _full
 
 
 def _warning(given: Given, heads: list[HeadRecord]) -> str:
