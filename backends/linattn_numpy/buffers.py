@@ -20,17 +20,20 @@ Bools = NDArray[np.bool_]
 
 _scratch = threading.local()
 
+IS_POISONED = False
+"""Tests set it: a buffer comes full of NaN, which whoever still reads it gets."""
+
 
 def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
     """Return this thread's buffer of that name; what it held before is lost."""
     cached: dict[Any, Any] = _scratch.__dict__
     view: Floats | None = cached.get((name, shape, dtype))
     if view is not None:
-        return view
+        return _poisoned(view) if IS_POISONED else view
     count = prod(shape)
     size = count * np.dtype(dtype).itemsize
     if size > tuning.MAX_CACHED_BYTES:
-        return np.empty(shape, dtype)
+        return _poisoned(np.empty(shape, dtype)) if IS_POISONED else np.empty(shape, dtype)
     whole, is_full = cached.get(name), len(cached) >= tuning.MAX_CACHED_VIEWS
     if whole is not None and (is_full or whole.size < count or whole.dtype != dtype):
         # The old one, of which there are views, goes before the new one comes.
@@ -42,6 +45,11 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
         start = -memory.ctypes.data % tuning.CACHE_LINE_BYTES
         whole = cached[name] = memory[start : start + size].view(dtype)
     cached[name, shape, dtype] = view = whole[:count].reshape(shape)
+    return _poisoned(view) if IS_POISONED else view
+
+
+def _poisoned(view: Floats) -> Floats:
+    view.fill(np.nan if view.dtype.kind == "f" else np.iinfo(view.dtype).max)
     return view
 
 
