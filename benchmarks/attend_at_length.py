@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import random
 import resource
 import statistics
@@ -79,11 +78,8 @@ def watch(words: list[str], limit: int, kill_after: float | None = None) -> Fini
 
     start = time.monotonic()
     resident = private = 0
-    # Kernels are measured in each process; bits must not depend on that.
-    chosen = {"LINATTN_SMALL_PRODUCTS": "project,read", "LINATTN_EXP2": "float32"}
-    environment = {**os.environ, **chosen}
     with subprocess.Popen(
-        words, env=environment, preexec_fn=limited, text=True,
+        words, preexec_fn=limited, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         while process.poll() is None:

@@ -394,12 +394,8 @@ def default_before() -> str:
 
 def results_of(place: Path, out: Path, options: argparse.Namespace) -> dict[str, NDArray[Any]]:
     """Run the problems in a process that imports the checkout's packages, and load the results."""
-    # What is measured and then chosen might be chosen otherwise the second time.
     environment = dict(
-        os.environ,
-        PYTHONPATH=os.pathsep.join([str(place), str(place / "backends")]),
-        LINATTN_SMALL_PRODUCTS="project,read",
-        LINATTN_EXP2="float32",
+        os.environ, PYTHONPATH=os.pathsep.join([str(place), str(place / "backends")])
     )
     command = [sys.executable, "-P", str(Path(__file__).resolve()), "--run", str(out)]
     command += ["--quick"] * options.quick + ["--only", options.only]

@@ -10,8 +10,6 @@ import pytest
 import linattn
 from linattn.automatic import _costs
 from linattn.feature_maps import PositiveFeatures
-from linattn_numpy.choices import power_and_unit
-from linattn_numpy.products import small_products
 
 da: Any = pytest.importorskip("dask.array")
 distributed: Any = pytest.importorskip("distributed")
@@ -31,16 +29,7 @@ PHI = PositiveFeatures(D, 32, rng=0)
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    """Two processes of one thread; what they spill goes into a folder of the tests.
-
-    They choose products and exponentials as this one does: a busy machine may measure otherwise.
-    """
-    dtype = np.dtype(np.float32)
-    exponentials = dtype.name if power_and_unit(dtype)[0] is np.exp2 else ""
-    chosen = {
-        "LINATTN_SMALL_PRODUCTS": ",".join(small_products(dtype)),
-        "LINATTN_EXP2": exponentials,
-    }
+    """Two processes of one thread; what they spill goes into a folder of the tests."""
     with (
         distributed.LocalCluster(
             n_workers=2,
@@ -49,7 +38,6 @@ def client(tmp_path_factory):
             memory_limit="1GiB",
             local_directory=str(tmp_path_factory.mktemp("spilled")),
             dashboard_address=None,
-            env=chosen,
             silence_logs=50,
         ) as local,
         distributed.Client(local) as connected,

@@ -1,21 +1,15 @@
-"""Products cut into small ones are the products."""
+"""Products in buffers, of arrays of any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linattn_numpy import products, tuning
-
-PRODUCTS = products.KINDS
-MAX_SMALL_MATMUL = 4_000
-"""Small enough that small inputs are cut too."""
+from linattn_numpy import products
 
 
 def _array(rng: np.random.Generator, shape: tuple[int, ...], layout: str, dtype: str) -> Any:
@@ -32,19 +26,6 @@ def _array(rng: np.random.Generator, shape: tuple[int, ...], layout: str, dtype:
 LAYOUTS = st.sampled_from(["whole", "turned", "slice"])
 
 
-@pytest.fixture(params=[True, False], ids=["cut", "whole"])
-def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    monkeypatch.setattr(tuning, "MAX_SMALL_MATMUL", MAX_SMALL_MATMUL)
-    monkeypatch.setattr(products, "small_products", lambda dtype: PRODUCTS if request.param else ())
-    monkeypatch.setattr(tuning, "MIN_SUM_ROWS", 4)
-    caches = (products._rows_per_small_product, products._tokens_and_features)
-    for cached in caches:
-        cached.cache_clear()
-    yield request.param
-    for cached in caches:
-        cached.cache_clear()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @given(
     lead=st.sampled_from([((), ()), ((2,), ()), ((), (2,)), ((2, 3), (3,)), ((2, 1), (1, 3))]),
@@ -54,7 +35,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     layouts=st.tuples(LAYOUTS, LAYOUTS),
 )
 def test_product_and_sum(
-    cut: bool, dtype: str, lead: Any, n: int, k: int, j: int, layouts: tuple[str, str]
+    dtype: str, lead: Any, n: int, k: int, j: int, layouts: tuple[str, str]
 ) -> None:
     rng = np.random.default_rng(n * 400 + k * 20 + j)
     x = _array(rng, (*lead[0], n, k), layouts[0], dtype)
@@ -69,32 +50,3 @@ def test_product_and_sum(
     total = products.weighted_sum(x, v)
     assert total.dtype == x.dtype
     np.testing.assert_allclose(total, wanted, rtol=tolerance, atol=tolerance * max(n, 1))
-
-
-def test_large_products_are_cut(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
-    matmul = np.matmul
-
-    def spy(x: Any, y: Any, out: Any = None) -> Any:
-        shapes.append((*x.shape[-2:], y.shape[-1]))
-        return matmul(x, y, out=out)
-
-    monkeypatch.setattr(np, "matmul", spy)
-    x, y = np.ones((100, 16)), np.ones((16, 12))
-    assert np.array_equal(products.product(x, y, "product"), x @ y)
-    assert np.array_equal(products.weighted_sum(x, np.ones((100, 2))), np.full((16, 2), 100.0))
-    # Too many tokens for 32 columns at once: the tokens are cut too.
-    long = np.arange(300.0)[:, None] * np.ones(2)
-    assert np.array_equal(products.weighted_sum(np.ones((300, 40)), long), np.full((40, 2), 44850))
-    largest = max(int(np.prod(shape)) for shape in shapes)
-    assert (largest <= MAX_SMALL_MATMUL) == cut
-
-
-@pytest.mark.usefixtures("cut")
-def test_a_product_with_a_column_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    column = np.arange(300.0)[:, None]
-    whole = mock.Mock(wraps=np.matmul)
-    monkeypatch.setattr(np, "matmul", whole)
-    sums = products.weighted_sum(np.ones((300, 40)), column)
-    assert np.array_equal(sums, np.full((40, 1), 44850))
-    whole.assert_called_once()

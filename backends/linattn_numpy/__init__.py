@@ -23,7 +23,6 @@ from linattn_numpy.decoding import decode, stepper
 from linattn_numpy.exact import band_block, exact_block, exact_more, window_block
 from linattn_numpy.planning import plan
 from linattn_numpy.prefix_states import far_states
-from linattn_numpy.products import kernel_status
 from linattn_numpy.recurrences import recurrence
 from linattn_numpy.sequences import sequences_block
 from linattn_numpy.states import (
@@ -48,7 +47,6 @@ __all__ = [
     "exact_more",
     "exact_query_vjp",
     "far_states",
-    "kernel_status",
     "limited_threads",
     "plan",
     "read_block",
@@ -80,7 +78,6 @@ if TYPE_CHECKING:
     implements(Backend.exact_more)(exact_more)
     implements(Backend.exact_query_vjp)(exact_query_vjp)
     implements(Backend.far_states)(far_states)
-    implements(Backend.kernel_status)(kernel_status)
     implements(Backend.limited_threads)(limited_threads)
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from linattn.typing import Assigned, Declined, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Floats, buffer
-from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
+from linattn_numpy.products import broadcast_lead, product, transposed, weighted_sum
 
 __all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
 
@@ -98,7 +98,7 @@ def features_and_logs(spec: Assigned, tokens: Tokens) -> tuple[NDArray[np.intp],
         index[..., tile] = scores.argmax(axis=-1)
         terms = buffer("terms", (*lead, tile.stop - start, p), x.dtype)
         workspace = buffer("workspace", terms.shape, x.dtype)
-        multiply(x[..., tile, :], probes, terms)
+        np.matmul(x[..., tile, :], probes, out=terms)
         # "clip" spares a copy of what is taken; every index is in range.
         terms += np.take(rows, offsets + index[..., tile], axis=0, out=workspace, mode="clip")
         total = _log_sum(terms, workspace)

@@ -19,7 +19,7 @@ from linattn_numpy import limits
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import exponents, log_features
-from linattn_numpy.products import broadcast_lead, multiply, product, transposed, weighted_sum
+from linattn_numpy.products import broadcast_lead, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums
 
 __all__ = ["exact_key_vjp", "exact_query_vjp", "read_block_vjp", "reduce_block_vjp"]
@@ -119,7 +119,7 @@ def reduce_block_vjp(
     else:
         return features
     shape = (*broadcast_lead(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
-    grad_values_and_one = multiply(weights, kvz, np.empty(shape, dtype))
+    grad_values_and_one = np.matmul(weights, kvz, out=np.empty(shape, dtype))
     v = values_and_one
     if factor is not None:
         v = v * factor

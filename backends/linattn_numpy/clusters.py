@@ -21,7 +21,7 @@ from linattn.typing import (
 from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import features_and_logs, sums_by_feature
 from linattn_numpy.buffers import Bools, Floats, buffer
-from linattn_numpy.products import broadcast_lead, multiply
+from linattn_numpy.products import broadcast_lead
 from linattn_numpy.states import add_sums
 from linattn_numpy.tiles import head_tiles
 
@@ -78,7 +78,8 @@ def choose_block(
     for heads, groups in head_tiles(lead, n // rows, most, 1, are_apart=True):
         tile = groups[-2]
         of = (*heads, ..., slice(tile.start * rows, tile.stop * rows), slice(None))
-        logs = multiply(x[of], P[heads], buffer("logs", (*x[of].shape[:-1], m), x.dtype))
+        logs = buffer("logs", (*x[of].shape[:-1], m), x.dtype)
+        np.matmul(x[of], P[heads], out=logs)
         if rows == 1:
             scores = np.add(logs, bias[heads], out=buffer("scores", logs.shape, logs.dtype))
             chosen[groups] = _largest(scores, count)
@@ -90,14 +91,14 @@ def choose_block(
             np.multiply(weights.sum(axis=-2, out=scores), gain[heads], out=scores)
             chosen[groups] = _largest(scores, count, LEAST_SHARE)
         weights *= ~chosen[groups][..., None, :]
-        multiply(logs, kvz[heads], num_den[of])
+        np.matmul(logs, kvz[heads], out=num_den[of])
         if num_den[of][..., -1].min() < MIN_REST:
             # The others are read on a scale of their own.
-            multiply(x[of], P[heads], logs)
+            np.matmul(x[of], P[heads], out=logs)
             logs += scale[heads]
             np.copyto(weights, -np.inf, where=chosen[groups][..., None, :])
             row[of] = _to_weights(logs)
-            multiply(logs, kvz[heads], num_den[of])
+            np.matmul(logs, kvz[heads], out=num_den[of])
     shape = broadcast_lead(tokens.x.shape[:-2], query_spec.P.shape[:-2], state.kvz.shape[:-2])
     chosen, num_den, row = (a.reshape(*shape, *a.shape[-2:]) for a in (chosen, num_den, row))
     return chosen, Partial(num_den, row if tokens.log_weight is None else row + tokens.log_weight)

@@ -23,8 +23,7 @@ from linattn.typing import (
 )
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Floats, buffer
-from linattn_numpy.choices import power_and_unit
-from linattn_numpy.products import broadcast_lead, multiply, product, transposed
+from linattn_numpy.products import broadcast_lead, product, transposed
 from linattn_numpy.tiles import head_tiles, moveaxis, split_tiles
 
 __all__ = [
@@ -87,12 +86,7 @@ class FeatureMaker:
             self._scaling = self.weights, factors
             if whole != self.weights.shape:
                 self.weights = buffer(name + "_scaled", whole, x.dtype)
-        self._inputs, (self._power, self._unit) = name + "_inputs", power_and_unit(x.dtype)
-        if isinstance(spec, Exponential):
-            self._P = spec.P
-            if self._unit != 1.0:
-                out = buffer(name + "_projection", spec.P.shape, x.dtype)
-                self._P = np.multiply(spec.P, 1 / self._unit, out=out)
+        self._inputs = name + "_inputs"
 
     def split(self, x: Floats) -> Floats:
         """Tokens of a number of tiles, one after the other along the first axis."""
@@ -107,14 +101,14 @@ class FeatureMaker:
         if isinstance(spec, Pointwise):
             x = preactivations(spec, x, self._inputs)
         else:
-            x = multiply(x, self._P, self._first)
-        log = _max_log(spec, x, self._unit) if inspect else 0.0
+            x = np.matmul(x, spec.P, out=self._first)
+        log = _max_log(spec, x) if inspect else 0.0
         if log == inf:
             return log
         if isinstance(spec, Pointwise):
             activate(spec, x, self._first)
         else:
-            self._power(x, out=x)
+            np.exp(x, out=x)
             if self._halves == 2:
                 np.divide(1.0, x, out=self._last)
         if self._scaling is not None:
@@ -171,11 +165,11 @@ def num_sign_halves(spec: Spec | Exact) -> int:
     return 2 if isinstance(spec, Exponential) and spec.paired else 1
 
 
-def _max_log(spec: Supported, u: Floats, unit: float) -> float:
+def _max_log(spec: Supported, u: Floats) -> float:
     """Log of the largest feature by exponents or inputs, at least 0; inf for a shift."""
     low, high = float(u.min()), float(u.max())
     if isinstance(spec, Exponential):
-        reach = max(high, -low) * unit
+        reach = max(high, -low)
         return reach if reach <= limits.MAX_EXPONENT[u.itemsize] else inf
     # Sums and products of features far from 1 would leave the range of float32.
     is_large = spec.offset != 0.0 or spec.f != RELU or high > 1 / limits.MAX_FEATURE
@@ -296,7 +290,7 @@ def exponents(
     m = r * num_sign_halves(spec)
     u = buffer(name, (*lead, m, n) if by_feature else (*lead, n, m), x.dtype)
     u = transposed(u) if by_feature else u
-    last = multiply(x, spec.P, u[..., -r:])
+    last = np.matmul(x, spec.P, out=u[..., -r:])
     if not limits.size_bound(x) * limits.size_bound(spec.P) < limits.MAX_READ[x.itemsize]:
         # One past range may be so by a part of its sum: it is not known to be small.
         last += last - last

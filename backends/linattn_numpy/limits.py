@@ -67,26 +67,22 @@ def floor_of(dtype: Any) -> float:
     return tiny(dtype) / float(np.finfo(dtype).eps)
 
 
-def exp(
-    x: Floats, out: Floats | None = None, power: np.ufunc = np.exp, unit: float = 1.0
-) -> Floats:
-    """Exponentials of ``x unit``, in place without ``out``; the smallest multiples of 16 ``tiny``.
-
-    ``power`` computes them from ``x``: :func:`linattn_numpy.choices.power_and_unit`.
+def exp(x: Floats, out: Floats | None = None) -> Floats:
+    """Exponentials, in place without ``out``; the smallest are multiples of 16 ``tiny``.
 
     Numbers below that one, and products with them, may take ten times as long. Adding ``step``
     rounds to such multiples, and ``exp(LEAST_EXPONENT)``, about 4 times it, to 0. What is lost is 8
     times it at most, or rounding.
     """
     out = x if out is None else out
-    least, step = LEAST_EXPONENT[x.itemsize] / unit, 16 * floor_of(x.dtype)
+    least, step = LEAST_EXPONENT[x.itemsize], 16 * floor_of(x.dtype)
     # A few tell: denormal numbers so rare as to be missed take no time.
     # An odd step comes to all columns where their number is even.
     odd = x.size // tuning.SAMPLED_ELEMENTS | 1
     few = x.ravel(order="K")[::odd] if x.flags.forc else x[..., ::8, :]
     if not few.min(initial=0.0) < least:
-        return np.asarray(power(x, out=out))
-    power(x.clip(least, np.inf, out=out), out=out)
+        return np.asarray(np.exp(x, out=out))
+    np.exp(x.clip(least, np.inf, out=out), out=out)
     out += step
     out -= step
     return out

@@ -33,14 +33,11 @@ from linattn_numpy.features import (
 )
 from linattn_numpy.products import (
     broadcast_lead,
-    multiply,
     product,
     read_halves,
-    small_products,
     sum_products,
     transposed,
     weighted,
-    weighted_sum,
 )
 from linattn_numpy.tiles import Run, lower, runs_of
 
@@ -192,7 +189,7 @@ class _Apart:
                 np.add(weights, scores[..., half, :, :, :], out=weights)
             if visible is not None:
                 np.multiply(weights, visible, out=weights)
-            multiply(weights, v, out)
+            np.matmul(weights, v, out=out)
 
     def _read_states(self, rows: slice, runs: list[Run]) -> None:
         """Read states: the features of keys are used before those of queries are made."""
@@ -202,7 +199,7 @@ class _Apart:
         keys, v = self._keys(n=n), self._values[..., None, rows, :]
         keys.make(self._block.key.x[..., rows, :], inspect=False)
         for run in runs:
-            _sum_keys(run.split(keys.weights), run.split(v), kvz[..., run.places, :, :])
+            sum_products(run.split(keys.weights), run.split(v), kvz[..., run.places, :, :])
         z = kvz[..., -1]
         self._least_sum = min(self._least_sum, float(z.min()))
         self._largest_sum = max(self._largest_sum, float(z.max()))
@@ -211,16 +208,3 @@ class _Apart:
         for run in runs:
             weights, states = run.split(queries.weights), kvz[..., run.places, :, :]
             read_halves(weights, states, run.split(out), axis=-4)
-
-
-def _sum_keys(k: Floats, v: Floats, out: Floats) -> None:
-    """``k^T v`` of each sequence, by small products where those are faster."""
-    (n, r), e, width = k.shape[-2:], v.shape[-1], tuning.MAX_PRODUCT_ROWS
-    if n * width * e > tuning.MAX_SMALL_MATMUL:
-        out[...] = weighted_sum(k, v)
-    elif n * r * e <= tuning.MAX_SMALL_MATMUL or r % width or "read" not in small_products(v.dtype):
-        sum_products(k, v, out)
-    else:
-        k = np.swapaxes(k.reshape(*k.shape[:-1], r // width, width), -3, -2)
-        out = out.reshape(*out.shape[:-2], r // width, width, e)
-        np.matmul(transposed(k), v[..., None, :, :], out=out)

@@ -12,7 +12,6 @@ or inf go to the generic code.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,7 +30,6 @@ from linattn.typing import (
 from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import assigned_sums
 from linattn_numpy.buffers import Floats, broadcast_in_place, buffer
-from linattn_numpy.choices import power_and_unit
 from linattn_numpy.features import (
     Supported,
     are_moderate,
@@ -46,7 +44,7 @@ from linattn_numpy.features import (
     tiles_by_head,
     unsupported,
 )
-from linattn_numpy.products import broadcast_lead, multiply, read_halves, weighted, weighted_sum
+from linattn_numpy.products import broadcast_lead, read_halves, weighted, weighted_sum
 from linattn_numpy.tiles import ones_column
 
 __all__ = [
@@ -166,25 +164,24 @@ def _add_stabilized(
     key_spec: Exponential, tokens: Tokens, value: Floats, ones: Ones, state: State
 ) -> State | Declined:
     """Add a block by feature, each tile on the largest log of each."""
-    power, unit = power_and_unit(value.dtype)
-    spec, x, row = replace(key_spec, P=key_spec.P / unit), tokens.x, row_term(key_spec, tokens)
+    x, row = tokens.x, row_term(key_spec, tokens)
     assert row is not None
     arrays = [each for each in (value, ones, row, state.kvz) if each is not None]
     leads = [each.shape[:-2] for each in arrays]
     lead = broadcast_lead(features_shape(key_spec, x)[:-1], *leads)
     kvz = np.broadcast_to(state.kvz, (*lead, *state.kvz.shape[-2:])).copy()
     log_scale = np.broadcast_to(state.log_scale, kvz.shape[:-1]).copy()
-    col, row = np.broadcast_to(key_spec.col, kvz.shape[:-1]), row / unit
+    col = np.broadcast_to(key_spec.col, kvz.shape[:-1])
     for heads, place in tiles_by_head(key_spec, x, *tuning.STABILIZED_TILE, *leads):
-        log = exponents(spec, x[place], row[place], "features", by_feature=True)
+        log = exponents(key_spec, x[place], row[place], "features", by_feature=True)
         top = log.max(axis=-2)
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= limits.finite_shift(top)[..., None, :]
-        weights, sums = limits.exp(log, None, power, unit), np.empty_like(kvz[heads])
+        weights, sums = limits.exp(log), np.empty_like(kvz[heads])
         w = ones_column(log.shape[-2], value.dtype) if ones is None else ones[place]
         _put_sums(weights, value[place], w, sums)
-        part = add_sums(State(kvz[heads], log_scale[heads], 0), sums, top * unit + col[heads], 0)
+        part = add_sums(State(kvz[heads], log_scale[heads], 0), sums, top + col[heads], 0)
         kvz[heads], log_scale[heads] = part.kvz, part.log_scale
     return State(kvz, log_scale, state.length + x.shape[-2])
 
@@ -259,12 +256,12 @@ def _put_read(
     are positive, a numerator is at most ``den max |kvz| / min z``, and finite. Where they are not,
     a denominator that such a bound would fail for has lost all of its digits.
     """
-    read = read_halves if num_sign_halves(query_spec) == 2 else multiply
+    read = read_halves if num_sign_halves(query_spec) == 2 else np.matmul
     halves = _in_halves(query_spec, kvz)
     for heads, place, weights in feature_tiles(query_spec, x, "features", kvz.shape[:-2]):
         sums, of_rows, divisor = halves[heads], num[place], den[place]
-        read(weights, sums[..., :-1], of_rows)
-        read(weights, sums[..., -1:], divisor)
+        read(weights, sums[..., :-1], out=of_rows)
+        read(weights, sums[..., -1:], out=divisor)
         if divided:
             np.divide(of_rows, divisor, out=of_rows)
     z, itemsize = kvz[..., -1], kvz.itemsize
@@ -282,20 +279,19 @@ def _read_stabilized(
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
         return limits.UNDERFLOWED
-    kvz, (power, unit) = state.kvz, power_and_unit(state.kvz.dtype)
+    kvz, x = state.kvz, tokens.x
     # The row term cancels; beside the square of a large query, offsets would round to nothing.
-    spec, x = replace(query_spec, P=query_spec.P / unit), tokens.x
-    offsets = ((state.log_scale + query_spec.col) / unit)[..., None, :]
+    offsets = (state.log_scale + query_spec.col)[..., None, :]
     lead = broadcast_lead(kvz.shape[:-2], x.shape[:-2], offsets.shape[:-2])
     num_den = buffer("num_den", (*lead, x.shape[-2], kvz.shape[-1]), kvz.dtype)
     row = np.empty((*lead, x.shape[-2], 1), kvz.dtype)
     leads = kvz.shape[:-2], offsets.shape[:-2]
     for heads, place in tiles_by_head(query_spec, x, *tuning.STABILIZED_TILE, *leads):
-        log = exponents(spec, x[place], offsets[heads], "features", by_feature=True)
+        log = exponents(query_spec, x[place], offsets[heads], "features", by_feature=True)
         row[place] = log.max(axis=-1, keepdims=True)
         log -= limits.finite_shift(row[place])
-        multiply(limits.exp(log, None, power, unit), kvz[heads], num_den[place])
-    return Partial(num_den, row_log(query_spec, tokens, row * unit, want_log))
+        np.matmul(limits.exp(log), kvz[heads], out=num_den[place])
+    return Partial(num_den, row_log(query_spec, tokens, row, want_log))
 
 
 def read_output(

@@ -10,7 +10,7 @@ import numpy as np
 from linattn_numpy.borders import Border
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.decay import Decay, WeakDecay
-from linattn_numpy.products import broadcast_lead, multiply, sum_products, transposed, weighted
+from linattn_numpy.products import broadcast_lead, sum_products, transposed, weighted
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
 __all__ = ["Triangles"]
@@ -97,7 +97,7 @@ class Triangles:
                 unscaled.append(state if factor is None else state.copy())
                 if factor is not None:
                     state *= factor
-        multiply(self._q, self._before, self._reads)
+        np.matmul(self._q, self._before, out=self._reads)
         for border in borders:
             self._reads[..., border.place, border.first :, :] = 0
         for read in self._read_parts:

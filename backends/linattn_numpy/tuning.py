@@ -11,23 +11,8 @@ one again writes machine, date and command beside it.
 from __future__ import annotations
 
 # 2026-11-22: multiplications of a product that OpenBLAS's kernels for AVX-512 do without packing,
-# and rows of such a product: fewer take as long as the whole, more gain nothing.
-MAX_SMALL_MATMUL = 1_000_000
-MIN_PRODUCT_ROWS, MAX_PRODUCT_ROWS = 8, 32
-
-# 2026-11-23, AMD EPYC: small products are chosen unless measured to be slower, where they are up to
-# twice as slow; they gain 4 to 14 %, too little to show in each measurement. Sizes: tokens, dim,
-# features, values and one. 2026-11-26, family 25 model 1, where their gain is .8: 256 tokens in 5
-# turns said more than MIN_GAIN in 3 to 5 of 60 processes beside a busy one, 64 in 9 turns in none
-# of 80, in .6 of the time.
-MEASURED_SIZES, MEASURED_TURNS, MIN_GAIN = (64, 64, 256, 65), 9, 0.9
-
-# 2026-11-23, AMD EPYC: numbers in float32 by which np.exp2 is compared with np.exp: .48 to .66 of
-# its time, twice as long without AVX-512.
-MEASURED_EXPONENTS, MIN_EXP2_GAIN = 8192, 1.25
-
-# 2026-11-22: tokens of a sum over tokens that is cut, and of a part of it.
-MIN_SUM_ROWS = 64
+# and least rows of a part into which pairs of a band are cut.
+MAX_SMALL_MATMUL, MIN_SUM_ROWS = 1_000_000, 64
 
 # 2026-11-23, AMD EPYC, family 25 model 17: a row of the queries of a short block of a band, d = 64,
 # 33 to 2,049 keys a query: 16 in float32, of which 32 take 10 % longer, with OpenBLAS's Haswell

@@ -174,7 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         runner.check()
         record.machine["libraries"] = runner.libraries(options.peers[0], threads[0])
-        record.machine["choices"] = runner.choices()
         for length in sorted(set(options.lengths)):
             runner.time(sizes, length, ATTENTION + RATES)
         for length in sorted(set(options.gradients)):

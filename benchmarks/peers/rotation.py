@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from time import perf_counter
 from typing import NamedTuple
 
@@ -140,18 +140,6 @@ class Runner:
             return self._children[name, threads].ask("about")
         except (PeerError, KeyError):
             return []
-
-    def choices(self) -> dict[str, list[str]]:
-        """Return what linattn's children have chosen, each by its own measurement: who chose what.
-
-        One that has chosen otherwise than the rest takes other times for as long as it lives.
-        """
-        found: dict[str, list[str]] = {}
-        for (name, threads), child in self._children.items():
-            if name.startswith("linattn"):
-                with suppress(PeerError):
-                    found.setdefault(child.ask("choices"), []).append(f"{name} ({threads})")
-        return found
 
     def time(self, sizes: Sizes, length: int, wanted: Sequence[str]) -> None:
         """Time every able peer at one length, round by round, and forget the inputs.

@@ -143,12 +143,6 @@ class Worker:
         keys = ("internal_api", "version", "architecture", "num_threads")
         return [{key: found.get(key) for key in keys} for found in threadpool_info()]
 
-    def choices(self) -> str:
-        """Return what linattn's NumPy backend has measured and chosen in this process."""
-        from linattn_numpy import kernel_status
-
-        return kernel_status()
-
     def _prepare(self, kind: str, inputs: Inputs) -> Prepared:
         prepared: Prepared = self._module.prepare(self._name, kind, inputs)
         return prepared
