@@ -5,9 +5,10 @@
 For CUDA kernels, without a GPU: `gpu` and `recorded` say what the real CuPy launches on the fake
 GPU, which interprets them; `nvrtc` and `compile_kernel` compile them.
 
-A test that takes `xp` runs once per array library. A test that draws its shapes takes
-`xp_any_shape` instead: NumPy with its backend and without, and array-api-strict; the others would
-compile or build a graph anew for each shape::
+A test that takes `xp` runs once per array library: NumPy's arrays are read-only where its backend
+is on, array-api-strict's are on a device that is not the default one. A test that draws its shapes
+takes `xp_any_shape` instead: NumPy with its backend and without, and array-api-strict; the others
+would compile or build a graph anew for each shape::
 
     @given(data=st.data())
     def test_something(xp_any_shape, draws, data):
@@ -126,7 +127,7 @@ class ArrayLibrary:
     Attributes
     ----------
     name : str
-        The fixture's parameter, for instance "array-api-strict-device1".
+        The fixture's parameter, for instance "array-api-strict".
     xp : module
         The library's array-api-compat namespace.
     compiled : callable
@@ -194,7 +195,7 @@ def _numpy(name: str) -> ArrayLibrary:
     return _library(name, np.array, np.asarray)
 
 
-def _numpy_readonly(name: str) -> ArrayLibrary:
+def _numpy_read_only(name: str) -> ArrayLibrary:
     def make(host: npt.NDArray[Any]) -> npt.NDArray[Any]:
         array = np.array(host)
         array.flags.writeable = False
@@ -203,9 +204,9 @@ def _numpy_readonly(name: str) -> ArrayLibrary:
     return _library(name, make, np.asarray)
 
 
-def _strict(name: str, device_name: str) -> ArrayLibrary:
+def _strict(name: str) -> ArrayLibrary:
     strict = _need("array_api_strict", name)
-    device, host_device = strict.Device(device_name), strict.Device("CPU_DEVICE")
+    device, host_device = strict.Device("device1"), strict.Device("CPU_DEVICE")
     return _library(
         name,
         lambda host: strict.asarray(host, device=device, copy=True),
@@ -262,22 +263,21 @@ def _need(module: str, name: str) -> Any:
     return pytest.importorskip(module, reason=f"{name}: {module} is not installed")
 
 
+# The strictest of each: what may be written to, or lies on the default device, can do no less.
 _LIBRARIES: dict[str, Callable[[str], ArrayLibrary]] = {
-    "numpy": _numpy,
-    "numpy-readonly": _numpy_readonly,
+    "numpy": _numpy_read_only,
     "numpy-without-backends": _numpy,
-    "array-api-strict": lambda name: _strict(name, "CPU_DEVICE"),
-    "array-api-strict-device1": lambda name: _strict(name, "device1"),
+    "array-api-strict": _strict,
     "dask": _dask,
 }
 _FRAMEWORKS: dict[str, Callable[[str], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
 _GPUS: dict[str, Callable[[str], ArrayLibrary]] = {"cupy": _cupy}
 
 
-def _each(name: str) -> Iterator[ArrayLibrary]:
+def _each(name: str, make: Callable[[str], ArrayLibrary] | None = None) -> Iterator[ArrayLibrary]:
     import linattn
 
-    library = (_LIBRARIES | _FRAMEWORKS | _GPUS)[name](name)
+    library = (make or (_LIBRARIES | _FRAMEWORKS | _GPUS)[name])(name)
     with linattn.without_backends() if name == "numpy-without-backends" else nullcontext():
         yield library
 
@@ -296,8 +296,8 @@ def xp(request: pytest.FixtureRequest) -> Iterator[ArrayLibrary]:
 
 @pytest.fixture(params=["numpy", "numpy-without-backends", "array-api-strict"])
 def xp_any_shape(request: pytest.FixtureRequest) -> Iterator[ArrayLibrary]:
-    """The array libraries that do not mind a new shape at each call."""
-    yield from _each(request.param)
+    """The array libraries that do not mind a new shape at each call; arrays may be written to."""
+    yield from _each(request.param, _numpy if request.param == "numpy" else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ TOLERANCE = 1e-10
 libraries = pytest.mark.parametrize(
     "xp",
     [
-        "numpy-readonly",
-        "array-api-strict-device1",
+        "numpy",
+        "array-api-strict",
         pytest.param("torch", marks=pytest.mark.frameworks),
     ],
     indirect=True,

@@ -62,7 +62,7 @@ def calls() -> dict[str, Any]:
     clusters: Any = {"exact_clusters": 3}
     found["clusters"] = (ATTEND(QUERY, KEY, VALUE, MAPS["landmarks"], **clusters),)
     for window in (None, 10):
-        local = {"is_causal": True, "local_window_size": window}
+        local: Any = {"is_causal": True, "local_window_size": window}
         found[f"softmax, {window}"] = (linattn.softmax_attention(QUERY, KEY, VALUE, **local),)
     numbers: Any = {"log_decay": -np.abs(VALUE[..., 0]), "beta": 1 / (1 + QUERY[..., 0] ** 2)}
     found["recurrence"] = (

@@ -158,7 +158,7 @@ class TestArrays:
         """Arrays that one library has lent to another, or views of one."""
         numbers = np.array(tokens()[2])
         value = xp.array(numbers)
-        if xp.name.startswith(("jax", "numpy-readonly")) or not hasattr(value, "__setitem__"):
+        if xp.name in ("jax", "numpy") or not hasattr(value, "__setitem__"):
             pytest.skip(f"{xp.name}: arrays cannot be written to")
         q, k, _ = (xp.array(a) for a in tokens(2))
         for name, arrays in {"value": (q, k, value[...]), "key": (q, value[...], k)}.items():
