@@ -296,12 +296,3 @@ def test_reads_of_shorter_chunks_where_memory_is_short(gpu):
     found = pull(BF16, query, key, value, grad, phi)
     assert gpu.launches.count("read_gradients") == 2
     agree(found, exact(query, key, value, grad, phi), BF16)
-
-
-def test_float16_through_the_door(gpu):
-    query, key, value, grad = (x.astype(F16) for x in inputs((2,), 100))
-    phi = MAPS["positive"]
-    found = pull_by_the_door(gpu, query, key, value, grad, phi)
-    assert "causal_gradients" in gpu.launches
-    assert len(found) == 3
-    agree(found, exact(query, key, value, grad, phi, is_causal=True), F16)

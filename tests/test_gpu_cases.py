@@ -42,18 +42,7 @@ def small(name, **changes):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "float32 favor jump causal",
-        "float32 favor decoder",
-        "tf32 favor all outputs causal",
-        "float16 favor masked causal",
-        "bfloat16 favor gradient causal",
-        "bfloat16 favor nan causal",
-        "bfloat16 favor decode step",
-        "bfloat16 favor blind causal",
-        "bfloat16 favor one key head gradient full",
-    ],
+    "name", ["bfloat16 favor nan causal", "bfloat16 favor one key head gradient full"]
 )
 def test_a_case_passes(fake, name):
     found = parity.check(fake, small(name))
