@@ -573,28 +573,28 @@ def run_all(kind: str, seeds: range, most: int = 3) -> tuple[Counter[str], list[
 BLOCK = 250
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(14))
 def test_linear_attention_with_all_options(block):
     counts, complaints = run_all("linear", range(block * BLOCK, (block + 1) * BLOCK))
     assert not complaints, "\n".join(complaints)
     assert counts["compared"] > 0.7 * BLOCK
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(3))
 def test_exact_attention_with_all_options(block):
     counts, complaints = run_all("softmax", range(block * BLOCK, (block + 1) * BLOCK))
     assert not complaints, "\n".join(complaints)
     assert counts["compared"] > 0.7 * BLOCK
 
 
-@pytest.mark.parametrize("block", range(12))
+@pytest.mark.parametrize("block", range(8))
 def test_gradients_with_all_options(block):
     counts, complaints = run_all("gradient", range(block * BLOCK // 2, (block + 1) * BLOCK // 2))
     assert not complaints, "\n".join(complaints)
     assert counts["compared"] > 0.3 * BLOCK
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", range(1))
 def test_recurrences_with_all_options(block):
     counts, complaints = run_all("recurrence", range(block * BLOCK, (block + 1) * BLOCK))
     assert not complaints, "\n".join(complaints)

@@ -140,7 +140,7 @@ class _Level(NamedTuple):
 
 
 class Triangle:
-    """Pairs of two tokens of a causal block, level by level; ``g1`` and ``log`` as in :class:`Rows`.
+    """Pairs of two tokens of a causal block, level by level; ``g1``, ``log`` as in :class:`Rows`.
 
     The block is filled up to a power of two, with rows that neither see nor are seen.
     """
