@@ -73,6 +73,9 @@ def right(query, key, value, log_decay=None, beta=None, initial_state=None, **op
     return np.stack(outputs, axis=2), state
 
 
+SKIPPED = ["packed", "correlated", "borders", "many"]
+"""What is left out: `tests/test_recurrence_reports.py` plants what these find."""
+
 MISTAKES = {
     "gate after the update": "golden",
     "log2 for log": "golden",
@@ -100,7 +103,7 @@ def test_planted_mistakes_are_found(mistake):
     def wrong(*tokens, **gates):
         return right(*tokens, **gates, is_wrong=lambda name: name == mistake)
 
-    report = check_recurrence(wrong, update_rule="gated_delta", skip=["packed"])
+    report = check_recurrence(wrong, update_rule="gated_delta", skip=SKIPPED)
     assert not report.passed
     rows = {row.check: row.result for row in report.rows}
     assert rows[MISTAKES[mistake]] == "FAILED", str(report)
@@ -117,7 +120,7 @@ def test_quotients_of_decays_are_found():
         after = np.swapaxes(key * grown * left[..., -1:, :], -1, -2) @ value
         return output / np.sqrt(key.shape[-1]), left[..., -1:, :] * initial_state + after
 
-    skip = ["packed", "no state"]
+    skip = [*SKIPPED, "no state"]
     report = check_recurrence(wrong, update_rule="gated", skip=skip)
     rows = {row.check: row.result for row in report.rows}
     assert rows["decay"] == "FAILED"
@@ -144,7 +147,7 @@ def test_mistakes_of_packing_and_of_gradients_are_found():
 
         return output, without_the_triangle
 
-    report = check_recurrence(one_sequence, **rule, vjp=vjp)
+    report = check_recurrence(one_sequence, **rule, vjp=vjp, skip=["many"])
     failed = {row.check: row.detail for row in report.rows if row.result == "FAILED"}
     assert set(failed) == {"packed", "gradient"}
     assert "gradient of beta" in failed["gradient"]
@@ -159,8 +162,9 @@ def test_ours_passes(rule, by_channel):
     vjp = partial(linattn.linear_recurrence_vjp, update_rule=rule)
     for dtype in ("float32", "float64"):
         report = check_recurrence(
-            kernel, update_rule=rule, by_channel=by_channel, vjp=vjp, dtype=dtype
-        )
+            kernel, update_rule=rule, by_channel=by_channel, vjp=vjp, dtype=dtype,
+            skip=[] if (rule, dtype) == ("delta", "float32") else ["many"],
+        )  # fmt: skip
         assert report.passed, str(report)
         skipped = {row.check for row in report.rows if row.result == "skipped"}
         assert skipped == {"decay"} - {"decay" * ("gated" in rule)} | {"beta"} - {
@@ -187,7 +191,9 @@ def heads_last(*tokens, xp, **gates):
 
 
 def test_the_layout_of_flash_linear_attention():
-    report = check_recurrence(partial(heads_last, xp=np), update_rule="gated_delta", layout="fla")
+    report = check_recurrence(
+        partial(heads_last, xp=np), update_rule="gated_delta", layout="fla", skip=["many"]
+    )
     assert report.passed, str(report)
 
 
@@ -196,7 +202,12 @@ def test_kernels_of_torch():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     kernel = partial(heads_last, xp=torch)
     report = check_recurrence(
-        kernel, update_rule="gated_delta", layout="fla", by_channel=True, asarray=torch.from_numpy
+        kernel,
+        update_rule="gated_delta",
+        layout="fla",
+        by_channel=True,
+        asarray=torch.from_numpy,
+        skip=["many"],
     )
     assert report.passed, str(report)
 
@@ -223,7 +234,10 @@ def test_kernels_of_jax():
         return jnp.moveaxis(output, 0, 2), state
 
     report = check_recurrence(
-        kernel, update_rule="gated_delta", asarray=jnp.asarray, skip=["packed", "split"]
+        kernel,
+        update_rule="gated_delta",
+        asarray=jnp.asarray,
+        skip=["packed", "split", "borders", "many"],
     )
     assert report.passed, str(report)
 
@@ -243,7 +257,7 @@ def test_the_layout_of_onnx():
         )
         return np.moveaxis(output, 3, 1).reshape(batch, length, -1), state[:, :, 0]
 
-    report = check_recurrence(kernel, update_rule="gated", layout="onnx", skip=["packed"])
+    report = check_recurrence(kernel, update_rule="gated", layout="onnx", skip=SKIPPED)
     assert report.passed, str(report)
 
 
@@ -260,14 +274,14 @@ def test_a_layout_of_your_own():
         output, state = right(*(np.moveaxis(x, 0, 2) for x in tokens), **gates)
         return np.moveaxis(output, 2, 0), state
 
-    report = check_recurrence(kernel, update_rule="delta", layout=layout, skip=["packed"])
+    report = check_recurrence(kernel, update_rule="delta", layout=layout, skip=SKIPPED)
     assert report.passed, str(report)
 
 
 def test_what_a_kernel_raises_or_returns_is_reported():
-    report = check_recurrence(lambda *tokens, **gates: 1 / 0, update_rule="linear", skip=["packed"])
+    report = check_recurrence(lambda *tokens, **gates: 1 / 0, update_rule="linear", skip=SKIPPED)
     assert "raises ZeroDivisionError" in report.rows[0].detail
-    report = check_recurrence(lambda q, k, v, **gates: q, update_rule="linear", skip=["packed"])
+    report = check_recurrence(lambda q, k, v, **gates: q, update_rule="linear", skip=SKIPPED)
     assert "want (output, state)" in report.rows[0].detail
 
 

@@ -815,6 +815,16 @@ mutation(
     check="assert_rollback",
 )
 
+mutation(
+    "a median in the place of a mean",
+    lambda average: testing.assert_estimator(
+        lambda rng: average(rng.exponential(size=9)), 1.0, kurtosis=25.0, rng=SEED
+    ),
+    np.mean,
+    np.median,
+    check="assert_estimator",
+)
+
 NAMES = [case.name for case in MUTATIONS]
 
 

@@ -31,6 +31,7 @@ def _misused(given):
         "assert_variance": lambda: testing.assert_variance(given),
         "check_feature_map": lambda: testing.check_feature_map(given),
         "assert_gaussian_rows": lambda: testing.assert_gaussian_rows(given),
+        "assert_estimator": lambda: testing.assert_estimator(given, 0.0, variance=1.0),
         "assert_gradient": lambda: testing.assert_gradient(given, given, x),
         "assert_inputs_unchanged": lambda: testing.assert_inputs_unchanged(given, x),
         "assert_namespace_preserved": lambda: testing.assert_namespace_preserved(given, x),
@@ -47,6 +48,7 @@ def _three_arguments(query, key, value):
 WRONG = {"function": _three_arguments, "class": PositiveFeatures, "array": np.ones((3, 4))}
 FIRST = {
     "assert_gaussian_rows": "sampler",
+    "assert_estimator": "draw",
     "assert_gradient": "function",
     "assert_inputs_unchanged": "function",
     "assert_namespace_preserved": "function",
@@ -58,7 +60,9 @@ FIRST = {
         "map_or_factory",
     ),
 }
-TAKE_FUNCTIONS = {name for name, argument in FIRST.items() if argument in ("function", "sampler")}
+TAKE_FUNCTIONS = {
+    name for name, argument in FIRST.items() if argument in ("function", "sampler", "draw")
+}
 
 
 class TestArguments:

@@ -5,7 +5,8 @@ Random maps of the softmax kernel: :class:`PositiveFeatures`, :class:`Hyperbolic
 :class:`TrigonometricFeatures`; :class:`Reparametrized` shows any of them other coordinates.
 Frozen features fitted to sample inputs: :class:`CalibratedFeatures`.
 Fitted to a sequence: :class:`LandmarkFeatures`.
-Random maps of other kernels: :class:`RandomFourierFeatures`, :class:`ActivationFeatures`.
+Random maps of other kernels: :class:`RandomFourierFeatures`, :class:`ActivationFeatures`,
+:class:`SignFeatures`.
 Deterministic maps: :class:`EluFeatures`, :class:`ReluFeatures`, :class:`SoftmaxFeatures`,
 :class:`TaylorFeatures`, :class:`PolynomialFeatures`, :class:`CosformerFeatures`,
 :class:`HedgehogFeatures`. Any map rotated by the position: :class:`RotatedFeatures`.
@@ -30,6 +31,7 @@ from linattn.feature_maps.normalized import SoftmaxFeatures
 from linattn.feature_maps.polynomial import PolynomialFeatures, TaylorFeatures
 from linattn.feature_maps.reparametrized import Reparametrized
 from linattn.feature_maps.rotated import RotatedFeatures
+from linattn.feature_maps.signs import SignFeatures
 from linattn.feature_maps.trigonometric import TrigonometricFeatures
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "ReluFeatures",
     "Reparametrized",
     "RotatedFeatures",
+    "SignFeatures",
     "SoftmaxFeatures",
     "TaylorFeatures",
     "TrigonometricFeatures",

@@ -21,7 +21,7 @@ if find_spec("hypothesis") is None:
     _message = f"linattn.testing needs hypothesis: {remedy('testing')}"
     raise ImportError(_message)
 
-from linattn.testing import moments, statistics, strategies
+from linattn.testing import batteries, moments, statistics, strategies
 from linattn.testing._draws import standard_pairs
 from linattn.testing._evidence import Evidence, UntestableError
 from linattn.testing.arrays import (
@@ -41,6 +41,7 @@ from linattn.testing.attention import (
 from linattn.testing.backend import BackendReport, check_backend
 from linattn.testing.check import Report, check_feature_map
 from linattn.testing.estimates import assert_mean, assert_unbiased, assert_variance
+from linattn.testing.estimators import assert_estimator, draws_for
 from linattn.testing.gradients import assert_gradient
 from linattn.testing.projections import assert_gaussian_rows
 from linattn.testing.recurrences import (
@@ -60,6 +61,7 @@ __all__ = [
     "UntestableError",
     "assert_batch_independent",
     "assert_causal",
+    "assert_estimator",
     "assert_gaussian_rows",
     "assert_gradient",
     "assert_inputs_unchanged",
@@ -74,9 +76,11 @@ __all__ = [
     "assert_streaming",
     "assert_unbiased",
     "assert_variance",
+    "batteries",
     "check_backend",
     "check_feature_map",
     "check_recurrence",
+    "draws_for",
     "feature_maps",
     "moments",
     "norm_bounded_vectors",

@@ -6,6 +6,7 @@ Letters: ``P`` pairs of vectors, ``d`` dim.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat
@@ -18,9 +19,9 @@ from linattn.feature_maps._projected import ProjectedFeatureMap
 from linattn.sampling import SAMPLERS, Sampler
 from linattn.testing._draws import Floats, MapSource, lead_axes, standard_pairs
 from linattn.testing._evidence import UntestableError, on_host
+from linattn.testing._means import STATED
 
 __all__ = [
-    "STATED",
     "Pairs",
     "check_power",
     "checked_variance",
@@ -32,8 +33,9 @@ __all__ = [
 MAX_SQUARE_NORM = 2.0
 """``scale |x + y|^2`` above which sample means of positive features stop telling anything."""
 
-STATED = "as stated"
-"""Origin of a variance that the caller or the map gave."""
+
+FALLS = (1.0, 0.25, 1.0, 2.0, 1.0)
+"""How far, in logs, a kernel of x - y has fallen at the pairs that are added for it."""
 
 
 class Pairs:
@@ -60,12 +62,39 @@ class Pairs:
             x, y = standard_pairs(dim, scale, seed)
             xp = array_api_compat.array_namespace(x)
             self.origin = f"linattn.testing.standard_pairs({dim}, {scale!r}, {seed})"
+        self._heads = lead_axes(feature_map, x.shape[-1])
+        self._place(xp, x, y)
+        self.rounding = 1e-9 if x.dtype == xp.float64 else 1e-4
+
+    def _place(self, xp: Any, x: Any, y: Any) -> None:
+        """Take pairs ``(P, d)``, and give them the axes of the heads."""
         num, dim = x.shape
         self.index = np.arange(num)
-        heads = lead_axes(feature_map, dim)
-        flat, full = (num, *(1 for _ in heads), 1, dim), (num, *heads, 1, dim)
+        flat, full = (num, *(1 for _ in self._heads), 1, dim), (num, *self._heads, 1, dim)
         self.x, self.y = (xp.broadcast_to(xp.reshape(a, flat), full) for a in (x, y))
-        self.rounding = 1e-9 if x.dtype == xp.float64 else 1e-4
+
+    def add_differences(self, kernel: Any) -> None:
+        """Add pairs along which a kernel of x - y falls, to the default ones.
+
+        The others hardly test it: what they bound is x + y.
+        """
+        if self.given or not callable(kernel):
+            return
+        num, dim = len(self.index), self.x.shape[-1]
+        x, y = (on_host(a).reshape(num, -1, dim)[:, 0] for a in (self.x, self.y))
+
+        def at(middle: Floats, apart: Floats) -> Floats:
+            self._place(np, middle + apart / 2, middle - apart / 2)
+            return evaluate(self, "kernel", kernel).reshape(len(apart), -1)[:, 0]
+
+        try:
+            middle, apart = _where_it_falls(at, dim)
+        finally:
+            self._place(np, x, y)
+        if len(apart):
+            more = middle + apart / 2, middle - apart / 2
+            self._place(np, np.concatenate([x, more[0]]), np.concatenate([y, more[1]]))
+            self.origin += ", or along which the kernel falls"
 
     def claim(self, claim: Any, name: str) -> Floats:
         """Evaluate a claim to ``(P, ...)``: a number for each pair, of any of its shapes."""
@@ -100,10 +129,40 @@ class Pairs:
         head = f" for head {at[1:]}" if len(at) > 1 else ""
         return f"pair {self.index[at[0]]} of {self.origin}{head}: x = {x}, y = {y}"
 
+    def describe(self, left_out: NDArray[np.bool_], detectable: Floats) -> str:
+        """Name the pairs that are left out, each with the bias that could pass there."""
+        flat = detectable.reshape(detectable.shape[0], -1)
+        which = np.flatnonzero(np.any(left_out.reshape(flat.shape), axis=-1))
+        biases = np.max(flat, axis=-1)
+        named = [f"{self.index[i]} (a bias of {biases[i]:.0%} could pass)" for i in which]
+        return f"; pairs left out: {', '.join(named)}" if named else ""
+
     def sq_norms(self) -> Floats:
         """``scale |x + y|^2`` of each pair."""
         scale = float(getattr(self.source.first, "scale", 1.0))
         return np.asarray(scale * np.sum((on_host(self.x) + on_host(self.y)) ** 2, axis=-1))
+
+
+def _where_it_falls(kernel: Callable[[Floats, Floats], Floats], dim: int) -> tuple[Floats, Floats]:
+    """Return a middle and differences at which a kernel of x - y has fallen by :data:`FALLS`.
+
+    ``kernel(middle, differences)``; none are returned where it depends on the middle.
+    """
+    general = np.random.default_rng(0).standard_normal((3, dim))
+    general /= np.linalg.norm(general, axis=-1, keepdims=True)
+    along = np.stack([np.eye(dim)[0], *3 * [np.full(dim, dim**-0.5)], general[0]])
+    none = np.zeros(dim)
+    values = [kernel(0.3 * middle, along) for middle in (none, *general[1:])]
+    if not np.allclose(values, values[:1], rtol=1e-5, atol=0):
+        return none, along[:0]
+    wanted = kernel(none, 0 * along) * np.exp(-np.array(FALLS))
+    low, high = np.full(len(along), -9.0), np.full(len(along), 9.0)
+    for _ in range(40):
+        log_size = (low + high) / 2
+        is_near = kernel(none, np.exp(log_size)[:, None] * along) > wanted
+        low, high = np.where(is_near, log_size, low), np.where(is_near, high, log_size)
+    falls = high < 8
+    return 0.1 * general[1], np.exp(low[falls])[:, None] * along[falls]
 
 
 def _numbers(name: str, claim: Any) -> Floats:

@@ -53,7 +53,7 @@ from linattn.testing.attention import (
 )
 from linattn.testing.estimates import Claim, assert_mean, assert_unbiased, assert_variance
 
-__all__ = ["CHECKS", "Report", "Row", "check_feature_map"]
+__all__ = ["CHECKS", "Report", "Row", "check_feature_map", "row_of"]
 
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
@@ -522,21 +522,33 @@ def _row(
 ) -> Row:
     if is_skipped:
         return Row(name, what, SKIPPED, "as asked")
-    try:
+
+    def checked() -> Evidence:
         with warnings.catch_warnings():
             # The inputs are made up here: no fitted map was fitted to them, and the signs of
             # denominators have a row of their own.
             for message in ("feature_map was fitted to other keys", ".* denominators are negative"):
                 warnings.filterwarnings("ignore", message, UserWarning)
-            evidence = run(subject)
+            try:
+                return run(subject)
+            except MalformedFeaturesError:
+                subject.is_malformed = True
+                raise
+
+    row = row_of(name, what, checked)
+    is_random = row.result == FAILED and name in ("mean", "variance")
+    rate = subject.statistics["false_alarm_rate"] if is_random else row.false_alarm_rate
+    return replace(row, false_alarm_rate=rate)
+
+
+def row_of(name: str, what: str, check: Callable[[], Evidence]) -> Row:
+    """Run one check, whatever it raises, and make a row of it."""
+    try:
+        evidence = check()
     except UntestableError as error:
         return Row(name, what, SKIPPED, str(error))
-    except MalformedFeaturesError as error:
-        subject.is_malformed = True
+    except (AssertionError, MalformedFeaturesError) as error:
         return Row(name, what, FAILED, str(error))
-    except AssertionError as error:
-        rate = subject.statistics["false_alarm_rate"] if name in ("mean", "variance") else 0.0
-        return Row(name, what, FAILED, str(error), rate)
-    except Exception as error:  # whatever a user's map raises belongs into the report
-        return Row(name, what, FAILED, f"{type(error).__name__}: {error}")
+    except Exception as error:  # whatever a user's code raises belongs into the report
+        return Row(name, what, FAILED, f"raises {type(error).__name__}: {error}")
     return Row(name, what, PASSED, evidence.detail, evidence.false_alarm_rate)

@@ -9,15 +9,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from linattn import _arrays, _checks
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
 from linattn.sampling import Seed
 from linattn.testing._draws import Floats, MapOrFactory, MapSource, need_pair_kernel
 from linattn.testing._evidence import Evidence, UntestableError, fail, on_host
-from linattn.testing._pairs import (
+from linattn.testing._means import (
     STATED,
+    Noise,
+    detectable_share,
+    explain,
+    in_standard_deviations,
+    measure,
+    moves,
+    percent,
+    scale_of,
+    worst,
+)
+from linattn.testing._pairs import (
     Pairs,
     check_power,
     checked_variance,
@@ -26,19 +37,13 @@ from linattn.testing._pairs import (
     variance_or_bound,
 )
 from linattn.testing.moments import block_kurtosis
-from linattn.testing.statistics import at_most_test, detectable_shift, score_test, variance_bound
+from linattn.testing.statistics import at_most_test, detectable_shift, score_test
 from linattn.typing import Array
 
 __all__ = ["Claim", "assert_mean", "assert_unbiased", "assert_variance"]
 
 Claim: TypeAlias = "Callable[[Array, Array], Array] | ArrayLike"
 """What is claimed: ``claim(x, y)`` with shapes as ``kernel``, or a number for each pair."""
-
-MIN_RELATIVE_VARIANCE = 1e-12
-"""Below it, relative to the square of the mean, only rounding moves an estimate."""
-
-NEAR_ZERO = 0.1
-"""Mean below which a bias is absolute, in the largest mean or one draw's standard deviation."""
 
 CUT_OFF_VARIANCES = 20.0
 """Where squares are cut off, in variances, when their own variance is not known."""
@@ -88,8 +93,9 @@ def assert_unbiased(
     -------
     Evidence
         ``detectable`` is the relative bias that is found with 99 %, at the pair where it is
-        largest. Where the kernel at a pair that was given is near 0, below a tenth of the largest
-        kernel or of a draw's standard deviation, it is a share of the larger of these.
+        largest. Where the kernel at a pair is near 0, below a tenth of the largest
+        kernel or half of a draw's standard deviation, it is a share of that. ``detail`` names the
+        default pairs that were left out.
         ``detectable_sd`` is the bias in standard deviations of one draw, as measured, at the pair
         where it is smallest. Pairs whose draws do not differ do not count for either.
 
@@ -169,14 +175,6 @@ class _MeanClaim(NamedTuple):
     kurtosis: float | None
 
 
-class _Draws(NamedTuple):
-    """Draws at the pairs, ``(n, P, ...)``, and the moments that they are tested against."""
-
-    products: Floats
-    mean: Floats
-    variance: Floats
-
-
 def _assert_mean(
     claim: _MeanClaim,
     map_or_factory: Any,
@@ -193,105 +191,49 @@ def _assert_mean(
     mean = claim_or_method(source.first, claim.word, claim.mean, f"{claim.word}=")
     if not source.is_random:
         return _assert_equal_features(claim, pairs, mean)
+    pairs.add_differences(mean)
     expected = evaluate(pairs, claim.word, mean)
     known, origin = variance_or_bound(pairs, claim.variance, claim.kurtosis)
-    tested, rate = num_draws, false_alarm_rate
     if known is None:
-        tested, rate = -(-num_draws // 2), false_alarm_rate / 2
-        pilot = (source.products(pairs.x, pairs.y, tested) - expected) ** 2
-        variance = variance_bound(pilot, float(claim.kurtosis or 0), false_alarm_rate=rate)
+        noise = Noise(kurtosis=float(claim.kurtosis or 0))
     else:
-        variance = checked_variance(pairs, known, expected)
+        noise = Noise(checked_variance(pairs, known, expected), origin=origin)
+
+    def mean_square(count: int) -> Floats:
+        products = source.products(pairs.x, pairs.y, count)
+        return np.asarray(np.mean((products - expected) ** 2, axis=0))
+
+    power = measure(noise, mean_square, expected, num_draws, false_alarm_rate)
     # Of the default pairs those that show nothing are left out.
-    scale = _scale(expected, variance) if pairs.given else np.abs(expected)
-    detectable = _detectable(scale, variance, tested, rate)
-    check_power(pairs, detectable, _moves(variance, expected))
+    scale = scale_of(expected, power.variance)
+    detectable = detectable_share(scale, power)
+    check_power(pairs, detectable, moves(power.variance, expected))
+    left_out = pairs.describe(detectable >= pairs.blind, detectable)
     index = pairs.keep(detectable < pairs.blind)
-    expected, variance, scale = expected[index], variance[index], scale[index]
-    detectable = _detectable(scale, variance, tested, rate)
-    draws = _Draws(source.products(pairs.x, pairs.y, tested), expected, variance)
-    rounding = pairs.rounding * (np.abs(expected) + 1e-3 * np.max(np.abs(draws.products), axis=0))
-    deviations = draws.products - expected
-    test = score_test(deviations, variance, false_alarm_rate=rate, rounding=rounding)
+    expected, scale = expected[index], scale[index]
+    power = power._replace(variance=power.variance[index])
+    detectable = detectable_share(scale, power)
+    products = source.products(pairs.x, pairs.y, power.num_draws)
+    rounding = pairs.rounding * (np.abs(expected) + 1e-3 * np.max(np.abs(products), axis=0))
+    test = score_test(
+        products - expected,
+        power.variance,
+        false_alarm_rate=power.false_alarm,
+        rounding=rounding,
+    )
     if not test.passed:
-        _fail_mean(claim, pairs, _worst(test.score), draws, origin, false_alarm_rate)
-    smallest = float(np.max(detectable))
-    note = f" ({origin})" if origin != STATED else ""
-    detail = f"{num_draws} draws, {index.size} pairs; sees a bias of {smallest:.1%}{note}"
-    in_sd = _in_standard_deviations(detectable * scale, draws)
-    return Evidence(claim.check, detail, false_alarm_rate, smallest, in_sd)
-
-
-def _moves(variance: Floats, mean: Floats) -> NDArray[np.bool_]:
-    """Whether draws differ by more than rounding."""
-    return np.asarray(variance > MIN_RELATIVE_VARIANCE * mean**2)
-
-
-def _fail_mean(
-    claim: _MeanClaim,
-    pairs: Pairs,
-    at: tuple[int, ...],
-    draws: _Draws,
-    origin: str,
-    rate: float,
-) -> None:
-    drawn = np.moveaxis(draws.products, 0, -1)[at]
-    average, want, variance = (
-        float(np.broadcast_to(array, draws.products.shape[1:])[at])
-        for array in (np.mean(draws.products, axis=0), draws.mean, draws.variance)
-    )
-    error = float(np.sqrt(variance / drawn.size))
-    if variance > MIN_RELATIVE_VARIANCE * want**2:
-        distance = (
-            f"{abs(average - want) / error:.1f} standard errors away. One standard error is "
-            f"{error:.3g}, from a variance of {variance:.3g} ({origin}); these draws have "
-            f"{np.var(drawn):.3g}"
+        at = worst(test.score)
+        message = (
+            f"{explain(at, products, expected, power, ('phi(x) . psi(y)', claim.word))} A map with "
+            f"this {claim.word} and variance fails in at most {false_alarm_rate:.1g} of all runs. "
+            f"{pairs.name(at)}"
         )
-    else:
-        distance = f"where no draw may differ from it (variance 0, {origin})"
-    message = (
-        f"mean of phi(x) . psi(y) over {drawn.size} draws is {average:.6g}, the {claim.word} is "
-        f"{want:.6g} ({_percent(average, want)}): {distance}. A map with this {claim.word} and "
-        f"variance fails in at most {rate:.1g} of all runs. {pairs.name(at)}"
-    )
-    fail(claim.check, message)
-
-
-def _percent(got: float, want: float) -> str:
-    return f"{100 * (got / want - 1):+.3g} %" if want else "no ratio"
-
-
-def _in_standard_deviations(shift: Floats, draws: _Draws) -> float:
-    """Smallest bias that is found, in the measured standard deviations of one draw."""
-    if not np.any(_moves(draws.variance, draws.mean)):
-        return 0.0
-    deviation = np.std(draws.products, axis=0)
-    moving = _moves(deviation**2, draws.mean)
-    return float(np.min(shift[moving] / deviation[moving], initial=np.inf))
-
-
-def _worst(score: Floats) -> tuple[int, ...]:
-    flat = int(np.argmax(np.where(np.isnan(score), np.inf, score)))
-    return tuple(int(i) for i in np.unravel_index(flat, score.shape))
-
-
-def _scale(expected: Floats, variance: Floats) -> Floats:
-    """Return what a bias is measured in: the mean, or where it is near 0 what is large beside."""
-    size = np.abs(np.broadcast_to(expected, np.broadcast_shapes(expected.shape, variance.shape)))
-    beside = np.maximum(np.max(size, initial=0.0), np.sqrt(variance))
-    return np.where(size < NEAR_ZERO * beside, beside, size)
-
-
-def _detectable(scale: Floats, variance: Floats, num_draws: int, false_alarm_rate: float) -> Floats:
-    shift = detectable_shift(
-        variance,
-        num_draws,
-        false_alarm_rate=false_alarm_rate,
-        num_tests=max(1, np.broadcast(scale, variance).size),
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(np.isfinite(shift), shift / scale, np.inf)
-        return np.where(shift > 0, share, 0.0)
+        fail(claim.check, message)
+    smallest = float(np.max(detectable))
+    note = f" ({power.origin})" if power.origin != STATED else ""
+    detail = f"{num_draws} draws, {index.size} pairs; sees a bias of {smallest:.1%}{note}{left_out}"
+    in_sd = in_standard_deviations(detectable * scale, products, expected, power.variance)
+    return Evidence(claim.check, detail, false_alarm_rate, smallest, in_sd)
 
 
 def _assert_equal_features(claim: _MeanClaim, pairs: Pairs, mean: Any) -> Evidence:
@@ -300,7 +242,7 @@ def _assert_equal_features(claim: _MeanClaim, pairs: Pairs, mean: Any) -> Eviden
     allowed = pairs.rounding * np.maximum(np.abs(expected), np.abs(got)) + 1e-300
     difference = np.abs(got - expected)
     if not np.all(difference <= allowed):
-        at = _worst(np.asarray(difference / allowed))
+        at = worst(np.asarray(difference / allowed))
         want = np.broadcast_to(expected, got.shape)[at]
         message = (
             f"phi(x) . psi(y) = {got[at]:.9g}, {claim.word} {want:.9g} at {pairs.name(at)}; the "
@@ -407,7 +349,7 @@ def assert_variance(
         side="both" if relation == "equal" else "above",
     )
     if not test.passed:
-        at, words = _worst(test.score), relation.replace("_", " ")
+        at, words = worst(test.score), relation.replace("_", " ")
         _fail_variance(check, pairs, at, squares, variance, words, false_alarm_rate)
     detail = f"{num} draws, {len(pairs.index)} pairs; sees an error of {smallest:.0%}{note}"
     return Evidence(check, detail, false_alarm_rate, smallest)
@@ -420,7 +362,7 @@ def _claimed_moments(pairs: Pairs, mean: Any, variance: Any) -> tuple[Floats, Fl
     word = "mean" if mean is not None or hasattr(feature_map, "mean") else "kernel"
     expected = evaluate(pairs, "mean", claim_or_method(feature_map, word, mean, "mean="))
     variance = checked_variance(pairs, variance, expected)
-    moving = _moves(variance, expected)
+    moving = moves(variance, expected)
     check_power(pairs, np.zeros_like(variance), moving)
     index = pairs.keep(moving & (pairs.given | (variance < 50 * expected**2)))
     if not index.size:
@@ -436,7 +378,7 @@ def _assert_at_most(
     num = squares.shape[0]
     test = at_most_test(squares, variance, CUT_OFF_VARIANCES * variance, false_alarm_rate=rate)
     if not test.passed:
-        _fail_variance(check, pairs, _worst(-test.log_p), squares, variance, "at most", rate)
+        _fail_variance(check, pairs, worst(-test.log_p), squares, variance, "at most", rate)
     seen = float(np.sqrt(2 * CUT_OFF_VARIANCES * np.log(squares[0].size / rate) / num))
     detail = f"{num} draws, {len(pairs.index)} pairs; sees an excess of {2 * seen:.0%}"
     return Evidence(check, detail, rate, 2 * seen)
@@ -467,7 +409,7 @@ def _fail_variance(
     error = np.std(squares, axis=0)[at] / np.sqrt(squares.shape[0])
     message = (
         f"variance of phi(x) . psi(y) over {squares.shape[0]} draws is {got:.6g}, want {relation} "
-        f"{want:.6g} ({_percent(got, want)}); a standard error, as measured, is {error:.3g}. A map "
+        f"{want:.6g} ({percent(got, want)}); a standard error, as measured, is {error:.3g}. A map "
         f"with this mean and variance fails in at most {rate:.1g} of all runs. {pairs.name(at)}"
     )
     fail(check, message)

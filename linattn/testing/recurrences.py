@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn.recurrences import linear_recurrence_vjp
 from linattn.reference import recurrence
-from linattn.testing._evidence import UntestableError, check_function, fail, largest, on_host
+from linattn.testing._evidence import (
+    Evidence,
+    UntestableError,
+    check_function,
+    fail,
+    largest,
+    on_host,
+)
 from linattn.testing.backend import BackendReport
-from linattn.testing.check import FAILED, PASSED, SKIPPED, Row
+from linattn.testing.check import Row, row_of
 
 __all__ = ["LAYOUTS", "RecurrenceLayout", "RecurrenceReport", "check_recurrence"]
 
@@ -28,6 +35,18 @@ Arguments = dict[str, Floats]
 RULES = ("linear", "gated", "delta", "gated_delta")
 RTOL = {"float32": 2e-5, "float64": 1e-9}
 """Largest difference, in terms of the largest entry but at least 1."""
+
+COSINES = (0.9, 0.99, 0.999)
+"""Of keys with each other: inverses of triangles that cancel lose their digits there."""
+
+CHUNKS = (16, 32, 64, 128, 256)
+"""Sizes of chunks in use."""
+
+GRADIENT_LENGTHS = (70, 1, 5, 65)
+"""Tokens: sequences and last chunks that are short."""
+
+MANY = 2**16 + 1
+"""Sequences; a grid of CUDA has at most 65,535 blocks along its second and third axis."""
 
 GOLDEN = {
     "linear": ([6.0, 7.5], 7.5),
@@ -104,11 +123,14 @@ class _Kernel:
     vjp: Callable[..., Any] | None
 
     def problem(self, length: int, seed: int = 0, **sizes: float) -> Arguments:
-        """Random arguments in the precision of the kernel, with a mean log decay and largest beta.
+        """Random arguments in the precision of the kernel.
+
+        ``sizes``: of batch and heads, the mean log decay, the largest beta.
 
         Keys have norm 1, and the state before them is not zero.
         """
-        rng, batch, heads, dim, value_dim = np.random.default_rng(seed), 2, 3, 8, 4
+        rng, heads, dim, value_dim = np.random.default_rng(seed), int(sizes.get("heads", 3)), 8, 4
+        batch = int(sizes.get("batch", 2))
         lead = (batch, heads, length)
         key = rng.standard_normal((*lead, dim))
         arguments = {
@@ -290,6 +312,41 @@ def _keys(kernel: _Kernel) -> str:
     return "norms of 0.5 and 1.5"
 
 
+def _correlated(kernel: _Kernel) -> str:
+    """Nearly parallel keys, written whole and in part, and zero keys."""
+    length = 130
+    for cosine in COSINES:
+        arguments = kernel.problem(length, seed=5, decay=0.01)
+        key = arguments["key"].astype(np.float64)
+        common = key[:, :, :1]
+        across = key - np.sum(key * common, axis=-1, keepdims=True) * common
+        across /= np.maximum(np.linalg.norm(across, axis=-1, keepdims=True), 1e-300)
+        # Keys a e + b u, u random across e: two of them have a cosine of about a^2.
+        keys = np.sqrt(cosine) * common + np.sqrt(1 - cosine) * across
+        arguments["key"] = keys.astype(kernel.dtype)
+        kernel.check(f"keys of cosine {cosine:g}", arguments)
+        if "beta" in arguments:
+            arguments["beta"] = np.ones_like(arguments["beta"])
+            kernel.check(f"keys of cosine {cosine:g}, beta 1", arguments)
+    zeros = kernel.problem(length, seed=6)
+    zeros["key"][:, :, ::3] = 0
+    kernel.check("every third key zero", zeros)
+    return f"cosines {', '.join(f'{cosine:g}' for cosine in COSINES)}, zero keys"
+
+
+def _borders(kernel: _Kernel) -> str:
+    for chunk in CHUNKS:
+        for length in (chunk - 1, chunk, chunk + 1):
+            kernel.check(f"{length} tokens", kernel.problem(length, seed=length, batch=1))
+    return f"one token less, as many and one more than {', '.join(map(str, CHUNKS))}"
+
+
+def _many(kernel: _Kernel) -> str:
+    sizes: dict[str, float] = {"batch": MANY, "heads": 1}
+    kernel.check(f"{MANY:,} sequences", kernel.problem(2, seed=7, **sizes))
+    return f"{MANY:,} sequences of 2 tokens"
+
+
 def _packed(kernel: _Kernel) -> str:
     borders = [0, 5, 5, 70, 71, 130]
     arguments = {name: x[:1] for name, x in kernel.problem(130).items()}
@@ -310,8 +367,15 @@ def _gradient(kernel: _Kernel) -> str:
     if kernel.vjp is None:
         message = "no vjp was given"
         raise UntestableError(message)
+    for length in GRADIENT_LENGTHS:
+        names = _compare_gradients(kernel, kernel.vjp, kernel.problem(length, seed=length))
+    lengths = ", ".join(map(str, GRADIENT_LENGTHS))
+    return f"by {', '.join(names)}; {lengths} tokens"
+
+
+def _compare_gradients(kernel: _Kernel, vjp: Callable[..., Any], arguments: Arguments) -> list[str]:
+    """Compare every gradient with ours, and return their names."""
     names = ("query", "key", "value", "log_decay", "beta", "initial_state")
-    arguments = kernel.problem(70)
     order = [name for name in names if name in arguments]
     wide = {name: arguments[name].astype(np.float64) for name in order}
     group = kernel.layout.group
@@ -324,15 +388,17 @@ def _gradient(kernel: _Kernel) -> str:
     want = dict(zip(order, pullback(cotangent), strict=True))
     given = {name: kernel.in_layout(name, arguments[name]) for name in order}
     tokens = [given.pop(name) for name in ("query", "key", "value")]
-    _, theirs = kernel.vjp(*tokens, **given)
+    _, theirs = vjp(*tokens, **given)
     flat = cotangent.reshape(batch, heads, length, -1)
     got = dict(zip(order, theirs(kernel.in_layout("grad_output", flat)), strict=True))
     for name in order:
         expected = on_host(kernel.in_layout(name, want[name].reshape(wide[name].shape)))
         # A sum of as many terms as there are tokens.
         scale = largest(expected)
-        kernel.compare(f"gradient of {name}", on_host(got[name]) / scale, expected / scale)
-    return f"by {', '.join(order)}"
+        kernel.compare(
+            f"gradient of {name}, {length} tokens", on_host(got[name]) / scale, expected / scale
+        )
+    return order
 
 
 def _inputs(kernel: _Kernel) -> str:
@@ -358,6 +424,9 @@ CHECKS: dict[str, tuple[str, Callable[[_Kernel], str]]] = {
     "decay": ("strong and slow decays", _long_decay),
     "beta": ("beta at its ends", _beta),
     "keys": ("keys are used as they come", _keys),
+    "correlated": ("keys that are nearly parallel", _correlated),
+    "borders": ("sequences that end near a border of chunks", _borders),
+    "many": ("more sequences than a grid of blocks has", _many),
     "packed": ("packed == separate", _packed),
     "gradient": ("the pullback is the derivative", _gradient),
     "inputs": ("inputs are left alone", _inputs),
@@ -383,7 +452,8 @@ def check_recurrence(
     Compared are outputs and states with :func:`linattn.reference.recurrence` in float64 and with
     two tokens worked out by hand; whole sequences with any split and with single tokens; what
     changed tokens do to earlier outputs; decays from e^-50 to e^-0.0001 a token, beta of 0 and 2,
-    keys that have not norm 1, packed sequences, gradients.
+    keys that have not norm 1, nearly parallel and zero keys, lengths around every size of chunk
+    from 16 to 256, 65,537 sequences, packed sequences, gradients.
 
     Parameters
     ----------
@@ -462,13 +532,8 @@ def check_recurrence(
 
 
 def _row(name: str, what: str, check: Callable[[_Kernel], str], kernel: _Kernel) -> Row:
-    try:
+    def checked() -> Evidence:
         with np.errstate(all="ignore"):
-            detail = check(kernel)
-    except UntestableError as reason:
-        return Row(name, what, SKIPPED, str(reason))
-    except AssertionError as wrong:
-        return Row(name, what, FAILED, str(wrong))
-    except Exception as error:  # whatever the kernel raises is to be reported
-        return Row(name, what, FAILED, f"raises {type(error).__name__}: {error}")
-    return Row(name, what, PASSED, detail)
+            return Evidence(name, check(kernel))
+
+    return row_of(name, what, checked)

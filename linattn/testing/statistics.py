@@ -33,9 +33,11 @@ __all__ = [
     "bernstein_bound",
     "betting_test",
     "detectable_shift",
+    "mean_bound",
     "moment_bound",
     "score_test",
     "variance_bound",
+    "variance_factor",
 ]
 
 Floats = NDArray[np.float64]
@@ -263,21 +265,27 @@ def variance_bound(
     most ``kappa q sigma^2`` with probability at most ``exp(-n KL(q || 1 / kappa))``; entries by a
     union bound.
     """
+    y = np.asarray(squares, dtype=np.float64)
+    factor = variance_factor(kurtosis, y.shape[0], max(1, y[0].size), false_alarm_rate)
+    return np.mean(y, axis=0) * factor if factor < inf else np.full(y.shape[1:], inf)
+
+
+def variance_factor(
+    kurtosis: float, num_draws: int, num_tests: int, false_alarm_rate: float
+) -> float:
+    """``1 / (kappa q)`` of :func:`variance_bound`; inf where the draws are too few."""
     _check_rate("false_alarm_rate", false_alarm_rate)
     if not kurtosis > 1:
         message = f"kurtosis must be above 1, got {kurtosis!r}"
         raise ValueError(message)
-    y = np.asarray(squares, dtype=np.float64)
-    n, p = y.shape[0], 1 / kurtosis
-    need = _log_odds(false_alarm_rate, max(1, y[0].size), 1) / n
+    p, need = 1 / kurtosis, _log_odds(false_alarm_rate, num_tests, 1) / num_draws
     low, high = 0.0, p
     for _ in range(60):
         q = (low + high) / 2
         divergence = q * log(q / p) + (1 - q) * (log1p(-q) - log1p(-p))
         low, high = (q, high) if divergence >= need else (low, q)
     # Below the root, where the bound is safe; at 0 no frequency is rare enough.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.mean(y, axis=0) * p / low) if low > 0 else np.full(y.shape[1:], inf)
+    return p / low if low > 0 else inf
 
 
 def detectable_shift(
@@ -374,6 +382,56 @@ def at_most_test(
         divergence = np.where(q > p, q * np.log(q / p) + rest, q - q)
     log_p = np.asarray(-y.shape[0] * divergence)
     return AtMostTest(log_p, -L, bool(np.all(log_p > -L)))
+
+
+def mean_bound(
+    average: ArrayLike, bound: ArrayLike, num_draws: int, *, false_alarm_rate: float = 1e-9
+) -> Floats:
+    r"""Upper bound of a mean of draws on [0, b]: :func:`at_most_test` of ``b - Y``, inverted.
+
+    .. math:: n\, \mathrm{KL}(\bar Y / b \,\|\, p) = \log(k / \alpha), \quad
+        \mathrm{E}\, Y \le p\, b
+
+    Parameters
+    ----------
+    average : array_like, (...)
+        Of n independent draws from 0 to b.
+    bound : array_like, (...)
+        b.
+    num_draws : int
+        n.
+    false_alarm_rate : float, optional
+        alpha: that one of the k entries has a larger mean. Default 1e-9.
+
+    Returns
+    -------
+    ndarray, (...)
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1).
+
+    Notes
+    -----
+    Rigorous for every distribution on [0, b].
+
+    References
+    ----------
+    Hoeffding, "Probability inequalities for sums of bounded random variables" (1963), eq. 2.1.
+    """
+    y, b = np.asarray(average, dtype=np.float64), np.asarray(bound, dtype=np.float64)
+    need = _log_odds(false_alarm_rate, max(1, y.size), 1) / num_draws
+    q = np.clip(y / b, 0.0, 1.0)
+    low, high = q, np.ones_like(q)
+    for _ in range(60):
+        p = (low + high) / 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            inside = np.where(q > 0, q * np.log(q / p), 0.0)
+            outside = np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
+        is_refuted = inside + outside >= need
+        low, high = np.where(is_refuted, low, p), np.where(is_refuted, p, high)
+    return np.asarray(high * b)
 
 
 def moment_bound(

@@ -1,0 +1,209 @@
+"""The test of a mean, whatever was drawn: its noise, its power, and what a failure says.
+
+Letters: ``n`` draws of an array of any shape ``(...)``, ``mu`` their claimed mean, ``alpha`` the
+false-alarm rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.testing.statistics import detectable_shift, mean_bound, variance_factor
+
+__all__ = [
+    "MIN_RELATIVE_VARIANCE",
+    "STATED",
+    "Noise",
+    "Power",
+    "detectable_share",
+    "explain",
+    "in_standard_deviations",
+    "measure",
+    "moves",
+    "percent",
+    "scale_of",
+    "smallest_count",
+    "worst",
+]
+
+Floats = NDArray[np.float64]
+
+STATED = "as stated"
+"""Origin of a variance that was given."""
+
+MIN_RELATIVE_VARIANCE = 1e-12
+"""Below it, relative to the square of the mean, only rounding moves an estimate."""
+
+NEAR_ZERO = 0.1
+"""Share of the largest mean below which a bias is absolute, in that mean."""
+
+NEAR_NOISE = 0.5
+"""Share of one draw's standard deviation below which a bias is absolute, in that deviation."""
+
+MAX_DRAWS = 2**40
+"""Draws beyond which :func:`smallest_count` gives up."""
+
+
+class Noise(NamedTuple):
+    """The one claim about the noise of a draw: a variance, bounds, or a kurtosis."""
+
+    variance: Floats | None = None
+    """Exact, or an upper bound."""
+    bounds: tuple[Floats, Floats] | None = None
+    """Smallest and largest draw."""
+    kurtosis: float | None = None
+    """Upper bound of ``E (X - mu)^4 / Var(X)^2``."""
+    origin: str = STATED
+
+
+class Power(NamedTuple):
+    """What is left for the test of the mean, once its variance is known."""
+
+    variance: Floats
+    num_draws: int
+    false_alarm: float
+    origin: str
+
+
+def measure(
+    noise: Noise,
+    mean_square: Callable[[int], Floats],
+    expected: Floats,
+    num_draws: int,
+    false_alarm: float,
+) -> Power:
+    """Return a variance that holds, and the draws and false-alarm rate left for the mean.
+
+    Parameters
+    ----------
+    noise : Noise
+        With a variance nothing is measured. Otherwise half of the draws and half of alpha go into
+        an upper bound of the variance.
+    mean_square : callable
+        ``mean_square(n)`` gives the mean of ``(X - mu)^2`` over n new draws, (...).
+    expected : ndarray, (...)
+        mu.
+    num_draws : int
+        n.
+    false_alarm : float
+        alpha.
+
+    Notes
+    -----
+    Of all distributions on [a, b] with mean mu the one on a and b alone has the largest variance,
+    ``(mu - a)(b - mu)``; where the draws say less, their bound is taken
+    (:func:`linattn.testing.statistics.mean_bound`).
+    """
+    if noise.variance is not None:
+        return Power(noise.variance, num_draws, false_alarm, noise.origin)
+    rest, rate = -(-num_draws // 2), false_alarm / 2
+    if noise.bounds is not None:
+        low, high = noise.bounds
+        widest = np.maximum(high - expected, expected - low)
+        largest = np.where(widest > 0, widest**2, 1.0)
+        seen = mean_bound(mean_square(rest), largest, rest, false_alarm_rate=rate)
+        variance = np.minimum((expected - low) * (high - expected), seen)
+        return Power(variance, rest, rate, "at most that of its bounds, measured")
+    kurtosis = float(noise.kurtosis or 0)
+    seen = mean_square(rest)
+    factor = variance_factor(kurtosis, rest, max(1, seen.size), rate)
+    variance = seen * factor if factor < np.inf else np.full(seen.shape, np.inf)
+    return Power(variance, rest, rate, f"variance measured, for a kurtosis of at most {kurtosis:g}")
+
+
+def smallest_count(bias: float, share: Callable[[int], float]) -> int:
+    """Return the smallest n, to 1 %, for which ``share(n)``, the bias that is seen, is enough.
+
+    Raises
+    ------
+    ValueError
+        No number of draws up to 2^40 is.
+    """
+    high = 1
+    while not share(high) <= bias:
+        high *= 2
+        if high > MAX_DRAWS:
+            message = f"bias must be large enough for {MAX_DRAWS:,} draws to show it, got {bias!r}"
+            raise ValueError(message)
+    low = high // 2
+    while high - low > max(1, high // 100):
+        middle = (low + high) // 2
+        low, high = (low, middle) if share(middle) <= bias else (middle, high)
+    return high
+
+
+def moves(variance: Floats, mean: Floats) -> NDArray[np.bool_]:
+    """Whether draws differ by more than rounding."""
+    return np.asarray(variance > MIN_RELATIVE_VARIANCE * mean**2)
+
+
+def scale_of(expected: Floats, variance: Floats) -> Floats:
+    """Return what a bias is measured in: the mean, or where it is near 0 what is large beside."""
+    size = np.abs(np.broadcast_to(expected, np.broadcast_shapes(expected.shape, variance.shape)))
+    largest, deviation = np.max(size, initial=0.0), np.sqrt(variance)
+    scale = np.where(size < NEAR_NOISE * deviation, deviation, size)
+    return np.where(size < NEAR_ZERO * largest, np.maximum(largest, deviation), scale)
+
+
+def detectable_share(scale: Floats, power: Power) -> Floats:
+    """Smallest bias that is found with 99 %, as a share of the scale."""
+    shift = detectable_shift(
+        power.variance,
+        power.num_draws,
+        false_alarm_rate=power.false_alarm,
+        num_tests=max(1, np.broadcast(scale, power.variance).size),
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(np.isfinite(shift), shift / scale, np.inf)
+        return np.where(shift > 0, share, 0.0)
+
+
+def in_standard_deviations(shift: Floats, draws: Floats, mean: Floats, variance: Floats) -> float:
+    """Smallest bias that is found, in the measured standard deviations of one draw."""
+    if not np.any(moves(variance, mean)):
+        return 0.0
+    deviation = np.std(draws, axis=0)
+    moving = moves(deviation**2, mean)
+    return float(np.min(shift[moving] / deviation[moving], initial=np.inf))
+
+
+def worst(score: Floats) -> tuple[int, ...]:
+    """Index of the entry that is furthest from its claim."""
+    flat = int(np.argmax(np.where(np.isnan(score), np.inf, score)))
+    return tuple(int(i) for i in np.unravel_index(flat, score.shape))
+
+
+def percent(got: float, want: float) -> str:
+    """Say by how much one number is off another."""
+    return f"{100 * (got / want - 1):+.3g} %" if want else "no ratio"
+
+
+def explain(
+    at: tuple[int, ...], draws: Floats, expected: Floats, power: Power, words: tuple[str, str]
+) -> str:
+    """Say what was seen and wanted at one entry, and how far apart, in standard errors.
+
+    ``words``: what was averaged, and what its mean is called.
+    """
+    drawn = np.moveaxis(draws, 0, -1)[at]
+    average, want, variance = (
+        float(np.broadcast_to(array, draws.shape[1:])[at])
+        for array in (np.mean(draws, axis=0), expected, power.variance)
+    )
+    error = float(np.sqrt(variance / drawn.size))
+    if moves(np.asarray(variance), np.asarray(want)):
+        distance = (
+            f"{abs(average - want) / error:.1f} standard errors away. One standard error is "
+            f"{error:.3g}, from a variance of {variance:.3g} ({power.origin}); these draws have "
+            f"{np.var(drawn):.3g}"
+        )
+    else:
+        distance = f"where no draw may differ from it (variance 0, {power.origin})"
+    return (
+        f"mean of {words[0]} over {drawn.size} draws is {average:.6g}, the {words[1]} is "
+        f"{want:.6g} ({percent(average, want)}): {distance}."
+    )

@@ -1,0 +1,364 @@
+"""Whether the mean of any function that returns estimates is what it should be.
+
+Letters: ``n`` draws X of an array of any shape ``(...)``, ``mu`` their claimed mean, ``alpha`` the
+false-alarm rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn import _arrays, _checks
+from linattn.sampling import Seed, as_generator
+from linattn.testing._evidence import Evidence, UntestableError, check_function, fail
+from linattn.testing._means import (
+    Floats,
+    Noise,
+    detectable_share,
+    explain,
+    in_standard_deviations,
+    measure,
+    scale_of,
+    smallest_count,
+    worst,
+)
+from linattn.testing.statistics import score_test
+
+__all__ = ["assert_draws", "assert_estimator", "draws_for"]
+
+CHECK = "assert_estimator"
+
+ROUNDING = {8: 1e-9, 4: 1e-5}
+"""Relative, by the bytes of a float: how far rounding may move a draw whose variance is 0."""
+
+
+@_arrays.on_array_device
+def assert_estimator(
+    draw: Callable[[np.random.Generator], Any],
+    expected: ArrayLike | Callable[[], ArrayLike],
+    *,
+    variance: ArrayLike | None = None,
+    bounds: tuple[ArrayLike, ArrayLike] | None = None,
+    kurtosis: float | None = None,
+    num_draws: int = 4000,
+    false_alarm: float = 1e-9,
+    rng: Seed = 0,
+) -> Evidence:
+    r"""Assert that the mean of what a function draws is the one expected, entry by entry.
+
+    .. math:: \mathrm{E}\, X = \mu
+
+    Parameters
+    ----------
+    draw : callable
+        ``draw(rng)`` returns one estimate X, an array or a number of any library, from a NumPy
+        Generator. A function that takes a seed is wrapped:
+        ``lambda rng: f(seed=int(rng.integers(2**31)))``.
+    expected : array_like (...) or callable
+        mu, of the shape of a draw; or a function of nothing that returns it.
+    variance : array_like (...), optional
+        Exact variance of one draw, or an upper bound of it; a number, or one for each entry.
+    bounds : tuple of two array_like (...), optional
+        The smallest and the largest value that a draw can take.
+    kurtosis : float, optional
+        Upper bound of ``E (X - mu)^4 / Var(X)^2`` for one draw: 3 for Gaussian noise, 15 for the
+        product of two Gaussians, 1/p for an event of probability p. Try 25.
+    num_draws : int, optional
+        n. Default 4000.
+    false_alarm : float, optional
+        alpha, the probability that a right estimator fails, all entries together. Default 1e-9.
+    rng : int, Generator, SeedSequence or None, optional
+        Default 0: the same draws each time. None for fresh ones.
+
+    Returns
+    -------
+    Evidence
+        ``detail`` says the power first. ``detectable`` is the relative bias that is found with
+        99 %, at the entry where it is largest; where mu is near 0, below a tenth of its largest
+        entry or half of a draw's standard deviation, it is a share of that.
+        ``detectable_sd`` is the bias in standard deviations of one draw, as measured, at the entry
+        where it is smallest.
+
+    Raises
+    ------
+    AssertionError
+        The mean is not mu, a draw is NaN, or a draw is outside its bounds.
+    UntestableError
+        No claim about the noise was made; the draws are too few to see a bias of 100 %; every draw
+        is the same although they are claimed to differ.
+    TypeError, ValueError
+        Not a function; complex numbers; draws of another shape than mu; more than one claim; a
+        negative variance; mu outside the bounds; a kurtosis of 1 or less; a number of draws that is
+        not whole and positive; a rate outside (0, 1).
+
+    Notes
+    -----
+    False-alarm rate: rigorous for every distribution of that variance, of those bounds, or of at
+    most that kurtosis, however the entries depend on each other
+    (:func:`linattn.testing.statistics.score_test`). With a variance the smallest bias is about
+    ``1.6 sqrt(2 log(2 k / alpha) Var / n)`` for k entries. With bounds or a kurtosis half of the
+    draws go into an upper bound of the variance, and the smallest bias is 1.5 to 2.5 times as
+    large. :func:`draws_for` plans. A finite variance is needed in every case: no test of a mean is
+    valid without one.
+
+    Time n draws and O(n size), memory O(n size).
+
+    References
+    ----------
+    Catoni, "Challenging the empirical mean and empirical variance: a deviation study" (2012),
+    section 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.testing import assert_estimator
+    >>> assert_estimator(lambda rng: rng.exponential(2.0), 2.0, variance=4.0).detail
+    'sees a relative bias of 16.8 % with probability 0.99: 4000 draws of 1 entry'
+    """
+    check_function("draw", draw, "(rng) -> array")
+    _checks.check_positive_int("num_draws", num_draws)
+    want = _numbers("expected", expected() if callable(expected) else expected)
+    noise = _claim(want, variance, bounds, kurtosis)
+    source = _Draws(draw, want, as_generator(rng))
+    return assert_draws(CHECK, source.take, want, noise, num_draws, false_alarm)
+
+
+def assert_draws(
+    check: str,
+    take: Callable[[int], NDArray[Any]],
+    want: Floats,
+    noise: Noise,
+    num_draws: int,
+    false_alarm: float,
+) -> Evidence:
+    """Test draws that ``take(count)`` returns, ``(count, ...)``: the body of `assert_estimator`."""
+    rounding = [ROUNDING[8]]
+
+    def draw(count: int) -> Floats:
+        draws = take(count)
+        rounding[0] = ROUNDING[draws.itemsize]
+        if noise.bounds is not None:
+            _check_bounds(check, draws, *noise.bounds, rounding[0])
+        return draws.astype(np.float64, copy=False)
+
+    seen = [np.asarray(noise.variance)]
+
+    def mean_square(count: int) -> Floats:
+        seen[0] = np.asarray(np.mean((draw(count) - want) ** 2, axis=0))
+        return seen[0]
+
+    power = measure(noise, mean_square, want, num_draws, false_alarm)
+    scale = scale_of(want, power.variance)
+    share = detectable_share(scale, power)
+    smallest = float(np.max(share, initial=0.0))
+    if smallest >= 1:
+        _too_few(share, seen[0], want, noise, num_draws, false_alarm)
+    draws = draw(power.num_draws)
+    slack = rounding[0] * (np.abs(want) + 1e-3 * np.max(np.abs(draws), axis=0))
+    slack = slack + 1e-5 * rounding[0] * np.max(np.abs(want), initial=0.0)
+    test = score_test(
+        draws - want, power.variance, false_alarm_rate=power.false_alarm, rounding=slack
+    )
+    size = f"{want.size} {'entry' if want.size == 1 else 'entries'}"
+    sees = f"sees a relative bias of {100 * smallest:.3g} % with probability 0.99"
+    if not test.passed:
+        at = worst(test.score)
+        entry = f"entry {list(at)}, the worst of {size}," if at else "the estimate"
+        message = (
+            f"{explain(at, draws, want, power, (entry, 'expected value'))} A right estimator "
+            f"fails in at most {false_alarm:.1g} of all runs. This test {sees}"
+        )
+        fail(check, message)
+    if np.all(draws == draws[0]) and not np.all(np.abs(draws[0] - want) <= slack):
+        message = "every draw is the same; draw(rng) must take its random numbers from rng"
+        raise UntestableError(message)
+    note = "" if noise.variance is not None else f" ({power.origin})"
+    in_sd = in_standard_deviations(share * scale, draws, want, power.variance)
+    return Evidence(
+        check, f"{sees}: {num_draws} draws of {size}{note}", false_alarm, smallest, in_sd
+    )
+
+
+def draws_for(
+    bias: float,
+    expected: ArrayLike = 1.0,
+    *,
+    variance: ArrayLike | None = None,
+    bounds: tuple[ArrayLike, ArrayLike] | None = None,
+    kurtosis: float | None = None,
+    false_alarm: float = 1e-9,
+) -> int:
+    """Return how many draws :func:`assert_estimator` needs to see a relative bias with 99 %.
+
+    Parameters
+    ----------
+    bias : float
+        Relative to ``expected``: 0.03 for 3 %.
+    expected : array_like (...), optional
+        mu. Default 1.
+    variance : array_like (...), optional
+        Of one draw. Beside ``bounds`` or ``kurtosis`` it is a guess, which makes the answer one.
+    bounds, kurtosis, false_alarm
+        As for :func:`assert_estimator`.
+
+    Returns
+    -------
+    int
+        n, to 1 %.
+
+    Raises
+    ------
+    UntestableError
+        No claim, or a kurtosis without a guess of the variance.
+    TypeError, ValueError
+        A bias that is not positive; claims as for :func:`assert_estimator`; more than 2^40 draws.
+
+    Examples
+    --------
+    >>> from linattn.testing import draws_for
+    >>> draws_for(0.03, expected=2.0, variance=4.0)
+    123392
+    """
+    _checks.check_finite_number("bias", bias, positive=True)
+    want = _numbers("expected", expected)
+    guess = None if variance is None else _claim(want, variance, None, None).variance
+    is_guess = bounds is not None or kurtosis is not None
+    noise = _claim(want, None if is_guess else variance, bounds, kurtosis)
+    if guess is None and noise.bounds is not None:
+        guess = (want - noise.bounds[0]) * (noise.bounds[1] - want)
+    if guess is None:
+        message = "variance must be given beside kurtosis: a guess of that of one draw"
+        raise UntestableError(message)
+    typical = np.broadcast_to(guess, want.shape)
+
+    def share(n: int) -> float:
+        power = measure(noise, lambda _: typical, want, n, false_alarm)
+        return float(np.max(detectable_share(scale_of(want, typical), power), initial=0.0))
+
+    return smallest_count(bias, share)
+
+
+class _Draws:
+    """Draws of one function, checked."""
+
+    def __init__(
+        self, draw: Callable[..., Any], expected: Floats, rng: np.random.Generator
+    ) -> None:
+        self.draw, self.expected, self.rng = draw, expected, rng
+
+    def take(self, count: int) -> NDArray[Any]:
+        """Return so many draws, ``(count, ...)``, in the precision of the last one."""
+        draws = np.empty((count, *self.expected.shape))
+        for i in range(count):
+            drawn = self.draw(self.rng)
+            array = _numbers("draw(rng)", drawn)
+            if array.shape != self.expected.shape:
+                message = (
+                    f"draw must return arrays of the shape of expected, {self.expected.shape}, got "
+                    f"shape {array.shape}"
+                )
+                raise ValueError(message)
+            draws[i] = array
+        is_narrow = getattr(getattr(drawn, "dtype", None), "itemsize", 8) < 8
+        return draws.astype(np.float32) if is_narrow else draws
+
+
+def _check_bounds(
+    check: str, draws: NDArray[Any], low: Floats, high: Floats, rounding: float
+) -> None:
+    slack = rounding * np.maximum(np.abs(low), np.abs(high))
+    outside = (draws < low - slack) | (draws > high + slack)
+    if np.any(outside):
+        at = tuple(int(i) for i in np.argwhere(outside)[0])
+        limits = [float(np.broadcast_to(limit, draws.shape)[at]) for limit in (low, high)]
+        message = (
+            f"a draw is {draws[at]:.6g}, outside its bounds {limits[0]:.6g} and {limits[1]:.6g}"
+            f"{f', at entry {list(at[1:])}' if at[1:] else ''}"
+        )
+        fail(check, message)
+
+
+def _numbers(name: str, given: Any) -> Floats:
+    """Float64 copy of real numbers."""
+    if isinstance(given, np.ndarray | np.generic) or not hasattr(given, "shape"):
+        host = np.asarray(given)
+    else:
+        host = np.asarray(_arrays.to_numpy(given))
+    if host.dtype.kind not in "biuf" and "float" not in str(host.dtype):
+        message = (
+            f"{name} must be real numbers, got {host.dtype}; give the real and the imaginary part "
+            f"of complex numbers as two entries"
+        )
+        raise TypeError(message)
+    return host.astype(np.float64)
+
+
+def _claim(want: Floats, variance: Any, bounds: Any, kurtosis: float | None) -> Noise:
+    """Check the one claim about the noise."""
+    given = [
+        name
+        for name, claim in (("variance", variance), ("bounds", bounds), ("kurtosis", kurtosis))
+        if claim is not None
+    ]
+    if not given:
+        message = (
+            "one of variance=, bounds= or kurtosis= must be given: without any, no test of a mean "
+            "is valid; where nothing is known try kurtosis=25"
+        )
+        raise UntestableError(message)
+    if len(given) > 1:
+        message = f"one of variance=, bounds= or kurtosis= must be given, got {' and '.join(given)}"
+        raise ValueError(message)
+    if not np.all(np.isfinite(want)):
+        message = "expected must be finite, got NaN or inf: no mean is"
+        raise ValueError(message)
+    if kurtosis is not None:
+        return Noise(kurtosis=float(kurtosis))
+    if bounds is not None:
+        low, high = (_for_each("bounds", limit, want) for limit in bounds)
+        if not np.all((low <= want) & (want <= high)):
+            message = "bounds must be (smallest, largest) with expected between them"
+            raise ValueError(message)
+        return Noise(bounds=(low, high))
+    stated = _for_each("variance", variance, want)
+    if not np.all(stated >= 0):
+        message = f"variance must not be negative or NaN, got {float(np.min(stated)):.3g}"
+        raise ValueError(message)
+    return Noise(variance=stated)
+
+
+def _for_each(name: str, claim: Any, want: Floats) -> Floats:
+    numbers = _numbers(name, claim)
+    try:
+        return np.broadcast_to(numbers, want.shape)
+    except ValueError:
+        message = (
+            f"{name} must be a number, or one for each entry of expected {want.shape}, got shape "
+            f"{numbers.shape}"
+        )
+        raise ValueError(message) from None
+
+
+def _too_few(
+    share: Floats, seen: Floats, want: Floats, noise: Noise, num_draws: int, false_alarm: float
+) -> None:
+    """Say that the test would be blind, where most, and how many draws would do."""
+    at = [int(i) for i in np.unravel_index(int(np.argmax(share)), share.shape)]
+    largest = float(np.max(share))
+    could = f"a relative bias of {100 * largest:.3g} %" if largest < np.inf else "any bias"
+
+    def of_draws(n: int) -> float:
+        power = measure(noise, lambda _: seen, want, n, false_alarm)
+        return float(np.max(detectable_share(scale_of(want, seen), power)))
+
+    where = f" at entry {at}" if at else ""
+    message = (
+        f"num_draws is too small, got {num_draws}: {could} could pass{where}; num_draws of about "
+        f"{smallest_count(0.5, of_draws):,} would show a bias of 50 %; "
+        f"linattn.testing.draws_for plans"
+    )
+    raise UntestableError(message)
