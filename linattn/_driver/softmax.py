@@ -228,10 +228,10 @@ def _of_group(
     """Pairs of some blocks of queries: the keys of each block side by side on one more axis."""
     start, key, values_and_one = keys
     n, g = short.size, (rows.stop - rows.start) // short.size
-    own = slice(start, start + (g + short.width - 1) * n)
+    within = slice(start, start + (g + short.width - 1) * n)
 
     def each(x: Array) -> Array:
-        return None if x is None else beside(split(x[..., own, :], n), g)
+        return None if x is None else beside(split(x[..., within, :], n), g)
 
     # What the first block of queries sees holds for each.
     first = rows.start + problem.query_start - short.before * n
