@@ -190,7 +190,8 @@ def _factors(u: Array, *, is_key: bool) -> Array:
     """
     xp = _arrays.namespace(u)
     bits = 53 if u.dtype == xp.float64 else 24
-    leading = (bits - 2) // 2
+    # Bits of a product, of a half, and of rows whose grids differ by a power of two.
+    leading = (bits - 5) // 2
     # Not the largest: JAX's gradient of a maximum may divide 0 by 0 inside jit.
     sigma = xp.sum(xp.abs(u), axis=-1, keepdims=True) * (3.0 * 2.0 ** (bits - leading - 1))
     a = (u + sigma) - sigma
