@@ -727,6 +727,20 @@ def test_packed_gradients_are_those_of_each_sequence():
             assert_allclose(whole[3], total, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk_size", [3, 5, 64])
+def test_packed_gradients_of_full_attention_are_those_of_each_sequence(chunk_size):
+    """Sequences that are filled up to one length decay no further there."""
+    arrays, borders = tokens((2,), 19), [0, 2, 11, 19]
+    options = {"log_decay": -0.24, "chunk_size": chunk_size}
+    _, pullback = linattn.linear_attention_vjp(*arrays, PHI, cu_seqlens=borders, **options)
+    whole = pullback(arrays[2])
+    for first, stop in pairwise(borders):
+        part = [a[:, first:stop] for a in arrays]
+        _, pullback = linattn.linear_attention_vjp(*part, PHI, **options)
+        for gradient, wanted in zip(whole[:3], pullback(part[2])[:3], strict=True):
+            assert_allclose(gradient[:, first:stop], wanted, atol=1e-12)
+
+
 def test_packed_states_have_the_gradients_of_each():
     """Batched sequences, one of them empty: what fills the shorter one up does not decay."""
     arrays, borders, states = tokens((2,), 8), [0, 3, 3, 8], []

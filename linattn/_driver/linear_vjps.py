@@ -24,6 +24,7 @@ from linattn._driver.decay import key_block
 from linattn._driver.gradient_rows import GradientWalk, empty_adjoint
 from linattn._driver.modifiers import decay_of_rows
 from linattn._driver.stops import Step, steps_of
+from linattn._driver.two_sided import flip
 from linattn._driver.walks import WALKS, Walk, initial_state
 from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
 from linattn._generic.block_vjps import (
@@ -135,8 +136,7 @@ class _Scan(NamedTuple):
             decay = decay_of_rows(problem, rows)
             until = decay_until(decay)
             if self.from_the_end:
-                # Of one decay for all tokens.
-                until = problem.xp.flip(until, axis=-2)
+                until = flip(decay_until(flip(decay)))
             key, state = weighed(key, until), fade(state, problem.xp.sum(decay, axis=-2))
         return add_block(problem, rows, key, state, self.walk.functions)
 
