@@ -36,7 +36,7 @@ from linattn.typing import (
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERIC = [
-    *("plan", "reduce_block", "read_block", "scan_block", "exact_block", "far_states"),
+    *("plan", "reduce_block", "read_block", "scan_block", "exact_block"),
     *("read_block_vjp", "reduce_block_vjp", "scan_vjp"),
 ]
 

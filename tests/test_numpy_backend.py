@@ -16,7 +16,6 @@ import pytest
 
 import linattn
 import linattn_numpy
-from linattn import _generic
 from linattn._driver import forward, segments
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
@@ -35,7 +34,6 @@ from linattn.typing import (
     Features,
     Opaque,
     Pointwise,
-    State,
     Tokens,
 )
 from linattn_numpy import causal, planning, threads, tuning
@@ -1051,26 +1049,3 @@ def test_a_column_of_a_state_far_below_a_causal_block(dtype, gap, size):
     weights = np.exp(pairs - pairs.max(axis=-1, keepdims=True))
     want = weights @ v.astype(np.float64) / weights.sum(axis=-1, keepdims=True)
     agree(out / np.float64(size), want / size, 1e-5 if dtype == np.float32 else 2e-13)
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("spread", [1.0, 30.0, 400.0])
-def test_far_states_are_those_of_the_generic_code_however_far_apart_they_are(spread, is_causal):
-    rng = np.random.default_rng(0)
-
-    def some_states(*blocks):
-        log_scale = spread * rng.standard_normal((2, *blocks, 5))
-        log_scale[rng.random(log_scale.shape) < 0.3] = -np.inf
-        kvz = np.where(log_scale[..., None] > -np.inf, rng.random((2, *blocks, 5, 4)), 0)
-        return State(kvz, log_scale, 0)
-
-    arguments = some_states(), some_states(9), None if is_causal else some_states(), False
-    found = linattn_numpy.far_states(*arguments)
-    for answer, expected in zip(found, _generic.far_states(*arguments), strict=True):
-        is_empty = expected.log_scale == -np.inf
-        np.testing.assert_array_equal(answer.log_scale == -np.inf, is_empty)
-        logs = (np.where(is_empty, 0, state.log_scale) for state in (answer, expected))
-        shift = np.exp(np.subtract(*logs))
-        np.testing.assert_allclose(
-            answer.kvz * shift[..., None], expected.kvz, rtol=1e-12, atol=1e-15
-        )

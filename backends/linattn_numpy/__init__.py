@@ -22,7 +22,6 @@ from linattn_numpy.clusters import assign_block, choose_block, clusters_block
 from linattn_numpy.decoding import decode, stepper
 from linattn_numpy.exact import band_block, exact_block, exact_more, window_block
 from linattn_numpy.planning import plan
-from linattn_numpy.prefix_states import far_states
 from linattn_numpy.recurrences import recurrence
 from linattn_numpy.sequences import sequences_block
 from linattn_numpy.states import (
@@ -46,7 +45,6 @@ __all__ = [
     "exact_key_vjp",
     "exact_more",
     "exact_query_vjp",
-    "far_states",
     "limited_threads",
     "plan",
     "read_block",
@@ -77,7 +75,6 @@ if TYPE_CHECKING:
     implements(Backend.exact_key_vjp)(exact_key_vjp)
     implements(Backend.exact_more)(exact_more)
     implements(Backend.exact_query_vjp)(exact_query_vjp)
-    implements(Backend.far_states)(far_states)
     implements(Backend.limited_threads)(limited_threads)
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)

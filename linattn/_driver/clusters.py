@@ -25,11 +25,13 @@ from linattn._driver.blocks import (
     values_and_one_block,
 )
 from linattn._driver.pairs import no_keys_seen
+from linattn._driver.sources import Read
 from linattn._driver.tasks import take, take_state
-from linattn._driver.token_blocks import flat_rows
+from linattn._driver.token_blocks import flat_rows, split
+from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Clusters, Index, Partial, Problem, State, Tokens
 
-__all__ = ["AssignedKeys", "ExactClusters", "sort_keys"]
+__all__ = ["AssignedKeys", "ChosenKeys", "ExactClusters", "sort_keys"]
 
 
 @dataclass(frozen=True)
@@ -44,31 +46,18 @@ class ExactClusters:
 
     def read(self, query: Tokens, state: State) -> Partial:
         """Read the clusters that each query chooses exactly, and of a state all others."""
-        chosen, rest = self._choose(self.problem, query, state, self.bias)
-        return self._add(query, chosen, rest)
+        chosen, rest = self.choose(self.problem, query, state, self.bias)
+        return self.add(query, chosen, rest)
 
-    def read_blocks(
-        self, blocked: Problem, blocks: Tokens, query: Tokens, near: Partial, sides: Any
-    ) -> Partial:
-        """Add to the near part of queries ``(..., n, d)``, each block of which has far keys."""
-        for states, log in sides:
-            # A query chooses by its features and the clusters alone: the same in every state.
-            chosen, rest = self._choose(blocked, blocks, states, self.bias[..., None, :])
-            if log is not None:
-                rest = Partial(rest.num_den, rest.log + log)
-            near = _generic.combine(near, rest)
-        n = query.x.shape[-2]
-        chosen = chosen.reshape(*chosen.shape[:-3], -1, chosen.shape[-1])[..., :n, :]
-        return self._add(query, chosen, flat_rows(near, n))
-
-    def _choose(
+    def choose(
         self, problem: Problem, query: Tokens, state: State, bias: Array
     ) -> tuple[NDArray[np.bool_], Partial]:
+        """Choose clusters for queries, which read of a state all others."""
         tokens = in_map_coordinates(problem.replace(want_log=True), "query", query)
         count, rows = problem.exact_clusters, problem.choice_rows
         return self.functions.choose_block(problem.query_spec, tokens, state, bias, count, rows)  # type: ignore[no-any-return]
 
-    def _add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
+    def add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
         """Add the keys of the chosen clusters, ``(..., n // choice_rows, m)``, to the rest."""
         problem, xp = self.problem, self.problem.xp
         if 0 in problem.lead:
@@ -111,6 +100,33 @@ class ExactClusters:
             return xp.where(xp.asarray(offset < 0, device=device), table[0], table[-1])
 
         return partial(_generic.clusters_block, bias_of=bias_of)
+
+
+class ChosenKeys(NamedTuple):
+    """A source: chosen clusters of blocks of queries, and of what these read the others."""
+
+    clusters: ExactClusters
+    query: Tokens
+    """On one axis, without blocks."""
+    far: list[Read]
+
+    def read(
+        self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
+    ) -> Partial:
+        """Add both to what blocks of queries have read of near keys."""
+        assert so_far is not None
+        bias = self.clusters.bias[..., None, :]
+        for states, log in self.far:
+            # A query chooses by its features and the clusters alone: the same in every state.
+            chosen, rest = self.clusters.choose(problem, query, states, bias)
+            if log is not None:
+                rest = Partial(rest.num_den, rest.log + log)
+            so_far = _generic.combine(so_far, rest)
+        n = self.query.x.shape[-2]
+        chosen = chosen.reshape(*chosen.shape[:-3], -1, chosen.shape[-1])[..., :n, :]
+        part = self.clusters.add(self.query, chosen, flat_rows(so_far, n))
+        total, size = query.x.shape[-3:-1]
+        return Partial(*(split(pad(x, total * size), size) for x in part[:2]))
 
 
 def _of_state(problem: Problem, head: tuple[int, ...]) -> Any:

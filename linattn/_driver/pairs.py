@@ -145,27 +145,30 @@ def no_keys_seen(problem: Problem, query: Tokens) -> Partial:
 # What they weigh --------------------------------------------------------------------------------
 
 
-def biased_queries(problem: Problem, tokens: Tokens) -> tuple[Exact, Tokens]:
-    """Spec and queries of softmax attention: where keys have a bias, 1 as one more coordinate.
+def biased_queries(problem: Problem, spec: Exact, tokens: Tokens) -> tuple[Exact, Tokens]:
+    """Spec and queries of exact pairs: where keys have a bias, 1 as one more coordinate.
 
     Exact block functions take log weights of 0 and -inf only, and a product adds the bias anyway.
     """
-    spec: Exact = problem.query_spec
     if problem.key_bias is None:
         return spec, tokens
     x = problem.xp.concat([tokens.x * spec.scale, problem.xp.ones_like(tokens.x[..., :1])], axis=-1)
     return Exact(1.0), tokens._replace(x=x)
 
 
-def biased_keys(problem: Problem, tokens: Tokens) -> Tokens:
-    """Keys with their bias as the coordinate that :func:`biased_queries` have for it."""
+def biased_keys(problem: Problem, tokens: Tokens, *, padded: bool = False) -> Tokens:
+    """Keys with their bias as the coordinate that :func:`biased_queries` have for it.
+
+    ``padded``: some are masked beside those of the problem's mask.
+    """
     xp, log = problem.xp, tokens.log_weight
     if problem.key_bias is None:
         return tokens
     zero = xp.zeros_like(log)
     # A bias has no leading axis that its keys lack, but may have fewer.
     bias = xp.broadcast_to(xp.where(log == -xp.inf, zero, log), tuple(tokens.x[..., :1].shape))
-    weight = xp.where(log == -xp.inf, log, zero) if problem.key_mask is not None else None
+    masked = padded or problem.key_mask is not None
+    weight = xp.where(log == -xp.inf, log, zero) if masked else None
     return Tokens(xp.concat([tokens.x, bias], axis=-1), weight, tokens.start)
 
 

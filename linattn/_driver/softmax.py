@@ -95,7 +95,9 @@ def _rows(
     """Read blocks of queries, each as many keys at a time."""
     for start in range(all_rows.start, all_rows.stop, num_rows):
         rows = slice(start, min(start + num_rows, all_rows.stop))
-        spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+        spec, query = biased_queries(
+            problem, problem.query_spec, raw_tokens(problem, "query", rows, 0)
+        )
         sources = _sources(problem, functions, spec, rows, num_keys)
         part = join(problem, functions, query, sources)
         yield rows, no_keys_seen(problem, query) if part is None else part
@@ -144,6 +146,10 @@ class _Triangle(NamedTuple):
         return part  # type: ignore[no-any-return]
 
 
+def _queries(problem: Problem, rows: slice) -> tuple[Exact, Tokens]:
+    return biased_queries(problem, problem.query_spec, raw_tokens(problem, "query", rows, 0))
+
+
 # Short windows ----------------------------------------------------------------------------------
 
 
@@ -158,7 +164,9 @@ def _rows_of_backend(
     size = -(-length // -(-length // max_rows) // MIN_ROWS) * MIN_ROWS
     for rows in block_slices(length, size):
         keys = keys_of_rows(problem, rows)
-        spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+        spec, query = biased_queries(
+            problem, problem.query_spec, raw_tokens(problem, "query", rows, 0)
+        )
         first = offset(problem, rows, keys)
         part = band_block(
             spec, query, *exact_keys(problem, functions, keys), (-left - first, right - first)
@@ -212,9 +220,12 @@ def _short_windows(
         key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
         values_and_one = values_and_one_block(problem, keys)
         for rows in (slice(r, min(r + group * n, stop)) for r in range(start, stop, group * n)):
-            spec, query = biased_queries(problem, raw_tokens(problem, "query", rows, 0))
+            spec, query = biased_queries(
+                problem, problem.query_spec, raw_tokens(problem, "query", rows, 0)
+            )
             query = in_blocks(query, rows.stop - rows.start, n)
-            pairs = _of_group(problem, spec, short, rows, (rows.start - start, key, values_and_one))
+            of_rows = rows.start - start, key, values_and_one
+            pairs = _of_group(problem, spec, short, rows, of_rows)
             yield (
                 rows,
                 flat_rows(pairs.read(problem, functions, query, None), rows.stop - rows.start),

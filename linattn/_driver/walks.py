@@ -22,16 +22,13 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.clusters import sort_keys
-from linattn._driver.decay import key_block, key_block_at_end
-from linattn._driver.decayed_window import decayed_window_rows
-from linattn._driver.modifiers import total_decay
+from linattn._driver.decay import add_key_blocks, key_block
 from linattn._driver.softmax import softmax_rows
 from linattn._driver.stops import Step, steps_of
 from linattn._driver.tasks import take_rows
 from linattn._driver.two_sided import RowsSoFar, rows_from_the_end
 from linattn._driver.window import window_rows
 from linattn._driver.wrappers import read_spec, select_rows
-from linattn._generic.decay import fade
 from linattn.typing import Array, Index, Partial, Plan, Problem, State
 
 __all__ = [
@@ -155,15 +152,8 @@ def state_updates(
     problem: Problem, state: State, block_size: int, functions: BlockFunctions
 ) -> Iterator[State]:
     """Add a problem's keys and values to a state: the state after each block."""
-    start = state.length
-    for rows in block_slices(problem.key.shape[-2], block_size):
-        # No name holds a block while the next is made, here and below.
-        if problem.log_decay is not None:
-            state = fade(state, total_decay(problem, rows)[..., None])
-        tokens = key_block_at_end(problem, rows, start)
-        state = add_block(problem, rows, tokens, state, functions)
-        del tokens
-        yield state
+    keys = slice(0, problem.key.shape[-2])
+    return add_key_blocks(problem, state, keys, state.length, block_size, functions)
 
 
 def read_blocks(walk: Walk, state: State, start: int) -> Iterator[State]:
@@ -272,8 +262,7 @@ def _walk_window(walk: Walk) -> Iterator[State]:
     state, clusters = initial_state(walk.problem), None
     if walk.problem.exact_clusters is not None:
         clusters, _ = sort_keys(walk.problem, state, walk.block_size, walk.functions)
-    rows = window_rows if walk.problem.log_decay is None else decayed_window_rows
-    yield rows(walk.problem, state, walk.block_size, walk.functions, walk.write, clusters)
+    yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write, clusters)
 
 
 def _walk_clusters(walk: Walk) -> Iterator[State]:

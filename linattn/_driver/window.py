@@ -1,42 +1,59 @@
 """Near keys exactly, far keys by the feature map, one normalizer.
 
-Tokens stand in blocks of the window's length; the keys of a query's own block and of those beside
-it (causal: the one before) are near. Blocks are worked on by the group, with an axis of blocks
-before that of tokens. What is far of a block is a sum of states before and states after it;
-nothing is ever subtracted.
+Positions are cut into blocks of the window's length; the keys of a query's own block and of those
+beside it (causal: the one before) are near. A group of blocks is worked on at once, with an axis of
+blocks before that of tokens, and reads three sources: near pairs, the keys to the left of them and
+those to the right, as sums of the states of blocks; nothing is ever subtracted. With a decay these
+are the states at the border next to the near keys, and each row lets them decay up to itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import array_api_compat
+import numpy as np
 
-from linattn import _generic
+from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.block_axis import for_blocks
 from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
-from linattn._driver.clusters import ExactClusters
-from linattn._driver.pairs import bias_block
-from linattn._driver.token_blocks import flat_rows, in_blocks, key_blocks
+from linattn._driver.clusters import ChosenKeys, ExactClusters
+from linattn._driver.decay import add_key_blocks
+from linattn._driver.modifiers import decay_of_rows
+from linattn._driver.pairs import bias_block, biased_keys, biased_queries
+from linattn._driver.sources import Read, Source, join
+from linattn._driver.token_blocks import decay_blocks, flat_rows, in_blocks, key_blocks
+from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
 from linattn._generic.exact import beside, exact_pairs, in_band
-from linattn._generic.prefix_states import state_at
+from linattn._generic.prefix_states import (
+    blocks_of,
+    flip,
+    prefix_merge,
+    stack_states,
+    state_at,
+    weighted,
+    with_block_axis,
+)
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
-__all__ = [
-    "FarKeys",
-    "block_states",
-    "in_groups",
-    "no_keys",
-    "read_rows",
-    "window_of",
-    "window_rows",
-]
+__all__ = ["window_rows"]
 
 FAN_OUT = 64
 """Runs of groups whose states are held at once at each level of a division of what comes later."""
+
+
+class _Group(NamedTuple):
+    """Queries in some blocks, which see the keys before a stop, or are causal."""
+
+    rows: slice
+    first: int
+    """Number of the first block."""
+    num_blocks: int
+    stop: int | None
+    """None where query and key of a position go along each other."""
 
 
 def window_rows(
@@ -50,165 +67,311 @@ def window_rows(
     """Attend to near keys exactly and to far ones by the map; return the state after all keys.
 
     The keys of the state are far from every query. O(L (w (d + e) + m (d + e))) time; memory
-    for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN_OUT.
+    for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN_OUT. With a
+    decay full attention reads each query twice.
     """
-    problem, blocked, groups = in_groups(problem, block_size)
-    length, w, start = problem.query.shape[-2], window_of(problem), state.length
-    before = state
-    later: Iterator[State | None] = repeat(None)
-    if not problem.is_causal:
-        later = _Groups(problem, functions, start, groups).states_after(
-            0, len(groups), no_keys(problem)
-        )
-    for (first, g), after in zip(groups, later, strict=False):
-        raw, values_and_one = key_blocks(
-            problem, first - 1, first + g + (after is not None), w, start
-        )
-        states = block_states(blocked, raw, values_and_one, functions)
-        rows = slice(first * w, min((first + g) * w, length))
-        flat = raw_tokens(problem, "query", rows, start)
-        query = in_blocks(flat, g * w, w)
-        near = _near(problem, functions, query, raw, values_and_one)
-        seen, before = _far_states(problem, functions, before, states, after)
-        sides = [FarKeys(seen, None)]
-        write(rows, read_rows(blocked, functions, query, flat, near, sides, clusters))
-    if groups:
-        before = _generic.merge(before, state_at(states, g))
-    return State(before.kvz, before.log_scale, start + length)
+    window = _Window.of(problem, functions, state.length, block_size)
+    before = last = _Seen(state, 0)
+    for groups in window.runs():
+        for group, after in zip(groups, window.states_after(groups), strict=False):
+            before = window.advance(before, window.clipped(group, group.first - 1))
+            keys = window.keys(group)
+            lefts = window.lefts(group, keys, before.state)
+            sides = window.far(group, keys, lefts, after)
+            write(group.rows, window.read(group, keys, sides, clusters))
+            # A run may end within a block, in which the next one then begins.
+            ahead = (group.rows.stop + problem.query_start) // window.size - group.first
+            before = window.seen(group, lefts, ahead, before)
+            last = window.seen(group, lefts, group.num_blocks + 1, before)
+    state_after = window.advance(last, window.length).state
+    return State(state_after.kvz, state_after.log_scale, state.length + window.length)
 
 
-def in_groups(problem: Problem, block_size: int) -> tuple[Problem, Problem, list[tuple[int, int]]]:
-    """Problem on the true scale, that with an axis of blocks, and groups (first block, count)."""
-    length, w = problem.query.shape[-2], window_of(problem)
-    size, count = max(1, block_size // w), -(-length // w)
-    # The near part needs far logs on the true scale, the query's own term included.
-    problem = problem.replace(want_log=True)
-    names = ("query_spec", "key_spec", "query_change", "key_change")
-    blocked = problem.replace(**{name: for_blocks(getattr(problem, name)) for name in names})
-    groups = [(first, min(size, count - first)) for first in range(0, count, size)]
-    return problem, blocked, groups
+class _Seen(NamedTuple):
+    """State of all keys before a position."""
+
+    state: State
+    border: int
 
 
-def window_of(problem: Problem) -> int:
+class _Keys(NamedTuple):
+    """Keys of the blocks of a group, of the block before them and, not causal, of the one after."""
+
+    key: Tokens
+    values_and_one: Array
+    log_decay: Array | None
+    """``(..., blocks, w, 1)``; 0 outside the sequence."""
+
+    @property
+    def totals(self) -> Array | None:
+        """Log decay of each block in all, ``(..., blocks, 1)``."""
+        if self.log_decay is None:
+            return None
+        return _arrays.namespace(self.log_decay).sum(self.log_decay, axis=-2)
+
+
+class _Window(NamedTuple):
+    """A problem on the true scale, the same with an axis of blocks, and how it is cut."""
+
+    problem: Problem
+    blocked: Problem
+    functions: BlockFunctions
+    size: int
     """Tokens of a block."""
-    assert problem.exact_window is not None
-    return problem.exact_window
+    group_size: int
+    """Blocks of a group."""
+    start: int
+    """Position of the first key for the map."""
+
+    @classmethod
+    def of(
+        cls, problem: Problem, functions: BlockFunctions, start: int, block_size: int
+    ) -> _Window:
+        """Prepare a problem."""
+        # The near part needs far logs on the true scale, the query's own term included.
+        problem, size = problem.replace(want_log=True), problem.exact_window
+        assert size is not None
+        names = ("query_spec", "key_spec", "query_change", "key_change")
+        blocked = problem.replace(**{name: for_blocks(getattr(problem, name)) for name in names})
+        return cls(problem, blocked, functions, size, max(1, block_size // size), start)
+
+    @property
+    def length(self) -> int:
+        """Count the keys."""
+        return int(self.problem.key.shape[-2])
+
+    def limit(self, group: _Group) -> int:
+        """Position after the last key that queries of a group may see."""
+        return self.length if group.stop is None else group.stop
+
+    def clipped(self, group: _Group, block: int) -> int:
+        """Position of the first key of a block, within those that a group may see."""
+        return min(max(block * self.size, 0), self.limit(group))
+
+    # How queries are cut
+
+    def runs(self) -> Iterator[list[_Group]]:
+        """Cut the queries into runs that are causal or have one stop, and these into groups."""
+        problem, w, start = self.problem, self.size, self.problem.query_start
+        for rows, stop in _runs(problem):
+            first, end = (rows.start + start) // w, -(-(rows.stop + start) // w)
+            groups = []
+            for block in range(first, end, self.group_size):
+                count = min(self.group_size, end - block)
+                places = block * w - start, (block + count) * w - start
+                part = slice(max(places[0], rows.start), min(places[1], rows.stop))
+                groups.append(_Group(part, block, count, stop))
+            yield groups
+
+    # States
+
+    def keys(self, group: _Group) -> _Keys:
+        """Keys of a group's blocks and of those beside it; what it may not see is masked."""
+        first, stop = group.first - 1, group.first + group.num_blocks + (group.stop is not None)
+        blocks = first, stop, self.size, self.start, self.limit(group)
+        key, values_and_one = key_blocks(self.problem, *blocks)
+        decay = None
+        if self.problem.log_decay is not None:
+            decay = decay_blocks(self.problem, first, stop, self.size)
+        return _Keys(key, values_and_one, decay)
+
+    def advance(self, seen: _Seen, border: int) -> _Seen:
+        """Add all keys before a position to a state."""
+        state, keys = seen.state, slice(seen.border, max(seen.border, border))
+        size = self.size * self.group_size
+        for after in add_key_blocks(self.problem, state, keys, self.start, size, self.functions):
+            state = after
+        return _Seen(state, keys.stop)
+
+    def seen(self, group: _Group, lefts: State, count: int, before: _Seen) -> _Seen:
+        """State of all keys before a block, out of those of a group; what was before if less."""
+        border = min((group.first + count - 1) * self.size, self.length)
+        whole = group.stop is None or border <= group.stop
+        if not whole or border <= before.border:
+            return before
+        return _Seen(state_at(lefts, count), border)
+
+    def lefts(self, group: _Group, keys: _Keys, before: State) -> State:
+        """States of all keys before the block beside each block; and before the next two."""
+        key, totals = keys.key, keys.totals
+        if keys.log_decay is not None:
+            key = weighed(key, decay_until(keys.log_decay))
+        states = _block_states(self.blocked, key, keys.values_and_one, self.functions)
+        own = slice(0, group.num_blocks + 1)
+        return _running(self.problem, before, blocks_of(states, own), totals, own)
+
+    def rights(self, group: _Group, keys: _Keys, after: State) -> State:
+        """States of all keys after the block beside each block; ``after`` is that of the last."""
+        key, totals = keys.key, keys.totals
+        if keys.log_decay is not None:
+            key = weighed(key, _decay_from_first(keys.log_decay))
+        states = _block_states(self.blocked, key, keys.values_and_one, self.functions)
+        own = slice(3, group.num_blocks + 2)
+        states = flip(blocks_of(states, own))
+        if totals is not None:
+            totals = self.problem.xp.flip(totals[..., own, :], axis=-2)
+        return flip(_running(self.problem, after, states, totals, slice(0, group.num_blocks - 1)))
+
+    def states_after(self, groups: list[_Group]) -> Iterator[State | None]:
+        """For each group of a run the state of all keys from the second block after it on.
+
+        The groups are divided into at most FAN_OUT parts, whose states are merged from the last to
+        the first; each part is divided in the same way.
+        """
+        if groups[0].stop is None:
+            return repeat(None)
+        return self._divided(groups, _no_keys(self.problem))
+
+    def _divided(self, groups: list[_Group], after: State) -> Iterator[State]:
+        if len(groups) == 1:
+            yield after
+            return
+        size = -(-len(groups) // FAN_OUT)
+        parts = [groups[i : i + size] for i in range(0, len(groups), size)]
+        states = [after]
+        for part in reversed(parts[1:]):
+            states.append(self._added(part, states[-1]))
+        for part in parts:
+            yield from self._divided(part, states.pop())
+
+    def _added(self, groups: list[_Group], state: State) -> State:
+        """Add to what is after some groups the keys from the second block of the first of them."""
+        problem = self.problem
+        for group in reversed(groups):
+            borders = (group.first + 1, group.first + group.num_blocks + 1)
+            rows = slice(*(self.clipped(group, block) for block in borders))
+            if rows.start == rows.stop:
+                continue
+            key = token_block(problem, "key", rows, self.start)
+            if problem.log_decay is not None:
+                decay = decay_of_rows(problem, rows)
+                key = weighed(key, _decay_from_first(decay))
+                state = fade(state, problem.xp.sum(decay, axis=-2))
+            values_and_one = values_and_one_block(problem, rows)
+            state = self.functions.reduce_block(problem.key_spec, key, values_and_one, state)
+        return state
+
+    # Sources
+
+    def far(self, group: _Group, keys: _Keys, lefts: State, after: State | None) -> list[Read]:
+        """Read what is far to the left of each block, and to the right."""
+        problem, count = self.problem, group.num_blocks
+        left, right = blocks_of(lefts, slice(0, count)), None
+        if after is not None and (group.first + 2) * self.size < self.limit(group):
+            right = self.rights(group, keys, after)
+        if keys.log_decay is not None:
+            own, totals = keys.log_decay[..., 1 : count + 1, :, :], keys.totals
+            assert totals is not None
+            reads = [_decayed(problem, left, totals[..., :count, None, :] + decay_since(own))]
+            if right is not None:
+                log = totals[..., 2 : count + 2, None, :] + decay_until(own) + own
+                reads.append(_decayed(problem, right, log))
+            return reads
+        if problem.relative_bias is not None:
+            table = problem.relative_bias.table[..., None, :]
+            left = weighted(left, table[..., :1])
+            right = None if right is None else weighted(right, table[..., -1:])
+        return [Read(left if right is None else _generic.merge(left, right))]
+
+    def read(
+        self, group: _Group, keys: _Keys, far: list[Read], clusters: ExactClusters | None
+    ) -> Partial:
+        """Read all sources of a group, as rows on one axis."""
+        problem, rows = self.problem, group.rows
+        flat = raw_tokens(problem, "query", rows, self.start)
+        front = rows.start + problem.query_start - group.first * self.size
+        query = in_blocks(flat, group.num_blocks * self.size, self.size, front)
+        sources: list[Source] = [_Near(keys, group.stop is None), *far]
+        if clusters is not None:
+            sources[1:] = [ChosenKeys(clusters, flat, far)]
+        part = join(self.blocked, self.functions, query, sources)
+        assert part is not None
+        return flat_rows(part, rows.stop - rows.start, front)
 
 
-class FarKeys(NamedTuple):
-    """What is far of each block, and the log weight ``(..., blocks, w, 1)`` of it for each row."""
+class _Near(NamedTuple):
+    """A source: the keys of each block of queries and of the blocks beside it."""
 
-    states: State
-    log: Array | None
+    keys: _Keys
+    is_causal: bool
 
-
-def read_rows(
-    blocked: Problem,
-    functions: BlockFunctions,
-    query: Tokens,
-    flat: Tokens,
-    near: Partial,
-    sides: list[FarKeys],
-    clusters: ExactClusters | None,
-) -> Partial:
-    """Add to the near part of blocks of queries what is far of them, as rows on one axis."""
-    if clusters is not None:
-        return clusters.read_blocks(blocked, query, flat, near, sides)
-    tokens = in_map_coordinates(blocked, "query", query)
-    for states, log in sides:
-        part = functions.read_block(blocked.query_spec, tokens, states, True)
-        if log is not None:
-            part = Partial(part.num_den, part.log + log)
-        near = _generic.combine(near, part)
-    return flat_rows(near, flat.x.shape[-2])
-
-
-def _near(
-    problem: Problem, functions: BlockFunctions, query: Tokens, key: Tokens, values_and_one: Array
-) -> Partial:
-    """Exact attention of blocks of queries to their own keys and those beside them."""
-    spec, bias, w = problem.near_spec, problem.relative_bias, query.x.shape[-2]
-    assert spec is not None
-    if bias is None:
-        # Backends may take a log weight for a mask.
-        weighted = problem.key_bias is not None
-        window_block: Any = _generic.window_block if weighted else functions.window_block
-        return window_block(  # type: ignore[no-any-return]
-            spec, query, key, values_and_one, problem.is_causal, problem.lazy
-        )
-    g = query.x.shape[-3]
-    keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
-    s = keys.x.shape[-2]
-    biases = bias_block(bias, -w, w, s)[..., None, :, :]
-    visible = in_band(query.x, w, s, (-w, w)) if problem.is_causal else None
-    return exact_pairs(spec, query, keys, beside(values_and_one, g), visible, biases, problem.lazy)
+    def read(
+        self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
+    ) -> Partial:
+        """Read by a backend where only the block tells which keys count."""
+        assert so_far is None
+        assert problem.near_spec is not None
+        key, values_and_one, decay = self.keys
+        spec, query = biased_queries(problem, problem.near_spec, query)
+        key = biased_keys(problem, key, padded=True)
+        if decay is None and problem.relative_bias is None:
+            block = spec, query, key, values_and_one
+            return functions.window_block(*block, self.is_causal, problem.lazy)  # type: ignore[no-any-return]
+        g, w = query.x.shape[-3:-1]
+        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+        s = keys.x.shape[-2]
+        if decay is None:
+            assert problem.relative_bias is not None
+            bias = bias_block(problem.relative_bias, -w, w, s)[..., None, :, :]
+        else:
+            xp, since = problem.xp, decay_since(beside(decay, g))
+            bias = -xp.abs(since[..., w : 2 * w, :] - xp.matrix_transpose(since))
+            bias = xp.astype(bias, problem.dtype, copy=False)
+        visible = in_band(values_and_one, w, s, (-w, w)) if self.is_causal else None
+        pairs = beside(values_and_one, g), visible, bias, problem.lazy
+        return exact_pairs(spec, query, keys, *pairs)
 
 
-def _far_states(
-    problem: Problem, functions: BlockFunctions, before: State, states: State, after: State | None
-) -> tuple[State, State]:
-    """State of all that is far of each block, and that of all keys before the last of them."""
-    if problem.relative_bias is None:
-        return functions.far_states(before, states, after, problem.lazy)  # type: ignore[no-any-return]
-    table = problem.relative_bias.table
-    ends = table[..., None, :1], table[..., None, -1:]
-    return _generic.far_states(before, states, after, problem.lazy, ends)
+def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:
+    """Cut queries into runs that are causal, None, or see the keys before one stop."""
+    stops, length, start = problem.key_stop, problem.query.shape[-2], problem.query_start
+    if not length:
+        return
+    if stops is None:
+        yield slice(0, length), None if problem.is_causal else problem.key.shape[-2]
+        return
+    is_new = np.diff(stops, prepend=-1) != 0
+    is_causal = is_new & (stops == start + np.arange(1, length + 1))
+    changes = np.diff(is_causal, prepend=not is_causal[0])
+    firsts = np.flatnonzero(changes | (is_new & ~is_causal))
+    for first, end in zip(firsts.tolist(), [*firsts[1:].tolist(), length], strict=True):
+        yield slice(first, end), None if is_causal[first] else int(stops[first])
 
 
-# States -----------------------------------------------------------------------------------------
+def _running(
+    problem: Problem, first: State, states: State, totals: Array | None, own: slice
+) -> State:
+    """State before each block, and after the last, of blocks in a row that decay by ``totals``."""
+    if totals is None:
+        joined = stack_states([with_block_axis(first), states])
+        return prefix_merge(joined, lazy=problem.lazy)
+    seen = [first]
+    for i in range(own.stop - own.start):
+        faded = fade(seen[-1], totals[..., own.start + i, :])
+        seen.append(_generic.merge(faded, state_at(states, i)))
+    return stack_states([with_block_axis(state) for state in seen])
 
 
-def no_keys(problem: Problem, *blocks: int) -> State:
+def _decayed(problem: Problem, states: State, log: Array) -> Read:
+    states, top = near(states)
+    return Read(states, problem.xp.astype(top + log, problem.dtype, copy=False))
+
+
+def _decay_from_first(log_decay: Array) -> Array:
+    """Decay from the first token of a run to each of it, going back."""
+    return decay_since(log_decay) - log_decay[..., :1, :]
+
+
+def _no_keys(problem: Problem, *blocks: int) -> State:
     like = problem.xp.empty((0,), dtype=problem.dtype, device=array_api_compat.device(problem.key))
     lead, m = (*problem.state_lead, *blocks), problem.num_features
     return _generic.empty_state(lead, m, problem.value.shape[-1], like)
 
 
-def block_states(
+def _block_states(
     problem: Problem, key: Tokens, values_and_one: Array, functions: BlockFunctions
 ) -> State:
-    """State of every block by itself, with an axis of blocks."""
-    empty = no_keys(problem, key.x.shape[-3])
+    """State of each block, with an axis of blocks."""
+    empty = _no_keys(problem, key.x.shape[-3])
     tokens = in_map_coordinates(problem, "key", key)
     return functions.reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]
-
-
-class _Groups(NamedTuple):
-    """A sequence in groups of blocks, whose states are made from the last to the first."""
-
-    problem: Problem
-    functions: BlockFunctions
-    start: int
-    """Position of the first token."""
-    groups: list[tuple[int, int]]
-    """First block and number of blocks of each."""
-
-    def states_after(self, first: int, stop: int, after: State) -> Iterator[State]:
-        """For groups first..stop - 1 the state of all keys from the second block after each.
-
-        ``after`` is that of the last. The groups are divided into at most FAN_OUT runs, whose
-        states are merged from the last to the first; each run is divided in the same way.
-        """
-        if stop - first == 1:
-            yield after
-            return
-        size = -(-(stop - first) // FAN_OUT)
-        firsts = range(first, stop, size)
-        states = [after]
-        for begin in reversed(firsts[1:]):
-            state = self._state_of(begin, min(begin + size, stop))
-            states.append(_generic.merge(state, states[-1]))
-        for begin in firsts:
-            yield from self.states_after(begin, min(begin + size, stop), states.pop())
-
-    def _state_of(self, first: int, stop: int) -> State:
-        """State of the keys of some groups, each from its second block to the first after it."""
-        problem, w, length = self.problem, window_of(self.problem), self.problem.key.shape[-2]
-        state = no_keys(problem)
-        for begin, count in self.groups[first:stop]:
-            rows = slice((begin + 1) * w, min((begin + count + 1) * w, length))
-            if rows.start < rows.stop:
-                tokens = token_block(problem, "key", rows, self.start)
-                values_and_one = values_and_one_block(problem, rows)
-                state = self.functions.reduce_block(problem.key_spec, tokens, values_and_one, state)
-        return state

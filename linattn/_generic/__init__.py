@@ -19,7 +19,6 @@ from linattn._generic.exact import band_block, exact_block, exact_more, window_b
 from linattn._generic.features import change_coordinates, evaluate
 from linattn._generic.numerics import divisor, finite_shift, ignore_fp_warnings
 from linattn._generic.planning import plan, run_in_order
-from linattn._generic.prefix_states import far_states
 from linattn._generic.sequences import sequences_block
 from linattn._generic.specs import spec_lead
 from linattn._generic.states import (
@@ -51,7 +50,6 @@ __all__ = [
     "exact_key_vjp",
     "exact_more",
     "exact_query_vjp",
-    "far_states",
     "finite_shift",
     "ignore_fp_warnings",
     "log_normalizer",

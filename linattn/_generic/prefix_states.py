@@ -1,4 +1,4 @@
-"""Prefix merges: the state of all blocks before each block, and of all after it."""
+"""Prefix merges: the state of all blocks before each block."""
 
 from __future__ import annotations
 
@@ -7,42 +7,22 @@ from linattn._generic.numerics import finite_shift
 from linattn._generic.states import merge
 from linattn.typing import Array, State
 
-__all__ = ["far_states", "prefix_merge", "stack_states", "state_at", "with_block_axis"]
+__all__ = [
+    "blocks_of",
+    "flip",
+    "prefix_merge",
+    "stack_states",
+    "state_at",
+    "weighted",
+    "with_block_axis",
+]
 
 
 MAX_LOG_SPAN = 20.0
 """Logs of a feature that differ by no more than this may share one scale: nothing underflows."""
 
 
-def far_states(
-    before: State,
-    states: State,
-    after: State | None,
-    lazy: bool,
-    biases: tuple[Array, Array] | None = None,
-) -> tuple[State, State]:
-    """States of all that is far of each of g blocks, and of all before the last of them.
-
-    ``states`` are those of the block before them, their own and the block after them, the last
-    only with ``after``: the state of all further keys, or None where only what is before counts.
-    Far of block i is ``before``, blocks up to i - 2, blocks from i + 2 and ``after``. ``biases``,
-    ``(..., 1, 1)`` each, are log weights of what is far to the left and to the right.
-    O(g m e) time and memory.
-    """
-    g = states.log_scale.shape[-2] - (1 if after is None else 2)
-    prefixes = prefix_merge(
-        stack_states([with_block_axis(before), _part(states, slice(0, g))]), lazy=lazy
-    )
-    left, right = (None, None) if biases is None else biases
-    seen = _weighted(_part(prefixes, slice(0, g)), left)
-    if after is not None:
-        following = _flip(_part(states, slice(3, g + 2)))
-        adjoints = prefix_merge(stack_states([with_block_axis(after), following]), lazy=lazy)
-        seen = merge(seen, _weighted(_flip(adjoints), right))
-    return seen, state_at(prefixes, g)
-
-
-def _weighted(state: State, bias: Array) -> State:
+def weighted(state: State, bias: Array) -> State:
     """Give all that a state has seen a log weight; heads of it may be more than the state has."""
     if bias is None:
         return state
@@ -62,7 +42,8 @@ def state_at(states: State, index: int) -> State:
     return State(states.kvz[..., index, :, :], states.log_scale[..., index, :], 0)
 
 
-def _flip(states: State) -> State:
+def flip(states: State) -> State:
+    """Reverse the order of states along an axis of blocks."""
     xp = namespace(states.kvz)
     return State(xp.flip(states.kvz, axis=-3), xp.flip(states.log_scale, axis=-2), 0)
 
@@ -93,11 +74,11 @@ def _merge_pairwise(each: State) -> State:
     n = each.log_scale.shape[-2]
     if n == 1:
         return each
-    odd = _part(each, slice(0, n - n % 2, 2))
-    pairs = _merge_pairwise(merge(odd, _part(each, slice(1, None, 2))))
-    firsts = _part(each, slice(0, 1))
-    later = _part(each, slice(2, None, 2))
-    before = _part(pairs, slice(0, later.log_scale.shape[-2]))
+    odd = blocks_of(each, slice(0, n - n % 2, 2))
+    pairs = _merge_pairwise(merge(odd, blocks_of(each, slice(1, None, 2))))
+    firsts = blocks_of(each, slice(0, 1))
+    later = blocks_of(each, slice(2, None, 2))
+    before = blocks_of(pairs, slice(0, later.log_scale.shape[-2]))
     firsts = stack_states([firsts, merge(before, later)]) if n > 2 else firsts
     return _interleaved(firsts, pairs)
 
@@ -109,7 +90,8 @@ def stack_states(states: list[State]) -> State:
     return State(kvz, xp.concat([state.log_scale for state in states], axis=-2), 0)
 
 
-def _part(each: State, blocks: slice) -> State:
+def blocks_of(each: State, blocks: slice) -> State:
+    """Take some of the states along an axis of blocks."""
     return State(each.kvz[..., blocks, :, :], each.log_scale[..., blocks, :], 0)
 
 
@@ -123,4 +105,4 @@ def _interleaved(odd: State, even: State) -> State:
     both = State(
         xp.reshape(kvz, (*lead, 2 * n, m, width)), xp.reshape(log_scale, (*lead, 2 * n, m)), 0
     )
-    return stack_states([both, _part(odd, slice(n, None))]) if odd.kvz.shape[-3] > n else both
+    return stack_states([both, blocks_of(odd, slice(n, None))]) if odd.kvz.shape[-3] > n else both

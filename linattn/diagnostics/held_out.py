@@ -234,7 +234,7 @@ def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
         index = xp.asarray(chosen[place], device=device)
         taken = xp.take(problem.query, index, axis=-2)
         rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
-        spec, rows = biased_queries(problem, rows)
+        spec, rows = biased_queries(problem, problem.query_spec, rows)
         part: Partial | None = None
         for block in block_slices(last + 1 if problem.is_causal else problem.key.shape[-2], BLOCK):
             keys, values_and_one = (

@@ -267,7 +267,7 @@ def log_normalizers(
     problem = exact_problem(key, key, key, scale=1.0, is_causal=False, key_mask=None)
     problem = problem.replace(dtype=dtype, key_mask=mask, key_bias=key_bias)
     functions, part = _dispatch.BlockFunctions(xp), None
-    spec, rows = biased_queries(problem, rows)
+    spec, rows = biased_queries(problem, problem.query_spec, rows)
     width = prod(np.broadcast_shapes(probes.shape[:-2], problem.state_lead)) * probes.shape[-2]
     size = max(MIN_BLOCK_ROWS, MAX_BLOCK_ELEMENTS // max(1, width))
     for block in block_slices(int(key.shape[-2]), size):

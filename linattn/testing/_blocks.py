@@ -226,7 +226,6 @@ def _block(
     out = None if want_log else np.empty(part.num_den[..., :-1].shape)
     arguments["divide"] = part, out
     arguments["read_output"] = pair.query, query, state, out
-    arguments["far_states"] = _far_arguments(rng, state, nothing, ahead)
     if isinstance(pair.key, Assigned):
         arguments |= _cluster_arguments(rng, pair, (query, key, values), state)
     if pair.differentiable:
@@ -314,19 +313,6 @@ def _cluster_arguments(
     }
 
 
-def _far_arguments(
-    rng: np.random.Generator, state: State, nothing: State, ahead: float
-) -> tuple[Any, ...]:
-    """Make states of blocks out of one, each on a scale of its own."""
-    after = None if rng.integers(2) else State(state.kvz, state.log_scale - ahead / 3, 0)
-    count = 5 if after is None else 6
-    lead = state.log_scale.shape[:-1]
-    scales = rng.uniform(-3, 3, (*lead, count, state.log_scale.shape[-1]))
-    kvz = np.repeat(state.kvz[..., None, :, :], count, axis=-3)
-    states = State(kvz, state.log_scale[..., None, :] - ahead + scales, 0)
-    return state, states, after, False
-
-
 def _gradient_arguments(
     rng: np.random.Generator,
     pair: Pair,
@@ -374,7 +360,6 @@ REFERENCES: dict[str, Callable[..., Any]] = {
         "divide",
         "window_block",
         "band_block",
-        "far_states",
         "assign_block",
         "choose_block",
         "clusters_block",

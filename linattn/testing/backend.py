@@ -46,7 +46,6 @@ RESULTS = {
     "divide": ("array",),
     "window_block": ("partial",),
     "band_block": ("partial",),
-    "far_states": ("states", "states"),
     "assign_block": ("state", "choice", "array"),
     "choose_block": ("choice", "partial"),
     "clusters_block": ("partial",),

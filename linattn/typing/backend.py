@@ -251,13 +251,6 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
-    def far_states(
-        before: State, states: State, after: State | None, lazy: bool
-    ) -> tuple[State, State] | Declined:
-        """Merge the states of all blocks that are far of each block of an exact window."""
-        ...
-
-    @staticmethod
     def assign_block(
         key_spec: Assigned, tokens: Tokens, values_and_one: Array, state: State
     ) -> tuple[State, Array, Array] | Declined:
