@@ -191,8 +191,9 @@ def linear_attention(
     exact_window : int, optional
         w: with tokens in blocks of w from the first one, keys of a query's own block and of those
         beside it (causal: the one before) count exactly, ``exp(scale q.k)``, and only the others
-        by the map; one denominator for both. Needs L = S and a map of the softmax kernel. The
-        keys of an initial state are far from every query. Default: no window.
+        by the map; one denominator for both. Needs a map of the softmax kernel. Query i stands at
+        position i, with "lower_right" at i + S - L; L = S without a rule for what it sees. The keys
+        of an initial state are far from every query. Default: no window.
     exact_clusters : int, optional
         c: keys of the c landmarks that matter most to a query count exactly, only the others by
         the map (see Notes); with a window, keys outside of it. Needs a map that assigns keys to
@@ -219,8 +220,9 @@ def linear_attention(
         libraries, not a feature map, a flag that is neither True nor False.
     ValueError
         Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
-        fitted to the whole sequence with `is_causal` or stops; a window with L != S, with stops
-        or with a map of another kernel; states on the way of what is not causal; the state of
+        fitted to the whole sequence with `is_causal` or stops; a window with L != S in full or
+        causal attention, or with a map of another kernel; clusters with stops; states on the way
+        of what is not causal; the state of
         another map. `key_bias` of NaN or +inf; `log_decay` that is positive or not finite, or
         beside L != S, stops, `window_bias`, clusters without a window, or a map that divides or
         corrects its state, or one a token in full attention. More than one of `is_causal` and the
@@ -252,8 +254,10 @@ def linear_attention(
     one more copy. Packed sequences cost as much as each by itself; short ones are batched.
 
     A window adds O(L w (d + e)) time and O(w^2) memory, full attention also a second pass over
-    the keys for every factor of 64 in L / c, and 64 states at each. Numerator and denominator stay
-    unbiased where the map is, with the variance of far pairs only.
+    the keys for every factor of 64 in L / c, and 64 states at each. Stops are done run by run:
+    queries of one stop, or causal ones. A run adds up the keys of 3 w tokens, and those between its
+    window and its stop, again. Numerator and denominator stay unbiased where the map is, with the
+    variance of far pairs only.
 
     Clusters are the keys of one landmark, b_c. Query i chooses the c with the largest
     ``s q_i.b_c + log mean_j g_j + log(mean_j |k_j - b_c|^2) / 2``, means over the keys of a
@@ -411,11 +415,13 @@ def softmax_attention(
     key_bias : floating array, of the shapes that a mask may have, optional
         b_j, added to the logits of key j. A key of -inf is masked. Default 0.
     local_window_size : int or pair (left, right), optional
-        Sliding window: query i sees keys i - left to i + right only; one integer is both, None in
-        a pair is no bound, and when causal right is 0. Needs L = S. Default: no window.
+        Sliding window: query i sees keys i - left to i + right only, of those before its stop; one
+        integer is both, None in a pair is no bound, and when causal right is 0. Query i stands at
+        position i, with "lower_right" at i + S - L; full and causal attention need L = S. Default:
+        no window.
     window_bias : floating array, (..., 2 r + 1), optional
         c for offsets j - i from -r to r, added to the logits; leading axes (heads) broadcast to
-        those of the output. -inf leaves a pair out. Needs L = S. Default: no bias.
+        those of the output. -inf leaves a pair out. Positions as for a window. Default: no bias.
     far_bias : pair (left, right), optional
         c for offsets below -r and above r, each a number or an array of heads, ``(...)``. Default:
         the first and the last of ``window_bias``, as in T5.
@@ -432,8 +438,8 @@ def softmax_attention(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear_attention`; a window or bias of offsets with L != S or with stops; a
-        `window_bias` without a middle, a bias of NaN or +inf, a `far_bias` alone.
+        As :func:`linear_attention`; a window or bias of offsets with L != S in full or causal
+        attention; a `window_bias` without a middle, a bias of NaN or +inf, a `far_bias` alone.
 
     See Also
     --------

@@ -282,7 +282,7 @@ def side(phi: Any, x: Array, at: Array, *, is_key: bool) -> Side:
 def seen_pairs(scene: Scene) -> Array:
     """Which pairs count, ``(..., L, S)``."""
     L, S = scene.query.shape[-2], scene.key.shape[-2]
-    i, j = np.arange(L)[:, None], np.arange(S)
+    i, j = scene.query_start + np.arange(L)[:, None], np.arange(S)
     seen = np.ones((L, S), dtype=bool)
     if scene.stops is not None:
         seen = seen & (j < scene.stops[..., None])
@@ -317,7 +317,7 @@ def pair_weights(scene: Scene) -> tuple[Array, Array, Array]:
             before = before + total
     if scene.offsets is not None:
         table, left, right = scene.offsets
-        reach = table.shape[-1] // 2
+        reach, i = table.shape[-1] // 2, scene.query_start + i
         inside = table[..., np.clip(j - i, -reach, reach) + reach]
         far = np.where(j < i, left[..., None, None], right[..., None, None])
         pairs = pairs + np.where(abs(j - i) <= reach, inside, far)
@@ -330,8 +330,8 @@ def near_pairs(scene: Scene) -> Array:
     L, S = scene.query.shape[-2], scene.key.shape[-2]
     if scene.window is None:
         return np.full((L, S), scene.feature_map is None)
-    w = min(scene.window, max(L, 1))
-    return abs(np.arange(L)[:, None] // w - np.arange(S) // w) <= 1
+    w, i = scene.window, scene.query_start + np.arange(L)
+    return abs(i[:, None] // w - np.arange(S) // w) <= 1
 
 
 def chosen_pairs(scene: Scene, log_g: Array) -> tuple[Array, float]:
@@ -493,7 +493,6 @@ def _state(scene: Scene, k: Side, at_end: Array) -> dict[str, Any]:
 def scenes(query: Array, key: Array, value: Array, feature_map: Any, **options: Any) -> list[Scene]:
     """Each of the packed sequences, or the one, with the options that a call has."""
     state, borders = options.get("initial_state"), options.get("cu_seqlens")
-    S = key.shape[-2]
     scale: Any = options.get("scale") or getattr(feature_map, "scale", 1.0)
     if feature_map is None and options.get("scale") is None:
         scale = query.shape[-1] ** -0.5
@@ -507,7 +506,7 @@ def scenes(query: Array, key: Array, value: Array, feature_map: Any, **options: 
         window=options.get("exact_window"),
         clusters=options.get("exact_clusters"),
         offsets=_offsets(options),
-        local=_local(S, options.get("local_window_size")),
+        local=_local(options.get("local_window_size")),
     )
     if borders is None:
         memory = None if state is None else Memory(state.kvz, state.log_scale, state.length)
@@ -560,11 +559,11 @@ def _offsets(options: dict[str, Any]) -> Any:
     return table, np.asarray(left), np.asarray(right)
 
 
-def _local(S: int, size: Any) -> Any:
+def _local(size: Any) -> Any:
     if size is None:
         return None
     sides = size if isinstance(size, tuple) else (size, size)
-    return tuple(S if side is None else side for side in sides)
+    return tuple(np.inf if side is None else side for side in sides)
 
 
 def _with_stops(scene: Scene, options: dict[str, Any]) -> Scene:

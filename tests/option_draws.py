@@ -484,8 +484,9 @@ def _refused_rules(case: Case) -> list[str]:
         why.append("two rules")
     lower_right = case.options.get("is_causal") == "lower_right"
     equal = [name for name in given if name != "key_stop" and not lower_right]
-    equal += [name for name in case.options if name in ("cu_seqlens", "exact_window")]
-    equal += [name for name in case.options if name in ("local_window_size", "window_bias")]
+    equal += [name for name in case.options if name == "cu_seqlens"]
+    windows = ("exact_window", "local_window_size", "window_bias")
+    equal += [] if given else [name for name in case.options if name in windows]
     if L != S and equal:
         why.append("lengths differ")
     if case.is_packed and (has_stops(case) or "key_lengths" in case.options):
@@ -540,15 +541,12 @@ def _refused_exact(case: Case) -> list[str]:
     name = type(case.feature_map).__name__
     known = ("PositiveFeatures", "HyperbolicFeatures", "TrigonometricFeatures", "LandmarkFeatures")
     exact = [name for name in ("exact_window", "exact_clusters") if name in options]
-    near = [name for name in ("local_window_size",) if name in options]
     if exact and name not in known:
         why.append("exact keys of another kernel")
     if "far_bias" in options and "window_bias" not in options:
         why.append("far_bias alone")
-    if case.kind == "softmax" and "window_bias" in options:
-        near = [*near, "window_bias"]
-    if (exact or near) and has_stops(case):
-        why.append("windows with stops")
+    if "exact_clusters" in options and has_stops(case):
+        why.append("clusters with stops")
     alone = name != "LandmarkFeatures" or "initial_state" in options or case.is_packed
     if "exact_clusters" in options and alone:
         why.append("clusters without landmarks, with a state or packed")

@@ -626,11 +626,9 @@ def test_errors(name, options, kind, words):
 
 def test_errors_of_what_does_not_go_together():
     arrays = inputs(8)
-    with pytest.raises(ValueError, match=saying("exact_window must be None with causal_block")):
-        linattn.linear_attention(*arrays, PHI, causal_block=2, exact_window=4)
-    with pytest.raises(ValueError, match=saying("local_window_size must be None with key_stop")):
-        linattn.softmax_attention(*arrays, key_stop=np.arange(8), local_window_size=2)
     landmarks = LandmarkFeatures.fit(*arrays[:2], num_features=4, rng=0)
+    with pytest.raises(ValueError, match=saying("exact_clusters must be None with causal_block")):
+        linattn.linear_attention(*arrays, landmarks, causal_block=2, exact_clusters=4)
     with pytest.raises(ValueError, match=saying("exact_clusters must be None with cu_seqlens")):
         linattn.linear_attention(*arrays, landmarks, exact_clusters=2, cu_seqlens=[0, 8])
     for options in ({"prefix_length": 3}, {"is_causal": "lower_right"}, {"is_causal": True}):

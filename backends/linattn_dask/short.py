@@ -17,7 +17,7 @@ NAMES = {
     "depend on the position",
     "two-sided": "log_decay without is_causal",
     "exact": "local_window_size, a bias of offsets or key_stop",
-    "window": "exact_clusters, or log_decay without is_causal, beside a window",
+    "window": "exact_clusters, stops of keys or log_decay without is_causal, beside a window",
 }
 """What a caller has asked for, by the mode of the problem."""
 

@@ -36,7 +36,10 @@ def attention(problem: Problem) -> Result | Declined:
     decays_to_both_sides = problem.log_decay is not None and not problem.is_causal
     unsupported = {
         "exact": of_offsets or problem.key_stop is not None,
-        "window": decays_to_both_sides or problem.exact_clusters is not None,
+        "window": decays_to_both_sides
+        or problem.exact_clusters is not None
+        or problem.key_stop is not None
+        or problem.query_start != 0,
     }
     by_stops = mode == "stops" and not depends_on_position(problem)
     if not by_stops and (mode not in WALKS or unsupported.get(mode, False)):

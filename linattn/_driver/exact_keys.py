@@ -8,6 +8,7 @@ from typing import Any
 from linattn import _arrays, _checks
 from linattn._driver.options import Options
 from linattn._driver.relative_bias import check_relative_bias
+from linattn._driver.visibility import Visibility
 from linattn._driver.wrappers import innermost, peel_affine
 from linattn.typing import (
     Array,
@@ -28,12 +29,16 @@ def exact_fields(
     feature_map: Any,
     specs: tuple[MapSpec, MapSpec],
     options: Options,
+    sees: Visibility,
 ) -> dict[str, Any]:
     """Fields of a problem that say which keys are exact, and what near and far ones weigh more."""
     query, key, _ = arrays
     window, count = options.exact_window, options.exact_clusters
     if window is not None:
-        window = _checked_window(window, query, key)
+        sees.check_one_sequence("exact_window", query, key)
+        # A window longer than the sequence is all of it, and need not be filled up.
+        longest = max(1, int(query.shape[-2]), int(key.shape[-2]))
+        window = min(_checks.check_positive_int("exact_window", window), longest)
     if count is not None:
         count = _checks.check_positive_int("exact_clusters", count)
     for name, given in (("exact_window", window), ("exact_clusters", count)):
@@ -73,20 +78,6 @@ def _checked_bias(arrays: Sequence[Array], dtype: Any, options: Options) -> Rela
         )
         raise ValueError(message)
     return bias
-
-
-def _checked_window(exact_window: Any, query: Array, key: Array) -> int:
-    """Check that tokens have positions to be near by."""
-    # A window longer than the sequence is all of it, and need not be filled up.
-    longest = max(1, int(query.shape[-2]))
-    window = min(_checks.check_positive_int("exact_window", exact_window), longest)
-    if query.shape[-2] != key.shape[-2]:
-        message = (
-            f"under exact_window query and key must have equal length, got {query.shape[-2]} and "
-            f"{key.shape[-2]}: both are one sequence there"
-        )
-        raise ValueError(message)
-    return window
 
 
 def _check_weights(name: str, feature_map: Any, query_spec: MapSpec) -> None:

@@ -8,7 +8,7 @@ from linattn import _arrays, _checks, _settings
 from linattn._driver.modifiers import keys_inside, mask_and_bias
 from linattn._driver.problem import check_pairing
 from linattn._driver.relative_bias import check_relative_bias
-from linattn._driver.visibility import check_stop_axes, visibility
+from linattn._driver.visibility import Visibility, check_stop_axes, visibility
 from linattn.typing import Exact, Problem
 
 __all__ = ["ExactOptions", "exact_problem"]
@@ -42,7 +42,7 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     windows = {name: getattr(given, name) for name in ("local_window_size", "window_bias")}
     sees = visibility(query, key, given, **windows)
     remedy = 'pass equal lengths, or is_causal="lower_right" for the last positions of the keys'
-    check_pairing(query, key, value, is_causal=sees.is_causal, remedy=remedy)
+    check_pairing(query, key, value, is_causal=sees.pairs_tokens, remedy=remedy)
     scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
     spec = Exact(_checks.check_finite_number("scale", scale))
     settings = _settings.current_settings()
@@ -54,12 +54,12 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
     state_lead = _checks.check_leading_axes(**shapes)
     check_stop_axes(sees.key_stop, state_lead)
-    window = _check_local_window(given.local_window_size, query, key, is_causal=sees.is_causal)
+    window = _check_local_window(given.local_window_size, query, key, sees)
     bias = check_relative_bias(
         given.window_bias, given.far_bias, query=query, lead=lead, dtype=dtype
     )
     if bias is not None:
-        _check_one_sequence("window_bias", query, key)
+        sees.check_one_sequence("window_bias", query, key)
     return Problem(
         xp=xp,
         dtype=dtype,
@@ -88,7 +88,7 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
 
 
 def _check_local_window(
-    size: Any, query: Any, key: Any, *, is_causal: bool
+    size: Any, query: Any, key: Any, sees: Visibility
 ) -> tuple[int, int] | None:
     """Check how many keys a query sees to its left and right; None where that is all of them."""
     if size is None:
@@ -97,23 +97,14 @@ def _check_local_window(
     if len(sides) != 2:
         message = f"local_window_size must be an integer or a pair (left, right), got {size!r}"
         raise ValueError(message)
-    _check_one_sequence("local_window_size", query, key)
-    most = max(query.shape[-2] - 1, 0)
+    sees.check_one_sequence("local_window_size", query, key)
+    most = max(query.shape[-2], key.shape[-2], 1) - 1
     left, right = (
         most
         if side is None
         else min(_checks.check_positive_int(f"local_window_size[{i}]", side, least=0), most)
         for i, side in enumerate(sides)
     )
-    right = 0 if is_causal else right
-    return None if left == most and right in (0 if is_causal else most, most) else (left, right)
-
-
-def _check_one_sequence(name: str, query: Any, key: Any) -> None:
-    if query.shape[-2] != key.shape[-2]:
-        message = (
-            f"under {name} query and key must have equal length, got {query.shape[-2]} and "
-            f"{key.shape[-2]}: both are one sequence there; to attend to the end of a longer one "
-            f"pass that end of key and value"
-        )
-        raise ValueError(message)
+    right = 0 if sees.is_causal else right
+    sees_all = left == most and right == (0 if sees.is_causal else most)
+    return None if sees_all and not sees.query_start else (left, right)

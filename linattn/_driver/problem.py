@@ -154,13 +154,13 @@ def _describe(
     )
     windows = {name: getattr(options, name) for name in ("exact_window", "exact_clusters")}
     sees = visibility(query, key, options, **windows)
-    check_pairing(query, key, value, is_causal=sees.is_causal, remedy=remedy)
+    check_pairing(query, key, value, is_causal=sees.pairs_tokens, remedy=remedy)
     m = num_features_of(feature_map, "query and key", query.shape[-1])
     _check_sees_no_later_keys(feature_map, sees.option)
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
-    exact = exact_fields(arrays, dtype, feature_map, specs, options)
+    exact = exact_fields(arrays, dtype, feature_map, specs, options, sees)
     if options.log_decay is not None:
         _check_decays(peel_affine(specs[0])[0], feature_map, sees)
     options = options._replace(is_causal=sees.is_causal)

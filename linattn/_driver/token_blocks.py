@@ -23,7 +23,8 @@ def key_blocks(
     rows = _inside(first * size, stop * size, limit)
     tokens = raw_tokens(problem, "key", rows, start)
     values_and_one = values_and_one_block(problem, rows)
-    front, total = rows.start - first * size, (stop - first) * size
+    total = (stop - first) * size
+    front = min(max(rows.start - first * size, 0), total)
     log_weight = tokens.log_weight
     if log_weight is None and tokens.x.shape[-2] < total:
         log_weight = problem.xp.zeros_like(tokens.x[..., :1])
@@ -36,8 +37,9 @@ def key_blocks(
 def decay_blocks(problem: Problem, first: int, stop: int, size: int) -> Array:
     """Log decay of the keys of some blocks, ``(..., blocks, size, 1)``; 0 outside the sequence."""
     rows = _inside(first * size, stop * size, problem.key.shape[-2])
-    decay = decay_of_rows(problem, rows)
-    return split(_padded(decay, rows.start - first * size, (stop - first) * size), size)
+    total = (stop - first) * size
+    front = min(max(rows.start - first * size, 0), total)
+    return split(_padded(decay_of_rows(problem, rows), front, total), size)
 
 
 def _inside(first: int, stop: int, limit: int) -> slice:

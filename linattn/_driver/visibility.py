@@ -14,6 +14,8 @@ __all__ = ["Visibility", "check_stop_axes", "visibility"]
 
 Integers = NDArray[np.int64]
 
+LOWER_RIGHT = 'is_causal="lower_right"'
+
 
 class Visibility(NamedTuple):
     """Which keys queries see beside masks, as a problem has it."""
@@ -24,6 +26,21 @@ class Visibility(NamedTuple):
     query_start: int = 0
     option: str = ""
     """Name of the option by which queries do not see all keys, "" where they do."""
+
+    @property
+    def pairs_tokens(self) -> bool:
+        """Whether each query goes along a key of its own."""
+        return self.is_causal and self.option != LOWER_RIGHT
+
+    def check_one_sequence(self, name: str, query: Array, key: Array) -> None:
+        """Check that an option that asks for positions finds queries and keys at them."""
+        if query.shape[-2] != key.shape[-2] and self.option in ("", "is_causal"):
+            message = (
+                f"under {name} query and key must have equal length, got {query.shape[-2]} and "
+                f'{key.shape[-2]}: both are one sequence there; is_causal="lower_right" takes the '
+                f"queries for the last positions of the keys"
+            )
+            raise ValueError(message)
 
     @property
     def is_packed(self) -> bool:
@@ -39,7 +56,7 @@ class Visibility(NamedTuple):
 def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibility:
     """Check the options that say which keys queries see; at most one of them may.
 
-    ``windows`` are options that go with full and causal attention only.
+    ``windows`` are options by which a query sees keys as its position says.
     """
     lower_right = isinstance(options.is_causal, str) and options.is_causal == "lower_right"
     if not lower_right and not isinstance(options.is_causal, bool | np.bool_):
@@ -89,10 +106,12 @@ def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibi
             raise ValueError(message)
     if option in ("", "is_causal") and not (lower_right and length != num_keys):
         return Visibility(is_causal, None, borders, option=option)
-    shown = 'is_causal="lower_right"' if lower_right else option
+    shown = LOWER_RIGHT if lower_right else option
     _check_alone(shown, options, windows)
-    stops = _stops(option, options, length, num_keys)
     start = num_keys - length if lower_right else 0
+    if lower_right and any(value is not None for value in windows.values()):
+        return Visibility(is_causal=True, query_start=start, option=shown)
+    stops = _stops(option, options, length, num_keys)
     if stops.ndim == 1 and (stops == num_keys).all():
         return Visibility(query_start=start, option=shown)
     if length == num_keys and stops.ndim == 1 and (stops == np.arange(1, length + 1)).all():
@@ -102,13 +121,12 @@ def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibi
 
 def _check_alone(option: str, options: Any, windows: dict[str, Any]) -> None:
     """Check that stops of keys are not asked for beside what has no stops."""
-    for name, value in windows.items():
-        if value is not None:
-            message = (
-                f"{name} must be None with {option}: what is near is told by positions, on both "
-                f"sides of a query or, causal, on one; use is_causal=True or leave {name} out"
-            )
-            raise ValueError(message)
+    if windows.get("exact_clusters") is not None:
+        message = (
+            f"exact_clusters must be None with {option}: what is chosen is chosen among all keys; "
+            f"use exact_window or leave exact_clusters out"
+        )
+        raise ValueError(message)
     if options.cu_seqlens is not None:
         message = (
             f"cu_seqlens must be None with {option}: that counts the keys of one sequence, and "

@@ -19,7 +19,13 @@ import numpy as np
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.block_axis import for_blocks
-from linattn._driver.blocks import in_map_coordinates, raw_tokens, token_block, values_and_one_block
+from linattn._driver.blocks import (
+    block_slices,
+    in_map_coordinates,
+    raw_tokens,
+    token_block,
+    values_and_one_block,
+)
 from linattn._driver.clusters import ChosenKeys, ExactClusters
 from linattn._driver.decay import add_key_blocks
 from linattn._driver.modifiers import decay_of_rows
@@ -220,7 +226,8 @@ class _Window(NamedTuple):
         """
         if groups[0].stop is None:
             return repeat(None)
-        return self._divided(groups, _no_keys(self.problem))
+        rest = slice(self._second_after(groups[-1:]).stop, groups[0].stop)
+        return self._divided(groups, self._added(rest, _no_keys(self.problem)))
 
     def _divided(self, groups: list[_Group], after: State) -> Iterator[State]:
         if len(groups) == 1:
@@ -230,18 +237,21 @@ class _Window(NamedTuple):
         parts = [groups[i : i + size] for i in range(0, len(groups), size)]
         states = [after]
         for part in reversed(parts[1:]):
-            states.append(self._added(part, states[-1]))
+            states.append(self._added(self._second_after(part), states[-1]))
         for part in parts:
             yield from self._divided(part, states.pop())
 
-    def _added(self, groups: list[_Group], state: State) -> State:
-        """Add to what is after some groups the keys from the second block of the first of them."""
+    def _second_after(self, groups: list[_Group]) -> slice:
+        """Keys from the second block of some groups to the first block after them."""
+        blocks = groups[0].first + 1, groups[-1].first + groups[-1].num_blocks + 1
+        return slice(*(self.clipped(groups[0], block) for block in blocks))
+
+    def _added(self, keys: slice, state: State) -> State:
+        """Add keys to a state of what is after them."""
         problem = self.problem
-        for group in reversed(groups):
-            borders = (group.first + 1, group.first + group.num_blocks + 1)
-            rows = slice(*(self.clipped(group, block) for block in borders))
-            if rows.start == rows.stop:
-                continue
+        parts = block_slices(keys.stop - keys.start, self.size * self.group_size)
+        for part in reversed(list(parts)):
+            rows = slice(keys.start + part.start, keys.start + part.stop)
             key = token_block(problem, "key", rows, self.start)
             if problem.log_decay is not None:
                 decay = decay_of_rows(problem, rows)
