@@ -108,7 +108,7 @@ class ChosenKeys(NamedTuple):
     clusters: ExactClusters
     query: Tokens
     """On one axis, without blocks."""
-    far: list[Read]
+    reads: list[Read]
 
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
@@ -116,7 +116,7 @@ class ChosenKeys(NamedTuple):
         """Add both to what blocks of queries have read of near keys."""
         assert so_far is not None
         bias = self.clusters.bias[..., None, :]
-        for states, log in self.far:
+        for states, log in self.reads:
             # A query chooses by its features and the clusters alone: the same in every state.
             chosen, rest = self.clusters.choose(problem, query, states, bias)
             if log is not None:

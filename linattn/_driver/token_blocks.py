@@ -78,7 +78,7 @@ def split(x: Array, size: int) -> Array:
 
 def flat_rows(part: Partial, rows: int, front: int = 0) -> Partial:
     """Join blocks of rows into one axis again, and leave out what was padded."""
-    xp, own = _arrays.namespace(part.num_den), slice(front, front + rows)
+    xp, taken = _arrays.namespace(part.num_den), slice(front, front + rows)
     *lead, g, n, width = part.num_den.shape
-    num_den = xp.reshape(part.num_den, (*lead, g * n, width))[..., own, :]
-    return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * n, 1))[..., own, :])
+    num_den = xp.reshape(part.num_den, (*lead, g * n, width))[..., taken, :]
+    return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * n, 1))[..., taken, :])

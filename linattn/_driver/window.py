@@ -83,7 +83,7 @@ def window_rows(
             before = window.advance(before, window.clipped(group, group.first - 1))
             keys = window.keys(group)
             lefts = window.lefts(group, keys, before.state)
-            sides = window.far(group, keys, lefts, after)
+            sides = window.far_field(group, keys, lefts, after)
             write(group.rows, window.read(group, keys, sides, clusters))
             # A run may end within a block, in which the next one then begins.
             ahead = (group.rows.stop + problem.query_start) // window.size - group.first
@@ -203,8 +203,8 @@ class _Window(NamedTuple):
         if keys.log_decay is not None:
             key = weighed(key, decay_until(keys.log_decay))
         states = _block_states(self.blocked, key, keys.values_and_one, self.functions)
-        own = slice(0, group.num_blocks + 1)
-        return _running(self.problem, before, blocks_of(states, own), totals, own)
+        run = slice(0, group.num_blocks + 1)
+        return _running(self.problem, before, blocks_of(states, run), totals, run)
 
     def rights(self, group: _Group, keys: _Keys, after: State) -> State:
         """States of all keys after the block beside each block; ``after`` is that of the last."""
@@ -212,10 +212,10 @@ class _Window(NamedTuple):
         if keys.log_decay is not None:
             key = weighed(key, _decay_from_first(keys.log_decay))
         states = _block_states(self.blocked, key, keys.values_and_one, self.functions)
-        own = slice(3, group.num_blocks + 2)
-        states = flip(blocks_of(states, own))
+        run = slice(3, group.num_blocks + 2)
+        states = flip(blocks_of(states, run))
         if totals is not None:
-            totals = self.problem.xp.flip(totals[..., own, :], axis=-2)
+            totals = self.problem.xp.flip(totals[..., run, :], axis=-2)
         return flip(_running(self.problem, after, states, totals, slice(0, group.num_blocks - 1)))
 
     def states_after(self, groups: list[_Group]) -> Iterator[State | None]:
@@ -263,18 +263,20 @@ class _Window(NamedTuple):
 
     # Sources
 
-    def far(self, group: _Group, keys: _Keys, lefts: State, after: State | None) -> list[Read]:
+    def far_field(
+        self, group: _Group, keys: _Keys, lefts: State, after: State | None
+    ) -> list[Read]:
         """Read what is far to the left of each block, and to the right."""
         problem, count = self.problem, group.num_blocks
         left, right = blocks_of(lefts, slice(0, count)), None
         if after is not None and (group.first + 2) * self.size < self.limit(group):
             right = self.rights(group, keys, after)
         if keys.log_decay is not None:
-            own, totals = keys.log_decay[..., 1 : count + 1, :, :], keys.totals
+            decay, totals = keys.log_decay[..., 1 : count + 1, :, :], keys.totals
             assert totals is not None
-            reads = [_decayed(problem, left, totals[..., :count, None, :] + decay_since(own))]
+            reads = [_decayed(problem, left, totals[..., :count, None, :] + decay_since(decay))]
             if right is not None:
-                log = totals[..., 2 : count + 2, None, :] + decay_until(own) + own
+                log = totals[..., 2 : count + 2, None, :] + decay_until(decay) + decay
                 reads.append(_decayed(problem, right, log))
             return reads
         if problem.relative_bias is not None:
@@ -284,16 +286,16 @@ class _Window(NamedTuple):
         return [Read(left if right is None else _generic.merge(left, right))]
 
     def read(
-        self, group: _Group, keys: _Keys, far: list[Read], clusters: ExactClusters | None
+        self, group: _Group, keys: _Keys, reads: list[Read], clusters: ExactClusters | None
     ) -> Partial:
         """Read all sources of a group, as rows on one axis."""
         problem, rows = self.problem, group.rows
         flat = raw_tokens(problem, "query", rows, self.start)
         front = rows.start + problem.query_start - group.first * self.size
         query = in_blocks(flat, group.num_blocks * self.size, self.size, front)
-        sources: list[Source] = [_Near(keys, group.stop is None), *far]
+        sources: list[Source] = [_Near(keys, group.stop is None), *reads]
         if clusters is not None:
-            sources[1:] = [ChosenKeys(clusters, flat, far)]
+            sources[1:] = [ChosenKeys(clusters, flat, reads)]
         part = join(self.blocked, self.functions, query, sources)
         assert part is not None
         return flat_rows(part, rows.stop - rows.start, front)
@@ -349,15 +351,15 @@ def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:
 
 
 def _running(
-    problem: Problem, first: State, states: State, totals: Array | None, own: slice
+    problem: Problem, first: State, states: State, totals: Array | None, run: slice
 ) -> State:
     """State before each block, and after the last, of blocks in a row that decay by ``totals``."""
     if totals is None:
         joined = stack_states([with_block_axis(first), states])
         return prefix_merge(joined, lazy=problem.lazy)
     seen = [first]
-    for i in range(own.stop - own.start):
-        faded = fade(seen[-1], totals[..., own.start + i, :])
+    for i in range(run.stop - run.start):
+        faded = fade(seen[-1], totals[..., run.start + i, :])
         seen.append(_generic.merge(faded, state_at(states, i)))
     return stack_states([with_block_axis(state) for state in seen])
 
