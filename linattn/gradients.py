@@ -83,6 +83,8 @@ def linear_attention_vjp(
     return_state: bool = False,
     chunk_size: int | None = None,
     exact_window: int | None = None,
+    window_bias: Array | None = None,
+    far_bias: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Pullback]:
     r"""Linear attention and its pullback: gradients in linear time and constant extra memory.
 
@@ -113,8 +115,9 @@ def linear_attention_vjp(
         As for :func:`linattn.linear_attention`.
     return_state : bool, optional
         The first result is then the tuple ``(output, state)``. Default False.
-    exact_window : int, optional
-        Not differentiable here: anything but None raises.
+    exact_window, window_bias, far_bias
+        As for :func:`linattn.linear_attention`; biases are constants in the gradient. Not with
+        ``log_decay``.
 
     Returns
     -------
@@ -131,10 +134,11 @@ def linear_attention_vjp(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.linear_attention`; an exact window; in the pullback, a cotangent of
-        another shape, dtype or library, or a ``grad_state`` without ``return_state``.
+        As :func:`linattn.linear_attention`; in the pullback, a cotangent of another shape, dtype or
+        library, or a ``grad_state`` without ``return_state``.
     NotImplementedError
-        The map has no gradient, or none with ``normalize=False``; the message says what is missing.
+        The map has no gradient, or none with ``normalize=False``, or an exact window has none with
+        the other options; the message says what is missing.
 
     Warns
     -----
@@ -150,7 +154,7 @@ def linear_attention_vjp(
     -----
     Time O((L + S) m (d + e)), 2 to 2.8 times the products of the forward pass. Extra memory
     O(c m + m e) for each head worked on at once, with blocks of c tokens, and three numbers a row
-    for full attention with a decay. Causal attention needs
+    for full attention with a decay and for windows. Causal attention needs
     at most 64 states a head: 32 checkpoints, and while the pullback runs as many made again, twice
     as many beyond 1,024 blocks.
     With NumPy the forward pass stores the checkpoints, or the state of full attention unless it is
@@ -181,13 +185,6 @@ def linear_attention_vjp(
     >>> grad_query.shape
     (8, 1000, 64)
     """
-    if exact_window is not None:
-        message = (
-            f"exact_window must be None for gradients, got {exact_window!r}: near keys that are "
-            f"weighed exactly have no gradient here; use linear_attention_vjp without a window or "
-            f"softmax_attention_vjp"
-        )
-        raise ValueError(message)
     return_state = _checks.check_flag("return_state", return_state)
     problem = differentiable_problem(
         query,
@@ -206,6 +203,9 @@ def linear_attention_vjp(
         normalize=normalize,
         state=initial_state,
         chunk_size=chunk_size,
+        exact_window=exact_window,
+        window_bias=window_bias,
+        far_bias=far_bias,
     )
     weights = {"key_bias": key_bias, "log_decay": log_decay}
     checkpoints = backward.checkpoints_for(problem)
@@ -329,7 +329,22 @@ def differentiable_problem(
             f"of its state by its sum, got False; multiply outputs by exp(log_normalizer) instead"
         )
         raise NotImplementedError(message)
+    _check_window(problem)
     return problem
+
+
+def _check_window(problem: Problem) -> None:
+    """Refuse exact windows beside options through which they are not pulled back."""
+    one_sequence = problem.query.shape[-2] == problem.key.shape[-2] and problem.query_start == 0
+    covered = one_sequence and problem.key_stop is None and problem.log_decay is None
+    if problem.exact_window is None or covered:
+        return
+    message = (
+        f"exact_window must be None for gradients with log_decay, key_stop or queries that are not "
+        f"one sequence with the keys, got {problem.exact_window}; let torch or JAX differentiate "
+        f"linear_attention"
+    )
+    raise NotImplementedError(message)
 
 
 def pullback_of(

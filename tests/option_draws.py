@@ -404,11 +404,7 @@ def draw_softmax(seed: int) -> Case:
             return case
 
 
-GRADIENT = {
-    name: weight
-    for name, weight in LINEAR.items()
-    if name not in ("exact_window", "exact_clusters", "window_bias", "far_bias")
-}
+GRADIENT = {name: weight for name, weight in LINEAR.items() if name != "exact_clusters"}
 
 
 def draw_gradient(seed: int) -> Case:
@@ -469,7 +465,8 @@ def draw_recurrence(seed: int) -> Case:
 def no_gradient(case: Case) -> bool:
     name = type(case.feature_map).__name__
     columns = name == "SoftmaxFeatures" and not case.options.get("normalize", True)
-    return name in ("RotatedFeatures", "OwnFeatures") or columns
+    decays = {"exact_window", "log_decay"} <= case.options.keys()
+    return name in ("RotatedFeatures", "OwnFeatures") or columns or decays
 
 
 def refusals(case: Case) -> list[str]:

@@ -32,7 +32,7 @@ SIGNATURES = {
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
         "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
         "log_decay=None, normalize=True, initial_state=None, return_state=False, chunk_size=None, "
-        "exact_window=None)"
+        "exact_window=None, window_bias=None, far_bias=None)"
     ),
     "softmax_attention_vjp": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "

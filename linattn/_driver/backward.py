@@ -22,11 +22,16 @@ from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
 from linattn._driver.stops import head_tasks, join_tasks, planned
 from linattn._driver.tasks import take, take_problem, task_index
 from linattn._driver.walks import initial_state, run_tasks
+from linattn._driver.window_vjps import pull_window
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Problem, State
 
 __all__ = ["Gradients", "checkpoints_for", "pull"]
+
+
+SOURCES = {"two-sided": 2, "window": 3}
+"""Sources of a row of full attention that are pulled back apart; a causal one has one less."""
 
 
 class Gradients(NamedTuple):
@@ -46,7 +51,8 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
     """Room for checkpoints, where a backend can do a block of this problem as a whole."""
     specs = (problem.query_spec, problem.key_spec)
     one_state = problem.mode == "full" and problem.cu_seqlens is None
-    covered = (problem.is_causal or one_state) and problem.normalize and problem.log_decay is None
+    walked = one_state or (problem.is_causal and problem.exact_window is None)
+    covered = walked and problem.normalize and problem.log_decay is None
     if not covered or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
     return None if _dispatch.find("scan_vjp", problem.xp) is None else Checkpoints()
@@ -62,7 +68,9 @@ def pull(
         return _pull_packed(problem, cotangent, checkpoints)
     if problem.key_stop is not None and problem.key_stop.ndim > 1:
         return _pull_heads(problem, cotangent)
-    whole = _dispatch.whole_function("attention_vjp", problem)
+    # No backend pulls back an exact window.
+    by_blocks = problem.mode == "window"
+    whole = None if by_blocks else _dispatch.whole_function("attention_vjp", problem)
     if whole is not None:
         answer: Any = whole(problem, cotangent)
         if not _dispatch.is_declined(answer):
@@ -75,11 +83,9 @@ def pull(
     arguments = _arguments(problem)
     if problem.log_decay is not None and cotangent.state is not None:
         arguments["last_state"] = arguments["log_decay"][..., : min(1, problem.key.shape[-2]), :]
-    # A full decay is two scans, and its last state that of one of them.
-    shares = {name: 2 if problem.mode == "two-sided" else 1 for name in arguments}
-    shares["last_state"] = 1
+    shares = 1 if problem.mode not in SOURCES else SOURCES[problem.mode] - problem.is_causal
     rows = {
-        name: GradientRows(problem, array, plan.tasks, shares[name])
+        name: GradientRows(problem, array, plan.tasks, 1 if name == "last_state" else shares)
         for name, array in arguments.items()
     }
     states: list[tuple[Index, Array]] = []
@@ -90,7 +96,8 @@ def pull(
         if problem.mode == "exact":
             yield from pull_exact(walk)
             return
-        for adjoint in pull_linear(walk, checkpoints):
+        pulled = pull_window(walk) if problem.mode == "window" else pull_linear(walk, checkpoints)
+        for adjoint in pulled:
             yield adjoint
         if problem.state is not None:
             states.append((task, _state_gradient(initial_state(part), adjoint)))

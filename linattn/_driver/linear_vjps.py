@@ -41,7 +41,7 @@ from linattn._generic.decay import decay_until, fade, weighed
 from linattn._generic.feature_vjps import sum_to
 from linattn.typing import Array, Partial, RowScale, State, Tokens
 
-__all__ = ["decay_gradient", "pull_linear"]
+__all__ = ["Scan", "decay_gradient", "given_rows", "pull_linear", "row_numbers"]
 
 MAX_ROWS = 128
 """Tokens of a causal block that is done by divide and conquer, from the cotangents of its rows."""
@@ -55,17 +55,19 @@ def pull_linear(walk: GradientWalk, checkpoints: Checkpoints | None) -> Iterator
         size = walk.block_size if problem.mode == "full" else min(walk.block_size, MAX_ROWS)
         walk = walk._replace(problem=problem.replace(want_log=True), block_size=size)
     if problem.mode != "two-sided":
-        yield from _Scan(walk).walk_back(checkpoints)
+        yield from Scan(walk).walk_back(checkpoints)
         return
-    numbers: Array = (yield from _row_numbers(walk)) if problem.normalize else None
+    numbers = yield from row_numbers(walk)
     # The scan from the start is the last, whose adjoint is that of the state before.
-    yield from _Scan(walk, numbers, from_the_end=True).walk_back(None)
-    yield from _Scan(walk._replace(share=1), numbers).walk_back(None)
+    yield from Scan(walk, numbers, from_the_end=True).walk_back(None)
+    yield from Scan(walk._replace(share=1), numbers).walk_back(None)
 
 
-def _row_numbers(walk: GradientWalk) -> Generator[Any, None, Array]:
-    """Log, inverse and inner product of every row's scale, ``(..., L, 3)``."""
+def row_numbers(walk: GradientWalk) -> Generator[Any, None, Array]:
+    """Log, inverse and inner product of every row's scale, ``(..., L, 3)``; None if not divided."""
     problem = walk.problem
+    if not problem.normalize:
+        return None
     numbers = OutputRows(problem, 3, problem.dtype, walk.functions)
 
     def write(rows: slice, part: Partial) -> None:
@@ -76,18 +78,34 @@ def _row_numbers(walk: GradientWalk) -> Generator[Any, None, Array]:
     return numbers.result()
 
 
-class _Scan(NamedTuple):
+def given_rows(walk: GradientWalk, rows: slice, numbers: Array) -> Rows:
+    """Cotangents of rows by what :func:`row_numbers` has found, None for rows not divided."""
+    grad_output = walk.grad_output(rows)
+    if numbers is None:
+        return numerator_rows(grad_output)
+    scale = RowScale(*(numbers[..., rows, i : i + 1] for i in range(3)))
+    # A factor on the features of a query changes its far keys beside its near ones.
+    divided = walk.problem.exact_window is None
+    return Rows(row_cotangent(scale, grad_output), scale.log, divided)
+
+
+class Scan(NamedTuple):
     """One direction in which queries read keys."""
 
     walk: GradientWalk
     numbers: Array = None
-    """Those of :func:`_row_numbers`, where a row reads in other directions too."""
+    """Those of :func:`row_numbers`, where a row reads something else too."""
     from_the_end: bool = False
+    steps: list[Step] | None = None
+    """In the order of the scan; None for those of the problem's mode."""
+    far_bias: Array = None
+    """``(..., 1)``: log weight of all keys, or None."""
 
     def walk_back(self, checkpoints: Checkpoints | None) -> Iterator[State]:
         """Pull back through all steps; the adjoint after each."""
         walk = self.walk
-        state, steps = self._first_state(), self._steps()
+        state = self._first_state()
+        steps = self._steps() if self.steps is None else self.steps
         adjoint = empty_adjoint(walk.problem, state)
         if not self.from_the_end:
             adjoint = walk.last_adjoint(adjoint)
@@ -164,11 +182,15 @@ class _Scan(NamedTuple):
             return adjoint
         grad_output = step.place_queries(walk.grad_output(step.queries))
         if not step.num_keys:
-            of_query, adjoint = _pull_read(walk, query, state, grad_output, adjoint)
+            rows = self._rows(step, grad_output)
+            of_query, adjoint = _pull_read(walk, query, state, rows, grad_output, adjoint)
             walk.write_query(step.queries, *of_query)
             return adjoint
         block = query, key, values_and_one
-        rows = self._rows(step, block, state, grad_output)
+        rows = self._rows(step, grad_output)
+        if walk.problem.log_decay is not None and rows is None:
+            part, _ = causal_block(walk.problem, walk.functions, *block, state)
+            rows = divided_rows(part, grad_output)
         if rows is not None:
             return self._pull_rows(step, block, rows, state, adjoint)
         answer = _scan_vjp(walk, step, block, state, adjoint, grad_output)
@@ -181,21 +203,19 @@ class _Scan(NamedTuple):
         walk.write_key(step.keys, *map(step.keys_of, (values_and_one, *gradients)))
         return adjoint
 
-    def _rows(
-        self, step: Step, block: tuple[Tokens, Tokens, Array], state: State, grad_output: Array
-    ) -> Rows | None:
-        """Cotangents of rows of a block; None where the function of blocks finds them."""
-        problem = self.walk.problem
-        if not problem.normalize:
-            return numerator_rows(grad_output)
-        if self.numbers is not None:
-            rows = self.numbers[..., step.queries, :]
-            scale = RowScale(*(rows[..., i : i + 1] for i in range(3)))
-            return Rows(row_cotangent(scale, grad_output), scale.log)
-        if problem.log_decay is None:
+    def _rows(self, step: Step, grad_output: Array) -> Rows | None:
+        """Cotangents of rows; None where they follow from what the rows read here."""
+        if not self.walk.problem.normalize:
+            rows = numerator_rows(grad_output)
+        elif self.numbers is not None:
+            rows = given_rows(self.walk, step.queries, self.numbers)
+        else:
             return None
-        part, _ = causal_block(problem, self.walk.functions, *block, state)
-        return divided_rows(part, grad_output)
+        return (
+            rows
+            if self.far_bias is None
+            else rows._replace(log=rows.log - self.far_bias[..., None])
+        )
 
     def _pull_rows(
         self,
@@ -261,12 +281,16 @@ def _scan_vjp(
 
 
 def _pull_read(
-    walk: GradientWalk, query: Tokens, state: State, grad_output: Array, adjoint: State
+    walk: GradientWalk,
+    query: Tokens,
+    state: State,
+    rows: Rows | None,
+    grad_output: Array,
+    adjoint: State,
 ) -> tuple[tuple[Array, ...], State]:
     """Gradient of queries that read a state, as it is written, and the adjoint with them."""
     problem = walk.problem
-    if not problem.normalize:
-        rows = numerator_rows(grad_output)
+    if rows is not None:
         *of_query, adjoint = read_rows_vjp(problem.query_spec, query, rows, state, adjoint)
         return tuple(of_query), adjoint
     query_spec, seen = read_spec(problem, state)

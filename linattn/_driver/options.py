@@ -29,16 +29,15 @@ class InteropOptions(TypedDict, total=False):
 class GradientOptions(InteropOptions, total=False):
     """Types of those of :func:`linattn.linear_attention_vjp`."""
 
-    exact_window: None
-
-
-class WindowOptions(InteropOptions, total=False):
-    """Types of those of :func:`linattn.linear_attention`."""
-
     exact_window: int | None
-    exact_clusters: int | None
     window_bias: Array | None
     far_bias: tuple[Any, Any] | None
+
+
+class WindowOptions(GradientOptions, total=False):
+    """Types of those of :func:`linattn.linear_attention`."""
+
+    exact_clusters: int | None
 
 
 class SoftmaxOptions(TypedDict, total=False):

@@ -1,0 +1,139 @@
+"""Gradients through exact windows: near pairs, far keys and biases of offsets."""
+
+# mypy: disable-error-code="arg-type, call-overload, misc"
+
+from __future__ import annotations
+
+import tracemalloc
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import linattn
+from linattn.feature_maps import HyperbolicFeatures, PositiveFeatures, TrigonometricFeatures
+from linattn.testing import assert_gradient
+from tests.pairs import DIM, full_and_causal, tokens
+
+MAPS = {
+    "positive": PositiveFeatures(DIM, 8, rng=0),
+    "hyperbolic": HyperbolicFeatures(DIM, 8, rng=0),
+    "trigonometric": TrigonometricFeatures(DIM, 64, rng=0),
+}
+RNG = np.random.default_rng(3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "masked": {"key_mask": RNG.random(40) < 0.7},
+    "biased keys": {"key_bias": RNG.standard_normal(40)},
+    "biased offsets": {"window_bias": RNG.standard_normal(7), "far_bias": (0.5, -0.3)},
+    "far left out": {"window_bias": RNG.standard_normal((2, 5)), "far_bias": (-np.inf, -np.inf)},
+    "not divided": {"normalize": False},
+    "packed": {"cu_seqlens": [0, 1, 12, 12, 40]},
+}
+
+
+@full_and_causal
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("window", [4, 9, 64])
+def test_they_are_those_of_finite_differences(name, window, is_causal):
+    options = {"exact_window": window, "is_causal": is_causal, **OPTIONS[name]}
+    attend, vjp = (
+        partial(function, feature_map=MAPS["hyperbolic"], chunk_size=7, **options)
+        for function in (linattn.linear_attention, linattn.linear_attention_vjp)
+    )
+    assert_gradient(attend, vjp, *tokens((2,)), step=1e-5)
+
+
+@full_and_causal
+@pytest.mark.parametrize("name", MAPS)
+def test_every_library(xp, name, is_causal):
+    arrays, options = tokens((2,), 30), {"exact_window": 7, "is_causal": is_causal}
+    wanted = linattn.linear_attention_vjp(*arrays, MAPS[name], **options)[1](arrays[0])
+    moved = [xp.array(x) for x in arrays]
+    found = linattn.linear_attention_vjp(*moved, MAPS[name], **options)[1](moved[0])
+    for gradient, like in zip(found, wanted, strict=True):
+        assert_allclose(xp.numpy(gradient), like, atol=1e-11)
+
+
+@full_and_causal
+def test_states_before_and_after(is_causal):
+    """A stream in parts, trained from its end: what one call does at once."""
+    arrays, options = tokens((2,), 30), {"exact_window": 5, "is_causal": is_causal}
+    phi = MAPS["positive"]
+    before = linattn.init_state(phi, DIM, batch_shape=(2,), like=arrays[0])
+    before = linattn.update_state(before, arrays[1][:, ::-1], arrays[0], phi)
+    grad_state = np.random.default_rng(0).standard_normal(before.kvz.shape)
+
+    def loss(kvz):
+        output, state = linattn.linear_attention(
+            *arrays, phi, initial_state=before._replace(kvz=kvz), return_state=True, **options
+        )
+        scale = np.exp(state.log_scale - log_scale)[..., None]
+        return (output * arrays[2]).sum() + (grad_state * state.kvz * scale).sum()
+
+    (_, state), pullback = linattn.linear_attention_vjp(
+        *arrays, phi, initial_state=before, return_state=True, **options
+    )
+    log_scale = state.log_scale
+    gradient = pullback(arrays[2], grad_state)[3]
+    direction = np.random.default_rng(1).random(before.kvz.shape)
+    change = loss(before.kvz + 1e-5 * direction) - loss(before.kvz - 1e-5 * direction)
+    assert_allclose((gradient * direction).sum(), change / 2e-5, rtol=1e-7)
+
+
+@pytest.mark.frameworks
+@full_and_causal
+def test_they_are_those_of_autograd(is_causal):
+    """Of the dense formula in torch: exact near keys, far ones by features, one denominator."""
+    torch = pytest.importorskip("torch")
+    (query, key, value), w = tokens((2,)), 6
+    phi, bias = MAPS["positive"], RNG.standard_normal(5)
+    grad = np.random.default_rng(2).standard_normal(value.shape)
+    leaves = [torch.tensor(x, requires_grad=True) for x in (query, key, value)]
+    q, k, v = leaves
+    omega = torch.tensor(phi.projection)
+    u, t = (phi.scale**0.5 * x @ omega.T for x in (q, k))
+    rows = (phi.scale * (x * x).sum(-1, keepdim=True) / 2 for x in (q, k))
+    features = [torch.exp(a - b) for a, b in zip((u, t), rows, strict=True)]
+    place = torch.arange(query.shape[-2])
+    apart, blocks = place - place[:, None], place // w - place[:, None] // w
+    offsets = torch.tensor(bias)[torch.clamp(apart, -2, 2) + 2]
+    far = features[0] @ features[1].mT / omega.shape[0]
+    weights = torch.where(abs(blocks) <= 1, torch.exp(phi.scale * q @ k.mT), far)
+    weights = weights * torch.exp(offsets)
+    if is_causal:
+        weights = torch.where(apart <= 0, weights, 0.0)
+    output = weights @ v / weights.sum(-1, keepdim=True)
+    output.backward(torch.tensor(grad))
+    options = {"exact_window": w, "is_causal": is_causal, "window_bias": bias}
+    found, pullback = linattn.linear_attention_vjp(query, key, value, phi, **options)
+    assert_allclose(found, output.detach().numpy(), atol=1e-12)
+    for gradient, leaf in zip(pullback(grad), leaves, strict=True):
+        assert_allclose(gradient, leaf.grad.numpy(), atol=1e-12)
+
+
+@full_and_causal
+def test_extra_memory_does_not_grow_with_the_length(is_causal):
+    def peak(length):
+        arrays = np.random.default_rng(0).standard_normal((3, length, DIM))
+        _, pullback = linattn.linear_attention_vjp(
+            *arrays, MAPS["positive"], exact_window=64, is_causal=is_causal
+        )
+        tracemalloc.start()
+        pullback(arrays[0])
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        # Gradients, and three numbers a row.
+        return most - 3 * arrays[0].nbytes - 3 * 8 * length
+
+    peak(4096)  # with the buffers that a thread holds on to
+    assert peak(16384) < peak(4096) + 300_000
+
+
+def test_what_has_no_gradient_is_named():
+    with pytest.raises(NotImplementedError, match="exact_window must be None for gradients with"):
+        linattn.linear_attention_vjp(
+            *tokens(), MAPS["positive"], exact_window=4, is_causal=True, log_decay=-0.1
+        )
