@@ -79,6 +79,23 @@ def test_the_error_is_that_of_the_output(monkeypatch, clusters):
     assert_allclose(judged, np.stack([error, error], axis=-1), rtol=1e-9)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_landmarks_are_near_in_what_queries_see(monkeypatch, masked):
+    """Which two of the sixteen axes of keys count is known from queries that count alone."""
+    query, key, value = tokens(dim=16)
+    mask = np.random.default_rng(1).random((2, LENGTH)) < 0.7 if masked else None
+    query[..., 2:] = 0
+    if mask is not None:
+        query[~mask] = 30 * tokens(dim=16, seed=2)[0][~mask]
+    errors = []
+    for size in (1.0, 0.0):
+        given = given_of((3 * query, key * ([1.0] * 2 + [size] * 14), value), mask)
+        rows, squares = squares_with(monkeypatch, given, 0, LENGTH)
+        output = squares.attend(range(2))
+        errors.append([rows.judge((i,), output[i], 0.9)[0] for i in range(2)])
+    assert_allclose(errors[0], errors[1], rtol=0.3)
+
+
 @pytest.mark.parametrize("overfitted", [[0, 1], [0], [1]])
 def test_what_is_near_only_where_it_was_chosen_by_is_not_taken(monkeypatch, overfitted):
     """The rows that the choice was made by say little of the others; what is near is taken."""
@@ -123,15 +140,22 @@ def test_no_output_depends_on_a_later_token(monkeypatch, start):
     assert abs(outputs[0][:, start:] - outputs[1][:, start:]).max() > 0.1
 
 
-def test_allowed_errors_add_up_to_the_tolerance_or_are_the_first():
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("scale", [0.001, 0.03, 0.3, 3, 30, np.inf])
+@pytest.mark.parametrize("spread", [0, 1, 6])
+def test_allowed_errors_add_up_to_the_tolerance_or_are_the_first(scale, spread):
+    """What the squares that need nothing leave is shared by the others."""
     sizes = np.array([4.0, 2, 2, 1, 1, 1, 1])
-    for scale in (0.001, 0.03, 0.3, np.inf):
-        first = scale * rng.random(7) if np.isfinite(scale) else np.full(7, np.inf)
-        allowed = _squares._allowed_errors(first, sizes, 0.1)
-        assert (allowed <= first).all()
-        total = np.sqrt(np.sum(allowed**2))
-        assert_allclose(total, min(0.1, np.sqrt(np.sum(first**2))), rtol=1e-12)
+    noise = np.random.default_rng(0).random(7)
+    first = scale * noise**spread if np.isfinite(scale) else np.full(7, np.inf)
+    allowed = _squares._allowed_errors(first, sizes, 0.1)
+    assert (allowed <= first).all()
+    total = np.sqrt(np.sum(allowed**2))
+    assert_allclose(total, min(0.1, np.sqrt(np.sum(first**2))), rtol=1e-12)
+    more = allowed < first
+    shares = allowed[more] ** 2 / (np.minimum(first, 1e6) * sizes)[more]
+    assert_allclose(shares, shares[:1].repeat(len(shares)), rtol=1e-9)
+    if scale == 0.3 and spread == 6:
+        assert 0 < more.sum() < 7
 
 
 def test_long_sequences_meet_the_tolerance_in_squares(monkeypatch):
