@@ -44,6 +44,7 @@ MAPS: dict[str, Any] = {
     ),
 }
 FEW = ("positive", "elu", "taylor", "reparametrized")
+KINKED = {"fourier-normalized", "relu", "relu-projected", "squared-relu"}
 
 
 @pytest.fixture
@@ -510,6 +511,24 @@ def test_signatures_are_those_of_the_functions(framework):
         known = inspect.signature(getattr(linattn, name)).parameters
         assert list(own) == [parameter for parameter in known if parameter not in no_gradient[name]]
         assert inspect.getdoc(function)
+
+
+@pytest.mark.parametrize("name", sorted({*MAPS} - KINKED))
+def test_gradients_of_frameworks_where_tokens_are_zero(torch, jax, name):
+    """As those of padding: a maximum of two equals would give each half of the gradient."""
+    arrays, grad, _ = inputs()
+    for array in arrays:
+        array[..., 2:5, :] = 0
+        array[..., ::2, 1] = 0
+    expected = linear_vjp(*arrays, MAPS[name], is_causal=True)[1](grad)[:3]
+    tensors = [torch.tensor(array, requires_grad=True) for array in arrays]
+    linear(*tensors, MAPS[name], is_causal=True).backward(torch.tensor(grad))
+    agree([tensor.grad for tensor in tensors], expected)
+
+    def attend(*given):
+        return linear(*given, MAPS[name], is_causal=True)
+
+    agree(jax.vjp(attend, *map(jax.numpy.asarray, arrays))[1](jax.numpy.asarray(grad)), expected)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

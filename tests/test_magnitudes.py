@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import linattn
 from linattn import reference
 from linattn.feature_maps import (
+    EluFeatures,
     HyperbolicFeatures,
     PositiveFeatures,
 )
@@ -29,6 +31,9 @@ from tests.attentions import (
     state_of,
     tokens,
 )
+
+# Arrays are unpacked into their places, which no type checker can follow.
+linear_vjp: Any = linattn.linear_attention_vjp
 
 
 @some_attentions
@@ -61,6 +66,40 @@ def test_states_of_large_logits(feature_map):
     decoder = linattn.Decoder(feature_map, state_of(feature_map, like=key))
     steps = [decoder.step(*token) for token in zip(query, key, value, strict=True)]
     attend.check(np.stack(steps), query, key, value, tolerance=3e-4)
+
+
+def dense_elu(query, key, value):
+    """Causal attention by elu + 1, from logs of features, and gradients of its sum."""
+    log_q, log_k = (np.where(x > 0, np.log1p(np.maximum(x, 0)), x) for x in (query, key))
+    logs = log_q[:, None, :] + log_k[None, :, :]
+    logs[np.triu_indices(len(query), 1)] = -np.inf
+    pairs = np.exp(logs - logs.max(axis=(1, 2), keepdims=True))
+    pairs /= pairs.sum(axis=(1, 2), keepdims=True)
+    weights = pairs.sum(axis=-1)
+    output = weights @ value
+    grad = pairs * (value.sum(axis=-1)[None, :] - output.sum(axis=-1)[:, None])[..., None]
+    slopes = (1 / (1 + np.maximum(x, 0)) for x in (query, key))
+    return output, *(g * s for g, s in zip((grad.sum(1), grad.sum(0)), slopes, strict=True))
+
+
+@pytest.mark.parametrize("size", [1.0, 300.0, 3000.0])
+@pytest.mark.parametrize("backends", [True, False])
+def test_elu_of_rows_whose_features_are_far_apart(xp, size, backends):
+    """All negative: a feature that is nothing beside the largest of its row may decide alone."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 40, 4)).astype(np.float32)
+    query, key = -size * abs(query), np.where(rng.random(key.shape) < 0.1, 1, -size) * abs(key)
+    arrays = [x.astype(np.float32) for x in (query, key, value)]
+    given = [xp.array(x, "float32") for x in arrays]
+    with nullcontext() if backends else linattn.without_backends():
+        output, pull = linear_vjp(*given, EluFeatures(), is_causal=True, chunk_size=16)
+        grads = pull(xp.array(np.ones_like(value), "float32"))
+    want, *want_grads = dense_elu(*(x.astype(float) for x in arrays))
+    tolerance = 2e-6 * max(size, 10.0)
+    np.testing.assert_allclose(xp.numpy(output), want, rtol=0, atol=tolerance)
+    for grad, wanted in zip(grads, want_grads, strict=False):
+        limit = tolerance * (1 + abs(wanted).max())
+        np.testing.assert_allclose(xp.numpy(grad), wanted, rtol=0, atol=limit)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from linattn._generic.numerics import exp_up_to, finite_shift
 from linattn.typing import (
+    ELU_PLUS_ONE,
     HEAVISIDE,
     Affine,
     Array,
@@ -99,6 +100,9 @@ def _pointwise(spec: Pointwise, tokens: Tokens, xp: ModuleType) -> Features:
     u = x * spec.P if isinstance(spec.P, float) else xp.matmul(x, spec.P)
     if spec.bias is not None:
         u = u + spec.bias[..., None, :]
+    if _in_logs(spec):
+        # As values, features of a row far below its largest would underflow, and their products.
+        return Features(xp.where(u > 0, xp.log1p(xp.maximum(u, xp.zeros_like(u))), u), None)
     values, log = spec.f.apply(u, xp)
     if spec.offset != 0.0:
         values = values + spec.offset
@@ -112,6 +116,12 @@ def _pointwise(spec: Pointwise, tokens: Tokens, xp: ModuleType) -> Features:
     return Features(log, values)
 
 
+def _in_logs(spec: Pointwise) -> bool:
+    """Whether features are logs: elu + 1 alone, which is positive."""
+    plain = isinstance(spec.factor, float) and (spec.factor, spec.offset) == (1.0, 0.0)
+    return plain and spec.f == ELU_PLUS_ONE and spec.quad is None
+
+
 def _pointwise_vjp(spec: Pointwise, tokens: Tokens, cotangent: Features, xp: ModuleType) -> Array:
     x = tokens.x
     u = x * spec.P if isinstance(spec.P, float) else xp.matmul(x, spec.P)
@@ -119,7 +129,10 @@ def _pointwise_vjp(spec: Pointwise, tokens: Tokens, cotangent: Features, xp: Mod
         u = u + spec.bias[..., None, :]
     factor = spec.factor if isinstance(spec.factor, float) else spec.factor[..., None, :]
     assert spec.f.vjp is not None
-    du = spec.f.vjp(u, cotangent.values * factor, xp)
+    if cotangent.values is None:
+        du = cotangent.log / (1 + xp.maximum(u, xp.zeros_like(u)))
+    else:
+        du = spec.f.vjp(u, cotangent.values * factor, xp)
     dx = du * spec.P if isinstance(spec.P, float) else xp.matmul(du, xp.matrix_transpose(spec.P))
     if spec.quad and cotangent.log is not None:
         dx = dx + 2 * spec.quad * cotangent.log * x

@@ -84,8 +84,8 @@ class EluFeatures(_CoordinateFeatures):
     Notes
     -----
     Deterministic: the kernel is ``phi(x) . phi(y)`` itself, its variance 0. It does not
-    approximate softmax. Time and memory O(n d). A row whose coordinates are all negative keeps
-    its largest in the log, so that it cannot underflow to no feature.
+    approximate softmax. Time and memory O(n d). Where inputs are large, features are kept as
+    logs: none underflows beside the others of its row.
 
     References
     ----------

@@ -62,7 +62,8 @@ def _elu_plus_one(u: Array, xp: ModuleType) -> tuple[Array, Array]:
     row = xp.max(u, axis=-1, keepdims=True)
     zero = xp.zeros_like(u)
     log = xp.minimum(row, xp.zeros_like(row))
-    return xp.where(u > 0, u + 1, xp.exp(xp.minimum(u, zero) - log)), log
+    # No minimum: of two equal numbers autograd gives each half of the gradient.
+    return xp.where(u > 0, u + 1, xp.exp(xp.where(u > 0, zero, u) - log)), log
 
 
 def _relu(u: Array, xp: ModuleType) -> tuple[Array, None]:
