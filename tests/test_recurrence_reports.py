@@ -1,6 +1,6 @@
 """Mistakes that others have reported in kernels of recurrences: `check_recurrence` names them.
 
-The reports are listed on the page "Bugs this finds" (docs/bugs.md).
+Each mutant is named by what its report says.
 """
 
 # Star arguments.
