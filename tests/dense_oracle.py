@@ -183,7 +183,7 @@ def _rotated(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
     angle = at[:, None] * phi.base ** (-np.arange(half) / half)
     a, b = values[..., :half], values[..., half:]
     turned = [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
-    both = (abs(real(a)) + abs(real(b))) * (1 + angle)
+    both = (abs(real(a)) + abs(real(b))) * (1 + abs(angle))
     sizes = np.concatenate([both, both, abs(real(values))], axis=-1)
     values = np.concatenate([*turned, values], axis=-1)
     return Side(top(log, -1) + 0 * values, values, sizes)

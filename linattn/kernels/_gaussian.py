@@ -1,4 +1,4 @@
-"""The Gaussian kernel as softmax attention, with logits that lose no digits."""
+"""The Gaussian kernel as softmax attention, whose logits keep the digits of differences."""
 
 from __future__ import annotations
 
