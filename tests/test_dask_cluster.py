@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn.automatic import _costs
 from linattn.feature_maps import PositiveFeatures
 
 da: Any = pytest.importorskip("dask.array")
@@ -68,21 +67,6 @@ def lazy(source, name):
 
 def blocks(rows):
     return np.random.default_rng(0).standard_normal((3, rows, D), dtype=np.float32)
-
-
-def test_attention_chooses_on_a_cluster(client, monkeypatch):
-    """Landmarks for one head, exact for the other, by passes of the workers."""
-    monkeypatch.setattr(_costs, "MAX_SEARCH", 1.2)
-    rng = np.random.default_rng(0)
-    query, key, value = rng.standard_normal((3, 2, 2560, 16), dtype=np.float32)
-    key[0] = key[0, rng.integers(8, size=2560)]
-    query[1] *= 2
-    lazy = [da.from_array(x, chunks=(2, 640, 16)) for x in (query, key, value)]
-    output, report = linattn.attention(*lazy, rng=0, return_report=True)
-    got = client.compute(output).result(timeout=90)
-    assert report.head_methods.tolist() == ["landmarks", "exact"]
-    want = linattn.softmax_attention(query, key, value)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_killed_worker_changes_no_bit(client, tmp_path):

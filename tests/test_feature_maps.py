@@ -206,10 +206,10 @@ def test_features_of_large_inputs_stay_in_the_log():
     x = np.array([[1e3, 0.0]])
     log = PositiveFeatures.from_projection([[3.0, 4.0]], scale=1.0).query_features(x).log
     assert_allclose(log, [[3e3 - 5e5]], rtol=1e-15)
-    # A row of elu features that would all underflow keeps its largest coordinate in the log.
-    log, values = EluFeatures().query_features(np.array([[-1000.0, -1001.0]]))
-    assert_array_equal(log, [[-1000.0]])
-    assert_allclose(values, [[1.0, math.exp(-1)]], rtol=1e-15)
+    # Elu features that would underflow are logs.
+    log, values = EluFeatures().query_features(np.array([[-1000.0, -1001.0, 1.0]]))
+    assert_allclose(log, [[-1000.0, -1001.0, math.log(2)]], rtol=1e-15)
+    assert values is None
 
 
 def test_estimate_has_no_stabilizer_left():

@@ -208,6 +208,7 @@ MADE: list[Any] = [
     maps.Reparametrized(INSIDE, query_shift=np.ones(DIM)),
     maps.Reparametrized(maps.TrigonometricFeatures(DIM, 8, rng=0), query_shift=np.ones(DIM)),
     maps.RotatedFeatures(maps.EluFeatures(DIM)),
+    maps.SignFeatures(DIM, 8, rng=0),
     maps.SoftmaxFeatures(DIM),
     maps.TaylorFeatures(DIM),
 ]

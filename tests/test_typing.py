@@ -154,7 +154,7 @@ class Biased(Mapped):
         self.bias = bias
 
     def query_spec(self, xp, dtype, device):
-        P, bias = (xp.asarray(a, dtype=dtype) for a in (self._P, self.bias))
+        P, bias = (xp.asarray(a, dtype=dtype, device=device) for a in (self._P, self.bias))
         return Pointwise(RELU, P, bias)
 
     key_spec = query_spec

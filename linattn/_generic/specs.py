@@ -118,8 +118,8 @@ def _pointwise(spec: Pointwise, tokens: Tokens, xp: ModuleType) -> Features:
 
 def _in_logs(spec: Pointwise) -> bool:
     """Whether features are logs: elu + 1 alone, which is positive."""
-    plain = isinstance(spec.factor, float) and (spec.factor, spec.offset) == (1.0, 0.0)
-    return plain and spec.f == ELU_PLUS_ONE and spec.quad is None
+    is_unit = isinstance(spec.factor, float) and (spec.factor, spec.offset) == (1.0, 0.0)
+    return is_unit and spec.f == ELU_PLUS_ONE and spec.quad is None
 
 
 def _pointwise_vjp(spec: Pointwise, tokens: Tokens, cotangent: Features, xp: ModuleType) -> Array:
