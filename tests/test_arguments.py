@@ -237,8 +237,12 @@ FLAGGED: dict[str, Callable[..., Any]] = {
     "interop.jax.softmax_attention": _interop("jax", "softmax_attention"),
     "interop.torch.linear_attention": _interop("torch", "linear_attention", maps.EluFeatures()),
     "interop.torch.softmax_attention": _interop("torch", "softmax_attention"),
+    "kernels.mmd": lambda **flag: linattn.kernels.mmd(QKV[0], QKV[0], bandwidth=1.0, **flag),
     "sklearn.RandomFeatures": lambda **flag: linattn.sklearn.RandomFeatures(**flag).fit(QKV[0]),
     "testing.assert_batch_independent": _batches,
+    "testing.batteries.haar": lambda **flag: linattn.testing.batteries.haar(
+        lambda rng, rows, dim: np.eye(rows, dim), **flag
+    ),
     "testing.check_recurrence": lambda **flag: linattn.testing.check_recurrence(
         linattn.reference.recurrence, update_rule="linear", **flag
     ),

@@ -129,7 +129,7 @@ class Scan(NamedTuple):
     def _start(self) -> int:
         """Position of the first key."""
         state = self.walk.problem.state
-        return 0 if state is None else int(state.length)
+        return 0 if state is None else state.length
 
     def _steps(self) -> list[Step]:
         """Return steps in the order of the scan."""
