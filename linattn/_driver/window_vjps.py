@@ -13,9 +13,8 @@ from typing import Any
 from linattn._driver.blocks import raw_tokens, transient_values_block
 from linattn._driver.gradient_rows import GradientWalk
 from linattn._driver.linear_vjps import Scan, given_rows, row_numbers
-from linattn._driver.pairs import bias_block
+from linattn._driver.pairs import offset_bias, visible_pairs
 from linattn._driver.stops import Step
-from linattn._generic.exact import in_band
 from linattn._generic.feature_vjps import sum_to
 from linattn.typing import Array, State, Tokens
 
@@ -108,11 +107,8 @@ def _keys(walk: GradientWalk, keys: slice) -> tuple[Tokens, Array]:
 
 def _pairs(walk: GradientWalk, rows: slice, keys: slice, numbers: Array) -> tuple[Any, ...]:
     """Arguments of the block functions for pairs of queries and keys."""
-    problem, bias = walk.problem, walk.problem.relative_bias
-    first, n, s = keys.start - rows.start, rows.stop - rows.start, keys.stop - keys.start
-    visible, row = None, given_rows(walk, rows, numbers)
-    log = row.log if bias is None else row.log - bias_block(bias, first, n, s)
-    if problem.is_causal and keys.stop > rows.start + 1:
-        visible = in_band(problem.key, n, s, (-n - s - abs(first), -first))
+    problem, row = walk.problem, given_rows(walk, rows, numbers)
+    visible, bias = visible_pairs(problem, rows, keys), offset_bias(problem, rows, keys)
+    log = row.log if bias is None else row.log - bias
     query = raw_tokens(problem, "query", rows, 0)
     return (problem.near_spec, query, *_keys(walk, keys), row.g1, log, visible)
