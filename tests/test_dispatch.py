@@ -22,6 +22,7 @@ import linattn_numpy
 from linattn import _dispatch, _generic, _settings
 from linattn._driver import problem
 from linattn.feature_maps import EluFeatures, PositiveFeatures
+from linattn.testing._caches import clear_caches
 from linattn.typing import Declined, Exact, Partial, Plan, Problem, State
 
 PHI = EluFeatures()
@@ -89,11 +90,6 @@ class Fakes:
             return function(*args)
 
         return noting
-
-
-def clear_caches():
-    _dispatch._entry_points.cache_clear()
-    _dispatch._load.cache_clear()
 
 
 @pytest.fixture
@@ -765,7 +761,7 @@ def described(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(problem, "_describe", noted)
-    problem._last_problem.set(None)
+    clear_caches()
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int,
     return first
 
 
-@cache
+@lru_cache(128)
 def small_parts(n: int, numbers: int) -> list[slice]:
     """Cut n rows into parts whose products with a factor of so many elements are small."""
     most = tuning.MAX_SMALL_MATMUL // max(1, numbers)

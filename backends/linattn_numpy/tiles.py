@@ -61,7 +61,7 @@ def runs_of(sizes: Iterable[int]) -> list[Run]:
     return runs
 
 
-@cache
+@lru_cache(128)
 def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
     """Rows of a block by the shape of their tiles: ``(rows, length of a tile, its sub-blocks')``.
 
@@ -76,7 +76,7 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
     return [group for group in groups if group[0].start < group[0].stop]
 
 
-@cache
+@lru_cache(128)
 def equal_parts(n: int, most: int) -> list[slice]:
     """Cut rows into as few parts as there may be of at most so many, of one length but the last."""
     size = -(-n // -(-n // max(1, most)))
