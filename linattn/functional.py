@@ -9,11 +9,10 @@ from typing import Any, Literal, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._driver import forward
-from linattn._driver.exact_problem import exact_problem
+from linattn._driver.blocks import take_rows
 from linattn._driver.options import SoftmaxOptions, WindowOptions
-from linattn._driver.problem import linear_problem, step_problem
+from linattn._driver.problem import exact_problem, linear_problem, step_problem
 from linattn._driver.stamps import stamped
-from linattn._driver.tasks import take_rows
 from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]

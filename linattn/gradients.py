@@ -8,10 +8,9 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._driver import backward, forward
-from linattn._driver.checkpoints import Checkpoints
-from linattn._driver.exact_problem import exact_problem
+from linattn._driver.gradient_rows import Checkpoints
 from linattn._driver.options import GradientOptions
-from linattn._driver.problem import linear_problem
+from linattn._driver.problem import exact_problem, linear_problem
 from linattn._driver.stamps import stamped
 from linattn._generic.feature_vjps import check_differentiable, sum_to
 from linattn.typing import Array, ArrayT, ColumnNormalized, Cotangent, FeatureMap, Problem, State

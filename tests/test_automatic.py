@@ -17,8 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn import automatic
 from linattn._driver import forward
-from linattn._driver.exact_problem import exact_problem
-from linattn._driver.problem import linear_problem
+from linattn._driver.problem import exact_problem, linear_problem
 from linattn.automatic import _causal, _costs, _curves, _full, _heads, _search, _squares, _tokens
 from linattn.diagnostics import _shared as shared
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows

@@ -8,7 +8,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import linattn
-from linattn._driver.exact_problem import exact_problem
+from linattn._driver.problem import exact_problem
 from linattn.automatic import _causal, _costs, _search, _squares
 from linattn.automatic._heads import Given
 from linattn.automatic._report import HeadRecord

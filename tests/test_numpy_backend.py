@@ -16,7 +16,7 @@ import pytest
 
 import linattn
 import linattn_numpy
-from linattn._driver import forward, segments
+from linattn._driver import forward
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     ActivationFeatures,
@@ -168,7 +168,7 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
     monkeypatch.setattr(tuning, "MIN_SEGMENTED_ROWS", 1)
     monkeypatch.setattr(tuning, "MIN_SEGMENTED_CAUSAL_ROWS", 1)
     cut = []
-    inner = segments.run_segments
+    inner = forward.run_segments
 
     def counting(*args):
         cut.append(1)
@@ -190,13 +190,13 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
 def test_threads_share_a_single_head_that_is_no_longer_than_a_block(length, monkeypatch):
     monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     seen = []
-    inner = segments._segments
+    inner = forward._segments
 
     def spy(*args):
         seen.append([rows.stop - rows.start for rows in inner(*args)])
         return inner(*args)
 
-    monkeypatch.setattr(segments, "_segments", spy)
+    monkeypatch.setattr(forward, "_segments", spy)
     query, key, value = inputs(length, heads=())
     phi = PositiveFeatures(D, 24, rng=0)
     with linattn.config(num_threads=1):

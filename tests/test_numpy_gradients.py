@@ -12,7 +12,7 @@ import pytest
 
 import linattn
 import linattn_numpy
-from linattn._driver import checkpoints
+from linattn._driver import gradient_rows
 from linattn.feature_maps import (
     ActivationFeatures,
     DenseExponentialFeatures,
@@ -310,8 +310,8 @@ def test_shared_keys_are_done_at_once(at_once):
 @pytest.mark.parametrize("most", [32, 4, 3, 2])
 def test_states_between_checkpoints_are_recomputed(most, at_once, monkeypatch):
     """At most so many are stored, and at most so many recomputed, of a few of which others are."""
-    monkeypatch.setattr(checkpoints, "MAX_STATES", most)
-    monkeypatch.setattr(checkpoints, "MAX_SHARE", 100.0)
+    monkeypatch.setattr(gradient_rows, "MAX_STATES", most)
+    monkeypatch.setattr(gradient_rows, "MAX_SHARE", 100.0)
     both(inputs(310, heads=()), EXPONENTIAL["positive"], is_causal=True, chunk_size=32)
     assert len(at_once) == 10
 
@@ -324,7 +324,7 @@ def test_segments_on_several_threads_store_checkpoints(at_once, monkeypatch):
 
 
 def test_checkpoints_are_small_beside_the_arguments(monkeypatch):
-    kept = checkpoints.Checkpoints()
+    kept = gradient_rows.Checkpoints()
     monkeypatch.setattr("linattn._driver.backward.Checkpoints", lambda: kept)
     arrays = [np.zeros((2, 4096, 16), np.float32)] * 3
     feature_map = PositiveFeatures(16, 512, rng=0)

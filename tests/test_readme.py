@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import linattn
-from linattn._driver import checkpoints
+from linattn._driver import gradient_rows
 from linattn.automatic import _costs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +160,7 @@ def test_pages_give_the_numbers_of_the_code():
     assert f"an exact window of {window} instead" in pages["attention.md"]
     assert f"like any from {rows} rows" in pages["attention.md"]
 
-    most = checkpoints.MAX_STATES
+    most = gradient_rows.MAX_STATES
     held = f"at most {2 * most} states a head: {most} checkpoints"
     assert held in pages["gradients.md"]
     assert f"Up to {most} checkpoints are stored" in pages["gradients.md"]

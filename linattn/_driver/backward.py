@@ -13,22 +13,17 @@ import array_api_compat
 
 from linattn import _arrays, _dispatch
 from linattn._dispatch import block_functions
-from linattn._driver.checkpoints import Checkpoints
-from linattn._driver.exact_vjps import pull_exact
-from linattn._driver.gradient_rows import GradientRows, GradientWalk, empty_adjoint
+from linattn._driver.blocks import decay_of_rows, take, take_problem, task_index
+from linattn._driver.gradient_rows import Checkpoints, GradientRows, GradientWalk, empty_adjoint
 from linattn._driver.linear_vjps import decay_gradient, pull_linear
-from linattn._driver.modifiers import decay_of_rows
 from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
-from linattn._driver.stops import head_tasks, join_tasks, planned
-from linattn._driver.tasks import take, take_problem, task_index
-from linattn._driver.walks import initial_state, run_tasks
-from linattn._driver.window_vjps import pull_window
+from linattn._driver.pair_vjps import pull_exact, pull_window
+from linattn._driver.walks import head_tasks, initial_state, join_tasks, planned, run_tasks
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Problem, State
 
 __all__ = ["Gradients", "checkpoints_for", "pull"]
-
 
 SOURCES = {"two-sided": 2, "window": 3}
 """Sources of a row of full attention that are pulled back apart; a causal one has one less."""

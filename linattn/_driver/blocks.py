@@ -1,38 +1,67 @@
-"""Blocks of a problem: tokens on the way in, rows on the way out."""
+"""Parts of a problem: the share of a task, blocks of tokens on the way in, rows on the way out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import array_api_compat
+import numpy as np
+from numpy.typing import NDArray
 
-from linattn import _generic
+from linattn import _arrays, _generic
+from linattn._arrays import namespace
 from linattn._dispatch import BlockFunctions
-from linattn._driver.tasks import task_index
-from linattn._driver.wrappers import innermost
+from linattn._driver.specs import innermost
 from linattn._generic import divide, values_block
+from linattn._generic.decay import decay_until, fade, weighed
+from linattn._generic.hierarchical import pad
+from linattn._generic.specs import spec_axes
 from linattn.typing import (
     ELU_PLUS_ONE,
     RELU,
     Array,
+    ColumnNormalized,
+    Corrected,
+    Exact,
     Index,
     Opaque,
     Partial,
     Pointwise,
     Problem,
+    RelativeBias,
+    SeparateDenominator,
     State,
     Tokens,
 )
 
 __all__ = [
+    "ROWS_OF_KEYS",
+    "Name",
     "OutputRows",
     "add_block",
+    "add_key_blocks",
     "block_slices",
+    "decay_blocks",
+    "decay_of_rows",
+    "flat_rows",
+    "in_blocks",
     "in_map_coordinates",
+    "key_block",
+    "key_blocks",
     "numerators",
     "raw_tokens",
+    "rows_at",
+    "split",
+    "take",
+    "take_problem",
+    "take_rows",
+    "take_state",
+    "task_index",
+    "task_name",
     "token_block",
+    "total_decay",
     "transient_values_block",
     "values_and_one_block",
 ]
@@ -190,3 +219,228 @@ class OutputRows:
         if self._array is not None:
             return self._array
         return self._xp.concat([self._blocks[i] for i in sorted(self._blocks)], axis=-2)
+
+
+# Blocks on an axis of their own -------------------------------------------------------------------
+
+
+def key_blocks(
+    problem: Problem, first: int, stop: int, size: int, start: int, limit: int
+) -> tuple[Tokens, Array]:
+    """Keys and ``[v, 1]`` of some blocks; what lies outside the sequence is masked.
+
+    So are the keys from the position ``limit`` on.
+    """
+    rows = _inside(first * size, stop * size, limit)
+    tokens = raw_tokens(problem, "key", rows, start)
+    values_and_one = values_and_one_block(problem, rows)
+    total = (stop - first) * size
+    front = min(max(rows.start - first * size, 0), total)
+    log_weight = tokens.log_weight
+    if log_weight is None and tokens.x.shape[-2] < total:
+        log_weight = problem.xp.zeros_like(tokens.x[..., :1])
+    x = _padded(tokens.x, front, total)
+    log_weight = split(_padded(log_weight, front, total, -float("inf")), size)
+    tokens = Tokens(split(x, size), log_weight, first * size + start)
+    return tokens, split(_padded(values_and_one, front, total), size)
+
+
+def decay_blocks(problem: Problem, first: int, stop: int, size: int) -> Array:
+    """Log decay of the keys of some blocks, ``(..., blocks, size, 1)``; 0 outside the sequence."""
+    rows = _inside(first * size, stop * size, problem.key.shape[-2])
+    total = (stop - first) * size
+    front = min(max(rows.start - first * size, 0), total)
+    return split(_padded(decay_of_rows(problem, rows), front, total), size)
+
+
+def _inside(first: int, stop: int, limit: int) -> slice:
+    """Cut a slice at 0 and at a limit."""
+    stop = min(max(stop, 0), limit)
+    return slice(min(max(first, 0), stop), stop)
+
+
+def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
+    """Put rows of one number before and after; None stays None."""
+    if x is None or (not front and x.shape[-2]):
+        return pad(x, size, fill)
+    xp, device = _arrays.namespace(x), array_api_compat.device(x)
+
+    def rows(count: int) -> Array:
+        shape = (*x.shape[:-2], count, x.shape[-1])
+        return xp.full(shape, fill, dtype=x.dtype, device=device)
+
+    return xp.concat([rows(front), x, rows(size - front - x.shape[-2])], axis=-2)
+
+
+def in_blocks(tokens: Tokens, total: int, size: int, front: int = 0) -> Tokens:
+    """Cut tokens into blocks of one size, padded to a total, ``front`` of it before them."""
+    x = split(_padded(tokens.x, front, total), size)
+    return Tokens(x, split(tokens.log_weight, size), tokens.start - front)
+
+
+def split(x: Array, size: int) -> Array:
+    """Cut rows into blocks of one size; None stays None."""
+    if x is None:
+        return None
+    # The number of blocks in full: -1 for it would be a guess where there are no heads.
+    *lead, total, width = x.shape
+    return _arrays.namespace(x).reshape(x, (*lead, total // size, size, width))
+
+
+def flat_rows(part: Partial, rows: int, front: int = 0) -> Partial:
+    """Join blocks of rows into one axis again, and leave out what was padded."""
+    xp, taken = _arrays.namespace(part.num_den), slice(front, front + rows)
+    *lead, g, n, width = part.num_den.shape
+    num_den = xp.reshape(part.num_den, (*lead, g * n, width))[..., taken, :]
+    return Partial(num_den, xp.reshape(part.log, (*part.log.shape[:-3], g * n, 1))[..., taken, :])
+
+
+# Keys whose state decays --------------------------------------------------------------------------
+
+
+def key_block(problem: Problem, rows: slice, start: int) -> Tokens:
+    """Keys of one block, with their decay if they have some."""
+    key = token_block(problem, "key", rows, start)
+    if problem.log_decay is None:
+        return key
+    return key._replace(log_decay=decay_of_rows(problem, rows))
+
+
+def add_key_blocks(
+    problem: Problem,
+    state: State,
+    keys: slice,
+    start: int,
+    block_size: int,
+    functions: BlockFunctions,
+) -> Iterator[State]:
+    """Add some keys and their values to a state: the state after each block.
+
+    ``start``: position of the first key for the map.
+    """
+    for part in block_slices(keys.stop - keys.start, block_size):
+        rows = slice(keys.start + part.start, keys.start + part.stop)
+        # No name holds a block while the next is made.
+        if problem.log_decay is not None:
+            state = fade(state, total_decay(problem, rows)[..., None])
+        tokens = _key_block_at_end(problem, rows, start)
+        state = add_block(problem, rows, tokens, state, functions)
+        del tokens
+        yield state
+
+
+def _key_block_at_end(problem: Problem, rows: slice, start: int) -> Tokens:
+    """Keys of one block as they have decayed by its end."""
+    key = token_block(problem, "key", rows, start)
+    if problem.log_decay is None:
+        return key
+    return weighed(key, decay_until(decay_of_rows(problem, rows)))
+
+
+def decay_of_rows(problem: Problem, rows: slice) -> Array:
+    """Log decay of some tokens, ``(..., n, 1)``."""
+    decay: Any = problem.log_decay
+    if decay.shape[-2] < problem.key.shape[-2]:
+        return problem.xp.broadcast_to(decay, (*decay.shape[:-2], rows.stop - rows.start, 1))
+    return decay[..., rows, :]
+
+
+def total_decay(problem: Problem, rows: slice) -> Array:
+    """Log decay of some tokens in all, ``(...)``."""
+    return problem.xp.sum(decay_of_rows(problem, rows), axis=(-2, -1))
+
+
+# Tasks: slices along the leading axes, with axes of 1 left whole ----------------------------------
+
+Name = tuple[tuple[int | None, int | None], ...]
+
+ROWS_OF_KEYS = ("key", "value", "key_mask", "key_bias", "log_decay")
+"""Attributes of a problem with a row for each key, or None."""
+
+
+def task_name(task: Index) -> Name:
+    """Name a task by something that can be hashed, as slices before Python 3.12 cannot."""
+    return tuple((axis.start, axis.stop) for axis in task)
+
+
+def task_index(shape: tuple[int, ...], trailing: int, task: Index) -> tuple[slice, ...]:
+    """Index of a task in an array of this shape: axes of 1 stay whole, trailing axes too."""
+    index = [slice(None)] * len(shape)
+    lead = len(shape) - trailing
+    for back in range(1, min(lead, len(task)) + 1):
+        if shape[lead - back] != 1:
+            index[lead - back] = task[-back]
+    return tuple(index)
+
+
+def _take_lead(lead: tuple[int, ...], task: Index) -> tuple[int, ...]:
+    index = task_index(lead, 0, task)
+    return tuple(len(range(*s.indices(size))) for s, size in zip(index, lead, strict=True))
+
+
+def take(array: Any, trailing: int, task: Index) -> Any:
+    if not task or array is None or isinstance(array, float) or array.ndim <= trailing:
+        return array
+    return array[task_index(tuple(array.shape), trailing, task)]
+
+
+def _take_spec(spec: Any, task: Index) -> Any:
+    if spec is None or isinstance(spec, Exact):
+        return spec
+    changes: dict[str, Any] = {}
+    for name, axes in spec_axes(spec).items():
+        whole = getattr(spec, name)
+        part = take(whole, axes, task)
+        if part is not whole:
+            changes[name] = part
+    if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
+        changes["spec"] = _take_spec(spec.spec, task)
+    return replace(spec, **changes) if changes else spec
+
+
+def take_problem(problem: Problem, task: Index) -> Problem:
+    if not task:
+        return problem
+    state, bias = problem.state, problem.relative_bias
+    return problem.replace(
+        **{name: take(getattr(problem, name), 2, task) for name in ("query", *ROWS_OF_KEYS)},
+        query_spec=_take_spec(problem.query_spec, task),
+        key_spec=_take_spec(problem.key_spec, task),
+        state_lead=_take_lead(problem.state_lead, task),
+        lead=_take_lead(problem.lead, task),
+        query_change=_take_spec(problem.query_change, task),
+        key_change=_take_spec(problem.key_change, task),
+        state=None if state is None else take_state(state, task),
+        relative_bias=None if bias is None else RelativeBias(take(bias.table, 1, task)),
+        key_stop=_take_stops(problem.key_stop, task),
+        assigned_keys=None
+        if problem.assigned_keys is None
+        else problem.assigned_keys.of_task(task),
+    )
+
+
+def _take_stops(stops: Any, task: Index) -> Any:
+    """Take the stops of a task, without leading axes where they are those of one head."""
+    part = take(stops, 1, task)
+    return part if part is None or part.size != part.shape[-1] else part.reshape(-1)
+
+
+def take_rows(problem: Problem, rows: slice) -> Problem:
+    """Take some queries and the keys beside them; one decay for all tokens stays whole."""
+    length = problem.key.shape[-2]
+
+    def part(array: Any) -> Any:
+        return array if array is None or array.shape[-2] < length else array[..., rows, :]
+
+    keys = {name: part(getattr(problem, name)) for name in ROWS_OF_KEYS}
+    return problem.replace(query=problem.query[..., rows, :], **keys)
+
+
+def rows_at(rows: Array, index: NDArray[np.int64]) -> Array:
+    """Rows ``(..., n, w)`` at places that the host has chosen."""
+    xp = namespace(rows)
+    return xp.take(rows, xp.asarray(index, device=array_api_compat.device(rows)), axis=-2)
+
+
+def take_state(state: State, task: Index) -> State:
+    return State(take(state.kvz, 2, task), take(state.log_scale, 1, task), state.length)

@@ -19,15 +19,16 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
     add_block,
     block_slices,
+    flat_rows,
     in_map_coordinates,
     raw_tokens,
+    split,
+    take,
+    take_state,
     token_block,
     values_and_one_block,
 )
-from linattn._driver.pairs import no_keys_seen
-from linattn._driver.sources import Read
-from linattn._driver.tasks import take, take_state
-from linattn._driver.token_blocks import flat_rows, split
+from linattn._driver.pairs import Read, no_keys_seen
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Clusters, Index, Partial, Problem, State, Tokens
 

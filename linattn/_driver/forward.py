@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
-from linattn import _dispatch, _generic
+import array_api_compat
+
+from linattn import _arrays, _dispatch, _generic
 from linattn._driver.blocks import (
     OutputRows,
     block_slices,
     numerators,
+    take_problem,
+    take_rows,
+    task_index,
     token_block,
+    total_decay,
 )
-from linattn._driver.checkpoints import Checkpoints
-from linattn._driver.packed import Batch, PackedRows, batches, join_states
-from linattn._driver.segments import run_segments
-from linattn._driver.sequences import solve_short
-from linattn._driver.signs import inspects_signs, warn_of_signs
-from linattn._driver.stops import head_tasks, join_tasks, planned
-from linattn._driver.tasks import take_problem, take_rows, task_index
-from linattn._driver.walks import WALKS, Walk, initial_state, run_tasks, update
-from linattn._driver.wrappers import read_spec
+from linattn._driver.gradient_rows import Checkpoints
+from linattn._driver.packed import Batch, PackedRows, batches, join_states, solve_short
+from linattn._driver.specs import read_spec
+from linattn._driver.walks import (
+    WALKS,
+    Walk,
+    head_tasks,
+    initial_state,
+    join_tasks,
+    planned,
+    read_blocks,
+    run_tasks,
+    run_walk,
+    scan_blocks,
+    update,
+)
+from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
 
-__all__ = ["solve", "solve_in_parts", "step"]
+__all__ = ["inspects_signs", "solve", "solve_in_parts", "step"]
 
 
 class _Solved(NamedTuple):
@@ -274,3 +292,105 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
         divided = divide(part) if problem.normalize else numerators(problem, part)
         output = problem.xp.astype(divided, problem.query.dtype, copy=False)
     return output[..., 0, :], state
+
+
+# One long sequence as segments side by side -------------------------------------------------------
+
+
+def run_segments(walk: Walk, plan: Plan) -> State:
+    """Do a whole problem as segments of the sequence side by side; return the state after it.
+
+    Full: states of the segments of keys, then reads of the segments of queries. Causal: states of
+    all segments but the last, then each segment from the state of all before it; the keys of
+    these segments are reduced twice.
+    """
+    problem = walk.problem
+    before = initial_state(problem)
+    keys = _segments(problem.key.shape[-2], plan)
+    causal = problem.mode == "causal"
+    queries = keys if causal else _segments(problem.query.shape[-2], plan)
+    reduced = keys[:-1] if causal else keys
+    nothing = initial_state(problem.replace(state=None))
+    states = [before] * (len(keys) + 1)
+
+    def reduce(i: int) -> None:
+        with _generic.ignore_fp_warnings():
+            start = State(nothing.kvz, nothing.log_scale, before.length + keys[i].start)
+            segment = walk.segment(keys[i]).problem
+            after = update(segment, start, plan.block_size, walk.functions)
+            states[i + 1] = State(after.kvz, after.log_scale, keys[i].stop - keys[i].start)
+
+    def read(i: int) -> None:
+        with _generic.ignore_fp_warnings():
+            segment = walk.segment(queries[i])
+            if not causal:
+                start = before.length + queries[i].start
+                run_walk(read_blocks(segment, states[-1], start), states[-1])
+                return
+            after = run_walk(scan_blocks(segment, states[i]), states[i])
+            if i + 1 == len(keys):
+                states[-1] = after
+
+    plan.run(reduce, range(len(reduced)))
+    with _generic.ignore_fp_warnings():
+        for i in range(len(reduced)):
+            earlier = states[i]
+            if problem.log_decay is not None:
+                earlier = fade(earlier, total_decay(problem, keys[i])[..., None])
+            states[i + 1] = _generic.merge(earlier, states[i + 1])
+    plan.run(read, range(len(queries)))
+    return states[-1]
+
+
+def _segments(length: int, plan: Plan) -> list[slice]:
+    """Segments of whole blocks, as equal as they can be."""
+    count = -(-length // plan.block_size)
+    edges = [
+        min(count * i // plan.segments * plan.block_size, length) for i in range(plan.segments)
+    ]
+    edges.append(length)
+    return [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
+
+
+# Negative denominators ----------------------------------------------------------------------------
+
+MAX_NEGATIVE_SHARE = 0.01
+"""Share of negative denominators that is passed over in silence."""
+
+
+def inspects_signs(problem: Problem) -> bool:
+    """Whether a problem divides by denominators whose signs are worth reading.
+
+    On a CuPy array that would be a host synchronization; Dask's blocks are problems of their own.
+    """
+    if not (problem.signed and problem.normalize):
+        return False
+    array = problem.query
+    return not (array_api_compat.is_cupy_array(array) or array_api_compat.is_dask_array(array))
+
+
+def warn_of_signs(is_negative: Array | None) -> None:
+    """Warn where many denominators have cancelled: the rows are no averages of the values."""
+    if is_negative is None:
+        return
+    negative = _count(is_negative)
+    rows = prod(is_negative.shape)
+    if negative > MAX_NEGATIVE_SHARE * rows:
+        message = (
+            f"{negative} of {rows} denominators are negative: the features take both signs, "
+            f"and these rows are no averages of the values; use a positive map, such as "
+            f"PositiveFeatures for the softmax or a Gaussian kernel, or more features"
+        )
+        warnings.warn(message, UserWarning, stacklevel=_arrays.caller_level())
+
+
+def _count(flags: Array) -> int:
+    """Count what is true; 0 of a traced array, which has no values."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        return 0
+    xp = _arrays.namespace(flags)
+    try:
+        return int(xp.sum(xp.astype(flags, xp.int32)))
+    except (RuntimeError, TypeError):  # of torch and of JAX
+        return 0

@@ -15,18 +15,15 @@ from linattn import _dispatch, _generic
 from linattn._driver.blocks import (
     OutputRows,
     add_block,
+    decay_of_rows,
+    key_block,
     token_block,
     transient_values_block,
 )
-from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS, causal_block
-from linattn._driver.checkpoints import Checkpoints, states_before
-from linattn._driver.decay import key_block
-from linattn._driver.gradient_rows import GradientWalk, empty_adjoint
-from linattn._driver.modifiers import decay_of_rows
-from linattn._driver.stops import Step, steps_of
-from linattn._driver.two_sided import flip
-from linattn._driver.walks import WALKS, Walk, initial_state
-from linattn._driver.wrappers import is_column_normalized, read_spec, read_spec_vjp
+from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS, causal_block, flip
+from linattn._driver.gradient_rows import Checkpoints, GradientWalk, empty_adjoint, states_before
+from linattn._driver.specs import is_column_normalized, read_spec, read_spec_vjp
+from linattn._driver.walks import WALKS, Step, Walk, initial_state, steps_of
 from linattn._generic.block_vjps import (
     Rows,
     divided_rows,

@@ -1,12 +1,25 @@
-"""Options of linear attention, listed once for all that take them."""
+"""What is asked: the options, and which keys they let a query see."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn import _checks
 from linattn.typing import Array, State
 
-__all__ = ["GradientOptions", "InteropOptions", "Options", "SoftmaxOptions", "WindowOptions"]
+__all__ = [
+    "GradientOptions",
+    "InteropOptions",
+    "Options",
+    "SoftmaxOptions",
+    "Visibility",
+    "WindowOptions",
+    "check_stop_axes",
+    "visibility",
+]
 
 
 class InteropOptions(TypedDict, total=False):
@@ -82,3 +95,202 @@ class Options(NamedTuple):
     """Whether key and value may not add leading axes to the state."""
     reads: bool = True
     """Whether there are queries at all."""
+
+
+# Which keys queries see ---------------------------------------------------------------------------
+
+Integers = NDArray[np.int64]
+
+LOWER_RIGHT = 'is_causal="lower_right"'
+
+
+class Visibility(NamedTuple):
+    """Which keys queries see beside masks, as a problem has it."""
+
+    is_causal: bool = False
+    key_stop: Integers | None = None
+    cu_seqlens: Integers | None = None
+    query_start: int = 0
+    option: str = ""
+    """Name of the option by which queries do not see all keys, "" where they do."""
+
+    @property
+    def pairs_tokens(self) -> bool:
+        """Whether each query goes along a key of its own."""
+        return self.is_causal and self.option != LOWER_RIGHT
+
+    def check_one_sequence(self, name: str, query: Array, key: Array) -> None:
+        """Check that an option that asks for positions finds queries and keys at them."""
+        if query.shape[-2] != key.shape[-2] and self.option in ("", "is_causal"):
+            message = (
+                f"under {name} query and key must have equal length, got {query.shape[-2]} and "
+                f'{key.shape[-2]}: both are one sequence there; is_causal="lower_right" takes the '
+                f"queries for the last positions of the keys"
+            )
+            raise ValueError(message)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the axis of tokens holds several sequences."""
+        return self.cu_seqlens is not None
+
+    def fields(self) -> dict[str, Any]:
+        """Attributes of a problem."""
+        names = ("is_causal", "key_stop", "cu_seqlens", "query_start")
+        return {name: getattr(self, name) for name in names}
+
+
+def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibility:
+    """Check the options that say which keys queries see; at most one of them may.
+
+    ``windows`` are options by which a query sees keys as its position says.
+    """
+    lower_right = isinstance(options.is_causal, str) and options.is_causal == "lower_right"
+    if not lower_right and not isinstance(options.is_causal, bool | np.bool_):
+        got = options.is_causal
+        message = (
+            f'is_causal must be True, False or "lower_right", got '
+            f"{type(got).__name__ if hasattr(got, 'shape') else repr(got)}; which keys each query "
+            f"sees is said by key_stop"
+        )
+        raise TypeError(message)
+    is_causal = lower_right or bool(options.is_causal)
+    named = {
+        "is_causal": is_causal or None,
+        "key_stop": options.key_stop,
+        "prefix_length": options.prefix_length,
+        "causal_block": options.causal_block,
+    }
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        message = (
+            f"at most one of {', '.join(named)} must be given, got {' and '.join(given)}: each "
+            f"says which keys a query sees; for what both would leave give its key_stop alone"
+        )
+        raise ValueError(message)
+    option = given[0] if given else ""
+    length, num_keys = int(query.shape[-2]), int(key.shape[-2])
+    borders = None
+    if options.cu_seqlens is not None:
+        if length != num_keys:
+            message = (
+                f"under cu_seqlens query and key must have equal length, got {length} and "
+                f"{num_keys}: both are the same packed sequences"
+            )
+            raise ValueError(message)
+        borders = _checks.check_cu_seqlens(options.cu_seqlens, num_keys)
+        if options.key_lengths is not None:
+            message = (
+                "key_lengths must be None with cu_seqlens, whose borders are the lengths of the "
+                "sequences; leave keys at their ends out by key_mask"
+            )
+            raise ValueError(message)
+        if windows.get("exact_clusters") is not None:
+            message = (
+                "exact_clusters must be None with cu_seqlens: keys are sorted by cluster along one "
+                "sequence; make one call for each sequence"
+            )
+            raise ValueError(message)
+    if option in ("", "is_causal") and not (lower_right and length != num_keys):
+        return Visibility(is_causal, None, borders, option=option)
+    shown = LOWER_RIGHT if lower_right else option
+    _check_alone(shown, options, windows)
+    start = num_keys - length if lower_right else 0
+    if lower_right and any(value is not None for value in windows.values()):
+        return Visibility(is_causal=True, query_start=start, option=shown)
+    stops = _stops(option, options, length, num_keys)
+    if stops.ndim == 1 and (stops == num_keys).all():
+        return Visibility(query_start=start, option=shown)
+    if length == num_keys and stops.ndim == 1 and (stops == np.arange(1, length + 1)).all():
+        return Visibility(is_causal=True, option=shown)
+    return Visibility(False, stops, query_start=start, option=shown)
+
+
+def _check_alone(option: str, options: Any, windows: dict[str, Any]) -> None:
+    """Check that stops of keys are not asked for beside what has no stops."""
+    if windows.get("exact_clusters") is not None:
+        message = (
+            f"exact_clusters must be None with {option}: what is chosen is chosen among all keys; "
+            f"use exact_window or leave exact_clusters out"
+        )
+        raise ValueError(message)
+    if options.cu_seqlens is not None:
+        message = (
+            f"cu_seqlens must be None with {option}: that counts the keys of one sequence, and "
+            f"these borders hold several; use is_causal=True, or one call for each sequence"
+        )
+        raise ValueError(message)
+
+
+def _stops(option: str, options: Any, length: int, num_keys: int) -> Integers:
+    """Return the stop of each query, without leading axes where all heads have the same."""
+    position = np.arange(length)
+    if option == "key_stop":
+        stops = _checks.check_integers("key_stop", options.key_stop)
+        _check_stops(stops, length, num_keys)
+    elif option == "is_causal":
+        stops = np.clip(position + 1 + num_keys - length, 0, num_keys)
+    else:
+        if length != num_keys:
+            message = (
+                f"under {option} query and key must have equal length, got {length} and "
+                f"{num_keys}: both are one sequence there; give key_stop for other lengths"
+            )
+            raise ValueError(message)
+        if option == "causal_block":
+            block = _checks.check_positive_int(option, options.causal_block)
+            stops = np.minimum(block * (position // block + 1), num_keys)
+        else:
+            prefix = _checks.check_integers(option, options.prefix_length)
+            _check_range(option, prefix, num_keys)
+            stops = np.maximum(prefix[..., None], position + 1)
+    if stops.ndim > 1:
+        first = stops[(0,) * (stops.ndim - 1)] if stops.size else stops.reshape(-1)[:0]
+        if stops.size == 0 and length:
+            first = np.zeros(length, dtype=np.int64)
+        if (stops == first).all():
+            return first
+    return stops
+
+
+def _check_range(name: str, stops: Integers, num_keys: int) -> None:
+    if stops.size and (stops.min() < 0 or stops.max() > num_keys):
+        wrong = stops[(stops < 0) | (stops > num_keys)].flat[0]
+        message = f"{name} must be between 0 and the number of keys, {num_keys}, got {wrong}"
+        raise ValueError(message)
+
+
+def _check_stops(stops: Integers, length: int, num_keys: int) -> None:
+    if stops.ndim == 0 or stops.shape[-1] != length:
+        message = (
+            f"key_stop must have shape ({length},) or (..., {length}), one for each query, got "
+            f"shape {stops.shape}"
+        )
+        raise ValueError(message)
+    _check_range("key_stop", stops, num_keys)
+    falls = np.argwhere(np.diff(stops, axis=-1) < 0)
+    if len(falls):
+        *lead, i = falls[0].tolist()
+        first, second = stops[(*lead, slice(i, i + 2))].tolist()
+        message = (
+            f"key_stop must not decrease along the queries, got {first} and then {second} at "
+            f"{i + 1}: a state takes up keys and never lets go of one"
+        )
+        raise ValueError(message)
+
+
+def check_stop_axes(stops: Integers | None, state_lead: tuple[int, ...]) -> None:
+    """Check that stops differ only where states do."""
+    if stops is None or stops.ndim == 1:
+        return
+    lead = stops.shape[:-1]
+    fits = len(lead) <= len(state_lead) and all(
+        a in (1, b) for a, b in zip(lead, state_lead[len(state_lead) - len(lead) :], strict=True)
+    )
+    if not fits:
+        message = (
+            f"leading axes of key_stop must broadcast to those of key and value, {state_lead}, got "
+            f"{lead}: queries that share their keys share a state, and see the same of it; for "
+            f"other stops repeat the keys along that axis"
+        )
+        raise ValueError(message)

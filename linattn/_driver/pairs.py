@@ -1,4 +1,7 @@
-"""Exact pairs of a block of queries and some keys: which of them count, and what they weigh.
+"""Sources of a block of queries: states of keys, and exact pairs of queries and keys.
+
+A walk gives each block of queries its sources, :func:`join` reads one after the other on a common
+scale, and the walk writes the rows once.
 
 Query i stands at the position ``query_start + i`` and key j at j. A query sees the keys before its
 stop, and of those the keys within its window; the bias of a pair depends on its offset.
@@ -6,25 +9,29 @@ stop, and of those the keys within its window; the bias of a pair depends on its
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import raw_tokens, transient_values_block
+from linattn._driver.blocks import in_map_coordinates, raw_tokens, transient_values_block
 from linattn._generic.exact import exact_pairs, in_band
-from linattn.typing import Array, Exact, Partial, Problem, RelativeBias, Tokens
+from linattn.typing import Array, Exact, Partial, Problem, RelativeBias, State, Tokens
 
 __all__ = [
     "Pairs",
+    "Read",
+    "Source",
     "band",
     "bias_block",
     "biased_keys",
     "biased_queries",
     "exact_keys",
     "is_banded",
+    "join",
     "keys_of_rows",
     "no_keys_seen",
     "offset",
@@ -210,3 +217,43 @@ def _strip(table: Array, reach: int, low: int, high: int, xp: Any) -> Array:
 
     parts = [ends(table[..., :1], front), inside, ends(table[..., -1:], back + 1)]
     return xp.concat(parts, axis=-1)
+
+
+# Sources ------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Keys, or states of them, that a block of queries reads."""
+
+    def read(
+        self, problem: Problem, functions: BlockFunctions, query: Any, so_far: Partial | None
+    ) -> Partial:
+        """Add what the queries read here to what they have read so far, None for nothing."""
+        ...
+
+
+class Read(NamedTuple):
+    """A source: states, and the log weight ``(..., n, 1)`` of each for every row, None for 0."""
+
+    states: State
+    log: Array | None = None
+
+    def read(
+        self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
+    ) -> Partial:
+        """Read the states by the map."""
+        tokens = in_map_coordinates(problem, "query", query)
+        part = functions.read_block(problem.query_spec, tokens, self.states, problem.want_log)
+        if self.log is not None:
+            part = Partial(part.num_den, part.log + self.log)
+        return part if so_far is None else _generic.combine(so_far, part)
+
+
+def join(
+    problem: Problem, functions: BlockFunctions, query: Any, sources: Iterable[Source]
+) -> Partial | None:
+    """Read all sources of a block of queries; None if there are none."""
+    part = None
+    for source in sources:
+        part = source.read(problem, functions, query, part)
+    return part

@@ -13,16 +13,21 @@ from typing import Any, NamedTuple
 from linattn._dispatch import BlockFunctions, is_declined
 from linattn._driver.blocks import (
     block_slices,
+    flat_rows,
+    in_blocks,
     raw_tokens,
+    split,
     values_and_one_block,
 )
 from linattn._driver.pairs import (
     Pairs,
+    Source,
     band,
     biased_keys,
     biased_queries,
     exact_keys,
     is_banded,
+    join,
     keys_of_rows,
     no_keys_seen,
     offset,
@@ -31,8 +36,6 @@ from linattn._driver.pairs import (
     seen_by_all,
     visible_pairs,
 )
-from linattn._driver.sources import Source, join
-from linattn._driver.token_blocks import flat_rows, in_blocks, split
 from linattn._generic.exact import beside
 from linattn._generic.hierarchical import exact_causal_block
 from linattn.typing import Array, Exact, Partial, Problem, Tokens

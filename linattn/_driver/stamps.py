@@ -10,7 +10,7 @@ from zlib import crc32
 import array_api_compat
 
 from linattn import _arrays
-from linattn._driver.modifiers import total_decay
+from linattn._driver.blocks import total_decay
 from linattn.typing import Array, FeatureMap, Problem, State
 
 __all__ = [

@@ -18,20 +18,22 @@ import numpy as np
 
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
-from linattn._driver.block_axis import for_blocks
 from linattn._driver.blocks import (
+    add_key_blocks,
     block_slices,
+    decay_blocks,
+    decay_of_rows,
+    flat_rows,
+    in_blocks,
     in_map_coordinates,
+    key_blocks,
     raw_tokens,
     token_block,
     values_and_one_block,
 )
 from linattn._driver.clusters import ChosenKeys, ExactClusters
-from linattn._driver.decay import add_key_blocks
-from linattn._driver.modifiers import decay_of_rows
-from linattn._driver.pairs import bias_block, biased_keys, biased_queries
-from linattn._driver.sources import Read, Source, join
-from linattn._driver.token_blocks import decay_blocks, flat_rows, in_blocks, key_blocks
+from linattn._driver.pairs import Read, Source, bias_block, biased_keys, biased_queries, join
+from linattn._driver.specs import for_blocks
 from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
 from linattn._generic.exact import beside, exact_pairs, in_band
 from linattn._generic.prefix_states import (

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 
 from linattn import _arrays, _checks, _dispatch
-from linattn._driver.exact_problem import exact_problem
+from linattn._driver.problem import exact_problem
 from linattn.automatic import _causal, _full
 from linattn.automatic._heads import Given
 from linattn.automatic._report import AttentionReport, HeadRecord, make_report

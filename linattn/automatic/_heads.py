@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn._driver.exact_problem import exact_problem
+from linattn._driver.problem import exact_problem
 from linattn.functional import softmax_attention
 from linattn.typing import Array, Problem
 

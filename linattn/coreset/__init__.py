@@ -19,8 +19,7 @@ import numpy as np
 from linattn import _arrays, _checks, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import OutputRows
-from linattn._driver.exact_problem import exact_problem
-from linattn._driver.problem import of_one_token
+from linattn._driver.problem import exact_problem, of_one_token
 from linattn._files import Arrays, Path
 from linattn._generic.states import divide
 from linattn.coreset import _entries, _stream

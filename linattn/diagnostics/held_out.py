@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn._driver.blocks import block_slices, token_block, values_and_one_block
-from linattn._driver.exact_problem import exact_problem
 from linattn._driver.pairs import biased_keys, biased_queries
+from linattn._driver.problem import exact_problem
 from linattn._generic.states import divide
 from linattn.diagnostics._shared import Floats, error_and_bound
 from linattn.sampling import Seed, as_generator

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._driver.blocks import block_slices, raw_tokens
-from linattn._driver.exact_problem import exact_problem
-from linattn._driver.modifiers import mask_and_bias
 from linattn._driver.pairs import biased_keys, biased_queries
+from linattn._driver.problem import exact_problem
+from linattn._driver.weights import mask_and_bias
 from linattn.typing import Array, Tokens
 
 __all__ = [

@@ -14,9 +14,9 @@ except ImportError as error:
     raise ImportError(message) from error
 
 from linattn import _checks, _settings
-from linattn._driver.exact_problem import exact_problem
 from linattn._driver.forward import solve
 from linattn._driver.options import InteropOptions
+from linattn._driver.problem import exact_problem
 from linattn._driver.stamps import stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State

@@ -14,8 +14,8 @@ except ImportError as error:
 
 from linattn import _arrays, _checks, _settings
 from linattn._driver import forward
-from linattn._driver.exact_problem import exact_problem
 from linattn._driver.options import InteropOptions
+from linattn._driver.problem import exact_problem
 from linattn._driver.stamps import stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State

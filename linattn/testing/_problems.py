@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 import linattn
 from linattn import _dispatch
-from linattn._driver.exact_problem import exact_problem
-from linattn._driver.problem import linear_problem, step_problem
-from linattn._driver.tasks import task_index
+from linattn._driver.blocks import task_index
+from linattn._driver.problem import exact_problem, linear_problem, step_problem
 from linattn._recurrence.problem import recurrence_problem
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
 from linattn.testing._compared import compare_gradient, compare_state, need, to_host

@@ -1,0 +1,277 @@
+"""What keys and pairs weigh beside the map: options as fields of a problem, checked."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import array_api_compat
+
+from linattn import _arrays, _checks
+from linattn._driver.options import Options, Visibility
+from linattn._driver.specs import innermost, peel_affine
+from linattn.typing import (
+    Array,
+    Assigned,
+    Corrected,
+    Exact,
+    Exponential,
+    MapSpec,
+    RelativeBias,
+)
+
+__all__ = ["check_relative_bias", "exact_fields", "keys_inside", "mask_and_bias", "weight_fields"]
+
+
+def weight_fields(
+    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options
+) -> dict[str, Any]:
+    """Fields of a problem that say which keys count, and how much, beside the map."""
+    query, key, _ = arrays
+    mask, bias = mask_and_bias(
+        xp, key, dtype, options.key_mask, options.key_bias, query_len=query.shape[-2]
+    )
+    return {
+        "key_mask": keys_inside(xp, key, options.key_lengths, mask),
+        "key_bias": bias,
+        "log_decay": _log_decay(xp, arrays, dtype, options),
+        "normalize": _checks.check_flag("normalize", options.normalize),
+    }
+
+
+def _log_decay(
+    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options
+) -> Array | None:
+    """Check how the state decays: with time, or in full attention with distance."""
+    if options.log_decay is None:
+        return None
+    query, key, _ = arrays
+    decay = _checks.check_state_decay(options.log_decay, key, xp, dtype)
+    if options.exact_clusters is not None and options.exact_window is None:
+        message = (
+            f"exact_clusters needs exact_window under log_decay, got exact_clusters="
+            f"{options.exact_clusters} alone: near keys, which decay least, must be exact too"
+        )
+        raise ValueError(message)
+    if options.window_bias is not None:
+        message = (
+            "window_bias must be None with log_decay: both are weights of offsets; use one of the "
+            "two, softmax_attention for any bias of offsets"
+        )
+        raise ValueError(message)
+    if options.is_causal or not options.reads:
+        return decay
+    lengths = query.shape[-2], key.shape[-2]
+    if lengths[0] != lengths[1]:
+        message = (
+            f"under log_decay query and key must have equal length, got {lengths[0]} and "
+            f"{lengths[1]}: they are one sequence, in which weights decay with distance"
+        )
+        raise ValueError(message)
+    if decay.shape[-2] != 1:
+        message = (
+            f"log_decay must be a number or one a head in full attention, where it acts in both "
+            f"directions, got shape {tuple(options.log_decay.shape)}, one a token; use is_causal"
+        )
+        raise ValueError(message)
+    return decay
+
+
+def keys_inside(
+    xp: ModuleType, key: Array, key_lengths: Any, key_mask: Array | None
+) -> Array | None:
+    """Check lengths of keys, and take what lies beyond out of a mask."""
+    if key_lengths is None:
+        return key_mask
+    inside = _checks.check_key_lengths(key_lengths, key, xp)
+    return inside if key_mask is None else key_mask & inside
+
+
+def mask_and_bias(
+    xp: ModuleType, key: Array, dtype: Any, key_mask: Any, key_bias: Any, *, query_len: int
+) -> tuple[Array | None, Array | None]:
+    """Check which keys count and how much; a key of bias -inf is masked as any other."""
+    if key_mask is not None:
+        key_mask = _checks.check_key_mask(key_mask, key, xp, query_len=query_len)
+    if key_bias is None:
+        return key_mask, None
+    key_bias = _checks.check_key_bias(key_bias, key, xp, dtype, query_len=query_len)
+    counts = key_bias > -xp.inf
+    if _arrays.is_lazy(key_bias) or not bool(xp.all(counts)):
+        key_mask = counts if key_mask is None else key_mask & counts
+    return key_mask, key_bias
+
+
+# Log weights of offsets ---------------------------------------------------------------------------
+
+
+def check_relative_bias(
+    window_bias: Any, far_bias: Any, *, query: Array, lead: tuple[int, ...], dtype: Any
+) -> RelativeBias | None:
+    """Check a bias of near offsets and one number a side for those beyond; join them."""
+    if window_bias is None:
+        if far_bias is not None:
+            message = "far_bias needs window_bias: it is what lies beyond that on either side"
+            raise ValueError(message)
+        return None
+    xp = _arrays.namespace(query)
+    table = _checks.check_array("window_bias", window_bias)
+    _checks.check_together("query", query, "window_bias", table)
+    _checks.check_log_weights("window_bias", table)
+    _check_lead("window_bias", tuple(table.shape[:-1]), lead)
+    if table.shape[-1] % 2 == 0:
+        message = (
+            f"window_bias must have a last axis of 2 r + 1, for offsets of keys from -r to r, got "
+            f"{tuple(table.shape)}"
+        )
+        raise ValueError(message)
+    table = xp.astype(table, dtype, copy=False)
+    ends = (table[..., :1], table[..., -1:])
+    if far_bias is not None:
+        ends = _far_ends(far_bias, query, lead, dtype)
+    shape = _checks.check_leading_axes(
+        window_bias=tuple(table.shape[:-1]),
+        **{f"far_bias[{i}]": tuple(end.shape[:-1]) for i, end in enumerate(ends)},
+    )
+    # Dask's expressions have no `broadcast_to`.
+    nothing = xp.zeros((*shape, 1), dtype=dtype, device=array_api_compat.device(query))
+    return RelativeBias(xp.concat([part + nothing for part in (ends[0], table, ends[1])], axis=-1))
+
+
+def _far_ends(far_bias: Any, query: Array, lead: tuple[int, ...], dtype: Any) -> Any:
+    """Check two biases, numbers or arrays of heads; each gets an axis for its one offset."""
+    if not isinstance(far_bias, tuple | list) or len(far_bias) != 2:
+        message = (
+            f"far_bias must be a pair (left, right), each a number or an array with one for each "
+            f"head, got {far_bias!r}"
+        )
+        raise TypeError(message)
+    xp, ends = _arrays.namespace(query), []
+    for i, end in enumerate(far_bias):
+        name = f"far_bias[{i}]"
+        # A scalar of NumPy is a number beside any library.
+        if array_api_compat.is_array_api_obj(end) and not isinstance(end, numbers.Real):
+            _checks.check_together("query", query, name, end)
+            _checks.check_log_weights(name, end)
+            _check_lead(name, tuple(end.shape), lead)
+            ends.append(xp.astype(end, dtype, copy=False)[..., None])
+        else:
+            left_out = isinstance(end, numbers.Real) and end == -float("inf")
+            number = -float("inf") if left_out else _checks.check_finite_number(name, end)
+            device = array_api_compat.device(query)
+            ends.append(xp.full((1,), number, dtype=dtype, device=device))
+    return ends
+
+
+def _check_lead(name: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> None:
+    fits = len(shape) <= len(lead) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(lead), strict=False)
+    )
+    if not fits:
+        message = (
+            f"leading axes of {name} must broadcast to those of the output, {lead}, got {shape}"
+        )
+        raise ValueError(message)
+
+
+# Keys that are weighed exactly --------------------------------------------------------------------
+
+
+def exact_fields(
+    arrays: Sequence[Array],
+    dtype: Any,
+    feature_map: Any,
+    specs: tuple[MapSpec, MapSpec],
+    options: Options,
+    sees: Visibility,
+) -> dict[str, Any]:
+    """Fields of a problem that say which keys are exact, and what near and far ones weigh more."""
+    query, key, _ = arrays
+    window, count = options.exact_window, options.exact_clusters
+    if window is not None:
+        sees.check_one_sequence("exact_window", query, key)
+        # A window longer than the sequence is all of it, and need not be filled up.
+        longest = max(1, int(query.shape[-2]), int(key.shape[-2]))
+        window = min(_checks.check_positive_int("exact_window", window), longest)
+    if count is not None:
+        count = _checks.check_positive_int("exact_clusters", count)
+    for name, given in (("exact_window", window), ("exact_clusters", count)):
+        if given is not None:
+            _check_weights(name, feature_map, peel_affine(specs[0])[0])
+    if count is not None:
+        _check_clusters(query, feature_map, specs, options)
+        count = min(count, feature_map.num_features)
+    is_exact = window is not None or count is not None
+    near_spec = Exact(feature_map.scale) if is_exact else None
+    return {
+        "exact_window": window,
+        "exact_clusters": count,
+        "near_spec": near_spec,
+        "relative_bias": _checked_bias(arrays, dtype, options),
+    }
+
+
+def _checked_bias(arrays: Sequence[Array], dtype: Any, options: Options) -> RelativeBias | None:
+    """Check a bias of offsets, of which only those of near keys may differ."""
+    names = "query", "key", "value"
+    leads = {name: tuple(x.shape[:-2]) for name, x in zip(names, arrays, strict=True)}
+    bias = check_relative_bias(
+        options.window_bias,
+        options.far_bias,
+        query=arrays[0],
+        lead=_checks.check_leading_axes(**leads),
+        dtype=dtype,
+    )
+    if bias is None:
+        return None
+    if options.exact_window is None or bias.reach > options.exact_window:
+        message = (
+            f"window_bias must have 2 r + 1 numbers with r no larger than exact_window, for keys "
+            f"further away have one bias a side, got r = {bias.reach} and "
+            f"exact_window={options.exact_window}; for biases of all pairs use softmax_attention"
+        )
+        raise ValueError(message)
+    return bias
+
+
+def _check_weights(name: str, feature_map: Any, query_spec: MapSpec) -> None:
+    """Check that exact keys and others are of one kernel."""
+    if not getattr(feature_map, "softmax_kernel", False):
+        message = (
+            f"{name} needs a feature map of the softmax kernel exp(scale q.k), so that exact and "
+            f"other keys are weighed alike, got {feature_map!r}"
+        )
+        raise ValueError(message)
+    if isinstance(query_spec, Corrected):
+        message = (
+            f"{name} needs a feature map with weights that are not corrected as a whole, got "
+            f"{feature_map!r}; fit it with corrected=False"
+        )
+        raise ValueError(message)
+
+
+def _check_clusters(
+    query: Array, feature_map: Any, specs: tuple[MapSpec, MapSpec], options: Options
+) -> None:
+    query_spec, key_spec = map(innermost, specs)
+    is_clustered = isinstance(key_spec, Assigned) and key_spec.landmarks is not None
+    if not (is_clustered and isinstance(query_spec, Exponential)):
+        message = (
+            f"exact_clusters needs a feature map that assigns keys to landmarks, such as "
+            f"LandmarkFeatures.fit(query, key), got {feature_map!r}"
+        )
+        raise ValueError(message)
+    if options.state is not None:
+        message = (
+            f"{options.state_name} must be None under exact_clusters, got a state: the keys in it "
+            f"are summed up, and cannot be weighed one by one"
+        )
+        raise ValueError(message)
+    if _arrays.is_lazy(query):
+        message = (
+            f"exact_clusters needs arrays whose values can be inspected, to sort keys by cluster, "
+            f"got {type(query).__name__}; convert query, key and value to NumPy's or torch's"
+        )
+        raise TypeError(message)
