@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import array_api_compat
 
@@ -23,7 +23,6 @@ from linattn._driver.blocks import (
     token_block,
     total_decay,
 )
-from linattn._driver.gradient_rows import Checkpoints
 from linattn._driver.packed import Batch, PackedRows, batches, join_states, solve_short
 from linattn._driver.specs import read_spec
 from linattn._driver.walks import (
@@ -42,6 +41,10 @@ from linattn._driver.walks import (
 from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
+
+if TYPE_CHECKING:
+    # Loads threads, which a forward pass alone does not need.
+    from linattn._driver.gradient_rows import Checkpoints
 
 __all__ = ["inspects_signs", "solve", "solve_in_parts", "step"]
 
