@@ -387,9 +387,9 @@ each package is reached by an adapter of at most eight lines.
 {failing}
 
 `Nystroem` is here to show what the test sees: nobody calls it unbiased. *Visible bias* is what
-each test announces: a bias of that size is found with a probability of .99, a smaller one with luck. It
-is relative to the mean, or to one standard deviation of a draw where the mean is near 0. A battery has
-one for each of its rows.
+each test announces: a bias of that size is found with a probability of .99, a smaller one with
+luck. It is relative to the mean, or to one standard deviation of a draw where the mean is near 0.
+A battery has one for each of its rows.
 
 ## What passes
 
