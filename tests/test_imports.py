@@ -108,7 +108,7 @@ def test_submodules_are_loaded_by_their_first_use(name):
 
 
 @pytest.mark.frameworks
-@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["torch", "jax", "transformers"])
 def test_modules_for_frameworks_are_loaded_by_their_first_use(name):
     pytest.importorskip(name)
     use = (
@@ -137,6 +137,11 @@ assert linattn.linear_attention
     [
         ("interop.torch", "torch", "linattn.interop.torch needs torch"),
         ("interop.jax", "jax", "linattn.interop.jax needs jax"),
+        (
+            "interop.transformers",
+            "transformers",
+            "interop.transformers needs torch",
+        ),
         ("sklearn", "sklearn.utils.validation", "linattn.sklearn needs scikit-learn"),
         ("testing", "hypothesis", "linattn.testing needs hypothesis"),
     ],
@@ -153,19 +158,21 @@ def test_dir_lists_what_is_for_users():
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     names = {name for name in linattn.__all__ if name[0] != "_"}
     assert finished.stdout.split() == sorted(names | {*SUBMODULES})
-    there = {name for name in ("torch", "jax") if importlib.util.find_spec(name) is not None}
-    assert {"torch", "jax"} & set(dir(linattn.interop)) == there
+    frameworks = {"torch", "jax", "transformers"}
+    there = {name for name in frameworks if importlib.util.find_spec(name) is not None}
+    assert frameworks & set(dir(linattn.interop)) == there
 
 
 def test_help_needs_no_optional_library():
     program = (
         "import sys\n"
-        "for name in ('hypothesis', 'jax', 'sklearn', 'torch'):\n    sys.modules[name] = None\n"
+        "for name in ('hypothesis', 'jax', 'sklearn', 'torch', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
         "import linattn, pydoc\n"
         "assert 'linear_attention' in pydoc.render_doc(linattn)\n"
         "assert pydoc.render_doc(linattn.interop)\n"
         "assert not {'sklearn', 'testing'} & set(dir(linattn))\n"
-        "assert not {'torch', 'jax'} & set(dir(linattn.interop))"
+        "assert not {'torch', 'jax', 'transformers'} & set(dir(linattn.interop))"
     )
     modules_after(program)
 

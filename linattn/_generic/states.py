@@ -173,4 +173,8 @@ def read_output(
 
 
 def log_normalizer(part: Partial, problem: Problem) -> Array:
-    return part.log + problem.xp.log(part.num_den[..., -1:])
+    xp, total = problem.xp, part.num_den[..., -1:]
+    # A query that sees nothing: log(0) would make NaN of a gradient of 0.
+    is_nothing = total == 0
+    log = xp.log(xp.where(is_nothing, xp.ones_like(total), total))
+    return part.log + xp.where(is_nothing, xp.full_like(total, -xp.inf), log)

@@ -2,8 +2,10 @@
 
 On arrays of torch and JAX :func:`linattn.linear_attention` is differentiated by the framework,
 which keeps every block for the backward pass. The functions here are the same functions with
-linattn's pullback in its place: nothing but the arguments is stored. Neither framework is imported
-before its module, :mod:`linattn.interop.torch` or :mod:`linattn.interop.jax`, is used.
+linattn's pullback in its place: nothing but the arguments is stored.
+:mod:`linattn.interop.transformers` puts attention into the models of transformers. No framework is
+imported before its module, such as :mod:`linattn.interop.torch` or :mod:`linattn.interop.jax`, is
+used.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from linattn.interop import jax as jax
     from linattn.interop import torch as torch
+    from linattn.interop import transformers as transformers
 
 # Without its modules: a star must not import the frameworks.
 __all__: list[str] = []
 
-_SUBMODULES = ("jax", "torch")
+_NEEDS = {"jax": ["jax"], "torch": ["torch"], "transformers": ["torch", "transformers"]}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
+    if name in _NEEDS:
         return importlib.import_module(f"linattn.interop.{name}")
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message)
@@ -32,4 +35,5 @@ def __dir__() -> list[str]:
     from importlib.util import find_spec
 
     dunders = (name for name in globals() if name.startswith("__"))
-    return sorted({*dunders, *filter(find_spec, _SUBMODULES)})
+    there = (name for name, needs in _NEEDS.items() if all(map(find_spec, needs)))
+    return sorted({*dunders, *there})

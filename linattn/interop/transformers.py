@@ -1,0 +1,488 @@
+"""Attention of linattn in the models of transformers, and a cache that holds states.
+
+:func:`register` adds an attention to those that ``attn_implementation=`` chooses from::
+
+    from linattn.interop.transformers import register
+
+    register()
+    model.set_attn_implementation("linattn")
+
+Masks stay what they are of: keys, stops, windows, packed sequences. No array of all pairs of tokens
+is made. With a feature map :func:`register` adds linear attention, and :class:`StateCache` is its
+cache for ``model.generate``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+try:
+    import torch
+    import transformers
+    from transformers import masking_utils
+    from transformers.cache_utils import Cache, CacheLayerMixin
+except ImportError as error:
+    message = (
+        "linattn.interop.transformers needs torch and transformers, one of which is not installed: "
+        "pip install torch transformers"
+    )
+    raise ImportError(message) from error
+
+from linattn.functional import softmax_attention
+from linattn.interop import _visibility
+from linattn.interop import torch as of_torch
+from linattn.interop._visibility import Visibility
+from linattn.typing import FeatureMap, State
+
+__all__ = ["StateCache", "register"]
+
+
+def register(feature_map: FeatureMap | None = None, *, name: str | None = None) -> str:
+    r"""Add an attention to those that the models of transformers choose from, and return its name.
+
+    Parameters
+    ----------
+    feature_map : FeatureMap, optional
+        Linear attention with this map, for heads of its dim. Default: exact attention,
+        :func:`linattn.softmax_attention`.
+    name : str, optional
+        What ``attn_implementation=`` will be. Default "linattn", with a map "linattn_linear".
+
+    Returns
+    -------
+    str
+        The name.
+
+    Raises
+    ------
+    ImportError
+        When this module is imported: torch or transformers is missing.
+    TypeError
+        A map that is none.
+
+    Notes
+    -----
+    The model then calls it with queries (batch, H, L, d), keys (batch, G, S, d) and a mask. It
+    serves causal, full and prefix attention, sliding windows, chunks, padding, packed sequences,
+    grouped heads, sinks (GPT-OSS) and biases of the distance (T5). The gradient is linattn's own,
+    in linear memory; for sinks and biases it is that of torch's autograd, which keeps each block.
+
+    It raises NotImplementedError for dropout of weights, soft caps of logits,
+    ``output_attentions``, masks and biases of other patterns; linear attention also for windows,
+    sinks and biases. Linear attention multiplies queries by the model's scaling times ``sqrt(d)``,
+    which is 1 in most models: maps of the softmax kernel then see the logits of the model.
+
+    transformers describes a mask by a function of two positions. The pattern is read off that
+    function, some rows at a time: time O(L S) once for each forward pass, not for each layer, and
+    memory O(L + S). Purely causal and full masks are not read.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.interop.transformers import register
+    >>> register()
+    'linattn'
+    >>> register(EluFeatures())
+    'linattn_linear'
+    """
+    if feature_map is None:
+        name, attend = name or "linattn", _softmax
+    elif not isinstance(feature_map, FeatureMap):
+        message = (
+            f"feature_map must be one of linattn.feature_maps, such as EluFeatures(), got "
+            f"{feature_map!r}; leave it out for exact attention"
+        )
+        raise TypeError(message)
+    else:
+        name, attend = name or "linattn_linear", partial(_linear, feature_map)
+    transformers.AttentionInterface.register(name, partial(_attention, attend))
+    transformers.AttentionMaskInterface.register(name, _mask)
+    return name
+
+
+# Masks -------------------------------------------------------------------------------------------
+
+
+class _Mask(NamedTuple):
+    """What a mask of pairs says."""
+
+    seen: Visibility
+    key_mask: Any = None
+    """(batch, S) boolean."""
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    **given: Any,
+) -> Any:
+    """Return what a layer gets as its mask. Called by transformers, with these names."""
+    padding, device = given.get("attention_mask"), given.get("device", "cpu")
+    if padding is not None:
+        padding = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
+        padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        padding = None if bool(padding.all()) else padding
+    # Models read the shape. Its one number hides all, so that a copy is rejected.
+    mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+    mask = mask.expand(batch_size, 1, q_length, kv_length)
+    seen = _common(given["mask_function"], q_length, kv_length, int(q_offset) - kv_offset)
+    if seen is None:
+        rows = partial(_rows, mask, (int(q_offset), kv_offset), given)
+        seen, padding = _read(rows, mask, padding)
+    mask._linattn = _Mask(seen, padding)
+    return mask
+
+
+def _common(function: Any, length: int, num_keys: int, offset: int) -> Visibility | None:
+    """Return what queries see under the two commonest masks, which need not be read."""
+    if function is masking_utils.bidirectional_mask_function:
+        return Visibility({}, num_keys)
+    if function is not masking_utils.causal_mask_function or offset + length > num_keys:
+        return None
+    num_keys = offset + length
+    is_causal = True if length == num_keys else "lower_right"
+    return Visibility({"is_causal": is_causal} if length > 1 else {}, num_keys)
+
+
+def _rows(mask: Any, offsets: tuple[int, int], given: dict[str, Any], block: slice) -> Any:
+    """Evaluate a mask of transformers for some queries, (batch or 1, queries, S)."""
+    rows = masking_utils.sdpa_mask(
+        mask.shape[0],
+        block.stop - block.start,
+        mask.shape[-1],
+        offsets[0] + block.start,
+        offsets[1],
+        mask_function=given["mask_function"],
+        allow_is_causal_skip=False,
+        use_vmap=given.get("use_vmap", False),
+        device=mask.device,
+    )
+    # The same for all of a batch: a view of one.
+    rows = rows if rows.stride(0) else rows[:1]
+    return rows[:, 0].cpu().numpy()
+
+
+def _read(rows: Any, mask: Any, padding: Any) -> tuple[Visibility, Any]:
+    """Read which keys queries see; one query sees any keys at all, by a mask of keys."""
+    length, num_keys = mask.shape[-2:]
+    if length != 1:
+        seen = _visibility.read_rows(rows, length, num_keys)
+        return _refuse("masks of this pattern") if seen is None else seen, padding
+    row = torch.as_tensor(rows(slice(0, 1))[:, 0], device=mask.device)
+    if bool(row.all()):
+        return Visibility({}, num_keys), padding
+    return Visibility({"row": True}, num_keys), row if padding is None else row & padding
+
+
+def _given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> _Mask:
+    """Read what a layer gives in the place of a mask of ours."""
+    length, num_keys = query.shape[-2], key.shape[-2]
+    if mask is None:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if is_causal and length > 1 and length != num_keys:
+            _refuse(f"causal attention of {length} queries to {num_keys} keys without a mask")
+        return _Mask(Visibility({"is_causal": True} if is_causal and length > 1 else {}, num_keys))
+    if mask.ndim != 4 or mask.shape[1] != 1:
+        _refuse(f"masks of shape {tuple(mask.shape)}, one for each head")
+    if mask.dtype != torch.bool:
+        is_seen = mask == 0
+        if not bool((is_seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            _refuse("masks of other numbers than 0 and the least one")
+        mask = is_seen
+    if not bool(mask.any()):
+        _refuse("masks that hide all, as copies of its own masks are")
+    return _dense(mask.expand(-1, -1, length, num_keys))
+
+
+def _dense(mask: Any) -> _Mask:
+    """Read a mask (batch, 1, L, S) that a user or a model made: padding and a pattern in one."""
+    length, num_keys = mask.shape[-2:]
+    keys, position = mask[:, 0].any(1), torch.arange(num_keys, device=mask.device)
+    for options, ahead in (({}, num_keys), ({"is_causal": "lower_right"}, 0)):
+        for block in _visibility.blocks_of_rows(length, num_keys):
+            last = position[num_keys - length :][block, None] + ahead
+            rows = mask[:, 0, block]
+            # A query that sees nothing is of padding, and may see anything.
+            same = rows == ((position <= last) & keys[:, None])
+            if not bool((same | ~rows.any(-1, keepdim=True)).all()):
+                break
+        else:
+            options = options if length > 1 else {}
+            return _Mask(Visibility(options, num_keys), None if bool(keys.all()) else keys)
+    return _Mask(*_read(lambda block: mask[:, 0, block].cpu().numpy(), mask, None))
+
+
+# Attention ---------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """Arguments of one attention. Queries are (batch, H, L, d), or (batch, G, H / G, L, d)."""
+
+    query: Any
+    key: Any
+    value: Any
+    options: dict[str, Any]
+    """Of :func:`linattn.softmax_attention`, masks included."""
+    scale: float
+    cache: _StateLayer | None
+    extra: dict[str, Any]
+    """Sinks and biases."""
+
+
+def _attention(
+    attend: Any,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    **given: Any,
+) -> tuple[Any, None]:
+    """Attend. Called by the layers of transformers, with these names."""
+    for problem, is_there in {
+        "dropout of attention weights": given.get("dropout"),
+        "softcap of logits": given.get("softcap") is not None,
+        "output_attentions": given.get("output_attentions"),
+    }.items():
+        if is_there:
+            _refuse(problem)
+    cache = getattr(key, "_linattn_layer", None)
+    mask = getattr(attention_mask, "_linattn", None)
+    if mask is None:
+        mask = _given_mask(attention_mask, module, query, key, given.get("is_causal"))
+    else:
+        _check_sizes(attention_mask, query, key, cache)
+    extra = {name: given.get(name) for name in ("s_aux", "position_bias")}
+    scale = given.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    out = attend(_call(query, key, value, mask, scale, cache, extra))
+    if mask.seen.is_flat:
+        out = out.unflatten(-2, (query.shape[0], query.shape[-2])).movedim(-3, 0)
+    out = out.reshape(*query.shape[:-1], value.shape[-1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(problem: str) -> Any:
+    message = (
+        f"attn_implementation must suit the model: that of linattn has no {problem}; switch it "
+        f'off, or use model.set_attn_implementation("eager")'
+    )
+    raise NotImplementedError(message)
+
+
+def _check_sizes(mask: Any, query: Any, key: Any, cache: Any) -> None:
+    found = query.shape[-2], key.shape[-2] + (cache.before if cache else 0)
+    if found != tuple(mask.shape[-2:]):
+        message = (
+            f"query and key must have the lengths of the mask, {tuple(mask.shape[-2:])}, got "
+            f"{found}; a StateCache serves only models that pass on the keys of its update()"
+        )
+        raise ValueError(message)
+
+
+def _call(
+    query: Any, key: Any, value: Any, mask: _Mask, scale: float, cache: Any, extra: Any
+) -> _Call:
+    """Group heads; give masks the axes of heads."""
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        query = query.unflatten(1, (key.shape[1], group))
+        key, value = key.unsqueeze(2), value.unsqueeze(2)
+    seen, keys = mask.seen, mask.key_mask
+    options = dict(seen.options)
+    if seen.is_flat:
+        query, key, value = (x.movedim(0, -3).flatten(-3, -2) for x in (query, key, value))
+        keys = None if keys is None else keys.reshape(1, -1)
+    elif cache is not None:
+        keys = None if keys is None else keys[:, -key.shape[-2] :]
+    elif seen.num_keys < key.shape[-2]:
+        key, value = (x[..., : seen.num_keys, :] for x in (key, value))
+        keys = None if keys is None else keys[:, : seen.num_keys]
+    heads = (1,) * (query.ndim - 2 - (not seen.is_flat))
+    if keys is not None:
+        options["key_mask"] = keys.reshape(*keys.shape[: not seen.is_flat], *heads, keys.shape[-1])
+    stops = options.get("key_stop")
+    if stops is not None and stops.ndim == 2:
+        options["key_stop"] = stops.reshape(len(stops), *heads, -1)
+    return _Call(query, key, value, options, scale, cache, extra)
+
+
+def _softmax(call: _Call) -> Any:
+    """Exact attention, with sinks and biases of the distance where the model has them."""
+    if call.cache is not None:
+        _refuse("StateCache for exact attention")
+    options = {name: x for name, x in call.options.items() if name != "row"}
+    options["scale"] = call.scale
+    sinks, bias = call.extra["s_aux"], call.extra["position_bias"]
+    if bias is not None:
+        options |= _bias(bias, call)
+    if sinks is None and bias is None:
+        return of_torch.softmax_attention(call.query, call.key, call.value, **options)
+    arrays = (call.query, call.key, call.value)
+    if sinks is None:
+        return softmax_attention(*arrays, **options)
+    out, total = softmax_attention(*arrays, return_log_normalizer=True, **options)
+    # A sink is one more key, of value 0: the others keep this part of the weight.
+    sinks = sinks.to(total.dtype).reshape(*call.query.shape[-len(total.shape[1:]) - 1 : -2], 1)
+    return out * torch.sigmoid(total - sinks)[..., None].to(out.dtype)
+
+
+def _bias(bias: Any, call: _Call) -> dict[str, Any]:
+    """Return the options of a bias (1, H, L, S) that depends on the distance alone."""
+    length, num_keys = call.query.shape[-2], call.key.shape[-2]
+    if not bias.requires_grad and not bool(bias.any()):
+        return {}
+    bias = bias[..., :num_keys]
+    if bias.shape[0] != 1 or "cu_seqlens" in call.options:
+        _refuse("position_bias that differs in a batch")
+    bias = bias[0].reshape(*call.query.shape[1:-2], length, num_keys)
+    if length == 1:
+        return {"key_bias": bias[..., 0, :].expand(*call.key.shape[:-2], -1)}
+    if not bool((bias[..., 1:, 1:] == bias[..., :-1, :-1]).all()):
+        _refuse("position_bias that is not one of the distance")
+    # From the distance 1 - L, in the first column, to S - 1, in the first row.
+    by_distance = torch.cat([bias[..., 0].flip(-1)[..., :-1], bias[..., 0, :]], -1)
+    radius = max(length, num_keys) - 1
+    ends = (radius + 1 - length, radius + 1 - num_keys)
+    return {"window_bias": torch.nn.functional.pad(by_distance, ends)}
+
+
+def _linear(feature_map: FeatureMap, call: _Call) -> Any:
+    """Linear attention, after the state of a cache if there is one."""
+    if "local_window_size" in call.options:
+        _refuse("linear attention in a sliding window")
+    if "row" in call.options and call.cache is not None:
+        _refuse("StateCache where a query sees not all keys before it")
+    for name, extra in call.extra.items():
+        if extra is not None and (name == "s_aux" or extra.requires_grad or bool(extra.any())):
+            _refuse(f"linear attention with {name}")
+    options = {name: x for name, x in call.options.items() if name != "row"}
+    query, key, value, cache = *call[:3], call.cache
+    factor = call.scale * query.shape[-1] ** 0.5
+    query = query if abs(factor - 1) < 1e-6 else query * factor
+    if cache is None:
+        return of_torch.linear_attention(query, key, value, feature_map, **options)
+    if set(options) - {"is_causal", "key_mask"} or (query.shape[-2] > 1 and len(options) == 0):
+        _refuse("StateCache where attention is not causal")
+    options["is_causal"] = True
+    out, cache.state = of_torch.linear_attention(
+        query, key, value, feature_map, initial_state=cache.state, return_state=True, **options
+    )
+    cache.attended = cache.length
+    return out
+
+
+# Cache -------------------------------------------------------------------------------------------
+
+
+class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The state of one layer."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.state: State | None = None
+        self.before = self.length = self.attended = 0
+        """Tokens before those of the last update, with them, and those in the state."""
+
+    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+        """Do nothing: the first attention makes the state."""
+        self.is_initialized = True
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return these keys and values alone; the attention finds this layer by the keys."""
+        if self.attended != self.length:
+            message = (
+                "a StateCache must be read by linear attention of linattn, and was not by the last "
+                'tokens; use model.set_attn_implementation("linattn_linear")'
+            )
+            raise RuntimeError(message)
+        self.is_initialized = True
+        self.before, self.length = self.length, self.length + key_states.shape[-2]
+        key_states = key_states.view_as(key_states)
+        key_states._linattn_layer = self
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are of all tokens so far."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens so far."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no bound."""
+        return -1
+
+    def _select(self, choose: Any) -> None:
+        if self.state is not None:
+            kvz, log_scale = choose(self.state.kvz), choose(self.state.log_scale)
+            self.state = self.state._replace(kvz=kvz, log_scale=log_scale)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Let the states follow their beams."""
+        self._select(lambda array: array.index_select(0, beam_idx.to(array.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat the state of each sequence."""
+        self._select(lambda array: array.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the states of these sequences."""
+        self._select(lambda array: array[indices])
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.state, self.before, self.length, self.attended = None, 0, 0, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise: a state cannot forget its last tokens."""
+        if tokens_to_remove:
+            _refuse("way to take tokens out of a StateCache")
+
+    def offload(self) -> None:
+        """Stay: a state is small."""
+
+    def prefetch(self) -> None:
+        """Stay."""
+
+
+class StateCache(Cache):  # type: ignore[misc]
+    """A cache for ``model.generate`` that holds a :class:`linattn.State` for each layer.
+
+    It takes the place of cached keys and values where attention is linear: its size does not grow.
+    Beams are reordered. It cannot be cropped, which assisted generation needs.
+
+    Parameters
+    ----------
+    None
+        ``StateCache()`` is empty, and for one model.
+
+    Raises
+    ------
+    NotImplementedError
+        In the forward pass: exact attention, a window, a cropped cache.
+    RuntimeError
+        At the second forward pass with another attention than this module's.
+
+    Notes
+    -----
+    Memory for each sequence and layer: G m (e + 2) numbers, with G heads of keys, m features and
+    values of dim e.
+
+    Examples
+    --------
+    >>> from linattn.interop.transformers import StateCache
+    >>> StateCache().get_seq_length()
+    0
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_StateLayer)
