@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import reference
 from linattn.feature_maps import PositiveFeatures, Reparametrized, TrigonometricFeatures
+from tests.attentions import assert_at_most
 
 DIM, LENGTH = 4, 40
 BOUNDS = {"float64": 1e-11, "float32": 3e-5}
@@ -94,14 +95,14 @@ def check_weights(out, weights, value, bound):
     numerator, denominator = weights @ value, weights.sum(axis=-1, keepdims=True)
     unit = abs(weights) @ abs(value) + abs(out) * abs(weights).sum(axis=-1, keepdims=True)
     assert out.shape == numerator.shape
-    assert np.all(abs(out * denominator - numerator) <= bound * unit + 1e-300)
+    assert_at_most(abs(out * denominator - numerator), bound * unit + 1e-300)
 
 
 def check_sums(out, phi, arrays, dtype, **options):
     """Compare an output with the oracle, relative to the terms behind it."""
     sums = reference.kernel_sums(*arrays, phi, **options)
     unit = np.maximum(sums.absolute_denominator * (1 + np.abs(out)), 1e-300)
-    assert np.isfinite(out).all()
+    assert_array_equal(np.isfinite(out), True)
     error = np.abs(out * sums.denominator - sums.numerator) / unit
     assert error.max() <= BOUNDS[dtype]
 

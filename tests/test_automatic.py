@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
 import linattn
 from linattn import automatic
@@ -22,6 +22,7 @@ from linattn.automatic import _causal, _costs, _curves, _full, _heads, _search, 
 from linattn.diagnostics import _shared as shared
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
+from tests.attentions import assert_at_most
 
 full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
@@ -73,7 +74,7 @@ def test_long_sequences_are_linear_and_near(is_causal):
     assert report.exact_window == (128 if is_causal else 32)
     assert report.cost < 0.5
     found = error(output, exact)
-    assert (found < 0.1).all()
+    assert_array_less(found, 0.1)
     assert_allclose(report.error, found, rtol=0.6)
     again = linattn.attention(*arrays, **options, rng=0)
     assert_array_equal(again, output)
@@ -88,7 +89,7 @@ def test_cross_attention_has_no_window():
     )
     assert report[:3] == ("landmarks", 64, None)
     exact = linattn.softmax_attention(query[:, :3000], key, value)
-    assert (error(output, exact) < 0.1).all()
+    assert_array_less(error(output, exact), 0.1)
 
 
 def test_masked_tokens_change_nothing():
@@ -124,7 +125,7 @@ def test_log_weights_of_keys(eager, is_causal, heads):
         )
     else:
         want = linattn.reference.softmax_attention(arrays[0][:, few], *arrays[1:], **visible)
-    assert (error(output[:, few], want) < 0.1).all()
+    assert_array_less(error(output[:, few], want), 0.1)
     exact = linattn.softmax_attention(*arrays, **options)
     assert_allclose(report.error, error(output, exact), rtol=0.6, atol=1e-6)
 
@@ -134,7 +135,7 @@ def test_heads_that_share_keys_are_judged_by_their_own(eager):
     query, key, value = clustered(2500, heads=3)
     query = np.stack([query, query[:, ::-1]])
     output, report = linattn.attention(query, key, value, rng=0, return_report=True)
-    assert (report.head_methods == "landmarks").all()
+    assert_array_equal(report.head_methods, "landmarks")
     found = error(output, linattn.softmax_attention(query, key, value))
     assert_allclose(report.error, found, rtol=0.5)
 
@@ -161,7 +162,7 @@ def test_every_shape_of_mask(shape):
     )
     assert report.method == "landmarks"
     exact = linattn.softmax_attention(query, key, value, key_mask=mask)
-    assert (error(output, exact) < 0.2).all()
+    assert_array_less(error(output, exact), 0.2)
     grouped = linattn.attention(
         query, key[:1], value[:1], key_mask=mask[..., :1, :] if mask.ndim > 1 else mask, **options
     )
@@ -178,7 +179,7 @@ def test_tolerance(eager, is_causal):
             *arrays, is_causal=is_causal, tolerance=0.5, rng=0, return_report=True
         )
     assert report.method != "exact"
-    assert (report.error <= 0.5).all()
+    assert_at_most(report.error, 0.5)
     with pytest.warns(UserWarning, match=r"tolerance=1e-12 takes exact attention") as told:
         output, report = linattn.attention(
             *arrays, is_causal=is_causal, tolerance=1e-12, rng=0, return_report=True
@@ -425,7 +426,7 @@ def test_the_error_curve_is_that_of_dense_weights(monkeypatch, window, masked, i
             output = mixed @ value / mixed.sum(axis=-1, keepdims=True)
             assert_allclose(errors[i], error(output, exact), rtol=1e-6, atol=1e-12)
     assert_array_equal(curve.bound, curve.error)
-    assert (curve.error[:, -1] < 1e-12).all()
+    assert_array_less(curve.error[:, -1], 1e-12)
 
 
 @pytest.mark.parametrize("shift", [-900.0, 900.0])
@@ -490,9 +491,9 @@ def test_clusters_are_taken_where_landmarks_would_not_do(eager):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output, report = linattn.attention(query, key, value, **options, return_report=True)
-    assert (report.head_clusters > 0).all()
+    assert_array_less(0, report.head_clusters)
     found = error(output, linattn.softmax_attention(query, key, value, scale=0.25))
-    assert (found <= 0.1).all()
+    assert_at_most(found, 0.1)
     assert_allclose(report.error, found, rtol=0.5)
     assert report.cost < 1
 
@@ -523,7 +524,7 @@ def test_queries_unlike_all_others_are_judged_though_they_are_few():
         rows, weights = _tokens._draw_rows(query, np.arange(7168), rng.random(224))
         assert weights is not None
         assert len(rows) == 224
-        assert (np.diff(rows) >= 0).all()
+        assert_at_most(0, np.diff(rows))
         assert (rows % 512 == 0).any()
         means.append(np.mean(weights * errors[rows]))
     assert abs(np.mean(means) - errors.mean()) < 4 * np.std(means) / 60**0.5
@@ -593,7 +594,7 @@ def test_a_batch_with_masks_on_strict_arrays(eager, xp_any_shape):
     exact = linattn.softmax_attention(query, key, value, key_mask=mask)
     counts = np.broadcast_to(mask, query.shape[:-1])[..., None]
     found = error(np.where(counts, xp.numpy(output), 0), np.where(counts, exact, 0))
-    assert (found < 0.2).all()
+    assert_array_less(found, 0.2)
     assert_allclose(report.error, found, rtol=0.6)
 
 
@@ -832,7 +833,7 @@ def test_the_bound_is_that_of_bernstein():
     assert_allclose(found.relative, np.sqrt(square), rtol=1e-9)
     assert_allclose(found.bound, np.sqrt(square + margin / b.mean(axis=-1)), rtol=1e-9)
     sure = held_out_error(output + noise, **inputs, num_rows=50, probability=0.999, rng=0)
-    assert (sure.bound > found.bound).all()
+    assert_array_less(found.bound, sure.bound)
 
 
 def test_the_bound_of_all_rows_of_one_and_of_none():
@@ -1018,13 +1019,13 @@ def test_attended_norms_find_the_few_keys_that_are_seen(is_causal):
     mask[1, 100:900] = True
     few = attended_norms(query[:1], key[:1][:, mask[0]]) if not is_causal else None
     found = attended_norms(query, key, key_mask=mask, is_causal=is_causal)
-    assert np.isfinite(found.percentiles).all()
-    assert np.isfinite(found.logit_range).all()
+    assert_array_equal(np.isfinite(found.percentiles), True)
+    assert_array_equal(np.isfinite(found.logit_range), True)
     if few is not None:
         assert_allclose(found.percentiles[0], few.percentiles[0], rtol=1e-12)
     mask[0] = False
     none = attended_norms(query, key, key_mask=mask, is_causal=is_causal)
-    assert np.isnan(none.percentiles[0]).all()
+    assert_array_equal(none.percentiles[0], np.nan)
     assert_array_equal(none.percentiles[1], found.percentiles[1])
 
 

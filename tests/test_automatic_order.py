@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
 import linattn
 from linattn._driver import forward
@@ -95,7 +95,7 @@ def test_what_is_judged_is_what_is_computed(monkeypatch, generic, together):
             query, key, value, **options, tolerance=0.3, rng=2, return_report=True
         )
     exact = linattn.softmax_attention(query, key, value, **options)
-    assert (report.head_clusters > 0).all()
+    assert_array_less(0, report.head_clusters)
     assert output.shape == query.shape
     for h, m in enumerate(report.head_features[:, 0]):
         (head,) = (
@@ -123,7 +123,7 @@ def test_what_masked_queries_hold_does_not_matter_to_others(monkeypatch, garbage
     for filler in (query, garbage):
         tokens = np.where(mask[..., None], query, filler), key, value
         output, report = linattn.attention(*tokens, **options, rng=2, return_report=True)
-        assert (report.head_clusters > 0).all()
+        assert_array_less(0, report.head_clusters)
         outputs.append(output[mask])
     assert_allclose(outputs[1], outputs[0], rtol=0, atol=1e-9)
 
@@ -141,7 +141,7 @@ def test_heads_that_are_chosen_alike_get_their_own_rows_back(monkeypatch, masked
     output, report = linattn.attention(
         query, key, value, **options, tolerance=0.2, rng=2, return_report=True
     )
-    assert (report.head_clusters > 0).all()
+    assert_array_less(0, report.head_clusters)
     assert_allclose(output[1], -output[0], rtol=1e-12)
     exact = linattn.softmax_attention(query, key, value, **options)
     seen = np.ones(1502, bool) if mask is None else mask
@@ -179,7 +179,7 @@ def test_queries_that_do_not_count_come_last(length):
     query[~counts] = np.nan
     order = order_of_queries(query, key, counts)
     assert_array_equal(np.sort(order), np.arange(length))
-    assert counts[order[: counts.sum()]].all()
+    assert_array_less(0, counts[order[: counts.sum()]])
     # Nobody is alike where there is no key, or no query.
     assert_array_equal(order_of_queries(query, key[:0], counts), np.arange(length))
     assert_array_equal(order_of_queries(query, key, counts & False), np.arange(length))

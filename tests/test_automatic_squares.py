@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_less
 
 import linattn
 from linattn._driver.problem import exact_problem
 from linattn.automatic import _causal, _costs, _search, _squares
 from linattn.automatic._heads import Given
 from linattn.automatic._report import HeadRecord
+from tests.attentions import assert_at_most
 
 LENGTH, SQUARES = 400, [(0, 200, 400), (0, 100, 200), (200, 300, 400)]
 
@@ -73,7 +74,7 @@ def test_the_error_is_that_of_the_output(monkeypatch, clusters):
     exact = linattn.softmax_attention(*arrays, is_causal=True)
     square = np.sum((output - exact) ** 2, axis=(-2, -1))
     error = np.sqrt(square / np.sum(exact**2, axis=(-2, -1)))
-    assert (error > 1e-3).all()
+    assert_array_less(1e-3, error)
     assert_allclose([record.error for record in squares.records()], error, rtol=1e-6)
     judged = [rows.judge((i,), output[i], 0.9) for i in range(2)]
     assert_allclose(judged, np.stack([error, error], axis=-1), rtol=1e-9)
@@ -148,7 +149,7 @@ def test_allowed_errors_add_up_to_the_tolerance_or_are_the_first(scale, spread):
     noise = np.random.default_rng(0).random(7)
     first = scale * noise**spread if np.isfinite(scale) else np.full(7, np.inf)
     allowed = _squares._allowed_errors(first, sizes, 0.1)
-    assert (allowed <= first).all()
+    assert_at_most(allowed, first)
     total = np.sqrt(np.sum(allowed**2))
     assert_allclose(total, min(0.1, np.sqrt(np.sum(first**2))), rtol=1e-12)
     more = allowed < first
@@ -179,7 +180,7 @@ def test_long_sequences_meet_the_tolerance_in_squares(monkeypatch):
     assert report.head_methods.tolist() == ["landmarks"] * 2
     assert report.head_windows.tolist() == [0, 0]
     assert report.cost < 1
-    assert (error < 0.15).all()
-    assert (error > 1e-3).all()
+    assert_array_less(error, 0.15)
+    assert_array_less(1e-3, error)
     assert_allclose(report.error, error, rtol=0.5)
-    assert (report.bound <= 0.15).all()
+    assert_at_most(report.bound, 0.15)

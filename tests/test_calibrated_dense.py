@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
 import linattn
 from linattn.feature_maps import DenseExponentialFeatures, HyperbolicFeatures, Reparametrized
@@ -81,7 +81,7 @@ def test_it_is_unbiased_for_the_softmax_kernel(calibrated):
     spread = draws.std(axis=0) / np.sqrt(300)
     assert spread.max() < 0.1
     # 48 means, each within 6 standard errors: one false failure in some millions.
-    assert (np.abs(draws.mean(axis=0) - 1) < 6 * spread).all()
+    assert_array_less(np.abs(draws.mean(axis=0) - 1), 6 * spread)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -149,9 +149,9 @@ def test_heads_lists_and_options():
 def test_few_tokens_are_enough_to_go_on():
     query, key, value = sequence(9, 2)
     found = DenseExponentialFeatures.calibrate((query, key), num_features=8, rng=0)
-    assert np.isfinite(linattn.linear_attention(query, key, value, found)).all()
+    assert_array_equal(np.isfinite(linattn.linear_attention(query, key, value, found)), True)
     one = DenseExponentialFeatures.calibrate((query[:, :1], key[:, :1]), num_features=8, rng=0)
-    assert np.isfinite(one.estimate(query[:, :1], key[:, :1])).all()
+    assert_array_equal(np.isfinite(one.estimate(query[:, :1], key[:, :1])), True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 pytest.importorskip("typer", reason="the command needs the extra cli")
 
@@ -203,7 +204,7 @@ class TestInputs:
         loaded = inputs.load(save(tmp_path / "half.npz", **names))
         assert {a.dtype for a in (loaded.query, loaded.key, loaded.value)} == {np.dtype("f4")}
         assert loaded.query.shape == (1, 20, 8)
-        assert (loaded.key == 1).all()
+        assert_array_equal(loaded.key, 1)
 
     def test_heads_kept_are_spread_evenly(self, small):
         kept = inputs.limited(small, max_heads=3, max_tokens=5, is_causal=False)

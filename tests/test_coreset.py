@@ -21,6 +21,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn import StateFileError
 from linattn.coreset import CoresetAttention
+from tests.attentions import assert_at_most
 
 # The definition, token by token -------------------------------------------------------------------
 
@@ -278,8 +279,8 @@ def test_convex_and_constant_values(draws, data):
     if length:
         low = np.minimum.accumulate(case.value, axis=-2)
         high = np.maximum.accumulate(case.value, axis=-2)
-        assert np.all(out >= low - 1e-9)
-        assert np.all(out <= high + 1e-9)
+        assert_at_most(low - 1e-9, out)
+        assert_at_most(out, high + 1e-9)
     same = np.full_like(case.value, 1.75)
     out = CoresetAttention(3, block_size=2, rng=0).extend(case.query, case.key, same)
     assert_allclose(out, np.full(case.output_shape, 1.75), rtol=1e-12)
@@ -307,7 +308,7 @@ def test_logits_of_any_size(dtype, size):
     query, value = (query * size).astype(dtype), value.astype(dtype)
     key = key.astype(dtype)
     out = CoresetAttention(8, block_size=8, rng=0).extend(query, key, value)
-    assert np.all(np.isfinite(out))
+    assert_array_equal(np.isfinite(out), True)
     assert np.max(np.abs(out)) <= np.max(np.abs(value)) * (1 + 1e-5)
     if dtype == "float64":
         assert_allclose(out, dense(query, key, value, m=8, B=8), atol=1e-7)
@@ -326,7 +327,7 @@ def test_logits_that_overflow_are_not_zeros():
     query, key, value = tokens(9, dtype="float32")
     query = np.abs(query) * np.float32(1e30)
     key = -np.abs(key) * np.float32(1e30)
-    assert np.all(np.isnan(CoresetAttention(2, block_size=2, rng=0).extend(query, key, value)))
+    assert_array_equal(CoresetAttention(2, block_size=2, rng=0).extend(query, key, value), np.nan)
 
 
 @pytest.mark.parametrize(("m", "most"), [(32, 0.1), (64, 0.06), (128, 0.02)])
@@ -355,14 +356,14 @@ def test_the_past_does_not_depend_on_the_future(which, number, t):
         CoresetAttention(6, block_size=4, rng=0).extend(*inputs) for inputs in (arrays, changed)
     )
     assert_allclose(other[:, :t], out[:, :t], rtol=0, atol=1e-13)
-    assert np.all(np.isfinite(out))
+    assert_array_equal(np.isfinite(out), True)
     if which == 0 and not np.isfinite(number):
-        assert np.all(np.isnan(other[:, t]))
-        assert np.all(np.isfinite(other[:, t + 1 :]))
+        assert_array_equal(other[:, t], np.nan)
+        assert_array_equal(np.isfinite(other[:, t + 1 :]), True)
     elif which == 2 and not np.isfinite(number):
-        assert not np.any(np.isfinite(other[:, t:, 0]))
+        assert_array_equal(np.isfinite(other[:, t:, 0]), False)
     elif np.isnan(number):
-        assert np.all(np.isnan(other[:, t:]))
+        assert_array_equal(other[:, t:], np.nan)
     elif np.isfinite(number) and t > 0:
         assert np.max(np.abs(other - out)[:, t]) > 1e-6
 

@@ -15,6 +15,7 @@ import array_api_compat
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import linattn
 import linattn_cupy
@@ -176,7 +177,7 @@ def test_values_of_masked_keys_are_not_inspected(gpu, is_causal):
     output, *_ = solve(BF16, query, key, value, phi, **settings)
     assert error(output, expected) < TOLERANCE[BF16]
     if is_causal:
-        assert (output[0, :, :100] == 0).all()
+        assert_array_equal(output[0, :, :100], 0)
         assert gpu.redone == 0
 
 
@@ -284,7 +285,7 @@ def test_pointwise_maps_at_any_scale(gpu, name, kind, is_causal):
     assert error(output, expected) < TOLERANCE[BF16]
     assert error(scaled(state), scaled(after)) < 2 * TOLERANCE[BF16]
     seen = np.isfinite(log)  # no feature of relu may be common to a query and its keys
-    assert (norm[~seen] == log[~seen]).all()
+    assert_array_equal(norm[~seen], log[~seen])
     assert np.abs(norm - log)[seen].max(initial=0) < 0.05
     assert gpu.redone == 0 or kind not in ORDINARY or name == "relu"
 
@@ -333,13 +334,13 @@ def test_nan_reaches_its_own_rows_only(gpu, place):
     assert error(output[1, :75], clean[1, :75]) < TOLERANCE[BF16]
     lost = np.isnan(output[1].astype(F32))
     if place == "key":
-        assert lost[75:].all()
+        assert_array_equal(lost[75:], True)
     elif place == "value":
-        assert lost[75:, 3].all()
+        assert_array_equal(lost[75:, 3], True)
         others = [i for i in range(24) if i != 3]
         assert error(output[1][:, others], clean[1][:, others]) < TOLERANCE[BF16]
     else:
-        assert lost[75].all()
+        assert_array_equal(lost[75], True)
         assert lost.sum() == 24
 
 
@@ -347,7 +348,7 @@ def test_a_square_that_overflows_is_nan_and_not_nothing(gpu):
     query, key, value = inputs((1,), 20)
     key[0, 5] = 1e30
     output, *_ = solve(BF16, query, key, value, MAPS["positive"])
-    assert np.isnan(output.astype(F32)).all()
+    assert_array_equal(output.astype(F32), np.nan)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +420,7 @@ def test_float32_agrees_with_float64(gpu, name, is_causal, tile):
     assert error(output, expected) < TOLERANCE[F32]
     assert error(content(state), content(after)) < TOLERANCE[F32]
     seen = np.isfinite(log)
-    assert (np.isfinite(norm) == seen).all()
+    assert_array_equal(np.isfinite(norm), seen)
     assert np.abs(norm[seen] - log[seen]).max() < 1e-4
     wanted = {"pack_rows", "key_tops", "key_weights", "scan_tiles", "query_weights"}
     wanted |= {"causal_scores", "finish_rows", "redo_rows"} if is_causal else set()
@@ -463,7 +464,7 @@ def test_float32_keys_that_are_masked_hold_anything(gpu, is_causal, tile):
     output = attend(query, key, value, phi, **settings)
     assert error(output, expected) < TOLERANCE[F32]
     if is_causal:
-        assert (output[0, :, :50] == 0).all()
+        assert_array_equal(output[0, :, :50], 0)
         assert gpu.redone == 0
 
 
@@ -512,7 +513,7 @@ def test_float32_rows_that_a_later_key_would_drown(gpu, size):
     assert error(output[:2], expected[:2]) < TOLERANCE[F32]
     assert error(output[1, :40], expected[1, :40]) < TOLERANCE[F32]
     assert error(output[2, :55], expected[2, :55]) < TOLERANCE[F32]
-    assert np.isnan(output[2, 55:]).all()
+    assert_array_equal(output[2, 55:], np.nan)
 
 
 def test_the_host_reads_no_values(gpu, monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import linattn
 from linattn.feature_maps import PositiveFeatures
@@ -79,4 +80,4 @@ def test_a_killed_worker_changes_no_bit(client, tmp_path):
     output = attend(*arrays, PHI, is_causal=True)
     got = client.compute(output).result(timeout=90)
     assert mark.exists()
-    assert np.array_equal(got, want)
+    assert_array_equal(got, want)

@@ -250,7 +250,7 @@ def test_pixels_stand_tile_by_tile(denoise):
     assert path == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0)]
     picture = np.random.default_rng(0).random((height, width, 3)).astype(np.float32)
     pixels = picture.reshape(-1, 3)[order]
-    assert (denoise.in_rows(pixels, order, picture) == picture).all()
+    assert_array_equal(denoise.in_rows(pixels, order, picture), picture)
 
 
 def test_the_picture_is_better_for_it(denoise, tmp_path, capsys):

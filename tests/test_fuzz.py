@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from numpy.typing import NDArray
 
 import linattn
@@ -274,7 +275,7 @@ def assert_right(case: Case, got: Any) -> None:
     with linattn.without_backends():
         changed = [case.rounded(rng).gradients() for _ in range(2)]
     for i, side in enumerate(("query", "key", "value")):
-        assert np.isfinite(got[i]).all(), f"grad_{side} is not finite"
+        assert_array_equal(np.isfinite(got[i]), True, err_msg=f"grad_{side} is not finite")
         error, size = norms(got[i] - want[i]), norms(want[i])
         noise = np.max([norms(other[i] - want[i]) for other in changed], axis=0)
         # Rows of a block share their sums: the noise of a head's other rows is in each.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import linattn
 from benchmarks.gpu import cases, library, parity, times
@@ -58,10 +59,10 @@ def test_masked_inputs_hold_nan_behind_the_mask_only(name):
     inputs = parity.host_inputs(ALL[name])
     hidden = ~np.broadcast_to(inputs.mask, inputs.key.shape[:-1])
     assert hidden.any()
-    assert inputs.mask[..., 0].all()
+    assert_array_equal(inputs.mask[..., 0], True)
     for array in (inputs.key, inputs.value):
-        assert np.isnan(array[hidden]).all()
-        assert np.isfinite(array[~hidden]).all()
+        assert_array_equal(array[hidden], np.nan)
+        assert_array_equal(np.isfinite(array[~hidden]), True)
 
 
 # Times ----------------------------------------------------------------------------------------

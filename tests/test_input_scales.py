@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 import linattn
 from linattn import reference
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
 from linattn_numpy import tuning
 from linattn_numpy.limits import EXP_LOSS, exp
+from tests.attentions import assert_at_most
 
 DIM = 16
 MAPS = {
@@ -64,12 +66,12 @@ def test_exponentials_are_normal_or_zero(dtype):
     x[1, 0] = np.nan
     found, want = exp(x.copy()), np.exp(x.astype(float))
     tiny = np.finfo(dtype).smallest_normal
-    assert not np.any((found != 0) & (np.abs(found) < tiny))
+    assert_array_equal((found != 0) & (np.abs(found) < tiny), False)
     assert np.isnan(found[1, 0])
-    assert np.all(found[0, :2] == 0)
+    assert_array_equal(found[0, :2], 0)
     # Of a product of two, each at most 1, no more than the floors of denominators allow for.
     lost = np.abs(found - want)[2:]
-    assert np.all(lost <= (EXP_LOSS - 1) / 2 * tiny + 2 * EPS[dtype] * want[2:])
+    assert_at_most(lost, (EXP_LOSS - 1) / 2 * tiny + 2 * EPS[dtype] * want[2:])
     # Where none is that small, these are exponentials to the last bit.
     np.testing.assert_array_equal(exp(x[32:].copy()), np.exp(x[32:]))
 

@@ -264,7 +264,7 @@ def test_a_sequence_stops_at_a_token():
     free = layers.generate(params, prompt, 200, **options)
     stopped = layers.generate(params, prompt, 200, stop=2, **options)
     ends = (free == 2).argmax(axis=1)
-    assert (free[range(3), ends] == 2).all()
+    assert_array_equal(free[range(3), ends], 2)
     assert stopped.shape == (3, ends.max() + 1)
     first = ends.argmin()
     assert_array_equal(stopped[first, : ends[first] + 1], free[first, : ends[first] + 1])

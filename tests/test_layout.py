@@ -64,8 +64,13 @@ def name_of(path: Path) -> str:
 
 
 @cache
+def nodes(source: str) -> list[ast.FunctionDef | ast.Assert]:
+    found = ast.walk(ast.parse(source))
+    return [node for node in found if isinstance(node, ast.FunctionDef | ast.Assert)]
+
+
 def functions(source: str) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [node for node in nodes(source) if isinstance(node, ast.FunctionDef)]
 
 
 def code_lines(source: str) -> set[int]:
@@ -135,6 +140,31 @@ def test_functions_of_our_own_take_few_arguments():
         and (count := num_parameters(function)) > MAX_PARAMETERS
     }
     assert many == {}
+
+
+def is_mute(test: ast.expr) -> bool:
+    """Whether a failed assertion would say no more of arrays than that something is wrong."""
+    if isinstance(test, ast.BoolOp):
+        return any(is_mute(part) for part in test.values)
+    names = {"all", "allclose", "array_equal"}
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, names = test.operand, {"any"}
+    return (
+        isinstance(test, ast.Call)
+        and isinstance(test.func, ast.Attribute)
+        and test.func.attr in names
+    )
+
+
+def test_assertions_about_arrays_print_entries():
+    """`assert_array_equal(a, b)` prints what differs; ``assert (a == b).all()`` does not."""
+    mute = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in TESTS
+        for node in nodes(path.read_text(encoding="utf-8"))
+        if isinstance(node, ast.Assert) and is_mute(node.test)
+    ]
+    assert mute == []
 
 
 def test_few_private_files_lie_at_the_top():

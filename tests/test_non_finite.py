@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import linattn
 from linattn import reference
@@ -50,7 +51,7 @@ def test_nan_never_becomes_zero_in_a_row_with_zero_denominator(xp, is_causal):
 def test_nan_never_becomes_zero(attend, side):
     arrays = dict(zip(("query", "key", "value"), tokens(), strict=True))
     arrays[side][...] = np.nan
-    assert np.isnan(attend(**arrays)).all()
+    assert_array_equal(attend(**arrays), np.nan)
 
 
 @some_attentions
@@ -60,7 +61,7 @@ def test_inf_in_one_query(xp, attend, coordinates):
     poisoned = query.copy()
     poisoned[1, 3, coordinates] = np.inf
     out = fetched(xp, attend(*in_library(xp, (poisoned, key, value)), chunk_size=CHUNK))
-    assert np.isnan(out[1, 3]).all()
+    assert_array_equal(out[1, 3], np.nan)
     rows = [0, 1, 2, 4, 5]
     attend.check(out, query, key, value, tolerance=1e-5, rows=rows)
     attend.check(out[:1], query[:1], key[:1], value[:1], tolerance=1e-5)
@@ -82,7 +83,7 @@ def test_inf_in_one_query_against_keys_of_one_sign(attend, sign, key_sign):
         if np.isnan(out[1, 3]).all():
             out[1, 3] = attend(query, key, value)[1, 3]
     else:
-        assert np.isnan(out[1, 3]).all(), out[1, 3]
+        assert_array_equal(out[1, 3], np.nan)
         out[1, 3] = attend(query, key, value)[1, 3]
     attend.check(out, query, key, value, tolerance=1e-5)
 
@@ -94,9 +95,9 @@ def test_bad_query_in_a_step(feature_map, bad):
     query[1, 2] = bad
     state = filled_state(feature_map)
     out, after = linattn.decode_step(query, key, value, state, feature_map)
-    assert np.isnan(out[1]).all()
-    assert np.isfinite(out[0]).all()
-    assert np.isfinite(after.kvz).all()
+    assert_array_equal(out[1], np.nan)
+    assert_array_equal(np.isfinite(out[0]), True)
+    assert_array_equal(np.isfinite(after.kvz), True)
 
 
 @some_attentions
@@ -107,7 +108,7 @@ def test_bad_live_key(xp, attend, bad):
     poisoned[1, 3] = bad
     out = fetched(xp, attend(*in_library(xp, (query, poisoned, value)), chunk_size=CHUNK))
     first = 3 if attend.is_causal else 0
-    assert np.isnan(out[1, first:]).all()
+    assert_array_equal(out[1, first:], np.nan)
     attend.check(out[:1], query[:1], key[:1], value[:1], tolerance=1e-5)
     attend.check(out, query, key, value, tolerance=1e-5, rows=slice(first))
 
@@ -119,9 +120,9 @@ def test_nan_in_a_live_key_of_a_long_sequence(attend, position):
     key[0, position, 1] = np.nan
     out = attend(query, key, value)
     first = position if attend.is_causal else 0
-    assert np.isnan(out[0, first:]).all()
-    assert np.isfinite(out[0, :first]).all()
-    assert np.isfinite(out[1]).all()
+    assert_array_equal(out[0, first:], np.nan)
+    assert_array_equal(np.isfinite(out[0, :first]), True)
+    assert_array_equal(np.isfinite(out[1]), True)
 
 
 @every_attention
@@ -131,7 +132,7 @@ def test_nan_in_a_live_value(attend):
     poisoned[1, 133, 2] = np.nan
     out = attend(query, key, poisoned)
     first = 133 if attend.is_causal else 0
-    assert np.isnan(out[1, first:, 2]).all()
+    assert_array_equal(out[1, first:, 2], np.nan)
     out[1, first:] = attend(query, key, value)[1, first:]
     attend.check(out, query, key, value, tolerance=1e-5)
 
@@ -146,10 +147,10 @@ def test_nan_in_one_coordinate_of_a_state_leaves_the_others_causal(feature_map, 
     clean = linattn.linear_attention(query, key, value, feature_map, **options)
     value[:, 290, 1] = np.nan
     out = linattn.linear_attention(query, key, value, feature_map, **options)
-    assert np.isnan(out[..., 0]).all()
-    assert np.isnan(out[:, 290:, 1]).all()
+    assert_array_equal(out[..., 0], np.nan)
+    assert_array_equal(out[:, 290:, 1], np.nan)
     np.testing.assert_allclose(out[:, :290, 1:], clean[:, :290, 1:], rtol=1e-3, atol=1e-5)
-    assert np.isfinite(out[..., 2]).all()
+    assert_array_equal(np.isfinite(out[..., 2]), True)
 
 
 def test_nan_in_one_coordinate_costs_the_others_no_digits():
@@ -164,7 +165,7 @@ def test_nan_in_one_coordinate_costs_the_others_no_digits():
     rest = (query[1:], key[1:], value[1:], phi)
     out = linattn.linear_attention(*rest, is_causal=True, initial_state=state, chunk_size=200)
     want = reference.kernel_attention(query, key, value, phi, is_causal=True)[1:]
-    assert np.isnan(out[:, 0]).all()
+    assert_array_equal(out[:, 0], np.nan)
     np.testing.assert_allclose(out[:, 1:], want[:, 1:], rtol=0, atol=2e-4)
 
 
@@ -176,7 +177,7 @@ def test_nan_in_a_state_stays(feature_map):
     out, after = linattn.linear_attention(
         query, key, value, feature_map, is_causal=True, initial_state=state, return_state=True
     )
-    assert np.isnan(out[1]).all()
-    assert np.isfinite(out[0]).all()
-    assert np.isnan(after.kvz[1]).all()
-    assert np.isnan(linattn.merge_states(state, filled_state(feature_map)).kvz[1]).all()
+    assert_array_equal(out[1], np.nan)
+    assert_array_equal(np.isfinite(out[0]), True)
+    assert_array_equal(after.kvz[1], np.nan)
+    assert_array_equal(linattn.merge_states(state, filled_state(feature_map)).kvz[1], np.nan)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import linattn
 import linattn_numpy
@@ -89,7 +90,7 @@ def test_every_branch_equals_the_generic_code(name, is_causal, masked, scale, ca
         )
     agree(out, want)
     finite = np.isfinite(want_norm)
-    assert np.array_equal(finite, np.isfinite(norm))
+    assert_array_equal(finite, np.isfinite(norm))
     np.testing.assert_allclose(norm[finite], want_norm[finite], rtol=1e-12, atol=1e-12)
     agree(
         linattn.read_state(query, state, MAPS[name]),
@@ -322,7 +323,7 @@ def test_threads_change_no_bit(count, is_causal, monkeypatch):
     if is_causal:
         assert 1 <= len(seen) <= count
     for got, wanted in ((out, want), (state.kvz, want_state.kvz), (norm, want_norm)):
-        assert np.array_equal(got, wanted)
+        assert_array_equal(got, wanted)
     assert state.length == want_state.length
 
 
@@ -385,8 +386,8 @@ def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, mo
         want, want_state, want_norm = attend(1)
     want_logs = np.log(want_state.z) + want_state.log_scale
     for out, state, norm in found:
-        assert np.array_equal(out, found[0][0])
-        assert np.array_equal(state.kvz, found[0][1].kvz)
+        assert_array_equal(out, found[0][0])
+        assert_array_equal(state.kvz, found[0][1].kvz)
         agree(out, want, 1e-10)
         agree(norm, want_norm, 1e-10)
         agree(np.log(state.z) + state.log_scale, want_logs, 1e-10)
@@ -424,8 +425,8 @@ def test_heads_of_which_only_some_have_even_columns_have_their_own_bits(monkeypa
                     query, key, value, phi, is_causal=True, initial_state=state
                 )
             )
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])
+    assert_array_equal(found[0], found[1])
+    assert_array_equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("phi", [PositiveFeatures(D, 64, rng=0), HyperbolicFeatures(D, 64, rng=0)])
@@ -451,7 +452,7 @@ def test_heads_out_of_range_are_done_together_with_their_own_bits(phi, has_state
     assert calls["stabilized"] == (6 if has_state else 1)
     for head in product(range(2), range(3)):
         own = state and state._replace(kvz=state.kvz[head], log_scale=state.log_scale[head])
-        assert np.array_equal(out[head], attend(query[head], key[head], value[head], own))
+        assert_array_equal(out[head], attend(query[head], key[head], value[head], own))
     with linattn.without_backends():
         if has_state:
             kvz, log_scale = state.kvz.astype(float), state.log_scale.astype(float)
@@ -555,8 +556,8 @@ def test_blocks_of_a_head_may_be_done_by_one_thread_after_the_other(is_causal, m
     want, want_state = attend(1)
     for _ in range(20):
         out, state = attend(2)
-        assert np.array_equal(out, want)
-        assert np.array_equal(state.kvz, want_state.kvz)
+        assert_array_equal(out, want)
+        assert_array_equal(state.kvz, want_state.kvz)
 
 
 def test_calls_from_within_tasks_do_not_wait_for_each_other():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import linattn
 from linattn.reference import recurrence
@@ -186,4 +187,4 @@ def test_every_head_is_in_one_task(heads, threads):
         part = times[task]
         assert 1 <= len(part) <= tuning.RECURRENCE_HEADS
         part += 1
-    assert np.all(times == 1)
+    assert_array_equal(times, 1)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 from linattn.reference import kernel_attention, kernel_sums, softmax_attention
 from linattn.typing import Features
+from tests.attentions import assert_at_most
 
 METHODS = ["softmax", "kernel", "positive map", "signed map"]
 
@@ -163,7 +164,7 @@ def test_sums_of_a_kernel_are_on_their_own_scale():
     query, key, value = inputs((4, 3), (7, 3), (7, 2))
     weights = np.sin(query @ key.T)
     sums = kernel_sums(query, key, value, lambda x, y: np.sin(x @ y.mT))
-    assert (sums.log_scale == 0).all()
+    assert_array_equal(sums.log_scale, 0)
     assert_allclose(sums.numerator, weights @ value, rtol=1e-13)
     assert_allclose(sums.denominator[:, 0], weights.sum(axis=1), rtol=1e-13)
     assert_allclose(sums.absolute_numerator, np.abs(weights) @ np.abs(value), rtol=1e-13)
@@ -229,7 +230,7 @@ def test_a_map_equals_its_kernel(draws, data):
         for name, bound in (("numerator", "absolute_numerator"), ("denominator",) * 2):
             error = np.abs(getattr(by_map, name) * unit - getattr(by_kernel, name))
             size = getattr(by_map, bound.replace("denominator", "absolute_denominator")) * unit
-            assert (error <= 1e-13 * size).all()
+            assert_at_most(error, 1e-13 * size)
 
 
 @pytest.mark.parametrize("offset", [-1e4, 0.0, 1e4])
@@ -276,8 +277,8 @@ def test_masked_keys_and_values_leave_no_trace(method, bad):
         spoiled_key, spoiled_value = key.copy(), value.copy()
         spoiled_key[~mask] = spoiled_value[~mask] = bad
         out = attend(method, query, spoiled_key, spoiled_value, key_mask=mask, **options)
-        assert np.array_equal(out, clean)
-        assert np.isfinite(out).all()
+        assert_array_equal(out, clean)
+        assert_array_equal(np.isfinite(out), True)
     # The mask is a slice.
     sliced = attend(method, query[0], key[0][mask[0]], value[0][mask[0]])
     assert_allclose(attend(method, query, key, value, key_mask=mask)[0], sliced, rtol=1e-14)
@@ -302,11 +303,11 @@ def test_mask_shapes(method):
     expected = attend(method, query, key, value, key_mask=full)
     for shape in ((5,), (1, 1, 5), (2, 1, 5), (1, 3, 5)):
         same = attend(method, query, key, value, key_mask=np.broadcast_to(mask, shape))
-        assert np.array_equal(same, expected)
+        assert_array_equal(same, expected)
     per_head = np.array([[[True], [False], [True]]])
     out = attend(method, query, key, value, key_mask=per_head)
-    assert (out[:, 1] == 0).all()
-    assert np.array_equal(out[:, ::2], attend(method, query, key, value)[:, ::2])
+    assert_array_equal(out[:, 1], 0)
+    assert_array_equal(out[:, ::2], attend(method, query, key, value)[:, ::2])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -317,8 +318,8 @@ def test_rows_without_a_visible_key_are_zero(method):
     out = attend(method, query, key, value, key_mask=mask, is_causal=True)
     empty = np.zeros((3, 4), dtype=bool)
     empty[0], empty[1, :2] = True, True
-    assert (out[empty] == 0).all()
-    assert (out[~empty] != 0).all()
+    assert_array_equal(out[empty], 0)
+    assert_array_equal(out[~empty] != 0, True)
     assert attend(method, query, key[:, :0], value[:, :0]).tolist() == np.zeros((3, 4, 5)).tolist()
 
 
@@ -350,11 +351,11 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(method, where):
     clean = attend(method, query, key, value, is_causal=True)
     {"key": key, "value": value}[where][1, 3, 0] = np.nan
     out = attend(method, query, key, value, is_causal=True)
-    assert np.array_equal(out[0], clean[0])
-    assert np.array_equal(out[1, :3], clean[1, :3])
+    assert_array_equal(out[0], clean[0])
+    assert_array_equal(out[1, :3], clean[1, :3])
     columns = slice(None) if where == "key" else slice(1)
-    assert np.isnan(out[1, 3:, columns]).all()
-    assert np.isnan(attend(method, query, key, value)[1, :, columns]).all()
+    assert_array_equal(out[1, 3:, columns], np.nan)
+    assert_array_equal(attend(method, query, key, value)[1, :, columns], np.nan)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -365,8 +366,8 @@ def test_a_bad_query_spoils_its_own_row(method, bad):
     query[2, 1] = bad
     with np.errstate(all="ignore"):
         out = attend(method, query, key, value)
-    assert np.isnan(out[2]).all()
-    assert np.array_equal(np.delete(out, 2, axis=0), np.delete(clean, 2, axis=0))
+    assert_array_equal(out[2], np.nan)
+    assert_array_equal(np.delete(out, 2, axis=0), np.delete(clean, 2, axis=0))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -405,7 +406,7 @@ def test_always_float64(method, dtype):
     out = attend(method, *arrays)
     assert out.dtype == np.float64
     assert out.dtype.isnative
-    assert np.array_equal(out, attend(method, *(a.astype(np.float64) for a in arrays)))
+    assert_array_equal(out, attend(method, *(a.astype(np.float64) for a in arrays)))
 
 
 @pytest.mark.parametrize("method", METHODS)

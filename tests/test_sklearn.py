@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 from scipy.special import logsumexp
 from sklearn import neighbors
 from sklearn.base import clone
@@ -23,6 +23,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from linattn.sklearn import KernelClassifier, KernelDensity, KernelRegressor, RandomFeatures
+from tests.attentions import assert_at_most
 
 # Landmarks of so few rows are exact, so that what a check wants of a fit it gets.
 ESTIMATORS = [
@@ -116,7 +117,7 @@ def test_far_from_all_rows_the_mean_is_that_of_the_nearest(dtype, distance):
     queries = distance * np.array([[1.0, 0.1], [-1.0, 0.1], [0.0, 1.0]], dtype=dtype)
     assert_allclose(model.predict(queries), [2.0, 3.0, 3.0], rtol=1e-6)
     largest = np.full((1, 2), np.finfo(dtype).max / 4)
-    assert np.all(np.isfinite(model.predict([*largest, *-largest])))
+    assert_array_equal(np.isfinite(model.predict([*largest, *-largest])), True)
 
 
 def test_float32_is_kept_and_near():
@@ -184,7 +185,7 @@ def test_leave_one_out_is_that_of_one_fit_a_row(weighted, scale):
     assert_allclose(model.loo_errors_, errors, rtol=1e-8)
     assert model.bandwidth_ == model.loo_bandwidths_[np.argmin(errors)]
     assert 0 < np.argmin(errors) < len(errors) - 1
-    assert np.all(np.diff(model.loo_bandwidths_) < 0)
+    assert_array_less(np.diff(model.loo_bandwidths_), 0)
 
 
 def test_leave_one_out_of_drawn_rows_is_near_that_of_all():
@@ -426,7 +427,7 @@ def test_probabilities_are_means_of_indicators(method):
     labels = np.array(["no", "yes"])[(y[:, 0] > 0).astype(int)]
     model = KernelClassifier(0.3, method=method, num_landmarks=20, random_state=0)
     proba = model.fit(X, labels, weight).predict_proba(queries)
-    assert np.all(proba >= 0)
+    assert_at_most(0, proba)
     assert_allclose(np.sum(proba, axis=1), 1, rtol=1e-12)
     assert model.method_ == method
     if method == "exact":

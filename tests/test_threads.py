@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import linattn
 import linattn_numpy
@@ -114,7 +115,7 @@ def test_an_interrupt_leaves_the_threads_of_blas_as_they_were(count):
     # Nor is a thread taken to be at work that is not: both of these wait for the other.
     barrier = threading.Barrier(2)
     threads.run(2, lambda _: [barrier.wait(5)], [0, 1])
-    assert np.array_equal(attend(), want)
+    assert_array_equal(attend(), want)
 
 
 # The order of tasks ------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_gradients_of_shared_rows_are_the_same_from_run_to_run(shared, is_causal
         monkeypatch.setattr(linattn_numpy, name, late(getattr(linattn_numpy, name)))
     for count in [2, 3] * 10:
         for mine, theirs in zip(gradients(count), want, strict=True):
-            assert np.array_equal(mine, theirs)
+            assert_array_equal(mine, theirs)
 
 
 # Errors ------------------------------------------------------------------------------------------
