@@ -314,8 +314,8 @@ def test_the_gradient_of_a_normalizer_is_0_where_a_query_sees_nothing():
     out, total = linattn.softmax_attention(
         query, key, value, is_causal=True, key_mask=mask, return_log_normalizer=True
     )
-    assert (total[:, :2] == -torch.inf).all()
+    assert_array_equal(total[:, :2].detach(), -np.inf)
     (out * torch.sigmoid(total)[..., None]).sum().backward()
     for array in (query, key, value):
-        assert torch.isfinite(array.grad).all()
-    assert not query.grad[:, :2].any()
+        assert_array_equal(np.isfinite(array.grad), True)
+    assert_array_equal(query.grad[:, :2], 0)
