@@ -338,7 +338,7 @@ def _linear(rng: Rng, seed: int, names: set[str]) -> Case:
     keys = (case.key.shape[:-2], case.value.shape[:-2], map_lead(case.feature_map))
     put_rule(rng, names, case, np.broadcast_shapes(*keys))
     if "exact_window" in names:
-        options["exact_window"] = int(rng.integers(1, 10))
+        options["exact_window"] = int(rng.choice([1, 1, *range(1, 10)]))
     if "exact_clusters" in names:
         options["exact_clusters"] = int(rng.integers(1, 5))
     put_offsets(rng, names, case, out_lead(case, of_map=False), options.get("exact_window", 2))

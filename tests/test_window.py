@@ -480,3 +480,16 @@ def test_far_keys_have_their_positions(is_causal, with_backends, chunk_size):
             query, key, value, phi, is_causal=is_causal, exact_window=4, chunk_size=chunk_size
         )
     assert_allclose(out, weights @ value / weights.sum(-1, keepdims=True), rtol=1e-11, atol=1e-11)
+
+
+@full_and_causal
+@pytest.mark.parametrize("size", [1.0, 7.0])
+def test_a_window_of_one_token_keeps_its_digits(is_causal, size):
+    """A key along a projection weighs more by the map than all that is left without it."""
+    rng = np.random.default_rng(3)
+    query, key, value = rng.standard_normal((3, 2, 100, 4))
+    projection = size * np.eye(4)
+    query[:, ::7] = key[:, ::7] = projection[1] / 2
+    phi = PositiveFeatures.from_projection(projection, scale=1.0)
+    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal, exact_window=1)
+    check(out, dense_weights(query, key, phi, 1, is_causal), value, 1e-14)

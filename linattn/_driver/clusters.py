@@ -44,11 +44,17 @@ class ExactClusters:
     bias: Array
     """``(..., m)``: what is added to a query's log features to choose clusters by."""
     heads: dict[tuple[int, ...], Clusters]
+    of_key: NDArray[np.intp]
 
-    def read(self, query: Tokens, state: State) -> Partial:
-        """Read the clusters that each query chooses exactly, and of a state all others."""
-        chosen, rest = self.choose(self.problem, query, state, self.bias)
-        return self.add(query, chosen, rest)
+    def are_chosen(
+        self, chosen: NDArray[np.bool_], rows: slice, key: NDArray[np.intp]
+    ) -> NDArray[np.bool_]:
+        """Whether each query has chosen the cluster of a key, ``(..., n, 1)``."""
+        inside = np.clip(key, 0, max(self.of_key.shape[-1] - 1, 0))
+        cluster = np.minimum(self.of_key[..., inside, None], chosen.shape[-1] - 1)
+        lead = np.broadcast_shapes(chosen.shape[:-2], cluster.shape[:-2])
+        chosen, cluster = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (chosen, cluster))
+        return np.take_along_axis(chosen, cluster, axis=-1)
 
     def choose(
         self, problem: Problem, query: Tokens, state: State, bias: Array
@@ -172,7 +178,8 @@ def sort_keys(
     if assigned is None:
         assigned = _assign_keys(problem, key.log_weight, state, block_size, functions)
     clusters = _clusters(problem, key, values_and_one_block(problem, whole), assigned.of_key)
-    return ExactClusters(problem, functions, assigned.bias, clusters), assigned.state
+    found = ExactClusters(problem, functions, assigned.bias, clusters, assigned.of_key)
+    return found, assigned.state
 
 
 def _assign_keys(

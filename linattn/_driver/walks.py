@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +29,7 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import RowsSoFar, causal_block, rows_from_the_end
 from linattn._driver.clusters import sort_keys
+from linattn._driver.near_keys import Cancelled, Exchange, without_window
 from linattn._driver.softmax import softmax_rows
 from linattn._driver.specs import innermost, read_spec, select_rows
 from linattn._driver.window import window_rows
@@ -265,18 +267,40 @@ def _walk_exact(walk: Walk) -> Iterator[None]:
         yield
 
 
-def _walk_window(walk: Walk) -> Iterator[State]:
+def _walk_window(walk: Walk) -> Iterator[State | None]:
+    plain = without_window(walk.problem)
+    if plain is not None:
+        with suppress(Cancelled):
+            yield from _walk_exchanged(walk, plain)
+            return
     state, clusters = initial_state(walk.problem), None
     if walk.problem.exact_clusters is not None:
         clusters, _ = sort_keys(walk.problem, state, walk.block_size, walk.functions)
     yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write, clusters)
 
 
-def _walk_clusters(walk: Walk) -> Iterator[State]:
+def _walk_exchanged(walk: Walk, plain: Problem) -> Iterator[State | None]:
+    """Go through a problem without its window, and exchange the weights of near keys."""
+    exchange = Exchange(walk.problem.replace(want_log=True), initial_state(plain).length)
+    if plain.exact_clusters is not None:
+        return _walk_clusters(walk._replace(problem=plain), exchange)
+
+    def write(rows: slice, part: Partial) -> None:
+        walk.write(rows, exchange(rows, part))
+
+    return WALKS[plain.mode](walk._replace(problem=plain, write=write, write_read=None, store=None))
+
+
+def _walk_clusters(walk: Walk, exchange: Exchange | None = None) -> Iterator[State]:
     problem = walk.problem
     clusters, state = sort_keys(problem, initial_state(problem), walk.block_size, walk.functions)
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
-        walk.write(rows, clusters.read(raw_tokens(problem, "query", rows, 0), state))
+        query = raw_tokens(problem, "query", rows, 0)
+        chosen, rest = clusters.choose(problem, query, state, clusters.bias)
+        part = clusters.add(query, chosen, rest)
+        if exchange is not None:
+            part = exchange(rows, part, partial(clusters.are_chosen, chosen))
+        walk.write(rows, part)
         yield state
 
 
@@ -466,6 +490,7 @@ def _moved(step: Step, key: int, query: int) -> Step:
 
 def planned(problem: Problem) -> Problem:
     """Return the problem that a plan is made for: some others are worked on as a causal one."""
+    problem = without_window(problem) or problem
     if problem.key_stop is None and problem.mode != "two-sided":
         return problem
     return problem.replace(is_causal=True)

@@ -1,0 +1,155 @@
+"""Exact windows of one token: what the map gives near pairs is exchanged for their exact weights.
+
+The walk without a window reads every key by the map. To its rows the difference of both weights of
+each near pair is added. A block is accepted where that cancels few digits of every row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from linattn import _arrays
+from linattn._driver.blocks import (
+    decay_of_rows,
+    in_map_coordinates,
+    key_blocks,
+    raw_tokens,
+    token_block,
+)
+from linattn._driver.specs import innermost
+from linattn._generic.features import query_features, row_features
+from linattn._generic.numerics import finite_shift
+from linattn.typing import Array, ColumnNormalized, Partial, Problem, SeparateDenominator, Tokens
+
+__all__ = ["Cancelled", "Exchange", "without_window"]
+
+MAX_SHARE = 4.0
+"""Most that near pairs may have weighed by the map, over the row's denominator without them."""
+
+
+class Cancelled(ArithmeticError):
+    """A row would lose digits: its far keys must be summed up without the near ones."""
+
+
+def without_window(problem: Problem) -> Problem | None:
+    """Problem that reads near keys by the map too; None where they cannot be exchanged."""
+    specs = innermost(problem.query_spec), problem.query_spec
+    divides = any(isinstance(spec, ColumnNormalized | SeparateDenominator) for spec in specs)
+    known = problem.exact_window == 1 and problem.relative_bias is None and not divides
+    if not known or problem.lazy or 0 in problem.lead:
+        return None
+    clusters = problem.exact_clusters is not None
+    if clusters and (problem.choice_rows > 1 or problem.log_decay is not None):
+        return None
+    if clusters and problem.is_causal:
+        return None
+    plain = problem.replace(exact_window=None, want_log=True)
+    if problem.query_start and problem.is_causal:
+        stops = np.arange(1, problem.query.shape[-2] + 1) + problem.query_start
+        plain = plain.replace(is_causal=False, key_stop=np.clip(stops, 0, problem.key.shape[-2]))
+    return plain
+
+
+class _Keys(NamedTuple):
+    """Keys of some positions, their features on scales of their own, and ``[v, 1]``."""
+
+    x: Array
+    log_weight: Array
+    features: Array
+    log: Array
+    values_and_one: Array
+
+
+class Exchange(NamedTuple):
+    """What makes rows that have read all keys by the map into those of a window of one token."""
+
+    problem: Problem
+    start: int
+    """Position of the first key for the map."""
+
+    def __call__(self, rows: slice, part: Partial, is_exact: Any = None) -> Partial:
+        """Exchange the weights of near pairs of some rows.
+
+        ``is_exact(rows, keys)`` says which pairs the rows have read exactly already.
+        """
+        problem, xp = self.problem, self.problem.xp
+        query = token_block(problem, "query", rows, self.start)
+        features, log_row = query_features(problem.query_spec, query)
+        features = _weights(features.log, features.values)
+        keys = self._keys(rows)
+        exact, by_map, ratios, values = [], [], [], []
+        for offset in (-1, 0) if problem.is_causal else (-1, 0, 1):
+            of = slice(1 + offset, 1 + offset + rows.stop - rows.start)
+            seen, decay = self._seen(rows, offset, is_exact), self._decay(rows, offset)
+            exact.append(self._exact(rows, keys, of) + seen + decay)
+            by_map.append(log_row + keys.log[..., of, :] + seen + decay)
+            ratios.append(xp.sum(features * keys.features[..., of, :], axis=-1, keepdims=True))
+            values.append(keys.values_and_one[..., of, :])
+        top = part.log
+        for log in exact:
+            top = xp.maximum(top, log)
+        top = finite_shift(top, xp)
+        num_den, by_map = part.num_den * xp.exp(part.log - top), [xp.exp(x - top) for x in by_map]
+        share, largest = 0, 0
+        for log, size, ratio, value in zip(exact, by_map, ratios, values, strict=True):
+            weight = size * ratio
+            num_den = num_den + (xp.exp(log - top) - weight) * value
+            share, largest = share + xp.abs(weight), largest + size
+        _check(num_den, share, largest, int(features.shape[-1]), xp)
+        return Partial(num_den, top)
+
+    def _keys(self, rows: slice) -> _Keys:
+        problem, first = self.problem, rows.start + self.problem.query_start - 1
+        blocks = first, first + rows.stop - rows.start + 2, 1, self.start
+        tokens, values_and_one = key_blocks(problem, *blocks, problem.key.shape[-2])
+        x, log_weight = tokens.x[..., 0, :], tokens.log_weight
+        log_weight = problem.xp.zeros_like(x[..., :1]) if log_weight is None else log_weight[..., 0]
+        tokens = Tokens(x, log_weight, tokens.start)
+        mapped = row_features(problem.key_spec, in_map_coordinates(problem, "key", tokens))
+        log = problem.xp.max(mapped.log, axis=-1, keepdims=True)
+        weights = _weights(mapped.log - finite_shift(log, problem.xp), mapped.values)
+        return _Keys(x, log_weight, weights, log, values_and_one[..., 0, :])
+
+    def _exact(self, rows: slice, keys: _Keys, of: slice) -> Array:
+        """Log weight of each query's pair with its key."""
+        problem, xp = self.problem, self.problem.xp
+        assert problem.near_spec is not None
+        x = raw_tokens(problem, "query", rows, self.start).x * problem.near_spec.scale
+        logit = xp.sum(x * keys.x[..., of, :], axis=-1, keepdims=True)
+        return logit + keys.log_weight[..., of, :]
+
+    def _seen(self, rows: slice, offset: int, is_exact: Any) -> Array:
+        """Log weight, 0 or -inf, of pairs at an offset; a number where it is 0 for all."""
+        problem, seen = self.problem, np.ones((rows.stop - rows.start, 1), bool)
+        key = np.arange(rows.start, rows.stop) + problem.query_start + offset
+        if problem.key_stop is not None:
+            seen &= (key < problem.key_stop[rows])[:, None]
+        if is_exact is not None:
+            seen = seen & ~is_exact(rows, key)
+        if seen.all():
+            return 0.0
+        xp, device = problem.xp, array_api_compat.device(problem.key)
+        return xp.asarray(np.where(seen, 0.0, -np.inf), dtype=problem.dtype, device=device)
+
+    def _decay(self, rows: slice, offset: int) -> Array:
+        """Log weight by which pairs at an offset have decayed."""
+        if self.problem.log_decay is None or not offset:
+            return 0.0
+        return self.problem.xp.astype(decay_of_rows(self.problem, rows), self.problem.dtype)
+
+
+def _weights(log: Array, values: Array | None) -> Array:
+    weights = _arrays.namespace(log).exp(log)
+    return weights if values is None else weights * values
+
+
+def _check(num_den: Array, share: Array, largest: Array, m: int, xp: Any) -> None:
+    """Check that rows have kept their digits, and that no product of features has vanished."""
+    info, den = xp.finfo(num_den.dtype), xp.abs(num_den[..., -1:])
+    lost = largest * (m * float(info.smallest_normal) / float(info.eps))
+    kept = (share <= MAX_SHARE * den) & (lost <= den)
+    if not (bool(xp.all(kept)) and bool(xp.all(xp.isfinite(num_den)))):
+        raise Cancelled
