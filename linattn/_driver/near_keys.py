@@ -46,11 +46,11 @@ def without_window(problem: Problem) -> Problem | None:
         return None
     if clusters and problem.is_causal:
         return None
-    plain = problem.replace(exact_window=None, want_log=True)
+    bare = problem.replace(exact_window=None, want_log=True)
     if problem.query_start and problem.is_causal:
         stops = np.arange(1, problem.query.shape[-2] + 1) + problem.query_start
-        plain = plain.replace(is_causal=False, key_stop=np.clip(stops, 0, problem.key.shape[-2]))
-    return plain
+        bare = bare.replace(is_causal=False, key_stop=np.clip(stops, 0, problem.key.shape[-2]))
+    return bare
 
 
 class _Keys(NamedTuple):
@@ -147,9 +147,9 @@ def _weights(log: Array, values: Array | None) -> Array:
 
 
 def _check(num_den: Array, share: Array, largest: Array, m: int, xp: Any) -> None:
-    """Check that rows have kept their digits, and that no product of features has vanished."""
+    """Check that rows have accepted their digits, and that no product of features has vanished."""
     info, den = xp.finfo(num_den.dtype), xp.abs(num_den[..., -1:])
-    lost = largest * (m * float(info.smallest_normal) / float(info.eps))
-    kept = (share <= MAX_SHARE * den) & (lost <= den)
-    if not (bool(xp.all(kept)) and bool(xp.all(xp.isfinite(num_den)))):
+    vanished = largest * (m * float(info.smallest_normal) / float(info.eps))
+    accepted = (share <= MAX_SHARE * den) & (vanished <= den)
+    if not (bool(xp.all(accepted)) and bool(xp.all(xp.isfinite(num_den)))):
         raise Cancelled

@@ -268,10 +268,10 @@ def _walk_exact(walk: Walk) -> Iterator[None]:
 
 
 def _walk_window(walk: Walk) -> Iterator[State | None]:
-    plain = without_window(walk.problem)
-    if plain is not None:
+    bare = without_window(walk.problem)
+    if bare is not None:
         with suppress(Cancelled):
-            yield from _walk_exchanged(walk, plain)
+            yield from _walk_exchanged(walk, bare)
             return
     state, clusters = initial_state(walk.problem), None
     if walk.problem.exact_clusters is not None:
@@ -279,16 +279,16 @@ def _walk_window(walk: Walk) -> Iterator[State | None]:
     yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write, clusters)
 
 
-def _walk_exchanged(walk: Walk, plain: Problem) -> Iterator[State | None]:
+def _walk_exchanged(walk: Walk, bare: Problem) -> Iterator[State | None]:
     """Go through a problem without its window, and exchange the weights of near keys."""
-    exchange = Exchange(walk.problem.replace(want_log=True), initial_state(plain).length)
-    if plain.exact_clusters is not None:
-        return _walk_clusters(walk._replace(problem=plain), exchange)
+    exchange = Exchange(walk.problem.replace(want_log=True), initial_state(bare).length)
+    if bare.exact_clusters is not None:
+        return _walk_clusters(walk._replace(problem=bare), exchange)
 
     def write(rows: slice, part: Partial) -> None:
         walk.write(rows, exchange(rows, part))
 
-    return WALKS[plain.mode](walk._replace(problem=plain, write=write, write_read=None, store=None))
+    return WALKS[bare.mode](walk._replace(problem=bare, write=write, write_read=None, store=None))
 
 
 def _walk_clusters(walk: Walk, exchange: Exchange | None = None) -> Iterator[State]:
