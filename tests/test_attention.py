@@ -387,13 +387,13 @@ def test_grouped_queries_are_a_broadcast(numpy_path, name):
 
 
 @full_and_causal
-@pytest.mark.parametrize("factor", [1, 12])
-@every_map
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [*((name, 1) for name in MAPS), *((name, 12) for name in EXPONENTIAL), ("own", 3)],
+)
 def test_keys_shared_by_heads_and_values_shared_by_heads(numpy_path, name, factor, is_causal):
     # Any of the three may have fewer leading axes than the others, with a state and a mask.
     phi = MAPS[name](DIM)
-    if name == "own":
-        factor = min(factor, 3)
     mask = np.arange(70) % 9 != 0
     for leads in [
         ((2,), (), (2,)),
@@ -533,8 +533,11 @@ def sums_of_jump(name, jump, is_causal):
     return arrays, reference.kernel_sums(*wide, MAPS[name](16), is_causal=is_causal)
 
 
-@full_and_causal
-@pytest.mark.parametrize("jump", JUMPS)
+# Where every query sees all keys, sizes that raise no scale say what those that do say.
+@pytest.mark.parametrize(
+    ("jump", "is_causal"),
+    [*((jump, True) for jump in JUMPS), *((jump, False) for jump in JUMPS[4:])],
+)
 @pytest.mark.parametrize("name", [n for n in MAPS if n != "trigonometric"])
 def test_large_and_jumping_keys(numpy_path, name, jump, is_causal):
     phi = MAPS[name](16)

@@ -493,11 +493,12 @@ def test_windows_across_chunks_and_heads_apart(name, rows, window):
 
 @pytest.mark.parametrize("borders", [[0, 0, 0, 12], [0, 4, 4, 4, 8, 12, 12], [0, 12]])
 @pytest.mark.parametrize("chunks", [(1, 3), (2, 12)])
-@pytest.mark.parametrize("options", [{}, {"log_decay": -0.1}], ids=["", "decay"])
-@pytest.mark.parametrize("name", ["positive", "projections", None])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("positive", {"log_decay": -0.1}), ("projections", {}), (None, {})],
+    ids=["positive-decay", "projections", "softmax"],
+)
 def test_packed_sequences_of_several_heads(name, options, chunks, borders):
-    if name is None and options:
-        pytest.skip("softmax attention has no decay")
     arrays = tokens(12, heads=3)
     options = {"is_causal": True, "cu_seqlens": borders, **options}
     lazy = lazily(arrays, chunks[1], heads=chunks[0])
@@ -643,7 +644,7 @@ sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]])
     # Such arrays have no take, which gathers packed sequences.
     chosen = "decay or broadcast or lazily or names or slice or softmax or whole_blocks or stops"
     chosen += " or another"
-    chosen = f"({chosen}) and not packed and not borders1 and not dtype and not full"
+    chosen = f"({chosen}) and not packed and not borders1 and not dtype and not full and not groups"
     others = ("dask_gradients.py", "dask_landmarks.py", "dask_stops.py")
     files = (__file__, *(__file__.replace("dask.py", other) for other in others))
     done = subprocess.run(

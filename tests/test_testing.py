@@ -377,9 +377,17 @@ STEADY = {"hyperbolic", "trigonometric", "tilted", "dense", "fourier"}
 
 
 class TestEstimates:
-    @pytest.mark.parametrize("sampler", UNBIASED)
-    @pytest.mark.parametrize("name", MAPS)
+    @pytest.mark.parametrize(
+        ("name", "sampler"),
+        [
+            (name, sampler)
+            for name in MAPS
+            for sampler in UNBIASED
+            if name in ("hyperbolic", "trigonometric") or sampler in ("gaussian", "orthogonal")
+        ],
+    )
     def test_every_unbiased_pair(self, name, sampler):
+        """Every map with two samplers, and every sampler with two maps: it draws rows alone."""
         feature_map = MAPS[name](sampler)
         assert feature_map.unbiased
         # Where a draw varies little, a third of the draws sees smaller a bias than all the others.
