@@ -100,7 +100,12 @@ def check_weights(out, weights, value, bound):
 
 def check_sums(out, phi, arrays, dtype, **options):
     """Compare an output with the oracle, relative to the terms behind it."""
-    sums = reference.kernel_sums(*arrays, phi, **options)
+    check_ratio(out, reference.kernel_sums(*arrays, phi, **options), dtype)
+
+
+def check_ratio(out, sums, dtype):
+    """Compare an output with the sums of the oracle, which may serve several outputs."""
+    assert out.dtype == dtype
     unit = np.maximum(sums.absolute_denominator * (1 + np.abs(out)), 1e-300)
     assert_array_equal(np.isfinite(out), True)
     error = np.abs(out * sums.denominator - sums.numerator) / unit
