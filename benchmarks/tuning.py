@@ -44,7 +44,7 @@ READ: set[str] = set()
 
 
 def calls() -> dict[str, Thunk]:
-    """Calls of every kind, some ten to a hundred milliseconds each."""
+    """Return calls of every kind, some ten to a hundred milliseconds each."""
     rng = np.random.default_rng(0)
     query, key, value = rng.normal(size=(3, HEADS, LENGTH, DIM)).astype(np.float32)
     token = query[:, :1], key[:, :1], value[:, :1]
@@ -78,7 +78,9 @@ def calls() -> dict[str, Thunk]:
         )
     found |= {
         "window": lambda: linattn.linear_attention(query, key, value, landmarks, exact_window=32),
-        "clusters": lambda: linattn.linear_attention(query, key, value, landmarks, exact_clusters=8),
+        "clusters": lambda: linattn.linear_attention(
+            query, key, value, landmarks, exact_clusters=8
+        ),
         "softmax": lambda: linattn.softmax_attention(query, key, value),
         "softmax, local": lambda: linattn.softmax_attention(
             query, key, value, is_causal=True, local_window_size=(128, 0)
@@ -101,7 +103,7 @@ def timed(call: Thunk) -> float:
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """A constant times a factor, of its type; a tuple's first entry is what varies."""
+    """Scale a constant and keep its type; a tuple's first entry is what varies."""
     if isinstance(value, tuple):
         return (scaled(value[0], factor), *value[1:])
     return value * factor if isinstance(value, float) else max(1, int(value * factor))

@@ -1,4 +1,4 @@
-"""A group of chunks: what can be done for all of them at once, then the state from one to the next.
+"""A group of chunks: first the work that all share, then the state from one to the next.
 
 In a chunk with the state S before it, ``A_ij = q_i.k_j`` and ``N_ij = beta_i k_i.k_j`` times the
 decay from j to i, j <= i, N without its diagonal, and G the decay of the whole chunk::
@@ -89,10 +89,11 @@ def _inside(chunks: Chunks) -> _Inside:
 
 
 def unit_lower_inverse(lower: Array) -> Array:
-    """Invert ``I + lower``, of which only what is below the diagonal is read.
+    """Invert ``I + lower``; only entries of ``lower`` below the diagonal are read.
 
-    The inverse of a triangle of 2h tokens has those of its halves and ``-R lower L`` across.
-    Powers of ``lower`` would cancel: theirs grow where the inverse does not.
+    The inverse of a triangle of 2h tokens has the inverses L and R of its halves, and
+    ``-R lower L`` across.
+    Powers of ``lower`` would cancel: they grow where the inverse does not.
     """
     xp = namespace(lower)
     blocks, h = xp.ones_like(lower[..., :1])[..., None], 1
@@ -138,7 +139,7 @@ def pull_back_chunks(
 ) -> tuple[Gradients, Array]:
     """Pull a group back: gradients of its tokens, and of the state ``(..., d, e)`` before it.
 
-    ``grad_state``, that of the state after it, has all leading axes of states.
+    ``grad_state``, the gradient of the state after the group, has all leading axes of states.
     """
     xp, transpose = namespace(state), namespace(state).matrix_transpose
     lead, count = tuple(grad_state.shape[:-2]), chunks.key.shape[-3]
@@ -199,7 +200,7 @@ class _Solution(NamedTuple):
 
 
 def _gradients(chunks: Chunks, inside: _Inside, solution: _Solution) -> Gradients:
-    """Gradients of all tokens of a group at once."""
+    """Gradients of all tokens of a group."""
     xp, transpose = namespace(chunks.key), namespace(chunks.key).matrix_transpose
     query, key, _, beta, decay = chunks
     states, stored, missing, grad_output, grad_states, grad_targets, grad_values = solution

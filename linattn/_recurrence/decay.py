@@ -38,9 +38,9 @@ class Decay(NamedTuple):
     Attributes
     ----------
     before : array, (..., c, w)
-        What is left at a token of the state before the chunk, the token's decay included.
+        Share of the state before the chunk that is left at a token, its own decay included.
     after : array, (..., c, w)
-        What is left of a token after the chunk.
+        Share of a token that is left after the chunk.
     ratios : array, (..., c, c)
         Factors from token j to token i, 0 for j > i; None for one number a key channel.
     halves : list of pairs of arrays, each (..., c / 2h, h, d)
@@ -58,7 +58,7 @@ class Decay(NamedTuple):
 
 
 MIN_LOG = -1e30
-"""As good as -inf, of which sums with a factor of 0 would be NaN."""
+"""Stands for -inf, whose product with 0 would be NaN."""
 
 
 def triangle(n: int, like: Array, *, strict: bool = False) -> Array:
@@ -188,7 +188,7 @@ def cross_blocks(lower: Array, h: int) -> Array:
 
 
 def join_blocks(blocks: Array, cross: Array) -> Array:
-    """Triangles of 2h tokens from those of h, ``(..., 2r, h, h)``, and what stands across."""
+    """Triangles of 2h tokens from triangles of h, ``(..., 2r, h, h)``, and the blocks across."""
     xp = namespace(blocks)
     *lead, runs, h, _ = cross.shape
     blocks = xp.broadcast_to(blocks, (*lead, 2 * runs, h, h))

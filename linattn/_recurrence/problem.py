@@ -17,17 +17,17 @@ GATED_RULES = ("gated", "gated_delta")
 DELTA_RULES = ("delta", "gated_delta")
 
 MAX_CHUNK = 64
-"""Tokens multiplied at once: longer chunks do more, shorter ones more often."""
+"""Tokens of a chunk: longer chunks multiply more, shorter ones more often."""
 
 MIN_SOLVED, MAX_SOLVED = 16, 32
-"""Tokens solved at once, half as many as there are dimensions between these.
+"""Tokens of a solved triangle: half the dimensions of a key, between these bounds.
 
 More keys lean on each other, and their system is worse conditioned.
 """
 
 
 def sequences(problem: Recurrence) -> list[Recurrence]:
-    """Each of the packed sequences by itself."""
+    """Each packed sequence as a problem of its own."""
     assert problem.borders is not None
     arrays = ("query", "key", "value", "log_decay", "beta")
     given = [name for name in arrays if getattr(problem, name) is not None]

@@ -280,7 +280,7 @@ def verify(
         ),
     ] = False,
 ) -> None:
-    """Check that a feature map is what it claims: mean, variance, causality, streaming, arrays.
+    """Check the claims of a feature map: mean, variance, causality, streaming, arrays.
 
     Exit code: 0 all is well; 1 a check failed; 2 a wrong name or option; 3 no check failed, but the
     mean was not checked; 4 the factory raised an error.
@@ -390,9 +390,9 @@ def attend(
     scheduler: _Scheduler = None,
     resume: _Resume = False,
 ) -> None:
-    """Attend a block at a time, from files to a file; what is in memory does not grow with them.
+    """Attend a block at a time, from files to a file; memory does not grow with their length.
 
-    A run that is interrupted or killed goes on with --resume, and ends in the same bytes.
+    A run that is interrupted or killed continues with --resume, and ends in the same bytes.
 
     Exit code: 0 done; 1 the run broke off; 2 something is wrong with what was given, nothing was
     written; 130 interrupted.
@@ -472,7 +472,7 @@ def _compare(settings: Settings) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr where that is a terminal; call what it yields before each step."""
+    """Show a bar on stderr if it is a terminal; call the function it yields before each step."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

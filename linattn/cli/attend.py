@@ -49,7 +49,7 @@ SAMPLE_RUNS, SAMPLE_ROWS = 32, 256
 """Runs of rows, evenly spaced, that a map is fitted to, and rows of each."""
 
 CHECKED_KEYS = 16384
-"""Keys that exact rows attend to at once."""
+"""Keys of a block of exact rows."""
 
 SECONDS = 60.0
 """Between two checkpoints."""
@@ -147,9 +147,9 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
     CommandError
         What was given cannot be used; nothing has been written.
     RunError
-        The run broke off; what it has written stays.
+        The run broke off; its output so far stays.
     KeyboardInterrupt
-        It was interrupted, and can be gone on with.
+        It was interrupted, and can be resumed.
     """
     out = stores.Output(settings.out)
     out.check(resume=settings.resume)
@@ -186,7 +186,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
 
 
 def _check_own_file(path: Path, settings: Settings, out: stores.Output) -> None:
-    """Check that saving the state replaces no other file; that of --start-state it may."""
+    """Check that saving the state replaces no file but --start-state."""
     for other in (*settings.files, settings.mask, settings.out, out.checkpoint):
         if other is None:
             continue
@@ -279,7 +279,7 @@ def _feature_map(settings: Settings, query: Any, key: Any) -> Any:
 
 
 def _sample(array: Any) -> NDArray[Any]:
-    """Read runs of rows, evenly spaced, as they are computed with."""
+    """Read runs of rows, evenly spaced, in the dtype of the computation."""
     length = array.shape[-2]
     starts = np.linspace(0, max(0, length - SAMPLE_ROWS), SAMPLE_RUNS).astype(int)
     runs, stop = [], 0
@@ -331,7 +331,7 @@ def _rows(array: Any, rows: NDArray[np.intp]) -> NDArray[np.float64]:
 
 
 def _peak_bytes() -> int | None:
-    """Most memory that this process has held at once, where the system tells."""
+    """Peak memory of this process, where the system reports it."""
     try:
         import resource
     except ImportError:

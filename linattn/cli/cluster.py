@@ -120,7 +120,7 @@ class ClusterInputs(Inputs):
         return computed
 
     def checksum(self, array: Any, rows: slice) -> int:
-        """Return the checksum of some rows, of which each task reads a part."""
+        """Return the checksum of some rows; each task reads a part."""
         lazy = _lazy(array, rows, _rows_of_task(rows, None))
         sums = lazy.map_blocks(
             _chunk_sum,
@@ -145,7 +145,7 @@ class ClusterInputs(Inputs):
 
 
 def _lazy(array: Any, rows: slice, size: int) -> Any:
-    """Make a Dask array of some rows, a task for so many of each head."""
+    """Make a Dask array of some rows, one task for `size` rows of each head."""
     da = importlib.import_module("dask.array")
     array = _portable(array)
     shape = (*array.shape[:-2], rows.stop - rows.start, array.shape[-1])
@@ -194,7 +194,7 @@ def _computed(after: State, *along: Any) -> State:
 
 @contextmanager
 def connected(workers: int | None, scheduler: str | None) -> Iterator[None]:
-    """Run the tasks inside on a scheduler, or on so many workers that are started for it.
+    """Run the tasks inside on a scheduler, or on a number of workers started for it.
 
     Raises
     ------

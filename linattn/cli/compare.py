@@ -82,10 +82,10 @@ class Row:
     kind : str
         As in `linattn.cli.method.Method`: only rows of the kind "map" can win.
     cost : float
-        Multiplications, as a share of those of exact attention.
+        Multiplications, as a share of the number in exact attention.
     held_out : bool
         Whether the map was fitted to the first half of the tokens and judged on the second, so
-        that its errors are those of shorter sequences: it cannot win either.
+        that its errors belong to shorter sequences: it cannot win either.
     exact_share : float
         Share of the pairs of a query and a key that need no approximation at this size. Above
         `MAX_EXACT_SHARE` the row cannot win: its error says nothing about longer sequences.
@@ -100,7 +100,7 @@ class Row:
     seconds : float
         Time of the fastest call over all heads.
     calls : int
-        Calls of which it is the fastest.
+        Number of calls; the time is the fastest of them.
     peak_bytes : int
         Memory that one call allocated at most, its output included.
     """
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def may_win(self) -> bool:
-        """Whether the row is a map that approximated what it was judged on, and did not fail."""
+        """Whether the row is a map that approximated every judged pair, and did not fail."""
         return self.kind == "map" and self.counts
 
     @property
@@ -219,8 +219,8 @@ def relative_error(output: npt.NDArray[np.floating], exact: Float64) -> Float64:
 def prepare(case: Case, inputs: Inputs, *, seed: int, draw: int = 0) -> Attend:
     """Draw or fit the map of a case.
 
-    What is drawn depends on the seed, the number of columns and the number of the draw only, not on
-    what else is measured; maps with the same columns share it.
+    A draw depends on the seed, the number of columns and the number of the draw only, not on
+    the other measurements; maps with the same columns share it.
     """
     rng = np.random.default_rng([seed, case.num_features or 0, draw])
     return case.method.make(inputs.query, inputs.key, case.num_features, rng)
@@ -351,9 +351,9 @@ def judge(
     Parameters
     ----------
     rows : sequence of Row
-        With those of the references.
+        Rows, references included.
     crossover : Crossover, optional
-        Of the map that is the cheapest good one.
+        Crossover of the cheapest good map.
     degenerate : str
         Why any map would do on these inputs, if that is so.
     """

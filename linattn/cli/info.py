@@ -1,4 +1,4 @@
-"""What is installed here and what can run. Prints nothing, and never fails because of it."""
+"""Which packages are installed, and which backends can run. Prints nothing, and never fails."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BackendStatus(NamedTuple):
     runs : bool
         Whether it can run here.
     detail : str
-        On what it runs, or why it does not.
+        The device it runs on, or the reason why it does not run.
     kernels : str
         Where its kernels have run, for a backend that says so (``kernel_status``); else empty.
     """

@@ -193,8 +193,8 @@ def continued(
 
     The first tokens are the head's own. Each further token repeats one of them, drawn at random
     (query, key and value of one position together where the lengths agree), plus Gaussian noise of
-    `NOISE` times the standard deviation of each coordinate over the head. Biases are repeated as
-    they are.
+    `NOISE` times the standard deviation of each coordinate over the head. Biases are repeated
+    unchanged.
     """
     query, key, value = inputs.query[0], inputs.key[0], inputs.value[0]
     key_index = _positions(key.shape[0], length, rng)
@@ -225,7 +225,7 @@ def _with_noise(
 
 
 def _question(shape: tuple[int, ...]) -> str:
-    """Ask about an axis of heads that is longer than that of the tokens: often they are swapped."""
+    """Ask about an axis of heads longer than the axis of tokens: often they are swapped."""
     if len(shape) < 3 or shape[-3] <= shape[-2]:
         return ""
     outer, inner = shape[-3:-1]

@@ -90,10 +90,10 @@ class Method:
         that need no approximation at this size: too large, and the error says nothing about
         longer sequences.
     about : str
-        What it is, in a line.
+        A description of one line.
     kind : str
-        "map" for the library's own, which may win; "published" for those of `linattn.baselines`;
-        "bound" for what none of them can better; "reference" for what is always measured.
+        "map" for the library's own, which may win; "published" for methods of `linattn.baselines`;
+        "bound" for a bound that none of them can beat; "reference" for methods always measured.
     takes_key_bias : bool
         Whether log weights of keys have a meaning for it.
     multiplications : callable

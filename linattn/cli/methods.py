@@ -1,8 +1,8 @@
 """The methods that ``linattn compare`` measures.
 
 To add one, append a :class:`Method` to :data:`METHODS`: the command, its tables, plots and JSON
-file read nothing else. What has to be done again for every new sequence belongs into the callable,
-which is timed; what is done once (drawing a projection) belongs into `make`.
+file read nothing else. Work for every new sequence belongs into the callable,
+which is timed; work done once (drawing a projection) belongs into `make`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _uniform(
     is_causal: bool,
     key_bias: Array | None = None,
 ) -> Array:
-    """Every query gives each key that it sees the same weight, or that of its bias."""
+    """Every query gives each visible key the same weight, or the weight of its bias."""
     if key_bias is not None:
         nothing = np.zeros_like(query)
         return _softmax(nothing, key, value, is_causal=is_causal, key_bias=key_bias)

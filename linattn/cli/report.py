@@ -19,7 +19,7 @@ FILES = ("compare.json", "error.png", "time.png")
 """What a run leaves in its folder."""
 
 FRONTIER = "frontier.png"
-"""What it leaves there too where published attentions were measured."""
+"""Files that it also writes where published attentions were measured."""
 
 
 def as_json(record: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""One whole run of ``linattn compare``: what is measured, in which order, and its record."""
+"""One run of ``linattn compare``: the cases, their order, and the record."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from linattn.diagnostics import AttendedNorms, attended_norms
 __all__ = ["CURVE_FEATURES", "CURVE_METHOD", "Results", "run", "steps"]
 
 ALL = {method.name for method in METHODS}
-"""What is measured without ``--maps``: then those that do not fit are left out."""
+"""Methods measured without ``--maps``; methods that do not fit are left out."""
 
 CURVE_METHOD = METHODS[0].name
 """The method of the time curve where none is good enough, if it is among those measured; otherwise
@@ -249,7 +249,7 @@ def _rows(
     exact: npt.NDArray[np.float64],
     notify: Callable[[str], None],
 ) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Measure all cases, published ones last and while there is time; name what is left out."""
+    """Measure all cases, published ones last and while there is time; name the ones left out."""
     is_causal = settings.is_causal
     first = ("map", "reference")
     published = [case for case in cases if case.method.kind not in first]
@@ -275,7 +275,7 @@ def _rows(
 
 
 def _curve_case(cases: Sequence[Case], rows: Sequence[Row]) -> Case:
-    """Return what is good enough at the least cost, else CURVE_METHOD, else the best there is."""
+    """Return the cheapest method that is good enough, else CURVE_METHOD, else the best method."""
     chosen = cheapest_row(rows)
     if chosen is not None:
         wanted = (chosen.method, chosen.num_features)

@@ -137,7 +137,7 @@ class Output:
         """Whether the array is made by this run."""
 
     def check(self, *, resume: bool) -> None:
-        """Check that a run may begin here, or go on.
+        """Check that a run may begin here, or resume.
 
         Raises
         ------

@@ -35,7 +35,7 @@ class Point:
     seconds : float
         Time of the fastest call.
     calls : int
-        Calls of which it is the fastest.
+        Number of calls; the time is the fastest of them.
     """
 
     curve: str
@@ -54,7 +54,7 @@ class LeftOut:
         As in `Point`.
     expected_seconds : float
         Time of the longest measured call, times the length's ratio to the curve's exponent. It
-        decides what is measured and is never plotted or used for the crossover.
+        decides which lengths are measured and is never plotted or used for the crossover.
     failure : str
         Why the call failed, if it was made; else empty.
     """
@@ -73,7 +73,7 @@ class Crossover:
     ----------
     status : str
         "crossed": linear was slower at between[0], and faster from between[1] on; "below": linear
-        was faster at every length, of which between[1] is the shortest; "not reached": exact was
+        was faster at every length, between[1] and longer; "not reached": exact was
         faster at the longest length where both were measured, between[0]; "not measured".
     length : float or None
         Where the lines through the two points around it meet in log-log axes, if crossed.

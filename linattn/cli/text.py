@@ -39,7 +39,7 @@ def wrap(text: str, width: int, indent: str = "") -> str:
 
 
 def say(sentence: str, *, error: bool = False, whole: bool = False) -> None:
-    """Print a sentence, wrapped; errors, and what is said to be whole, only on a terminal.
+    """Print a sentence, wrapped; errors and `whole` sentences are wrapped only on a terminal.
 
     A program finds them in one line.
     """

@@ -1,4 +1,4 @@
-"""Run the verification kit on a map by its name, and show what it found."""
+"""Run the verification kit on a map by its name, and show the findings."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def pretrained_long_qkv(
     """Return longer queries, keys and values of the encoder of :func:`pretrained_qkv`.
 
     Two heads (0 and 6) of each of two attention layers (1 and 4), five windows of 512 tokens of
-    unlike topics of CPython's documentation, each read by itself, on end.
+    unlike topics of CPython's documentation, each read alone, one after the other.
 
     Parameters
     ----------
@@ -85,11 +85,11 @@ def pretrained_long_qkv(
 
     Notes
     -----
-    A window has attended to itself only, while here every query meets all keys: what a model does
-    that reads a long sequence at once. The median softmax row has a perplexity of 161 in layer 1
+    A window has attended to itself only, while here every query meets all keys: as in a model
+    that reads one long sequence. The median softmax row has a perplexity of 161 in layer 1
     and of 392 in layer 4, out of 2,560 keys.
 
-    Each call reads 1.8 MB. Provenance and licences are those of the short sample.
+    Each call reads 1.8 MB. Provenance and licences as for the short sample.
 
     Examples
     --------

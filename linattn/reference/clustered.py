@@ -1,4 +1,4 @@
-"""Attention by landmarks, with near keys and those of chosen clusters exact: quadratic, float64."""
+"""Attention by landmarks, exact for near keys and chosen clusters: quadratic, float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def clustered_attention(
     query : array_like, (..., L, d)
         Any real dtype; computed in float64.
     key, value : array_like, (..., S, d) and (..., S, e)
-        The leading axes of query, key, value and those of the map broadcast.
+        The leading axes of query, key, value and map broadcast.
     feature_map : LandmarkFeatures
         Only its parameters are read: landmarks, probes, log_normalizers, metric, used and scale.
     exact_clusters : int
@@ -49,7 +49,7 @@ def clustered_attention(
     key_mask : array_like of bool, optional
         (S,), or what broadcasts to ``key.shape[:-1]``; True = attend.
     bias : array_like, (..., L, S), optional
-        Log weight of each pair, which has no say in what is chosen.
+        Log weight of each pair; the choice of clusters ignores it.
 
     Returns
     -------

@@ -91,7 +91,7 @@ def kernel_attention(
     is_causal : bool
         Query i sees the keys j <= i only. Needs L == S.
     key_mask : array_like of bool, optional
-        True = attend: shape (S,), or ``key.ndim - 1`` axes each 1 or equal to those of key. Masked
+        True = attend: shape (S,), or ``key.ndim - 1`` axes, each 1 or equal to key's. Masked
         keys and values are left out before any arithmetic: NaN there leaves no trace.
     visible : array_like of bool, optional
         (..., L, S), True = query i sees key j: any pattern of pairs, beside what `is_causal` and
@@ -143,7 +143,7 @@ def kernel_sums(
 ) -> KernelSums:
     """Numerator and denominator of `kernel_attention`, and the sums of their absolute terms.
 
-    Takes the arguments of `kernel_attention`, raises what it raises and costs what it costs.
+    Arguments, errors and cost as for `kernel_attention`.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The oracle of recurrences: a loop over the tokens, the four rules written down as they are read.
+"""The oracle of recurrences: a loop over the tokens, with the four rules as published.
 
 Shape letters: ``L`` tokens, ``d`` dim, ``e`` value dim; ``...`` are leading axes (batch, heads),
 which broadcast.

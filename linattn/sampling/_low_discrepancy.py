@@ -1,4 +1,4 @@
-"""Scrambled low-discrepancy points of the unit cube, many scrambles at once.
+"""Scrambled low-discrepancy points of the unit cube, in batches of scrambles.
 
 Both generators return float64 of shape ``(*batch_shape, num, dim)``: the first ``num`` points of
 an independent scramble for each index of the batch. Every coordinate of every point is uniform on

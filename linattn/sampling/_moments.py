@@ -340,7 +340,7 @@ class _StratifiedNorms:
         return np.stack(means, axis=-1)
 
     def pairs(self, count: int) -> tuple[Floats, Floats]:
-        """See `_Norms`: all pairs of independent norms, less those of one stratum."""
+        """See `_Norms`: all pairs of independent norms, minus the pairs of one stratum."""
         [(q, weights)] = _quadrature(np.empty(0), 2 * self.dim, count)
         nodes, masses = [q / 2], [weights * self.num / (self.num - 1)]
         for q, weights in self._strata(count):
@@ -439,7 +439,7 @@ def _norm_gap_trig(norms: _Norms, s: Floats, num: int, pairs: float) -> Floats:
 
 
 def _excess(norms: _Norms, kind: str, v: Floats, A: float) -> Floats:
-    """Second moment of one independent standard normal row less that of a row of ``norms``."""
+    """Second moment of a standard normal row minus the second moment of a row of ``norms``."""
     rho = 1 / (1 - 8 * A)
     log_normal = norms.dim / 2 * log((rho + 1) ** 2 / (4 * rho))
     squares = norms.powers(_num_terms(2 * v), A, power=2).mean(axis=-1)

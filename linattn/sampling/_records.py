@@ -1,4 +1,4 @@
-"""What is known of a sampler: its draws, its marginals, its moments."""
+"""Samplers: their draws, marginals and moments."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def num_pairs(num: int, dim: int) -> int:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A way to draw projection rows, with what is known exactly about its rows.
+    """A way to draw projection rows, with the exact moments of its rows.
 
-    Made by decorating the function that draws: ``@partial(Sampler, unbiased=..., ...)``. Name,
-    docstring and module are then those of the function, and a sampler pickles as a function does,
-    by its name in its module.
+    Made by decorating the function that draws: ``@partial(Sampler, unbiased=..., ...)``. It
+    takes the function's name, docstring and module, and pickles as a function does, by its name in
+    its module.
 
     Parameters
     ----------
@@ -228,7 +228,7 @@ class Sampler:
         rng : int, SeedSequence, BitGenerator, Generator or None
             See `as_generator`.
         batch_shape : tuple of int
-            Shape of independent draws: verification wants thousands at once.
+            Shape of independent draws: verification wants thousands in one call.
 
         Returns
         -------

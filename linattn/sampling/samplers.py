@@ -160,8 +160,8 @@ def simplex(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...
 
     References
     ----------
-    .. [1] I. Reid et al., "Simplex Random Features", ICML 2023. The vertices here are those of an
-       orthonormal frame less its mean, the same up to a rotation; the proof above is this
+    .. [1] I. Reid et al., "Simplex Random Features", ICML 2023. The vertices here are an
+       orthonormal frame minus its mean, the same up to a rotation; the proof above is this
        project's.
     """
     normals = _block_normals(num, dim, rng, batch_shape)
@@ -202,18 +202,18 @@ def stratified(
 
     Notes
     -----
-    The variance of the norms no longer adds to that of the estimate: with g_i the mean of exp(w.z -
-    v/2) in stratum i, and E_ii that of the product of two rows of orthogonal directions and
-    independent norms both of stratum i,
+    The variance of the norms no longer adds to the variance of the estimate. With g_i the mean of
+    exp(w.z - v/2) in stratum i, and E_ii the mean of the product of two rows of orthogonal
+    directions and independent norms both of stratum i,
 
         gap = sum_i (g_i - 1)^2 / m^2
               + N_p / (m^3 (m - 1)) [m^2 pair_gap(v, d) + sum_i (E_ii - g_i^2)],
 
-    for positive features and A = 0 at least that of `orthogonal`. It depends on A.
+    for positive features and A = 0 at least the gap of `orthogonal`. It depends on A.
 
     Takes, for each draw, d^2 standard normals from ``rng`` for each block, m whose distribution
-    function is U, and m whose order is that of the strata. Time O(m d^2), memory O((m + d) d) a
-    draw.
+    function is U, and m whose order is the order of the strata. Time O(m d^2), memory
+    O((m + d) d) a draw.
     """
     directions, normals = _orthogonal_directions(num, dim, rng, batch_shape, 2 * num)
     uniform = _moments.scipy_special("stratified").ndtr(normals[..., :num])
@@ -253,8 +253,8 @@ def quantile(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ..
     is too small because the largest norms never occur. `Sampler.mean_factor` is exact.
 
     Takes, for each draw, d^2 standard normals from ``rng`` for each block, and m whose order is
-    that of the norms. Time O(m d^2), memory O((m + d) d) a draw; the closed form for trigonometric
-    features O(m^2).
+    the order of the norms. Time O(m d^2), memory O((m + d) d) a draw; the closed form for
+    trigonometric features O(m^2).
 
     References
     ----------
@@ -328,7 +328,7 @@ def sobol(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...] 
     Notes
     -----
     The net is SciPy's; the scrambling, a random lower triangular matrix of bits and a random
-    shift of 52 bits, is done here, so that a batch is scrambled at once and does not depend on
+    shift of 52 bits, is done here, so that a batch is scrambled in one step and does not depend on
     SciPy's version. Each coordinate of each row is uniform on the 2^52 midpoints (k + 1/2) 2^-52
     before it is mapped, so that a map is unbiased. The rows are dependent: no closed form of the
     variance is known. Powers of two are the best numbers of rows.

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     X : ndarray, (n, d)
         float32 or float64.
     target : ndarray, (n, k)
-        What is averaged, in the dtype of X.
+        Values that are averaged, in the dtype of X.
     weight : ndarray, (n,)
         float64.
     """
@@ -52,7 +52,7 @@ class Coordinates(NamedTuple):
     """Rows as queries and keys whose inner product is the logarithm of the kernel, to a constant.
 
     ``q.k = x.y - |y|^2 / 2 + log w`` of rows x and y less the centre, over the bandwidth, and the
-    weight w of y: what is missing, ``-|x|^2 / 2``, all keys of a query have in common.
+    weight w of y. The missing term ``-|x|^2 / 2`` is the same for all keys of a query.
     """
 
     centre: NDArray[np.float64]

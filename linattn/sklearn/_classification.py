@@ -67,7 +67,7 @@ class KernelClassifier(ClassifierMixin, KernelSmoother):  # type: ignore[misc]
 
     @_arrays.on_array_device
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Store rows and choose what is to be chosen.
+        """Store rows, and choose the bandwidth if it is to be chosen.
 
         Parameters
         ----------
@@ -92,7 +92,7 @@ class KernelClassifier(ClassifierMixin, KernelSmoother):  # type: ignore[misc]
     def partial_fit(
         self, X: Any, y: Any, classes: ArrayLike | None = None, sample_weight: Any = None
     ) -> Self:
-        """Add rows to those that were fitted to, as if all had come at once.
+        """Add rows to the fitted ones, as if `fit` had been given all of them.
 
         Parameters
         ----------

@@ -18,7 +18,7 @@ __all__ = ["RandomFeatures"]
 MAX_ROWS_OF_PAIRS = 256
 
 BLOCK_ELEMENTS = 1 << 18
-"""Features made at once, for the cache and for little memory beyond them."""
+"""Elements of a block of features: it fits the cache and bounds memory."""
 
 
 class RandomFeatures(

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 BLOCK_ROWS, BLOCK_KEYS = 256, 1024
-"""Pairs worked on at once, for the cache."""
+"""Pairs of a block, which fits the cache."""
 
 MIN_EXPONENT = -700.0
 """Below this an exponential is as good as 0, and takes ten times as long."""
@@ -51,7 +51,7 @@ class LeaveOneOut(NamedTuple):
 class _Rows(NamedTuple):
     """Rows of size 1, so that no square overflows or vanishes.
 
-    ``X`` times ``unit`` are the rows less their mean; ``deviation`` is that of ``X``.
+    ``X`` times ``unit`` are the rows minus their mean; ``deviation`` is the deviation of ``X``.
     """
 
     X: Floats
@@ -79,7 +79,7 @@ class _Rows(NamedTuple):
 class _Error(Protocol):
     """What rows cost, (b, rows), by sums over all others, (b, rows, e), on a scale.
 
-    The sums are those of ``exp((nearest - |x_i - x_j|^2 / 2) / h^2)`` times the values.
+    The sums are of ``exp((nearest - |x_i - x_j|^2 / 2) / h^2)`` times the values.
     """
 
     def __call__(self, sums: Floats, nearest: Floats, at: Indices, tried: Floats) -> Floats: ...

@@ -81,13 +81,13 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
     --------
     KernelClassifier : the same for classes.
     linattn.kernels.local_regression : the same on any array library.
-    linattn.softmax_attention, linattn.feature_maps.LandmarkFeatures : what it computes by.
+    linattn.softmax_attention, linattn.feature_maps.LandmarkFeatures : the computation inside.
 
     Notes
     -----
     With the key ``[x_i / h, log w_i - |x_i / h|^2 / 2]`` and the query ``[x / h, 1]`` the inner
     product is ``log w_i K_h(x - x_i)`` but for ``|x / h|^2 / 2``, which cancels. So nothing
-    underflows: far from all rows the mean is that of the nearest, never 0/0. Coordinates are taken
+    underflows: far from all rows the mean is the nearest row's, never 0/0. Coordinates are taken
     less their mean, and computed in the dtype of X; the logarithms have rounding errors of a few
     ``eps |x / h|^2``, which matter in float32 where a bandwidth is 1/1000 of the data's extent.
 
@@ -161,7 +161,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
 
     @_arrays.on_array_device
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Store rows and choose what is to be chosen.
+        """Store rows, and choose the bandwidth if it is to be chosen.
 
         Parameters
         ----------
@@ -184,7 +184,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
 
     @_arrays.on_array_device
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Add rows to those that were fitted to, as if all had come at once.
+        """Add rows to the fitted ones, as if `fit` had been given all of them.
 
         Parameters
         ----------

@@ -36,7 +36,7 @@ def make_generator(random_state: Any) -> np.random.Generator:
 class KernelSmoother(BaseEstimator):  # type: ignore[misc]
     """Stores training rows, and makes of them what predicts.
 
-    What is chosen depends on all rows: after ``partial_fit`` it is chosen by its first use.
+    A chosen bandwidth depends on all rows: after ``partial_fit`` its first use chooses it again.
     """
 
     n_features_in_: int
@@ -61,11 +61,11 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def _target(self, rows: Rows) -> NDArray[Any]:
-        """Return what is averaged, (n, k), in the dtype of the rows."""
+        """Return the values that are averaged, (n, k), in the dtype of the rows."""
         raise NotImplementedError
 
     def _offset(self, rows: Rows) -> NDArray[Any]:
-        """Return what is subtracted from the targets, (k,)."""
+        """Return the offset subtracted from the targets, (k,)."""
         raise NotImplementedError
 
     def _ridge(self) -> float | None:
@@ -158,7 +158,7 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
 
     @property
     def bandwidth_(self) -> float | NDArray[np.float64]:
-        """The bandwidth: that given, or that of least error."""
+        """The bandwidth: the given one, or the one of least error."""
         return self._chosen().bandwidth
 
     @property

@@ -34,7 +34,7 @@ def attend(
 ) -> State:
     r"""Linear attention from arrays on disk to an array on disk, a block of rows at a time.
 
-    The equation is that of :func:`linattn.linear_attention`. Letters: ``L`` queries, ``S`` keys,
+    The equation is the one of :func:`linattn.linear_attention`. Letters: ``L`` queries, ``S`` keys,
     ``d`` dim, ``m`` features, ``e`` value dim, ``c`` rows a block, ``n`` blocks, ``...`` leading
     axes, which broadcast.
 
@@ -54,7 +54,7 @@ def attend(
         Query i sees keys 0..i only; needs L = S. Default False: two passes, over keys and values,
         then over queries.
     block_size : int, optional
-        c, rows read at once; rounded up to whole chunks of ``out``. Default 65536.
+        c, rows of a block; rounded up to whole chunks of ``out``. Default 65536.
     checkpoint : str, bytes or path-like, optional
         File that holds state, position and checksums while the run goes on. A run that finds it
         goes on from there, with ``out`` as it was left (mode "r+"), after it has read again all
@@ -109,14 +109,14 @@ def attend(
 
     Notes
     -----
-    The output is that of one call in memory to rounding. A run that was killed, at any moment and
-    any number of times, ends in the same bits as one that was not, with the same versions, number
-    of threads and kernels. Options of :func:`linattn.linear_attention` that are not here cannot be
-    served a block at a time, or are shapes of a mask.
+    The output equals the output of one call in memory, to rounding. A run that was killed, at any
+    moment and any number of times, ends in the same bits as one that was not, with the same
+    versions, number of threads and kernels. Options of :func:`linattn.linear_attention` that are
+    missing here cannot be served a block at a time, or are shapes of a mask.
 
     Time as in memory. With a checkpoint each row has a CRC-32 as well, one pass over all bytes that
     are read and written: about a sixth of the time of one thread for 256 features, less for more.
-    To go on takes one more pass over the rows of the earlier runs. A window reads keys twice when
+    Resuming takes one more pass over the rows of the earlier runs. A window reads keys twice when
     causal and up to four times else. Memory: a block of each array, ``(2 d + 2 e) c`` numbers a
     head, the state, and with a window that is not causal ``64 + n / 64`` states. Pages of memory
     maps are released after each block; the operating system caches them as long as it likes.

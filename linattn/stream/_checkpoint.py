@@ -205,7 +205,7 @@ def _call(arrays: Arrays) -> dict[str, Any]:
 
 
 def _describe(inputs: Inputs, block_size: int, begin: State) -> dict[str, Any]:
-    """Return what two calls must share for one to go on where the other stopped."""
+    """Return the description that two calls must share for one to resume the other."""
     state = (begin.kvz, begin.log_scale, begin.log_decay)
     return {
         **{name: _brief(getattr(inputs, name)) for name in ("query", "key", "value")},
@@ -229,7 +229,7 @@ def _brief(array: Any) -> str:
 
 
 def _weight(weight: Any, block_size: int) -> str:
-    """Describe all numbers of a mask, bias or decay, which are few beside those of keys."""
+    """Describe all numbers of a mask, bias or decay: far fewer than the numbers of the keys."""
     shape = getattr(weight, "shape", ())
     if not shape:
         return repr(float(weight))

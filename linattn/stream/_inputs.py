@@ -1,4 +1,4 @@
-"""What is attended to: arrays that are sliced by rows, checked by their shapes alone."""
+"""The inputs of a stream: arrays that are sliced by rows, checked by their shapes alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Inputs(NamedTuple):
-    """The arguments of a call, of which rows are read."""
+    """The arguments of a call; rows of them are read."""
 
     query: Any
     key: Any
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
         return block
 
     def checksum(self, array: Any, rows: slice) -> int:
-        """Return the checksum of some rows as they are now."""
+        """Return the current checksum of some rows."""
         return checksum(read(array[..., rows, :]))
 
     def weights_of(self, rows: slice) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _is_by_token(name: str, weight: Any, key: Any, length: int) -> bool:
 
 
 def read(rows: Any) -> Array:
-    """Return rows as an array of its library, as they lie: of a memory map nothing is copied."""
+    """Return rows as an array of its library, without copying a memory map."""
     return np.asarray(rows) if isinstance(rows, np.ndarray) else rows
 
 

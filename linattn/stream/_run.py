@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> State:
-    """Check a call, go on from its checkpoint if there is one, and return the state after it."""
+    """Check a call, resume its checkpoint if there is one, and return the state after it."""
     begin, shape = check_inputs(inputs, initial_state)
     arrays = {name: getattr(inputs, name) for name in ("query", "key", "value")}
     check_storage(out, {**arrays, **inputs.weights}, initial_state, how.checkpoint)

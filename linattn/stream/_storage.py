@@ -1,4 +1,4 @@
-"""Where arrays lie: an output must not overwrite what is still to be read."""
+"""Where arrays are stored: an output must not overwrite rows that are still to be read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_BYTES = 2**60
 """What a file whose length is not told may have."""
 
 ZARR_FILES = ("", "zarr.json", ".zarray", "c")
-"""What makes up a zarr array in a folder, of which a copy by hard links shares at least one."""
+"""Files of a zarr array in a folder; a copy by hard links shares at least one of them."""
 
 
 class Layout(NamedTuple):
@@ -130,7 +130,7 @@ def _is_shared(a: Part, b: Part) -> bool:
 
 
 def _is_inside(path: str, folder: str) -> bool:
-    """Whether a file is one of those of an array in a folder."""
+    """Whether a file belongs to an array in a folder."""
     return os.path.isabs(folder) and path.startswith(os.path.join(folder, ""))
 
 
@@ -250,7 +250,7 @@ def _memory_part(layout: Layout, maps: list[FileMap]) -> Part:
 
 
 def _file_maps(arrays: list[Any]) -> list[FileMap]:
-    """Return the files that are mapped; where the system does not tell, those of NumPy's maps."""
+    """Return the mapped files; where the system does not list them, the files of NumPy's maps."""
     try:
         with open(FILE_MAPS, encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.rstrip("\n").split(maxsplit=5) for line in file]

@@ -1,7 +1,7 @@
 """Walks over blocks of rows that are on disk: a step a block, each resumable from its place.
 
-All are folds of public functions: what is a block here is a call in memory, which has blocks of its
-own inside.
+All are folds of public functions: a block here is one call in memory, which divides it into blocks
+of its own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _WindowWalk(Walk):
 class _FullWindowWalk(_WindowWalk):
     """The same to both sides: states of later keys are made first, from the last block on.
 
-    One a group of blocks is stored; those of the blocks of a group are made again when it begins.
+    One state a group of blocks is stored; the states inside a group are made again when it begins.
     """
 
     def __init__(self, inputs: Inputs, out: Any, begin: State, block_size: int) -> None:
@@ -162,7 +162,7 @@ class _FullWindowWalk(_WindowWalk):
         return sum(map(self.is_last_of_group, self.backward[:step]))
 
     def state_behind(self, block: int, next_behind: State) -> State:
-        """State of all keys far behind a block, from that of the next one."""
+        """State of all keys far after a block, from the state of the next block."""
         if block == len(self.queries) - 1:
             return self.nothing
         rows = slice(self.far_stop(block), self.far_stop(block + 1))
