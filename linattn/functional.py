@@ -307,7 +307,7 @@ def linear_attention(
         cu_seqlens=cu_seqlens,
         log_decay=log_decay,
         normalize=normalize,
-        state=initial_state,
+        initial_state=initial_state,
         chunk_size=chunk_size,
         want_log=return_log_normalizer,
         exact_window=exact_window,

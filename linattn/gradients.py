@@ -200,7 +200,7 @@ def linear_attention_vjp(
         cu_seqlens=cu_seqlens,
         log_decay=log_decay,
         normalize=normalize,
-        state=initial_state,
+        initial_state=initial_state,
         chunk_size=chunk_size,
         exact_window=exact_window,
         window_bias=window_bias,
@@ -334,13 +334,14 @@ def differentiable_problem(
 
 def _check_window(problem: Problem) -> None:
     """Refuse exact windows beside options through which they are not pulled back."""
-    one_sequence = problem.query.shape[-2] == problem.key.shape[-2] and problem.query_start == 0
-    covered = one_sequence and problem.key_stop is None and problem.log_decay is None
-    if problem.exact_window is None or covered:
+    sees, decay = problem.sees, problem.weights.log_decay
+    one_sequence = problem.query.shape[-2] == problem.key.shape[-2] and sees.query_start == 0
+    covered = one_sequence and sees.key_stop is None and decay is None
+    if problem.exact.window is None or covered:
         return
     message = (
         f"exact_window must be None for gradients with log_decay, key_stop or queries that are not "
-        f"one sequence with the keys, got {problem.exact_window}; let torch or JAX differentiate "
+        f"one sequence with the keys, got {problem.exact.window}; let torch or JAX differentiate "
         f"linear_attention"
     )
     raise NotImplementedError(message)

@@ -156,7 +156,7 @@ def update_state(
         key_bias=key_bias,
         key_lengths=key_lengths,
         log_decay=log_decay,
-        state=state,
+        initial_state=state,
         state_name="state",
         reads=False,
     )
@@ -205,7 +205,8 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     device = array_api_compat.device(queries)
     nothing = xp.empty((*lead, 0, e), dtype=queries.dtype, device=device)
     no_key = xp.empty((*lead, 0, queries.shape[-1]), dtype=queries.dtype, device=device)
-    problem = linear_problem(queries, no_key, nothing, feature_map, state=state, state_name="state")
+    before = {"initial_state": state, "state_name": "state"}
+    problem = linear_problem(queries, no_key, nothing, feature_map, **before)
     output: ArrayT = forward.solve(problem, return_state=False)[0]
     return output
 

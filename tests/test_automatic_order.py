@@ -45,7 +45,8 @@ def test_queries_choose_together_by_their_weights_over_their_largest(xp, scale):
         key_mask=xp.array(mask),
         exact_clusters=count,
     )
-    found, _, _ = forward.solve(problem.replace(choice_rows=rows), return_state=False)
+    part = problem.replace(exact=problem.exact._replace(choice_rows=rows))
+    found, _, _ = forward.solve(part, return_state=False)
     for h in range(2):
         logs = np.where(mask, phi.key_features(key).log[h].max(axis=-1), -np.inf)
         column = phi.key_features(key).log[h].argmax(axis=-1)

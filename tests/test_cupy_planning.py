@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import EluFeatures, PositiveFeatures
+from linattn.typing import Visible
 from linattn_cupy import device, fused, gradients, layout, planning
 
 F16, F32 = np.float16, np.float32
@@ -44,7 +44,7 @@ def test_float32_blocks_fill_the_workspace(gpu):
     query, key, value = inputs((4, 16), 8192, 64, 64)
     problem = linear_problem(query, key, value, PositiveFeatures(64, 256, rng=0))
     for is_causal, most in ((False, 4), (True, 10)):
-        causal = replace(problem, is_causal=is_causal)
+        causal = problem.replace(sees=Visible(right=0 if is_causal else None))
         tokens = planning.tokens_of(causal)
         blocks = planning.blocks_of(8192, tokens, is_causal=is_causal)
         assert len(blocks) <= most

@@ -326,14 +326,14 @@ def test_the_whole_tier_answers_for_everything(fakes):
     assert_array_equal(norm, 6)
     (problem,) = problems
     assert problem.query is query
-    assert problem.is_causal is True
-    assert problem.chunk_size == 3
+    assert problem.sees.is_causal is True
+    assert problem.policy.chunk_size == 3
     assert problem.want_log is True
-    assert problem.lazy is False
+    assert problem.policy.lazy is False
     assert problem.num_features == 4
     assert problem.state is None
     assert problem.lead == problem.state_lead == (2,)
-    assert problem.key_mask.shape == (1, 10, 1)
+    assert problem.weights.key_mask.shape == (1, 10, 1)
     assert_array_equal(linattn.softmax_attention(query, key, value), 5)
     assert isinstance(problems[-1].query_spec, Exact)
 
@@ -663,7 +663,7 @@ def test_settings_reach_the_backend(fakes):
     with linattn.config(num_threads=2):
         linattn.linear_attention(*tokens(), PHI)
         linattn.softmax_attention(*tokens())
-    assert [p.num_threads for p in problems] == [None, 2, 2]
+    assert [p.policy.num_threads for p in problems] == [None, 2, 2]
     assert problems[0].dtype == np.float64
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,8 @@ MAX_SOURCE_LINES, MAX_TEST_LINES = 600, 1100
 MAX_CODE_LINES = 60
 MAX_PARAMETERS = 8
 MAX_PRIVATE_FILES = 6
+MAX_DRIVER_MODULES, MAX_DRIVER_IMPORTS = 20, 60
+MAX_PROBLEM_FIELDS = 22
 
 # Signatures that others chose: what users call, the contract of backends, torch's autograd.
 CHOSEN = {"linear_attention", "linear_attention_vjp", "forward", "compare", "command"}
@@ -198,3 +201,36 @@ def test_lines_are_counted(lines):
     (function,) = functions(source)
     assert length(function, code_lines(source)) == lines
     assert num_parameters(function) == 2
+
+
+def test_a_problem_is_a_few_records():
+    assert len(fields(typing.Problem)) <= MAX_PROBLEM_FIELDS
+
+
+def test_the_driver_is_few_modules():
+    folder = ROOT / "linattn" / "_driver"
+    modules = {
+        path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")
+    }
+    imports = {
+        (name, node.module)
+        for name, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("linattn._driver.")
+    }
+    assert len(modules) <= MAX_DRIVER_MODULES
+    assert len(imports) <= MAX_DRIVER_IMPORTS
+
+
+def test_the_driver_asks_what_is_visible_where_it_is_made():
+    """Elsewhere a query sees some keys before its place and some after: no walk asks for causal."""
+    asking = {
+        path.name
+        for path in (ROOT / "linattn" / "_driver").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "is_causal"
+        # A run of queries in a window may be causal by itself.
+        and getattr(node.value, "id", "") != "self"
+    }
+    assert asking == {"options.py"}

@@ -558,14 +558,14 @@ def test_no_whole_function_is_given_stops_or_borders(monkeypatch):
     monkeypatch.setattr(linattn_numpy, "attention", attention, raising=False)
     arrays = inputs(12)
     linattn.linear_attention(*arrays, PHI, cu_seqlens=[0, 4, 12])
-    assert [problem.cu_seqlens for problem in seen] == [None]
+    assert [problem.sees.cu_seqlens for problem in seen] == [None]
     seen.clear()
     with linattn.explain() as report:
         linattn.linear_attention(*arrays, PHI, causal_block=4)
     assert seen == []
     assert "key_stop" in str(report)
     linattn.linear_attention(*arrays, PHI, causal_block=1)
-    assert [problem.is_causal for problem in seen] == [True]
+    assert [problem.sees.is_causal for problem in seen] == [True]
 
 
 # Errors -----------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def _variant(problem: Problem) -> Variant:
     name, accumulated = str(problem.query.dtype), str(np.dtype(problem.dtype))
     device.require(name in ("float16", "bfloat16"), f"{name} is neither float16 nor bfloat16")
     device.require(accumulated == "float32", f"sums are in {accumulated}")
-    device.require(problem.exact_window is None, "exact_window is given")
+    device.require(problem.exact.window is None, "exact_window is given")
     changes = problem.query_change, problem.key_change
     device.require(changes == (None, None), COORDINATES_CHANGE)
     family = family_of(problem.query_spec)
@@ -128,7 +128,7 @@ def _variant(problem: Problem) -> Variant:
         device.require(is_multiple, f"{letter} = {size} is no multiple of {COPIED_ELEMENTS}")
     sizes = (*problem.lead, problem.query.shape[-2], problem.key.shape[-2])
     device.require(0 not in sizes, EMPTY)
-    device.require(not problem.lazy, "arrays are traced or lazy")
+    device.require(not problem.policy.lazy, "arrays are traced or lazy")
     least = max(num_features, 1 if family == "exponential" else _round_up(dim, 16))
     strips = -(-least // (16 * MAX_WARPS))
     warps = -(-least // (16 * strips))
@@ -298,7 +298,7 @@ def attention(problem: Problem) -> Any:
     (queries, keys and the projection in the dtype of the inputs) and accumulated in float32.
     """
     work = work_of(problem)
-    if problem.is_causal:
+    if problem.sees.is_causal:
         before = states_before(work)
         output, norms, after, flags = causal_rows(work, before)
         _redo_rejected(work, before, flags, output, norms)
@@ -321,8 +321,8 @@ def work_of(problem: Problem) -> Work:
     """
     variant = _variant(problem)
     heads, state_heads = heads_of(problem.lead), heads_of(problem.state_lead)
-    sizes = [variant.shared(CAUSAL_TILE, keys=True, queries=problem.is_causal)]
-    if not problem.is_causal:
+    sizes = [variant.shared(CAUSAL_TILE, keys=True, queries=problem.sees.is_causal)]
+    if not problem.sees.is_causal:
         sizes.append(variant.shared(READ_TILES[-1], keys=False, queries=True))
     check_memory("attention", problem, max(sizes))
     return Work(
@@ -332,7 +332,7 @@ def work_of(problem: Problem) -> Work:
         aligned_rows(problem.query),
         aligned_rows(problem.key),
         aligned_rows(problem.value),
-        problem.key_mask,
+        problem.weights.key_mask,
         heads,
         state_heads,
     )
@@ -340,7 +340,7 @@ def work_of(problem: Problem) -> Work:
 
 def check_memory(what: str, problem: Problem, size: int) -> None:
     """Raise KernelUnavailableError where a block may not have so much shared memory."""
-    kind = "causal" if problem.is_causal else "full"
+    kind = "causal" if problem.sees.is_causal else "full"
     shape = f"d = {problem.query.shape[-1]}, m = {problem.num_features}"
     device.check_shared_memory(f"{kind} {what} with {shape}", size, device.shared_bytes())
 

@@ -255,7 +255,7 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     device.require(not shared_state, "heads share a state that has a cotangent")
     check_memory("gradients", unshared, _least_memory(work))
     pull = _Pull(work, cotangent.output)
-    walk = _causal if problem.is_causal else _full
+    walk = _causal if problem.sees.is_causal else _full
     gradients, adjoint, flags = walk(pull, cotangent.state)
     if bool(flags.any()):
         return Declined("rows were rejected, or a gradient is not finite")
@@ -267,7 +267,7 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
 
 def _least_memory(work: Work) -> int:
     """Bytes of shared memory that a block of the largest kernel needs."""
-    if work.problem.is_causal:
+    if work.problem.sees.is_causal:
         return _shared(work.variant, CAUSAL_TILE, sources=True, targets=True)
     return max(
         _shared(work.variant, CAUSAL_TILE, sources=True, targets=False),

@@ -54,10 +54,10 @@ def blocks_of(length: int, tokens: int, *, is_causal: bool) -> list[Block]:
 
 def tokens_of(problem: Problem) -> int:
     """Tokens of a block of float32: the caller's choice, or what fits the workspace."""
-    if problem.chunk_size is not None:
-        return problem.chunk_size
+    if problem.policy.chunk_size is not None:
+        return problem.policy.chunk_size
     m, e, d = problem.num_features, problem.value.shape[-1], problem.query.shape[-1]
-    if problem.is_causal:
+    if problem.sees.is_causal:
         # Features of both sides; scores; states before tiles; values and numerators.
         numbers = 2 * m + CAUSAL_TILE + m * (2 * e + 1) // CAUSAL_TILE + 2 * e
     else:
@@ -73,8 +73,8 @@ def _fitting(problem: Problem, token_bytes: int) -> int:
 
 def plan(problem: Problem) -> Plan:
     """All heads in one task: every kernel has work for the whole device."""
-    run = _run_in_tf32 if problem.tf32 else _run
-    generic = problem.chunk_size or _generic_block(problem)
+    run = _run_in_tf32 if problem.policy.tf32 else _run
+    generic = problem.policy.chunk_size or _generic_block(problem)
     size = tokens_of(problem) if _has_kernels(problem) else generic
     return Plan(size, [()], run, backward_size=generic)
 
@@ -94,12 +94,12 @@ def _has_kernels(problem: Problem) -> bool:
 def _generic_block(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
         return EXACT_BLOCK
-    if problem.exact_window is not None:
+    if problem.exact.window is not None:
         return WINDOW_BLOCK
     width = max(1, problem.num_features) + problem.value.shape[-1] + problem.query.shape[-1]
     # Both sides.
     tokens = _fitting(problem, 2 * np.dtype(problem.dtype).itemsize * width)
-    block = min(MAX_CAUSAL_BLOCK if problem.is_causal else MAX_BLOCK, tokens)
+    block = min(MAX_CAUSAL_BLOCK if problem.sees.is_causal else MAX_BLOCK, tokens)
     return 1 << (block.bit_length() - 1)
 
 

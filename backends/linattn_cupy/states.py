@@ -377,19 +377,19 @@ class _Work(NamedTuple):
 def _work_of(problem: Problem) -> _Work:
     lead, key_lead, state = problem.lead, problem.state_lead, problem.state
     specs = problem.query_spec, problem.key_spec
-    device.require(problem.exact_window is None, "exact_window is given")
+    device.require(problem.exact.window is None, "exact_window is given")
     changes = problem.query_change, problem.key_change
     device.require(changes == (None, None), COORDINATES_CHANGE)
     _lead_of(specs, problem.query, problem.key, problem.value)
     accumulated = str(np.dtype(problem.dtype))
     device.require(accumulated == "float32", f"sums are in {accumulated}")
     (length, d), e = problem.query.shape[-2:], problem.value.shape[-1]
-    if problem.is_causal:
+    if problem.sees.is_causal:
         device.require(specs[0] is specs[1], MAPS_DIFFER)
         device.require(e <= MAX_VALUE_DIM, f"e = {e} is above {MAX_VALUE_DIM}")
         device.require(lead == key_lead, QUERIES_SHARE)
     heads, key_heads = heads_of(lead), heads_of(key_lead)
-    weights = problem.key_mask
+    weights = problem.weights.key_mask
     if weights is not None:
         zero, hidden = np.float32(0), np.float32(-np.inf)
         weights = _whole(problem.xp.where(weights[..., 0], zero, hidden), 1, key_lead)
@@ -417,8 +417,8 @@ def float32_attention(problem: Problem) -> Any:
     Blocks are as long as their features fit the workspace. Products are of float32, or of TF32
     where the caller allows it; rejected causal rows are computed again on the device.
     """
-    work, walk = _work_of(problem), _causal if problem.is_causal else _full
-    with products.tf32() if problem.tf32 else nullcontext():
+    work, walk = _work_of(problem), _causal if problem.sees.is_causal else _full
+    with products.tf32() if problem.policy.tf32 else nullcontext():
         state = walk(problem, work)
     rows, norms, _ = work.output
     length = work.before + problem.key.shape[-2]

@@ -46,7 +46,7 @@ def pull_queries(block: Block) -> BlockGradients:
     query, grad_output = tokens_of(block, state.kvz.dtype, "query", "grad_output")
     key, value = (_no_rows(array) for array in (query, grad_output))
     problem = differentiable_problem(
-        *(query, key, value, block["feature_map"]), state=state, **_options(block)
+        *(query, key, value, block["feature_map"]), initial_state=state, **_options(block)
     )
     of_query, _, _, of_state = pullback_of(problem)(grad_output)
     return BlockGradients(query=of_query, adjoint=_adjoint(of_state, state))
@@ -66,7 +66,7 @@ def pull_keys(block: Block) -> BlockGradients:
         query, state = key, block.state()
         options["is_causal"] = True
     problem = differentiable_problem(
-        query, key, value, block["feature_map"], state=state, **options
+        query, key, value, block["feature_map"], initial_state=state, **options
     )
     grad_output = zeros(value, (*problem.lead, query.shape[-2], value.shape[-1]))
     weights = {name: block.weights[name] for name in ("key_bias", "log_decay")}

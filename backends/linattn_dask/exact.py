@@ -24,7 +24,7 @@ def softmax_attention(layout: Layout) -> tuple[Array, None, Array | None]:
 
 def merged_pairs(layout: Layout) -> Array:
     """Return outputs and, in the last column, log normalizers, ``(..., rows, 1, e + 1)``."""
-    return _causal(layout) if layout.problem.is_causal else _merged(_pairs(layout))
+    return _causal(layout) if layout.problem.sees.is_causal else _merged(_pairs(layout))
 
 
 def _pairs(layout: Layout, rows: Any = None, keys: Any = None, is_causal: bool = False) -> Array:

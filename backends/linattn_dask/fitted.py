@@ -23,7 +23,7 @@ def fitted(problem: Problem) -> Problem:
         kvz, log_scale = (_rechunked(x, wanted, 2 - i) for i, x in enumerate(state[:2]))
         problem = problem.replace(state=state._replace(kvz=kvz, log_scale=log_scale))
     if problem.mode == "window" and problem.key.shape[-2]:
-        wanted[0] = problem.exact_window
+        wanted[0] = problem.exact.window
     return problem.replace(**{n: _rechunked(getattr(problem, n), wanted, 2) for n in TOKENS})
 
 

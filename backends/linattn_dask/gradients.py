@@ -58,7 +58,7 @@ def attention_vjp(problem: Problem, cotangent: Cotangent) -> Gradients | Decline
 
 
 def _weights(problem: Problem) -> list[Array | None]:
-    return [getattr(problem, name) for name in WEIGHTS]
+    return [getattr(problem.weights, name) for name in WEIGHTS]
 
 
 class _Pulled(NamedTuple):
@@ -147,7 +147,7 @@ class _Pullback:
 
     def weights(self, *pulled: _Pulled) -> list[Array | None]:
         """Gradients by the numbers of keys that change weights."""
-        there = [name for name in WEIGHTS if getattr(self.problem, name) is not None]
+        there = [name for name in WEIGHTS if getattr(self.problem.weights, name) is not None]
         found = {name: self.gradient(name, *pulled) for name in there}
         return [found.get(name) for name in WEIGHTS]
 
@@ -188,7 +188,7 @@ def _causal(pullback: _Pullback) -> Gradients:
         "grad_output": Part(pullback.cotangent.output, ("keys", "outputs")),
     }
     keys = layout.reading_again("gradients").parts(*KEYS)
-    if layout.problem.log_decay is not None:
+    if layout.problem.weights.log_decay is not None:
         keys["state"] = rows["state"]
         rows["states"] = Part(states, of_blocks)
     blocks = pullback.pull(pull_causal_block, "keys", rows, layout.lead)

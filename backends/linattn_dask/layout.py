@@ -112,7 +112,7 @@ class Layout:
         if self.key_chunks != problem.value.chunks[-2]:
             raise differing(("key", "value"), -2, self.key_chunks, problem.value.chunks[-2])
         for name in ("key_mask", "key_bias", "log_decay"):
-            array = getattr(problem, name)
+            array = getattr(problem.weights, name)
             if array is not None:
                 self._parts[name] = self._beside_keys(array)
         lead_of_map = () if problem.feature_map is None else map_lead(problem)
@@ -132,8 +132,8 @@ class Layout:
                     rows = part.array.chunks[-2]
                     self._parts[name] = Part(part.array.rechunk((*chunks, rows, -1)), part.axes)
         self.key_lead = common_chunks([self._parts["key"], self._parts["value"]], lead_of_map)
-        if problem.relative_bias is not None:
-            table = Part(problem.relative_bias.table, ("offsets",))
+        if problem.weights.relative_bias is not None:
+            table = Part(problem.weights.relative_bias.table, ("offsets",))
             chunks = matching_chunks(table, self.lead)
             self._parts["relative_bias"] = Part(table.array.rechunk((*chunks, -1)), table.axes)
         if problem.feature_map is not None:
@@ -148,7 +148,7 @@ class Layout:
     @property
     def window(self) -> int:
         """Length of the blocks of an exact window."""
-        return self.problem.exact_window or 1
+        return self.problem.exact.window or 1
 
     def check_rows(self) -> None:
         """Check that queries are chunked as keys are, where rows must meet."""
@@ -212,11 +212,11 @@ class Layout:
         call = Call(
             tuple(parts),
             problem.value.shape[-1],
-            problem.num_threads,
+            problem.policy.num_threads,
             _precision(problem),
             problem.normalize,
             want_log,
-            problem.chunk_size,
+            problem.policy.chunk_size,
         )
         if meta is None:
             dtype = problem.dtype if dtype is None else dtype
@@ -363,7 +363,7 @@ def _uncontracted(part: Part, axes: dict[str, Chunks]) -> Axes:
 def _precision(problem: Problem) -> str | None:
     if problem.dtype == np.float64:
         return "float64"
-    return "tf32" if problem.tf32 else None
+    return "tf32" if problem.policy.tf32 else None
 
 
 def check_chunks(name: str, array: Array) -> None:

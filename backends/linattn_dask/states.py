@@ -56,7 +56,7 @@ def _state_of_nothing(layout: Layout) -> Array:
 def state_axes(layout: Layout) -> dict[str, tuple[int, ...]]:
     """Last axes of packed states, with their chunks."""
     problem = layout.problem
-    width = problem.value.shape[-1] + (2 if problem.log_decay is None else 3)
+    width = problem.value.shape[-1] + (2 if problem.weights.log_decay is None else 3)
     return {"features": (problem.num_features,), "packed": (width,)}
 
 

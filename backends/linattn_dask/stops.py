@@ -37,14 +37,15 @@ def aligned(problem: Problem) -> Aligned:
     names = ("key", "value")
     arrays = {n: getattr(problem, n).rechunk({-2: keys}, method="tasks") for n in names}
     arrays["query"] = problem.query.rechunk({-2: queries}, method="tasks")
-    stops: Any = problem.key_stop - np.repeat(np.asarray(starts, dtype=np.int64), queries)
+    stops: Any = problem.sees.key_stop - np.repeat(np.asarray(starts, dtype=np.int64), queries)
     key_stop = Part(da.from_array(stops, chunks=(queries,)), ("keys",))
-    return Aligned(Layout(problem.replace(key_stop=None, **arrays)), queries, key_stop)
+    sees = problem.sees._replace(key_stop=None)
+    return Aligned(Layout(problem.replace(sees=sees, **arrays)), queries, key_stop)
 
 
 def _chunks_of_stops(problem: Problem) -> tuple[Chunks, Chunks, list[int]]:
     """Chunks of queries and of keys, and the first key of each."""
-    stops, length = problem.key_stop, problem.key.shape[-2]
+    stops, length = problem.sees.key_stop, problem.key.shape[-2]
     borders = np.unique(np.cumsum([0, *problem.key.chunks[-2]])).tolist()
     queries, edges = [], [0]
 

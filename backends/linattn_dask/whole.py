@@ -31,15 +31,15 @@ def attention(problem: Problem) -> Result | Declined:
     """Attend to keys lazily, block by block of the caller's chunks."""
     mode = problem.mode
     if mode == "window" and not problem.key.shape[-2]:
-        mode = "causal" if problem.is_causal else "full"
-    of_offsets = problem.local_window is not None or problem.relative_bias is not None
-    decays_to_both_sides = problem.log_decay is not None and not problem.is_causal
+        mode = "causal" if problem.sees.is_causal else "full"
+    of_offsets = problem.sees.local_window is not None or problem.weights.relative_bias is not None
+    decays_to_both_sides = problem.weights.log_decay is not None and not problem.sees.is_causal
     unsupported = {
-        "exact": of_offsets or problem.key_stop is not None,
+        "exact": of_offsets or problem.sees.key_stop is not None,
         "window": decays_to_both_sides
-        or problem.exact_clusters is not None
-        or problem.key_stop is not None
-        or problem.query_start != 0,
+        or problem.exact.clusters is not None
+        or problem.sees.key_stop is not None
+        or problem.sees.query_start != 0,
     }
     by_stops = mode == "stops" and not depends_on_position(problem)
     if not by_stops and (mode not in WALKS or unsupported.get(mode, False)):

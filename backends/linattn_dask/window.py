@@ -39,11 +39,10 @@ def window_attention(layout: Layout) -> tuple[Array, State, Array | None]:
     parts = layout.parts(*ROWS, "feature_map", "relative_bias")
     parts["query"] = layout.part("query", ("keys", "dim"))
     parts["before"] = Part(_edges(layout, shape), of_blocks)
-    if not problem.is_causal:
+    if not problem.sees.is_causal:
         parts["after"] = Part(_edges(layout, shape, from_the_end=True), of_blocks)
-    output, norm = layout.outputs(
-        window_block, "keys", layout.key_chunks, parts, shape=shape, is_causal=problem.is_causal
-    )
+    options = {"shape": shape, "is_causal": problem.sees.is_causal}
+    output, norm = layout.outputs(window_block, "keys", layout.key_chunks, parts, **options)
     last = all_states(layout.reading_again("states"))
     return output, lazy_state(layout, last), norm
 
@@ -88,6 +87,6 @@ def _edges(layout: Layout, shape: EdgeShape, *, from_the_end: bool = False) -> A
     first = layout.blockwise(
         edge_of_state, {"block": (1,), **last_axes}, state.chunks[:-3], parts, shape=shape
     )
-    if layout.problem.is_causal:
+    if layout.problem.sees.is_causal:
         return prefix_scan(merge, edges, first)[0]
     return grouped_scan(merge, scan, edges, first, from_the_end=from_the_end)[0]

@@ -8,7 +8,7 @@ from math import inf, prod
 
 import numpy as np
 
-from linattn.typing import ColumnNormalized, Exact, Plan, Problem, Recurrence
+from linattn.typing import ColumnNormalized, Exact, Plan, Problem
 from linattn_numpy import tuning
 from linattn_numpy.blas import controller
 from linattn_numpy.features import supports
@@ -20,13 +20,14 @@ __all__ = ["num_threads", "plan"]
 
 def plan(problem: Problem) -> Plan:
     """One task a head or a batch of short ones; blocks that fit the cache; threads over tasks."""
-    block = problem.chunk_size or _block_rows(problem)
-    threads = num_threads(problem) if _flops(problem) >= tuning.MIN_PARALLEL_FLOPS else 1
+    block = problem.policy.chunk_size or _block_rows(problem)
+    is_long = _flops(problem) >= tuning.MIN_PARALLEL_FLOPS
+    threads = num_threads(problem.policy.num_threads) if is_long else 1
     at_once = _longest_step(problem, block)
     heads = _heads_in_cache(problem, at_once, threads)
     backward_tasks = head_parts(problem.state_lead, heads)
     batched = _batched_heads(problem, at_once, threads)
-    are_apart = problem.cu_seqlens is not None and not problem.is_causal
+    are_apart = problem.sees.cu_seqlens is not None and not problem.sees.is_causal
     if are_apart:
         batched = _shared(problem, tuning.PACKED_BLOCK_ROWS // tuning.MAX_TILED_BLOCK_ROWS, threads)
     heads = max(heads, batched)
@@ -34,7 +35,7 @@ def plan(problem: Problem) -> Plan:
     if are_apart:
         most = tuning.PACKED_BLOCK_ROWS // min(heads, max(1, prod(problem.state_lead)))
         block = min(tuning.MAX_TILED_BLOCK_ROWS, most)
-    if problem.cu_seqlens is not None:
+    if problem.sees.cu_seqlens is not None:
         # As many blocks as threads, if there are fewer tasks.
         block = min(block, max(1, -(-int(problem.key.shape[-2]) * len(tasks) // threads)))
     causal, full = tuning.MIN_SEGMENTED_CAUSAL_ROWS, tuning.MIN_SEGMENTED_ROWS
@@ -42,7 +43,7 @@ def plan(problem: Problem) -> Plan:
     least = {"causal": causal, "full": full}.get(problem.mode, inf)
     segments = threads if len(tasks) == 1 and _longest(problem) >= least else 1
     backward = min(block, _rows(problem, tuning.MAX_BLOCK_ELEMENTS, tuning.MAX_BLOCK_ROWS))
-    if segments > 1 and problem.chunk_size is None:
+    if segments > 1 and problem.policy.chunk_size is None:
         # A segment is of whole blocks.
         multiple = tuning.SEGMENT_MULTIPLE
         block = min(block, multiple * -(-_longest(problem) // (multiple * segments)))
@@ -51,16 +52,16 @@ def plan(problem: Problem) -> Plan:
 
 
 def _longest(problem: Problem) -> int:
-    if problem.cu_seqlens is not None and not problem.is_causal:
-        return int(np.diff(problem.cu_seqlens).max(initial=0))
+    if problem.sees.cu_seqlens is not None and not problem.sees.is_causal:
+        return int(np.diff(problem.sees.cu_seqlens).max(initial=0))
     return max(int(problem.query.shape[-2]), int(problem.key.shape[-2]))
 
 
 def _longest_step(problem: Problem, block: int) -> int:
     """Most keys or queries at once where those of stops come in long runs; otherwise the block."""
-    if problem.key_stop is None or not problem.key_stop.size:
+    if problem.sees.key_stop is None or not problem.sees.key_stop.size:
         return block
-    stops, readers = np.unique(problem.key_stop, return_counts=True)
+    stops, readers = np.unique(problem.sees.key_stop, return_counts=True)
     runs = np.concatenate([np.diff(stops, prepend=0), readers])
     return min(block, int(runs.max())) if np.median(runs) >= tuning.MIN_BATCHED_RUN else block
 
@@ -68,15 +69,15 @@ def _longest_step(problem: Problem, block: int) -> int:
 def _block_rows(problem: Problem) -> int:
     if isinstance(problem.query_spec, Exact):
         return tuning.EXACT_BLOCK_ROWS
-    if problem.exact_clusters is not None:
+    if problem.exact.clusters is not None:
         return tuning.CLUSTERS_BLOCK_ROWS
-    if problem.exact_window is not None:
+    if problem.exact.window is not None:
         most = _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_WINDOW_BLOCK_ROWS)
-        fits = not problem.is_causal and _longest(problem) <= most
+        fits = not problem.sees.is_causal and _longest(problem) <= most
         return tuning.MAX_WINDOW_BLOCK_ROWS if fits else tuning.MIN_WINDOW_BLOCK_ROWS
-    if problem.is_causal and isinstance(problem.query_spec, ColumnNormalized):
+    if problem.sees.is_causal and isinstance(problem.query_spec, ColumnNormalized):
         return tuning.COLUMN_NORMALIZED_BLOCK_ROWS
-    if problem.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
+    if problem.sees.is_causal and not (supports(problem.query_spec) and supports(problem.key_spec)):
         return _rows(problem, tuning.MAX_BLOCK_ELEMENTS // 2, tuning.MAX_BLOCK_ROWS // 2)
     return _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_TILED_BLOCK_ROWS)
 
@@ -88,12 +89,12 @@ def _rows(problem: Problem, max_elements: int, max_rows: int) -> int:
 def _heads_in_cache(problem: Problem, block: int, threads: int) -> int:
     """Heads of a task whose features, or whose pairs in a window, are there at once."""
     longest = max(1, _longest(problem))
-    if problem.local_window is not None:
-        pairs = longest * min(longest, sum(problem.local_window) + 1)
+    if problem.sees.local_window is not None:
+        pairs = longest * min(longest, sum(problem.sees.local_window) + 1)
         return _shared(problem, tuning.MAX_BAND_ELEMENTS // pairs, threads)
     width = problem.num_features or longest
     # A causal block has features of both sides, and states of all its sub-blocks.
-    sides = 2 if problem.is_causal else 1
+    sides = 2 if problem.sees.is_causal else 1
     most = tuning.MAX_BLOCK_ELEMENTS // (sides * width * min(longest, block))
     return _shared(problem, most, threads) if _are_apart(problem) else max(1, most)
 
@@ -101,7 +102,7 @@ def _heads_in_cache(problem: Problem, block: int, threads: int) -> int:
 def _are_apart(problem: Problem) -> bool:
     """Whether no head has other bits in another task."""
     size = _longest(problem) * problem.num_features
-    return not problem.is_causal or size >= tuning.MIN_APART_ELEMENTS
+    return not problem.sees.is_causal or size >= tuning.MIN_APART_ELEMENTS
 
 
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
@@ -111,14 +112,14 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     no bit.
     """
     specs = problem.query_spec, problem.key_spec
-    is_cut = problem.exact_window is not None or problem.chunk_size is not None
+    is_cut = problem.exact.window is not None or problem.policy.chunk_size is not None
     if is_cut or not _are_apart(problem) or not all(supports(spec) for spec in specs):
         return 1
     rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block))
     # A causal block has states on the way beside the one it goes on from.
-    rows += problem.num_features * (2 if problem.is_causal else 1)
+    rows += problem.num_features * (2 if problem.sees.is_causal else 1)
     max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
-    if problem.mode == "full" and problem.key_mask is None and not problem.want_log:
+    if problem.mode == "full" and problem.weights.key_mask is None and not problem.want_log:
         max_heads *= tuning.FULL_BATCHES
     return _shared(problem, max_heads, threads)
 
@@ -148,17 +149,17 @@ def _flops(problem: Problem) -> float:
     return 2.0 * heads * pairs * width
 
 
-def num_threads(problem: Problem | Recurrence) -> int:
+def num_threads(asked: int | None) -> int:
     """Threads allowed: the caller's setting, else OMP_NUM_THREADS, else the cores.
 
     Threads of ours beside threads of BLAS are slower than either: nobody who did not ask gets
     them where threadpoolctl is not there to hold BLAS at one.
     """
-    if problem.num_threads is not None:
-        return problem.num_threads
+    if asked is not None:
+        return asked
     if controller() is None:
         return 1
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if given.isdigit() and int(given) > 0:
+        return int(given)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -64,7 +64,7 @@ def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
         _walk(problem, [query[task].reshape(h, -1, length, d), *of_task], state[task], out)
 
     flops = 6.0 * prod(lead) * length * d * e
-    threads = num_threads(problem) if flops >= tuning.MIN_PARALLEL_FLOPS else 1
+    threads = num_threads(problem.num_threads) if flops >= tuning.MIN_PARALLEL_FLOPS else 1
     run(threads, work, _tasks(distinct, threads))
     inverse = np.argsort(order)
     state = state.reshape(*problem.state_lead, d, e).astype(problem.dtype, copy=False)

@@ -25,8 +25,8 @@ from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Prob
 
 __all__ = ["Gradients", "checkpoints_for", "pull"]
 
-SOURCES = {"two-sided": 2, "window": 3}
-"""Sources of a row of full attention that are pulled back apart; a causal one has one less."""
+SOURCES = {"two-sided": 2, "window": 2}
+"""Sources of a row that are pulled back apart; a window has one more where keys follow queries."""
 
 
 class Gradients(NamedTuple):
@@ -45,9 +45,9 @@ class Gradients(NamedTuple):
 def checkpoints_for(problem: Problem) -> Checkpoints | None:
     """Room for checkpoints, where a backend can do a block of this problem as a whole."""
     specs = (problem.query_spec, problem.key_spec)
-    one_state = problem.mode == "full" and problem.cu_seqlens is None
-    walked = one_state or (problem.is_causal and problem.exact_window is None)
-    covered = walked and problem.normalize and problem.log_decay is None
+    one_state = problem.mode == "full" and problem.sees.cu_seqlens is None
+    walked = one_state or problem.mode == "causal"
+    covered = walked and problem.normalize and problem.weights.log_decay is None
     if not covered or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
     return None if _dispatch.find("scan_vjp", problem.xp) is None else Checkpoints()
@@ -59,9 +59,9 @@ def pull(
     """Gradients of a problem of linear attention; with states of its forward pass at hand."""
     if 0 in problem.lead:
         return _pull_state(problem, cotangent)
-    if problem.cu_seqlens is not None:
+    if problem.sees.cu_seqlens is not None:
         return _pull_packed(problem, cotangent, checkpoints)
-    if problem.key_stop is not None and problem.key_stop.ndim > 1:
+    if problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
         return _pull_heads(problem, cotangent)
     # No backend pulls back an exact window.
     by_blocks = problem.mode == "window"
@@ -76,9 +76,9 @@ def pull(
     # half of what the whole pullback takes. One head alone is done on one thread.
     plan = functions.plan(planned(problem)).for_gradients()
     arguments = _arguments(problem)
-    if problem.log_decay is not None and cotangent.state is not None:
+    if problem.weights.log_decay is not None and cotangent.state is not None:
         arguments["last_state"] = arguments["log_decay"][..., : min(1, problem.key.shape[-2]), :]
-    shares = 1 if problem.mode not in SOURCES else SOURCES[problem.mode] - problem.is_causal
+    shares = SOURCES.get(problem.mode, 1) + (problem.mode == "window" and problem.sees.ahead)
     rows = {
         name: GradientRows(problem, array, plan.tasks, 1 if name == "last_state" else shares)
         for name, array in arguments.items()
@@ -100,7 +100,7 @@ def pull(
     run_tasks(plan, pull_task)
     state = None if problem.state is None else _join(problem, states)
     found = {name: each.result() for name, each in rows.items()}
-    if problem.log_decay is not None:
+    if problem.weights.log_decay is not None:
         last = found.pop("last_state", None)
         found["log_decay"] = decay_gradient(problem.xp, found["log_decay"], last)
     return Gradients(state=state, **found)
@@ -132,8 +132,7 @@ def _pull_packed(
     }
     states: list[tuple[Batch, Array]] = []
     for number, batch in enumerate(batches(problem)):
-        mask_rest = cotangent.state is not None or not problem.is_causal
-        part = batch.problem(problem, mask_rest=mask_rest)
+        part = batch.problem(problem, keeps_state=cotangent.state is not None)
         store = None if checkpoints is None else checkpoints.part(number)
         gradients = pull(part, batch.cotangent(cotangent), store)
         for name, each in rows.items():
@@ -160,9 +159,9 @@ def _pull_heads(problem: Problem, cotangent: Cotangent) -> Gradients:
 
 def _arguments(problem: Problem) -> dict[str, Array]:
     """Arrays of a problem that have gradients, but for its state."""
-    names = ("query", "key", "value", "key_bias")
-    arrays = {name: getattr(problem, name) for name in names}
-    if problem.log_decay is not None:
+    arrays = {name: getattr(problem, name) for name in ("query", "key", "value")}
+    arrays["key_bias"] = problem.weights.key_bias
+    if problem.weights.log_decay is not None:
         arrays["log_decay"] = decay_of_rows(problem, slice(0, problem.key.shape[-2]))
     return {name: array for name, array in arrays.items() if array is not None}
 

@@ -37,12 +37,12 @@ from linattn.typing import (
 )
 
 __all__ = [
-    "ROWS_OF_KEYS",
     "Name",
     "OutputRows",
     "add_block",
     "add_key_blocks",
     "block_slices",
+    "change_keys",
     "decay_blocks",
     "decay_of_rows",
     "flat_rows",
@@ -83,11 +83,11 @@ def raw_tokens(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
     if x.dtype != problem.dtype:
         x = xp.astype(x, problem.dtype)
     if side == "query":
-        return Tokens(x, None, start + rows.start + problem.query_start)
-    bias = None if problem.key_bias is None else problem.key_bias[..., rows, :]
-    if problem.key_mask is None:
+        return Tokens(x, None, start + rows.start + problem.sees.query_start)
+    bias = None if problem.weights.key_bias is None else problem.weights.key_bias[..., rows, :]
+    if problem.weights.key_mask is None:
         return Tokens(x, bias, start + rows.start)
-    mask = problem.key_mask[..., rows, :]
+    mask = problem.weights.key_mask[..., rows, :]
     zero = xp.zeros_like(mask, dtype=problem.dtype)
     log_weight = xp.where(mask, zero if bias is None else bias, zero - xp.inf)
     return Tokens(xp.where(mask, x, zero), log_weight, start + rows.start)
@@ -156,7 +156,7 @@ def _holds_function(spec: Any) -> bool:
 
 
 def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:
-    mask = None if problem.key_mask is None else problem.key_mask[..., rows, :]
+    mask = None if problem.weights.key_mask is None else problem.weights.key_mask[..., rows, :]
     return problem.value[..., rows, :], mask, problem.dtype
 
 
@@ -175,7 +175,7 @@ class OutputRows:
         self._shape = (*problem.lead, problem.query.shape[-2], width)
         self._blocks: dict[int, Array] = {}
         self._array = array
-        if array is None and (not problem.lazy or 0 in self._shape):
+        if array is None and (not problem.policy.lazy or 0 in self._shape):
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(self._shape, dtype=dtype, device=device)
         self._dtype = dtype
@@ -301,7 +301,7 @@ def flat_rows(part: Partial, rows: int, front: int = 0) -> Partial:
 def key_block(problem: Problem, rows: slice, start: int) -> Tokens:
     """Keys of one block, with their decay if they have some."""
     key = token_block(problem, "key", rows, start)
-    if problem.log_decay is None:
+    if problem.weights.log_decay is None:
         return key
     return key._replace(log_decay=decay_of_rows(problem, rows))
 
@@ -321,7 +321,7 @@ def add_key_blocks(
     for part in block_slices(keys.stop - keys.start, block_size):
         rows = slice(keys.start + part.start, keys.start + part.stop)
         # No name holds a block while the next is made.
-        if problem.log_decay is not None:
+        if problem.weights.log_decay is not None:
             state = fade(state, total_decay(problem, rows)[..., None])
         tokens = _key_block_at_end(problem, rows, start)
         state = add_block(problem, rows, tokens, state, functions)
@@ -332,14 +332,14 @@ def add_key_blocks(
 def _key_block_at_end(problem: Problem, rows: slice, start: int) -> Tokens:
     """Keys of one block as they have decayed by its end."""
     key = token_block(problem, "key", rows, start)
-    if problem.log_decay is None:
+    if problem.weights.log_decay is None:
         return key
     return weighed(key, decay_until(decay_of_rows(problem, rows)))
 
 
 def decay_of_rows(problem: Problem, rows: slice) -> Array:
     """Log decay of some tokens, ``(..., n, 1)``."""
-    decay: Any = problem.log_decay
+    decay: Any = problem.weights.log_decay
     if decay.shape[-2] < problem.key.shape[-2]:
         return problem.xp.broadcast_to(decay, (*decay.shape[:-2], rows.stop - rows.start, 1))
     return decay[..., rows, :]
@@ -353,9 +353,6 @@ def total_decay(problem: Problem, rows: slice) -> Array:
 # Tasks: slices along the leading axes, with axes of 1 left whole ----------------------------------
 
 Name = tuple[tuple[int | None, int | None], ...]
-
-ROWS_OF_KEYS = ("key", "value", "key_mask", "key_bias", "log_decay")
-"""Attributes of a problem with a row for each key, or None."""
 
 
 def task_name(task: Index) -> Name:
@@ -401,9 +398,14 @@ def _take_spec(spec: Any, task: Index) -> Any:
 def take_problem(problem: Problem, task: Index) -> Problem:
     if not task:
         return problem
-    state, bias = problem.state, problem.relative_bias
-    return problem.replace(
-        **{name: take(getattr(problem, name), 2, task) for name in ("query", *ROWS_OF_KEYS)},
+    state, exact, weights = problem.state, problem.exact, problem.weights
+    bias, assigned = weights.relative_bias, exact.assigned
+    if bias is not None:
+        weights = weights._replace(relative_bias=RelativeBias(take(bias.table, 1, task)))
+    if assigned is not None:
+        exact = exact._replace(assigned=assigned.of_task(task))
+    part = problem.replace(
+        query=take(problem.query, 2, task),
         query_spec=_take_spec(problem.query_spec, task),
         key_spec=_take_spec(problem.key_spec, task),
         state_lead=_take_lead(problem.state_lead, task),
@@ -411,12 +413,17 @@ def take_problem(problem: Problem, task: Index) -> Problem:
         query_change=_take_spec(problem.query_change, task),
         key_change=_take_spec(problem.key_change, task),
         state=None if state is None else take_state(state, task),
-        relative_bias=None if bias is None else RelativeBias(take(bias.table, 1, task)),
-        key_stop=_take_stops(problem.key_stop, task),
-        assigned_keys=None
-        if problem.assigned_keys is None
-        else problem.assigned_keys.of_task(task),
+        sees=problem.sees._replace(key_stop=_take_stops(problem.sees.key_stop, task)),
+        weights=weights,
+        exact=exact,
     )
+    return change_keys(part, lambda rows: take(rows, 2, task))
+
+
+def change_keys(problem: Problem, change: Callable[[Array], Array]) -> Problem:
+    """Change what has a row for each key."""
+    key, value = change(problem.key), change(problem.value)
+    return problem.replace(key=key, value=value, weights=problem.weights.of_keys(change))
 
 
 def _take_stops(stops: Any, task: Index) -> Any:
@@ -429,11 +436,10 @@ def take_rows(problem: Problem, rows: slice) -> Problem:
     """Take some queries and the keys beside them; one decay for all tokens stays whole."""
     length = problem.key.shape[-2]
 
-    def part(array: Any) -> Any:
-        return array if array is None or array.shape[-2] < length else array[..., rows, :]
+    def part(array: Array) -> Array:
+        return array if array.shape[-2] < length else array[..., rows, :]
 
-    keys = {name: part(getattr(problem, name)) for name in ROWS_OF_KEYS}
-    return problem.replace(query=problem.query[..., rows, :], **keys)
+    return change_keys(problem.replace(query=problem.query[..., rows, :]), part)
 
 
 def rows_at(rows: Array, index: NDArray[np.int64]) -> Array:

@@ -134,7 +134,7 @@ def causal_block(
         return scan_column_normalized(problem, query, key, values_and_one, state)
     if isinstance(problem.query_spec, SeparateDenominator):
         return scan_separate(*specs, query, key, values_and_one, state)
-    if problem.lazy:
+    if problem.policy.lazy:
         return scan_hierarchical(*specs, query, key, values_and_one, state)
     n = size = values_and_one.shape[-2]
     whole, start = None, 0

@@ -61,7 +61,7 @@ class ExactClusters:
     ) -> tuple[NDArray[np.bool_], Partial]:
         """Choose clusters for queries, which read of a state all others."""
         tokens = in_map_coordinates(problem.replace(want_log=True), "query", query)
-        count, rows = problem.exact_clusters, problem.choice_rows
+        count, rows = problem.exact.clusters, problem.exact.choice_rows
         return self.functions.choose_block(problem.query_spec, tokens, state, bias, count, rows)  # type: ignore[no-any-return]
 
     def add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
@@ -76,11 +76,11 @@ class ExactClusters:
         chosen = np.broadcast_to(chosen, (*problem.lead, *chosen.shape[-2:]))
         parts = [
             self._clusters_block(head)(
-                problem.near_spec,
+                problem.exact.spec,
                 Tokens(x[(*head, ...)], None, query.start),
                 chosen[head],
                 self.heads[_of_state(problem, head)],
-                problem.exact_window,
+                problem.exact.window,
                 Partial(num_den[(*head, ...)], log[(*head, ...)]),
             )
             for head in np.ndindex(problem.lead)
@@ -91,7 +91,7 @@ class ExactClusters:
     def _clusters_block(self, head: tuple[int, ...]) -> Any:
         """Block function of a head; those of backends know no bias of pairs."""
         problem, xp = self.problem, self.problem.xp
-        bias, decay = problem.relative_bias, problem.log_decay
+        bias, decay = problem.weights.relative_bias, problem.weights.log_decay
         if bias is None and decay is None:
             return self.functions.clusters_block
         device = array_api_compat.device(problem.key)
@@ -174,7 +174,7 @@ def sort_keys(
     O(S m (d + e)) time, O(S (d + e)) memory.
     """
     whole = slice(0, problem.key.shape[-2])
-    key, assigned = raw_tokens(problem, "key", whole, 0), problem.assigned_keys
+    key, assigned = raw_tokens(problem, "key", whole, 0), problem.exact.assigned
     if assigned is None:
         assigned = _assign_keys(problem, key.log_weight, state, block_size, functions)
     clusters = _clusters(problem, key, values_and_one_block(problem, whole), assigned.of_key)
@@ -189,9 +189,9 @@ def _assign_keys(
     block_size: int,
     functions: BlockFunctions,
 ) -> AssignedKeys:
-    if problem.key_bias is not None:
+    if problem.weights.key_bias is not None:
         # Biases have no say in what is chosen, unless they mask.
-        alike = problem.replace(key_bias=None)
+        alike = problem.replace(weights=problem.weights._replace(key_bias=None))
         assigned = _assign_keys(alike, log_weight, state, block_size, functions)
         for rows in block_slices(problem.key.shape[-2], block_size):
             tokens = token_block(problem, "key", rows, 0)
@@ -240,7 +240,7 @@ def _clusters(
     """Sort the keys of each head."""
     xp, lead, m = problem.xp, problem.state_lead, problem.num_features
     device = array_api_compat.device(problem.key)
-    weight = None if problem.key_bias is None else key.log_weight
+    weight = None if problem.weights.key_bias is None else key.log_weight
     x, weight, values = (
         None if a is None else xp.broadcast_to(a, (*lead, *a.shape[-2:]))
         for a in (key.x, weight, values_and_one)

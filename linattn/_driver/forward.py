@@ -66,9 +66,9 @@ def solve(
     ``checkpoints`` stores states on the way.
     """
     run: Callable[..., _Solved] = _solve_walks
-    if problem.cu_seqlens is not None:
+    if problem.sees.cu_seqlens is not None:
         run = _solve_packed
-    elif problem.key_stop is not None and problem.key_stop.ndim > 1:
+    elif problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
         run = _solve_heads
     solved = run(problem, return_state, checkpoints)
     warn_of_signs(solved.is_negative)
@@ -80,7 +80,7 @@ def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array |
 
     These are after each ``length`` tokens; each part goes on from the one before.
     """
-    if problem.mode != "causal" or problem.cu_seqlens is not None:
+    if problem.mode != "causal" or problem.sees.cu_seqlens is not None:
         message = (
             f"return_states_every must be None unless causal, without a window, clusters, stops or "
             f"packed sequences, got {length!r}; call linear_attention part by part, each with the "
@@ -118,7 +118,7 @@ def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints
         places = [None if rows is None else rows.array for rows in (output, norms, signs)]
         left = solve_short(problem, functions, _Results(problem, functions, *places).write)
     for number, batch in enumerate(batches(problem, left)):
-        part = batch.problem(problem, mask_rest=return_state or not problem.is_causal)
+        part = batch.problem(problem, keeps_state=return_state)
         store = None if checkpoints is None else checkpoints.part(number)
         place = output.place_of(batch)
         solved = _solve_walks(part, return_state, store, place)
@@ -338,7 +338,7 @@ def run_segments(walk: Walk, plan: Plan) -> State:
     with _generic.ignore_fp_warnings():
         for i in range(len(reduced)):
             earlier = states[i]
-            if problem.log_decay is not None:
+            if problem.weights.log_decay is not None:
                 earlier = fade(earlier, total_decay(problem, keys[i])[..., None])
             states[i + 1] = _generic.merge(earlier, states[i + 1])
     plan.run(read, range(len(queries)))

@@ -77,7 +77,7 @@ class GradientRows:
                 place = task_name(task_index(lead, 0, task))
                 self._order[task_name(task)] = count[place]
                 count[place] += 1
-        if not problem.lazy or 0 in self._shape:
+        if not problem.policy.lazy or 0 in self._shape:
             device = array_api_compat.device(like)
             dtype = problem.dtype if self._adds else like.dtype
             self._array = problem.xp.zeros(self._shape, dtype=dtype, device=device)
@@ -152,16 +152,16 @@ class GradientWalk(NamedTuple):
         """Pull gradients of keys back to the caller's; those of masked keys are exactly 0."""
         problem, xp = self.problem, self.problem.xp
         gradients = {"key": grad_key, "value": grad_values_and_one[..., :-1]}
-        if problem.key_change is not None or problem.key_bias is not None:
+        if problem.key_change is not None or problem.weights.key_bias is not None:
             weight = xp.sum(values_and_one * grad_values_and_one, axis=-1, keepdims=True)
-            if problem.key_bias is not None:
+            if problem.weights.key_bias is not None:
                 gradients["key_bias"] = weight
             if problem.key_change is not None:
                 moved = change_coordinates_vjp(problem.key_change, grad_key, weight)
                 gradients["key"] = moved
         for name, gradient in gradients.items():
-            if problem.key_mask is not None:
-                mask = problem.key_mask[..., rows, :]
+            if problem.weights.key_mask is not None:
+                mask = problem.weights.key_mask[..., rows, :]
                 gradient = xp.where(mask, gradient, xp.zeros_like(gradient))
             self.write(name, rows, gradient)
 

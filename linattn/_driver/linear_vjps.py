@@ -47,7 +47,7 @@ MAX_ROWS = 128
 def pull_linear(walk: GradientWalk, checkpoints: Checkpoints | None) -> Iterator[State]:
     """Pull back, and yield the adjoint after each step; the last is that of the state before."""
     problem = walk.problem
-    if problem.log_decay is not None or not problem.normalize:
+    if problem.weights.log_decay is not None or not problem.normalize:
         # Rows are read on the true scale.
         size = walk.block_size if problem.mode == "full" else min(walk.block_size, MAX_ROWS)
         walk = walk._replace(problem=problem.replace(want_log=True), block_size=size)
@@ -82,7 +82,7 @@ def given_rows(walk: GradientWalk, rows: slice, numbers: Array) -> Rows:
         return numerator_rows(grad_output)
     scale = RowScale(*(numbers[..., rows, i : i + 1] for i in range(3)))
     # A factor on the features of a query changes its far keys beside its near ones.
-    divided = walk.problem.exact_window is None
+    divided = walk.problem.exact.window is None
     return Rows(row_cotangent(scale, grad_output), scale.log, divided)
 
 
@@ -147,7 +147,7 @@ class Scan(NamedTuple):
         if not step.num_keys:
             return state
         key = token_block(problem, "key", rows, self._start())
-        if problem.log_decay is not None:
+        if problem.weights.log_decay is not None:
             decay = decay_of_rows(problem, rows)
             until = decay_until(decay)
             if self.from_the_end:
@@ -185,7 +185,7 @@ class Scan(NamedTuple):
             return adjoint
         block = query, key, values_and_one
         rows = self._rows(step, grad_output)
-        if walk.problem.log_decay is not None and rows is None:
+        if walk.problem.weights.log_decay is not None and rows is None:
             part, _ = causal_block(walk.problem, walk.functions, *block, state)
             rows = divided_rows(part, grad_output)
         if rows is not None:
@@ -230,7 +230,7 @@ class Scan(NamedTuple):
         walk.write_query(step.queries, *of_query)
         gradients = block[-1], found.key, found.values_and_one
         walk.write_key(step.keys, *map(step.keys_of, gradients))
-        if problem.log_decay is not None:
+        if problem.weights.log_decay is not None:
             of_rows, of_keys = found.decayed
             change = sum_to(of_rows, problem.state_lead, 2) - of_keys
             walk.write("log_decay", step.keys, -change if self.from_the_end else change)

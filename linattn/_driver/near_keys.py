@@ -38,19 +38,17 @@ def without_window(problem: Problem) -> Problem | None:
     """Problem that reads near keys by the map too; None where they cannot be exchanged."""
     specs = innermost(problem.query_spec), problem.query_spec
     divides = any(isinstance(spec, ColumnNormalized | SeparateDenominator) for spec in specs)
-    known = problem.exact_window == 1 and problem.relative_bias is None and not divides
-    if not known or problem.lazy or 0 in problem.lead:
+    exact, sees, weights = problem.exact, problem.sees, problem.weights
+    known = exact.window == 1 and weights.relative_bias is None and not divides
+    if not known or problem.policy.lazy or 0 in problem.lead:
         return None
-    clusters = problem.exact_clusters is not None
-    if clusters and (problem.choice_rows > 1 or problem.log_decay is not None):
+    alone = weights.log_decay is None and sees.ahead
+    if exact.clusters is not None and (exact.choice_rows > 1 or not alone):
         return None
-    if clusters and problem.is_causal:
-        return None
-    bare = problem.replace(exact_window=None, want_log=True)
-    if problem.query_start and problem.is_causal:
-        stops = np.arange(1, problem.query.shape[-2] + 1) + problem.query_start
-        bare = bare.replace(is_causal=False, key_stop=np.clip(stops, 0, problem.key.shape[-2]))
-    return bare
+    if sees.query_start and not sees.ahead:
+        stops = np.arange(1, problem.query.shape[-2] + 1) + sees.query_start
+        sees = sees._replace(right=None, key_stop=np.clip(stops, 0, problem.key.shape[-2]))
+    return problem.replace(exact=exact._replace(window=None), sees=sees, want_log=True)
 
 
 class _Keys(NamedTuple):
@@ -81,7 +79,7 @@ class Exchange(NamedTuple):
         features = _weights(features.log, features.values)
         keys = self._keys(rows)
         exact, by_map, ratios, values = [], [], [], []
-        for offset in (-1, 0) if problem.is_causal else (-1, 0, 1):
+        for offset in (-1, 0, 1) if problem.sees.ahead else (-1, 0):
             of = slice(1 + offset, 1 + offset + rows.stop - rows.start)
             seen, decay = self._seen(rows, offset, is_exact), self._decay(rows, offset)
             exact.append(self._exact(rows, keys, of) + seen + decay)
@@ -102,7 +100,7 @@ class Exchange(NamedTuple):
         return Partial(num_den, top)
 
     def _keys(self, rows: slice) -> _Keys:
-        problem, first = self.problem, rows.start + self.problem.query_start - 1
+        problem, first = self.problem, rows.start + self.problem.sees.query_start - 1
         blocks = first, first + rows.stop - rows.start + 2, 1, self.start
         tokens, values_and_one = key_blocks(problem, *blocks, problem.key.shape[-2])
         x, log_weight = tokens.x[..., 0, :], tokens.log_weight
@@ -116,17 +114,17 @@ class Exchange(NamedTuple):
     def _exact(self, rows: slice, keys: _Keys, of: slice) -> Array:
         """Log weight of each query's pair with its key."""
         problem, xp = self.problem, self.problem.xp
-        assert problem.near_spec is not None
-        x = raw_tokens(problem, "query", rows, self.start).x * problem.near_spec.scale
+        assert problem.exact.spec is not None
+        x = raw_tokens(problem, "query", rows, self.start).x * problem.exact.spec.scale
         logit = xp.sum(x * keys.x[..., of, :], axis=-1, keepdims=True)
         return logit + keys.log_weight[..., of, :]
 
     def _seen(self, rows: slice, offset: int, is_exact: Any) -> Array:
         """Log weight, 0 or -inf, of pairs at an offset; a number where it is 0 for all."""
         problem, seen = self.problem, np.ones((rows.stop - rows.start, 1), bool)
-        key = np.arange(rows.start, rows.stop) + problem.query_start + offset
-        if problem.key_stop is not None:
-            seen &= (key < problem.key_stop[rows])[:, None]
+        key = np.arange(rows.start, rows.stop) + problem.sees.query_start + offset
+        if problem.sees.key_stop is not None:
+            seen &= (key < problem.sees.key_stop[rows])[:, None]
         if is_exact is not None:
             seen = seen & ~is_exact(rows, key)
         if seen.all():
@@ -136,7 +134,7 @@ class Exchange(NamedTuple):
 
     def _decay(self, rows: slice, offset: int) -> Array:
         """Log weight by which pairs at an offset have decayed."""
-        if self.problem.log_decay is None or not offset:
+        if self.problem.weights.log_decay is None or not offset:
             return 0.0
         return self.problem.xp.astype(decay_of_rows(self.problem, rows), self.problem.dtype)
 

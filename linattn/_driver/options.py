@@ -8,17 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _checks
-from linattn.typing import Array, State
+from linattn.typing import Array, State, Visible
 
 __all__ = [
     "GradientOptions",
     "InteropOptions",
     "Options",
     "SoftmaxOptions",
-    "Visibility",
     "WindowOptions",
+    "check_one_sequence",
     "check_stop_axes",
+    "pairs_tokens",
     "visibility",
+    "with_local_window",
 ]
 
 
@@ -71,7 +73,7 @@ class SoftmaxOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """What linear attention is called with beside arrays and map, by the names it has here."""
+    """What attention is called with beside arrays and map, by the names it has here."""
 
     is_causal: Any = False
     key_mask: Any = None
@@ -83,7 +85,7 @@ class Options(NamedTuple):
     cu_seqlens: Any = None
     log_decay: Any = None
     normalize: Any = True
-    state: Any = None
+    initial_state: Any = None
     state_name: str = "initial_state"
     chunk_size: Any = None
     want_log: Any = False
@@ -91,10 +93,19 @@ class Options(NamedTuple):
     exact_clusters: Any = None
     window_bias: Any = None
     far_bias: Any = None
+    local_window_size: Any = None
+    """Of softmax attention, as the scale."""
+    scale: Any = None
     one_token: bool = False
     """Whether key and value may not add leading axes to the state."""
     reads: bool = True
     """Whether there are queries at all."""
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query sees keys, or weighs them, as its position says."""
+        windows = self.exact_window, self.local_window_size, self.window_bias
+        return any(window is not None for window in windows)
 
 
 # Which keys queries see ---------------------------------------------------------------------------
@@ -104,47 +115,24 @@ Integers = NDArray[np.int64]
 LOWER_RIGHT = 'is_causal="lower_right"'
 
 
-class Visibility(NamedTuple):
-    """Which keys queries see beside masks, as a problem has it."""
-
-    is_causal: bool = False
-    key_stop: Integers | None = None
-    cu_seqlens: Integers | None = None
-    query_start: int = 0
-    option: str = ""
-    """Name of the option by which queries do not see all keys, "" where they do."""
-
-    @property
-    def pairs_tokens(self) -> bool:
-        """Whether each query goes along a key of its own."""
-        return self.is_causal and self.option != LOWER_RIGHT
-
-    def check_one_sequence(self, name: str, query: Array, key: Array) -> None:
-        """Check that an option that asks for positions finds queries and keys at them."""
-        if query.shape[-2] != key.shape[-2] and self.option in ("", "is_causal"):
-            message = (
-                f"under {name} query and key must have equal length, got {query.shape[-2]} and "
-                f'{key.shape[-2]}: both are one sequence there; is_causal="lower_right" takes the '
-                f"queries for the last positions of the keys"
-            )
-            raise ValueError(message)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the axis of tokens holds several sequences."""
-        return self.cu_seqlens is not None
-
-    def fields(self) -> dict[str, Any]:
-        """Attributes of a problem."""
-        names = ("is_causal", "key_stop", "cu_seqlens", "query_start")
-        return {name: getattr(self, name) for name in names}
+def pairs_tokens(sees: Visible) -> bool:
+    """Whether each query goes along a key of its own."""
+    return sees.is_causal and sees.option != LOWER_RIGHT
 
 
-def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibility:
-    """Check the options that say which keys queries see; at most one of them may.
+def check_one_sequence(name: str, sees: Visible, query: Array, key: Array) -> None:
+    """Check that an option that asks for positions finds queries and keys at them."""
+    if query.shape[-2] != key.shape[-2] and sees.option in ("", "is_causal"):
+        message = (
+            f"under {name} query and key must have equal length, got {query.shape[-2]} and "
+            f'{key.shape[-2]}: both are one sequence there; is_causal="lower_right" takes the '
+            f"queries for the last positions of the keys"
+        )
+        raise ValueError(message)
 
-    ``windows`` are options by which a query sees keys as its position says.
-    """
+
+def visibility(query: Array, key: Array, options: Options) -> Visible:
+    """Check the options that say which keys queries see; at most one of them may."""
     lower_right = isinstance(options.is_causal, str) and options.is_causal == "lower_right"
     if not lower_right and not isinstance(options.is_causal, bool | np.bool_):
         got = options.is_causal
@@ -185,30 +173,30 @@ def visibility(query: Array, key: Array, options: Any, **windows: Any) -> Visibi
                 "sequences; leave keys at their ends out by key_mask"
             )
             raise ValueError(message)
-        if windows.get("exact_clusters") is not None:
+        if options.exact_clusters is not None:
             message = (
                 "exact_clusters must be None with cu_seqlens: keys are sorted by cluster along one "
                 "sequence; make one call for each sequence"
             )
             raise ValueError(message)
     if option in ("", "is_causal") and not (lower_right and length != num_keys):
-        return Visibility(is_causal, None, borders, option=option)
+        return Visible(right=0 if is_causal else None, cu_seqlens=borders, option=option)
     shown = LOWER_RIGHT if lower_right else option
-    _check_alone(shown, options, windows)
+    _check_alone(shown, options)
     start = num_keys - length if lower_right else 0
-    if lower_right and any(value is not None for value in windows.values()):
-        return Visibility(is_causal=True, query_start=start, option=shown)
+    if lower_right and options.has_window:
+        return Visible(right=0, query_start=start, option=shown)
     stops = _stops(option, options, length, num_keys)
     if stops.ndim == 1 and (stops == num_keys).all():
-        return Visibility(query_start=start, option=shown)
+        return Visible(query_start=start, option=shown)
     if length == num_keys and stops.ndim == 1 and (stops == np.arange(1, length + 1)).all():
-        return Visibility(is_causal=True, option=shown)
-    return Visibility(False, stops, query_start=start, option=shown)
+        return Visible(right=0, option=shown)
+    return Visible(key_stop=stops, query_start=start, option=shown)
 
 
-def _check_alone(option: str, options: Any, windows: dict[str, Any]) -> None:
+def _check_alone(option: str, options: Options) -> None:
     """Check that stops of keys are not asked for beside what has no stops."""
-    if windows.get("exact_clusters") is not None:
+    if options.exact_clusters is not None:
         message = (
             f"exact_clusters must be None with {option}: what is chosen is chosen among all keys; "
             f"use exact_window or leave exact_clusters out"
@@ -222,7 +210,7 @@ def _check_alone(option: str, options: Any, windows: dict[str, Any]) -> None:
         raise ValueError(message)
 
 
-def _stops(option: str, options: Any, length: int, num_keys: int) -> Integers:
+def _stops(option: str, options: Options, length: int, num_keys: int) -> Integers:
     """Return the stop of each query, without leading axes where all heads have the same."""
     position = np.arange(length)
     if option == "key_stop":
@@ -277,6 +265,27 @@ def _check_stops(stops: Integers, length: int, num_keys: int) -> None:
             f"{i + 1}: a state takes up keys and never lets go of one"
         )
         raise ValueError(message)
+
+
+def with_local_window(size: Any, query: Array, key: Array, sees: Visible) -> Visible:
+    """Check how many keys a query sees to its left and right."""
+    if size is None:
+        return sees
+    sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(sides) != 2:
+        message = f"local_window_size must be an integer or a pair (left, right), got {size!r}"
+        raise ValueError(message)
+    check_one_sequence("local_window_size", sees, query, key)
+    most = max(query.shape[-2], key.shape[-2], 1) - 1
+    left, right = (
+        most
+        if side is None
+        else min(_checks.check_positive_int(f"local_window_size[{i}]", side, least=0), most)
+        for i, side in enumerate(sides)
+    )
+    if left == most and (sees.is_causal or right == most) and not sees.query_start:
+        return sees
+    return sees._replace(left=left, right=0 if sees.is_causal else right)
 
 
 def check_stop_axes(stops: Integers | None, state_lead: tuple[int, ...]) -> None:

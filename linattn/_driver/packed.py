@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from linattn import _generic
 from linattn._dispatch import BlockFunctions, find, is_declined
 from linattn._driver.blocks import (
-    ROWS_OF_KEYS,
+    change_keys,
     rows_at,
     take_problem,
     token_block,
@@ -101,16 +101,18 @@ class Batch:
         index = xp.asarray(self.sequences, device=array_api_compat.device(each))
         return xp.moveaxis(xp.take(each, index, axis=0), 0, -trailing - 1)
 
-    def problem(self, problem: Problem, *, mask_rest: bool) -> Problem:
-        """Problem of these sequences; with ``mask_rest`` what is filled up is masked."""
-        rows = {name: self._rows_of(problem, name) for name in ("query", *ROWS_OF_KEYS)}
-        if mask_rest and not self.is_even:
+    def problem(self, problem: Problem, *, keeps_state: bool) -> Problem:
+        """Problem of these sequences; what is filled up is masked where it counts."""
+        window, bias = problem.exact.window, problem.weights.relative_bias
+        part = change_keys(problem, lambda rows: self._rows_of(problem, rows))
+        weights = part.weights
+        if (keeps_state or problem.sees.ahead) and not self.is_even:
             xp, valid = problem.xp, self.rows(problem.key)
-            mask, decay = rows["key_mask"], rows["log_decay"]
-            rows["key_mask"] = valid if mask is None else mask & valid
+            mask, decay = weights.key_mask, weights.log_decay
             if decay is not None:
-                rows["log_decay"] = xp.where(valid, decay, xp.zeros_like(decay))
-        window, bias = problem.exact_window, problem.relative_bias
+                decay = xp.where(valid, decay, xp.zeros_like(decay))
+            mask = valid if mask is None else mask & valid
+            weights = weights._replace(key_mask=mask, log_decay=decay)
         more: dict[str, Any] = {}
         if len(self) > 1:
             axes = {"query": len(problem.lead), "key": len(problem.state_lead)}
@@ -122,18 +124,19 @@ class Batch:
             more["state_lead"] = (*problem.state_lead, len(self))
             more["lead"] = (*problem.lead, len(self))
             if bias is not None:
-                more["relative_bias"] = RelativeBias(bias.table[..., None, :])
-        return problem.replace(
+                weights = weights._replace(relative_bias=RelativeBias(bias.table[..., None, :]))
+        if window is not None:
+            more["exact"] = problem.exact._replace(window=min(window, max(1, self.longest)))
+        return part.replace(
+            query=self.gather(problem.query),
             state=self.take(problem.state),
-            exact_window=None if window is None else min(window, max(1, self.longest)),
-            cu_seqlens=None,
-            **rows,
+            sees=problem.sees._replace(cu_seqlens=None),
+            weights=weights,
             **more,
         )
 
-    def _rows_of(self, problem: Problem, name: str) -> Array:
-        array = getattr(problem, name)
-        if array is None or array.shape[-2] == problem.key.shape[-2]:
+    def _rows_of(self, problem: Problem, array: Array) -> Array:
+        if array.shape[-2] == problem.key.shape[-2]:
             return self.gather(array)
         # One decay for all tokens.
         if len(self) == 1:
@@ -152,7 +155,7 @@ class Batch:
 
 def batches(problem: Problem, sequences: NDArray[np.int64] | None = None) -> Iterator[Batch]:
     """Divide the sequences of a packed problem, all or some, into batches of about one length."""
-    borders = problem.cu_seqlens
+    borders = problem.sees.cu_seqlens
     assert borders is not None
     lengths = np.diff(borders)
     order = np.argsort(lengths, kind="stable")
@@ -198,7 +201,7 @@ class PackedRows:
         self._blocks: list[Array] = []
         self._index, self._filled = np.zeros(shape[-2], dtype=np.int64), 0
         self._array = None
-        if not problem.lazy or 0 in shape:
+        if not problem.policy.lazy or 0 in shape:
             device = array_api_compat.device(problem.query)
             self._array = problem.xp.empty(shape, dtype=dtype, device=device)
 
@@ -275,7 +278,7 @@ def solve_short(
 
     These are what is declined, and all of them where no backend does such blocks.
     """
-    lengths = np.diff(problem.cu_seqlens)
+    lengths = np.diff(problem.sees.cu_seqlens)
     left, block = np.ones(len(lengths), bool), _block_function(problem, functions)
     if block is None:
         return np.flatnonzero(left)
@@ -283,12 +286,13 @@ def solve_short(
 
     def solve_block(item: tuple[Index, slice]) -> Iterator[None]:
         task, run = item
-        part, borders = take_problem(problem, task), problem.cu_seqlens
+        part, borders = take_problem(problem, task), problem.sees.cu_seqlens
         rows = slice(int(borders[run.start]), int(borders[run.stop]))
         query, key = (token_block(part, side, rows, 0) for side in ("query", "key"))
         values = transient_values_block(part, rows, functions)
         specs = part.query_spec, part.key_spec
-        answer = block(*specs, query, key, values, lengths[run], part.is_causal, part.want_log)
+        causal = not part.sees.ahead
+        answer = block(*specs, query, key, values, lengths[run], causal, part.want_log)
         if is_declined(answer):
             declined.append(run)
         else:
@@ -309,9 +313,9 @@ def solve_short(
 def _block_function(problem: Problem, functions: BlockFunctions) -> Any:
     """Return the backend's function for such blocks; None where it has none for this problem."""
     is_served = not {*problem.modifiers} - {"key_bias", "normalize"}
-    if not is_served or problem.lazy or problem.mode not in ("full", "causal"):
+    if not is_served or problem.policy.lazy or problem.mode not in ("full", "causal"):
         return None
-    reasons = problem.state, problem.chunk_size, find("attention", problem.xp)
+    reasons = problem.state, problem.policy.chunk_size, find("attention", problem.xp)
     if any(reason is not None for reason in reasons):
         return None
     return functions.backend_alone("sequences_block")

@@ -29,14 +29,14 @@ MAX_ROWS = 512
 
 def pull_window(walk: GradientWalk) -> Iterator[State]:
     """Pull back, and yield the adjoint after each step; the last is that of the state before."""
-    problem, bias = walk.problem.replace(want_log=True), walk.problem.relative_bias
+    problem, bias = walk.problem.replace(want_log=True), walk.problem.weights.relative_bias
     numbers = yield from row_numbers(walk._replace(problem=problem))
     walk = walk._replace(problem=problem, block_size=min(walk.block_size, MAX_ROWS))
     blocks = _blocks(walk)
     yield from _pull_near(walk, blocks, numbers)
     left, right = (None, None) if bias is None else (bias.table[..., :1], bias.table[..., -1:])
     share = 1
-    if not problem.is_causal:
+    if problem.sees.ahead:
         steps = _far_steps(blocks[::-1])
         yield from Scan(walk._replace(share=1), numbers, True, steps, right).walk_back(None)
         share = 2
@@ -47,7 +47,7 @@ def pull_window(walk: GradientWalk) -> Iterator[State]:
 
 def _blocks(walk: GradientWalk) -> list[list[slice]]:
     """Blocks of the window's length, each cut into steps."""
-    length, w = walk.problem.query.shape[-2], walk.problem.exact_window
+    length, w = walk.problem.query.shape[-2], walk.problem.exact.window
     assert w is not None
     return [walk.key_slices(slice(i, min(i + w, length))) for i in range(0, length, w)]
 
@@ -74,8 +74,8 @@ def _pull_near(walk: GradientWalk, blocks: list[list[slice]], numbers: Array) ->
     for i, block in enumerate(blocks):
         for rows in block:
             gradient = xp.zeros_like(raw_tokens(problem, "query", rows, 0).x)
-            for keys in _beside(blocks, i, after=not problem.is_causal):
-                if not problem.is_causal or keys.start < rows.stop:
+            for keys in _beside(blocks, i, after=problem.sees.ahead):
+                if problem.sees.ahead or keys.start < rows.stop:
                     pairs = _pairs(walk, rows, keys, numbers)
                     gradient = gradient + walk.functions.exact_query_vjp(*pairs)
             walk.write_query(rows, gradient)
@@ -84,8 +84,8 @@ def _pull_near(walk: GradientWalk, blocks: list[list[slice]], numbers: Array) ->
         for keys in block:
             key, values_and_one = _keys(walk, keys)
             gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
-            for rows in _beside(blocks, i, before=not problem.is_causal):
-                if not problem.is_causal or keys.start < rows.stop:
+            for rows in _beside(blocks, i, before=problem.sees.ahead):
+                if problem.sees.ahead or keys.start < rows.stop:
                     more = walk.functions.exact_key_vjp(*_pairs(walk, rows, keys, numbers))
                     gradients = [
                         x + sum_to(y, problem.state_lead, 2)
@@ -114,7 +114,7 @@ def _pairs(walk: GradientWalk, rows: slice, keys: slice, numbers: Array) -> tupl
     visible, bias = visible_pairs(problem, rows, keys), offset_bias(problem, rows, keys)
     log = row.log if bias is None else row.log - bias
     query = raw_tokens(problem, "query", rows, 0)
-    return (problem.near_spec, query, *_keys(walk, keys), row.g1, log, visible)
+    return (problem.exact.spec, query, *_keys(walk, keys), row.g1, log, visible)
 
 
 # Softmax attention --------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Pairs(NamedTuple):
         block = self.spec, query, self.key, self.values_and_one
         if so_far is not None and self.visible is None and self.bias is None:
             return functions.exact_more(*block, so_far)  # type: ignore[no-any-return]
-        pairs = self.visible, self.bias, problem.lazy
+        pairs = self.visible, self.bias, problem.policy.lazy
         more = exact_pairs(*block, *pairs, functions.exact_block)
         return more if so_far is None else _generic.combine(so_far, more)
 
@@ -85,44 +85,50 @@ def exact_keys(problem: Problem, functions: BlockFunctions, keys: slice) -> tupl
 
 def is_banded(problem: Problem) -> bool:
     """Whether softmax attention depends on how far apart query and key stand."""
-    return problem.local_window is not None or problem.relative_bias is not None
+    return problem.sees.left is not None or problem.weights.relative_bias is not None
 
 
 def band(problem: Problem) -> tuple[int, int]:
     """How many keys a query sees to its left and to its right."""
     most = max(problem.query.shape[-2], problem.key.shape[-2])
-    left, right = (most, most) if problem.local_window is None else problem.local_window
-    return left, 0 if problem.is_causal else right
+    left, right = problem.sees.left, problem.sees.right
+    return most if left is None else left, most if right is None else right
 
 
 def offset(problem: Problem, rows: slice, keys: slice) -> int:
     """Position of the first of some keys less that of the first of some queries."""
-    return int(keys.start - rows.start - problem.query_start)
+    return int(keys.start - rows.start - problem.sees.query_start)
 
 
 def keys_of_rows(problem: Problem, rows: slice) -> slice:
     """Keys that any of some consecutive queries sees."""
     (left, right), first, stop = band(problem), rows.start, rows.stop
-    last = problem.key.shape[-2] if problem.key_stop is None else int(problem.key_stop[stop - 1])
-    last = max(min(stop + problem.query_start + right, last), 0)
-    return slice(min(max(first + problem.query_start - left, 0), last), last)
+    start = problem.sees.query_start
+    last = max(min(stop + start + right, _stop(problem, stop - 1)), 0)
+    return slice(min(max(first + start - left, 0), last), last)
+
+
+def _stop(problem: Problem, row: int) -> int:
+    """Where the keys end that a query sees."""
+    stops = problem.sees.key_stop
+    return int(problem.key.shape[-2] if stops is None else stops[row])
 
 
 def seen_by_all(problem: Problem, rows: slice) -> slice:
     """Keys that all of some consecutive queries see."""
     (left, right), keys = band(problem), keys_of_rows(problem, rows)
-    last = problem.key.shape[-2] if problem.key_stop is None else int(problem.key_stop[rows.start])
-    stop = min(rows.start + problem.query_start + right + 1, last)
-    first = max(rows.stop - 1 + problem.query_start - left, keys.start)
+    start = problem.sees.query_start
+    stop = min(rows.start + start + right + 1, _stop(problem, rows.start))
+    first = max(rows.stop - 1 + start - left, keys.start)
     return slice(first, stop) if first < stop else slice(keys.start, keys.start)
 
 
 def rows_of_keys(problem: Problem, keys: slice) -> slice:
     """Return the queries from the first to the last one that see any of some consecutive keys."""
-    (left, right), length, start = band(problem), problem.query.shape[-2], problem.query_start
+    (left, right), length, start = band(problem), problem.query.shape[-2], problem.sees.query_start
     first = max(keys.start - right - start, 0)
-    if problem.key_stop is not None:
-        first = max(first, int(np.searchsorted(problem.key_stop, keys.start, side="right")))
+    if problem.sees.key_stop is not None:
+        first = max(first, int(np.searchsorted(problem.sees.key_stop, keys.start, side="right")))
     return slice(first, min(keys.stop + left - start, length))
 
 
@@ -135,9 +141,9 @@ def visible_pairs(problem: Problem, rows: slice, keys: slice) -> Array:
     (left, right), first = band(problem), offset(problem, rows, keys)
     n, s = rows.stop - rows.start, keys.stop - keys.start
     seen = in_band(problem.key, n, s, (-left - first, right - first))
-    if problem.key_stop is None:
+    if problem.sees.key_stop is None:
         return seen
-    stops = problem.key_stop[rows]
+    stops = problem.sees.key_stop[rows]
     return seen & xp.asarray(np.arange(keys.start, keys.stop) < stops[:, None], device=device)
 
 
@@ -157,7 +163,7 @@ def biased_queries(problem: Problem, spec: Exact, tokens: Tokens) -> tuple[Exact
 
     Exact block functions take log weights of 0 and -inf only, and a product adds the bias anyway.
     """
-    if problem.key_bias is None:
+    if problem.weights.key_bias is None:
         return spec, tokens
     x = problem.xp.concat([tokens.x * spec.scale, problem.xp.ones_like(tokens.x[..., :1])], axis=-1)
     return Exact(1.0), tokens._replace(x=x)
@@ -169,22 +175,22 @@ def biased_keys(problem: Problem, tokens: Tokens, *, padded: bool = False) -> To
     ``padded``: some are masked beside those of the problem's mask.
     """
     xp, log = problem.xp, tokens.log_weight
-    if problem.key_bias is None:
+    if problem.weights.key_bias is None:
         return tokens
     zero = xp.zeros_like(log)
     # A bias has no leading axis that its keys lack, but may have fewer.
     bias = xp.broadcast_to(xp.where(log == -xp.inf, zero, log), tuple(tokens.x[..., :1].shape))
-    masked = padded or problem.key_mask is not None
+    masked = padded or problem.weights.key_mask is not None
     weight = xp.where(log == -xp.inf, log, zero) if masked else None
     return Tokens(xp.concat([tokens.x, bias], axis=-1), weight, tokens.start)
 
 
 def offset_bias(problem: Problem, rows: slice, keys: slice) -> Array:
     """Bias of some pairs by their offset; None without one."""
-    if problem.relative_bias is None:
+    if problem.weights.relative_bias is None:
         return None
     n, s = rows.stop - rows.start, keys.stop - keys.start
-    return bias_block(problem.relative_bias, offset(problem, rows, keys), n, s)
+    return bias_block(problem.weights.relative_bias, offset(problem, rows, keys), n, s)
 
 
 def bias_block(bias: RelativeBias, first: int, n: int, s: int) -> Array:

@@ -13,33 +13,41 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks, _generic, _settings
-from linattn._driver.options import Options, Visibility, check_stop_axes, visibility
+from linattn._driver.options import (
+    Options,
+    check_one_sequence,
+    check_stop_axes,
+    pairs_tokens,
+    visibility,
+    with_local_window,
+)
 from linattn._driver.specs import peel_affine
 from linattn._driver.stamps import check_map_of_state, check_sequences, known_integer
 from linattn._driver.weights import (
+    check_reach,
     check_relative_bias,
-    exact_fields,
-    keys_inside,
-    mask_and_bias,
-    weight_fields,
+    exact_keys,
+    weights_of,
 )
 from linattn.typing import (
     Array,
     ColumnNormalized,
     Corrected,
     Exact,
+    ExactKeys,
     FeatureMap,
     Features,
     MapSpec,
     Opaque,
+    Policy,
     Problem,
     SeparateDenominator,
     State,
     Tokens,
+    Visible,
 )
 
 __all__ = [
-    "ExactOptions",
     "check_feature_map",
     "check_pairing",
     "exact_problem",
@@ -158,19 +166,20 @@ def _describe(
         'value; to attend to earlier keys only use read_state; is_causal="lower_right" takes the '
         "queries for the last positions of the keys"
     )
-    windows = {name: getattr(options, name) for name in ("exact_window", "exact_clusters")}
-    sees = visibility(query, key, options, **windows)
-    check_pairing(query, key, value, is_causal=sees.pairs_tokens, remedy=remedy)
+    sees = visibility(query, key, options)
+    check_pairing(query, key, value, is_causal=pairs_tokens(sees), remedy=remedy)
     m = num_features_of(feature_map, "query and key", query.shape[-1])
     _check_sees_no_later_keys(feature_map, sees.option)
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
-    exact = exact_fields(arrays, dtype, feature_map, specs, options, sees)
+    exact = exact_keys(arrays, feature_map, specs, options, sees)
+    bias = check_relative_bias(options, query, _leading_axes(arrays)[1], dtype)
+    check_reach(bias, options.exact_window)
     if options.log_decay is not None:
         _check_decays(peel_affine(specs[0])[0], feature_map, sees)
-    options = options._replace(is_causal=sees.is_causal)
-    weights, state = weight_fields(xp, arrays, dtype, options), options.state
+    weights, state = weights_of(xp, arrays, dtype, options, sees), options.initial_state
+    normalize = _checks.check_flag("normalize", options.normalize)
     if state is not None:
         e, name = value.shape[-1], options.state_name
         state = _checks.check_state(name, state, m=m, e=e, dtype=dtype, like=query)
@@ -179,7 +188,8 @@ def _describe(
             _check_one_token(tuple(state.kvz.shape[:-2]), key, value)
         count = None if sees.cu_seqlens is None else len(sees.cu_seqlens) - 1
         check_sequences(name, state, count, key=key, value=value)
-    state_lead, lead = _leading_axes(arrays, specs, state, options.state_name, sees.is_packed)
+    more = _axes_beside(specs, state, options.state_name, sees)
+    state_lead, lead = _leading_axes(arrays, **more)
     check_stop_axes(sees.key_stop, state_lead)
     size = options.chunk_size
     chunk_size = None if size is None else _checks.check_positive_int("chunk_size", size)
@@ -190,7 +200,6 @@ def _describe(
         query=query,
         key=key,
         value=value,
-        **weights,
         query_spec=query_spec,
         key_spec=key_spec,
         num_features=m,
@@ -199,18 +208,23 @@ def _describe(
         query_change=query_change,
         key_change=key_change,
         state=state,
-        **sees.fields(),
-        chunk_size=chunk_size,
+        sees=sees,
+        weights=weights._replace(relative_bias=bias),
+        exact=exact,
+        policy=_policy(settings, query, chunk_size),
         # Numerators on the true scale need it.
-        want_log=options.want_log or not weights["normalize"],
-        lazy=_arrays.is_lazy(query),
-        num_threads=settings.num_threads,
-        tf32=settings.precision == "tf32",
-        **exact,
+        want_log=options.want_log or not normalize,
+        normalize=normalize,
         # A map that says nothing of it is not positive.
         signed=not getattr(feature_map, "positive", False),
         feature_map=feature_map,
     )
+
+
+def _policy(settings: _settings.Settings, query: Array, chunk_size: int | None = None) -> Policy:
+    """How the work may be done, as the caller has set it."""
+    tf32 = settings.precision == "tf32"
+    return Policy(chunk_size, settings.num_threads, tf32, _arrays.is_lazy(query))
 
 
 def _check_sees_no_later_keys(feature_map: FeatureMap, option: str) -> None:
@@ -222,7 +236,7 @@ def _check_sees_no_later_keys(feature_map: FeatureMap, option: str) -> None:
         raise ValueError(message)
 
 
-def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visibility) -> None:
+def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visible) -> None:
     if sees.option not in ("", "is_causal"):
         message = (
             f"log_decay must be None with {sees.option}: queries have no time of their own there; "
@@ -238,23 +252,28 @@ def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visibility) -> N
 
 
 def _leading_axes(
-    arrays: Sequence[Array],
-    specs: tuple[MapSpec, MapSpec],
-    state: State | None,
-    state_name: str,
-    packed: bool,
+    arrays: Sequence[Array], **more: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Leading axes of the state and of the output: whatever has some, broadcast."""
-    query, key, value = arrays
-    shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
+    query, key, value = (tuple(array.shape[:-2]) for array in arrays)
+    shapes = {"key": key, "value": value, **more}
+    state_lead = _checks.check_leading_axes(**shapes)
+    return state_lead, _checks.check_leading_axes(query=query, **shapes)
+
+
+def _axes_beside(
+    specs: tuple[MapSpec, MapSpec], state: State | None, state_name: str, sees: Visible
+) -> dict[str, tuple[int, ...]]:
+    """Leading axes of what is given beside query, key and value."""
+    shapes = {}
     query_lead, key_lead = map(_generic.spec_lead, specs)
     if key_lead or query_lead:
         shapes["feature_map"] = _checks.check_leading_axes(key=key_lead, query=query_lead)
     if state is not None:
         # The first axis is that of packed sequences, which nothing else has.
+        packed = sees.cu_seqlens is not None
         shapes[state_name] = tuple(state.kvz.shape[1 if packed else 0 : -2])
-    state_lead = _checks.check_leading_axes(**shapes)
-    return state_lead, _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
+    return shapes
 
 
 class _Known(NamedTuple):
@@ -325,7 +344,9 @@ def step_problem(
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
     weights = {name: of_one_token(name, weight, key) for name, weight in weights.items()}
-    options = Options(is_causal=True, state=state, state_name="state", one_token=True, **weights)
+    options = Options(
+        is_causal=True, initial_state=state, state_name="state", one_token=True, **weights
+    )
     problem = _describe(xp, (query, key, value), feature_map, options)
     if not weights:
         _remember(_last_step, problem, given, stamps)
@@ -363,97 +384,42 @@ def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:
 # Softmax attention --------------------------------------------------------------------------------
 
 
-class ExactOptions(NamedTuple):
-    """What softmax attention is called with beside arrays, by the names it has here."""
-
-    scale: Any = None
-    is_causal: Any = False
-    key_mask: Any = None
-    key_bias: Any = None
-    key_lengths: Any = None
-    key_stop: Any = None
-    prefix_length: Any = None
-    causal_block: Any = None
-    cu_seqlens: Any = None
-    local_window_size: Any = None
-    window_bias: Any = None
-    far_bias: Any = None
-    want_log: Any = False
-
-
 def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     """Check the arguments of softmax attention and describe the computation.
 
-    ``options`` are those of :class:`ExactOptions`.
+    ``options`` are those of :class:`~linattn._driver.options.Options`.
     """
-    given = ExactOptions(**options)
-    xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
-    windows = {name: getattr(given, name) for name in ("local_window_size", "window_bias")}
-    sees = visibility(query, key, given, **windows)
+    given = Options(**options)
+    xp, arrays = _checks.check_arrays(query=query, key=key, value=value)
+    query, key, value = arrays
+    sees = visibility(query, key, given)
     remedy = 'pass equal lengths, or is_causal="lower_right" for the last positions of the keys'
-    check_pairing(query, key, value, is_causal=sees.pairs_tokens, remedy=remedy)
+    check_pairing(query, key, value, is_causal=pairs_tokens(sees), remedy=remedy)
     scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
     spec = Exact(_checks.check_finite_number("scale", scale))
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
-    mask, key_bias = mask_and_bias(
-        xp, key, dtype, given.key_mask, given.key_bias, query_len=query.shape[-2]
-    )
-    shapes = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
-    lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **shapes)
-    state_lead = _checks.check_leading_axes(**shapes)
+    weights = weights_of(xp, arrays, dtype, given, sees)
+    state_lead, lead = _leading_axes(arrays)
     check_stop_axes(sees.key_stop, state_lead)
-    window = _check_local_window(given.local_window_size, query, key, sees)
-    bias = check_relative_bias(
-        given.window_bias, given.far_bias, query=query, lead=lead, dtype=dtype
-    )
+    sees = with_local_window(given.local_window_size, query, key, sees)
+    bias = check_relative_bias(given, query, lead, dtype)
     if bias is not None:
-        sees.check_one_sequence("window_bias", query, key)
+        check_one_sequence("window_bias", sees, query, key)
     return Problem(
         xp=xp,
         dtype=dtype,
         query=query,
         key=key,
         value=value,
-        key_mask=keys_inside(xp, key, given.key_lengths, mask),
         query_spec=spec,
         key_spec=spec,
         num_features=0,
         state_lead=state_lead,
         lead=lead,
-        query_change=None,
-        key_change=None,
-        state=None,
-        **sees.fields(),
-        chunk_size=None,
+        sees=sees,
+        weights=weights._replace(relative_bias=bias),
+        exact=ExactKeys(),
+        policy=_policy(settings, query),
         want_log=_checks.check_flag("return_log_normalizer", given.want_log),
-        lazy=_arrays.is_lazy(query),
-        num_threads=settings.num_threads,
-        tf32=settings.precision == "tf32",
-        key_bias=key_bias,
-        local_window=window,
-        relative_bias=bias,
     )
-
-
-def _check_local_window(
-    size: Any, query: Any, key: Any, sees: Visibility
-) -> tuple[int, int] | None:
-    """Check how many keys a query sees to its left and right; None where that is all of them."""
-    if size is None:
-        return None
-    sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    if len(sides) != 2:
-        message = f"local_window_size must be an integer or a pair (left, right), got {size!r}"
-        raise ValueError(message)
-    sees.check_one_sequence("local_window_size", query, key)
-    most = max(query.shape[-2], key.shape[-2], 1) - 1
-    left, right = (
-        most
-        if side is None
-        else min(_checks.check_positive_int(f"local_window_size[{i}]", side, least=0), most)
-        for i, side in enumerate(sides)
-    )
-    right = 0 if sees.is_causal else right
-    sees_all = left == most and right == (0 if sees.is_causal else most)
-    return None if sees_all and not sees.query_start else (left, right)

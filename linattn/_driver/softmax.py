@@ -68,7 +68,7 @@ def softmax_rows(
     rows = slice(0, problem.query.shape[-2])
     if not is_banded(problem):
         return _rows(problem, functions, rows, block_size, block_size)
-    if problem.key_stop is not None or not rows.stop:
+    if problem.sees.key_stop is not None or not rows.stop:
         return _windows(problem, functions, rows)
     n = _block_rows(sum(band(problem)) + 1)
     while _Short.cut(problem, n).num_pairs > MAX_PAIRS and n > MIN_ROWS:
@@ -77,16 +77,16 @@ def softmax_rows(
     if short.num_pairs > MAX_PAIRS:
         return _windows(problem, functions, rows)
     band_block = functions.backend_alone("band_block")
-    if band_block is not None and problem.relative_bias is None:
+    if band_block is not None and problem.weights.relative_bias is None:
         return _rows_of_backend(problem, functions, band_block)
     return _short_windows(problem, functions, short)
 
 
 def short_rows(problem: Problem, block_size: int) -> int:
     """Rows of a block that sees few more keys than each of its rows does."""
-    if problem.local_window is None:
+    if problem.sees.local_window is None:
         return block_size
-    return min(block_size, max(sum(problem.local_window) + 1, MIN_ROWS))
+    return min(block_size, max(sum(problem.sees.local_window) + 1, MIN_ROWS))
 
 
 # One block of queries at a time -----------------------------------------------------------------
@@ -118,7 +118,7 @@ def _sources(
     """Keys of a block of queries, a source for each run of them."""
     whole, keys = seen_by_all(problem, rows), keys_of_rows(problem, rows)
     runs = [whole, slice(keys.start, whole.start), slice(whole.stop, keys.stop)]
-    if problem.is_causal and not is_banded(problem):
+    if not problem.sees.ahead and not is_banded(problem):
         yield _Triangle(spec, *exact_keys(problem, functions, rows))
         runs = [slice(0, rows.start)]
     elif is_banded(problem) and keys.stop - keys.start <= num_keys:
@@ -195,8 +195,8 @@ class _Short(NamedTuple):
     def cut(cls, problem: Problem, n: int) -> _Short:
         """Cut the queries into blocks of n."""
         before, behind = (-(-side // n) for side in band(problem))
-        start = max(before * n - problem.query_start, 0)
-        stop = problem.key.shape[-2] - problem.query_start - behind * n
+        start = max(before * n - problem.sees.query_start, 0)
+        stop = problem.key.shape[-2] - problem.sees.query_start - behind * n
         count = (min(stop, problem.query.shape[-2]) - start) // n
         if count <= 0:
             start, count = problem.query.shape[-2], 0
@@ -217,7 +217,7 @@ def _short_windows(
     group = min(MAX_PAIRS // short.num_pairs, MAX_TOKENS // n)
     step = group * (MAX_TOKENS // (group * n)) * n
     for start in range(all_rows.start, all_rows.stop, step):
-        first = start + problem.query_start - before * n
+        first = start + problem.sees.query_start - before * n
         stop = min(start + step, all_rows.stop)
         keys = slice(first, first + stop - start + (width - 1) * n)
         key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
@@ -248,7 +248,7 @@ def _of_group(
         return None if x is None else beside(split(x[..., within, :], n), g)
 
     # What the first block of queries sees holds for each.
-    first = rows.start + problem.query_start - short.before * n
+    first = rows.start + problem.sees.query_start - short.before * n
     block = slice(rows.start, rows.start + n), slice(first, first + short.width * n)
     bias = offset_bias(problem, *block)
     tokens = Tokens(each(key.x), each(key.log_weight), 0)

@@ -131,8 +131,8 @@ def stamped(
 
 
 def _num_sequences(state: State, before: State | None, problem: Problem | None) -> Any:
-    if problem is not None and problem.cu_seqlens is not None:
-        return len(problem.cu_seqlens) - 1
+    if problem is not None and problem.sees.cu_seqlens is not None:
+        return len(problem.sees.cu_seqlens) - 1
     if before is None or before.num_sequences is None:
         return 0 if before is None else None
     # A new axis in front is not that of the sequences.
@@ -142,9 +142,9 @@ def _num_sequences(state: State, before: State | None, problem: Problem | None) 
 def _log_decay(state: State, before: State | None, problem: Problem | None) -> Array | None:
     """Log decay since the state began."""
     parts = [] if before is None or before.log_decay is None else [before.log_decay]
-    if problem is not None and problem.log_decay is not None:
+    if problem is not None and problem.weights.log_decay is not None:
         parts.append(_total_decay(problem))
-    packed = problem is not None and problem.cu_seqlens is not None
+    packed = problem is not None and problem.sees.cu_seqlens is not None
     return broadcast_decay(parts, state, packed=packed)
 
 
@@ -171,7 +171,7 @@ def axes_behind_first(count: int) -> tuple[Any, ...]:
 
 def _total_decay(problem: Problem) -> Array:
     """Log decay of all tokens; of packed sequences each, along a first axis."""
-    decay, borders = problem.log_decay, problem.cu_seqlens
+    decay, borders = problem.weights.log_decay, problem.sees.cu_seqlens
     assert decay is not None
     ends = [0, problem.key.shape[-2]] if borders is None else borders.tolist()
     sequences = [slice(*pair) for pair in pairwise(ends)]

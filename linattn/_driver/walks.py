@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from linattn import _generic
 from linattn._dispatch import BlockFunctions, block_functions
 from linattn._driver.blocks import (
-    ROWS_OF_KEYS,
     add_block,
     add_key_blocks,
     block_slices,
+    change_keys,
     key_block,
     raw_tokens,
     rows_at,
@@ -249,8 +249,7 @@ def _walk_two_sided(walk: Walk) -> Iterator[State]:
     problem = walk.problem.replace(want_log=True)
     nothing = initial_state(problem.replace(state=None))
     rows_so_far = RowsSoFar(problem, walk.functions)
-    from_the_start = problem.replace(is_causal=True)
-    scan = walk._replace(problem=from_the_start, write=rows_so_far.write)
+    scan = walk._replace(problem=planned(problem), write=rows_so_far.write)
     for state in scan_blocks(scan, initial_state(problem)):
         yield state
     for rows, part in rows_from_the_end(
@@ -274,7 +273,7 @@ def _walk_window(walk: Walk) -> Iterator[State | None]:
             yield from _walk_exchanged(walk, bare)
             return
     state, clusters = initial_state(walk.problem), None
-    if walk.problem.exact_clusters is not None:
+    if walk.problem.exact.clusters is not None:
         clusters, _ = sort_keys(walk.problem, state, walk.block_size, walk.functions)
     yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write, clusters)
 
@@ -282,7 +281,7 @@ def _walk_window(walk: Walk) -> Iterator[State | None]:
 def _walk_exchanged(walk: Walk, bare: Problem) -> Iterator[State | None]:
     """Go through a problem without its window, and exchange the weights of near keys."""
     exchange = Exchange(walk.problem.replace(want_log=True), initial_state(bare).length)
-    if bare.exact_clusters is not None:
+    if bare.exact.clusters is not None:
         return _walk_clusters(walk._replace(problem=bare), exchange)
 
     def write(rows: slice, part: Partial) -> None:
@@ -363,20 +362,17 @@ class Step(NamedTuple):
 
     def problem(self, problem: Problem) -> Problem:
         """Return the problem of this step's queries and keys alone, without stops."""
-        rows = {name: getattr(problem, name) for name in ROWS_OF_KEYS}
-        rows = {
-            name: array if array is None else array[..., self.keys, :]
-            for name, array in rows.items()
-        }
         query, positions = problem.query[..., self.queries, :], self.positions
-        if positions is not None:
-            query, _ = positions.place(query, positions.queries)
-            for name, array in rows.items():
-                if array is not None:
-                    rows[name], filled = positions.place(array, positions.keys)
-            mask = rows["key_mask"]
-            rows["key_mask"] = filled if mask is None else mask & filled
-        return problem.replace(query=query, key_stop=None, **rows)
+        part = problem.replace(query=query, sees=problem.sees._replace(key_stop=None))
+        part = change_keys(part, lambda rows: rows[..., self.keys, :])
+        if positions is None:
+            return part
+        query, _ = positions.place(query, positions.queries)
+        _, filled = positions.place(part.key, positions.keys)
+        part = change_keys(part, lambda rows: positions.place(rows, positions.keys)[0])
+        mask = part.weights.key_mask
+        weights = part.weights._replace(key_mask=filled if mask is None else mask & filled)
+        return part.replace(query=query, weights=weights)
 
     def place_queries(self, rows: Array) -> Array:
         """Rows of queries at their positions, 0 where there is none."""
@@ -407,7 +403,7 @@ def steps_of(problem: Problem, block_size: int) -> Iterator[Step]:
     """Go through all keys and queries of a problem, at most so many tokens a step."""
     # A function may ask where a token stands.
     in_place = any(isinstance(innermost(s), Opaque) for s in (problem.query_spec, problem.key_spec))
-    stops, num_keys = problem.key_stop, problem.key.shape[-2]
+    stops, num_keys = problem.sees.key_stop, problem.key.shape[-2]
     assert stops is not None
     # Queries that see the same keys: the first of each such run, and keys and queries of it.
     firsts = np.flatnonzero(np.diff(stops, prepend=-1))
@@ -491,14 +487,14 @@ def _moved(step: Step, key: int, query: int) -> Step:
 def planned(problem: Problem) -> Problem:
     """Return the problem that a plan is made for: some others are worked on as a causal one."""
     problem = without_window(problem) or problem
-    if problem.key_stop is None and problem.mode != "two-sided":
+    if problem.sees.key_stop is None and problem.mode != "two-sided":
         return problem
-    return problem.replace(is_causal=True)
+    return problem.replace(sees=problem.sees._replace(right=0))
 
 
 def head_tasks(problem: Problem) -> list[Index]:
     """List the tasks in which queries have one stop each, whatever the head."""
-    lead = problem.key_stop.shape[:-1]
+    lead = problem.sees.key_stop.shape[:-1]
     axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead]
     return list(product(*axes))
 

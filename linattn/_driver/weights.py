@@ -10,39 +10,40 @@ from typing import Any
 import array_api_compat
 
 from linattn import _arrays, _checks
-from linattn._driver.options import Options, Visibility
+from linattn._driver.options import Options, check_one_sequence
 from linattn._driver.specs import innermost, peel_affine
 from linattn.typing import (
     Array,
     Assigned,
     Corrected,
     Exact,
+    ExactKeys,
     Exponential,
     MapSpec,
     RelativeBias,
+    Visible,
+    Weights,
 )
 
-__all__ = ["check_relative_bias", "exact_fields", "keys_inside", "mask_and_bias", "weight_fields"]
+__all__ = ["check_reach", "check_relative_bias", "exact_keys", "mask_and_bias", "weights_of"]
 
 
-def weight_fields(
-    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options
-) -> dict[str, Any]:
-    """Fields of a problem that say which keys count, and how much, beside the map."""
+def weights_of(
+    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options, sees: Visible
+) -> Weights:
+    """Check which keys count, and how much, beside the map; not biases of offsets."""
     query, key, _ = arrays
     mask, bias = mask_and_bias(
         xp, key, dtype, options.key_mask, options.key_bias, query_len=query.shape[-2]
     )
-    return {
-        "key_mask": keys_inside(xp, key, options.key_lengths, mask),
-        "key_bias": bias,
-        "log_decay": _log_decay(xp, arrays, dtype, options),
-        "normalize": _checks.check_flag("normalize", options.normalize),
-    }
+    if options.key_lengths is not None:
+        inside = _checks.check_key_lengths(options.key_lengths, key, xp)
+        mask = inside if mask is None else mask & inside
+    return Weights(mask, bias, _log_decay(xp, arrays, dtype, options, sees))
 
 
 def _log_decay(
-    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options
+    xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options, sees: Visible
 ) -> Array | None:
     """Check how the state decays: with time, or in full attention with distance."""
     if options.log_decay is None:
@@ -61,7 +62,7 @@ def _log_decay(
             "two, softmax_attention for any bias of offsets"
         )
         raise ValueError(message)
-    if options.is_causal or not options.reads:
+    if not (sees.ahead and options.reads):
         return decay
     lengths = query.shape[-2], key.shape[-2]
     if lengths[0] != lengths[1]:
@@ -77,16 +78,6 @@ def _log_decay(
         )
         raise ValueError(message)
     return decay
-
-
-def keys_inside(
-    xp: ModuleType, key: Array, key_lengths: Any, key_mask: Array | None
-) -> Array | None:
-    """Check lengths of keys, and take what lies beyond out of a mask."""
-    if key_lengths is None:
-        return key_mask
-    inside = _checks.check_key_lengths(key_lengths, key, xp)
-    return inside if key_mask is None else key_mask & inside
 
 
 def mask_and_bias(
@@ -108,9 +99,10 @@ def mask_and_bias(
 
 
 def check_relative_bias(
-    window_bias: Any, far_bias: Any, *, query: Array, lead: tuple[int, ...], dtype: Any
+    options: Options, query: Array, lead: tuple[int, ...], dtype: Any
 ) -> RelativeBias | None:
     """Check a bias of near offsets and one number a side for those beyond; join them."""
+    window_bias, far_bias = options.window_bias, options.far_bias
     if window_bias is None:
         if far_bias is not None:
             message = "far_bias needs window_bias: it is what lies beyond that on either side"
@@ -179,19 +171,18 @@ def _check_lead(name: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> Non
 # Keys that are weighed exactly --------------------------------------------------------------------
 
 
-def exact_fields(
+def exact_keys(
     arrays: Sequence[Array],
-    dtype: Any,
     feature_map: Any,
     specs: tuple[MapSpec, MapSpec],
     options: Options,
-    sees: Visibility,
-) -> dict[str, Any]:
-    """Fields of a problem that say which keys are exact, and what near and far ones weigh more."""
+    sees: Visible,
+) -> ExactKeys:
+    """Check which keys are exact beside a map."""
     query, key, _ = arrays
     window, count = options.exact_window, options.exact_clusters
     if window is not None:
-        sees.check_one_sequence("exact_window", query, key)
+        check_one_sequence("exact_window", sees, query, key)
         # A window longer than the sequence is all of it, and need not be filled up.
         longest = max(1, int(query.shape[-2]), int(key.shape[-2]))
         window = min(_checks.check_positive_int("exact_window", window), longest)
@@ -204,36 +195,18 @@ def exact_fields(
         _check_clusters(query, feature_map, specs, options)
         count = min(count, feature_map.num_features)
     is_exact = window is not None or count is not None
-    near_spec = Exact(feature_map.scale) if is_exact else None
-    return {
-        "exact_window": window,
-        "exact_clusters": count,
-        "near_spec": near_spec,
-        "relative_bias": _checked_bias(arrays, dtype, options),
-    }
+    return ExactKeys(window, count, Exact(feature_map.scale) if is_exact else None)
 
 
-def _checked_bias(arrays: Sequence[Array], dtype: Any, options: Options) -> RelativeBias | None:
-    """Check a bias of offsets, of which only those of near keys may differ."""
-    names = "query", "key", "value"
-    leads = {name: tuple(x.shape[:-2]) for name, x in zip(names, arrays, strict=True)}
-    bias = check_relative_bias(
-        options.window_bias,
-        options.far_bias,
-        query=arrays[0],
-        lead=_checks.check_leading_axes(**leads),
-        dtype=dtype,
-    )
-    if bias is None:
-        return None
-    if options.exact_window is None or bias.reach > options.exact_window:
+def check_reach(bias: RelativeBias | None, exact_window: int | None) -> None:
+    """Check that a bias of offsets differs for near keys only."""
+    if bias is not None and (exact_window is None or bias.reach > exact_window):
         message = (
             f"window_bias must have 2 r + 1 numbers with r no larger than exact_window, for keys "
             f"further away have one bias a side, got r = {bias.reach} and "
-            f"exact_window={options.exact_window}; for biases of all pairs use softmax_attention"
+            f"exact_window={exact_window}; for biases of all pairs use softmax_attention"
         )
         raise ValueError(message)
-    return bias
 
 
 def _check_weights(name: str, feature_map: Any, query_spec: MapSpec) -> None:
@@ -263,7 +236,7 @@ def _check_clusters(
             f"LandmarkFeatures.fit(query, key), got {feature_map!r}"
         )
         raise ValueError(message)
-    if options.state is not None:
+    if options.initial_state is not None:
         message = (
             f"{options.state_name} must be None under exact_clusters, got a state: the keys in it "
             f"are summed up, and cannot be weighed one by one"

@@ -88,7 +88,7 @@ def window_rows(
             sides = window.far_field(group, keys, lefts, after)
             write(group.rows, window.read(group, keys, sides, clusters))
             # A run may end within a block, in which the next one then begins.
-            ahead = (group.rows.stop + problem.query_start) // window.size - group.first
+            ahead = (group.rows.stop + problem.sees.query_start) // window.size - group.first
             before = window.seen(group, lefts, ahead, before)
             last = window.seen(group, lefts, group.num_blocks + 1, before)
     state_after = window.advance(last, window.length).state
@@ -137,7 +137,7 @@ class _Window(NamedTuple):
     ) -> _Window:
         """Prepare a problem."""
         # The near part needs far logs on the true scale, the query's own term included.
-        problem, size = problem.replace(want_log=True), problem.exact_window
+        problem, size = problem.replace(want_log=True), problem.exact.window
         assert size is not None
         names = ("query_spec", "key_spec", "query_change", "key_change")
         blocked = problem.replace(**{name: for_blocks(getattr(problem, name)) for name in names})
@@ -160,7 +160,7 @@ class _Window(NamedTuple):
 
     def runs(self) -> Iterator[list[_Group]]:
         """Cut the queries into runs that are causal or have one stop, and these into groups."""
-        problem, w, start = self.problem, self.size, self.problem.query_start
+        problem, w, start = self.problem, self.size, self.problem.sees.query_start
         for rows, stop in _runs(problem):
             first, end = (rows.start + start) // w, -(-(rows.stop + start) // w)
             groups = []
@@ -179,7 +179,7 @@ class _Window(NamedTuple):
         blocks = first, stop, self.size, self.start, self.limit(group)
         key, values_and_one = key_blocks(self.problem, *blocks)
         decay = None
-        if self.problem.log_decay is not None:
+        if self.problem.weights.log_decay is not None:
             decay = decay_blocks(self.problem, first, stop, self.size)
         return _Keys(key, values_and_one, decay)
 
@@ -255,7 +255,7 @@ class _Window(NamedTuple):
         for part in reversed(list(parts)):
             rows = slice(keys.start + part.start, keys.start + part.stop)
             key = token_block(problem, "key", rows, self.start)
-            if problem.log_decay is not None:
+            if problem.weights.log_decay is not None:
                 decay = decay_of_rows(problem, rows)
                 key = weighed(key, _decay_from_first(decay))
                 state = fade(state, problem.xp.sum(decay, axis=-2))
@@ -281,8 +281,8 @@ class _Window(NamedTuple):
                 log = totals[..., 2 : count + 2, None, :] + decay_until(decay) + decay
                 reads.append(_decayed(problem, right, log))
             return reads
-        if problem.relative_bias is not None:
-            table = problem.relative_bias.table[..., None, :]
+        if problem.weights.relative_bias is not None:
+            table = problem.weights.relative_bias.table[..., None, :]
             left = weighted(left, table[..., :1])
             right = None if right is None else weighted(right, table[..., -1:])
         return [Read(left if right is None else _generic.merge(left, right))]
@@ -293,7 +293,7 @@ class _Window(NamedTuple):
         """Read all sources of a group, as rows on one axis."""
         problem, rows = self.problem, group.rows
         flat = raw_tokens(problem, "query", rows, self.start)
-        front = rows.start + problem.query_start - group.first * self.size
+        front = rows.start + problem.sees.query_start - group.first * self.size
         query = in_blocks(flat, group.num_blocks * self.size, self.size, front)
         sources: list[Source] = [_Near(keys, group.stop is None), *reads]
         if clusters is not None:
@@ -314,35 +314,35 @@ class _Near(NamedTuple):
     ) -> Partial:
         """Read by a backend where only the block tells which keys count."""
         assert so_far is None
-        assert problem.near_spec is not None
+        assert problem.exact.spec is not None
         key, values_and_one, decay = self.keys
-        spec, query = biased_queries(problem, problem.near_spec, query)
+        spec, query = biased_queries(problem, problem.exact.spec, query)
         key = biased_keys(problem, key, padded=True)
-        if decay is None and problem.relative_bias is None:
+        if decay is None and problem.weights.relative_bias is None:
             block = spec, query, key, values_and_one
-            return functions.window_block(*block, self.is_causal, problem.lazy)  # type: ignore[no-any-return]
+            return functions.window_block(*block, self.is_causal, problem.policy.lazy)  # type: ignore[no-any-return]
         g, w = query.x.shape[-3:-1]
         keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
         s = keys.x.shape[-2]
         if decay is None:
-            assert problem.relative_bias is not None
-            bias = bias_block(problem.relative_bias, -w, w, s)[..., None, :, :]
+            assert problem.weights.relative_bias is not None
+            bias = bias_block(problem.weights.relative_bias, -w, w, s)[..., None, :, :]
         else:
             xp, since = problem.xp, decay_since(beside(decay, g))
             bias = -xp.abs(since[..., w : 2 * w, :] - xp.matrix_transpose(since))
             bias = xp.astype(bias, problem.dtype, copy=False)
         visible = in_band(values_and_one, w, s, (-w, w)) if self.is_causal else None
-        pairs = beside(values_and_one, g), visible, bias, problem.lazy
+        pairs = beside(values_and_one, g), visible, bias, problem.policy.lazy
         return exact_pairs(spec, query, keys, *pairs)
 
 
 def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:
     """Cut queries into runs that are causal, None, or see the keys before one stop."""
-    stops, length, start = problem.key_stop, problem.query.shape[-2], problem.query_start
+    stops, length, start = problem.sees.key_stop, problem.query.shape[-2], problem.sees.query_start
     if not length:
         return
     if stops is None:
-        yield slice(0, length), None if problem.is_causal else problem.key.shape[-2]
+        yield slice(0, length), problem.key.shape[-2] if problem.sees.ahead else None
         return
     is_new = np.diff(stops, prepend=-1) != 0
     is_causal = is_new & (stops == start + np.arange(1, length + 1))
@@ -358,7 +358,7 @@ def _running(
     """State before each block, and after the last, of blocks in a row that decay by ``totals``."""
     if totals is None:
         joined = stack_states([with_block_axis(first), states])
-        return prefix_merge(joined, lazy=problem.lazy)
+        return prefix_merge(joined, lazy=problem.policy.lazy)
     seen = [first]
     for i in range(run.stop - run.start):
         faded = fade(seen[-1], totals[..., run.start + i, :])

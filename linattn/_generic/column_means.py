@@ -79,8 +79,9 @@ def scan_column_normalized(
     """
     log_q = evaluate(problem.query_spec, query).log
     log_k = evaluate(problem.key_spec, key).log
-    answer = None if problem.lazy else _scan_on_one_scale(log_q, log_k, values_and_one, state)
-    return _scan_hierarchical(log_q, log_k, values_and_one, state) if answer is None else answer
+    block = log_q, log_k, values_and_one, state
+    answer = None if problem.policy.lazy else _scan_on_one_scale(*block)
+    return _scan_hierarchical(*block) if answer is None else answer
 
 
 def _scan_on_one_scale(

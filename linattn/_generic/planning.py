@@ -35,14 +35,14 @@ def run_in_order(work: Callable[[Index], None], tasks: Sequence[Index]) -> None:
 
 def plan(problem: Problem) -> Plan:
     """Everything in one task: a library's own batching and threads do the rest."""
-    if problem.chunk_size is not None:
-        block = problem.chunk_size
-    elif problem.exact_clusters is not None:
+    if problem.policy.chunk_size is not None:
+        block = problem.policy.chunk_size
+    elif problem.exact.clusters is not None:
         block = CLUSTERS_SPAN
-    elif problem.exact_window is not None:
+    elif problem.exact.window is not None:
         block = WINDOW_SPAN
-    elif not problem.is_causal:
+    elif not problem.sees.is_causal:
         block = FULL_BLOCK
     else:
-        block = LAZY_CAUSAL_BLOCK if problem.lazy else CAUSAL_BLOCK
+        block = LAZY_CAUSAL_BLOCK if problem.policy.lazy else CAUSAL_BLOCK
     return Plan(block, [()], run_in_order)

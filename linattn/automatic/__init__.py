@@ -227,9 +227,9 @@ def attention(
 
 def _way_to_choose(problem: Problem) -> ModuleType | None:
     """Return what finds a way for each head; None where nothing can be fitted."""
-    if problem.lazy:
+    if problem.policy.lazy:
         return None
-    return _causal if problem.is_causal else _full
+    return _causal if problem.sees.is_causal else _full
 
 
 def _warning(given: Given, heads: list[HeadRecord]) -> str:

@@ -142,7 +142,7 @@ def window_of(problem: Problem) -> int:
 
 def choice_rows_of(problem: Problem, m: int) -> int:
     """Count the queries that choose some of m clusters together: it pays with many clusters."""
-    return problem.choice_rows if m >= MIN_SHARED else 1
+    return problem.exact.choice_rows if m >= MIN_SHARED else 1
 
 
 def num_rows_of(problem: Problem) -> int:
@@ -154,7 +154,7 @@ def num_rows_of(problem: Problem) -> int:
 def exact_pairs(problem: Problem) -> float:
     """Pairs of exact attention."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
-    return L * (L + 1) / 2 if problem.is_causal else float(L * S)
+    return L * (L + 1) / 2 if problem.sees.is_causal else float(L * S)
 
 
 def first_features(problem: Problem, tolerance: float | None) -> int:

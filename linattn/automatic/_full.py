@@ -59,7 +59,8 @@ def is_worth_a_search(given: Given) -> bool:
 def attend(given: Given) -> Answer:
     """Attention by landmarks where that is cheap and near, exact elsewhere."""
     if given.tolerance is not None and given.problem.query.shape[-2] >= MIN_ORDERED:
-        given = given._replace(problem=given.problem.replace(choice_rows=CHOICE_ROWS))
+        exact = given.problem.exact._replace(choice_rows=CHOICE_ROWS)
+        given = given._replace(problem=given.problem.replace(exact=exact))
     num_rows = num_rows_of(given.problem)
     mask = query_mask_of(given.problem, given.key_mask)
     tokens = HostTokens(given.problem, mask, num_rows, given.generator)
@@ -248,7 +249,8 @@ class Search:
         problem = linear_problem(
             query, heads.key, heads.value, phi, exact_clusters=clusters, **weights, **options
         )
-        problem = problem.replace(assigned_keys=assigned, choice_rows=rows)
+        exact = problem.exact._replace(assigned=assigned, choice_rows=rows)
+        problem = problem.replace(exact=exact)
         output, _, log = forward.solve(problem, return_state=False)
         if orders is not None:
             places = np.empty((len(chosen), heads.query.shape[-2]), np.intp)

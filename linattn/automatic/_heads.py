@@ -56,7 +56,7 @@ class Given(NamedTuple):
         query, key, value = (self._taken(x, chosen) for x in arrays)
         weights = (
             None if x is None else self._taken(x, chosen)[..., 0]
-            for x in (problem.key_mask, problem.key_bias)
+            for x in (problem.weights.key_mask, problem.weights.key_bias)
         )
         return Heads(query, key, value, *weights)
 
@@ -64,7 +64,7 @@ class Given(NamedTuple):
         """Return the same for some heads."""
         if len(chosen) == self.num_heads:
             return self
-        return self._of(self.heads(chosen), is_causal=self.problem.is_causal)
+        return self._of(self.heads(chosen), is_causal=self.problem.sees.is_causal)
 
     def rectangle(self, rows: slice, keys: slice) -> Given:
         """Return full attention of some queries to some keys."""
@@ -110,7 +110,7 @@ class Given(NamedTuple):
     def exact(self, chosen: Sequence[int], **options: Any) -> Any:
         """Exact attention of some heads; ``options`` of :func:`linattn.softmax_attention`."""
         query, key, value, mask, bias = self.heads(chosen)
-        options = {"is_causal": self.problem.is_causal} | options
+        options = {"is_causal": self.problem.sees.is_causal} | options
         return softmax_attention(
             query, key, value, key_mask=mask, key_bias=bias, scale=self.scale, **options
         )

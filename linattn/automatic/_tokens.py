@@ -132,7 +132,7 @@ class HostTokens:
         self._query, self._key, self._value = (
             _host(x, problem) for x in (problem.query, problem.key, problem.value)
         )
-        mask, bias = problem.key_mask, problem.key_bias
+        mask, bias = problem.weights.key_mask, problem.weights.key_bias
         self._key_mask = None if mask is None else _arrays.to_numpy(mask)[..., 0]
         self._key_bias = None if bias is None else _host(bias, problem)[..., 0]
         length = problem.query.shape[-2]

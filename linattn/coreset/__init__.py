@@ -339,7 +339,7 @@ class CoresetAttention:
     ) -> tuple[Partial, _stream.Stream]:
         """Read rows of one block; if they are the last of it, reduce."""
         query, fresh, counted = _stream.block_tokens(stream.lead, problem, rows)
-        xp, lazy = problem.xp, problem.lazy
+        xp, lazy = problem.xp, problem.policy.lazy
         new = _entries.joined(stream.new, fresh, xp)
         partial = _entries.read(query, stream.old, new, xp, lazy)
         queries = xp.concat([stream.query, counted], axis=1)

@@ -236,13 +236,14 @@ def _exact_rows(chosen: NDArray[np.intp], problem: Problem) -> Array:
         rows = Tokens(xp.astype(taken, problem.dtype, copy=False), None, 0)
         spec, rows = biased_queries(problem, problem.query_spec, rows)
         part: Partial | None = None
-        for block in block_slices(last + 1 if problem.is_causal else problem.key.shape[-2], BLOCK):
+        is_causal = problem.sees.is_causal
+        for block in block_slices(last + 1 if is_causal else problem.key.shape[-2], BLOCK):
             keys, values_and_one = (
                 biased_keys(problem, token_block(problem, "key", block, 0)),
                 values_and_one_block(problem, block),
             )
             visible = None
-            if problem.is_causal and block.stop > first + 1:
+            if is_causal and block.stop > first + 1:
                 visible = xp.arange(block.start, block.stop, device=device) <= index[:, None]
             if part is None:
                 part = functions.exact_block(spec, rows, keys, values_and_one, visible)

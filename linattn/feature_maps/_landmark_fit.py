@@ -20,7 +20,7 @@ from linattn._driver.blocks import block_slices, raw_tokens
 from linattn._driver.pairs import biased_keys, biased_queries
 from linattn._driver.problem import exact_problem
 from linattn._driver.weights import mask_and_bias
-from linattn.typing import Array, Tokens
+from linattn.typing import Array, Tokens, Weights
 
 __all__ = [
     "Inputs",
@@ -265,7 +265,7 @@ def log_normalizers(
     """
     rows = Tokens(_arrays.device_array(probes, xp, dtype, array_api_compat.device(key)), None, 0)
     problem = exact_problem(key, key, key, scale=1.0, is_causal=False, key_mask=None)
-    problem = problem.replace(dtype=dtype, key_mask=mask, key_bias=key_bias)
+    problem = problem.replace(dtype=dtype, weights=Weights(mask, key_bias))
     functions, part = _dispatch.BlockFunctions(xp), None
     spec, rows = biased_queries(problem, problem.query_spec, rows)
     width = prod(np.broadcast_shapes(probes.shape[:-2], problem.state_lead)) * probes.shape[-2]

@@ -444,7 +444,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         A few probes tell: keys rounded to bfloat16 are .016 off on the shipped sample, those of the
         other layer or half 1 and more, fresh draws of 8,192 Gaussian keys about .05.
         """
-        key, bias = problem.key, problem.key_bias
+        key, bias = problem.key, problem.weights.key_bias
         if not is_concrete(key) or 0 in key.shape or not (bias is None or is_concrete(bias)):
             return
         p = self.probes.shape[-2]
@@ -454,7 +454,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
             found = log_normalizers(
                 self.scale * self.probes[..., few, :],
                 detached(key),
-                problem.key_mask,
+                problem.weights.key_mask,
                 problem.dtype,
                 problem.xp,
                 None if bias is None else detached(bias),

@@ -130,9 +130,8 @@ def linear_attention(
         state = None if state is None else state._replace(**known)
         with _settings.use_settings(policy):
             masks = {"key_mask": key_mask, "key_lengths": key_lengths, "normalize": normalize}
-            return differentiable_problem(
-                query, key, value, feature_map, state=state, **masks, **weights, **stops, **host
-            )
+            options = {"initial_state": state, **masks, **weights, **stops, **host}
+            return differentiable_problem(query, key, value, feature_map, **options)
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
     def attend(arrays: Any) -> Any:

@@ -270,7 +270,7 @@ def _problem(
 ) -> Any:
     query, key, value, kvz, key_bias, log_decay, log_scale, key_mask = arrays
     state = None if before is None else before._replace(kvz=kvz, log_scale=log_scale)
-    settings = {**settings, "key_mask": key_mask, "key_bias": key_bias, "state": state}
+    settings = {**settings, "key_mask": key_mask, "key_bias": key_bias, "initial_state": state}
     if log_decay is not None:
         settings["log_decay"] = log_decay
     return differentiable_problem(query, key, value, feature_map, **settings)

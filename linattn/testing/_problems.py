@@ -118,7 +118,7 @@ class Subject(NamedTuple):
             whole.feature_map,
             is_causal=whole.is_causal,
             key_mask=mask,
-            state=self.state,
+            initial_state=self.state,
             want_log=whole.want_log,
         )
 

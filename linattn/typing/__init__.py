@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from linattn.typing.backend import Backend, BlockTier, Services, Stepper, WholeTier, implements
 from linattn.typing.feature_map import FeatureMap, MapAttributes
-from linattn.typing.problems import Plan, Problem, Recurrence, RelativeBias
+from linattn.typing.problems import (
+    ExactKeys,
+    Plan,
+    Policy,
+    Problem,
+    Recurrence,
+    RelativeBias,
+    Visible,
+    Weights,
+)
 from linattn.typing.records import (
     Array,
     ArrayT,
@@ -61,6 +70,7 @@ __all__ = [
     "Cotangent",
     "Declined",
     "Exact",
+    "ExactKeys",
     "Exponential",
     "FeatureMap",
     "Features",
@@ -72,6 +82,7 @@ __all__ = [
     "Partial",
     "Plan",
     "Pointwise",
+    "Policy",
     "Problem",
     "Recurrence",
     "RelativeBias",
@@ -82,6 +93,8 @@ __all__ = [
     "State",
     "Stepper",
     "Tokens",
+    "Visible",
+    "Weights",
     "WholeTier",
     "implements",
 ]

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 from linattn.typing.records import Array, Index, State, one_line
 from linattn.typing.specs import Affine, Exact
 
-__all__ = ["MODIFIERS", "Plan", "Problem", "Recurrence", "RelativeBias"]
+__all__ = [
+    "MODIFIERS",
+    "ExactKeys",
+    "Plan",
+    "Policy",
+    "Problem",
+    "Recurrence",
+    "RelativeBias",
+    "Visible",
+    "Weights",
+]
 
 MODIFIERS = (
     "key_bias",
@@ -21,8 +31,8 @@ MODIFIERS = (
     "exact_clusters",
     "key_stop",
 )
-"""Attributes of a problem that change weights: where one is set, a whole function is asked only if
-its backend names it among those that it serves (:meth:`Services.modifiers`)."""
+"""What changes the weights of a problem: where it has one, a whole function is asked only if its
+backend names it among those that it serves (:meth:`Services.modifiers`)."""
 
 
 class RelativeBias(NamedTuple):
@@ -47,6 +57,129 @@ class RelativeBias(NamedTuple):
         return one_line(self)
 
 
+class Visible(NamedTuple):
+    """Which keys each query sees, beside a mask: query i stands at ``query_start + i``, key j at j.
+
+    Attributes
+    ----------
+    left, right : int or None
+        Keys before and after its own place that a query sees; None for all.
+    key_stop : ndarray or None
+        ``(..., L)`` integers on the host, non-decreasing: query i sees the keys before the i-th.
+    query_start : int
+        Position of the first query; that of the first key is 0, or the length of ``state``.
+    cu_seqlens : ndarray or None
+        Borders of packed sequences, ``(n + 1,)``, on the host; the state of the problem then has an
+        axis of n before all others, which nothing else has. Backends are given the sequences as
+        problems of their own.
+    option : str
+        The caller's option by which queries do not see all keys; "" where they do.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    key_stop: Any = None
+    query_start: int = 0
+    cu_seqlens: Any = None
+    option: str = ""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether query i sees no key after its own place."""
+        return self.right == 0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether query i sees keys after its own place."""
+        return self.right != 0
+
+    @property
+    def local_window(self) -> tuple[int, int] | None:
+        """Keys ``(left, right)`` of a query that softmax attention sees; None for all."""
+        return None if self.left is None or self.right is None else (self.left, self.right)
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
+
+class Weights(NamedTuple):
+    """What a pair of query and key weighs beside the map.
+
+    Attributes
+    ----------
+    key_mask : Array or None
+        ``(..., S, 1)``, True = attend.
+    key_bias : Array or None
+        ``(..., S, 1)`` in the accumulation dtype: log weight of each key, beside the mask.
+    log_decay : Array or None
+        ``(..., S, 1)``, or ``(..., 1, 1)`` for one of all tokens: what is added to the log scale of
+        the state before a token.
+    relative_bias : RelativeBias or None
+        Log weights of offsets, of softmax attention and beside an exact window.
+    """
+
+    key_mask: Array | None = None
+    key_bias: Array | None = None
+    log_decay: Array | None = None
+    relative_bias: RelativeBias | None = None
+
+    def of_keys(self, change: Callable[[Array], Array]) -> Weights:
+        """Change what has a row for each key."""
+        mask, bias, decay = (None if x is None else change(x) for x in self[:3])
+        return Weights(mask, bias, decay, self.relative_bias)
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
+
+class ExactKeys(NamedTuple):
+    """Keys that a query weighs exactly beside a map.
+
+    Attributes
+    ----------
+    window : int or None
+        Length of the blocks whose keys are exact in their own block and in those beside it.
+    clusters : int or None
+        Clusters whose keys are exact for a query, chosen by the query.
+    spec : Exact or None
+        How they are weighed; None where no key is.
+    assigned : AssignedKeys or None
+        Clusters of the keys and the state after them, where they are known.
+    choice_rows : int
+        Consecutive queries that choose clusters together; how many queries there are, and how many
+        a block has, is a multiple. 1 beside a window.
+    """
+
+    window: int | None = None
+    clusters: int | None = None
+    spec: Exact | None = None
+    assigned: Any = None
+    choice_rows: int = 1
+
+
+class Policy(NamedTuple):
+    """How the work may be done.
+
+    Attributes
+    ----------
+    chunk_size : int or None
+        Tokens a block, or None for the plan's choice.
+    num_threads : int or None
+        What the caller allows; None leaves it to the plan.
+    tf32 : bool
+        Whether float32 products may round their factors to TF32.
+    lazy : bool
+        Whether values must not be inspected (traced or lazy arrays).
+    """
+
+    chunk_size: int | None = None
+    num_threads: int | None = None
+    tf32: bool = False
+    lazy: bool = False
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention computation, validated: what a backend's ``plan`` and whole tier are given.
@@ -59,8 +192,6 @@ class Problem:
         The accumulation dtype: float32 or float64.
     query, key, value : Array
         ``(..., L, d)``, ``(..., S, d)``, ``(..., S, e)`` in the caller's dtype.
-    key_mask : Array or None
-        ``(..., S, 1)``, True = attend.
     query_spec, key_spec : Spec or Exact
         The two sides of the feature map; both ``Exact`` for softmax attention.
     query_change, key_change : Affine or None
@@ -71,50 +202,20 @@ class Problem:
         Leading axes of the state (those of key, value and the map) and of the output.
     state : State or None
         What was seen before, or None.
-    is_causal : bool
-        Whether query i sees keys up to i only.
-    chunk_size : int or None
-        Tokens a block, or None for the plan's choice.
+    sees : Visible
+        Which keys a query sees.
+    weights : Weights
+        What a pair weighs beside the map.
+    exact : ExactKeys
+        Keys that a query weighs exactly beside the map.
+    policy : Policy
+        How the work may be done.
     want_log : bool
         Whether the log normalizer is asked for.
-    lazy : bool
-        Whether values must not be inspected (traced or lazy arrays).
-    num_threads : int or None
-        What the caller allows; None leaves it to the plan.
-    tf32 : bool
-        Whether float32 products may round their factors to TF32.
-    exact_window : int or None
-        Length of the blocks whose keys are exact in their own block and in those beside it.
-    near_spec : Exact or None
-        How they are, and those of the chosen clusters; None where no key is.
-    exact_clusters : int or None
-        Clusters whose keys are exact for a query, chosen by the query.
-    assigned_keys : AssignedKeys or None
-        Clusters of the keys and the state after them, where they are known.
-    choice_rows : int
-        Consecutive queries that choose clusters together; how many queries there are, and how many
-        a block has, is a multiple. 1 beside a window.
-    signed : bool
-        Whether features may take both signs, so that a denominator may cancel.
-    local_window : tuple of int or None
-        Keys ``(left, right)`` of a query that softmax attention sees; None for all.
-    relative_bias : RelativeBias or None
-        Log weights of offsets, of softmax attention and beside an exact window.
-    key_bias : Array or None
-        ``(..., S, 1)`` in the accumulation dtype: log weight of each key, beside the mask.
-    log_decay : Array or None
-        ``(..., S, 1)``, or ``(..., 1, 1)`` for one of all tokens: what is added to the log scale of
-        the state before a token.
     normalize : bool
         Whether numerators are divided by denominators.
-    key_stop : ndarray or None
-        ``(..., L)`` integers on the host, non-decreasing: query i sees the keys before the i-th.
-    query_start : int
-        Position of the first query; that of the first key is 0, or the length of ``state``.
-    cu_seqlens : ndarray or None
-        Borders of packed sequences, ``(n + 1,)``, on the host; ``state`` then has an axis of n
-        before all others, which is in no other attribute. Backends are given the sequences as
-        problems of their own.
+    signed : bool
+        Whether features may take both signs, so that a denominator may cancel.
     feature_map : FeatureMap or None
         The caller's, for backends whose tasks call public functions; None for softmax attention.
     plans : list or None
@@ -129,58 +230,54 @@ class Problem:
     query: Array
     key: Array
     value: Array
-    key_mask: Array | None
     query_spec: Any
     key_spec: Any
     num_features: int
     state_lead: tuple[int, ...]
     lead: tuple[int, ...]
-    query_change: Affine | None
-    key_change: Affine | None
-    state: State | None
-    is_causal: bool
-    chunk_size: int | None
-    want_log: bool
-    lazy: bool
-    num_threads: int | None
-    tf32: bool = False
-    exact_window: int | None = None
-    near_spec: Exact | None = None
-    exact_clusters: int | None = None
-    assigned_keys: Any = None
-    choice_rows: int = 1
-    signed: bool = False
-    local_window: tuple[int, int] | None = None
-    relative_bias: RelativeBias | None = None
-    key_bias: Array | None = None
-    log_decay: Array | None = None
+    sees: Visible
+    weights: Weights
+    exact: ExactKeys
+    policy: Policy
+    query_change: Affine | None = None
+    key_change: Affine | None = None
+    state: State | None = None
+    want_log: bool = False
     normalize: bool = True
-    key_stop: Any = None
-    query_start: int = 0
-    cu_seqlens: Any = None
+    signed: bool = False
     feature_map: Any = None
     plans: list[Any] | None = None
 
     @property
     def modifiers(self) -> list[str]:
-        """Names of the attributes in :data:`MODIFIERS` that are not at their defaults."""
-        return [name for name in MODIFIERS if getattr(self, name) is not getattr(Problem, name)]
+        """Names in :data:`MODIFIERS` of what this problem has."""
+        weights, sees = self.weights, self.sees
+        values = (
+            weights.key_bias,
+            weights.log_decay,
+            sees.left,
+            weights.relative_bias,
+            None if self.normalize else False,
+            self.exact.clusters,
+            sees.key_stop,
+        )
+        return [name for name, x in zip(MODIFIERS, values, strict=True) if x is not None]
 
     @property
     def mode(self) -> str:
         """Which walk the driver takes, by its name in the table of walks."""
         if isinstance(self.query_spec, Exact):
             return "exact"
-        if self.exact_window is not None:
+        if self.exact.window is not None:
             return "window"
-        if self.exact_clusters is not None:
+        if self.exact.clusters is not None:
             return "clusters"
-        if self.key_stop is not None:
+        if self.sees.key_stop is not None:
             return "stops"
-        if self.is_causal:
+        if self.sees.is_causal:
             return "causal"
         # Without queries there is a state, which has seen its keys in their order.
-        decays = self.log_decay is not None and self.query.shape[-2] > 0
+        decays = self.weights.log_decay is not None and self.query.shape[-2] > 0
         return "two-sided" if decays else "full"
 
     def replace(self, **changes: Any) -> Problem:
