@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ import linattn
 from linattn import feature_maps as maps
 from linattn.cli.info import machine
 from linattn.testing._caches import clear_caches
+from linattn.typing import Array, FeatureMap
 from linattn_numpy import tuning
 
 Thunk = Callable[[], Any]
@@ -43,11 +45,17 @@ class Watched(ModuleType):
 READ: set[str] = set()
 
 
+def gradient(query: Array, key: Array, value: Array, phi: FeatureMap, is_causal: bool) -> Any:
+    """Attend, and pull a cotangent back."""
+    _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=is_causal)
+    return pullback(value)
+
+
 def calls() -> dict[str, Thunk]:
     """Return calls of every kind, some ten to a hundred milliseconds each."""
     rng = np.random.default_rng(0)
     query, key, value = rng.normal(size=(3, HEADS, LENGTH, DIM)).astype(np.float32)
-    token = query[:, :1], key[:, :1], value[:, :1]
+    token = query[:, 0], key[:, 0], value[:, 0]
     found: dict[str, Thunk] = {}
     families = {
         "FAVOR+": maps.PositiveFeatures(DIM, 256, rng=0),
@@ -57,25 +65,21 @@ def calls() -> dict[str, Thunk]:
     for name, phi in families.items():
         for causal in (False, True) if name != "landmarks" else (False,):
             kind = f"{name}, {'causal' if causal else 'full'}"
-            found[kind] = lambda phi=phi, causal=causal: linattn.linear_attention(
-                query, key, value, phi, is_causal=causal
+            found[kind] = partial(
+                linattn.linear_attention, query, key, value, phi, is_causal=causal
             )
-            found[kind + ", gradient"] = lambda phi=phi, causal=causal: (
-                linattn.linear_attention_vjp(query, key, value, phi, is_causal=causal)[1](value)
-            )
+            found[kind + ", gradient"] = partial(gradient, query, key, value, phi, causal)
     favor, landmarks = families["FAVOR+"], families["landmarks"]
     decay = np.full((HEADS, LENGTH), -0.05, np.float32)
     borders = np.arange(0, LENGTH + 1, 64)
     _, state = linattn.linear_attention(query, key, value, favor, return_state=True)
-    more = {
+    more: dict[str, dict[str, Any]] = {
         "decay": {"is_causal": True, "log_decay": decay},
         "packed": {"cu_seqlens": borders, "is_causal": True},
         "blocks": {"causal_block": 128},
     }
     for name, options in more.items():
-        found[name] = lambda options=options: linattn.linear_attention(
-            query, key, value, favor, **options
-        )
+        found[name] = partial(linattn.linear_attention, query, key, value, favor, **options)
     found |= {
         "window": lambda: linattn.linear_attention(query, key, value, landmarks, exact_window=32),
         "clusters": lambda: linattn.linear_attention(
@@ -86,7 +90,7 @@ def calls() -> dict[str, Thunk]:
             query, key, value, is_causal=True, local_window_size=(128, 0)
         ),
         "one token": lambda: [
-            linattn.decode_step(*(x[:, 0] for x in token), state, favor) for _ in range(64)
+            linattn.decode_step(token[0], token[1], token[2], state, favor) for _ in range(64)
         ],
         "gated delta": lambda: linattn.linear_recurrence(
             query, key / 8, value, update_rule="gated_delta", beta=-decay, log_decay=decay
