@@ -1,8 +1,8 @@
 """CuPy backend of linattn: fused kernels for 16-bit arrays, batched products for float32.
 
 float16 and bfloat16 attention with the maps that the kernels support runs whole (:mod:`.fused`),
-and so do its gradients (:mod:`.gradients`); float32 goes by matrix products of all heads at once,
-whole or block by block (:mod:`.states`), tokens one by one in a kernel of their own
+and so do its gradients (:mod:`.gradients`); float32 runs as batched matrix products over heads,
+whole or block by block (:mod:`.states`), single tokens in a kernel of their own
 (:mod:`.steps`). Everything else is left to the generic code. There is no host synchronization, but
 for one flag at the end of gradients. :func:`capture` makes a CUDA graph of a call.
 

@@ -50,19 +50,19 @@ READ_TILES = (128, 64)
 
 VALUE_TILE = 64
 PARTS = {"segment_states": 0, "scan_states": 0, "read_states": 1, "causal_rows": 2}
-"""Option PART of the kernels: what is compiled together."""
+"""Option PART of the kernels: functions that are compiled together."""
 
 COPIED_ELEMENTS = 8
-"""Elements of 16 bits that are copied at once."""
+"""Elements of 16 bits in one copy."""
 
 BLOCKS_PER_PROCESSOR = 2
 """Blocks of threads that each multiprocessor should have, over all waves."""
 
 TILE_COST = 3.0
-"""Time of a tile's causal rows over that of adding it to a state, and of starting a block."""
+"""Time of a tile's causal rows, and of starting a block, over the time of adding it to a state."""
 
 STATE_COST = 0.017
-"""Time in which the device writes and reads a head's state over that of adding a tile to it."""
+"""Time to write and read a head's state over the time of adding a tile to it."""
 
 SCAN_THREADS = 256
 
@@ -71,7 +71,7 @@ WORKSPACE = 40 * 2**20
 
 
 class Variant(NamedTuple):
-    """A way to compile the kernels, and what it means for a problem."""
+    """A way to compile the kernels, and its limits for a problem."""
 
     family: str
     float16: bool
@@ -346,7 +346,7 @@ def check_memory(what: str, problem: Problem, size: int) -> None:
 
 
 def read_tile(shared: Callable[[int], int]) -> int:
-    """Tokens that a block reads at once, by the shared memory that a tile of so many needs."""
+    """Tokens of a tile, chosen by the shared memory that the tile needs."""
     available = device.shared_bytes()
     return next((tile for tile in READ_TILES if shared(tile) <= available), READ_TILES[-1])
 
@@ -361,7 +361,7 @@ def _initial(heads: Heads, state: State | None) -> list[Any]:
 
 
 def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
-    """States of segments of keys, each by itself, and their shifts."""
+    """States of the separate segments of keys, and their shifts."""
     m, heads = work.problem.num_features, work.state_heads
     kvz = device.empty((heads.total, segments.number, m, work.columns), "float32")
     shifts = device.empty((heads.total, segments.number, m), "float32")

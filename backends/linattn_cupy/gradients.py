@@ -39,7 +39,7 @@ PARTS = {
     "read_gradients": 1,
     "causal_gradients": 2,
 }
-"""Option PART of the kernels: what is compiled together."""
+"""Option PART of the kernels: functions that are compiled together."""
 
 
 def _shared(variant: Variant, tile: int, *, sources: bool, targets: bool) -> int:
@@ -78,14 +78,14 @@ class _Gradients(NamedTuple):
         return [self.whole, self.partials, np.int64(size), self.values]
 
     def result(self) -> tuple[Array, Array | None]:
-        """Sum what is partial."""
+        """Sum the partial results."""
         if self.partials is None:
             return self.whole, self.values
         return self.partials.sum(axis=0).astype(self.dtype), self.values
 
 
 class _Pull:
-    """The launches of one problem, no two heads of which share a state."""
+    """The launches of a problem in which no two heads share a state."""
 
     def __init__(self, work: Work, grad_output: Array) -> None:
         self.work, self.heads = work, work.heads
@@ -240,8 +240,8 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     """Gradients of linear attention of float16 and bfloat16, or Declined.
 
     Output and normalizers are computed again, then the gradients of queries by a walk over the
-    state of the keys, and those of keys and values by a walk over that of the queries; causal walks
-    go over segments side by side. Products are of bfloat16 (queries, keys and the projection
+    state of the keys, and gradients of keys and values by a walk over the state of the queries.
+    Causal walks go over segments in parallel. Products are of bfloat16 (queries, keys and the projection
     in the dtype of the inputs) and accumulated in float32; gradients of heads that share an
     argument are rounded to its dtype before they are summed. With more than 64 values gradients of
     queries, then of keys, are summed from partial ones in float32, one for each 64.

@@ -56,8 +56,8 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Captured
     Notes
     -----
     All memory that the call takes while it is captured comes from a pool of its own, which lives
-    as long as the graph: from CuPy's default pool what is free at the end of the call would become
-    part of other arrays, while every launch goes on writing to it.
+    as long as the graph: memory of CuPy's default pool that is free at the end of the call would
+    become part of other arrays, while every launch still writes to it.
 
     Examples
     --------

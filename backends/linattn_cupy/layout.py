@@ -65,7 +65,7 @@ def _head_strides(heads: Heads, shape: tuple[int, ...], steps: tuple[int, ...]) 
 
 
 def strides(heads: Heads, array: Array, *, rows: bool = True) -> list[np.int64]:
-    """Strides of an array ``(..., n, x)`` in elements: three of the heads, and that of a row."""
+    """Strides of an array ``(..., n, x)`` in elements: three for the heads, one for the row."""
     shape, size = tuple(array.shape[:-2]), array.dtype.itemsize
     found = _head_strides(heads, shape, tuple(step // size for step in array.strides[:-2]))
     return [*found, np.int64(array.strides[-2] // size)] if rows else found

@@ -16,9 +16,9 @@ __all__ = ["Block", "blocks_of", "plan", "tokens_of"]
 
 MAX_WORKSPACE = 256 * 2**20
 SHARE_OF_DEVICE = 128
-"""Bytes that a block may take: so many, or this part of the device's memory if that is less.
+"""Bytes that a block may take, and the share of the device's memory that it may take at most.
 
-Of all its memory and not of what is free, so that a call has the same bits whenever it is made.
+A share of all memory, not of free memory, so that a call always has the same bits.
 """
 
 TILE, CAUSAL_TILE = 512, 128
@@ -39,9 +39,9 @@ class Block(NamedTuple):
 
 
 def blocks_of(length: int, tokens: int, *, is_causal: bool) -> list[Block]:
-    """Cut a sequence into equal blocks of at most so many tokens, all of whole tiles.
+    """Cut a sequence into equal blocks of at most `tokens` tokens, all of whole tiles.
 
-    What is left is a block that is one tile.
+    The remainder is a block of one tile.
     """
     tile = min(CAUSAL_TILE if is_causal else TILE, tokens, length)
     whole = length // tile
@@ -66,7 +66,7 @@ def tokens_of(problem: Problem) -> int:
 
 
 def _fitting(problem: Problem, token_bytes: int) -> int:
-    """Tokens that fit the workspace, with so many bytes for a token of each head."""
+    """Tokens that fit the workspace, given the bytes of a token of each head."""
     workspace = min(MAX_WORKSPACE, device.memory_bytes() // SHARE_OF_DEVICE)
     return max(MIN_BLOCK, workspace // (token_bytes * max(1, math.prod(problem.lead))))
 

@@ -1,4 +1,4 @@
-"""Matrix products of many heads at once, float32: the one place that calls cuBLAS.
+"""Batched matrix products in float32: the one place that calls cuBLAS.
 
 ``cupy.matmul`` copies a transposed operand of three axes and cannot use TF32, so that the strided
 batched product of cuBLAS is called where CuPy has it.

@@ -1,4 +1,4 @@
-"""Attention in float32: matrix products of all heads at once, and a kernel between two of them.
+"""Attention in float32: batched matrix products, and a kernel between two of them.
 
 A block of tokens is cut into tiles, each with a scale and a partial sum of its own, so that one
 launch does all tiles of all heads.
@@ -54,7 +54,7 @@ def _launch(function: str, blocks: int, args: list[Any]) -> None:
 
 
 def _elements(heads: int, count: int, each: int = 1) -> int:
-    """Blocks of threads that take so many elements each of the `count` elements of a head."""
+    """Count thread blocks of threads that take `each` of the `count` elements of a head."""
     return heads * -(-count // (THREADS * each))
 
 
@@ -113,7 +113,7 @@ class _Side:
         self.map = given if given.lead in ((), lead) else _broadcast(given, lead)
 
     def logits(self, x: Array) -> Array:
-        """Logits (heads, n, m) of tokens, but for what is added to rows and columns."""
+        """Logits (heads, n, m) of tokens, without the terms added to rows and columns."""
         heads, n, d = x.shape
         u = device.empty((heads, n, self.features), "float32")
         if self.map.projection is None:
@@ -334,7 +334,7 @@ def _redo_rejected(
 
 
 def _lead_of(specs: tuple[Spec, ...], *arrays: Array) -> tuple[int, ...]:
-    """Leading axes of arrays and maps; UnsupportedError for what is not for these kernels."""
+    """Leading axes of arrays and maps; UnsupportedError if these kernels cannot take them."""
     for spec in specs:
         family_of(spec)
     dtypes = sorted({str(a.dtype) for a in arrays})

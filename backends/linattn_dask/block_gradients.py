@@ -1,7 +1,7 @@
 """What a task of the pullback does with the chunks of one block: pullbacks of linattn.
 
 A block of queries leaves its share of the adjoint of the state before it. Adjoints are states on
-scales of their own, merged as states are; keys read what is merged of all queries behind them.
+scales of their own, and merge like states; keys read the merged adjoint of all later queries.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _named(block: Block, gradients: tuple[Array, ...]) -> dict[str, Array]:
 
 
 def _adjoint(gradient: Array, before: State, decay: Array | None = None) -> Array:
-    """Pack the gradient of a state before some queries: on the scale 1 over that of the state."""
+    """Pack the gradient of a state before some queries, on the inverse of the state's scale."""
     xp, log_scale = array_api_compat.array_namespace(gradient), before.log_scale
     log_scale = xp.where(log_scale == -xp.inf, log_scale, -log_scale)
     fields = [gradient, log_scale[..., None]]

@@ -1,7 +1,7 @@
 """What a task of a recurrence does with the chunks of one block.
 
-A block maps the state before it to that after it, ``S -> T S + B``; ``[B, T]`` travels as one
-array, ``(..., d, e + d)``. So does what it does to an adjoint, from the end.
+A block maps the state before it to the state after it, ``S -> T S + B``; ``[B, T]`` travels as one
+array, ``(..., d, e + d)``. Adjoints are mapped the same way, from the end.
 """
 
 from __future__ import annotations

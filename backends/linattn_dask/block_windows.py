@@ -122,14 +122,14 @@ def _near_and_far_bias(table: Array | None, window: int) -> dict[str, Any]:
 
 
 def _far_state(block: Block, states: list[Array], table: Array | None) -> State:
-    """State of all that is far; what is to the right is on the scale of the bias to the left."""
+    """State of all far keys; keys to the right are on the scale of the bias to the left."""
     if len(states) > 1 and table is not None:
         states[1] = _weighed(states[1], table, block.call.value_dim)
     return block.unpacked(merged_states(states, block.call.value_dim)[..., 0, :, :])
 
 
 def _weighed(packed: Array, table: Array, value_dim: int) -> Array:
-    """Weigh a state to the right so that the bias of what is to the left gives it its own."""
+    """Weigh a state of keys to the right, so that the left bias then gives it the right bias."""
     xp = array_api_compat.array_namespace(packed)
     left, right = table[..., :1], table[..., -1:]
     left_out = left == -xp.inf

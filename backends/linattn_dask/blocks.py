@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 class Block:
-    """Chunks of one block by their names; what is not there is None."""
+    """Chunks of one block by their names; a missing one is None."""
 
     def __init__(self, call: Call, chunks: tuple[Any, ...]) -> None:
         self.call = call
@@ -170,7 +170,7 @@ def merged_states(packed: list[Array], value_dim: int) -> Array:
 
 
 def scan(block: Block, merge: Callable[[Array, Array], Array], from_the_end: bool) -> Array:
-    """Merge what is before each block of a group, or after each, with axis -3 for the blocks."""
+    """Merge the states before each block of a group, or after each; axis -3 counts blocks."""
     states, merged = block["states"], [block["first"]]
     order = range(states.shape[-3])
     for i in reversed(order) if from_the_end else order:

@@ -28,7 +28,7 @@ def fitted(problem: Problem) -> Problem:
 
 
 def _rechunked(array: Array, wanted: dict[int, Any], last_axes: int) -> Array:
-    """Rechunk axes before so many last ones: 0 is that of tokens, -1 one chunk, w whole blocks."""
+    """Rechunk axes, counted back from the axis of tokens: -1 to one chunk, w to blocks of w."""
     chunks = {}
     for back, size in wanted.items():
         axis = array.ndim - last_axes - back
@@ -41,7 +41,7 @@ def _rechunked(array: Array, wanted: dict[int, Any], last_axes: int) -> Array:
 
 
 def chunked_as_before(array: Array | None, problem: Problem, last_axes: int = 1) -> Array | None:
-    """Chunk an output, with so many axes after the queries' one, as the arrays of the caller."""
+    """Chunk an output, with `last_axes` axes after the queries' axis, as the caller's arrays."""
     if array is None:
         return None
     chunks = list(array.chunks)

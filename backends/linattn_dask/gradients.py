@@ -62,7 +62,7 @@ def _weights(problem: Problem) -> list[Array | None]:
 
 
 class _Pulled(NamedTuple):
-    """Gradients of all blocks, those of one in a chunk of one entry."""
+    """Gradients of all blocks, one block a chunk."""
 
     blocks: Part
     lead: list[Chunks]

@@ -167,7 +167,7 @@ class Layout:
     def reading_again(self, what: str = "states") -> Layout:
         """Return the same problem with reads of its own: keys are not kept from pass to pass.
 
-        ``what``: for which it is read; what is read for the same is read once.
+        ``what``: the purpose of the read; reads for one purpose are done once.
         """
         other, keys = copy(self), {n: p for n, p in self._parts.items() if "keys" in p.axes}
         other._parts = self._parts | read_again(keys, what)
@@ -206,7 +206,7 @@ class Layout:
     ) -> Array:
         """Make an array of a task for each block: ``axes`` are the last ones, with their chunks.
 
-        ``meta``: for what is no array of the library of the chunks.
+        ``meta``: given for results that are not arrays of the chunks' library.
         """
         problem = self.problem
         call = Call(
@@ -392,7 +392,7 @@ def _brief(chunks: Chunks) -> str:
 
 
 def map_lead(problem: Problem) -> tuple[int, ...]:
-    """Leading axes of the parameters of the map, those of heads."""
+    """Leading axes (heads) of the parameters of the map."""
     like = np.empty(problem.key.shape[-1], dtype=np.float32)
     state = linattn.init_state(problem.feature_map, 1, like=like)
     return tuple(state.kvz.shape[:-2])
@@ -421,7 +421,7 @@ def common_chunks(parts: list[Part], map_lead: tuple[int, ...]) -> list[Chunks]:
 
 
 def matching_chunks(part: Part, lead: list[Chunks]) -> list[Chunks]:
-    """Chunks of the leading axes of a part: those of ``lead`` where lengths are the same."""
+    """Chunks of the leading axes of a part: the chunks of ``lead`` where lengths agree."""
     present = part.lead_chunks
     with_one = [(1,)] * len(present) + lead
     wanted = with_one[len(with_one) - len(present) :]

@@ -54,7 +54,7 @@ def recurrence(problem: Recurrence) -> tuple[Array, Array]:
 
 
 def recurrence_vjp(problem: Recurrence, grad_output: Array, grad_state: Array | None) -> Declined:
-    """Leave the gradients of short sequences to the core; those of others are an error."""
+    """Leave the gradients of short sequences to the core; longer sequences are an error."""
     return short("gradients of a recurrence", problem)
 
 

@@ -1,4 +1,4 @@
-"""What is not done block by block: for short sequences the core's graph, for others an error."""
+"""Calls that are not done block by block: short ones by the core's graph, others an error."""
 
 from __future__ import annotations
 

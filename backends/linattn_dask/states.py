@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_CHAIN = 32
-"""Blocks whose states are merged one after the other; of more, those of groups are."""
+"""Blocks whose states are merged one after the other; more blocks are merged in groups."""
 
 AXES = ("block", "features", "packed")
 

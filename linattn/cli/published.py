@@ -76,7 +76,7 @@ def _method(
 
 
 def _pairs(sizes: Sizes, seen: float) -> float:
-    """Return the multiplications of queries that each meet `count` keys."""
+    """Return the multiplications of queries that each meet `seen` keys."""
     return sizes.L * seen * (sizes.d + sizes.e)
 
 
@@ -199,7 +199,7 @@ def _top_k_cost(sizes: Sizes) -> float:
 
 
 def _share(num_keys: int, num_features: int, is_causal: bool) -> float:
-    """Return the share of exact pairs where each query meets `count` keys exactly."""
+    """Return the share of exact pairs where each query meets `num_features` keys exactly."""
     return min(1.0, num_features / num_keys)
 
 

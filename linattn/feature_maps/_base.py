@@ -60,7 +60,7 @@ class BaseFeatureMap(ABC):
     scale: float
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Have the constructor say what it takes where it is given something else."""
+        """Have the constructor name its parameters when it is given others."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ class BaseFeatureMap(ABC):
         raise AttributeError(message)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made anew when it is needed."""
+        """Leave out caches."""
         return {name: value for name, value in self.__dict__.items() if name not in NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class BaseFeatureMap(ABC):
         )
 
     def __hash__(self) -> int:
-        """Hash of what is cheap to hash; equal maps have equal hashes."""
+        """Hash of the class and the scale; equal maps have equal hashes."""
         return hash((type(self), self.scale))
 
     def _repr_parameters(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class BaseFeatureMap(ABC):
         """Spec of the query side, with its arrays in this namespace, dtype and device."""
 
     def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> MapSpec:
-        """Spec of the key side; that of the query side unless a map says otherwise."""
+        """Spec of the key side; the query side's unless a map says otherwise."""
         return self.query_spec(xp, dtype, device)
 
     def specs(self, xp: ModuleType, dtype: Any, device: Any) -> tuple[MapSpec, MapSpec]:
@@ -304,7 +304,7 @@ class BaseFeatureMap(ABC):
         Raises
         ------
         NotImplementedError
-            No closed form is known; the message says what is missing.
+            No closed form is known; the message names the missing one.
         """
         xp, (x, y) = self._check(x=x, y=y)
         lead = _checks.check_leading_axes(x=tuple(x.shape[:-2]), y=tuple(y.shape[:-2]))

@@ -30,9 +30,9 @@ NUM_RUNS, MIN_NUM_ROWS = 128, 8192
 
 
 def compute_rows(given: Inputs, num_rows: int, generator: np.random.Generator) -> Inputs:
-    """Compute rows of Dask arrays: of query and of key at least so many, or all that count.
+    """Compute rows of Dask arrays: of query and of key at least `num_rows`, or all unmasked ones.
 
-    Arrays of other libraries are returned as they are.
+    Arrays of other libraries are returned unchanged.
     """
     if not array_api_compat.is_dask_array(given.query):
         return given
@@ -57,7 +57,7 @@ def compute_sequence(arrays: list[Array], generator: np.random.Generator) -> lis
     """Compute rows of Dask arrays, in order: of the query, and the same ones of key and value.
 
     Key and value have rows beside those of the query where lengths are the same. Arrays of other
-    libraries are returned as they are.
+    libraries are returned unchanged.
     """
     if not array_api_compat.is_dask_array(arrays[0]):
         return arrays
@@ -73,9 +73,9 @@ def draw_runs(
 ) -> list[slice]:
     """Draw a run of rows from each of equal strata of those that a head can see, or take all.
 
-    Of at least so many rows together. A run that reaches the end of its stratum goes on where that
-    begins, so that all rows have the same odds. What is masked within a run goes along, unless it
-    is longer than a run.
+    All runs together have at least `num_rows` rows. A run that reaches the end of its stratum
+    continues at its beginning, so that all rows have the same odds. Masked rows within a run are included,
+    unless they are longer than a run.
     """
     run = -(-max(num_rows, MIN_NUM_ROWS) // NUM_RUNS)
     noise = generator.random(NUM_RUNS)
@@ -110,7 +110,7 @@ def take_runs(x: Array, runs: list[slice]) -> Array:
 
 
 def compute(arrays: Iterable[Any]) -> list[Any]:
-    """Values of Dask arrays, of the library of their chunks: what they share is computed once."""
+    """Values of Dask arrays, in the library of their chunks; shared parts are computed once."""
     # It has been imported: there are arrays of it.
     return list(sys.modules["dask"].compute(*arrays))
 

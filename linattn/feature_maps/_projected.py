@@ -113,7 +113,7 @@ class ProjectedFeatureMap(BaseFeatureMap):
             raise ValueError(message)
 
     def _known_sampler(self, what: str) -> Sampler:
-        """Return the sampler of this map, or say what is missing for a variance."""
+        """Return the sampler of this map, or an error that names what a variance needs."""
         sampler = SAMPLERS.get(self.sampler) if isinstance(self.sampler, str) else self.sampler
         if not isinstance(sampler, Sampler):
             message = (
@@ -213,7 +213,7 @@ class SoftmaxKernelFeatures(ProjectedFeatureMap, SoftmaxKernelMap):
         return new
 
     def _take(self, dim: int) -> None:
-        """Check and keep the parameters that this class has beyond those of all."""
+        """Check and store the parameters that only this class has."""
 
     def _parameters_taken(self) -> dict[str, Any]:
         """Return the parameters that :meth:`_take` takes."""

@@ -32,7 +32,7 @@ class CalibratedFeatures(SoftmaxKernelMap):
         z_c = a_c \cdot k + \alpha_c
 
     and ``phi(q).psi(k)`` approximates ``exp(s q.k)``, its size included, for queries and keys like
-    those of the calibration. :meth:`calibrate` makes the map. Letters: ``d`` dim, ``m`` features,
+    the samples. :meth:`calibrate` makes the map. Letters: ``d`` dim, ``m`` features,
     ``s`` scale.
 
     Parameters
@@ -73,8 +73,8 @@ class CalibratedFeatures(SoftmaxKernelMap):
     -----
     Deterministic: the variance is 0, and the error a bias that depends on how well the samples
     cover what comes. All features are positive: the denominator is, and outputs are in the convex
-    hull of the values. States merge, and the map may be used causally. Queries and keys unlike all
-    of the samples (other positions, lengths, texts) are what it fails on; an exact window
+    hull of the values. States merge, and the map may be used causally. It fails on queries and
+    keys unlike all of the samples (other positions, lengths, texts); an exact window
     (``linear_attention(..., exact_window=w)``) takes most of that error away. Time O(n m d),
     memory O(n m).
 
@@ -195,7 +195,7 @@ class CalibratedFeatures(SoftmaxKernelMap):
         is_causal : bool, optional
             Whether the map will be used causally; as ``exact_window``. Default False.
         learn : bool, optional
-            Go on from the closed form by gradient steps on the samples. Default False.
+            Improve the closed form by gradient steps on the samples. Default False.
         bandwidth : float, optional
             h, in squared logits: keys whose logits differ by less than ``sqrt(h)`` over the queries
             share a centroid. Default 0.05, and 0.5 to start learning from.
@@ -237,10 +237,10 @@ class CalibratedFeatures(SoftmaxKernelMap):
         means of their clusters, a key weighing ``sqrt(mean_i A_ij^2)`` of the exact weights A of at
         most 256 queries of its sequence, pairs in the window left out; ``a_c = s^2 Sigma b_c / h``,
         ``alpha_c = -|b_c|^2 / (2 h)``, ``beta_c = -s c.b_c``, ``t = s c``, ``eta = 1``. At q = c
-        it is exact for every key; when all keys are shifted the attention stays what it was. Time
+        it is exact for every key; when all keys are shifted the attention does not change. Time
         O(n m (m + d)) a head, memory O(n m), n keys in all.
 
-        Learning minimizes by Adam, over all parameters of all heads at once, the mean over
+        Learning minimizes by Adam, over all parameters of all heads together, the mean over
         sequences of ``|out - exact| / |exact| + 0.1 KL(exact weights || weights)``, through the
         window and the mask that are asked for: tokens are in blocks of ``exact_window`` from the
         start, a key in the block of the query or a neighbour of it is exact. Inputs are scaled by

@@ -59,8 +59,8 @@ class CosformerFeatures(BaseFeatureMap):
 
     Notes
     -----
-    Positions count from 0, or go on from ``state.length`` where a state is given: queries of full
-    attention with an initial state, and those of ``read_state``, stand from ``state.length`` on.
+    Positions count from 0, or from ``state.length`` where a state is given: queries of full
+    attention with an initial state, and queries of ``read_state``, begin at ``state.length``.
     A sequence that is to follow another therefore has to be added to its state; two states that
     both began at position 0 are merged as if their tokens stood side by side. Masked positions
     count.

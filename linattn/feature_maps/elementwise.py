@@ -32,7 +32,7 @@ ORDERS = {activation.name: order for order, activation in enumerate(ARC_COSINE)}
 
 
 class _CoordinateFeatures(BaseFeatureMap):
-    """A deterministic map of each coordinate: its kernel is what it computes."""
+    """A deterministic map of each coordinate: its kernel is the dot product of its features."""
 
     positive = True
     unbiased = True

@@ -129,7 +129,7 @@ class HyperbolicFeatures(ExponentialFeatures):
     -----
     Unbiased. With ``v = s |x + y|^2`` the variance is
     ``K^2 [e^-v (e^v - 1)^2 / (2 r) - N_p / r^2 G(v)]``: with independent rows and equal columns
-    ``1 - e^-v`` times that of :class:`PositiveFeatures`. Time O(n m d), memory O(n m).
+    ``1 - e^-v`` times the variance of :class:`PositiveFeatures`. Time O(n m d), memory O(n m).
 
     References
     ----------

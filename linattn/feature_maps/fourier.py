@@ -86,7 +86,7 @@ class _Spectrum:
     kernel : callable
         ``kernel(x, y)``, ``(..., n, d)`` and ``(..., s, d)`` to ``(..., n, s)``.
     degrees : int or None
-        Rows are divided by ``sqrt(chi^2 / degrees)`` of so many degrees of freedom; None:
+        Rows are divided by ``sqrt(chi^2 / degrees)`` with these degrees of freedom; None:
         multiplied by ``sqrt(2 E)``, E exponential.
     by_row : bool
         Whether a row has one such number, or each coordinate one of its own.

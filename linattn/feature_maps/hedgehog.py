@@ -56,7 +56,7 @@ class HedgehogFeatures(BaseFeatureMap):
     Notes
     -----
     Deterministic: the kernel is ``2 sum_r cosh(w_r.q + w'_r.k + b_r + b'_r)``, its variance 0.
-    What it approximates is what the weights were trained for. They are given, not trained here:
+    The kernel approximates whatever the weights were trained for. They are given, not trained here:
     an attention of a pretrained model needs weights fitted to that model, one for each head.
 
     This is the map of exponentials. Implementations that put a softmax over the features in their

@@ -53,11 +53,11 @@ class SoftmaxFeatures(BaseFeatureMap):
     ``query_features`` and ``key_features`` are the exponentials, without their normalizers. The
     sum over keys belongs to the sequence seen, so that attention is not the ratio of
     ``phi(q) . sum_j phi(k_j) v_j`` and ``phi(q) . sum_j phi(k_j)``: each column of the state is
-    divided by its own sum when it is read. States are those of any map, and are updated, merged
-    and masked as they are.
+    divided by its own sum when it is read. States are ordinary states, and are updated, merged
+    and masked like them.
 
     A causal query sees normalizers of the keys up to its own, as it does in a token step. Attention
-    weights are not negative and sum to 1. The log normalizer is that of the query's softmax.
+    weights are not negative and sum to 1. The log normalizer is the one of the query's softmax.
 
     Deterministic: variance 0. It does not approximate softmax of ``q.k``. Time O(n d e), causal
     O(n c (d + e)) more with blocks of c tokens; memory O(n d). A causal block whose keys grow by

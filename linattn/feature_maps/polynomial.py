@@ -96,7 +96,7 @@ class _Evaluator:
         ]
 
     def _scaled(self, x: Array) -> tuple[Array, Array]:
-        """Rows with a largest coordinate of about 1, and what they were divided by.
+        """Rows scaled to a largest coordinate of about 1, and their divisors.
 
         Powers of the divisor are kept in the row's log: they cannot overflow.
         """
@@ -246,7 +246,7 @@ class TaylorFeatures(_MonomialFeatures):
 
     Although features take both signs, for an even order the kernel is positive, and so is the
     denominator of attention: where the polynomial has its minimum its derivative, the polynomial
-    of order p - 1, is 0, so that what is left of it is ``t^p / p! > 0``. For order 2 the kernel is
+    of order p - 1, is 0, so that its value there is ``t^p / p! > 0``. For order 2 the kernel is
     ``((1 + t)^2 + 1) / 2``, at least 1/2. For an odd order it is negative for t small enough.
 
     Time O(n m), memory O(n m) for n tokens: 2145 columns for d = 64 and p = 2. Coordinates of any

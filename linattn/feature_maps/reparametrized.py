@@ -1,4 +1,4 @@
-"""Exact changes of coordinates under which softmax attention stays what it is."""
+"""Exact changes of coordinates that leave softmax attention unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reparametrized(BaseFeatureMap):
     feature_map, query_shift, key_shift, transform
         As above, float64, read-only.
     dim, num_features, scale, positive, unbiased, causal
-        Those of the map inside.
+        As in the map inside.
 
     Raises
     ------

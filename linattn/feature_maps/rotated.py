@@ -49,10 +49,10 @@ class RotatedFeatures(BaseFeatureMap):
     feature_map, base
         As above.
     dim : int or None
-        That of the map inside.
+        As in the map inside.
     num_features : int
-        2 m: the features rotated, from which numerators are read, and after them as they are, for
-        denominators. A state has both.
+        2 m: the rotated features, from which numerators are read, then the features without
+        rotation, for denominators. A state has both.
     positive : bool
         False: a rotated product may be negative, so that weights of both signs occur, and a row's
         do not add up to 1. An output is no average of the values.
@@ -68,13 +68,14 @@ class RotatedFeatures(BaseFeatureMap):
 
     Notes
     -----
-    Positions count from 0, or go on from ``state.length`` where a state is given, as for
+    Positions count from 0, or from ``state.length`` where a state is given, as for
     :class:`CosformerFeatures`: a sequence that is to follow another has to be added to its state.
     With ``is_causal="lower_right"`` the last query stands where the last key does.
 
     It is not softmax attention with rotary embeddings: for that rotate queries and keys first, by
-    :func:`linattn.positions.rotary`, and give them to any map. Time and memory are twice those of
-    the map inside, and causal blocks always go by divide and conquer. No gradient of linattn's own.
+    :func:`linattn.positions.rotary`, and give them to any map. Time and memory are twice as much as
+    for the map inside, and causal blocks always go by divide and conquer. No gradient of linattn's
+    own.
 
     References
     ----------
@@ -89,7 +90,7 @@ class RotatedFeatures(BaseFeatureMap):
 
     positive = False
     unbiased = True
-    """Whether ``estimate`` is ``kernel``: that of the map inside as it was drawn."""
+    """Whether ``estimate`` equals ``kernel``, as in the map inside."""
     _parameters = ("feature_map", "base")
 
     feature_map: Any
@@ -132,7 +133,7 @@ class RotatedFeatures(BaseFeatureMap):
         return SeparateDenominator(self._both_halves(0, xp, dtype, device))
 
     def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> MapSpec:
-        """Spec of the key side: features rotated, and features as they are."""
+        """Spec of the key side: rotated features, then features without rotation."""
         return self._both_halves(1, xp, dtype, device)
 
     def _both_halves(self, side: int, xp: ModuleType, dtype: Any, device: Any) -> Opaque:

@@ -147,7 +147,7 @@ class SignFeatures(ProjectedFeatureMap):
         return type(self)(self.dim, self.num_features, rng=rng, **options)
 
     def _constant(self) -> float:
-        """``m c``, for rows as they are in :attr:`projection`."""
+        """``m c``, for the rows of :attr:`projection`."""
         if self.sampler == "gaussian":
             return sqrt(pi / 2)
         d = self.dim
