@@ -74,8 +74,8 @@ def draw_runs(
     """Draw a run of rows from each of equal strata of those that a head can see, or take all.
 
     All runs together have at least `num_rows` rows. A run that reaches the end of its stratum
-    continues at its beginning, so that all rows have the same odds. Masked rows within a run are included,
-    unless they are longer than a run.
+    continues at its beginning, so that all rows have the same odds. Masked rows within a run are
+    included, unless they are longer than a run.
     """
     run = -(-max(num_rows, MIN_NUM_ROWS) // NUM_RUNS)
     noise = generator.random(NUM_RUNS)
