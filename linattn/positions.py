@@ -20,6 +20,7 @@ def rotary(
     positions: Any = None,
     *,
     base: float = 10_000,
+    frequencies: Any = None,
     interleaved: bool = False,
     dim: int | None = None,
 ) -> ArrayT:
@@ -43,11 +44,16 @@ def rotary(
         which is its inverse and pulls gradients back, is that by ``-positions``.
     base : float, optional
         B. Default 10,000.
+    frequencies : array_like of real numbers, (r / 2,), optional
+        The angles theta_c in the place of those that B gives, and their number is that of the
+        pairs. Models that were trained for longer inputs (Llama 3, YaRN) change single ones:
+        ``model.model.rotary_emb.inv_freq`` in transformers. Default: by `base`.
     interleaved : bool, optional
         Pairs are coordinates 2 c and 2 c + 1, as in the paper and GPT-J. Default False: c and
         c + r / 2, as in GPT-NeoX and LLaMA.
     dim : int, optional
-        r, even: the first coordinates, which are rotated; the others stay. Default all.
+        r, even: the first coordinates, which are rotated; the others stay. Default all, or two for
+        each of the frequencies.
 
     Returns
     -------
@@ -59,8 +65,8 @@ def rotary(
     TypeError
         Not an array, not a real floating dtype, positions that are no real numbers.
     ValueError
-        A number of coordinates that is odd or above d, positions of another shape, positions or
-        a base that are not finite.
+        A number of coordinates that is odd or above d, positions or frequencies of another shape,
+        positions, frequencies or a base that are not finite.
 
     Notes
     -----
@@ -91,6 +97,9 @@ def rotary(
     base = _checks.check_finite_number("base", base, positive=True)
     xp, (array,) = _checks.check_arrays(x=x)
     d: int = array.shape[-1]
+    given = None if frequencies is None else _checked_frequencies(frequencies, d, dim)
+    if dim is None and given is not None:
+        dim = 2 * len(given)
     r = d if dim is None else _checks.check_positive_int("dim", dim, most=d)
     if r % 2:
         message = (
@@ -99,7 +108,8 @@ def rotary(
         )
         raise ValueError(message)
     dtype = _arrays.accumulation_dtype(xp, array.dtype, None)
-    angles, of = _angles(array, positions, base ** (-np.arange(0, r, 2) / r))
+    thetas = base ** (-np.arange(0, r, 2) / r) if given is None else given
+    angles, of = _angles(array, positions, thetas)
     cos, sin = of.cos(angles), of.sin(angles)
     if of is np:
         device = array_api_compat.device(array)
@@ -115,6 +125,21 @@ def rotary(
         rotated = xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
     rotated = xp.astype(rotated, array.dtype, copy=False)
     return rotated if r == d else xp.concat([rotated, array[..., r:]], axis=-1)  # type: ignore[no-any-return]
+
+
+def _checked_frequencies(frequencies: Any, d: int, dim: Any) -> NDArray[np.float64]:
+    is_array = array_api_compat.is_array_api_obj(frequencies)
+    found = np.asarray(_arrays.to_numpy(frequencies) if is_array else frequencies)
+    is_number = found.dtype.kind in "iuf" and bool(np.isfinite(found).all())
+    wanted = range(1, d // 2 + 1) if dim is None else [_checks.check_positive_int("dim", dim) // 2]
+    if not is_number or found.ndim != 1 or len(found) not in wanted:
+        message = (
+            f"frequencies must be finite real numbers, one for each pair of coordinates, "
+            f"{wanted[-1]}{' at most' if dim is None else ''}, got shape {found.shape} of "
+            f"{found.dtype}"
+        )
+        raise ValueError(message)
+    return found.astype(np.float64)
 
 
 def _angles(x: Array, positions: Any, frequencies: NDArray[np.float64]) -> tuple[Array, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,19 @@ FAVOR = layers.LinearAttention(feature_maps.PositiveFeatures(2, num_features=8, 
 DIM, HEADS = 8, 4
 
 
+ACTIVATIONS = ["relu", "squared_relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
+ACTIVATIONS += ["swiglu", "geglu", "geglu_tanh"]
+
+
 def rng(seed=0):
     return np.random.default_rng(seed)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "norms of outputs": {"norm_output": True},
+    "norms on both sides": {"norm_output": True, "norm_first": True},
+    "side by side": {"parallel": True, "norm_first": True, "activation": "gelu"},
+}
 
 
 def normal(params, seed=0):
@@ -61,7 +73,7 @@ def cases():
             {"num_heads": HEADS, "key_mask": mask[:, :3]},
         ),
     }
-    for activation in ("relu", "squared_relu", "gelu", "gelu_tanh", "swiglu"):
+    for activation in ACTIVATIONS:
         params = normal(layers.init_feed_forward(rng(), DIM, 6, activation=activation, **f64))
         found[activation] = ("feed_forward", params, [x], {"activation": activation})
     attentions = {
@@ -91,11 +103,30 @@ def cases():
     kind = {"tied": True, "num_positions": 5, **f64}
     params = normal(layers.init_language_model(rng(), 7, 1, DIM, HEADS, **kind))
     options = {"num_heads": HEADS, "attention": FAVOR, "positions": layers.Rotary()}
-    options["activation"] = "gelu"
+    options |= {"activation": "gelu", "embedding_scale": 3.0}
     found["tied"] = ("language_model", params, [tokens], options)
     kind = {"has_memory": True, **f64}
     params = normal(layers.init_language_model(rng(), 7, 1, DIM, HEADS, **kind))
     found["head"] = ("language_model", params, [tokens, memory[:, :3]], options)
+    return found | cases_of_norms(heads, x, memory[:, :3], mask)
+
+
+def cases_of_norms(heads, x, memory, mask):
+    """Norms of queries and keys, and each place of the norms of a layer."""
+    found: dict[str, Any] = {}
+    f64 = {"dtype": np.float64}
+    kind = {"hidden_dim": 6, "num_key_heads": 2, "qk_norm": True, **f64}
+    for name, chosen in PLACES.items():
+        both = chosen.get("norm_first", False) and "norm_output" in chosen
+        params = normal(layers.init_encoder(rng(), 2, DIM, HEADS, norm_output=both, **kind))
+        found[name] = ("encoder", params, [x], {"num_heads": HEADS, "key_mask": mask, **chosen})
+    shared = {n: p for n, p in params.items() if "norm2" not in n}
+    found["one norm"] = ("encoder", shared, [x], {"num_heads": HEADS, **chosen})
+    wide = {"q_norm.weight": rng().random(DIM), "k_norm.weight": rng().random(DIM // 2)}
+    options = {"num_heads": HEADS, "eps": 1e-3}
+    found["norms of all heads"] = ("multi_head_attention", heads | wide, [x], options)
+    memory_only = [x, memory]
+    found["norms, memory"] = ("multi_head_attention", heads | wide, memory_only, options)
     return found
 
 
@@ -333,6 +364,19 @@ def test_each_layer_may_have_its_attention():
     assert_allclose(found, x, rtol=1e-12)
 
 
+def test_each_layer_may_have_its_positions():
+    params = normal(layers.init_encoder(rng(), 2, DIM, HEADS, dtype=np.float64))
+    places = [layers.Rotary(), layers.Rotary(base=7.0, interleaved=True)]
+    wanted = X
+    for i, place in enumerate(places):
+        of_layer = {n.removeprefix(f"layers.{i}."): p for n, p in params.items() if f".{i}." in n}
+        wanted = layers.encoder_layer(of_layer, wanted, num_heads=HEADS, positions=place)
+    out = layers.encoder(params, X, num_heads=HEADS, positions=places)
+    assert_allclose(out, wanted, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="positions must be one, or one for each of the 2 layers"):
+        layers.encoder(params, X, num_heads=HEADS, positions=places[:1])
+
+
 def test_gelu_is_right_to_its_tail():
     x = np.concatenate([np.linspace(-30, 10, 1001), [0.0, -0.0, -1e-300, 1e-8]])
     eye = {"linear1.weight": np.eye(1), "linear2.weight": np.eye(1)}
@@ -344,14 +388,14 @@ def test_gelu_is_right_to_its_tail():
     assert_allclose(found, wanted, rtol=2e-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("activation", ["relu", "squared_relu", "gelu", "gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_take_numbers_of_any_size(activation):
-    params = {f"linear{i}.weight": np.eye(1) for i in (1, 2, 3)}
-    if activation != "swiglu":
+    params, is_gated = {f"linear{i}.weight": np.eye(1) for i in (1, 2, 3)}, "glu" in activation
+    if not is_gated:
         del params["linear3.weight"]
     x = np.array([[-1e5], [-800.0], [800.0], [1e5], [np.nan]])
     out, pullback = layers.feed_forward_vjp(params, x, activation=activation)
-    wanted = np.where(x < 0, 0, x * x if activation in ("swiglu", "squared_relu") else x)
+    wanted = np.where(x < 0, 0, x * x if is_gated or activation == "squared_relu" else x)
     assert_allclose(out, wanted, atol=1e-12)
     assert_array_equal(np.isfinite(pullback(np.ones_like(out))[1][:-1]), True)
 
@@ -428,6 +472,7 @@ def layer_params(**change):
         ),
         (ValueError, "params must have 'linear3.weight'", {}, {"activation": "swiglu"}),
         (ValueError, "norm must be one of layer_norm, rms_norm", {}, {"norm": "batch"}),
+        (ValueError, "norm_first must be True with parallel", {}, {"parallel": True}),
         (ValueError, "eps must be a positive finite number", {}, {"eps": 0.0}),
         (ValueError, r"key_mask must have shape \(3,\)", {}, {"key_mask": np.ones((2, 4), bool)}),
         (TypeError, "key_mask must be boolean", {}, {"key_mask": np.ones((2, 3))}),

@@ -540,3 +540,37 @@ def test_the_extra_is_named_where_the_package_is_missing(monkeypatch, tmp_path):
     ):
         with pytest.raises(ImportError, match=r"safetensors: pip install '\.\[layers\]'"):
             call()
+
+
+# Prompts of unlike lengths -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("memory", [False, True])
+def test_padded_prompts_go_on_as_they_would_alone(side, memory):
+    draw = np.random.default_rng(0)
+    kind = {"num_positions": 20, "has_memory": memory}
+    params = layers.init_language_model(draw, 11, 2, 16, 4, **kind)
+    lengths, width = [3, 5, 1, 3], 5
+    places = np.arange(width)
+    mask = np.array([places < n if side == "right" else places >= width - n for n in lengths])
+    tokens = np.where(mask, draw.integers(0, 11, mask.shape), 0)
+    of_memory = [draw.standard_normal((4, 6, 16), dtype=np.float32)] if memory else []
+    seen = {"memory_mask": draw.random((4, 6)) < 0.7} if memory else {}
+    options = {"num_heads": 4, "positions": layers.Alibi()}
+    for stop in (None, 5):
+        found = layers.generate(
+            params, tokens, 9, *of_memory, key_mask=mask, stop=stop, **seen, **options
+        )
+        longest = 0
+        for i in range(4):
+            alone = {name: m[i] for name, m in seen.items()}
+            given = (tokens[i][mask[i]], 9, *(m[i] for m in of_memory))
+            new = layers.generate(params, *given, stop=stop, **alone, **options)
+            assert_array_equal(found[i, : len(new)], new)
+            assert_array_equal(found[i, len(new) :], stop)
+            longest = max(longest, len(new))
+        assert found.shape == (4, longest)
+    mask[2] = False
+    with pytest.raises(ValueError, match=r"key_mask must leave a token .* none of sequence 2"):
+        layers.generate(params, tokens, 3, *of_memory, key_mask=mask, **options)

@@ -114,6 +114,18 @@ def test_traced_positions():
     assert_allclose(np.asarray(out), rotary(x, np.arange(5) + 7), rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_frequencies_take_the_place_of_those_of_the_base(interleaved):
+    x = np.random.default_rng(5).standard_normal((2, 4, 10))
+    options = {"interleaved": interleaved}
+    by_base = rotary(x, base=50.0, dim=6, **options)
+    given = 50.0 ** (-np.arange(0, 6, 2) / 6)
+    for dim in (None, 6):
+        assert_array_equal(rotary(x, frequencies=given, dim=dim, **options), by_base)
+    stretched = rotary(x, frequencies=given / 4, **options)
+    assert_allclose(stretched, rotary(x, np.arange(4) / 4, base=50.0, dim=6, **options), rtol=1e-12)
+
+
 def test_the_pullback_of_a_rotation_is_the_other_way_round():
     """<g, R x> = <R^T g, x> for every g and x."""
     g, x = np.random.default_rng(4).standard_normal((2, 9, 10))
@@ -183,6 +195,15 @@ MISTAKES = [
     (lambda: rotary(X, dim=8), ValueError, "dim must be at most 6, got 8"),
     (lambda: rotary(np.zeros((5, 3))), ValueError, "dim must be even, .*got 3"),
     (lambda: rotary(X, base=0), ValueError, "base must be a positive finite number, got 0"),
+    (lambda: rotary(X, frequencies=[1.0] * 4), ValueError, "frequencies must be .* 3 at most"),
+    (
+        lambda: rotary(X, dim=4, frequencies=[1.0]),
+        ValueError,
+        r"frequencies .* 2, got shape \(1,\)",
+    ),
+    (lambda: rotary(X, frequencies=[np.inf]), ValueError, "frequencies must be finite"),
+    (lambda: rotary(X, frequencies=1.0), ValueError, r"frequencies must be .*got shape \(\)"),
+    (lambda: rotary(X, dim=3, frequencies=[1.0]), ValueError, "dim must be even, .*got 3"),
     (lambda: rotary(X, interleaved=1), TypeError, "interleaved must be True or False"),
     (lambda: rotary(X.astype(int)), TypeError, "x must have dtype float16"),
     (lambda: alibi_slopes(0), ValueError, "heads must be at least 1, got 0"),

@@ -94,18 +94,20 @@ SIGNATURES = {
     "sampling.fixed_norm": "(num, dim, rng=None, *, batch_shape=())",
     "sampling.sobol": "(num, dim, rng=None, *, batch_shape=())",
     "sampling.halton": "(num, dim, rng=None, *, batch_shape=())",
-    "positions.rotary": "(x, positions=None, *, base=10000, interleaved=False, dim=None)",
+    "positions.rotary": (
+        "(x, positions=None, *, base=10000, frequencies=None, interleaved=False, dim=None)"
+    ),
     "positions.alibi_slopes": "(heads)",
     "positions.sinusoidal": "(length, dim)",
     "layers.linear": "(params, x)",
     "layers.layer_norm": "(params, x, *, eps=1e-05)",
     "layers.rms_norm": "(params, x, *, eps=1e-06)",
     "layers.feed_forward": "(params, x, *, activation='relu')",
-    "layers.embedding": "(params, tokens, *, positions=None, start=0)",
+    "layers.embedding": "(params, tokens, *, positions=None, start=0, scale=1.0)",
     "layers.multi_head_attention": (
         "(params, x, memory=None, *, num_heads, attention=SoftmaxAttention(scale=None, "
-        "window=None), positions=None, is_causal=False, key_mask=None, initial_state=None, "
-        "return_state=False)"
+        "window=None), positions=None, is_causal=False, key_mask=None, eps=1e-06, "
+        "initial_state=None, return_state=False)"
     ),
     "layers.encoder_layer": "(params, x, *, is_causal=False, key_mask=None, **options)",
     "layers.encoder": "(params, x, *, is_causal=False, key_mask=None, **options)",
@@ -123,7 +125,7 @@ SIGNATURES = {
     ),
     "layers.generate": (
         "(params, tokens, num_tokens, memory=None, *, temperature=0.0, top_k=None, top_p=None, "
-        "stop=None, rng=None, memory_mask=None, **options)"
+        "stop=None, rng=None, key_mask=None, memory_mask=None, **options)"
     ),
     "layers.load_safetensors": "(path, mapping=None)",
     "layers.save_safetensors": "(path, params)",

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from linattn.typing import Array
 
-__all__ = ["ACTIVATIONS"]
+__all__ = ["ACTIVATIONS", "GATED"]
 
 Activation: TypeAlias = Callable[[ModuleType, Array], tuple[Array, Callable[[], Array]]]
 
@@ -81,11 +81,23 @@ def silu(xp: ModuleType, x: Array) -> tuple[Array, Callable[[], Array]]:
     return x * sigmoid, lambda: sigmoid * (1 + x * (1 - sigmoid))
 
 
+def quick_gelu(xp: ModuleType, x: Array) -> tuple[Array, Callable[[], Array]]:
+    """``x / (1 + exp(-1.702 x))``, as CLIP has it."""
+    c = 1.702
+    value, derivative = silu(xp, c * x)
+    return value / c, derivative
+
+
+GATED: dict[str, Activation] = {"swiglu": silu, "geglu": gelu, "geglu_tanh": gelu_tanh}
+"""Those that are multiplied by a third product."""
+
 ACTIVATIONS: dict[str, Activation] = {
     "relu": relu,
     "squared_relu": squared_relu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
-    "swiglu": silu,
+    "quick_gelu": quick_gelu,
+    "silu": silu,
+    **GATED,
 }
-"""Of a feed-forward layer; that of "swiglu" is multiplied by a third product."""
+"""Of a feed-forward layer."""

@@ -45,6 +45,8 @@ class _Options(_Needed, total=False):
     attention: Attention | Sequence[Attention]
     activation: Activation
     norm_first: bool
+    norm_output: bool
+    parallel: bool
     norm: Norm
     eps: float
 
@@ -52,7 +54,7 @@ class _Options(_Needed, total=False):
 class LayerOptions(_Options, total=False):
     """Types of what is chosen for a layer, alike for all layers of a stack."""
 
-    positions: Positions
+    positions: Positions | Sequence[Positions]
 
 
 class DecoderOptions(LayerOptions, total=False):
@@ -64,7 +66,8 @@ class DecoderOptions(LayerOptions, total=False):
 class ModelOptions(_Options, total=False):
     """Types of what is chosen for a model of tokens."""
 
-    positions: Positions | Literal["sinusoidal"]
+    positions: Positions | Sequence[Positions] | Literal["sinusoidal"]
+    embedding_scale: float
     cross_attention: Attention | Sequence[Attention] | None
 
 
@@ -75,6 +78,8 @@ class InitOptions(TypedDict, total=False):
     num_key_heads: int | None
     activation: Activation
     norm: Norm
+    norm_output: bool
+    qk_norm: bool
     bias: bool
     dtype: Any
 
@@ -115,9 +120,11 @@ class Options(NamedTuple):
 
     heads: Heads
     cross: Heads
-    activation: Activation
-    norm_first: bool
     norm: Callable[..., Result]
+    activation: Activation = "relu"
+    norm_first: bool = False
+    norm_output: bool = False
+    parallel: bool = False
 
 
 Sublayer: TypeAlias = Callable[[Params, Array], Result]
@@ -136,22 +143,23 @@ def options_of(
     num_heads: int,
     attention: Any = EXACT,
     cross_attention: Any = None,
-    positions: Positions = None,
-    activation: Activation = "relu",
-    norm_first: bool = False,
+    positions: Any = None,
     norm: Norm = "layer_norm",
     eps: float = 1e-5,
+    **others: Any,
 ) -> Options:
     """Give what was not chosen its default."""
     check_norm(norm)
     cross = attention if cross_attention is None else cross_attention
-    return Options(
-        Heads(num_heads, attention, positions),
-        Heads(num_heads, cross),
-        activation,
-        norm_first,
-        partial(NORMS[norm], eps=eps),
-    )
+    heads = Heads(num_heads, attention, positions, eps), Heads(num_heads, cross, eps=eps)
+    options = Options(*heads, partial(NORMS[norm], eps=eps), **others)
+    if options.parallel and not options.norm_first:
+        message = (
+            f"norm_first must be True with parallel=True, got {options.norm_first!r}: sublayers "
+            f"see the same tokens"
+        )
+        raise ValueError(message)
+    return options
 
 
 def layer(
@@ -218,59 +226,68 @@ def _no_pullback(grad: Array) -> tuple[Any, ...]:
 def _sublayers(
     params: Params, x: Array, options: Options, attend: Sublayer, attend_memory: Sublayer | None
 ) -> Result:
-    """Attention, attention to a memory if there is one, feed-forward, each with a norm."""
-    attentions = {"self_attn.": attend}
+    """Attention, attention to a memory if there is one, feed-forward, each with its norms."""
+    sublayers = {"self_attn.": attend}
     if attend_memory is not None:
-        attentions["multihead_attn."] = attend_memory
-    norms = [f"norm{i + 1}." for i in range(len(attentions) + 1)]
+        sublayers["multihead_attn."] = attend_memory
+    norms = _norms(options, len(sublayers) + 1)
+    prefixes = [*sublayers, *dict.fromkeys(name for names in norms for name in names if name), ""]
     # What is left has no name of its own: the products of the feed-forward layer.
-    parts = dict(
-        zip([*attentions, *norms, ""], split(params, *attentions, *norms, ""), strict=True)
-    )
-    sublayers = attentions | {"": partial(feed_forward_vjp, activation=options.activation)}
-    pulls = []
-    for (name, sublayer), norm in zip(sublayers.items(), norms, strict=True):
-        x, pull = _residual(
-            x,
-            partial(sublayer, parts[name]),
-            partial(options.norm, parts[norm]),
-            options.norm_first,
-        )
-        pulls.append((name, norm, pull))
+    parts = dict(zip(prefixes, split(params, *prefixes), strict=True))
+    sublayers[""] = partial(feed_forward_vjp, activation=options.activation)
+    branches, out = [], x
+    for (name, sublayer), (before, inside, after) in zip(sublayers.items(), norms, strict=True):
+        if options.parallel and not parts[before]:
+            before = "norm1."
+        steps = [(n, partial(options.norm, parts[n])) for n in (before, inside) if n]
+        steps.insert(bool(before), (name, partial(sublayer, parts[name])))
+        y, pulls = _in_turn(x if options.parallel else out, steps)
+        out = out + y
+        pull_after = None
+        if after:
+            out, pull_after = options.norm(parts[after], out)
+        branches.append((pulls, after, pull_after))
 
     def pullback(grad: Array) -> tuple[Any, ...]:
         grads: dict[str, Params] = {}
         by_memory: list[Array] = []
-        for name, norm, pull in reversed(pulls):
-            grads[name], grads[norm], grad, *more = pull(grad)
-            by_memory += more
-        return join(grads), grad, *by_memory
+        total = grad
+        for pulls, after, pull_after in reversed(branches):
+            if pull_after is not None:
+                grads[after], total = pull_after(total)
+            by_branch = grad if options.parallel else total
+            for name, pull in reversed(pulls):
+                found, by_branch, *more = pull(by_branch)
+                grads[name] = _added(grads[name], found) if name in grads else found
+                by_memory += more
+            total = total + by_branch
+        return join(grads), total, *by_memory
 
-    return x, pullback
+    return out, pullback
 
 
-def _residual(
-    x: Array, sublayer: Callable[[Array], Result], norm: Callable[[Array], Result], first: bool
-) -> Result:
-    """Return ``x + f(norm(x))`` or ``norm(x + f(x))``, and the gradients of all parts."""
-    if first:
-        normal, pull_norm = norm(x)
-        y, pull = sublayer(normal)
-    else:
-        y, pull = sublayer(x)
-        out, pull_norm = norm(x + y)
+def _norms(options: Options, number: int) -> list[tuple[str, str, str]]:
+    """Names of the norms before, inside and after each residual sum; "" where there is none."""
+    names = []
+    for i in range(1, number + 1):
+        before = f"norm{i}." if options.norm_first else ""
+        inside = f"norm{i}_output." if options.norm_first else f"norm{i}."
+        inside = inside if options.norm_output else ""
+        names.append((before, inside, "" if before or inside else f"norm{i}."))
+    return names
 
-    def pull_before(grad: Array) -> tuple[Any, ...]:
-        grads, grad_normal, *rest = pull(grad)
-        grads_norm, grad_x = pull_norm(grad_normal)
-        return grads, grads_norm, grad + grad_x, *rest
 
-    def pull_after(grad: Array) -> tuple[Any, ...]:
-        grads_norm, grad_sum = pull_norm(grad)
-        grads, grad_x, *rest = pull(grad_sum)
-        return grads, grads_norm, grad_sum + grad_x, *rest
+def _in_turn(x: Array, steps: Sequence[tuple[str, Callable[..., Any]]]) -> tuple[Array, Any]:
+    """Apply steps one after the other; return their pullbacks by name, too."""
+    pulls = []
+    for name, step in steps:
+        x, pull = step(x)
+        pulls.append((name, pull))
+    return x, pulls
 
-    return (x + y, pull_before) if first else (out, pull_after)
+
+def _added(first: Params, second: Params) -> Params:
+    return {name: first[name] + second[name] for name in first}
 
 
 def stack(
@@ -344,21 +361,21 @@ def _layers_and_norm(params: Params) -> tuple[list[Part], Part]:
 
 
 def _by_layer(options: Options, number: int) -> list[Options]:
-    """Options of each layer: an attention may be given for each."""
-    attention, cross = (
-        _one_each(name, heads.attention, number)
-        for name, heads in (("attention", options.heads), ("cross_attention", options.cross))
-    )
+    """Options of each layer: attention and positions may be given for each."""
+    heads, cross = options.heads, options.cross
+    attention = _one_each("attention", heads.attention, number)
+    positions = _one_each("positions", heads.positions, number)
+    of_memory = _one_each("cross_attention", cross.attention, number)
     return [
         options._replace(
-            heads=options.heads._replace(attention=of_tokens),
-            cross=options.cross._replace(attention=of_memory),
+            heads=heads._replace(attention=attends, positions=stands),
+            cross=cross._replace(attention=reads),
         )
-        for of_tokens, of_memory in zip(attention, cross, strict=True)
+        for attends, stands, reads in zip(attention, positions, of_memory, strict=True)
     ]
 
 
-def _one_each(name: str, given: Any, number: int) -> list[Attention]:
+def _one_each(name: str, given: Any, number: int) -> list[Any]:
     if not isinstance(given, list | tuple):
         return [given] * number
     if len(given) != number:

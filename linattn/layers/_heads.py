@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from linattn import _arrays, _checks
 from linattn.layers._params import Params, Part, Pullback, Result, check_pair, join, split
 from linattn.layers.attentions import Alibi, Attention, Rotary, Scope
-from linattn.layers.dense import product
+from linattn.layers.dense import product, rms_norm_vjp
 from linattn.typing import Array
 from linattn.typing.records import one_line
 
@@ -36,6 +36,16 @@ class Heads(NamedTuple):
     num_heads: int
     attention: Attention
     positions: Positions = None
+    eps: float = 1e-6
+    """Of the norms of queries and keys."""
+
+
+class _Inner(NamedTuple):
+    """What makes queries, keys and values: the projection, and norms where params have them."""
+
+    product: Part
+    query_norm: Part
+    key_norm: Part
 
 
 class _Shape(NamedTuple):
@@ -62,7 +72,7 @@ def attend(
 ) -> Result:
     """Attend to all tokens at once; the pullback serves only what is differentiated."""
     inner, outer, shape = _checked(params, x, heads)
-    (query, key, value), pull_projections = _project(inner, x, memory, shape)
+    (query, key, value), pull_projections = _project(inner, x, memory, shape, heads.eps)
     scope = _scope(scope, x if memory is None else memory, heads, shape)
     rotation = heads.positions if isinstance(heads.positions, Rotary) else None
     if rotation is not None:
@@ -72,7 +82,7 @@ def attend(
         out, pull_heads = heads.attention.vjp(query, key, value, scope)
     else:
         out = heads.attention(query, key, value, scope)
-    y, pull_out = product(outer, _merge(out, shape))
+    y, pull_out = product(outer, _merge(out, shape.axes))
 
     def pullback(grad_output: Array) -> tuple[Any, ...]:
         grads_out, grad = pull_out(grad_output)
@@ -80,7 +90,7 @@ def attend(
         if rotation is not None:
             grad_query, grad_key = map(rotation.rotate_back, (grad_query, grad_key))
         grads, *by_input = pull_projections(grad_query, grad_key, grad_value)
-        return join({"in_proj_": grads, "out_proj.": grads_out}), *by_input
+        return grads | join({"out_proj.": grads_out}), *by_input
 
     return y, pullback
 
@@ -90,20 +100,21 @@ def stream(
 ) -> tuple[Array, AttentionState]:
     """Attend causally after the tokens of a state, and return the state after these."""
     inner, outer, shape = _checked(params, x, heads)
-    (query, key, value), _ = _project(inner, x, None, shape)
+    (query, key, value), _ = _project(inner, x, None, shape, heads.eps)
     cache, length = (None, 0) if state is None else state
     if isinstance(heads.positions, Rotary):
         query, key = (heads.positions.rotate(array, length) for array in (query, key))
     scope = _scope(Scope(is_causal=True), x, heads, shape)
     out, cache = heads.attention.extend(query, key, value, cache, scope)
-    y = product(outer, _merge(out, shape))[0]
+    y = product(outer, _merge(out, shape.axes))[0]
     return y, AttentionState(cache, length + x.shape[-2])
 
 
 def remember(params: Params, memory: Array, heads: Heads, key_mask: Array | None) -> Any:
     """Return what to keep of a memory, for :func:`read`."""
     inner, _, shape = _checked(params, memory, heads)
-    key, value = _keys_and_values(product(_halves(inner, shape)[1], memory)[0], shape)
+    projected = product(_halves(inner.product, shape)[1], memory)[0]
+    key, value, _ = _keys_and_values(inner, projected, shape, heads.eps)
     scope = _scope(Scope(key_mask=key_mask), memory, heads, shape)
     return heads.attention.remember(key, value, scope)
 
@@ -111,13 +122,14 @@ def remember(params: Params, memory: Array, heads: Heads, key_mask: Array | None
 def read(params: Params, x: Array, heads: Heads, cache: Any, start: int) -> Array:
     """Attend to the memory that :func:`remember` cached; the first query is at ``start``."""
     inner, outer, shape = _checked(params, x, heads)
-    query = _split(product(_halves(inner, shape)[0], x)[0], shape.axes)
-    return product(outer, _merge(heads.attention.read(query, cache, start), shape))[0]
+    projected = product(_halves(inner.product, shape)[0], x)[0]
+    query = _normal_heads(inner.query_norm, projected, shape.axes, heads.eps)[0]
+    return product(outer, _merge(heads.attention.read(query, cache, start), shape.axes))[0]
 
 
-def _checked(params: Params, x: Array, heads: Heads) -> tuple[Part, Part, _Shape]:
+def _checked(params: Params, x: Array, heads: Heads) -> tuple[_Inner, Part, _Shape]:
     """Parameters of the projections in and out, and how their rows are cut into heads."""
-    inner, outer = split(params, "in_proj_", "out_proj.")
+    inner, outer, *norms = split(params, "in_proj_", "out_proj.", "q_norm.", "k_norm.")
     check_pair(inner, "weight", x)
     num = _checks.check_positive_int("num_heads", heads.num_heads)
     _check_kind("attention", heads.attention, Attention, "SoftmaxAttention()")
@@ -134,7 +146,11 @@ def _checked(params: Params, x: Array, heads: Heads) -> tuple[Part, Part, _Shape
             f"G keys for H heads"
         )
         raise ValueError(message)
-    return inner, outer, _Shape(queries, (num,) if keys == num else (keys, num // keys))
+    return (
+        _Inner(inner, *norms),
+        outer,
+        _Shape(queries, (num,) if keys == num else (keys, num // keys)),
+    )
 
 
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
@@ -156,30 +172,52 @@ def _scope(scope: Scope, tokens: Array, heads: Heads, shape: _Shape) -> Scope:
 
 
 def _project(
-    inner: Part, x: Array, memory: Array | None, shape: _Shape
+    inner: _Inner, x: Array, memory: Array | None, shape: _Shape, eps: float
 ) -> tuple[tuple[Array, Array, Array], Pullback]:
     """Make queries, keys and values of heads; gradients by the projection and its inputs."""
     xp = _arrays.namespace(x)
     if memory is None:
-        projected, pull = product(inner, x)
+        projected, pull = product(inner.product, x)
         query, rest = projected[..., : shape.queries], projected[..., shape.queries :]
     else:
-        of_queries, of_keys = _halves(inner, shape)
+        of_queries, of_keys = _halves(inner.product, shape)
         query, pull_queries = product(of_queries, x)
         rest, pull_keys = product(of_keys, memory)
-    key, value = _keys_and_values(rest, shape)
+    query, pull_query = _normal_heads(inner.query_norm, query, shape.axes, eps)
+    key, value, pull_key = _keys_and_values(inner, rest, shape, eps)
 
     def pullback(grad_query: Array, grad_key: Array, grad_value: Array) -> tuple[Any, ...]:
-        grad = _merge(grad_query, shape)
-        grad_rest = xp.concat([_merge(g, shape) for g in (grad_key, grad_value)], axis=-1)
+        norms = {}
+        norms["q_norm."], grad = pull_query(grad_query)
+        norms["k_norm."], grad_key = pull_key(grad_key)
+        grad_rest = xp.concat([grad_key, _merge(grad_value, shape.key_axes)], axis=-1)
         if memory is None:
-            return pull(xp.concat([grad, grad_rest], axis=-1))
+            grads, *by_input = pull(xp.concat([grad, grad_rest], axis=-1))
+            return join({"in_proj_": grads, **norms}), *by_input
         by_queries, grad_x = pull_queries(grad)
         by_keys, grad_memory = pull_keys(grad_rest)
         grads = {name: xp.concat([by_queries[name], by_keys[name]], axis=0) for name in by_keys}
-        return grads, grad_x, grad_memory
+        return join({"in_proj_": grads, **norms}), grad_x, grad_memory
 
-    return (_split(query, shape.axes), key, value), pullback
+    return (query, key, value), pullback
+
+
+def _normal_heads(
+    norm: Part, projected: Array, axes: tuple[int, ...], eps: float
+) -> tuple[Array, Pullback]:
+    """Cut a projection into heads, normalized over each head or, by a long weight, over all."""
+    if not norm:
+        return _split(projected, axes), lambda grad: ({}, _merge(grad, axes))
+    if norm["weight"].shape[-1] == projected.shape[-1]:
+        normal, pull = rms_norm_vjp(norm, projected, eps=eps)
+        return _split(normal, axes), lambda grad: pull(_merge(grad, axes))
+    normal, pull = rms_norm_vjp(norm, _split(projected, axes), eps=eps)
+
+    def pullback(grad: Array) -> tuple[Any, ...]:
+        grads, grad = pull(grad)
+        return grads, _merge(grad, axes)
+
+    return normal, pullback
 
 
 def _halves(inner: Part, shape: _Shape) -> tuple[Part, Part]:
@@ -190,10 +228,14 @@ def _halves(inner: Part, shape: _Shape) -> tuple[Part, Part]:
     return halves[0], halves[1]
 
 
-def _keys_and_values(projected: Array, shape: _Shape) -> tuple[Array, Array]:
+def _keys_and_values(
+    inner: _Inner, projected: Array, shape: _Shape, eps: float
+) -> tuple[Array, Array, Pullback]:
+    """Cut a projection into keys and values; the pullback is that of keys."""
     width = projected.shape[-1] // 2
     key, value = projected[..., :width], projected[..., width:]
-    return _split(key, shape.key_axes), _split(value, shape.key_axes)
+    key, pull = _normal_heads(inner.key_norm, key, shape.key_axes, eps)
+    return key, _split(value, shape.key_axes), pull
 
 
 def _split(x: Array, axes: tuple[int, ...]) -> Array:
@@ -204,9 +246,9 @@ def _split(x: Array, axes: tuple[int, ...]) -> Array:
     return xp.moveaxis(apart, lead, -2)
 
 
-def _merge(x: Array, shape: _Shape) -> Array:
+def _merge(x: Array, axes: tuple[int, ...]) -> Array:
     """(..., H, L, d) to (..., L, H d)."""
-    xp, lead = _arrays.namespace(x), len(x.shape) - 2 - len(shape.axes)
+    xp, lead = _arrays.namespace(x), len(x.shape) - 2 - len(axes)
     together = xp.moveaxis(x, -2, lead)
     width = math.prod(together.shape[lead + 1 :])
     return xp.reshape(together, (*together.shape[: lead + 1], width))

@@ -12,7 +12,7 @@ from linattn.layers import _heads
 from linattn.layers._heads import AttentionState, Heads, Positions
 from linattn.layers._params import Params, Result, join, takes, with_pullback
 from linattn.layers.attentions import Attention, Scope, SoftmaxAttention
-from linattn.layers.dense import init_linear
+from linattn.layers.dense import init_linear, init_norm
 from linattn.typing import Array
 
 __all__ = [
@@ -35,6 +35,7 @@ def multi_head_attention(
     positions: Positions = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    eps: float = 1e-6,
     initial_state: AttentionState | None = None,
     return_state: Literal[False] = False,
 ) -> Array: ...
@@ -51,6 +52,7 @@ def multi_head_attention(
     positions: Positions = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    eps: float = 1e-6,
     initial_state: AttentionState | None = None,
     return_state: Literal[True],
 ) -> tuple[Array, AttentionState]: ...
@@ -67,6 +69,7 @@ def multi_head_attention(
     positions: Positions = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    eps: float = 1e-6,
     initial_state: AttentionState | None = None,
     return_state: bool = False,
 ) -> Any:
@@ -85,7 +88,11 @@ def multi_head_attention(
         As those of ``torch.nn.MultiheadAttention``: ``in_proj_weight`` (H d + 2 G d, D), the rows
         of queries, keys and values in this order, ``out_proj.weight`` (D, H d) and, optional,
         ``in_proj_bias`` and ``out_proj.bias``. H d need not be D, and with G below H a key serves
-        H / G heads, one after the other: both are read off the shapes.
+        H / G heads, one after the other: both are read off the shapes. Optional too, norms of the
+        queries and the keys before positions, as :func:`rms_norm`: ``q_norm.weight`` and
+        ``k_norm.weight``, (d,) for each head (Qwen 3, Gemma 3), or (H d,) and (G d,) for all heads
+        together (OLMo 2). torch's ``add_zero_attn=True`` has no name in a state dict, and is not
+        known here: such a model gives other numbers.
     x : array, (..., L, D)
         Floats of any array-API library.
     memory : array, (..., S, D), optional
@@ -101,6 +108,8 @@ def multi_head_attention(
         Token i sees tokens 0..i only. Default False.
     key_mask : boolean array, (S,) or memory.shape[:-1] with axes of 1, optional
         True = attend. (torch's ``key_padding_mask`` is its negation.)
+    eps : float, optional
+        Of the norms of queries and keys. Default 1e-6.
     initial_state : AttentionState, optional
         What an earlier call returned: a causal stream goes on after its tokens.
     return_state : bool, optional
@@ -128,7 +137,7 @@ def multi_head_attention(
     Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2; Ainslie et al., "GQA" (2023)
     for grouped heads.
     """
-    heads = Heads(num_heads, attention, positions)
+    heads = Heads(num_heads, attention, positions, eps)
     return_state = _checks.check_flag("return_state", return_state)
     if initial_state is None and not return_state:
         scope = Scope(is_causal, key_mask)
@@ -155,12 +164,13 @@ def multi_head_attention_vjp(
     positions: Positions = None,
     is_causal: bool = False,
     key_mask: Array | None = None,
+    eps: float = 1e-6,
 ) -> Result:
     """Return :func:`multi_head_attention` and its pullback.
 
     Parameters
     ----------
-    params, x, memory, num_heads, attention, positions, is_causal, key_mask
+    params, x, memory, num_heads, attention, positions, is_causal, key_mask, eps
         As for :func:`multi_head_attention`.
 
     Returns
@@ -176,7 +186,7 @@ def multi_head_attention_vjp(
     NotImplementedError
         An attention without a gradient.
     """
-    heads = Heads(num_heads, attention, positions)
+    heads = Heads(num_heads, attention, positions, eps)
     scope = Scope(is_causal, key_mask)
     return _heads.attend(params, x, memory, heads, scope, differentiate=True)
 
@@ -188,6 +198,7 @@ def init_multi_head_attention(
     num_heads: int,
     *,
     num_key_heads: int | None = None,
+    qk_norm: bool = False,
     bias: bool = True,
     dtype: Any = np.float32,
 ) -> dict[str, NDArray[Any]]:
@@ -203,6 +214,8 @@ def init_multi_head_attention(
         H.
     num_key_heads : int, optional
         G, which divides H. Default H.
+    qk_norm : bool, optional
+        Whether each head has norms of queries and keys. Default False.
     bias, dtype : optional
         As for :func:`init_linear`.
 
@@ -222,9 +235,10 @@ def init_multi_head_attention(
         )
         raise ValueError(message)
     rows = dim + 2 * keys * (dim // heads)
-    return join(
-        {
-            "in_proj_": init_linear(rng, dim, rows, bias=bias, dtype=dtype),
-            "out_proj.": init_linear(rng, dim, dim, bias=bias, dtype=dtype),
-        }
-    )
+    parts = {
+        "in_proj_": init_linear(rng, dim, rows, bias=bias, dtype=dtype),
+        "out_proj.": init_linear(rng, dim, dim, bias=bias, dtype=dtype),
+    }
+    for name in ("q_norm.", "k_norm.") if _checks.check_flag("qk_norm", qk_norm) else ():
+        parts[name] = init_norm(dim // heads, bias=False, dtype=dtype)
+    return join(parts)

@@ -438,11 +438,20 @@ class Rotary:
     ----------
     base, interleaved, dim
         As for :func:`linattn.positions.rotary`.
+    frequencies : sequence of float, optional
+        As for :func:`linattn.positions.rotary`; kept as a tuple. YaRN also multiplies cosines and
+        sines by a number f: give ``SoftmaxAttention(scale=f**2 / d**0.5)``.
     """
 
     base: float = 10_000
     interleaved: bool = False
     dim: int | None = None
+    frequencies: Any = None
+
+    def __post_init__(self) -> None:
+        """Keep the frequencies as numbers, which compare and hash."""
+        if self.frequencies is not None:
+            object.__setattr__(self, "frequencies", tuple(map(float, self.frequencies)))
 
     def rotate(self, x: Array, start: int = 0) -> Array:
         """Rotate tokens (..., L, d), of which the first is at position ``start``."""
@@ -453,7 +462,7 @@ class Rotary:
         return self._at(grad, -np.arange(grad.shape[-2]))
 
     def _at(self, x: Array, positions: NDArray[np.int64]) -> Array:
-        return rotary(x, positions, base=self.base, interleaved=self.interleaved, dim=self.dim)
+        return rotary(x, positions, **vars(self))
 
 
 @dataclass(frozen=True)

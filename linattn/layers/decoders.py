@@ -109,7 +109,7 @@ def decoder_layer(
     ----------------
     num_heads : int
         As for :func:`encoder_layer`.
-    attention, positions, activation, norm_first, norm, eps : optional
+    attention, positions, activation, norm_first, norm_output, parallel, norm, eps : optional
         As for :func:`encoder_layer`.
     cross_attention : Attention, optional
         What attends to the memory. Default: `attention`, without `positions`. Query i stands at
@@ -204,13 +204,18 @@ def init_decoder_layer(
     if _checks.check_flag("has_memory", has_memory):
         attentions.append("multihead_attn.")
     parts = {
-        name: init_multi_head_attention(rng, dim, num_heads, num_key_heads=keys, **kind)
+        name: init_multi_head_attention(
+            rng, dim, num_heads, num_key_heads=keys, qk_norm=options.get("qk_norm", False), **kind
+        )
         for name in attentions
     }
     parts[""] = init_feed_forward(rng, dim, hidden, activation=activation, **kind)
     shifts = kind["bias"] and norm == "layer_norm"
+    places = ["", "_output"] if options.get("norm_output") else [""]
     for number in range(len(attentions) + 1):
-        parts[f"norm{number + 1}."] = init_norm(dim, bias=shifts, dtype=kind["dtype"])
+        for place in places:
+            norm_of = init_norm(dim, bias=shifts, dtype=kind["dtype"])
+            parts[f"norm{number + 1}{place}."] = norm_of
     return join(parts)
 
 
@@ -276,8 +281,8 @@ def decoder(
     return_state : bool, optional
         Also return what a stream goes on from. Default False.
     **options
-        As for :func:`decoder_layer`, alike for all layers; ``attention`` and ``cross_attention``
-        may also be lists, one for each.
+        As for :func:`decoder_layer`, alike for all layers; ``attention``, ``cross_attention`` and
+        ``positions`` may also be lists, one for each.
 
     Returns
     -------

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
-from linattn.layers._activations import ACTIVATIONS
+from linattn.layers._activations import ACTIVATIONS, GATED
 from linattn.layers._params import (
     Params,
     Part,
@@ -42,7 +42,17 @@ __all__ = [
     "rms_norm_vjp",
 ]
 
-Activation: TypeAlias = Literal["relu", "squared_relu", "gelu", "gelu_tanh", "swiglu"]
+Activation: TypeAlias = Literal[
+    "relu",
+    "squared_relu",
+    "gelu",
+    "gelu_tanh",
+    "quick_gelu",
+    "silu",
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+]
 
 
 @takes()
@@ -170,20 +180,22 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
     .. math::
         y = W_2 \, \sigma(W_1 x + b_1) + b_2, \qquad
         y = W_2 \left( \sigma(W_1 x + b_1) \odot (W_3 x + b_3) \right) + b_2
-        \ \text{("swiglu")}
+        \ \text{("swiglu", "geglu")}
 
     Letters: ``d`` dim, ``h`` hidden dim.
 
     Parameters
     ----------
     params : dict
-        ``linear1.weight`` (h, d), ``linear2.weight`` (d, h), for "swiglu" ``linear3.weight``
+        ``linear1.weight`` (h, d), ``linear2.weight`` (d, h), for the gated three ``linear3.weight``
         (h, d), and optional biases, ``linear1.bias`` and so on.
     x : array, (..., d)
         Floats of any array-API library.
     activation : str, optional
         "relu", the default; "squared_relu", its square; "gelu", ``x Phi(x)``; "gelu_tanh", its
-        approximation by tanh; "swiglu", ``x / (1 + exp(-x))`` times a third product.
+        approximation by tanh; "silu", ``x / (1 + exp(-x))``; "quick_gelu",
+        ``x / (1 + exp(-1.702 x))``. Times a third product: "swiglu" of "silu", "geglu" of "gelu",
+        "geglu_tanh" of "gelu_tanh".
 
     Returns
     -------
@@ -228,7 +240,7 @@ def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu
         ``pullback(grad_output) -> (grad_params, grad_x)``.
     """
     _check_activation(activation)
-    is_gated = activation == "swiglu"
+    is_gated = activation in GATED
     first, second, *third = split(
         params, "linear1.", "linear2.", *(["linear3."] if is_gated else [])
     )
@@ -274,7 +286,7 @@ def init_feed_forward(
     hidden_dim : int, optional
         h; default 4 d.
     activation : str, optional
-        "swiglu" has a third product. Default "relu".
+        "swiglu", "geglu" and "geglu_tanh" have a third product. Default "relu".
     bias, dtype : optional
         As for :func:`init_linear`.
 
@@ -287,7 +299,7 @@ def init_feed_forward(
     hidden = 4 * dim if hidden_dim is None else _checks.check_positive_int("hidden_dim", hidden_dim)
     shapes = {"linear1.": (dim, hidden), "linear2.": (hidden, dim)}
     _check_activation(activation)
-    if activation == "swiglu":
+    if activation in GATED:
         shapes["linear3."] = (dim, hidden)
     drawn = {n: init_linear(rng, *shape, bias=bias, dtype=dtype) for n, shape in shapes.items()}
     return join(drawn)

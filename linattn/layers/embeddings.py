@@ -37,13 +37,14 @@ def embedding(
     *,
     positions: Literal["sinusoidal"] | None = None,
     start: int = 0,
+    scale: float = 1.0,
 ) -> Array:
     r"""Rows of a table, and positions that are added to them.
 
     .. math::
-        y_t = E_{\mathrm{token}_t} + p_{s + t}
+        y_t = c \, E_{\mathrm{token}_t} + p_{s + t}
 
-    Letters: ``V`` different tokens, ``L`` tokens, ``d`` dim, ``s`` start.
+    Letters: ``V`` different tokens, ``L`` tokens, ``d`` dim, ``s`` start, ``c`` scale.
 
     Parameters
     ----------
@@ -56,6 +57,8 @@ def embedding(
         parameters have them.
     start : int, optional
         s, the position of the first token. Default 0.
+    scale : float, optional
+        c. Default 1; the first transformer and Gemma have ``d ** 0.5``.
 
     Returns
     -------
@@ -67,7 +70,7 @@ def embedding(
     TypeError, ValueError
         Tokens that are no integers or outside of the table, more positions than were learned.
     """
-    return embedding_vjp(params, tokens, positions=positions, start=start)[0]
+    return embedding_vjp(params, tokens, positions=positions, start=start, scale=scale)[0]
 
 
 @takes()
@@ -78,12 +81,13 @@ def embedding_vjp(
     *,
     positions: Literal["sinusoidal"] | None = None,
     start: int = 0,
+    scale: float = 1.0,
 ) -> Result:
     """Return :func:`embedding` and its pullback.
 
     Parameters
     ----------
-    params, tokens, positions, start
+    params, tokens, positions, start, scale
         As for :func:`embedding`.
 
     Returns
@@ -102,11 +106,12 @@ def embedding_vjp(
     table = part["weight"]
     xp = _check_tokens(part, tokens)
     start = _checks.check_positive_int("start", start, least=0)
+    scale = _checks.check_finite_number("scale", scale)
     length, dim = tokens.shape[-1], table.shape[-1]
     flat = xp.reshape(tokens, (math.prod(tokens.shape),))
     wide = _arrays.accumulation_dtype(xp, table.dtype, None)
     rows = xp.astype(xp.take(table, flat, axis=0), wide, copy=False)
-    out = xp.reshape(rows, (*tokens.shape, dim))
+    out = xp.reshape(rows if scale == 1 else scale * rows, (*tokens.shape, dim))
     stop = start + length
     if "position.weight" in part:
         learned = check_pair(part, "position.weight", table)[1]
@@ -130,7 +135,8 @@ def embedding_vjp(
     def pullback(grad_output: Array) -> tuple[dict[str, Array]]:
         _checks.check_cotangent("grad_output", grad_output, "output", tuple(out.shape), table)
         grad = xp.astype(grad_output, wide, copy=False)
-        grads = {"weight": _scattered(flat, all_tokens(grad), table)}
+        of_rows = all_tokens(grad if scale == 1 else scale * grad)
+        grads = {"weight": _scattered(flat, of_rows, table)}
         if "position.weight" in part:
             rows = xp.reshape(grad, (math.prod(tokens.shape[:-1]), length, dim))
             summed = xp.astype(xp.sum(rows, axis=0), table.dtype, copy=False)

@@ -44,6 +44,17 @@ def encoder_layer(
         h = x + \mathrm{attention}(\mathrm{norm}_1(x)), \qquad
         y = h + \mathrm{feed\_forward}(\mathrm{norm}_2(h)).
 
+    With ``norm_output=True`` the output of a sublayer f is normalized before it is added,
+
+    .. math::
+        h = x + \mathrm{norm}(f(x)), \qquad h = x + \mathrm{norm}'(f(\mathrm{norm}(x)))
+        \ \text{(norms first)},
+
+    and with ``parallel=True`` all sublayers see the same tokens,
+
+    .. math::
+        y = x + \mathrm{attention}(\mathrm{norm}_1(x)) + \mathrm{feed\_forward}(\mathrm{norm}_2(x)).
+
     Letters: ``L`` tokens, ``D`` width.
 
     Parameters
@@ -51,7 +62,8 @@ def encoder_layer(
     params : dict
         With the names of torch: those of :func:`multi_head_attention` after ``self_attn.``, those
         of :func:`feed_forward`, and norms ``norm1.weight``, ``norm1.bias``, ``norm2.weight`` and
-        ``norm2.bias``.
+        ``norm2.bias``. With ``norm_first`` and ``norm_output`` also ``norm1_output.*`` and
+        ``norm2_output.*``. With ``parallel`` the second norm may be missing: the first serves both.
     x : array, (..., L, D)
         Floats of any array-API library.
     is_causal : bool, optional
@@ -74,10 +86,16 @@ def encoder_layer(
         As for :func:`feed_forward`. Default "relu".
     norm_first : bool, optional
         Norms before what they belong to (pre-norm), not after the sums (post-norm). Default False.
+    norm_output : bool, optional
+        Norms of what is added, as in OLMo 2; with ``norm_first`` norms on both sides, as in
+        Gemma 2 and 3. Default False.
+    parallel : bool, optional
+        Attention and feed-forward side by side, as in GPT-NeoX, Phi and Cohere; needs
+        ``norm_first``. Default False.
     norm : {"layer_norm", "rms_norm"}, optional
         Which norm. Default "layer_norm".
     eps : float, optional
-        Of the norms. Default 1e-5.
+        Of all norms, those of queries and keys too. Default 1e-5.
 
     Raises
     ------
@@ -154,6 +172,11 @@ def init_encoder_layer(
         As for :func:`init_multi_head_attention`.
     activation, norm : optional
         As for :func:`encoder_layer`.
+    norm_output : bool, optional
+        Whether there are norms ``norm1_output`` and so on, for ``norm_first`` and ``norm_output``
+        together. Default False.
+    qk_norm : bool, optional
+        As for :func:`init_multi_head_attention`. Default False.
     bias, dtype : optional
         As for :func:`init_linear`.
     """
@@ -179,8 +202,8 @@ def encoder(
     x : array, (..., L, D)
         Floats of any array-API library.
     is_causal, key_mask, **options
-        As for :func:`encoder_layer`, alike for all layers; ``attention`` may also be a list, one
-        for each.
+        As for :func:`encoder_layer`, alike for all layers; ``attention`` and ``positions`` may
+        also be lists, one for each.
 
     Returns
     -------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import array_api_compat
@@ -104,9 +105,11 @@ def language_model(
     positions : Rotary, Alibi or "sinusoidal", optional
         How tokens stand: in the heads, or by sinusoids that are added to the embedding. Learned
         positions are added where the embedding has them.
+    embedding_scale : float, optional
+        As `scale` for :func:`embedding`. A tied head has the rows unscaled. Default 1.
     num_heads : int
         As for :func:`decoder_layer`.
-    attention, cross_attention, activation, norm_first, norm, eps : optional
+    attention, cross_attention, activation, norm_first, norm_output, parallel, norm, eps : optional
         As for :func:`decoder`.
 
     Raises
@@ -239,6 +242,7 @@ def generate(
     top_p: float | None = None,
     stop: int | None = None,
     rng: Seed = None,
+    key_mask: Array | None = None,
     memory_mask: Array | None = None,
     **options: Unpack[ModelOptions],
 ) -> Array:
@@ -260,6 +264,9 @@ def generate(
         n, how many to add at most.
     memory, memory_mask
         As for :func:`language_model`.
+    key_mask : boolean array, (L,) or tokens.shape with axes of 1, optional
+        True = a token, False = padding, on either side, of prompts of unlike lengths. Padding is
+        taken out: each prompt goes on as it would alone, from position 0. Default: no padding.
     temperature : float, optional
         T. At 0, the default, the likeliest token is taken.
     top_k : int, optional
@@ -283,7 +290,7 @@ def generate(
     ------
     TypeError, ValueError
         As :func:`language_model`; no token given, or tokens of a dtype that does not hold all V; a
-        top_k or top_p at temperature 0; logits of NaN.
+        top_k or top_p at temperature 0; a key_mask of another shape or dtype; logits of NaN.
     NotImplementedError
         An attention that cannot go on token by token.
 
@@ -291,7 +298,8 @@ def generate(
     -----
     The tokens given are read at once. With :class:`LinearAttention` each new one then takes the
     same time and the memory does not grow; with :class:`SoftmaxAttention` keys and values are kept,
-    and a token takes time O(L + n). Tokens are chosen on the host, with one uniform number each.
+    and a token takes time O(L + n). Prompts of one length go on together, and those of unlike
+    lengths one length after the other. Tokens are chosen on the host, with one uniform number each.
 
     References
     ----------
@@ -309,6 +317,32 @@ def generate(
         raise ValueError(message)
     if stop is not None:
         stop = _checks.check_positive_int("stop", stop, least=0)
+    xp, device, shape = _arrays.namespace(tokens), array_api_compat.device(tokens), tokens.shape
+    of_memory = memory, memory_mask
+    if key_mask is None:
+        found = _continued(params, tokens, number, of_memory, (choose, stop), options)
+    else:
+        found = np.full((math.prod(shape[:-1]), number), stop or 0, np.int64)
+        longest = 0
+        for rows, prompts in _by_length(tokens, key_mask):
+            of_rows = _rows_of(of_memory, rows, shape)
+            new = _continued(params, prompts, number, of_rows, (choose, stop), options)
+            found[rows, : new.shape[1]] = new
+            longest = max(longest, new.shape[1])
+        found = found[:, :longest]
+    return xp.asarray(found.reshape(*shape[:-1], found.shape[1]), dtype=tokens.dtype, device=device)
+
+
+def _continued(
+    params: Part,
+    tokens: Array,
+    number: int,
+    of_memory: tuple[Any, Any],
+    choice: tuple[_Sampler, int | None],
+    options: ModelOptions,
+) -> NDArray[np.int64]:
+    """Go on after prompts of one length; return a row of new tokens for each, on the host."""
+    (memory, memory_mask), (choose, stop) = of_memory, choice
     xp, lead = _arrays.namespace(tokens), tuple(tokens.shape[:-1])
     device, dtype = array_api_compat.device(tokens), tokens.dtype
     found = np.empty((math.prod(lead), number), np.int64)
@@ -324,10 +358,43 @@ def generate(
             found[ended, i] = stop
             ended |= found[:, i] == stop
             if ended.all():
-                found = found[:, : i + 1]
-                break
+                return found[:, : i + 1]
         last = xp.asarray(found[:, i].reshape(*lead, 1), dtype=dtype, device=device)
-    return xp.asarray(found.reshape(*lead, found.shape[1]), dtype=dtype, device=device)
+    return found
+
+
+def _by_length(tokens: Array, key_mask: Array) -> Iterator[tuple[NDArray[np.int64], Array]]:
+    """Yield the sequences with each number of tokens, and these tokens without padding."""
+    xp, device, shape = _arrays.namespace(tokens), array_api_compat.device(tokens), tokens.shape
+    mask = _checks.check_key_mask(key_mask, tokens[..., None], xp, query_len=None, of="key")
+    held = np.broadcast_to(_arrays.to_numpy(mask)[..., 0], shape).reshape(-1, shape[-1])
+    lengths = held.sum(-1)
+    if not lengths.all():
+        row = int(np.argmin(lengths))
+        message = f"key_mask must leave a token of each sequence, got none of sequence {row}"
+        raise ValueError(message)
+    flat = xp.reshape(tokens, (math.prod(shape),))
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        places = np.nonzero(held[rows])[1].reshape(len(rows), length) + rows[:, None] * shape[-1]
+        prompts = xp.take(flat, xp.asarray(places.ravel(), device=device))
+        yield rows, xp.reshape(prompts, places.shape)
+
+
+def _rows_of(
+    of_memory: tuple[Any, Any], rows: NDArray[np.int64], shape: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """Return the memory and its mask for some sequences of the batch."""
+    found = []
+    for array, ndim in zip(of_memory, (2, 1), strict=True):
+        if array is None or array.ndim == ndim:
+            found.append(array)
+            continue
+        xp, device = _arrays.namespace(array), array_api_compat.device(array)
+        array = xp.broadcast_to(array, (*shape[:-1], *array.shape[array.ndim - ndim :]))
+        array = xp.reshape(array, (math.prod(shape[:-1]), *array.shape[array.ndim - ndim :]))
+        found.append(xp.take(array, xp.asarray(rows, device=device), axis=0))
+    return found[0], found[1]
 
 
 def _check_holds_all(tokens: Array, num: int) -> None:
@@ -411,7 +478,7 @@ def _model(
     """All tokens at once; the pullback serves only what is differentiated."""
     of_embedding, _, of_decoder = _parts(params)
     added, chosen = _chosen(options)
-    x, pull_embedding = embedding_vjp(of_embedding, tokens, positions=added)
+    x, pull_embedding = embedding_vjp(of_embedding, tokens, **added)
     y, pull_decoder = _blocks.stack(
         of_decoder, x, memory, chosen, masks, differentiate=differentiate
     )
@@ -441,14 +508,16 @@ def _stream(
     of_embedding, _, of_decoder = _parts(params)
     added, chosen = _chosen(options)
     start = 0 if state is None else state.length
-    x = embedding_vjp(of_embedding, tokens, positions=added, start=start)[0]
+    x = embedding_vjp(of_embedding, tokens, start=start, **added)[0]
     return _blocks.stream_stack(of_decoder, x, memory, chosen, masks, state)
 
 
-def _chosen(options: ModelOptions) -> tuple[Any, _blocks.Options]:
-    """Positions that are added to the embedding, and options of the layers."""
+def _chosen(options: ModelOptions) -> tuple[dict[str, Any], _blocks.Options]:
+    """Options of the embedding, and of the layers."""
     chosen: dict[str, Any] = {**options}
-    added = chosen.pop("positions", None) if options.get("positions") == "sinusoidal" else None
+    added: dict[str, Any] = {"scale": chosen.pop("embedding_scale", 1.0)}
+    if options.get("positions") == "sinusoidal":
+        added["positions"] = chosen.pop("positions")
     return added, _blocks.options_of(**chosen)
 
 
