@@ -10,12 +10,14 @@ counts of rejections that a binomial distribution exceeds with less than 1e-9.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import estimators
 from linattn.testing import UntestableError, assert_estimator, assert_unbiased, draws_for
 from linattn.testing.statistics import at_most_test, mean_bound
 from linattn.typing import Features
@@ -222,6 +224,21 @@ class TestRates:
             missed += 1
         # More than 6 of 30 at 1 % happen with a probability below 1e-8.
         assert missed <= 6
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", estimators.KINDS)
+def test_rates_of_six_kinds(kind):
+    """As `benchmarks/estimators.py`, in small; the limits are exceeded with less than 1e-9."""
+    rejected, found = estimators.rates(estimators.KINDS[kind], runs=100, num_planted=40)
+    assert rejected <= 23
+    assert found >= 32
+
+
+def test_the_page_needs_no_other_knowledge():
+    page = Path(__file__).parents[1].joinpath("docs", "estimators.md").read_text(encoding="utf-8")
+    paragraphs = page.strip().split("\n\n")
+    assert not any("attention" in paragraph.lower() for paragraph in paragraphs[:-2])
 
 
 def test_the_bound_of_a_mean_is_where_the_test_of_it_turns():

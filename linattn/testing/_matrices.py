@@ -59,7 +59,7 @@ def haar(
     rotations : bool, optional
         Whether all determinants are 1: uniform on rotations alone. Default False.
     num_draws, false_alarm, rng, on_fail
-        See the module.
+        See :mod:`linattn.testing.batteries`.
 
     Returns
     -------
@@ -67,10 +67,8 @@ def haar(
 
     Raises
     ------
-    AssertionError
-        A check failed.
-    TypeError, ValueError
-        Not such a function; a draw of another shape.
+    AssertionError, TypeError, ValueError
+        See :mod:`linattn.testing.batteries`.
 
     Notes
     -----
@@ -210,7 +208,7 @@ def isotropic(
     shapes : sequence of (int, int), optional
         (num, dim) to try.
     num_draws, false_alarm, rng, on_fail
-        See the module.
+        See :mod:`linattn.testing.batteries`.
 
     Returns
     -------
@@ -219,10 +217,8 @@ def isotropic(
 
     Raises
     ------
-    AssertionError
-        A check failed.
-    TypeError, ValueError
-        Not such a function; arguments as :func:`linattn.testing.assert_gaussian_rows`.
+    AssertionError, TypeError, ValueError
+        See :mod:`linattn.testing.batteries`.
 
     Notes
     -----

@@ -48,7 +48,7 @@ def trace(
     kurtosis : float, optional
         Of an estimate. Default 25.
     num_draws, false_alarm, rng, on_fail
-        See the module.
+        See :mod:`linattn.testing.batteries`.
 
     Returns
     -------
@@ -58,10 +58,8 @@ def trace(
 
     Raises
     ------
-    AssertionError
-        A check failed.
-    TypeError, ValueError
-        Not such a function; arguments as :func:`linattn.testing.assert_estimator`.
+    AssertionError, TypeError, ValueError
+        See :mod:`linattn.testing.batteries`.
 
     Examples
     --------
@@ -120,7 +118,7 @@ def stochastic_rounding(
         What it rounds to; or ``grid(x)``, which returns the neighbours ``x_- <= x <= x_+``, equal
         where x is on the grid. Default "bfloat16".
     num_draws, false_alarm, rng, on_fail
-        See the module.
+        See :mod:`linattn.testing.batteries`.
 
     Returns
     -------
@@ -128,10 +126,8 @@ def stochastic_rounding(
 
     Raises
     ------
-    AssertionError
-        A check failed.
-    TypeError, ValueError
-        Not such a function; an unknown grid.
+    AssertionError, TypeError, ValueError
+        See :mod:`linattn.testing.batteries`; an unknown grid.
 
     Notes
     -----

@@ -66,7 +66,7 @@ def sketch(
     kurtosis : float, optional
         Of an inner product; for a sketch into m buckets it is m. Default 25.
     num_draws, false_alarm, rng, on_fail
-        See the module.
+        See :mod:`linattn.testing.batteries`.
 
     Returns
     -------
@@ -74,10 +74,8 @@ def sketch(
 
     Raises
     ------
-    AssertionError
-        A check failed.
-    TypeError, ValueError
-        Not such a function; arguments as :func:`linattn.testing.assert_estimator`.
+    AssertionError, TypeError, ValueError
+        See :mod:`linattn.testing.batteries`.
 
     Notes
     -----
@@ -137,7 +135,7 @@ def quantizer(
     kurtosis : float, optional
         Of an inner product. Default 25.
     num_draws, false_alarm, rng, on_fail
-        See the module.
+        See :mod:`linattn.testing.batteries`.
 
     Returns
     -------
@@ -145,10 +143,8 @@ def quantizer(
 
     Raises
     ------
-    AssertionError
-        A check failed.
-    TypeError, ValueError
-        Not such a function; arguments as :func:`linattn.testing.assert_estimator`.
+    AssertionError, TypeError, ValueError
+        See :mod:`linattn.testing.batteries`.
 
     Notes
     -----
@@ -239,7 +235,7 @@ def normalized(
     kurtosis : float, optional
         Of a quotient. Default 25.
     num_draws, false_alarm, rng, on_fail
-        See the module.
+        See :mod:`linattn.testing.batteries`.
 
     Returns
     -------
@@ -247,10 +243,8 @@ def normalized(
 
     Raises
     ------
-    AssertionError
-        A check failed.
-    TypeError, ValueError
-        Not such a function; arguments as :func:`linattn.testing.assert_estimator`.
+    AssertionError, TypeError, ValueError
+        See :mod:`linattn.testing.batteries`.
 
     Notes
     -----
