@@ -227,6 +227,7 @@ def large() -> None:
         "sinkhorn": updates,
         "apply": lambda: plan.apply(y),
     }
+    log_sum_exp(x[:9], y[:9], bandwidth=0.5)  # modules that a first call imports are no arrays
     for name, call in calls.items():
         begin = process_time()
         mebibytes = peak(call)

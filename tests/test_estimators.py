@@ -123,6 +123,7 @@ class TestRefusals:
     def test_too_few_draws_say_how_many_would_do(self):
         for count, noise in (
             (80, {"variance": 4.0}),
+            (150, {"variance": 4.0}),
             (20, {"kurtosis": 9}),
             (2, {"bounds": (0, 1e3)}),
         ):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 from scipy.special import logsumexp, ndtri
@@ -100,10 +100,11 @@ def test_log_sums_on_every_library(xp, dtype):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @settings(max_examples=60)
+@example(seed=0, n=6, d=20, bandwidth=0.01, log_scale=0, shift=0.0)  # an order of its own in a BLAS
 @given(
     seed=st.integers(0, 1000),
     n=st.integers(1, 70),
-    d=st.sampled_from([1, 2, 3, 5, 8, 20, 40]),
+    d=st.sampled_from([1, 2, 3, 5, 8, 9, 14, 20, 40]),
     bandwidth=st.sampled_from([0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]),
     log_scale=st.integers(-30, 30),
     shift=st.sampled_from([0.0, 3.0, 1000.0]),
@@ -118,8 +119,6 @@ def test_log_sums_keep_all_digits(dtype, seed, n, d, bandwidth, log_scale, shift
     found = log_sum_exp(x, y, bandwidth=h, weights=weights)
     # The centre is subtracted from points that are this much larger.
     tolerance = TOLERANCE[dtype] * max(1, (shift if dtype == "float64" else 0) / bandwidth / 100)
-    # A product of many coordinates is summed in an order of its own.
-    tolerance *= 100 if d >= 20 and bandwidth < 0.1 else 1
     assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 

@@ -24,6 +24,9 @@ __all__ = [
     "with_mean_zero",
 ]
 
+LANES = 8
+"""Products of two rows that a BLAS may add apart from each other."""
+
 
 def check_points(**named: Any) -> tuple[ModuleType, list[Array], Any]:
     """Check arrays of points, and return them as they are computed with, and their dtype.
@@ -180,12 +183,13 @@ def _clipped(u: Array) -> Array:
 
 
 def _factors(u: Array, *, is_key: bool) -> Array:
-    r"""Return rows whose inner products are ``-|u - v|^2 / 2``, (..., n, 3 d + 4).
+    r"""Return rows whose inner products are ``-|u - v|^2 / 2``, (..., n, 3 d + 4) or some more.
 
     ``u.v - |u|^2 / 2 - |v|^2 / 2`` loses digits where u and v are long and near. So each
     coordinate is split into a few leading bits a and the rest r, ``u = a + r``. Products of leading
     bits are exact and come first, so that ``a.b - |a|^2 / 2 - |b|^2 / 2`` is rounded nowhere; what
-    is added is small. Rump, Ogita and Oishi, "Accurate Floating-Point Summation Part I" (2008),
+    is added is small. A BLAS may add every eighth product on its own, so that above eight
+    coordinates squares are summed in the same way: each of the eight sums is then small too. Rump, Ogita and Oishi, "Accurate Floating-Point Summation Part I" (2008),
     algorithm 3.2, is the split.
     """
     xp = _arrays.namespace(u)
@@ -196,9 +200,11 @@ def _factors(u: Array, *, is_key: bool) -> Array:
     sigma = xp.sum(xp.abs(u), axis=-1, keepdims=True) * (3.0 * 2.0 ** (bits - leading - 1))
     a = (u + sigma) - sigma
     r = u - a
-    unit = xp.ones_like(u[..., :1])
-    exact = -xp.sum(a * a, axis=-1, keepdims=True) / 2
     small = -xp.sum(a * r + r * r / 2, axis=-1, keepdims=True)
+    lanes = LANES if u.shape[-1] > LANES else 1
+    padded = joined([a, a[..., : -u.shape[-1] % lanes] * 0]) if lanes > 1 else a
+    exact = -sum(padded[..., i : i + lanes] ** 2 for i in range(0, padded.shape[-1], lanes)) / 2
+    units, unit = xp.ones_like(exact), xp.ones_like(small)
     if is_key:
-        return joined([a, exact, unit, r, u, small, unit])
-    return joined([a, unit, exact, a, r, unit, small])
+        return joined([padded, exact, units, r, u, small, unit])
+    return joined([padded, units, exact, a, r, unit, small])
