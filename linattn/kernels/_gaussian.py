@@ -188,9 +188,9 @@ def _factors(u: Array, *, is_key: bool) -> Array:
     ``u.v - |u|^2 / 2 - |v|^2 / 2`` loses digits where u and v are long and near. So each
     coordinate is split into a few leading bits a and the rest r, ``u = a + r``. Products of leading
     bits are exact and come first, so that ``a.b - |a|^2 / 2 - |b|^2 / 2`` is rounded nowhere; what
-    is added is small. A BLAS may add every eighth product on its own, so that above eight
-    coordinates squares are summed in the same way: each of the eight sums is then small too. Rump, Ogita and Oishi, "Accurate Floating-Point Summation Part I" (2008),
-    algorithm 3.2, is the split.
+    is added is small. A BLAS may add every eighth product apart from the others: above eight
+    coordinates, squares are summed in the same way, and each of the eight sums ends small. Rump,
+    Ogita and Oishi, "Accurate Floating-Point Summation Part I" (2008), algorithm 3.2, is the split.
     """
     xp = _arrays.namespace(u)
     bits = 53 if u.dtype == xp.float64 else 24

@@ -10,8 +10,8 @@ is known in closed form, ``kurtosis`` is an upper bound of ``E (X - mu)^4 / Var(
 by default 25.
 
 Every battery raises AssertionError where a check fails, with the whole table; TypeError for what is
-not such a function; ValueError for draws of another shape, another ``on_fail``, and numbers that
-:func:`linattn.testing.assert_estimator` refuses.
+not such a function; ValueError for draws of another shape, another ``on_fail``, and whatever
+:func:`linattn.testing.assert_estimator` raises it for.
 """
 
 from __future__ import annotations
