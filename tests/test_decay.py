@@ -1,7 +1,7 @@
 """Decay: against the oracle at every strength, states in their order, and what it may not be."""
 
 # Tests call with star arguments, and with what types forbid.
-# mypy: disable-error-code="arg-type, attr-defined, call-arg, call-overload, misc"
+# mypy: disable-error-code="operator, arg-type, attr-defined, call-arg, call-overload, misc"
 
 from __future__ import annotations
 
