@@ -243,8 +243,8 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     state of the keys, and gradients of keys and values by a walk over the state of the queries.
     Causal walks go over segments in parallel. Products are of bfloat16 (queries, keys and the
     projection in the dtype of the inputs) and accumulated in float32; gradients of heads that share
-    an argument are rounded to its dtype before they are summed. With more than 64 values gradients of
-    queries, then of keys, are summed from partial ones in float32, one for each 64.
+    an argument are rounded to its dtype before they are summed. With more than 64 values gradients
+    of queries, then of keys, are summed from partial ones in float32, one for each 64.
 
     The host waits for a flag at the end: where rows were rejected, or a gradient is not finite, the
     call is declined, and generic code computes all gradients.
