@@ -146,13 +146,13 @@ def options_of(
     positions: Any = None,
     norm: Norm = "layer_norm",
     eps: float = 1e-5,
-    **others: Any,
+    **more: Any,
 ) -> Options:
     """Give what was not chosen its default."""
     check_norm(norm)
     cross = attention if cross_attention is None else cross_attention
     heads = Heads(num_heads, attention, positions, eps), Heads(num_heads, cross, eps=eps)
-    options = Options(*heads, partial(NORMS[norm], eps=eps), **others)
+    options = Options(*heads, partial(NORMS[norm], eps=eps), **more)
     if options.parallel and not options.norm_first:
         message = (
             f"norm_first must be True with parallel=True, got {options.norm_first!r}: sublayers "
