@@ -1,0 +1,22 @@
+"""Attention for torch's autograd that keeps nothing but its arguments for the backward pass."""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch
+except ImportError as error:
+    message = "linattn.interop.torch needs torch, which is not installed: pip install torch"
+    raise ImportError(message) from error
+
+from linattn.interop.torch import _kinds as _kinds
+from linattn.interop.torch import _vmap as _vmap
+from linattn.interop.torch._module import Attention
+from linattn.interop.torch.functions import (
+    linear_attention,
+    linear_recurrence,
+    softmax_attention,
+)
+
+__all__ = ["Attention", "linear_attention", "linear_recurrence", "softmax_attention"]
+
+del _torch

@@ -1,0 +1,225 @@
+"""A module with the weights of `torch.nn.MultiheadAttention`, on any feature map."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from linattn import _checks
+from linattn.interop.torch.functions import linear_attention, softmax_attention
+from linattn.typing import Array, FeatureMap, State
+
+__all__ = ["Attention"]
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    r"""Multi-head attention with the weights of ``torch.nn.MultiheadAttention``.
+
+    .. math::
+        y = W_o \, \mathrm{concat}_h \, A(W_q x, W_k x', W_v x'')_h + b_o
+
+    ``A`` is softmax attention, or linear attention of a feature map. Letters: ``L`` queries, ``S``
+    keys, ``E`` embedding dim.
+
+    Parameters
+    ----------
+    embed_dim : int
+        E, a multiple of ``num_heads``.
+    num_heads : int
+        Each head has dim ``E / num_heads``.
+    attention : FeatureMap or "softmax", optional
+        Default ``"softmax"``. The parameters of a map are not trained.
+    bias : bool, optional
+        As for ``torch.nn.MultiheadAttention``. Default True.
+    device, dtype : optional
+        Of the weights.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``embed_dim`` is no multiple of ``num_heads``, or the map has another dim; in a call as
+        :func:`linear_attention` and :func:`softmax_attention`; a state with softmax attention.
+
+    Notes
+    -----
+    ``load_state_dict`` takes the weights of a ``torch.nn.MultiheadAttention`` without ``kdim``,
+    ``vdim`` and ``add_bias_kv``. A map is saved under ``feature_map._extra_state`` as tensors and
+    numbers, and loading puts it in the place of the module's map.
+
+    Unlike ``torch.nn.MultiheadAttention``, the batch is the first axis, a call returns no weights,
+    and there is no dropout.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from linattn.feature_maps import PositiveFeatures
+    >>> from linattn.interop.torch import Attention
+    >>> attention = Attention(64, 4, PositiveFeatures(16, 64, rng=0))
+    >>> attention(torch.randn(2, 100, 64), is_causal=True).shape
+    torch.Size([2, 100, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention: FeatureMap | Literal["softmax"] = "softmax",
+        *,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = _checks.check_positive_int("embed_dim", embed_dim)
+        self.num_heads = _checks.check_positive_int("num_heads", num_heads)
+        head_dim, rest = divmod(embed_dim, num_heads)
+        if rest:
+            message = f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
+            raise ValueError(message)
+        self.feature_map = None if attention == "softmax" else _Map(attention, head_dim)
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **like))
+        in_bias = nn.Parameter(torch.zeros(3 * embed_dim, **like)) if bias else None
+        self.register_parameter("in_proj_bias", in_bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **like)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Array,
+        key: Array | None = None,
+        value: Array | None = None,
+        *,
+        key_padding_mask: Array | None = None,
+        is_causal: bool = False,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Attend.
+
+        Parameters
+        ----------
+        query : Tensor, (..., L, E)
+            Tokens.
+        key, value : Tensor, (..., S, E), optional
+            Default ``query``, and ``key``.
+        key_padding_mask : Tensor, (..., S), optional
+            As for ``torch.nn.MultiheadAttention``: True for keys to ignore, or floating numbers
+            that are added to the scores of the key.
+        is_causal : bool, optional
+            Query i sees no key after i.
+        state : State, optional
+            What an earlier call returned; feature maps only. These tokens come after its tokens.
+        return_state : bool, optional
+            Also return the state after these tokens.
+
+        Returns
+        -------
+        Tensor, (..., L, E), or the tuple ``(output, state)``
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            self._split(nn.functional.linear(x, weight, bias))
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+        options: dict[str, Any] = {"is_causal": is_causal}
+        if key_padding_mask is not None:
+            mask = key_padding_mask[..., None, :]
+            is_bool = mask.dtype == torch.bool
+            options["key_mask" if is_bool else "key_bias"] = ~mask if is_bool else mask
+        after = None
+        if self.feature_map is not None:
+            options |= {"initial_state": state, "return_state": True}
+            output, after = linear_attention(q, k, v, self.feature_map.map, **options)
+        elif state is not None or return_state:
+            message = (
+                "state must be None and return_state False with softmax attention, which has no "
+                "state of a fixed size, got others; give the module a feature map"
+            )
+            raise ValueError(message)
+        else:
+            output = softmax_attention(q, k, v, **options)
+        output = self.out_proj(output.transpose(-2, -3).flatten(-2))
+        return (output, after) if return_state else output
+
+    def _split(self, x: Array) -> Array:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+
+
+class _Map(nn.Module):  # type: ignore[misc]
+    """A feature map as part of a module, in its state dict."""
+
+    def __init__(self, feature_map: Any, head_dim: int) -> None:
+        super().__init__()
+        dim = getattr(feature_map, "dim", head_dim)
+        if dim not in (None, head_dim):
+            message = f"attention must have the dim of a head, {head_dim}, got {feature_map!r}"
+            raise ValueError(message)
+        self.map = feature_map
+        self.register_load_state_dict_pre_hook(_keep_own_map)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return _packed_map(self.map)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.map = _unpacked_map(state, self.map)
+
+
+def _keep_own_map(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    """Let weights without a map be loaded: those of torch's module."""
+    state_dict.setdefault(f"{prefix}_extra_state", module.get_extra_state())
+
+
+def _packed_map(feature_map: Any) -> dict[str, Any]:
+    """Return a map as tensors and numbers, which ``torch.load`` takes with ``weights_only``."""
+    parts = feature_map.__getstate__()
+    return {"class": type(feature_map).__qualname__, **{n: _packed(a) for n, a in parts.items()}}
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if hasattr(value, "fingerprint"):
+        return _packed_map(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple):
+        return tuple(map(_packed, value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    message = (
+        f"the parameters of a feature map in a state dict must be arrays, numbers, texts or maps, "
+        f"got {type(value).__name__}; save the weights without it and pickle the map"
+    )
+    raise TypeError(message)
+
+
+def _unpacked_map(packed: dict[str, Any], like: Any) -> Any:
+    """Return the map that was packed; ``like``: one of its class."""
+    if packed["class"] != type(like).__qualname__:
+        message = (
+            f"the state dict must be of a module with a {type(like).__qualname__}, got "
+            f"{packed['class']}; make the module with a map of this class"
+        )
+        raise ValueError(message)
+    parts = {n: _unpacked(a, getattr(like, n, None)) for n, a in packed.items() if n != "class"}
+    kind: Any = type(like)
+    found = kind.__new__(kind)
+    found.__setstate__(parts)
+    return found
+
+
+def _unpacked(value: Any, like: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy(force=True).copy()
+    if isinstance(value, dict):
+        return _unpacked_map(value, like)
+    return value

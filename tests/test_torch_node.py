@@ -1,0 +1,315 @@
+"""What torch does with `linattn.interop.torch`: the table of docs/from_torch.md."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn import State, feature_maps
+
+pytestmark = pytest.mark.frameworks
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+interop: Any = pytest.importorskip("linattn.interop.torch", reason="torch is not installed")
+
+plain: Any = linattn.linear_attention
+PHI = feature_maps.PositiveFeatures(4, 16, rng=0)
+generator = torch.Generator().manual_seed(0)
+QKV = list(torch.randn(3, 2, 9, 4, dtype=torch.float64, generator=generator) / 2)
+GATE, BETA = torch.rand(2, 2, 9, dtype=torch.float64, generator=generator)
+
+
+def _linear(is_causal: bool) -> Any:
+    return lambda *qkv: interop.linear_attention(*qkv, PHI, is_causal=is_causal)
+
+
+def _softmax(is_causal: bool) -> Any:
+    return lambda *qkv: interop.softmax_attention(*qkv, is_causal=is_causal)
+
+
+def _recurrence(rule: str) -> Any:
+    def attend(*qkv: Any) -> Any:
+        length, like = qkv[0].shape[-2], {"device": qkv[0].device}
+        gates: dict[str, Any] = {}
+        if "gated" in rule:
+            gates["log_decay"] = -GATE[:, :length].to(**like)
+        if "delta" in rule:
+            gates["beta"] = BETA[:, :length].to(**like)
+        return interop.linear_recurrence(*qkv, update_rule=rule, **gates)
+
+    return attend
+
+
+CALLS: dict[str, Any] = {
+    "linear": _linear(False),
+    "linear, causal": _linear(True),
+    "softmax": _softmax(False),
+    "softmax, causal": _softmax(True),
+    **{f"recurrence {rule}": _recurrence(rule) for rule in ("gated", "gated_delta")},
+}
+
+
+def agree(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def eager(call: Any, given: Any = QKV) -> Any:
+    """Output, and gradients of the sum of its squares."""
+    leaves = [array.clone().requires_grad_() for array in given]
+    output = call(*leaves)
+    return output.detach(), torch.autograd.grad((output**2).sum(), leaves)
+
+
+def squares(call: Any) -> Any:
+    return lambda *qkv: (call(*qkv) ** 2).sum()
+
+
+def _eager(call: Any) -> None:
+    """By finite differences."""
+    leaves = [array[:1, :3].clone().requires_grad_() for array in QKV]
+    assert torch.autograd.gradcheck(squares(lambda *qkv: call(*qkv)[:1]), leaves, fast_mode=True)
+
+
+def _compiled(call: Any) -> None:
+    agree(eager(torch.compile(call, fullgraph=True, backend="aot_eager")), eager(call))
+
+
+def _exported(call: Any) -> None:
+    class Module(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, *qkv: Any) -> Any:
+            return call(*qkv)
+
+    program = torch.export.export(Module(), tuple(QKV))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("linattn.attend.default") == 1
+    agree(program.module()(*QKV), call(*QKV))
+
+
+def _grad(call: Any) -> None:
+    agree(torch.func.grad(squares(call), argnums=(0, 1, 2))(*QKV), eager(call)[1])
+
+
+def _several() -> tuple[tuple[Any, ...], Any, list[Any]]:
+    """Axes, arrays with a batch along one axis of two of them, and its elements."""
+    query, key, value = QKV
+    queries, values = (torch.stack([a, -a, 2 * a], -1) for a in (query, value))
+    ones = [(queries[..., i], key, values[..., i]) for i in range(3)]
+    return (-1, None, -1), (queries, key, values), ones
+
+
+def _vmap(call: Any) -> None:
+    axes, given, ones = _several()
+    agree(torch.func.vmap(call, axes)(*given), torch.stack([call(*one) for one in ones]))
+
+
+def _vmap_of_grad(call: Any) -> None:
+    axes, given, ones = _several()
+    gradient = torch.func.grad(squares(call), argnums=(0, 1, 2))
+    want = tuple(map(torch.stack, zip(*(eager(call, one)[1] for one in ones), strict=True)))
+    agree(torch.func.vmap(gradient, axes)(*given), want)
+
+
+def _jacrev(call: Any) -> None:
+    query, key, value = (array[:, :4] for array in QKV)
+
+    def first(query: Any) -> Any:
+        return call(query, key, value)[0, -1]
+
+    agree(torch.func.jacrev(first)(query), torch.autograd.functional.jacobian(first, query))
+
+
+def _checkpointed(call: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    agree(eager(lambda *qkv: checkpoint(call, *qkv, use_reentrant=False)), eager(call))
+
+
+def _autocast(call: Any) -> None:
+    given = [array.float() for array in QKV]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, gradients = eager(call, given)
+    assert output.dtype == torch.bfloat16
+    narrow = eager(call, [array.bfloat16() for array in given])
+    agree((output, gradients), (narrow[0], tuple(array.float() for array in narrow[1])))
+
+
+def _inference(call: Any) -> None:
+    with torch.inference_mode():
+        output = call(*QKV)
+    agree(output, call(*QKV))
+
+
+def _meta(call: Any) -> None:
+    output = call(*(array.to("meta") for array in QKV))
+    assert (output.device.type, output.shape, output.dtype) == ("meta", (2, 9, 4), torch.float64)
+
+
+def _fake(call: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        output = call(*map(mode.from_tensor, QKV))
+    assert (output.shape, output.dtype) == ((2, 9, 4), torch.float64)
+
+
+RUNS: dict[str, Callable[[Any], None]] = {
+    "eager": _eager,
+    "`torch.compile(fullgraph=True)`": _compiled,
+    "`torch.export`": _exported,
+    "`torch.func.grad`": _grad,
+    "`torch.func.vmap`": _vmap,
+    "`vmap` of `grad`": _vmap_of_grad,
+    "`torch.func.jacrev`": _jacrev,
+    "checkpointing": _checkpointed,
+    "autocast": _autocast,
+    "`inference_mode`": _inference,
+    "meta tensors": _meta,
+    "fake tensors": _fake,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("run", RUNS)
+def test_torch_runs(run, name):
+    RUNS[run](CALLS[name])
+
+
+def test_the_page_shows_what_runs():
+    page = (Path(__file__).parents[1] / "docs" / "from_torch.md").read_text()
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+    assert set(RUNS) <= set(rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_inductor_takes_the_node_as_it_is():
+    """Without another operation there is nothing for a C++ compiler to do."""
+    call = CALLS["linear, causal"]
+    agree(torch.compile(call, fullgraph=True)(*QKV), call(*QKV))
+
+
+def test_plain_functions_can_be_differentiated_twice():
+    """The node refuses it; test_interop.py."""
+    leaves = [array[:1, :3].clone().requires_grad_() for array in QKV]
+    assert torch.autograd.gradgradcheck(lambda *qkv: plain(*qkv, PHI), leaves, fast_mode=True)
+
+
+OPTIONS: list[Any] = [
+    {"is_causal": True},
+    {"is_causal": True, "log_decay": -0.1},
+    {"is_causal": True, "log_decay": -GATE},
+    {"is_causal": True, "cu_seqlens": (0, 4, 9)},
+    {"key_bias": GATE, "key_mask": torch.arange(9) < 7, "normalize": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: list(options)[-1])
+def test_a_compiled_stream_is_the_eager_one(options):
+    def stream(*qkv: Any, state: Any) -> Any:
+        for _ in range(2):
+            output, state = interop.linear_attention(
+                *qkv, PHI, initial_state=state, return_state=True, **options
+            )
+        return output, state
+
+    torch.compiler.reset()
+    compiled = torch.compile(stream, fullgraph=True, backend="aot_eager")
+    state = None
+    for _ in range(2):
+        (got, after), (want, state) = (run(*QKV, state=state) for run in (compiled, stream))
+        agree(got, want)
+        assert isinstance(after, State)
+        assert after[2:4] == state[2:4]
+        assert after.num_sequences == state.num_sequences
+        for name in ("kvz", "log_scale", "log_decay"):
+            if getattr(state, name) is not None:
+                agree(getattr(after, name), getattr(state, name))
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"key_lengths": torch.tensor([9, 5])}], ids=repr)
+def test_a_batch_of_any_arguments_is_one_at_a_time(options):
+    """States of calls that are stacked, and gradients by every tensor of the call."""
+    names = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
+
+    def attend(query: Any, *rest: Any) -> Any:
+        given = {**options, **dict(zip(names, rest, strict=True))}
+        output, state = interop.linear_attention(query, *QKV[1:], PHI, return_state=True, **given)
+        return output.sum() + (state.kvz * state.kvz).sum(), state.kvz
+
+    sources = [QKV[0], *(options[name] for name in names)]
+    batches = [torch.stack([array, array]) for array in sources]
+    floats = tuple(i for i, array in enumerate(sources) if array.is_floating_point())
+    gradient = torch.func.grad(attend, argnums=floats, has_aux=True)
+    got, want = torch.func.vmap(gradient)(*batches), gradient(*sources)
+    agree(got[1], torch.stack([want[1]] * 2))
+    agree(got[0], tuple(torch.stack([array] * 2) for array in want[0]))
+
+
+def test_a_traced_call_that_is_not_known_says_so():
+    from linattn.interop.torch._node import attend
+
+    with pytest.raises(RuntimeError, match="must be known in this process, got 'elsewhere'"):
+        attend(QKV, 0, "elsewhere")
+
+
+def test_eager_calls_leave_nothing_behind():
+    from linattn.interop.torch import _node
+
+    before = len(_node._live), len(_node._traced)
+    for _ in range(3):
+        eager(CALLS["linear"])
+    assert (len(_node._live), len(_node._traced)) == before
+
+
+# The module -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_the_module_is_that_of_torch(mask):
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    ours = interop.Attention(8, 2)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x, y = torch.randn(2, 3, 5, 8)
+    ignored = None
+    if mask is not None:
+        ignored = torch.tensor([[False] * 3 + [True] * 2] * 3)
+        ignored = ignored if mask == "bool" else torch.randn(3, 5).masked_fill(ignored, -torch.inf)
+    agree(ours(x, y, key_padding_mask=ignored), theirs(x, y, y, key_padding_mask=ignored)[0])
+
+
+def test_the_module_saves_its_map():
+    torch.manual_seed(0)
+    ours, other = (interop.Attention(8, 2, PHI.redraw(seed)) for seed in (1, 2))
+    x = torch.randn(3, 5, 8)
+    with io.BytesIO() as file:
+        torch.save(ours.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file, weights_only=True))
+    agree(other(x), ours(x))
+    assert other.feature_map.map == ours.feature_map.map
+    other.load_state_dict(torch.nn.MultiheadAttention(8, 2).state_dict())
+    with pytest.raises(ValueError, match="must be of a module with a EluFeatures"):
+        interop.Attention(8, 2, feature_maps.EluFeatures()).load_state_dict(ours.state_dict())
+
+
+def test_the_module_streams_copies_and_compiles():
+    torch.manual_seed(0)
+    module = interop.Attention(8, 2, PHI)
+    x = torch.randn(3, 6, 8)
+    whole = module(x, is_causal=True)
+    first, state = module(x[:, :4], is_causal=True, return_state=True)
+    rest = copy.deepcopy(module)(x[:, 4:], is_causal=True, state=state)
+    agree(torch.cat([first, rest], 1), whole)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    agree(compiled(x, is_causal=True), whole)
+    np.testing.assert_equal(len(list(module.parameters())), 4)
+    with pytest.raises(ValueError, match="state must be None and return_state False"):
+        interop.Attention(8, 2)(x, return_state=True)
