@@ -112,6 +112,7 @@ def linear_attention(
     chunk_size: int | None = None,
     exact_window: int | None = None,
     exact_clusters: int | None = None,
+    sinks: int | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> Any:
@@ -198,6 +199,10 @@ def linear_attention(
         the map (see Notes); with a window, keys outside of it. Needs a map that assigns keys to
         landmarks (:class:`linattn.feature_maps.LandmarkFeatures`), no initial state and arrays
         whose values can be inspected. Default: none.
+    sinks : int, optional
+        c: the first c keys of the sequence, of each packed one, count exactly for every query that
+        sees them, as those in its window do; needs `exact_window`, and no initial state. Default:
+        none.
     window_bias : floating array, (..., 2 r + 1), optional
         Log weights of keys by their offset j - i from the query, -r to r, with r at most
         ``exact_window``: those of near keys, as in :func:`softmax_attention`. Default 0.
@@ -312,6 +317,7 @@ def linear_attention(
         want_log=return_log_normalizer,
         exact_window=exact_window,
         exact_clusters=exact_clusters,
+        sinks=sinks,
         window_bias=window_bias,
         far_bias=far_bias,
     )
@@ -387,6 +393,7 @@ def softmax_attention(
     causal_block: int | None = None,
     cu_seqlens: Any = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
+    sinks: int | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
     return_log_normalizer: bool = False,
@@ -418,6 +425,10 @@ def softmax_attention(
         integer is both, None in a pair is no bound, and when causal right is 0. Query i stands at
         position i, with "lower_right" at i + S - L; full and causal attention need L = S. Default:
         no window.
+    sinks : int, optional
+        The first so many keys of the sequence, of each packed one, are seen outside of the window
+        too, as in StreamingLLM; causal queries and those with stops see them where they see keys
+        there at all. Needs `local_window_size`. Default: none.
     window_bias : floating array, (..., 2 r + 1), optional
         c for offsets j - i from -r to r, added to the logits; leading axes (heads) broadcast to
         those of the output. -inf leaves a pair out. Positions as for a window. Default: no bias.
@@ -455,7 +466,8 @@ def softmax_attention(
     Vaswani et al., "Attention Is All You Need" (2017), eq. 1; Rabe and Staats, "Self-attention
     Does Not Need O(n^2) Memory" (2021); Beltagy et al., "Longformer" (2020), for the window;
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
-    Transformer" (2020), section 2.1, for the bias.
+    Transformer" (2020), section 2.1, for the bias; Xiao et al., "Efficient Streaming Language
+    Models with Attention Sinks" (2024), for sinks.
     """
     problem = exact_problem(
         query,
@@ -471,6 +483,7 @@ def softmax_attention(
         causal_block=causal_block,
         cu_seqlens=cu_seqlens,
         local_window_size=local_window_size,
+        sinks=sinks,
         window_bias=window_bias,
         far_bias=far_bias,
         want_log=return_log_normalizer,

@@ -63,7 +63,7 @@ class Scene:
     `stops`: ``(..., L)``, how many leading keys a query sees. `decay`: ``(..., S)``; `counts` says
     how it acts: "causal" between key and query, "full" by distance, "end" from the key to the end.
     `offsets`: a bias ``(..., 2 r + 1)`` and those of either side, ``(...)``. `local`: how many keys
-    to the left and right are seen. `scale` alone, without a map, is softmax attention.
+    to the left and right are seen. `sinks`: the first so many are seen too, and exact. `scale` alone, without a map, is softmax attention.
     """
 
     query: Array
@@ -82,6 +82,7 @@ class Scene:
     clusters: int | None = None
     offsets: tuple[Array, Array, Array] | None = None
     local: tuple[int, int] | None = None
+    sinks: int = 0
     query_start: int = 0
 
 
@@ -287,7 +288,7 @@ def seen_pairs(scene: Scene) -> Array:
     if scene.stops is not None:
         seen = seen & (j < scene.stops[..., None])
     if scene.local is not None:
-        seen = seen & (i - scene.local[0] <= j) & (j <= i + scene.local[1])
+        seen = seen & (((i - scene.local[0] <= j) & (j <= i + scene.local[1])) | (j < scene.sinks))
     if scene.mask is not None:
         seen = seen & scene.mask[..., None, :]
     return seen
@@ -331,19 +332,20 @@ def near_pairs(scene: Scene) -> Array:
     if scene.window is None:
         return np.full((L, S), scene.feature_map is None)
     w, i = scene.window, scene.query_start + np.arange(L)
-    return abs(i[:, None] // w - np.arange(S) // w) <= 1
+    return (abs(i[:, None] // w - np.arange(S) // w) <= 1) | (np.arange(S) < scene.sinks)
 
 
 def chosen_pairs(scene: Scene, log_g: Array) -> tuple[Array, float]:
     """Pairs whose key is in a cluster that the query has chosen, and how close the choice was.
 
     A query chooses by ``s q.b_c + log mean g_j + log(mean |k_j - b_c|^2) / 2``, means over the
-    keys of a cluster that are in no mask.
+    keys of a cluster that are in no mask and are no sinks.
     """
     phi, count = scene.feature_map, min(scene.clusters or 0, scene.feature_map.num_features)
     apart = _distances(phi, scene.key)
     member = apart.argmin(axis=-1)[..., None] == np.arange(phi.landmarks.shape[-2])
     counts = member if scene.mask is None else member & scene.mask[..., None]
+    counts = counts & (np.arange(scene.key.shape[-2]) >= scene.sinks)[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         number = counts.sum(axis=-2, keepdims=True)
         log_mean = log_sum(np.where(counts, real(log_g), -np.inf), -2) - np.log(number)
@@ -507,6 +509,7 @@ def scenes(query: Array, key: Array, value: Array, feature_map: Any, **options: 
         clusters=options.get("exact_clusters"),
         offsets=_offsets(options),
         local=_local(options.get("local_window_size")),
+        sinks=options.get("sinks") or 0,
     )
     if borders is None:
         memory = None if state is None else Memory(state.kvz, state.log_scale, state.length)

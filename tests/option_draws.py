@@ -303,6 +303,7 @@ LINEAR = {
     "window_bias": 1,
     "far_bias": 0.5,
     "exact_clusters": 1.5,
+    "sinks": 1.5,
     "initial_state": 3,
 }
 SOFTMAX = {
@@ -316,6 +317,7 @@ SOFTMAX = {
     "key_lengths": 1,
     "key_bias": 2,
     "local_window_size": 3,
+    "sinks": 1.5,
     "window_bias": 2,
     "far_bias": 1,
     "scale": 1,
@@ -330,7 +332,7 @@ def pick(rng: Rng, table: Mapping[str, float]) -> set[str]:
 
 
 def _linear(rng: Rng, seed: int, names: set[str]) -> Case:
-    if "window_bias" in names:
+    if names & {"window_bias", "sinks"}:
         names |= {"exact_window"}
     case, lead = draw_tokens(rng, seed, "linear", names)
     d, options = case.query.shape[-1], case.options
@@ -339,6 +341,8 @@ def _linear(rng: Rng, seed: int, names: set[str]) -> Case:
     put_rule(rng, names, case, np.broadcast_shapes(*keys))
     if "exact_window" in names:
         options["exact_window"] = int(rng.choice([1, 1, *range(1, 10)]))
+    if "sinks" in names:
+        options["sinks"] = int(rng.integers(0, 7))
     if "exact_clusters" in names:
         options["exact_clusters"] = int(rng.integers(1, 5))
     put_offsets(rng, names, case, out_lead(case, of_map=False), options.get("exact_window", 2))
@@ -386,6 +390,7 @@ def draw_softmax(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     while True:
         names = pick(rng, SOFTMAX)
+        names |= {"local_window_size"} if "sinks" in names else set()
         case, lead = draw_tokens(rng, seed, "softmax", names)
         keys = (case.key.shape[:-2], case.value.shape[:-2])
         put_rule(rng, names, case, np.broadcast_shapes(*keys))
@@ -397,6 +402,8 @@ def draw_softmax(seed: int) -> Case:
             left, right = (int(n) for n in rng.integers(0, 9, 2))
             sizes: list[Any] = [left, (left, right), (left, None), (None, right)]
             case.options["local_window_size"] = sizes[int(rng.integers(4))]
+        if "sinks" in names:
+            case.options["sinks"] = int(rng.integers(0, 7))
         if rng.random() < 0.4:
             case.returns = {"return_log_normalizer": True}
         hide(rng, case)
@@ -543,6 +550,8 @@ def _refused_exact(case: Case) -> list[str]:
         why.append("exact keys of another kernel")
     if "far_bias" in options and "window_bias" not in options:
         why.append("far_bias alone")
+    if options.get("sinks") and "initial_state" in options:
+        why.append("sinks of a stream that has gone on")
     if "exact_clusters" in options and has_stops(case):
         why.append("clusters with stops")
     alone = name != "LandmarkFeatures" or "initial_state" in options or case.is_packed

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.fuzz
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 ARGUMENTS = re.compile(
     r"is_causal|key_|prefix_length|causal_block|cu_seqlens|log_decay|normalize|state|chunk_size|"
-    r"exact_|window_bias|far_bias|local_window_size|query and key|feature_map"
+    r"exact_|sinks|window_bias|far_bias|local_window_size|query and key|feature_map"
 )
 LEAST = {"float64": 1e-300, "float32": 1e-44, "float16": 2.0**-24, "bfloat16": 1e-40}
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}

@@ -1,5 +1,8 @@
-"""Exact windows of one token: what the map gives near pairs is exchanged for their exact weights.
+"""Keys that are exact beside what a walk reads: sinks, and the near keys of windows of one token.
 
+Sinks, the first keys of a sequence, are masked for the walk and added to its rows.
+
+A window of one token: what the map gives near pairs is exchanged for their exact weights.
 The walk without a window reads every key by the map. To its rows the difference of both weights of
 each near pair is added. A block is accepted where that cancels few digits of every row.
 """
@@ -11,23 +14,110 @@ from typing import Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays
+from linattn import _arrays, _generic
+from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
+    add_key_blocks,
     decay_of_rows,
     in_map_coordinates,
     key_blocks,
     raw_tokens,
     token_block,
+    values_and_one_block,
 )
+from linattn._driver.pairs import biased_keys, biased_queries, offset_bias
 from linattn._driver.specs import innermost
+from linattn._generic.decay import decay_since, fade
+from linattn._generic.exact import exact_pairs
 from linattn._generic.features import query_features, row_features
 from linattn._generic.numerics import finite_shift
-from linattn.typing import Array, ColumnNormalized, Partial, Problem, SeparateDenominator, Tokens
+from linattn.typing import (
+    Array,
+    ColumnNormalized,
+    Partial,
+    Problem,
+    SeparateDenominator,
+    State,
+    Tokens,
+)
 
-__all__ = ["Cancelled", "Exchange", "without_window"]
+__all__ = ["Cancelled", "Exchange", "Sinks", "without_sinks", "without_window"]
 
 MAX_SHARE = 4.0
 """Most that near pairs may have weighed by the map, over the row's denominator without them."""
+
+
+def without_sinks(problem: Problem) -> Problem:
+    """Problem whose sinks are masked."""
+    xp, device = problem.xp, array_api_compat.device(problem.key)
+    others = (xp.arange(problem.key.shape[-2], device=device) >= problem.exact.sinks)[:, None]
+    mask = others if problem.weights.key_mask is None else problem.weights.key_mask & others
+    weights, exact = problem.weights._replace(key_mask=mask), problem.exact._replace(sinks=0)
+    return problem.replace(weights=weights, exact=exact)
+
+
+class Sinks(NamedTuple):
+    """The first keys of a sequence, which all queries see exactly that see keys there at all."""
+
+    problem: Problem
+    log_decay: Array | None
+    """Of each key up to its position, ``(..., S, 1)``."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> Sinks:
+        """Sum up how the keys of a problem decay."""
+        if problem.weights.log_decay is None:
+            return cls(problem, None)
+        rows = slice(0, problem.key.shape[-2])
+        return cls(problem, decay_since(decay_of_rows(problem, rows)))
+
+    @property
+    def keys(self) -> slice:
+        """Where the sinks are."""
+        return slice(0, min(self.problem.exact.sinks, self.problem.key.shape[-2]))
+
+    def add(self, rows: slice, part: Partial) -> Partial:
+        """Add sinks to what some queries have read of all other keys."""
+        problem = self.problem
+        spec = problem.query_spec if problem.exact.spec is None else problem.exact.spec
+        spec, query = biased_queries(problem, spec, raw_tokens(problem, "query", rows, 0))
+        key = biased_keys(problem, raw_tokens(problem, "key", self.keys, 0))
+        pairs = values_and_one_block(problem, self.keys), self.visible(rows), self.bias(rows)
+        more = exact_pairs(spec, query, key, *pairs, problem.policy.lazy)
+        return _generic.combine(part, more)
+
+    def visible(self, rows: slice) -> Array:
+        """Which sinks some queries see, ``(n, s)``; None for all."""
+        problem, key = self.problem, np.arange(self.keys.stop)
+        if problem.sees.key_stop is not None:
+            seen = key < problem.sees.key_stop[rows][:, None]
+        elif problem.sees.is_causal:
+            seen = key <= np.arange(rows.start, rows.stop)[:, None] + problem.sees.query_start
+        else:
+            return None
+        device = array_api_compat.device(problem.key)
+        return None if seen.all() else problem.xp.asarray(seen, device=device)
+
+    def bias(self, rows: slice) -> Array:
+        """Log weights of pairs by how far apart they are; None for 0."""
+        if self.log_decay is None:
+            return offset_bias(self.problem, rows, self.keys)
+        xp = self.problem.xp
+        keys = xp.matrix_transpose(self.log_decay[..., self.keys, :])
+        return xp.astype(-xp.abs(self.log_decay[..., rows, :] - keys), self.problem.dtype)
+
+    def added(
+        self, state: State, sinks: State, block_size: int, functions: BlockFunctions
+    ) -> State:
+        """Add sinks to the state of all other keys; ``sinks`` is that of no keys."""
+        problem = self.problem
+        rest = slice(self.keys.stop, problem.key.shape[-2])
+        for after in add_key_blocks(problem, sinks, self.keys, 0, block_size, functions):
+            sinks = after
+        if problem.weights.log_decay is not None:
+            sinks = fade(sinks, problem.xp.sum(decay_of_rows(problem, rest), axis=-2))
+        merged = _generic.merge(state, sinks)
+        return merged._replace(length=state.length)
 
 
 class Cancelled(ArithmeticError):

@@ -45,6 +45,7 @@ class GradientOptions(InteropOptions, total=False):
     """Types of those of :func:`linattn.linear_attention_vjp`."""
 
     exact_window: int | None
+    sinks: int | None
     window_bias: Array | None
     far_bias: tuple[Any, Any] | None
 
@@ -68,6 +69,7 @@ class SoftmaxOptions(TypedDict, total=False):
     causal_block: int | None
     cu_seqlens: Any
     local_window_size: int | tuple[int | None, int | None] | None
+    sinks: int | None
     window_bias: Array | None
     far_bias: tuple[Any, Any] | None
 
@@ -91,6 +93,7 @@ class Options(NamedTuple):
     want_log: Any = False
     exact_window: Any = None
     exact_clusters: Any = None
+    sinks: Any = None
     window_bias: Any = None
     far_bias: Any = None
     local_window_size: Any = None

@@ -26,6 +26,7 @@ from linattn._driver.stamps import check_map_of_state, check_sequences, known_in
 from linattn._driver.weights import (
     check_reach,
     check_relative_bias,
+    check_sinks,
     exact_keys,
     weights_of,
 )
@@ -403,6 +404,7 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     state_lead, lead = _leading_axes(arrays)
     check_stop_axes(sees.key_stop, state_lead)
     sees = with_local_window(given.local_window_size, query, key, sees)
+    sinks = check_sinks(given.sinks, local_window_size=given.local_window_size)
     bias = check_relative_bias(given, query, lead, dtype)
     if bias is not None:
         check_one_sequence("window_bias", sees, query, key)
@@ -419,7 +421,7 @@ def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
         lead=lead,
         sees=sees,
         weights=weights._replace(relative_bias=bias),
-        exact=ExactKeys(),
+        exact=ExactKeys(sinks=0 if sees.left is None else sinks),
         policy=_policy(settings, query),
         want_log=_checks.check_flag("return_log_normalizer", given.want_log),
     )

@@ -29,7 +29,13 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import RowsSoFar, causal_block, rows_from_the_end
 from linattn._driver.clusters import sort_keys
-from linattn._driver.near_keys import Cancelled, Exchange, without_window
+from linattn._driver.near_keys import (
+    Cancelled,
+    Exchange,
+    Sinks,
+    without_sinks,
+    without_window,
+)
 from linattn._driver.softmax import softmax_rows
 from linattn._driver.specs import innermost, read_spec, select_rows
 from linattn._driver.window import window_rows
@@ -259,7 +265,10 @@ def _walk_two_sided(walk: Walk) -> Iterator[State]:
         yield state
 
 
-def _walk_exact(walk: Walk) -> Iterator[None]:
+def _walk_exact(walk: Walk) -> Iterator[State | None]:
+    if walk.problem.exact.sinks:
+        yield from _with_sinks(walk)
+        return
     parts = softmax_rows(walk.problem, walk.block_size, walk.functions)
     for rows, part in parts:
         walk.write(rows, part)
@@ -267,6 +276,9 @@ def _walk_exact(walk: Walk) -> Iterator[None]:
 
 
 def _walk_window(walk: Walk) -> Iterator[State | None]:
+    if walk.problem.exact.sinks:
+        yield from _with_sinks(walk)
+        return
     bare = without_window(walk.problem)
     if bare is not None:
         with suppress(Cancelled):
@@ -276,6 +288,21 @@ def _walk_window(walk: Walk) -> Iterator[State | None]:
     if walk.problem.exact.clusters is not None:
         clusters, _ = sort_keys(walk.problem, state, walk.block_size, walk.functions)
     yield window_rows(walk.problem, state, walk.block_size, walk.functions, walk.write, clusters)
+
+
+def _with_sinks(walk: Walk) -> Iterator[State | None]:
+    """Go through a problem without its sinks, and add them to its rows and its state."""
+    sinks, state = Sinks.of(walk.problem), None
+
+    def write(rows: slice, part: Partial) -> None:
+        walk.write(rows, sinks.add(rows, part))
+
+    others = without_sinks(walk.problem)
+    inner = walk._replace(problem=others, write=write, write_read=None, store=None)
+    for state in WALKS[others.mode](inner):
+        yield state
+    if state is not None:
+        yield sinks.added(state, initial_state(others), walk.block_size, walk.functions)
 
 
 def _walk_exchanged(walk: Walk, bare: Problem) -> Iterator[State | None]:

@@ -25,7 +25,14 @@ from linattn.typing import (
     Weights,
 )
 
-__all__ = ["check_reach", "check_relative_bias", "exact_keys", "mask_and_bias", "weights_of"]
+__all__ = [
+    "check_reach",
+    "check_relative_bias",
+    "check_sinks",
+    "exact_keys",
+    "mask_and_bias",
+    "weights_of",
+]
 
 
 def weights_of(
@@ -195,7 +202,40 @@ def exact_keys(
         _check_clusters(query, feature_map, specs, options)
         count = min(count, feature_map.num_features)
     is_exact = window is not None or count is not None
-    return ExactKeys(window, count, Exact(feature_map.scale) if is_exact else None)
+    spec, sinks = Exact(feature_map.scale) if is_exact else None, _checked_sinks(options)
+    return ExactKeys(window, count, spec, sinks=sinks)
+
+
+def _checked_sinks(options: Options) -> int:
+    """Check sinks beside a map, whose state has no keys one by one."""
+    sinks = check_sinks(options.sinks, exact_window=options.exact_window)
+    if sinks and options.initial_state is not None:
+        message = (
+            f"sinks must be 0 with {options.state_name}, got {options.sinks}: a state has summed "
+            f"up the first keys of its stream; merge_outputs adds them to attention over the others"
+        )
+        raise ValueError(message)
+    return sinks
+
+
+def check_sinks(sinks: Any, **window: Any) -> int:
+    """Check how many first keys are exact, or seen, beside a window of this name."""
+    [(name, given)] = window.items()
+    if hasattr(sinks, "shape") and sinks.shape:
+        message = (
+            f"sinks must be an integer, how many keys from the first one all queries see exactly, "
+            f"got an array of shape {tuple(sinks.shape)}; learned logits of sinks are added to the "
+            f"log normalizer, see return_log_normalizer"
+        )
+        raise TypeError(message)
+    count = 0 if sinks is None else _checks.check_positive_int("sinks", sinks, least=0)
+    if count and given is None:
+        message = (
+            f"sinks must be 0 without {name}, got {sinks}: they are keys outside of a window that "
+            f"are read as those in it"
+        )
+        raise ValueError(message)
+    return count
 
 
 def check_reach(bias: RelativeBias | None, exact_window: int | None) -> None:

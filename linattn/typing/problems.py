@@ -30,6 +30,7 @@ MODIFIERS = (
     "normalize",
     "exact_clusters",
     "key_stop",
+    "sinks",
 )
 """What changes the weights of a problem: where it has one, a whole function is asked only if its
 backend names it among those that it serves (:meth:`Services.modifiers`)."""
@@ -150,6 +151,8 @@ class ExactKeys(NamedTuple):
     choice_rows : int
         Consecutive queries that choose clusters together; how many queries there are, and how many
         a block has, is a multiple. 1 beside a window.
+    sinks : int
+        First keys that are exact beside a window; in softmax attention they are seen outside of it.
     """
 
     window: int | None = None
@@ -157,6 +160,7 @@ class ExactKeys(NamedTuple):
     spec: Exact | None = None
     assigned: Any = None
     choice_rows: int = 1
+    sinks: int = 0
 
 
 class Policy(NamedTuple):
@@ -260,6 +264,7 @@ class Problem:
             None if self.normalize else False,
             self.exact.clusters,
             sees.key_stop,
+            self.exact.sinks or None,
         )
         return [name for name, x in zip(MODIFIERS, values, strict=True) if x is not None]
 
