@@ -82,6 +82,7 @@ def linear_attention_vjp(
     return_state: bool = False,
     chunk_size: int | None = None,
     exact_window: int | None = None,
+    sinks: int | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Pullback]:
@@ -114,7 +115,7 @@ def linear_attention_vjp(
         As for :func:`linattn.linear_attention`.
     return_state : bool, optional
         The first result is then the tuple ``(output, state)``. Default False.
-    exact_window, window_bias, far_bias
+    exact_window, sinks, window_bias, far_bias
         As for :func:`linattn.linear_attention`; biases are constants in the gradient. Not with
         ``log_decay``.
 
@@ -203,6 +204,7 @@ def linear_attention_vjp(
         initial_state=initial_state,
         chunk_size=chunk_size,
         exact_window=exact_window,
+        sinks=sinks,
         window_bias=window_bias,
         far_bias=far_bias,
     )
@@ -232,6 +234,7 @@ def softmax_attention_vjp(
     causal_block: int | None = None,
     cu_seqlens: Any = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
+    sinks: int | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> tuple[ArrayT, Pullback]:
@@ -253,7 +256,7 @@ def softmax_attention_vjp(
         Same library, dtype and device.
     value : array, (..., S, e)
         Same library, dtype and device.
-    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size
+    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size, sinks
         As for :func:`linattn.softmax_attention`.
     key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.softmax_attention`.
@@ -308,6 +311,7 @@ def softmax_attention_vjp(
         cu_seqlens=cu_seqlens,
         key_bias=key_bias,
         local_window_size=local_window_size,
+        sinks=sinks,
         window_bias=window_bias,
         far_bias=far_bias,
     )
@@ -334,15 +338,12 @@ def differentiable_problem(
 
 def _check_window(problem: Problem) -> None:
     """Refuse exact windows beside options through which they are not pulled back."""
-    sees, decay = problem.sees, problem.weights.log_decay
-    one_sequence = problem.query.shape[-2] == problem.key.shape[-2] and sees.query_start == 0
-    covered = one_sequence and sees.key_stop is None and decay is None
+    covered = problem.sees.key_stop is None and problem.weights.log_decay is None
     if problem.exact.window is None or covered:
         return
     message = (
-        f"exact_window must be None for gradients with log_decay, key_stop or queries that are not "
-        f"one sequence with the keys, got {problem.exact.window}; let torch or JAX differentiate "
-        f"linear_attention"
+        f"exact_window must be None for gradients with log_decay or key_stop, got "
+        f"{problem.exact.window}; let torch or JAX differentiate linear_attention"
     )
     raise NotImplementedError(message)
 

@@ -63,7 +63,8 @@ class Scene:
     `stops`: ``(..., L)``, how many leading keys a query sees. `decay`: ``(..., S)``; `counts` says
     how it acts: "causal" between key and query, "full" by distance, "end" from the key to the end.
     `offsets`: a bias ``(..., 2 r + 1)`` and those of either side, ``(...)``. `local`: how many keys
-    to the left and right are seen. `sinks`: the first so many are seen too, and exact. `scale` alone, without a map, is softmax attention.
+    to the left and right are seen. `sinks`: the first so many are seen too, and exact. `scale`
+    alone, without a map, is softmax attention.
     """
 
     query: Array
@@ -288,7 +289,10 @@ def seen_pairs(scene: Scene) -> Array:
     if scene.stops is not None:
         seen = seen & (j < scene.stops[..., None])
     if scene.local is not None:
-        seen = seen & (((i - scene.local[0] <= j) & (j <= i + scene.local[1])) | (j < scene.sinks))
+        left, right = scene.local
+        # A window that ends at the query makes it causal, sinks too.
+        sinks = (j < scene.sinks) & ((right > 0) | (j <= i))
+        seen = seen & (((i - left <= j) & (j <= i + right)) | sinks)
     if scene.mask is not None:
         seen = seen & scene.mask[..., None, :]
     return seen

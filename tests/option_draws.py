@@ -472,8 +472,8 @@ def draw_recurrence(seed: int) -> Case:
 def no_gradient(case: Case) -> bool:
     name = type(case.feature_map).__name__
     columns = name == "SoftmaxFeatures" and not case.options.get("normalize", True)
-    elsewhere = has_stops(case) or case.query.shape[-2] != case.key.shape[-2]
-    window = "exact_window" in case.options and (elsewhere or "log_decay" in case.options)
+    stops = has_stops(case) and case.option != "is_causal"
+    window = "exact_window" in case.options and (stops or "log_decay" in case.options)
     return name in ("RotatedFeatures", "OwnFeatures") or columns or window
 
 

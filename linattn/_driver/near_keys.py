@@ -79,6 +79,8 @@ class Sinks(NamedTuple):
     def add(self, rows: slice, part: Partial) -> Partial:
         """Add sinks to what some queries have read of all other keys."""
         problem = self.problem
+        if not self.keys.stop:
+            return part
         spec = problem.query_spec if problem.exact.spec is None else problem.exact.spec
         spec, query = biased_queries(problem, spec, raw_tokens(problem, "query", rows, 0))
         key = biased_keys(problem, raw_tokens(problem, "key", self.keys, 0))
@@ -88,13 +90,12 @@ class Sinks(NamedTuple):
 
     def visible(self, rows: slice) -> Array:
         """Which sinks some queries see, ``(n, s)``; None for all."""
-        problem, key = self.problem, np.arange(self.keys.stop)
-        if problem.sees.key_stop is not None:
-            seen = key < problem.sees.key_stop[rows][:, None]
-        elif problem.sees.is_causal:
-            seen = key <= np.arange(rows.start, rows.stop)[:, None] + problem.sees.query_start
-        else:
-            return None
+        problem, sees, key = self.problem, self.problem.sees, np.arange(self.keys.stop)
+        seen = np.ones((rows.stop - rows.start, len(key)), bool)
+        if sees.key_stop is not None:
+            seen &= key < sees.key_stop[rows][:, None]
+        if sees.is_causal:
+            seen &= key <= np.arange(rows.start, rows.stop)[:, None] + sees.query_start
         device = array_api_compat.device(problem.key)
         return None if seen.all() else problem.xp.asarray(seen, device=device)
 

@@ -272,7 +272,7 @@ def _walk_exact(walk: Walk) -> Iterator[State | None]:
     parts = softmax_rows(walk.problem, walk.block_size, walk.functions)
     for rows, part in parts:
         walk.write(rows, part)
-        yield
+        yield None
 
 
 def _walk_window(walk: Walk) -> Iterator[State | None]:
