@@ -1,5 +1,8 @@
 """The first keys of a sequence stay exact, or visible, outside of a window."""
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,8 +12,8 @@ from tests import dense_oracle
 from tests.pairs import full_and_causal
 
 PHI = PositiveFeatures(4, 16, rng=0)
-LOCAL = {"local_window_size": (5, 0), "sinks": 3}
-WINDOW = {"exact_window": 4, "sinks": 6}
+LOCAL: dict[str, Any] = {"local_window_size": (5, 0), "sinks": 3}
+WINDOW: dict[str, Any] = {"exact_window": 4, "sinks": 6}
 
 
 def tokens(length=70, seed=0):
@@ -20,8 +23,8 @@ def tokens(length=70, seed=0):
 def moved(arrays, number, options, phi):
     """Derivatives along a random direction, by a complex step of the dense formula."""
     direction = np.random.default_rng(7).standard_normal(arrays[number].shape)
-    arrays = [x + 1e-30j * direction if i == number else x for i, x in enumerate(arrays)]
-    return direction, dense_oracle.evaluate(*arrays, phi, **options).output.imag * 1e30
+    q, k, v = (x + 1e-30j * direction if i == number else x for i, x in enumerate(arrays))
+    return direction, dense_oracle.evaluate(q, k, v, phi, **options).output.imag * 1e30
 
 
 @full_and_causal
@@ -32,7 +35,7 @@ def test_sinks_are_those_of_the_dense_formula(xp, is_causal, phi, options):
     maps = [] if phi is None else [phi]
     function = linattn.softmax_attention if phi is None else linattn.linear_attention
     out = function(*map(xp.array, arrays), *maps, **options)
-    want = dense_oracle.evaluate(*arrays, phi, **options).output
+    want = dense_oracle.evaluate(arrays[0], arrays[1], arrays[2], phi, **options).output
     np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-11, atol=1e-12)
 
 
@@ -56,7 +59,7 @@ def test_each_packed_sequence_has_sinks_of_its_own():
     for maps, options in ([], LOCAL), ([PHI], WINDOW):
         function = linattn.linear_attention if maps else linattn.softmax_attention
         out = function(*arrays, *maps, is_causal=True, cu_seqlens=borders, **options)
-        for a, b in zip(borders[:-1], borders[1:], strict=True):
+        for a, b in pairwise(borders):
             part = arrays[..., a:b, :]
             want = function(*part, *maps, is_causal=True, **options)
             np.testing.assert_allclose(out[..., a:b, :], want, rtol=1e-12, atol=1e-13)
@@ -73,10 +76,10 @@ def test_sinks_are_seen_by_the_last_queries_of_a_cache():
 
 
 def test_the_state_holds_sinks_by_the_map():
-    arrays = tokens()
-    options = {"is_causal": True, "log_decay": -0.01, "return_state": True}
-    state = linattn.linear_attention(*arrays, PHI, **WINDOW, **options)[1]
-    want = linattn.linear_attention(*arrays, PHI, **options)[1]
+    q, k, v = tokens()
+    options: dict[str, Any] = {"is_causal": True, "log_decay": -0.01, "return_state": True}
+    state = linattn.linear_attention(q, k, v, PHI, **WINDOW, **options)[1]
+    want = linattn.linear_attention(q, k, v, PHI, **options)[1]
     scale = np.exp(state.log_scale - want.log_scale)[..., None]
     np.testing.assert_allclose(state.kvz * scale, want.kvz, rtol=1e-11, atol=1e-12)
     assert state.length == want.length
@@ -92,14 +95,15 @@ def test_the_state_holds_sinks_by_the_map():
     ],
 )
 def test_sinks_that_are_none(options, error, match):
+    q, k, v = tokens(8)
     with pytest.raises(error, match=match):
-        linattn.linear_attention(*tokens(8), PHI, **options)
+        linattn.linear_attention(q, k, v, PHI, **options)
 
 
 def test_a_stream_that_goes_on_has_lost_its_sinks():
-    arrays = tokens(8)
-    state = linattn.linear_attention(*arrays, PHI, is_causal=True, return_state=True)[1]
+    q, k, v = tokens(8)
+    state = linattn.linear_attention(q, k, v, PHI, is_causal=True, return_state=True)[1]
     with pytest.raises(ValueError, match="sinks must be 0 with initial_state, got 6"):
-        linattn.linear_attention(*arrays, PHI, is_causal=True, initial_state=state, **WINDOW)
+        linattn.linear_attention(q, k, v, PHI, is_causal=True, initial_state=state, **WINDOW)
     with pytest.raises(ValueError, match="sinks must be 0 without local_window_size, got 3"):
-        linattn.softmax_attention(*arrays, sinks=3)
+        linattn.softmax_attention(q, k, v, sinks=3)

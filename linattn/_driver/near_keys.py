@@ -50,8 +50,8 @@ MAX_SHARE = 4.0
 def without_sinks(problem: Problem) -> Problem:
     """Problem whose sinks are masked."""
     xp, device = problem.xp, array_api_compat.device(problem.key)
-    others = (xp.arange(problem.key.shape[-2], device=device) >= problem.exact.sinks)[:, None]
-    mask = others if problem.weights.key_mask is None else problem.weights.key_mask & others
+    counts = (xp.arange(problem.key.shape[-2], device=device) >= problem.exact.sinks)[:, None]
+    mask = counts if problem.weights.key_mask is None else problem.weights.key_mask & counts
     weights, exact = problem.weights._replace(key_mask=mask), problem.exact._replace(sinks=0)
     return problem.replace(weights=weights, exact=exact)
 

@@ -111,7 +111,14 @@ class _Blocks(NamedTuple):
         # Queries before the first key see none, wherever they are put.
         ends = [0, *(min(max(i * w - start, 0), length) for i in range(1, count)), length]
         queries = [walk.key_slices(slice(*of)) for of in pairwise(ends)]
-        return cls(queries, keys, problem.exact.sinks, problem.sees.is_causal, _places(queries), _places(keys))
+        return cls(
+            queries,
+            keys,
+            problem.exact.sinks,
+            problem.sees.is_causal,
+            _places(queries),
+            _places(keys),
+        )
 
     def slices(self) -> tuple[Slices, Slices]:
         """Return all steps of queries, and of keys."""

@@ -297,12 +297,12 @@ def _with_sinks(walk: Walk) -> Iterator[State | None]:
     def write(rows: slice, part: Partial) -> None:
         walk.write(rows, sinks.add(rows, part))
 
-    others = without_sinks(walk.problem)
-    inner = walk._replace(problem=others, write=write, write_read=None, store=None)
-    for state in WALKS[others.mode](inner):
+    masked = without_sinks(walk.problem)
+    inner = walk._replace(problem=masked, write=write, write_read=None, store=None)
+    for state in WALKS[masked.mode](inner):
         yield state
     if state is not None:
-        yield sinks.added(state, initial_state(others), walk.block_size, walk.functions)
+        yield sinks.added(state, initial_state(masked), walk.block_size, walk.functions)
 
 
 def _walk_exchanged(walk: Walk, bare: Problem) -> Iterator[State | None]:
