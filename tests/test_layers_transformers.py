@@ -108,6 +108,20 @@ def phi_params(arrays):
     return joined(arrays, names, ends)
 
 
+def gpt2_params(arrays):
+    """GPT-2 has its weights the other way round."""
+    parts = {"self_attn.in_proj_": "attn.c_attn.", "self_attn.out_proj.": "attn.c_proj."}
+    parts |= {"linear1.": "mlp.c_fc.", "linear2.": "mlp.c_proj."}
+    parts |= {"norm1.": "ln_1.", "norm2.": "ln_2."}
+    names = {a + kind: [b + kind] for a, b in parts.items() for kind in ("weight", "bias")}
+    ends = {"embedding.weight": ["transformer.wte.weight"], "head.weight": ["lm_head.weight"]}
+    ends["embedding.position.weight"] = ["transformer.wpe.weight"]
+    ends |= {f"norm.{kind}": [f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
+    found = joined(arrays, names, ends, "transformer.h.{}.")
+    turned = ("proj_weight", "proj.weight", "linear1.weight", "linear2.weight")
+    return {n: a.T if n.endswith(turned) else a for n, a in found.items()}
+
+
 def gemma3_params(arrays, shift=1.0):
     """Norms of Gemma multiply by 1 + weight."""
     names = {**NAMES, **QK, **NORMS, "norm1_output.weight": ["post_attention_layernorm.weight"]}
@@ -176,6 +190,13 @@ FAMILIES: dict[str, tuple[Any, Any, Any]] = {
         {"activation": "gelu_tanh", "norm": "layer_norm", "parallel": True, "eps": 1e-5}
         | {"positions": layers.Rotary(dim=DIM // 2)},
     ),
+    "gpt-2": (
+        lambda: tf.GPT2LMHeadModel(
+            tf.GPT2Config(**SIZES, n_embd=WIDTH, n_head=HEADS, n_layer=2, n_positions=64)
+        ),
+        gpt2_params,
+        {"activation": "gelu_tanh", "norm": "layer_norm", "positions": None, "eps": 1e-5},
+    ),
     "cohere": (
         lambda: tf.CohereForCausalLM(
             tf.CohereConfig(**GROUPED, logit_scale=1.0, rope_parameters=ROPE)
@@ -217,7 +238,7 @@ def test_logits_and_gradients_are_those_of_transformers(family):
         assert_allclose(gradient, wanted_grads[name], **close)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma 3", "phi"])
+@pytest.mark.parametrize("family", ["gpt-2", "gemma 3", "phi"])
 def test_text_after_prompts_of_unlike_lengths(family):
     model, convert, options = made(family)
     ids = np.random.default_rng(0).integers(2, 97, (3, 9))

@@ -26,7 +26,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXAMPLE = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Those of MPI and xarray are in test_engines.py.
-FRAMEWORK = re.compile(r"^(?:import|from) (torch|jax|mpi4py|xarray)(?: import \w+| as \w+)?$", re.M)
+FRAMEWORK = re.compile(
+    r"^(?:import|from) (torch|jax|transformers|mpi4py|xarray)(?: import \w+| as \w+)?$", re.M
+)
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?!\w)")
 
 # What a page takes as given because it is the reader's own.
@@ -93,7 +95,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.frameworks
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", "jax", "transformers"])
 def test_framework_examples_run(framework):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     pages = [page for page in PAGES if examples(page, framework)]

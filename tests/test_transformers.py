@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import doctest
+import sys
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -173,6 +176,10 @@ def test_a_mask_of_pairs_of_the_user():
         for given_mask in (mask, additive):
             found = (model(ids, attention_mask=given_mask).logits * seen).detach()
             assert_allclose(found, wanted, atol=2e-5, err_msg=name)
+
+
+def test_docstring_examples_run():
+    assert doctest.testmod(sys.modules[register.__module__]).failed == 0
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
