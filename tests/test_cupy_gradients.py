@@ -146,15 +146,6 @@ def test_segments_agree(gpu, is_causal, processors, name):
 
 
 @CAUSAL
-@pytest.mark.parametrize("name", ["positive"])
-def test_values_of_more_than_one_tile(gpu, name, is_causal):
-    gpu.processors = 50
-    arrays = inputs((2,), 130, value_dim=72)
-    found = pull(BF16, *arrays, MAPS[name], is_causal=is_causal)
-    agree(found, exact(*arrays, MAPS[name], is_causal=is_causal), BF16)
-
-
-@CAUSAL
 @pytest.mark.parametrize("name", ["positive", "elu"])
 def test_values_of_masked_keys_are_not_inspected(gpu, name, is_causal):
     query, key, value, grad = inputs((2, 3))

@@ -17,11 +17,16 @@ import linattn_cupy
 from benchmarks.gpu import cases, library, parity, times
 from linattn.typing import Declined
 from tests.fake_gpu.device import cupy
-from tests.ptx.check import Interpreted
+from tests.ptx import check
 
 pytestmark = pytest.mark.fake_gpu
 
 ALL = {case.name: case for case in cases.cases()}
+REAL = (
+    *("basic full", "basic causal", "cross full"),
+    *("wide gradient full", "wide gradient causal"),
+)
+MASKED = ("masked full", "masked causal", "blind causal")
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(linattn_cupy.device, "launch", linattn_cupy.device.launch)
     monkeypatch.setattr(linattn_cupy.gradients, "Declined", Declined)
     with warnings.catch_warnings():
-        yield Interpreted(0)
+        yield check.Interpreted(0)
 
 
 def small(name, **changes):
@@ -42,10 +47,17 @@ def small(name, **changes):
 
 
 @pytest.mark.parametrize(
-    "name", ["bfloat16 favor nan causal", "bfloat16 favor one key head gradient full"]
+    "case",
+    [
+        small("bfloat16 favor nan causal"),
+        small("bfloat16 favor one key head gradient full"),
+        *map(check.small, (ALL[f"bfloat16 favor {what}"] for what in REAL)),
+        *map(check.small, (ALL[f"float32 favor {what}"] for what in MASKED)),
+    ],
+    ids=lambda case: case.name,
 )
-def test_a_case_passes(fake, name):
-    found = parity.check(fake, small(name))
+def test_a_case_passes(fake, case):
+    found = parity.check(fake, case)
     assert found["passed"], found
     assert found["deterministic"]
 
