@@ -62,17 +62,27 @@ def test_short_sequences_are_exact(xp, is_causal):
     assert_array_equal(report.error, np.zeros(2))
 
 
+def test_causal_attention_without_a_tolerance_is_exact():
+    """A coreset of any accuracy cost a language model .128 nats a token at 2,752 tokens."""
+    arrays = clustered(6000)
+    output, report = linattn.attention(
+        *arrays, is_causal=True, tolerance=None, rng=0, return_report=True
+    )
+    assert report.method == "exact"
+    assert_array_equal(output, linattn.softmax_attention(*arrays, is_causal=True))
+
+
 @full_and_causal
-def test_long_sequences_are_linear_and_near(is_causal):
+def test_long_sequences_are_linear_and_near(eager, is_causal):
     length = 6000 if is_causal else 2500
     arrays = clustered(length)
-    options: Any = dict(is_causal=is_causal, tolerance=None)
+    options: Any = dict(is_causal=is_causal, tolerance=0.4 if is_causal else None)
     output, report = linattn.attention(*arrays, **options, rng=0, return_report=True)
     exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
     assert report.method == ("coreset" if is_causal else "landmarks")
     assert report.num_features == 64
     assert report.exact_window == (128 if is_causal else 32)
-    assert report.cost < 0.5
+    assert report.cost < 0.6
     found = error(output, exact)
     assert_array_less(found, 0.1)
     assert_allclose(report.error, found, rtol=0.6)
@@ -216,21 +226,20 @@ def one_hard_head(length):
     return query, key, value
 
 
-@full_and_causal
-def test_an_output_that_is_far_off_warns(is_causal):
-    arrays = one_hard_head(6000 if is_causal else 2500)
-    options: Any = dict(is_causal=is_causal, tolerance=None, rng=0)
+def test_an_output_that_is_far_off_warns():
+    arrays = one_hard_head(2500)
+    options: Any = dict(tolerance=None, rng=0)
     with pytest.warns(UserWarning, match="is estimated at") as caught:
         output = linattn.attention(*arrays, **options)
     (warning,) = caught
     assert warning.filename == __file__
-    exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
+    exact = linattn.softmax_attention(*arrays)
     found = error(output, exact)
     assert found[1] > 0.3
     message = str(warning.message)
     estimate = float(message.partition("of head (1,) is estimated at ")[2].partition(" ")[0])
     assert_allclose(estimate, found[1], rtol=0.4)
-    assert "above 0.1: pass tolerance= for more columns" in message
+    assert "above 0.1 like those of 1 of 2 heads: pass tolerance= for more columns" in message
     assert "softmax_attention" in message
 
 
@@ -317,7 +326,7 @@ def test_heads_are_judged_by_few_rows_at_first(eager, monkeypatch):
     arrays = [np.concatenate([x, y, x[:1]]) for x, y in zip(hard, easy, strict=True)]
     with pytest.warns(UserWarning, match="takes exact attention for 4 of 5 heads"):
         output, report = linattn.attention(*arrays, rng=0, return_report=True)
-    assert judged == [26, 26, 26, 26, 78, 26]
+    assert judged == [69, 69, 69, 69, 69, 69, 69, 69, 625, 625, 69, 69]
     assert report.head_methods.tolist() == ["exact"] * 3 + ["landmarks", "exact"]
     exact = linattn.softmax_attention(*(x[3:4] for x in arrays))
     assert error(output[3:4], exact) <= 0.1
@@ -356,13 +365,10 @@ def test_heads_are_judged_by_rows_that_nothing_was_fitted_to(eager, monkeypatch)
     error_curve = _curves.error_curve
     monkeypatch.setattr(_full, "LandmarkFeatures", type("Spy", (), {"_fit": staticmethod(fit)}))
     monkeypatch.setattr(_full, "error_curve", curve)
-    _, report = linattn.attention(query, key, value, rng=0, tolerance=1.0, return_report=True)
-    wanted = 0.6 * float(report.bound.max())
-    fitted.clear()
-    judged.clear()
+    monkeypatch.setattr(_search, "_best_number", lambda *_: 128)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        linattn.attention(query, key, value, rng=0, tolerance=wanted)
+        linattn.attention(query, key, value, rng=0, tolerance=0.3)
     assert len(fitted) == len(judged) == 2
     assert fitted[1].num_features > fitted[0].num_features == 64
     assert len(judged[0]) == 256
@@ -533,6 +539,51 @@ def test_queries_unlike_all_others_are_judged_though_they_are_few():
     assert len(set(same.tolist())) == 64
 
 
+def test_queries_that_may_miss_their_own_key_are_judged_though_they_are_few(eager):
+    """Twelve of 4,000 attend to their own keys, far from the others of their clusters."""
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((60, 16))
+    key = centres[rng.integers(60, size=4000)] + 0.1 * rng.standard_normal((4000, 16))
+    few = rng.choice(4000, 12, replace=False)
+    key[few] = rng.standard_normal((12, 16))
+    value = rng.standard_normal((4000, 4)) + 1
+    value[few] += 30
+    exact = linattn.softmax_attention(key, key, value, scale=1.0)
+    ratios = []
+    for seed in range(6):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            output, report = linattn.attention(
+                key, key, value, scale=1.0, tolerance=2.0, rng=seed, return_report=True
+            )
+        assert report.method == "landmarks"
+        ratios.append(float(report.error / error(output, exact)))
+    assert min(ratios) > 0.3
+    assert max(ratios) < 2
+
+
+def test_rows_that_agree_promise_no_more_than_the_rule_of_three(eager):
+    """And where the tolerance asks for more than the rows that may be worked out, none are."""
+    query, key, value = clustered(6000, heads=1)
+    value -= value.mean()
+    _, report = linattn.attention(query, key, value, tolerance=None, rng=0, return_report=True)
+    assert report.error < 0.5 * report.bound
+    assert 0.1 < report.bound < 0.4
+    with pytest.warns(UserWarning, match="takes exact attention"):
+        _, report = linattn.attention(query, key, value, tolerance=0.02, rng=0, return_report=True)
+    assert report.method == "exact"
+
+
+def test_narrow_heads_are_dearer_to_select_for():
+    """Time of selection and gathers over that of exact pairs falls with the width."""
+    work = _costs.Work(chosen=1.0)
+    costs = []
+    for d, e in ((4, 1), (16, 16), (64, 64)):
+        q, v = np.zeros((1, 8, d)), np.zeros((1, 8, e))
+        costs.append(_costs.cost_of(work, exact_problem(q, q, v, scale=None, is_causal=False)))
+    assert costs[0] > 1.3 * costs[1] > 1.7 * costs[2]
+
+
 def test_a_tolerance_is_kept(eager):
     """A few rows carry much of the error, and to pass by luck is no way to pass.
 
@@ -561,15 +612,14 @@ def test_a_tolerance_is_kept(eager):
         assert taken >= least
 
 
-@full_and_causal
-@pytest.mark.parametrize("tolerance", [0.1, None])
+@pytest.mark.parametrize(("is_causal", "tolerance"), [(False, 0.1), (True, 0.1), (False, None)])
 def test_trials_share_the_probability_to_fail(eager, monkeypatch, is_causal, tolerance):
     """Fits of a head, without and with a window; its coreset, and its squares together."""
     told, bound = [], shared.error_and_bound
 
-    def error_and_bound(squares, units, probability):
+    def error_and_bound(squares, units, probability, unseen):
         told.append(probability)
-        return bound(squares, units, probability)
+        return bound(squares, units, probability, unseen)
 
     monkeypatch.setattr(_tokens, "error_and_bound", error_and_bound)
     with warnings.catch_warnings():
@@ -599,7 +649,7 @@ def test_a_batch_with_masks_on_strict_arrays(eager, xp_any_shape):
 
 
 @full_and_causal
-def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
+def test_one_blas_thread_from_fitting_to_estimating(eager, monkeypatch, is_causal):
     """As blocks of attention have: threads of BLAS in a fit wait for each other."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
     # Made first: NumPy imports its random numbers here, and takes square roots for them.
@@ -629,7 +679,7 @@ def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         if threads() != {2}:
             pytest.skip("the threads of this NumPy's BLAS cannot be set")
-        linattn.attention(**inputs, is_causal=is_causal, tolerance=None, rng=0)
+        linattn.attention(**inputs, is_causal=is_causal, tolerance=0.4, rng=0)
         held_out_error(value, **inputs, is_causal=is_causal, rng=0)
         phi = LandmarkFeatures.fit(query, key, corrected=True, rng=0)
         linattn.linear_attention(query, key, value, phi)
@@ -643,7 +693,7 @@ def test_one_blas_thread_from_fitting_to_estimating(monkeypatch, is_causal):
                 return extend(*args, **options)
 
             monkeypatch.setattr(linattn.CoresetAttention, "extend", extended)
-            linattn.attention(**inputs, is_causal=True, tolerance=None, rng=0)
+            linattn.attention(**inputs, is_causal=True, tolerance=0.4, rng=0)
             assert ("extend", 1) in seen
             assert ("extend", 2) not in seen
 
@@ -692,10 +742,10 @@ def test_weights_far_from_those_of_landmarks_warn_of_nothing():
 @pytest.mark.parametrize(
     ("pattern", "number"),
     [
-        (r"at least (\d+) and at most \d+\. The estimate", _costs.MIN_HELD_OUT),
-        (r"at most (\d+)\. The estimate", _costs.MAX_HELD_OUT),
+        (r"at least (\d+) and at most \d+, and as many more", _costs.MIN_HELD_OUT),
+        (r"at most (\d+), and as many more", _costs.MAX_HELD_OUT),
         (r"tried with (\d+) landmarks", _search.MIN_FEATURES),
-        (r"any head is above ([\d.]+), and names", automatic.MIN_ERROR_OF_WARNING),
+        (r"of any head is above ([\d.]+): it says", automatic.MIN_ERROR_OF_WARNING),
         (r"With a probability of ([\d.]+) a head", _search.PROBABILITY),
         (r"share the ([\d.]+) that are left", 1 - _search.PROBABILITY),
         (r"no more than ([\d.]+) of the time of exact", _costs.MAX_SEARCH),
@@ -730,11 +780,10 @@ def test_the_docstring_tells_the_numbers_of_the_code(pattern, number):
 @pytest.mark.parametrize(
     ("pattern", "heads", "is_causal", "tolerance"),
     [
-        (r"for 12 heads from ([\d,]+) tokens on", 12, False, 0.1),
+        (r"for 12 heads of dim 32 from ([\d,]+) tokens on", 12, False, 0.1),
         (r"tokens on, for one from ([\d,]+\d)", 1, False, 0.1),
         (r"causal for 12 from ([\d,]+\d)", 12, True, 0.1),
         (r"where they are the cheaper way, ([\d,]+) tokens", 12, False, None),
-        (r"cheaper way, [\d,]+ tokens, causal ([\d,]+\d)", 12, True, None),
     ],
 )
 def test_the_page_tells_where_exact_attention_ends(pattern, heads, is_causal, tolerance):
@@ -742,7 +791,7 @@ def test_the_page_tells_where_exact_attention_ends(pattern, heads, is_causal, to
     first = int(told(pattern, page))
     searched = []
     for length in (first - 1, first):
-        tokens = np.broadcast_to(np.zeros((1, 1, 1)), (heads, length, 1))
+        tokens = np.broadcast_to(np.zeros((1, 1, 32)), (heads, length, 32))
         given = _heads.Given(
             exact_problem(*[tokens] * 3, scale=None, is_causal=is_causal, key_mask=None),
             None,

@@ -84,6 +84,7 @@ def test_what_is_judged_is_what_is_computed(monkeypatch, generic, together):
         return _curves.error_curve(head, landmarks, **options)
 
     monkeypatch.setattr(_full, "error_curve", curve)
+    monkeypatch.setattr(_full, "rows_wanted", lambda *_: 1502)
     monkeypatch.setattr(_full, "MIN_ORDERED", 1000)
     monkeypatch.setattr(_costs, "MIN_SHARED", 64 if together else 2048)
     monkeypatch.setattr(_costs, "MAX_SEARCH", 4.0)

@@ -121,6 +121,7 @@ def test_what_is_near_only_where_it_was_chosen_by_is_not_taken(monkeypatch, over
             return output
 
     monkeypatch.setattr(_causal, "Squares", Overfitted)
+    monkeypatch.setattr(_costs, "MAX_ROWS", 1 / 2)
     answer = _causal.attend(given_of(arrays))
     for i, head in enumerate(answer.heads):
         assert head.num_features == (0 if i in overfitted else 64)

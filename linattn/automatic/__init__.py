@@ -106,7 +106,7 @@ def attention(
     tolerance : float or None, optional
         Largest relative output error of a head, kept with probability 0.95 for each; heads that
         meet it in no cheaper way are attended to exactly. Default 0.1. None accepts whatever 64
-        landmarks or entries give, on every sequence long enough for them to be cheaper.
+        landmarks give, on every sequence long enough for them to be cheaper; causal: exact.
     rng : int, Generator, SeedSequence or None, optional
         Seed of landmarks, or of the coreset, and of the rows held out.
     return_report : bool, optional
@@ -153,7 +153,7 @@ def attention(
     half alone. So it goes on within both halves while squares are large enough; what is left near
     the diagonal is exact. A head for which few entries are expected to do, by the error of 64
     landmarks for the largest square, is attended to by :class:`linattn.CoresetAttention`, with
-    blocks of 128 tokens, or of m where that is more; so are all heads without a tolerance, m = 64.
+    blocks of 128 tokens, or of m where that is more. Without a tolerance all heads are exact.
     What was chosen, of which the exact rows of the whole sequence decide, an output of token i
     depends on no later token.
 
@@ -164,21 +164,25 @@ def attention(
     square root of m; what does not promise to be cheaper than exact attention is not tried. Heads
     of one number are worked on together. The first trial is made where it takes at most 0.15 of the
     time of exact attention (causal: 0.1 of that of a square, and so any other) even if it is in
-    vain: a head is judged by a third of its rows, and by all if these promise to save a quarter and
-    no more landmarks to save much more. Shorter sequences are attended to exactly at once. More
-    landmarks are tried only where the squared error falls 2.75 times as fast with the first
-    clusters as with as many keys at random. Squares share the tolerance, of which the sum of their
-    squared errors is; the output of all is judged by other rows, twice as many.
+    vain: a head is judged by 64 of its rows, and by as many as the tolerance needs if these promise
+    to save a quarter and no more landmarks to save much more. Shorter sequences are attended to
+    exactly at once. More landmarks are tried only where the squared error falls 2.75 times as fast
+    with the first clusters as with as many keys at random. Squares share the tolerance, of which
+    the sum of their squared errors is; the output of all is judged by other rows, at least twice as
+    many.
 
     *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
-    of all, at least 64 and at most 256 a head, drawn with odds ``1 / 2 + l_i / (2 mean l)``, where
-    ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of the query less the mean query, and weighed by
-    one over them. What is compared with the tolerance is the ``bound`` of
+    of all, at least 64 and at most 256 a head, and up to a quarter of all where the tolerance needs
+    them. They are drawn with odds ``1 / 2 + l_i / (6 mean l) + s_i / (3 mean s)`` and weighed by
+    one over them. ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of the query less the mean query,
+    and ``s_i = w_i / (1 + w_i)`` with the weight ``w_i = exp(s q_i.k_i + b_i - found_i)`` of the
+    query's own key over what the first landmarks find for all keys (without own keys, ``l_i / 2``).
+    What is compared with the tolerance is the ``bound`` of
     :func:`linattn.diagnostics.held_out_error` at a probability of ``1 - 0.05 / n``, where n is how
     many trials a head may have, so that one that is taken by luck has a probability of 0.05 in all.
-    The bound speaks of rows like those drawn; where the error of a head is in a few rows among
-    thousands, with queries like others, it may miss them. In full attention it may miss more: the
-    same rows choose how many clusters are exact, and judge.
+    Its rule of three says how little rows that agree can promise: rows that were not drawn count as
+    far off as the mean output, times 2 for their odds. The bound may miss rows that are further off
+    than that. In full attention the same rows choose how many clusters are exact, and judge.
 
     Biased: the error is that of the landmarks, and does not average out. Attention without
     structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every
@@ -237,13 +241,15 @@ def _warning(given: Given, heads: list[HeadRecord]) -> str:
     if given.tolerance is None:
         errors = [0.0 if np.isnan(head.error) else head.error for head in heads]
         worst = int(np.argmax(errors))
+        count = sum(error > MIN_ERROR_OF_WARNING for error in errors)
         if not errors[worst] > MIN_ERROR_OF_WARNING:
             return ""
         name = f" of head {given.unravel(worst)}" if given.problem.lead else ""
         return (
             f"the error{name} is estimated at {errors[worst]:.2g} of the output, above "
-            f"{MIN_ERROR_OF_WARNING:g}: pass tolerance= for more columns, or exact attention where "
-            f"they do not do, or use softmax_attention"
+            f"{MIN_ERROR_OF_WARNING:g} like those of {count} of {len(heads)} heads: pass "
+            f"tolerance= for more columns, or exact attention where they do not do, or use "
+            f"softmax_attention"
         )
     exact = [head for head in heads if not head.num_features]
     if not exact:

@@ -10,14 +10,16 @@ from linattn.typing import Problem
 
 __all__ = [
     "CORESET_BLOCK",
+    "FIRST_ROWS",
+    "MAX_PROMISED",
     "MIN_FEATURES",
     "PROBES",
-    "ROWS_OVER_FIRST",
     "WINDOW",
     "Work",
     "choice_rows_of",
     "coreset_block",
     "coreset_work",
+    "cost_of",
     "exact_pairs",
     "first_features",
     "fit_work",
@@ -38,20 +40,25 @@ CORESET_BLOCK = 128
 MAX_SEARCH = 0.15
 """Largest cost of a first trial over that of exact attention: what a search in vain may take."""
 
-CALL, HEAD = 1.5e6, 1.5e6
-"""Pairs of exact attention that take as long as what is done once for all heads, and for each."""
-
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
 """Exact rows of each head: a 32nd of all, within these."""
 
-ROWS_OVER_FIRST = 3
-"""Rows of a head over those that judge it first, unless the head before it was promising."""
+FIRST_ROWS = 64
+"""Rows that judge a head first."""
+
+ROW_LEVEL, MAX_ROWS = 14.8, 1 / 4
+"""Rows times the square of the tolerance, and the most rows, of all queries. By the rule of three
+so many rows promise half of the squared tolerance where outputs have a mean of 0, with ``2 log(40)
+/ h``: two trials share .05, and a row may have half of the odds. Of others fewer are worked out."""
 
 VAIN = 1.4
 """Time of a search in vain, as measured, over that of the work of its fits."""
 
 CHOSEN_SIZE = 0.6
 """Keys of a chosen cluster over those of all in the mean: queries choose small ones."""
+
+MAX_PROMISED = 0.75
+"""Cost that a head is to promise, over that of exact attention, to be judged by all of its rows."""
 
 MIN_SHARED = 512
 """Clusters from which queries choose together."""
@@ -90,6 +97,8 @@ class Work(NamedTuple):
         Of clusters by queries that have chosen them: no pairs either.
     shared : float
         Of a query and a cluster, where queries choose clusters together.
+    heads : float
+        What is done once for a head, or for all of a call: no pairs either.
     """
 
     exact: float = 0.0
@@ -103,36 +112,57 @@ class Work(NamedTuple):
     sampled: float = 0.0
     visits: float = 0.0
     shared: float = 0.0
+    heads: float = 0.0
 
     @property
     def pairs(self) -> float:
         """All pairs."""
-        return sum(self) - self.sampled - self.visits
-
-    @property
-    def cost(self) -> float:
-        """Pairs of exact attention that take as long, on a CPU core."""
-        return float(sum(map(mul, self, COST)))
+        return sum(self) - self.sampled - self.visits - self.heads
 
     def plus(self, other: Work) -> Self:
         """Return the sum."""
         return type(self)(*map(add, self, other))
 
 
-COST = Work(
+FIXED = Work(
     exact=1.0,
-    features=1.2,
+    features=1.5,
     near=1.8,
     prefixes=4.0,
-    gathered=1.2,
-    chosen=1.2,
-    distances=0.4,
+    gathered=0.9,
+    chosen=4.0,
+    distances=0.6,
     streamed=1.1,
-    sampled=600.0,
-    visits=25.0,
-    shared=0.3,
+    sampled=1500.0,
+    visits=30.0,
+    shared=0.6,
+    heads=1e6,
 )
-"""Time of one of each kind over that of a pair of exact attention."""
+OF_WIDTH = Work(
+    exact=0.024,
+    features=0.022,
+    near=0.043,
+    prefixes=0.1,
+    gathered=0.042,
+    chosen=0.02,
+    distances=0.008,
+    streamed=0.026,
+    sampled=4.0,
+    visits=0.6,
+    shared=0.003,
+    heads=0.0,
+)
+"""Nanoseconds that one of each kind takes on a core of an AMD EPYC: a fixed number, and so many for
+each of ``d + e`` numbers of a key and its value. Only ratios count. From calls with (d, e) of
+(4, 1), (16, 1), (32, 32) and (64, 64), 64 and 256 landmarks: selection and gathers cost the same at
+any width, so that narrow heads gain less."""
+
+
+def cost_of(work: Work, problem: Problem) -> float:
+    """Pairs of exact attention that take as long as some work."""
+    width = problem.query.shape[-1] + problem.value.shape[-1]
+    times = [fixed + more * width for fixed, more in zip(FIXED, OF_WIDTH, strict=True)]
+    return float(sum(map(mul, work, times)) / times[0])
 
 
 def window_of(problem: Problem) -> int:
@@ -145,10 +175,13 @@ def choice_rows_of(problem: Problem, m: int) -> int:
     return problem.exact.choice_rows if m >= MIN_SHARED else 1
 
 
-def num_rows_of(problem: Problem) -> int:
+def num_rows_of(problem: Problem, tolerance: float | None) -> int:
     """Exact rows of each head from which its error is estimated and bounded."""
     length = int(problem.query.shape[-2])
-    return min(length, max(MIN_HELD_OUT, min(length // 32, MAX_HELD_OUT)))
+    rows = max(MIN_HELD_OUT, min(length // 32, MAX_HELD_OUT))
+    if tolerance is not None:
+        rows = max(rows, int(min(ROW_LEVEL / tolerance**2, MAX_ROWS * length)))
+    return min(length, rows)
 
 
 def exact_pairs(problem: Problem) -> float:
@@ -171,7 +204,8 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
         exact=float((PROBES + num_rows) * S),
         features=float(S * (m + PROBES) + num_rows * m),
         distances=float(CLUSTER_PASSES * sampled * m),
-        sampled=sampled + (HEAD + CALL / max(1, prod(problem.lead))) / COST.sampled,
+        sampled=float(sampled),
+        heads=1 + 1 / max(1, prod(problem.lead)),
     )
 
 
@@ -207,10 +241,10 @@ def coreset_work(problem: Problem, m: int) -> Work:
 def may_search(problem: Problem, first: Work, tolerance: float | None) -> bool:
     """Whether a first trial may be made: with a tolerance, even if it were in vain."""
     most = 1.0 if tolerance is None else MAX_SEARCH
-    return first.cost <= most * exact_pairs(problem)
+    return cost_of(first, problem) <= most * exact_pairs(problem)
 
 
-def may_be_in_vain(problem: Problem, m: int, num_rows: int) -> bool:
+def may_be_in_vain(problem: Problem, m: int) -> bool:
     """Whether m landmarks may be tried even if that is in vain: seen by few rows."""
-    first = fit_work(problem, m, num_rows // ROWS_OVER_FIRST)
-    return VAIN * first.cost <= MAX_SEARCH * exact_pairs(problem)
+    first = fit_work(problem, m, FIRST_ROWS)
+    return VAIN * cost_of(first, problem) <= MAX_SEARCH * exact_pairs(problem)

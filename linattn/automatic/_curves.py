@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from linattn._generic.clusters import scores_together
 from linattn._generic.numerics import ignore_fp_warnings
-from linattn.automatic._costs import ROWS_OVER_FIRST
+from linattn.automatic._costs import FIRST_ROWS
 from linattn.automatic._tokens import Head
 from linattn.feature_maps import LandmarkFeatures
 
-__all__ = ["ErrorCurve", "error_curve"]
+__all__ = ["Clusters", "ErrorCurve", "clusters_and_missing", "error_curve"]
 
 Floats = NDArray[Any]
 
@@ -49,6 +49,8 @@ class ErrorCurve(NamedTuple):
         where one is asked for, with it.
     share : ndarray, (l,)
         Keys of those clusters, of all keys, in the mean over rows.
+    floor : float
+        What a bound by all rows is at least.
     keys : KeyClusters or None
         The clusters; None where there is no key, or they are not known.
     """
@@ -56,6 +58,7 @@ class ErrorCurve(NamedTuple):
     error: NDArray[np.float64]
     bound: NDArray[np.float64]
     share: NDArray[np.float64]
+    floor: float = 0.0
     keys: KeyClusters | None = None
 
 
@@ -233,6 +236,21 @@ class Clusters(NamedTuple):
         of_key = self.column[self.of_key[self.place]]
         return KeyClusters(positions, of_key, bias, kvz, log_scale)
 
+    def missing(self, query: Floats, own_logits: Floats) -> Floats:
+        """Share of its weight that each query would miss of its own key, by logits of these.
+
+        ``r / (1 + r)`` with r the weight over what the query finds by landmarks.
+        """
+        found = np.empty_like(own_logits)
+        log_size = self.log_scale + np.log(self.sums[:, -1])
+        size = max(16, TILE // len(self.b))
+        for tile in (slice(start, start + size) for start in range(0, len(query), size)):
+            logs = query[tile] @ self.b.T + log_size
+            top = logs.max(axis=-1)
+            found[tile] = top + np.log(np.exp(logs - top[:, None]).sum(axis=-1))
+        share = 1 / (1 + np.exp(np.minimum(found - own_logits, 80)))
+        return np.where(np.isfinite(share), share, 0)
+
     def largest_logs(self, rows: Floats) -> Floats:
         """Largest log weight of any key, (h,), by rows ``(d, h)``."""
         size = max(16, TILE // rows.shape[-1])
@@ -272,6 +290,15 @@ class Clusters(NamedTuple):
         """Clusters in the order in which queries ``(h, r, d)`` choose them together, (h, C)."""
         scores = scores_together(choosers @ self.b.T + self.log_scale, self.bias, self.log_scale)
         return np.argsort(-scores, axis=-1)
+
+
+def clusters_and_missing(
+    keys: Head, landmarks: Landmarks, scale: float, query: Floats, own_logits: Floats
+) -> tuple[Clusters, Floats]:
+    """Sort the keys of a head; also the share of its weight that each query would miss."""
+    with ignore_fp_warnings():
+        clusters = Clusters.of(keys, landmarks, scale)
+        return clusters, clusters.missing(query, own_logits)
 
 
 class _Weights(NamedTuple):
@@ -319,12 +346,13 @@ def error_curve(
     levels: tuple[int, ...],
     exact_window: int | None,
     probability: float,
-    is_promising: Callable[[ErrorCurve], bool] | None = None,
+    rows_wanted: Callable[[ErrorCurve], int] | None = None,
+    clusters: Clusters | None = None,
 ) -> ErrorCurve:
     """Error of one head on its held-out rows for each number of exact clusters.
 
-    Without the window, and with it. Of a head that is not promising by a part of its rows, where
-    that is asked, the error on these; else the others are worked out too.
+    Without the window, and with it. Where it is asked, a part of the rows says how many are wanted:
+    of a head that does not promise much, no others.
     Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
     """
     if not len(head.key):
@@ -332,20 +360,31 @@ def error_curve(
         return ErrorCurve(np.zeros(shape), np.zeros(shape), np.zeros(shape[1]))
     # Weights out of range make an error that is not finite, and is not taken.
     with ignore_fp_warnings():
-        clusters = Clusters.of(head, landmarks, scale)
+        clusters = Clusters.of(head, landmarks, scale) if clusters is None else clusters
         keys = clusters.of_landmarks(head.positions, len(landmarks.b))
         sums = np.empty((len(clusters.b), len(head.rows), clusters.sums.shape[-1]), head.key.dtype)
-        if is_promising is None:
+        if rows_wanted is None:
             weights = _Weights.of(head, clusters, scale, sums)
         else:
             # Those that judge first, from all parts of the sequence, go before the others.
-            is_first = np.arange(len(head.rows)) % ROWS_OVER_FIRST == ROWS_OVER_FIRST // 2
+            step = max(1, len(head.rows) // FIRST_ROWS)
+            is_first = np.arange(len(head.rows)) % step == step // 2
             head, count = head.in_order(np.argsort(~is_first, kind="stable")), np.sum(is_first)
-            part, rest = head.some_rows(slice(count)), head.some_rows(slice(count, None))
+            part = head.some_rows(slice(count))
             weights = _Weights.of(part, clusters, scale, sums[:, :count])
             curve = _error_curve(part, weights, clusters, scale, levels, exact_window, probability)
-            if not is_promising(curve):
+            curve = curve._replace(floor=curve.floor * (count / len(head.rows)) ** 0.5)
+            wanted = rows_wanted(curve)
+            if not wanted:
                 return curve._replace(keys=keys)
+            if wanted < len(head.rows) and not head.all_rows:
+                # Evenly spaced in all that are left: each stratum is as likely to be there.
+                more_rows = np.linspace(count, len(head.rows) - 1, max(0, wanted - count))
+                head = head.some_rows(
+                    np.append(np.arange(count), np.unique(more_rows.round().astype(int)))
+                )
+                sums = sums[:, : len(head.rows)]
+            rest = head.some_rows(slice(count, None))
             more = _Weights.of(rest, clusters, scale, sums[:, count:])
             weights = weights.with_rows(more, sums)
         curve = _error_curve(head, weights, clusters, scale, levels, exact_window, probability)
@@ -377,8 +416,15 @@ def _error_curve(
     wide = exact.astype(np.float64)
     apart = parts - wide
     squares, units = np.vecdot(apart, apart), np.vecdot(wide, wide)
-    error, bound = head.error_and_bound(squares, units, probability)
-    return ErrorCurve(error, bound, share)
+    unseen = head.unseen(wide) if head.beside is None else 0.0
+    error, bound = head.error_and_bound(squares, units, probability, unseen)
+    return ErrorCurve(error, bound, share, _floor(head, unseen, units, probability))
+
+
+def _floor(head: Head, unseen: Any, units: Floats, probability: float) -> float:
+    """Bound of rows without any error."""
+    _, bound = head.error_and_bound(np.zeros_like(units), units, probability, unseen)
+    return float(bound)
 
 
 def _add_beside(sums: Floats, shift: Floats, beside: Floats, log: Floats) -> None:

@@ -22,8 +22,15 @@ from linattn.automatic._costs import (
     num_rows_of,
     window_of,
 )
-from linattn.automatic._curves import ErrorCurve, KeyClusters, Landmarks, error_curve
-from linattn.automatic._heads import Given, join_heads
+from linattn.automatic._curves import (
+    Clusters,
+    ErrorCurve,
+    KeyClusters,
+    Landmarks,
+    clusters_and_missing,
+    error_curve,
+)
+from linattn.automatic._heads import Given, Heads, join_heads
 from linattn.automatic._order import CHOICE_ROWS, MIN_ORDERED
 from linattn.automatic._report import Answer, HeadRecord
 from linattn.automatic._search import (
@@ -31,8 +38,8 @@ from linattn.automatic._search import (
     PROBABILITY,
     Found,
     choose_landmarks,
-    is_promising,
     largest_trial,
+    rows_wanted,
 )
 from linattn.automatic._tokens import HostTokens, TokensOfHeads, query_mask_of
 from linattn.feature_maps import LandmarkFeatures
@@ -48,12 +55,12 @@ MAX_FITS = 2
 
 def is_worth_a_search(given: Given) -> bool:
     """Whether landmarks may be tried, with a tolerance even in vain."""
-    problem, num_rows = given.problem, num_rows_of(given.problem)
+    problem, num_rows = given.problem, num_rows_of(given.problem, given.tolerance)
     if not largest_trial(problem, given.tolerance, num_rows):
         return False
     if given.tolerance is None:
         return True
-    return may_be_in_vain(problem, first_features(problem, given.tolerance), num_rows)
+    return may_be_in_vain(problem, first_features(problem, given.tolerance))
 
 
 def attend(given: Given) -> Answer:
@@ -61,7 +68,7 @@ def attend(given: Given) -> Answer:
     if given.tolerance is not None and given.problem.query.shape[-2] >= MIN_ORDERED:
         exact = given.problem.exact._replace(choice_rows=CHOICE_ROWS)
         given = given._replace(problem=given.problem.replace(exact=exact))
-    num_rows = num_rows_of(given.problem)
+    num_rows = num_rows_of(given.problem, given.tolerance)
     mask = query_mask_of(given.problem, given.key_mask)
     tokens = HostTokens(given.problem, mask, num_rows, given.generator)
     search = Search(given, tokens, orders=tokens)
@@ -145,13 +152,16 @@ class Search:
         given, phi = self.given, self.fit(m, chosen)
         lead = given.problem.lead if len(chosen) == given.num_heads else (len(chosen),)
         curves: list[ErrorCurve] = []
-        promising = self._promising(m)
+        wanted = self._wanted(m)
         for head, index in zip(chosen, np.ndindex(lead), strict=True):
-            tokens = self.tokens.head(given.unravel(head))
+            whole = given.unravel(head)
+            dtype = np.float64 if given.problem.dtype == given.problem.xp.float64 else np.float32
+            landmarks = Landmarks.of(phi, lead, index, dtype)
+            clusters = self._drawn_clusters(whole, landmarks)
+            tokens = self.tokens.head(whole)
             if self._orders is not None and choice_rows_of(given.problem, m) > 1:
                 choosers = self._orders.choosers(given.unravel(head), tokens.rows)
                 tokens = tokens._replace(choosers=choosers)
-            landmarks = Landmarks.of(phi, lead, index, tokens.query.dtype)
             curve = error_curve(
                 tokens,
                 landmarks,
@@ -159,20 +169,36 @@ class Search:
                 levels=tuple(count for count in LEVELS if 2 * count <= m),
                 exact_window=self.window or None,
                 probability=self._probability,
-                is_promising=promising,
+                rows_wanted=wanted,
+                clusters=clusters,
             )
             curves.append(curve)
         return phi, curves
 
-    def _promising(self, m: int) -> Callable[[ErrorCurve], bool] | None:
-        """Say whether a head is worth judging by all of its rows; None where that is not asked."""
+    def _drawn_clusters(self, index: tuple[int, ...], landmarks: Landmarks) -> Clusters | None:
+        """Draw the rows of a head by the first landmarks; return the clusters that tell which."""
+        tokens, scale = self._orders, self.given.scale
+        if tokens is None or tokens.is_drawn(index):
+            return None
+        own_logits = tokens.own_logits(index, scale)
+        if own_logits is None:
+            return None
+        keys = tokens.keys(index)
+        clusters, missing = clusters_and_missing(
+            keys, landmarks, scale, tokens.query(index), own_logits
+        )
+        tokens.draw(index, missing)
+        return clusters
+
+    def _wanted(self, m: int) -> Callable[[ErrorCurve], int] | None:
+        """Say by how many rows a head is worth judging; None for all, whatever the first show."""
         problem, tolerance = self.given.problem, self.given.tolerance
         if tolerance is None or self._fitted_to is not self.given:
             return None
-        most, num_rows = m, num_rows_of(problem)
+        most, num_rows = m, num_rows_of(problem, tolerance)
         if m == first_features(problem, tolerance):
             most = largest_trial(problem, tolerance, num_rows)
-        return partial(is_promising, problem, (m, most), tolerance, num_rows)
+        return partial(rows_wanted, problem, (m, most), tolerance, num_rows)
 
     def output(self, found: Found) -> Array:
         """Attend to each head as was chosen for it."""
@@ -241,14 +267,13 @@ class Search:
                 problem.replace(state=assigned.state), return_state=False
             )
             return (output, log) if return_log_normalizer else output
+        heads, phi = _with_bias_in_keys(given.problem, heads, phi)
         rows, query, orders = choice_rows_of(given.problem, phi.num_features), heads.query, None
         if self._orders is not None and rows > 1:
             orders = np.stack([self._orders.order(given.unravel(head)) for head in chosen])
             query = given.rows_at(query, orders)
-        weights: Any = {"key_mask": heads.key_mask, "key_bias": heads.key_bias}
-        problem = linear_problem(
-            query, heads.key, heads.value, phi, exact_clusters=clusters, **weights, **options
-        )
+        options |= {"key_mask": heads.key_mask, "exact_clusters": clusters}
+        problem = linear_problem(query, heads.key, heads.value, phi, **options)
         exact = problem.exact._replace(assigned=assigned, choice_rows=rows)
         problem = problem.replace(exact=exact)
         output, _, log = forward.solve(problem, return_state=False)
@@ -274,6 +299,34 @@ class Search:
                 record = HeadRecord(0, 0, 0, error, bound, work)
             records.append(record)
         return records
+
+
+def _with_bias_in_keys(
+    problem: Problem, heads: Heads, phi: LandmarkFeatures
+) -> tuple[Heads, LandmarkFeatures]:
+    """Make the biases of keys a coordinate of them: blocks of backends have none of their own.
+
+    ``s q.k + b = s (q, 1).(k, b / s)``. Landmarks have 0 there: the state has the biases in it.
+    """
+    if heads.key_bias is None:
+        return heads, phi
+    xp, query, key = problem.xp, heads.query, heads.key
+    bias = xp.broadcast_to(heads.key_bias, key.shape[:-1])[..., None]
+    seen = xp.isfinite(bias)
+    bias = xp.astype(xp.where(seen, bias, xp.zeros_like(bias)) / phi.scale, key.dtype)
+    mask = seen[..., 0] if heads.key_mask is None else seen[..., 0] & heads.key_mask
+    heads = heads._replace(
+        query=xp.concat([query, xp.ones_like(query[..., :1])], axis=-1),
+        key=xp.concat([key, bias], axis=-1),
+        key_mask=mask,
+        key_bias=None,
+    )
+    wide = [np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]) for x in (phi.landmarks, phi.probes)]
+    metric = np.pad(phi.metric, [(0, 0)] * (phi.metric.ndim - 2) + [(0, 1)] * 2)
+    metric[..., -1, -1] = 1
+    landmarks, probes = wide
+    arrays: Any = {"used": phi.used, "scale": phi.scale}
+    return heads, LandmarkFeatures(landmarks, probes, phi.log_normalizers, metric, **arrays)
 
 
 def _assigned_keys(problem: Problem, heads: Sequence[KeyClusters]) -> AssignedKeys:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn.automatic._costs import (
+    FIRST_ROWS,
+    MAX_PROMISED,
     MIN_FEATURES,
     Work,
+    cost_of,
     exact_pairs,
     first_features,
     fit_work,
     may_search,
+    num_rows_of,
     read_work,
     window_of,
 )
@@ -33,8 +38,8 @@ __all__ = [
     "Choice",
     "Found",
     "choose_landmarks",
-    "is_promising",
     "largest_trial",
+    "rows_wanted",
 ]
 
 Floats = NDArray[np.float64]
@@ -63,9 +68,6 @@ kinds of text that they helped; 2.4 and less in Gaussian noise for which they we
 MIN_GAIN = 0.85
 """Cost expected of more landmarks over that which is known, for them to be tried: mostly less is
 gained than is expected, and trials take longer than is counted."""
-
-MAX_PROMISED = 0.75
-"""Cost that a head is to promise, over that of exact attention, to be judged by all of its rows."""
 
 
 class Choice(NamedTuple):
@@ -185,7 +187,7 @@ def choose_landmarks(
 def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> int:
     """Largest number of landmarks that may be tried, 0 where exact attention is as cheap."""
     m = first_features(problem, tolerance)
-    first = fit_work(problem, m, num_rows)
+    first = fit_work(problem, m, num_rows if tolerance is None else min(num_rows, FIRST_ROWS))
     exact = exact_pairs(problem)
     whole = first.plus(read_work(problem, m, 0.0, window_of(problem)))
     if not may_search(problem, whole if tolerance is None else first, tolerance):
@@ -193,40 +195,46 @@ def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> i
     while (
         tolerance is not None
         and 2 * m <= MAX_FEATURES
-        and first.cost + _total(problem, 2 * m, num_rows) < exact
+        and cost_of(first, problem) + _total(problem, 2 * m, num_rows) < exact
     ):
         m *= 2
     return m
 
 
-def is_promising(
+def rows_wanted(
     problem: Problem,
     limits: tuple[int, int],
     tolerance: float,
     num_rows: int,
     curve: ErrorCurve,
-) -> bool:
-    """Whether a head is to be judged by all of its rows, by its curve on some.
+) -> int:
+    """Return by how many of its rows a head is to be judged, by its curve on some.
 
-    Not where more landmarks than the first of the ``limits``, up to the second, are expected to
-    cost less; nor where even an error that is less by as much as it may be makes it dear.
+    By none where more landmarks than the first of the ``limits``, up to the second, are expected to
+    cost less; nor where even an error that is less by as much as it may be makes it dear. By no
+    more than leave half of the squared tolerance to its error.
     """
     m = limits[0]
     exact = EXACT._replace(cost=exact_pairs(problem))
 
-    def cheapest(bound: Floats, dearest: Choice) -> Choice:
+    def cheapest(error: Floats, dearest: Choice) -> Choice:
+        bound = np.hypot(error, max(curve.floor, tolerance / 2**0.5))
         trial = Trial(m, [0], None, [curve._replace(bound=bound)])
         return _cheapest(problem, [trial], 0, tolerance, dearest)
 
     cost = cheapest(MARGIN * curve.error, exact).cost
     if _best_number(problem, curve, tolerance, num_rows, cost, limits) is not None:
-        return False
-    dear = exact._replace(cost=MAX_PROMISED * exact.cost)
-    return cheapest(curve.error / MARGIN, dear) is not dear
+        return 0
+    rows = num_rows * 2 * (curve.floor / tolerance) ** 2
+    rows = min(num_rows, max(num_rows_of(problem, None), ceil(min(rows, num_rows))))
+    spent = rows * float(problem.key.shape[-2])
+    dear = exact._replace(cost=MAX_PROMISED * exact.cost - spent)
+    return 0 if cheapest(curve.error / MARGIN, dear) is dear else rows
 
 
 def _total(problem: Problem, m: int, num_rows: int) -> float:
-    return fit_work(problem, m, num_rows).plus(read_work(problem, m, 0.0, 0)).cost
+    work = fit_work(problem, m, num_rows).plus(read_work(problem, m, 0.0, 0))
+    return cost_of(work, problem)
 
 
 def _rest(problem: Problem, trials: list[Trial], choice: Choice) -> Work:
@@ -240,7 +248,7 @@ def _choice(
     problem: Problem, trials: list[Trial], trial: int, curve: ErrorCurve, way: int, level: int
 ) -> Choice:
     share, window = float(curve.share[level]), (0, window_of(problem))[way]
-    cost = read_work(problem, trials[trial].num_features, share, window).cost
+    cost = cost_of(read_work(problem, trials[trial].num_features, share, window), problem)
     error, bound = float(curve.error[way, level]), float(curve.bound[way, level])
     return Choice(trial, LEVELS[level], window, error, bound, share, cost)
 
@@ -281,14 +289,15 @@ def _best_number(
     best, cost, (first, most) = None, MIN_GAIN * cost, limits
     m = 2 * first
     while m <= most:
-        allowed, more = tolerance / MARGIN, m / first
+        floor = max(curve.floor, tolerance / 2**0.5)
+        allowed, more = max(tolerance**2 - floor**2, 0) ** 0.5 / MARGIN, m / first
         for way, errors in enumerate(curve.error):
             share = _expected_share(curve.share, errors, allowed * more**EXPONENT)
             known = _expected_share(curve.share, errors, allowed)
             if known < 1:
                 share = min(share, known / more**SHARE_EXPONENT)
             read = read_work(problem, m, share, (0, window_of(problem))[way])
-            expected = fit_work(problem, m, num_rows).plus(read).cost
+            expected = cost_of(fit_work(problem, m, num_rows).plus(read), problem)
             if share < 1 and expected < cost:
                 best, cost = m, expected
         m *= 2

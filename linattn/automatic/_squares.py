@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays
-from linattn.automatic._costs import Work, exact_pairs, fit_work
+from linattn.automatic._costs import Work, cost_of, exact_pairs, fit_work
 from linattn.automatic._curves import ErrorCurve
 from linattn.automatic._full import Search
 from linattn.automatic._heads import Given, join_heads
@@ -32,9 +32,10 @@ Floats = NDArray[Any]
 MAX_FIT = 0.1
 """Largest cost of a fit over that of the square by exact attention: what one in vain may take."""
 
-AIM = 0.85
+AIM = 0.65
 """Errors that the squares together may have, of the tolerance, by the rows that they are chosen by:
-on others they are larger, and together where they are not independent."""
+on others they are larger, and together where they are not independent; and rows that are not seen
+have half of the squared tolerance."""
 
 MAX_UNIT = 4.0
 """Largest square of an exact row over the median of all that is counted in a bound."""
@@ -60,7 +61,7 @@ def squares_of(given: Given, num_rows: int) -> list[Square]:
         square = Square(start, (start + stop) // 2, stop)
         problem = _rectangle(given, square).problem
         first = fit_work(problem, MIN_FEATURES, num_rows * (stop - square.middle) // length)
-        if first.cost <= MAX_FIT * exact_pairs(problem):
+        if cost_of(first, problem) <= MAX_FIT * exact_pairs(problem):
             found.append(square)
             ends += [(start, square.middle), (square.middle, stop)]
     return found
@@ -76,7 +77,7 @@ class CausalRows:
     def __init__(self, given: Given, num_rows: int, squares: Sequence[Square]) -> None:
         mask = query_mask_of(given.problem, given.key_mask)
         self.given = given
-        self.tokens = HostTokens(given.problem, mask, num_rows, given.generator)
+        self.tokens = HostTokens(given.problem, mask, num_rows, given.generator, held_out=False)
         length = int(given.problem.key.shape[-2])
         # Held-out rows too: none of a square is before it, and which they are, later tokens decide.
         valid = np.ones(1, bool) if mask is None else _arrays.to_numpy(mask)
@@ -95,7 +96,9 @@ class CausalRows:
         squares = np.sum((output[head.rows].astype(np.float64) - exact) ** 2, axis=-1)
         units = np.sum(exact**2, axis=-1)
         error, _ = head.error_and_bound(squares, units, probability)
-        _, bound = head.error_and_bound(squares, self._units(index), probability)
+        units = self._units(index)
+        unseen = np.minimum(head.unseen(exact), MAX_UNIT * np.median(units))
+        _, bound = head.error_and_bound(squares, units, probability, unseen)
         return error, bound
 
     def _exact(self, index: tuple[int, ...]) -> Floats:
@@ -221,7 +224,7 @@ class _SquareSearch(Search):
 def _max_features(search: _SquareSearch) -> int:
     m, problem = MIN_FEATURES, search.given.problem
     most = MAX_FIT * exact_pairs(problem)
-    while fit_work(problem, 2 * m, search.num_rows).cost <= most:
+    while cost_of(fit_work(problem, 2 * m, search.num_rows), problem) <= most:
         m *= 2
     return m
 

@@ -10,15 +10,20 @@ from numpy.typing import NDArray
 
 from linattn import _arrays
 from linattn.automatic._order import CHOICE_ROWS, order_of_queries
-from linattn.diagnostics._shared import error_and_bound
+from linattn.diagnostics._shared import error_and_bound, mean_distance
 from linattn.typing import Array, Problem
 
 __all__ = ["Head", "HostTokens", "TokensOfHeads", "query_mask_of"]
 
 Floats = NDArray[Any]
 
-LEVERAGE = 0.5
-"""Share of the odds of a row to be held out that goes by its leverage among the queries."""
+WEIGHTED, MISSING = 1 / 2, 1 / 3
+"""Share of the odds of a row to be held out that it has for being special, and what of all goes by
+what it may be missing, where that is known; the rest by its leverage among the queries. Photographs
+of scikit-image: estimates over true errors (5, 50, 95 %) .60, .99, 1.39, without .06, .71, 2.00."""
+
+FITTED = 1 / 4
+"""Share of the queries that may be fitted to; the others may be held out."""
 
 
 class Head(NamedTuple):
@@ -78,7 +83,15 @@ class Head(NamedTuple):
             choosers=None if self.choosers is None else self.choosers[chosen],
         )
 
-    def error_and_bound(self, squares: Floats, units: Floats, probability: float) -> Any:
+    def unseen(self, exact: Floats) -> Any:
+        """Largest weighed square of a row that was not drawn, from exact outputs of those drawn."""
+        if self.row_weights is None:
+            return mean_distance(exact)
+        return mean_distance(exact, self.row_weights[: len(exact)]) / (1 - WEIGHTED)
+
+    def error_and_bound(
+        self, squares: Floats, units: Floats, probability: float, unseen: Any = 0.0
+    ) -> Any:
         """Relative error and its bound, from squares of rows: those that are rare weigh less."""
         if self.elsewhere is not None:
             there = np.broadcast_to(self.elsewhere, (*squares.shape[:-1], len(self.elsewhere)))
@@ -86,7 +99,14 @@ class Head(NamedTuple):
             units = np.concatenate([units, self.elsewhere])
         if self.row_weights is not None:
             squares, units = squares * self.row_weights, units * self.row_weights
-        return error_and_bound(squares, units, None if self.all_rows else probability)
+        return error_and_bound(squares, units, None if self.all_rows else probability, unseen)
+
+
+class Drawn(NamedTuple):
+    """Held-out rows of a head, ascending, and their weights; None where these are all rows."""
+
+    rows: NDArray[np.intp]
+    weights: NDArray[np.float64] | None
 
 
 class TokensOfHeads(Protocol):
@@ -118,6 +138,8 @@ class HostTokens:
         Rows held out of each head; all that count where they are less than twice as many.
     generator : Generator
         Draws them.
+    held_out : bool, optional
+        Whether no query that may be fitted to is drawn. Default True.
     """
 
     def __init__(
@@ -126,8 +148,10 @@ class HostTokens:
         query_mask: Array | None,
         num_rows: int,
         generator: np.random.Generator,
+        *,
+        held_out: bool = True,
     ) -> None:
-        self.lead = problem.lead
+        self.lead, self._held_out = problem.lead, held_out
         self._orders: dict[tuple[int, ...], NDArray[np.intp]] = {}
         self._query, self._key, self._value = (
             _host(x, problem) for x in (problem.query, problem.key, problem.value)
@@ -138,17 +162,14 @@ class HostTokens:
         length = problem.query.shape[-2]
         valid = np.ones(1, bool) if query_mask is None else _arrays.to_numpy(query_mask)
         valid = np.broadcast_to(valid, (*self._query.shape[:-2], length))
-        noise = generator.random(num_rows)
-        self._drawn = {
-            index: _draw_rows(self._query[index], np.flatnonzero(valid[index]), noise)
-            for index in np.ndindex(valid.shape[:-1])
-        }
+        self._noise = generator.random(num_rows)
         self._valid = valid
+        self._drawn: dict[tuple[int, ...], Drawn] = {}
         self.fitted = valid.copy()
         """Queries to fit to: none that a head is judged by, where others are left."""
-        for index, (rows, weights) in self._drawn.items():
-            if weights is not None:
-                self.fitted[(*index, rows)] = False
+        self._few = np.count_nonzero(valid, axis=-1) <= 2 * num_rows
+        if held_out:
+            self.fitted &= (generator.random(length) < FITTED) | self._few[..., None]
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         """Go through the heads."""
@@ -156,10 +177,16 @@ class HostTokens:
 
     def head(self, index: tuple[int, ...]) -> Head:
         """Return the tokens of a head."""
+        if index not in self._drawn:
+            self.draw(index)
+        return self.keys(index, self._drawn[index])
+
+    def keys(self, index: tuple[int, ...], drawn: Drawn | None = None) -> Head:
+        """Return the tokens of a head with some rows, or with none."""
+        rows, weights = drawn or Drawn(np.arange(0), None)
         query, key, value = (
             _of_head(x, self.lead, index, 2) for x in (self._query, self._key, self._value)
         )
-        rows, weights = self._drawn[_own_index(self.lead, index, self._query.shape[:-2])]
         positions, bias = np.arange(len(key)), None
         if self._key_bias is not None:
             bias = _of_head(self._key_bias, self.lead, index, 1)
@@ -179,6 +206,42 @@ class HostTokens:
             bias,
             weights,
         )
+
+    def draw(self, index: tuple[int, ...], missing: Floats | None = None) -> None:
+        """Draw the rows of a head, by what each query may be missing, ``(L,)``, where known."""
+        place = _own_index(self.lead, index, self._query.shape[:-2])
+        if self._few[place]:
+            self._drawn[index] = Drawn(np.flatnonzero(self._valid[place]), None)
+            return
+        free = np.flatnonzero(self._valid[place] & ~(self.fitted[place] & self._held_out))
+        missing = None if missing is None else missing[free]
+        self._drawn[index] = _draw_rows(self._query[place], free, self._noise, missing)
+
+    def is_drawn(self, index: tuple[int, ...]) -> bool:
+        """Whether the rows of a head are known, or all are taken."""
+        return index in self._drawn or bool(
+            self._few[_own_index(self.lead, index, self._query.shape[:-2])]
+        )
+
+    def own_logits(self, index: tuple[int, ...], scale: float) -> Floats | None:
+        """Logits of the queries of a head with the keys beside them, -inf where these are masked.
+
+        None where they are not as many.
+        """
+        query, key = (_of_head(x, self.lead, index, 2) for x in (self._query, self._key))
+        if query.shape != key.shape:
+            return None
+        logits = scale * np.vecdot(query, key)
+        if self._key_bias is not None:
+            logits = logits + _of_head(self._key_bias, self.lead, index, 1)
+        if self._key_mask is not None:
+            seen = _of_head(self._key_mask, self.lead, index, 1)
+            logits = np.where(seen, logits, -np.inf)
+        return np.asarray(logits)
+
+    def query(self, index: tuple[int, ...]) -> Floats:
+        """Return the queries of a head."""
+        return _of_head(self._query, self.lead, index, 2)
 
     def choosers(self, index: tuple[int, ...], rows: NDArray[np.intp]) -> Floats:
         """Take the queries that choose clusters together with each of some rows, (h, r, d)."""
@@ -209,27 +272,41 @@ class HostTokens:
 
 
 def _draw_rows(
-    query: Floats, valid: NDArray[np.intp], noise: NDArray[np.float64]
-) -> tuple[NDArray[np.intp], NDArray[np.float64] | None]:
-    """Draw rows, ascending, and their weights: all with None where few are valid.
+    query: Floats,
+    valid: NDArray[np.intp],
+    noise: NDArray[np.float64],
+    missing: Floats | None = None,
+) -> Drawn:
+    """Draw rows, ascending, and their weights.
 
     In the order of their odds queries have parts of a line as long as these, and one is drawn from
     each of as many strata of it as there are numbers of noise: so those that are most unlike the
     others are there even if they are few.
     """
-    if len(valid) <= 2 * len(noise):
-        return valid, None
-    odds = _odds(query.take(valid, axis=0))
+    odds = _odds(query.take(valid, axis=0), missing)
     order = np.argsort(odds, kind="stable")
     ends = np.cumsum(odds[order])
     strata = (np.arange(len(noise)) + noise) * (ends[-1] / len(noise))
     places = np.minimum(np.searchsorted(ends, strata, side="right"), len(valid) - 1)
     drawn = np.sort(order[places])
-    return valid[drawn], 1 / odds[drawn]
+    return Drawn(valid[drawn], 1 / odds[drawn])
 
 
-def _odds(query: Floats) -> NDArray[np.float64]:
+def _odds(query: Floats, missing: Floats | None) -> NDArray[np.float64]:
     """Odds of queries to be held out, 1 in the mean: few that are unlike all others have more.
+
+    And those that may be missing much, a share of their weight each.
+    """
+    by_leverage = _leverage(query)
+    if missing is None or not missing.any():
+        return np.asarray(1 - WEIGHTED + WEIGHTED * by_leverage)
+    by_missing = missing.astype(np.float64) / missing.mean(dtype=np.float64)
+    odds = 1 - WEIGHTED + (WEIGHTED - MISSING) * by_leverage + MISSING * by_missing
+    return np.asarray(odds)
+
+
+def _leverage(query: Floats) -> NDArray[np.float64]:
+    """Leverages over their mean.
 
     Of the leverages ``x.((X^T X)^-1 x)``, which sum up to d, the queries of any direction have 1
     in all if no others have a part in it.
@@ -242,7 +319,7 @@ def _odds(query: Floats) -> NDArray[np.float64]:
         return np.ones(len(x))
     inverse = np.linalg.inv(square + 1e-6 * trace / d * np.eye(d)).astype(x.dtype)
     leverage = np.vecdot(x @ inverse, x).astype(np.float64)
-    return np.asarray(1 - LEVERAGE + LEVERAGE * leverage / leverage.mean())
+    return np.asarray(leverage / leverage.mean())
 
 
 def _host(x: Array, problem: Problem) -> Floats:

@@ -143,28 +143,48 @@ def features_per_row(feature_map: Any, m: int) -> int:
     return 1 if projection is None else m // int(projection.shape[-2])
 
 
+def mean_distance(exact: Floats, weights: Floats | None = None) -> Floats:
+    """Mean squared distance of rows ``(..., h, e)`` to their mean row.
+
+    The squared error of an output that does not depend on its query: what one has to expect at
+    worst of rows that nobody has seen.
+    """
+    if not exact.shape[-2]:
+        return np.zeros(exact.shape[:-2])
+    share = np.ones(exact.shape[-2]) if weights is None else weights
+    share = share / share.sum()
+    apart = exact - (share @ exact)[..., None, :]
+    return np.asarray(np.vecdot(apart, apart) @ share)
+
+
 def error_and_bound(
-    squares: Floats, units: Floats, probability: float | None
+    squares: Floats, units: Floats, probability: float | None, unseen: Any = 0.0
 ) -> tuple[Floats, Floats]:
     """Relative error on rows, from the squares of their errors and of their exact outputs.
 
     And its bound over all rows that could have been drawn; without a probability these are all.
+    Rows of which none was drawn have squares of at most ``unseen``, or of the largest seen.
     """
     h = max(squares.shape[-1], 1)
     square, unit = np.sum(squares, axis=-1), np.sum(units, axis=-1)
     ratio = np.where(square == 0, 0.0, square / unit)
     relative = bound = np.sqrt(ratio)
     if probability is not None:
-        square = square + h * _margin(squares - ratio[..., None] * units, -log(1 - probability))
+        residuals = squares - ratio[..., None] * units
+        square = square + h * _margin(residuals, -log(1 - probability), unseen)
         bound = np.where(square == 0, 0.0, np.sqrt(square / unit))
     return relative, bound
 
 
-def _margin(residuals: Floats, level: float) -> Floats:
-    """Bound what a mean square lacks: Bernstein's inequality with what the rows show."""
+def _margin(residuals: Floats, level: float, unseen: Any) -> Floats:
+    """Bound what a mean square lacks: Bernstein's inequality with the variance that the rows show.
+
+    And with the largest residual that they show, or that of rows which they may miss: with a
+    probability of ``1 - exp(-level)`` no set of more than ``level / h`` of all draws is missed.
+    """
     h = residuals.shape[-1]
     if h < 2:
         return np.full(residuals.shape[:-1], np.inf)
     variance = np.mean(residuals**2, axis=-1)
-    largest = np.max(residuals, axis=-1)
+    largest = np.maximum(np.max(residuals, axis=-1), unseen)
     return np.asarray(np.sqrt(2 * level * variance / h) + level * largest / h)

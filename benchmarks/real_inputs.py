@@ -1,0 +1,189 @@
+"""Inputs that `linattn.attention` is judged on: models, photographs, colours, series, heavy tails.
+
+Each function returns a :class:`Case` of a length; :data:`INPUTS` names them. Nothing is downloaded:
+
+* "minilm" runs all-MiniLM-L6-v2 on texts if its weights are installed (examples/minilm_model.py
+  says how), else takes the shipped long sample, tiled with noise;
+* "whisper" reads queries, keys and values of a speech encoder from the file of arrays that the
+  environment variable ``LINATTN_WHISPER`` names: each ``(heads, 1500, 64)``, whose names begin with
+  q, k and v. Windows on end make it longer, with noise where they are used again;
+* photographs and colours are scikit-image's, without its network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+import linattn
+
+__all__ = ["INPUTS", "Case", "errors", "text"]
+
+Floats = NDArray[Any]
+
+NOISE = 0.05
+"""Standard deviation of what is added to tokens that are used again, over that of the tokens."""
+
+PHOTOGRAPHS = ("camera", "coins", "moon", "page")
+
+
+class Case(NamedTuple):
+    """Arguments of one call.
+
+    Attributes
+    ----------
+    query, key, value : ndarray, (heads, length, d), (heads, length, e)
+        float32.
+    options : dict
+        ``scale`` and ``key_bias``, where they are not those of default.
+    """
+
+    query: Floats
+    key: Floats
+    value: Floats
+    options: dict[str, Any]
+
+    def exact(self) -> Floats:
+        """Exact attention."""
+        output = linattn.softmax_attention(self.query, self.key, self.value, **self.options)
+        return np.asarray(output)
+
+
+def text(length: int) -> tuple[Floats, Floats, Floats]:
+    """Six heads of the shipped sample, a token for each byte of an English text, with noise."""
+    from pydoc_data.topics import topics
+
+    letters = "".join(topics[name] for name in sorted(topics)).encode()[:length]
+    tokens = np.frombuffer(letters, dtype=np.uint8)
+    rng = np.random.default_rng(0)
+    arrays = [x[1, :6] for x in linattn.datasets.pretrained_qkv()]
+    noisy = [x[:, tokens] + 0.2 * x.std() * rng.standard_normal((6, length, 32)) for x in arrays]
+    query, key, value = (x.astype(np.float32) for x in noisy)
+    return query, key, value
+
+
+def errors(output: Floats, exact: Floats) -> NDArray[np.float64]:
+    """Relative error of each head."""
+    square = np.sum((output.astype(float) - exact) ** 2, axis=(-2, -1))
+    return np.asarray(np.sqrt(square / np.sum(exact.astype(float) ** 2, axis=(-2, -1))))
+
+
+def _case(arrays: list[Floats]) -> Case:
+    query, key, value = arrays
+    return Case(query, key, value, {})
+
+
+def _on_end(parts: list[Floats], length: int, seed: int) -> list[Floats]:
+    """Query, key and value of a length, of windows on end; noise where they are used again."""
+    rng, longer = np.random.default_rng(seed), []
+    for x in parts:
+        n = x.shape[-2]
+        place = np.arange(length) % n
+        taken = x[:, place].astype(np.float32)
+        again = (np.arange(length) >= n)[:, None]
+        noise = NOISE * x.astype(np.float32).std() * rng.standard_normal(taken.shape)
+        longer.append((taken + again * noise).astype(np.float32))
+    return longer
+
+
+def minilm(length: int, seed: int = 0, kind: str = "manual") -> list[Case]:
+    """Two layers of all-MiniLM-L6-v2, a case each, on windows of 512 tokens on end."""
+    try:
+        from benchmarks.at_length import inputs
+
+        layers = inputs(kind, length, [1, 4], seed)[:, :, ::3]
+        return [_case([np.ascontiguousarray(x) for x in layer]) for layer in layers]
+    except (ImportError, FileNotFoundError, SystemExit):
+        sample = [np.asarray(x) for x in linattn.datasets.pretrained_long_qkv()]
+        return [_case(_on_end([x[i] for x in sample], length, seed)) for i in range(2)]
+
+
+def whisper(length: int, seed: int = 0) -> list[Case]:
+    """Layers of a speech encoder, a case each."""
+    with np.load(Path(os.environ["LINATTN_WHISPER"])) as arrays:
+        layers = sorted(name[1:] for name in arrays if name.startswith("q"))
+        found = [[arrays[part + layer] for part in "qkv"] for layer in layers]
+    return [_case(_on_end(parts, length, seed)) for parts in found]
+
+
+def photographs(length: int, seed: int = 0, size: int = 7, width: float = 0.08) -> list[Case]:
+    """Non-local means: each pixel of a noisy photograph is the mean of those with like patches."""
+    from skimage import data
+
+    side, cases = int(length**0.5), []
+    for name in PHOTOGRAPHS:
+        whole = np.asarray(getattr(data, name)())
+        top, left = min(100, whole.shape[0] - side), min(100, whole.shape[1] - side)
+        clean = whole[top : top + side, left : left + side].astype("f4") / 255
+        noise = np.random.default_rng(seed).normal(size=clean.shape).astype("f4")
+        noisy = clean + np.float32(0.1) * noise
+        padded = np.pad(noisy, size // 2, mode="reflect")
+        patches = sliding_window_view(padded, (size, size)).reshape(1, -1, size**2)
+        cases.append(_mean_shift(patches, noisy.reshape(1, -1, 1), 1 / (size * width)))
+    return cases
+
+
+def _mean_shift(points: Floats, values: Floats, factor: float) -> Case:
+    """Means weighted by ``exp(-|factor (x - y)|^2)``: a bias for each key."""
+    query = (points - points.mean()).astype(np.float32)
+    scale = 2 * factor**2
+    bias = -0.5 * scale * (query**2).sum(-1)
+    return Case(query, query, values.astype(np.float32), {"scale": scale, "key_bias": bias})
+
+
+def colours(length: int, seed: int = 0) -> list[Case]:
+    """Mean shift of the colours of a photograph, d = e = 3."""
+    from skimage import data
+
+    cases = []
+    for name in ("astronaut", "coffee"):
+        pixels = getattr(data, name)().reshape(-1, 3).astype("f4") / 255
+        chosen = np.random.default_rng(seed).choice(len(pixels), length, replace=False)
+        points = pixels[chosen][None]
+        cases.append(_mean_shift(points, points, 1 / (0.1 * 2**0.5)))
+    return cases
+
+
+def delays(length: int, seed: int = 0) -> list[Case]:
+    """Kernel regression of the next value of Lorenz' attractor on the 8 before it, with noise."""
+    position, path = np.ones(3), []
+    for _ in range(length + 8):
+        for _ in range(5):
+            x, y, z = position
+            step = np.array([10 * (y - x), x * (28 - z) - y, x * y - 8 * z / 3])
+            position = position + 0.01 * step
+        path.append(position[0])
+    rng = np.random.default_rng(seed + 3)
+    series = np.array(path) / 8 + 0.1 * rng.standard_normal(length + 8)
+    before = sliding_window_view(series[:-1], 8)[None, :length]
+    return [_mean_shift(before, series[None, 8:, None], 1 / (0.5 * 2**0.5))]
+
+
+def heavy_tails(length: int, seed: int = 0) -> list[Case]:
+    """Tokens around 24 centres, each times a draw of Student's t with 2.5 degrees of freedom."""
+    rng, heads = np.random.default_rng(seed + 2), 4
+    centres = rng.standard_normal((heads, 24, 16))
+    which = rng.integers(24, size=length)
+    arrays = []
+    for spread in (0.5, 0.3):
+        x = centres[:, which] + spread * rng.standard_normal((heads, length, 16))
+        arrays.append(x * np.abs(rng.standard_t(2.5, (heads, length, 1))))
+    value = rng.standard_normal((heads, 24, 16))[:, which] + 1
+    value = value + 0.3 * rng.standard_normal(value.shape)
+    return [_case([x.astype(np.float32) for x in (*arrays, value)])]
+
+
+INPUTS: dict[str, Callable[[int, int], list[Case]]] = {
+    "minilm": minilm,
+    "whisper": whisper,
+    "photographs": photographs,
+    "colours": colours,
+    "delays": delays,
+    "heavy tails": heavy_tails,
+}
