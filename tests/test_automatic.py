@@ -479,7 +479,8 @@ def test_the_error_curve_is_that_of_linear_attention(biased):
             )
             if clusters is not None:
                 keys = [curve.keys for curve in curves]
-                given = given.replace(assigned_keys=_full._assigned_keys(given, keys))
+                assigned = _full._assigned_keys(given, keys)
+                given = given.replace(exact=given.exact._replace(assigned=assigned))
             output, *_ = forward.solve(given, return_state=False)
             found = [curve.error[way, level] for curve in curves]
             assert_allclose(found, error(output, exact), rtol=1e-6)
