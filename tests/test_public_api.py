@@ -21,23 +21,23 @@ SIGNATURES = {
         "log_decay=None, normalize=True, initial_state=None, return_state=False, "
         "return_log_normalizer=False, return_states_every=None, chunk_size=None, "
         "exact_window=None, exact_clusters=None, "
-        "window_bias=None, far_bias=None)"
+        "sinks=None, window_bias=None, far_bias=None)"
     ),
     "softmax_attention": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
         "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
-        "local_window_size=None, window_bias=None, far_bias=None, return_log_normalizer=False)"
+        "local_window_size=None, sinks=None, window_bias=None, far_bias=None, return_log_normalizer=False)"
     ),
     "linear_attention_vjp": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "
         "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
         "log_decay=None, normalize=True, initial_state=None, return_state=False, chunk_size=None, "
-        "exact_window=None, window_bias=None, far_bias=None)"
+        "exact_window=None, sinks=None, window_bias=None, far_bias=None)"
     ),
     "softmax_attention_vjp": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
         "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
-        "local_window_size=None, window_bias=None, far_bias=None)"
+        "local_window_size=None, sinks=None, window_bias=None, far_bias=None)"
     ),
     "attention": (
         "(query, key, value, *, is_causal=False, key_mask=None, key_bias=None, scale=None, "
