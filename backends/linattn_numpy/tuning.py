@@ -1,7 +1,7 @@
 """Measured constants: where one way to compute becomes faster than another.
 
 They change times, not what is accurate, which :mod:`linattn_numpy.limits` holds. Each was set on
-the date beside it; machine and command were not recorded (docs/performance.md, of the same days,
+the date beside it; machine and command were not recorded (docs/record.md, of the same days,
 was measured on AMD EPYC, family 25 model 17, with OpenBLAS's SkylakeX kernels). Whoever measures
 one again writes machine, date and command beside it.
 

@@ -11,5 +11,5 @@ in float64 on a small input.
 Needs the extra ``bench`` for the peers that are not linattn; a peer that cannot start is named
 and left out. The record and its picture go to ``--out``, under the processor's name, so that each
 machine keeps its own; ``python -m benchmarks.peers.page`` puts all of them into
-docs/performance.md.
+docs/record.md.
 """

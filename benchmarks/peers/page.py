@@ -1,4 +1,4 @@
-"""Put what runs found into docs/performance.md, so that nobody copies a number by hand.
+"""Put what runs found into docs/record.md, so that nobody copies a number by hand.
 
     python -m benchmarks.peers.page
 
@@ -19,7 +19,7 @@ from benchmarks.peers.tables import as_markdown, tables
 __all__ = ["END", "PAGE", "RESULTS", "START", "between_marks", "records", "render"]
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "record.md"
 START, END = "<!-- peers: start -->\n", "<!-- peers: end -->\n"
 
 
