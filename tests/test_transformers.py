@@ -178,6 +178,36 @@ def test_a_mask_of_pairs_of_the_user():
             assert_allclose(found, wanted, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "t5"])
+def test_the_rest_of_a_prompt_goes_on_after_a_cache(name):
+    model, given = made(name), inputs(name)
+    ids, mask = given["input_ids"], given["attention_mask"]
+    register()
+    rests = {}
+    for attention in ("eager", "linattn"):
+        model.set_attn_implementation(attention)
+        if name == "t5":
+            memory = {"encoder_outputs": model.get_encoder()(ids)}
+            cache = model(decoder_input_ids=ids[:, :9], use_cache=True, **memory).cache
+            rest = model(decoder_input_ids=ids[:, 9:], cache=cache, **memory).logits
+        else:
+            cache = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True).cache
+            rest = model(ids[:, 9:], attention_mask=mask, cache=cache).logits
+        rests[attention] = rest.detach()
+    assert_allclose(rests["linattn"], rests["eager"], atol=2e-5)
+
+
+def test_a_static_cache_of_empty_places():
+    model, given = made("mistral"), inputs("mistral")
+    options = {"cache_implementation": "static", "disable_compile": True}
+    tokens = [
+        generated(model, given, **options)
+        for attention in ("eager", register())
+        if model.set_attn_implementation(attention) is None
+    ]
+    assert_array_equal(*tokens)
+
+
 def test_docstring_examples_run():
     assert doctest.testmod(sys.modules[register.__module__]).failed == 0
 

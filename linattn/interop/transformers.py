@@ -112,6 +112,19 @@ class _Mask(NamedTuple):
     """(batch, S) boolean."""
 
 
+class _Pairs(torch.Tensor):  # type: ignore[misc]
+    """Stands for a mask of pairs, (batch, 1, L, S), and has one number in memory.
+
+    Models read its shape. Its number hides all, so that a copy without ``said`` is rejected.
+    """
+
+    said: _Mask | None = None
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> _Pairs:
+        """Stay: `generate` asks for it with a static cache."""
+        return self
+
+
 def _mask(
     batch_size: int,
     q_length: int,
@@ -126,14 +139,13 @@ def _mask(
         padding = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         padding = None if bool(padding.all()) else padding
-    # Models read the shape. Its one number hides all, so that a copy is rejected.
     mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
-    mask = mask.expand(batch_size, 1, q_length, kv_length)
+    mask = mask.expand(batch_size, 1, q_length, kv_length).as_subclass(_Pairs)
     seen = _common(given["mask_function"], q_length, kv_length, int(q_offset) - kv_offset)
     if seen is None:
         rows = partial(_rows, mask, (int(q_offset), kv_offset), given)
         seen, padding = _read(rows, mask, padding)
-    mask._linattn = _Mask(seen, padding)
+    mask.said = _Mask(seen, padding)
     return mask
 
 
@@ -251,7 +263,7 @@ def _attention(
         if is_there:
             _refuse(problem)
     cache = getattr(key, "_linattn_layer", None)
-    mask = getattr(attention_mask, "_linattn", None)
+    mask = getattr(attention_mask, "said", None)
     if mask is None:
         mask = _given_mask(attention_mask, module, query, key, given.get("is_causal"))
     else:
@@ -348,6 +360,9 @@ def _bias(bias: Any, call: _Call) -> dict[str, Any]:
     by_distance = torch.cat([bias[..., 0].flip(-1)[..., :-1], bias[..., 0, :]], -1)
     radius = max(length, num_keys) - 1
     ends = (radius + 1 - length, radius + 1 - num_keys)
+    if call.options.get("is_causal") == "lower_right":
+        # Query i stands at i + S - L: all distances are less by S - L.
+        ends = ends[::-1]
     return {"window_bias": torch.nn.functional.pad(by_distance, ends)}
 
 
