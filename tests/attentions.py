@@ -7,9 +7,12 @@ features change sign may cancel, and then no bound relative to the result can ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import array_api_compat
 import numpy as np
 import pytest
 
@@ -20,21 +23,63 @@ from linattn.feature_maps import (
     EluFeatures,
     HyperbolicFeatures,
     PositiveFeatures,
+    RandomFourierFeatures,
     ReluFeatures,
+    SoftmaxFeatures,
+    TaylorFeatures,
     TrigonometricFeatures,
 )
+from linattn.typing import Features
 
 # One set of shapes for all libraries: some compile anew for each.
 DIM, VALUE_DIM, LENGTH, HEADS, CHUNK = 4, 3, 6, 2, 4
 
+Maker = Callable[[int, int, int], Any]
+MAKERS: dict[str, Maker] = {
+    "positive": lambda dim, num, rng: PositiveFeatures(dim, num, rng=rng),
+    "hyperbolic": lambda dim, num, rng: HyperbolicFeatures(dim, num, rng=rng),
+    "trigonometric": lambda dim, num, rng: TrigonometricFeatures(dim, num, rng=rng),
+    "fourier": lambda dim, num, rng: RandomFourierFeatures(dim, num, rng=rng),
+    "activation": lambda dim, num, rng: ActivationFeatures(dim, num, rng=rng),
+    "activation-unprojected": lambda dim, num, rng: ActivationFeatures(sampler=None),
+    "elu": lambda dim, num, rng: EluFeatures(),
+    "relu": lambda dim, num, rng: ReluFeatures(),
+    "softmax": lambda dim, num, rng: SoftmaxFeatures(),
+    "taylor": lambda dim, num, rng: TaylorFeatures(dim),
+}
+
+
+def maps(dim: int, num_features: int, *names: str, rng: int = 0) -> dict[str, Any]:
+    """Feature maps by their names; those without random rows have features of their own number."""
+    return {name: MAKERS[name](dim, num_features, rng) for name in names}
+
+
+class OwnMap:
+    """A map as a user writes one; its two sides differ, so that mixing them up shows."""
+
+    def __init__(self, dim):
+        self.num_features = 2 * dim
+
+    def query_features(self, x):
+        return Features(array_api_compat.array_namespace(x).concat([x, -0.5 * x], axis=-1), None)
+
+    def key_features(self, x):
+        return Features(array_api_compat.array_namespace(x).concat([0.3 * x, x], axis=-1), None)
+
+
+def makers(*names: str) -> dict[str, Callable[[int], Any]]:
+    """Feature maps by their names, of any dimension and twice as many features; "own" is one."""
+
+    def make(name: str, dim: int) -> Any:
+        return OwnMap(dim) if name == "own" else MAKERS[name](dim, 2 * dim, 1)
+
+    return {name: partial(make, name) for name in names}
+
+
 MAPS: dict[str, Any] = {
-    "positive": PositiveFeatures(DIM, 16, rng=0),
-    "hyperbolic": HyperbolicFeatures(DIM, 16, rng=1),
-    "trigonometric": TrigonometricFeatures(DIM, 64, rng=2),
-    "activation": ActivationFeatures(DIM, 16, rng=3),
-    "activation-unprojected": ActivationFeatures(sampler=None),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
+    **maps(DIM, 16, "positive", "hyperbolic", "activation", "activation-unprojected"),
+    **maps(DIM, 64, "trigonometric"),
+    **maps(DIM, 16, "elu", "relu"),
 }
 TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-13}
 
@@ -94,18 +139,27 @@ def attentions(*names: str) -> list[Any]:
 
 every_attention = pytest.mark.parametrize("attend", attentions(*MAPS, "softmax"))
 some_attentions = pytest.mark.parametrize("attend", attentions("positive", "relu", "softmax"))
+full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 every_map = pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
 some_maps = pytest.mark.parametrize("feature_map", [MAPS[name] for name in ("positive", "relu")])
+
+
+def inputs(
+    length, dim, value_dim=None, *, keys=None, lead=(), seed=0, scale=1.0, dtype="float64"
+) -> tuple[Any, Any, Any]:
+    """Normal queries, keys and values; as many keys as queries and as wide values, if not given."""
+    draw = np.random.default_rng(seed).standard_normal
+    keys = length if keys is None else keys
+    shapes = [(length, dim), (keys, dim), (keys, value_dim or dim)]
+    query, key, value = ((scale * draw((*lead, *shape))).astype(dtype) for shape in shapes)
+    return query, key, value
 
 
 def tokens(
     seed=0, *, lead=(HEADS,), length=LENGTH, dtype="float32", dim=DIM, value_dim=VALUE_DIM
 ) -> tuple[Any, Any, Any]:
     """Queries, keys and values of moderate size."""
-    rng = np.random.default_rng(seed)
-    shapes = [(*lead, length, dim), (*lead, length, dim), (*lead, length, value_dim)]
-    query, key, value = (0.6 * rng.standard_normal(shape) for shape in shapes)
-    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+    return inputs(length, dim, value_dim, lead=lead, seed=seed, scale=0.6, dtype=dtype)
 
 
 def in_library(xp, arrays) -> tuple[Any, Any, Any]:

@@ -300,6 +300,15 @@ def xp_any_shape(request: pytest.FixtureRequest) -> Iterator[ArrayLibrary]:
     yield from _each(request.param, _numpy if request.param == "numpy" else None)
 
 
+@pytest.fixture(params=[True, False], ids=["backends", "generic"])
+def numpy_path(request: pytest.FixtureRequest) -> Iterator[None]:
+    """NumPy with its backend, and on the generic path."""
+    import linattn
+
+    with nullcontext() if request.param else linattn.without_backends():
+        yield
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """Inputs of attention, float64 NumPy, and how to call it."""

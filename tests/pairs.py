@@ -12,27 +12,24 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import reference
-from linattn.feature_maps import PositiveFeatures, Reparametrized, TrigonometricFeatures
-from tests.attentions import assert_at_most
+from linattn.feature_maps import PositiveFeatures, Reparametrized
+from tests.attentions import assert_at_most, inputs, maps
 
 DIM, LENGTH = 4, 40
 BOUNDS = {"float64": 1e-11, "float32": 3e-5}
 MAPS: dict[str, Any] = {
-    "positive": PositiveFeatures(DIM, 16, rng=0),
-    "elu": linattn.feature_maps.EluFeatures(),
-    "trigonometric": TrigonometricFeatures(DIM, 256, rng=0),
+    **maps(DIM, 16, "positive", "elu"),
+    **maps(DIM, 256, "trigonometric"),
     "reparametrized": Reparametrized(PositiveFeatures(DIM, 16, rng=0), [0.3] * DIM, [-0.2] * DIM),
 }
 PHI = MAPS["positive"]
 
 every_dtype = pytest.mark.parametrize("dtype", BOUNDS)
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
 def tokens(lead=(2,), length=LENGTH, seed=0):
     """Queries, keys and values of moderate size."""
-    rng = np.random.default_rng(seed)
-    return tuple(0.7 * rng.standard_normal((*lead, length, DIM)) for _ in range(3))
+    return inputs(length, DIM, lead=lead, seed=seed, scale=0.7)
 
 
 # Dense log weights ------------------------------------------------------------------------------

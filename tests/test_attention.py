@@ -10,7 +10,6 @@ import tracemalloc
 from contextlib import nullcontext
 from typing import Any
 
-import array_api_compat
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,52 +21,19 @@ import linattn
 from linattn import reference
 from linattn._driver import causal_blocks
 from linattn.feature_maps import (
-    ActivationFeatures,
     EluFeatures,
-    HyperbolicFeatures,
     PositiveFeatures,
-    ReluFeatures,
-    TrigonometricFeatures,
 )
-from linattn.typing import Features
-from tests.attentions import assert_at_most
+from tests.attentions import OwnMap, assert_at_most, full_and_causal, makers
 
-
-class OwnMap:
-    """A map as a user writes one; its two sides differ, so that mixing them up shows."""
-
-    def __init__(self, dim):
-        self.num_features = 2 * dim
-
-    def query_features(self, x):
-        return Features(array_api_compat.array_namespace(x).concat([x, -0.5 * x], axis=-1), None)
-
-    def key_features(self, x):
-        return Features(array_api_compat.array_namespace(x).concat([0.3 * x, x], axis=-1), None)
-
-
-MAPS = {
-    "positive": lambda dim: PositiveFeatures(dim, 2 * dim, rng=1),
-    "hyperbolic": lambda dim: HyperbolicFeatures(dim, 2 * dim, rng=1),
-    "trigonometric": lambda dim: TrigonometricFeatures(dim, 2 * dim, rng=1),
-    "activation": lambda dim: ActivationFeatures(dim, 2 * dim, rng=1),
-    "activation-unprojected": lambda dim: ActivationFeatures(sampler=None),
-    "elu": lambda dim: EluFeatures(),
-    "relu": lambda dim: ReluFeatures(),
-    "own": OwnMap,
-}
+MAPS = makers(
+    *("positive", "hyperbolic", "trigonometric", "activation"),
+    *("activation-unprojected", "elu", "relu", "own"),
+)
 EXPONENTIAL = ["positive", "hyperbolic"]
 BOUNDS = {"float64": 1e-12, "float32": 3e-6}
 
 every_map = pytest.mark.parametrize("name", MAPS)
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-
-
-@pytest.fixture(params=[True, False], ids=["backends", "generic"])
-def numpy_path(request):
-    """NumPy with its backend, and on the generic path."""
-    with nullcontext() if request.param else linattn.without_backends():
-        yield
 
 
 def inputs(*shapes, seed=0):

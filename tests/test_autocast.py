@@ -10,6 +10,7 @@ import pytest
 
 import linattn
 from linattn import diagnostics, feature_maps, layers, positions
+from tests.attentions import maps
 
 pytestmark = pytest.mark.frameworks
 
@@ -389,12 +390,9 @@ def test_a_pullback_from_outside_runs_inside(name):
 MAPS: dict[str, Any] = {
     "elu": PHI,
     "positive": POSITIVE,
-    "hyperbolic": feature_maps.HyperbolicFeatures(DIM, 16, rng=0),
-    "fourier": feature_maps.RandomFourierFeatures(DIM, 16, rng=0),
+    **maps(DIM, 16, "hyperbolic", "fourier", "taylor", "softmax"),
     "normalized": feature_maps.RandomFourierFeatures(DIM, 16, normalize=True, rng=0),
-    "taylor": feature_maps.TaylorFeatures(DIM),
     "polynomial": feature_maps.PolynomialFeatures(DIM, 4),
-    "softmax": feature_maps.SoftmaxFeatures(),
     "rotated": feature_maps.RotatedFeatures(feature_maps.EluFeatures(DIM)),
 }
 METHODS = ["query_features", "key_features", "kernel", "estimate", "variance"]

@@ -22,9 +22,7 @@ from linattn.automatic import _causal, _costs, _curves, _full, _heads, _search, 
 from linattn.diagnostics import _shared as shared
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
-from tests.attentions import assert_at_most
-
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+from tests.attentions import assert_at_most, full_and_causal
 
 
 def clustered(length, heads=2, dim=8, seed=0, dtype=np.float64):

@@ -15,20 +15,19 @@ from numpy.testing import assert_allclose
 
 import linattn
 from linattn.feature_maps import (
-    EluFeatures,
     LandmarkFeatures,
     PositiveFeatures,
 )
+from tests.attentions import maps
 
 LEAD, LENGTH, DIM, VALUE_DIM = (2, 3), 7, 4, 3
 rng = np.random.default_rng(0)
 MAPS: dict[str, Any] = {
-    "positive": PositiveFeatures(DIM, 8, rng=0),
+    **maps(DIM, 8, "positive", "elu"),
     "per head": PositiveFeatures.from_projection(rng.standard_normal((3, 8, DIM))),
     "landmarks": LandmarkFeatures.fit(
         *rng.standard_normal((2, 3, 20, DIM)), num_features=5, num_probes=8, rng=0
     ),
-    "elu": EluFeatures(),
     "softmax": None,
 }
 WINDOW: dict[str, Any] = {"exact_window": 3}

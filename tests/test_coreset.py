@@ -21,7 +21,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn import StateFileError
 from linattn.coreset import CoresetAttention
-from tests.attentions import assert_at_most
+from tests.attentions import assert_at_most, inputs
 
 # The definition, token by token -------------------------------------------------------------------
 
@@ -134,8 +134,7 @@ def dense(query, key, value, mask=None, *, m, B, scale=None, rng=0, bias=0.0):
 
 
 def tokens(length, *lead, d=4, e=3, seed=0, dtype="float64"):
-    rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal((*lead, length, width)).astype(dtype) for width in (d, d, e))
+    return inputs(length, d, e, lead=lead, seed=seed, dtype=dtype)
 
 
 def exact(query, key, value):

@@ -10,13 +10,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn.feature_maps.cosformer import CosformerFeatures
-from tests.attentions import assert_at_most
+from tests.attentions import assert_at_most, full_and_causal
 
 LENGTH, MAX_LENGTH, DIM, VALUE_DIM = 13, 17, 5, 3
 SCALE = 2.0
 PHI = CosformerFeatures(DIM, max_length=MAX_LENGTH, scale=SCALE)
-
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
 def inputs(seed=0, length=LENGTH):

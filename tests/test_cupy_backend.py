@@ -27,14 +27,13 @@ from linattn.feature_maps import (
     DenseExponentialFeatures,
     EluFeatures,
     GeneralizedExponentialFeatures,
-    HyperbolicFeatures,
     PositiveFeatures,
-    ReluFeatures,
     Reparametrized,
 )
 from linattn.testing import check_backend
 from linattn.typing import ELU_PLUS_ONE, Activation, Declined, Partial, Pointwise
 from linattn_cupy import device, fused, planning, products
+from tests.attentions import maps
 from tests.fake_gpu.device import Device, cupy, moved
 
 pytestmark = pytest.mark.fake_gpu
@@ -42,10 +41,7 @@ pytestmark = pytest.mark.fake_gpu
 D = 16
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 MAPS: dict[str, Any] = {
-    "positive": PositiveFeatures(D, 40, rng=0),
-    "hyperbolic": HyperbolicFeatures(D, 40, rng=1),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
+    **maps(D, 40, "positive", "hyperbolic", "elu", "relu"),
     "per-head": PositiveFeatures.from_projection(
         np.random.default_rng(7).standard_normal((3, 40, D))
     ),

@@ -16,13 +16,11 @@ import linattn
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     CosformerFeatures,
-    EluFeatures,
-    HyperbolicFeatures,
     PositiveFeatures,
-    ReluFeatures,
 )
 from linattn.typing import Cotangent, Declined, State
 from linattn_cupy import device, fused, gradients
+from tests.attentions import maps
 from tests.fake_gpu.device import Device
 
 pytestmark = pytest.mark.fake_gpu
@@ -30,10 +28,7 @@ pytestmark = pytest.mark.fake_gpu
 D, E = 16, 24
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 MAPS: dict[str, Any] = {
-    "positive": PositiveFeatures(D, 40, rng=0),
-    "hyperbolic": HyperbolicFeatures(D, 40, rng=1),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
+    **maps(D, 40, "positive", "hyperbolic", "elu", "relu"),
     "per-head": PositiveFeatures.from_projection(
         np.random.default_rng(7).standard_normal((3, 40, D))
     ),

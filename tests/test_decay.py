@@ -51,8 +51,9 @@ def test_causal_equals_the_oracle(kind, jump):
     dense = dense_decay(decay, length) + bias
     for name, phi in MAPS.items():
         sums = reference.kernel_sums(query, key, value, phi, bias=dense)
-        generic = [linattn.without_backends] if name == "positive" else []
-        for dtype, way in product(pairs.BOUNDS, [linattn.config, *generic]):
+        ways: list[Any] = [linattn.config]
+        ways += [linattn.without_backends] if name == "positive" else []
+        for dtype, way in product(pairs.BOUNDS, ways):
             with way():
                 out = linattn.linear_attention(
                     *(a.astype(dtype) for a in (query, key, value)),

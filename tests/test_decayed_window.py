@@ -18,7 +18,8 @@ from benchmarks import offsets
 from linattn.feature_maps import LandmarkFeatures
 from linattn.reference import clustered_attention
 from tests import pairs
-from tests.pairs import DIM, MAPS, PHI, every_dtype, full_and_causal
+from tests.attentions import full_and_causal
+from tests.pairs import DIM, MAPS, PHI, every_dtype
 
 
 def log_decay_of(bias_of, is_causal, lead, length, rng):

@@ -13,11 +13,9 @@ from numpy.testing import assert_array_equal
 import linattn
 from linattn import reference
 from linattn.feature_maps import (
-    ActivationFeatures,
     DenseExponentialFeatures,
     EluFeatures,
     HedgehogFeatures,
-    HyperbolicFeatures,
     PositiveFeatures,
     ReluFeatures,
     TaylorFeatures,
@@ -26,12 +24,13 @@ from linattn.typing import Declined
 from linattn_numpy.decoding import Stepper
 from linattn_numpy.limits import MAX_LOG_LEAD
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS
+from tests.attentions import inputs, maps
 
 D, E = 8, 5
 rng = np.random.default_rng(11)
 MAPS = {
-    "positive": PositiveFeatures(D, 24, rng=0),
-    "hyperbolic": HyperbolicFeatures(D, 32, rng=0),
+    **maps(D, 24, "positive", "activation", "elu", "relu"),
+    **maps(D, 32, "hyperbolic"),
     "per-head": PositiveFeatures.from_projection(
         np.random.default_rng(7).standard_normal((2, 20, D))
     ),
@@ -44,17 +43,12 @@ MAPS = {
     "curved": DenseExponentialFeatures(
         D, 24, A=np.full(D, 0.05), transform=np.eye(D) + 0.1 * rng.standard_normal((D, D)), rng=0
     ),
-    "activation": ActivationFeatures(D, 24, rng=0),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
 }
 every_map = pytest.mark.parametrize("name", MAPS)
 
 
 def tokens(length, seed=0, dtype=np.float64):
-    rng = np.random.default_rng(seed)
-    query, key = rng.standard_normal((2, 2, length, D))
-    return [x.astype(dtype) for x in (query, key, rng.standard_normal((2, length, E)))]
+    return inputs(length, D, E, lead=(2,), seed=seed, dtype=dtype)
 
 
 def stream(phi, query, key, value, decoder=None):

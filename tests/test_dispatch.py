@@ -24,6 +24,7 @@ from linattn._driver import problem
 from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.testing._caches import clear_caches
 from linattn.typing import Declined, Exact, Partial, Plan, Problem, State
+from tests.attentions import inputs
 
 PHI = EluFeatures()
 BLOCK_TIER = ["reduce_block", "read_block", "scan_block", "exact_block", "plan"]
@@ -31,8 +32,7 @@ WHOLE_TIER = ["attention", "decode"]
 
 
 def tokens(length=10, dtype=np.float64):
-    rng = np.random.default_rng(0)
-    return tuple(rng.standard_normal((2, length, 4)).astype(dtype) for _ in range(3))
+    return inputs(length, 4, lead=(2,), dtype=dtype)
 
 
 def run_everything():

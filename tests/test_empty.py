@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import feature_maps as maps
+from linattn import feature_maps
 from tests.attentions import (
     DIM,
     HEADS,
@@ -16,6 +16,7 @@ from tests.attentions import (
     VALUE_DIM,
     every_map,
     in_library,
+    maps,
     some_attentions,
     some_maps,
     state_of,
@@ -28,22 +29,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:feature_map was fitted to other 
 SAMPLE = np.random.default_rng(0).standard_normal((3, 8, DIM))
 
 MAPS: dict[str, Any] = {
-    "elu": maps.EluFeatures(),
-    "relu": maps.ReluFeatures(),
-    "softmax": maps.SoftmaxFeatures(),
-    "taylor": maps.TaylorFeatures(DIM),
-    "polynomial": maps.PolynomialFeatures(DIM, 3),
-    "cosformer": maps.CosformerFeatures(DIM, max_length=64),
-    "positive": maps.PositiveFeatures(DIM, 8, rng=0),
-    "hyperbolic": maps.HyperbolicFeatures(DIM, 8, rng=0),
-    "trigonometric": maps.TrigonometricFeatures(DIM, 8, rng=0),
-    "fourier": maps.RandomFourierFeatures(DIM, 8, rng=0),
-    "activation": maps.ActivationFeatures(DIM, 8, rng=0),
-    "hedgehog": maps.HedgehogFeatures(SAMPLE[0]),
-    "reparametrized": maps.Reparametrized(maps.HyperbolicFeatures(DIM, 8, rng=0), SAMPLE[0, 0]),
-    "calibrated": maps.CalibratedFeatures.calibrate([tuple(SAMPLE)], num_features=4),
-    "landmarks": maps.LandmarkFeatures.fit(*SAMPLE[:2], num_features=2, num_probes=4, rng=0),
-    "corrected": maps.LandmarkFeatures.fit(
+    **maps(DIM, 8, "elu", "relu", "softmax", "taylor", "positive", "hyperbolic"),
+    **maps(DIM, 8, "trigonometric", "fourier", "activation"),
+    "polynomial": feature_maps.PolynomialFeatures(DIM, 3),
+    "cosformer": feature_maps.CosformerFeatures(DIM, max_length=64),
+    "hedgehog": feature_maps.HedgehogFeatures(SAMPLE[0]),
+    "reparametrized": feature_maps.Reparametrized(
+        feature_maps.HyperbolicFeatures(DIM, 8, rng=0), SAMPLE[0, 0]
+    ),
+    "calibrated": feature_maps.CalibratedFeatures.calibrate([tuple(SAMPLE)], num_features=4),
+    "landmarks": feature_maps.LandmarkFeatures.fit(
+        *SAMPLE[:2], num_features=2, num_probes=4, rng=0
+    ),
+    "corrected": feature_maps.LandmarkFeatures.fit(
         *SAMPLE[:2], num_features=2, num_probes=4, corrected=True, rng=0
     ),
 }

@@ -41,6 +41,7 @@ from linattn.feature_maps import (
     RotatedFeatures,
 )
 from linattn.typing import Features
+from tests.attentions import inputs
 
 DIM, VALUE_DIM = 6, 3
 
@@ -50,11 +51,7 @@ def phi_of(seed=0):
 
 
 def tokens(length, *lead, seed=0):
-    rng = np.random.default_rng(seed)
-    return tuple(
-        rng.standard_normal((*lead, length, width)).astype(np.float32)
-        for width in (DIM, DIM, VALUE_DIM)
-    )
+    return inputs(length, DIM, VALUE_DIM, lead=lead, seed=seed, dtype="float32")
 
 
 def some_state(phi=None, length=5):

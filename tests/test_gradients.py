@@ -17,6 +17,7 @@ import linattn
 from linattn import feature_maps
 from linattn.testing import assert_gradient
 from linattn.typing import Exponential, Features, Opaque, Tokens
+from tests.attentions import maps
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear: Any = linattn.linear_attention
@@ -28,21 +29,17 @@ _RNG = np.random.default_rng(7)
 _W = _RNG.standard_normal((4, DIM, DIM))
 
 MAPS = {
-    "positive": feature_maps.PositiveFeatures(DIM, 16, rng=0),
-    "hyperbolic": feature_maps.HyperbolicFeatures(DIM, 16, rng=0),
+    **maps(DIM, 16, "positive", "hyperbolic", "activation", "relu", "taylor", "softmax"),
+    **maps(DIM, 512, "trigonometric"),
     "generalized": feature_maps.GeneralizedExponentialFeatures(DIM, 16, A=-0.05, rng=0),
     "dense": feature_maps.DenseExponentialFeatures(
         DIM, 16, A=[-0.1, 0.0, 0.02, -0.03], transform=np.linalg.qr(_W[0])[0], rng=0
     ),
-    "trigonometric": feature_maps.TrigonometricFeatures(DIM, 512, rng=0),
     "fourier": feature_maps.RandomFourierFeatures(DIM, 512, bandwidth=3.0, rng=0),
     "fourier-normalized": feature_maps.RandomFourierFeatures(DIM, 512, normalize=True, rng=0),
-    "relu-projected": feature_maps.ActivationFeatures(DIM, 16, rng=0),
     "squared-relu": feature_maps.ActivationFeatures(DIM, 16, activation="squared_relu", rng=0),
     "relu-unprojected": feature_maps.ActivationFeatures(sampler=None, epsilon=0.1),
     "elu": feature_maps.EluFeatures(scale=2.0),
-    "relu": feature_maps.ReluFeatures(),
-    "taylor": feature_maps.TaylorFeatures(DIM),
     "taylor-4": feature_maps.TaylorFeatures(DIM, 4),
     "polynomial": feature_maps.PolynomialFeatures(DIM, 4, c=0.5),
     "monomials": feature_maps.PolynomialFeatures(DIM, 2, c=0.0),
@@ -57,7 +54,6 @@ MAPS = {
     "calibrated": feature_maps.CalibratedFeatures(
         _W[0], _W[1, :, 0], 0.5 * _W[2], _W[3, :, 0], tilt=0.1 * _W[1, 0], power=0.8
     ),
-    "softmax": feature_maps.SoftmaxFeatures(),
 }
 _LANDMARKS = partial(
     feature_maps.LandmarkFeatures.fit,

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn.feature_maps.hedgehog import HedgehogFeatures
+from tests.attentions import full_and_causal
 
 HEADS, LENGTH, DIM, ROWS, VALUE_DIM = 2, 13, 4, 3, 5
 
@@ -30,7 +31,6 @@ MAPS = {
 }
 
 every_map = pytest.mark.parametrize("name", MAPS)
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
 def inputs(seed=0):

@@ -8,8 +8,6 @@ A processor may take ten times as long for numbers below the smallest normal one
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,27 +16,16 @@ from numpy.testing import assert_array_equal
 
 import linattn
 from linattn import reference
-from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures
+from linattn.feature_maps import HyperbolicFeatures, PositiveFeatures
 from linattn_numpy import tuning
 from linattn_numpy.limits import EXP_LOSS, exp
-from tests.attentions import assert_at_most
+from tests.attentions import assert_at_most, maps
 
 DIM = 16
-MAPS = {
-    "positive": PositiveFeatures(DIM, 32, rng=0),
-    "hyperbolic": HyperbolicFeatures(DIM, 32, rng=0),
-    "elu": EluFeatures(),
-}
+MAPS = maps(DIM, 32, "positive", "hyperbolic", "elu")
 EPS = {"float32": 1.2e-7, "float64": 2.3e-16}
 LEAST = {"float32": -104.0, "float64": -746.0}
 """Exponentials of little more are below the smallest normal number."""
-
-
-@pytest.fixture(params=[True, False], ids=["backends", "generic"])
-def numpy_path(request):
-    """NumPy with its backend, and on the generic path."""
-    with nullcontext() if request.param else linattn.without_backends():
-        yield
 
 
 @pytest.mark.parametrize("dtype", EPS)

@@ -11,6 +11,7 @@ import pytest
 
 import linattn
 from linattn import feature_maps
+from tests.attentions import maps
 
 pytestmark = pytest.mark.frameworks
 
@@ -22,15 +23,10 @@ softmax_vjp: Any = linattn.softmax_attention_vjp
 DIM = 4
 _RNG = np.random.default_rng(1)
 MAPS: dict[str, Any] = {
-    "positive": feature_maps.PositiveFeatures(DIM, 16, rng=0),
-    "hyperbolic": feature_maps.HyperbolicFeatures(DIM, 16, rng=0),
+    **maps(DIM, 16, "positive", "hyperbolic", "activation", "elu", "relu", "taylor"),
     "fourier": feature_maps.RandomFourierFeatures(DIM, 256, bandwidth=3.0, rng=0),
     "fourier-normalized": feature_maps.RandomFourierFeatures(DIM, 256, normalize=True, rng=0),
-    "relu-projected": feature_maps.ActivationFeatures(DIM, 16, rng=0),
     "squared-relu": feature_maps.ActivationFeatures(DIM, 32, activation="squared_relu", rng=0),
-    "elu": feature_maps.EluFeatures(),
-    "relu": feature_maps.ReluFeatures(),
-    "taylor": feature_maps.TaylorFeatures(DIM),
     "polynomial": feature_maps.PolynomialFeatures(DIM, 4),
     "cosformer": feature_maps.CosformerFeatures(DIM, max_length=64),
     "hedgehog": feature_maps.HedgehogFeatures(_RNG.standard_normal((3, DIM))),
@@ -44,7 +40,7 @@ MAPS: dict[str, Any] = {
     ),
 }
 FEW = ("positive", "elu", "taylor", "reparametrized")
-KINKED = {"fourier-normalized", "relu", "relu-projected", "squared-relu"}
+KINKED = {"fourier-normalized", "relu", "activation", "squared-relu"}
 
 
 @pytest.fixture

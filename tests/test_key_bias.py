@@ -22,7 +22,8 @@ from linattn.feature_maps import (
 )
 from linattn.testing import assert_gradient
 from tests import pairs
-from tests.pairs import BOUNDS, DIM, LENGTH, PHI, full_and_causal, tokens
+from tests.attentions import full_and_causal
+from tests.pairs import BOUNDS, DIM, LENGTH, PHI, tokens
 
 _RNG = np.random.default_rng(3)
 MAPS = {

@@ -25,7 +25,6 @@ from linattn.feature_maps import (
     EluFeatures,
     HyperbolicFeatures,
     PositiveFeatures,
-    ReluFeatures,
     SoftmaxFeatures,
 )
 from linattn.typing import (
@@ -41,11 +40,12 @@ from linattn_numpy import causal, planning, threads, tuning
 from linattn_numpy.blas import Blas
 from linattn_numpy.buffers import buffer
 from linattn_numpy.limits import MAX_UNINSPECTED_EXPONENT
+from tests.attentions import maps
 
 D = 8
 MAPS = {
-    "positive": PositiveFeatures(D, 24, rng=0),
-    "hyperbolic": HyperbolicFeatures(D, 32, rng=0),
+    **maps(D, 24, "positive", "activation", "elu", "relu"),
+    **maps(D, 32, "hyperbolic"),
     "weighted": PositiveFeatures.from_projection(
         np.random.default_rng(5).standard_normal((20, D)),
         log_weights=np.random.default_rng(6).standard_normal(20),
@@ -53,10 +53,7 @@ MAPS = {
     "per-head": PositiveFeatures.from_projection(
         np.random.default_rng(7).standard_normal((3, 20, D))
     ),
-    "activation": ActivationFeatures(D, 24, rng=0),
     "plain-activation": ActivationFeatures(D, sampler=None),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
 }
 
 

@@ -7,22 +7,16 @@ import pytest
 
 import linattn
 from linattn.feature_maps import (
-    EluFeatures,
-    HyperbolicFeatures,
     LandmarkFeatures,
-    PositiveFeatures,
-    ReluFeatures,
 )
 from linattn_numpy import buffers
+from tests.attentions import maps
 
 HEADS, LENGTH, DIM = 2, 300, 16
 rng = np.random.default_rng(0)
 QUERY, KEY, VALUE = rng.standard_normal((3, HEADS, LENGTH, DIM)).astype(np.float32)
 MAPS: dict[str, Any] = {
-    "positive": PositiveFeatures(DIM, 64, rng=0),
-    "hyperbolic": HyperbolicFeatures(DIM, 64, rng=0),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
+    **maps(DIM, 64, "positive", "hyperbolic", "elu", "relu"),
     "landmarks": LandmarkFeatures.fit(QUERY, KEY, num_features=16, rng=0),
 }
 CAUSAL: dict[str, Any] = {"is_causal": True}

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -31,13 +30,6 @@ LEADS: dict[str, tuple[tuple[int, ...], ...]] = {
     "batch, key of one head": ((3, 2), (3, 1), (3, 2)),
     "nothing": ((), (), ()),
 }
-
-
-@pytest.fixture(params=[True, False], ids=["backends", "generic"])
-def numpy_path(request):
-    """NumPy with its backend, and on the generic path."""
-    with nullcontext() if request.param else linattn.without_backends():
-        yield
 
 
 def tokens(leads, seed=0, length=LENGTH):

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
 import linattn
 from linattn.feature_maps.polynomial import PolynomialFeatures, TaylorFeatures
-from tests.attentions import assert_at_most
+from tests.attentions import assert_at_most, full_and_causal
 
 DIM, LENGTH, VALUE_DIM = 5, 13, 3
 SCALE = 0.7
@@ -46,7 +46,6 @@ COLUMNS = {
     "cubic": 56,
 }
 every_kernel = pytest.mark.parametrize("name", KERNELS)
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
 def inputs(seed=0, size=1.0):

@@ -209,7 +209,7 @@ def add_spec(copy: Copy) -> None:
     row = "| `Cube(P, shift)` | `(x P)^2 + shift` |\n"
     copy.add("docs/typing.md", row, before="| `Opaque(fn, vjp)` |")
     file = "tests/attentions.py"
-    copy.add(file, "from linattn.typing import Cube, Features\n", before="\n# One set of shapes")
+    copy.add(file, "Cube, ", after="from linattn.typing import ")
     copy.add(file, f"{inspect.getsource(CubeMap)}\n\n", before="MAPS: dict")
     copy.add(file, '    "cube": CubeMap(dim=DIM),\n', after="MAPS: dict[str, Any] = {\n")
 

@@ -11,20 +11,10 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn.feature_maps import (
-    EluFeatures,
-    HyperbolicFeatures,
-    PositiveFeatures,
-    TrigonometricFeatures,
-)
 from linattn.testing import assert_rollback
+from tests.attentions import maps
 
-MAPS = {
-    "positive": PositiveFeatures(4, 16, rng=0),
-    "hyperbolic": HyperbolicFeatures(4, 16, rng=0),
-    "elu": EluFeatures(),
-    "trigonometric": TrigonometricFeatures(4, 16, rng=0),
-}
+MAPS = maps(4, 16, "positive", "hyperbolic", "elu", "trigonometric")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -9,7 +9,6 @@ they share with late ones, and their products with small values leave the range 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,16 +19,10 @@ from numpy.testing import assert_array_equal
 
 import linattn
 from linattn import reference
-from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
-from tests.attentions import assert_at_most
+from tests.attentions import assert_at_most, maps
 
 DIM, VALUE_DIM = 5, 3
-MAPS = {
-    "positive": PositiveFeatures(DIM, 12, rng=0),
-    "hyperbolic": HyperbolicFeatures(DIM, 12, rng=0),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
-}
+MAPS = maps(DIM, 12, "positive", "hyperbolic", "elu", "relu")
 DTYPES = {
     # Largest gap between the logs of keys, smallest power of two of values, bound on errors.
     "float32": (80, -93, 1e-4),
@@ -41,13 +34,6 @@ STEPS = {"float32": -83, "float64": -580}
 
 every_map = pytest.mark.parametrize("name", MAPS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-@pytest.fixture(params=[True, False], ids=["backends", "generic"])
-def numpy_path(request):
-    """NumPy with its backend, and on the generic path."""
-    with nullcontext() if request.param else linattn.without_backends():
-        yield
 
 
 @st.composite

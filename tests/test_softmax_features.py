@@ -10,11 +10,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn.feature_maps.normalized import SoftmaxFeatures
+from tests.attentions import full_and_causal
 
 LENGTH, DIM, VALUE_DIM = 13, 5, 3
 LEAD = (2,)
-
-full_and_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
 def inputs(seed=0, length=LENGTH, lead=LEAD):

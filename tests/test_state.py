@@ -8,10 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
-from contextlib import nullcontext
 from typing import Any
 
-import array_api_compat
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,44 +33,16 @@ from linattn.feature_maps import (
     EluFeatures,
     HyperbolicFeatures,
     PositiveFeatures,
-    ReluFeatures,
     TrigonometricFeatures,
 )
-from linattn.typing import Features
+from tests.attentions import OwnMap, makers
 
-
-class OwnMap:
-    """A map as a user writes one; its two sides differ, so that mixing them up shows."""
-
-    def __init__(self, dim):
-        self.num_features = 2 * dim
-
-    def query_features(self, x):
-        return Features(array_api_compat.array_namespace(x).concat([x, -0.5 * x], axis=-1), None)
-
-    def key_features(self, x):
-        return Features(array_api_compat.array_namespace(x).concat([0.3 * x, x], axis=-1), None)
-
-
-MAPS = {
-    "positive": lambda dim: PositiveFeatures(dim, 2 * dim, rng=1),
-    "hyperbolic": lambda dim: HyperbolicFeatures(dim, 2 * dim, rng=1),
-    "activation": lambda dim: ActivationFeatures(dim, 2 * dim, rng=1),
-    "activation-unprojected": lambda dim: ActivationFeatures(sampler=None),
-    "elu": lambda dim: EluFeatures(),
-    "relu": lambda dim: ReluFeatures(),
-    "own": OwnMap,
-}
+MAPS = makers(
+    *("positive", "hyperbolic", "activation", "activation-unprojected", "elu", "relu", "own")
+)
 DIM, VALUE_DIM = 6, 3
 
 every_map = pytest.mark.parametrize("name", MAPS)
-
-
-@pytest.fixture(params=[True, False], ids=["backends", "generic"])
-def numpy_path(request):
-    """NumPy with its backend, and on the generic path."""
-    with nullcontext() if request.param else linattn.without_backends():
-        yield
 
 
 def inputs(*shapes, seed=0):

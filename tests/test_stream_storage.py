@@ -15,6 +15,7 @@ import pytest
 import linattn
 from linattn import feature_maps as fm
 from linattn.stream import _storage, attend
+from tests.attentions import inputs
 
 LENGTH, DIM = 48, 4
 PHI = fm.PositiveFeatures(DIM, num_features=8, rng=0)
@@ -27,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def tokens(seed=1, dtype=np.float64):
-    return tuple(np.random.default_rng(seed).standard_normal((3, 2, LENGTH, DIM)).astype(dtype))
+    return inputs(LENGTH, DIM, lead=(2,), seed=seed, dtype=dtype)
 
 
 @pytest.fixture(params=["as the system tells", "as NumPy tells"])

@@ -19,6 +19,7 @@ from linattn.typing import (
     Features,
     Pointwise,
 )
+from tests.attentions import inputs
 
 OWN = (ELU_PLUS_ONE, HEAVISIDE, RELU, SQUARED_RELU)
 NAMES = [activation.name for activation in OWN]
@@ -53,8 +54,7 @@ class Mapped:
 
 
 def tokens(dtype="float32", d=16, lead=(2,)):
-    rng = np.random.default_rng(0)
-    return tuple(rng.standard_normal((*lead, 40, d)).astype(dtype) for _ in range(3))
+    return inputs(40, d, lead=lead, dtype=dtype)
 
 
 def everything(phi: Mapped, query: Any, key: Any, value: Any) -> dict[str, Any]:

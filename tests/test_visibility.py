@@ -22,23 +22,18 @@ from linattn._driver.problem import linear_problem
 from linattn._driver.walks import MIN_RUN, planned
 from linattn.feature_maps import (
     CosformerFeatures,
-    EluFeatures,
     LandmarkFeatures,
     PositiveFeatures,
-    ReluFeatures,
     RotatedFeatures,
-    SoftmaxFeatures,
 )
 from linattn.testing import assert_gradient
 from linattn_numpy import planning
+from tests.attentions import maps
 from tests.entries import saying
 
 DIM, VALUE_DIM = 4, 3
 MAPS: dict[str, Any] = {
-    "positive": PositiveFeatures(DIM, 8, rng=1),
-    "elu": EluFeatures(),
-    "relu": ReluFeatures(),
-    "softmax": SoftmaxFeatures(),
+    **maps(DIM, 8, "positive", "elu", "relu", "softmax", rng=1),
     "cosformer": CosformerFeatures(DIM, max_length=2000),
     "exact": None,
 }
@@ -46,13 +41,6 @@ PHI = MAPS["positive"]
 BOUNDS = {"float64": 1e-11, "float32": 3e-5, "float16": 5e-3}
 
 every_map = pytest.mark.parametrize("name", MAPS)
-
-
-@pytest.fixture(params=[True, False], ids=["backends", "generic"])
-def numpy_path(request):
-    """NumPy with its backend, and on the generic path."""
-    with nullcontext() if request.param else linattn.without_backends():
-        yield
 
 
 def inputs(length, num_keys=None, *, lead=(2,), seed=0):

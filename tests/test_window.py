@@ -23,12 +23,10 @@ from linattn.feature_maps import (
     LandmarkFeatures,
     PositiveFeatures,
     Reparametrized,
-    TaylorFeatures,
-    TrigonometricFeatures,
 )
 from linattn.typing import State
+from tests.attentions import full_and_causal, makers
 from tests.pairs import check_weights as check
-from tests.pairs import full_and_causal
 from tests.pairs import window_weights as dense_weights
 
 
@@ -41,13 +39,7 @@ def per_head(dim, heads=3):
     return Reparametrized(PositiveFeatures.from_projection(projection), shift, other, transform)
 
 
-MAPS = {
-    "positive": lambda dim: PositiveFeatures(dim, 2 * dim, rng=1),
-    "hyperbolic": lambda dim: HyperbolicFeatures(dim, 2 * dim, rng=1),
-    "trigonometric": lambda dim: TrigonometricFeatures(dim, 2 * dim, rng=1),
-    "taylor": lambda dim: TaylorFeatures(dim, order=2),
-    "per head": per_head,
-}
+MAPS = makers("positive", "hyperbolic", "trigonometric", "taylor") | {"per head": per_head}
 
 
 @pytest.mark.parametrize("name", MAPS)

@@ -13,15 +13,11 @@ import pytest
 from numpy.testing import assert_allclose
 
 import linattn
-from linattn.feature_maps import HyperbolicFeatures, PositiveFeatures, TrigonometricFeatures
 from linattn.testing import assert_gradient
-from tests.pairs import DIM, full_and_causal, tokens
+from tests.attentions import full_and_causal, maps
+from tests.pairs import DIM, tokens
 
-MAPS = {
-    "positive": PositiveFeatures(DIM, 8, rng=0),
-    "hyperbolic": HyperbolicFeatures(DIM, 8, rng=0),
-    "trigonometric": TrigonometricFeatures(DIM, 64, rng=0),
-}
+MAPS = {**maps(DIM, 8, "positive", "hyperbolic"), **maps(DIM, 64, "trigonometric")}
 RNG = np.random.default_rng(3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,6 @@ WINDOWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "long window": (PHI, {"exact_window": 200}),
     "window and bias": (PHI, {"exact_window": 16, "window_bias": np.linspace(-1, 2, 9)}),
 }
-
-
-@pytest.fixture(params=[True, False], ids=["backends", "generic"])
-def numpy_path(request):
-    """NumPy with its backend, and on the generic path."""
-    with nullcontext() if request.param else linattn.without_backends():
-        yield
 
 
 def tokens(rule, length=LENGTH):
