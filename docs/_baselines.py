@@ -1,4 +1,4 @@
-"""Pictures of docs/which_attention.md: the weights of one head as each attention has them.
+"""Pictures of docs/baselines.md: the weights of one head as each attention has them.
 
 ``python docs/_baselines.py`` draws them into docs/images. Weights are attention to the rows of the
 identity: each output is then a row of the weight matrix. What is learned is drawn at random here.

@@ -520,7 +520,7 @@ def pictures():
 
 def test_the_page_shows_the_weights_of_each(pictures, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib (extra cli) is not installed")
-    page = (ROOT / "docs" / "which_attention.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
     shown = re.findall(r"\]\(images/(which-[\w-]+\.png)\)", page)
     assert sorted(shown) == sorted(f"which-{n.replace('_', '-')}.png" for n in pictures.CASES)
     assert all((pictures.IMAGES / name).stat().st_size < 20_000 for name in shown)

@@ -1,4 +1,4 @@
-"""The programs of docs/engines.md, each run as its engine runs it."""
+"""The programs of docs/recipes.md, each run as its engine runs it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "engines.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
+TEXT = PAGE.read_text(encoding="utf-8").split("\n## MPI\n")[1]
 PROGRAMS = {
     text.split()[1].partition(".")[0]: text
-    for text in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for text in re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 }
 
 
