@@ -26,7 +26,8 @@ SIGNATURES = {
     "softmax_attention": (
         "(query, key, value, *, scale=None, is_causal=False, key_mask=None, key_bias=None, "
         "key_lengths=None, key_stop=None, prefix_length=None, causal_block=None, cu_seqlens=None, "
-        "local_window_size=None, sinks=None, window_bias=None, far_bias=None, return_log_normalizer=False)"
+        "local_window_size=None, sinks=None, window_bias=None, far_bias=None, "
+        "return_log_normalizer=False)"
     ),
     "linear_attention_vjp": (
         "(query, key, value, feature_map, *, is_causal=False, key_mask=None, key_bias=None, "

@@ -47,9 +47,13 @@ class ExactClusters:
     of_key: NDArray[np.intp]
 
     def are_chosen(
-        self, chosen: NDArray[np.bool_], rows: slice, key: NDArray[np.intp]
+        self, chosen: NDArray[np.bool_], first: int, rows: slice, key: NDArray[np.intp]
     ) -> NDArray[np.bool_]:
-        """Whether each query has chosen the cluster of a key, ``(..., n, 1)``."""
+        """Whether each query has chosen the cluster of a key, ``(..., n, 1)``.
+
+        ``chosen`` is what all queries from the first one on have.
+        """
+        chosen = chosen[..., rows.start - first : rows.stop - first, :]
         inside = np.clip(key, 0, max(self.of_key.shape[-1] - 1, 0))
         cluster = np.minimum(self.of_key[..., inside, None], chosen.shape[-1] - 1)
         lead = np.broadcast_shapes(chosen.shape[:-2], cluster.shape[:-2])

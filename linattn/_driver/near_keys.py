@@ -18,6 +18,7 @@ from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
     add_key_blocks,
+    block_slices,
     decay_of_rows,
     in_map_coordinates,
     key_blocks,
@@ -121,6 +122,10 @@ class Sinks(NamedTuple):
         return merged._replace(length=state.length)
 
 
+TILE_ROWS = 512
+"""Rows whose near weights are exchanged at a time."""
+
+
 class Cancelled(ArithmeticError):
     """A row would lose digits: its far keys must be summed up without the near ones."""
 
@@ -160,10 +165,21 @@ class Exchange(NamedTuple):
     """Position of the first key for the map."""
 
     def __call__(self, rows: slice, part: Partial, is_exact: Any = None) -> Partial:
-        """Exchange the weights of near pairs of some rows.
+        """Exchange the weights of near pairs of some rows, a few at a time, for they stay in cache.
 
         ``is_exact(rows, keys)`` says which pairs the rows have read exactly already.
         """
+        xp, parts = self.problem.xp, []
+        log = xp.broadcast_to(part.log, (*part.log.shape[:-2], *part.num_den.shape[-2:-1], 1))
+        for tile in block_slices(rows.stop - rows.start, TILE_ROWS):
+            of = slice(rows.start + tile.start, rows.start + tile.stop)
+            share = Partial(part.num_den[..., tile, :], log[..., tile, :])
+            parts.append(self._exchanged(of, share, is_exact)[:2])
+        if len(parts) == 1:
+            return Partial(*parts[0])
+        return Partial(*(xp.concat(list(x), axis=-2) for x in zip(*parts, strict=True)))
+
+    def _exchanged(self, rows: slice, part: Partial, is_exact: Any) -> Partial:
         problem, xp = self.problem, self.problem.xp
         query = token_block(problem, "query", rows, self.start)
         features, log_row = query_features(problem.query_spec, query)

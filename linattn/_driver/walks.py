@@ -325,7 +325,7 @@ def _walk_clusters(walk: Walk, exchange: Exchange | None = None) -> Iterator[Sta
         chosen, rest = clusters.choose(problem, query, state, clusters.bias)
         part = clusters.add(query, chosen, rest)
         if exchange is not None:
-            part = exchange(rows, part, partial(clusters.are_chosen, chosen))
+            part = exchange(rows, part, partial(clusters.are_chosen, chosen, rows.start))
         walk.write(rows, part)
         yield state
 
