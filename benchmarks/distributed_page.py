@@ -45,8 +45,8 @@ Reading the rows and writing the outputs is left out. States are little: a netwo
 those of a worker in milliseconds. The bound is the scheduler, which is one process: it keeps a
 thousand workers at work only with blocks of {{balance[full]}} rows (full) and {{balance[causal]}}
 rows (causal) at these figures, or in proportion to what a task costs it. So take as long blocks
-as fit a worker; beyond that, [MPI or `shard_map`](recipes.md#mpi) has no scheduler. Waiting is a chain
-of about 2 sqrt(blocks) merges in causal attention and log8(blocks) in full attention.
+as fit a worker; beyond that, [MPI or `shard_map`](recipes.md#mpi) has no scheduler. Waiting is a
+chain of about 2 sqrt(blocks) merges in causal attention and log8(blocks) in full attention.
 
 """
 
