@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial, wraps
@@ -28,6 +29,7 @@ __all__ = [
     "kinds",
     "library_name",
     "namespace",
+    "not_supported",
     "on_array_device",
     "to_numpy",
     "with_autocast",
@@ -51,8 +53,27 @@ def namespace(array: Array) -> ModuleType:
     kind = type(array)
     found = _namespaces.get(kind)
     if found is None:
+        if _root(kind) in DENSE_FORMS:
+            raise TypeError(not_supported("an array", array))
         found = _namespaces[kind] = array_api_compat.array_namespace(array)
     return found
+
+
+DENSE_FORMS = {"mlx": "numpy.asarray({})", "scipy": "{}.toarray()", "sparse": "{}.todense()"}
+"""How arrays of libraries that are not supported become arrays of NumPy."""
+
+
+def not_supported(name: str, array: Any) -> str:
+    """Say what an argument is that is no array of a supported library, and how to convert it."""
+    root, came = _root(type(array)), type(array).__name__
+    if root in DENSE_FORMS:
+        came = f"{root}.{came}"
+    dense = DENSE_FORMS.get(root, "numpy.asarray({})").format(name)
+    return f"got {came}; convert it, for example with {dense}"
+
+
+def _root(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 @cache
@@ -295,9 +316,11 @@ def kinds(arrays: Iterable[Any]) -> list[Any]:
 def dtype_bits(dtype: Any) -> int:
     """Width of a floating dtype of any library."""
     bits = getattr(dtype, "itemsize", None)
-    if bits is None:
-        bits = np.dtype(dtype._np_dtype if hasattr(dtype, "_np_dtype") else dtype).itemsize
-    return 8 * int(bits)
+    if bits is not None:
+        return 8 * int(bits)
+    # Its own name ends with the width, where it is no dtype of NumPy's: ndonnx, array-api-strict.
+    digits = re.search(r"float(\d+)$", str(getattr(dtype, "_np_dtype", dtype)).lower())
+    return int(digits[1]) if digits else 8 * np.dtype(dtype).itemsize
 
 
 def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any:

@@ -17,6 +17,7 @@ from linattn._arrays import (
     is_lazy,
     library_name,
     namespace,
+    not_supported,
     to_numpy,
 )
 from linattn.typing import Array, FeatureMap, Features, State
@@ -67,8 +68,7 @@ def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
     except TypeError:
         message = (
             f"{name} must be an array of NumPy, CuPy, torch, JAX, Dask or another array-API "
-            f"library, got {type(array).__name__}; convert it, for example with "
-            f"numpy.asarray({name})"
+            f"library, {not_supported(name, array)}"
         )
         raise TypeError(message) from None
     if array.ndim == 0:
@@ -159,10 +159,10 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
         if not _is_ordinary(array):
             _check_float(name, array, xp)
             _check_device(first, first_array, name, array)
-            if any(isinstance(length, float) for length in array.shape):
+            if any(length is None or isinstance(length, float) for length in array.shape):
                 message = (
                     f"{name} must have a known shape, got {tuple(array.shape)}; for an array of "
-                    f"Dask call {name}.compute_chunk_sizes() first"
+                    f"Dask call {name}.compute_chunk_sizes() first, in ONNX give all sizes"
                 )
                 raise ValueError(message)
         axes = "(..., length, dim)" if min_ndim == 2 else "(..., dim)"

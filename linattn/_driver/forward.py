@@ -395,5 +395,5 @@ def _count(flags: Array) -> int:
     xp = _arrays.namespace(flags)
     try:
         return int(xp.sum(xp.astype(flags, xp.int32)))
-    except (RuntimeError, TypeError):  # of torch and of JAX
+    except (RuntimeError, TypeError, ValueError):  # of torch, of JAX and of ndonnx
         return 0
