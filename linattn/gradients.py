@@ -280,8 +280,9 @@ def softmax_attention_vjp(
     Notes
     -----
     Time O(L S (d + e)), or O(L w (d + e)) with a window of w keys, about five times that of the
-    forward pass; memory O(c^2 + c e) beyond arguments and gradients, with blocks of c tokens, and
-    three numbers a row. A masked key, its value, and a query that sees no key have gradient 0.
+    forward pass; memory O(c^2 + c e) beyond arguments and gradients, with blocks of c tokens, three
+    numbers a row, and sums for queries that see later keys, at most a head's gradient of queries. A
+    masked key, its value, and a query that sees no key have gradient 0.
 
     References
     ----------

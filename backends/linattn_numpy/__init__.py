@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from linattn.typing import Backend, implements
 from linattn_numpy.block_vjps import (
-    exact_key_vjp,
-    exact_query_vjp,
+    exact_vjp,
     read_block_vjp,
     reduce_block_vjp,
 )
@@ -42,9 +41,8 @@ __all__ = [
     "decode",
     "divide",
     "exact_block",
-    "exact_key_vjp",
     "exact_more",
-    "exact_query_vjp",
+    "exact_vjp",
     "limited_threads",
     "plan",
     "read_block",
@@ -72,9 +70,8 @@ if TYPE_CHECKING:
     implements(Backend.decode)(decode)
     implements(Backend.divide)(divide)
     implements(Backend.exact_block)(exact_block)
-    implements(Backend.exact_key_vjp)(exact_key_vjp)
     implements(Backend.exact_more)(exact_more)
-    implements(Backend.exact_query_vjp)(exact_query_vjp)
+    implements(Backend.exact_vjp)(exact_vjp)
     implements(Backend.limited_threads)(limited_threads)
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)

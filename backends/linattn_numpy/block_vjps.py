@@ -22,7 +22,7 @@ from linattn_numpy.features import exponents, log_features
 from linattn_numpy.products import broadcast_lead, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums
 
-__all__ = ["exact_key_vjp", "exact_query_vjp", "read_block_vjp", "reduce_block_vjp"]
+__all__ = ["exact_vjp", "read_block_vjp", "reduce_block_vjp"]
 
 UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
 
@@ -133,7 +133,7 @@ def reduce_block_vjp(
 # Softmax attention ------------------------------------------------------------------------------
 
 
-def exact_query_vjp(
+def exact_vjp(
     spec: Exact,
     query: Tokens,
     key: Tokens,
@@ -141,27 +141,16 @@ def exact_query_vjp(
     grad_num_den: Floats,
     log: Floats,
     visible: Any,
-) -> Floats:
-    """Gradient of a block of queries through their softmax weights for a block of keys."""
+) -> tuple[Floats, Floats, Floats]:
+    """Gradients of blocks of queries, keys and ``[v, 1]`` through their softmax weights."""
     weights = _softmax_weights(spec, query, key, log, visible)
-    grad_logits = _grad_logits(weights, values_and_one, grad_num_den)
-    return np.asarray(np.matmul(grad_logits, key.x * spec.scale))
-
-
-def exact_key_vjp(
-    spec: Exact,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Floats,
-    grad_num_den: Floats,
-    log: Floats,
-    visible: Any,
-) -> tuple[Floats, Floats]:
-    """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
-    weights = _softmax_weights(spec, query, key, log, visible)
-    grad_logits = _grad_logits(weights, values_and_one, grad_num_den)
-    grad_key = np.matmul(transposed(grad_logits), query.x * spec.scale)
-    return grad_key, np.matmul(transposed(weights), grad_num_den)
+    cotangent = product(grad_num_den, transposed(values_and_one), "read")
+    grad_logits = limits.in_place(np.multiply, cotangent, weights)
+    return (
+        np.asarray(np.matmul(grad_logits, key.x * spec.scale)),
+        np.asarray(np.matmul(transposed(grad_logits), query.x * spec.scale)),
+        np.asarray(np.matmul(transposed(weights), grad_num_den)),
+    )
 
 
 def _softmax_weights(
@@ -174,8 +163,3 @@ def _softmax_weights(
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
     return limits.exp(limits.in_place(np.subtract, logits, log_row))
-
-
-def _grad_logits(weights: Floats, values_and_one: Floats, grad_num_den: Floats) -> Floats:
-    cotangent = product(grad_num_den, transposed(values_and_one), "read")
-    return limits.in_place(np.multiply, cotangent, weights)

@@ -95,7 +95,7 @@ class Sinks(NamedTuple):
         seen = np.ones((rows.stop - rows.start, len(key)), bool)
         if sees.key_stop is not None:
             seen &= key < sees.key_stop[rows][:, None]
-        if sees.is_causal:
+        if not sees.ahead:
             seen &= key <= np.arange(rows.start, rows.stop)[:, None] + sees.query_start
         device = array_api_compat.device(problem.key)
         return None if seen.all() else problem.xp.asarray(seen, device=device)

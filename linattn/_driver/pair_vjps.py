@@ -1,7 +1,7 @@
 """The pullback of exact pairs: in softmax attention, near a query in an exact window, and of sinks.
 
 A row may read several sources on one scale, so that its cotangent is found first, by a forward
-pass. Exact pairs are weighed again, from queries and from keys. Far keys of a window are pulled
+pass. Exact pairs are weighed again, some keys at a time. Far keys of a window are pulled
 back apart, those to the right and those to the left, and all gradients are added.
 """
 
@@ -15,10 +15,8 @@ from linattn._driver.blocks import raw_tokens, values_and_one_block
 from linattn._driver.gradient_rows import GradientWalk
 from linattn._driver.linear_vjps import Scan, given_rows, row_numbers
 from linattn._driver.pairs import (
-    keys_of_rows,
     offset_bias,
     rows_of_keys,
-    sinks_of_rows,
     visible_pairs,
 )
 from linattn._driver.softmax import short_rows
@@ -40,16 +38,12 @@ def pull_exact(walk: GradientWalk) -> Iterator[Any]:
     walk = walk._replace(block_size=short_rows(problem, walk.block_size))
     numbers, queries = (yield from row_numbers(walk)), walk.query_slices()
 
-    def keys_of(rows: slice) -> Slices:
-        runs = [keys_of_rows(problem, rows), *sinks_of_rows(problem, rows)]
-        return [keys for run in runs for keys in walk.key_slices(run)]
-
     def rows_of(keys: slice) -> Slices:
         seen_by = rows_of_keys(problem, keys)
         return [q for q in queries if q.stop > seen_by.start and q.start < seen_by.stop]
 
     keys = _slices(walk, slice(0, problem.key.shape[-2]))
-    yield from _pull_pairs(walk, problem.query_spec, numbers, (queries, keys), (keys_of, rows_of))
+    yield from _pull_pairs(walk, problem.query_spec, numbers, (queries, keys), rows_of)
 
 
 def pull_window(walk: GradientWalk) -> Iterator[State]:
@@ -60,12 +54,11 @@ def pull_window(walk: GradientWalk) -> Iterator[State]:
     blocks = _Blocks.of(walk)
     # Near keys are weighed in the coordinates of the caller.
     near = walk._replace(problem=problem.replace(query_change=None, key_change=None))
-    slices, sides = blocks.slices(), (blocks.keys_of, blocks.rows_of)
     assert problem.exact.spec is not None
-    yield from _pull_pairs(near, problem.exact.spec, numbers, slices, sides)
+    yield from _pull_pairs(near, problem.exact.spec, numbers, blocks.slices(), blocks.rows_of)
     left, right = (None, None) if bias is None else (bias.table[..., :1], bias.table[..., -1:])
     share = 1
-    if not problem.sees.is_causal:
+    if problem.sees.ahead:
         steps = blocks.far_steps(-1)
         yield from Scan(walk._replace(share=1), numbers, True, steps, right).walk_back(None)
         share = 2
@@ -84,20 +77,15 @@ def _joined(blocks: list[Slices]) -> Slices:
     return [part for block in blocks for part in block]
 
 
-def _places(blocks: list[Slices]) -> dict[int, int]:
-    return {part.start: i for i, block in enumerate(blocks) for part in block}
-
-
 class _Blocks(NamedTuple):
     """Queries and keys of each block of the window's length, cut into steps."""
 
     queries: list[Slices]
     keys: list[Slices]
     num_sinks: int
-    is_causal: bool
-    block_of_rows: dict[int, int]
-    """Of a step of queries, by its start."""
+    ahead: bool
     block_of_keys: dict[int, int]
+    """Of a step of keys, by its start."""
 
     @classmethod
     def of(cls, walk: GradientWalk) -> _Blocks:
@@ -115,28 +103,20 @@ class _Blocks(NamedTuple):
             queries,
             keys,
             problem.exact.sinks,
-            problem.sees.is_causal,
-            _places(queries),
-            _places(keys),
+            problem.sees.ahead,
+            {part.start: i for i, block in enumerate(keys) for part in block},
         )
 
     def slices(self) -> tuple[Slices, Slices]:
         """Return all steps of queries, and of keys."""
         return _joined(self.queries), _joined(self.keys)
 
-    def keys_of(self, rows: slice) -> Slices:
-        """Return steps of keys that are near some queries, and those of sinks."""
-        i = self.block_of_rows[rows.start]
-        near = _joined(self.keys[max(i - 1, 0) : i + 1 + (not self.is_causal)])
-        sinks = [part for part in _joined(self.keys) if part.start < self.num_sinks]
-        return near + [part for part in sinks if part not in near]
-
     def rows_of(self, keys: slice) -> Slices:
         """Return steps of queries that some keys are near to, all for sinks."""
         if keys.start < self.num_sinks:
             return _joined(self.queries)
         i = self.block_of_keys[keys.start]
-        return _joined(self.queries[max(i - (not self.is_causal), 0) : i + 2])
+        return _joined(self.queries[max(i - self.ahead, 0) : i + 2])
 
     def far_steps(self, direction: int) -> list[Step]:
         """Let the queries of each block read the keys before the block beside it.
@@ -160,44 +140,38 @@ def _pull_pairs(
     spec: Exact,
     numbers: Array,
     slices: tuple[Slices, Slices],
-    sides: tuple[Callable[[slice], Slices], Callable[[slice], Slices]],
+    rows_of: Callable[[slice], Slices],
 ) -> Iterator[Any]:
-    """Every query reads its keys again, then every key its queries.
+    """Pull back the pairs of all keys with the queries that see any of them.
 
-    ``slices``: those of queries and of keys; ``sides``: keys of queries, and queries of keys.
+    ``slices``: those of queries and of keys; ``rows_of``: queries of keys.
     """
-    problem, functions, xp = walk.problem, walk.functions, walk.problem.xp
-    (queries, all_keys), (keys_of, rows_of) = slices, sides
-    for rows in queries:
-        query = raw_tokens(problem, "query", rows, 0)
-        gradient = xp.zeros_like(query.x)
-        for keys in keys_of(rows):
-            key, values_and_one = (
-                raw_tokens(problem, "key", keys, 0),
-                values_and_one_block(problem, keys),
-            )
-            pairs = _pairs(walk, rows, keys, numbers)
-            found = functions.exact_query_vjp(spec, query, key, values_and_one, *pairs)
-            gradient = gradient + found
-        walk.write_query(rows, gradient)
-        yield None
-    for keys in all_keys:
+    problem, xp, (queries, all_keys) = walk.problem, walk.problem.xp, slices
+    steps = [(keys, rows_of(keys)) for keys in all_keys]
+    last = {rows.start: i for i, (_, seen_by) in enumerate(steps) for rows in seen_by}
+    # Gradients of queries that see keys of later steps.
+    held: dict[int, Array] = {}
+    for i, (keys, seen_by) in enumerate(steps):
         key, values_and_one = (
             raw_tokens(problem, "key", keys, 0),
             values_and_one_block(problem, keys),
         )
-        gradients = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
-        for rows in rows_of(keys):
-            query, pairs = (
-                raw_tokens(problem, "query", rows, 0),
-                _pairs(walk, rows, keys, numbers),
-            )
-            more = functions.exact_key_vjp(spec, query, key, values_and_one, *pairs)
-            gradients = [
-                x + sum_to(y, problem.state_lead, 2) for x, y in zip(gradients, more, strict=True)
+        of_keys = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
+        for rows in seen_by:
+            query, pairs = raw_tokens(problem, "query", rows, 0), _pairs(walk, rows, keys, numbers)
+            block = query, key, values_and_one, *pairs
+            of_query, *more = walk.functions.exact_vjp(spec, *block)
+            of_keys = [
+                x + sum_to(y, problem.state_lead, 2) for x, y in zip(of_keys, more, strict=True)
             ]
-        walk.write_key(keys, values_and_one, *gradients)
+            held[rows.start] = held.get(rows.start, 0) + of_query
+            if last[rows.start] == i:
+                walk.write_query(rows, held.pop(rows.start))
+        walk.write_key(keys, values_and_one, *of_keys)
         yield None
+    for rows in queries:
+        if rows.start not in last:
+            walk.write_query(rows, xp.zeros_like(raw_tokens(problem, "query", rows, 0).x))
 
 
 def _pairs(walk: GradientWalk, rows: slice, keys: slice, numbers: Array) -> tuple[Any, ...]:

@@ -39,7 +39,6 @@ __all__ = [
     "pairs_of",
     "rows_of_keys",
     "seen_by_all",
-    "sinks_of_rows",
     "visible_pairs",
 ]
 
@@ -124,19 +123,11 @@ def seen_by_all(problem: Problem, rows: slice) -> slice:
     return slice(first, stop) if first < stop else slice(keys.start, keys.start)
 
 
-def sinks_of_rows(problem: Problem, rows: slice) -> list[slice]:
-    """Sinks outside of :func:`keys_of_rows` that any of some consecutive queries sees."""
-    keys, stops = keys_of_rows(problem, rows), problem.sees.key_stop
-    last = problem.key.shape[-2] if stops is None else int(stops[rows.stop - 1])
-    last = min(problem.exact.sinks, keys.stop if problem.sees.is_causal else last)
-    return [slice(0, min(keys.start, last)), slice(keys.stop, max(keys.stop, last))]
-
-
 def rows_of_keys(problem: Problem, keys: slice) -> slice:
     """Return the queries from the first to the last one that see any of some consecutive keys."""
     (left, right), length, start = band(problem), problem.query.shape[-2], problem.sees.query_start
     if keys.start < problem.exact.sinks:
-        left, right = length + keys.stop, 0 if problem.sees.is_causal else length + keys.stop
+        left, right = length + keys.stop, length + keys.stop if problem.sees.ahead else 0
     first = max(keys.start - right - start, 0)
     if problem.sees.key_stop is not None:
         first = max(first, int(np.searchsorted(problem.sees.key_stop, keys.start, side="right")))
@@ -154,7 +145,7 @@ def visible_pairs(problem: Problem, rows: slice, keys: slice) -> Array:
     seen = in_band(problem.key, n, s, (-left - first, right - first))
     if keys.start < problem.exact.sinks:
         most = rows.stop + keys.stop + abs(problem.sees.query_start)
-        before = in_band(problem.key, n, s, (-most, -first if problem.sees.is_causal else most))
+        before = in_band(problem.key, n, s, (-most, most if problem.sees.ahead else -first))
         is_sink = xp.arange(keys.start, keys.stop, device=device) < problem.exact.sinks
         seen = seen | (before & is_sink)
     if problem.sees.key_stop is None:

@@ -6,8 +6,7 @@ Every file has the name of its twin in ``backends/linattn_numpy``, where that ha
 from __future__ import annotations
 
 from linattn._generic.block_vjps import (
-    exact_key_vjp,
-    exact_query_vjp,
+    exact_vjp,
     read_block_vjp,
     reduce_block_vjp,
 )
@@ -47,9 +46,8 @@ __all__ = [
     "empty_state",
     "evaluate",
     "exact_block",
-    "exact_key_vjp",
     "exact_more",
-    "exact_query_vjp",
+    "exact_vjp",
     "finite_shift",
     "ignore_fp_warnings",
     "log_normalizer",

@@ -23,8 +23,7 @@ __all__ = [
     "absorb_rows",
     "adjoint_cotangent",
     "divided_rows",
-    "exact_key_vjp",
-    "exact_query_vjp",
+    "exact_vjp",
     "inner_products",
     "numerator_rows",
     "read_block_vjp",
@@ -223,7 +222,7 @@ def reduce_block_vjp(
 # Softmax attention ------------------------------------------------------------------------------
 
 
-def exact_query_vjp(
+def exact_vjp(
     spec: Exact,
     query: Tokens,
     key: Tokens,
@@ -231,28 +230,16 @@ def exact_query_vjp(
     grad_num_den: Array,
     log: Array,
     visible: Array,
-) -> Array:
-    """Gradient of queries through their weights for a block of keys. O(n s (d + e)) time."""
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and ``[v, 1]`` through their weights. O(n s (d + e)) time."""
     xp = namespace(values_and_one)
     weights = _softmax_weights(spec, query, key, log, visible)
     grad_logits = weights * xp.matmul(grad_num_den, xp.matrix_transpose(values_and_one))
-    return xp.matmul(grad_logits, key.x) * spec.scale
-
-
-def exact_key_vjp(
-    spec: Exact,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    grad_num_den: Array,
-    log: Array,
-    visible: Array,
-) -> tuple[Array, Array]:
-    """Gradients of keys and of ``[v, 1]`` by a block of queries. O(n s (d + e)) time."""
-    xp = namespace(values_and_one)
-    weights = xp.matrix_transpose(_softmax_weights(spec, query, key, log, visible))
-    grad_logits = weights * xp.matmul(values_and_one, xp.matrix_transpose(grad_num_den))
-    return xp.matmul(grad_logits, query.x) * spec.scale, xp.matmul(weights, grad_num_den)
+    return (
+        xp.matmul(grad_logits, key.x) * spec.scale,
+        xp.matmul(xp.matrix_transpose(grad_logits), query.x) * spec.scale,
+        xp.matmul(xp.matrix_transpose(weights), grad_num_den),
+    )
 
 
 def _softmax_weights(spec: Exact, query: Tokens, key: Tokens, log: Array, visible: Array) -> Array:

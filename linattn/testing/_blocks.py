@@ -278,8 +278,7 @@ def _exact_arguments(
         "exact_more": (spec, query, key, values, part),
         "window_block": (spec, blocked, near, near_values, is_causal, False),
         "band_block": (spec, rows, key, _masked(values, key.log_weight), band),
-        "exact_query_vjp": pulled,
-        "exact_key_vjp": pulled,
+        "exact_vjp": pulled,
     }
 
 
@@ -366,8 +365,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
         "read_block_vjp",
         "reduce_block_vjp",
         "scan_vjp",
-        "exact_query_vjp",
-        "exact_key_vjp",
+        "exact_vjp",
     )
 }
 

@@ -52,8 +52,7 @@ RESULTS = {
     "read_block_vjp": ("query gradient", "adjoint"),
     "reduce_block_vjp": ("key gradient", "gradient of [v, 1]"),
     "scan_vjp": ("query gradient", "key gradient", "gradient of [v, 1]", "adjoint"),
-    "exact_query_vjp": ("query gradient",),
-    "exact_key_vjp": ("key gradient", "gradient of [v, 1]"),
+    "exact_vjp": ("query gradient", "key gradient", "gradient of [v, 1]"),
 }
 """What each block function returns."""
 

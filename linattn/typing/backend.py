@@ -320,7 +320,7 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
-    def exact_query_vjp(
+    def exact_vjp(
         spec: Exact,
         query: Tokens,
         key: Tokens,
@@ -328,25 +328,12 @@ class BlockTier(Protocol):
         grad_num_den: Array,
         log: Array,
         visible: Array | None,
-    ) -> Array | Declined:
-        """Gradient of a block of queries through their softmax weights for a block of keys.
+    ) -> tuple[Array, Array, Array] | Declined:
+        """Gradients of blocks of queries, keys and ``[v, 1]`` through their softmax weights.
 
         ``log`` is the log scale of the rows, ``(..., n, 1)``, or with a bias of pairs less that,
         ``(..., n, s)``.
         """
-        ...
-
-    @staticmethod
-    def exact_key_vjp(
-        spec: Exact,
-        query: Tokens,
-        key: Tokens,
-        values_and_one: Array,
-        grad_num_den: Array,
-        log: Array,
-        visible: Array | None,
-    ) -> tuple[Array, Array] | Declined:
-        """Gradients of a block of keys and of ``[v, 1]`` by the softmax weights of queries."""
         ...
 
 
