@@ -51,6 +51,8 @@ class ErrorCurve(NamedTuple):
         Keys of those clusters, of all keys, in the mean over rows.
     floor : float
         What a bound by all rows is at least.
+    rows : int
+        How many rows were worked out.
     keys : KeyClusters or None
         The clusters; None where there is no key, or they are not known.
     """
@@ -59,6 +61,7 @@ class ErrorCurve(NamedTuple):
     bound: NDArray[np.float64]
     share: NDArray[np.float64]
     floor: float = 0.0
+    rows: int = 0
     keys: KeyClusters | None = None
 
 
@@ -418,7 +421,8 @@ def _error_curve(
     squares, units = np.vecdot(apart, apart), np.vecdot(wide, wide)
     unseen = head.unseen(wide) if head.beside is None else 0.0
     error, bound = head.error_and_bound(squares, units, probability, unseen)
-    return ErrorCurve(error, bound, share, _floor(head, unseen, units, probability))
+    floor = _floor(head, unseen, units, probability)
+    return ErrorCurve(error, bound, share, floor, len(head.rows))
 
 
 def _floor(head: Head, unseen: Any, units: Floats, probability: float) -> float:

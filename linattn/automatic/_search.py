@@ -161,7 +161,7 @@ def choose_landmarks(
     """
     all_heads = range(num_heads)
     trials = [Trial(first, all_heads, *try_(first, all_heads))]
-    spent = [fit_work(problem, first, num_rows)] * num_heads
+    spent = [fit_work(problem, first, curve.rows) for curve in trials[0].curves]
     exact = EXACT._replace(cost=exact_pairs(problem))
     if tolerance is None:
         curves = trials[0].curves
@@ -177,8 +177,8 @@ def choose_landmarks(
                 groups[m].append(head)
         for m, heads in sorted(groups.items()):
             trials.append(Trial(m, heads, *try_(m, heads)))
-            for head in heads:
-                spent[head] = spent[head].plus(fit_work(problem, m, num_rows))
+            for head, curve in zip(heads, trials[-1].curves, strict=True):
+                spent[head] = spent[head].plus(fit_work(problem, m, curve.rows))
                 choices[head] = _cheapest(problem, trials, head, tolerances[head], exact)
     work = [w.plus(_rest(problem, trials, c)) for w, c in zip(spent, choices, strict=True)]
     return Found(trials, choices, work)
