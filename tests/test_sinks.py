@@ -9,7 +9,7 @@ import pytest
 import linattn
 from linattn.feature_maps import PositiveFeatures
 from tests import dense_oracle
-from tests.pairs import full_and_causal
+from tests.attentions import full_and_causal
 
 PHI = PositiveFeatures(4, 16, rng=0)
 LOCAL: dict[str, Any] = {"local_window_size": (5, 0), "sinks": 3}
@@ -107,3 +107,12 @@ def test_a_stream_that_goes_on_has_lost_its_sinks():
         linattn.linear_attention(q, k, v, PHI, is_causal=True, initial_state=state, **WINDOW)
     with pytest.raises(ValueError, match="sinks must be 0 without local_window_size, got 3"):
         linattn.softmax_attention(q, k, v, sinks=3)
+
+
+def test_long_dask_arrays_with_sinks_are_refused():
+    da = pytest.importorskip("dask.array")
+    q, k, v = (da.from_array(x, chunks=(2, 20, 4)) for x in tokens())
+    with pytest.raises(ValueError, match="one chunk of at most 1024 rows for sinks"):
+        linattn.linear_attention(q, k, v, PHI, is_causal=True, **WINDOW)
+    with pytest.raises(ValueError, match="one chunk of at most 1024 rows for sinks"):
+        linattn.softmax_attention(q, k, v, **LOCAL)

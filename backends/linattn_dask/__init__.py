@@ -34,6 +34,7 @@ def modifiers() -> tuple[str, ...]:
         "normalize",
         "exact_clusters",
         "key_stop",
+        "sinks",
     )
 
 

@@ -10,7 +10,7 @@ from linattn_dask.blocks import causal_block, read_block
 from linattn_dask.exact import softmax_attention
 from linattn_dask.fitted import chunked_as_before, fitted
 from linattn_dask.layout import Layout, Part, depends_on_position
-from linattn_dask.short import declined
+from linattn_dask.short import declined, short
 from linattn_dask.states import (
     AXES,
     all_states,
@@ -30,6 +30,8 @@ Result: TypeAlias = tuple[Array, State | None, Array | None]
 def attention(problem: Problem) -> Result | Declined:
     """Attend to keys lazily, block by block of the caller's chunks."""
     mode = problem.mode
+    if problem.exact.sinks:
+        return short("sinks", problem)
     if mode == "window" and not problem.key.shape[-2]:
         mode = "causal" if problem.sees.is_causal else "full"
     of_offsets = problem.sees.local_window is not None or problem.weights.relative_bias is not None
