@@ -324,19 +324,18 @@ def linear_attention(
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)
     stamp = partial(stamped, before=initial_state, feature_map=feature_map)
-    if return_states_every is None:
-        output, state, norm = forward.solve(problem, return_state=return_state)
-        extra = [None if state is None else stamp(state, problem=problem), norm, None]
-    else:
-        output, *extra = _solve_with_states(problem, return_states_every, stamp)
+    output, *extra = _solved(problem, return_state, return_states_every, stamp)
     wanted = (return_state, return_log_normalizer, return_states_every is not None)
     return (output, *compress(extra, wanted)) if any(wanted) else output
 
 
-def _solve_with_states(
-    problem: Problem, interval: Any, stamp: Callable[..., State]
-) -> tuple[Array, State, Array | None, list[State]]:
+def _solved(
+    problem: Problem, return_state: bool, interval: Any, stamp: Callable[..., State]
+) -> tuple[Array, State | None, Array | None, list[State] | None]:
     """Solve a problem, also for the states on the way, each as that of its prefix."""
+    if interval is None:
+        output, state, norm = forward.solve(problem, return_state=return_state)
+        return output, None if state is None else stamp(state, problem=problem), norm, None
     interval = _checks.check_positive_int("return_states_every", interval)
     output, last, norm, states = forward.solve_in_parts(problem, interval)
     prefixes = [take_rows(problem, slice(i * interval)) for i in range(1, len(states) + 1)]
