@@ -412,6 +412,7 @@ SEEN: list[dict[str, Any]] = [
         "window_bias": np.linspace(-1, 1, 15).reshape(3, 5),
         "far_bias": (-0.5, np.array([0.3, -np.inf, 0.1])),
     },
+    {"sinks": 2, "local_window_size": (2, 0), "is_causal": True},
 ]
 
 
@@ -498,7 +499,7 @@ def test_signatures_are_those_of_the_functions(framework):
     no_gradient = {
         "linear_attention": {
             *("return_log_normalizer", "return_states_every"),
-            *("exact_window", "exact_clusters", "window_bias", "far_bias"),
+            *("exact_window", "exact_clusters", "window_bias", "far_bias", "sinks"),
         },
         "softmax_attention": {"return_log_normalizer"},
         "linear_recurrence": set[str](),
@@ -576,3 +577,27 @@ def test_jax_traces_fingerprints(jax):
         expected = linattn.linear_attention(query, key, value, feature_map, is_causal=True)
         agree([jax.numpy.moveaxis(rows, 0, -2)], [expected])
         assert last.fingerprint == start.fingerprint
+
+
+@pytest.mark.parametrize("rule", ["linear", "gated_delta"])
+def test_recurrences_of_jax(jax, rule):
+    """As the pullback, states and gates among them; and one by one."""
+    interop, jnp = load("jax"), jax.numpy
+    rng = np.random.default_rng(0)
+    arrays = list(rng.standard_normal((3, 2, 5, DIM)) / 2)
+    named = {"initial_state": rng.standard_normal((2, DIM, DIM))}
+    if rule == "gated_delta":
+        named |= {"log_decay": -rng.random((2, 5)), "beta": rng.random((2, 5))}
+    options: Any = {"update_rule": rule, "return_state": True}
+    results, pullback = linattn.linear_recurrence_vjp(*arrays, **named, **options)
+    names = [name for name in ("log_decay", "beta", "initial_state") if name in named]
+    given = [*map(jnp.asarray, arrays), *(jnp.asarray(named[name]) for name in names)]
+
+    def attend(query, key, value, *rest):
+        rest = dict(zip(names, rest, strict=True))
+        return interop.linear_recurrence(query, key, value, **rest, **options)
+
+    got, pull = jax.vjp(jax.jit(attend), *given)
+    agree(got, results)
+    agree(pull(tuple(got)), pullback(*results))
+    agree(jax.jit(jax.vmap(attend))(*given), results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -13,7 +14,7 @@ except ImportError as error:
     message = "linattn.interop.jax needs jax, which is not installed: pip install jax"
     raise ImportError(message) from error
 
-from linattn import _checks, _settings
+from linattn import _checks, _settings, recurrences
 from linattn._driver.forward import solve
 from linattn._driver.options import InteropOptions
 from linattn._driver.problem import exact_problem
@@ -21,7 +22,7 @@ from linattn._driver.stamps import stamped
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
-__all__ = ["linear_attention", "softmax_attention"]
+__all__ = ["linear_attention", "linear_recurrence", "softmax_attention"]
 
 
 @overload
@@ -180,6 +181,7 @@ def softmax_attention(
     causal_block: int | None = None,
     cu_seqlens: Any = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
+    sinks: int | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> Array:
@@ -193,7 +195,7 @@ def softmax_attention(
         Same dtype and device.
     value : jax.Array, (..., S, e)
         Same dtype and device.
-    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size
+    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size, sinks
         As for :func:`linattn.softmax_attention`. Gradients flow through ``key_bias``.
     key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.softmax_attention`; their values are needed, outside of any trace.
@@ -219,7 +221,7 @@ def softmax_attention(
     host, weights = _numbers_and_arrays(key_bias=key_bias)
     host |= {"scale": scale, "is_causal": is_causal, "cu_seqlens": cu_seqlens}
     host |= {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
-    host |= {"local_window_size": local_window_size}
+    host |= {"local_window_size": local_window_size, "sinks": sinks}
     sides = enumerate(far_bias) if isinstance(far_bias, tuple | list) else ()
     ends = {f"far_bias[{i}]": side for i, side in sides}
     numbers, biases = _numbers_and_arrays(window_bias=window_bias, **ends)
@@ -249,6 +251,80 @@ def softmax_attention(
     lengths = None if key_lengths is None else jnp.asarray(key_lengths)
     qkv = _taken(query=query, key=key, value=value)
     return attend((*qkv, weights, *_taken(key_mask=key_mask), lengths, biases))
+
+
+def linear_recurrence(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: str,
+    log_decay: Array | None = None,
+    beta: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Any:
+    """:func:`linattn.linear_recurrence` on JAX arrays, with a gradient that keeps no chunk.
+
+    Parameters
+    ----------
+    query : jax.Array or ndarray, (..., L, d)
+        As for :func:`linattn.linear_recurrence`.
+    key : jax.Array, (..., L, d)
+        Same dtype and device.
+    value : jax.Array, (..., L, e)
+        Same dtype and device.
+    update_rule, log_decay, beta, scale, initial_state, return_state, chunk_size, cu_seqlens
+        As for :func:`linattn.linear_recurrence`. Gradients flow through ``log_decay``, ``beta`` and
+        ``initial_state``.
+
+    Returns
+    -------
+    jax.Array, (..., L, e), or the tuple ``(output, state)``
+        As of :func:`linattn.linear_recurrence`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`linattn.linear_recurrence`.
+
+    Notes
+    -----
+    The backward pass solves the recurrence again; nothing but the arguments is stored. Works under
+    ``jax.jit`` and ``jax.vmap``. For forward-mode derivatives, or derivatives of the gradient, use
+    :func:`linattn.linear_recurrence` itself.
+    """
+    policy = _settings.current_settings()
+    options: dict[str, Any] = {
+        **{"update_rule": update_rule, "scale": scale, "chunk_size": chunk_size},
+        **{"cu_seqlens": cu_seqlens, "return_state": return_state},
+    }
+    gates = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
+    named = {"query": query, "key": key, "value": value}
+    named |= {name: array for name, array in gates.items() if array is not None}
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def attend(arrays: Any) -> Any:
+        with _settings.use_settings(policy):
+            return recurrences.linear_recurrence(**jax.tree.map(_as_jax, arrays), **options)
+
+    def forward(arrays: Any) -> Any:
+        return attend(arrays), arrays
+
+    def backward(arrays: Any, cotangents: Any) -> Any:
+        with _settings.use_settings(policy):
+            arrays = jax.tree.map(_as_jax, arrays)
+            pullback = recurrences.linear_recurrence_vjp(**arrays, **options)[1]
+        given = jax.tree.map(_as_jax, cotangents if return_state else (cotangents,))
+        names = ("query", "key", "value", *gates)
+        found = pullback(*given)
+        return (dict(zip([n for n in names if n in arrays], found, strict=True)),)
+
+    attend.defvjp(forward, backward)
+    return attend({n: a for n, a in zip(named, _taken(**named), strict=True)})
 
 
 def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -159,6 +159,7 @@ def softmax_attention(
     causal_block: int | None = None,
     cu_seqlens: Any = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
+    sinks: int | None = None,
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> Array:
@@ -172,7 +173,7 @@ def softmax_attention(
         Same dtype and device.
     value : Tensor, (..., S, e)
         Same dtype and device.
-    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size
+    scale, is_causal, key_mask, key_bias, key_lengths, local_window_size, sinks
         As for :func:`linattn.softmax_attention`. Gradients flow through ``key_bias``.
     key_stop, prefix_length, causal_block, cu_seqlens
         As for :func:`linattn.softmax_attention`; their values are needed.
@@ -207,6 +208,7 @@ def softmax_attention(
         "causal_block": causal_block,
         "cu_seqlens": cu_seqlens,
         "local_window_size": local_window_size,
+        "sinks": sinks,
         "far_bias": far_bias,
     }
     if isinstance(far_bias, tuple | list) and len(far_bias) == 2:
