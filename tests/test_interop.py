@@ -589,13 +589,14 @@ def test_recurrences_of_jax(jax, rule):
     if rule == "gated_delta":
         named |= {"log_decay": -rng.random((2, 5)), "beta": rng.random((2, 5))}
     options: Any = {"update_rule": rule, "return_state": True}
-    results, pullback = linattn.linear_recurrence_vjp(*arrays, **named, **options)
+    recurrence_vjp: Any = linattn.linear_recurrence_vjp
+    results, pullback = recurrence_vjp(*arrays, **named, **options)
     names = [name for name in ("log_decay", "beta", "initial_state") if name in named]
     given = [*map(jnp.asarray, arrays), *(jnp.asarray(named[name]) for name in names)]
 
     def attend(query, key, value, *rest):
-        rest = dict(zip(names, rest, strict=True))
-        return interop.linear_recurrence(query, key, value, **rest, **options)
+        given = dict(zip(names, rest, strict=True))
+        return interop.linear_recurrence(query, key, value, **given, **options)
 
     got, pull = jax.vjp(jax.jit(attend), *given)
     agree(got, results)
