@@ -67,13 +67,22 @@ def _drawn(strategy: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **flag: strategy(**flag).example()
 
 
-def _interop(framework: str, function: str, *options: Any) -> Callable[..., Any]:
+def _interop(framework: str, function: str, *options: Any, **more: Any) -> Callable[..., Any]:
     def call(**flag: Any) -> Any:
         module = importlib.import_module(f"linattn.interop.{framework}")
         library = importlib.import_module({"jax": "jax.numpy"}.get(framework, framework))
-        return getattr(module, function)(*map(library.asarray, QKV), *options, **flag)
+        return getattr(module, function)(*map(library.asarray, QKV), *options, **more, **flag)
 
     return call
+
+
+def _module_of_torch(**flag: Any) -> Any:
+    module = importlib.import_module("linattn.interop.torch").Attention
+    return module(4, 2, maps.EluFeatures(), **flag)
+
+
+def _call_of_module(**flag: Any) -> Any:
+    return _module_of_torch()(importlib.import_module("torch").ones(2, 4), **flag)
 
 
 LINEAR = (*QKV, maps.EluFeatures())
@@ -234,8 +243,12 @@ FLAGGED: dict[str, Callable[..., Any]] = {
         maps.RandomFourierFeatures.from_projection(PROJECTION, **flag)
     ),
     "interop.jax.linear_attention": _interop("jax", "linear_attention", maps.EluFeatures()),
+    "interop.jax.linear_recurrence": _interop("jax", "linear_recurrence", update_rule="linear"),
     "interop.jax.softmax_attention": _interop("jax", "softmax_attention"),
+    "interop.torch.Attention": _module_of_torch,
+    "interop.torch.Attention.forward": _call_of_module,
     "interop.torch.linear_attention": _interop("torch", "linear_attention", maps.EluFeatures()),
+    "interop.torch.linear_recurrence": _interop("torch", "linear_recurrence", update_rule="linear"),
     "interop.torch.softmax_attention": _interop("torch", "softmax_attention"),
     "kernels.mmd": lambda **flag: linattn.kernels.mmd(QKV[0], QKV[0], bandwidth=1.0, **flag),
     "sklearn.RandomFeatures": lambda **flag: linattn.sklearn.RandomFeatures(**flag).fit(QKV[0]),
@@ -270,7 +283,7 @@ def _public_modules() -> Iterator[Any]:
         if f"{found.name}.".startswith(f"{INSIDE}."):
             continue
         if found.name.startswith("linattn.interop."):
-            pytest.importorskip(found.name.rpartition(".")[2])
+            pytest.importorskip(found.name.split(".")[2])
         module = importlib.import_module(found.name)
         if hasattr(module, "__all__"):
             yield module
@@ -307,8 +320,9 @@ def _flags(function: Callable[..., Any]) -> list[str]:
 
 def _at(path: str) -> Callable[..., Any]:
     if path.startswith("interop"):
-        pytest.importorskip(path.split(".")[1])
-        importlib.import_module(f"linattn.{path.rpartition('.')[0]}")
+        framework = path.split(".")[1]
+        pytest.importorskip(framework)
+        importlib.import_module(f"linattn.interop.{framework}")
     owner: Any = linattn
     for name in path.split("."):
         owner = getattr(owner, name)

@@ -80,6 +80,7 @@ class Attention(nn.Module):  # type: ignore[misc]
             message = f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             raise ValueError(message)
         self.feature_map = None if attention == "softmax" else _Map(attention, head_dim)
+        bias = _checks.check_flag("bias", bias)
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **like))
         in_bias = nn.Parameter(torch.zeros(3 * embed_dim, **like)) if bias else None
@@ -122,6 +123,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         -------
         Tensor, (..., L, E), or the tuple ``(output, state)``
         """
+        return_state = _checks.check_flag("return_state", return_state)
         key = query if key is None else key
         value = key if value is None else value
         weights = self.in_proj_weight.chunk(3)
