@@ -765,6 +765,12 @@ def described(monkeypatch):
     return made
 
 
+def test_a_problem_takes_no_other_attributes(described):
+    linattn.linear_attention(*tokens(), PHI)
+    with pytest.raises(TypeError, match=r"^changes must name attributes of a problem, got leads$"):
+        described[0].replace(leads=(), dtype=np.float64)
+
+
 def test_a_call_like_the_last_one_is_not_described_again(described):
     for seed in range(3):
         query, key, value = (x + seed for x in tokens())
