@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import array_api_compat
+import numpy as np
 
 from linattn import _arrays, _dispatch
 from linattn._dispatch import block_functions
@@ -19,6 +20,7 @@ from linattn._driver.linear_vjps import decay_gradient, pull_linear
 from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
 from linattn._driver.pair_vjps import pull_exact, pull_window
 from linattn._driver.walks import head_tasks, initial_state, join_tasks, planned, run_tasks
+from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Problem, State
@@ -57,6 +59,31 @@ def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
     """Gradients of a problem of linear attention; with states of its forward pass at hand."""
+    value = units.value_log(problem)
+    cotangent, grad = _in_units(cotangent, units.heads_of(problem), value)
+    found = _pull(units.in_units(problem, value), cotangent, checkpoints)
+    if not (np.any(value) or np.any(grad)):
+        return found
+    # Values and cotangents are both factors of all but the gradients of what is linear.
+    scaled = {name: units.times_power(x, value + grad) for name, x in found._asdict().items()}
+    scaled["value"] = units.times_power(found.value, grad)
+    scaled["state"] = units.numerators_times(found.state, grad, value + grad)
+    return Gradients(**scaled)
+
+
+def _in_units(cotangent: Cotangent, heads: tuple[int, ...], value: Any) -> tuple[Cotangent, Any]:
+    """Measure cotangents in a unit, where values are in that of ``2^value``; its log2."""
+    output, state = cotangent
+    log = units.unit_log(heads, output, None if state is None else state.kvz)
+    if state is not None:
+        kvz = units.numerators_times(state.kvz, -log, -log - value)
+        state = state._replace(kvz=kvz)
+    return Cotangent(units.times_power(output, -log), state), log
+
+
+def _pull(
+    problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
+) -> Gradients:
     if 0 in problem.lead:
         return _pull_state(problem, cotangent)
     if problem.sees.cu_seqlens is not None:
@@ -118,7 +145,7 @@ def _pull_state(problem: Problem, cotangent: Cotangent) -> Gradients:
     query = xp.zeros(problem.query.shape[-2:], dtype=problem.query.dtype, device=device)
     unread = xp.zeros(shape, dtype=problem.query.dtype, device=device)
     part = problem.replace(query=query, lead=problem.state_lead)
-    found = pull(part, cotangent._replace(output=unread))
+    found = _pull(part, cotangent._replace(output=unread))
     return found._replace(query=xp.zeros_like(problem.query))
 
 
@@ -134,7 +161,7 @@ def _pull_packed(
     for number, batch in enumerate(batches(problem)):
         part = batch.problem(problem, keeps_state=cotangent.state is not None)
         store = None if checkpoints is None else checkpoints.part(number)
-        gradients = pull(part, batch.cotangent(cotangent), store)
+        gradients = _pull(part, batch.cotangent(cotangent), store)
         for name, each in rows.items():
             # A backend's may be one number for all tokens: of what is summed in the end.
             each.write(batch, pad(getattr(gradients, name), batch.longest))
@@ -146,7 +173,7 @@ def _pull_packed(
 def _pull_heads(problem: Problem, cotangent: Cotangent) -> Gradients:
     """Gradients of heads apart that have other stops."""
     tasks = head_tasks(problem)
-    parts = [pull(take_problem(problem, task), _take_cotangent(cotangent, task)) for task in tasks]
+    parts = [_pull(take_problem(problem, task), _take_cotangent(cotangent, task)) for task in tasks]
     wholes = _arguments(problem)
     if problem.state is not None:
         wholes["state"] = problem.state.kvz

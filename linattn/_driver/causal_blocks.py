@@ -26,6 +26,7 @@ from linattn._driver.specs import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
 from linattn._generic.decay import fade, faded_rows, near
 from linattn._generic.hierarchical import scan_hierarchical
+from linattn._generic.numerics import LEAST, LIFT
 from linattn._generic.separate import scan_separate
 from linattn.typing import (
     Array,
@@ -54,13 +55,6 @@ MAX_DECAYED_TOKENS = 64
 They see only what has decayed far; the state before a shorter block is nearer to it.
 """
 
-EXP_LOSS = 32.0
-"""Smallest normal numbers that a product of two exponentials, each at most 1, may have lost.
-
-A backend may round exponentials to multiples of 16 of them, for below that one processors take many
-times as long: the product has lost 8 + 8 + 1 at most.
-"""
-
 SMALL_VALUES = 2.0**10
 """Rounding units that underflow may take of the largest value that a row sees: 1e-4 in float32.
 
@@ -74,18 +68,20 @@ def rejected_rows(
     """Rows ``(..., n, 1)`` that underflowed on the block's common shift, or None.
 
     A row is accepted if it is finite and its denominator, times ``SMALL_VALUES`` times the size of
-    the values that it sees where that is below 1, is at least ``(32 tiny / eps) (m N + z)``, N
-    tokens so far and z the normalizers of the state: what underflow can have taken from it, at most
-    ``32 tiny (m N + z)``, is then below rounding. A row that sees no key at all is accepted too. A
+    the values that it sees where that is below 1, is at least ``(loss / eps) (m N + z)``, N tokens
+    so far and z the normalizers of the state: what is taken from it for small weights, at most
+    ``loss (m N + z)``, is then below rounding. Each of two factors up to 1 may have lost
+    ``2^-LIFT LEAST``. A row that sees no key at all is accepted too. A
     column of values that the state has lost to NaN or inf is past repair, and so is a head whose
     normalizers it has lost; the other columns are not.
     """
     xp = _arrays.namespace(part.num_den)
-    info = xp.finfo(part.num_den.dtype)
+    bits = _arrays.dtype_bits(part.num_den.dtype)
+    loss = 2 * LEAST[bits] * 2.0 ** -LIFT[bits]
     n = part.num_den.shape[-2]
     # A backend's state may be on a scale of which its normalizers are not bounded by the tokens.
     terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
-    floor = EXP_LOSS * float(info.smallest_normal) / float(info.eps) * terms
+    floor = loss / float(xp.finfo(part.num_den.dtype).eps) * terms
     denominator, ones = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
     # All rows see the first values: hardly ever must others be inspected.
     first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)

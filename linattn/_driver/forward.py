@@ -38,6 +38,7 @@ from linattn._driver.walks import (
     scan_blocks,
     update,
 )
+from linattn._generic import units
 from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
@@ -65,6 +66,19 @@ def solve(
 
     ``checkpoints`` stores states on the way.
     """
+    log = units.value_log(problem)
+    output, state, norm = _solve(units.in_units(problem, log), return_state, checkpoints)
+    return units.times_power(output, log), _in_ones(state, log), norm
+
+
+def _in_ones(state: Any, log: Any) -> Any:
+    """Measure values that a state has seen in units of 1 again; None stays None."""
+    return state if state is None else state._replace(kvz=units.numerators_times(state.kvz, log))
+
+
+def _solve(
+    problem: Problem, return_state: bool, checkpoints: Checkpoints | None
+) -> tuple[Array, State | None, Array | None]:
     run: Callable[..., _Solved] = _solve_walks
     if problem.sees.cu_seqlens is not None:
         run = _solve_packed
@@ -87,7 +101,8 @@ def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array |
             f"state that the one before returned"
         )
         raise ValueError(message)
-    xp, num_tokens = problem.xp, problem.query.shape[-2]
+    xp, num_tokens, log = problem.xp, problem.query.shape[-2], units.value_log(problem)
+    problem = units.in_units(problem, log)
     state = initial_state(problem)
     parts, states = [], []
     # No tokens are one part too.
@@ -102,7 +117,9 @@ def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array |
     signs = [part.is_negative for part in parts if part.is_negative is not None]
     warn_of_signs(xp.concat(signs, axis=-1) if signs else None)
     norms = [part.log_normalizer for part in parts]
-    return output, state, xp.concat(norms, axis=-1) if problem.want_log else None, states
+    norm = xp.concat(norms, axis=-1) if problem.want_log else None
+    output, state = units.times_power(output, log), _in_ones(state, log)
+    return output, state, norm, [_in_ones(each, log) for each in states]
 
 
 def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:
@@ -275,6 +292,15 @@ def step(problem: Problem, state: State) -> tuple[Array, State]:
 
     The read sees the token itself and nothing later, so it needs no check.
     """
+    if units.is_moderate(problem.value):
+        return _step(problem, state)
+    log = units.value_log(problem.replace(state=state))
+    of_state = state._replace(kvz=units.numerators_times(state.kvz, -log))
+    output, after = _step(units.in_units(problem.replace(state=None), log), of_state)
+    return units.token_times(output, log), _in_ones(after, log)
+
+
+def _step(problem: Problem, state: State) -> tuple[Array, State]:
     whole = _dispatch.whole_function("decode", problem)
     if whole is not None:
         # The caller's problem mostly has the state already.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from linattn._arrays import namespace
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import scaled_features
-from linattn._generic.numerics import finite_shift
-from linattn._generic.states import read
+from linattn._generic.numerics import exp_or_zero, finite_shift, flushed, rescaled
+from linattn._generic.states import by_feature, read
 from linattn.typing import Array, Exact, Features, Partial, RowScale, Spec, State, Tokens
 
 __all__ = [
@@ -97,18 +97,18 @@ def absorb_rows(
     e = queries.log - log
     c = xp.maximum(adjoint.log_scale, _max_to(xp.max(e, axis=-2), lead))
     shift = finite_shift(c, xp)
-    weights = times_values(xp.exp(e - shift[..., None, :]), queries.values)
+    weights = times_values(exp_or_zero(e - shift[..., None, :]), queries.values)
     kvz = xp.matmul(xp.matrix_transpose(weights), g1)
     if inner is not None:
         last = kvz[..., -1:] - xp.sum(weights * inner, axis=-2)[..., None]
         kvz = xp.concat([kvz[..., :-1], last], axis=-1)
     kvz = sum_to(kvz, lead, 2)
-    before = adjoint.kvz * xp.exp(adjoint.log_scale - shift)[..., None]
+    before = rescaled(adjoint.kvz, adjoint.log_scale - shift)
     return State(before + kvz, c, adjoint.length + g1.shape[-2])
 
 
 def times_values(weights: Array, values: Array) -> Array:
-    return weights if values is None else weights * values
+    return weights if values is None else flushed(weights * values)
 
 
 def _max_to(x: Array, lead: tuple[int, ...]) -> Array:
@@ -157,14 +157,14 @@ class Side:
 def read_by(queries: Features, state: State, g1: Array, log: Array) -> Array:
     """Cotangent that one state gives its queries: of ``log``, or of ``values`` where there are."""
     xp = namespace(g1)
-    weights = xp.exp(queries.log + state.log_scale[..., None, :] - log)
+    weights = exp_or_zero(queries.log + state.log_scale[..., None, :] - log)
     return weights * xp.matmul(g1, xp.matrix_transpose(state.kvz))
 
 
 def adjoint_cotangent(keys: Features, values_and_one: Array, adjoint: State) -> tuple[Array, Array]:
     """Cotangents that an adjoint gives keys, as above, and their ``[v, 1]``."""
-    xp = namespace(values_and_one)
-    weights = xp.exp(keys.log + adjoint.log_scale[..., None, :])
+    xp, adjoint = namespace(values_and_one), by_feature(adjoint)
+    weights = exp_or_zero(keys.log + adjoint.log_scale[..., None, :])
     cotangent = weights * xp.matmul(values_and_one, xp.matrix_transpose(adjoint.kvz))
     return cotangent, xp.matmul(times_values(weights, keys.values), adjoint.kvz)
 
@@ -204,7 +204,7 @@ def read_rows_vjp(
 def _read_vjp(
     queries: Side, rows: Rows, state: State, adjoint: State
 ) -> tuple[Array, Array, State]:
-    cotangent = read_by(queries.features, state, rows.g1, rows.log)
+    cotangent = read_by(queries.features, by_feature(state), rows.g1, rows.log)
     gradient, term = queries.query_gradient(cotangent, divided=rows.divided)
     return gradient, term, absorb_rows(queries.features, rows.g1, rows.log, adjoint)
 
@@ -250,4 +250,4 @@ def _softmax_weights(spec: Exact, query: Tokens, key: Tokens, log: Array, visibl
         logits = logits + xp.matrix_transpose(key.log_weight)
     if visible is not None:
         logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
-    return xp.exp(logits - log)
+    return exp_or_zero(logits - log)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import log
+
 from linattn._arrays import namespace
 from linattn._generic.decay import decay_since, fade, faded_keys
 from linattn._generic.features import query_features, row_features
-from linattn._generic.states import absorb, key_weights, query_weights
-from linattn.typing import Array, Partial, Spec, State, Tokens
+from linattn._generic.numerics import flushed, lift_of, rescaled
+from linattn._generic.states import absorb, by_feature, key_weights, query_weights
+from linattn.typing import Array, Features, Partial, Spec, State, Tokens
 
 __all__ = ["scan_block", "scan_decayed_block"]
 
@@ -28,15 +31,31 @@ def scan_block(
     xp = namespace(values_and_one)
     keys = row_features(key_spec, key)
     queries, log_row = query_features(query_spec, query)
-    weights_k, c, shift = key_weights(keys, state.log_scale)
-    weights_q, row = query_weights(queries, c)
-    before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
+    state = by_feature(state)
+    weights_q, weights_k, c, shift, row = _weights(queries, keys, state)
+    bits, least = lift_of(values_and_one)
+    before = rescaled(state.kvz, state.log_scale - shift + bits * log(2), least)
 
-    scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k))
-    scores = xp.tril(scores)
-    num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
-    after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
-    return Partial(num_den, row + log_row), State(after, c, state.length + values_and_one.shape[-2])
+    scores = xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k)))
+    num_den = xp.matmul(flushed(scores, least), values_and_one)
+    num_den = num_den + xp.matmul(weights_q, before)
+    part = Partial(num_den * 4.0**-bits, row + log_row)
+    added = xp.matmul(xp.matrix_transpose(weights_k * 2.0**-bits), values_and_one)
+    before = rescaled(state.kvz, state.log_scale - shift)
+    return part, State(before + added, c, state.length + values_and_one.shape[-2])
+
+
+def _weights(
+    queries: Features, keys: Features, state: State
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Weights of both sides, the scale of the state after them, also finite, and rows' logs.
+
+    Both are factors of one product: lifted, more of them are not 0.
+    """
+    bits, least = lift_of(state.kvz)
+    weights_k, c, shift = key_weights(keys, state.log_scale, bits, least)
+    weights_q, row = query_weights(queries, c, bits, least)
+    return weights_q, weights_k, c, shift, row
 
 
 def scan_decayed_block(
@@ -55,16 +74,18 @@ def scan_decayed_block(
     xp, dtype = namespace(values_and_one), values_and_one.dtype
     keys = row_features(key_spec, key)
     queries, log_row = query_features(query_spec, query)
-    weights_k, c, shift = key_weights(keys, state.log_scale)
-    weights_q, row = query_weights(queries, c)
-    before = state.kvz * xp.exp(state.log_scale - shift)[..., None]
+    state = by_feature(state)
+    weights_q, weights_k, _, shift, row = _weights(queries, keys, state)
+    bits, least = lift_of(values_and_one)
+    before = rescaled(state.kvz, state.log_scale - shift + bits * log(2), least)
 
     since = decay_since(key.log_decay)
     between = since - xp.matrix_transpose(since)
     between = xp.astype(xp.minimum(between, xp.zeros_like(between)), dtype)
     scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k)) * xp.exp(between)
     left = xp.exp(xp.astype(since, dtype))
-    num_den = xp.matmul(xp.tril(scores), values_and_one) + xp.matmul(weights_q, before) * left
+    num_den = xp.matmul(flushed(xp.tril(scores), least), values_and_one)
+    num_den = num_den + xp.matmul(weights_q, before) * left
     faded = fade(state, since[..., -1, :])
     after = absorb(faded_keys(keys, key.log_decay), values_and_one, faded)
-    return Partial(num_den, row + log_row), after
+    return Partial(num_den * 4.0**-bits, row + log_row), after

@@ -29,7 +29,8 @@ from linattn._generic.hierarchical import (
     pad_features,
     read_features_hierarchical,
 )
-from linattn._generic.numerics import finite_shift
+from linattn._generic.numerics import exp_or_zero, finite_shift, flushed
+from linattn._generic.states import by_feature
 from linattn.typing import Array, Features, Spec, State, Tokens
 
 __all__ = ["BlockGradients", "CausalBlock", "Triangle", "scan_vjp"]
@@ -105,7 +106,7 @@ class CausalBlock:
         g1, log, decay = self._turned(rows.g1), self._turned(rows.log), self._log_decay
         pairs = Triangle(self._queries, self._keys, self._values, g1, log, decay)
         at_start = self._queries._replace(log=faded_rows(self._queries.log, decay))
-        of_query = read_by(at_start, state, g1, log) + pairs.of_queries()
+        of_query = read_by(at_start, by_feature(state), g1, log) + pairs.of_queries()
         at_end, lead = faded_keys(self._keys, decay), tuple(adjoint.log_scale.shape[:-1])
         read_key, read_values = adjoint_cotangent(at_end, self._values, adjoint)
         in_key, in_values = pairs.of_keys()
@@ -185,8 +186,8 @@ class Triangle:
         for _, left, right, _, row, products in self._levels:
             # Where nothing is to the left the factor is 0, and not infinite times 0.
             top = xp.max(left.log, axis=-2, keepdims=True)
-            k = times_values(xp.exp(left.log - finite_shift(top, xp)), left.values)
-            part = xp.exp(right.log + top - row) * xp.matmul(products, k)
+            k = times_values(exp_or_zero(left.log - finite_shift(top, xp)), left.values)
+            part = exp_or_zero(right.log + top - row) * xp.matmul(products, k)
             total = total + _scatter(part, self._size, 1)
         return total[..., : self._n, :]
 
@@ -201,12 +202,12 @@ class Triangle:
         for half, left, right, g1, row, products in self._levels:
             e = right.log - row
             top = xp.max(e, axis=-2, keepdims=True)
-            q = times_values(xp.exp(e - finite_shift(top, xp)), right.values)
-            k = xp.exp(left.log + top)
+            q = times_values(exp_or_zero(e - finite_shift(top, xp)), right.values)
+            k = exp_or_zero(left.log + top)
             read = xp.matmul(xp.matrix_transpose(products), q)
             if inner is not None:
                 read = read - xp.sum(q * left_or_right(inner, half, 1), axis=-2, keepdims=True)
-            scores = xp.matmul(times_values(k, left.values), xp.matrix_transpose(q))
+            scores = flushed(xp.matmul(times_values(k, left.values), xp.matrix_transpose(q)))
             total = total + _scatter(k * read, self._size, 0)
             of_values = of_values + _scatter(xp.matmul(scores, g1), self._size, 0)
         return total[..., : self._n, :], of_values[..., : self._n, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import log
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import finite_shift
+from linattn._generic.numerics import LEAST, finite_shift, rescaled
 from linattn.typing import Corrected, Partial, State
 
 __all__ = ["guard", "widen_state"]
@@ -30,7 +30,7 @@ def widen_state(spec: Corrected, state: State) -> State:
         [state.log_scale[..., :m] + spec.half_log, state.log_scale[..., m:]], axis=-1
     )
     shift = finite_shift(xp.max(scaled, axis=-1, keepdims=True), xp)
-    corrected = xp.matmul(spec.matrix, state.kvz * xp.exp(scaled - shift)[..., None])
+    corrected = xp.matmul(spec.matrix, rescaled(state.kvz, scaled - shift, LEAST))
     top = shift - spec.half_log
     margin = log(float(xp.finfo(state.kvz.dtype).max)) / 2
     log_scale = xp.maximum(state.log_scale[..., :m], top - margin)

@@ -9,7 +9,7 @@ import array_api_compat
 
 from linattn._arrays import namespace
 from linattn._generic.hierarchical import exact_causal_block
-from linattn._generic.numerics import exp_up_to, finite_shift
+from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn._generic.states import combine
 from linattn.typing import Array, Exact, Partial, Tokens
 
@@ -53,10 +53,7 @@ def exact_block(
     if visible is not None:
         logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
         row = xp.max(logits, axis=-1, keepdims=True)
-    if visible is None and key.log_weight is None and bias is None:
-        weights = exp_up_to(logits, row, xp)
-    else:
-        weights = xp.exp(logits - finite_shift(row, xp))
+    weights = exp_or_zero(logits - finite_shift(row, xp))
     nan = xp.full_like(row, float("nan"))
     num_den = xp.where(overflowed, nan, xp.matmul(weights, values_and_one))
     return Partial(num_den, xp.where(overflowed, nan, row))

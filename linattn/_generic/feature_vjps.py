@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from linattn._arrays import namespace
+from linattn._generic.numerics import flushed
 from linattn._generic.specs import rules_of
 from linattn.typing import (
     Affine,
@@ -50,6 +51,7 @@ def features_vjp(spec: Spec, tokens: Tokens, cotangent: Features) -> Array:
     row is 0 for queries.
     """
     xp = namespace(cotangent.log if cotangent.values is None else cotangent.values)
+    cotangent = Features(*(None if x is None else flushed(x) for x in cotangent))
     return rules_of(spec).pull_back(spec, tokens, cotangent, xp)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
+import numpy as np
+
 from linattn._arrays import namespace
-from linattn._generic.numerics import divisor, finite_shift
+from linattn._generic.numerics import divisor, exp_or_zero, finite_shift
 from linattn._generic.specs import exponential_row, exponents, nan_if_infinite, rules_of
 from linattn.typing import (
     HEAVISIDE,
@@ -25,6 +27,9 @@ from linattn.typing import (
 )
 
 __all__ = ["change_coordinates", "evaluate", "query_features", "row_features", "scaled_features"]
+
+SMALL_VALUE = 2.0**-40
+"""Of a feature, beside the largest of its row: below, products with it may not be normal."""
 
 RECTIFIED = (HEAVISIDE, RELU, SQUARED_RELU)
 """Activations of which many are exactly 0."""
@@ -72,13 +77,20 @@ def row_features(spec: Spec | Affine, tokens: Tokens) -> Features:
 
 
 def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Array]:
-    """:func:`row_features`, and the value ``(..., n, 1)`` that was moved; None for 1."""
+    """:func:`row_features`, and the values that were moved, ``(..., n, 1)``; None for 1.
+
+    Of a row whose features are far apart each small one is moved whole, ``(..., n, m)``.
+    """
     features = evaluate(spec, tokens)
     if features.values is None:
         return features, None
     xp = namespace(features.values)
-    largest = xp.max(xp.abs(features.values), axis=-1, keepdims=True)
+    sizes = xp.abs(features.values)
+    largest = xp.max(sizes, axis=-1, keepdims=True)
     largest = divisor(xp.where(largest == 0, xp.ones_like(largest), largest), xp)
+    if isinstance(sizes, np.ndarray):
+        is_small = (sizes < SMALL_VALUE * largest) & (sizes > 0)
+        largest = np.where(is_small, sizes, largest) if is_small.any() else largest
     log = features.log + xp.log(largest)
     if isinstance(spec, Pointwise) and spec.f in RECTIFIED and spec.offset == 0.0:
         log = xp.where(features.values == 0, xp.full_like(features.values, -inf), log)
@@ -113,6 +125,6 @@ def _corrected(spec: Corrected, features: Features) -> Features:
     m = spec.half_log.shape[-1]
     log = features.log - spec.half_log[..., None, :]
     row = finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
-    values = xp.matmul(xp.exp(log - row), spec.matrix)
+    values = xp.matmul(exp_or_zero(log - row), spec.matrix)
     first = values[..., :m] * xp.exp(spec.half_log)[..., None, :]
     return Features(row, xp.concat([first, values[..., m:]], axis=-1))

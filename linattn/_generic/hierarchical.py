@@ -12,7 +12,7 @@ from typing import Any
 from linattn._arrays import namespace
 from linattn._generic.decay import fade, faded_keys, faded_rows, near
 from linattn._generic.features import query_features, row_features
-from linattn._generic.numerics import finite_shift
+from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn._generic.states import absorb, combine, read
 from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 
@@ -150,7 +150,7 @@ def read_diagonal(queries: Features, keys: Features, values_and_one: Array) -> P
     xp = namespace(values_and_one)
     e = queries.log + keys.log
     row = xp.max(e, axis=-1, keepdims=True)
-    weights = xp.exp(e - finite_shift(row, xp))
+    weights = exp_or_zero(e - finite_shift(row, xp))
     for values in (queries.values, keys.values):
         weights = weights if values is None else weights * values
     return Partial(xp.sum(weights, axis=-1, keepdims=True) * values_and_one, row)

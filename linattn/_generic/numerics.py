@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf, log
 from types import ModuleType
 
 import numpy as np
 
+from linattn._arrays import dtype_bits, namespace
 from linattn.typing import Array
 
-__all__ = ["divisor", "exp_up_to", "finite_shift", "ignore_fp_warnings"]
+__all__ = [
+    "DECAYED",
+    "FAINT",
+    "LEAST",
+    "LIFT",
+    "NORMAL",
+    "divisor",
+    "exp_or_zero",
+    "finite_shift",
+    "flushed",
+    "ignore_fp_warnings",
+    "lift_of",
+    "rescaled",
+]
 
 ignore_fp_warnings = partial(
     np.errstate, over="ignore", under="ignore", invalid="ignore", divide="ignore"
@@ -17,20 +32,65 @@ ignore_fp_warnings = partial(
 """Overflow and NaN show in the result, by contract; NumPy's warnings would only repeat it."""
 
 
+LEAST = {16: 2.0**-14, 32: 2.0**-63, 64: 2.0**-511}
+"""Smallest weights that are not 0, by bits of a number: products of two are normal numbers.
+
+What is below the smallest normal number takes some processors a hundred times as long.
+"""
+
+FAINT = {16: 2.0**-14, 32: 2.0**-85, 64: 2.0**-900}
+"""The same of weights whose products are with values alone, of about 1."""
+
+DECAYED = {16: 2.0**-14, 32: 2.0**-50, 64: 2.0**-400}
+"""The same of decays: two of them, a query, a key and a value are factors of a product."""
+
+NORMAL = {16: 2.0**-14, 32: 2.0**-126, 64: 2.0**-1022}
+"""Smallest normal numbers."""
+
+LIFT = {32: 40, 64: 400}
+"""log2 of the largest weights where both factors of a product are weights, for more of them."""
+
+
 def finite_shift(log: Array, xp: ModuleType) -> Array:
     """Replace -inf (nothing seen) by 0, so that ``exp(-inf - shift)`` is 0 and not NaN."""
     return xp.where(log == -xp.inf, xp.zeros_like(log), log)
 
 
-def exp_up_to(x: Array, top: Array, xp: ModuleType) -> Array:
-    """``exp(x - top)``; 0 instead of any denormal number, which may take eight times as long.
+def exp_or_zero(x: Array, bits: int = 0, least: dict[int, float] = LEAST) -> Array:
+    """``2^bits exp(x)``, and 0 where that is below ``least``.
 
-    Beside the largest, 1, it is nothing; a normal number might be something, times a large value.
+    Beside the largest of the numbers that it is added to it is nothing.
     """
-    least = float(np.log(xp.finfo(top.dtype).smallest_normal)) + 1
-    x = x - finite_shift(top, xp)
-    weights = xp.exp(xp.maximum(x, xp.full_like(top, least)))
-    return xp.where(x < least, xp.zeros_like(weights), weights)
+    xp = namespace(x)
+    start = log(least[dtype_bits(x.dtype)]) - bits * log(2)
+    if isinstance(x, np.ndarray) and x.min(initial=inf) >= start:
+        weights: Array = xp.exp(x)
+    else:
+        weights = xp.exp(xp.maximum(x, xp.full_like(x[..., :1], start)))
+        weights = xp.where(x < start, xp.zeros_like(weights), weights)
+    return weights * 2.0**bits if bits else weights
+
+
+def flushed(x: Array, least: dict[int, float] = LEAST) -> Array:
+    """Put 0 where a number is smaller than ``least``."""
+    xp = namespace(x)
+    is_small = xp.abs(x) < least[dtype_bits(x.dtype)]
+    if isinstance(x, np.ndarray) and not is_small.any():
+        return x
+    return xp.where(is_small, xp.zeros_like(x), x)
+
+
+def lift_of(like: Array) -> tuple[int, dict[int, float]]:
+    """log2 of the largest weights of a causal triangle, and the smallest that are not 0.
+
+    Other arrays than NumPy's may hold values of any size, and are not lifted.
+    """
+    return (LIFT[dtype_bits(like.dtype)], LEAST) if isinstance(like, np.ndarray) else (0, NORMAL)
+
+
+def rescaled(kvz: Array, log_factor: Array, least: dict[int, float] = NORMAL) -> Array:
+    """Multiply the features of a state by ``exp(log_factor)``; what becomes small is 0."""
+    return flushed(kvz * namespace(kvz).exp(log_factor)[..., None], least)
 
 
 def divisor(size: Array, xp: ModuleType) -> Array:

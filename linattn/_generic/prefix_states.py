@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import finite_shift
+from linattn._generic.numerics import finite_shift, rescaled
 from linattn._generic.states import merge
 from linattn.typing import Array, State
 
@@ -61,7 +61,7 @@ def _cumulative_on_one_scale(each: State) -> State | None:
     c = finite_shift(xp.max(each.log_scale, axis=-2, keepdims=True), xp)
     if not bool(xp.all(empty | (c - each.log_scale <= MAX_LOG_SPAN))):
         return None
-    kvz = xp.cumulative_sum(each.kvz * xp.exp(each.log_scale - c)[..., None], axis=-3)
+    kvz = xp.cumulative_sum(rescaled(each.kvz, each.log_scale - c), axis=-3)
     unseen = xp.cumulative_sum(xp.astype(~empty, xp.int64), axis=-2) == 0
     return State(kvz, xp.where(unseen, xp.full_like(c, -xp.inf), c), 0)
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import array_api_compat
 import numpy as np
 
-from linattn._generic.numerics import exp_up_to, finite_shift
+from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn.typing import (
     ELU_PLUS_ONE,
     HEAVISIDE,
@@ -221,11 +221,11 @@ def nan_if_infinite(x: Array) -> Array:
 def _log_sum(x: Array, xp: ModuleType) -> Array:
     """Log of the sum of exponentials along the last axis, which stays."""
     top = xp.max(x, axis=-1, keepdims=True)
-    return xp.log(xp.sum(exp_up_to(x, top, xp), axis=-1, keepdims=True)) + top
+    return xp.log(xp.sum(exp_or_zero(x - finite_shift(top, xp)), axis=-1, keepdims=True)) + top
 
 
 def _softmax(u: Array, xp: ModuleType) -> Array:
-    weights = xp.exp(u - finite_shift(xp.max(u, axis=-1, keepdims=True), xp))
+    weights = exp_or_zero(u - finite_shift(xp.max(u, axis=-1, keepdims=True), xp))
     return weights / xp.sum(weights, axis=-1, keepdims=True)
 
 

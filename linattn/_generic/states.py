@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from linattn._arrays import namespace
 from linattn._generic.features import query_features, row_features
-from linattn._generic.numerics import finite_shift
+from linattn._generic.numerics import FAINT, LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
 
 __all__ = [
     "absorb",
+    "by_feature",
     "combine",
     "divide",
     "empty_state",
@@ -44,9 +46,8 @@ def merge(first: State, second: State) -> State:
     xp = namespace(first.kvz)
     c = xp.maximum(first.log_scale, second.log_scale)
     shift = finite_shift(c, xp)
-    kvz = (
-        first.kvz * xp.exp(first.log_scale - shift)[..., None]
-        + second.kvz * xp.exp(second.log_scale - shift)[..., None]
+    kvz = rescaled(first.kvz, first.log_scale - shift) + rescaled(
+        second.kvz, second.log_scale - shift
     )
     return State(kvz, c, first.length + second.length)
 
@@ -70,42 +71,71 @@ def _unscaled_where_zero(part: Partial) -> Partial:
     return part._replace(log=xp.where(is_something, part.log, xp.full_like(part.log, -xp.inf)))
 
 
-def key_weights(features: Features, log_scale: Array | None) -> tuple[Array, Array, Array]:
-    """Put keys on the shift ``c`` that their state will have: (weights, c, finite c)."""
+SMALL_FEATURE, LARGE_FEATURE = 2.0**-20, 2.0**20
+"""Of a state: what is beyond them is far more or less than its scale says."""
+
+
+def key_weights(
+    features: Features, log_scale: Array | None, bits: int = 0, least: dict[int, float] = LEAST
+) -> tuple[Array, Array, Array]:
+    """Put keys on the shift ``c`` that their state will have: (weights, c, finite c).
+
+    ``bits``: of the power of two that weights are multiplied with; ``least``: smallest that is not
+    0.
+    """
     log, values = features
     xp = namespace(log)
     c = xp.max(log, axis=-2)
     if log_scale is not None:
         c = xp.maximum(log_scale, c)
     shift = finite_shift(c, xp)
-    weights = xp.exp(log - shift[..., None, :])
-    return (weights if values is None else values * weights), c, shift
+    weights = exp_or_zero(log - shift[..., None, :], bits, least)
+    return (weights if values is None else flushed(values * weights, least)), c, shift
 
 
-def query_weights(features: Features, log_scale: Array) -> tuple[Array, Array]:
-    """Put queries on a state's shift, the largest of each row at 1: (weights, row log)."""
+def query_weights(
+    features: Features, log_scale: Array, bits: int = 0, least: dict[int, float] = LEAST
+) -> tuple[Array, Array]:
+    """Put queries on a state's shift, the largest of each row at ``2^bits``: (weights, row log)."""
     log, values = features
     xp = namespace(log)
     e = log + log_scale[..., None, :]
     row = xp.max(e, axis=-1, keepdims=True)
-    weights = xp.exp(e - finite_shift(row, xp))
-    return (weights if values is None else values * weights), row
+    weights = exp_or_zero(e - finite_shift(row, xp), bits, least)
+    return (weights if values is None else flushed(values * weights, least)), row
 
 
 def absorb(features: Features, values_and_one: Array, state: State | None) -> State:
     """Add evaluated keys and their ``[v, 1]`` to a state (None: nothing seen before)."""
     xp = namespace(values_and_one)
-    weights, c, shift = key_weights(features, None if state is None else state.log_scale)
-    kvz = xp.matmul(xp.matrix_transpose(weights), values_and_one)
-    if state is None:
-        return State(kvz, c, values_and_one.shape[-2])
-    kvz = state.kvz * xp.exp(state.log_scale - shift)[..., None] + kvz
-    return State(kvz, c, state.length + values_and_one.shape[-2])
+    state = None if state is None else by_feature(state)
+    log_scale = None if state is None else state.log_scale
+    weights, c, shift = key_weights(features, log_scale, least=FAINT)
+    kvz, n = xp.matmul(xp.matrix_transpose(weights), values_and_one), values_and_one.shape[-2]
+    if state is not None:
+        kvz = rescaled(state.kvz, state.log_scale - shift) + kvz
+        n = state.length + n
+    return State(kvz, c, n)
+
+
+def by_feature(state: State) -> State:
+    """Put features that are far from 1 on their scales on others, on which they are 1.
+
+    A backend may have put all of them on one scale.
+    """
+    xp, kvz = namespace(state.kvz), state.kvz
+    size = xp.max(xp.abs(kvz), axis=-1)
+    is_off = (size > 0) & (size < xp.inf) & ((size < SMALL_FEATURE) | (size > LARGE_FEATURE))
+    if isinstance(size, np.ndarray) and not is_off.any():
+        return state
+    size = xp.where(is_off, size, xp.ones_like(size))
+    log_scale = state.log_scale + xp.log(size)
+    return state._replace(kvz=kvz / size[..., None], log_scale=log_scale)
 
 
 def read(features: Features, state: State) -> Partial:
     """Read a state with evaluated queries."""
-    xp = namespace(state.kvz)
+    xp, state = namespace(state.kvz), by_feature(state)
     weights, row = query_weights(features, state.log_scale)
     return Partial(xp.matmul(weights, state.kvz), row)
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from linattn._arrays import namespace
 from linattn._generic.feature_vjps import sum_to
+from linattn._generic.numerics import DECAYED, flushed
 from linattn._recurrence.decay import (
     Decay,
     cross_blocks,
@@ -75,7 +76,7 @@ def _inside(chunks: Chunks) -> _Inside:
     query, key, _, beta, decay = chunks
     lower = inverse = None
     if beta is not None:
-        lower = products(beta * key, key, decay)
+        lower = flushed(products(beta * key, key, decay), DECAYED)
         inverse = unit_lower_inverse(lower)
     return _Inside(
         products(query, key, decay),
@@ -99,7 +100,8 @@ def unit_lower_inverse(lower: Array) -> Array:
     blocks, h = xp.ones_like(lower[..., :1])[..., None], 1
     while h < lower.shape[-1]:
         right, left = blocks[..., 1::2, :, :], blocks[..., 0::2, :, :]
-        cross = -xp.matmul(right, xp.matmul(cross_blocks(lower, h), left))
+        cross = flushed(xp.matmul(cross_blocks(lower, h), left), DECAYED)
+        cross = flushed(-xp.matmul(right, cross), DECAYED)
         blocks, h = join_blocks(blocks, cross), 2 * h
     return blocks[..., 0, :, :]
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import array_api_compat
 
 from linattn._arrays import namespace
+from linattn._generic.numerics import DECAYED, exp_or_zero
 from linattn.typing import Array
 
 __all__ = [
@@ -61,6 +62,11 @@ MIN_LOG = -1e30
 """Stands for -inf, whose product with 0 would be NaN."""
 
 
+def _left(log: Array) -> Array:
+    """Exponentials of log decays, 0 where these leave nothing beside a new token."""
+    return exp_or_zero(log, least=DECAYED)
+
+
 def triangle(n: int, like: Array, *, strict: bool = False) -> Array:
     """Lower triangle of ones, ``(n, n)``, strict without the diagonal."""
     xp = namespace(like)
@@ -82,10 +88,10 @@ def chunk_decay(log_decay: Array) -> Decay:
     if w > 1:
         return _channel_decay(log_decay)
     upto, below = triangle(c, log_decay), triangle(c, log_decay, strict=True)
-    before = xp.exp(xp.matmul(upto, log_decay))
-    after = xp.exp(xp.matmul(xp.matrix_transpose(below), log_decay))
+    before = _left(xp.matmul(upto, log_decay))
+    after = _left(xp.matmul(xp.matrix_transpose(below), log_decay))
     # In row i and column j the log decays of tokens j + 1, ..., i.
-    return Decay(before, after, xp.exp(xp.matmul(upto, log_decay * below)) * upto, [])
+    return Decay(before, after, _left(xp.matmul(upto, log_decay * below)) * upto, [])
 
 
 def _channel_decay(log_decay: Array) -> Decay:
@@ -96,11 +102,11 @@ def _channel_decay(log_decay: Array) -> Decay:
     while h < log_decay.shape[-2]:
         since_left, since_right = _split(since, h)
         until_left, until_right = _split(until, h)
-        halves.append((xp.exp(since_right), xp.exp(until_left)))
+        halves.append((_left(since_right), _left(until_left)))
         since = _join(since_left, since_right + since_left[..., -1:, :])
         until = _join(until_left + since_right[..., -1:, :], until_right)
         h *= 2
-    return Decay(xp.exp(since), xp.exp(until), None, halves)
+    return Decay(_left(since), _left(until), None, halves)
 
 
 def products(x: Array, y: Array, decay: Decay) -> Array:

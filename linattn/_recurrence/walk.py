@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import array_api_compat
 
 from linattn._dispatch import BlockFunctions, find, is_declined
+from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.numerics import ignore_fp_warnings
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
@@ -91,9 +92,15 @@ def _initial_state(problem: Recurrence) -> Array:
 
 def solve(problem: Recurrence) -> tuple[Array, Array]:
     """Output and state after the last token, by the backend if it does the problem."""
+    problem, log = units.recurrence_in_units(problem)
+    output, state = _solve(problem)
+    return units.times_power(output, log), units.times_power(state, log)
+
+
+def _solve(problem: Recurrence) -> tuple[Array, Array]:
     xp = problem.xp
     if problem.borders is not None:
-        outputs, states = zip(*map(solve, sequences(problem)), strict=True)
+        outputs, states = zip(*map(_solve, sequences(problem)), strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states)
     answer = _whole("recurrence", problem)
     return _solve_in_groups(problem)[:2] if answer is None else (answer[0], answer[1])
@@ -114,14 +121,20 @@ def solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | N
 
     None where the backend has a pullback of its own.
     """
+    problem, log = units.recurrence_in_units(problem)
+    output, state, before = _solve_for_pullback(problem)
+    return units.times_power(output, log), units.times_power(state, log), before
+
+
+def _solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | None]:
     xp = problem.xp
     if problem.borders is not None:
-        solved = [solve_for_pullback(sequence) for sequence in sequences(problem)]
+        solved = [_solve_for_pullback(sequence) for sequence in sequences(problem)]
         outputs, states, before = zip(*solved, strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states), list(before)
     if find("recurrence_vjp", xp) is None:
         return _solve_in_groups(problem)
-    return *solve(problem), None
+    return *_solve(problem), None
 
 
 def _solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
@@ -147,11 +160,23 @@ def pull_back(
     In the accumulation dtype, None for what was not given. ``before`` is what
     :func:`solve_for_pullback` returns for it; ``grad_state`` may be None.
     """
+    problem, value = units.recurrence_in_units(problem)
+    log = units.unit_log(units.recurrence_heads(problem), grad_output, grad_state)
+    grads = [units.times_power(x, -log) for x in (grad_output, grad_state)]
+    found = _pull_back(problem, before, *grads)
+    # Gradients of values and of the state before them are linear in cotangents alone.
+    logs = [log if i in (2, 5) else log + value for i in range(6)]
+    return [units.times_power(x, each) for x, each in zip(found, logs, strict=True)]
+
+
+def _pull_back(
+    problem: Recurrence, before: list[Any] | None, grad_output: Array, grad_state: Array
+) -> list[Array]:
     xp = problem.xp
     if problem.borders is not None:
         assert before is not None
         gradients = [
-            pull_back(
+            _pull_back(
                 sequence,
                 states,
                 grad_output[..., start:stop, :],
@@ -198,7 +223,9 @@ def pull_back(
 
 def step(problem: Recurrence) -> tuple[Array, Array]:
     """Take one token, L = 1: its output ``(..., e)`` and the state after it."""
-    xp, dtype = problem.xp, problem.dtype
+    xp, dtype, log = problem.xp, problem.dtype, 0
+    if not units.is_moderate(problem.value):
+        problem, log = units.recurrence_in_units(problem)
     with ignore_fp_warnings():
         state = _initial_state(problem)
         query, key, value = (
@@ -212,4 +239,5 @@ def step(problem: Recurrence) -> tuple[Array, Array]:
             value = beta * (value - xp.matmul(key, state))
         state = state + xp.matrix_transpose(key) * value
         output = xp.matmul(problem.scale * query, state)
-        return xp.astype(output[..., 0, :], problem.query.dtype, copy=False), state
+        output = xp.astype(output[..., 0, :], problem.query.dtype, copy=False)
+        return units.token_times(output, log), units.times_power(state, log)

@@ -1,0 +1,176 @@
+"""No product is slow by its numbers: what it adds up is 0 or a normal number, whatever comes.
+
+Queries and keys from .01 to 30, values and cotangents from 1e-40 to 1e30, bandwidths from .01 to 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn.feature_maps import (
+    ActivationFeatures,
+    EluFeatures,
+    HyperbolicFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+    SoftmaxFeatures,
+    TrigonometricFeatures,
+)
+from tests.slow_products import slow_products, why_slow
+
+DIM, VALUE_DIM, LENGTH = 8, 5, 70
+MAPS: dict[str, Any] = {
+    "positive": PositiveFeatures(DIM, 16, rng=0),
+    "hyperbolic": HyperbolicFeatures(DIM, 16, rng=0),
+    "elu": EluFeatures(),
+    "relu": ReluFeatures(),
+    "softmax": SoftmaxFeatures(),
+    "trigonometric": TrigonometricFeatures(DIM, 16, rng=0),
+    "activation": ActivationFeatures(DIM, 16, rng=0),
+}
+SCALES, SIZES = (0.01, 1, 2, 4, 8, 30), (1e-40, 1e-25, 1e-5, 1, 1e30)
+DTYPES = ("float32", "float64")
+
+
+def tokens(scale, size, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    query, key = scale * rng.standard_normal((2, 2, LENGTH, DIM))
+    value = size * rng.standard_normal((2, LENGTH, VALUE_DIM))
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+
+def linear(mode, phi, query, key, value, grad):
+    options: dict[str, Any] = {"chunk_size": 48} if "chunk" in mode else {}
+    options["is_causal"] = "causal" in mode
+    if "decay" in mode:
+        options["log_decay"] = -np.abs(query[..., 0]) / 4
+    if "bias" in mode:
+        options["key_bias"] = np.linspace(0, -40, LENGTH, dtype=query.dtype)
+    if "packed" in mode:
+        options["cu_seqlens"] = [0, 20, 50, LENGTH]
+    if "window" in mode:
+        options["exact_window"] = 8
+    if "gradient" in mode:
+        del options["is_causal"]
+        causal = "causal" in mode
+        _, pullback = linattn.linear_attention_vjp(
+            query, key, value, phi, is_causal=causal, **options
+        )
+        pullback(grad)
+    else:
+        linattn.linear_attention(query, key, value, phi, **options)
+
+
+def decode(phi, query, key, value):
+    state = linattn.init_state(phi, VALUE_DIM, batch_shape=(2,), like=query)
+    state = linattn.update_state(state, key[:, :40], value[:, :40], phi)
+    decoder = linattn.Decoder(phi, state)
+    for i in range(40, 60):
+        decoder.step(query[:, i], key[:, i], value[:, i])
+        _, state = linattn.decode_step(query[:, i], key[:, i], value[:, i], state, phi)
+    linattn.read_state(query, decoder.state, phi)
+
+
+def softmax(mode, query, key, value, grad, bandwidth):
+    options: dict[str, Any] = {"is_causal": "causal" in mode}
+    if "local" in mode:
+        options["local_window_size"] = 10
+    if "narrow" in mode:
+        query, key = query / bandwidth, key / bandwidth
+        options |= {"scale": 1.0, "key_bias": -(np.square(key).sum(axis=-1)) / 2}
+    if "gradient" in mode:
+        linattn.softmax_attention_vjp(query, key, value, **options)[1](grad)
+    else:
+        linattn.softmax_attention(query, key, value, **options)
+
+
+def recurrence(mode, query, key, value, grad):
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    options: dict[str, Any] = {"update_rule": mode.split()[0]}
+    if "gated" in options["update_rule"]:
+        decay = -np.abs(query)
+        options["log_decay"] = decay if "channel" in mode else decay[..., 0]
+    if "delta" in options["update_rule"]:
+        options["beta"] = 1 / (1 + np.exp(-query[..., 0].clip(-30, 30)))
+    if "gradient" in mode:
+        linattn.linear_recurrence_vjp(query, key, value, **options)[1](grad)
+    else:
+        linattn.linear_recurrence(query, key, value, **options)
+
+
+LINEAR = (
+    *("full", "full chunk", "causal", "causal chunk", "full bias", "causal bias", "causal decay"),
+    *("packed", "packed causal", "window", "window causal", "gradient", "gradient causal"),
+    *("gradient causal decay", "gradient window"),
+)
+SOFTMAX = (
+    *("full", "causal", "local", "local causal", "narrow", "gradient", "gradient causal"),
+    *("gradient narrow", "gradient local"),
+)
+RECURRENCES = ("linear", "gated", "gated channel", "delta", "gated_delta", "gated_delta channel")
+
+
+def calls():
+    """Every call, as a name and a function of what is drawn."""
+    for name, phi in MAPS.items():
+        for mode in LINEAR:
+            if "decay" in mode and name == "softmax":
+                continue
+            if "window" in mode and name not in ("positive", "hyperbolic"):
+                continue
+            yield f"{name} {mode}", lambda case, mode=mode, phi=phi: linear(mode, phi, *case[:4])
+        yield f"{name} decoding", lambda case, phi=phi: decode(phi, *case[:3])
+    for mode in SOFTMAX:
+        yield f"softmax {mode}", lambda case, mode=mode: softmax(mode, *case)
+    for rule, back in itertools.product(RECURRENCES, ("", " gradient")):
+        mode = rule + back
+        yield f"recurrence {mode}", lambda case, mode=mode: recurrence(mode, *case[:4])
+
+
+CALLS = dict(calls())
+
+
+def check(name, scale, size, grad, bandwidth, dtype, backends):
+    case = (*tokens(scale, size, dtype), tokens(1, grad, dtype, seed=1)[-1], bandwidth)
+    settings = nullcontext() if backends else linattn.without_backends()
+    with settings, linattn.config(num_threads=1), slow_products() as slow:
+        CALLS[name](case)
+    assert not slow, (name, scale, size, grad, bandwidth, dtype, backends, sorted(slow))
+
+
+def drawn(rng) -> Any:
+    scale, size, grad = rng.choice(SCALES), rng.choice(SIZES), rng.choice(SIZES)
+    return scale, size, grad, 10.0 ** rng.uniform(-2, 0), str(rng.choice(DTYPES))
+
+
+@pytest.mark.parametrize("backends", [False], ids=["generic"])
+@pytest.mark.parametrize("name", CALLS)
+def test_some(name, backends):
+    rng = np.random.default_rng([ord(letter) for letter in name])
+    scale, size, grad, bandwidth, _ = drawn(rng)
+    check(name, scale, size, grad, bandwidth, "float32", backends)
+    check(name, rng.choice([6, 8, 16]), 1, 1, bandwidth, "float32", backends)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("backends", [False], ids=["generic"])
+@pytest.mark.parametrize("name", CALLS)
+def test_many(name, backends):
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        check(name, *(*drawn(rng), backends))
+
+
+def test_what_is_slow_is_told():
+    x = np.ones((3, 4), np.float32)
+    assert why_slow(x, x.T) is None
+    assert why_slow(x * np.float32(1e-40), x.T) == "operand"
+    assert why_slow(x * np.float32(1e-20), x.T * np.float32(1e-20)) == "product"
+    # What rounds to 0 takes no longer.
+    assert why_slow(x * np.float32(1e-30), x.T * np.float32(1e-30)) is None
