@@ -136,7 +136,7 @@ def calls():
 CALLS = dict(calls())
 
 
-def check(name, scale, size, grad, bandwidth, dtype, backends):
+def check(name, backends, scale, size, grad, bandwidth, dtype):
     case = (*tokens(scale, size, dtype), tokens(1, grad, dtype, seed=1)[-1], bandwidth)
     settings = nullcontext() if backends else linattn.without_backends()
     with settings, linattn.config(num_threads=1), slow_products() as slow:
@@ -149,22 +149,36 @@ def drawn(rng) -> Any:
     return scale, size, grad, 10.0 ** rng.uniform(-2, 0), str(rng.choice(DTYPES))
 
 
-@pytest.mark.parametrize("backends", [False], ids=["generic"])
-@pytest.mark.parametrize("name", CALLS)
+NOT_YET = ("causal", "bias", "decoding", "gated", "gradient", "window", "packed")
+"""Parts of the names of calls of which NumPy's own code has slow products still."""
+
+cases = pytest.mark.parametrize(
+    ("name", "backends"),
+    [
+        pytest.param(name, backends, id=f"{name}-{'numpy' if backends else 'generic'}")
+        for name in CALLS
+        for backends in (False, True)
+        if not (backends and any(part in name for part in NOT_YET))
+    ],
+)
+
+
+@cases
 def test_some(name, backends):
     rng = np.random.default_rng([ord(letter) for letter in name])
-    scale, size, grad, bandwidth, _ = drawn(rng)
-    check(name, scale, size, grad, bandwidth, "float32", backends)
-    check(name, rng.choice([6, 8, 16]), 1, 1, bandwidth, "float32", backends)
+    case = drawn(rng)
+    if backends:
+        check(name, backends, rng.choice([4, 6, 8, 16]), 1, 1, case[3], "float32")
+    else:
+        check(name, backends, *case)
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("backends", [False], ids=["generic"])
-@pytest.mark.parametrize("name", CALLS)
+@cases
 def test_many(name, backends):
     rng = np.random.default_rng(1)
     for _ in range(20):
-        check(name, *(*drawn(rng), backends))
+        check(name, backends, *drawn(rng))
 
 
 def test_what_is_slow_is_told():

@@ -37,7 +37,7 @@ def exact_more(
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
     logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
-    more = product(limits.exp(logits), values_and_one, "more")
+    more = product(limits.weights(logits), values_and_one, "more")
     if more.shape != part.num_den.shape:
         return Declined("keys have other leading axes than those before")
     num_den = more + part.num_den
@@ -55,7 +55,7 @@ def exact_block(
     """Softmax attention of a block of queries to a block of keys, or to the visible ones."""
     logits = _logits(spec, query, key)
     if _are_moderate(logits):
-        weights = limits.exp(logits)
+        weights = limits.weights(logits)
         if visible is not None:
             np.copyto(weights, 0, where=~visible)
         part = _unshifted(np.matmul(weights, values_and_one))
@@ -68,7 +68,7 @@ def exact_block(
     if not np.isfinite(row).all():
         return Declined("a query sees no key, or its logits are not finite")
     logits -= row
-    return Partial(np.matmul(limits.exp(logits), values_and_one), row)
+    return Partial(np.matmul(limits.weights(logits), values_and_one), row)
 
 
 def _are_moderate(logits: Floats) -> bool:
@@ -168,7 +168,7 @@ def _read_windows(
     logits = _window_logits(spec, query, keys, windows)
     # A block a row: what is sampled are whole blocks.
     if _are_moderate(by_block := logits.reshape(*logits.shape[:-2], -1)):
-        limits.exp(by_block)
+        limits.weights(by_block)
         _apply(np.multiply, logits, band, 1.0, 0.0)
         part = _unshifted(_window_sums(logits, values)[..., :n, :])
         if part is not None:
@@ -182,7 +182,7 @@ def _read_windows(
         seen = seen.reshape(*seen.shape[:-2], -1, 1)[..., :n, :]
         if not np.isfinite(log[seen == 0]).all():
             return Declined("logits are not finite")
-    num_den = _window_sums(limits.exp(logits), values)[..., :n, :]
+    num_den = _window_sums(limits.weights(logits), values)[..., :n, :]
     return Partial(num_den, log) if band is None or limits.all_finite(num_den) else NOT_FINITE
 
 

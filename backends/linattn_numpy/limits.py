@@ -6,13 +6,12 @@ Bounds that depend on the dtype are given by bytes a number. They are read as ``
 from __future__ import annotations
 
 from functools import cache
-from math import gcd
+from math import gcd, log
 from typing import Any
 
 import numpy as np
 
 from linattn.typing import Declined
-from linattn_numpy import tuning
 from linattn_numpy.buffers import Bools, Floats
 
 EMPTY = Declined("an axis has length 0")
@@ -51,6 +50,12 @@ MAX_READ = {4: 1e30, 8: 1e290}  # numerators that are known to be finite; produc
 MAX_EXACT_DENOMINATOR = {4: 1e20, 8: 1e200}  # of unshifted ones: the range is far from used up
 MIN_EXACT_DENOMINATOR = 1e-3  # of softmax attention, where 1 is what a shifted row has at least
 
+LEAST = {4: 2.0**-63, 8: 2.0**-511}
+"""Smallest weights that are not 0: products of two, or with values, are normal numbers."""
+
+FEATURE_SCALES = 2.0**-20, 2.0**20
+"""Sums of a feature on its scale, beyond which the scale does not tell what is small."""
+
 SMALL_VALUES = 2.0**10
 """Rounding units that underflow may take of the largest value that a row sees, as in the driver."""
 
@@ -70,19 +75,29 @@ def floor_of(dtype: Any) -> float:
 def exp(x: Floats, out: Floats | None = None) -> Floats:
     """Exponentials, in place without ``out``; the smallest are multiples of 16 ``tiny``.
 
-    Numbers below that one, and products with them, may take ten times as long. Adding ``step``
-    rounds to such multiples, and ``exp(LEAST_EXPONENT)``, about 4 times it, to 0. What is lost is 8
-    times it at most, or rounding.
+    What is lost is 8 times it at most, or rounding.
     """
-    out = x if out is None else out
-    least, step = LEAST_EXPONENT[x.itemsize], 16 * floor_of(x.dtype)
-    # A few tell: denormal numbers so rare as to be missed take no time.
-    # An odd step comes to all columns where their number is even.
-    odd = x.size // tuning.SAMPLED_ELEMENTS | 1
-    few = x.ravel(order="K")[::odd] if x.flags.forc else x[..., ::8, :]
-    if not few.min(initial=0.0) < least:
+    return _rounded_exp(x, x if out is None else out, 16 * tiny(x.dtype))
+
+
+def weights(x: Floats) -> Floats:
+    """Exponentials in place; the smallest are multiples of ``LEAST``.
+
+    Beside the largest weight of a row or feature, 1, what is smaller is nothing.
+    """
+    return _rounded_exp(x, x, LEAST[x.itemsize])
+
+
+def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
+    """Exponentials; the smallest are multiples of a number: adding ``step`` rounds to such.
+
+    Numbers below the smallest normal one, and products of them, may take a hundred times as long.
+    """
+    start = log(least) - 0.8
+    if not x.min(initial=0.0) < start:
         return np.asarray(np.exp(x, out=out))
-    np.exp(x.clip(least, np.inf, out=out), out=out)
+    step = x.dtype.type(least / float(np.finfo(x.dtype).eps))
+    np.exp(x.clip(start, np.inf, out=out), out=out)
     out += step
     out -= step
     return out

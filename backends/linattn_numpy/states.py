@@ -178,7 +178,7 @@ def _add_stabilized(
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= limits.finite_shift(top)[..., None, :]
-        weights, sums = limits.exp(log), np.empty_like(kvz[heads])
+        weights, sums = limits.weights(log), np.empty_like(kvz[heads])
         w = ones_column(log.shape[-2], value.dtype) if ones is None else ones[place]
         _put_sums(weights, value[place], w, sums)
         part = add_sums(State(kvz[heads], log_scale[heads], 0), sums, top + col[heads], 0)
@@ -279,6 +279,7 @@ def _read_stabilized(
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
         return limits.UNDERFLOWED
+    state = _by_feature(state)
     kvz, x = state.kvz, tokens.x
     # The row term cancels; beside the square of a large query, offsets would round to nothing.
     offsets = (state.log_scale + query_spec.col)[..., None, :]
@@ -290,8 +291,18 @@ def _read_stabilized(
         log = exponents(query_spec, x[place], offsets[heads], "features", by_feature=True)
         row[place] = log.max(axis=-1, keepdims=True)
         log -= limits.finite_shift(row[place])
-        np.matmul(limits.exp(log), kvz[heads], out=num_den[place])
+        np.matmul(limits.weights(log), kvz[heads], out=num_den[place])
     return Partial(num_den, row_log(query_spec, tokens, row, want_log))
+
+
+def _by_feature(state: State) -> State:
+    """Put sums of features that are far from 1 on their scales on others, on which they are 1."""
+    z, (least, most) = state.kvz[..., -1], limits.FEATURE_SCALES
+    if not z.size or (z.min() >= least and z.max() <= most):
+        return state
+    size = np.where((z > 0) & (z < np.inf), z, z.dtype.type(1))
+    kvz, log_scale = state.kvz / size[..., None], state.log_scale + np.log(size)
+    return state._replace(kvz=kvz, log_scale=log_scale)
 
 
 def read_output(

@@ -59,6 +59,8 @@ def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
     """Gradients of a problem of linear attention; with states of its forward pass at hand."""
+    if not problem.normalize:
+        return _pull(problem, cotangent, checkpoints)
     value = units.value_log(problem)
     cotangent, grad = _in_units(cotangent, units.heads_of(problem), value)
     found = _pull(units.in_units(problem, value), cotangent, checkpoints)

@@ -7,7 +7,7 @@ from math import log
 from linattn._arrays import namespace
 from linattn._generic.decay import decay_since, fade, faded_keys
 from linattn._generic.features import query_features, row_features
-from linattn._generic.numerics import flushed, lift_of, rescaled
+from linattn._generic.numerics import FAINT, flushed, lift_of, rescaled
 from linattn._generic.states import absorb, by_feature, key_weights, query_weights
 from linattn.typing import Array, Features, Partial, Spec, State, Tokens
 
@@ -40,7 +40,8 @@ def scan_block(
     num_den = xp.matmul(flushed(scores, least), values_and_one)
     num_den = num_den + xp.matmul(weights_q, before)
     part = Partial(num_den * 4.0**-bits, row + log_row)
-    added = xp.matmul(xp.matrix_transpose(weights_k * 2.0**-bits), values_and_one)
+    weights_k = flushed(weights_k * 2.0**-bits, FAINT)
+    added = xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
     before = rescaled(state.kvz, state.log_scale - shift)
     return part, State(before + added, c, state.length + values_and_one.shape[-2])
 

@@ -41,7 +41,7 @@ What is below the smallest normal number takes some processors a hundred times a
 FAINT = {16: 2.0**-14, 32: 2.0**-85, 64: 2.0**-900}
 """The same of weights whose products are with values alone, of about 1."""
 
-DECAYED = {16: 2.0**-14, 32: 2.0**-50, 64: 2.0**-400}
+DECAYED = {16: 2.0**-14, 32: 2.0**-40, 64: 2.0**-400}
 """The same of decays: two of them, a query, a key and a value are factors of a product."""
 
 NORMAL = {16: 2.0**-14, 32: 2.0**-126, 64: 2.0**-1022}

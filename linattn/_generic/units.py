@@ -2,8 +2,8 @@
 
 Attention is linear in its values, and gradients in cotangents. Products of a weight with a number
 far from 1 may be smaller than the smallest normal number, and then take some processors a hundred
-times as long. Each head has a unit of its own where no array is shared by heads. Only numbers of
-NumPy arrays are looked at.
+times as long. Each head has a unit of its own where no array is shared by heads. Only NumPy
+arrays get units.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def times_power(x: Array, log: Any) -> Array:
     """``x 2^log``, in two steps: a float may not hold the power."""
     if x is None or not np.any(log):
         return x
-    half, one = log // 2, np.ones((), x.dtype)
-    return x * np.ldexp(one, half) * np.ldexp(one, log - half)
+    half, unit = log // 2, np.ones((), x.dtype)
+    return x * np.ldexp(unit, half) * np.ldexp(unit, log - half)
 
 
 def token_times(x: Array, log: Any) -> Array:
@@ -98,7 +98,10 @@ def heads_of(problem: Problem) -> tuple[int, ...]:
 def value_log(problem: Problem) -> Any:
     """log2 of the units of a problem's values, those that its state has seen included."""
     value, state = problem.value, problem.state
-    if problem.lazy or problem.assigned_keys is not None or not isinstance(value, np.ndarray):
+    # Numerators that are not divided may overflow in other units.
+    if problem.lazy or problem.assigned_keys is not None or not problem.normalize:
+        return 0
+    if not isinstance(value, np.ndarray):
         return 0
     lead = heads_of(problem)
     log = unit_log(lead, value)
