@@ -296,11 +296,11 @@ def _read_stabilized(
 
 
 def _by_feature(state: State) -> State:
-    """Put sums of features that are far from 1 on their scales on others, on which they are 1."""
-    z, (least, most) = state.kvz[..., -1], limits.FEATURE_SCALES
-    if not z.size or (z.min() >= least and z.max() <= most):
+    """Put features that are far from 1 on their scales on others, on which they are 1."""
+    size, (least, most) = np.abs(state.kvz).max(axis=-1), limits.FEATURE_SCALES
+    if size.min() >= least and size.max() <= most:
         return state
-    size = np.where((z > 0) & (z < np.inf), z, z.dtype.type(1))
+    size = np.where((size > 0) & (size < np.inf), size, size.dtype.type(1))
     kvz, log_scale = state.kvz / size[..., None], state.log_scale + np.log(size)
     return state._replace(kvz=kvz, log_scale=log_scale)
 

@@ -88,7 +88,7 @@ def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Arra
     sizes = xp.abs(features.values)
     largest = xp.max(sizes, axis=-1, keepdims=True)
     largest = divisor(xp.where(largest == 0, xp.ones_like(largest), largest), xp)
-    if isinstance(sizes, np.ndarray):
+    if isinstance(sizes, np.ndarray) and isinstance(spec, Pointwise):
         is_small = (sizes < SMALL_VALUE * largest) & (sizes > 0)
         largest = np.where(is_small, sizes, largest) if is_small.any() else largest
     log = features.log + xp.log(largest)

@@ -39,8 +39,8 @@ def scan_separate(
     parts, states = [], []
     for half in (slice(0, m), slice(m, 2 * m)):
         part, after = scan_features_hierarchical(
-            Features(queries.log, queries.values[..., half]),
-            Features(keys.log, keys.values[..., half]),
+            _half(queries, half),
+            _half(keys, half),
             values_and_one,
             State(state.kvz[..., half, :], state.log_scale[..., half], state.length),
         )
@@ -57,3 +57,9 @@ def scan_separate(
     log_scale = xp.concat([each.log_scale for each in states], axis=-1)
     after = State(kvz, log_scale, states[0].length)
     return Partial(xp.concat(sums, axis=-1), log + log_row), after
+
+
+def _half(features: Features, half: slice) -> Features:
+    """Half of the features; their logs may be those of rows."""
+    log = features.log if features.log.shape[-1] == 1 else features.log[..., half]
+    return Features(log, features.values[..., half])

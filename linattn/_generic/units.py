@@ -88,7 +88,8 @@ def numerators_times(kvz: Array, log: Any, of_normalizers: Any = 0) -> Array:
 
 def heads_of(problem: Problem) -> tuple[int, ...]:
     """Leading axes of units: those of the heads if all arrays have them, else none."""
-    arrays = [problem.query, problem.key, problem.value, problem.key_bias, problem.log_decay]
+    weights = problem.weights
+    arrays = [problem.query, problem.key, problem.value, weights.key_bias, weights.log_decay]
     leads = [x.shape[:-2] for x in arrays if x is not None]
     if problem.state is not None:
         leads.append(problem.state.kvz.shape[:-2][-len(problem.lead) :] if problem.lead else ())
@@ -99,7 +100,7 @@ def value_log(problem: Problem) -> Any:
     """log2 of the units of a problem's values, those that its state has seen included."""
     value, state = problem.value, problem.state
     # Numerators that are not divided may overflow in other units.
-    if problem.lazy or problem.assigned_keys is not None or not problem.normalize:
+    if problem.policy.lazy or problem.exact.assigned is not None or not problem.normalize:
         return 0
     if not isinstance(value, np.ndarray):
         return 0
