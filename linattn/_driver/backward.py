@@ -32,7 +32,7 @@ SOURCES = {"two-sided": 2, "window": 2}
 
 
 class Gradients(NamedTuple):
-    """Gradients with the shapes of their arguments; ``state`` is that of ``kvz``, or None."""
+    """Gradients, each with the shape of its argument; ``state``: by ``kvz``, or None."""
 
     query: Array
     key: Array
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
 
 
 def checkpoints_for(problem: Problem) -> Checkpoints | None:
-    """Room for checkpoints, where a backend can do a block of this problem as a whole."""
+    """Return an empty store of checkpoints if a backend pulls back a whole block, else None."""
     specs = (problem.query_spec, problem.key_spec)
     one_state = problem.mode == "full" and problem.sees.cu_seqlens is None
     walked = one_state or problem.mode == "causal"
@@ -58,7 +58,7 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
 def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
-    """Gradients of a problem of linear attention; with states of its forward pass at hand."""
+    """Return the gradients of linear attention; ``checkpoints``: states of the forward pass."""
     if not problem.normalize:
         return _pull(problem, cotangent, checkpoints)
     value = units.value_log(problem)
@@ -74,7 +74,7 @@ def pull(
 
 
 def _in_units(cotangent: Cotangent, heads: tuple[int, ...], value: Any) -> tuple[Cotangent, Any]:
-    """Measure cotangents in a unit, where values are in that of ``2^value``; its log2."""
+    """Return cotangents in units of a power of 2, with values in units of ``2^value``; its log2."""
     output, state = cotangent
     log = units.unit_log(heads, output, None if state is None else state.kvz)
     if state is not None:
@@ -136,7 +136,7 @@ def _pull(
 
 
 def _pull_state(problem: Problem, cotangent: Cotangent) -> Gradients:
-    """Gradients where no head of the output is left: what the returned state has seen."""
+    """Gradients of an output without heads: only the cotangent of the state contributes."""
     xp, device = problem.xp, array_api_compat.device(problem.query)
     if cotangent.state is None or 0 in problem.state_lead:
         state = None if problem.state is None else xp.zeros_like(problem.state.kvz)
@@ -173,7 +173,7 @@ def _pull_packed(
 
 
 def _pull_heads(problem: Problem, cotangent: Cotangent) -> Gradients:
-    """Gradients of heads apart that have other stops."""
+    """Gradients where heads have different ``key_stop``: one pullback for each task of heads."""
     tasks = head_tasks(problem)
     parts = [_pull(take_problem(problem, task), _take_cotangent(cotangent, task)) for task in tasks]
     wholes = _arguments(problem)

@@ -76,7 +76,7 @@ def block_slices(length: int, size: int) -> Iterator[slice]:
 
 
 def raw_tokens(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
-    """Tokens of one block as they came, with their biases; masked keys are zeros of -inf."""
+    """Tokens of a block, before any change of coordinates; a masked key is 0 with weight -inf."""
     xp = problem.xp
     source = problem.query if side == "query" else problem.key
     x = source[..., rows, :]
@@ -115,7 +115,7 @@ def values_and_one_block(problem: Problem, rows: slice) -> Array:
 
 
 def numerators(problem: Problem, part: Partial) -> Array:
-    """Numerators on the true scale; 0 is 0 on any, one that overflows included."""
+    """Numerators on the true scale; a numerator of 0 stays 0 where the scale overflows."""
     # In two steps, of which neither overflows or underflows where the result does not.
     numerator, factor = part.num_den[..., :-1], problem.xp.exp(part.log / 2)
     scaled = numerator * factor * factor
@@ -123,9 +123,10 @@ def numerators(problem: Problem, part: Partial) -> Array:
 
 
 def transient_values_block(problem: Problem, rows: slice, functions: BlockFunctions) -> Array:
-    """Make the same for one use: the next call may write over it.
+    """Return ``[v, 1]`` for one use: the next call may write over it.
 
-    The next call must not be one that a feature map makes before this use is over.
+    If a feature map calls a function of the user, which may call attention itself, the array is
+    fresh.
     """
     if _calls_out(problem):
         return values_and_one_block(problem, rows)
@@ -197,7 +198,7 @@ class OutputRows:
         self._store(where, self._divide(part, self._array[where]))
 
     def write_read(self, task: Index, rows: slice, read: Callable[[Array], Array | None]) -> None:
-        """Put what is read and divided, by a function that is given its place."""
+        """Let ``read(out)`` write finished rows into the output; store its result if not None."""
         where = self._where(task, rows)
         assert self._array is not None
         self._store(where, read(self._array[where]))
@@ -209,7 +210,7 @@ class OutputRows:
 
     @property
     def divides_reads(self) -> bool:
-        """Whether rows may be read and divided at once, into their place."""
+        """Whether one function may read rows and divide them, straight into the output array."""
         return not (self._array is None or 0 in self._shape)
 
     def _where(self, task: Index, rows: slice) -> tuple[slice, ...]:
@@ -227,9 +228,9 @@ class OutputRows:
 def key_blocks(
     problem: Problem, first: int, stop: int, size: int, start: int, limit: int
 ) -> tuple[Tokens, Array]:
-    """Keys and ``[v, 1]`` of some blocks; what lies outside the sequence is masked.
+    """Return the keys and the ``[v, 1]`` of some blocks, on an axis of blocks.
 
-    So are the keys from the position ``limit`` on.
+    Positions outside the sequence are masked, and so are the keys from position ``limit`` on.
     """
     rows = _inside(first * size, stop * size, limit)
     tokens = raw_tokens(problem, "key", rows, start)
@@ -273,7 +274,7 @@ def _padded(x: Array, front: int, size: int, fill: float = 0.0) -> Array:
 
 
 def in_blocks(tokens: Tokens, total: int, size: int, front: int = 0) -> Tokens:
-    """Cut tokens into blocks of one size, padded to a total, ``front`` of it before them."""
+    """Cut tokens into blocks of one size, padded to ``total`` rows, ``front`` of them first."""
     x = split(_padded(tokens.x, front, total), size)
     return Tokens(x, split(tokens.log_weight, size), tokens.start - front)
 
@@ -314,7 +315,7 @@ def add_key_blocks(
     block_size: int,
     functions: BlockFunctions,
 ) -> Iterator[State]:
-    """Add some keys and their values to a state: the state after each block.
+    """Add some keys and their values to a state; yield the state after each block.
 
     ``start``: position of the first key for the map.
     """
@@ -421,13 +422,13 @@ def take_problem(problem: Problem, task: Index) -> Problem:
 
 
 def change_keys(problem: Problem, change: Callable[[Array], Array]) -> Problem:
-    """Change what has a row for each key."""
+    """Apply ``change`` to every array that has a row for each key."""
     key, value = change(problem.key), change(problem.value)
     return problem.replace(key=key, value=value, weights=problem.weights.of_keys(change))
 
 
 def _take_stops(stops: Any, task: Index) -> Any:
-    """Take the stops of a task, without leading axes where they are those of one head."""
+    """Take the ``key_stop`` of a task, as ``(L,)`` if all its heads share one."""
     part = take(stops, 1, task)
     return part if part is None or part.size != part.shape[-1] else part.reshape(-1)
 

@@ -139,7 +139,7 @@ def causal_block(
         tokens = _rows_of(query, rows), _rows_of(key, rows), values_and_one[..., rows, :]
         answer = _scanned(problem, functions, (*specs, *tokens, state))
         if answer is None:
-            # What made this one too long makes the next so, more often than not.
+            # The next part is likely to be too long for the same reason.
             size = -(-(rows.stop - start) // 2)
             continue
         part, state = answer
@@ -157,7 +157,7 @@ def causal_block(
 def _scanned(
     problem: Problem, functions: BlockFunctions, block: Any
 ) -> tuple[Partial, State] | None:
-    """Scan a block, every row accepted; None where one so long is declined or rejected."""
+    """Scan a block, every row accepted; None if it is declined or rejected and must be cut."""
     _, _, query, key, values_and_one, state = block
     xp = problem.xp
     name = "scan_block" if key.log_decay is None else "scan_decayed_block"
@@ -226,7 +226,7 @@ def _each_head(
     values_and_one: Array,
     state: State,
 ) -> tuple[Partial, State]:
-    """Do the heads of a causal block one by one: a max-stabilized one costs the others nothing."""
+    """Scan the heads of a block one at a time, so that one stabilized head slows no other."""
     xp, n = problem.xp, values_and_one.shape[-2]
     part = _empty_partial(problem, n, values_and_one)
     after = State(xp.empty_like(state.kvz), xp.empty_like(state.log_scale), state.length + n)
@@ -259,7 +259,7 @@ def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
 
 
 def _empty_partial(problem: Problem, n: int, values_and_one: Array) -> Partial:
-    """Where the parts of a block of ``n`` tokens are put together."""
+    """Return an uninitialized partial of ``n`` tokens, which the parts of a block fill."""
     like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
     shapes = ((*problem.lead, n, width) for width in (values_and_one.shape[-1], 1))
     return Partial(*(problem.xp.empty(shape, **like) for shape in shapes))
@@ -282,7 +282,7 @@ def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
 
 
 class RowsSoFar:
-    """What all rows have read so far."""
+    """The partial sums of all rows so far."""
 
     def __init__(self, problem: Problem, functions: Any) -> None:
         self._xp = problem.xp
@@ -302,9 +302,9 @@ class RowsSoFar:
 def rows_from_the_end(
     problem: Problem, functions: Any, block_size: int, state: State, before: Partial
 ) -> Iterator[tuple[slice, Partial]]:
-    """Add to what rows have read what they read of the tokens after them, last block first.
+    """Add what each row reads of the tokens after it to ``before``; yield the last block first.
 
-    ``state``: that of no tokens.
+    ``state``: an empty state.
     """
     length, start = problem.query.shape[-2], 0 if problem.state is None else problem.state.length
     last = slice(max(length - 1, 0), length)
@@ -328,7 +328,7 @@ def rows_from_the_end(
 
 
 def _turned(tokens: Tokens) -> Tokens:
-    """Tokens in reverse order; they start at the end of them, counted below 0."""
+    """Tokens in reverse order; ``start`` is minus the position after the last of them."""
     end, decay = tokens.start + tokens.x.shape[-2], tokens.log_decay
     if decay is not None:
         # A view, by which a backend sees one decay for all tokens.

@@ -42,7 +42,7 @@ class ExactClusters:
     problem: Problem
     functions: BlockFunctions
     bias: Array
-    """``(..., m)``: what is added to a query's log features to choose clusters by."""
+    """``(..., m)``: added to a query's log features before it chooses clusters."""
     heads: dict[tuple[int, ...], Clusters]
     of_key: NDArray[np.intp]
 
@@ -51,7 +51,7 @@ class ExactClusters:
     ) -> NDArray[np.bool_]:
         """Whether each query has chosen the cluster of a key, ``(..., n, 1)``.
 
-        ``chosen`` is what all queries from the first one on have.
+        ``chosen``: the choices of the queries from number ``first`` on.
         """
         chosen = chosen[..., rows.start - first : rows.stop - first, :]
         inside = np.clip(key, 0, max(self.of_key.shape[-1] - 1, 0))
@@ -63,7 +63,7 @@ class ExactClusters:
     def choose(
         self, problem: Problem, query: Tokens, state: State, bias: Array
     ) -> tuple[NDArray[np.bool_], Partial]:
-        """Choose clusters for queries, which read of a state all others."""
+        """Choose clusters for queries; also return what they read from the state of all others."""
         tokens = in_map_coordinates(problem.replace(want_log=True), "query", query)
         count, rows = problem.exact.clusters, problem.exact.choice_rows
         return self.functions.choose_block(problem.query_spec, tokens, state, bias, count, rows)  # type: ignore[no-any-return]
@@ -93,7 +93,7 @@ class ExactClusters:
         return Partial(*(xp.reshape(a, (*problem.lead, *a.shape[-2:])) for a in (num_den, log)))
 
     def _clusters_block(self, head: tuple[int, ...]) -> Any:
-        """Block function of a head; those of backends know no bias of pairs."""
+        """Block function of a head: the generic one with a bias, which backends do not take."""
         problem, xp = self.problem, self.problem.xp
         bias, decay = problem.weights.relative_bias, problem.weights.log_decay
         if bias is None and decay is None:
@@ -101,7 +101,7 @@ class ExactClusters:
         device = array_api_compat.device(problem.key)
 
         def bias_of(offset: NDArray[np.intp]) -> Array:
-            """Log weight of keys so far from their query, all of them outside of its window."""
+            """Log weight of keys at an offset from their query, outside its window."""
             if bias is None:
                 rate = xp.broadcast_to(xp.astype(decay, problem.dtype), (*problem.lead, 1, 1))
                 distance = xp.asarray(abs(offset), dtype=problem.dtype, device=device)
@@ -114,7 +114,7 @@ class ExactClusters:
 
 
 class ChosenKeys(NamedTuple):
-    """A source: chosen clusters of blocks of queries, and of what these read the others."""
+    """A source: the keys of the chosen clusters, and the states of all other keys."""
 
     clusters: ExactClusters
     query: Tokens
@@ -124,7 +124,7 @@ class ChosenKeys(NamedTuple):
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
     ) -> Partial:
-        """Add both to what blocks of queries have read of near keys."""
+        """Add both to the sums ``so_far`` of the near keys."""
         assert so_far is not None
         bias = self.clusters.bias[..., None, :]
         for states, log in self.reads:
@@ -148,14 +148,14 @@ def _of_state(problem: Problem, head: tuple[int, ...]) -> Any:
 
 
 class AssignedKeys(NamedTuple):
-    """Columns that keys are assigned to, and what is kept of these.
+    """The column that each key is assigned to, and the bias and state of all columns.
 
     Attributes
     ----------
     of_key : ndarray of int, (..., S)
         Column of each key, m of a masked one; on the host.
     bias : Array, (..., m)
-        What is added to a query's log features to choose clusters by.
+        Added to a query's log features before it chooses clusters.
     state : State
         After all keys.
     """

@@ -258,7 +258,7 @@ class _Results:
             problem.want_log or self.signs is not None or isinstance(problem.query_spec, Corrected)
         )
         self.divides_reads = problem.normalize and not needs_more and self.output.divides_reads
-        """Whether rows are read and divided at once."""
+        """Whether one function reads rows and divides them."""
 
     def write(self, task: Index, rows: slice, part: Partial) -> None:
         if self._problem.normalize:
@@ -414,7 +414,7 @@ def warn_of_signs(is_negative: Array | None) -> None:
 
 
 def _count(flags: Array) -> int:
-    """Count what is true; 0 of a traced array, which has no values."""
+    """Count the True entries; 0 for a traced array, which has no values."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():
         return 0

@@ -113,7 +113,7 @@ class GradientRows:
 
 
 class GradientWalk(NamedTuple):
-    """What a pullback is given: a task's share of the problem, and where its gradients go."""
+    """Arguments of a pullback: a task's share of the problem, and where its gradients go."""
 
     problem: Problem
     cotangent: Cotangent
@@ -121,7 +121,7 @@ class GradientWalk(NamedTuple):
     block_size: int
     task: Index
     rows: dict[str, GradientRows]
-    """By the names that their arguments have in a problem."""
+    """One for each argument, by its name in the problem."""
     share: int = 0
     """Which of several gradients of the same rows is written; they are added."""
 
@@ -140,7 +140,10 @@ class GradientWalk(NamedTuple):
         return self.problem.xp.astype(grad, self.problem.dtype, copy=False)
 
     def write_query(self, rows: slice, gradient: Array, term: Array = None) -> None:
-        """Pull gradients of queries back to the caller's; ``term``: of a factor on a whole row."""
+        """Write gradients of queries in the caller's coordinates.
+
+        ``term``: gradient by the log of a factor on all features of a row, None for zero.
+        """
         affine = self.problem.query_change
         if affine is not None:
             gradient = change_coordinates_vjp(affine, gradient, term)
@@ -149,7 +152,7 @@ class GradientWalk(NamedTuple):
     def write_key(
         self, rows: slice, values_and_one: Array, grad_key: Array, grad_values_and_one: Array
     ) -> None:
-        """Pull gradients of keys back to the caller's; those of masked keys are exactly 0."""
+        """Write gradients of keys in the caller's coordinates; exactly 0 for masked keys."""
         problem, xp = self.problem, self.problem.xp
         gradients = {"key": grad_key, "value": grad_values_and_one[..., :-1]}
         if problem.key_change is not None or problem.weights.key_bias is not None:
@@ -170,7 +173,7 @@ class GradientWalk(NamedTuple):
         self.rows[name].write(self.task, rows, gradient, self.share)
 
     def last_adjoint(self, like: State) -> State:
-        """Adjoint after the last token: what a returned state adds."""
+        """Adjoint after the last token: the cotangent of the returned state, or zero."""
         grad_state, nothing = self.cotangent.state, empty_adjoint(self.problem, like)
         if grad_state is None:
             return nothing
@@ -178,7 +181,7 @@ class GradientWalk(NamedTuple):
 
 
 def empty_adjoint(problem: Problem, like: State) -> State:
-    """Adjoint of no queries."""
+    """Return the adjoint before any query has read: zero."""
     m, e = problem.num_features, problem.value.shape[-1]
     return _generic.empty_state(problem.state_lead, m, e, like.kvz)
 
@@ -198,35 +201,35 @@ def _broadcast(state: State, like: State) -> State:
 # is stored that grows with the length.
 
 MAX_STATES = 32
-"""Checkpoints, and states made again between two of them, or two of these: a head's, each."""
+"""Most checkpoints of a head, and most states made again at each level between two of them."""
 
 MAX_SHARE = 0.25
-"""What states may take, relative to the arguments they are made of."""
+"""Most memory that checkpoints may take, relative to query, key and value."""
 
 
 class Checkpoints:
-    """States of one problem by task and by the row before which they stand."""
+    """States of one problem, by task and by the row that follows the state."""
 
     last: State | None = None
-    """That of all keys, which all queries of full attention read."""
+    """State of all keys, which all queries of full attention read."""
 
     def __init__(self) -> None:
         self._states: dict[Name, dict[int, State]] = {}
         self._parts: dict[int, Checkpoints] = {}
 
     def part(self, number: int) -> Checkpoints:
-        """Return those of one of the problems that a packed one consists of."""
+        """Return the checkpoints of the i-th batch of a packed problem, i = ``number``."""
         return self._parts.setdefault(number, Checkpoints())
 
     def store(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
-        """Keep the state before a row of a task, or not."""
+        """Store the state before a row of a task, if the row is due for a checkpoint."""
         if row and row % (_stride(problem, block_size) * block_size) == 0:
             self._states.setdefault(task_name(task), {})[row] = state
 
     def segments(
         self, task: Index, steps: Sequence[Step], first: State
     ) -> list[tuple[State, list[Step]]]:
-        """Cut steps into segments, each with the state before it: one where none is kept."""
+        """Cut steps into segments at the checkpoints, each with the state before it."""
         if self.last is not None:
             readers = [step for step in steps if not step.num_keys]
             last = take_state(self.last, task)
@@ -245,9 +248,9 @@ def states_before(
 ) -> Iterator[tuple[Step, State]]:
     """Go through steps from the last to the first, each with the state before it.
 
-    They are divided into runs, before each of which a state is held, and each run in the same way:
-    keys are added to states once for each level. Steps without queries ask for no state, and
-    are given any.
+    The steps are divided into at most ``MAX_STATES`` runs, and the state before each run is held.
+    Each run is divided in the same way, so keys are added to states once a level. If no step has
+    queries, no step needs its state, and each gets ``state`` itself.
     """
     size = -(-len(steps) // MAX_STATES)
     if not any(step.num_queries for step in steps):

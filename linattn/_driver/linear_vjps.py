@@ -45,7 +45,7 @@ MAX_ROWS = 128
 
 
 def pull_linear(walk: GradientWalk, checkpoints: Checkpoints | None) -> Iterator[State]:
-    """Pull back, and yield the adjoint after each step; the last is that of the state before."""
+    """Pull linear attention back; yield the adjoint after each step, last the first state's."""
     problem = walk.problem
     if problem.weights.log_decay is not None or not problem.normalize:
         # Rows are read on the true scale.
@@ -76,7 +76,7 @@ def row_numbers(walk: GradientWalk) -> Generator[Any, None, Array]:
 
 
 def given_rows(walk: GradientWalk, rows: slice, numbers: Array) -> Rows:
-    """Cotangents of rows by what :func:`row_numbers` has found, None for rows not divided."""
+    """Cotangents of rows; ``numbers`` are from :func:`row_numbers`, None if nothing is divided."""
     grad_output = walk.grad_output(rows)
     if numbers is None:
         return numerator_rows(grad_output)
@@ -91,10 +91,10 @@ class Scan(NamedTuple):
 
     walk: GradientWalk
     numbers: Array = None
-    """Those of :func:`row_numbers`, where a row reads something else too."""
+    """Scales of rows from :func:`row_numbers`, if rows also read outside of this scan."""
     from_the_end: bool = False
     steps: list[Step] | None = None
-    """In the order of the scan; None for those of the problem's mode."""
+    """In the order of the scan; None for the usual steps of the problem's mode."""
     far_bias: Array = None
     """``(..., 1)``: log weight of all keys, or None."""
 
@@ -264,7 +264,8 @@ def _scan_vjp(
 ) -> Any:
     """Gradients of a causal block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
-    A long one that a backend declines is to be done as two: what it declines costs the square.
+    NotImplemented if the backend declines a long block: the generic code takes time and memory
+    with the square of its length, so the caller cuts it in two.
     """
     problem = walk.problem
     arguments = (problem.query_spec, problem.key_spec, *block, state, adjoint, grad_output)
@@ -285,7 +286,7 @@ def _pull_read(
     grad_output: Array,
     adjoint: State,
 ) -> tuple[tuple[Array, ...], State]:
-    """Gradient of queries that read a state, as it is written, and the adjoint with them."""
+    """Arguments of ``write_query`` for queries that read a state, and the adjoint before it."""
     problem = walk.problem
     if rows is not None:
         *of_query, adjoint = read_rows_vjp(problem.query_spec, query, rows, state, adjoint)

@@ -58,7 +58,7 @@ def without_sinks(problem: Problem) -> Problem:
 
 
 class Sinks(NamedTuple):
-    """The first keys of a sequence, which all queries see exactly that see keys there at all."""
+    """The first keys of a sequence, exact for every query that may see them."""
 
     problem: Problem
     log_decay: Array | None
@@ -78,7 +78,7 @@ class Sinks(NamedTuple):
         return slice(0, min(self.problem.exact.sinks, self.problem.key.shape[-2]))
 
     def add(self, rows: slice, part: Partial) -> Partial:
-        """Add sinks to what some queries have read of all other keys."""
+        """Add the sinks to ``part``, the sums of some queries over all other keys."""
         problem = self.problem
         if not self.keys.stop:
             return part
@@ -111,7 +111,7 @@ class Sinks(NamedTuple):
     def added(
         self, state: State, sinks: State, block_size: int, functions: BlockFunctions
     ) -> State:
-        """Add sinks to the state of all other keys; ``sinks`` is that of no keys."""
+        """Add the sinks to the state of all other keys; ``sinks`` is an empty state."""
         problem = self.problem
         rest = slice(self.keys.stop, problem.key.shape[-2])
         for after in add_key_blocks(problem, sinks, self.keys, 0, block_size, functions):
@@ -127,7 +127,7 @@ TILE_ROWS = 512
 
 
 class Cancelled(ArithmeticError):
-    """A row would lose digits: its far keys must be summed up without the near ones."""
+    """Raised where a row would lose digits: its far keys must be summed without the near ones."""
 
 
 def without_window(problem: Problem) -> Problem | None:
@@ -158,14 +158,14 @@ class _Keys(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What makes rows that have read all keys by the map into those of a window of one token."""
+    """Turns rows that read all keys by the map into rows of an exact window of one token."""
 
     problem: Problem
     start: int
     """Position of the first key for the map."""
 
     def __call__(self, rows: slice, part: Partial, is_exact: Any = None) -> Partial:
-        """Exchange the weights of near pairs of some rows, a few at a time, for they stay in cache.
+        """Exchange the weights of near pairs of some rows, a few rows at a time, to stay in cache.
 
         ``is_exact(rows, keys)`` says which pairs the rows have read exactly already.
         """
@@ -252,7 +252,7 @@ def _weights(log: Array, values: Array | None) -> Array:
 
 
 def _check(num_den: Array, share: Array, largest: Array, m: int, xp: Any) -> None:
-    """Check that rows have accepted their digits, and that no product of features has vanished."""
+    """Check that rows have kept their digits, and that no product of features has vanished."""
     info, den = xp.finfo(num_den.dtype), xp.abs(num_den[..., -1:])
     vanished = largest * (m * float(info.smallest_normal) / float(info.eps))
     accepted = (share <= MAX_SHARE * den) & (vanished <= den)

@@ -1,4 +1,4 @@
-"""What is asked: the options, and which keys they let a query see."""
+"""The options of a call, and which keys they let a query see."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class InteropOptions(TypedDict, total=False):
-    """Types of those that torch's and JAX's gradients take too, for overloads."""
+    """Keyword arguments that torch's and JAX's gradients take too, for type checkers."""
 
     log_decay: Array | float | None
     normalize: bool
@@ -42,7 +42,7 @@ class InteropOptions(TypedDict, total=False):
 
 
 class GradientOptions(InteropOptions, total=False):
-    """Types of those of :func:`linattn.linear_attention_vjp`."""
+    """Keyword arguments of :func:`linattn.linear_attention_vjp`, for type checkers."""
 
     exact_window: int | None
     sinks: int | None
@@ -51,13 +51,13 @@ class GradientOptions(InteropOptions, total=False):
 
 
 class WindowOptions(GradientOptions, total=False):
-    """Types of those of :func:`linattn.linear_attention`."""
+    """Keyword arguments of :func:`linattn.linear_attention`, for type checkers."""
 
     exact_clusters: int | None
 
 
 class SoftmaxOptions(TypedDict, total=False):
-    """Types of those of :func:`linattn.softmax_attention`."""
+    """Keyword arguments of :func:`linattn.softmax_attention`, for type checkers."""
 
     scale: float | None
     is_causal: bool | Literal["lower_right"]

@@ -1,7 +1,7 @@
-"""Packed sequences: a problem of one axis with borders as problems of its sequences.
+"""Packed sequences: a problem with ``cu_seqlens`` is solved as problems of its sequences.
 
-A long sequence is a problem by itself. Short ones of about one length are batched, along a new axis
-behind those of the heads, so that Python and backends work once for many.
+A long sequence is a problem of its own. Short sequences of about one length are batched along a new
+axis after the axes of heads, so that one call of a block function serves many.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_PADDED_SHARE, MIN_PADDED_TOKENS = 0.125, 256
 
 
 class Batch:
-    """Some sequences of a packed problem, by their numbers; all are filled up to the longest."""
+    """Some sequences of a packed problem, by their numbers, all padded to the longest."""
 
     def __init__(self, sequences: NDArray[np.int64], borders: NDArray[np.int64]) -> None:
         self.sequences = sequences
@@ -52,7 +52,7 @@ class Batch:
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether nothing is filled up."""
+        """Whether all sequences have one length, so that none is padded."""
         return bool((self.lengths == self.longest).all())
 
     @cached_property
@@ -63,7 +63,7 @@ class Batch:
     def gather(self, rows: Array) -> Array:
         """Rows of the sequences, ``(..., T, w)`` to ``(..., g, n, w)``, without g for a single one.
 
-        A shorter sequence goes on with copies of its last row.
+        A shorter sequence is padded with copies of its last row.
         """
         if rows is None:
             return None
@@ -83,13 +83,13 @@ class Batch:
         return xp.reshape(taken, shape)
 
     def rows(self, like: Array) -> Array:
-        """Which rows are tokens, ``(g, n, 1)``, and not filled up."""
+        """Return which rows are tokens and no padding, ``(g, n, 1)``."""
         xp = array_api_compat.array_namespace(like)
         host = np.arange(self.longest) < self.lengths[:, None]
         return xp.asarray(host[..., None], device=array_api_compat.device(like))
 
     def take(self, state: Any) -> Any:
-        """Arrays with one entry for each sequence, those of this batch: the axis as in problems."""
+        """Return the states of this batch, with their axis after the heads, as in a problem."""
         if state is None:
             return None
         return State(self._of_batch(state.kvz, 2), self._of_batch(state.log_scale, 1), state.length)
@@ -102,7 +102,7 @@ class Batch:
         return xp.moveaxis(xp.take(each, index, axis=0), 0, -trailing - 1)
 
     def problem(self, problem: Problem, *, keeps_state: bool) -> Problem:
-        """Problem of these sequences; what is filled up is masked where it counts."""
+        """Return the problem of these sequences; padding is masked where it could be seen."""
         window, bias = problem.exact.window, problem.weights.relative_bias
         part = change_keys(problem, lambda rows: self._rows_of(problem, rows))
         weights = part.weights
@@ -145,7 +145,7 @@ class Batch:
         return problem.xp.broadcast_to(array[..., None, :, :], shape)
 
     def cotangent(self, cotangent: Cotangent) -> Cotangent:
-        """Cotangent of these sequences; that of what is filled up is 0."""
+        """Return the cotangent of these sequences, 0 for padding."""
         output = self.gather(cotangent.output)
         if not self.is_even:
             xp = array_api_compat.array_namespace(output)
@@ -154,7 +154,7 @@ class Batch:
 
 
 def batches(problem: Problem, sequences: NDArray[np.int64] | None = None) -> Iterator[Batch]:
-    """Divide the sequences of a packed problem, all or some, into batches of about one length."""
+    """Yield batches of the given sequences, or of all; each batch is of about one length."""
     borders = problem.sees.cu_seqlens
     assert borders is not None
     lengths = np.diff(borders)
@@ -255,7 +255,7 @@ def join_states(problem: Problem, parts: list[tuple[Batch, State]]) -> State:
 
 
 def join_sequences(problem: Problem, parts: list[tuple[Batch, Array]], trailing: int) -> Array:
-    """Put arrays of batches, with so many axes of their own, into one: first its sequences."""
+    """Join arrays of batches along a first axis of sequences; ``trailing``: axes after the lead."""
     xp = problem.xp
     stacked = [
         array[None, ...] if len(batch) == 1 else xp.moveaxis(array, -trailing - 1, 0)
@@ -276,7 +276,8 @@ def solve_short(
 ) -> NDArray[np.int64]:
     """Solve sequences no longer than a block side by side; return the numbers of all others.
 
-    These are what is declined, and all of them where no backend does such blocks.
+    The others are long sequences and runs that the backend declines; all, if no backend has the
+    function.
     """
     lengths = np.diff(problem.sees.cu_seqlens)
     left, block = np.ones(len(lengths), bool), _block_function(problem, functions)

@@ -27,13 +27,13 @@ from linattn.typing import Array, Exact, State
 __all__ = ["pull_exact", "pull_window"]
 
 MAX_ROWS = 512
-"""Tokens of a step: the pairs of so many queries and keys are held at once."""
+"""Most queries and most keys of a step, whose pairs are all in memory."""
 
 Slices = list[slice]
 
 
 def pull_exact(walk: GradientWalk) -> Iterator[Any]:
-    """Softmax attention: all pairs that count."""
+    """Pull softmax attention back, over all pairs that count."""
     problem = walk.problem
     walk = walk._replace(block_size=short_rows(problem, walk.block_size))
     numbers, queries = (yield from row_numbers(walk)), walk.query_slices()
@@ -47,7 +47,7 @@ def pull_exact(walk: GradientWalk) -> Iterator[Any]:
 
 
 def pull_window(walk: GradientWalk) -> Iterator[State]:
-    """Pull back, and yield the adjoint after each step; the last is that of the state before."""
+    """Pull an exact window back; yield the adjoint after each step, last the first state's."""
     problem, bias = walk.problem.replace(want_log=True), walk.problem.weights.relative_bias
     numbers = yield from row_numbers(walk._replace(problem=problem))
     walk = walk._replace(problem=problem, block_size=min(walk.block_size, MAX_ROWS))
@@ -144,7 +144,7 @@ def _pull_pairs(
 ) -> Iterator[Any]:
     """Pull back the pairs of all keys with the queries that see any of them.
 
-    ``slices``: those of queries and of keys; ``rows_of``: queries of keys.
+    ``slices``: slices of queries and of keys; ``rows_of(keys)``: slices of queries that see them.
     """
     problem, xp, (queries, all_keys) = walk.problem, walk.problem.xp, slices
     steps = [(keys, rows_of(keys)) for keys in all_keys]

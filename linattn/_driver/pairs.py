@@ -52,7 +52,7 @@ class Pairs(NamedTuple):
     visible: Array | None = None
     """``(n, s)``: which pairs count; None for all."""
     bias: Array | None = None
-    """``(..., n, s)``: what is added to the logits."""
+    """``(..., n, s)``: added to the logits."""
 
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
@@ -96,7 +96,7 @@ def band(problem: Problem) -> tuple[int, int]:
 
 
 def offset(problem: Problem, rows: slice, keys: slice) -> int:
-    """Position of the first of some keys less that of the first of some queries."""
+    """Position of the first key minus the position of the first query."""
     return int(keys.start - rows.start - problem.sees.query_start)
 
 
@@ -177,9 +177,9 @@ def biased_queries(problem: Problem, spec: Exact, tokens: Tokens) -> tuple[Exact
 
 
 def biased_keys(problem: Problem, tokens: Tokens, *, padded: bool = False) -> Tokens:
-    """Keys with their bias as the coordinate that :func:`biased_queries` have for it.
+    """Keys with their bias as one more coordinate, the partner of :func:`biased_queries`.
 
-    ``padded``: some are masked beside those of the problem's mask.
+    ``padded``: padding is masked too, even if the problem has no mask.
     """
     xp, log = problem.xp, tokens.log_weight
     if problem.weights.key_bias is None:
@@ -203,7 +203,7 @@ def offset_bias(problem: Problem, rows: slice, keys: slice) -> Array:
 def bias_block(bias: RelativeBias, first: int, n: int, s: int) -> Array:
     """Bias of n queries in a row to s keys in a row, ``(..., n, s)``, or ``(..., 1, 1)`` if one.
 
-    ``first``: position of the first key less that of the first query.
+    ``first``: position of the first key minus the position of the first query.
     """
     table = bias.table
     xp, reach = _arrays.namespace(table), bias.reach
@@ -241,7 +241,7 @@ class Source(Protocol):
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Any, so_far: Partial | None
     ) -> Partial:
-        """Add what the queries read here to what they have read so far, None for nothing."""
+        """Return ``so_far``, or nothing if it is None, plus the sums over these keys."""
         ...
 
 

@@ -134,8 +134,8 @@ def check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, re
 def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options: Any) -> Problem:
     """Check the arguments of linear attention and describe the computation.
 
-    ``options`` are those of :class:`~linattn._driver.options.Options`. Where these are mere flags,
-    the description is cached for the next call of the same map with arrays of the same kinds.
+    ``options``: the fields of :class:`~linattn._driver.options.Options`. If all are flags, the
+    description is cached for the next call of the same map with arrays of the same kinds.
     """
     arrays = [query, key, value]
     flags = tuple(options.items()) if all(map(_is_flag, options.values())) else None
@@ -255,7 +255,7 @@ def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visible) -> None
 def _leading_axes(
     arrays: Sequence[Array], **more: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Leading axes of the state and of the output: whatever has some, broadcast."""
+    """Return the leading axes of the state and of the output, broadcast from all arguments."""
     query, key, value = (tuple(array.shape[:-2]) for array in arrays)
     shapes = {"key": key, "value": value, **more}
     state_lead = _checks.check_leading_axes(**shapes)
@@ -265,7 +265,7 @@ def _leading_axes(
 def _axes_beside(
     specs: tuple[MapSpec, MapSpec], state: State | None, state_name: str, sees: Visible
 ) -> dict[str, tuple[int, ...]]:
-    """Leading axes of what is given beside query, key and value."""
+    """Leading axes of the feature map and of the state."""
     shapes = {}
     query_lead, key_lead = map(_generic.spec_lead, specs)
     if key_lead or query_lead:
@@ -388,7 +388,7 @@ def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:
 def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     """Check the arguments of softmax attention and describe the computation.
 
-    ``options`` are those of :class:`~linattn._driver.options.Options`.
+    ``options``: the fields of :class:`~linattn._driver.options.Options`.
     """
     given = Options(**options)
     xp, arrays = _checks.check_arrays(query=query, key=key, value=value)

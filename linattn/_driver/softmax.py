@@ -1,8 +1,8 @@
 """Softmax attention: a block of queries reads runs of keys, one after the other.
 
-Keys that a block sees as a whole need no mask and set its scale; what only some of its rows see, at
-either end of a window or before a stop, does. Short windows are cut into shorter blocks, and those
-of a group are read together, or a backend reads them without a copy.
+Keys that all rows of a block see need no mask, and set its scale. Keys that only some rows see, at
+either end of a window or before a stop, are masked. Short windows are cut into shorter blocks. The
+blocks of a group are read together, or a backend reads them without a copy.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ MAX_PAIRS = 2**19
 """Pairs of one step, on which the memory of it depends."""
 
 MAX_TOKENS = 2**12
-"""Tokens that are made ready at once for short windows, which overlap."""
+"""Tokens that are prepared together for short windows, which overlap."""
 
 MIN_ROWS, MAX_ROWS, LONG_ROWS = 32, 128, 256
-"""Tokens of a short block, the last that of a long window or of one near an end.
+"""Least and most tokens of a block in a short window; tokens of a block in any other.
 
-Fewer make small products, more see more that only some rows need.
+Shorter blocks make small products; longer ones include more pairs that do not count.
 """
 
 ROWS_PER_WINDOW = 8
@@ -211,7 +211,7 @@ class _Short(NamedTuple):
 def _short_windows(
     problem: Problem, functions: BlockFunctions, short: _Short
 ) -> Iterator[tuple[slice, Partial]]:
-    """Windows of short blocks, those of a group together; others, near an end, as long blocks."""
+    """Attend in short blocks, a group of them together; rows near an end in long blocks."""
     n, before, width, all_rows = short
     yield from _windows(problem, functions, slice(0, all_rows.start))
     group = min(MAX_PAIRS // short.num_pairs, MAX_TOKENS // n)
@@ -247,7 +247,7 @@ def _of_group(
     def each(x: Array) -> Array:
         return None if x is None else beside(split(x[..., within, :], n), g)
 
-    # What the first block of queries sees holds for each.
+    # All blocks see the same offsets as the first.
     first = rows.start + problem.sees.query_start - short.before * n
     block = slice(rows.start, rows.start + n), slice(first, first + short.width * n)
     bias = offset_bias(problem, *block)

@@ -1,9 +1,9 @@
 """Specs of a problem: peeled, or given one more axis.
 
-Block functions are only ever given the spec inside. `Affine` changes the coordinates of tokens
-before they reach a block, `ColumnNormalized` divides the state that queries read, `Corrected`
-widens it and chooses row by row what was read, `SeparateDenominator` leaves to each half of it what
-is read from there.
+Block functions are only given the spec inside. `Affine` changes the coordinates of tokens before
+they reach a block, and `ColumnNormalized` divides the state that queries read. `Corrected` widens
+the state, then chooses for each row the corrected or the uncorrected sums. `SeparateDenominator`
+reads numerators from one half of the state and denominators from the other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def innermost(spec: MapSpec) -> Spec:
 
 
 def peel_affine(spec: MapSpec) -> tuple[MapSpec, Affine | None]:
-    """Separate a change of coordinates from what is evaluated in the new ones."""
+    """Return the spec inside a change of coordinates, and the change; None without one."""
     return (spec.spec, spec) if isinstance(spec, Affine) else (spec, None)
 
 
@@ -65,7 +65,7 @@ def is_column_normalized(problem: Problem) -> bool:
 
 
 def read_spec(problem: Problem, state: State) -> tuple[Spec, State]:
-    """Spec and state by which queries read."""
+    """Return the spec and the state that queries read by."""
     spec = problem.query_spec
     if isinstance(spec, ColumnNormalized):
         return spec.spec, _generic.normalize_state(state)
@@ -77,7 +77,7 @@ def read_spec(problem: Problem, state: State) -> tuple[Spec, State]:
 
 
 def select_rows(problem: Problem, part: Partial) -> Partial:
-    """Rows of attention in what was read from the state of :func:`read_spec`."""
+    """Return the rows of attention; ``part`` was read from the state of :func:`read_spec`."""
     return guard(part) if isinstance(problem.query_spec, Corrected) else part
 
 

@@ -1,4 +1,4 @@
-"""What a state carries beside its numbers: its map, its log decay, whether it is of sequences."""
+"""Metadata of a state: fingerprint of its map, its log decay, its number of sequences."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def known_sequences(state: State) -> int | None:
 def check_sequences(name: str, state: State, count: int | None, **arrays: Array) -> None:
     """Check that a state has one entry for each of `count` packed sequences, or None for no such.
 
-    ``arrays`` are those of the call that may have the axis of the sequences.
+    ``arrays``: the arrays of the call that may have the axis of the sequences.
     """
     number, shape = known_sequences(state), tuple(state.kvz.shape)
     if count is not None:
@@ -114,10 +114,10 @@ def check_sequences(name: str, state: State, count: int | None, **arrays: Array)
 def stamped(
     state: State, before: State | None, feature_map: FeatureMap, problem: Problem | None = None
 ) -> State:
-    """Return a state with what is known of it from the state before it, its map and its problem.
+    """Return a state with metadata from the state before it, its map and its problem.
 
-    A state of unknown origin stays one, so that a loop of JAX carries one kind of pytree. With the
-    problem that made it, it also has the sum of its log decays and those of the state before.
+    A state without a fingerprint stays without one, so that a loop of JAX carries one pytree
+    structure. If ``problem`` is given, its log decays are added to the log decay of ``before``.
     """
     fingerprint = map_fingerprint(feature_map) if before is None else before.fingerprint
     return State(
@@ -149,9 +149,9 @@ def _log_decay(state: State, before: State | None, problem: Problem | None) -> A
 
 
 def broadcast_decay(parts: list[Array], state: State, *, packed: bool = False) -> Array | None:
-    """Sum log decays to that of a state: one for each of its leading axes; None for none.
+    """Sum log decays, broadcast to the leading axes of a state; None for no parts.
 
-    Axes align to the right, but that of packed sequences, which is the first.
+    Axes align to the right, except for the first axis of packed sequences.
     """
     if not parts:
         return None

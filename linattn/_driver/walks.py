@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 Read: TypeAlias = Callable[[Array], Array | None]
-"""Given their place, reads rows; returns them or None as :meth:`BlockTier.divide` does."""
+"""``read(out)`` reads rows into ``out`` and returns None, or returns the rows."""
 
 
 class Walk(NamedTuple):
@@ -73,7 +73,7 @@ class Walk(NamedTuple):
     write: Callable[[slice, Partial], None]
     """Takes finished rows."""
     write_read: Callable[[slice, Read], None] | None = None
-    """Takes a function that reads finished rows and divides, where that may be done at once."""
+    """Takes a function that reads and divides finished rows; None if these must be two steps."""
     store: Callable[[int, State], None] | None = None
     """Takes the state before a row of a causal walk, as a checkpoint or not."""
 
@@ -427,7 +427,7 @@ class Step(NamedTuple):
 
 
 def steps_of(problem: Problem, block_size: int) -> Iterator[Step]:
-    """Go through all keys and queries of a problem, at most so many tokens a step."""
+    """Yield steps through all keys and queries of a problem, each of at most ``block_size``."""
     # A function may ask where a token stands.
     in_place = any(isinstance(innermost(s), Opaque) for s in (problem.query_spec, problem.key_spec))
     stops, num_keys = problem.sees.key_stop, problem.key.shape[-2]
@@ -512,7 +512,7 @@ def _moved(step: Step, key: int, query: int) -> Step:
 
 
 def planned(problem: Problem) -> Problem:
-    """Return the problem that a plan is made for: some others are worked on as a causal one."""
+    """Return the problem to plan for: with stops or two sides, plan as for a causal problem."""
     problem = without_window(problem) or problem
     if problem.sees.key_stop is None and problem.mode != "two-sided":
         return problem
@@ -520,16 +520,16 @@ def planned(problem: Problem) -> Problem:
 
 
 def head_tasks(problem: Problem) -> list[Index]:
-    """List the tasks in which queries have one stop each, whatever the head."""
+    """List one task for each entry along the leading axes of ``key_stop``."""
     lead = problem.sees.key_stop.shape[:-1]
     axes = [[slice(i, i + 1) for i in range(n)] if n > 1 else [slice(None)] for n in lead]
     return list(product(*axes))
 
 
 def join_tasks(tasks: list[Index], arrays: list[Array], lead: tuple[int, ...]) -> Array:
-    """Put arrays of :func:`head_tasks` side by side along leading axes, those of the whole.
+    """Join the arrays of :func:`head_tasks` along the leading axes ``lead`` of the whole.
 
-    Where the whole has one entry for several tasks, theirs are added.
+    Along an axis of 1, the arrays of all tasks are added.
     """
     xp, trailing = array_api_compat.array_namespace(arrays[0]), arrays[0].ndim - len(lead)
     for back in range(1, len(tasks[0]) + 1):

@@ -1,10 +1,10 @@
 """Near keys exactly, far keys by the feature map, one normalizer.
 
-Positions are cut into blocks of the window's length; the keys of a query's own block and of those
-beside it (causal: the one before) are near. A group of blocks is worked on at once, with an axis of
-blocks before that of tokens, and reads three sources: near pairs, the keys to the left of them and
-those to the right, as sums of the states of blocks; nothing is ever subtracted. With a decay these
-are the states at the border next to the near keys, and each row lets them decay up to itself.
+Positions are cut into blocks of the window's length. The keys of a query's own block and of the
+blocks beside it (causal: the one before) are near. A group of blocks is computed together, with an
+axis of blocks before the axis of tokens. It reads three sources: near pairs, the keys to their left
+and the keys to their right. The last two are sums of the states of blocks; nothing is subtracted.
+With a decay, a sum is taken at the border of the near keys, and decays from there to each row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from linattn.typing import Array, Partial, Problem, State, Tokens
 __all__ = ["window_rows"]
 
 FAN_OUT = 64
-"""Runs of groups whose states are held at once at each level of a division of what comes later."""
+"""Parts of a run of groups at each level of a division; the state after each part is held."""
 
 
 class _Group(NamedTuple):
@@ -119,7 +119,7 @@ class _Keys(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A problem on the true scale, the same with an axis of blocks, and how it is cut."""
+    """A problem on the true scale, the same problem with an axis of blocks, and block sizes."""
 
     problem: Problem
     blocked: Problem
@@ -174,7 +174,7 @@ class _Window(NamedTuple):
     # States
 
     def keys(self, group: _Group) -> _Keys:
-        """Keys of a group's blocks and of those beside it; what it may not see is masked."""
+        """Keys of a group's blocks and of the blocks beside it; keys it may not see are masked."""
         first, stop = group.first - 1, group.first + group.num_blocks + (group.stop is not None)
         blocks = first, stop, self.size, self.start, self.limit(group)
         key, values_and_one = key_blocks(self.problem, *blocks)
@@ -192,7 +192,7 @@ class _Window(NamedTuple):
         return _Seen(state, keys.stop)
 
     def seen(self, group: _Group, lefts: State, count: int, before: _Seen) -> _Seen:
-        """State of all keys before a block, out of those of a group; what was before if less."""
+        """State of all keys before the group's block ``count - 1``; ``before`` if that is later."""
         border = min((group.first + count - 1) * self.size, self.length)
         whole = group.stop is None or border <= group.stop
         if not whole or border <= before.border:
@@ -200,7 +200,7 @@ class _Window(NamedTuple):
         return _Seen(state_at(lefts, count), border)
 
     def lefts(self, group: _Group, keys: _Keys, before: State) -> State:
-        """States of all keys before the block beside each block; and before the next two."""
+        """State of all keys left of each block's near keys; also for the next two blocks."""
         key, totals = keys.key, keys.totals
         if keys.log_decay is not None:
             key = weighed(key, decay_until(keys.log_decay))
@@ -209,7 +209,7 @@ class _Window(NamedTuple):
         return _running(self.problem, before, blocks_of(states, run), totals, run)
 
     def rights(self, group: _Group, keys: _Keys, after: State) -> State:
-        """States of all keys after the block beside each block; ``after`` is that of the last."""
+        """State of all keys right of each block's near keys; ``after`` is the last of them."""
         key, totals = keys.key, keys.totals
         if keys.log_decay is not None:
             key = weighed(key, _decay_from_first(keys.log_decay))
@@ -221,7 +221,7 @@ class _Window(NamedTuple):
         return flip(_running(self.problem, after, states, totals, slice(0, group.num_blocks - 1)))
 
     def states_after(self, groups: list[_Group]) -> Iterator[State | None]:
-        """For each group of a run the state of all keys from the second block after it on.
+        """Yield for each group of a run the state of all keys from the second block after it on.
 
         The groups are divided into at most FAN_OUT parts, whose states are merged from the last to
         the first; each part is divided in the same way.
@@ -249,7 +249,7 @@ class _Window(NamedTuple):
         return slice(*(self.clipped(groups[0], block) for block in blocks))
 
     def _added(self, keys: slice, state: State) -> State:
-        """Add keys to a state of what is after them."""
+        """Add keys to the state of all keys after them, last block first."""
         problem = self.problem
         parts = block_slices(keys.stop - keys.start, self.size * self.group_size)
         for part in reversed(list(parts)):
@@ -268,7 +268,7 @@ class _Window(NamedTuple):
     def far_field(
         self, group: _Group, keys: _Keys, lefts: State, after: State | None
     ) -> list[Read]:
-        """Read what is far to the left of each block, and to the right."""
+        """Return reads of the far keys to the left of each block, and to the right."""
         problem, count = self.problem, group.num_blocks
         left, right = blocks_of(lefts, slice(0, count)), None
         if after is not None and (group.first + 2) * self.size < self.limit(group):
@@ -312,7 +312,7 @@ class _Near(NamedTuple):
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
     ) -> Partial:
-        """Read by a backend where only the block tells which keys count."""
+        """Read near pairs, by a backend if there is neither a decay nor a bias."""
         assert so_far is None
         assert problem.exact.spec is not None
         key, values_and_one, decay = self.keys
@@ -355,7 +355,7 @@ def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:
 def _running(
     problem: Problem, first: State, states: State, totals: Array | None, run: slice
 ) -> State:
-    """State before each block, and after the last, of blocks in a row that decay by ``totals``."""
+    """State before each block of a run, and after the last; ``totals``: log decay of each block."""
     if totals is None:
         joined = stack_states([with_block_axis(first), states])
         return prefix_merge(joined, lazy=problem.policy.lazy)

@@ -28,7 +28,7 @@ def implements(contract: F) -> Callable[[F], F]:
     """Declare that a function implements one of :class:`Backend`: type checkers compare the two.
 
     ``implements(Backend.read_block)(read_block)``, or as a decorator. At run time the function
-    comes back as it is; :func:`linattn.testing.check_backend` compares what it returns.
+    is returned unchanged; :func:`linattn.testing.check_backend` compares what it returns.
     """
     return lambda function: function
 
@@ -36,8 +36,8 @@ def implements(contract: F) -> Callable[[F], F]:
 class Stepper(Protocol):
     """Decoding in place: both attributes are required.
 
-    With a method ``copy()``, which returns another stepper at the same place, copies of a decoder
-    go on to the same bits; without it they go on from the state.
+    A method ``copy()`` is optional: it returns a second stepper at the same token. With it, a
+    copied decoder returns the same bits as the original; without it, the copy starts from `state`.
     """
 
     @property
@@ -83,7 +83,7 @@ class WholeTier(Protocol):
 
     @staticmethod
     def stepper(problem: Problem, state: State) -> Stepper | Declined:
-        """Begin to decode in place tokens like that of the problem."""
+        """Return a stepper that decodes tokens of the shapes in `problem`, from `state`."""
         ...
 
     @staticmethod
@@ -97,8 +97,8 @@ class WholeTier(Protocol):
     ) -> Sequence[Array] | Declined:
         """Gradients by query, key, value, log decay, beta and initial state; None for none.
 
-        Shaped as they are in the problem, in any floating dtype. ``grad_state``: that by the state
-        after the last token.
+        Each has the shape of its argument in the problem, and any floating dtype. ``grad_state``:
+        the gradient by the state after the last token.
         """
         ...
 
@@ -266,8 +266,8 @@ class BlockTier(Protocol):
     ) -> tuple[Array, Partial] | Declined:
         """Choose columns by the largest log features and bias; read the others of the state.
 
-        Which are chosen is ``(..., n // rows, m)``, on the host: so many consecutive queries choose
-        together. Each of them counts by its weights over its largest.
+        The chosen columns are a mask ``(..., n // rows, m)`` on the host: each ``rows``
+        consecutive queries choose together. Each query's weights are divided by its largest.
         """
         ...
 

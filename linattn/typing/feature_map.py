@@ -1,4 +1,4 @@
-"""What an object must have to be a feature map, and what it may say of itself."""
+"""The protocol of a feature map: the methods that it must have, and the optional ones."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ class MapAttributes(Protocol):
     def fingerprint(self) -> str:
         """Return another string for every map that gives other features.
 
-        It lets states be told from those of other maps, and is called whenever a state is checked.
+        A state stores a hash of it, by which a call with another map is rejected. Each check of a
+        state calls this method.
         """
         ...
 

@@ -42,8 +42,8 @@ class RelativeBias(NamedTuple):
     Attributes
     ----------
     table : Array
-        ``(..., 2 r + 3)`` in the accumulation dtype: that of keys further left than r, of offsets
-        -r to r, and of keys further right; leading axes are heads.
+        ``(..., 2 r + 3)`` in the accumulation dtype: the log weight of keys further left than r,
+        then of offsets -r to r, then of keys further right. Leading axes are heads.
     """
 
     table: Array
@@ -68,7 +68,7 @@ class Visible(NamedTuple):
     key_stop : ndarray or None
         ``(..., L)`` integers on the host, non-decreasing: query i sees the keys before the i-th.
     query_start : int
-        Position of the first query; that of the first key is 0, or the length of ``state``.
+        Position of the first query. The first key has position 0, or the length of ``state``.
     cu_seqlens : ndarray or None
         Borders of packed sequences, ``(n + 1,)``, on the host; the state of the problem then has an
         axis of n before all others, which nothing else has. Backends are given the sequences as
@@ -114,8 +114,8 @@ class Weights(NamedTuple):
     key_bias : Array or None
         ``(..., S, 1)`` in the accumulation dtype: log weight of each key, beside the mask.
     log_decay : Array or None
-        ``(..., S, 1)``, or ``(..., 1, 1)`` for one of all tokens: what is added to the log scale of
-        the state before a token.
+        ``(..., S, 1)``, or ``(..., 1, 1)`` if all tokens share it: added to the log scale of the
+        state before each token.
     relative_bias : RelativeBias or None
         Log weights of offsets, of softmax attention and beside an exact window.
     """
@@ -203,9 +203,9 @@ class Problem:
     num_features : int
         Columns m of the map; 0 for softmax attention.
     state_lead, lead : tuple of int
-        Leading axes of the state (those of key, value and the map) and of the output.
+        Leading axes of the state (broadcast of key, value and the map) and of the output.
     state : State or None
-        What was seen before, or None.
+        State of the tokens before these, or None.
     sees : Visible
         Which keys a query sees.
     weights : Weights
@@ -305,7 +305,7 @@ class Plan(NamedTuple):
     block_size : int
         Tokens a block.
     tasks : sequence of Index
-        Independent parts along the leading axes of the state; ``[()]`` is everything at once.
+        Independent parts along the leading axes of the state; ``[()]`` is one task of all heads.
     run : callable
         ``run(work, tasks)`` calls ``work(task)`` for each task, in any order, and returns when
         all are done. Errors are raised.
@@ -361,11 +361,11 @@ class Recurrence:
     dtype : dtype
         The accumulation dtype: float32 or float64.
     state_lead, lead : tuple of int
-        Leading axes of states, those of all arrays but the query, and of outputs.
+        Leading axes of states (broadcast of all arrays but the query), and of outputs.
     chunk_size : int
-        Tokens that are solved at once, or more than these.
+        Tokens that are solved together; a backend may choose another number.
     num_threads : int or None
-        What the caller allows.
+        The most threads that the caller allows, or None for the default.
     borders : list of int or None
         Where packed sequences begin and end; states then have an axis for them in front. Backends
         are given the sequences as problems of their own.

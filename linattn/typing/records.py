@@ -88,8 +88,8 @@ class Tokens(NamedTuple):
     start : int
         Position of the first token of the block in its sequence.
     log_decay : Array or None
-        ``(..., n, 1)``: what is added to the log scale of the state before each of these keys, at
-        most 0; a backend is given it in ``scan_decayed_block`` only.
+        ``(..., n, 1)``, at most 0: added to the log scale of the state before each of these keys.
+        A backend is given it in ``scan_decayed_block`` only.
     """
 
     x: Array
@@ -162,8 +162,8 @@ class State(NamedTuple):
     length : int
         Positions consumed, masked ones included.
     fingerprint : int or None
-        31 bits of the fingerprint of the feature map, which tell its states from those of other
-        maps; None where that is not known, and then nothing is rejected.
+        31 bits of the fingerprint of the feature map. A state with another map's fingerprint is
+        rejected; with None, for unknown, no state is.
     log_decay : Array or None
         ``(...)``: the sum of all log decays since this state began; None where there were none.
     num_sequences : int or None
@@ -254,7 +254,8 @@ class Cotangent(NamedTuple):
     output : Array
         ``(..., L, e)``.
     state : State or None
-        ``kvz``: that of the returned state's; ``log_scale``: minus the returned state's own.
+        Its ``kvz`` is the cotangent of the returned state's ``kvz``; its ``log_scale`` is minus the
+        returned state's.
     """
 
     output: Array

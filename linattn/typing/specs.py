@@ -260,7 +260,7 @@ class Affine:
     Attributes
     ----------
     spec : Spec
-        What is evaluated at ``x'``.
+        The spec that is evaluated at ``x'``.
     shift : Array
         ``(..., 1, d)``.
     transform : Array
