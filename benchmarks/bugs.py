@@ -376,13 +376,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 PAGE = """\
-# Bugs this finds
+## Bugs this finds
 
-What [the tests of randomized estimators](estimators.md) say of published packages. A right
+What [the tests of randomized estimators](#any-randomized-estimator) say of published packages. A right
 estimator fails with a probability of at most 1e-9. `python -m benchmarks.bugs` makes this page;
 each package is reached by an adapter of at most eight lines.
 
-## What fails
+### What fails
 
 {failing}
 
@@ -391,17 +391,17 @@ each test announces: a bias of that size is found with a probability of .99, a s
 luck. It is relative to the mean, or to one standard deviation of a draw where the mean is near 0.
 A battery has one for each of its rows.
 
-## What passes
+### What passes
 
 {passing}
 
-## Reports in other projects
+### Reports in other projects
 
 Found there by somebody who met them. The last column names the test that tries this.
 
 {reports}
 
-## The adapters
+### The adapters
 
 `X` holds five vectors; `seed(rng)` draws an integer.
 
