@@ -8,7 +8,6 @@ import sys
 import threading
 import tracemalloc
 from itertools import pairwise, product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -816,10 +815,9 @@ def test_number_of_threads(asked, environment, controller, number, monkeypatch):
     found = object() if controller else None
     monkeypatch.setattr("linattn_numpy.planning.controller", lambda: found)
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    problem: Any = SimpleNamespace(num_threads=asked)
-    assert planning.num_threads(problem) == number
+    assert planning.num_threads(asked) == number
     monkeypatch.setenv("OMP_NUM_THREADS", "no number")
-    assert planning.num_threads(problem) >= 1
+    assert planning.num_threads(asked) >= 1
 
 
 def test_long_buffers_are_freed():
