@@ -3,9 +3,9 @@
 Start with one of three functions, on arrays ``(..., length, dim)`` of NumPy, torch, JAX, CuPy or
 Dask:
 
-* :func:`attention` approximates softmax attention and chooses how, for a tolerance;
-* :func:`linear_attention` takes a feature map and can be causal, with a state to go on from;
-* :func:`softmax_attention` is exact and needs little memory.
+* :func:`attention` approximates softmax attention: you give a tolerance, it chooses the method;
+* :func:`linear_attention` uses the feature map that you give, and can be causal with a state;
+* :func:`softmax_attention` is exact, in quadratic time and little memory.
 
 >>> import numpy as np
 >>> import linattn
@@ -14,11 +14,19 @@ Dask:
 >>> linattn.linear_attention(query, key, value, phi, is_causal=True).shape
 (8, 1024, 64)
 
-Modules: ``feature_maps`` and their ``sampling``, ``diagnostics`` of errors, ``gradients`` without a
-framework, ``interop`` with torch and JAX, ``kernels`` (densities, regression, transport),
-``layers`` of transformers, ``stream`` for files, ``positions``, ``sklearn``, ``baselines`` and
-``reference`` to compare with, ``testing`` to verify a feature map, ``datasets``, ``typing``. Each
-is loaded by its first use. The command ``linattn --help`` does the same on files.
+Read next: ``help(linattn.attention)``; ``help(linattn.feature_maps)`` to choose a map;
+``help(linattn.diagnostics)`` to measure the error on your own arrays before you rely on it. In a
+shell, ``linattn --help`` lists the commands that do the same on files.
+
+Modules, each loaded at its first use:
+
+* ``feature_maps`` and ``sampling``: kernels as inner products, and how random ones are drawn;
+* ``diagnostics``: errors on your arrays; ``reference`` and ``baselines``: what to compare with;
+* ``gradients`` without a framework; ``interop`` with torch, JAX and transformers;
+* ``layers`` of transformers, and ``positions`` of their tokens;
+* ``kernels``: densities, regression, transport; ``sklearn``: estimators;
+* ``stream``: attention between files; ``datasets``: small ones for examples;
+* ``testing``: checks for a feature map or a backend of your own; ``typing``: types.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ __all__ = [
 
 _namespaces: dict[type, ModuleType] = {}
 _MARK = "linattn: without autocast"
-"""In the metadata of steps of backward passes."""
+"""Key in the metadata of the steps of torch's backward pass."""
 
 
 def namespace(array: Array) -> ModuleType:
     """Return the array-API namespace of an array.
 
-    Remembered by type: asking array-api-compat takes 13 us, and a step of decoding takes 50.
+    The result is cached by type: array-api-compat takes 13 us, a step of decoding 50.
 
     Raises
     ------
@@ -60,11 +60,11 @@ def namespace(array: Array) -> ModuleType:
 
 
 DENSE_FORMS = {"mlx": "numpy.asarray({})", "scipy": "{}.toarray()", "sparse": "{}.todense()"}
-"""How arrays of libraries that are not supported become arrays of NumPy."""
+"""How to convert arrays of unsupported libraries to NumPy."""
 
 
 def not_supported(name: str, array: Any) -> str:
-    """Say what an argument is that is no array of a supported library, and how to convert it."""
+    """Return the end of an error message: the type of the argument, and how to convert it."""
     root, came = _root(type(array)), type(array).__name__
     if root in DENSE_FORMS:
         came = f"{root}.{came}"
@@ -78,15 +78,15 @@ def _root(kind: type) -> str:
 
 @cache
 def library_name(xp: ModuleType) -> str:
-    """Root module of the array library of a namespace: ``numpy``, ``cupy``, ``torch``..."""
+    """Return the root module of an array library: ``numpy``, ``cupy``, ``torch``..."""
     return xp.__name__.removeprefix("array_api_compat.").partition(".")[0]
 
 
 def place(xp: ModuleType, device: Any) -> tuple[Any, ...] | None:
-    """Where arrays live that are kept from call to call: the device, and for CuPy the stream too.
+    """Return the key under which arrays are cached: the device, and for CuPy also the stream.
 
-    What one stream makes another may use only when it is done. None for libraries whose arrays may
-    belong to a trace, and must not be cached.
+    An array made on one stream is safe on another only after that stream is done. None for
+    libraries whose arrays may belong to a trace: they must not be cached.
     """
     library = library_name(xp)
     if library == "numpy":
@@ -101,13 +101,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def on_array_device(function: _F) -> _F:
-    """Let a public function run in the modes of its arrays, without NumPy's floating-point errors.
+    """Decorate a public function: run it on the device of its arrays, without autocast.
 
-    CuPy allocates and launches on the current device, wherever the arrays are: the device of the
+    CuPy allocates and launches on the current device, wherever the arrays are. So the device of the
     first CuPy array becomes the current one. ``torch.autocast`` rounds the factors of every product
-    to 16 bits: it is switched off inside the function. Other libraries have no such modes. Overflow
-    and NaN show in the result, by contract; what ``np.errstate`` of the caller would raise or warn
-    only repeats it.
+    to 16 bits, so it is switched off inside the function. The caller's ``np.errstate`` does not
+    act: overflow and NaN show in the result, and a warning would only repeat that.
     """
     return _entered((), function)
 
@@ -116,14 +115,14 @@ def as_autocast(*names: str) -> Callable[[_F], _F]:
     """Return a decorator as :func:`on_array_device` that also casts these arguments as torch would.
 
     Inside ``torch.autocast`` torch casts the arguments of ``scaled_dot_product_attention`` to the
-    dtype of the context, all but float64. If the function returns a pullback last, its first
-    gradients are those of these arguments, and are returned in the dtypes that the caller gave.
+    dtype of the context, all but float64. If the function returns a pullback last, the pullback
+    returns the gradients of these arguments first, in the dtypes that the caller gave.
     """
     return partial(_entered, names)
 
 
 def with_autocast(function: _F) -> _F:
-    """As :func:`on_array_device`, for functions whose parts know what to do with autocast."""
+    """Decorate as :func:`on_array_device` does, but leave autocast to the function's parts."""
     return _entered(None, function)
 
 
@@ -147,7 +146,7 @@ def _entered(names: tuple[str, ...] | None, function: _F) -> _F:
 
 
 def caller_level() -> int:
-    """Return the ``stacklevel`` of a warning: that of the first caller outside of linattn."""
+    """Return the ``stacklevel`` at which a warning names the first caller outside of linattn."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -184,7 +183,7 @@ def _call_without_autocast(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a function without the autocast of this tensor's device, its named arguments cast."""
+    """Cast the named arguments, then call the function without this tensor's autocast."""
     torch = sys.modules["torch"]
     device, dtype = tensor.device.type, autocast_dtype(tensor)
     if dtype is None:
@@ -206,7 +205,7 @@ def _call_without_autocast(
 
 
 def _uncast(pullback: Callable[..., Any], came: list[Any], dtype: Any) -> Callable[..., Any]:
-    """Have a pullback cast its cotangent, and return its first gradients in these dtypes."""
+    """Return a pullback that casts its cotangent, and its first gradients to these dtypes."""
 
     @wraps(pullback)
     def uncast(grad_output: Any, *rest: Any, **named: Any) -> tuple[Array, ...]:
@@ -218,10 +217,10 @@ def _uncast(pullback: Callable[..., Any], came: list[Any], dtype: Any) -> Callab
 
 
 def _keep_backward_out(results: Any, given: Any, switch_off: Callable[[], None]) -> None:
-    """Have every step of the backward pass, from results to what was given, run without autocast.
+    """Switch autocast off in every step of the backward pass, from results to arguments.
 
-    torch runs the steps in the mode of whoever starts them, which inside the context rounds the
-    factors of products to 16 bits, and restores that mode after each step.
+    torch runs each step in the mode of whoever started the backward pass. Inside an autocast
+    context that mode rounds the factors of products to 16 bits. The mode returns after each step.
     """
 
     def keep_second_out(gradients: Any, cotangents: Any) -> None:
@@ -286,27 +285,27 @@ def to_numpy(
 
 
 def device_array(array: NDArray[np.float64], xp: ModuleType, dtype: Any, device: Any) -> Array:
-    """Cast float64 numbers on the host, so that all libraries get the same bits, and move them."""
+    """Cast float64 numbers on the host, where all libraries round alike, then move them."""
     host = array.astype(np.float64 if dtype == xp.float64 else np.float32, order="C")
     return xp.asarray(host, device=device)
 
 
 _PLAIN_DTYPES = {np.dtype(np.float32), np.dtype(np.float64)}
-"""Dtypes of which nothing else need be asked: to ask takes as long as a step of decoding."""
+"""Dtypes that pass without further checks: checks take as long as a step of decoding."""
 
 
 def are_ordinary(arrays: Iterable[Any]) -> bool:
-    """Whether all are NumPy's own arrays, of native dtypes that are always taken."""
+    """Whether all are ``numpy.ndarray`` with a native dtype that needs no further check."""
     return all(_is_ordinary(array) for array in arrays)
 
 
 def _is_ordinary(array: Any) -> bool:
-    """Whether this is NumPy's own array, of a native dtype that is always taken."""
+    """Whether this is a ``numpy.ndarray`` with a native dtype that needs no further check."""
     return type(array) is np.ndarray and array.dtype in _PLAIN_DTYPES
 
 
 def kinds(arrays: Iterable[Any]) -> list[Any]:
-    """Return what must stay the same from call to call for arrays to be checked once."""
+    """Return types, shapes, dtypes and devices: later arrays with equal ones need no check."""
     return [
         (type(a), getattr(a, "shape", None), getattr(a, "dtype", None), getattr(a, "device", None))
         for a in arrays

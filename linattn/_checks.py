@@ -1,4 +1,4 @@
-"""Checks of arguments: every error names the argument, what was wanted and what came."""
+"""Checks of arguments: every error names the argument, the expected value and the given one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _check_device(first: str, first_array: Array, name: str, array: Array) -> No
 
 
 def check_together(first: str, first_array: Array, name: str, array: Array) -> None:
-    """Check that two arrays are of one library and device, of whatever dtypes."""
+    """Check that two arrays have one library and device; dtypes may differ."""
     xps = namespace(first_array), namespace(array)
     if xps[0] is not xps[1]:
         message = (
@@ -124,7 +124,7 @@ def check_together(first: str, first_array: Array, name: str, array: Array) -> N
 
 
 def check_log_weights(name: str, array: Array) -> None:
-    """Check logarithms of weights: -inf is the weight 0, NaN and +inf are none."""
+    """Check logarithms of weights: -inf is allowed (weight 0), NaN and +inf are not."""
     xp = namespace(array)
     _check_float(name, array, xp)
     if not is_lazy(array) and not bool(xp.all(array < xp.inf)):
@@ -215,7 +215,7 @@ def check_finite_number(name: str, value: Any, *, positive: bool = False) -> flo
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Check that a flag is True or False: any other object would count by being empty or not."""
+    """Check that a flag is True or False: the truth value of other objects would mislead."""
     if not isinstance(value, bool | np.bool_):
         message = f"{name} must be True or False, got {value!r}"
         raise TypeError(message)
@@ -248,7 +248,7 @@ def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _grouping(shapes: dict[str, tuple[int, ...]]) -> str:
-    """Say how several queries share a key, where that is what leading axes look like."""
+    """Return a hint to reshape, if the leading axes look like queries that share keys."""
     first, second = ("x", "y") if "x" in shapes else ("query", "key")
     query, key = shapes.get(first, ()), shapes.get(second, shapes.get("state", ()))
     for axis in range(1, min(len(query), len(key)) + 1):
@@ -389,7 +389,7 @@ def _one_each(name: str, array: Array, of: str, key: Array, query_len: int | Non
 
 
 def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
-    """Check numbers of keys that count, the first ones, and return their mask, ``(..., S, 1)``.
+    """Check how many leading keys count, and return the mask of these keys, ``(..., S, 1)``.
 
     Raises
     ------
@@ -437,7 +437,7 @@ def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
 
 
 def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) -> Features:
-    """Check that a map has made features of tokens ``(..., n, d)`` of the library of ``x``."""
+    """Check that a map returned ``Features`` whose shapes fit the tokens x, ``(..., n, d)``."""
     if not isinstance(features, Features):
         message = (
             f"{name} must be linattn.typing.Features(log, values), got "
@@ -460,9 +460,9 @@ def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) 
 
 
 def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
-    """Check that something is a state whose arrays fit each other.
+    """Check that an object is a state whose arrays fit each other.
 
-    Returns their namespace, and the state in native byte order.
+    Returns the namespace of the arrays, and the state in native byte order.
     """
     if not isinstance(state, State):
         message = f"{name} must be a linattn.State, got {type(state).__name__}"
@@ -520,7 +520,7 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Arra
 
 
 def check_like_key(name: str, array: Any, key: Array) -> Array:
-    """Check a floating array of the library and on the device of ``key``, whatever its dtype."""
+    """Check that a floating array has the library and device of ``key``; its dtype may differ."""
     xp, array = _one_array(name, array)
     check_together("key", key, name, array)
     _check_float(name, array, xp)
@@ -528,9 +528,9 @@ def check_like_key(name: str, array: Any, key: Array) -> Array:
 
 
 def check_token_numbers(name: str, numbers: Any, key: Array, *, by_channel: bool = False) -> Array:
-    """Check a number a token of a key ``(..., L, d)`` and return it as ``(..., L, 1)``.
+    """Check one number per token of a key ``(..., L, d)``, and return ``(..., L, 1)``.
 
-    ``by_channel`` also takes one a key channel, with an axis more: ``(..., L, d)``.
+    ``by_channel`` also accepts one number per key channel, with one axis more: ``(..., L, d)``.
     """
     array = check_like_key(name, numbers, key)
     length, dim = key.shape[-2:]
@@ -552,7 +552,7 @@ def check_token_numbers(name: str, numbers: Any, key: Array, *, by_channel: bool
 
 
 def check_log_decay(log_decay: Any, key: Array, *, by_channel: bool = False) -> Array:
-    """Check logarithms of decays, none above 0 where that can be seen, as ``(..., L, 1 or d)``."""
+    """Check log decays (at most 0, if values can be inspected); return ``(..., L, 1 or d)``."""
     array = check_token_numbers("log_decay", log_decay, key, by_channel=by_channel)
     xp = namespace(array)
     if not is_lazy(array) and bool(xp.any(array > 0)):
@@ -565,7 +565,7 @@ def check_log_decay(log_decay: Any, key: Array, *, by_channel: bool = False) -> 
 
 
 def check_integers(name: str, value: Any) -> NDArray[np.int64]:
-    """Return integers of the host, or of an array whose values can be had."""
+    """Return integers as NumPy, from the host or from an array whose values can be inspected."""
     host = np.asarray(value) if isinstance(value, int | list | tuple) else None
     if host is None:
         host = to_numpy(value, name) if hasattr(value, "shape") else np.asarray(value)
@@ -576,7 +576,7 @@ def check_integers(name: str, value: Any) -> NDArray[np.int64]:
 
 
 def check_cu_seqlens(cu_seqlens: Any, length: int) -> NDArray[np.int64]:
-    """Check borders of packed sequences against the one axis that all of them lie on."""
+    """Check the borders of packed sequences against the length of the axis that holds them."""
     borders = check_integers("cu_seqlens", cu_seqlens)
     is_one_axis = borders.ndim == 1 and len(borders) >= 2
     if not is_one_axis or borders[0] != 0 or borders[-1] != length or (np.diff(borders) < 0).any():
@@ -593,7 +593,7 @@ def check_cu_seqlens(cu_seqlens: Any, length: int) -> NDArray[np.int64]:
 def check_cotangent(
     name: str, cotangent: Any, of: str, shape: tuple[int, ...], like: Array
 ) -> None:
-    """Check that a cotangent is an array like what it is the cotangent of."""
+    """Check that a cotangent has the shape, dtype, library and device of its output."""
     check_arrays(1, **{f"the array that {name} belongs to": like, name: cotangent})
     if tuple(cotangent.shape) != shape:
         message = f"{name} must have the shape of {of}, {shape}, got {tuple(cotangent.shape)}"

@@ -37,7 +37,7 @@ GROUP = "linattn.backends"
 
 
 class Choice(NamedTuple):
-    """Calls of one function that took one way: a row of an :class:`Explanation`."""
+    """Calls of one function that one code answered: a row of an :class:`Explanation`."""
 
     tier: str
     function: str
@@ -52,10 +52,10 @@ class Explanation:
     Attributes
     ----------
     choices : tuple of Choice
-        Each has a ``tier`` ("whole", a problem at once, or "block"), the name of the ``function``,
-        the ``code`` that answered (a backend's module, ``"generic"``, or ``"driver"`` where a whole
-        problem was cut into blocks), the ``reason`` why no backend did, ``""`` where one did, and
-        the number of ``calls``. In the order of the first call.
+        Rows in the order of the first call. ``tier`` is "whole" (one call for a problem) or
+        "block"; ``function`` is a name; ``calls`` counts. ``code`` answered: a backend's module,
+        ``"generic"``, or ``"driver"`` if a whole problem was cut into blocks. ``reason`` says why
+        no backend answered, ``""`` if one did.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Explanation:
         self._lock = Lock()
 
     def add(self, function: str, code: str, reason: str = "") -> None:
-        """Count a call; all threads of a plan do."""
+        """Count a call, from any thread of a plan."""
         with self._lock:
             self._calls[function, code, reason] += 1
 
@@ -81,7 +81,7 @@ class Explanation:
         )
 
     def ran(self, function: str) -> set[str]:
-        """Return what has answered calls of a function: modules, "generic", "driver"."""
+        """Return which code answered calls of a function: modules, "generic", "driver"."""
         return {choice.code for choice in self.choices if choice.function == function}
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Explanation:
 
 
 class _Mode(NamedTuple):
-    """What decides which code runs, and who is told."""
+    """The switches that choose which code runs, and the report that records it."""
 
     backends: bool = True
     report: Explanation | None = None
@@ -138,19 +138,19 @@ def without_backends() -> Iterator[None]:
 
 @contextmanager
 def explain() -> Iterator[Explanation]:
-    """Note which code the calls inside a ``with`` block take, and why not the faster one.
+    """Record which code answers the calls inside a ``with`` block, and why no faster one did.
 
     Yields
     ------
     Explanation
-        Which backend, or the generic code, has answered each function; ``print(report)`` shows a
-        table.
+        The code that answered each function: a backend or the generic code. ``print(report)``
+        shows a table.
 
     Notes
     -----
-    Like all settings it holds for this thread (or task) and the threads of its own plans. Of
-    calls inside of two such blocks the inner one is told. Without such a block nothing is noted and
-    nothing costs time.
+    Like all settings, the block acts on this thread (or task) and on the threads of its own plans.
+    Inside two nested blocks only the inner one records. Without a block nothing is recorded, and no
+    time is spent.
 
     Examples
     --------
@@ -218,7 +218,7 @@ def _backend(xp: ModuleType, mode: _Mode) -> ModuleType | None:
 
 
 def find(name: str, xp: ModuleType) -> Callable[..., Any] | None:
-    """Return a function of the backend as it is, or None where it has none."""
+    """Return a backend's function unwrapped, or None if the backend lacks it."""
     function: Callable[..., Any] | None = getattr(_backend(xp, _mode.get()), name, None)
     return function
 
@@ -243,8 +243,8 @@ class BlockFunctions:
     """Functions of the block tier for one array library, each looked up at its first use.
 
     An attribute is the backend's function, with the generic one as fallback. A generic function
-    that calls others of the tier (:data:`linattn._generic.CALLS`) is given those found here. No
-    backend is given an array without elements.
+    that calls others of the tier (:data:`linattn._generic.CALLS`) receives the ones found here.
+    Arrays without elements never reach a backend.
     """
 
     def __init__(self, xp: ModuleType) -> None:
@@ -252,7 +252,7 @@ class BlockFunctions:
         self._module = _backend(xp, self._mode)
 
     def backend_alone(self, name: str) -> Callable[..., Any] | None:
-        """Return the backend's own function, or None: for what is done otherwise without it."""
+        """Return the backend's function without a fallback, or None if it has none."""
         return _alone(name, self._xp, self._mode, self._specific(name))
 
     def _specific(self, name: str) -> Callable[..., Any] | None:
@@ -262,7 +262,7 @@ class BlockFunctions:
         return lambda *args: EMPTY if _is_empty(args) else getattr(module, name)(*args)
 
     def note(self, name: str, answer: Any) -> None:
-        """Tell whoever asked for an explanation how a call was answered."""
+        """Record in the open explanation, if there is one, which code answered a call."""
         _tell(name, self._xp, self._mode, answer)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -285,7 +285,7 @@ class BlockFunctions:
 
 
 def block_functions(xp: ModuleType) -> BlockFunctions:
-    """Return the functions of the block tier that calls like this one have looked up before."""
+    """Return the cached functions of the block tier for this namespace and mode."""
     mode = _mode.get()
     if mode.report is not None:
         return BlockFunctions(xp)
@@ -300,7 +300,7 @@ def _functions_found(xp: ModuleType, module: ModuleType | None, mode: _Mode) -> 
 def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
     """Return a function of the backend's whole tier, or None where it has none for this problem.
 
-    One that was written before a modifier of weights was would do the problem without it.
+    A backend older than a modifier of weights would ignore it, so such a backend is skipped.
     """
     mode, xp = _mode.get(), problem.xp
     backend = _backend(xp, mode)
@@ -317,7 +317,7 @@ def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
 def _alone(
     name: str, xp: ModuleType, mode: _Mode, function: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:
-    """Return a function without a fallback; who asked for an explanation is told of its calls."""
+    """Return a function without a fallback, whose calls the open explanation records."""
     if mode.report is None:
         return function
     telling = _telling(name, xp, mode, function)
@@ -330,7 +330,7 @@ def _alone(
 def _telling(
     name: str, xp: ModuleType, mode: _Mode, function: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Return a function that tells the report who answers each call; without one, why not."""
+    """Return a function that records which code answers each call, and why no backend did."""
     backend = _backend(xp, mode)
     if not mode.backends:
         missing = Declined("inside without_backends()")
@@ -348,7 +348,7 @@ def _telling(
 
 
 def note(name: str, xp: ModuleType, answer: Any) -> None:
-    """Tell whoever asked for an explanation whether the backend has answered, or why not."""
+    """Record in the open explanation whether the backend answered, or why it did not."""
     _tell(name, xp, _mode.get(), answer)
 
 
@@ -365,9 +365,9 @@ def _tell(name: str, xp: ModuleType, mode: _Mode, answer: Any) -> None:
 
 
 def limited_threads() -> AbstractContextManager[Any]:
-    """Context for what the core computes with NumPy itself, whatever library its caller's is.
+    """Return a context that limits the threads of the core's own NumPy products.
 
-    The NumPy backend's, so that samples and fits are kept to the threads that its blocks are.
+    It is the NumPy backend's context: samples and fits use as many threads as blocks do.
     """
     limited = getattr(_backend(np, _mode.get()), "limited_threads", None)
     return nullcontext() if limited is None else limited()

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole or not at all; archives that need not be trusted."""
+"""Write files atomically, and read npz archives from untrusted sources."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class StateFileError(ValueError):
 
 
 class Format(NamedTuple):
-    """A kind of file: an uncompressed npz archive of exactly these arrays and of the version."""
+    """A kind of file: an uncompressed npz archive of exactly these arrays, with a version."""
 
     kind: str
-    """For messages."""
+    """The kind of file, for error messages."""
     version: int
     members: Mapping[str, tuple[str, int | None]]
     """Name of each array -> (dtype kind, number of axes or None)."""
     optional: Mapping[str, tuple[str, int | None]] = MappingProxyType({})
-    """Likewise, of those that a file may do without."""
+    """The same for arrays that may be missing."""
     remedy: str = "name another file, or save it again"
-    """What to do about a file that is none."""
+    """The end of error messages: what the user can do."""
 
     def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
         """Write arrays to a file, which replaces an existing one in one step."""
@@ -66,9 +66,9 @@ class Format(NamedTuple):
         write_bytes(name, archive.getvalue())
 
     def read(self, path: Path, build: Callable[[Arrays], T]) -> T:
-        """Read a file of :meth:`write` that need not be trusted, and make something of it.
+        """Read an untrusted file of :meth:`write`, and return ``build(arrays)``.
 
-        Whatever the parsers and ``build`` raise becomes a :class:`StateFileError`.
+        Every error of the parsers and of ``build`` becomes a :class:`StateFileError`.
         """
         import zipfile  # here and not at the top, for an import that costs little
 
@@ -102,15 +102,15 @@ def checked_path(path: Path) -> str:
 
 
 def check_target(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """Return what stands there, a regular file, or None for nothing.
+    """Return the status of a regular file that would be replaced, or None if there is none.
 
     Raises
     ------
     FileExistsError
-        It is a folder, a symbolic link or a device: replacing it is not what its owner expects,
-        and following a link writes where somebody else said.
+        The path is a folder, a symbolic link or a device. Its owner does not expect to see it
+        replaced, and whoever made a link would choose where to write.
     OSError
-        Its status cannot be read.
+        The status cannot be read.
     """
     try:
         found = os.lstat(path)
@@ -125,8 +125,8 @@ def check_target(path: str | os.PathLike[str]) -> os.stat_result | None:
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file, or replace a regular one in one step, keeping its permissions.
 
-    Whatever happens, the old content or the new one is there, never half of it. The name used on
-    the way cannot be guessed and must be new, so that nothing planted there is followed.
+    After an interruption the old content or the new content is there, never a part. The temporary
+    name is random and must be new, so that a file planted there is not followed.
 
     Raises
     ------
@@ -159,7 +159,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 def _read_members(
     archive: ZipFile, size: int, members: Mapping[str, tuple[str, int | None]]
 ) -> Arrays:
-    """Read the arrays of an npz file of this size, all of it uncompressed."""
+    """Read the arrays of an uncompressed npz file of ``size`` bytes."""
     infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
     if set(infos) != set(members) or len(archive.infolist()) != len(members):
         message = f"it must hold the arrays {sorted(members)}, got {sorted(infos)[:9]}"

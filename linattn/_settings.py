@@ -1,4 +1,4 @@
-"""The numeric policy that a caller may change for a while."""
+"""Settings of the numerics, which a ``with`` block changes: threads and precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Settings", "config", "current_settings", "use_settings"]
 
 
 class Settings(NamedTuple):
-    """The numeric policy in force (:func:`config`)."""
+    """The settings in force (:func:`config`)."""
 
     num_threads: int | None = None
     precision: str | None = None
@@ -37,14 +37,13 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
     Parameters
     ----------
     num_threads : int, optional
-        Threads that a backend may use. None leaves the setting as it is; where it was never set,
-        the environment variable ``OMP_NUM_THREADS`` counts, then the number of cores.
+        Threads that a backend may use. None leaves the setting unchanged. Without a setting the
+        environment variable ``OMP_NUM_THREADS`` counts, then the number of cores.
     precision : {"float64", "tf32"}, optional
         ``"float64"`` accumulates in float64 whatever the input dtype; outputs keep the dtype of
-        the inputs, states are float64. ``"tf32"`` lets the tensor cores of a GPU round the factors
-        of float32 products to 10 bits after the point: CuPy arrays, nothing elsewhere. None leaves
-        the setting as it is; where it was never set, float64 inputs are accumulated in float64 and
-        all others in float32.
+        the inputs, states are float64. ``"tf32"`` acts on CuPy arrays only: the tensor cores round
+        the factors of float32 products to 10 bits after the point. None leaves the setting
+        unchanged. Without a setting float64 inputs accumulate in float64, all others in float32.
 
     Yields
     ------
@@ -82,7 +81,7 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
 
 @contextmanager
 def use_settings(settings: Settings) -> Iterator[None]:
-    """Put settings in force as a whole: those of an earlier call, for what is done about it."""
+    """Replace all settings inside a ``with`` block, for example by those of an earlier call."""
     token = _settings.set(settings)
     try:
         yield

@@ -1,4 +1,4 @@
-"""States on disk: one npz file, never pickle, checked before anything is allocated."""
+"""Save states to npz files and load them: no pickle, and checks before any allocation."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     Parameters
     ----------
     path : str, bytes or path-like
-        Where to; the name is used as it is. An existing file is replaced in one step, so that
-        an interruption leaves the old file or the new one, and keeps its permissions.
+        Where to write; no ending is added to the name. An existing file is replaced in one step
+        and keeps its permissions: an interruption leaves the old file or the new one.
     state : State
         Of any library and device.
     feature_map : FeatureMap, optional
-        The map of the state; its fingerprint is saved, and :func:`load_state` checks it. Without
-        it the 31 bits are that the state carries. The map itself is not saved: make it again with
-        the same arguments and the same integer as ``rng``, or pickle it.
+        The map of the state. Its fingerprint is saved, and :func:`load_state` checks it. Without a
+        map the 31-bit fingerprint of the state is saved. The map itself is not saved: make it again
+        with the same arguments and the same integer as ``rng``, or pickle it.
 
     Raises
     ------
@@ -67,18 +67,18 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     ValueError
         The state of another map, or a map whose fingerprint cannot be made.
     OSError
-        The file cannot be written, or the path is that of something else than a regular file: a
-        folder, a symbolic link, a device.
+        The file cannot be written, or the path names a folder, a symbolic link or a device.
 
     Warns
     -----
     UserWarning
-        The map was made with ``rng=None`` and cannot be made again; nothing is written before.
+        The map was made with ``rng=None`` and cannot be made again. The warning comes first, so
+        that nothing is written if it is raised as an error.
 
     Notes
     -----
-    An uncompressed npz file of ``m (e + 2)`` numbers a head, in the state's dtype. It is made in
-    memory first, which takes as much again.
+    The file is an uncompressed npz archive of ``m (e + 2)`` numbers a head, in the state's dtype.
+    It is made in memory first, which takes as much memory again.
     """
     if not isinstance(state, State):
         message = f"state must be a linattn.State, got {type(state).__name__}"
@@ -117,8 +117,8 @@ def load_state(
     path : str, bytes or path-like
         The file; it need not be trusted.
     feature_map : FeatureMap, optional
-        The map that the state must belong to. None does not check; the state then still carries
-        the fingerprint, and is not read with another map.
+        The map that the state must belong to. None does not check here. The state still carries
+        its fingerprint, so that reading it with another map raises an error.
     like : array, optional
         Gives the library and device of the state. Default NumPy.
 
@@ -130,13 +130,13 @@ def load_state(
     Raises
     ------
     StateFileError
-        Not such a file, damaged, of a newer format, or the state of another feature map.
+        The file is no saved state, is damaged, has a newer format, or belongs to another map.
     OSError
         The file cannot be read.
 
     Notes
     -----
-    Nothing is unpickled, and no more is read than the file holds.
+    Nothing is unpickled, and no header can make it read or allocate more than the file holds.
     """
     path = checked_path(path)
     wanted = None if feature_map is None else _fingerprint(feature_map)
@@ -155,7 +155,7 @@ def load_state(
 
 
 def _warn_of_lost_map(feature_map: Any) -> None:
-    """Warn of a map that nobody can make again, inside others or not."""
+    """Warn if a map, or a map inside it, was made with ``rng=None``."""
     while feature_map is not None:
         if getattr(feature_map, "_unseeded", False):
             message = (

@@ -1,4 +1,4 @@
-"""Attention in linear time, exact attention, and one token at a time: check, then fold."""
+"""Linear attention, exact softmax attention, and linear attention one token at a time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def linear_attention(
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> Any:
-    r"""Attention whose time grows with the length, not its square.
+    r"""Return attention with the kernel of a feature map, in time linear in the length.
 
     .. math::
         o_i = \frac{\sum_j \phi(q_i) \cdot \psi(k_j) \, v_j}{\sum_j \phi(q_i) \cdot \psi(k_j)}
@@ -140,75 +140,75 @@ def linear_attention(
         Query i sees keys 0..i only; needs L = S. With "lower_right" the queries stand at the last
         L positions of the keys: query i sees keys 0..i + S - L. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend. What a masked key and value hold does not matter, NaN included. Masked keys
-        keep their positions: `log_decay` acts there too.
+        True = attend. Masked keys and values are ignored, even if they are NaN. They keep their
+        positions: `log_decay` acts there too.
     key_bias : floating array, of the shapes that a mask may have, optional
         Log weight of each key: its weights are multiplied by ``exp(key_bias)``. A key of -inf is
         masked. Default 0.
     key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
-        How many keys count, the first ones; the others are masked, and `log_decay` acts there too.
+        How many leading keys count. The others are masked, and `log_decay` acts there too.
     key_stop : integers, (L,) or (..., L), optional
-        Query i sees the keys before ``key_stop[i]``, which does not decrease with i. Leading axes
-        broadcast to those of key and value. The integers are needed: no traced arrays. At most one
-        of `is_causal`, `key_stop`, `prefix_length` and `causal_block` may be given.
+        Query i sees keys 0 to ``key_stop[i] - 1``; stops must not decrease with i. Leading axes
+        broadcast to the ones of key and value. Values are inspected: no traced arrays. Give at most
+        one of `is_causal`, `key_stop`, `prefix_length` and `causal_block`.
     prefix_length : int or integers, (...), optional
-        Causal but for the first keys, which all queries see: ``key_stop = max(P, i + 1)``. Needs
-        L = S.
+        P: all queries see the first P keys, and attention is causal after them:
+        ``key_stop = max(P, i + 1)``. Needs L = S.
     causal_block : int, optional
         Tokens in blocks of B see their own block and all before it:
         ``key_stop = B ceil((i + 1) / B)``. Needs L = S.
     cu_seqlens : integers, (n + 1,), optional
-        The axis of the tokens holds n sequences end to end, the i-th from ``cu_seqlens[i]`` to
-        ``cu_seqlens[i + 1]``: each is attended to by itself, full or causal, from the state
-        ``kvz[i]`` of `initial_state`, whose arrays, as those of the returned state, have a first
-        axis of n. Their length is that of the longest. Not beside `key_lengths`, whose part the
-        borders have.
+        The token axis holds n sequences one after the other; the i-th is tokens ``cu_seqlens[i]``
+        to ``cu_seqlens[i + 1] - 1``. Each is attended to separately, full or causal. It starts from
+        the state ``kvz[i]`` of `initial_state`. The arrays of initial and returned states have a
+        first axis of n; their ``length`` is that of the longest sequence. Not with `key_lengths`.
     log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
-        At most 0: one for all, one a head, or one a token. The state decays by it before a token
-        is added, ``S_t = exp(g_t) S_{t-1} + psi(k_t) [v_t, 1]``, so that the weight of key j for
-        query i is multiplied by ``exp(g_{j+1} + ... + g_i)``. Full attention takes one for all or
-        one a head, and decays with distance in both directions: ``exp(g |i - j|)``, as ALiBi. Exact
-        keys, of a window and of clusters beside it, decay too. A padded batch: positions behind a
-        mask still decay the state. Use ``log_decay=np.where(mask, g, 0)`` to leave it unchanged.
+        g, at most 0: one number for all, one per head, or one per token. The state decays before a
+        token is added: ``S_t = exp(g_t) S_{t-1} + psi(k_t) [v_t, 1]``. So the weight of key j for
+        query i is multiplied by ``exp(g_{j+1} + ... + g_i)``. Full attention takes one number for
+        all or one per head. It decays with distance in both directions, ``exp(g |i - j|)``, as
+        ALiBi does. Exact keys of a window, and of clusters with a window, decay too. In a padded
+        batch masked positions still decay the state; ``log_decay=np.where(mask, g, 0)`` leaves it
+        unchanged there.
     normalize : bool, optional
-        False: the output is the numerator alone, on its true scale, which may overflow. Default
+        False: return the numerator only. It is on its true scale, which may overflow. Default
         True.
     initial_state : State, optional
-        Keys seen before these, by all queries: full attention attends to both, a causal stream goes
-        on.
+        State of earlier keys, which all queries see. A causal stream continues from it; full
+        attention attends to the earlier keys and to these.
     return_state : bool, optional
         Also return the state after the last key. Default False.
     return_log_normalizer : bool, optional
         Also return the log of the denominator, ``(..., L)``, in the accumulation dtype; NaN where
         a signed map makes it negative, -inf where no key is seen. Default False.
     return_states_every : int, optional
-        c: also return, as the last result, a list of the L // c states after c, 2 c, ... tokens, to
-        go back to or to begin others from. Causal only, without a window, clusters, stops or packed
-        sequences. Default: none.
+        c: also return, as the last result, a list of the L // c states after c, 2 c, ... tokens.
+        Streams can continue from each of them. Only with ``is_causal=True``, without a window,
+        clusters, stops or packed sequences. Default: none.
     chunk_size : int, optional
-        Tokens a block. By default chosen by length, features and backend; any value gives the
+        Tokens in a block. Default: chosen by length, features and backend. Any value gives the
         same result to rounding.
     exact_window : int, optional
-        w: with tokens in blocks of w from the first one, keys of a query's own block and of those
-        beside it (causal: the one before) count exactly, ``exp(scale q.k)``, and only the others
-        by the map; one denominator for both. Needs a map of the softmax kernel. Query i stands at
-        position i, with "lower_right" at i + S - L; L = S without a rule for what it sees. The keys
-        of an initial state are far from every query. Default: no window.
+        w: nearby keys count exactly, as ``exp(scale q.k)``, all other keys through the map, with
+        one denominator. Blocks of w tokens start at the first token. Nearby keys are in the query's
+        block or in a neighboring block; if causal, in the query's block or the one before. Needs a
+        map of the softmax kernel. Query i is at position i, with "lower_right" at i + S - L. Full
+        and causal attention need L = S. Keys of an initial state are never nearby. Default: no
+        window.
     exact_clusters : int, optional
-        c: keys of the c landmarks that matter most to a query count exactly, only the others by
-        the map (see Notes); with a window, keys outside of it. Needs a map that assigns keys to
-        landmarks (:class:`linattn.feature_maps.LandmarkFeatures`), no initial state and arrays
-        whose values can be inspected. Default: none.
+        c: keys of the c landmarks that matter most to a query count exactly, all other keys through
+        the map (see Notes). With a window, landmarks add keys outside of it. Needs a map that
+        assigns keys to landmarks (:class:`linattn.feature_maps.LandmarkFeatures`), no initial state
+        and arrays whose values can be inspected. Default: none.
     sinks : int, optional
-        c: the first c keys of the sequence, of each packed one, count exactly for every query that
-        sees them, as those in its window do; needs `exact_window`, and no initial state. Default:
-        none.
+        c: the first c keys of each sequence count exactly for every query that sees them. Needs
+        `exact_window` and no initial state. Default: none.
     window_bias : floating array, (..., 2 r + 1), optional
-        Log weights of keys by their offset j - i from the query, -r to r, with r at most
-        ``exact_window``: those of near keys, as in :func:`softmax_attention`. Default 0.
+        Log weights of nearby keys by their offset j - i from the query, -r to r, as in
+        :func:`softmax_attention`; r is at most ``exact_window``. Default 0.
     far_bias : pair (left, right), optional
         Log weights of keys further than r to either side, each a number or an array of heads.
-        Keys of an initial state stand to the left. Default: the ends of ``window_bias``.
+        Keys of an initial state are on the left. Default: the ends of ``window_bias``.
 
     Returns
     -------
@@ -220,25 +220,29 @@ def linear_attention(
     Raises
     ------
     TypeError
-        Not an array, masked array or matrix, not a real floating dtype, arrays of different
-        libraries, not a feature map, a flag that is neither True nor False.
+        An argument is no array (or is a masked array or a matrix), its dtype is not real floating,
+        libraries differ, `feature_map` is no feature map, or a flag is no bool.
     ValueError
-        Shapes, dtypes or devices that do not fit; causal with L != S; a mask for pairs; a map
-        fitted to the whole sequence with `is_causal` or stops; a window with L != S in full or
-        causal attention, or with a map of another kernel; clusters with stops; states on the way
-        of what is not causal; the state of
-        another map. `key_bias` of NaN or +inf; `log_decay` that is positive or not finite, or
-        beside L != S, stops, `window_bias`, clusters without a window, or a map that divides or
-        corrects its state, or one a token in full attention. More than one of `is_causal` and the
-        rules of stops; stops that decrease or lie beyond S; borders that do not rise from 0 to the
-        length. `window_bias` without a middle, of NaN or +inf, without a window of at least its
-        reach, or `far_bias` without it.
+        * Shapes, dtypes or devices do not fit, or a mask has an axis for queries.
+        * `is_causal` is True and L != S; `return_states_every` is given without `is_causal`.
+        * The map was fitted to the whole sequence, and `is_causal` or stops are given.
+        * The state belongs to another map.
+        * More than one of `is_causal`, `key_stop`, `prefix_length` and `causal_block` is given;
+          stops decrease or exceed S; `cu_seqlens` does not increase from 0 to the length.
+        * `key_bias` holds NaN or +inf.
+        * `log_decay` is positive or not finite. It is given with L != S, stops, `window_bias`,
+          clusters without a window, or a map that divides or corrects its state. Full attention
+          gets a decay per token.
+        * A window is given with L != S in full or causal attention, or with a map of another
+          kernel; clusters are given with stops.
+        * `window_bias` has an even length, holds NaN or +inf, or r exceeds the window; `far_bias`
+          is given without `window_bias`.
 
     Warns
     -----
     UserWarning
-        More than one denominator in a hundred is negative, by a map that is not positive. Not for
-        lazy and traced arrays, nor for those of CuPy, whose values are not inspected.
+        More than one denominator in a hundred is negative, with a map that is not positive. Values
+        of lazy, traced and CuPy arrays are not inspected: they give no warning.
 
     See Also
     --------
@@ -249,37 +253,37 @@ def linear_attention(
     Notes
     -----
     Time O((L + S) m (d + e)), causal O(L m (d + e + c) + L c e) with blocks of c tokens. Extra
-    memory O(c m + m e) for each head worked on at once, whatever the length. float16 and bfloat16
-    are accumulated in float32.
+    memory is O(c m + m e) for each head that runs in parallel, whatever the length. float16 and
+    bfloat16 are accumulated in float32.
 
-    Stops cost as causal attention where keys and queries alternate one by one, or by 64 or more.
-    Otherwise, as with a small `causal_block`, they are put on common positions, at most L + S.
-    Stops with leading axes are done one by one of these, and their outputs then joined, which takes
-    one more copy. Packed sequences cost as much as each by itself; short ones are batched.
+    Stops cost as much as causal attention if keys and queries alternate one at a time, or in runs
+    of 64 or more. Otherwise, as with a small `causal_block`, keys and queries are padded to common
+    positions, at most L + S. With leading axes, stops are computed one row at a time, and joining
+    the outputs takes one more copy. Packed sequences cost as much as separate ones; short sequences
+    are batched.
 
-    A window adds O(L w (d + e)) time and O(w^2) memory, full attention also a second pass over
-    the keys for every factor of 64 in L / c, and 64 states at each. Stops are done run by run:
-    queries of one stop, or causal ones. A run adds up the keys of 3 w tokens, and those between its
-    window and its stop, again. Numerator and denominator stay unbiased where the map is, with the
-    variance of far pairs only.
+    A window adds O(L w (d + e)) time and O(w^2) memory. Full attention also makes a second pass
+    over the keys for every factor of 64 in L / c, with 64 states each. With stops the queries are
+    computed in runs: queries with one stop, or causal queries. Each run sums again the keys of 3 w
+    tokens, and the keys between its window and its stop. If the map is unbiased, numerator and
+    denominator stay unbiased, with the variance of the far pairs only.
 
-    Clusters are the keys of one landmark, b_c. Query i chooses the c with the largest
-    ``s q_i.b_c + log mean_j g_j + log(mean_j |k_j - b_c|^2) / 2``, means over the keys of a
-    cluster outside of masks: to first order, where a key's weight is most wrong. `key_bias` has no
-    say in what is chosen. Numerator and
-    denominator of its keys are added to those of the landmarks that it has not chosen; all
-    weights stay positive, and with c = m attention is exact. They add O(L c S / m (d + e)) time
-    for clusters of equal size and O(S (d + e)) memory, a sorted copy of keys and values. What is
-    chosen has no gradient.
+    A cluster holds the keys of one landmark b. Query i chooses the c landmarks with the largest
+    ``s q_i.b + log mean_j g_j + log(mean_j |k_j - b|^2) / 2``, with means over the unmasked keys of
+    the cluster. To first order, the weights of these keys have the largest errors. `key_bias` does
+    not influence the choice. The chosen keys and the other landmarks share one numerator and one
+    denominator. All weights stay positive, and with c = m attention is exact. Clusters of equal
+    size add O(L c S / m (d + e)) time. A sorted copy of keys and values takes O(S (d + e)) memory.
+    No gradient passes through the choice.
 
-    Random maps estimate the kernel without bias, but the ratio of two estimates is biased by
-    O(1 / m), and its error grows like ``exp(|q + k|^2) / m``: on real queries and keys compute
-    the error first (``linattn compare``).
+    Random maps estimate the kernel without bias, but the ratio of two estimates has a bias of
+    O(1 / m). Its error grows like ``exp(|q + k|^2) / m``: measure the error on your own queries and
+    keys first (``linattn compare``).
 
-    Features are summed on a log scale that cancels in the ratio, so that no constant is
-    added anywhere and no scale leaks from later keys; for exponential maps the denominator of a
-    row lies in [1, m S] on its own scale. A causal block whose shared scale would cost a row its
-    precision is computed again by divide and conquer.
+    Features are summed on a log scale that cancels in the ratio. So no constant is added to a
+    denominator, and no scale leaks from later keys. For exponential maps the denominator of a row
+    is between 1 and m S on its own scale. If the shared scale of a causal block would cost a row
+    its precision, the block is computed again by divide and conquer.
 
     References
     ----------
@@ -332,7 +336,7 @@ def linear_attention(
 def _solved(
     problem: Problem, return_state: bool, interval: Any, stamp: Callable[..., State]
 ) -> tuple[Array, State | None, Array | None, list[State] | None]:
-    """Solve a problem, also for the states on the way, each as that of its prefix."""
+    """Solve a problem; with an interval, also return the states of its prefixes."""
     if interval is None:
         output, state, norm = forward.solve(problem, return_state=return_state)
         return output, None if state is None else stamp(state, problem=problem), norm, None
@@ -397,7 +401,7 @@ def softmax_attention(
     far_bias: tuple[Any, Any] | None = None,
     return_log_normalizer: bool = False,
 ) -> Any:
-    r"""Exact softmax attention in linear memory.
+    r"""Return exact softmax attention, in quadratic time and linear memory.
 
     .. math::
         o_i = \sum_j \mathrm{softmax}_j(s \, q_i \cdot k_j + b_j + c_{j - i}) \, v_j
@@ -420,17 +424,17 @@ def softmax_attention(
     key_bias : floating array, of the shapes that a mask may have, optional
         b_j, added to the logits of key j. A key of -inf is masked. Default 0.
     local_window_size : int or pair (left, right), optional
-        Sliding window: query i sees keys i - left to i + right only, of those before its stop; one
-        integer is both, None in a pair is no bound, and when causal right is 0. Query i stands at
-        position i, with "lower_right" at i + S - L; full and causal attention need L = S. Default:
-        no window.
+        Sliding window: query i sees only keys i - left to i + right, and of these only keys before
+        its stop. One integer sets both sides; None in a pair sets no bound; if causal, right is 0.
+        Query i is at position i, with "lower_right" at i + S - L. Full and causal attention need
+        L = S. Default: no window.
     sinks : int, optional
-        The first so many keys of the sequence, of each packed one, are seen outside of the window
-        too, as in StreamingLLM; causal queries and those with stops see them where they see keys
-        there at all. Needs `local_window_size`. Default: none.
+        How many leading keys of each sequence are seen outside of the window too, as in
+        StreamingLLM. Causal queries and queries with stops still see no key at or after their stop.
+        Needs `local_window_size`. Default: none.
     window_bias : floating array, (..., 2 r + 1), optional
-        c for offsets j - i from -r to r, added to the logits; leading axes (heads) broadcast to
-        those of the output. -inf leaves a pair out. Positions as for a window. Default: no bias.
+        c for offsets j - i from -r to r, added to the logits. Leading axes (heads) broadcast to
+        the ones of the output. -inf leaves a pair out. Positions as for a window. Default: no bias.
     far_bias : pair (left, right), optional
         c for offsets below -r and above r, each a number or an array of heads, ``(...)``. Default:
         the first and the last of ``window_bias``, as in T5.
@@ -447,18 +451,19 @@ def softmax_attention(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear_attention`; a window or bias of offsets with L != S in full or causal
-        attention; a `window_bias` without a middle, a bias of NaN or +inf, a `far_bias` alone.
+        As :func:`linear_attention`. A window or `window_bias` is given with L != S in full or
+        causal attention; `window_bias` has an even length; a bias holds NaN or +inf; `far_bias` is
+        given without `window_bias`.
 
     See Also
     --------
-    linattn.merge_outputs : attention over all keys from that over some and over the others.
+    linattn.merge_outputs : merge attention over parts of the keys.
 
     Notes
     -----
-    Time O(L S (d + e)), O(L w (d + e)) with a window of w keys; memory O(c^2 + c e) beyond inputs
-    and outputs, c tokens a block: blocks of keys are combined as in online softmax. Logits of any
-    size are safe.
+    Time O(L S (d + e)), or O(L w (d + e)) with a window of w keys. Memory beyond inputs and outputs
+    is O(c^2 + c e) with blocks of c tokens, combined as in online softmax. Logits of any size are
+    safe.
 
     References
     ----------
@@ -467,6 +472,14 @@ def softmax_attention(
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer" (2020), section 2.1, for the bias; Xiao et al., "Efficient Streaming Language
     Models with Attention Sinks" (2024), for sinks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 100, 64))
+    >>> linattn.softmax_attention(query, key, value, is_causal=True, local_window_size=16).shape
+    (8, 100, 64)
     """
     problem = exact_problem(
         query,
@@ -502,44 +515,56 @@ def decode_step(
     key_bias: Array | float | None = None,
     log_decay: Array | float | None = None,
 ) -> tuple[ArrayT, State]:
-    """Causal linear attention of one token after a state.
+    """Attend with one more token: return its output and the new state.
 
     Parameters
     ----------
     query, key : array, (..., d)
-        One token; no length axis. Leading axes of the key broadcast to those of the state and add
-        none; the query may have more: several queries for one key.
+        One token; no length axis. Leading axes of the key broadcast to the ones of the state and
+        add none. The query may have more: several queries share a key.
     value : array, (..., e)
-        Its value, with leading axes as of the key.
+        Value of the token, with leading axes like the key.
     state : State
-        Everything seen before; it is not changed.
+        State of all earlier tokens; it is not changed.
     feature_map : FeatureMap
         The map of the state.
     key_bias : float or floating array of the key's leading axes, up to axes of 1, optional
         Log weight of the key. Default 0.
-    log_decay : likewise, optional
-        What the state decays by before the token, at most 0. Default 0.
+    log_decay : float or floating array of the key's leading axes, up to axes of 1, optional
+        Log of the factor that the state is multiplied by before the token, at most 0. Default 0.
 
     Returns
     -------
     output : array, (..., e)
-        What causal attention over the whole sequence gives at this token.
+        Output of causal attention over the whole sequence at this token.
     state : State
-        The state after it, of the same shape.
+        State after the token, of the same shape.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear_attention`; a state of another shape, dtype or library; keys or values
-        with more leading axes than the state; a bias of NaN or +inf, a decay above 0 or not finite.
+        As :func:`linear_attention`. The state has another shape, dtype or library; keys or values
+        have more leading axes than the state; the bias is NaN or +inf; the decay is above 0 or not
+        finite.
 
     See Also
     --------
-    linattn.Decoder : the same, keeping the state.
+    linattn.Decoder : an object that does the same and stores the state.
 
     Notes
     -----
     Time and memory O(m (d + e)), whatever the context length.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> token = np.ones((8, 64), dtype=np.float32)
+    >>> state = linattn.init_state(phi, 64, batch_shape=(8,), like=token)
+    >>> output, state = linattn.decode_step(token, token, token, state, phi)
+    >>> output.shape, state.length
+    ((8, 64), 1)
     """
     weights = {"key_bias": key_bias, "log_decay": log_decay}
     problem = step_problem(query, key, value, state, feature_map, **weights)

@@ -86,7 +86,7 @@ def linear_attention_vjp(
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Pullback]:
-    r"""Linear attention and its pullback: gradients in linear time and constant extra memory.
+    r"""Return linear attention and a function that computes its gradients, in linear time.
 
     .. math::
         \bar q_i = \sum_j \frac{\partial w_{ij}}{\partial q_i}\,
@@ -124,21 +124,22 @@ def linear_attention_vjp(
     output : array, (..., L, e)
         What :func:`linattn.linear_attention` returns for the same arguments.
     pullback : callable
-        ``pullback(grad_output, grad_state=None) -> (grad_query, grad_key, grad_value)``, and then,
-        of those that there are, the gradients by ``initial_state.kvz``, ``key_bias`` and
-        ``log_decay``, in this order. ``grad_output``, (..., L, e), is the derivative of the loss by
-        ``output``. ``grad_state``, (..., m, e + 1), with ``return_state`` only, is its derivative
-        by ``state.kvz``. Each gradient has the shape, dtype and device of its argument: sums over
-        axes along which the argument was broadcast. The pullback may be called more than once.
+        ``pullback(grad_output, grad_state=None) -> (grad_query, grad_key, grad_value)``. Then
+        follow the gradients by ``initial_state.kvz``, ``key_bias`` and ``log_decay``, in this
+        order, for the arguments that were given. ``grad_output``, (..., L, e), is the derivative of
+        the loss by ``output``. ``grad_state``, (..., m, e + 1), only with ``return_state``, is its
+        derivative by ``state.kvz``. Each gradient has the shape, dtype and device of its argument,
+        summed over axes along which the argument was broadcast. The pullback may be called more
+        than once.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.linear_attention`; in the pullback, a cotangent of another shape, dtype or
-        library, or a ``grad_state`` without ``return_state``.
+        As :func:`linattn.linear_attention`. In the pullback: a cotangent has another shape, dtype
+        or library, or ``grad_state`` is given without ``return_state``.
     NotImplementedError
-        The map has no gradient, or none with ``normalize=False``, or an exact window has none with
-        the other options; the message says what is missing.
+        The map has no gradient, or has none with ``normalize=False``. Or the other options have no
+        gradient with an exact window. The message names the option.
 
     Warns
     -----
@@ -152,20 +153,21 @@ def linear_attention_vjp(
 
     Notes
     -----
-    Time O((L + S) m (d + e)), 2 to 2.8 times the products of the forward pass. Extra memory
-    O(c m + m e) for each head worked on at once, with blocks of c tokens, and three numbers a row
-    for full attention with a decay and for windows. Causal attention needs
-    at most 64 states a head: 32 checkpoints, and while the pullback runs as many made again, twice
-    as many beyond 1,024 blocks.
-    With NumPy the forward pass stores the checkpoints, or the state of full attention unless it is
-    returned; beside the arguments nothing else is stored for the pullback. Do not change the
-    arguments in between. States are made by adding up from either end, never by subtraction.
+    Time O((L + S) m (d + e)), 2 to 2.8 times the products of the forward pass. Extra memory is
+    O(c m + m e) for each head that runs in parallel, with blocks of c tokens. Full attention with a
+    decay, and windows, need three more numbers a row. Causal attention needs at most 64 states a
+    head: 32 checkpoints, and as many recomputed states while the pullback runs. Both numbers double
+    beyond 1,024 blocks.
 
-    ``log_scale`` of a state is a gauge, and held constant: states that are the same up to it have
-    the same gradients up to it.
+    With NumPy the forward pass stores the checkpoints, or the state of full attention if it is not
+    returned. Besides, the pullback needs only the arguments: do not change them before you call it.
+    States are sums from either end, never differences.
 
-    A masked key, its value, and a query that sees no key or whose denominator is exactly 0 have
-    gradient 0. At the corner of a ReLU the derivative is taken to be 0.
+    ``log_scale`` of a state is held constant. Rescaling ``kvz`` and ``log_scale`` together changes
+    no output; the gradient by ``kvz`` rescales inversely.
+
+    A masked key and its value have gradient 0. So has a query that sees no key or whose
+    denominator is exactly 0. The derivative of a ReLU at 0 is taken to be 0.
 
     References
     ----------
@@ -238,7 +240,7 @@ def softmax_attention_vjp(
     window_bias: Array | None = None,
     far_bias: tuple[Any, Any] | None = None,
 ) -> tuple[ArrayT, Pullback]:
-    r"""Exact softmax attention and its pullback, in linear memory.
+    r"""Return exact softmax attention and a function that computes its gradients.
 
     .. math::
         \bar q_i = s \sum_j p_{ij}\, \bar o_i \cdot (v_j - o_i)\, k_j, \quad
@@ -268,20 +270,20 @@ def softmax_attention_vjp(
     output : array, (..., L, e)
         What :func:`linattn.softmax_attention` returns for the same arguments.
     pullback : callable
-        ``pullback(grad_output) -> (grad_query, grad_key, grad_value)``, and then the gradient by
-        ``key_bias`` where there is one, as that of :func:`linear_attention_vjp`.
+        ``pullback(grad_output) -> (grad_query, grad_key, grad_value)``, as the pullback of
+        :func:`linear_attention_vjp`. With ``key_bias``, its gradient follows.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.softmax_attention`; in the pullback, a cotangent of another shape, dtype
+        As :func:`linattn.softmax_attention`. In the pullback: a cotangent has another shape, dtype
         or library.
 
     Notes
     -----
-    Time O(L S (d + e)), or O(L w (d + e)) with a window of w keys, about five times that of the
-    forward pass; memory O(c^2 + c e) beyond arguments and gradients, with blocks of c tokens, three
-    numbers a row, and sums for queries that see later keys, at most a head's gradient of queries. A
+    Time O(L S (d + e)), or O(L w (d + e)) with a window of w keys: about five times the forward
+    pass. Memory beyond arguments and gradients is O(c^2 + c e) with blocks of c tokens, and three
+    numbers a row. Queries that see later keys need sums, at most one head's gradient of queries. A
     masked key, its value, and a query that sees no key have gradient 0.
 
     References
@@ -355,10 +357,11 @@ def pullback_of(
     log_scale: Array = None,
     checkpoints: Checkpoints | None = None,
 ) -> Pullback:
-    """Return the pullback of a problem; ``log_scale``: that of its last state, if it was asked for.
+    """Return the pullback of a problem.
 
-    ``weights``: what it was given beside query, key and value that has a gradient, as it came.
-    Nothing of the forward pass is needed; checkpoints of it make it faster.
+    ``weights`` are the user's ``key_bias`` and ``log_decay``, None if not given. ``log_scale``
+    belongs to the last state, if the state is returned. ``checkpoints`` of the forward pass make
+    the pullback faster; it runs without them too.
     """
     weights = {name: array for name, array in (weights or {}).items() if array is not None}
 
@@ -388,7 +391,7 @@ def _like(name: str, gradient: Array, array: Array) -> Array:
 
 
 def _state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
-    """Return what a returned state adds to all adjoints: ``grad_state exp(-log_scale)``."""
+    """Return the cotangent of the last state: ``grad_state exp(-log_scale)``."""
     if grad_state is None:
         return None
     if log_scale is None:

@@ -1,4 +1,4 @@
-"""Outputs of attention over different keys, merged into that over all of them."""
+"""Merge outputs of attention over different keys into the output over all keys."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def merge_outputs(parts: Iterable[tuple[ArrayT, Array]]) -> tuple[ArrayT, Array]
     output : array, (..., L, e)
         In the library, dtype and device of the outputs; 0 for a query that sees no key of any part.
     log_normalizer : array, (..., L)
-        That of all keys, in the accumulation dtype: what is merged may be merged again, in any
-        grouping.
+        The log normalizer over all keys, in the accumulation dtype. Results may be merged again,
+        in any grouping.
 
     Raises
     ------
@@ -46,12 +46,12 @@ def merge_outputs(parts: Iterable[tuple[ArrayT, Array]]) -> tuple[ArrayT, Array]
 
     Notes
     -----
-    Weights of the parts must be on one scale: those of exact attention and of maps of the softmax
-    kernel with one ``scale`` are. Time and memory O(p L e) for each head. float16 and bfloat16 are
+    The weights of all parts must be on one scale. Exact attention and maps of the softmax kernel
+    with the same ``scale`` agree. Time and memory O(p L e) for each head. float16 and bfloat16 are
     merged in float32.
 
-    What a part without keys holds does not matter. NaN in a log normalizer or in an output that
-    counts stays NaN.
+    The output of a part without keys is ignored. NaN in a log normalizer, or in an output of a
+    part with keys, stays NaN.
 
     References
     ----------

@@ -24,30 +24,31 @@ def rotary(
     interleaved: bool = False,
     dim: int | None = None,
 ) -> ArrayT:
-    r"""Rotate queries or keys by their positions: inner products then see differences only.
+    r"""Return queries or keys rotated by their positions (rotary embedding).
 
     .. math::
         R_t x = \left( x_a \cos \theta_c t - x_b \sin \theta_c t, \;
         x_b \cos \theta_c t + x_a \sin \theta_c t \right)_{c = 0, \ldots, r / 2 - 1}, \qquad
         \theta_c = B^{-2 c / r}
 
-    in each pair of coordinates a and b, so that :math:`R_i q \cdot R_j k = q \cdot R_{j - i} k`.
-    Letters: ``L`` tokens, ``d`` dim, ``r`` rotated coordinates, ``B`` base.
+    in each pair of coordinates a and b. Inner products then depend on positions only through their
+    differences: :math:`R_i q \cdot R_j k = q \cdot R_{j - i} k`. Letters: ``L`` tokens, ``d`` dim,
+    ``r`` rotated coordinates, ``B`` base.
 
     Parameters
     ----------
     x : array, (..., L, d)
         Queries or keys, of any array-API library: both have to be rotated, before the feature map.
     positions : array_like, (L,) or (..., L), optional
-        t of each token: integers, or floats as for interpolated positions; leading axes broadcast
-        against those of x and add none. Default ``0, ..., L - 1``. The transpose of the rotation,
-        which is its inverse and pulls gradients back, is that by ``-positions``.
+        t of each token: integers, or floats for interpolated positions. Leading axes broadcast to
+        the ones of x and add none. Default ``0, ..., L - 1``. Rotate by ``-positions`` for the
+        inverse, which is also the transpose that pulls gradients back.
     base : float, optional
         B. Default 10,000.
     frequencies : array_like of real numbers, (r / 2,), optional
-        The angles theta_c in the place of those that B gives, and their number is that of the
-        pairs. Models that were trained for longer inputs (Llama 3, YaRN) change single ones:
-        ``model.model.rotary_emb.inv_freq`` in transformers. Default: by `base`.
+        The angles theta_c, one for each pair. Models trained for longer inputs (Llama 3, YaRN)
+        change some of them: ``model.model.rotary_emb.inv_freq`` in transformers. Default: computed
+        from `base`.
     interleaved : bool, optional
         Pairs are coordinates 2 c and 2 c + 1, as in the paper and GPT-J. Default False: c and
         c + r / 2, as in GPT-NeoX and LLaMA.
@@ -70,13 +71,13 @@ def rotary(
 
     Notes
     -----
-    Angles are computed in float64 on the host, whatever the dtype of x, so that they are as good
-    at position 1,000,000 as at the first. Only positions that are traced by JAX, which have no
-    values, are multiplied in the widest float that it has switched on. Time O(L d) for each head,
-    O(L r) more for cosines and sines, memory O(L r) beyond the result.
+    Angles are computed in float64 on the host, whatever the dtype of x: position 1,000,000 is as
+    accurate as the first. Positions traced by JAX are multiplied in the widest float that JAX has
+    switched on. Time O(L d) for each head, and O(L r) for cosines and sines. Memory O(L r) beyond
+    the result.
 
-    Queries and keys that are rotated first go with every map: exact attention and maps of the
-    softmax kernel then weigh by ``exp(scale q.R k)``, random features without bias.
+    Rotated queries and keys work with every map. Exact attention and maps of the softmax kernel
+    then weigh by ``exp(scale q.R k)``, random features without bias.
 
     References
     ----------
@@ -175,14 +176,14 @@ def _angles(x: Array, positions: Any, frequencies: NDArray[np.float64]) -> tuple
 
 
 def alibi_slopes(heads: int) -> NDArray[np.float64]:
-    r"""Slopes of ALiBi, one a head: logits fall by the slope times the distance.
+    r"""Return the slopes of ALiBi, one per head: logits fall by the slope times the distance.
 
     .. math::
         \mathrm{softmax}_j(s \, q_i \cdot k_j - m_h |i - j|), \qquad
         m_h = 2^{-8 h / H}, \quad h = 1, \ldots, H
 
-    for H heads, a power of two; for others the slopes of the largest power of two P below, and
-    after them every other one of those of 2 P.
+    for H heads, a power of two. For other H let P be the largest power of two below H: the slopes
+    of P heads come first, then every other slope of 2 P heads.
 
     Parameters
     ----------
@@ -208,7 +209,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float64]:
     References
     ----------
     Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
-    Extrapolation" (2022), section 3; the rule for other numbers of heads is that of its code.
+    Extrapolation" (2022), section 3; its code has the rule for other numbers of heads.
 
     Examples
     --------
@@ -223,7 +224,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float64]:
 
 
 def sinusoidal(length: int, dim: int) -> NDArray[np.float64]:
-    r"""Sinusoids that are added to the input of a model, as in the first transformer.
+    r"""Return sinusoids to add to the input of a model, as in the first transformer.
 
     .. math::
         p_{t, 2 c} = \sin(t \, 10000^{-2 c / d}), \qquad

@@ -77,36 +77,36 @@ def linear_recurrence(
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> Any:
-    r"""Linear attention as models of today have it: a matrix that is written to, and forgets.
+    r"""Return the outputs of a linear recurrence: a matrix state with a gate and a delta rule.
 
     .. math::
         S_t = \mathrm{diag}(e^{g_t}) S_{t-1} + \beta_t k_t (v_t - r_t)^T, \qquad
         o_t = s \, S_t^T q_t
 
-    with ``r_t = (diag(e^{g_t}) S_{t-1})^T k_t`` by the delta rules, which write only what the
-    state does not return for the key, and ``r_t = 0, beta_t = 1`` by the others; ``g_t = 0``
-    without a gate. There is no feature map and no denominator. Letters: ``L`` tokens, ``d`` dim,
-    ``e`` value dim, ``s`` scale, ``...`` leading axes (batch, heads), which broadcast: grouped
-    queries are a key and a value with a heads axis of 1.
+    The delta rules have ``r_t = (diag(e^{g_t}) S_{t-1})^T k_t``: they write the difference between
+    the value and the state's answer for the key. The other rules have ``r_t = 0, beta_t = 1``.
+    Rules without a gate have ``g_t = 0``. There is no feature map and no denominator. Letters:
+    ``L`` tokens, ``d`` dim, ``e`` value dim, ``s`` scale. Leading axes ``...`` (batch, heads)
+    broadcast: grouped queries are a key and a value with a heads axis of 1.
 
     Parameters
     ----------
     query : array, (..., L, d)
         float16, bfloat16, float32 or float64, of any array-API library.
     key : array, (..., L, d)
-        Same library, dtype and device. Delta rules want keys of norm 1, or of less: the state
-        grows where ``beta |k|^2`` is above 2.
+        Same library, dtype and device. Delta rules need keys of norm 1 or less: the state grows if
+        ``beta |k|^2`` is above 2.
     value : array, (..., L, e)
         Same library, dtype and device.
     update_rule : {"linear", "gated", "delta", "gated_delta"}
         As ONNX's ``LinearAttention`` names them.
     log_decay : array, (..., L) or (..., L, d), optional
-        g, at most 0, of any floating dtype; the gated rules need it. One number a token (with fewer
-        axes than ``key``) or one a key channel (with as many); axes of 1 broadcast. It acts before
-        the token is written. -inf forgets everything. A padded batch: set key, value, ``log_decay``
-        and ``beta`` of padding to 0, which leaves the state unchanged.
+        g, at most 0, of any floating dtype; the gated rules need it. One number per token (with
+        fewer axes than ``key``) or one per key channel (with as many axes); axes of 1 broadcast. It
+        acts before the token is written. -inf forgets everything. In a padded batch set key, value,
+        ``log_decay`` and ``beta`` of the padding to 0, which leaves the state unchanged.
     beta : array, (..., L), optional
-        The delta rules need it; in [0, 2] by convention. Shaped as ``log_decay`` a token.
+        The delta rules need it; in [0, 2] by convention. Shaped like ``log_decay`` per token.
     scale : float, optional
         s; default ``1 / sqrt(d)``, as in ONNX and flash-linear-attention.
     initial_state : array, (..., d, e), optional
@@ -114,44 +114,45 @@ def linear_recurrence(
     return_state : bool, optional
         Also return S after the last token. Default False.
     chunk_size : int, optional
-        Tokens that are solved at once, rounded up to a power of two; a backend may take fewer.
-        Default 64, by the delta rules d / 2 between 16 and 32: longer chunks lose digits.
+        Tokens in a chunk, rounded up to a power of two; a backend may take fewer. Default 64; for
+        the delta rules d / 2, but between 16 and 32: longer chunks lose digits.
     cu_seqlens : sequence of int, optional
-        Packed sequences: integers 0, ..., L on the host, sequence i from ``cu_seqlens[i]`` up to
-        ``cu_seqlens[i + 1]``. States have an axis for the sequences in front.
+        Borders of packed sequences: integers 0, ..., L on the host. Sequence i is tokens
+        ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. States have a first axis for the sequences.
 
     Returns
     -------
     output : array, (..., L, e)
         In the library, dtype and device of the inputs.
     state : array, (..., d, e)
-        Only with ``return_state``: float64 for float64 inputs and float32 for all narrower ones,
-        with the leading axes of all arrays but the query.
+        Only with ``return_state``: float64 for float64 inputs, else float32, with the broadcast
+        leading axes of all arrays except the query.
 
     Raises
     ------
     TypeError
         Not arrays of one library, or not floating.
     ValueError
-        Shapes, dtypes or devices that do not fit; an unknown rule; a ``log_decay`` or ``beta``
-        that the rule needs or does not have; a ``log_decay`` above 0.
+        Shapes, dtypes or devices do not fit; the rule is unknown; the rule needs a ``log_decay`` or
+        ``beta`` that is missing, or has none; ``log_decay`` is above 0.
 
     See Also
     --------
     recurrence_step : one token.
     linear_recurrence_vjp : with gradients.
     linattn.reference.recurrence : the loop.
-    linattn.testing.check_recurrence : tries a kernel of yours.
+    linattn.testing.check_recurrence : checks a kernel of your own.
 
     Notes
     -----
-    Time O(L (d e + c (d + e))) and, for one number a key channel, O(L d log c) exponentials, in
-    chunks of c tokens. Extra memory O(c^2 + d e) for each of the chunks that are solved at
-    once, whatever the length. float16 and bfloat16 are accumulated in float32.
+    Time O(L (d e + c (d + e))) with chunks of c tokens; gates per key channel add O(L d log c)
+    exponentials. Extra memory is O(c^2 + d e) for each chunk solved in parallel, whatever the
+    length. float16 and bfloat16 are accumulated in float32.
 
     A chunk of the delta rules is a unit lower triangular system, inverted from the inverses of its
-    halves. No factor inside a chunk is above 1, whatever the gates. Chunk, step and whole agree to
-    rounding; NaN and infinity may reach other tokens of their chunk.
+    halves. No factor inside a chunk is above 1, whatever the gates. Results do not depend on the
+    chunk size, to rounding, and agree with `recurrence_step`. NaN and infinity may reach other
+    tokens of their chunk.
 
     References
     ----------
@@ -237,12 +238,12 @@ def linear_recurrence_vjp(
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Any, Pullback]:
-    r"""Compute a recurrence and its pullback: gradients in linear time.
+    r"""Return a linear recurrence and a function that computes its gradients, in linear time.
 
     .. math::
         \bar S_{t-1} = \mathrm{diag}(e^{g_t}) (\bar S_t + s \, q_t \bar o_t^T - k_t \bar v_t^T)
 
-    with the term of ``k_t`` by the delta rules only; chunk by chunk as the forward pass.
+    The term of ``k_t`` belongs to the delta rules only. Chunks are as in the forward pass.
     Letters: ``L`` tokens, ``d`` dim, ``e`` value dim, ``s`` scale.
 
     Parameters
@@ -264,17 +265,17 @@ def linear_recurrence_vjp(
         What :func:`linear_recurrence` returns for the same arguments.
     pullback : callable
         ``pullback(grad_output, grad_state=None)`` returns the gradients by query, key, value,
-        ``log_decay``, ``beta`` and ``initial_state``, in this order, those that were given.
-        ``grad_output``, (..., L, e), is the derivative of the loss by ``output``; ``grad_state``,
-        with ``return_state`` only, that by ``state``. Each gradient has the shape, dtype and
-        device of its argument: sums over axes along which the argument was broadcast. The pullback
-        may be called more than once.
+        ``log_decay``, ``beta`` and ``initial_state``, in this order, for the arguments that were
+        given. ``grad_output``, (..., L, e), is the derivative of the loss by ``output``.
+        ``grad_state``, only with ``return_state``, is its derivative by ``state``. Each gradient
+        has the shape, dtype and device of its argument, summed over axes along which the argument
+        was broadcast. The pullback may be called more than once.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear_recurrence`; in the pullback, a cotangent of another shape, dtype or
-        library, or a ``grad_state`` without ``return_state``.
+        As :func:`linear_recurrence`. In the pullback: a cotangent has another shape, dtype or
+        library, or ``grad_state`` is given without ``return_state``.
 
     See Also
     --------
@@ -282,12 +283,12 @@ def linear_recurrence_vjp(
 
     Notes
     -----
-    Time some three times that of the forward pass. Beside the arguments a few states for each
-    head are stored for the pullback, one before every group of chunks that is solved at once; the
-    chunks are solved again. Do not change the arguments in between.
+    The pullback takes about three times as long as the forward pass. The forward pass stores one
+    state per head before every group of chunks; the pullback solves the chunks again. It also needs
+    the arguments: do not change them before you call it.
 
-    The gradient of a log decay is the sum over all pairs of tokens that it stands between, with
-    nothing subtracted: it keeps its digits where decays are strong.
+    The gradient of a log decay is a sum over all pairs of tokens on its two sides. Nothing is
+    subtracted, so that it keeps its digits where decays are strong.
 
     References
     ----------
@@ -341,7 +342,7 @@ def linear_recurrence_vjp(
 
 
 def _like_argument(gradient: Array, argument: Array) -> Array:
-    """Sum over axes along which an argument was broadcast; a number a token lacks the last one."""
+    """Sum a gradient to the shape of its argument, which may lack the last axis."""
     xp, shape = _arrays.namespace(argument), tuple(argument.shape)
     if len(shape) < gradient.ndim:
         gradient = sum_to(gradient, (*shape, 1), 0)[..., 0]
@@ -360,7 +361,7 @@ def recurrence_step(
     beta: Array | None = None,
     scale: float | None = None,
 ) -> tuple[ArrayT, Array]:
-    """Take one token of a recurrence after a state.
+    """Return the output of one more token of a recurrence, and the new state.
 
     Parameters
     ----------
@@ -369,20 +370,20 @@ def recurrence_step(
     value : array, (..., e)
         Same library, dtype and device.
     state : array, (..., d, e)
-        S before it, in the accumulation dtype; it is not changed.
+        S before the token, in the accumulation dtype; it is not changed.
     update_rule, scale
         As for :func:`linear_recurrence`.
     log_decay : array, (...) or (..., d), optional
-        With an axis fewer than ``key``, or one number a key channel.
+        One number, with one axis fewer than ``key``, or one number per key channel.
     beta : array, (...), optional
-        With an axis fewer than ``key``.
+        With one axis fewer than ``key``.
 
     Returns
     -------
     output : array, (..., e)
-        What :func:`linear_recurrence` over the whole sequence gives at this token.
+        Output of :func:`linear_recurrence` over the whole sequence at this token.
     state : array, (..., d, e)
-        S after it.
+        S after the token.
 
     Raises
     ------
@@ -392,6 +393,16 @@ def recurrence_step(
     Notes
     -----
     Time and memory O(d e), whatever the context length.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> token = np.ones((8, 64)) / 8
+    >>> state = np.zeros((8, 64, 64))
+    >>> output, state = linattn.recurrence_step(token, token, token, state, update_rule="linear")
+    >>> output.shape, state.shape
+    ((8, 64), (8, 64, 64))
     """
     _, tokens = _checks.check_arrays(1, query=query, key=key, value=value)
     by_channel = log_decay is not None and getattr(log_decay, "ndim", -1) == tokens[1].ndim
@@ -408,7 +419,7 @@ def recurrence_step(
 
 
 def _of_one_token(numbers: Any, *, by_channel: bool = False) -> Any:
-    """Give numbers of a token an axis for the length; what is no array is left to the checks."""
+    """Give the numbers of one token an axis for the length; return other objects unchanged."""
     if not hasattr(numbers, "ndim"):
         return numbers
     return numbers[..., None, :] if by_channel else numbers[..., None]

@@ -40,7 +40,7 @@ def init_state(
     batch_shape: tuple[int, ...] = (),
     like: Array,
 ) -> State:
-    """Return the state that has seen nothing: the identity of :func:`merge_states`.
+    """Return the state before any key: the identity of :func:`merge_states`.
 
     Parameters
     ----------
@@ -49,10 +49,10 @@ def init_state(
     value_dim : int
         e, the last axis of the values to come.
     batch_shape : tuple of int, optional
-        Leading axes, those of the keys and values to come. Default ().
+        Leading axes of the keys and values to come. Default ().
     like : array
-        Gives library, device and dtype: a float64 array a float64 state, any other a float32
-        state. For maps without a dim of their own its last axis is the dim.
+        Gives library, device and dtype: float64 for a float64 array, else float32. For maps without
+        a dim of their own its last axis is the dim.
 
     Returns
     -------
@@ -108,12 +108,12 @@ def update_state(
     key_lengths: Any = None,
     log_decay: Array | float | None = None,
 ) -> State:
-    """Add keys and values to a state.
+    """Return a new state with keys and values added.
 
     Parameters
     ----------
     state : State
-        What was seen before; it is not changed.
+        State of the earlier keys; it is not changed.
     key : array, (..., S, d)
         New keys.
     value : array, (..., S, e)
@@ -125,16 +125,16 @@ def update_state(
     key_bias : floating array, of the shapes that a mask may have, optional
         Log weight of each key. Default 0.
     key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
-        How many keys count, the first ones; the others are masked, and `log_decay` acts there too.
+        How many leading keys count. The others are masked, and `log_decay` acts there too.
     log_decay : float or floating array, key.shape[:-2] or key.shape[:-1] with axes of 1, optional
-        What the state decays by before each token, at most 0. Default 0. A padded batch: positions
-        behind a mask still decay the state. Use ``log_decay=np.where(mask, g, 0)`` to leave it
-        unchanged.
+        Log of the factor that the state is multiplied by before each token, at most 0. Default 0.
+        In a padded batch masked positions still decay the state;
+        ``log_decay=np.where(mask, g, 0)`` leaves it unchanged there.
 
     Returns
     -------
     State
-        The state after them; masked positions count in ``length``.
+        State after these keys; masked positions count in ``length``.
 
     Raises
     ------
@@ -144,6 +144,17 @@ def update_state(
     Notes
     -----
     Time O(S m (d + e)); extra memory O(c m) with blocks of c tokens.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> key, value = np.random.default_rng(0).standard_normal((2, 8, 100, 64))
+    >>> empty = linattn.init_state(phi, 64, batch_shape=(8,), like=key)
+    >>> state = linattn.update_state(empty, key, value, phi)
+    >>> state.kvz.shape, state.length
+    ((8, 64, 65), 100)
     """
     _checks.check_state_record("state", state)
     _, (key, value) = _checks.check_arrays(key=key, value=value)
@@ -167,21 +178,21 @@ def update_state(
 
 @_arrays.as_autocast("query")
 def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
-    """Attend to everything a state has seen.
+    """Return full attention of queries to all keys of a state.
 
     Parameters
     ----------
     query : array, (..., L, d)
         Any number of queries.
     state : State
-        Keys and values seen.
+        State of the keys and values.
     feature_map : FeatureMap
         The map of the state.
 
     Returns
     -------
     array, (..., L, e)
-        The same as full linear attention to all those keys; 0 for an empty state.
+        Full linear attention to all these keys; 0 for an empty state.
 
     Raises
     ------
@@ -196,6 +207,16 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     Notes
     -----
     Time O(L m (d + e)).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 100, 64))
+    >>> full, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+    >>> bool(np.allclose(linattn.read_state(query, state, phi), full))
+    True
     """
     xp, (queries,) = _checks.check_arrays(query=query)
     _checks.check_state_record("state", state)
@@ -215,9 +236,9 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
 def merge_states(first: State, second: State) -> State:
     """Merge the states of two sets of keys, one after the other, into the state of both.
 
-    Associative, with :func:`init_state` as identity, so that states may be reduced anywhere, in
-    their order: what came first decays by the ``log_decay`` of what came second. Without decay
-    states also commute.
+    Merging is associative, and :func:`init_state` returns its identity. So states may be reduced
+    anywhere, in their order: the first state decays by the ``log_decay`` of the second. Without
+    decay the order does not matter.
 
     Parameters
     ----------
@@ -227,17 +248,31 @@ def merge_states(first: State, second: State) -> State:
     Returns
     -------
     State
-        Equal, to rounding, to one state that has seen both.
+        Equal, to rounding, to the state after both sets of keys.
 
     Raises
     ------
     TypeError, ValueError
-        Not states, or of different shape, dtype, library, feature map or packed sequences.
+        Not states, or their shape, dtype, library, feature map or packed sequences differ.
 
     Notes
     -----
-    ``c = max(c_1 + g_2, c_2)`` with the log decay g_2 of the second, each side rescaled to it. Time
-    O(m e).
+    Both sides are rescaled to the log scale ``c = max(c_1 + g_2, c_2)``, with the log decay g_2 of
+    the second. Time O(m e).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 100, 64))
+    >>> empty = linattn.init_state(phi, 64, like=key)
+    >>> first, second = (
+    ...     linattn.update_state(empty, key[rows], value[rows], phi)
+    ...     for rows in (slice(0, 30), slice(30, 100))
+    ... )
+    >>> linattn.merge_states(first, second).length
+    100
     """
     _, first = _checks.check_state_record("first", first)
     m, width = first.kvz.shape[-2:]
@@ -274,7 +309,7 @@ def merge_states(first: State, second: State) -> State:
 
 
 def _with_sequences_in_front(first: State, second: State) -> tuple[State, State]:
-    """Check that two states are of as many packed sequences; align the axes of these."""
+    """Check that two states hold equally many packed sequences, and align their first axes."""
     states = [first, second]
     numbers = [known_sequences(state) for state in states]
     if None not in numbers and numbers[0] != numbers[1]:
@@ -302,14 +337,13 @@ class Decoder:
     feature_map : FeatureMap
         The map of the state.
     state : State
-        Where to start: :func:`init_state`, or what a prompt left
-        (``linear_attention(..., return_state=True)``). It has the leading axes of all that comes:
-        steps add none.
+        State to start from: :func:`init_state`, or the state after a prompt
+        (``linear_attention(..., return_state=True)``). Steps add no leading axes to it.
 
     Attributes
     ----------
     state : State
-        The state after the last step, a copy. Later steps do not change it.
+        Copy of the state after the last step. Later steps do not change it.
 
     Raises
     ------
@@ -342,14 +376,14 @@ class Decoder:
         check_map_of_state("state", state, feature_map)
         self._feature_map = feature_map
         self._state = state
-        """Before the steps that the stepper has taken, if there is one."""
+        """State before the steps of the stepper, if there is a stepper."""
         self._stepper: Any = None
         self._stepped = 0
         self._checked: tuple[Problem, tuple[Any, ...]] | None = None
-        """A step that was checked in full, and what others must share with it to need no check."""
+        """A fully checked step, and its `_step_kind`: equal steps skip the checks."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is written to: copies and pickles go on by themselves."""
+        """Leave out the stepper and the checked step, which a copy makes anew."""
         written = {"_stepper": None, "_stepped": 0, "_checked": None}
         return {**self.__dict__, **written, "_state": self.state}
 
@@ -359,9 +393,9 @@ class Decoder:
         return f"Decoder({self._feature_map!r}, {state!r})"
 
     def copy(self) -> Decoder:
-        """Return a decoder that goes on from here by itself, to the same bits.
+        """Return an independent decoder with the same state; its steps give the same bits.
 
-        A draft is taken back by going on with a copy from before it.
+        To undo a draft, continue with a copy made before the draft.
         """
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
@@ -422,13 +456,13 @@ class Decoder:
         return self._by_driver(problem.replace(query=query, key=key, value=value))
 
     def _by_driver(self, problem: Problem) -> Array:
-        """Take a step that no stepper takes."""
+        """Take a step without a backend's stepper."""
         output, after = forward.step(problem, self._state)
         self._state = stamped(after, self._state, self._feature_map, problem)
         return output
 
     def _check(self, query: Array, key: Array, value: Array) -> tuple[Problem, tuple[Array, ...]]:
-        """Check a step in full and ask for a stepper; return also the arrays as they are used."""
+        """Check a step in full and try to get a stepper; return the problem and checked arrays."""
         self._leave_stepper()
         problem = step_problem(query, key, value, self._state, self._feature_map)
         # Not what came but what it became: bytes in foreign order are byte-swapped at every step.
@@ -443,14 +477,14 @@ class Decoder:
         return problem, arrays
 
     def _leave_stepper(self) -> None:
-        """Go on without the backend's stepper, from the state it is in, and check the next step."""
+        """Drop the backend's stepper, store its state, and check the next step in full."""
         if self._stepper is not None:
             self._state, self._stepper, self._stepped = self.state, None, 0
         self._checked = None
 
 
 def _step_kind(xp: ModuleType, arrays: Iterable[Array]) -> tuple[Any, ...]:
-    """Kinds of the arrays, settings, and what makes a backend's stepper, None without one."""
+    """Return the kinds of the arrays, the settings, and the backend's ``stepper`` or None."""
     begin = _dispatch.find("stepper", xp)
     return _arrays.kinds(arrays), _settings.current_settings(), begin
 

@@ -138,7 +138,7 @@ class _Centroids(NamedTuple):
 def _by_tile(
     function: Callable[[NDArray[Any]], NDArray[Any]], x: NDArray[Any], width: int
 ) -> NDArray[Any]:
-    """One number for each token, from rows of so many, of as many tokens as the cache holds."""
+    """Compute one number per token from its row, in tiles of tokens that fit in the cache."""
     size = max(64, MAX_CLUSTER_ELEMENTS // (width * len(x)))
     tiles = range(0, x.shape[-2], size)
     return np.concatenate([function(x[:, i : i + size]) for i in tiles], axis=-1)

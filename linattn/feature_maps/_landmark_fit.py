@@ -1,7 +1,7 @@
-"""What landmarks are found from: samples of tokens, normalizers of probe queries.
+"""Inputs of the landmark fit: samples of tokens, and normalizers of probe queries.
 
-What is small (samples, landmarks, probes) is NumPy on the host, so that every array library gets
-the same answer. What is long, all keys, is walked block by block in its own library.
+Small arrays (samples, landmarks, probes) are NumPy on the host, so that every array library gets
+the same answer. The whole sequence of keys is read block by block in its own library.
 Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`` probes, ``d`` dim.
 """
 
@@ -52,7 +52,7 @@ class Sample(NamedTuple):
     x : ndarray, (..., C, d)
         The tokens, in the accumulation dtype.
     valid : ndarray of bool, (..., C)
-        Slots that hold a token; the leading axes are those of the mask, 1 or those of x.
+        Slots that hold a token; leading axes like the mask, 1 or equal to the ones of x.
     log_weight : ndarray, (..., C), or None
         Log weights of tokens, 0 in slots that hold none; None where all are 0.
     """
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
 
 
 def _with_values(**named: Any) -> list[Any]:
-    """Refuse traced arrays, leave those of Dask, and cut the rest from any gradient tape.
+    """Reject traced arrays, return Dask arrays unchanged, and detach the others from gradients.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def _with_values(**named: Any) -> list[Any]:
 
 
 def is_concrete(array: Array) -> bool:
-    """Whether an array has its values at hand: a traced one has not, and Dask's is a recipe."""
+    """Whether an array's values can be read: not for traced arrays, nor for lazy Dask arrays."""
     if array_api_compat.is_dask_array(array):
         return False
     try:
@@ -107,7 +107,7 @@ def is_concrete(array: Array) -> bool:
 
 
 def detached(array: Array) -> Array:
-    """Cut an array from any gradient tape."""
+    """Return an array detached from any gradient tape."""
     return array.detach() if array_api_compat.is_torch_array(array) else array
 
 
@@ -148,9 +148,10 @@ def draw_sample(x: Array, mask: Array | None, noise: Floats, xp: ModuleType) -> 
 def _draw_by_distance(given: Inputs, noise: Floats) -> Sample | None:
     """Take one key from each of ``len(noise)`` strata of equal odds; None where they are few.
 
-    Half of a key's odds are those of all, half go by its squared distance to the mean of its head:
-    those that few are like, but to which many queries attend, are there whatever the noise. One of
-    odds o, 1 in the mean, stands for 1 / o keys, and is there more than once where o is large.
+    Half of a key's odds are equal for all keys. The other half is proportional to its squared
+    distance to the mean of its head. So rare keys that many queries attend to are drawn whatever
+    the noise. Odds have mean 1. A key with odds o has weight 1 / o, and is drawn more than once if
+    o is large.
 
     References
     ----------
@@ -345,7 +346,7 @@ def _check_finite(finite: bool) -> None:
 
 
 def cycled(sample: Sample, num: int) -> Floats:
-    """Tokens of a sample, over and over, so many in all."""
+    """Repeat the tokens of a sample cyclically up to a given number."""
     counts = np.maximum(np.sum(sample.valid, axis=-1, keepdims=True), 1)
     index = np.broadcast_to(np.arange(num) % counts, (*sample.x.shape[:-2], num))
     return np.take_along_axis(sample.x, index[..., None], axis=-2)

@@ -37,13 +37,13 @@ __all__ = ["LandmarkFeatures"]
 Floats = NDArray[np.float64]
 
 NUM_PROBES_CHECKED, MAX_LOG_GAP = 8, 0.05
-"""Probes whose normalizers are compared with those of the fit, and what logs may differ by."""
+"""How many probes are compared with the fit, and by how much their log normalizers may differ."""
 
 RIDGE = 0.1
 
 
 class LandmarkFeatures(SoftmaxKernelMap):
-    r"""Landmark-weighted clusters: every key is summed at one landmark, with a weight of its own.
+    r"""Feature map with one landmark for each cluster of keys, and a weight for each key.
 
     .. math::
         e^{s\, q \cdot k_j} \approx g_j\, e^{s\, q \cdot b_{a_j}}, \qquad
@@ -105,12 +105,11 @@ class LandmarkFeatures(SoftmaxKernelMap):
     of standard deviation 1 and more are hard for it.
 
     There is no ``redraw``: landmarks belong to a sequence, and :meth:`fit` with another seed draws
-    others. States of one map merge; those of two fits do not. To use a map with other keys than
-    those of its fit costs nothing and is mostly wrong, so that :func:`linattn.linear_attention`
-    compares the normalizers of 8 probes: where one differs by more than a factor of exp(.05), it
-    warns. If that is meant, say so:
+    others. States of one map merge; states of two fits do not. A map used with other keys than it
+    was fitted to is mostly wrong. So :func:`linattn.linear_attention` compares the normalizers of 8
+    probes, and warns if one differs by more than a factor of exp(.05). To silence it:
     ``warnings.filterwarnings("ignore", "feature_map was fitted to other keys")``. Traced arrays,
-    and states that are added to and read by hand, are not checked.
+    :func:`linattn.update_state` and :func:`linattn.read_state` are not checked.
 
     Corrected (``positive`` is False): the p probes are columns of the state as well,
     ``Y_i = sum_j A_ij [v_j, 1]``, and the sums S at the landmarks become, with
@@ -246,8 +245,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
         lloyd_steps : int, optional
             Lloyd steps. Default 3; of them the first takes next to no time.
         rng : int, Generator, SeedSequence or None, optional
-            Seed; the same seed gives the same landmarks for every library, to rounding, for Dask
-            arrays if they are taken whole.
+            Seed. The same seed gives the same landmarks for every library, to rounding; for Dask
+            arrays only if they are taken whole.
 
         Returns
         -------
@@ -275,13 +274,13 @@ class LandmarkFeatures(SoftmaxKernelMap):
         Time O(S p d + C m d) a head with C sampled keys; memory O(C m), whatever the length. A
         mask is copied to the host.
 
-        Of Dask arrays a sample of rows is computed, once, here, and the fit is to these, l too: 128
-        runs of query and of key, one from each of as many equal strata, of 64 rows each (m / 8 or
-        p / 128 where that is more), which go on at the beginning of their stratum from its end. A
-        sequence that is no longer than that is taken whole. ``rng`` draws the runs, whatever the
-        chunks are. Strata and runs are of tokens that a mask leaves to a head at least; for that
-        masks, and a bias, are computed whole before. Chunks that a run lies in are computed:
-        without a mask, if they are longer than strata, at most 256 along tokens of each array.
+        Dask arrays: ``fit`` computes a sample of rows once, and fits to it, normalizers too. The
+        sample has 128 runs of query and of key, one from each of 128 equal strata. A run has 64
+        rows, or m / 8 or p / 128 if that is more; it wraps from the end of its stratum to the
+        beginning. A shorter sequence is taken whole. ``rng`` draws the runs, whatever the chunks
+        are. Strata and runs count tokens that a mask leaves to at least one head, so that masks and
+        a bias are computed whole first. Chunks that hold a run are computed. Without a mask, if
+        they are longer than strata, these are at most 256 chunks along the tokens of each array.
 
         Examples
         --------
@@ -398,10 +397,10 @@ class LandmarkFeatures(SoftmaxKernelMap):
         ``int p f = exp(s q.k)``. The ratio in attention is biased by O(1 / m), as for every random
         map; the variance has no closed form here.
 
-        Queries, and the keys that they draw from, are those of a sample of ``max(16 m, 1024)``
-        tokens: landmarks decide the variance, never the mean. Shifts of queries and keys do not
-        change the estimate; balanced coordinates (:class:`Reparametrized`) lower its variance.
-        Of Dask arrays rows are computed as by :meth:`fit`.
+        Queries i and keys j come from a sample of ``max(16 m, 1024)`` tokens: landmarks decide the
+        variance, never the mean. Shifts of queries and keys do not change the estimate; balanced
+        coordinates (:class:`Reparametrized`) lower its variance. For Dask arrays rows are computed
+        as in :meth:`fit`.
 
         Time O(m C d + m^2 d) a head, memory O(m (C + m)) with C sampled keys.
 
@@ -439,10 +438,11 @@ class LandmarkFeatures(SoftmaxKernelMap):
         return feature_map
 
     def _check_keys(self, problem: Problem) -> None:
-        """Warn of keys among which the probes find other normalizers than those fitted to.
+        """Warn if probes have other normalizers over these keys than over the keys of the fit.
 
-        A few probes tell: keys rounded to bfloat16 are .016 off on the shipped sample, those of the
-        other layer or half 1 and more, fresh draws of 8,192 Gaussian keys about .05.
+        A few probes are enough. On the shipped sample, keys rounded to bfloat16 differ by .016,
+        keys of the other layer or half by 1 and more. Fresh draws of 8,192 Gaussian keys differ by
+        about .05.
         """
         key, bias = problem.key, problem.weights.key_bias
         if not is_concrete(key) or 0 in key.shape or not (bias is None or is_concrete(bias)):

@@ -19,7 +19,7 @@ LAYOUTS = ("rows", "scipy")
 
 
 class kernel_density:
-    r"""Kernel density estimate with Gaussian kernels, as SciPy's ``gaussian_kde``.
+    r"""Estimate a density with Gaussian kernels, as SciPy's ``gaussian_kde`` does.
 
     .. math::
         p(x) = \sum_j w_j \, \mathcal{N}(x; y_j, f^2 \Sigma), \qquad \sum_j w_j = 1
@@ -58,8 +58,8 @@ class kernel_density:
     Raises
     ------
     TypeError, ValueError
-        Not a floating array; weights that are negative or of another length; a `bw_method` that is
-        none; fewer than two rows that count; in methods, points of other coordinates.
+        Not a floating array; weights are negative or of another length; `bw_method` is unknown;
+        fewer than two rows have a weight. In methods: points have another number of coordinates.
 
     See Also
     --------
@@ -67,10 +67,10 @@ class kernel_density:
 
     Notes
     -----
-    Time O(N n d), memory O((N + n) d): nothing grows with N n. ``logpdf`` does not underflow. Data
-    whose covariance is singular have no density: Cholesky's factorization fails, or gives NaN, as
-    the library has it. The factor is a number, so that gradients pass through the points and,
-    with a `bw_method` that is given, through the data.
+    Time O(N n d), memory O((N + n) d): no memory grows with N n. ``logpdf`` does not underflow.
+    Data with a singular covariance have no density: the library's Cholesky factorization fails or
+    gives NaN. The factor is a Python number. So gradients pass through the points, and through the
+    data if `bw_method` is a number.
 
     References
     ----------
@@ -129,7 +129,7 @@ class kernel_density:
     def set_bandwidth(
         self, bw_method: str | float | Callable[[kernel_density], float] | None = None
     ) -> None:
-        """Choose the factor anew.
+        """Set the factor.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class kernel_density:
 
     @property
     def covariance(self) -> Array:
-        """Covariance of a kernel, ``f^2`` times that of the data, (d, d)."""
+        """Covariance of a kernel: ``f^2`` times the covariance of the data, (d, d)."""
         return self._xp.astype(self._covariance, self._dtype, copy=False)
 
     @_arrays.on_array_device

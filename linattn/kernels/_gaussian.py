@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 LANES = 8
-"""Products of two rows that a BLAS may add apart from each other."""
+"""How many partial sums a BLAS may use for one inner product."""
 
 
 def check_points(**named: Any) -> tuple[ModuleType, list[Array], Any]:
-    """Check arrays of points, and return them as they are computed with, and their dtype.
+    """Check arrays of points; return them in the computing dtype, and the dtype of the result.
 
-    That is float64, or float32 where the library has no float64 (JAX, unless it is switched on).
+    The computing dtype is float64, or float32 if the library has no float64 (JAX by default).
     """
     xp, arrays = _checks.check_arrays(**named)
     dtype = arrays[0].dtype
@@ -53,12 +53,12 @@ def joined(parts: list[Array]) -> Array:
 
 
 def persisted(array: Any) -> Array:
-    """Compute an array of Dask, else each step of a loop would be computed anew by the next."""
+    """Compute a Dask array, so that the next step of a loop does not compute it again."""
     return array.persist() if hasattr(array, "persist") else array
 
 
 def matching(name: str, array: Any, points: Array) -> Array:
-    """Bring numbers to the library, dtype and device of the points: they may be Python's."""
+    """Return numbers, perhaps Python's, in the library, dtype and device of the points."""
     xp = _arrays.namespace(points)
     if isinstance(array, float | int | list | tuple | np.ndarray | np.generic):
         host, device = np.asarray(array, dtype=np.float64), array_api_compat.device(points)
@@ -153,7 +153,7 @@ class Gaussian:
         return cls(centre, h, _clipped(centred / h), log_weight)
 
     def of_query(self, query: Array) -> Array:
-        """Return coordinates of queries, as those of the keys."""
+        """Return queries less the centre, over the bandwidth, as `coordinates` of the keys."""
         return _clipped((query - self.centre) / self.bandwidth)
 
     def read(
@@ -176,7 +176,7 @@ class Gaussian:
 
 
 def _clipped(u: Array) -> Array:
-    """Keep squares finite: whatever lies so far out has density 0."""
+    """Clip coordinates so that squares stay finite: points so far out have density 0."""
     xp = _arrays.namespace(u)
     most = math.sqrt(xp.finfo(u.dtype).max) / (8 * u.shape[-1])
     return xp.clip(u, -most, most)
@@ -185,12 +185,12 @@ def _clipped(u: Array) -> Array:
 def _factors(u: Array, *, is_key: bool) -> Array:
     r"""Return rows whose inner products are ``-|u - v|^2 / 2``, (..., n, 3 d + 4) or some more.
 
-    ``u.v - |u|^2 / 2 - |v|^2 / 2`` loses digits where u and v are long and near. So each
+    ``u.v - |u|^2 / 2 - |v|^2 / 2`` loses digits if u and v are long and near each other. So each
     coordinate is split into a few leading bits a and the rest r, ``u = a + r``. Products of leading
-    bits are exact and come first, so that ``a.b - |a|^2 / 2 - |b|^2 / 2`` is rounded nowhere; what
-    is added is small. A BLAS may add every eighth product apart from the others: above eight
-    coordinates, squares are summed in the same way, and each of the eight sums ends small. Rump,
-    Ogita and Oishi, "Accurate Floating-Point Summation Part I" (2008), algorithm 3.2, is the split.
+    bits are exact and come first: ``a.b - |a|^2 / 2 - |b|^2 / 2`` is never rounded, and the other
+    terms are small. A BLAS may sum every eighth product separately. Above eight coordinates,
+    squares are summed in the same way, and each of the eight sums ends small. For the split see
+    Rump, Ogita and Oishi, "Accurate Floating-Point Summation Part I" (2008), algorithm 3.2.
     """
     xp = _arrays.namespace(u)
     bits = 53 if u.dtype == xp.float64 else 24

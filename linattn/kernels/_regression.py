@@ -32,14 +32,14 @@ def local_regression(
     key_mask: Array | None = None,
     ridge: float = RIDGE,
 ) -> Array:
-    r"""Smooth targets by a constant or a line that is fitted around each query.
+    r"""Return targets smoothed by a constant or a line fitted around each query.
 
     .. math::
         \min_{\alpha, \beta} \sum_j w_j K_h(x_j - q)
         \Big|y_j - \alpha - \beta \cdot \frac{x_j - q}{h}\Big|^2 / \sum_j w_j K_h(x_j - q)
         + \lambda |\beta|^2, \qquad K_h(t) = \exp(-|t|^2 / (2 h^2))
 
-    and the result is alpha. Degree 0 leaves out beta: the weighted mean of Nadaraya and Watson.
+    The result is alpha. Degree 0 leaves out beta: the weighted mean of Nadaraya and Watson.
     Letters: ``N`` queries q, ``n`` rows x with targets y, ``d`` coordinates, ``k`` outputs.
 
     Parameters
@@ -71,8 +71,8 @@ def local_regression(
 
     Notes
     -----
-    A line has no bias at the borders of the data or where they are denser to one side, so that its
-    bandwidth may be wider: of first order it is right.
+    A line has no first-order bias at the borders of the data, nor where rows are denser on one
+    side. So its bandwidth may be wider.
 
     Degree 0 takes time O(N n (d + k)); degree 1 O(N n (d^2 + d k) + N d^3). Memory O((N + n)(d^2 +
     d k)), nothing that grows with N n. Moments of degree 1 are subtracted: they lose
@@ -114,7 +114,10 @@ def local_regression(
 
 
 def moments(u: Array, y: Array) -> Array:
-    """Return what a line is fitted to, ``[y, u, u u^T, u y]``, (..., n, k + d + d^2 + d k)."""
+    """Return the moments that a line is fitted from: ``[y, u, u u^T, u y]`` for each row.
+
+    Shape (..., n, k + d + d^2 + d k).
+    """
     xp, d = _arrays.namespace(u), u.shape[-1]
     squares = [u * u[..., i : i + 1] for i in range(d)]
     products = [y * u[..., i : i + 1] for i in range(d)]

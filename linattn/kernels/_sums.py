@@ -62,7 +62,7 @@ def log_sum_exp(
     -----
     Time O(N n d), memory O((N + n) d): the N x n matrix is never made. float32 is computed in
     float64 where the library has it, and rounded at the end. Leading bits of squared distances are
-    multiplied exactly: errors are below 1e-12, in 40 dimensions at a bandwidth of 1/100 too.
+    multiplied exactly: errors stay below 1e-12, even in 40 dimensions at a bandwidth of 1/100.
     Gradients of torch and JAX pass through, also to an array `bandwidth`; they need memory O(N n).
 
     Examples
@@ -99,7 +99,7 @@ def mean_shift(
     max_iterations: int = 300,
     tolerance: float | None = 1e-3,
 ) -> Array:
-    r"""Move points uphill to the modes of a kernel density.
+    r"""Return points moved uphill to the modes of a kernel density.
 
     .. math::
         x \leftarrow \frac{\sum_j w_j K_h(x - y_j) \, y_j}{\sum_j w_j K_h(x - y_j)}, \qquad

@@ -46,7 +46,7 @@ class Transport:
 
     @_arrays.on_array_device
     def apply(self, values: Array) -> Array:
-        """Return P values: the mass that arrives at each x, by what it carries.
+        """Return P times the values: for each x, their sum weighted by the mass from each y.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class Transport:
 
     @_arrays.on_array_device
     def apply_transpose(self, values: Array) -> Array:
-        """Return the transpose of P times the values, (..., N, e), one row for each x: (..., n, e).
+        """Return the transpose of P times the values.
 
         Parameters
         ----------
@@ -78,7 +78,7 @@ class Transport:
 
     @_arrays.on_array_device
     def barycentric(self, values: Array) -> Array:
-        """Return the mean of the values that each x is sent to: :meth:`apply` over the row's mass.
+        """Return, for each x, the mean of the values weighted by its row of P.
 
         Parameters
         ----------
@@ -159,7 +159,7 @@ def sinkhorn(
     Returns
     -------
     Transport
-        Potentials, and the plan as something to apply.
+        Potentials, with methods that apply the plan.
 
     Raises
     ------
