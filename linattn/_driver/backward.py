@@ -66,7 +66,7 @@ def pull(
     found = _pull(units.in_units(problem, value), cotangent, checkpoints)
     if not (np.any(value) or np.any(grad)):
         return found
-    # Values and cotangents are both factors of all but the gradients of what is linear.
+    # Gradients are linear in cotangents, and in values too but for values and numerators.
     scaled = {name: units.times_power(x, value + grad) for name, x in found._asdict().items()}
     scaled["value"] = units.times_power(found.value, grad)
     scaled["state"] = units.numerators_times(found.state, grad, value + grad)

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     g1: Array
     log: Array
     divided: bool = True
-    """Whether rows are divided: a factor on all that one reads then changes nothing."""
+    """Whether rows are divided: a factor on all weights of a row then changes nothing."""
 
 
 def divided_rows(part: Partial, grad_output: Array) -> Rows:
@@ -67,7 +67,7 @@ def numerator_rows(grad_output: Array) -> Rows:
 
 
 def row_scale(part: Partial, grad_output: Array) -> RowScale:
-    """Keep what the cotangent of a row needs of its forward pass: three numbers."""
+    """Return the three numbers of a row's forward pass that its cotangent needs."""
     xp = namespace(part.num_den)
     numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
     # A masked token alone in its block has a denominator, on the scale 0.

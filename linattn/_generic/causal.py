@@ -51,7 +51,7 @@ def _weights(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Weights of both sides, the scale of the state after them, also finite, and rows' logs.
 
-    Both are factors of one product: lifted, more of them are not 0.
+    Both are factors of one product. Multiplied by a power of two, fewer of them are flushed to 0.
     """
     bits, least = lift_of(state.kvz)
     weights_k, c, shift = key_weights(keys, state.log_scale, bits, least)
@@ -70,7 +70,7 @@ def scan_decayed_block(
 ) -> tuple[Partial, State]:
     """:func:`scan_block` of keys with a decay: every factor is at most 1.
 
-    The state is made on a scale of its own, which a strong decay leaves far below that of the rows.
+    Rows and state have separate scales: after a strong decay the scale of the state is far lower.
     """
     xp, dtype = namespace(values_and_one), values_and_one.dtype
     keys = row_features(key_spec, key)

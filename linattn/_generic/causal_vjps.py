@@ -60,11 +60,11 @@ class BlockGradients(NamedTuple):
 
     query: Array
     term: Array
-    """Of a factor on a whole row, ``(..., n, 1)``; None for divided rows, where it is 0."""
+    """Gradient by the log of a factor on a row, ``(..., n, 1)``; None, for 0, if divided."""
     key: Array
     values_and_one: Array
     decayed: tuple[Array, Array]
-    """Of a factor on each row, and on each key, in pairs of two tokens."""
+    """Gradients by logs of factors on each row, and on each key, in pairs of two tokens."""
     adjoint: State
 
 
@@ -95,7 +95,7 @@ class CausalBlock:
         return x if x is None or not self._flipped else namespace(x).flip(x, axis=-2)
 
     def divided_rows(self, state: State, grad_output: Array) -> Rows:
-        """Cotangents of rows that are divided, found from what they read."""
+        """Read the rows of the block, and return the cotangents that division gives them."""
         part = read_features_hierarchical(
             self._queries, self._keys, self._values, state, self._log_decay
         )
@@ -137,13 +137,13 @@ class _Level(NamedTuple):
     g1: Array
     row: Array
     products: Array
-    """Of the rows of ``g1`` and the ``[v, 1]`` of the left."""
+    """Inner products of the rows of ``g1`` with the ``[v, 1]`` of the left."""
 
 
 class Triangle:
     """Pairs of two tokens of a causal block, level by level; ``g1``, ``log`` as in :class:`Rows`.
 
-    The block is filled up to a power of two, with rows that neither see nor are seen.
+    The block is padded to a power of two, with rows that see no key and keys that no row sees.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Triangle:
         self._log_decay = pad(log_decay, self._size)
         e = self._queries.log + self._keys.log - self._log
         self._weights = namespace(e).exp(e)
-        """Of each token for itself, without values."""
+        """Weight of each token's pair with itself, without values."""
 
         self._levels = [self._level(half) for half in level_sizes(self._size)]
 

@@ -1,7 +1,7 @@
 """Exact keys by content: keys in clusters, queries that choose clusters, both together.
 
-Which key is in which cluster, and who chooses it, is worked out on the host; what is computed of
-queries, keys and values stays in their library.
+The clusters of keys and the choices of queries are arrays on the host. Sums over queries, keys and
+values are computed in the library that the arrays come from.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from linattn.typing import (
 __all__ = ["assign_block", "choose_block", "clusters_block", "scores_together"]
 
 LEAST_SHARE = 4e-18
-"""Smallest score for which queries choose a column together: beyond what floats tell."""
+"""Smallest score of a column that queries may choose together: below it, rounding decides."""
 
 
 def assign_block(
     key_spec: Assigned, tokens: Tokens, values_and_one: Array, state: State
 ) -> tuple[State, NDArray[np.intp], NDArray[Any]]:
-    """Add a block of keys to the state; the column of each, and its squared distance to it.
+    """Add a block of keys to the state; return also each key's column and squared distance to it.
 
     O(n m (d + e)) time, O(n m) memory.
     """
@@ -60,9 +60,9 @@ def choose_block(
 ) -> tuple[NDArray[np.bool_], Partial]:
     """Choose for queries the columns with the largest log features and bias; read the others.
 
-    ``(..., n // rows, m)``: as many as ``count``, and those that are as large as the last of them.
-    So many consecutive queries choose together (:func:`scores_together`); n is a multiple.
-    O(n m (d + e)) time, O(n m) memory.
+    The choice is a mask ``(..., n // rows, m)`` of the ``count`` largest columns, and of columns
+    equal to the last of them. Each ``rows`` consecutive queries choose together
+    (:func:`scores_together`); n is a multiple of ``rows``. O(n m (d + e)) time, O(n m) memory.
     """
     features, log_row = query_features(query_spec, tokens)
     xp = namespace(features.log)
@@ -88,8 +88,8 @@ def scores_together(
 ) -> NDArray[Any]:
     """Score columns ``(..., m)`` by queries ``(..., r, m)`` that choose together.
 
-    ``logs`` are those of the columns' largest weights. Each query's weights are divided by its
-    largest, so that it counts for as much as any other.
+    ``logs``: logs of the queries' weights of the columns. Each query's weights are divided by its
+    largest, so that all queries count alike.
     """
     top = logs.max(axis=-1, keepdims=True)
     weights = np.exp(logs - np.where(top == -np.inf, 0, top)).sum(axis=-2)
@@ -113,7 +113,7 @@ class Visit(NamedTuple):
 def visits(
     chosen: NDArray[np.bool_], clusters: Clusters, start: int, exact_window: int | None
 ) -> Iterator[Visit]:
-    """For each cluster the queries that have chosen it; keys in a query's window do not count."""
+    """Yield each cluster with the queries that chose it; keys in a query's window do not count."""
     n, m = chosen.shape
     bounds = clusters.bounds
     pairs = np.flatnonzero(np.ascontiguousarray(chosen.T))
@@ -140,9 +140,9 @@ def clusters_block(
     exact_block: Any = exact.exact_block,
     bias_of: Callable[[NDArray[np.intp]], Array] | None = None,
 ) -> Partial:
-    """Add keys of the clusters that queries of one head have chosen to a partial of the queries.
+    """Add the keys of the clusters that queries of one head chose to a partial of the queries.
 
-    ``chosen`` is ``(n, m)``, or of as many rows as there are runs of queries that choose together.
+    ``chosen`` is ``(n, m)``, or has one row for each run of queries that choose together.
     Keys in a query's window are left out. ``bias_of`` gives log weights of pairs by the offsets
     j - i of their keys. O(sum of the chosen clusters' sizes (d + e)) time,
     O(n c e) memory for c clusters a query.
@@ -157,7 +157,7 @@ def clusters_block(
         exact_block = exact.exact_block
     nothing = xp.zeros((1, values_and_one.shape[-1]), dtype=values_and_one.dtype, device=device)
     parts = [nothing], [nothing[..., -1:] - xp.inf]
-    # A row's clusters in their order, and then nothing.
+    # The parts of each row, in the order of its clusters; the rest are `nothing`.
     order = np.cumsum(chosen, axis=-1) - 1
     where, seen = np.zeros((n, max(1, int(order.max(initial=0)) + 1)), np.int64), 1
     for visit in visits(chosen, clusters, query.start, exact_window):

@@ -43,7 +43,7 @@ __all__ = [
 def normalize_state(state: State) -> State:
     """Divide each feature by its own normalizer: kvz becomes ``[mean value, 1]`` on log scale 0.
 
-    A feature that has seen nothing keeps a log scale of -inf, and no say in the scale of a row.
+    A feature without keys keeps a log scale of -inf, and does not change the scale of a row.
     """
     xp = namespace(state.kvz)
     z = state.kvz[..., -1:]
@@ -74,8 +74,8 @@ def scan_column_normalized(
 ) -> tuple[Partial, State]:
     """Causal attention of a block by column-normalized reads.
 
-    With ``phi_ir / z_ir`` for ``phi_ir``, ``z_ir`` the normalizer of feature r up to token i, it is
-    an ordinary causal read.
+    ``phi_ir`` is divided by ``z_ir``, the normalizer of feature r up to token i; the rest is an
+    ordinary causal read.
     """
     log_q = evaluate(problem.query_spec, query).log
     log_k = evaluate(problem.key_spec, key).log
@@ -87,7 +87,7 @@ def scan_column_normalized(
 def _scan_on_one_scale(
     log_q: Array, log_k: Array, values_and_one: Array, state: State
 ) -> tuple[Partial, State] | None:
-    """One scale for each feature and all rows; None where an early row would lose digits to it.
+    """Scan with one scale of each feature for all rows; None if an early row would lose digits.
 
     Weights lost to underflow are below rounding of a normalizer of at least ``eps^2``, and that
     bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
@@ -163,7 +163,7 @@ class _Reads(NamedTuple):
 def _reads(
     log_q: Array, log_k: Array, values_and_one: Array, state: State, grad_output: Array
 ) -> _Reads:
-    """O(n m (log n + e) + n^2 (m + e)) time, O(n m) memory; no branch depends on data."""
+    """Compute the reads in O(n m (log n + e) + n^2 (m + e)) time; no branch depends on data."""
     xp = namespace(values_and_one)
     before = State(state.kvz[..., None, :, -1:], state.log_scale[..., None, :], 0)
     each = State(xp.ones_like(log_k)[..., None], log_k, 0)

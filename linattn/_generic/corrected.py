@@ -11,18 +11,18 @@ from linattn.typing import Corrected, Partial, State
 __all__ = ["guard", "widen_state"]
 
 LARGEST_RATIO = 2
-"""How far the corrected denominator may be from the uncorrected one."""
+"""Largest ratio, either way, of the corrected denominator to the uncorrected one."""
 
 LARGEST_CANCELLATION = 4
-"""What the terms of the corrected denominator may sum to, without signs, in units of it."""
+"""Largest sum of absolute terms of the corrected denominator, relative to their sum."""
 
 
 def widen_state(spec: Corrected, state: State) -> State:
-    """Put beside each other what one read gives of a state of m + p columns.
+    """Return a state that one read turns into both corrected and uncorrected sums.
 
     Columns of values: the corrected ``[v, 1]``, the absolute value of its last, the uncorrected
-    ``[v, 1]``. The log scales are those of the uncorrected sums, or a little less than those of the
-    corrected ones where these are far above: both stay in range. O(m (m + p) e) time.
+    ``[v, 1]``. Log scales are taken from the uncorrected sums. If a corrected sum is far larger,
+    its log scale less a margin is taken, so that both stay in range. O(m (m + p) e) time.
     """
     xp = namespace(state.kvz)
     m = spec.half_log.shape[-1]
@@ -41,12 +41,12 @@ def widen_state(spec: Corrected, state: State) -> State:
 
 
 def guard(part: Partial) -> Partial:
-    """Choose for each query between what it read of a widen_state state."""
+    """Return for each query its corrected sums if they can be trusted, else the uncorrected."""
     xp = namespace(part.num_den)
     width = (part.num_den.shape[-1] - 1) // 2
     corrected, uncorrected = part.num_den[..., :width], part.num_den[..., width + 1 :]
     d1, d0, size = corrected[..., -1:], uncorrected[..., -1:], part.num_den[..., width : width + 1]
     near = (LARGEST_RATIO * d1 > d0) & (d1 < LARGEST_RATIO * d0)
-    # Where the correction overflowed or is NaN no comparison holds.
+    # Where the correction overflowed or is NaN, both comparisons are False.
     trusted = near & (size < LARGEST_CANCELLATION * d1)
     return Partial(xp.where(trusted, corrected, uncorrected), part.log)

@@ -1,7 +1,7 @@
-"""Decay: before each token the state is multiplied by e^g, g <= 0, kept as a shift of its logs.
+"""Decay: before each token the state is multiplied by e^g, g <= 0, by a shift of its log scales.
 
-Sums are made in the dtype that ``log_decay``, ``(..., n, 1)``, comes in, float64 wherever a library
-has it: those of a block in float32 would be off by what their terms round to, all to one side.
+Sums have the dtype of ``log_decay``, ``(..., n, 1)``: float64 wherever a library has it. In float32
+the rounding errors of a block's terms have one sign, and would add up.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ __all__ = ["decay_since", "decay_until", "fade", "faded_keys", "faded_rows", "ne
 
 
 def decay_since(log_decay: Array) -> Array:
-    """Decay from the start of a block up to each of its tokens, that of the token included."""
+    """Log decay from the start of a block up to each of its tokens, the token's own included."""
     return namespace(log_decay).cumulative_sum(log_decay, axis=-2)
 
 
 def decay_until(log_decay: Array) -> Array:
-    """Decay after each token of a block up to its end."""
+    """Log decay after each token of a block, up to the end of the block."""
     xp = namespace(log_decay)
     later = xp.concat([log_decay[..., 1:, :], xp.zeros_like(log_decay[..., :1, :])], axis=-2)
     return xp.flip(xp.cumulative_sum(xp.flip(later, axis=-2), axis=-2), axis=-2)
 
 
 def fade(state: State, log: Array) -> State:
-    """Let a state decay by ``(..., 1)``; what its log scale rounds away goes to its numbers."""
+    """Multiply a state by ``exp(log)``, ``(..., 1)``; ``kvz`` takes the rounding error."""
     xp, dtype = namespace(state.kvz), state.kvz.dtype
     log_scale = state.log_scale + xp.astype(log, dtype, copy=False)
     moved = xp.where(log_scale == -xp.inf, xp.zeros_like(log_scale), log_scale - state.log_scale)
@@ -39,7 +39,7 @@ def fade(state: State, log: Array) -> State:
 def near(state: State) -> tuple[State, Array]:
     """State on the scale of its largest feature, and the log of that scale, ``(..., 1, 1)``.
 
-    A state that has decayed far has logs beside which those of queries would be rounded away.
+    The log scales of a decayed state may be so large that adding them would round a query's logs.
     """
     xp = namespace(state.kvz)
     top = xp.max(state.log_scale, axis=-1, keepdims=True)
@@ -56,7 +56,7 @@ def weighed(tokens: Tokens, log: Any) -> Tokens:
 
 
 def faded_keys(keys: Features, log_decay: Array | None) -> Features:
-    """Let keys decay to the end of their run."""
+    """Let keys decay from their token to the end of the block."""
     if log_decay is None:
         return keys
     xp = namespace(keys.log)
@@ -64,7 +64,7 @@ def faded_keys(keys: Features, log_decay: Array | None) -> Features:
 
 
 def faded_rows(log: Array, log_decay: Array | None) -> Array:
-    """Let logs of rows decay from the start of their run."""
+    """Add to logs of rows the decay from the start of the block."""
     if log_decay is None:
         return log
     return log + namespace(log).astype(decay_since(log_decay), log.dtype)

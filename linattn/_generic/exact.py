@@ -35,10 +35,10 @@ def exact_block(
     """Softmax attention of queries to keys. O(n s (d + e)) time, O(n s) memory.
 
     ``visible``, (n, s), says which pairs count; None means all. A value that is not finite
-    reaches every row, whoever sees it: the caller checks. ``bias``, (..., n, s), is added to the
-    logits.
+    reaches every row, even one that does not see it: the caller checks. ``bias``, (..., n, s), is
+    added to the logits.
 
-    A row whose logits all overflow to -inf becomes NaN: its weights are not known to be zero.
+    A row whose logits all overflow to -inf becomes NaN: its weights have no known ratio.
     """
     xp = namespace(values_and_one)
     logits = xp.matmul(query.x * spec.scale, xp.matrix_transpose(key.x))
@@ -78,14 +78,14 @@ def band_block(
 
 
 def in_band(like: Array, n: int, s: int, band: tuple[int, int]) -> Array:
-    """Which of s keys n queries see, ``(n, s)``: i those from i + low to i + high."""
+    """Return which of s keys n queries see, ``(n, s)``: query i sees i + low to i + high."""
     xp, device = namespace(like), array_api_compat.device(like)
     offset = xp.arange(s, device=device) - xp.arange(n, device=device)[:, None]
     return (offset >= band[0]) & (offset <= band[1])
 
 
 def beside(x: Array, g: int) -> Array:
-    """Tokens of each of g blocks and of those that follow it; None stays None."""
+    """Return tokens of each of g blocks and of the blocks that follow it; None stays None."""
     if x is None:
         return None
     width = x.shape[-3] - g + 1
@@ -108,9 +108,10 @@ def exact_pairs(
     lazy: bool,
     exact_block: Any = exact_block,
 ) -> Partial:
-    """Softmax attention to the keys that each query sees; what it does not see never reaches it.
+    """Softmax attention to the keys that each query sees; no hidden NaN or inf reaches a query.
 
-    ``visible`` and ``bias`` as in :func:`exact_block`; a backend's is only called without a bias.
+    ``visible`` and ``bias`` as in :func:`exact_block`. ``exact_block``, which may be a backend's,
+    is not called if there is a bias.
     """
     xp = namespace(values_and_one)
     if visible is None and bias is None:
@@ -160,9 +161,9 @@ def window_block(
     lazy: bool,
     exact_block: Any = exact_block,
 ) -> Partial:
-    """Exact part: each block of queries with its own keys and those of the blocks beside it.
+    """Softmax attention of each block of queries to its own keys and the blocks beside it.
 
-    Queries ``(..., g, w, d)``; keys of one block more before them, and full attention one after.
+    Queries ``(..., g, w, d)``. Keys have one block more before them, and one after if not causal.
     O(g w^2 (d + e)) time, O(g w (w + d + e)) memory.
     """
     xp = namespace(values_and_one)

@@ -21,7 +21,7 @@ __all__ = ["change_coordinates_vjp", "check_differentiable", "features_vjp", "su
 
 
 def check_differentiable(spec: MapSpec, feature_map: object) -> None:
-    """Refuse a map without derivative, or without the rule for it, and say what is missing."""
+    """Raise NotImplementedError, naming the reason, if a map has no rule for its derivative."""
     if isinstance(spec, Affine | ColumnNormalized):
         check_differentiable(spec.spec, feature_map)
         return
@@ -45,10 +45,10 @@ def check_differentiable(spec: MapSpec, feature_map: object) -> None:
 def features_vjp(spec: Spec, tokens: Tokens, cotangent: Features) -> Array:
     """Pull the cotangent of evaluated features back to ``tokens.x``, ``(..., n, d)``.
 
-    ``cotangent.log`` is that of ``log``, for features without values ``(..., n, m)``, for others
-    ``(..., n, 1)`` or None (zero); ``cotangent.values`` that of ``values``, the log held constant.
-    For a whole row multiplied by a factor the output is the same, and the sum of ``log`` over the
-    row is 0 for queries.
+    ``cotangent.log`` is the cotangent of ``log``: ``(..., n, m)`` for features without values,
+    ``(..., n, 1)`` or None (zero) for others. ``cotangent.values`` is the cotangent of ``values``
+    at a fixed log. A factor on all features of a query changes no output, so the cotangents of
+    ``log`` of a query sum to 0.
     """
     xp = namespace(cotangent.log if cotangent.values is None else cotangent.values)
     cotangent = Features(*(None if x is None else flushed(x) for x in cotangent))
@@ -56,7 +56,7 @@ def features_vjp(spec: Spec, tokens: Tokens, cotangent: Features) -> Array:
 
 
 def change_coordinates_vjp(affine: Affine, gradient: Array, weight: Array) -> Array:
-    """Pull back through a change of coordinates; ``weight``: of the log weight, None for zero."""
+    """Pull back through a change of coordinates; ``weight``: cotangent of the log weight."""
     xp = namespace(gradient)
     moved = xp.matmul(gradient, xp.matrix_transpose(affine.transform))
     return moved if weight is None else moved + weight * xp.matrix_transpose(affine.weight)

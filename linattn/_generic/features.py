@@ -32,11 +32,11 @@ SMALL_VALUE = 2.0**-40
 """Of a feature, beside the largest of its row: below, products with it may not be normal."""
 
 RECTIFIED = (HEAVISIDE, RELU, SQUARED_RELU)
-"""Activations of which many are exactly 0."""
+"""Activations that are exactly 0 for many inputs."""
 
 
 def change_coordinates(affine: Affine, tokens: Tokens, *, weighted: bool) -> Tokens:
-    """Change coordinates; the log weight only where it matters, as it does for all keys."""
+    """Change coordinates; if ``weighted``, as for all keys, add the log weight too."""
     xp = namespace(tokens.x)
     x = tokens.x - affine.shift
     log = tokens.log_weight
@@ -98,10 +98,10 @@ def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Arra
 
 
 def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
-    """Evaluate queries apart from what all features of a token share: features, and its log.
+    """Return the features of queries, largest log 0, and the log that was taken off each query.
 
-    It cancels in what they read. Beside the square of a large query nothing would be left of the
-    exponents that tell its features apart, and beside the largest of these nothing of keys' logs.
+    That log cancels when a row is divided. Added to the exponents, it would round them: the square
+    of a large query is far larger than the differences of its exponents, or than keys' logs.
     """
     if isinstance(spec, Exponential):
         xp = namespace(tokens.x)

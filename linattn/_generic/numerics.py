@@ -33,16 +33,16 @@ ignore_fp_warnings = partial(
 
 
 LEAST = {16: 2.0**-14, 32: 2.0**-63, 64: 2.0**-511}
-"""Smallest weights that are not 0, by bits of a number: products of two are normal numbers.
+"""Smallest weights that are not flushed, by bits of a dtype: products of two are normal numbers.
 
-What is below the smallest normal number takes some processors a hundred times as long.
+Arithmetic below the smallest normal number takes some processors a hundred times as long.
 """
 
 FAINT = {16: 2.0**-14, 32: 2.0**-85, 64: 2.0**-900}
-"""The same of weights whose products are with values alone, of about 1."""
+"""The same for weights that are only multiplied by values, of about 1."""
 
 DECAYED = {16: 2.0**-14, 32: 2.0**-40, 64: 2.0**-400}
-"""The same of decays: two of them, a query, a key and a value are factors of a product."""
+"""The same for decays: a product may have two of them, a query, a key and a value."""
 
 NORMAL = {16: 2.0**-14, 32: 2.0**-126, 64: 2.0**-1022}
 """Smallest normal numbers."""

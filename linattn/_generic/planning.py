@@ -19,11 +19,11 @@ CAUSAL_BLOCK = 128
 LAZY_CAUSAL_BLOCK = 64
 
 
-# Blocks of a window are worked on so many tokens at a time: fewer do too little at once.
+# Tokens of the window blocks of one step: fewer would make small products.
 WINDOW_SPAN = 2048
 
 
-# So many queries of a cluster are a product worth its call.
+# Queries of a step with clusters: enough for a product of each cluster.
 CLUSTERS_SPAN = 8192
 
 

@@ -12,7 +12,7 @@ __all__ = ["scan_separate", "separate_state"]
 
 
 def separate_state(state: State) -> State:
-    """Leave the values to the first half of the features, and their weights to the second."""
+    """Zero the weights in the first half of the features, and the values in the second."""
     xp, kvz = namespace(state.kvz), state.kvz
     m = kvz.shape[-2] // 2
     first = xp.concat([kvz[..., :m, :-1], xp.zeros_like(kvz[..., :m, -1:])], axis=-1)
@@ -60,6 +60,6 @@ def scan_separate(
 
 
 def _half(features: Features, half: slice) -> Features:
-    """Half of the features; their logs may be those of rows."""
+    """Half of the features; logs ``(..., n, 1)``, shared by a row, stay whole."""
     log = features.log if features.log.shape[-1] == 1 else features.log[..., half]
     return Features(log, features.values[..., half])

@@ -1,4 +1,4 @@
-"""Attention within each of some sequences that lie end to end, one after the other."""
+"""Attention within each of several sequences on one axis, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sequences_block(
     is_causal: bool,
     want_log: bool,
 ) -> Partial:
-    """Attention within each sequence, every row on the scale of what it sees."""
+    """Attention within each sequence, every row on the scale of the keys that it sees."""
     xp, num_den, logs, start = namespace(values_and_one), [], [], 0
     features, e = row_features(key_spec, key), values_and_one.shape[-1] - 1
     m = max(x.shape[-1] for x in (features.log, features.values) if x is not None)

@@ -39,12 +39,12 @@ __all__ = ["exponential_row", "exponents", "nan_if_infinite", "rules_of", "spec_
 
 
 class SpecRules(NamedTuple):
-    """What a spec class means.
+    """Rules of one class of specs.
 
     Attributes
     ----------
     axes : dict
-        Axes of each of its arrays after the leading ones; what is None or a number has none.
+        Axes of each of its arrays after the leading ones; None or a number has no axes.
     evaluate : callable
         ``evaluate(spec, tokens, xp) -> Features``, without the log weight of the tokens.
     pull_back : callable
@@ -262,7 +262,7 @@ WRAPPERS: dict[type, dict[str, int]] = {
 
 
 def rules_of(spec: Spec) -> SpecRules:
-    """Rules of a spec, or those of the class that it is derived from."""
+    """Return the rules of a spec, by its class or the first base class that has rules."""
     for cls in type(spec).__mro__:
         if cls in SPECS:
             return SPECS[cls]

@@ -65,14 +65,14 @@ def combine(first: Partial, second: Partial) -> Partial:
 
 
 def _unscaled_where_zero(part: Partial) -> Partial:
-    """Rows that are 0 on any scale must not bring others to theirs, on which these may vanish."""
+    """Give rows that are all 0 the log -inf, so that their scale does not enter a sum."""
     xp = namespace(part.num_den)
     is_something = xp.any(part.num_den != 0, axis=-1, keepdims=True)
     return part._replace(log=xp.where(is_something, part.log, xp.full_like(part.log, -xp.inf)))
 
 
 SMALL_FEATURE, LARGE_FEATURE = 2.0**-20, 2.0**20
-"""Of a state: what is beyond them is far more or less than its scale says."""
+"""Range of a state's normalizers; outside it, the log scale of a feature is misleading."""
 
 
 def key_weights(
@@ -80,8 +80,7 @@ def key_weights(
 ) -> tuple[Array, Array, Array]:
     """Put keys on the shift ``c`` that their state will have: (weights, c, finite c).
 
-    ``bits``: of the power of two that weights are multiplied with; ``least``: smallest that is not
-    0.
+    ``bits``: weights are multiplied by ``2^bits``; ``least``: smaller weights are 0.
     """
     log, values = features
     xp = namespace(log)

@@ -39,9 +39,9 @@ def is_moderate(value: Array) -> bool:
 
 
 def unit_log(lead: tuple[int, ...], *arrays: Array) -> Any:
-    """log2 of powers of two, ``(*lead, 1, 1)``, of which the largest numbers are about 1.
+    """Return log2 of each head's unit, ``(*lead, 1, 1)``: the largest numbers are about 1 in it.
 
-    0 where a row of each head of the first array is moderate, and where a number would be rounded.
+    0 if one row of each head of the first array is moderate, or if a number would be rounded.
     """
     given = [x for x in arrays if isinstance(x, np.ndarray) and x.size and x.dtype.itemsize > 2]
     if not given:
@@ -87,7 +87,7 @@ def numerators_times(kvz: Array, log: Any, of_normalizers: Any = 0) -> Array:
 
 
 def heads_of(problem: Problem) -> tuple[int, ...]:
-    """Leading axes of units: those of the heads if all arrays have them, else none."""
+    """Leading axes of units: the axes of the heads if all arrays have them, else none."""
     weights = problem.weights
     arrays = [problem.query, problem.key, problem.value, weights.key_bias, weights.log_decay]
     leads = [x.shape[:-2] for x in arrays if x is not None]
@@ -122,7 +122,7 @@ def _means(kvz: Array) -> Array:
 
 
 def in_units(problem: Problem, log: Any) -> Problem:
-    """Measure the values of a problem in units of ``2^log``, those of its state too."""
+    """Divide the values of a problem, and of its state, by ``2^log``."""
     if not np.any(log):
         return problem
     state = problem.state
