@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_less
 
 import linattn
 from linattn.feature_maps import (
@@ -192,3 +193,21 @@ def test_what_is_slow_is_told():
     assert why_slow(x * np.float32(1e-20), x.T * np.float32(1e-20)) == "product"
     # What rounds to 0 takes no longer.
     assert why_slow(x * np.float32(1e-30), x.T * np.float32(1e-30)) is None
+
+
+def test_a_state_keeps_its_digits_beside_a_block():
+    """Weights are lifted by a power of two that is no term of an exponent."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.normal(size=(3, 12, 4))
+    phi = ReluFeatures()
+    weights = np.tril(np.maximum(query, 0) @ np.maximum(key, 0).T)
+    with linattn.without_backends():
+        _, state = linattn.linear_attention(
+            query[:5], key[:5], value[:5], phi, is_causal=True, normalize=False, return_state=True
+        )
+        found = linattn.linear_attention(
+            query[5:], key[5:], value[5:], phi,
+            is_causal=True, normalize=False, initial_state=state,
+        )  # fmt: skip
+    allowed = 8 * np.finfo(float).eps * (weights @ np.abs(value))[5:]
+    assert_array_less(np.abs(found - (weights @ value)[5:]), allowed + 1e-300)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import log
-
 from linattn._arrays import namespace
 from linattn._generic.decay import decay_since, fade, faded_keys
 from linattn._generic.features import query_features, row_features
@@ -34,7 +32,7 @@ def scan_block(
     state = by_feature(state)
     weights_q, weights_k, c, shift, row = _weights(queries, keys, state)
     bits, least = lift_of(values_and_one)
-    before = rescaled(state.kvz, state.log_scale - shift + bits * log(2), least)
+    before = rescaled(state.kvz, state.log_scale - shift, least, bits)
 
     scores = xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k)))
     num_den = xp.matmul(flushed(scores, least), values_and_one)
@@ -78,7 +76,7 @@ def scan_decayed_block(
     state = by_feature(state)
     weights_q, weights_k, _, shift, row = _weights(queries, keys, state)
     bits, least = lift_of(values_and_one)
-    before = rescaled(state.kvz, state.log_scale - shift + bits * log(2), least)
+    before = rescaled(state.kvz, state.log_scale - shift, least, bits)
 
     since = decay_since(key.log_decay)
     between = since - xp.matrix_transpose(since)

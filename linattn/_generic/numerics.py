@@ -88,9 +88,14 @@ def lift_of(like: Array) -> tuple[int, dict[int, float]]:
     return (LIFT[dtype_bits(like.dtype)], LEAST) if isinstance(like, np.ndarray) else (0, NORMAL)
 
 
-def rescaled(kvz: Array, log_factor: Array, least: dict[int, float] = NORMAL) -> Array:
-    """Multiply the features of a state by ``exp(log_factor)``; what becomes small is 0."""
-    return flushed(kvz * namespace(kvz).exp(log_factor)[..., None], least)
+def rescaled(
+    kvz: Array, log_factor: Array, least: dict[int, float] = NORMAL, bits: int = 0
+) -> Array:
+    """Multiply the features of a state by ``2^bits exp(log_factor)``; small results are 0.
+
+    The power is a factor of its own: added to the exponent it would cost digits.
+    """
+    return flushed(kvz * (namespace(kvz).exp(log_factor) * 2.0**bits)[..., None], least)
 
 
 def divisor(size: Array, xp: ModuleType) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from linattn._arrays import namespace
+from linattn._arrays import dtype_bits, namespace
 from linattn._generic.features import query_features, row_features
 from linattn._generic.numerics import FAINT, LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
@@ -71,8 +71,8 @@ def _unscaled_where_zero(part: Partial) -> Partial:
     return part._replace(log=xp.where(is_something, part.log, xp.full_like(part.log, -xp.inf)))
 
 
-SMALL_FEATURE, LARGE_FEATURE = 2.0**-20, 2.0**20
-"""Range of a state's normalizers; outside it, the log scale of a feature is misleading."""
+LARGE_FEATURE = {16: 2.0**20, 32: 2.0**20, 64: 2.0**200}
+"""Largest number of a feature's state; above it, or below its inverse, the scale misleads."""
 
 
 def key_weights(
@@ -124,7 +124,8 @@ def by_feature(state: State) -> State:
     """
     xp, kvz = namespace(state.kvz), state.kvz
     size = xp.max(xp.abs(kvz), axis=-1)
-    is_off = (size > 0) & (size < xp.inf) & ((size < SMALL_FEATURE) | (size > LARGE_FEATURE))
+    most = LARGE_FEATURE[dtype_bits(kvz.dtype)]
+    is_off = (size > 0) & (size < xp.inf) & ((size < 1 / most) | (size > most))
     if isinstance(size, np.ndarray) and not is_off.any():
         return state
     size = xp.where(is_off, size, xp.ones_like(size))
