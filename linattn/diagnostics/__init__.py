@@ -9,7 +9,7 @@ Arrays may come from any library. Everything but exact rows is computed on the h
 float64, on a sample of tokens where the cost would be quadratic; results are NumPy arrays.
 
 Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``m`` features (columns), ``e`` value dim, ``...``
-leading axes (batch, heads), which broadcast and of which every element is called a head.
+leading axes (batch, heads), which broadcast; each of their elements is called a head.
 """
 
 from __future__ import annotations

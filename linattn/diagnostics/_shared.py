@@ -179,7 +179,7 @@ def error_and_bound(
 def _margin(residuals: Floats, level: float, unseen: Any) -> Floats:
     """Bound what a mean square lacks: Bernstein's inequality with the variance that the rows show.
 
-    And with the largest residual that they show, or that of rows which they may miss: with a
+    The largest residual is the largest of the drawn rows, or of rows they may miss: with a
     probability of ``1 - exp(-level)`` no set of more than ``level / h`` of all draws is missed.
     """
     h = residuals.shape[-1]

@@ -26,7 +26,7 @@ def crossover_length(
     .. math::
         \text{exact: } 2 N^2 (d + e), \qquad \text{linear: } 4 N m (d + e + 1)
 
-    and with a causal mask, of which exact attention skips one half and linear attention computes
+    and with a causal mask, where exact attention skips one half and linear attention computes
     blocks of c tokens by pairs,
 
     .. math::

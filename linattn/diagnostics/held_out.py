@@ -144,7 +144,7 @@ def held_out_error(
     rows : array_like of int, optional
         R itself, instead of a draw.
     probability : float, optional
-        That of the bound, between 0 and 1. Default 0.95.
+        Probability that the bound holds, between 0 and 1. Default 0.95.
     rng : int, Generator, SeedSequence or None, optional
         Seed of the draw.
 
@@ -174,9 +174,9 @@ def held_out_error(
         \mathrm{bound}^2 = \frac{\bar a + \sqrt{2 l \, \overline{r^2} / h}
         + l \max(\max_i r_i, \overline{|o^* - \overline{o^*}|^2}) / h}{\bar b} .
 
-    The inequality wants the variance and the largest of all residuals. The variance is that of the
-    rows. The largest is that of the rows, or the squared error of an output that does not depend
-    on its query, the mean output, where that is more: of h rows that agree, a share l / h of all
+    The inequality wants the variance and the largest of all residuals. The variance is taken
+    from the rows. The largest is the rows' largest, or the squared error of an output that does not
+    depend on its query, the mean output, where that is more: of h rows that agree, a share l / h of all
     may be unlike each of them (the rule of three). So 64 rows of outputs around 0 promise no error
     below .22, and 256 none below .11, whatever they show. The bound does not hold where rows that
     nobody has seen are further off than that: ``benchmarks/tolerance.py`` measures how often.

@@ -346,7 +346,7 @@ def denominators(
 
 
 def _median(values: Floats) -> Floats:
-    """Median along the last axis of what is not NaN; NaN if nothing is."""
+    """Median along the last axis, ignoring NaN; NaN if all are."""
     return weighted_quantile(np.nan_to_num(values, nan=np.inf), 1.0 - np.isnan(values), 0.5)
 
 

@@ -143,7 +143,7 @@ def relative_variance(
     Notes
     -----
     A pair whose kernel squared leaves the range of float64 counts as infinite. For deterministic
-    maps everything is 0: they are what they are, which need not be softmax. Time O(n^2 d) and
+    maps everything is 0, though their kernel need not be softmax. Time O(n^2 d) and
     memory O(n^2) a head, n = num_samples.
 
     Examples
