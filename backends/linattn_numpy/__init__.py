@@ -1,7 +1,7 @@
 """NumPy backend of linattn: the block tier in place, on cache-sized blocks, threads over heads.
 
-Registered under the entry-point group ``linattn.backends``; it has no public functions of its own
-beyond the protocol :class:`linattn.typing.Backend`. A function declines what it does not speed up,
+Registered under the entry-point group ``linattn.backends``. Its public functions implement the
+protocol :class:`linattn.typing.Backend`. A function declines a block that it cannot speed up,
 and the generic code takes over.
 """
 

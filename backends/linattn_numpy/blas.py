@@ -25,8 +25,8 @@ def controller() -> Any:
 class Blas:
     """The process-wide limit on BLAS threads, taken by the first user and given back by the last.
 
-    Without threadpoolctl (extra ``threads``) BLAS is left alone. What is taken is noted before it
-    changes anything, and forgotten after it has been given back: an interrupt may fall anywhere.
+    Without threadpoolctl (extra ``threads``) BLAS is left alone. An interrupt may come anywhere, so
+    a user is recorded before BLAS is changed, and removed after BLAS is restored.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Blas:
             self.give_back(user)
 
     def take(self, user: object) -> None:
-        """Count a user, the first of whom sets BLAS to one thread."""
+        """Add a user; the first sets BLAS to one thread."""
         found = controller()
         with self._lock:
             self._users[user] = threading.get_ident()
@@ -75,7 +75,7 @@ class Blas:
                     library.set_num_threads(1)
 
     def give_back(self, user: object) -> None:
-        """Count a user no more, if it was counted; the last sets BLAS to what it was."""
+        """Remove a user, if it was added; the last restores the threads of BLAS."""
         if user in self._users:
             with self._lock:
                 if len(self._users) == 1:

@@ -3,8 +3,8 @@
 A block whose exponents are not moderate is *max-stabilized*, if its map is exponential: exponents
 are taken less their exact maxima.
 
-What may be lost to underflow is bounded in units of attention weights, which sum to 1 over the keys
-of a query: the largest product of scales times the smallest normal number, once a term.
+The loss to underflow is bounded in units of attention weights, which sum to 1 over the keys of a
+query: for each term, the largest product of scales times the smallest normal number.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the la
 def _max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
     """Log of the largest scale from which underflow cannot take digits of cotangents.
 
-    Those of 1 keep all, smaller ones (``sizes``: the largest of each head and column) what is
-    allowed to small values.
+    ``sizes``: largest cotangent of each head and column. A cotangent of 1 keeps all digits; a
+    smaller one may lose ``SMALL_VALUES`` rounding units.
     """
     least = sizes.min(where=sizes != 0, initial=1 / limits.SMALL_VALUES)
     return log(least * limits.SMALL_VALUES) - log(limits.floor_of(dtype) * terms)
@@ -43,7 +43,7 @@ def _max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
 def read_block_vjp(
     query_spec: Spec, tokens: Tokens, state: State, grad_output: Floats, adjoint: State
 ) -> tuple[Floats, State] | Declined:
-    """Gradient of queries that read a state, and the adjoint with them added."""
+    """Return the gradient of queries that read a state, and the adjoint with these queries."""
     if not has_vjp(query_spec):
         return NO_VJP
     kvz, loss = state.kvz, 1.0
@@ -65,7 +65,7 @@ def read_block_vjp(
         return features
     z = kvz[..., -1:]
     cotangent = product(grad_output, transposed(kvz[..., :-1]), "read")
-    # Underflow takes at most so many smallest numbers times the largest weight or sum, once a term.
+    # For each term, underflow takes at most `loss` smallest numbers times the largest factor.
     floor = loss * limits.floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
     denominator = np.matmul(weights, z)
     if not floor <= denominator.min() <= denominator.max() < np.inf:
@@ -77,7 +77,7 @@ def read_block_vjp(
     inner *= inverse
     if not limits.all_finite(inner):
         return limits.UNDERFLOWED
-    # That of the weights: ``g.S / den - (g.out / den) z``.
+    # The cotangent of the weights: ``g.S / den - (g.out / den) z``.
     cotangent *= inverse
     more = buffer("more", cotangent.shape, cotangent.dtype)
     cotangent -= np.multiply(transposed(z), inner, out=more)

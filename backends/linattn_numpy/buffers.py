@@ -1,4 +1,4 @@
-"""Types of arrays, and workspaces that each thread caches, to pay for no fresh pages."""
+"""Types of arrays, and buffers that each thread caches, since fresh memory pages cost time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Bools = NDArray[np.bool_]
 _scratch = threading.local()
 
 IS_POISONED = False
-"""Tests set it: a buffer comes full of NaN, which whoever still reads it gets."""
+"""Tests set it: each buffer is filled with NaN, so that a read of old contents shows."""
 
 
 def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
-    """Return this thread's buffer of that name; what it held before is lost."""
+    """Return this thread's buffer of a name, whose earlier contents are overwritten."""
     cached: dict[Any, Any] = _scratch.__dict__
     view: Floats | None = cached.get((name, shape, dtype))
     if view is not None:
@@ -55,7 +55,7 @@ def _poisoned(view: Floats) -> Floats:
 
 @contextmanager
 def broadcast_in_place() -> Iterator[None]:
-    """Keep NumPy from copying what it broadcasts along long rows into buffers of its own."""
+    """Keep NumPy from copying a broadcast operand of long rows into its own buffers."""
     with np.errstate():
         # Restored with the rest of what errstate holds.
         np.setbufsize(tuning.UFUNC_BUFFER)

@@ -1,11 +1,11 @@
 """Causal attention of a block in place.
 
-A block stays *unshifted* if its exponents lie within ``+-MAX_EXPONENT``, or if the norms of its
-queries bound theirs: its features are made and used a tile at a time, on one scale with its state,
-and it is checked here by the rule of the driver, on the scale of its largest product. A block of
-which no head is in range is done *max-stabilized*, on a scale that grows from sub-block to
-sub-block, and what of that is rejected row by row. Where only some are, or a block is rejected,
-each head is done by itself. The generic twin is ``scan_block`` of ``linattn/_generic/states.py``.
+A block is *unshifted* if its exponents lie within ``+-MAX_EXPONENT``, or if the norms of its
+queries bound them. Its features are made and used a tile at a time, on one scale with its state.
+The rule of the driver checks it here, on the scale of its largest product. If no head is in range,
+the block is *max-stabilized*: its scale grows from sub-block to sub-block, and rows are checked one
+by one. If only some heads are in range, or the block is rejected, each head is done alone. The
+generic twin is ``scan_block`` of ``linattn/_generic/causal.py``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def scan_block(
         return unsupported(query_spec, key_spec)
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
     (*heads, m, _), n = state.kvz.shape, values_and_one.shape[-2]
-    # Each head has the bits that it has alone.
+    # If true, each head must have the bits that it would have alone.
     are_apart = prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS
     answer: tuple[Partial, State] | Declined = Declined("one side is paired, the other is not")
     if num_sign_halves(query_spec) == num_sign_halves(key_spec):
@@ -76,7 +76,7 @@ def scan_block(
             return answer
         if are_apart and (answer is not LARGE_SAMPLE or key.log_decay is not None):
             return Declined(answer.reason, by_head=True)
-    # Of a longer block most may be in range: the driver tries it again as shorter ones.
+    # Most of a longer block may be in range: the driver tries it again in shorter blocks.
     is_short = n <= _tile_rows(m) or (answer is LARGE_SAMPLE and key.log_decay is None)
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         answer = _scan_stabilized(block, state, want_log)
@@ -99,7 +99,7 @@ def _scan_unshifted(
     if isinstance(common, Declined):
         return common
     if key.log_weight is not None and isinstance(key_spec, Pointwise) and key_spec.f == RELU:
-        # Other keys of a row may have none of the features that these have.
+        # A feature may be 0 in all other keys of a row, but not in these light ones.
         vanishes = common.value_weights < limits.floor_of(values_and_one.dtype)
         if np.any(vanishes & (key.log_weight > -inf)):
             return limits.UNDERFLOWED
@@ -138,13 +138,13 @@ def _scan_unshifted(
 
 
 class Sums(NamedTuple):
-    """Rows of a block, and what underflow leaves of them."""
+    """Rows of a block, and the bounds that check them for underflow."""
 
     num_den: Floats
     floor: float
-    """Least denominator that underflow leaves."""
+    """Least denominator that underflow cannot have changed."""
     least_weight: float
-    """Of a key, in the state that rows see."""
+    """Least weight of a key in the state that rows read."""
 
 
 def scan_tiles(
@@ -157,8 +157,8 @@ def scan_tiles(
 ) -> tuple[Sums, Floats] | Declined:
     """Scan a block tile by tile: its sums and the state after it.
 
-    ``bounds``: those of :func:`exponent_bounds`. ``lengths``: of sequences that lie end to end.
-    ``since``: weak decay, by which value weights are divided.
+    ``bounds``: from :func:`exponent_bounds`. ``lengths``: lengths of packed sequences. ``since``:
+    weak decay, by which value weights are divided.
     """
     query_spec, key_spec, query, key, values_and_one = block
     (n, e), num_den, inspect = values_and_one.shape[-2:], None, bool((bounds == inf).any())
@@ -207,10 +207,10 @@ def scan_tiles(
 def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
     """Bounds on the exponents of each head's queries by norms, ``(...)``; inf: to be inspected.
 
-    A key's weight must be a normal number, and so must every feature of a query. What underflow can
-    take then is twice the smallest number for each key and feature, in itself and in what it adds
-    to the state, times the largest feature of the query; exponents of keys need no bound, since
-    what is too large for a float shows as inf.
+    A key's weight must be a normal number, and so must every feature of a query. Then underflow
+    takes for each key and feature at most twice the smallest number times the query's largest
+    feature: once in the feature, once in the sum. Exponents of keys need no bound, since a feature
+    that is too large is inf.
     """
     query_spec, key_spec, query, key, _ = block
     if (
@@ -253,7 +253,7 @@ def _scan_stabilized(
 
 
 def _tile_rows(m: int) -> int:
-    """Rows whose max-stabilized features are there at once."""
+    """Most rows of a tile of max-stabilized features."""
     return max(tuning.MAX_STABILIZED_ROWS, tuning.CAUSAL_TILE_ELEMENTS // m)
 
 
@@ -296,9 +296,9 @@ def _sum_pairs(
     num_den: Floats,
     log_row: Floats,
 ) -> None:
-    """Sum rejected rows again, each on the largest product of those that it sees.
+    """Sum rejected rows again, each on the scale of its own largest product.
 
-    ``states``: those before each sub-block and their log scales, those of what is before it.
+    ``states``: the state before each sub-block, and its log scales from the sub-block before.
     """
     lead, size = rejected.shape[:-2], v.shape[-2] // found.log_scale.shape[-2]
     for i, (kvz, c) in enumerate(states):
@@ -329,7 +329,7 @@ def _sum_pairs(
 
 
 def _exp_by_head(log: Floats, name: str) -> Floats:
-    """Exponentials in a buffer, of each head as it would be alone."""
+    """Exponentials in a buffer, with the bits of each head computed alone."""
     out = buffer(name, log.shape, log.dtype)
     shape = -1, *log.shape[-2:]
     for x, y in zip(log.reshape(shape), out.reshape(shape), strict=True):
@@ -338,17 +338,17 @@ def _exp_by_head(log: Floats, name: str) -> Floats:
 
 
 def _is_kept(key_spec: Spec, key: Tokens, before: Floats, kvz: Floats, floor: float) -> bool:
-    """Whether no feature of a state has decayed to what underflow may have changed.
+    """Whether no feature of the state has decayed so far that underflow may have changed it.
 
-    Without decay a feature holds what it held. Those of a pointwise map share one log scale, and
-    all keys have them, but for ReLU.
+    Always true without decay. Always true too for pointwise maps but ReLU: their features share a
+    log scale, and no key has a feature of 0.
     """
     is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
     if key.log_decay is None or not (is_relu or isinstance(key_spec, Exponential)):
         return True
     is_small = ~(kvz[..., -1] >= floor)
     if is_small.any() and isinstance(key_spec, Pointwise):
-        # What no key has had is 0.
+        # A feature that no key has is exactly 0.
         has = preactivations(key_spec, key.x, "features") > 0
         if key.log_weight is not None:
             has = has & (key.log_weight > -inf)

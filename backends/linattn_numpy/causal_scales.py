@@ -27,13 +27,13 @@ class CommonScale(NamedTuple):
     """A causal block of keys and the state before it on one scale."""
 
     log_scale: Floats
-    """``(..., 1)``: a feature's log scale is this less its log in the weights of the queries."""
+    """``(..., 1)``: a feature's log scale is this minus its log offset in the queries."""
     key_factors: Floats | None
-    """What the features of the keys are yet to be multiplied with; None for 1."""
+    """Factors of the keys' features that are still missing; None for 1."""
     value_weights: Floats
-    """``(..., n, 1)`` or ``(..., 1, 1)``: all else that the keys' weights lack."""
+    """``(..., n, 1)`` or ``(..., 1, 1)``: all other missing factors of the keys' weights."""
     state_factors: Floats
-    """What the features of the state are multiplied with."""
+    """Factors that put the features of the state on the common scale."""
 
 
 def common_scale(
@@ -74,7 +74,7 @@ def _is_near(log: Floats, g: Floats, limit: float) -> bool:
 
 
 class CausalBlock(NamedTuple):
-    """A causal block as it came."""
+    """The specs, tokens and ``[v, 1]`` of a causal block, unchanged."""
 
     query_spec: Any
     key_spec: Any
@@ -89,7 +89,7 @@ class StabilizedBlock(NamedTuple):
     query: Floats
     key: Floats
     state: Floats
-    """Not its logs, but itself."""
+    """The state itself on the new scale, not its logs."""
     log_row: Floats
     """Log scale of each query, ``(..., n, 1)``."""
     log_scale: Floats
@@ -104,8 +104,8 @@ class StabilizedBlock(NamedTuple):
 def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBlock:
     """Put keys on the maximum so far of each feature, and each query on its own largest.
 
-    So far: up to the end of a sub-block, or of the whole block where that is near. The row terms of
-    queries, which cancel, are left out.
+    The maximum runs to the end of a sub-block, or of the block within MAX_PREFIX_LOG_LEAD.
+    The row terms of queries cancel, and are left out.
     """
     query_spec, key_spec, query, key, _ = block
     k = log_features(key_spec, key, "key")
@@ -124,9 +124,9 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
 
 
 def running_scales(log: Floats, top: Floats) -> tuple[Floats, Floats, list[Floats | None]]:
-    """Largest logs so far along the last axis but one, or ``top`` where that is near.
+    """Return the largest logs so far along axis -2, or ``top`` within MAX_PREFIX_LOG_LEAD.
 
-    Also as finite shifts, and the factors ``(..., m, 1)`` from each to the next; None for 1.
+    Also return them as finite shifts, and the factors ``(..., m, 1)`` between them; None for 1.
     """
     c = np.maximum.accumulate(log, axis=-2)
     # What follows may be NaN, and is not for what is before it.
@@ -141,7 +141,7 @@ def running_scales(log: Floats, top: Floats) -> tuple[Floats, Floats, list[Float
 
 
 def _add_by_run(x: Floats, logs: Floats, runs: list[Run]) -> Floats:
-    """Add to the rows of each sub-block what is its own, in place where that fits."""
+    """Add its own row of ``logs`` to each sub-block, in place if the shapes allow it."""
     lead = broadcast_lead(x.shape[:-2], logs.shape[:-2])
     out = x if lead == x.shape[:-2] else np.empty((*lead, *x.shape[-2:]), x.dtype)
     for run in runs:

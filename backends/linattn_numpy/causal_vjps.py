@@ -1,10 +1,10 @@
-"""Gradients of a causal block in place, of its queries and its keys at once.
+"""Gradients of a causal block in place, of both its queries and its keys.
 
-With the state before the block at hand, and the adjoint after it, both sides share features, and
-the weights and cotangents of the pairs within a sub-block: one scan over sub-blocks forwards pulls
-back to queries, one backwards to keys. Block, state and adjoint are put on one scale, unshifted, or
-max-stabilized on one that grows from sub-block to sub-block: states on their way forwards and
-adjoints on their way back are multiplied with no more than 1.
+Given the state before the block and the adjoint after it, both sides share their features, and the
+weights and cotangents of the pairs within a sub-block. A forward scan over sub-blocks pulls back to
+queries, a backward scan to keys. Block, state and adjoint are put on one scale, unshifted. Else the
+block is max-stabilized on a scale that grows from sub-block to sub-block: then states going forward
+and adjoints going back are multiplied by at most 1.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _Rows(NamedTuple):
     v: Floats
     start: Floats
     log_scale: Floats
-    """Of the features of states in each sub-block, ``(..., count, m)``, or ``(..., 1, m)``."""
+    """Log scales of states in each sub-block, ``(..., count, m)``, or ``(..., 1, m)`` for all."""
     rises: list[Floats | None] | None
-    """What states between sub-blocks are multiplied with, ``(..., m, 1)``; None for 1."""
+    """Factors of the states between sub-blocks, ``(..., m, 1)``; None for 1."""
     floor: float | Floats
     """Least denominator that is accepted."""
 
@@ -66,7 +66,7 @@ def scan_vjp(
 ) -> Gradients | Declined:
     """Gradients of a block by queries, keys and ``[v, 1]``, and the adjoint before it.
 
-    ``state`` is the one before the block, ``adjoint`` the one after it.
+    ``state``: before the block; ``adjoint``: after it.
     """
     if not (has_vjp(query_spec) and has_vjp(key_spec)):
         return NO_VJP
@@ -112,7 +112,7 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
 def _pull_stabilized(
     block: CausalBlock, runs: list[Run], states: tuple[State, State], grad_output: Floats
 ) -> Gradients | Declined:
-    """Pull back on the largest logs so far; by fewer tokens where this takes digits from rows."""
+    """Pull back on the largest logs so far; again by shorter sub-blocks where rows lose digits."""
     q, k, start, _, log_scale, rises, floor = stabilize(block, states[0], runs)
     rows = _Rows(limits.exp(q), limits.exp(k), block.values_and_one, start, log_scale, rises, floor)
     answer = _pull(block, rows, runs, states, grad_output)
@@ -132,7 +132,7 @@ def _pull(
 ) -> Gradients | list[Run] | Declined:
     """Pull back through rows, or cut sub-blocks where digits are lost.
 
-    ``states``: that before the block and the adjoint after it.
+    ``states``: the state before the block, and the adjoint after it.
     """
     state, adjoint = states
     q, k, v = rows.q, rows.k, rows.v
@@ -196,7 +196,8 @@ def _pairs(
 def _prefix_states(rows: _Rows, runs: list[Run]) -> Floats:
     """States ``(..., count, e + 1, m)`` before each sub-block.
 
-    By rows of values: a product of few rows with a transposed view takes twice as long.
+    A row holds one column of ``[v, 1]``: a product of few rows with a transposed view takes twice
+    as long.
     """
     start, count = transposed(rows.start), runs[-1].places.stop
     states = buffer("states", (*start.shape[:-2], count + 1, *start.shape[-2:]), start.dtype)
@@ -219,9 +220,10 @@ def _accumulate(states: Floats, rises: list[Floats | None]) -> None:
 
 
 def _finer(runs: list[Run], rejected: Bools, width: int) -> list[Run]:
-    """Cut sub-blocks with rejected rows, in the end into those of one token.
+    """Cut sub-blocks with rejected rows into shorter ones, down to one token.
 
-    Where states are wide, first into eight: one for each token takes longer than another attempt.
+    Narrow states: into single tokens. Wide states: into eight first, because a state for each token
+    takes longer than another attempt.
     """
     sizes: list[int] = []
     for run in runs:
@@ -250,7 +252,7 @@ def _pull_keys(
         out = run.split(cotangent)
         np.matmul(vs, transposed(later), out=out)
         out += sum_to(product(cotangents, qs, "more"), later.shape[:-2])
-    # What v has been multiplied with.
+    # The factor of v.
     grad_values_and_one *= v[..., -1:]
     total = np.vecdot(block.values_and_one, grad_values_and_one)[..., None]
     grad_key = features_vjp(block.key_spec, block.key.x, k, cotangent, total)

@@ -28,7 +28,7 @@ from linattn_numpy.tiles import head_tiles
 __all__ = ["assign_block", "choose_block", "clusters_block"]
 
 LEAST_SHARE = 4e-18
-"""Smallest score for which queries choose a column together: beyond what floats tell."""
+"""Smallest score of a column that queries may choose together: below it, rounding decides."""
 
 MIN_REST = 1e-25
 """Sums of columns not chosen, over the largest weight: smaller ones would lose digits."""
@@ -37,7 +37,7 @@ MIN_REST = 1e-25
 def assign_block(
     key_spec: Assigned, tokens: Tokens, values_and_one: Floats, state: State
 ) -> tuple[State, NDArray[np.intp], Floats] | Declined:
-    """Add a block of keys to the state; the column of each, and its squared distance to it."""
+    """Add a block of keys to the state; return also each key's column and its squared distance."""
     if key_spec.dense or key_spec.landmarks is None or key_spec.metric is None:
         return Declined("corrected landmarks, or none, have no clusters")
     found = features_and_logs(key_spec, tokens)
@@ -58,7 +58,8 @@ def choose_block(
 ) -> tuple[Bools, Partial] | Declined:
     """Choose columns by the largest log features and bias; read the others of the state.
 
-    So many consecutive queries choose together: each counts by its weights over its largest.
+    Each ``rows`` consecutive queries choose together; each query's weights are divided by its
+    largest.
     """
     if not isinstance(query_spec, Exponential) or query_spec.paired or np.any(query_spec.Q != 0.0):
         return Declined("features that are not exponentials, or have pairs or a curvature")
@@ -105,7 +106,7 @@ def choose_block(
 
 
 def _to_weights(logs: Floats) -> Floats:
-    """Replace logs by their exponentials over the largest of each row, and return its log."""
+    """Replace logs by ``exp(log - largest of the row)``, and return the largest logs."""
     top = limits.row_max(logs)
     logs -= limits.finite_shift(top)
     limits.exp(logs)
@@ -113,7 +114,7 @@ def _to_weights(logs: Floats) -> Floats:
 
 
 def _largest(scores: Floats, count: int, least: float = -np.inf) -> Bools:
-    """Find so many of the largest of each row, of those that are not less than ``least``."""
+    """Mark the ``count`` largest entries of each row, ignoring entries below ``least``."""
     ordered = buffer("ordered", scores.shape, scores.dtype)
     np.copyto(ordered, scores)
     ordered.partition(scores.shape[-1] - count, axis=-1)
@@ -130,11 +131,11 @@ def clusters_block(
 ) -> Partial | Declined:
     """Add keys of the clusters that queries of one head have chosen to a partial of the queries.
 
-    Queries that have chosen together lie side by side, and are gathered as one row.
+    Queries that chose together are adjacent, and are gathered as one row.
     """
     if clusters.key.log_weight is not None:
         return Declined("keys have log weights")
-    # The log of what a row has read so far as one more coordinate: weights beside it are in range.
+    # The log denominator so far as one more coordinate: weights relative to it are in range.
     seen = part.num_den[..., -1:]
     log = part.log + np.log(np.where(seen > 0, seen, 1))
     log = np.where(log > -np.inf, log, log.dtype.type(0))
@@ -169,7 +170,7 @@ def clusters_block(
         whole_rows.take(chose, out=whole_sums[here], mode="clip")
         np.add(sums[here], added[here], out=sums[here])
         whole_rows[chose] = whole_sums[here]
-    # What is inf or NaN is so by itself, or because the scale is too low.
+    # A sum is inf or NaN because of its values, or because the scale is too low.
     return Partial(num_den, log) if limits.all_finite(num_den) else Declined("sums are not finite")
 
 
@@ -181,7 +182,7 @@ def _as_elements(x: Floats) -> NDArray[np.void]:
 def _visits(
     chosen: Bools, bounds: NDArray[np.intp], rows: int
 ) -> list[tuple[NDArray[np.intp], slice]]:
-    """For each cluster its keys and the groups of so many queries that chose it, in cache."""
+    """List for each cluster its keys and the groups of ``rows`` queries that chose it, in parts."""
     places, m = np.flatnonzero(chosen), chosen.shape[-1]
     all_rows = places // m
     numbers = places - m * all_rows
@@ -202,7 +203,7 @@ def _visits(
 def _leave_out_near(
     weights: Floats, rows: NDArray[np.intp], positions: NDArray[np.intp], exact_window: int
 ) -> None:
-    """Put 0 where a key is in a query's window: both are in order, so that such keys are too."""
+    """Zero weights of keys in a query's window: they are adjacent, since positions are sorted."""
     block = rows // exact_window
     of_key = positions // exact_window
     first = np.searchsorted(of_key, block - 1)

@@ -1,7 +1,8 @@
-"""Decay inside of a causal block: what it leaves of keys and states, sub-block by sub-block.
+"""Decay inside a causal block: the factors of keys and states, sub-block by sub-block.
 
-Its sums begin anew with each sub-block. Where it is weak, values are divided by their decay, and
-that of rows is left to the log of their scale; else all of its factors are at most 1.
+Sums of log decays restart with each sub-block. Weak decay: values are divided by the decay since
+the start of their sub-block, and the decay of rows is added to their log scale. Otherwise all
+factors are at most 1.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ __all__ = ["Decay", "WeakDecay", "decay_of_tiles", "weak_decay"]
 
 
 class Decay(NamedTuple):
-    """What is left in a tile, ``(..., count, size, .)``: of all sub-blocks alike, count is 1."""
+    """Decay factors in a tile, ``(..., count, size, .)``; count is 1 if sub-blocks share them."""
 
     pairs: Floats
-    """Of key j for row i of its sub-block, ``(..., count, size, size)``; 0 for later keys."""
+    """From key j to row i of its sub-block, ``(..., count, size, size)``; 0 for later keys."""
     rows: Floats
-    """Of the state before a sub-block for each of its rows."""
+    """From the start of a sub-block to each of its rows."""
     keys: Floats
-    """Of a key at the end of its sub-block."""
+    """From a key to the end of its sub-block."""
     states: list[Floats]
-    """Of the state before each sub-block at its end, ``(..., 1)``."""
+    """From the start of each sub-block to its end, ``(..., 1)``."""
 
 
 class WeakDecay(NamedTuple):
-    """The same where values have been divided by their decay and rows are not yet multiplied."""
+    """Decay factors if values have been divided by their decay, and rows are not yet multiplied."""
 
     states: list[Floats]
-    """Of the state after each sub-block, the keys of it included."""
+    """Factor of the state after each sub-block, with the keys of the sub-block."""
 
 
 def decay_of_tiles(
@@ -48,9 +49,9 @@ def decay_of_tiles(
     dtype: Any,
     since: Floats | None = None,
 ) -> Iterator[Decay | WeakDecay | None]:
-    """Decay of some rows of a block, a tile of ``count`` sub-blocks at a time.
+    """Yield the decay of some rows of a block, a tile of ``count`` sub-blocks at a time.
 
-    ``since``: that of :func:`weak_decay`, by which the values of the block have been divided.
+    ``since``: from :func:`weak_decay`; the values of the block have been divided by its ``exp``.
     """
     if log_decay is None:
         return repeat(None)
@@ -64,7 +65,7 @@ def decay_of_tiles(
 
 
 def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
-    """Log decay of each token since its sub-block began, and which heads' is weak everywhere."""
+    """Return log decays from the start of each sub-block, and which heads have weak decay only."""
     runs = sub_blocks(log_decay.shape[-2])
     sums = (np.cumsum(run.split(log_decay), axis=-2) for run in runs)
     since = np.concatenate([x.reshape(*x.shape[:-3], -1, 1) for x in sums], axis=-2)

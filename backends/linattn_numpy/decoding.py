@@ -24,7 +24,7 @@ __all__ = ["decode", "stepper"]
 
 
 def _unsupported(problem: Problem, state: State) -> Declined | None:
-    """Why a problem is not worked on here; all heads must be alike."""
+    """Return why a problem is declined, or None; all leading axes must be equal."""
     lead, specs = problem.lead, (problem.query_spec, problem.key_spec)
     if 0 in lead:
         return limits.EMPTY
@@ -88,9 +88,9 @@ class _OuterProduct:
         self._values_and_one[..., 0, -1] = 1
 
     def added(self, kvz: Floats, weights: Floats, value: Floats) -> Floats:
-        """Return ``kvz + weights [value, 1]^T``, stored by rows whatever came.
+        """Return ``kvz + weights [value, 1]^T``, stored by rows even if ``kvz`` is not.
 
-        A state that was saved and restored is stored by rows, and must go on to the same bits.
+        A state that was saved and restored is stored by rows, and must lead to the same bits.
         """
         self._value[...] = value
         self._weights[...] = weights
@@ -100,7 +100,7 @@ class _OuterProduct:
 
 
 class _Workspace(NamedTuple):
-    """What a token of :func:`decode` needs beside a state."""
+    """The arrays that :func:`decode` needs for a token, beside the state."""
 
     kind: tuple[Any, ...]
     token: ExponentialToken | PointwiseToken
@@ -155,7 +155,7 @@ def decode(problem: Problem) -> tuple[Floats, State] | Declined:
 
 
 class _Slot(NamedTuple):
-    """Where the next token is buffered, and views of all that a read with it takes."""
+    """The place of the next token in the buffer, and views of the arrays that its read needs."""
 
     weights: Floats
     value: Floats
@@ -165,7 +165,7 @@ class _Slot(NamedTuple):
     products: Floats
     """Workspace for their products with a query's features."""
     scores: Floats
-    """Of these, those of the buffered tokens."""
+    """The products with the buffered tokens."""
 
 
 class Stepper:
@@ -204,7 +204,7 @@ class Stepper:
         self._allow_unshifted()
 
     def _allow_unshifted(self) -> None:
-        """Read unshifted from now on, and say what a denominator must be for that.
+        """Read unshifted from now on, and set the least denominator for it.
 
         Underflow of the query's features can have taken ``tiny`` for each feature and unit of its
         sum, buffered tokens included.
@@ -222,7 +222,7 @@ class Stepper:
         return State(kvz, self._token.log_scale.copy(), self._length)
 
     def copy(self) -> Stepper:
-        """Another stepper at the same place: buffered tokens stay so, and bits the same."""
+        """Return a stepper at the same token, with the same buffered tokens and the same bits."""
         kvz, log_scale = np.swapaxes(self._state, -1, -2), self._token.log_scale
         twin = Stepper(self._problem, State(kvz, log_scale, self._length))
         count = self._count
@@ -241,14 +241,14 @@ class Stepper:
             self._allow_unshifted()
 
     def step(self, query: Floats, key: Floats, value: Floats) -> Floats | Declined:
-        """Return the output of a token, or leave it and the state before it to others."""
+        """Return the output of a token, or decline and leave the state unchanged."""
         token, before = self._token, None
         out: Floats | Declined = limits.UNDERFLOWED
         try:
             with np.errstate(all="ignore"):
                 weights = token.load(query, key)
                 if isinstance(weights, Declined):
-                    # What is buffered is on the old scale.
+                    # The buffered tokens are on the old scale.
                     self._flush()
                     before = token.log_scale, self._state.copy()
                     weights, factor = rebase_for(token, query, key)
@@ -259,7 +259,7 @@ class Stepper:
                     self._flush()
                 out = self._buffer_and_read(weights, value)
         finally:
-            # Left to others or interrupted, a step leaves no trace.
+            # A step that is declined or interrupted leaves the state unchanged.
             if before is not None and isinstance(out, Declined):
                 token.rebase(before[0])
                 self._state[...] = before[1]
@@ -291,5 +291,5 @@ class Stepper:
 
 
 def stepper(problem: Problem, state: State) -> Stepper | Declined:
-    """Return a :class:`Stepper` that goes on from a state."""
+    """Return a :class:`Stepper` that starts from a state."""
     return _unsupported(problem, state) or Stepper(problem, state)

@@ -1,4 +1,4 @@
-"""Softmax attention of a block in place, and that of a window."""
+"""Softmax attention in place: of a block, and of a window of short blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exact_more(
     if more.shape != part.num_den.shape:
         return Declined("keys have other leading axes than those before")
     num_den = more + part.num_den
-    # What is inf or NaN is so by itself, or because the scale is too low for this block.
+    # A sum is inf or NaN because of its values, or because the scale is too low for this block.
     return Partial(num_den, part.log) if limits.all_finite(num_den) else NOT_FINITE
 
 
@@ -72,12 +72,12 @@ def exact_block(
 
 
 def _are_moderate(logits: Floats) -> bool:
-    """Whether none of some rows is too large to be exponentiated as it is: the sums tell of all."""
+    """Whether every eighth row can be exponentiated unshifted; the sums then check all rows."""
     return bool(logits[..., ::8, :].max() <= limits.MAX_EXPONENT[logits.itemsize])
 
 
 def _unshifted(num_den: Floats) -> Partial | None:
-    """Take sums of unshifted exponentials; None where a row's are small, or large."""
+    """Return sums of unshifted exponentials as a partial; None if a row's are small or large."""
     least, most = limits.MIN_EXACT_DENOMINATOR, limits.MAX_EXACT_DENOMINATOR[num_den.itemsize]
     sums = num_den[..., -1]
     if not (least <= sums.min() and sums.max() <= most and limits.all_finite(num_den)):
@@ -113,8 +113,8 @@ def band_block(
 ) -> Partial | Declined:
     """Softmax attention of a block to the keys of a band, by short blocks of few rows.
 
-    Each has a few keys that only some of its rows see, fewer than a block of all rows has; but near
-    the ends of a long window there are not so many keys.
+    A short block has few keys that only some of its rows see. If the keys are fewer than a short
+    block's window, all rows are one block.
     """
     (low, high), n, s = band, query.x.shape[-2], key.x.shape[-2]
     rows = tuning.BAND_ROW_BYTES // query.x.itemsize
@@ -125,7 +125,7 @@ def band_block(
 
 
 class _Windows(NamedTuple):
-    """Keys that short blocks see: as many from the first on, and from ``step`` further each."""
+    """Keys that each short block sees: ``size`` keys from ``first + i * step`` on, block i."""
 
     first: int
     step: int
@@ -133,13 +133,13 @@ class _Windows(NamedTuple):
     number: int
 
     def of(self, x: Floats, name: str) -> Floats:
-        """Those of all blocks, ``(..., blocks, size, .)``, views that overlap.
+        """Return the rows of all blocks, ``(..., blocks, size, .)``, as views that overlap.
 
-        The first and the last blocks may see beyond all keys: there are zeros.
+        Rows before the first key and after the last are zeros.
         """
         length = (self.number - 1) * self.step + self.size
         rows = x[..., max(self.first, 0) : max(self.first + length, 0), :]
-        # BLAS takes rows only whose numbers lie side by side.
+        # BLAS takes only rows with adjacent numbers.
         if rows.shape[-2] < length or rows.strides[-1] != rows.itemsize:
             front = min(max(-self.first, 0), length)
             there, rows = rows, buffer(name, (*x.shape[:-2], length, x.shape[-1]), x.dtype)
@@ -166,7 +166,7 @@ def _read_windows(
     n, keys = query.shape[-2], windows.of(key.x, "window_keys")
     values = windows.of(values_and_one, "window_values")
     logits = _window_logits(spec, query, keys, windows)
-    # A block a row: what is sampled are whole blocks.
+    # Each row is a block, so that whole blocks are sampled.
     if _are_moderate(by_block := logits.reshape(*logits.shape[:-2], -1)):
         limits.weights(by_block)
         _apply(np.multiply, logits, band, 1.0, 0.0)
@@ -187,7 +187,7 @@ def _read_windows(
 
 
 def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int] | None) -> Floats:
-    """Put -inf in place of the logits of what is masked or outside a band."""
+    """Put -inf in place of the logits of keys that are masked or outside a band."""
     _apply(np.fmin, logits, band, np.inf, -np.inf)
     weight = np.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
     np.copyto(logits, -np.inf, where=~windows.of(weight == 0, "seen"))
@@ -195,7 +195,7 @@ def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int] 
 
 
 def _window_logits(spec: Exact, query: Floats, keys: Floats, windows: _Windows) -> Floats:
-    """Logits in a buffer, ``(..., blocks, keys, rows)``: small products want what is short last."""
+    """Logits in a buffer, ``(..., blocks, keys, rows)``: a short last axis suits small products."""
     (*lead, n, d), (_, rows, size, count) = query.shape, windows
     # In order first: to fetch them from memory a column at a time would take twice as long.
     scaled = buffer("scaled", (*lead, count * rows, d), query.dtype)
@@ -231,7 +231,7 @@ def _apply(
     if band is None:
         return
     s, n = x.shape[-2:]
-    # All rows see what lies between.
+    # All rows see the keys between the corners.
     first = min(max(band[0] + n - 1, 0), s)
     last = min(max(band[1] + 1, first), s)
     for start, stop in ((0, first), (last, s)):

@@ -1,8 +1,8 @@
 """Features of a block for its gradients, and their cotangents pulled back to tokens.
 
-Exponential maps, elu + 1 and ReLU. A block is *unshifted* where its exponents are moderate: they
-are exponentiated as they are, a key's row term goes onto ``[v, 1]`` and a query's row scale onto
-its cotangent.
+For exponential maps, elu + 1 and ReLU. A block with moderate exponents is *unshifted*: nothing is
+subtracted before ``exp``. A key's row term multiplies ``[v, 1]``, and a query's row scale its
+cotangent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def has_vjp(spec: Spec) -> TypeGuard[Exponential | Pointwise]:
 
 
 class Unshifted(NamedTuple):
-    """Features of a block as they are: ``phi = weights * exp(col + row)``."""
+    """Unshifted features of a block: ``phi = weights * exp(col + row)``."""
 
     weights: Floats
     col: Floats
@@ -50,7 +50,7 @@ class Unshifted(NamedTuple):
 def unshifted_features(
     spec: Exponential | Pointwise, tokens: Tokens, name: str
 ) -> Unshifted | Declined:
-    """Features in buffers of that name, of exponents up to MAX_VJP_EXPONENT."""
+    """Return features in buffers called ``name``; decline exponents above MAX_VJP_EXPONENT."""
     if not are_moderate(spec, tokens.x, together=True).all():
         return limits.LARGE_EXPONENTS
     maker = FeatureMaker(spec, tokens.x, tokens.x.shape[-2], name, by_rows=True)
@@ -65,7 +65,7 @@ def unshifted_features(
 def features_vjp(
     spec: Spec, x: Floats, weights: Floats, cotangent: Floats, total: Floats | None
 ) -> Floats:
-    """Pull the cotangent of the features ``weights`` back to tokens; it is written over.
+    """Pull the cotangent of the features ``weights`` back to tokens; overwrite ``cotangent``.
 
     ``total``: sum of the products of features and cotangents over a row, None for 0.
     """
@@ -82,7 +82,7 @@ def features_vjp(
         return limits.in_place(np.subtract, gradient, total * curved)
     assert isinstance(spec, Pointwise)
     if spec.f == RELU:
-        # Features do not tell: a small input vanishes beside the offset.
+        # The sign is taken from the inputs: in a feature, the offset may round a small input away.
         slopes, factor = preactivations(spec, x, "inputs") > 0, spec.factor
     else:
         slopes, factor = np.minimum(weights, spec.factor), 1.0

@@ -51,13 +51,13 @@ Supported: TypeAlias = Exponential | Pointwise
 
 
 class FeatureMaker:
-    """Makes the features of tiles of ``n`` tokens, one after the other in the same place.
+    """Makes the features of tiles of ``n`` tokens, one tile after the other in the same buffer.
 
-    They are left in ``weights``, ``(..., h, n, m / h)``, unshifted: what is beyond the range is inf
-    or 0. A paired map has its sign halves, h = 2, apart: what is done to whole arrays takes half of
-    what it takes on parts of their rows. ``factors``, ``(..., m)``: what the features are
-    multiplied with. ``by_rows``: ``features`` are ``(..., n, h, m / h)``, the halves side by side.
-    ``of_halves`` are the weights, of a map that is not paired without the axis of h.
+    The features are in ``weights``, ``(..., h, n, m / h)``, unshifted: a feature beyond the range
+    is inf or 0. A paired map has two sign halves, h = 2, in separate arrays, which take half the
+    time of halves of rows. ``factors``, ``(..., m)``: factors of the features. ``by_rows``:
+    ``features`` are ``(..., n, h, m / h)``, the halves side by side. ``of_halves``: the weights,
+    without the axis of h if the map is not paired.
     """
 
     weights: Floats
@@ -95,7 +95,7 @@ class FeatureMaker:
     def make(self, x: Floats, *, inspect: bool) -> float:
         """Make the features of a tile; return the log of the largest, at least 0, if inspected.
 
-        A tile that needs the stabilized path is inspected and left: inf.
+        Return inf, without features, for an inspected tile that must be max-stabilized.
         """
         spec = self._spec
         if isinstance(spec, Pointwise):
@@ -119,10 +119,10 @@ class FeatureMaker:
 def feature_tiles(
     spec: Supported, x: Floats, name: str, *leads: tuple[int, ...]
 ) -> Iterator[tuple[Any, Any, Floats]]:
-    """Features of a block, tile by tile: they are still in cache when they are multiplied.
+    """Yield the features of a block tile by tile, so that they are still in cache when used.
 
-    Yields the index of some heads, that of some of their rows, and the features of these:
-    ``(..., n, m)``, of a paired map ``(..., 2, n, m / 2)``, of which the next takes the place.
+    Yields an index of heads, an index of rows, and the features of these tokens: ``(..., n, m)``,
+    or ``(..., 2, n, m / 2)`` of a paired map. The next tile overwrites them.
     """
     makers: dict[tuple[int, ...], FeatureMaker] = {}
     for heads, place in tiles_by_head(spec, x, tuning.TILE_ELEMENTS, 1, *leads):
@@ -136,10 +136,10 @@ def feature_tiles(
 def tiles_by_head(
     spec: Supported, x: Floats, elements: int, min_rows: int, *leads: tuple[int, ...]
 ) -> Sequence[tuple[Any, Any]]:
-    """Return the indices of some heads and of some of their rows, by tiles of so many features.
+    """Return indices of heads and of rows, by tiles of at most ``elements`` features.
 
-    Where one map makes features of each head by itself, for arrays with these leading axes, a tile
-    is of whole heads or of a part of one, which has no axes then; otherwise of a part of all.
+    If all heads share one map, and all arrays have the same leading axes, a tile is whole heads or
+    a part of one head, then without leading axes. Otherwise it is some rows of all heads.
     """
     *lead, m = features_shape(spec, x)
     has_one_map = isinstance(spec.P, float) or spec.P.ndim == 2
@@ -154,7 +154,7 @@ def features_shape(spec: Supported, x: Floats) -> tuple[int, ...]:
 
 
 def _inputs_shape(spec: Supported, x: Floats) -> tuple[int, ...]:
-    """Shape of what the function of a map is applied to, without the axis of tokens."""
+    """Shape of the inputs of a map's function, without the axis of tokens."""
     if isinstance(spec.P, float):
         return *x.shape[:-2], x.shape[-1]
     return *broadcast_lead(x.shape[:-2], spec.P.shape[:-2]), spec.P.shape[-1]
@@ -166,7 +166,7 @@ def num_sign_halves(spec: Spec | Exact) -> int:
 
 
 def _max_log(spec: Supported, u: Floats) -> float:
-    """Log of the largest feature by exponents or inputs, at least 0; inf for a shift."""
+    """Log of the largest feature, at least 0; inf if the tile must be max-stabilized."""
     low, high = float(u.min()), float(u.max())
     if isinstance(spec, Exponential):
         reach = max(high, -low)
@@ -180,10 +180,11 @@ def _max_log(spec: Supported, u: Floats) -> float:
 
 
 def are_moderate(spec: Supported, x: Floats, *, together: bool = False) -> Any:
-    """Whether the exponents of a few tokens of each head are so small that all others may be.
+    """Whether a few tokens of each head have small exponents, so that all tokens may have.
 
-    Of tokens in the middle: those of a window are padded at its ends, sequences at theirs. Where
-    heads go one way ``together``, fewer of each will do; otherwise no head's depends on the others.
+    The tokens are in the middle, because windows and sequences are padded at their ends. With
+    ``together``, all heads take one path, and fewer tokens of each are sampled. Otherwise the
+    answer for a head does not depend on the other heads.
     """
     if isinstance(spec, Pointwise):
         return np.True_
@@ -221,14 +222,14 @@ def supports_pointwise(spec: Spec | Exact) -> TypeGuard[Pointwise]:
 
 
 def preactivations(spec: Pointwise, x: Floats, name: str) -> Floats:
-    """Return what the function of a map is applied to; without P, ``x`` itself."""
+    """Return the inputs of a map's function; without P, ``x`` itself."""
     if isinstance(spec.P, float):
         return x if spec.P == 1.0 else np.multiply(x, spec.P, out=buffer(name, x.shape, x.dtype))
     return product(x, spec.P, name)
 
 
 def activate(spec: Pointwise, u: Floats, out: Floats) -> Floats:
-    """Put features into ``out``, which is not where the inputs ``u`` are."""
+    """Write features into ``out``, which must not overlap the inputs ``u``."""
     if spec.f == RELU:
         _positive(u, out)
     else:
@@ -254,7 +255,7 @@ def _positive(u: Floats, out: Floats) -> Floats:
 
 
 def log_offsets(spec: Supported, dtype: Any) -> Floats:
-    """Return what the logs of features have beside those of their unshifted weights."""
+    """Return the logs of features minus the logs of their unshifted weights, row terms left out."""
     return np.asarray(spec.col) if isinstance(spec, Exponential) else np.zeros(1, dtype)
 
 
@@ -280,11 +281,11 @@ def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
 def exponents(
     spec: Exponential, x: Floats, addend: Floats, name: str, *, by_feature: bool = False
 ) -> Floats:
-    """``x P``, of a paired map beside its negative, plus what rows or features have beside it.
+    """Return ``x P + addend``, or ``[x P, -x P] + addend`` for a paired map.
 
-    In a buffer, unless the addend has leading axes (of a state) beyond those of the product.
-    ``by_feature``: tokens lie one after the other. Where they are many, what is done with a number
-    for each of them or for each feature takes fewer and longer steps.
+    The result is in a buffer, unless ``addend`` has more leading axes (of a state) than the
+    product. ``by_feature``: memory is ordered by feature, so that the numbers of one feature are
+    adjacent. With many tokens, elementwise steps are then fewer and longer.
     """
     r, lead, n = spec.P.shape[-1], broadcast_lead(x.shape[:-2], spec.P.shape[:-2]), x.shape[-2]
     m = r * num_sign_halves(spec)
@@ -292,7 +293,7 @@ def exponents(
     u = transposed(u) if by_feature else u
     last = np.matmul(x, spec.P, out=u[..., -r:])
     if not limits.size_bound(x) * limits.size_bound(spec.P) < limits.MAX_READ[x.itemsize]:
-        # One past range may be so by a part of its sum: it is not known to be small.
+        # An exponent may overflow in a part of its sum, and is then not known to be small.
         last += last - last
     lead = broadcast_lead(lead, addend.shape[:-2])
     out = u if lead == u.shape[:-2] else np.empty((*lead, n, m), u.dtype)
@@ -303,7 +304,7 @@ def exponents(
 
 
 def row_log(spec: Spec, tokens: Tokens, log: Floats, want_log: bool) -> Floats:
-    """Log scale of the rows of queries, their own terms included only if that is asked for."""
+    """Log scale of the rows of queries; with ``want_log`` it includes their row terms."""
     if not want_log:
         return log
     row = row_term(spec, tokens)

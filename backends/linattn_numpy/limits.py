@@ -1,4 +1,4 @@
-"""What numbers of a dtype can hold, and what underflow may take from a sum.
+"""The range of each dtype, and bounds on the loss of a sum to underflow.
 
 Bounds that depend on the dtype are given by bytes a number. They are read as ``limits.NAME``.
 """
@@ -54,7 +54,7 @@ LEAST = {4: 2.0**-63, 8: 2.0**-511}
 """Smallest weights that are not 0: products of two, or with values, are normal numbers."""
 
 FEATURE_SCALES = 2.0**-20, 2.0**20
-"""Sums of a feature on its scale, beyond which the scale does not tell what is small."""
+"""Range of a feature's sums on its scale; outside it, the scale does not tell which are small."""
 
 SMALL_VALUES = 2.0**10
 """Rounding units that underflow may take of the largest value that a row sees, as in the driver."""
@@ -75,7 +75,7 @@ def floor_of(dtype: Any) -> float:
 def exp(x: Floats, out: Floats | None = None) -> Floats:
     """Exponentials, in place without ``out``; the smallest are multiples of 16 ``tiny``.
 
-    What is lost is 8 times it at most, or rounding.
+    The error is at most 8 ``tiny``, or rounding.
     """
     return _rounded_exp(x, x if out is None else out, 16 * tiny(x.dtype))
 
@@ -83,13 +83,13 @@ def exp(x: Floats, out: Floats | None = None) -> Floats:
 def weights(x: Floats) -> Floats:
     """Exponentials in place; the smallest are multiples of ``LEAST``.
 
-    Beside the largest weight of a row or feature, 1, what is smaller is nothing.
+    Smaller weights are negligible beside the largest weight of a row or feature, 1.
     """
     return _rounded_exp(x, x, LEAST[x.itemsize])
 
 
 def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
-    """Exponentials; the smallest are multiples of a number: adding ``step`` rounds to such.
+    """Exponentials; the smallest are multiples of ``least``, by adding and subtracting a step.
 
     Numbers below the smallest normal one, and products of them, may take a hundred times as long.
     """
@@ -104,31 +104,31 @@ def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
 
 
 def finite_shift(log: Floats) -> Floats:
-    """Replace -inf, nothing seen, by 0."""
+    """Replace -inf, the log of no keys, by 0."""
     return np.where(log == -np.inf, log.dtype.type(0), log)
 
 
 def row_max(x: Floats) -> Floats:
-    """Largest of each row, ``(..., n, 1)``: where it is, is found in half the time."""
+    """Largest of each row, ``(..., n, 1)``, by ``argmax``, which takes half the time of ``max``."""
     return np.take_along_axis(x, x.argmax(axis=-1, keepdims=True), axis=-1)
 
 
 def feature_max(x: Floats) -> Floats:
-    """Largest of each column, ``(..., m)``, by longer rows than those of ``x``."""
+    """Largest of each column, ``(..., m)``; several rows of ``x`` are compared as one long row."""
     *lead, n, m = x.shape
     k = gcd(n, 16)
     return np.asarray(x.reshape(*lead, n // k, k, m).max(axis=-3).max(axis=-2))
 
 
 def size_bound(x: Floats) -> float:
-    """Root of the sum of squares, no less than any size; inf or NaN where these are large."""
+    """Root of the sum of squares, a bound on all sizes; inf or NaN if these are large."""
     flat = x.reshape(-1)
     return float(np.dot(flat, flat) ** 0.5)
 
 
 def all_finite(x: Floats) -> bool:
     """Whether nothing is inf or NaN."""
-    # Faster than to ask each.
+    # Faster than isfinite.
     return size_bound(x) < np.inf or bool(np.isfinite(x).all())
 
 
@@ -139,7 +139,7 @@ def in_place(operation: np.ufunc, x: Floats, y: Floats) -> Floats:
 
 
 def row_sizes(x: Floats) -> Floats:
-    """Largest size in each row, ``(..., n, 1)``; inf in a row of zeros, which asks for nothing."""
+    """Largest size in each row, ``(..., n, 1)``; inf in a row of zeros, which has no digits."""
     sizes = np.abs(x).max(axis=-1, keepdims=True)
     return np.asarray(np.where(sizes == 0, sizes.dtype.type(np.inf), sizes))
 
@@ -151,11 +151,11 @@ def rejected_rows(
     floor: float | Floats,
     factor: float = 1.0,
 ) -> Bools | None:
-    """Rows, ``(..., n, 1)``, that underflow of ``floor`` may change, or small values that they see.
+    """Return which rows, ``(..., n, 1)``, underflow may have changed; None if none.
 
-    None if there are none. ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's;
-    ``kvz``: the state before it; ``floor``: of all heads, or of each; ``factor``: what values are
-    multiplied with at least, before all else.
+    ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's; ``kvz``: the state before
+    it; ``floor``: least denominator, of all heads or of each; ``factor``: smallest number that
+    values have been multiplied by. A row of small values needs a larger denominator.
     """
     rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype) / factor
     # What may be taken from values of size 1.

@@ -19,7 +19,7 @@ __all__ = ["num_threads", "plan"]
 
 
 def plan(problem: Problem) -> Plan:
-    """One task a head or a batch of short ones; blocks that fit the cache; threads over tasks."""
+    """Plan a task for each head or batch of short heads, cache-sized blocks, threads over tasks."""
     block = problem.policy.chunk_size or _block_rows(problem)
     is_long = _flops(problem) >= tuning.MIN_PARALLEL_FLOPS
     threads = num_threads(problem.policy.num_threads) if is_long else 1
@@ -58,7 +58,7 @@ def _longest(problem: Problem) -> int:
 
 
 def _longest_step(problem: Problem, block: int) -> int:
-    """Most keys or queries at once where those of stops come in long runs; otherwise the block."""
+    """Longest run of keys or queries between stops, if runs are long; else the block length."""
     if problem.sees.key_stop is None or not problem.sees.key_stop.size:
         return block
     stops, readers = np.unique(problem.sees.key_stop, return_counts=True)
@@ -87,7 +87,7 @@ def _rows(problem: Problem, max_elements: int, max_rows: int) -> int:
 
 
 def _heads_in_cache(problem: Problem, block: int, threads: int) -> int:
-    """Heads of a task whose features, or whose pairs in a window, are there at once."""
+    """Heads of a task whose features, or whose pairs in a window, fit the cache together."""
     longest = max(1, _longest(problem))
     if problem.sees.local_window is not None:
         pairs = longest * min(longest, sum(problem.sees.local_window) + 1)
@@ -100,7 +100,7 @@ def _heads_in_cache(problem: Problem, block: int, threads: int) -> int:
 
 
 def _are_apart(problem: Problem) -> bool:
-    """Whether no head has other bits in another task."""
+    """Whether the bits of a head do not depend on the other heads of its task."""
     size = _longest(problem) * problem.num_features
     return not problem.sees.is_causal or size >= tuning.MIN_APART_ELEMENTS
 
@@ -108,15 +108,15 @@ def _are_apart(problem: Problem) -> bool:
 def _batched_heads(problem: Problem, block: int, threads: int) -> int:
     """Heads batched into one task, so that Python works once for all of them.
 
-    As many as the cache holds; a rejected causal block is done head by head, so that batches change
-    no bit.
+    The count is limited by the cache. A rejected causal block is done head by head, so that
+    batches change no bit.
     """
     specs = problem.query_spec, problem.key_spec
     is_cut = problem.exact.window is not None or problem.policy.chunk_size is not None
     if is_cut or not _are_apart(problem) or not all(supports(spec) for spec in specs):
         return 1
     rows = max(tuning.MIN_BATCHED_ROWS, min(_longest(problem), block))
-    # A causal block has states on the way beside the one it goes on from.
+    # A causal block also has the states after its sub-blocks.
     rows += problem.num_features * (2 if problem.sees.is_causal else 1)
     max_heads = tuning.MAX_BATCHED_ELEMENTS // (rows * (problem.value.shape[-1] + 1))
     if problem.mode == "full" and problem.weights.key_mask is None and not problem.want_log:
@@ -125,7 +125,7 @@ def _batched_heads(problem: Problem, block: int, threads: int) -> int:
 
 
 def _shared(problem: Problem, max_heads: int, threads: int) -> int:
-    """Heads of a task, at most so many, if no thread must do more than its share."""
+    """Heads of a task, at most ``max_heads``, so that no thread does more than its share."""
     heads = prod(problem.state_lead)
     if threads > 1 and _longest(problem) >= tuning.MIN_SEGMENTED_CAUSAL_ROWS:
         # Two long tasks a thread: one on a slow core has something to hand on.
@@ -152,8 +152,8 @@ def _flops(problem: Problem) -> float:
 def num_threads(asked: int | None) -> int:
     """Threads allowed: the caller's setting, else OMP_NUM_THREADS, else the cores.
 
-    Threads of ours beside threads of BLAS are slower than either: nobody who did not ask gets
-    them where threadpoolctl is not there to hold BLAS at one.
+    Our threads together with threads of BLAS are slower than either. So the default is 1
+    without threadpoolctl, which holds BLAS at one thread.
     """
     if asked is not None:
         return asked

@@ -29,7 +29,7 @@ def transposed(x: Floats) -> Floats:
 
 
 def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int, ...]:
-    """Broadcast leading axes, at no cost where they are alike, as they mostly are."""
+    """Broadcast leading axes; equal ones, the usual case, cost nothing."""
     for shape in rest:
         if shape and shape != first:
             first = np.broadcast_shapes(first, shape)
@@ -38,13 +38,13 @@ def broadcast_lead(first: tuple[int, ...], *rest: tuple[int, ...]) -> tuple[int,
 
 @lru_cache(128)
 def small_parts(n: int, numbers: int) -> list[slice]:
-    """Cut n rows into parts whose products with a factor of so many elements are small."""
+    """Cut n rows into parts so that a product with ``numbers`` elements is small for BLAS."""
     most = tuning.MAX_SMALL_MATMUL // max(1, numbers)
     return equal_parts(n, n if most < tuning.MIN_SUM_ROWS else most)
 
 
 def product(x: Floats, y: Floats, name: str) -> Floats:
-    """Multiply in a buffer: pages of a fresh array cost more than what is done to them."""
+    """Multiply into a buffer: fresh memory pages would cost more time than the product."""
     lead = broadcast_lead(x.shape[:-2], y.shape[:-2])
     out = buffer(name, (*lead, x.shape[-2], y.shape[-1]), x.dtype)
     return np.asarray(np.matmul(x, y, out=out))
@@ -74,7 +74,7 @@ def weighted_sum(weights: Floats, v: Floats, out: Any = None, add: bool = False)
 
 
 def weighted(values_and_one: Floats, weights: Floats, name: str = "values_and_one") -> Floats:
-    """Multiply in a buffer."""
+    """Multiply ``[v, 1]`` by weights, into a buffer."""
     lead = broadcast_lead(values_and_one.shape[:-2], weights.shape[:-2])
     out = buffer(name, (*lead, *values_and_one.shape[-2:]), values_and_one.dtype)
     return np.asarray(np.multiply(values_and_one, weights, out=out))

@@ -1,9 +1,8 @@
-"""Chunks of a recurrence, a tile of them at once: all that does not need the state before them.
+"""Chunks of a recurrence, a tile of them together: all products that need no state.
 
-Where decays are weak, as in most tiles, ``exp(x_i - x_j)``, the decay from token j to token i, is a
-product of two factors. The x are sums of log decays from the middle of a chunk on, all of one sign,
-so that they keep their digits. Elsewhere all
-factors are at most 1, as in the generic code.
+The decay from token j to token i is ``exp(x_i - x_j)``. If decays are weak, as in most tiles, it is
+a product of two factors. The x are sums of log decays from the middle of a chunk, all of one sign,
+so that they keep their digits. In other tiles all factors are at most 1, as in the generic code.
 
 Letters: ``h`` heads, ``r`` queries that share a state, ``g`` chunks of ``c`` tokens, ``w`` numbers
 of a log decay: 1, or one for each of the ``d`` key channels.
@@ -24,7 +23,7 @@ from linattn_numpy.tiles import lower
 __all__ = ["Chunks", "Inside", "inside", "unit_lower_inverse"]
 
 MIN_LOG = -1e30
-"""As good as -inf, of which products with 0 are NaN."""
+"""Stands for -inf, whose product with 0 would be NaN."""
 
 
 class Chunks(NamedTuple):
@@ -43,10 +42,10 @@ class Chunks(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """What the walk from chunk to chunk needs of them; None for factors of 1."""
+    """Arrays that the walk from chunk to chunk needs; None for factors of 1."""
 
     reads: Floats
-    """``(h, r, g, c, d + c)``: what queries multiply the state and the chunk's values with."""
+    """``(h, r, g, c, d + c)``: matrices that multiply the state above the chunk's values."""
     before: Floats
     """``(h, g, c, d)``: keys that are looked up in the state."""
     after: Floats
@@ -81,7 +80,7 @@ def _within(x: Floats, most: float) -> bool:
 
 
 def _weak_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside | None:
-    """Keys stay: the state and what is written are relative to the middle token of a chunk."""
+    """Leave keys unchanged: state and values are relative to the middle token of a chunk."""
     query, key, _, _, beta = chunks
     # Few numbers: float64 costs nothing.
     x = log_decay.cumsum(axis=-2, dtype=np.float64)
@@ -140,9 +139,10 @@ def _strong_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:
 
 
 def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:
-    """In runs of 2, 4, 8, ... tokens right halves meet left ones, with factors to the middle.
+    """Multiply right halves with left halves, in runs of 2, 4, 8, ... tokens.
 
-    As runs join, the decays of queries grow back to the start and those of keys on to the end.
+    The factors are decays to the middle of a run. As runs join, the decays of queries are extended
+    to the start of the run, and the decays of keys to its end.
     """
     query, key, _, _, beta = chunks
     c, d = key.shape[-2:]
@@ -158,7 +158,7 @@ def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Insid
     before, pairs = key, None
     if beta is not None:
         before = np.multiply(key, total, out=buffer("keys before", key.shape, key.dtype))
-        # What is not below the diagonal is multiplied by 0 later, which NaN would survive.
+        # Entries above the diagonal are multiplied by 0 later, which would keep a NaN.
         pairs = buffer("pairs", (*key.shape[:-1], c), key.dtype)
         pairs.fill(0)
     n = 1
@@ -187,7 +187,7 @@ def _halves(tokens: Floats, n: int) -> tuple[Floats, Floats]:
 
 
 def _below(squares: Floats, n: int) -> Floats:
-    """Where right halves meet left ones in runs of 2n tokens: ``(..., c / 2n, n, n)``, a view."""
+    """Blocks of right rows and left columns of runs of 2n: ``(..., c / 2n, n, n)``, a view."""
     *lead, c, _ = squares.shape
     runs = squares.reshape(*lead, c // (2 * n), 2, n, c // (2 * n), 2, n)
     below: Floats = np.einsum("...aiaj->...aij", runs[..., 1, :, :, 0, :])
@@ -218,17 +218,17 @@ def _pairs(rows: Floats, keys: Floats, beta: Floats | None) -> Floats | None:
 
 @cache
 def _from_middle(c: int, dtype: Any) -> Floats:
-    """Matrix of sums from the middle token to each: of those after it, or minus those up to it."""
+    """Matrix of signed sums from the middle token to each: tokens before it count negative."""
     upto = np.tri(c, dtype=dtype)
     return np.asarray(upto - upto[c // 2])
 
 
 def unit_lower_inverse(negative: Floats) -> Floats:
-    """Invert ``I - negative``, ``(h, g, c, c)``, of which only what is below the diagonal is read.
+    """Invert ``I - negative``, ``(h, g, c, c)``; only entries below the diagonal are read.
 
-    The inverse of a triangle of 2n tokens has those of its halves and ``R negative L`` across. For
-    all triangles at once that is ``X + X C X``, where C is what ``negative`` has across and X
-    holds the inverses of all halves.
+    The inverse of a triangle of 2n tokens has the inverses L and R of its halves, and
+    ``R negative L`` across. For all triangles together that is ``X + X C X``: X holds the inverses
+    of all halves, and C the entries of ``negative`` across.
     """
     c, dtype = negative.shape[-1], negative.dtype
     across, product = (buffer(name, negative.shape, dtype) for name in ("across", "product"))

@@ -30,7 +30,7 @@ __all__ = ["recurrence"]
 
 
 def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
-    """Output and state after the last token."""
+    """Return the outputs, and the state after the last token."""
     (length, d), e = problem.key.shape[-2:], problem.value.shape[-1]
     lead = problem.lead
     if 0 in (*lead, length, d, e):
@@ -50,7 +50,7 @@ def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
 
     tokens = [of_states(getattr(problem, name)) for name in Chunks._fields[1:]]
     query = np.broadcast_to(problem.query, (*lead, length, d)).transpose(*order, *last)
-    # Where beta is 2 nothing is forgotten, the rounding of no token either.
+    # With beta = 2 nothing is forgotten, not even rounding errors.
     short = problem.beta is not None and d <= limits.MAX_SHORT_KEY
     state = np.zeros((*distinct, d, e), np.float64 if short else problem.dtype)
     if problem.initial_state is not None:
@@ -72,7 +72,7 @@ def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
 
 
 def _tasks(distinct: tuple[int, ...], threads: int) -> list[Any]:
-    """Index heads that are done together: some along the longest axis."""
+    """Return indices of the heads of each task: some along the longest axis."""
     if not distinct:
         return [(None,)]
     n = max(distinct)
@@ -87,8 +87,8 @@ def _tasks(distinct: tuple[int, ...], threads: int) -> list[Any]:
 def _walk(problem: Recurrence, tokens: list[Any], state: Floats, output: Floats) -> None:
     """Write the outputs of some heads, and their states after the last token.
 
-    ``tokens``: those of ``Chunks`` by rows, queries ``(h, r, L, d)``; ``state``: that before them,
-    ``(h, d, e)``.
+    ``tokens``: the fields of ``Chunks`` before they are cut, queries ``(h, r, L, d)``; ``state``:
+    the state before the first token, ``(h, d, e)``, which is overwritten.
     """
     length = output.shape[-2]
     most = tuning.CHUNK_ROWS if problem.beta is None else tuning.SOLVED_CHUNK_ROWS
@@ -124,7 +124,7 @@ def _chunked(tokens: Floats, name: str, c: int, dtype: Any) -> Floats:
 
 
 def _scan(chunks: Chunks, scale: float, state: Floats, output: Floats) -> None:
-    """Write outputs ``(h, r, g, c, e)``, and replace the state by that after the last chunk."""
+    """Write outputs ``(h, r, g, c, e)``, and overwrite ``state`` by the state after the chunks."""
     made = inside(chunks, scale)
     inverse = None
     if made.pairs is not None and chunks.beta is not None:

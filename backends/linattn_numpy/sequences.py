@@ -1,9 +1,10 @@
-"""Attention within each of some sequences that lie end to end.
+"""Attention within each of several packed sequences.
 
-Features are made for several sequences at once, unshifted; keys are on the scale of the largest of
-their sequence. Causal ones are gone through as one, of which nothing is left behind a border;
-others, and short causal ones of one length, by squares of weights where they are short beside
-features and values, and by their states. All are accepted, by the rules of blocks, or none is.
+Features are made for several sequences together, unshifted; keys are on the scale of the largest
+key of their sequence. Causal sequences are scanned as one, dropping the state at every border. Full
+sequences, and short causal ones of one length, are computed by all pairs if they are short compared
+with features and values, else by their states. All sequences are accepted, by the rules of blocks,
+or the whole call is declined.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def sequences_block(
     least = num_den[..., -1].min()
     if not (least >= floor and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
-    # What underflow may have taken from values. All rows of a sequence see its first ones: hardly
-    # ever must others be inspected.
+    # Underflow may have taken digits of small values. All rows of a sequence see its first value:
+    # hardly ever must others be inspected.
     small = max(floor / least, limits.tiny(dtype) / least_weight) / limits.SMALL_VALUES
     if not np.abs(values_and_one[..., starts, :]).min() >= small:
         sizes = np.abs(values_and_one)
@@ -98,7 +99,7 @@ def sequences_block(
 
 
 def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums | Declined:
-    """Go through sequences of any lengths as through one, of which borders leave nothing."""
+    """Scan all sequences as one, dropping the state at every border."""
     values = block.values_and_one
     *heads, m = features_shape(block.key_spec, block.key.x)
     lead = broadcast_lead(tuple(heads), values.shape[:-2])
@@ -110,9 +111,10 @@ def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums
 def _tiles(
     lengths: list[int], least: int, max_rows: int, max_pairs: float
 ) -> Iterator[tuple[slice, list[Run], bool]]:
-    """Rows and runs of sequences of at most so many tokens, all short or none, or of one sequence.
+    """Yield rows and runs of sequences, at most ``max_rows`` tokens, all of them short or none.
 
-    One that is not short counts as ``least`` tokens or more: that many are as long as its state.
+    A longer sequence is a tile of its own. One of more than ``max_pairs`` tokens is not short, and
+    counts as ``least`` tokens at least, the size of its state.
     """
     start = stop = size = 0
     sizes: list[int] = []
@@ -129,7 +131,7 @@ def _tiles(
 
 
 class _Apart:
-    """Some sequences at a time: short ones by all pairs, others by their states."""
+    """Attention of sequences, a tile of them at a time: short ones by pairs, others by states."""
 
     def __init__(self, block: CausalBlock, common: CommonScale) -> None:
         query_spec, key_spec, query, key, values = self._block = block
@@ -147,7 +149,7 @@ class _Apart:
         self._max_log, self._least_sum, self._largest_sum = 0.0, inf, 0.0
 
     def attend(self, lengths: Lengths, is_causal: bool) -> Sums | Declined:
-        """Do all sequences; causal ones are short and of one length."""
+        """Attend within all sequences; causal ones must be short and of one length."""
         (h, r, e), dtype, longest = self._widths, self._values.dtype, int(lengths.max())
         m, visible = h * r, None
         max_pairs = 1.5 * m * e / (m + e)
@@ -192,7 +194,7 @@ class _Apart:
             np.matmul(weights, v, out=out)
 
     def _read_states(self, rows: slice, runs: list[Run]) -> None:
-        """Read states: the features of keys are used before those of queries are made."""
+        """Read states; the features of keys are used before the features of queries are made."""
         (h, r, e), n = self._widths, rows.stop - rows.start
         count = runs[-1].places.stop
         kvz = buffer("states", (*self._lead, h, count, r, e), self._values.dtype)

@@ -1,13 +1,13 @@
 """Sums and reads of blocks in place: max-stabilized only where the range needs it.
 
-A block of full attention is first done *unshifted*: exponents ``u = x P`` are exponentiated as they
-are, and what underflowed shows in the sums. The row term (curvature and log weight) goes onto
-``[v, 1]``, relative to its largest in the block; that largest and the constants of the features go
-into log_scale. A key side is accepted if the sums of all features lie in FEATURE_SUM_RANGE: then
-underflow has taken less than rounding, and nothing that follows overflows. A row is accepted if its
-denominator is beyond what underflow can have taken, by the rule of the driver, and finite.
-Any other block is done again *max-stabilized*, by the exact maximum of each feature. Those with NaN
-or inf go to the generic code.
+A block of full attention is first done *unshifted*: nothing is subtracted from the exponents
+``u = x P``, and underflow shows in the sums. The row term (curvature and log weight), less its
+largest in the block, multiplies ``[v, 1]``. The largest row term and the constants of the features
+are added to ``log_scale``. A block of keys is accepted if the sums of all features lie in
+FEATURE_SUM_RANGE: then underflow has taken less than rounding, and no later step overflows. A row
+is accepted if it is finite and its denominator is so large, by the rule of the driver, that
+underflow cannot have changed it. Any other block is done again *max-stabilized*, by the exact
+maximum of each feature. Blocks with NaN or inf go to the generic code.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Ones: TypeAlias = Floats | None
 
 
 def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
-    """``[v, 1]`` in a buffer, 0 where masked: a fresh array may have fresh pages in each call."""
+    """``[v, 1]`` in a buffer, 0 where masked; a fresh array would cost fresh memory pages."""
     v, weight = (value, 1) if mask is None else (np.where(mask, value, 0), mask)
     out = buffer("values", (*v.shape[:-1], v.shape[-1] + 1), dtype)
     out[..., :-1], out[..., -1:] = v, weight
@@ -84,13 +84,13 @@ def reduce_block(
 def reduce_values(
     key_spec: Spec, tokens: Tokens, value: Floats, mask: Any, state: State
 ) -> State | Declined:
-    """Add a block of keys to the state, of which there may be no ``[v, 1]``."""
+    """Add a block of keys to the state, without forming ``[v, 1]`` if nothing is masked."""
     dtype = state.kvz.dtype
     if mask is not None or not supports(key_spec):
         return reduce_block(key_spec, tokens, values_block(value, mask, dtype), state)
     v = value.astype(dtype, copy=False)
     row, number = v.strides[-2:]
-    # BLAS takes matrices whose rows are there one after the other.
+    # BLAS takes matrices whose rows do not overlap and have adjacent numbers.
     v = v if number == v.itemsize and row >= v.shape[-1] * number else v.copy()
     return _add_keys(key_spec, tokens, v, None, state)
 
@@ -109,7 +109,7 @@ def _add_keys(
 def _unshifted_sums(
     key_spec: Supported, tokens: Tokens, value: Floats, ones: Ones
 ) -> tuple[Floats, Floats] | Declined:
-    """Sum a block by feature: sums and their log scale."""
+    """Sum a block of keys by feature; return the sums and their log scale."""
     if not are_moderate(key_spec, tokens.x, together=True).all():
         return limits.LARGE_EXPONENTS
     e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
@@ -142,9 +142,9 @@ def _unshifted_sums(
     z, (least, most) = kvz[..., -1].copy(), limits.FEATURE_SUM_RANGE[kvz.itemsize]
     log_scale = log_offsets(key_spec, dtype) + top
     if not z.min() > 0:
-        # Without keys there is nothing to lose, and nothing that sets a scale.
+        # A feature without keys has no digits to lose, and no scale.
         is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
-        # Of keys that weigh less than others a feature may have underflowed.
+        # The feature of a key that weighs less than others may have underflowed.
         is_even = row is None or not (is_split or np.any((row != 0) & (row != 1)))
         nothing = (z == 0) & ((is_relu and is_even) | (top == -np.inf))
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
@@ -154,7 +154,7 @@ def _unshifted_sums(
 
 
 def _put_sums(weights: Floats, v: Floats, w: Floats, out: Floats, add: bool = False) -> None:
-    """``weights^T [v, w]``; w is no column of v: BLAS is faster where vectors divide the width."""
+    """Write ``weights^T [v, w]``; w is apart because BLAS is faster if vectors divide the width."""
     weighted_sum(weights, v, out[..., :-1], add)
     weighted_sum(weights, w, out[..., -1:], add)
 
@@ -163,7 +163,7 @@ def _put_sums(weights: Floats, v: Floats, w: Floats, out: Floats, add: bool = Fa
 def _add_stabilized(
     key_spec: Exponential, tokens: Tokens, value: Floats, ones: Ones, state: State
 ) -> State | Declined:
-    """Add a block by feature, each tile on the largest log of each."""
+    """Add a block of keys max-stabilized: each tile on the largest log of each feature."""
     x, row = tokens.x, row_term(key_spec, tokens)
     assert row is not None
     arrays = [each for each in (value, ones, row, state.kvz) if each is not None]
@@ -187,7 +187,7 @@ def _add_stabilized(
 
 
 def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
-    """Add a block's sum, on the scale ``c``, to a state; ``kvz`` is written over.
+    """Add a block's sum ``kvz``, on the scale ``c``, to a state; overwrite ``kvz``.
 
     Nothing in the new state is a view of the map's parameters or of the state before.
     """
@@ -198,7 +198,7 @@ def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
         return State(kvz, log_scale, state.length + n)
     lead = c - state.log_scale
     if same and lead.max() <= limits.MAX_LOG_LEAD:
-        # A little past its scale, or below it, a block joins the state as it stands.
+        # A block on a lower scale, or a slightly higher one, joins without rescaling the state.
         kvz *= np.exp(lead)[..., None]
         kvz += state.kvz
         return State(kvz, state.log_scale.copy(), state.length + n)
@@ -236,7 +236,7 @@ def _on_one_scale(
         return state.kvz, c[..., :1]
     top = c.max(axis=-1, keepdims=True)
     kvz = state.kvz * np.exp(c - limits.finite_shift(top))[..., None]
-    # A feature far below the top one may still be the one that counts for a query.
+    # A feature far below the top one may still be the largest for a query.
     is_lost = np.any((kvz[..., -1] < limits.floor_of(kvz.dtype)) & (c > -np.inf))
     return None if is_lost else kvz, top
 
@@ -250,11 +250,11 @@ def _in_halves(spec: Supported, kvz: Floats) -> Floats:
 def _put_read(
     query_spec: Supported, x: Floats, kvz: Floats, num: Floats, den: Floats, *, divided: bool
 ) -> bool:
-    """Read a state on one scale into ``(..., n, e)`` and ``(..., n, 1)``; say whether it is right.
+    """Read a state on one scale into ``num`` and ``den``; return whether the rows are right.
 
-    Denominators beyond a bound tell that nothing that counts was lost to underflow. Where features
-    are positive, a numerator is at most ``den max |kvz| / min z``, and finite. Where they are not,
-    a denominator that such a bound would fail for has lost all of its digits.
+    Denominators above a bound show that underflow took no digits. If features are positive, a
+    numerator is at most ``den max |kvz| / min z``, and so finite. If they are not, a denominator
+    for which this bound fails has lost all of its digits.
     """
     read = read_halves if num_sign_halves(query_spec) == 2 else np.matmul
     halves = _in_halves(query_spec, kvz)
@@ -281,7 +281,7 @@ def _read_stabilized(
         return limits.UNDERFLOWED
     state = _by_feature(state)
     kvz, x = state.kvz, tokens.x
-    # The row term cancels; beside the square of a large query, offsets would round to nothing.
+    # The row term cancels. Added to the square of a large query, offsets would be rounded away.
     offsets = (state.log_scale + query_spec.col)[..., None, :]
     lead = broadcast_lead(kvz.shape[:-2], x.shape[:-2], offsets.shape[:-2])
     num_den = buffer("num_den", (*lead, x.shape[-2], kvz.shape[-1]), kvz.dtype)
@@ -296,7 +296,7 @@ def _read_stabilized(
 
 
 def _by_feature(state: State) -> State:
-    """Put features that are far from 1 on their scales on others, on which they are 1."""
+    """Rescale each feature to size 1, if any is far from 1 on its scale."""
     size, (least, most) = np.abs(state.kvz).max(axis=-1), limits.FEATURE_SCALES
     if size.min() >= least and size.max() <= most:
         return state

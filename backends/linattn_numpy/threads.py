@@ -1,4 +1,4 @@
-"""Threads that live from call to call, with the buffers that they have filled.
+"""Threads that live from call to call, with their buffers.
 
 A thread that is made for one call pays for its start and for fresh pages.
 """
@@ -35,11 +35,11 @@ if hasattr(os, "register_at_fork"):
 
 
 limited_threads = blas.one_thread
-"""Keep what is computed between blocks to the one BLAS thread that blocks are computed with."""
+"""Hold BLAS at one thread between blocks too, as :func:`run` does within them."""
 
 
 class _TaskQueue:
-    """Tasks that several threads work off, the last ones in round robin over their steps."""
+    """A queue of tasks for several threads; the last tasks run in round robin over their steps."""
 
     def __init__(self, threads: int, work: Work, tasks: Sequence[Any]) -> None:
         self._max_round_robin = tuning.ROUND_ROBIN_TASKS * threads
@@ -47,7 +47,7 @@ class _TaskQueue:
         self._lock = threading.Lock()
 
     def drain(self) -> None:
-        """Work on this thread until no task is left; an error leaves none for the others."""
+        """Work on this thread until no task is left; an error empties the queue."""
         _here.busy = True
         try:
             while (steps := self._next()) is not None:
@@ -79,15 +79,15 @@ def _steps(work: Work, task: Any) -> Iterator[Any]:
 
 
 def run(threads: int, work: Work, tasks: Sequence[Any]) -> None:
-    """Call ``work(task)`` for each task on so many threads, the caller's among them.
+    """Call ``work(task)`` for each task on ``threads`` threads, one of them the caller's.
 
-    What it returns may be an iterator: the task is done when that is. The last few tasks are done
-    in round robin, a step at a time, so that a thread on a slow core ends with the others.
+    ``work`` may return an iterator, which is then exhausted. The last few tasks run in round robin,
+    one step at a time, so that a thread on a slow core ends with the others.
 
-    A call from within a task is done by the thread that it is on: no thread waits for another that
-    waits for it. The first error is raised when all threads have stopped.
+    A call within a task runs on the thread of that task, so that no two threads wait for each
+    other. The first error is raised when all threads have stopped.
     """
-    # One BLAS thread even for one of ours: a block is too small to share out, and two threads of
+    # One BLAS thread even for one of ours: a block is too small to be divided, and two threads of
     # BLAS on busy cores wait for each other.
     threads = min(threads, len(tasks))
     with blas.one_thread():
@@ -100,7 +100,7 @@ def run(threads: int, work: Work, tasks: Sequence[Any]) -> None:
 
 
 def _share(helpers: int, queue: _TaskQueue) -> None:
-    """Drain a queue on this thread and on so many others."""
+    """Drain a queue on this thread and on ``helpers`` others."""
     pool = _pool(helpers)
     futures = []
     try:

@@ -36,10 +36,10 @@ class Run(NamedTuple):
     rows: slice
     size: int
     places: slice
-    """Their places among all of a block."""
+    """Their numbers among all sub-blocks of a block."""
 
     def split(self, x: Floats) -> Floats:
-        """Give the rows of these sub-blocks an axis of them, ``(..., count, size, width)``."""
+        """Return the rows of these sub-blocks, ``(..., count, size, width)``."""
         x = x[..., self.rows, :]
         return x.reshape(*x.shape[:-2], -1, self.size, x.shape[-1])
 
@@ -65,7 +65,7 @@ def runs_of(sizes: Iterable[int]) -> list[Run]:
 def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
     """Rows of a block by the shape of their tiles: ``(rows, length of a tile, its sub-blocks')``.
 
-    A tile is of at most so many rows, or of one sub-block.
+    A tile has at most ``max_rows`` rows, or one sub-block.
     """
     groups = []
     for rows, size, _ in sub_blocks(n):
@@ -78,14 +78,14 @@ def tiles(n: int, max_rows: int) -> list[tuple[slice, int, int]]:
 
 @lru_cache(128)
 def equal_parts(n: int, most: int) -> list[slice]:
-    """Cut rows into as few parts as there may be of at most so many, of one length but the last."""
+    """Cut n rows into as few parts as possible of at most ``most``; all but the last are equal."""
     size = -(-n // -(-n // max(1, most)))
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 @lru_cache(128)
 def head_parts(lead: tuple[int, ...], heads: int) -> Sequence[Index]:
-    """Cut leading axes into parts of at most so many heads, or of one."""
+    """Cut leading axes into parts of at most ``heads`` heads, or of one."""
     sizes = part_sizes(lead, heads)
     if sizes == lead:
         return [()]
@@ -101,10 +101,10 @@ def head_parts(lead: tuple[int, ...], heads: int) -> Sequence[Index]:
 def head_tiles(
     lead: tuple[int, ...], n: int, most: int, min_rows: int, are_apart: bool
 ) -> Sequence[tuple[Any, Any]]:
-    """Cut heads of n rows into tiles of at most so many, or of ``min_rows`` of each: two indices.
+    """Return tiles of at most ``most`` rows, or ``min_rows`` of each head, as pairs of indices.
 
-    ``are_apart``: a tile is of whole heads or of a part of one, whose index leaves no axes;
-    otherwise of a part of all.
+    The first index takes heads, the second takes rows of them. ``are_apart``: a tile is whole heads
+    or a part of one head, without its leading axes; otherwise some rows of all heads.
     """
     tiles, parts = [], head_parts(lead, most // n) if are_apart else [()]
     for heads in product(*map(range, lead)) if are_apart and most // n <= 1 else parts:
@@ -115,7 +115,7 @@ def head_tiles(
 
 
 def part_sizes(lead: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """Entries of each axis in a part: all of the last ones, and a part of the one before."""
+    """Entries of each axis in a part: whole last axes, and a share of the axis before them."""
     sizes: list[int] = []
     for n in reversed(lead):
         sizes.insert(0, max(1, min(n, heads)))
@@ -124,7 +124,7 @@ def part_sizes(lead: tuple[int, ...], heads: int) -> tuple[int, ...]:
 
 
 def split_tiles(x: Floats, *shape: int) -> Floats:
-    """Give the rows of a number of tiles this shape, and put the tiles first."""
+    """Reshape rows to tiles of this shape, with the axis of tiles first."""
     return moveaxis(x.reshape(*x.shape[:-2], -1, *shape, x.shape[-1]), x.ndim - 2, 0)
 
 

@@ -21,7 +21,7 @@ TOO_HIGH = Declined("a key is not finite, or its features are too large for any 
 
 
 def _product(tokens: Floats, spec: Exponential, logs: Floats) -> tuple[Floats, Floats, Floats]:
-    """Factors of a product and where it goes; below ``P`` is what squares are multiplied by."""
+    """Factors of a product and its output; the last row of ``P`` multiplies the squares."""
     P = np.concatenate([spec.P, -spec.P], axis=-1) if spec.paired else spec.P
     factor = -0.5 * spec.Q if isinstance(spec.Q, float) else -0.5
     P = np.concatenate([P, np.full_like(P[..., :1, :], factor)], axis=-2)
@@ -33,8 +33,8 @@ def _product(tokens: Floats, spec: Exponential, logs: Floats) -> tuple[Floats, F
 class ExponentialToken:
     """Features of a token by an exponential map.
 
-    Both sides are made at once. The square of a key stands beside its coordinates and is taken off
-    by their product, which costs less than a number for each row of an array.
+    One product makes the features of query and key. The square of a key is one more coordinate, so
+    that the product subtracts it, which costs less than a subtraction from each row.
     """
 
     def __init__(self, query_spec: Exponential, key_spec: Exponential, log_scale: Floats) -> None:
@@ -55,7 +55,7 @@ class ExponentialToken:
         self.rebase(log_scale)
 
     def rebase(self, log_scale: Floats) -> None:
-        """Make features relative to this log scale from now on."""
+        """Set the log scale that features are relative to."""
         self.log_scale = log_scale
         np.add(self._specs[0].col, log_scale, out=self._offsets[0])
         np.subtract(self._specs[1].col, log_scale, out=self._offsets[1])

@@ -1,4 +1,4 @@
-"""Causal sums by sub-blocks: triangles at once, states between them one after the other."""
+"""Causal sums by sub-blocks: all triangles together, the states between them one by one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Triangles:
         self._read_parts = list(moveaxis(self._reads, -4, 0))
 
     def split(self, x: Floats) -> Floats:
-        """Rows of a number of tiles, one after the other along the first axis, for :meth:`add`."""
+        """Split rows into tiles along a new first axis, for :meth:`add`."""
         return split_tiles(x, *self._shape)
 
     def add(
@@ -61,12 +61,11 @@ class Triangles:
         rises: Sequence[Floats | None] = (),
         borders: Sequence[Border] = (),
     ) -> list[Floats]:
-        """Write the sums of a tile with values ``v`` to ``out`` and go on from the state after it.
+        """Write the sums of a tile with values ``v`` to ``out``, and keep the state after it.
 
-        Both are ``(..., n / size, size, e)``. ``decay``: what is left of keys and states.
-        ``rises``: what the states after each sub-block but the last are multiplied with, None for
-        1. Returns these states as they were before, where there are any. ``borders``: those of
-        sequences, none of which sees another.
+        Both arrays are ``(..., n / size, size, e)``. ``decay``: factors of keys and states.
+        ``rises``: factors of the states after each sub-block but the last, None for 1. Returns
+        these states without their factors. ``borders``: borders between sequences.
         """
         unscaled: list[Floats] = []
         first, *rest = self._parts

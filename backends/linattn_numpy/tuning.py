@@ -1,9 +1,9 @@
 """Measured constants: where one way to compute becomes faster than another.
 
-They change times, not what is accurate, which :mod:`linattn_numpy.limits` holds. Each was set on
-the date beside it; machine and command were not recorded (docs/record.md, of the same days,
-was measured on AMD EPYC, family 25 model 17, with OpenBLAS's SkylakeX kernels). Whoever measures
-one again writes machine, date and command beside it.
+They change times only; the bounds that accuracy depends on are in :mod:`linattn_numpy.limits`. Each
+was set on the date beside it. Machine and command were not recorded, but docs/record.md, of the
+same days, was measured on AMD EPYC, family 25 model 17, with OpenBLAS's SkylakeX kernels. Whoever
+measures one again writes machine, date and command beside it.
 
 *Elements* are numbers of an array, *rows* are tokens.
 """
