@@ -1,10 +1,10 @@
 """Layers of transformers on arrays of any library: pure functions over dictionaries of arrays.
 
-Every layer is a function ``f(params, *inputs, **options)`` of a dictionary whose names are those of
-torch's state dictionaries. ``f_vjp`` takes the same and returns the output and a pullback,
-``pullback(grad_output) -> (grad_params, *grad_inputs)``; ``init_f(rng, ...)`` draws parameters.
+Every layer is a function ``f(params, *inputs, **options)``. ``params`` is a dictionary with the
+names of torch's state dictionaries. ``f_vjp`` takes the same arguments and returns the output and
+``pullback(grad_output) -> (grad_params, *grad_inputs)``. ``init_f(rng, ...)`` draws parameters.
 
-Tokens by themselves: :func:`linear`, :func:`feed_forward`, :func:`layer_norm`, :func:`rms_norm`,
+One token at a time: :func:`linear`, :func:`feed_forward`, :func:`layer_norm`, :func:`rms_norm`,
 :func:`embedding`. Attention: :func:`multi_head_attention` with ``attention=`` one of
 :class:`SoftmaxAttention`, :class:`LinearAttention`, :class:`LandmarkAttention`,
 :class:`AutomaticAttention`, :class:`BoundedAttention`, and ``positions=`` :class:`Rotary` or

@@ -1,4 +1,4 @@
-"""Activations: each returns its values, and a function that returns its derivatives."""
+"""Activation functions: each returns its values, and a function that returns its derivatives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def quick_gelu(xp: ModuleType, x: Array) -> tuple[Array, Callable[[], Array]]:
 
 
 GATED: dict[str, Activation] = {"swiglu": silu, "geglu": gelu, "geglu_tanh": gelu_tanh}
-"""Those that are multiplied by a third product."""
+"""Activations of gated layers, which multiply by a third product."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": relu,
@@ -100,4 +100,4 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": silu,
     **GATED,
 }
-"""Of a feed-forward layer."""
+"""All activations of a feed-forward layer, by name."""

@@ -52,19 +52,19 @@ class _Options(_Needed, total=False):
 
 
 class LayerOptions(_Options, total=False):
-    """Types of what is chosen for a layer, alike for all layers of a stack."""
+    """Keyword arguments of an encoder layer or a stack of them, for type checkers."""
 
     positions: Positions | Sequence[Positions]
 
 
 class DecoderOptions(LayerOptions, total=False):
-    """Types of that and of the attention to a memory."""
+    """Keyword arguments of a decoder layer or a stack of them, for type checkers."""
 
     cross_attention: Attention | Sequence[Attention] | None
 
 
 class ModelOptions(_Options, total=False):
-    """Types of what is chosen for a model of tokens."""
+    """Keyword arguments of a language model, for type checkers."""
 
     positions: Positions | Sequence[Positions] | Literal["sinusoidal"]
     embedding_scale: float
@@ -72,7 +72,7 @@ class ModelOptions(_Options, total=False):
 
 
 class InitOptions(TypedDict, total=False):
-    """Types of what the parameters of a layer are drawn for."""
+    """Keyword arguments of the functions that draw parameters, for type checkers."""
 
     hidden_dim: int | None
     num_key_heads: int | None
@@ -85,7 +85,7 @@ class InitOptions(TypedDict, total=False):
 
 
 class LayerState(NamedTuple):
-    """What a layer keeps of a stream: of its tokens, and of the memory if there is one."""
+    """State of one layer in a stream: the cache of its tokens, and of the memory if any."""
 
     tokens: AttentionState
     memory: Any
@@ -96,7 +96,7 @@ class LayerState(NamedTuple):
 
 
 class DecoderState(NamedTuple):
-    """What a decoder keeps of a stream."""
+    """State of a decoder in a stream: the states of its layers."""
 
     layers: tuple[LayerState, ...]
     length: int
@@ -108,7 +108,7 @@ class DecoderState(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which keys queries see: those of the tokens, and those of the memory."""
+    """Which keys queries see: among the tokens, and in the memory."""
 
     is_causal: bool
     key_mask: Array | None = None
@@ -116,7 +116,7 @@ class Masks(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is chosen for one layer."""
+    """Options of one layer, with all defaults filled in."""
 
     heads: Heads
     cross: Heads
@@ -148,7 +148,7 @@ def options_of(
     eps: float = 1e-5,
     **more: Any,
 ) -> Options:
-    """Give what was not chosen its default."""
+    """Return the options of a layer, with defaults for the missing ones."""
     check_norm(norm)
     cross = attention if cross_attention is None else cross_attention
     heads = Heads(num_heads, attention, positions, eps), Heads(num_heads, cross, eps=eps)
@@ -171,7 +171,7 @@ def layer(
     *,
     differentiate: bool,
 ) -> Result:
-    """One layer on all tokens at once; the pullback serves only what is differentiated."""
+    """Apply one layer to all tokens; the pullback works only with ``differentiate=True``."""
 
     def attend(part: Params, x: Array) -> Result:
         scope = Scope(masks.is_causal, masks.key_mask)
@@ -192,7 +192,7 @@ def stream_layer(
     masks: Masks,
     state: LayerState | None,
 ) -> tuple[Array, LayerState]:
-    """One layer on the next tokens of a stream."""
+    """Apply one layer to the next tokens of a stream; return the new state too."""
     if not masks.is_causal or masks.key_mask is not None:
         message = (
             "initial_state and return_state must come with is_causal=True and without key_mask: "
@@ -226,7 +226,7 @@ def _no_pullback(grad: Array) -> tuple[Any, ...]:
 def _sublayers(
     params: Params, x: Array, options: Options, attend: Sublayer, attend_memory: Sublayer | None
 ) -> Result:
-    """Attention, attention to a memory if there is one, feed-forward, each with its norms."""
+    """Apply self-attention, attention to a memory if any, and feed-forward, with their norms."""
     sublayers = {"self_attn.": attend}
     if attend_memory is not None:
         sublayers["multihead_attn."] = attend_memory
@@ -267,7 +267,7 @@ def _sublayers(
 
 
 def _norms(options: Options, number: int) -> list[tuple[str, str, str]]:
-    """Names of the norms before, inside and after each residual sum; "" where there is none."""
+    """Return the names of the norms before, inside and after each residual sum; "" for none."""
     names = []
     for i in range(1, number + 1):
         before = f"norm{i}." if options.norm_first else ""
@@ -278,7 +278,7 @@ def _norms(options: Options, number: int) -> list[tuple[str, str, str]]:
 
 
 def _in_turn(x: Array, steps: Sequence[tuple[str, Callable[..., Any]]]) -> tuple[Array, Any]:
-    """Apply steps one after the other; return their pullbacks by name, too."""
+    """Apply steps one after the other; return the result and the named pullbacks."""
     pulls = []
     for name, step in steps:
         x, pull = step(x)
@@ -299,7 +299,7 @@ def stack(
     *,
     differentiate: bool,
 ) -> Result:
-    """Layers one after the other, and a last norm if there is one."""
+    """Apply layers one after the other, and the last norm if there is one."""
     layers, final = _layers_and_norm(params)
     pulls = []
     for part, chosen in zip(layers, _by_layer(options, len(layers)), strict=True):
@@ -329,7 +329,7 @@ def stream_stack(
     masks: Masks,
     state: DecoderState | None,
 ) -> tuple[Array, DecoderState]:
-    """Layers on the next tokens of a stream, and the last norm."""
+    """Apply layers and the last norm to the next tokens of a stream; return the new state too."""
     layers, final = _layers_and_norm(params)
     before: Sequence[LayerState | None] = [None] * len(layers) if state is None else state.layers
     if len(before) != len(layers):
@@ -346,7 +346,7 @@ def stream_stack(
 
 
 def for_steps(state: DecoderState, options: Options) -> DecoderState:
-    """Return a state to go on from once, token by token."""
+    """Return a state for one stream of single tokens, which the stream may change in place."""
     chosen = _by_layer(options, len(state.layers))
     layers = []
     for layer, of_layer in zip(state.layers, chosen, strict=True):
@@ -361,7 +361,7 @@ def _layers_and_norm(params: Params) -> tuple[list[Part], Part]:
 
 
 def _by_layer(options: Options, number: int) -> list[Options]:
-    """Options of each layer: attention and positions may be given for each."""
+    """Return the options of each layer: attention and positions may be lists."""
     heads, cross = options.heads, options.cross
     attention = _one_each("attention", heads.attention, number)
     positions = _one_each("positions", heads.positions, number)

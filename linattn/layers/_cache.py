@@ -16,7 +16,7 @@ __all__ = ["KeyValueCache"]
 class KeyValueCache(NamedTuple):
     """The rows ``[key, value]`` from ``start`` to ``stop`` of a buffer.
 
-    Appending does not change a cache: several streams may go on from it.
+    Appending does not change a cache: several streams may continue from it.
     """
 
     buffer: Array
@@ -29,7 +29,7 @@ class KeyValueCache(NamedTuple):
 
     @classmethod
     def append(cls, cache: KeyValueCache | None, key: Array, value: Array) -> KeyValueCache:
-        """Return a cache that holds these rows too: in the buffer, where nobody has written yet."""
+        """Return a cache with these rows appended, in the same buffer if that part is unused."""
         xp = _arrays.namespace(key)
         rows = xp.concat([key, value], axis=-1)
         if cache is None:
@@ -60,7 +60,7 @@ class KeyValueCache(NamedTuple):
         return self.buffer[..., self.start : self.stop, self.dim :]
 
     def last(self, number: int) -> KeyValueCache:
-        """Return the last rows, so many of them."""
+        """Return a cache of the last ``number`` rows."""
         return self._replace(start=max(self.start, self.stop - number))
 
     def __repr__(self) -> str:

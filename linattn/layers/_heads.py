@@ -18,10 +18,10 @@ Positions: TypeAlias = Rotary | Alibi | None
 
 
 class AttentionState(NamedTuple):
-    """What self-attention keeps of a stream."""
+    """State of self-attention in a stream."""
 
     cache: Any
-    """By the attention: a :class:`linattn.State`, keys and values, or a stream."""
+    """Depends on the attention: a :class:`linattn.State`, keys and values, or a stream."""
     length: int
     """Tokens seen."""
 
@@ -31,17 +31,17 @@ class AttentionState(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What the calls of one attention layer have in common."""
+    """Options of one attention layer."""
 
     num_heads: int
     attention: Attention
     positions: Positions = None
     eps: float = 1e-6
-    """Of the norms of queries and keys."""
+    """``eps`` of the norms of queries and keys."""
 
 
 class _Inner(NamedTuple):
-    """What makes queries, keys and values: the projection, and norms where params have them."""
+    """Parameters of the input projection, and of the norms of queries and keys if any."""
 
     product: Part
     query_norm: Part
@@ -49,12 +49,12 @@ class _Inner(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """How the width of projections is cut into heads."""
+    """How the columns of projections are split into heads."""
 
     queries: int
     """H d: rows of the queries in the projection."""
     axes: tuple[int, ...]
-    """Of heads: (H,), or (G, H / G) where H queries share G keys."""
+    """Axes of the heads: (H,), or (G, H / G) if H heads of queries share G heads of keys."""
 
     @property
     def key_axes(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def attend(
     *,
     differentiate: bool,
 ) -> Result:
-    """Attend to all tokens at once; the pullback serves only what is differentiated."""
+    """Attend to all tokens; the pullback works only with ``differentiate=True``."""
     inner, outer, shape = _checked(params, x, heads)
     (query, key, value), pull_projections = _project(inner, x, memory, shape, heads.eps)
     scope = _scope(scope, x if memory is None else memory, heads, shape)
@@ -98,7 +98,7 @@ def attend(
 def stream(
     params: Params, x: Array, heads: Heads, state: AttentionState | None
 ) -> tuple[Array, AttentionState]:
-    """Attend causally after the tokens of a state, and return the state after these."""
+    """Attend causally to the tokens of a state and to these; return the new state too."""
     inner, outer, shape = _checked(params, x, heads)
     (query, key, value), _ = _project(inner, x, None, shape, heads.eps)
     cache, length = (None, 0) if state is None else state
@@ -111,7 +111,7 @@ def stream(
 
 
 def remember(params: Params, memory: Array, heads: Heads, key_mask: Array | None) -> Any:
-    """Return what to keep of a memory, for :func:`read`."""
+    """Return the cache of a memory, for :func:`read`."""
     inner, _, shape = _checked(params, memory, heads)
     projected = product(_halves(inner.product, shape)[1], memory)[0]
     key, value, _ = _keys_and_values(inner, projected, shape, heads.eps)
@@ -128,7 +128,7 @@ def read(params: Params, x: Array, heads: Heads, cache: Any, start: int) -> Arra
 
 
 def _checked(params: Params, x: Array, heads: Heads) -> tuple[_Inner, Part, _Shape]:
-    """Parameters of the projections in and out, and how their rows are cut into heads."""
+    """Check parameters; return the input and output projections, and the split into heads."""
     inner, outer, *norms = split(params, "in_proj_", "out_proj.", "q_norm.", "k_norm.")
     check_pair(inner, "weight", x)
     num = _checks.check_positive_int("num_heads", heads.num_heads)
@@ -160,7 +160,7 @@ def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
 
 
 def _scope(scope: Scope, tokens: Array, heads: Heads, shape: _Shape) -> Scope:
-    """Give a mask of tokens the axes of heads, and ALiBi its slopes."""
+    """Return a scope whose mask has the axes of heads, with ALiBi's slopes if it is used."""
     mask = scope.key_mask
     if mask is not None:
         xp = _arrays.namespace(tokens)
@@ -174,7 +174,7 @@ def _scope(scope: Scope, tokens: Array, heads: Heads, shape: _Shape) -> Scope:
 def _project(
     inner: _Inner, x: Array, memory: Array | None, shape: _Shape, eps: float
 ) -> tuple[tuple[Array, Array, Array], Pullback]:
-    """Make queries, keys and values of heads; gradients by the projection and its inputs."""
+    """Return queries, keys and values of the heads, and a pullback to parameters and inputs."""
     xp = _arrays.namespace(x)
     if memory is None:
         projected, pull = product(inner.product, x)
@@ -205,7 +205,7 @@ def _project(
 def _normal_heads(
     norm: Part, projected: Array, axes: tuple[int, ...], eps: float
 ) -> tuple[Array, Pullback]:
-    """Cut a projection into heads, normalized over each head or, by a long weight, over all."""
+    """Split a projection into heads; normalize each head, or all together if the weight is long."""
     if not norm:
         return _split(projected, axes), lambda grad: ({}, _merge(grad, axes))
     if norm["weight"].shape[-1] == projected.shape[-1]:
@@ -221,7 +221,7 @@ def _normal_heads(
 
 
 def _halves(inner: Part, shape: _Shape) -> tuple[Part, Part]:
-    """Rows of the projection that make queries, and those that make keys and values."""
+    """Split the input projection: rows for queries, and rows for keys and values."""
     halves = []
     for rows in (slice(None, shape.queries), slice(shape.queries, None)):
         halves.append(Part({n: a[rows, ...] for n, a in inner.items()}, inner.path))
@@ -231,7 +231,7 @@ def _halves(inner: Part, shape: _Shape) -> tuple[Part, Part]:
 def _keys_and_values(
     inner: _Inner, projected: Array, shape: _Shape, eps: float
 ) -> tuple[Array, Array, Pullback]:
-    """Cut a projection into keys and values; the pullback is that of keys."""
+    """Split a projection into keys and values; also return the pullback of the keys."""
     width = projected.shape[-1] // 2
     key, value = projected[..., :width], projected[..., width:]
     key, pull = _normal_heads(inner.key_norm, key, shape.key_axes, eps)
@@ -239,7 +239,7 @@ def _keys_and_values(
 
 
 def _split(x: Array, axes: tuple[int, ...]) -> Array:
-    """(..., L, H d) to (..., H, L, d)."""
+    """Reshape (..., L, H d) to (..., H, L, d)."""
     xp, lead = _arrays.namespace(x), len(x.shape) - 2
     dim = x.shape[-1] // math.prod(axes)
     apart = xp.reshape(x, (*x.shape[:-1], *axes, dim))
@@ -247,7 +247,7 @@ def _split(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def _merge(x: Array, axes: tuple[int, ...]) -> Array:
-    """(..., H, L, d) to (..., L, H d)."""
+    """Reshape (..., H, L, d) to (..., L, H d)."""
     xp, lead = _arrays.namespace(x), len(x.shape) - 2 - len(axes)
     together = xp.moveaxis(x, -2, lead)
     width = math.prod(together.shape[lead + 1 :])

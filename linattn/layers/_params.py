@@ -1,4 +1,4 @@
-"""Parameters: flat dictionaries of arrays, whose dotted names say which part they belong to."""
+"""Parameters: flat dictionaries of arrays with dotted names, such as ``layers.0.norm1.weight``."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ Params: TypeAlias = Mapping[str, Array]
 """Arrays by name, as in torch's state dictionaries: ``{"out_proj.weight": array, ...}``."""
 
 Pullback: TypeAlias = Callable[..., tuple[Any, ...]]
-"""From the gradient by the output to ``(grad_params, *grad_inputs)``."""
+"""A function of the gradient by the output that returns ``(grad_params, *grad_inputs)``."""
 
 Result: TypeAlias = tuple[Array, Pullback]
 
 
 class Part(dict[str, Array]):
-    """The parameters of one part of a model, and where in the model it is, for messages."""
+    """The parameters of one part of a model, and their prefix, for error messages."""
 
     def __init__(self, params: Params | Iterable[tuple[str, Array]] = (), path: str = "") -> None:
         super().__init__(params)
         self.path = path
         self.splits: dict[tuple[str, ...], list[Part]] = {}
-        """Parts that it was split into. A stream does so once, not at every token."""
+        """Cached results of :func:`split`: a stream splits once, not at every token."""
         self.checked: dict[tuple[Any, ...], ModuleType] = {}
-        """NumPy inputs that were found to fit, by parameter, dtype and length."""
+        """NumPy inputs that passed the checks, by parameter, dtype and length."""
 
     def __missing__(self, name: str) -> Array:
-        """Say what a layer needs."""
+        """Raise an error that names the missing parameter."""
         message = (
             f"params must have {self.path + name!r}, got "
             f"{', '.join(repr(self.path + key) for key in self) or 'none of its parts'}"
@@ -65,7 +65,7 @@ _Layer = TypeVar("_Layer", bound=Callable[..., Any])
 
 
 def takes(options: Any = None) -> Callable[[_Layer], _Layer]:
-    """Make a public function of one whose ``**options`` are those of a TypedDict."""
+    """Return a decorator that checks the names of ``**options`` against a TypedDict."""
 
     def decorator(function: _Layer) -> _Layer:
         kinds = inspect.signature(function).parameters.values()
@@ -93,7 +93,7 @@ def takes(options: Any = None) -> Callable[[_Layer], _Layer]:
 
 
 def with_pullback(vjp: _Vjp) -> _Vjp:
-    """Let the pullback of a public function be public too."""
+    """Decorate a function: run its pullback on the device of the arrays, without autocast."""
 
     @wraps(vjp)
     def call(*args: Any, **options: Any) -> Result:
@@ -104,11 +104,11 @@ def with_pullback(vjp: _Vjp) -> _Vjp:
 
 
 def accumulated(*, narrows: bool) -> Callable[[_Vjp], _Vjp]:
-    """Let a layer of tokens and its pullback compute float16 and bfloat16 in float32.
+    """Return a decorator: the layer and its pullback compute float16 and bfloat16 in float32.
 
     Results have the dtype of the inputs: each is rounded once. Inside ``torch.autocast`` inputs and
-    parameters are cast as torch casts them: to the dtype of the context for a layer that
-    ``narrows``, such as a product, else to float32. Gradients have the dtypes that came.
+    parameters are cast as torch does. A layer that ``narrows``, such as a product, uses the dtype
+    of the context, other layers use float32. Gradients have the dtypes of the arguments.
     """
 
     def decorator(vjp: _Vjp) -> _Vjp:
@@ -131,7 +131,7 @@ def accumulated(*, narrows: bool) -> Callable[[_Vjp], _Vjp]:
 def _accumulated(
     vjp: Callable[..., Result], part: Part, x: Array, options: dict[str, Any]
 ) -> Result:
-    """Compute in the accumulation dtype; round what is returned."""
+    """Compute in the accumulation dtype, and round the results to the dtype of the input."""
     named = {f"params[{part.path + name!r}]": array for name, array in part.items()}
     xp, (x, *arrays) = _checks.check_arrays(1, x=x, **named)
     wide = _arrays.accumulation_dtype(xp, x.dtype, None)
@@ -151,7 +151,7 @@ def _accumulated(
 def _as_autocast(
     vjp: Callable[..., Result], part: Part, x: Array, dtype: Any, options: dict[str, Any]
 ) -> Result:
-    """Compute with all arguments cast to a dtype; return gradients in the dtypes that came."""
+    """Cast all arguments to a dtype; return gradients in the dtypes of the arguments."""
     xp = _arrays.namespace(x)
     cast = Part(
         {name: _arrays.cast_floats(array, dtype) for name, array in part.items()}, part.path
@@ -167,13 +167,13 @@ def _as_autocast(
 
 
 def _is_narrow(x: Any) -> bool:
-    """Whether these may be numbers of which a sum needs a wider dtype."""
+    """Whether the dtype is below 32 bits, so that sums need a wider dtype."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and _arrays.dtype_bits(dtype) < 32
 
 
 def as_part(params: Any, *names: str) -> Part:
-    """Return the parameters of a layer, which has these and no others."""
+    """Return parameters as a :class:`Part`; with ``names``, check that there are no others."""
     if isinstance(params, Part):
         part = params
     elif isinstance(params, Mapping):
@@ -187,7 +187,7 @@ def as_part(params: Any, *names: str) -> Part:
 
 
 def split(params: Any, *prefixes: str) -> list[Part]:
-    """Group parameters by these beginnings of their names; there are no others."""
+    """Group parameters by these prefixes of their names; other names raise an error."""
     whole = as_part(params)
     if prefixes in whole.splits:
         return whole.splits[prefixes]
@@ -235,12 +235,12 @@ def _check_names(whole: Part, found: Iterable[str], names: tuple[str, ...]) -> N
 
 
 def join(parts: Mapping[str, Params]) -> dict[str, Array]:
-    """Return the parameters, or gradients, of all parts, each with the beginning of its names."""
+    """Return the parameters, or gradients, of all parts in one dictionary, with prefixes."""
     return {prefix + key: array for prefix, part in parts.items() for key, array in part.items()}
 
 
 def check_pair(part: Part, name: str, x: Array, last: int | None = None) -> tuple[ModuleType, Any]:
-    """Check inputs and a parameter that meets their last axis (or one of length ``last``)."""
+    """Check that a parameter's last axis fits the inputs' last axis, or has length ``last``."""
     array = part[name]
     kind = (name, x.dtype, last or x.shape[-1]) if type(x) is np.ndarray and x.ndim else None
     if kind in part.checked:
@@ -263,7 +263,7 @@ def check_pair(part: Part, name: str, x: Array, last: int | None = None) -> tupl
 
 
 def all_tokens(x: Array) -> Array:
-    """Put all tokens on one axis: one product of two matrices, not one for each sequence."""
+    """Reshape (..., d) to (n, d), so that one matrix product serves all sequences."""
     shape = tuple(x.shape)
     return _arrays.namespace(x).reshape(x, (math.prod(shape[:-1]), shape[-1]))
 

@@ -1,4 +1,4 @@
-"""Multi-head attention: projections around any attention."""
+"""Multi-head attention: projections around any attention function."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def multi_head_attention(
     initial_state: AttentionState | None = None,
     return_state: bool = False,
 ) -> Any:
-    r"""Attend to the same tokens, or to those of a memory, in several heads.
+    r"""Return multi-head attention of tokens to themselves, or to a memory.
 
     .. math::
         y = W_o \, [o_1, \ldots, o_H] + b_o, \qquad
@@ -85,35 +85,35 @@ def multi_head_attention(
     Parameters
     ----------
     params : dict
-        As those of ``torch.nn.MultiheadAttention``: ``in_proj_weight`` (H d + 2 G d, D), the rows
-        of queries, keys and values in this order, ``out_proj.weight`` (D, H d) and, optional,
-        ``in_proj_bias`` and ``out_proj.bias``. H d need not be D, and with G below H a key serves
-        H / G heads, one after the other: both are read off the shapes. Optional too, norms of the
-        queries and the keys before positions, as :func:`rms_norm`: ``q_norm.weight`` and
-        ``k_norm.weight``, (d,) for each head (Qwen 3, Gemma 3), or (H d,) and (G d,) for all heads
-        together (OLMo 2). torch's ``add_zero_attn=True`` has no name in a state dict, and is not
-        known here: such a model gives other numbers.
+        Names as in ``torch.nn.MultiheadAttention``. ``in_proj_weight`` (H d + 2 G d, D) has the
+        rows of queries, keys and values in this order; ``out_proj.weight`` is (D, H d);
+        ``in_proj_bias`` and ``out_proj.bias`` are optional. d and G follow from the shapes: H d may
+        differ from D, and if G is below H each key serves H / G successive heads. Optional
+        ``q_norm.weight`` and ``k_norm.weight`` normalize queries and keys before positions, as
+        :func:`rms_norm`: (d,) for each head (Qwen 3, Gemma 3), or (H d,) and (G d,) for all heads
+        together (OLMo 2). torch's ``add_zero_attn=True`` is not supported. A state dict does not
+        record it: such a model gives other numbers without an error.
     x : array, (..., L, D)
         Floats of any array-API library.
     memory : array, (..., S, D), optional
-        What keys and values are made of. Default x.
+        Tokens that keys and values are projected from. Default x.
     num_heads : int
         H.
     attention : Attention, optional
-        What the heads compute: :class:`SoftmaxAttention`, the default, :class:`LinearAttention`,
+        :class:`SoftmaxAttention`, the default, :class:`LinearAttention`,
         :class:`LandmarkAttention`, :class:`AutomaticAttention` or :class:`BoundedAttention`.
     positions : Rotary or Alibi, optional
-        How heads see positions. Default: not at all.
+        Position encoding inside the heads. Default: none.
     is_causal : bool, optional
         Token i sees tokens 0..i only. Default False.
     key_mask : boolean array, (S,) or memory.shape[:-1] with axes of 1, optional
         True = attend. (torch's ``key_padding_mask`` is its negation.)
     eps : float, optional
-        Of the norms of queries and keys. Default 1e-6.
+        ``eps`` of the norms of queries and keys. Default 1e-6.
     initial_state : AttentionState, optional
-        What an earlier call returned: a causal stream goes on after its tokens.
+        State that an earlier call returned: a causal stream continues after its tokens.
     return_state : bool, optional
-        Also return what a stream goes on from. Default False.
+        Also return the state from which a stream continues. Default False.
 
     Returns
     -------
@@ -123,14 +123,14 @@ def multi_head_attention(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear`; shapes that do not fit so many heads; a state without ``is_causal``, with
-        a memory or with a mask.
+        As :func:`linear`. Shapes do not fit the number of heads; a state is given or wanted without
+        ``is_causal``, with a memory or with a mask.
     NotImplementedError
-        A state from an attention that has none.
+        The attention cannot run as a stream.
 
     Notes
     -----
-    Time O(L D^2) and that of the attention.
+    Time O(L D^2), plus the time of the attention.
 
     References
     ----------
@@ -166,7 +166,7 @@ def multi_head_attention_vjp(
     key_mask: Array | None = None,
     eps: float = 1e-6,
 ) -> Result:
-    """Return :func:`multi_head_attention` and its pullback.
+    """Return the output of :func:`multi_head_attention` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -176,15 +176,14 @@ def multi_head_attention_vjp(
     Returns
     -------
     output : array, (..., L, D)
-        That of :func:`multi_head_attention`.
+        Output of :func:`multi_head_attention`.
     pullback : callable
-        ``pullback(grad_output) -> (grad_params, grad_x)``, and then, if there is one, the gradient
-        by the memory.
+        ``pullback(grad_output) -> (grad_params, grad_x)``. With a memory, its gradient follows.
 
     Raises
     ------
     NotImplementedError
-        An attention without a gradient.
+        The attention has no gradient.
     """
     heads = Heads(num_heads, attention, positions, eps)
     scope = Scope(is_causal, key_mask)
@@ -207,15 +206,15 @@ def init_multi_head_attention(
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the numbers come from.
+        Source of the numbers.
     dim : int
         D, a multiple of H; heads have the dim D / H.
     num_heads : int
         H.
     num_key_heads : int, optional
-        G, which divides H. Default H.
+        G, a divisor of H. Default H.
     qk_norm : bool, optional
-        Whether each head has norms of queries and keys. Default False.
+        Whether queries and keys of each head are normalized. Default False.
     bias, dtype : optional
         As for :func:`init_linear`.
 

@@ -1,4 +1,4 @@
-"""Which attention a layer has, and where its tokens stand: values for ``attention=``."""
+"""Objects for the arguments ``attention=`` and ``positions=`` of the layers."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ __all__ = [
 
 
 class Scope(NamedTuple):
-    """Which keys queries see, and how the weights of pairs fall with their distance."""
+    """Which keys queries see, and how weights fall with distance."""
 
     is_causal: bool = False
     key_mask: Array | None = None
-    """(S,) or one axis for each axis of the keys but the last."""
+    """(S,), or the shape of the keys without the last axis."""
     head_axes: tuple[int, ...] = ()
-    """Heads (H,); or, where queries are grouped, keys and queries of each (G, H / G)."""
+    """Axes of the heads: (H,), or (G, H / G) if H heads of queries share G heads of keys."""
     slopes: NDArray[np.float64] | None = None
-    """Of ALiBi, with the axes of heads."""
+    """Slopes of ALiBi, with the axes of heads."""
 
     def __repr__(self) -> str:
         """Show one line, without the numbers of arrays."""
@@ -55,32 +55,35 @@ class Scope(NamedTuple):
 
 
 class Attention:
-    """What ``attention=`` takes: base of the values in this module, and of your own.
+    """Base class of the objects for ``attention=``; derive your own attention from it.
 
     Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim. Leading axes are batch and
-    heads; where queries are grouped, that of the queries of a key is 1 in keys and values.
+    heads. If queries share keys, heads have two axes (G, H / G), and keys and values (G, 1).
     """
 
     def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
-        """Return (..., L, e) of query (..., L, d), key (..., S, d) and value (..., S, e)."""
+        """Return outputs (..., L, e) for query (..., L, d), key (..., S, d), value (..., S, e)."""
         raise NotImplementedError
 
     def vjp(self, query: Array, key: Array, value: Array, scope: Scope) -> tuple[Array, Any]:
-        """Return outputs, and a pullback to the gradients by query, key and value."""
+        """Return outputs, and a function that computes gradients by query, key and value."""
         _raise(f"{self!r} must have gradients here, and has none", "train with another attention")
 
     def extend(
         self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
     ) -> tuple[Array, Any]:
-        """Go on causally after the tokens that are cache, None for none; return what to keep."""
+        """Continue a stream: attend causally to the cached tokens and to these.
+
+        Return the outputs and the new cache. ``cache`` is None at the start.
+        """
         _raise(f"{self!r} must go on token by token here, and cannot", "generate with another one")
 
     def for_steps(self, cache: Any) -> Any:
-        """Return a cache to go on from once, token by token: :meth:`extend` may change it."""
+        """Return a cache for one stream of single tokens: :meth:`extend` may change it."""
         return cache
 
     def remember(self, key: Array, value: Array, scope: Scope) -> Any:
-        """Return what to keep of a memory, which queries to come will see as a whole."""
+        """Return the cache of a memory, which all later queries see as a whole."""
         return key, value, scope
 
     def read(self, query: Array, cache: Any, start: int) -> Array:
@@ -108,13 +111,13 @@ class SoftmaxAttention(Attention):
     Parameters
     ----------
     scale : float, optional
-        Of the logits; default ``1 / sqrt(d)``.
+        Scale of the logits; default ``1 / sqrt(d)``.
     window : int, optional
-        A query sees keys at most so far to either side. Default: no bound.
+        A query sees keys up to this distance on either side. Default: no bound.
 
     Notes
     -----
-    A stream keeps all keys and values, or with a window the last ones.
+    A stream stores all keys and values, or only the last ones with a window.
     """
 
     scale: float | None = None
@@ -136,7 +139,7 @@ class SoftmaxAttention(Attention):
     def extend(
         self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
     ) -> tuple[Array, Any]:
-        """Attend to the cache and to these; keep all of them, or those of the window."""
+        """Attend to the cache and to these keys; store all of them, or the window."""
         cache = KeyValueCache.append(cache, key, value)
         if self.window is not None:
             cache = cache.last(self.window + query.shape[-2])
@@ -151,14 +154,14 @@ class SoftmaxAttention(Attention):
         return out, cache if self.window is None else cache.last(self.window)
 
     def remember(self, key: Array, value: Array, scope: Scope) -> Any:
-        """Keep keys and values of the memory."""
+        """Return keys and values of the memory."""
         if self.window is not None:
             _raise_by_distance(self)
         return super().remember(key, value, scope)
 
     @_arrays.on_array_device
     def _read_one(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
-        """Attend with the last query, which sees the whole cache: all heads at once."""
+        """Attend with the last query, which sees the whole cache, one product for all heads."""
         xp = _arrays.namespace(query)
         dtype = _arrays.accumulation_dtype(xp, query.dtype, current_settings().precision)
         q, key, value = (xp.astype(x, dtype, copy=False) for x in (query, cache.key, cache.value))
@@ -172,7 +175,7 @@ class SoftmaxAttention(Attention):
         return xp.astype(out, query.dtype, copy=False)
 
     def _with_queries_before(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
-        """Attend with a query for each key, which windows and biases by offset need."""
+        """Attend with zero queries in front, one for each earlier key, as a window needs."""
         xp, length = _arrays.namespace(query), query.shape[-2]
         before = cache.stop - cache.start - length
         shape = (*query.shape[:-2], before, query.shape[-1])
@@ -203,14 +206,15 @@ class LinearAttention(Attention):
     feature_map : FeatureMap
         From :mod:`linattn.feature_maps`, for heads of dim d.
     log_decay : float or sequence of floats, one a head, optional
-        What weights are multiplied by for each token of distance, as a logarithm, at most 0.
+        Log of the factor that weights are multiplied by for each token of distance, at most 0.
         Masked tokens count as distance. Default 0.
     exact_window : int, optional
-        Near keys exactly, far ones by the map. Has no gradient and no stream. Default: none.
+        Nearby keys count exactly, all others through the map, as for
+        :func:`linattn.linear_attention`. Has no gradient and no stream. Default: none.
 
     Notes
     -----
-    A stream keeps a :class:`linattn.State`, whose size does not grow.
+    A stream stores a :class:`linattn.State`, whose size does not grow.
     """
 
     feature_map: FeatureMap
@@ -240,7 +244,7 @@ class LinearAttention(Attention):
     def extend(
         self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
     ) -> tuple[Array, Any]:
-        """Attend after a state; keep the state."""
+        """Attend after a state; return the new state too."""
         if self.exact_window is not None:
             return super().extend(query, key, value, cache, scope)
         key, value, options = self._options(query, key, value, scope)
@@ -258,11 +262,11 @@ class LinearAttention(Attention):
         return out, state
 
     def for_steps(self, cache: Any) -> Any:
-        """Return a decoder, which takes a step in a fraction of the time."""
+        """Return a :class:`linattn.Decoder`, whose steps are faster."""
         return Decoder(self.feature_map, cache)
 
     def remember(self, key: Array, value: Array, scope: Scope) -> Any:
-        """Keep the state of the memory."""
+        """Return the state of the memory."""
         phi, lead = self.feature_map, tuple(key.shape[:-2])
         if self.exact_window is not None or self._decay(scope) is not None:
             _raise_by_distance(self)
@@ -270,12 +274,12 @@ class LinearAttention(Attention):
         return update_state(state, key, value, phi, key_mask=scope.key_mask)
 
     def read(self, query: Array, cache: Any, start: int) -> Array:
-        """Read the state of the memory."""
+        """Attend to the state of the memory."""
         # Positions count from `length`: here that of the query, not of the memory.
         return read_state(query, cache._replace(length=start), self.feature_map)
 
     def _decay(self, scope: Scope) -> NDArray[np.float64] | None:
-        """Log decay of a token, for all heads or with the axes of heads."""
+        """Return the log decay per token, one for all heads or with the axes of heads."""
         if self.log_decay is None and scope.slopes is None:
             return None
         decay = np.asarray(0 if self.log_decay is None else self.log_decay, dtype=np.float64)
@@ -292,7 +296,7 @@ class LinearAttention(Attention):
     def _options(
         self, query: Array, key: Array, value: Array, scope: Scope
     ) -> tuple[Array, Array, dict[str, Any]]:
-        """Keys and values, with an axis for each head that decays by itself; options."""
+        """Return keys, values and options; keys and values get a heads axis if decays differ."""
         options: dict[str, Any] = {"is_causal": scope.is_causal, "key_mask": scope.key_mask}
         decay = self._decay(scope)
         if decay is None:
@@ -308,7 +312,7 @@ class LinearAttention(Attention):
 
 @dataclass(frozen=True)
 class LandmarkAttention(Attention):
-    """Landmarks that are fitted to the queries and keys of each call, full attention only.
+    """Full attention with landmarks that are fitted to the queries and keys of each call.
 
     Parameters
     ----------
@@ -356,7 +360,7 @@ class LandmarkAttention(Attention):
         )
 
     def remember(self, key: Array, value: Array, scope: Scope) -> Any:
-        """Raise: landmarks are fitted to all queries, and a stream has only those so far."""
+        """Raise an error: landmarks need all queries, and a stream has only the past ones."""
         _raise(f"{self!r} is fitted to all queries", "give cross_attention= another one")
 
     def _fit(self, query: Array, key: Array, scope: Scope) -> LandmarkFeatures:
@@ -369,7 +373,7 @@ class LandmarkAttention(Attention):
 
 @dataclass(frozen=True)
 class AutomaticAttention(Attention):
-    """What :func:`linattn.attention` chooses for each head; has no gradient and no stream.
+    """The method that :func:`linattn.attention` chooses for each head; no gradient, no stream.
 
     Parameters
     ----------
@@ -421,7 +425,7 @@ class BoundedAttention(Attention):
     def extend(
         self, query: Array, key: Array, value: Array, cache: Any, scope: Scope
     ) -> tuple[Array, Any]:
-        """Attend after a stream, of which a fork goes on."""
+        """Attend with a copy of the stream; return the copy as the new cache."""
         _check_no_slopes(self, scope)
         if cache is None:
             stream = CoresetAttention(self.num_entries, block_size=self.block_size, rng=self.rng)
@@ -432,15 +436,15 @@ class BoundedAttention(Attention):
 
 @dataclass(frozen=True)
 class Rotary:
-    """Queries and keys are rotated by their positions, before any feature map.
+    """Rotary embedding: queries and keys are rotated by their positions before any feature map.
 
     Parameters
     ----------
     base, interleaved, dim
         As for :func:`linattn.positions.rotary`.
     frequencies : sequence of float, optional
-        As for :func:`linattn.positions.rotary`; kept as a tuple. YaRN also multiplies cosines and
-        sines by a number f: give ``SoftmaxAttention(scale=f**2 / d**0.5)``.
+        As for :func:`linattn.positions.rotary`; stored as a tuple. YaRN also multiplies cosines and
+        sines by a number f: use ``SoftmaxAttention(scale=f**2 / d**0.5)`` for that.
     """
 
     base: float = 10_000
@@ -449,12 +453,12 @@ class Rotary:
     frequencies: Any = None
 
     def __post_init__(self) -> None:
-        """Keep the frequencies as numbers, which compare and hash."""
+        """Store the frequencies as numbers, which compare and hash."""
         if self.frequencies is not None:
             object.__setattr__(self, "frequencies", tuple(map(float, self.frequencies)))
 
     def rotate(self, x: Array, start: int = 0) -> Array:
-        """Rotate tokens (..., L, d), of which the first is at position ``start``."""
+        """Rotate tokens (..., L, d) at positions ``start``, ``start + 1``, ..."""
         return self._at(x, np.arange(start, start + x.shape[-2]))
 
     def rotate_back(self, grad: Array) -> Array:
@@ -467,10 +471,10 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Alibi:
-    """Logits fall with the distance, by a slope for each head.
+    """ALiBi: logits fall with the distance, by a slope for each head.
 
-    The slopes are :func:`linattn.positions.alibi_slopes`. Goes with :class:`SoftmaxAttention`, and
-    as a decay with :class:`LinearAttention`.
+    The slopes are :func:`linattn.positions.alibi_slopes`. :class:`SoftmaxAttention` adds them to
+    the logits, :class:`LinearAttention` uses them as a decay; other attentions raise an error.
     """
 
     def slopes(self, head_axes: tuple[int, ...]) -> NDArray[np.float64]:
@@ -479,7 +483,7 @@ class Alibi:
 
 
 def _is_nothing(query: Array, key: Array) -> bool:
-    """Whether there is no pair of tokens, and so nothing to fit to."""
+    """Whether there is no pair of tokens to fit landmarks to."""
     return 0 in query.shape or 0 in key.shape
 
 
@@ -493,7 +497,7 @@ def _check_no_slopes(attention: Attention, scope: Scope) -> None:
 
 
 def _like(query: Array, numbers: NDArray[np.float64]) -> Array:
-    """Numbers of the host as an array like the queries."""
+    """Return host numbers in the library, dtype and device of the queries."""
     xp, device = _arrays.namespace(query), array_api_compat.device(query)
     return _arrays.device_array(np.asarray(numbers), xp, query.dtype, device)
 

@@ -1,4 +1,4 @@
-"""Decoders: causal layers, with a memory or without, and stacks of them; streams."""
+"""Decoders: causal layers with or without a memory, stacks of them, and streams."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def decoder_layer(
     return_state: bool = False,
     **options: Unpack[DecoderOptions],
 ) -> Any:
-    r"""Causal self-attention, attention to a memory if there is one, and feed-forward.
+    r"""Apply causal self-attention, attention to a memory if there is one, and feed-forward.
 
     .. math::
         h = \mathrm{norm}_1(x + \mathrm{attention}(x)), \quad
@@ -82,23 +82,23 @@ def decoder_layer(
     Parameters
     ----------
     params : dict
-        As those of :func:`encoder_layer`, and with a memory those of its attention after
-        ``multihead_attn.`` and of a third norm.
+        As for :func:`encoder_layer`. With a memory also the parameters of
+        :func:`multi_head_attention` after ``multihead_attn.``, and of a third norm.
     x : array, (..., L, D)
         Floats of any array-API library.
     memory : array, (..., S, D), optional
-        What an encoder made.
+        Output of an encoder.
     is_causal : bool, optional
         Token i sees tokens 0..i only. Default True.
     key_mask : boolean array, (L,) or x.shape[:-1] with axes of 1, optional
         True = attend.
     memory_mask : boolean array, (S,) or memory.shape[:-1] with axes of 1, optional
-        Of the memory.
+        Mask of the memory; True = attend.
     initial_state : LayerState, optional
-        What an earlier call returned: the stream goes on after its tokens. The memory is in it, and
-        need not be given again.
+        State that an earlier call returned: the stream continues after its tokens. It contains the
+        memory, which need not be given again.
     return_state : bool, optional
-        Also return what a stream goes on from. Default False.
+        Also return the state from which a stream continues. Default False.
 
     Returns
     -------
@@ -112,15 +112,16 @@ def decoder_layer(
     attention, positions, activation, norm_first, norm_output, parallel, norm, eps : optional
         As for :func:`encoder_layer`.
     cross_attention : Attention, optional
-        What attends to the memory. Default: `attention`, without `positions`. Query i stands at
-        position i, in a stream too, and the memory at 0, 1, ...
+        Attention to the memory. Default: `attention`, without `positions`. Query i is at position
+        i, in a stream too; the tokens of the memory are at 0, 1, ...
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`encoder_layer`; a state of a call that is not causal or has a mask of tokens.
+        As :func:`encoder_layer`. A state is given or wanted without ``is_causal``, or with a mask
+        of tokens.
     NotImplementedError
-        A state from an attention that has none.
+        The attention cannot run as a stream.
 
     References
     ----------
@@ -146,7 +147,7 @@ def decoder_layer_vjp(
     memory_mask: Array | None = None,
     **options: Unpack[DecoderOptions],
 ) -> Result:
-    """Return :func:`decoder_layer` and its pullback.
+    """Return the output of :func:`decoder_layer` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -156,15 +157,14 @@ def decoder_layer_vjp(
     Returns
     -------
     output : array, (..., L, D)
-        That of :func:`decoder_layer`.
+        Output of :func:`decoder_layer`.
     pullback : callable
-        ``pullback(grad_output) -> (grad_params, grad_x)``, and then, if there is one, the gradient
-        by the memory.
+        ``pullback(grad_output) -> (grad_params, grad_x)``. With a memory, its gradient follows.
 
     Raises
     ------
     NotImplementedError
-        An attention without a gradient.
+        The attention has no gradient.
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
     return _blocks.layer(params, x, memory, chosen, masks, differentiate=True)
@@ -262,27 +262,27 @@ def decoder(
     return_state: bool = False,
     **options: Unpack[DecoderOptions],
 ) -> Any:
-    """Layers of a decoder one after the other, as ``torch.nn.TransformerDecoder``.
+    """Apply the layers of a decoder one after the other, as ``torch.nn.TransformerDecoder``.
 
     Parameters
     ----------
     params : dict
-        Those of :func:`decoder_layer` after ``layers.0.``, ``layers.1.`` and so on and, optional,
-        of a last norm, ``norm.weight`` and ``norm.bias``.
+        Parameters of :func:`decoder_layer` after ``layers.0.``, ``layers.1.`` and so on, and
+        optionally of a last norm, ``norm.weight`` and ``norm.bias``.
     x : array, (..., L, D)
         Floats of any array-API library.
     memory : array, (..., S, D), optional
-        What an encoder made. Without it this is a decoder-only model.
+        Output of an encoder. Without it this is a decoder-only model.
     is_causal, key_mask, memory_mask
         As for :func:`decoder_layer`.
     initial_state : DecoderState, optional
-        What an earlier call returned: the stream goes on after its tokens, be it one or many. The
-        memory is in it, and need not be given again.
+        State that an earlier call returned: the stream continues after its tokens, by one token or
+        more. It contains the memory, which need not be given again.
     return_state : bool, optional
-        Also return what a stream goes on from. Default False.
+        Also return the state from which a stream continues. Default False.
     **options
-        As for :func:`decoder_layer`, alike for all layers; ``attention``, ``cross_attention`` and
-        ``positions`` may also be lists, one for each.
+        As for :func:`decoder_layer`, the same for all layers. ``attention``, ``cross_attention``
+        and ``positions`` may also be lists with one item for each layer.
 
     Returns
     -------
@@ -292,15 +292,16 @@ def decoder(
     Raises
     ------
     TypeError, ValueError
-        As :func:`decoder_layer`; layers that are not numbered without a gap; the state of another
-        number of layers.
+        As :func:`decoder_layer`. The numbers of the layers have a gap; the state has another number
+        of layers.
     NotImplementedError
-        A state from an attention that has none.
+        The attention cannot run as a stream.
 
     Notes
     -----
-    With :class:`LinearAttention` the state does not grow, nor does the time of a token; with
-    :class:`SoftmaxAttention` it holds all keys and values, or those of its window.
+    With :class:`LinearAttention` neither the state nor the time for a token grows. With
+    :class:`SoftmaxAttention` the state holds all keys and values, or only the last ones with a
+    window.
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
     return_state = _checks.check_flag("return_state", return_state)
@@ -322,7 +323,7 @@ def decoder_vjp(
     memory_mask: Array | None = None,
     **options: Unpack[DecoderOptions],
 ) -> Result:
-    """Return :func:`decoder` and its pullback.
+    """Return the output of :func:`decoder` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -332,15 +333,14 @@ def decoder_vjp(
     Returns
     -------
     output : array, (..., L, D)
-        That of :func:`decoder`.
+        Output of :func:`decoder`.
     pullback : callable
-        ``pullback(grad_output) -> (grad_params, grad_x)``, and then, if there is one, the gradient
-        by the memory.
+        ``pullback(grad_output) -> (grad_params, grad_x)``. With a memory, its gradient follows.
 
     Raises
     ------
     NotImplementedError
-        An attention without a gradient.
+        The attention has no gradient.
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
     return _blocks.stack(params, x, memory, chosen, masks, differentiate=True)

@@ -1,4 +1,4 @@
-"""Layers that work on each token by itself: products, feed-forward, norms."""
+"""Layers that act on each token separately: products, feed-forward, norms."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def linear(params: Params, x: Array) -> Array:
     Raises
     ------
     TypeError, ValueError
-        Parameters that are missing, too many, of another shape, dtype or library.
+        Parameters are missing or unknown, or have another shape, dtype or library.
 
     Notes
     -----
@@ -100,7 +100,7 @@ def linear(params: Params, x: Array) -> Array:
 @takes()
 @with_pullback
 def linear_vjp(params: Params, x: Array) -> Result:
-    """Return :func:`linear` and its pullback.
+    """Return the output of :func:`linear` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def linear_vjp(params: Params, x: Array) -> Result:
     Returns
     -------
     output : array, (..., o)
-        That of :func:`linear`.
+        Output of :func:`linear`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
     """
@@ -148,16 +148,16 @@ def init_linear(
     bias: bool = True,
     dtype: Any = np.float32,
 ) -> dict[str, NDArray[Any]]:
-    """Draw the parameters of :func:`linear`: independent normal numbers of variance 1 / i, bias 0.
+    """Draw the parameters of :func:`linear`: normal numbers of variance 1 / i, and a bias of 0.
 
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the numbers come from.
+        Source of the numbers.
     in_features, out_features : int
         i and o.
     bias : bool, optional
-        Whether there is one. Default True.
+        Whether there is a bias. Default True.
     dtype : dtype, optional
         float16, float32 (the default) or float64.
 
@@ -175,7 +175,7 @@ def init_linear(
 
 @takes()
 def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -> Array:
-    r"""Two products with an activation in between, for each token.
+    r"""Apply two products with an activation in between to each token.
 
     .. math::
         y = W_2 \, \sigma(W_1 x + b_1) + b_2, \qquad
@@ -187,15 +187,15 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
     Parameters
     ----------
     params : dict
-        ``linear1.weight`` (h, d), ``linear2.weight`` (d, h), for the gated three ``linear3.weight``
-        (h, d), and optional biases, ``linear1.bias`` and so on.
+        ``linear1.weight`` (h, d), ``linear2.weight`` (d, h), for gated activations
+        ``linear3.weight`` (h, d), and optional biases, ``linear1.bias`` and so on.
     x : array, (..., d)
         Floats of any array-API library.
     activation : str, optional
         "relu", the default; "squared_relu", its square; "gelu", ``x Phi(x)``; "gelu_tanh", its
         approximation by tanh; "silu", ``x / (1 + exp(-x))``; "quick_gelu",
-        ``x / (1 + exp(-1.702 x))``. Times a third product: "swiglu" of "silu", "geglu" of "gelu",
-        "geglu_tanh" of "gelu_tanh".
+        ``x / (1 + exp(-1.702 x))``. Gated, times a third product: "swiglu" with "silu", "geglu"
+        with "gelu", "geglu_tanh" with "gelu_tanh".
 
     Returns
     -------
@@ -205,12 +205,12 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear`; another activation.
+        As :func:`linear`; the activation is unknown.
 
     Notes
     -----
-    Time O(n d h) for n tokens. "gelu" has no error function in the array API: it is computed here,
-    to 1e-8 in float32 and 4e-16 in float64.
+    Time O(n d h) for n tokens. The array API has no error function for "gelu". It is computed here,
+    with errors of 1e-8 in float32 and 4e-16 in float64.
 
     References
     ----------
@@ -225,7 +225,7 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
 @with_pullback
 @accumulated(narrows=True)
 def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu") -> Result:
-    """Return :func:`feed_forward` and its pullback.
+    """Return the output of :func:`feed_forward` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu
     Returns
     -------
     output : array, (..., d)
-        That of :func:`feed_forward`.
+        Output of :func:`feed_forward`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
     """
@@ -280,7 +280,7 @@ def init_feed_forward(
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the numbers come from.
+        Source of the numbers.
     dim : int
         d.
     hidden_dim : int, optional
@@ -307,7 +307,7 @@ def init_feed_forward(
 
 @takes()
 def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
-    r"""Bring each token to mean 0 and variance 1, then scale and shift, as ``torch.nn.LayerNorm``.
+    r"""Scale tokens to mean 0 and variance 1, then apply weight and bias, as torch's ``LayerNorm``.
 
     .. math::
         y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \odot w + b
@@ -331,7 +331,7 @@ def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
     Raises
     ------
     TypeError, ValueError
-        As :func:`linear`; an eps that is not a positive number.
+        As :func:`linear`; eps is not a positive number.
 
     References
     ----------
@@ -344,7 +344,7 @@ def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
 @with_pullback
 @accumulated(narrows=False)
 def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
-    """Return :func:`layer_norm` and its pullback.
+    """Return the output of :func:`layer_norm` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -354,7 +354,7 @@ def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
     Returns
     -------
     output : array, (..., d)
-        That of :func:`layer_norm`.
+        Output of :func:`layer_norm`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
     """
@@ -372,7 +372,7 @@ def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
 
 @takes()
 def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
-    r"""Bring each token to mean square 1, then scale, as ``torch.nn.RMSNorm``.
+    r"""Scale each token to mean square 1, then multiply by the weight, as ``torch.nn.RMSNorm``.
 
     .. math::
         y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \odot w
@@ -409,7 +409,7 @@ def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
 @with_pullback
 @accumulated(narrows=False)
 def rms_norm_vjp(params: Params, x: Array, *, eps: float = 1e-6) -> Result:
-    """Return :func:`rms_norm` and its pullback.
+    """Return the output of :func:`rms_norm` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -419,7 +419,7 @@ def rms_norm_vjp(params: Params, x: Array, *, eps: float = 1e-6) -> Result:
     Returns
     -------
     output : array, (..., d)
-        That of :func:`rms_norm`.
+        Output of :func:`rms_norm`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
     """
@@ -452,7 +452,7 @@ def _normalized(part: Part, x: Array, eps: float) -> Result:
 
 @takes()
 def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:
-    """Return the parameters of :func:`layer_norm`, or without bias of :func:`rms_norm`: 1 and 0.
+    """Return the parameters of :func:`layer_norm`; without a bias also of :func:`rms_norm`.
 
     Parameters
     ----------

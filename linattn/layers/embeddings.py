@@ -27,7 +27,7 @@ from linattn.typing import Array
 __all__ = ["embedding", "embedding_vjp", "init_embedding"]
 
 _BLOCK = 1024
-"""Tokens whose one-hot rows are made at once for the gradient of an embedding."""
+"""How many one-hot rows are made together for the gradient of an embedding."""
 
 
 @takes()
@@ -39,7 +39,7 @@ def embedding(
     start: int = 0,
     scale: float = 1.0,
 ) -> Array:
-    r"""Rows of a table, and positions that are added to them.
+    r"""Return the row of a table for each token, plus a vector for its position.
 
     .. math::
         y_t = c \, E_{\mathrm{token}_t} + p_{s + t}
@@ -68,7 +68,8 @@ def embedding(
     Raises
     ------
     TypeError, ValueError
-        Tokens that are no integers or outside of the table, more positions than were learned.
+        Tokens are no integers or are outside of the table; there are more tokens than learned
+        positions.
     """
     return embedding_vjp(params, tokens, positions=positions, start=start, scale=scale)[0]
 
@@ -83,7 +84,7 @@ def embedding_vjp(
     start: int = 0,
     scale: float = 1.0,
 ) -> Result:
-    """Return :func:`embedding` and its pullback.
+    """Return the output of :func:`embedding` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -93,14 +94,14 @@ def embedding_vjp(
     Returns
     -------
     output : array, (..., L, d)
-        That of :func:`embedding`.
+        Output of :func:`embedding`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params,)``: tokens have no gradient.
 
     Notes
     -----
-    The gradient by the table is a product with one-hot rows: time O(n V d) for n tokens, as that of
-    logits, memory for a thousand of these rows.
+    The gradient by the table is a product with one-hot rows: time O(n V d) for n tokens, as for
+    logits, and memory for a thousand rows.
     """
     part = as_part(params, "weight", "position.weight")
     table = part["weight"]
@@ -152,7 +153,7 @@ def _outside(start: int, stop: int) -> tuple[slice, slice]:
 
 
 def _sinusoids(start: int, length: int, dim: int) -> NDArray[np.float64]:
-    """Rows of :func:`linattn.positions.sinusoidal`, and not the whole table up to them."""
+    """Return some rows of :func:`linattn.positions.sinusoidal`, without the rows before them."""
     first = sinusoidal(1, dim)  # checks dim
     frequencies = 10_000.0 ** (-np.arange(0, dim, 2) / dim)
     angles = np.arange(start, start + length)[:, None] * frequencies
@@ -179,7 +180,7 @@ def _check_tokens(part: Part, tokens: Any) -> Any:
 
 
 def _scattered(tokens: Array, rows: Array, table: Array) -> Array:
-    """Sum up rows by their token: sums in the dtype of the table."""
+    """Sum rows by their token, in the dtype of the table."""
     xp = _arrays.namespace(rows)
     # Small integers, which the tokens may be, would not hold all names.
     tokens = xp.astype(tokens, xp.int64, copy=False)
@@ -207,7 +208,7 @@ def init_embedding(
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the numbers come from.
+        Source of the numbers.
     num_tokens, dim : int
         V and d.
     num_positions : int, optional

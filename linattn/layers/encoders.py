@@ -32,7 +32,7 @@ def encoder_layer(
     key_mask: Array | None = None,
     **options: Unpack[LayerOptions],
 ) -> Array:
-    r"""Self-attention and feed-forward, as ``torch.nn.TransformerEncoderLayer`` without dropout.
+    r"""Apply self-attention and feed-forward, as ``torch.nn.TransformerEncoderLayer``, no dropout.
 
     .. math::
         h = \mathrm{norm}_1(x + \mathrm{attention}(x)), \qquad
@@ -60,10 +60,11 @@ def encoder_layer(
     Parameters
     ----------
     params : dict
-        With the names of torch: those of :func:`multi_head_attention` after ``self_attn.``, those
-        of :func:`feed_forward`, and norms ``norm1.weight``, ``norm1.bias``, ``norm2.weight`` and
-        ``norm2.bias``. With ``norm_first`` and ``norm_output`` also ``norm1_output.*`` and
-        ``norm2_output.*``. With ``parallel`` the second norm may be missing: the first serves both.
+        Names as in torch: parameters of :func:`multi_head_attention` after ``self_attn.``,
+        parameters of :func:`feed_forward`, and norms ``norm1.weight``, ``norm1.bias``,
+        ``norm2.weight`` and ``norm2.bias``. With ``norm_first`` and ``norm_output`` also
+        ``norm1_output.*`` and ``norm2_output.*``. With ``parallel`` the second norm is optional:
+        without it the first serves both.
     x : array, (..., L, D)
         Floats of any array-API library.
     is_causal : bool, optional
@@ -85,22 +86,22 @@ def encoder_layer(
     activation : str, optional
         As for :func:`feed_forward`. Default "relu".
     norm_first : bool, optional
-        Norms before what they belong to (pre-norm), not after the sums (post-norm). Default False.
+        Norms before the sublayers (pre-norm), not after the sums (post-norm). Default False.
     norm_output : bool, optional
-        Norms of what is added, as in OLMo 2; with ``norm_first`` norms on both sides, as in
-        Gemma 2 and 3. Default False.
+        Norms of the outputs of sublayers, before they are added, as in OLMo 2. With ``norm_first``
+        norms on both sides, as in Gemma 2 and 3. Default False.
     parallel : bool, optional
-        Attention and feed-forward side by side, as in GPT-NeoX, Phi and Cohere; needs
+        Attention and feed-forward of the same tokens, as in GPT-NeoX, Phi and Cohere; needs
         ``norm_first``. Default False.
     norm : {"layer_norm", "rms_norm"}, optional
         Which norm. Default "layer_norm".
     eps : float, optional
-        Of all norms, those of queries and keys too. Default 1e-5.
+        ``eps`` of all norms, of queries and keys too. Default 1e-5.
 
     Raises
     ------
     TypeError, ValueError
-        As the parts; an option that there is not.
+        As :func:`multi_head_attention`, :func:`feed_forward` and the norms; an unknown option.
 
     References
     ----------
@@ -122,7 +123,7 @@ def encoder_layer_vjp(
     key_mask: Array | None = None,
     **options: Unpack[LayerOptions],
 ) -> Result:
-    """Return :func:`encoder_layer` and its pullback.
+    """Return the output of :func:`encoder_layer` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -132,14 +133,14 @@ def encoder_layer_vjp(
     Returns
     -------
     output : array, (..., L, D)
-        That of :func:`encoder_layer`.
+        Output of :func:`encoder_layer`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
 
     Raises
     ------
     NotImplementedError
-        An attention without a gradient.
+        The attention has no gradient.
     """
     masks = Masks(is_causal, key_mask)
     chosen = _blocks.options_of(**options)
@@ -155,9 +156,9 @@ def init_encoder_layer(
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the numbers come from.
+        Source of the numbers.
     dim, num_heads : int
-        D, and the heads that divide it.
+        D and the number of heads, which divides D.
 
     Returns
     -------
@@ -167,14 +168,14 @@ def init_encoder_layer(
     Other Parameters
     ----------------
     hidden_dim : int, optional
-        Of the feed-forward layer. Default 4 D.
+        Hidden dim of the feed-forward layer. Default 4 D.
     num_key_heads : int, optional
         As for :func:`init_multi_head_attention`.
     activation, norm : optional
         As for :func:`encoder_layer`.
     norm_output : bool, optional
-        Whether there are norms ``norm1_output`` and so on, for ``norm_first`` and ``norm_output``
-        together. Default False.
+        Whether there are also norms ``norm1_output`` and so on, which ``norm_first`` together with
+        ``norm_output`` needs. Default False.
     qk_norm : bool, optional
         As for :func:`init_multi_head_attention`. Default False.
     bias, dtype : optional
@@ -192,18 +193,18 @@ def encoder(
     key_mask: Array | None = None,
     **options: Unpack[LayerOptions],
 ) -> Array:
-    """Layers of an encoder one after the other, as ``torch.nn.TransformerEncoder``.
+    """Apply the layers of an encoder one after the other, as ``torch.nn.TransformerEncoder``.
 
     Parameters
     ----------
     params : dict
-        Those of :func:`encoder_layer` after ``layers.0.``, ``layers.1.`` and so on and, optional,
-        of a last norm, ``norm.weight`` and ``norm.bias``.
+        Parameters of :func:`encoder_layer` after ``layers.0.``, ``layers.1.`` and so on, and
+        optionally of a last norm, ``norm.weight`` and ``norm.bias``.
     x : array, (..., L, D)
         Floats of any array-API library.
     is_causal, key_mask, **options
-        As for :func:`encoder_layer`, alike for all layers; ``attention`` and ``positions`` may
-        also be lists, one for each.
+        As for :func:`encoder_layer`, the same for all layers. ``attention`` and ``positions`` may
+        also be lists with one item for each layer.
 
     Returns
     -------
@@ -213,7 +214,7 @@ def encoder(
     Raises
     ------
     TypeError, ValueError
-        As :func:`encoder_layer`; layers that are not numbered without a gap.
+        As :func:`encoder_layer`; the numbers of the layers have a gap.
 
     Examples
     --------
@@ -240,7 +241,7 @@ def encoder_vjp(
     key_mask: Array | None = None,
     **options: Unpack[LayerOptions],
 ) -> Result:
-    """Return :func:`encoder` and its pullback.
+    """Return the output of :func:`encoder` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -250,14 +251,14 @@ def encoder_vjp(
     Returns
     -------
     output : array, (..., L, D)
-        That of :func:`encoder`.
+        Output of :func:`encoder`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
 
     Raises
     ------
     NotImplementedError
-        An attention without a gradient.
+        The attention has no gradient.
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask)
     return _blocks.stack(params, x, None, chosen, masks, differentiate=True)
@@ -278,13 +279,13 @@ def init_encoder(
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the numbers come from.
+        Source of the numbers.
     num_layers : int
-        How many.
+        Number of layers.
     dim, num_heads, **options
         As for :func:`init_encoder_layer`.
     final_norm : bool, optional
-        Whether there is a last norm, which goes with ``norm_first``. Default False.
+        Whether there is a last norm, as pre-norm models have (``norm_first``). Default False.
 
     Returns
     -------

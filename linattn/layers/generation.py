@@ -1,4 +1,4 @@
-"""Models of tokens, and text from them."""
+"""Language models: logits of the next token, and generation of tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def language_model(
     return_state: bool = False,
     **options: Unpack[ModelOptions],
 ) -> Any:
-    r"""Logits of the token that follows each token: an embedding, a causal decoder, a product.
+    r"""Return logits of the next token at each position: embedding, causal decoder, product.
 
     .. math::
         \log p(\mathrm{token}_{t + 1} = c \mid \mathrm{token}_{0 \ldots t})
@@ -83,17 +83,17 @@ def language_model(
     Parameters
     ----------
     params : dict
-        Those of :func:`embedding` after ``embedding.``, those of :func:`decoder`, and those of
-        :func:`linear` after ``head.``; without a head logits are products with the rows of the
-        embedding, which is tied then.
+        Parameters of :func:`embedding` after ``embedding.``, of :func:`decoder`, and of
+        :func:`linear` after ``head.``. Without a head the embedding is tied: logits are products
+        with its rows.
     tokens : integer array, (..., L)
-        Of the library of the parameters.
+        Tokens, of the library of the parameters.
     memory : array, (..., S, D), optional
-        What an encoder made.
+        Output of an encoder.
     key_mask, memory_mask
         As for :func:`decoder`.
     initial_state, return_state
-        As for :func:`decoder`: the stream of tokens goes on. Positions do, too.
+        As for :func:`decoder`: a stream of tokens continues, with its positions.
 
     Returns
     -------
@@ -103,10 +103,10 @@ def language_model(
     Other Parameters
     ----------------
     positions : Rotary, Alibi or "sinusoidal", optional
-        How tokens stand: in the heads, or by sinusoids that are added to the embedding. Learned
-        positions are added where the embedding has them.
+        Positions inside the heads, or sinusoids added to the embedding. Learned positions are added
+        if the embedding has them.
     embedding_scale : float, optional
-        As `scale` for :func:`embedding`. A tied head has the rows unscaled. Default 1.
+        As `scale` for :func:`embedding`. A tied head uses the unscaled rows. Default 1.
     num_heads : int
         As for :func:`decoder_layer`.
     attention, cross_attention, activation, norm_first, norm_output, parallel, norm, eps : optional
@@ -150,7 +150,7 @@ def language_model_vjp(
     memory_mask: Array | None = None,
     **options: Unpack[ModelOptions],
 ) -> Result:
-    """Return :func:`language_model` and its pullback.
+    """Return the output of :func:`language_model` and a function that computes its gradients.
 
     Parameters
     ----------
@@ -160,15 +160,15 @@ def language_model_vjp(
     Returns
     -------
     output : array, (..., L, V)
-        That of :func:`language_model`.
+        Output of :func:`language_model`.
     pullback : callable
-        ``pullback(grad_output) -> (grad_params,)``, and then, if there is one, the gradient by the
-        memory: tokens have no gradient.
+        ``pullback(grad_output) -> (grad_params,)``: tokens have no gradient. With a memory, its
+        gradient follows.
 
     Raises
     ------
     NotImplementedError
-        An attention without a gradient.
+        The attention has no gradient.
     """
     masks = Masks(True, key_mask, memory_mask)
     return _model(params, tokens, memory, masks, options, differentiate=True)
@@ -193,15 +193,15 @@ def init_language_model(
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the numbers come from.
+        Source of the numbers.
     num_tokens : int
         V.
     num_layers, dim, num_heads, has_memory, final_norm, **options
-        As for :func:`init_decoder`; but `final_norm` is True by default.
+        As for :func:`init_decoder`, but `final_norm` is True by default.
     num_positions : int, optional
-        Of learned positions. Default: none.
+        Number of learned positions. Default: none.
     tied : bool, optional
-        No head: the rows of the embedding are used twice, and have the standard deviation
+        Without a head: the embedding gives the logits too. Its standard deviation is then
         ``D ** -0.5``, else 1. Default False.
 
     Returns
@@ -246,60 +246,62 @@ def generate(
     memory_mask: Array | None = None,
     **options: Unpack[ModelOptions],
 ) -> Array:
-    r"""Go on after tokens, one token at a time, with :func:`language_model`.
+    r"""Generate tokens one at a time with :func:`language_model`.
 
     .. math::
         p_c \propto e^{z_c / T}
 
-    over all tokens c, or the likeliest ones. Letters: ``L`` tokens given, ``n`` new ones, ``V``
-    different ones, ``T`` temperature.
+    over all tokens c, or only the most likely. Letters: ``L`` tokens of the prompt, ``n`` new
+    tokens, ``V`` different tokens, ``T`` temperature.
 
     Parameters
     ----------
     params : dict
         As for :func:`language_model`.
     tokens : integer array, (..., L)
-        What is given, at least one token; each sequence goes on by itself.
+        Prompts of at least one token; each sequence is continued separately.
     num_tokens : int
-        n, how many to add at most.
+        n, the largest number of new tokens.
     memory, memory_mask
         As for :func:`language_model`.
     key_mask : boolean array, (L,) or tokens.shape with axes of 1, optional
-        True = a token, False = padding, on either side, of prompts of unlike lengths. Padding is
-        taken out: each prompt goes on as it would alone, from position 0. Default: no padding.
+        True = a token, False = padding. Prompts of different lengths are padded on either side.
+        Padding is removed: each prompt is continued as it would be alone, from position 0. Default:
+        no padding.
     temperature : float, optional
-        T. At 0, the default, the likeliest token is taken.
+        T. At 0, the default, the most likely token is taken.
     top_k : int, optional
-        Draw from the k likeliest tokens only.
+        Draw only from the k most likely tokens.
     top_p : float, optional
-        Draw only from the fewest tokens whose probabilities, after `top_k`, sum up to p at least.
+        Draw only from the fewest tokens whose probabilities, after `top_k`, sum to at least p.
     stop : int, optional
-        A sequence ends with this token, and is filled up with it; when all have ended, no more
-        tokens are made. Default: none.
+        A sequence ends with this token, and is filled with it. Generation ends when all sequences
+        have ended. Default: none.
     rng : int, Generator, SeedSequence or None, optional
-        What tokens are drawn with.
+        Seed or generator for the draws.
     **options
         As for :func:`language_model`.
 
     Returns
     -------
     integer array, (..., n) or shorter
-        The new tokens, in the library, dtype and device of those given.
+        The new tokens, in the library, dtype and device of the prompts.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`language_model`; no token given, or tokens of a dtype that does not hold all V; a
-        top_k or top_p at temperature 0; a key_mask of another shape or dtype; logits of NaN.
+        As :func:`language_model`. A prompt is empty; the dtype of the tokens is too small for V;
+        top_k or top_p is given at temperature 0; key_mask has another shape or dtype; logits are
+        NaN.
     NotImplementedError
-        An attention that cannot go on token by token.
+        The attention cannot run as a stream.
 
     Notes
     -----
-    The tokens given are read at once. With :class:`LinearAttention` each new one then takes the
-    same time and the memory does not grow; with :class:`SoftmaxAttention` keys and values are kept,
-    and a token takes time O(L + n). Prompts of one length go on together, and those of unlike
-    lengths one length after the other. Tokens are chosen on the host, with one uniform number each.
+    One call of the model reads the whole prompt. With :class:`LinearAttention` each new token then
+    takes the same time, and memory does not grow. With :class:`SoftmaxAttention` keys and values
+    are stored, and a token takes time O(L + n). Prompts of one length run together, different
+    lengths one after the other. Tokens are chosen on the host, with one uniform number each.
 
     References
     ----------
@@ -341,7 +343,7 @@ def _continued(
     choice: tuple[_Sampler, int | None],
     options: ModelOptions,
 ) -> NDArray[np.int64]:
-    """Go on after prompts of one length; return a row of new tokens for each, on the host."""
+    """Continue prompts of one length; return a row of new tokens for each, on the host."""
     (memory, memory_mask), (choose, stop) = of_memory, choice
     xp, lead = _arrays.namespace(tokens), tuple(tokens.shape[:-1])
     device, dtype = array_api_compat.device(tokens), tokens.dtype
@@ -364,7 +366,7 @@ def _continued(
 
 
 def _by_length(tokens: Array, key_mask: Array) -> Iterator[tuple[NDArray[np.int64], Array]]:
-    """Yield the sequences with each number of tokens, and these tokens without padding."""
+    """For each length yield the rows of that length, and their tokens without padding."""
     xp, device, shape = _arrays.namespace(tokens), array_api_compat.device(tokens), tokens.shape
     mask = _checks.check_key_mask(key_mask, tokens[..., None], xp, query_len=None, of="key")
     held = np.broadcast_to(_arrays.to_numpy(mask)[..., 0], shape).reshape(-1, shape[-1])
@@ -398,7 +400,7 @@ def _rows_of(
 
 
 def _check_holds_all(tokens: Array, num: int) -> None:
-    """Check that new tokens, which are of the dtype of those given, fit into it."""
+    """Check that the dtype of the prompt can hold all tokens of the model."""
     xp = _arrays.namespace(tokens)
     if xp.isdtype(tokens.dtype, "integral") and xp.iinfo(tokens.dtype).max < num - 1:
         message = (
@@ -409,7 +411,7 @@ def _check_holds_all(tokens: Array, num: int) -> None:
 
 
 class _Sampler(NamedTuple):
-    """How a token is chosen."""
+    """Chooses tokens from logits, with temperature, top-k and top-p."""
 
     temperature: float
     top_k: int | None
@@ -439,7 +441,7 @@ class _Sampler(NamedTuple):
         return cls(temperature, top_k, top_p, as_generator(rng))
 
     def __call__(self, logits: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Choose one token a row of logits (n, V)."""
+        """Choose one token for each row of logits (n, V)."""
         if np.isnan(logits).any():
             message = "logits must be numbers, got NaN: parameters or memory hold NaN or overflow"
             raise ValueError(message)
@@ -462,7 +464,7 @@ class _Sampler(NamedTuple):
 
 
 def _parts(params: Params) -> list[Part]:
-    """Parameters of the embedding, the head and the decoder."""
+    """Split parameters into embedding, head and decoder."""
     return split(params, "embedding.", "head.", "")
 
 
@@ -475,7 +477,7 @@ def _model(
     *,
     differentiate: bool,
 ) -> Result:
-    """All tokens at once; the pullback serves only what is differentiated."""
+    """Apply the model to all tokens; the pullback works only with ``differentiate=True``."""
     of_embedding, _, of_decoder = _parts(params)
     added, chosen = _chosen(options)
     x, pull_embedding = embedding_vjp(of_embedding, tokens, **added)
@@ -513,7 +515,7 @@ def _stream(
 
 
 def _chosen(options: ModelOptions) -> tuple[dict[str, Any], _blocks.Options]:
-    """Options of the embedding, and of the layers."""
+    """Split options into those for the embedding and for the layers."""
     chosen: dict[str, Any] = {**options}
     added: dict[str, Any] = {"scale": chosen.pop("embedding_scale", 1.0)}
     if options.get("positions") == "sinusoidal":
@@ -522,7 +524,7 @@ def _chosen(options: ModelOptions) -> tuple[dict[str, Any], _blocks.Options]:
 
 
 def _logits(params: Params, y: Array) -> tuple[Array, Any]:
-    """Logits; gradients by the head, or None and by the tied embedding, and by y."""
+    """Return logits, and a pullback to the head, or the tied embedding, and to y."""
     of_embedding, head, _ = _parts(params)
     if head:
         logits, pull = product(head, y)

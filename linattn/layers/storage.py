@@ -26,9 +26,9 @@ def load_safetensors(
     path : str, bytes or path-like
         The file.
     mapping : dict, optional
-        Name of a parameter -> name of an array in the file, or a list of names, whose arrays are
-        put one after the other along their first axis: queries, keys and values in one. Only these
-        are read. Default: all arrays under their names.
+        Name of a parameter -> name of an array in the file, or a list of names. The arrays of a
+        list are concatenated along their first axis, for example queries, keys and values. Only
+        these arrays are read. Default: all arrays under their names.
 
     Returns
     -------
@@ -42,15 +42,15 @@ def load_safetensors(
     TypeError
         A mapping that is not of names to names or lists of names.
     ValueError
-        A name that is not in the file, arrays of bfloat16 or that do not go
-        together, or what is no safetensors file.
+        A name is not in the file, an array is bfloat16, shapes of a list do not fit, or the file is
+        no safetensors file.
     OSError
         The file cannot be read.
 
     Notes
     -----
-    Linear layers of most models hold ``weight`` as (out, in), as those here do; where one holds
-    (in, out), as GPT-2's, transpose it. Arrays of another library are made of these by
+    Linear layers of most models store ``weight`` as (out, in), as the layers here do. Transpose it
+    if a model stores (in, out), as GPT-2 does. Convert to another library ``xp`` by
     ``{name: xp.asarray(array) for name, array in params.items()}``.
     """
     safetensors = _package()
@@ -95,7 +95,7 @@ def _check_mapping(mapping: Any) -> None:
 
 
 def _loaded(name: str, file: Any, key: str, wanted: str | Sequence[str]) -> NDArray[Any]:
-    """Read an array, or several ones, one after the other."""
+    """Read an array, or read several arrays and concatenate them."""
     arrays: list[NDArray[Any]]
     try:
         arrays = [file.get_tensor(part) for part in _names(wanted)]
