@@ -178,8 +178,8 @@ def held_out_error(
     from the rows. The largest is the rows' largest, or the squared error of an output that does not
     depend on its query, the mean output, where that is more: of h rows that agree, a share l / h of
     all may be unlike each of them (the rule of three). So 64 rows of outputs around 0 promise no
-    error below .22, and 256 none below .11, whatever they show. The bound does not hold where rows that
-    nobody has seen are further off than that: ``benchmarks/tolerance.py`` measures how often.
+    error below .22, and 256 none below .11, whatever they show. The bound does not hold where rows
+    that nobody has seen are further off than that: ``benchmarks/tolerance.py`` measures how often.
 
     Time O(h S (d + e)), memory O(h (d + e)) and a block of keys, whatever the length.
 

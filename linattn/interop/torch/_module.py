@@ -138,9 +138,10 @@ class Attention(nn.Module):  # type: ignore[misc]
             is_bool = mask.dtype == torch.bool
             options["key_mask" if is_bool else "key_bias"] = ~mask if is_bool else mask
         after = None
-        if self.feature_map is not None:
+        held = self.feature_map
+        if held is not None:
             options |= {"initial_state": state, "return_state": True}
-            output, after = linear_attention(q, k, v, self.feature_map.map, **options)
+            output, after = linear_attention(q, k, v, held.map, **options)
         elif state is not None or return_state:
             message = (
                 "state must be None and return_state False with softmax attention, which has no "
